@@ -1,4 +1,4 @@
-"""Policies of one's own: a class that chooses workers, asked in a thread of its own."""
+"""Your own routing policies: a class that chooses workers and runs in its own thread."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["AskedPolicy", "Policy", "PolicyCandidate", "PolicyEnded", "PolicyReq
 
 logger = logging.getLogger(__name__)
 
-#: What a policy's name in ``--router-mode`` begins with.
+# Prefix of a Python policy's name in ``--router-mode``.
 PREFIX = "python:"
 LOG_INTERVAL_S = 60.0
 CLOSE_S_MAX = 1.0
@@ -33,11 +33,11 @@ Choice = PolicyCandidate | int | Sequence[float | None]
 
 
 class Policy(ABC):
-    """Chooses a worker for each request; subclasses say how.
+    """Base class of routing policies: chooses a worker for each request.
 
-    One thread calls all methods of one object, one after the other, so that it needs no locks. What
-    it takes longer than ``deadline_s`` to choose, and what it fails to, the ``kv`` policy chooses.
-    Only :meth:`choose` has to be there; events are told to those that define their methods.
+    One thread makes all calls to an object, so it needs no locks. If a choice takes longer than
+    ``deadline_s``, or fails, the ``kv`` policy chooses instead. Only :meth:`choose` is required;
+    events are delivered only to the event methods that a subclass defines.
 
     Attributes:
         deadline_s: How long a request waits for :meth:`choose`, seconds; at least 0.001.
@@ -49,33 +49,34 @@ class Policy(ABC):
     def choose(self, request: PolicyRequest, candidates: list[PolicyCandidate]) -> Choice:
         """Choose one of the workers that may take the request.
 
-        Load and overlaps are those of the moment of the question. A worker that is gone or busy
-        when the answer comes is not taken.
+        Load and overlaps are a snapshot from the time of the call. A choice is discarded if its
+        worker is gone or busy by the time of the answer.
 
         Args:
             request: The request.
-            candidates: At least two, in the order of their numbers.
+            candidates: At least two, sorted by worker number.
 
         Returns:
-            One of the candidates, or its index; or a score for each of them, of which the highest
-            wins, then the lowest ``cost``; ``None`` for one that is not to be taken.
+            One of the candidates, or its index; or a score for each of them: the highest wins, ties
+            by the lowest ``cost``; ``None`` excludes a candidate.
         """
 
     def routed(self, request: PolicyRequest, candidate: PolicyCandidate) -> None:  # noqa: B027
-        """A request was given to a worker, whoever chose it."""
+        """Called after a request was routed to a worker, even if another policy chose it."""
 
     def finished(self, ended: PolicyEnded) -> None:  # noqa: B027
-        """A request has ended, however it did."""
+        """Called after a request has ended, for whatever reason."""
 
     def removed(self, worker_id: int, dp_rank: int) -> None:  # noqa: B027
-        """A worker has gone."""
+        """Called after a worker has left."""
 
 
 def load(text: str) -> Policy:
-    """Make the policy that ``python:module:Class`` names.
+    """Create the policy that ``python:module:Class`` names.
 
     Raises:
-        ConfigError: There is no such module or class, or it can't be made without arguments.
+        ConfigError: The module or class does not exist, or the class can't be created without
+            arguments.
     """
     module, _, name = text.removeprefix(PREFIX).rpartition(":")
     try:
@@ -88,20 +89,20 @@ def load(text: str) -> Policy:
 
 
 class AskedPolicy:
-    """A policy, and the thread in which it is asked.
+    """A policy, and the thread that runs it.
 
     Args:
         policy: The policy.
-        name: Its name in metrics, logs and decisions; its class's if not given.
+        name: Its name in metrics, logs and decisions; default: the class's name.
 
     Raises:
-        ConfigError: Its deadline is no time.
+        ConfigError: Its deadline is not a valid time.
     """
 
     def __init__(self, policy: Policy, name: str | None = None) -> None:
         self._policy = policy
         self._logged_s = -LOG_INTERVAL_S
-        #: Where it is asked: for the core.
+        # The core's interface to it.
         self.desk = PolicyDesk(
             name or PREFIX + type(policy).__name__,
             deadline_s=float(getattr(policy, "deadline_s", Policy.deadline_s)),
@@ -109,11 +110,11 @@ class AskedPolicy:
         )
         self._thread = threading.Thread(target=self._run, name="kvflash-policy", daemon=True)
         self._thread.start()
-        # A thread that wakes up in the core while the interpreter ends would end it badly.
+        # If a thread woke up in the core while the interpreter ends, it would abort the process.
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Ask it nothing more, and wait a second for what it is busy with."""
+        """Stop asking the policy, and wait up to a second for the call in progress."""
         atexit.unregister(self.close)
         self.desk.close()
         if threading.current_thread() is not self._thread:
@@ -149,7 +150,7 @@ class AskedPolicy:
             self._log(f"the policy's choose() must return {wanted}, got {choice!r:.200}")
 
     def _log(self, message: str, error: Exception | None = None) -> None:
-        """Say what went wrong, once a minute; metrics count the rest."""
+        """Log an error, at most once a minute; metrics count all."""
         now = time.monotonic()
         if now - self._logged_s >= LOG_INTERVAL_S:
             self._logged_s = now
@@ -157,16 +158,16 @@ class AskedPolicy:
 
 
 def _overrides(policy: Policy, event: str) -> bool:
-    """Whether the policy wants to be told of an event."""
+    """Whether the policy defines the method of an event."""
     found = getattr(type(policy), event, None)
     return found is not None and found is not getattr(Policy, event)
 
 
 def _scores(choice: Any, candidates: list[PolicyCandidate]) -> list[float | None]:
-    """A score for each candidate.
+    """Convert a choice to a score for each candidate.
 
     Raises:
-        TypeError, ValueError: It is no choice.
+        TypeError, ValueError: The choice is invalid.
     """
     if isinstance(choice, PolicyCandidate):
         choice = choice.index

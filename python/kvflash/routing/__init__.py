@@ -1,4 +1,4 @@
-"""KV-aware routing in one's own process."""
+"""KV-aware routing inside your own process."""
 
 from kvflash.routing.choice import BestWorker
 from kvflash.routing.config import KvRouterConfig

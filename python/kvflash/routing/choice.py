@@ -1,4 +1,4 @@
-"""The worker that a prompt would go to."""
+"""The worker chosen for a prompt."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class _Fields(NamedTuple):
 
 
 class BestWorker(_Fields):
-    """Worker, rank, and leading blocks of the prompt that it holds: a tuple of these three.
+    """Worker, rank and overlap (leading blocks that the worker holds), as a tuple of three.
 
     Attributes:
-        seed: The number that chance was drawn from. ``best_worker(..., seed=...)`` with it chooses
-            the same worker while load and caches are the same.
+        seed: The seed of the random draw. ``best_worker(..., seed=...)`` with it chooses the same
+            worker as long as load and caches are unchanged.
     """
 
     seed: int
@@ -26,7 +26,7 @@ class BestWorker(_Fields):
     def __new__(
         cls, worker_id: int, dp_rank: int, overlap_blocks: int, seed: int = 0
     ) -> BestWorker:
-        """Make one; the tuple itself has three fields."""
+        """Create it; the tuple itself has three fields."""
         made = super().__new__(cls, worker_id, dp_rank, overlap_blocks)
         made.seed = seed
         return made

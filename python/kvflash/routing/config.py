@@ -18,14 +18,14 @@ from kvflash.spelling import did_you_mean
 __all__ = ["KvRouterConfig", "override_options"]
 
 _WORKERS_MAX = 65_535
-# The variables of the flag of this name.
+# Environment variables of the flag of this name.
 _MIN_INITIAL_WORKERS = (
     "KVFLASH_MIN_INITIAL_WORKERS",
     "KVFLASH_ROUTER_MIN_INITIAL_WORKERS",
     "DYN_ROUTER_MIN_INITIAL_WORKERS",
 )
 
-# What is legal here beyond the limits of flags.
+# Limits here beyond those of the flags.
 _WIDER = {
     "active_request_expiry_secs": (0.001, None),
     "router_ttl_secs": (0, None),
@@ -34,7 +34,7 @@ _WIDER = {
     "router_event_threads": (1, 2**62),
     "max_requests": (1, 2**62),
 }
-# What a request may want otherwise, and the core's word for it.
+# Settings that a request may override, and the core's names for them.
 _OVERRIDES = {
     "overlap_score_weight": "overlap_score_weight",
     "overlap_score_credit": "overlap_score_credit",
@@ -50,73 +50,75 @@ class KvRouterConfig:
     """How a :class:`KvPushRouter` decides.
 
     Attributes:
-        router_mode: The policy that chooses, by name, or several with weights; or one of one's own.
-            Without it ``KVFLASH_ROUTING_ALGORITHM`` counts, else ``auto``, or ``kv``
-            where a setting of its cost is not the default.
+        router_mode: The routing policy: a name, several with weights, or your own class. Default:
+            ``KVFLASH_ROUTING_ALGORITHM`` in the environment, else ``auto``, or ``kv`` if one of its cost
+            settings is not the default.
         policy_profile: Defaults of policies: ``document`` or ``aibrix-compat``.
-        shadow_policies: Policies that run beside and are only counted; at most four. One policy may
-            have settings of its own: ``kv:overlap_score_weight=8,temperature=0.5``.
-        router_session_affinity_ttl_secs: Seconds, in 1..=31536000, for which requests with the
-            ``session_key`` of an earlier one go where that went, whatever the policy, until that
-            worker can't take one; None: the policy decides alone.
-        overlap_score_weight: What a block to prefill costs, in blocks held by running requests; 0:
-            caches do not count, and no events are listened to.
-        overlap_score_credit: What a cached block saves, in blocks to prefill; 0: caches do not
-            count, and no events are listened to.
-        overlap_score_credit_decay: How fast that credit fades where more prefill is queued than at
-            the idlest worker.
-        router_host_cache_hit_weight: What a block saves that a worker holds in host memory only, in
+        shadow_policies: Policies that run alongside and are only counted; at most four. A policy
+            may have its own settings: ``kv:overlap_score_weight=8,temperature=0.5``.
+        router_session_affinity_ttl_secs: Seconds, in 1..=31536000, for which requests with the same
+            ``session_key`` stay on the worker of the earlier one, whatever the policy, unless it
+            can't take one; None: the policy alone decides.
+        overlap_score_weight: Cost of a block to prefill, in blocks held by running requests; 0:
+            caches are ignored, and no events are subscribed to.
+        overlap_score_credit: Saving of a cached block, in blocks to prefill; 0: caches are ignored,
+            and no events are subscribed to.
+        overlap_score_credit_decay: How fast that credit fades on workers with more prefill queued
+            than the idlest worker.
+        router_host_cache_hit_weight: Saving of a block that a worker holds only in host memory, in
             blocks to prefill.
         router_disk_cache_hit_weight: The same for disks and shared storage.
-        prefill_load_scale: What the rest to prefill counts, credit taken off.
-        router_prefill_tokens_per_second: Prompt tokens that a worker prefills in a second, "auto"
-            for what its first tokens show: those of the request that it works on count less and
-            less; None: until the first token came.
-        active_request_weight: What each running request costs, in blocks.
-        router_temperature: 0 takes the cheapest worker; more spreads the choice.
-        use_kv_events: Listen to the workers' KV events. Without, a worker is believed to hold what
-            was sent to it: with auto as much as 0.9 of its cache, where its size is known and
+        prefill_load_scale: Weight of the uncached prefill cost.
+        router_prefill_tokens_per_second: Prompt tokens that a worker prefills per second; "auto"
+            derives the speed from its first tokens, and the tokens of the request in progress count
+            less over time. None: tokens count until the first output token.
+        active_request_weight: Cost of each running request, in blocks.
+        router_temperature: 0 picks the cheapest worker; higher values spread the choice.
+        use_kv_events: Subscribe to the workers' KV events. Otherwise a worker is assumed to hold
+            what was sent to it: with auto up to 0.9 of its cache, if its size is known and
             router_ttl_secs is the default; else for router_ttl_secs.
         router_track_active_blocks: Count the blocks of running requests.
         router_track_output_blocks: Count generated blocks too.
-        router_track_prefill_tokens: Count prompt tokens until the first token came.
-        router_assume_kv_reuse: Requests that share a block hold it once.
-        router_ttl_secs: Seconds; without events only.
-        router_max_tree_size: Blocks that are believed so, counted per worker.
-        router_prune_target_ratio: Share of them that is left when there were more.
-        router_predicted_ttl_secs: With events: seconds for which what was just sent to a worker
-            counts as cached there until its events tell; None or 0 counts nothing.
+        router_track_prefill_tokens: Count prompt tokens until the first output token.
+        router_assume_kv_reuse: Count a block that several requests share once.
+        router_ttl_secs: Lifetime of assumed blocks, without events; unit seconds.
+        router_max_tree_size: Assumed blocks, counted per worker.
+        router_prune_target_ratio: Share of them to keep when the limit is exceeded.
+        router_predicted_ttl_secs: With events: seconds for which a prompt just sent to a worker
+            counts as cached there, until its events arrive; None or 0 disables it.
         active_decode_blocks_threshold: Share of a worker's blocks above which it is busy.
-        active_prefill_tokens_threshold: Prompt tokens to be prefilled above which it is.
-        active_prefill_tokens_threshold_frac: The same in batches of the worker.
+        active_prefill_tokens_threshold: Prompt tokens to prefill above which it is busy.
+        active_prefill_tokens_threshold_frac: The same as a multiple of the worker's batch.
         active_request_expiry_secs: Seconds without activity after which load is freed.
-        router_queue_threshold: :meth:`KvPushRouter.generate` waits while every worker that may take
-            the request has more prompt tokens to prefill than this multiple of what it takes in one
-            batch; None: it never waits.
-        router_queue_policy: Who is first when there is room: ``fcfs`` (who came first), ``lcfs``
-            (who came last) or ``wspt`` (who has the least left to prefill).
-        router_queue_limit: Requests that may wait so.
-        router_queue_timeout: Seconds that one waits.
-        router_queue_batched_tokens: What a worker takes in one batch that did not tell.
-        max_requests: Most requests at once.
-        min_initial_workers: Workers that must have been there at once before the first request is
-            taken; until then it is refused with NoWorkerError. None: what the environment says
+        router_queue_threshold: :meth:`KvPushRouter.generate` waits while every eligible worker has
+            more prompt tokens to prefill than this multiple of its batch size; None: it never
+            waits.
+        router_queue_policy: Order of the queue: ``fcfs`` (first come, first served), ``lcfs`` (last
+            come, first served) or ``wspt`` (least left to prefill first).
+        router_queue_limit: Maximum queued requests.
+        router_queue_timeout: Longest wait in the queue; unit seconds.
+        router_queue_batched_tokens: Batch size assumed for workers that do not report one; unit
+            tokens.
+        max_requests: Maximum concurrent requests.
+        min_initial_workers: Workers that must have been present at once before the first request is
+            accepted; until then requests are refused with NoWorkerError. None: from the environment
             (KVFLASH_MIN_INITIAL_WORKERS, KVFLASH_ROUTER_MIN_INITIAL_WORKERS,
             DYN_ROUTER_MIN_INITIAL_WORKERS), else 0.
         decision_journal_bytes: Memory for past decisions, for :meth:`KvPushRouter.why`.
         log_decisions: Log each decision at level info, and in auto and kv mode the cost of every
             worker.
         router_snapshot_threshold: With events over NATS: messages in the workers' stream above
-            which a snapshot is taken; None takes none for their number.
-        router_event_threads: Accepted; one thread receives, queries wait for nobody.
-        durable_kv_events: Take events over NATS, as KVFLASH_EVENT_PLANE=nats says for all.
-        router_replica_sync: Count the requests of other routers of the same workers, and tell
-            them of one's own: over ZMQ, or over NATS where KVFLASH_EVENT_PLANE says so.
-        router_reset_states: With events over NATS: forget all that the stream and its snapshot
-            tell, here and at all replicas, and begin anew.
+            which a snapshot is taken; None: no snapshot is taken because of their number.
+        router_event_threads: Accepted for compatibility; has no effect.
+        durable_kv_events: Receive events over NATS; KVFLASH_EVENT_PLANE=nats sets this for all
+            routers.
+        router_replica_sync: Share active requests with other routers of the same workers: over ZMQ,
+            or over NATS if KVFLASH_EVENT_PLANE selects it.
+        router_reset_states: With events over NATS: discard the stream and its snapshot, here and at
+            all replicas, and start over.
 
     Raises:
-        ConfigError: A setting is out of range, or contradicts another; names it.
+        ConfigError: A setting is out of range or contradicts another; the message names it.
     """
 
     router_mode: str | Policy | None = None
@@ -161,7 +163,7 @@ class KvRouterConfig:
     router_reset_states: bool = False
 
     def __new__(cls, *_: object, **settings: object) -> KvRouterConfig:
-        """Refuse a setting that is not known, with the one that was probably meant."""
+        """Refuse an unknown setting, and suggest the closest known one."""
         known = cls.__dataclass_fields__
         for name in settings:
             if name not in known:
@@ -195,7 +197,7 @@ class KvRouterConfig:
         """What to share with replicas, and how.
 
         Raises:
-            ConfigError: KVFLASH_EVENT_PLANE names none.
+            ConfigError: KVFLASH_EVENT_PLANE names an unknown event plane.
         """
         return ClusterFlags(
             event_plane="nats" if self.durable_kv_events else plane_of_events(),
@@ -213,10 +215,10 @@ class KvRouterConfig:
         return int(text)
 
     def make_policy(self) -> AskedPolicy | None:
-        """The policy of one's own that chooses, asked in a thread of its own from now on.
+        """Create your own policy, if one is set, with its own thread.
 
         Raises:
-            ConfigError: There is no such class.
+            ConfigError: The class does not exist.
         """
         mode = self.router_mode
         if isinstance(mode, str) and mode.startswith(PREFIX):
@@ -230,13 +232,13 @@ class KvRouterConfig:
         policy: AskedPolicy | None = None,
         tenant_id: str = "default",
     ) -> RouterCore:
-        """The core that decides so, for blocks of ``block_size`` tokens.
+        """Create the core that decides by these settings.
 
         Args:
             block_size: Tokens in a block.
-            model_name: The model whose events over NATS are followed.
-            policy: What :meth:`make_policy` made.
-            tenant_id: Whose events of that model; those of workers that only prefill are apart.
+            model_name: Model whose events over NATS are followed.
+            policy: Result of :meth:`make_policy`.
+            tenant_id: Tenant of that model's events; prefill-only workers have their own.
 
         Raises:
             ConfigError: An unknown policy.
@@ -262,7 +264,7 @@ class KvRouterConfig:
 
 @functools.cache
 def _settings() -> dict[str, Setting]:
-    """What the table of settings says of each field."""
+    """Entry of each field in the table of settings."""
     by_name = {name: setting for setting in table("router") for name in setting.names}
     found = {field.name: by_name[field.name] for field in fields(KvRouterConfig)}
     return found | {
@@ -274,10 +276,10 @@ def _settings() -> dict[str, Setting]:
 
 
 def override_options(override: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What a request wants otherwise, in the core's words.
+    """A request's overrides, under the core's names.
 
     Raises:
-        InvalidArgumentError: An unknown name: it would be a wish that nobody hears.
+        InvalidArgumentError: An unknown name, which would have no effect.
     """
     options: dict[str, Any] = {}
     for name, value in (override or {}).items():

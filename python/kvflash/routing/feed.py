@@ -1,4 +1,4 @@
-"""What goes on beside the event loop: events come in, and what is too old goes."""
+"""Work beside the event loop: receives events, and expires old entries."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ TICK_S = 0.5
 
 
 class Feed:
-    """A thread for one core; it ends with :meth:`stop`, and with the process.
+    """A thread for one core; it ends with :meth:`stop`, or with the process.
 
     Args:
         core: The core.
-        make_receiver: Makes what receives its events.
+        make_receiver: Creates the receiver of its events.
     """
 
     def __init__(self, core: RouterCore, make_receiver: Callable[[Catalog], Receiver]) -> None:
@@ -37,16 +37,17 @@ class Feed:
         self._thread = threading.Thread(target=self._run, name="kvflash-router", daemon=True)
 
     def start(self) -> None:
-        """Begin. Events are listened to only where they can change a decision."""
+        """Start. Events are subscribed to only if they can change a decision."""
         if self._core.uses_events:
             self._receiver = self._make_receiver(self._core.catalog)
             self._receiver.start()
         self._thread.start()
-        # Before the interpreter ends: a thread that comes back from the core afterwards aborts it.
+        # Stop before the interpreter ends: a thread that returns from the core later would abort
+        # it.
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """End; blocks until done, which is soon."""
+        """Stop; blocks briefly until done."""
         if self._is_stopped:
             return
         self._is_stopped = True

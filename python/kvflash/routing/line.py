@@ -1,4 +1,4 @@
-"""Requests that wait until a worker has room to prefill them, in an event loop."""
+"""Requests that wait in an event loop until a worker has room to prefill them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["WaitingLine"]
 
 
 class WaitingLine:
-    """Where requests wait for a worker with room; who is next is the core's business.
+    """A queue for requests that wait for a worker with room; the core decides their order.
 
     Args:
-        decider: Books requests, or has them wait where there is a queue threshold.
-        timeout_s: Time for which one waits.
-        is_slow: Whether a decision may wait for somebody else, so that threads make it.
+        decider: Books requests, or queues them above the queue threshold.
+        timeout_s: Longest wait of a request.
+        is_slow: Whether a decision may block on another service, so that threads make it.
     """
 
     def __init__(self, decider: Decider, timeout_s: float, *, is_slow: bool = False) -> None:
@@ -35,16 +35,16 @@ class WaitingLine:
     ) -> RouterBooking:
         """Book a request, at once or when there is room.
 
-        Whoever is cancelled has left the line, with nothing booked.
+        A cancelled request leaves the queue, with nothing booked.
 
         Raises:
-            OverloadedError: Too many wait.
-            AllBusyError: There was no room in time, or all workers are busy.
-            ClosedError: The line was closed.
-            KvflashError: What else the core says, also while it waits.
+            OverloadedError: The queue is full.
+            AllBusyError: No room in time, or all workers are busy.
+            ClosedError: The queue was closed.
+            KvflashError: Any other error of the core, also while the request waits.
         """
         enter = functools.partial(self._decider.enter, token_ids, options, request_id=request_id)
-        # A booking that is made when nobody waits for it any more goes with its object.
+        # A booking made after its caller has gone is freed with its object.
         entered = await asyncio.to_thread(enter) if self._is_slow else enter()
         if isinstance(entered, RouterBooking):
             return entered
@@ -55,7 +55,8 @@ class WaitingLine:
                 called = loop.create_future()
                 self._waiting[entered.number] = called
                 self._watch(loop)
-                # A future that is done is not waited for: who was called in time has its try.
+                # A completed future is not awaited: a request that was called in time gets its
+                # attempt.
                 done, _ = await asyncio.wait([called], timeout=max(0.0, deadline - loop.time()))
                 if not done:
                     raise entered.expire()
@@ -71,7 +72,7 @@ class WaitingLine:
                 self._unwatch()
 
     def close(self) -> None:
-        """Have all that wait leave, with a ClosedError."""
+        """Remove all waiting requests, each with a ClosedError."""
         self._is_closed = True
         for called in self._waiting.values():
             if not called.done():

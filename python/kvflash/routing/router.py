@@ -1,4 +1,4 @@
-"""A router as an object: chooses workers, sends requests there, keeps account of the load."""
+"""The router as an object: chooses workers, sends requests, tracks the load."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvflash.runtime import Endpoint
 __all__ = ["KvPushRouter"]
 
 SYNC_TIMEOUT_S = 10.0
-# What of a whole request is the router's business alone.
+# Request fields that only the router uses.
 _ROUTING = (
     *("allowed_worker_ids", "user", "session_key", "lora_path", "mm", "embeds"),
     *("priority", "strict_priority", "expected_output_tokens"),
@@ -30,17 +30,17 @@ _ROUTING = (
 
 
 class KvPushRouter:
-    """Sends each request to the worker for which it is cheapest.
+    """Sends each request to the worker that can serve it at the lowest cost.
 
-    Workers, ranks and event sockets come from the runtime's discovery, from the first call on; with
-    KVFLASH_EVENT_PLANE=nats events come from the workers' stream, or from indexes of their own.
-    Several may live in one process; each has its own index and books for itself. A call costs
+    Workers, ranks and event sockets come from the runtime's discovery, from the first call on. With
+    KVFLASH_EVENT_PLANE=nats events come from the workers' stream, or from their local indexes.
+    Several routers may live in one process; each has its own index and bookings. A call takes
     microseconds of the event loop, and some more for long prompts.
 
     Args:
-        endpoint: What the workers serve.
-        block_size: Tokens in a block of theirs.
-        kv_router_config: How to decide.
+        endpoint: Endpoint that the workers serve.
+        block_size: Tokens in a block of the workers.
+        kv_router_config: Routing settings.
 
     Raises:
         InvalidArgumentError: The block size is 0 or too large.
@@ -78,7 +78,7 @@ class KvPushRouter:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Listen and follow no more; streams that run go on, requests that wait for room don't."""
+        """Close: running streams go on, queued requests end with an error."""
         self._is_closed = True
         self._line.close()
         if self._policy is not None:
@@ -121,47 +121,49 @@ class KvPushRouter:
     ) -> RoutedStream:
         """Choose a worker, book the request there, send it.
 
-        With ``router_queue_threshold`` it waits before that until a worker has room to prefill.
-        Whoever is cancelled then has left the line, and nothing is booked.
+        With ``router_queue_threshold`` it first waits until a worker has room to prefill. A request
+        that is cancelled in the queue leaves it, and nothing is booked.
 
         Args:
             token_ids: The prompt.
-            model: Its name, handed on.
-            stop_conditions: Handed on: max_tokens, stop, stop_token_ids, min_tokens, ignore_eos.
-            sampling_options: Handed on: temperature, top_p, ...
-            output_options: Handed on.
-            router_config_override: For this request: overlap_score_weight, overlap_score_credit,
-                prefill_load_scale, router_temperature, assume_kv_reuse.
-            worker_id: The worker that must take it; its load is booked all the same.
-            dp_rank: The rank of it.
-            extra_args: Handed on.
+            model: The model's name, passed on.
+            stop_conditions: Passed on: max_tokens, stop, stop_token_ids, min_tokens, ignore_eos.
+            sampling_options: Passed on: temperature, top_p, ...
+            output_options: Passed on.
+            router_config_override: For this request only: overlap_score_weight,
+                overlap_score_credit, prefill_load_scale, router_temperature, assume_kv_reuse.
+            worker_id: The worker that must take the request; its load is booked all the same.
+            dp_rank: The rank that must take it.
+            extra_args: Passed on.
             lora_name: Adapter of the prompt.
             cache_salt: Salt of the prompt.
-            allowed_worker_ids: Workers that may take it.
-            request_id: Its name for the worker and for :meth:`why`; random if not given.
-            user: Whose request it is, for policies that ask.
-            session_key: What its session's requests carry, for policies that ask.
-            priority: The higher, the earlier among those that wait for room; below 0 is 0.
-            strict_priority: Before all of a lower one that wait; 0 if not given.
-            expected_output_tokens: Tokens that the answer is expected to have, where generated
-                blocks count; max_tokens if not given.
-            lora_path: Path of the adapter as engines were given it; needed where blocks are found
+            allowed_worker_ids: Only these workers may take the request.
+            request_id: Its name at the worker and for :meth:`why`; default: random.
+            user: User that the request belongs to, for policies that need it.
+            session_key: Key shared by the requests of a session, for policies that need it.
+            priority: Higher values go first in the queue; negative values count as 0.
+            strict_priority: Goes before all queued requests with a lower value; default 0.
+            expected_output_tokens: Expected length of the answer, where generated blocks count;
+                default: max_tokens.
+            lora_path: Path of the adapter as passed to the engines; needed if blocks are matched
                 by the engine's own names.
-            mm: Multimodal items, mappings with ``identifier`` (text, 1 to 1,024 bytes), ``offset``
-                and ``length`` (tokens of the prompt, u32); shape [items], 65,536 at most.
+            mm: Multimodal items, mappings with ``identifier`` (string, 1 to 1,024 bytes),
+                ``offset`` and ``length`` (tokens of the prompt, u32); shape [items], 65,536 at
+                most.
             embeds: Digests of the prompt's embeddings, as bytes or in hexadecimal digits, 1 to
-                1,024 bytes each; shape [blocks], 65,536 at most. These three
-                are for routing; workers do not get them.
+                1,024 bytes each; shape [blocks], 65,536 at most. lora_path, mm and embeds are for
+                routing only; workers do not receive them.
 
         Returns:
-            The items that the worker yields, as they come.
+            The items that the worker yields, as they arrive.
 
         Raises:
-            InvalidArgumentError: An empty prompt, or an argument out of range, by name.
-            NoWorkerError: No worker is there or allowed, or the pinned one is not there.
+            InvalidArgumentError: An empty prompt, or an argument out of range; the message names
+                it.
+            NoWorkerError: No worker is registered or allowed, or the pinned one is gone.
             AllBusyError: All of these are busy, or had no room for router_queue_timeout.
-            OverloadedError: As many wait for room as may, or max_requests run.
-            TransportError: None of those that were tried can be reached.
+            OverloadedError: The queue is full, or max_requests are running.
+            TransportError: None of the workers that were tried can be reached.
         """
         request = {
             "model": model,
@@ -195,13 +197,13 @@ class KvPushRouter:
     async def generate_from_request(self, request: Mapping[str, Any]) -> RoutedStream:
         """As :meth:`generate`, with a whole request.
 
-        It is what workers are given, and for routing ``router_config_override``, ``worker_id`` (or
-        ``backend_instance_id``), ``dp_rank``, ``allowed_worker_ids``, ``user``, ``session_key``,
-        ``priority``, ``strict_priority``, ``expected_output_tokens``, ``lora_path``, ``mm``,
-        ``embeds`` and ``request_id``.
+        The request is what workers receive, plus the fields for routing:
+        ``router_config_override``, ``worker_id`` (or ``backend_instance_id``), ``dp_rank``,
+        ``allowed_worker_ids``, ``user``, ``session_key``, ``priority``, ``strict_priority``,
+        ``expected_output_tokens``, ``lora_path``, ``mm``, ``embeds`` and ``request_id``.
 
         Raises:
-            InvalidArgumentError: There are no token_ids.
+            InvalidArgumentError: token_ids are missing.
         """
         body = dict(request)
         if not isinstance(body.get("token_ids"), list | tuple):
@@ -231,7 +233,7 @@ class KvPushRouter:
         line = WaitingLine(self._core.decider, self.config.router_queue_timeout)
         return line, Sender(line, self._client, lambda: self._workers.ids)
 
-    # -- questions, and accounts that the caller keeps
+    # -- queries, and bookings that the caller manages
 
     async def best_worker(
         self,
@@ -251,39 +253,41 @@ class KvPushRouter:
         mm: Sequence[Mapping[str, Any]] | None = None,
         embeds: Sequence[str | bytes] | None = None,
     ) -> BestWorker:
-        """Which worker a prompt would go to.
+        """Choose the worker for a prompt.
 
-        Without ``request_id`` nothing changes, and each call draws anew where chance decides: at a
-        temperature above 0, between equal costs. With it the request is booked in the same step,
-        and the caller says :meth:`mark_prefill_complete` and :meth:`free`.
+        Without ``request_id`` nothing is booked, and each call draws anew where chance decides: at
+        a temperature above 0, and between equal costs. With ``request_id`` the same step also books
+        the request, and the caller must call :meth:`mark_prefill_complete` and :meth:`free`.
 
         Args:
             token_ids: The prompt.
-            router_config_override: What this request wants otherwise than the configuration.
-            request_id: The name under which it is booked.
-            worker_id: The worker that must take it.
-            dp_rank: The rank of it that must.
-            allowed_worker_ids: Only these may take it.
+            router_config_override: Settings for this request only.
+            request_id: Name of the booking.
+            worker_id: The worker that must take the request.
+            dp_rank: The rank that must take it.
+            allowed_worker_ids: Only these workers may take the request.
             lora_name: Adapter of the prompt.
             cache_salt: Salt of the prompt.
-            user: Whose request it is, for policies that ask.
-            session_key: A key that all requests of a session carry.
-            seed: The number to draw from, in 0..2**64, instead of a new one: an earlier answer's
-                repeats that choice while load and caches are the same.
-            lora_path: Path of the adapter as engines were given it; needed where blocks are found
-                by the engine's own names.
-            mm: Multimodal items, mappings with ``identifier`` (text, 1 to 1,024 bytes), ``offset``
-                and ``length`` (tokens of the prompt, u32); shape [items], 65,536 at most.
+            user: User that the request belongs to, for policies that need it.
+            session_key: Key shared by the requests of a session.
+            seed: Seed of the random draw, in 0..2**64; default: a new one. The seed of an earlier
+                answer repeats that choice as long as load and caches are unchanged.
+            lora_path: Path of the adapter as passed to the engines; needed if blocks are matched by
+                the engine's own names.
+            mm: Multimodal items, mappings with ``identifier`` (string, 1 to 1,024 bytes),
+                ``offset`` and ``length`` (tokens of the prompt, u32); shape [items], 65,536 at
+                most.
             embeds: Digests of the prompt's embeddings, as bytes or in hexadecimal digits, 1 to
                 1,024 bytes each; shape [blocks], 65,536 at most.
 
         Returns:
-            Worker, rank, and leading blocks of the prompt that it holds, as a tuple of three; its
-            attribute ``seed`` is the number that chance was drawn from.
+            Worker, rank, and leading blocks of the prompt that the worker holds, as a tuple of
+            three; its attribute ``seed`` is the seed of the random draw.
 
         Raises:
-            InvalidArgumentError: An empty prompt, or an argument out of range, by name.
-            NoWorkerError: No worker is there or allowed.
+            InvalidArgumentError: An empty prompt, or an argument out of range; the message names
+                it.
+            NoWorkerError: No worker is registered or allowed.
             AllBusyError: All of these are busy.
             ConflictError: A request of that name is active.
         """
@@ -331,15 +335,15 @@ class KvPushRouter:
         mm: Sequence[Mapping[str, Any]] | None = None,
         embeds: Sequence[str | bytes] | None = None,
     ) -> list[dict[str, int]]:
-        """What a prompt would make of each worker's load; nothing changes.
+        """Each worker's load if it took a prompt; nothing is booked.
 
         Args:
             token_ids: The prompt.
             lora_name: Adapter of the prompt.
             cache_salt: Salt of the prompt.
-            lora_path: Path of the adapter as engines were given it.
+            lora_path: Path of the adapter as passed to the engines.
             mm: Multimodal items of the prompt, as for :meth:`best_worker`; shape [items].
-            embeds: Digests of the prompt's embeddings, as there; shape [blocks].
+            embeds: Digests of the prompt's embeddings, likewise; shape [blocks].
 
         Returns:
             For each worker and rank: worker_id, dp_rank, potential_prefill_tokens,
@@ -356,7 +360,7 @@ class KvPushRouter:
         return self._core.potential_loads(token_ids, options)
 
     async def mark_prefill_complete(self, request_id: str) -> None:
-        """The first token of a request booked by :meth:`best_worker` has come.
+        """Report the first token of a request booked by :meth:`best_worker`.
 
         Raises:
             NotFoundError: No request of that name is active.
@@ -371,13 +375,13 @@ class KvPushRouter:
         cached_tokens: int | None = None,
         output_tokens: int | None = None,
     ) -> None:
-        """A request booked by :meth:`best_worker` has ended. Again it does nothing.
+        """End a request booked by :meth:`best_worker`. Further calls do nothing.
 
         Args:
-            request_id: Its name.
+            request_id: Name of the request.
             input_tokens: Tokens of its prompt as the engine counted them, for policies.
             cached_tokens: Of these, tokens that the engine reused.
-            output_tokens: Tokens that were generated.
+            output_tokens: Generated tokens.
         """
         self._core.free(
             request_id,
@@ -388,25 +392,25 @@ class KvPushRouter:
 
     @property
     def policy(self) -> str:
-        """The name of the policy that chooses."""
+        """Name of the routing policy."""
         return self._core.policy
 
     def policy_samples(self) -> list[tuple[str, str, str, float]]:
-        """What policies and shadows count: name, label and its value, and the figure."""
+        """Counters of policies and shadow policies: name, label, label value, value."""
         return self._core.policy_samples()
 
     def report_metrics(self, worker_id: int, dp_rank: int = 0, **figures: float) -> bool:
-        """Tell what an engine reports of itself, for policies that go by it.
+        """Pass on what an engine reports of itself, for policies that use it.
 
         Args:
             worker_id: The worker.
-            dp_rank: Its rank.
+            dp_rank: Its data parallel rank.
             **figures: running_requests, gpu_kv_usage, cpu_kv_usage, queue_s, mean_prefill_s,
                 mean_decode_s, avg_prompt_tokens, avg_generation_tokens, busy_ratio, utilization.
-                What is left out stays as it was.
+                Omitted figures keep their value.
 
         Returns:
-            Whether the worker is there.
+            Whether the worker is known.
 
         Raises:
             InvalidArgumentError: An unknown figure, or one out of range.
@@ -414,15 +418,15 @@ class KvPushRouter:
         return self._core.report_metrics(worker_id, dp_rank, figures)
 
     async def dump_events(self) -> str:
-        """All that the workers' caches are known to hold, as a JSON list of events."""
+        """Everything that the workers' caches are known to hold, as a JSON list of events."""
         await self._started()
         return self._core.dump_events()
 
     async def why(self, request_id: str) -> str:
-        """The decisions that were made for a request, and what became of it; a JSON list.
+        """The decisions made for a request, and its outcome; a JSON list.
 
         Raises:
-            NotFoundError: None is kept.
+            NotFoundError: No decision of that request is kept.
         """
         return self._core.why(request_id)
 
@@ -431,11 +435,11 @@ class KvPushRouter:
         return self._core.totals()
 
     def queue_stats(self) -> dict[str, int]:
-        """Requests that wait for a worker with room to prefill, and what became of others.
+        """Requests that wait for a worker with room to prefill, and outcomes of earlier ones.
 
         Returns:
             pending, pending_isl_tokens (tokens of their prompts), and placed_total, refused_total
-            (too many waited), expired_total, failed_total, left_total. All 0 without a threshold.
+            (queue full), expired_total, failed_total, left_total. All 0 without a threshold.
         """
         return self._core.queue_stats()
 
@@ -446,10 +450,10 @@ class KvPushRouter:
         active_prefill_tokens_threshold: int | None = None,
         active_prefill_tokens_threshold_frac: float | None = None,
     ) -> None:
-        """Put these thresholds in force and no others.
+        """Replace the busy thresholds; omitted ones are removed.
 
         Raises:
-            InvalidArgumentError: One is out of range.
+            InvalidArgumentError: A threshold is out of range.
         """
         self._thresholds = {
             "active_decode_blocks_threshold": active_decode_blocks_threshold,
@@ -459,7 +463,7 @@ class KvPushRouter:
         self._core.set_busy_thresholds(**self._thresholds)
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """Counters of the state that comes over NATS, by namespace.component."""
+        """Counters of the state received over NATS, by namespace.component."""
         return self._cluster.stats()
 
     def _make_cluster(self) -> Cluster:
@@ -473,7 +477,7 @@ class KvPushRouter:
         )
 
     def _serve(self, model: tuple[str, str] | None) -> tuple[RouterCore, Cluster]:
-        """Begin. What comes over NATS is told by model: the core is made when that is known."""
+        """Start. Events over NATS are per model, so the core is created once the model is known."""
         if model is not None:
             self._core = self.config.make_core(self.block_size, model[0], self._policy, model[1])
             self._line, self._sender = self._make_sender()
@@ -504,7 +508,7 @@ class KvPushRouter:
         await self._workers.synced(SYNC_TIMEOUT_S)
 
     async def _start(self) -> None:
-        # Without events nothing of a server is needed.
+        # Without events no server is needed.
         if self._workers.is_brokered or not self._cluster.is_nats:
             await asyncio.to_thread(self._cluster.check)
         self._is_started = True

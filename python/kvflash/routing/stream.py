@@ -24,20 +24,20 @@ logger = logging.getLogger(__name__)
 
 ATTEMPTS_MAX = 5
 
-# Nothing has come yet, and another worker may do better.
+# Nothing has arrived yet, so another worker may succeed.
 RETRIED = (TransportError, NotFoundError, OverloadedError, DrainingError)
 
 
 class Sender:
     """Chooses a worker for a request, books the request there and sends it.
 
-    Before its first item a request that fails goes to another worker, unless it was pinned; at most
-    ATTEMPTS_MAX have it. Afterwards never.
+    A request that fails before its first item is sent to another worker, unless it was pinned; at
+    most ATTEMPTS_MAX workers are tried. After the first item it is never sent again.
 
     Args:
         line: Books requests.
         client: Reaches the workers.
-        worker_ids: Tells who the workers are.
+        worker_ids: Lists the workers.
     """
 
     def __init__(
@@ -48,17 +48,17 @@ class Sender:
     async def send(
         self, request: Mapping[str, Any], options: dict[str, Any], name: str
     ) -> RoutedStream:
-        """Send a request; its answer.
+        """Send a request and return its answer.
 
         Args:
-            request: What the worker gets, but for its rank and the overlap that is expected.
-            options: What it asks of routing, as ``RouterCore`` takes it.
-            name: What its worker and the journal call it.
+            request: What the worker receives, without its rank and the expected overlap.
+            options: Routing options, as ``RouterCore`` takes them.
+            name: The request's name at its worker and in the journal.
 
         Raises:
-            NoWorkerError: No worker is there or allowed.
+            NoWorkerError: No worker is registered or allowed.
             AllBusyError: All of these are busy, or none had room in time.
-            TransportError: None of those that were tried can be reached.
+            TransportError: None of the workers that were tried can be reached.
         """
         attempt = _Attempt(self, request, options, name)
         booking, stream = await attempt.next()
@@ -67,7 +67,7 @@ class Sender:
     async def book(
         self, tokens: Sequence[int], options: dict[str, Any], tried: set[int], name: str
     ) -> RouterBooking:
-        """Book a request at a worker that was not tried yet."""
+        """Book a request at a worker that has not been tried yet."""
         if options.get("worker_id") is None and (tried or self._client.suspects()):
             allowed = options.get("allowed_worker_ids")
             ids = self._worker_ids() if allowed is None else allowed
@@ -75,15 +75,15 @@ class Sender:
         return await self._line.book(tokens, options, request_id=name)
 
     def _untried(self, ids: Collection[int], tried: set[int]) -> list[int]:
-        """Of ``ids``, who may take a request; one that failed just now when nobody else is left.
+        """Of ``ids``, the untried workers; suspects only if no others are left.
 
-        Its load went with what it failed, so that it would look the cheapest.
+        A failed worker has freed its load and would otherwise look the cheapest.
         """
         left, suspects = [i for i in ids if i not in tried], self._client.suspects()
         return [i for i in left if i not in suspects] or left
 
     async def direct(self, request: dict[str, Any], booking: RouterBooking, name: str) -> Stream:
-        """Send a request to the worker where it is booked."""
+        """Send a request to the worker at which it is booked."""
         request["dp_rank"] = booking.dp_rank
         request["estimated_prefix_hit_num_blocks"] = booking.overlap_blocks
         return await self._client.direct(request, booking.worker_id, request_id=name)
@@ -100,10 +100,10 @@ class _Attempt:
         self._tried: set[int] = set()
 
     async def next(self, failed: KvflashError | None = None) -> tuple[RouterBooking, Stream]:
-        """Its booking and answer at the next worker; ``failed`` is how the last one went.
+        """Book and send the request at the next worker, after the last one raised ``failed``.
 
         Raises:
-            KvflashError: ``failed`` where nobody is left to be tried.
+            KvflashError: ``failed``, if no worker is left to try.
         """
         while True:
             if failed is not None and self._left == 0:
@@ -115,7 +115,7 @@ class _Attempt:
             except (NoWorkerError, NotFoundError):
                 if failed is None:
                     raise
-                # There is nobody else: what went wrong is the reason.
+                # No other worker is left, so report the original failure.
                 raise failed from None
             self._tried.add(booking.worker_id)
             self._left -= 1
@@ -131,15 +131,15 @@ class _Attempt:
 
 
 class RoutedStream:
-    """The items of one answer, in an async iterator; what goes wrong is raised from it.
+    """The items of one answer, as an async iterator that raises the answer's errors.
 
-    Its load is freed at its end, however it comes: with the last item, an error, :meth:`aclose`, a
-    cancelled reader, or when nobody has the stream any more. A request that fails before its first
-    item goes to another worker, unless it was pinned.
+    Its load is freed at the end of the answer: after the last item, an error, :meth:`aclose`, a
+    cancelled reader, or when the stream is garbage-collected. A request that fails before its first
+    item is sent to another worker, unless it was pinned.
 
     Attributes:
-        worker_id: Who answers.
-        dp_rank: Which of its ranks.
+        worker_id: The worker that answers.
+        dp_rank: Its rank.
         overlap_blocks: Leading blocks of the prompt that it held.
     """
 
@@ -152,17 +152,17 @@ class RoutedStream:
 
     @property
     def worker_id(self) -> int:
-        """Who answers."""
+        """The worker that answers."""
         return self._booking.worker_id
 
     @property
     def dp_rank(self) -> int:
-        """Which of its ranks."""
+        """The rank of the worker that answers."""
         return self._booking.dp_rank
 
     @property
     def overlap_blocks(self) -> int:
-        """Leading blocks of the prompt that it held."""
+        """Leading blocks of the prompt that the worker held."""
         return self._booking.overlap_blocks
 
     def __aiter__(self) -> RoutedStream:
@@ -199,7 +199,7 @@ class RoutedStream:
             return
         tokens = item.get("token_ids")
         if (tokens or item.get("text")) and not self._is_prefilled:
-            # Some engines tell no tokens.
+            # Some engines report no tokens.
             self._is_prefilled = True
             self._booking.first_token()
         if tokens:
@@ -224,7 +224,7 @@ class RoutedStream:
         self._booking.free(is_complete=is_complete)
 
     async def aclose(self) -> None:
-        """Close it: the worker is told, the load is freed."""
+        """Close it: the worker is notified, the load is freed."""
         self._end(is_complete=False)
         await self._stream.aclose()
 
