@@ -1,4 +1,4 @@
-"""What a router shares with its replicas: the workers' events in NATS, and active requests."""
+"""State shared with replicas: the workers' events in NATS, and active requests."""
 
 from __future__ import annotations
 
@@ -23,24 +23,23 @@ __all__ = ["Cluster"]
 logger = logging.getLogger(__name__)
 
 READY_S_MAX = 60.0
-# Whoever stops waits for one step of that at most.
+# Longest single step that a stop waits for.
 READY_STEP_S = 0.2
 RETRY_S = 2.0
 METRICS_S = 0.5
 
 
 class Cluster:
-    """Follows state and shares bookings for the components whose workers discovery names.
+    """Follows state and shares bookings for the components that discovery lists.
 
     Args:
-        catalog: Where events go.
-        bookings: Of the router; None: it has none to share.
+        catalog: Receives the events.
+        bookings: The router's bookings; None: there are none to share.
         flags: What to share, and how.
-        open_discovery: Makes the discovery in which workers are found, in the event loop that uses
-            it.
-        show_metrics: Takes lines of the OpenMetrics text format, twice a second.
-        show_warnings: Takes what keeps the state from being known, in words, as often.
-        setting: What says that events come over NATS, for errors.
+        open_discovery: Opens the discovery that lists workers, in the event loop that uses it.
+        show_metrics: Called twice a second with lines in the OpenMetrics text format.
+        show_warnings: Called as often with the reasons why the state is incomplete, as text.
+        setting: Name of the setting that selects events over NATS, for errors.
         is_strict: See :class:`kvflash.state.attach.StateOptions`.
     """
 
@@ -65,11 +64,11 @@ class Cluster:
             self._sharing = Sharing(
                 bookings, open_discovery=open_discovery, event_plane=flags.event_plane
             )
-        # Workers of the core, and what they are called between routers.
+        # Workers of the core, and their numbers between routers.
         self._joined: dict[int, tuple[Component, int | None]] = {}
         self._lock = threading.Lock()
         self._states: dict[Component, Any] = {}
-        # Those whose state is there, or was waited for in vain.
+        # Components whose state has arrived or timed out.
         self._awaited: set[Component] = set()
         self._warned: set[int] = set()
         self._is_stopped = threading.Event()
@@ -80,12 +79,12 @@ class Cluster:
             )
 
     def check(self) -> None:
-        """Ask the servers that are needed, so that a missing one is told at the start.
+        """Contact the required servers, so that a missing one is reported at start-up.
 
-        Settings that change nothing without NATS are logged.
+        Settings that have no effect without NATS are logged.
 
         Raises:
-            TransportError: NATS or the discovery does not answer; says what to start.
+            TransportError: NATS or the discovery does not answer; the message says what to start.
             ConfigError: NATS refuses the login, or its client is not installed.
         """
         for text in self._flags.without_effect(self._setting):
@@ -99,8 +98,8 @@ class Cluster:
         check_server(NatsSettings.from_env())
 
     def make_receiver(self, catalog: Catalog) -> Receiver:
-        """Where the core's orders go: sockets, and what comes over a broker."""
-        # Here, so that a router without events needs no ZMQ.
+        """The receiver of the core's orders: sockets, and events over a broker."""
+        # Imported here, so that a router without events does not need ZMQ.
         from kvflash.transport import ZmqReceiver  # noqa: PLC0415
 
         sockets = ZmqReceiver(catalog)
@@ -113,7 +112,7 @@ class Cluster:
         return Dispatch(sockets, brokered)
 
     def start(self) -> None:
-        """Share in the background."""
+        """Start sharing in the background."""
         if self._sharing is not None:
             self._sharing.start()
         if self._reporter is not None:
@@ -134,7 +133,7 @@ class Cluster:
     # -- called by the watch of discovery; each may wait for a server
 
     def check_events(self, instance_id: int, events: dict[int, dict[str, Any]]) -> None:
-        """Log once if a worker announces events that are not heard here."""
+        """Log once if a worker announces events that this router does not receive."""
         for where in events.values():
             endpoint = str(where.get("endpoint"))
             if self.is_nats or not is_brokered(where) or instance_id in self._warned:
@@ -147,12 +146,12 @@ class Cluster:
             )  # fmt: skip
 
     def events(self, instance_id: int, events: dict[int, dict[str, Any]]) -> dict[str, Any]:
-        """The sockets that the core is to be told of, of those that a worker announces."""
+        """Of the sockets that a worker announces, those to pass to the core."""
         self.check_events(instance_id, events)
         told = {}
         for rank, where in announced(events).items():
             endpoint = str(where["endpoint"])
-            # What is in JetStream comes by itself.
+            # Events in JetStream arrive without a subscription.
             is_in_stream = endpoint.startswith("jetstream://")
             if not is_in_stream and (self.is_nats or not is_brokered(where)):
                 told[rank] = where
@@ -161,7 +160,7 @@ class Cluster:
     def before_worker(
         self, component: Component, instance_id: int, events: dict[int, dict[str, Any]]
     ) -> None:
-        """A worker is about to be told to the core: its component's state comes first."""
+        """Load the component's state before the core learns of a worker."""
         schemes = {str(where.get("endpoint")).partition("://")[0] for where in events.values()}
         if not self.is_nats or (schemes and "jetstream" not in schemes):
             return
@@ -171,7 +170,7 @@ class Cluster:
     def follow(self, component: Component) -> None:
         """Follow a component's stream.
 
-        Returns when what was in it is known, after 60 s, or when it stops.
+        Returns once the stream's content is loaded, after 60 s, or when it stops.
         """
         end = time.monotonic() + READY_S_MAX
         while True:
@@ -192,7 +191,7 @@ class Cluster:
             return
 
     def instance_joined(self, component: Component, instance_id: int) -> None:
-        """It is there: what the stream tells of it counts."""
+        """The instance has joined: its events in the stream count from now on."""
         state = self._states.get(component)
         if state is not None:
             state.worker_joined(instance_id)
@@ -200,12 +199,12 @@ class Cluster:
     def worker_joined(
         self, component: Component, instance_id: int, shared_id: int | None = None
     ) -> None:
-        """The core knows it; between routers it may have another number."""
+        """The core knows the worker; its number between routers may differ."""
         self._joined[instance_id] = (component, shared_id)
         self._share(component, instance_id, shared_id)
 
     def _share(self, component: Component, instance_id: int, shared_id: int | None) -> None:
-        # A retry may come late: the number, or the address behind the shared one, may be another's.
+        # A retry may come late, when the number or the shared address belongs to another worker.
         if self._sharing is None or self._joined.get(instance_id) != (component, shared_id):
             return
         try:
@@ -215,20 +214,20 @@ class Cluster:
             self._later(lambda: self._share(component, instance_id, shared_id))
 
     def worker_left(self, component: Component, instance_id: int) -> None:
-        """It is gone."""
+        """The worker has left."""
         state = self._states.get(component)
         if state is not None:
             state.worker_left(instance_id)
         self.worker_gone(instance_id)
 
     def worker_gone(self, instance_id: int) -> None:
-        """It takes no requests any more; its blocks may still be told of."""
+        """The worker takes no more requests; events about its blocks may still arrive."""
         self._joined.pop(instance_id, None)
         if self._sharing is not None:
             self._sharing.worker_left(instance_id)
 
     def only(self, component_ids: dict[Component, set[int]]) -> None:
-        """Discovery has told all workers: those that only the state knows are gone."""
+        """Discovery has listed all workers: drop those that only the state knows."""
         for component, state in list(self._states.items()):
             state.keep_only(component_ids.get(component, set()))
 
@@ -267,7 +266,7 @@ class Cluster:
     # -- metrics
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """Counters of each component, by ``namespace.component``; units are in the names."""
+        """Counters of each component, by ``namespace.component``; names include units."""
         found = {}
         for component, state in list(self._states.items()):
             with contextlib.suppress(KvflashError):
@@ -286,7 +285,7 @@ class Cluster:
                 self._show_warnings(self.warnings())
 
     def warnings(self) -> list[str]:
-        """What keeps workers' events from being known, in words."""
+        """Reasons why workers' events are missing, as text."""
         return [
             f"NATS (NATS_SERVER) can't be reached: what workers of {namespace}.{component} store "
             "and evict is not heard, and their caches count as they were"
@@ -296,7 +295,7 @@ class Cluster:
 
 
 def _exposed(prefix: str, groups: dict[str, dict[str, int]]) -> list[str]:
-    """Lines of the OpenMetrics text format; a group's name is its label."""
+    """Lines in the OpenMetrics text format; a group's name becomes its label."""
     values: dict[str, list[tuple[str, int]]] = {}
     for label, counts in groups.items():
         for name, count in counts.items():

@@ -1,4 +1,4 @@
-"""Who of a component is there, told to what is shared of it, beside the event loop."""
+"""Reports a component's members to the shared state, beside the event loop."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ logger = logging.getLogger(__name__)
 
 
 def tenant_of(card: dict[str, Any]) -> str:
-    """Whose index the events of a worker with this model card are for, as they say over NATS.
+    """The tenant of the index that a worker's events over NATS belong to, from its model card.
 
-    Of those that only prefill another one than of those that decode the same model.
+    Prefill-only workers have another tenant than workers that decode the same model.
     """
     kinds = card.get("model_type")
     return "prefill" if isinstance(kinds, list) and "prefill" in kinds else "default"
 
 
 class Membership:
-    """Follows one component's stream, and tells it which instances are there.
+    """Follows one component's stream, and reports its instances to it.
 
-    Servers, and a state that is being restored, are waited for in a thread of its own; what is told
-    is told in order.
+    A separate thread waits for servers and for a state that is being restored. Reports are made in
+    order.
 
     Args:
-        cluster: What is shared.
-        component: Whose instances.
+        cluster: The shared state.
+        component: Component of the instances.
     """
 
     def __init__(self, cluster: Cluster, component: Component) -> None:
@@ -44,17 +44,17 @@ class Membership:
         self._thread = ThreadPoolExecutor(1, "kvflash-members")
 
     async def follow(self) -> None:
-        """Return when what is in the stream is known, or after a minute; see :class:`Cluster`."""
-        # Its failures it tells itself, and tries again.
+        """Return when the stream's content is loaded, or after a minute; see :class:`Cluster`."""
+        # It reports its own failures, and tries again.
         await asyncio.get_running_loop().run_in_executor(
             self._thread, self._cluster.follow, self._component
         )
         self._is_following = True
 
     def settle(self, numbers: Iterable[int]) -> None:
-        """These are there and no others, of all endpoints.
+        """Set the complete list of instances, of all endpoints.
 
-        Blocks of a worker that was never seen here go as well as those of one that leaves.
+        This removes the blocks of workers that were never seen here as well as of those that leave.
         """
         if not self._is_following:
             return
@@ -68,7 +68,7 @@ class Membership:
         self._known = now
 
     def tell(self, call: Callable[..., None], *args: object) -> Future[None]:
-        """Call it when what was told before is done."""
+        """Call it after everything queued before is done."""
 
         def run() -> None:
             try:
@@ -79,12 +79,12 @@ class Membership:
         return self._thread.submit(run)
 
     async def let_go(self, instance_ids: Collection[int]) -> None:
-        """They leave: return when that is told. Before the core forgets them, and their blocks."""
+        """Return when the departures are reported, before the core forgets the workers' blocks."""
         told = [self.tell(self._cluster.worker_left, self._component, one) for one in instance_ids]
-        # In order: with the last one all are.
+        # They run in order: when the last one is done, all are.
         if told:
             await asyncio.wrap_future(told[-1])
 
     def close(self) -> None:
-        """Tell no more; does not wait."""
+        """Stop reporting; does not wait."""
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -1,13 +1,14 @@
-"""What router replicas tell each other of their active requests: the protocol, without a network.
+"""How router replicas share their active requests: the protocol, without a network.
 
-Each router tells the three events of NVIDIA Dynamo's routers, numbered per router. Beyond them:
+Each router sends the three events of NVIDIA Dynamo's routers, numbered per router, and in addition:
 
-- a **digest** of its active requests every DIGEST_S, so that whoever missed something notices;
-- its whole **state** to whoever asks: one that has just come, or one that has noticed;
-- who is gone from the roster is dropped at once, with its load.
+- a **digest** of its active requests every DIGEST_S, so that a replica notices missed events;
+- its whole **state** on request, to a replica that has just started or has noticed a gap.
 
-Events are told after the fact and never waited for. One that is lost, or dropped at a limit, is
-repaired by the next digest.
+A router that leaves the roster is dropped at once, with its load.
+
+Events are sent after the fact and never waited for. The next digest repairs a lost or dropped
+event.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from typing import Any, Protocol
 __all__ = ["DIGEST_S", "LoadSink", "ReplicaSync", "SyncLimits"]
 
 DIGEST_S = 2.0
-# Pause between two questions for the same router's state.
+# Pause between two requests for the same router's state.
 _ASK_S = 1.0
-# Who sends but is not in the roster may be new to it; after this time it is not.
+# How long a sender that is missing from the roster is accepted: the roster may lag behind.
 _UNLISTED_S = 10.0
 _GONE_MAX = 4_096
 _U64_MAX = (1 << 64) - 1
@@ -33,7 +34,7 @@ Worker = tuple[int, int]
 
 
 class LoadSink(Protocol):
-    """Where other routers' requests count. Its methods never wait."""
+    """Counts other routers' requests. Its methods never wait."""
 
     def add(  # noqa: PLR0917 - called with positions by the core
         self,
@@ -47,40 +48,40 @@ class LoadSink(Protocol):
         """Another router has sent a request to a worker, (instance id, dp rank).
 
         Args:
-            router_id: Which router.
+            router_id: The other router.
             request_id: Unique at that router.
-            worker: Where it went.
-            hashes: Sequence hashes of its blocks; None when blocks are not tracked.
-            isl: Tokens of its prompt.
-            overlap: Blocks of it that the worker held.
+            worker: Where the request was sent.
+            hashes: Sequence hashes of its blocks; None if blocks are not tracked.
+            isl: Tokens in its prompt.
+            overlap: Blocks of the prompt that the worker held.
         """
 
     def mark(self, router_id: int, request_id: str) -> None:
-        """Its prompt is computed."""
+        """The request's prompt is computed."""
 
     def free(self, router_id: int, request_id: str) -> None:
-        """It has ended."""
+        """The request has ended."""
 
     def drop_router(self, router_id: int) -> None:
         """All requests of a router have ended."""
 
     def heard(self, router_id: int) -> None:
-        """A router says that all of its requests that are known here are active."""
+        """A router reports that all of its requests that are known here are still active."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncLimits:
-    """What may grow, and how far.
+    """Size limits.
 
     Attributes:
-        waiting_events_max: Events that wait to be sent; beyond it new ones are dropped, and the
-            digest tells the others.
-        requests_max: Active requests of one router that are tracked; beyond it they are ignored.
+        waiting_events_max: Events waiting to be sent; above it new ones are dropped, and the digest
+            lets the others repair that.
+        requests_max: Tracked active requests per router; further ones are ignored.
         routers_max: Other routers.
         held_events_max: Events kept while a router's state arrives.
-        state_part_bytes: Of one message of a state, unless a single request has more.
-        hashes_max: Blocks of a request that are told. With them it fits into a message that any
-            channel takes; what is beyond counts at no other router.
+        state_part_bytes: Size of one message of a state, unless a single request is larger.
+        hashes_max: Blocks sent per request, so that it fits into a message on any channel; further
+            blocks count at no other router.
     """
 
     waiting_events_max: int = 100_000
@@ -101,12 +102,12 @@ class _Request:
     lora_name: str | None = None
 
     def mark(self, request_id: str) -> int:
-        """What it adds to a digest: another value in each of its states."""
+        """The request's contribution to a digest; differs between its states."""
         return hash_of(f"{request_id}|{self.worker[0]}|{self.worker[1]}|{int(self.is_prefilled)}")
 
 
 def hash_of(text: str) -> int:
-    """FNV-1a, 64 bits: the same in every process, and enough to notice a difference."""
+    """FNV-1a, 64 bits: equal in every process, and enough to detect a difference."""
     value = 0xCBF29CE484222325
     for byte in text.encode():
         value = ((value ^ byte) * 0x100000001B3) & _U64_MAX
@@ -115,7 +116,7 @@ def hash_of(text: str) -> int:
 
 @dataclass
 class _Table:
-    """A router's active requests, with a digest that does not depend on their order."""
+    """A router's active requests, with a digest that is independent of their order."""
 
     requests: dict[str, _Request] = field(default_factory=dict)
     digest: int = 0
@@ -148,22 +149,23 @@ class _Peer:
     is_wrong: bool = True
     asked_s: float = float("-inf")
     unlisted_since: float | None = None
-    # A state on its way: its number, parts that came, events after it.
+    # A state in transfer: its number, received parts, events after it.
     state_at: int | None = None
     parts: dict[int, list[Any]] = field(default_factory=dict)
     held: list[dict[str, Any]] = field(default_factory=list)
 
 
 class ReplicaSync:
-    """One router's side.
+    """One router's side of the protocol.
 
     Args:
-        router_id: Random, of this life.
-        sink: Where other routers' requests count.
-        limits: What may grow.
+        router_id: Random; new at each start.
+        sink: Counts other routers' requests.
+        limits: Size limits.
 
-    Consistency: safe to use from many threads. A replica's view of another router is what that
-        router had at some moment, and equal to it once messages arrive for DIGEST_S + a round trip.
+    Consistency: safe to use from many threads. A replica's view of another router equals that
+    router's state at some earlier moment; it is up to date once messages have arrived for DIGEST_S
+    + a round trip.
     """
 
     def __init__(self, router_id: int, sink: LoadSink, limits: SyncLimits | None = None) -> None:
@@ -222,14 +224,14 @@ class ReplicaSync:
             self._tell(request_id, worker, data, lora_name)
 
     def mark_prefill_completed(self, request_id: str) -> None:
-        """Its prompt is computed; unknown ones are ignored."""
+        """The request's prompt is computed; unknown requests are ignored."""
         with self._lock:
             if self._own.mark(request_id):
                 request = self._own.requests[request_id]
                 self._tell(request_id, request.worker, "MarkPrefillCompleted", request.lora_name)
 
     def free(self, request_id: str) -> None:
-        """It has ended; unknown ones are ignored."""
+        """The request has ended; unknown requests are ignored."""
         with self._lock:
             request = self._own.requests.get(request_id)
             if request is not None:
@@ -239,7 +241,7 @@ class ReplicaSync:
     # -- of the network
 
     def outgoing(self, now_s: float, limit: int = 256) -> list[bytes]:
-        """What is to be sent now, in order; at most ``limit`` events and what is due besides."""
+        """Messages to send now, in order: at most ``limit`` events, and what else is due."""
         with self._lock:
             messages: list[dict[str, Any]] = []
             if not self._has_asked_all:
@@ -249,7 +251,7 @@ class ReplicaSync:
                 messages.append(self._outbox.popleft())
                 self.counts["sent_events"] += 1
             if self._outbox:
-                # A digest or a state says what all events before it amount to.
+                # A digest or a state summarizes all events before it.
                 return [_encode(message) for message in messages]
             if now_s - self._digest_s >= DIGEST_S:
                 self._digest_s = now_s
@@ -263,12 +265,12 @@ class ReplicaSync:
             encoded = [_encode(message) for message in messages]
             if self._wants_state:
                 self._wants_state = False
-                # Last: it is long, and nothing else is to wait for it.
+                # Sent last: it is long and must not delay anything else.
                 encoded += self._state()
             return encoded
 
     def received(self, data: bytes, now_s: float) -> None:
-        """A message came; one's own are ignored, and so is what is none."""
+        """Process a message; this router's own and invalid messages are ignored."""
         with self._lock:
             try:
                 message = json.loads(data)
@@ -280,7 +282,7 @@ class ReplicaSync:
                 self.counts["malformed"] += 1
 
     def listed(self, router_ids: set[int], now_s: float) -> None:
-        """Who is alive, by their leases: others are dropped, with their load."""
+        """Set the live routers, by their leases; all others are dropped, with their load."""
         with self._lock:
             for router_id in self._listed - router_ids:
                 self._drop(router_id)
@@ -298,7 +300,7 @@ class ReplicaSync:
                     self._drop(router_id)
 
     def worker_joined(self, instance_id: int) -> None:
-        """A worker is known from now on: what others sent there is told to the sink again."""
+        """A worker is now known: pass other routers' requests at it to the sink again."""
         with self._lock:
             for router_id, peer in self._peers.items():
                 for name, request in peer.table.requests.items():
@@ -306,7 +308,7 @@ class ReplicaSync:
                         self._tell_sink(router_id, name, request)
 
     def active(self) -> dict[int, dict[str, Worker]]:
-        """Active requests by router, one's own included: request id to worker."""
+        """Active requests by router, including this one: request id to worker."""
         with self._lock:
             tables = {self.router_id: self._own}
             tables.update({router_id: peer.table for router_id, peer in self._peers.items()})
@@ -316,7 +318,7 @@ class ReplicaSync:
             }
 
     def digests(self) -> dict[int, tuple[int, int]]:
-        """(requests, digest) by router: replicas that agree have the same."""
+        """(requests, digest) by router; equal at replicas that agree."""
         with self._lock:
             found = {self.router_id: (len(self._own.requests), self._own.digest)}
             for router_id, peer in self._peers.items():
@@ -345,7 +347,7 @@ class ReplicaSync:
         return {"router_id": self.router_id, "sequence": self._sequence, "data": data}
 
     def _state(self) -> list[bytes]:
-        """Its parts; the same ones whoever asks, as long as no event comes between."""
+        """Parts of the state; the same parts for every peer until the next event."""
         parts: list[list[bytes]] = [[]]
         part_bytes = 0
         for name, request in self._own.requests.items():
@@ -379,7 +381,7 @@ class ReplicaSync:
         peer = self._peer(router_id, now_s)
         if peer is None:
             return
-        # Peers that know no sequence numbers are taken as they come.
+        # Events from peers without sequence numbers are taken as they come.
         sequence = message.get("sequence")
         if isinstance(data, dict) and "Digest" in data:
             if self._is_equal(peer, int(message["sequence"]), data["Digest"]):
@@ -454,7 +456,7 @@ class ReplicaSync:
 
     def _is_equal(self, peer: _Peer, sequence: int, told: dict[str, Any]) -> bool:
         if peer.last != sequence:
-            # Missed, unless it came early and events are on their way behind it: asking is cheap.
+            # Missed, or early with the missing events still to come: asking is cheap.
             peer.is_wrong = peer.is_wrong or peer.last is None or peer.last < sequence
             return False
         is_equal = (len(peer.table.requests), peer.table.digest) == (told["count"], told["hash"])
@@ -468,11 +470,11 @@ class ReplicaSync:
             if peer.state_at is not None and sequence < peer.state_at:
                 return
             if not peer.is_wrong and peer.last is not None and sequence <= peer.last:
-                # For somebody else; what is here is as good.
+                # Meant for another router; the state here is as good.
                 return
             peer.state_at, peer.parts, peer.held = sequence, {}, []
             if peer.last is not None and peer.last > sequence:
-                # Events after this state came before it: it is too old for this replica.
+                # Events after this state arrived before it: it is too old for this replica.
                 peer.state_at = None
                 return
         peer.parts[int(state["part"])] = state["requests"]

@@ -1,4 +1,4 @@
-"""Bookings of this process's routers told to their replicas, and those of replicas counted here."""
+"""Shares this process's bookings with replicas, and counts the replicas' bookings here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 _TAKE_S = 0.2
 
-# Active requests that wait for their worker to be shared; beyond it they are not told.
+# Active requests that wait until their worker is shared; above this limit they are not shared.
 _UNTOLD_MAX = 100_000
 
 _Tiding = tuple[object, ...]
@@ -31,11 +31,11 @@ Component = tuple[str, str]
 
 
 class CoreSink:
-    """Where bookings of others count: the core; see :class:`LoadSink`.
+    """Counts other routers' bookings in the core; see :class:`LoadSink`.
 
     Args:
-        bookings: Of the frontend or the router.
-        local_of: Workers that have another number between routers than here: this one, by that.
+        bookings: Bookings of the frontend or the router.
+        local_of: This router's worker numbers, by the shared number where the two differ.
     """
 
     def __init__(self, bookings: Bookings, local_of: Mapping[int, int] | None = None) -> None:
@@ -50,7 +50,7 @@ class CoreSink:
         isl: int,
         overlap: int,
     ) -> None:
-        """See :meth:`LoadSink.add`. A worker that is not known here does not count yet."""
+        """See :meth:`LoadSink.add`. Requests at a worker that is unknown here do not count yet."""
         known = None if hashes is None else list(hashes)
         worker = (self._local_of.get(worker[0], worker[0]), worker[1])
         self._bookings.remote_add(router_id, request_id, worker, known, isl, overlap)
@@ -73,19 +73,19 @@ class CoreSink:
 
 
 async def open_channel(event_plane: str, component: Component, *, is_local: bool) -> Channel:
-    """Where a component's routers talk: ``nats``, or ``zmq``, which needs no server.
+    """Open the channel of a component's routers: ``nats``, or ``zmq``, which needs no server.
 
     Args:
-        event_plane: One of the two.
-        component: Whose routers.
-        is_local: All of them are on this machine.
+        event_plane: ``zmq`` or ``nats``.
+        component: Component of the routers.
+        is_local: All routers are on this machine.
 
     Raises:
-        TransportError: NATS does not answer; says what to start.
+        TransportError: NATS does not answer; the message says what to start.
     """
     if event_plane == "zmq":
         return ZmqChannel(host_address(is_local=is_local))
-    # Its client need not be installed where no broker is used.
+    # The NATS client need not be installed if no broker is used.
     from kvflash.transport.nats_channel import NatsChannel  # noqa: PLC0415
     from kvflash.transport.nats_connection import connect  # noqa: PLC0415
 
@@ -94,11 +94,11 @@ async def open_channel(event_plane: str, component: Component, *, is_local: bool
 
 
 class Sharing:
-    """Drives one :class:`ReplicaSyncService` for each component whose workers are known.
+    """Drives one :class:`ReplicaSyncService` for each component with known workers.
 
     Args:
-        bookings: Of the frontend or the router.
-        open_discovery: Makes a discovery, in the event loop that uses it.
+        bookings: Bookings of the frontend or the router.
+        open_discovery: Opens a discovery, in the event loop that uses it.
         event_plane: ``zmq`` or ``nats``.
         lease_ttl_s: How long a dead router counts at most.
     """
@@ -117,26 +117,26 @@ class Sharing:
         self._lock = threading.Lock()
         self._services: dict[Component, ReplicaSyncService] = {}
         self._component_of: dict[int, Component] = {}
-        # What other routers know a worker as, where that is not its number here; and back.
+        # Shared worker numbers where they differ from the numbers here, and the reverse.
         self._shared_of: dict[int, int] = {}
         self._local_of: dict[int, int] = {}
-        # Of requests that are active, so that their end is told where their begin was.
+        # Per active request, so that its end is sent to where its start was sent.
         self._told_to: dict[str, ReplicaSyncService] = {}
-        # Of requests whose worker is not shared yet: told when it is, if they are active then.
+        # Requests whose worker is not shared yet: sent once it is, if they are still active.
         self._untold: dict[str, list[_Tiding]] = {}
         self._has_joined = False
         self._untold_dropped = 0
         self._is_stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvflash-sharing", daemon=True)
-        # Here: what is booked before this is connected is told when it is.
+        # From here on, so that bookings made before the connection are sent after it.
         bookings.turn_on()
 
     def start(self) -> None:
-        """Tell bookings, those since this was made first."""
+        """Start sharing, beginning with the bookings made since this object was created."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Leave: others drop this process's load at once. Blocks until done."""
+        """Leave: other routers drop this process's load at once. Blocks until done."""
         self._is_stopped.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -148,12 +148,12 @@ class Sharing:
     def worker_joined(
         self, component: Component, instance_id: int, shared_id: int | None = None
     ) -> None:
-        """A worker is registered at the core. Connects for the first one of its component.
+        """Share a worker that the core has registered. Connects for the first of its component.
 
         Args:
-            component: Whose it is.
+            component: The worker's component.
             instance_id: Its number here.
-            shared_id: Its number between routers, where that is another one.
+            shared_id: Its number between routers, if that differs.
 
         Raises:
             TransportError: The discovery or NATS does not answer; the next call tries again.
@@ -180,12 +180,12 @@ class Sharing:
             self._has_joined = True
 
     def worker_left(self, instance_id: int) -> None:
-        """It is no longer registered; what is told of it from now on is of no use to others."""
+        """Stop sharing a worker that is no longer registered."""
         self._component_of.pop(instance_id, None)
         self._local_of.pop(self._shared_of.pop(instance_id, instance_id), None)
 
     def stats(self) -> dict[str, int]:
-        """Counters of all components together; units are in the names."""
+        """Counters of all components together; names include units."""
         with self._lock:
             services = list(self._services.values())
         counts = {"peers": 0}

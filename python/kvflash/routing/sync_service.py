@@ -1,4 +1,4 @@
-"""Replica sync on a real network: the protocol, a channel, and who is alive by discovery."""
+"""Replica sync over a real network: the protocol, a channel, and liveness from discovery."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _RETRY_S = 0.5
 class ReplicaSyncService:
     """Shares this router's active requests with all others of a component.
 
-    ``sync.add``, ``sync.mark_prefill_completed`` and ``sync.free`` are called for every request of
-    this router, from any thread; others' arrive at the sink.
+    Call ``sync.add``, ``sync.mark_prefill_completed`` and ``sync.free`` for every request of this
+    router, from any thread; other routers' requests arrive at the sink.
 
     Args:
-        namespace: Of the component.
-        component: Whose workers the routers share.
-        sink: Where other routers' requests count.
-        open_discovery: Makes the discovery, in the event loop that uses it.
-        open_channel: Makes the channel, likewise.
-        limits: What may grow.
+        namespace: Namespace of the component.
+        component: Component that the routers share.
+        sink: Counts other routers' requests.
+        open_discovery: Opens the discovery, in the event loop that uses it.
+        open_channel: Opens the channel, likewise.
+        limits: Size limits.
         lease_ttl_s: How long a dead router counts at most.
 
     Attributes:
@@ -55,7 +55,7 @@ class ReplicaSyncService:
         limits: SyncLimits | None = None,
         lease_ttl_s: float = 10.0,
     ) -> None:
-        # Below 2^63, so that every JSON reader takes it.
+        # Below 2^63, so that every JSON reader accepts it.
         self.sync = ReplicaSync(secrets.randbelow(2**63 - 1) + 1, sink, limits)
         self._prefix = f"v1/replica_sync/{namespace}/{component}/"
         self._open_discovery, self._open_channel = open_discovery, open_channel
@@ -65,7 +65,7 @@ class ReplicaSyncService:
         )
 
     def start(self) -> None:
-        """Connect, and share in the background.
+        """Connect, then share in the background.
 
         Raises:
             TransportError: The discovery or the channel's server does not answer.
@@ -104,7 +104,7 @@ class ReplicaSyncService:
                     task.cancel()
                 _, left = await asyncio.wait(left, timeout=0.5)
             for task in done:
-                # None but the end ends by itself.
+                # None of these tasks ends before the shutdown.
                 task.result()
         finally:
             if channel is not None:
@@ -152,7 +152,7 @@ class ReplicaSyncService:
                 try:
                     await channel.send(data)
                 except KvflashError as error:
-                    # What was lost shows in the next digest.
+                    # The next digest reveals lost messages.
                     failures.append(error)
             if failures:
                 logger.warning(
@@ -167,7 +167,7 @@ class ReplicaSyncService:
 
 
 async def _keep(work: Callable[[], Awaitable[None]]) -> None:
-    """Do it again after what nobody thought of, whose traceback is told once."""
+    """Restart it after an unexpected exception; log the traceback once."""
     said = ""
     while True:
         try:
@@ -179,7 +179,7 @@ async def _keep(work: Callable[[], Awaitable[None]]) -> None:
 
 
 def _router(name: str, value: bytes) -> dict[int, str | None]:
-    """A router's number and endpoint; nothing for a key or value that is none."""
+    """A router's number and endpoint; empty for an invalid key or value."""
     try:
         endpoint = json.loads(value).get("endpoint")
         return {int(name): endpoint if isinstance(endpoint, str) else None}

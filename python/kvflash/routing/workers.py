@@ -1,4 +1,4 @@
-"""The workers of an endpoint, as discovery tells them to a core."""
+"""Copies the workers of an endpoint from discovery to a core."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ RANKS_MAX = 1_024
 
 # A worker and a rank of it.
 Rank = tuple[int, int]
-#: Begins to serve, with the model's name and tenant where that matters; what to tell from then on.
+# Begins to serve, with the model's name and tenant if needed; returns where to report from then on.
 Serve = Callable[[tuple[str, str] | None], tuple[RouterCore, Cluster]]
 
 
 class Workers:
-    """Keeps a core's workers, ranks and event sockets as discovery has them.
+    """Keeps a core's workers, ranks and event sockets in line with discovery.
 
-    Where events come over NATS a worker counts once it has a model card, and the first ones when
-    the state of their component is there.
+    If events come over NATS, a worker counts once it has a model card, and the first workers once
+    the state of their component is loaded.
 
     Args:
         core: The core.
-        discovery: Where to look.
+        discovery: The discovery to follow.
         path: ``namespace/component/endpoint``.
-        cluster: What is shared with other routers of the component.
-        serve: Is called at the start; over NATS when the model's name is known.
+        cluster: State shared with other routers of the component.
+        serve: Called at the start; over NATS once the model's name is known.
     """
 
     def __init__(
@@ -50,21 +50,21 @@ class Workers:
         self._subscribed: dict[Rank, tuple[str, str | None]] = {}
         self._workers: list[Rank] = []
         self._draining: list[int] = []
-        # What the core was told of them.
+        # What the core knows of them.
         self._reported: dict[Rank, dict[str, int | None]] = {}
         self._warned: set[int] = set()
-        #: Events come over NATS.
+        # Events come over NATS.
         self.is_brokered = cluster.is_nats and core.uses_events
         self._model: tuple[str, str] | None = None
         self._members: Membership | None = None
         self._is_serving = False
-        # Unless that is going on.
+        # Unless it is running already.
         self._attached = asyncio.Event()
         self._attached.set()
 
     @property
     def ids(self) -> list[int]:
-        """Instances that are there now, ascending."""
+        """Instances that are present now, ascending."""
         return sorted({worker for worker, _ in self._workers})
 
     def start(self) -> None:
@@ -76,46 +76,46 @@ class Workers:
         self._keys.start()
 
     async def synced(self, timeout_s: float) -> None:
-        """Wait until what is there is known.
+        """Wait until the current instances are known.
 
         Raises:
             TransportError: Discovery did not answer in time.
         """
         await self._keys.synced(timeout_s)
-        # It ends by itself, with what is there.
+        # Ends by itself once they are known.
         await self._attached.wait()
 
     async def close(self) -> None:
-        """Follow no more."""
+        """Stop following."""
         await self._keys.close()
         if self._members is not None:
             self._members.close()
 
     async def _settle(self) -> None:
-        """Tell the core what changed."""
+        """Pass changes on to the core."""
         cards = self._cards()
         if self.is_brokered and self._model is None and cards:
             await self._attach(next(iter(cards.values())))
-            # It took a while.
+            # This took a while.
             cards = self._cards()
         if not self._is_serving:
             return
         assert self._members is not None
-        # First: what it tells is told before the core hears of them.
+        # First, so that the state's blocks are known before the core sees the workers.
         self._members.settle(number for _, number in self._keys.instances)
         ranks = sorted(
             (worker, rank) for worker, card in cards.items() for rank in range(_rank_count(card))
         )
-        # What is shared hears of those that leave before the core forgets them.
+        # The shared state must learn of departures before the core forgets the workers.
         await self._members.let_go(set(self.ids) - cards.keys())
         self._set_workers(ranks, cards)
         self._set_draining()
-        # The core forgot the blocks of those that left: should they come back, their events are
-        # asked for anew.
+        # The core has forgotten the blocks of workers that left. If they come back, their events
+        # must be fetched again.
         self._subscribe()
 
     async def _attach(self, card: dict[str, Any]) -> None:
-        """Serve this card's model with what its component's stream tells."""
+        """Serve this card's model with the state of its component's stream."""
         self._attached.clear()
         try:
             self._model = _model_of(card)
@@ -127,7 +127,7 @@ class Workers:
             self._attached.set()
 
     def _cards(self) -> dict[int, dict[str, Any]]:
-        """Workers that discovery tells of, with what their model cards say."""
+        """Workers in discovery, with their model cards."""
         found = {}
         for worker, _, card in self._keys.served():
             if self.is_brokered and (card is None or card.get("model_name") is None):
@@ -157,7 +157,7 @@ class Workers:
                 self._core.report(worker, rank, **report)
 
     def _set_draining(self) -> None:
-        """Workers that discovery says are draining get no new requests."""
+        """Give no new requests to workers that discovery marks as draining."""
         draining = sorted(
             worker for worker, instance, _ in self._keys.served()
             if instance.get("state") == "draining"
@@ -172,11 +172,11 @@ class Workers:
             self._members.tell(self._cluster.worker_gone, worker)
         for worker in now - before:
             self._members.tell(self._cluster.instance_joined, self._component, worker)
-            # The first one of a component connects.
+            # The first worker of a component connects.
             self._members.tell(self._cluster.worker_joined, self._component, worker)
 
     def _check(self, worker: int, card: dict[str, Any]) -> None:
-        """Another model or block size makes everything score 0: that must not go unsaid."""
+        """Warn of another model or block size, which would make every overlap 0."""
         if worker in self._warned:
             return
         if self._model is not None and self._model != _model_of(card):
@@ -200,13 +200,13 @@ class Workers:
         )
 
     def _subscribe(self) -> None:
-        """Listen to the sockets that the core's workers announce, and to no others."""
+        """Subscribe to exactly the sockets that the core's workers announce."""
         if not self._core.uses_events:
             return
         ids = set(self.ids)
         wanted: dict[Rank, tuple[str, str | None]] = {}
         for (_, worker), ranks in self._keys.events.items():
-            # What is in the stream comes by itself.
+            # Events in the stream arrive without a subscription.
             for rank, where in self._cluster.events(worker, ranks).items() if worker in ids else ():
                 wanted[worker, int(rank)] = (where["endpoint"], where.get("replay_endpoint"))
         for key, sockets in list(self._subscribed.items()):
