@@ -1,4 +1,4 @@
-"""The runtime: processes that serve endpoints and ask those of others."""
+"""The runtime: processes that serve endpoints and call those of others."""
 
 from kvflash.runtime.client import Client, Stream
 from kvflash.runtime.component import Component, Endpoint, Namespace

@@ -24,21 +24,22 @@ logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
 RECONNECT_PAUSE_S = 1
-# What may wait to be sent while the broker is away; then sending fails.
+# Data that may wait to be sent while the broker is away; beyond it sending fails.
 PENDING_BYTES_MAX = 8 * 1024 * 1024
-# Two unanswered pings are a broker that is gone.
+# After two unanswered pings the broker counts as gone.
 PING_INTERVAL_S = 10
-# Failed attempts whose reasons are looked at.
+# Failed attempts to keep for the error message.
 _SAID_MAX = 16
 _OTHERWISE = "start one (nats-server), set NATS_SERVER, or use the request plane tcp"
 
 
 async def connect() -> NatsConnection:
-    """Connect to NATS_SERVER; a connection that breaks is made again.
+    """Connect to NATS_SERVER; a broken connection is re-established.
 
     Raises:
-        TransportError: It can't be reached.
-        ConfigError: It refuses us, or we trust it not; names the variable to set.
+        TransportError: NATS can't be reached.
+        ConfigError: NATS refuses the login, or its certificate is not trusted; names the variable
+            to set.
     """
     settings = NatsSettings.from_env()
     connection, said = NatsConnection(settings), deque[Exception](maxlen=_SAID_MAX)
@@ -51,14 +52,14 @@ async def connect() -> NatsConnection:
         made = failure(settings, [error], _OTHERWISE)
         is_refused = isinstance(made, ConfigError)
         if is_connected and not connection.is_connected:
-            # The client tells every attempt.
+            # The client reports every attempt.
             logger.debug("nats: %r", error)
             outage.lasts(f"nats: {made}; trying again", kind=is_refused)
             return
         logger.warning("nats: %s", error or type(error).__name__)
         if not is_connected:
             said.append(error)
-            # Who is refused would be refused again: this ends the attempts.
+            # A refused login would be refused again, so stop trying.
             connection.options["allow_reconnect"] = not is_refused
 
     async def end_outage() -> None:

@@ -1,4 +1,4 @@
-"""Who asks an endpoint's instances."""
+"""The client of an endpoint's instances."""
 
 from __future__ import annotations
 
@@ -30,18 +30,19 @@ __all__ = ["Client", "Stream"]
 
 SYNC_TIMEOUT_S = 10.0
 
-# The next instance to ask; those in the set were asked in vain.
+# Picks the next instance; those in the set have failed already.
 Pick = Callable[[set[int]], Instance]
 
 
 class Client:
     """Sends requests to the instances of an endpoint.
 
-    It may be awaited, which waits until discovery has answered, or used as it is. Every request
+    It may be awaited, which waits until discovery has answered, or used directly. Every request
     returns a :class:`Stream` of items once it is sent.
 
-    A request that fails before its first item is sent to another instance (but for `direct`), at
-    most attempts_max times, when no handler has seen it or its connection broke. Afterwards never.
+    A request that fails before its first item, because no handler has seen it or its connection
+    broke, is sent to another instance (except by `direct`), at most attempts_max times. After the
+    first item it is never sent again.
     """
 
     def __init__(self, endpoint: Endpoint, instances: Instances) -> None:
@@ -54,19 +55,19 @@ class Client:
         return self
 
     def instance_ids(self) -> list[int]:
-        """Numbers of the instances that are known now, sorted. Empty before discovery answered."""
+        """Numbers of the instances known now, sorted. Empty before discovery has answered."""
         self._instances.start()
         return sorted(self._instances.by_id)
 
     def suspects(self) -> set[int]:
-        """Numbers of instances that failed a moment ago; ``random`` passes them over."""
+        """Numbers of instances that failed recently; ``random`` skips them."""
         return self._instances.suspects()
 
     async def wait_for_instances(self, timeout_s: float | None = None) -> list[int]:
-        """Wait for at least one instance; the numbers of all.
+        """Wait for at least one instance; returns the numbers of all.
 
         Raises:
-            DeadlineError: There was none for ``timeout_s``.
+            DeadlineError: No instance appeared within ``timeout_s``.
         """
         self._instances.start()
 
@@ -92,14 +93,14 @@ class Client:
         """Ask any instance.
 
         Args:
-            request: What the handler gets: whatever msgpack can carry.
-            request_id: The request's name; random if not given.
-            timeout_s: Time that the whole answer may take.
+            request: The handler's argument: anything that msgpack can encode.
+            request_id: The request's name; default: random.
+            timeout_s: Time limit for the whole answer.
 
         Raises:
-            NoWorkerError: There is no instance.
-            TransportError: None of those that were tried can be reached.
-            InvalidArgumentError: The request is too large or can't be written.
+            NoWorkerError: There are no instances.
+            TransportError: None of the instances that were tried can be reached.
+            InvalidArgumentError: The request is too large or can't be encoded.
         """
 
         def pick(without: set[int]) -> Instance:
@@ -127,10 +128,10 @@ class Client:
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> Stream:
-        """Ask this instance and no other; see :meth:`random`.
+        """Ask this instance only; see :meth:`random`.
 
         Raises:
-            NotFoundError: It is not there.
+            NotFoundError: The instance is not present.
         """
 
         def pick(without: set[int]) -> Instance:
@@ -165,14 +166,14 @@ class Client:
 
 
 class Stream:
-    """The items of one answer, in an async iterator; what goes wrong is raised from it.
+    """The items of one answer, as an async iterator that raises the answer's errors.
 
-    It is closed at its end, by :meth:`aclose`, when reading it is cancelled, and when nobody has it
-    any more; the handler is told if it still runs.
+    It closes at its end, on :meth:`aclose`, when its reader is cancelled, and when it is
+    garbage-collected. If the handler still runs, it is notified.
 
     Attributes:
         request_id: The request's name.
-        instance_id: Who answers.
+        instance_id: The instance that answers.
     """
 
     def __init__(
@@ -226,11 +227,11 @@ class Stream:
 
     def __del__(self) -> None:
         if not self._is_ended and self._reply is not None and not self._loop.is_closed():
-            # Garbage may be collected in any thread.
+            # The garbage collector may run in any thread.
             self._loop.call_soon_threadsafe(self._reply.close)
 
     async def aclose(self) -> None:
-        """Close it; the handler is told if it still runs."""
+        """Close it; if the handler still runs, it is notified."""
         self._close()
 
     def _close(self) -> None:
@@ -255,18 +256,18 @@ class Stream:
             else:
                 if packed is None:
                     return None
-                # A request is sent again only before the first item: no need to keep it.
+                # The request is resent only before the first item, so drop it now.
                 self._is_started, self._payload = True, None
                 return (unpack(packed),)
 
     async def _open(self, error: KvflashError | None) -> None:
-        """Send the request to an instance that was not tried; raises when there is none."""
+        """Send the request to an untried instance; raises if none is left."""
         runtime = self._endpoint.runtime
         limits = runtime.limits
         while True:
             if error is not None:
                 if not isinstance(error, OverloadedError):
-                    # One that is full may have room a moment later.
+                    # A full instance may have room a moment later.
                     self._instances.suspect(self.instance_id, limits.suspect_s)
                 if self._reply is not None:
                     self._reply.close()
@@ -309,10 +310,10 @@ class Stream:
         return None if self._end is None else max(0.0, self._end - time.monotonic())
 
     async def _in_time(self, work: Any) -> Any:
-        """Wait for work as long as there is time.
+        """Wait for work within the time limit.
 
         Raises:
-            DeadlineError: There is none left.
+            DeadlineError: No time is left.
         """
         left_s = self._left_s()
         if left_s is None:

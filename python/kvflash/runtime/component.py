@@ -1,4 +1,4 @@
-"""Names: a namespace has components, a component has endpoints."""
+"""Names: a namespace contains components, a component contains endpoints."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,48}")
 
 
 def check_name(what: str, name: str) -> str:
-    """Refuse a name that a key, an address or a subject could not hold.
+    """Refuse a name that is not valid in keys, addresses and subjects.
 
     Raises:
-        InvalidArgumentError: It is not 1 to 48 letters, digits, ``_`` and ``-``.
+        InvalidArgumentError: Not 1 to 48 letters, digits, ``_`` and ``-``.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidArgumentError(
@@ -38,7 +38,7 @@ class Namespace:
         self.name = check_name("namespace", name)
 
     def component(self, name: str) -> Component:
-        """A component of it.
+        """Return one of its components.
 
         Raises:
             InvalidArgumentError: The name is not allowed.
@@ -55,7 +55,7 @@ class Component:
         self.name = check_name("component", name)
 
     def endpoint(self, name: str) -> Endpoint:
-        """An endpoint of it.
+        """Return one of its endpoints.
 
         Raises:
             InvalidArgumentError: The name is not allowed.
@@ -64,12 +64,12 @@ class Component:
 
 
 class Endpoint:
-    """Something that the workers of a component can be asked.
+    """An operation that the workers of a component serve.
 
     Attributes:
         runtime: The runtime.
-        component: What it belongs to.
-        name: Its own name.
+        component: The component that it belongs to.
+        name: The last part of the path.
         path: ``namespace/component/endpoint``.
     """
 
@@ -80,11 +80,11 @@ class Endpoint:
         self.path = f"{component.namespace.name}/{component.name}/{self.name}"
 
     def client(self) -> Client:
-        """Who asks its instances; may be awaited, and need not be."""
+        """A client of its instances; awaiting it is optional."""
         return Client(self, self.runtime.instances(self.path))
 
     def instance_id(self) -> int:
-        """The number that this process has among the instances: that of its runtime."""
+        """This process's instance number, which is that of its runtime."""
         return self.runtime.instance_id
 
     lease_id = connection_id = instance_id
@@ -100,16 +100,16 @@ class Endpoint:
 
         Args:
             handler: An async generator function, called with the request, and with the
-                :class:`Context` if it takes two arguments. What it yields is sent as it is yielded;
-                while the reader is slow it is not asked for more. What it raises reaches the
-                client: errors of this package as they are, others as WorkerError.
-            graceful_shutdown: Let running streams end before the process does, for up to
+                :class:`Context` if it takes two arguments. Each item is sent as it is yielded;
+                while the reader is slow, the generator is paused. Exceptions reach the client:
+                errors of this package unchanged, others as WorkerError.
+            graceful_shutdown: Let running streams finish before the process ends, for up to
                 drain_timeout_s.
             max_concurrent_requests: Requests served at once; further ones are refused as
-                overloaded, and clients go elsewhere. Default: the runtime's requests_max.
+                overloaded, and clients try another instance. Default: the runtime's requests_max.
 
         Raises:
-            ConflictError: It is served already.
+            ConflictError: The endpoint is already served.
             ConfigError: The address can't be bound.
             TransportError: Discovery or the broker can't be reached.
         """

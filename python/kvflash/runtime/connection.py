@@ -1,4 +1,4 @@
-"""One TCP connection that carries frames, for either side."""
+"""One TCP connection that carries frames, for client and server."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from kvflash.runtime.plane import GoneError
 
 __all__ = ["Connection", "watch_socket"]
 
-# A peer whose machine is gone answers no probe: seen after about 10 + 3 * 5 seconds.
+# A peer whose machine is gone answers no probe: detected after about 10 + 3 * 5 seconds.
 KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
-# What the kernel keeps for a slow reader. Left to itself it would be megabytes for each stream.
+# Kernel buffer for a slow reader. The default would be megabytes per stream.
 SOCKET_BUFFER_BYTES = 256 * 1024
 
 
 class Connection(asyncio.Protocol):
-    """Frames in and out.
+    """Sends and receives frames.
 
     Attributes:
-        on_lost: Called once when the other side is gone.
-        is_lost: Whether it is.
-        is_answering: A server's, while it answers: little may come then.
+        on_lost: Called once when the peer is gone.
+        is_lost: Whether the peer is gone.
+        is_answering: On a server, set while it answers: then it expects little input.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Connection(asyncio.Protocol):
             self._frames.append(item)
             self._bytes += len(item[1])
         if self._bytes > self._limits.receive_buffer_bytes and self.is_answering:
-            # Without reading on, its end would go unseen. Nobody has to send amid an answer.
+            # Keep reading to notice the peer's end; no input is expected during an answer.
             self.abort()
         elif self._bytes > self._limits.receive_buffer_bytes and not self._is_reading_paused:
             self._is_reading_paused = True
@@ -97,15 +97,15 @@ class Connection(asyncio.Protocol):
         if on_lost is not None:
             on_lost()
 
-    # ours
+    # -- our own
 
     async def receive(self) -> tuple[int, bytes]:
-        """The next frame.
+        """Return the next frame.
 
         Raises:
-            TransportError: The other side hung up.
-            InvalidArgumentError: The frame is too large; nothing further can be read.
-            DecodeError: What came is no frame; nothing further can be read.
+            TransportError: The peer hung up.
+            InvalidArgumentError: The frame is too large; the connection can't be read any further.
+            DecodeError: The data is not a frame; the connection can't be read any further.
         """
         while not self._frames:
             if self._fault is not None:
@@ -128,7 +128,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def has_frames(self) -> bool:
-        """Whether something came that nobody has received."""
+        """Whether frames have arrived that are not received yet."""
         return bool(self._frames) or self._fault is not None
 
     def write(self, data: bytes) -> None:
@@ -137,10 +137,10 @@ class Connection(asyncio.Protocol):
             self._transport.write(data)
 
     async def send(self, data: bytes) -> None:
-        """Send; waits while more than send_buffer_bytes are on their way.
+        """Send; waits while more than send_buffer_bytes are unsent.
 
         Raises:
-            GoneError: The other side is gone.
+            GoneError: The peer is gone.
         """
         if self._transport is None or self.is_lost:
             raise GoneError("the connection is closed")
@@ -152,7 +152,7 @@ class Connection(asyncio.Protocol):
                 raise GoneError("the connection was closed")
 
     def close(self) -> None:
-        """Close after what was written is sent."""
+        """Close once everything written is sent."""
         if self._transport is not None:
             self._transport.close()
 
@@ -163,13 +163,14 @@ class Connection(asyncio.Protocol):
 
 
 def watch_socket(sock: socket.socket, limits: RuntimeLimits) -> None:
-    """Have the kernel notice a peer that is gone without a word, and keep little for a slow one."""
+    """Let the kernel detect a dead peer, and buffer little for a slow one."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
         *KEEPALIVE,
-        # Bytes that nobody acknowledges mean the same, sooner than the kernel's quarter hour.
+        # Unacknowledged bytes reveal a dead peer too, sooner than the kernel's default of 15
+        # minutes.
         ("TCP_USER_TIMEOUT", int(limits.peer_silence_s * 1e3)),
     ):
         if hasattr(socket, name):

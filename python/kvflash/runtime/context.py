@@ -1,4 +1,4 @@
-"""What a handler knows of its request besides the payload."""
+"""What a handler knows about its request besides the payload."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["Context"]
 
 
 class Context:
-    """A request's name, and whether anybody still wants its answer.
+    """A request's name, and whether its answer is still wanted.
 
-    A stopped request should end soon with what it has; a killed one is given up: its handler is
-    cancelled.
+    The handler of a stopped request should end soon with what it has. The handler of a killed
+    request is cancelled.
     """
 
     def __init__(self, request_id: str) -> None:
@@ -39,7 +39,7 @@ class Context:
             self._waiting.set()
 
     def kill(self) -> None:
-        """Say that the handler is being cancelled."""
+        """Note that the handler is being cancelled."""
         self._is_killed = True
         self.stop_generating()
 

@@ -1,4 +1,4 @@
-"""The runtime: one process's place among the others."""
+"""The runtime: one process among others in discovery."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ logger = logging.getLogger(__name__)
 
 INSTANCES = "v1/instances/"
 MODELS = "v1/models/"
-# Discovery that does not answer must not keep a process from ending.
+# An unresponsive discovery must not keep a process from ending.
 LEAVE_TIMEOUT_S = 5.0
 ANNOUNCE_PAUSE_S = (0.1, 5.0)
 
 
 class DistributedRuntime:
-    """Serves endpoints and asks those of others.
+    """Serves endpoints and calls those of other processes.
 
-    It belongs to the event loop that it is first used in. One process may have several.
+    It belongs to the event loop that first uses it. A process may have several runtimes.
 
     Args:
-        discovery: ``mem``, ``file``, ``etcd`` or a Discovery; default: what KVFLASH_DISCOVERY says,
-            else ``file``.
-        request_plane: ``tcp``, ``http`` or ``nats``: how it is asked. It asks others in their way.
-            Default: what KVFLASH_REQUEST_PLANE says, else ``tcp``.
-        host: Address that others reach this process at; default: KVFLASH_HOST, else 127.0.0.1 for
+        discovery: ``mem``, ``file``, ``etcd`` or a Discovery; default: KVFLASH_DISCOVERY, else
+            ``file``.
+        request_plane: ``tcp``, ``http`` or ``nats``, for the endpoints that it serves. Others are
+            called over the plane that they announce. Default: KVFLASH_REQUEST_PLANE, else ``tcp``.
+        host: Address at which others reach this process; default: KVFLASH_HOST, else 127.0.0.1 for
             mem and file, else the address of the default route.
         port: Port to listen on; default: KVFLASH_RUNTIME_PORT, else any free one.
-        limits: What it may hold and how long it waits.
+        limits: Limits of sizes and times.
 
     Attributes:
         instance_id: Its number, for all of its endpoints: 63 bits, random.
@@ -57,7 +57,7 @@ class DistributedRuntime:
         limits: Its limits.
 
     Raises:
-        ConfigError: A setting is wrong.
+        ConfigError: A setting is invalid.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class DistributedRuntime:
         self._clients: dict[str, PlaneClient] = {}
         self._instances: dict[str, Instances] = {}
         self._announced: dict[str, bytes] = {}
-        # Keys that were withdrawn and may still be there.
+        # Keys that are withdrawn but may still exist.
         self._unwanted: set[str] = set()
-        # Held while a key is put or deleted, so that the last word is what stays.
+        # Held while a key is put or deleted, so that the last call wins.
         self._changing = asyncio.Lock()
         self._tidier: asyncio.Task[None] | None = None
         self._server: PlaneServer | None = None
@@ -97,7 +97,7 @@ class DistributedRuntime:
 
     @classmethod
     def detached(cls) -> DistributedRuntime:
-        """A runtime with what the environment says."""
+        """Create a runtime with the settings of the environment."""
         return cls()
 
     async def __aenter__(self) -> DistributedRuntime:
@@ -108,13 +108,13 @@ class DistributedRuntime:
 
     @property
     def host(self) -> str:
-        """The address that others reach this process at."""
+        """The address at which others reach this process."""
         return self._host
 
     # -- names
 
     def namespace(self, name: str) -> Namespace:
-        """A namespace.
+        """Return a namespace.
 
         Raises:
             InvalidArgumentError: The name is not allowed.
@@ -122,10 +122,10 @@ class DistributedRuntime:
         return Namespace(self, name)
 
     def endpoint(self, path: str) -> Endpoint:
-        """An endpoint by its three names, ``namespace.component.endpoint`` or with slashes.
+        """Return an endpoint by its three names, ``namespace.component.endpoint`` or with slashes.
 
         Raises:
-            InvalidArgumentError: It has not three parts, or one is not allowed.
+            InvalidArgumentError: The path does not have three parts, or one is not allowed.
         """
         parts = path.removeprefix("dyn://").replace("/", ".").split(".")
         if len(parts) != 3:
@@ -137,9 +137,10 @@ class DistributedRuntime:
     # -- announcing
 
     async def announce(self, key: str, value: Any) -> None:
-        """Put a key, as JSON, for as long as this process lives.
+        """Put a key, with a JSON value, for as long as this process lives.
 
-        It is put again when the lease was lost; if that is so just now, it is put with the next.
+        The key is put again after the lease is lost; if that has just happened, the new lease puts
+        it.
 
         Raises:
             ClosedError: The runtime is shut down.
@@ -148,7 +149,7 @@ class DistributedRuntime:
         data = json.dumps(value).encode()
         await self._leased()
         before = self._announced.get(key)
-        # First, so that who keeps the keys, or withdraws this one, knows of it.
+        # First, so that the renewal of keys and a withdrawal know of it.
         self._announced[key] = data
         self._unwanted.discard(key)
         try:
@@ -163,21 +164,21 @@ class DistributedRuntime:
                 if before is not None:
                     self._announced[key] = before
                 else:
-                    # It may be there all the same.
+                    # The key may exist all the same.
                     self._drop(key)
                     self._tidy_later()
             raise
 
     def announced(self, prefix: str) -> dict[str, Any]:
-        """What this process has announced, by keys that begin so. From any thread."""
+        """The keys with this prefix that this process has announced. From any thread."""
         keys = dict(self._announced)
         return {key: json.loads(data) for key, data in keys.items() if key.startswith(prefix)}
 
     async def withdraw(self, key: str) -> None:
-        """Delete a key that was announced.
+        """Delete an announced key.
 
         Raises:
-            TransportError: Discovery can't be reached; it is tried again in the background.
+            TransportError: Discovery can't be reached; the deletion is retried in the background.
         """
         if key in self._announced:
             self._drop(key)
@@ -203,7 +204,7 @@ class DistributedRuntime:
                 self._unwanted.discard(key)
 
     async def _tidy(self) -> None:
-        """Delete what is unwanted and could not be deleted."""
+        """Delete withdrawn keys that could not be deleted before."""
         pause_s, pause_s_max = ANNOUNCE_PAUSE_S
         while self._unwanted:
             await asyncio.sleep(pause_s)
@@ -226,7 +227,7 @@ class DistributedRuntime:
             return self._lease
 
     async def _keep(self, lease: Lease) -> None:
-        """Announce everything again when the lease was lost."""
+        """Announce everything again after the lease is lost."""
         while True:
             await lease.lost.wait()
             logger.warning("instance %d lost its lease and announces itself again", lease.id)
@@ -239,7 +240,7 @@ class DistributedRuntime:
                     self._lease = lease
                     for key in list(self._announced):
                         async with self._changing:
-                            # It may have been withdrawn meanwhile.
+                            # The key may have been withdrawn meanwhile.
                             if key in self._announced:
                                 await self.discovery.put(key, self._announced[key], lease)
                     break
@@ -275,7 +276,7 @@ class DistributedRuntime:
             await self._stopped.wait()
         finally:
             if self._shutdown is None:
-                # The task that served was cancelled, or never came to serve.
+                # The task that served was cancelled, or never started serving.
                 await self._stop_serving(served, key)
 
     async def _stop_serving(self, served: Served, key: str) -> None:
@@ -296,10 +297,10 @@ class DistributedRuntime:
                 self._server = server
             return self._server
 
-    # -- asking
+    # -- calling others
 
     def instances(self, path: str) -> Instances:
-        """The instances of an endpoint; shared by all of its clients."""
+        """The instances of an endpoint, shared by all of its clients."""
         if self._shutdown is not None:
             raise ClosedError("the runtime is shut down")
         found = self._instances.get(path)
@@ -308,7 +309,7 @@ class DistributedRuntime:
         return found
 
     async def plane_client(self, kind: str) -> PlaneClient:
-        """Who speaks a kind of transport.
+        """The client for a kind of transport.
 
         Raises:
             TransportError: The kind is unknown.
@@ -324,22 +325,22 @@ class DistributedRuntime:
     # -- ending
 
     def shutdown(self) -> None:
-        """Begin to end: leave discovery, drain, close. Returns at once; once is enough."""
+        """Start to leave discovery, drain and close. Returns at once; further calls do nothing."""
         if self._shutdown is None:
             self._shutdown = asyncio.get_running_loop().create_task(self._shut_down())
 
     async def close(self) -> None:
-        """Shut down and wait until it is done."""
+        """Shut down and wait until that is complete."""
         self.shutdown()
         assert self._shutdown is not None
         await asyncio.shield(self._shutdown)
 
     async def wait_for_shutdown(self) -> None:
-        """Wait until it is shut down."""
+        """Wait until the shutdown is complete."""
         await self._stopped.wait()
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """Per endpoint served: running, requests_total, refused_total, failed_total."""
+        """Per served endpoint: running, requests_total, refused_total, failed_total."""
         return {
             path: {
                 "running": len(served.running),

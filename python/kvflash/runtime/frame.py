@@ -1,7 +1,7 @@
-"""Frames of the request planes: 4 bytes big-endian length of what follows, 1 byte kind, payload.
+"""Frames of the request planes: 4 bytes length of the rest (big-endian), 1 byte kind, payload.
 
-The payload is msgpack. A client sends a Request; a server answers with Data, one item each, and
-one End or Error.
+The payload is msgpack. A client sends a Request; a server answers with one Data frame per item,
+then one End or Error.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _HEAD = struct.Struct(">IB")
 
 
 class Kind(IntEnum):
-    """What a frame is."""
+    """Kind of a frame."""
 
     REQUEST = 1
     DATA = 2
@@ -56,14 +56,14 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Request:
-    """What a client asks for.
+    """A client's request.
 
     Attributes:
         id: The request's name.
         endpoint: ``namespace/component/endpoint``.
-        instance_id: Which instance it is meant for.
-        payload: What the handler gets.
-        deadline_ms: Time that it may take from its arrival on.
+        instance_id: The instance that it is meant for.
+        payload: The handler's argument.
+        deadline_ms: Time limit, counted from its arrival.
     """
 
     id: str
@@ -73,10 +73,10 @@ class Request:
     deadline_ms: int | None = None
 
     def pack(self, bytes_max: int) -> bytes:
-        """The frame.
+        """Encode the frame.
 
         Raises:
-            InvalidArgumentError: It can't be written as msgpack or is too large.
+            InvalidArgumentError: The request can't be encoded as msgpack or is too large.
         """
         fields = {k: getattr(self, k) for k in ("id", "endpoint", "instance_id", "payload")}
         if self.deadline_ms is not None:
@@ -88,7 +88,7 @@ class Request:
         """Check the fields of a request.
 
         Raises:
-            InvalidArgumentError: One is missing or has the wrong type.
+            InvalidArgumentError: A field is missing or has the wrong type.
         """
         if not isinstance(fields, dict):
             raise InvalidArgumentError(f"request must be a map, got {type(fields).__name__}")
@@ -110,7 +110,7 @@ class Request:
         )
 
 
-# Codes of errors, the first class that fits wins. What is not of this package is the handler's.
+# Codes of errors; the first matching class wins. Any other error is the handler's own.
 _CODES: tuple[tuple[str, type[KvflashError]], ...] = (
     ("overloaded", OverloadedError),
     ("not_found", NotFoundError),
@@ -124,12 +124,12 @@ _CODES: tuple[tuple[str, type[KvflashError]], ...] = (
 
 @dataclass(frozen=True)
 class Failure:
-    """An Error frame's content.
+    """Content of an Error frame.
 
     Attributes:
-        code: Its cause in one word.
-        message: For people.
-        retry: The handler never saw the request: another instance may be asked.
+        code: The cause in one word.
+        message: For humans.
+        retry: The handler never saw the request, so another instance may be tried.
     """
 
     code: str
@@ -138,7 +138,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, *, retry: bool = False) -> Failure:
-        """How an exception is told to the other side."""
+        """Convert an exception for the client."""
         if isinstance(error, WorkerError):
             return cls(error.code, error.message, retry)
         for code, kind in _CODES:
@@ -147,13 +147,13 @@ class Failure:
         return cls("internal", f"{type(error).__name__}: {error}", retry)
 
     def pack(self) -> bytes:
-        """The frame."""
+        """Encode the frame."""
         short = Failure(self.code, self.message[:MESSAGE_CHARS_MAX], self.retry)
         return frame(Kind.ERROR, msgpack.packb(asdict(short), unicode_errors="replace"))
 
     @classmethod
     def parse(cls, fields: Any) -> Failure:
-        """Read an Error frame; whatever is missing is not a reason to hide it."""
+        """Read an Error frame; missing fields do not hide the error."""
         if not isinstance(fields, dict):
             return cls("internal", str(fields))
         return cls(
@@ -173,10 +173,10 @@ class Failure:
 
 
 def pack(value: Any, what: str) -> bytes:
-    """A value as msgpack.
+    """Encode a value as msgpack.
 
     Raises:
-        InvalidArgumentError: It has a type or number that msgpack lacks.
+        InvalidArgumentError: The value has a type or number that msgpack lacks.
     """
     try:
         packed: bytes = msgpack.packb(value, default=_plain)
@@ -186,7 +186,7 @@ def pack(value: Any, what: str) -> bytes:
 
 
 def unpack(payload: bytes | memoryview) -> Any:
-    """A payload's value.
+    """Decode a payload.
 
     Raises:
         DecodeError: It is not msgpack.
@@ -198,7 +198,7 @@ def unpack(payload: bytes | memoryview) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """What numpy's arrays and numbers, sets and models are as plain data."""
+    """Convert numpy arrays and numbers, sets and models to plain data."""
     for method in ("tolist", "model_dump"):
         if hasattr(value, method):
             return getattr(value, method)()
@@ -210,10 +210,10 @@ def _plain(value: Any) -> Any:
 def frame(
     kind: Kind, payload: bytes = b"", bytes_max: int = FRAME_BYTES_MAX, what: str = "frame"
 ) -> bytes:
-    """A frame's bytes.
+    """Encode a frame.
 
     Raises:
-        InvalidArgumentError: It is larger than ``bytes_max``.
+        InvalidArgumentError: The frame is larger than ``bytes_max``.
     """
     size = len(payload) + 1
     if size > bytes_max:
@@ -225,7 +225,7 @@ class FrameReader:
     """Cuts a stream of bytes into frames.
 
     Args:
-        bytes_max: Largest frame; it is refused before its bytes are kept.
+        bytes_max: Largest frame; larger ones are refused before their bytes are buffered.
     """
 
     def __init__(self, bytes_max: int = FRAME_BYTES_MAX) -> None:
@@ -234,11 +234,11 @@ class FrameReader:
 
     @property
     def is_amid(self) -> bool:
-        """Whether part of a frame has come."""
+        """Whether a frame is incomplete."""
         return bool(self._buffer)
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[tuple[int, bytes]]:
-        """Take bytes; the frames that they complete, as (kind, payload).
+        """Take bytes; return the frames that they complete, as (kind, payload).
 
         Raises:
             InvalidArgumentError: A frame is too large.

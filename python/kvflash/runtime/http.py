@@ -1,8 +1,8 @@
-"""The http request plane: for networks that let nothing else through.
+"""The http request plane, for networks that only let HTTP through.
 
-POST {url}/{namespace}/{component}/{endpoint} with a msgpack or JSON body; the answer's body is the
-frames Data, End, Error in a stream. What fails before the first item has a status, and the error as
-JSON. Back-pressure and cancelling are those of the connection below.
+POST {url}/{namespace}/{component}/{endpoint} with a msgpack or JSON body; the response body is a
+stream of the frames Data, End, Error. An error before the first item has an HTTP status and a JSON
+body. Back-pressure and cancellation are those of the TCP connection.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class HttpServer:
     """Serves a runtime's endpoints over HTTP/1.1 on one port.
 
     Args:
-        serving: What to serve.
-        host: Address that others reach this process at.
+        serving: Endpoints to serve.
+        host: Address at which others reach this process.
         port: Port to listen on; 0 picks a free one.
         bind: Address to listen on.
     """
@@ -110,11 +110,11 @@ class HttpServer:
         self.url = f"http://{host}:{port}"
 
     async def open(self, endpoint: str) -> dict[str, Any]:
-        """How an instance is announced; nothing is to be done for it."""
+        """How an instance is announced; this plane needs no preparation."""
         return {"kind": "http", "url": self.url}
 
     async def close(self) -> None:
-        """Stop listening and drop the connections that are left."""
+        """Stop listening and close the remaining connections."""
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -135,7 +135,7 @@ class HttpServer:
 
 
 class _Answer:
-    """The way of a request's frames: a status if the first one is an error, else a stream."""
+    """Sends a request's frames: a status if the first one is an error, else a stream."""
 
     def __init__(self, http: web.Request) -> None:
         self._http = http
@@ -160,7 +160,7 @@ class _Answer:
             raise GoneError(str(error)) from error
 
     async def end(self) -> web.StreamResponse:
-        """What aiohttp wants back."""
+        """The response that aiohttp expects."""
         if self._response is None:
             return _refusal(Failure("internal", "the handler ended without an answer"))
         if not isinstance(self._response, web.Response):
@@ -170,7 +170,7 @@ class _Answer:
 
 
 async def _wait_for(running: Running) -> None:
-    """Wait for a request; when the client goes, the handler is told."""
+    """Wait for a request; notify the handler if the client disconnects."""
     try:
         await asyncio.wait({running.task})
     except asyncio.CancelledError:
@@ -186,11 +186,11 @@ def _refusal(failure: Failure) -> web.Response:
 
 
 async def _request(http: web.Request, limits: RuntimeLimits) -> Request:
-    """What was asked.
+    """Parse a request.
 
     Raises:
         InvalidArgumentError: A header or the body is wrong or too large.
-        DecodeError: The body is not what its content type says.
+        DecodeError: The body does not match its content type.
     """
     instance, deadline = http.headers.get(INSTANCE, ""), http.headers.get(DEADLINE)
     for name, text in ((INSTANCE, instance), (DEADLINE, deadline)):
@@ -226,7 +226,7 @@ def id_in_header(request_id: str) -> str:
     """A request's id, as the value of a header.
 
     Raises:
-        InvalidArgumentError: It holds a line break or NUL, which no header can.
+        InvalidArgumentError: It contains a line break or NUL, which headers can't.
     """
     if any(char in request_id for char in "\r\n\0"):
         raise InvalidArgumentError(
@@ -237,13 +237,13 @@ def id_in_header(request_id: str) -> str:
 
 
 class HttpClient:
-    """Asks instances over HTTP.
+    """Calls instances over HTTP.
 
     Args:
-        limits: Of the runtime.
+        limits: Limits of the runtime.
     """
 
-    #: For how long an idle connection is kept at most, whatever the limits say.
+    # Upper bound for the lifetime of an idle connection, whatever the limits say.
     idle_s_max = math.inf
 
     def __init__(self, limits: RuntimeLimits) -> None:
@@ -256,8 +256,8 @@ class HttpClient:
 
         Raises:
             TransportError: The instance can't be reached.
-            InvalidArgumentError: The request is too large or can't be written, or its id is none
-                that a header can hold.
+            InvalidArgumentError: The request is too large or can't be encoded, or its id is not
+                valid in a header.
         """
         body = pack(request.payload, "request")
         size_max = self.limits.frame_bytes_max
@@ -283,11 +283,11 @@ class HttpClient:
         try:
             return await session.post(url, headers=headers, data=io.BytesIO(body))
         except aiohttp.ServerDisconnectedError:
-            # The server may have closed a kept connection just then: once more, on a new one.
+            # The server may have just closed the kept connection: retry once on a new one.
             return await session.post(url, headers=headers, data=io.BytesIO(body))
 
     async def close(self) -> None:
-        """Close all connections; answers that are on their way end with an error."""
+        """Close all connections; unfinished answers end with an error."""
         for reply in list(self._replies):
             reply.close()
         if self._session is not None:
@@ -307,7 +307,7 @@ class HttpClient:
             )
             self._session = aiohttp.ClientSession(
                 connector=connector,
-                # An answer takes as long as it takes; the runtime has its own limits.
+                # The duration of an answer is unlimited here; the runtime has its own limits.
                 timeout=aiohttp.ClientTimeout(
                     total=None, sock_connect=self.limits.connect_timeout_s
                 ),
@@ -324,7 +324,7 @@ class HttpReply:
         self, sending: asyncio.Task[aiohttp.ClientResponse], limits: RuntimeLimits
     ) -> None:
         self._sending: asyncio.Task[aiohttp.ClientResponse] | None = sending
-        # Whoever closes the reply does not want to know what became of it.
+        # The outcome is irrelevant once the reply is closed.
         sending.add_done_callback(lambda task: task.cancelled() or task.exception())
         self._response: aiohttp.ClientResponse | None = None
         self._reader = FrameReader(limits.frame_bytes_max)
@@ -373,7 +373,7 @@ class HttpReply:
     async def _begin(self) -> None:
         if self._sending is None:
             raise ClosedError("the stream is closed")
-        # Reading may be cancelled, and then decides itself what becomes of the request.
+        # Reading may be cancelled; it then handles the request itself.
         response = await asyncio.shield(self._sending)
         if not self._is_answer(response):
             text = await response.content.read(READ_BYTES)
@@ -385,7 +385,7 @@ class HttpReply:
         return response.status == 200 and response.content_type == FRAMES
 
     def _refusal(self, response: aiohttp.ClientResponse, text: bytes) -> Failure:
-        """What an answer that is none says of the reason."""
+        """The reason of a refusal, from the response."""
         return _failure(response.status, text)
 
     async def _next(self) -> tuple[int, bytes]:
@@ -399,7 +399,7 @@ class HttpReply:
         return self._frames.popleft()
 
     async def _finish(self) -> None:
-        """Read what ends the body, so that the connection can be used again."""
+        """Read the end of the body, so that the connection can be reused."""
         response, self._response, self._sending = self._response, None, None
         if response is not None:
             with suppress(aiohttp.ClientError, OSError):

@@ -1,4 +1,4 @@
-"""The instances of an endpoint, as discovery tells them."""
+"""The instances of an endpoint, from discovery."""
 
 from __future__ import annotations
 
@@ -26,16 +26,15 @@ class Instance:
 
     id: int
     transport: dict[str, Any]
-    #: It takes no new requests.
+    # It takes no new requests.
     is_draining: bool = False
 
 
 class Instances:
     """Follows the keys of one endpoint, for all of its clients.
 
-    Args:
-        discovery: Where to look.
-        prefix: Of the keys; what follows it is the instance's number.
+    discovery: The discovery to follow.
+    prefix: Prefix of the keys; the instance's number follows it.
     """
 
     def __init__(self, discovery: Discovery, prefix: str) -> None:
@@ -50,14 +49,14 @@ class Instances:
         self.on_change: list[Callable[[], None]] = []
 
     def start(self) -> None:
-        """Follow; does nothing when it follows already."""
+        """Start following; further calls do nothing."""
         if self._is_closed:
             raise ClosedError("the runtime is closed")
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._follow())
 
     async def synced(self, timeout_s: float) -> None:
-        """Wait until what is there is known.
+        """Wait until the current instances are known.
 
         Raises:
             TransportError: Discovery did not answer in time.
@@ -76,20 +75,20 @@ class Instances:
         await self._changed.wait()
 
     def suspect(self, instance_id: int, for_s: float) -> None:
-        """Pass over an instance for a while."""
+        """Skip an instance for a while."""
         if instance_id in self.by_id:
             self._suspects[instance_id] = time.monotonic() + for_s
 
     def suspects(self) -> set[int]:
-        """Those to pass over now."""
+        """Instances to skip now."""
         now = time.monotonic()
         self._suspects = {i: until for i, until in self._suspects.items() if until > now}
         return set(self._suspects)
 
     def candidates(self, *, without: set[int]) -> list[Instance]:
-        """Instances to choose from, by number; suspects only when there is nobody else.
+        """Instances to choose from, by number; suspects only if there are no others.
 
-        Those that are draining are not among them.
+        Draining instances are excluded.
         """
         suspects = self.suspects()
         all_ = (i for _, i in sorted(self.by_id.items()) if not i.is_draining)
@@ -113,7 +112,7 @@ class Instances:
             except KvflashError as error:
                 if self._is_closed or isinstance(error, ClosedError):
                     return
-                # Backends reconnect by themselves; what they give up on is tried again anyway.
+                # Backends reconnect by themselves; if one gives up, try again anyway.
                 logger.warning("instances of %s: %s", self._prefix, error)
                 await asyncio.sleep(RESTART_PAUSE_S)
 

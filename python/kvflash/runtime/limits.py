@@ -1,4 +1,4 @@
-"""What the runtime may hold and how long it waits."""
+"""The runtime's limits of sizes and times."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ __all__ = ["RuntimeLimits"]
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeLimits:
-    """Limits of one runtime, for what it serves and for what it asks.
+    """Limits of one runtime, for serving and for calling others.
 
     Attributes:
         frame_bytes_max: Largest request or item. A larger request is refused as ``invalid``, a
             larger item ends its stream with an error.
         requests_max: Requests that an endpoint serves at once; further ones are ``overloaded``.
         connections_max: Connections to this process; further ones are ``overloaded``.
-        send_buffer_bytes: What may wait for a slow reader, per stream; then the handler waits.
-        receive_buffer_bytes: What may wait in a client, per stream; then the sender waits.
-        idle_connections_max: Connections that a client keeps per address; further ones are closed.
+        send_buffer_bytes: Data that may wait for a slow reader, per stream; beyond it the handler
+            waits.
+        receive_buffer_bytes: Data that may wait in a client, per stream; beyond it the sender
+            waits.
+        idle_connections_max: Idle connections that a client keeps per address; others are closed.
         client_idle_s_max: How long a client keeps an idle connection.
         server_idle_s_max: How long a server keeps an idle connection.
-        connect_timeout_s: Time to connect to an instance.
-        attempts_max: Instances that one request is tried at.
-        suspect_s: How long an instance that failed is passed over while there are others.
-        cancel_grace_s: What a handler gets to end by itself when its client is gone.
-        drain_timeout_s: What running streams get when the process is to end.
-        end_grace_s: What the process gets after that before the signal ends it.
-        lease_ttl_s: How long what this process announced outlives it at most.
-        peer_silence_s: A peer that acknowledges nothing for that long is taken for dead.
+        connect_timeout_s: Time limit for connecting to an instance.
+        attempts_max: Instances tried per request.
+        suspect_s: How long an instance that failed is skipped while there are others.
+        cancel_grace_s: How long a handler may run on after its client has gone.
+        drain_timeout_s: How long running streams may continue during a shutdown.
+        end_grace_s: How long the process may take after that before the signal ends it.
+        lease_ttl_s: How long this process's announcements outlive it at most.
+        peer_silence_s: Time without acknowledgements after which a peer is considered dead.
     """
 
     frame_bytes_max: int = 32 * 1024 * 1024
