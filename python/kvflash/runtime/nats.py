@@ -1,16 +1,16 @@
 """The nats request plane: every message goes through a broker.
 
 A request goes to the instance's subject, in parts; its frames come back to a subject of the client,
-in numbered messages. NATS connects nobody with anybody and may lose what is on its way, so that the
-plane does itself what a connection does:
+in numbered messages. NATS has no end-to-end connection and may lose messages in transit, so the
+plane does itself what a connection would:
 
-- the client acknowledges what it has read; WINDOW_BYTES may be on their way
-- both sides say that they live; a silence of SILENCE_S_MAX ends a request
-- a message that is missing ends a request with an error
+- the client acknowledges what it has read; at most WINDOW_BYTES may be in flight
+- both sides send signs of life; a silence of SILENCE_S_MAX ends a request
+- a missing message ends a request with an error
 
-To the instance's subject: 1 byte kind (part, last part, signs), then for a part 16 bytes name of
-the request and its bytes; for signs msgpack [[name, bytes read, or -1 for never mind], ...]. To
-the client's: 4 bytes number, bytes of frames.
+Message to the instance's subject: 1 byte kind (part, last part, signs). A part continues with the
+request's name (16 bytes) and data; signs are msgpack [[name, bytes read, or -1 to cancel], ...].
+Message to the client's subject: 4 bytes number, bytes of frames.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 WINDOW_BYTES = 256 * 1024
 PART_BYTES = 64 * 1024
 SILENCE_S_MAX = 10.0
-# Requests of which only some parts have come.
+# Requests of which only some parts have arrived.
 PARTIAL_MAX = 1_024
 PARTIAL_BYTES_MAX = 256 * 1024 * 1024
 
@@ -58,18 +58,18 @@ _NEVER_MIND = -1
 
 
 def silence_s(limits: RuntimeLimits) -> float:
-    """How long the other side may say nothing."""
+    """How long the peer may be silent."""
     return min(limits.peer_silence_s, SILENCE_S_MAX)
 
 
 class NatsServer:
-    """Serves a runtime's endpoints at a subject each.
+    """Serves a runtime's endpoints, each at its own subject.
 
     Args:
-        serving: What to serve.
-        host: Not used: the broker is what others reach.
-        port: Not used.
-        bind: Not used.
+        serving: Endpoints to serve.
+        host: Unused: peers connect to the broker.
+        port: Unused.
+        bind: Unused.
     """
 
     def __init__(self, serving: Serving, *, host: str, port: int, bind: str) -> None:
@@ -85,13 +85,13 @@ class NatsServer:
         """Connect to the broker.
 
         Raises:
-            TransportError: It can't be reached.
+            TransportError: The broker can't be reached.
         """
         self._connection = await connect()
         self._ticking = asyncio.get_running_loop().create_task(self._tick())
 
     async def open(self, endpoint: str) -> dict[str, Any]:
-        """Take requests for an endpoint.
+        """Accept requests for an endpoint.
 
         Raises:
             TransportError: The broker can't be reached.
@@ -106,7 +106,7 @@ class NatsServer:
         return {"kind": "nats", "subject": subject}
 
     async def close(self) -> None:
-        """Leave the broker, after what was sent has reached it."""
+        """Leave the broker once it has received everything sent."""
         if self._ticking is not None:
             self._ticking.cancel()
             await asyncio.gather(self._ticking, return_exceptions=True)
@@ -163,10 +163,10 @@ class NatsServer:
         answer.running.task.add_done_callback(lambda _: self._answers.pop(name, None))
 
     def _check_partial(self) -> None:
-        """Refuse a further part when too much is held.
+        """Refuse another part if too much is buffered.
 
         Raises:
-            OverloadedError: It is.
+            OverloadedError: Too much is buffered.
         """
         held = sum(partial.bytes for partial in self._partial.values())
         if len(self._partial) > PARTIAL_MAX or held > PARTIAL_BYTES_MAX:
@@ -188,7 +188,7 @@ class NatsServer:
             raise GoneError(f"NATS: {error or type(error).__name__}") from error
 
     async def _tick(self) -> None:
-        """Say that we live, and let go of clients that say nothing."""
+        """Send signs of life, and drop silent clients."""
         silence = silence_s(self._limits)
         while True:
             await asyncio.sleep(silence / 4)
@@ -214,7 +214,7 @@ class _Partial:
 
 
 class _Answer:
-    """The way of a request's frames to its client."""
+    """Sends a request's frames to its client."""
 
     def __init__(self, server: NatsServer, reply: str) -> None:
         self._server = server
@@ -229,7 +229,7 @@ class _Answer:
         self.running: Running | None = None
 
     async def send(self, data: bytes) -> None:
-        """Send a frame, in as many messages as it takes; waits for the client to read."""
+        """Send a frame, in as many messages as needed; waits for the client to read."""
         async with self._is_sending:
             for start in range(0, len(data), PART_BYTES):
                 while self._sent - self._read >= WINDOW_BYTES and not self._is_gone:
@@ -247,7 +247,7 @@ class _Answer:
             logger.warning("nats: %s", error)
 
     async def tick(self, oldest: float) -> None:
-        """Say that we live; a client that was silent for too long is gone."""
+        """Send a sign of life; drop a client that has been silent for too long."""
         if self._heard < oldest:
             self.sign(_NEVER_MIND)
             return
@@ -258,7 +258,7 @@ class _Answer:
             logger.warning("%s", error)
 
     def sign(self, count: int) -> None:
-        """Hear from the client how much it has read."""
+        """Take the client's acknowledgement of how much it has read."""
         self._heard = time.monotonic()
         if count == _NEVER_MIND:
             self._is_gone = True
@@ -269,17 +269,17 @@ class _Answer:
         self._news.set()
 
     async def _publish(self, part: bytes) -> None:
-        # Counted before anything is waited for: a sign of life may come in between.
+        # Count before waiting: an acknowledgement may arrive in between.
         number, self._number = self._number, (self._number + 1) & 0xFFFFFFFF
         self._sent += len(part)
         await self._server.publish(self._reply, _NUMBER.pack(number) + part)
 
 
 class NatsClient:
-    """Asks instances through the broker.
+    """Calls instances through the broker.
 
     Args:
-        limits: Of the runtime.
+        limits: Limits of the runtime.
     """
 
     def __init__(self, limits: RuntimeLimits) -> None:
@@ -297,7 +297,7 @@ class NatsClient:
 
         Raises:
             TransportError: The broker can't be reached.
-            InvalidArgumentError: The request is too large or can't be written.
+            InvalidArgumentError: The request is too large or can't be encoded.
         """
         data = request.pack(self.limits.frame_bytes_max)
         await self._connected()
@@ -316,7 +316,7 @@ class NatsClient:
         return reply
 
     async def close(self) -> None:
-        """Leave the broker; answers that are on their way end with an error."""
+        """Leave the broker; unfinished answers end with an error."""
         self._is_closed = True
         for reply in list(self._replies.values()):
             reply.close()
@@ -343,7 +343,7 @@ class NatsClient:
             raise TransportError(f"NATS: {error or type(error).__name__}") from error
 
     def sign(self, subject: str, name: bytes, count: int) -> None:
-        """Say how much of an answer was read, soon."""
+        """Acknowledge soon how much of an answer was read."""
         task = asyncio.get_running_loop().create_task(self._sign(subject, [(name, count)]))
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
@@ -374,7 +374,7 @@ class NatsClient:
                 reply.take(message.data)
 
     async def _tick(self) -> None:
-        """Say that we live, and notice who does not."""
+        """Send signs of life, and notice silent servers."""
         silence = silence_s(self.limits)
         while True:
             await asyncio.sleep(silence / 4)
@@ -437,7 +437,7 @@ class NatsReply:
             self._end()
 
     def take(self, data: bytes) -> None:
-        """Take a message."""
+        """Process a message."""
         self.heard = time.monotonic()
         if self._failure is not None or not self._is_open:
             return
@@ -458,18 +458,18 @@ class NatsReply:
         self._news.set()
 
     def fail(self, error: Exception) -> None:
-        """End it with an error, after what came before."""
+        """End the answer with an error, after the items received before."""
         self._failure = self._failure or error
         self._news.set()
 
     def fail_alone(self) -> None:
-        """End it, for nobody listens; where nothing came, nobody had the request either."""
+        """End the answer: no server is subscribed, so without data none saw the request."""
         why = f"no subscriber at {self.subject}"
         unsent = FailedError(Failure("unreachable", why, retry=True))
         self.fail(TransportError(why) if self._number else unsent)
 
     def _acknowledge(self) -> None:
-        """Tell what was read, and of a frame that is not complete what came."""
+        """Acknowledge what was read, and the received part of an incomplete frame."""
         self.read = self._received - self._waiting_bytes
         if self.read - self._told >= WINDOW_BYTES // 4 and self._is_open:
             self._told = self.read

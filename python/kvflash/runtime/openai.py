@@ -1,9 +1,10 @@
-"""Engines that speak OpenAI's API and no request plane, asked as workers of the runtime are.
+"""Calls engines that only speak OpenAI's API as if they were workers of the runtime.
 
-A request with token ids becomes POST {url}/v1/completions with them as the prompt, and the events
-of its stream become the items that a worker would yield: token_ids, text, finish_reason,
-completion_usage. Of an engine that does not tell token ids (vLLM does, when asked to) there is the
-text; token_ids are empty then. Whoever stops reading hangs up, which ends the request there.
+A request with token ids becomes POST {url}/v1/completions with them as the prompt. The events of
+its stream become the items that a worker would yield: token_ids, text, finish_reason,
+completion_usage. If an engine does not return token ids (vLLM does on request), token_ids are empty
+and only the text is set. A reader that stops closes the connection, which ends the request at the
+engine.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ __all__ = ["OpenAiClient", "completion", "make_client"]
 
 EVENTS = "text/event-stream"
 RANK = "x-data-parallel-rank"
-# What routers send for a model whose name they were not told.
+# Sent by routers that do not know the model's name.
 UNKNOWN_MODEL = "unknown"
-#: Fields of a request whose options an engine knows by the same names.
+# Request fields whose options engines accept under the same names.
 _OPTIONS = ("stop_conditions", "sampling_options", "output_options", "extra_args")
-#: Of these, what is no engine's business: its worker in between would see to it.
+# Of these, options that a worker handles itself and an engine must not see.
 _NOT_SENT = ("stop_token_ids_hidden", "formatted_prompt")
-#: What the options may not say otherwise.
+# Fields that options must not override.
 _OURS = ("prompt", "stream", "stream_options", "return_token_ids")
 
 _CODES = {
@@ -50,13 +51,13 @@ _CODES = {
 
 
 def completion(payload: Any) -> dict[str, Any]:
-    """The body of POST /v1/completions for a request of the runtime.
+    """Build the body of POST /v1/completions for a request of the runtime.
 
     Args:
-        payload: token_ids and what else a worker of the runtime is given, or a list of ids alone.
+        payload: token_ids and the other fields that a worker receives, or just a list of ids.
 
     Raises:
-        InvalidArgumentError: There are no token_ids, or more than one answer is asked for.
+        InvalidArgumentError: token_ids are missing, or more than one answer is requested.
     """
     request = {"token_ids": payload} if isinstance(payload, list | tuple) else payload
     tokens = request.get("token_ids") if isinstance(request, dict) else None
@@ -84,7 +85,7 @@ def completion(payload: Any) -> dict[str, Any]:
     prefilled = _map(_map(request, "prefill_result"), "disaggregated_params")
     if prefilled.get("kv_transfer_params") is not None:
         body["kv_transfer_params"] = prefilled["kv_transfer_params"]
-    # An engine's adapters are models of their own to it.
+    # Engines serve an adapter as a separate model.
     model = request.get("lora_name") or request.get("model")
     if model and model != UNKNOWN_MODEL:
         body["model"] = model
@@ -92,7 +93,7 @@ def completion(payload: Any) -> dict[str, Any]:
         body["cache_salt"] = request["cache_salt"]
     body |= {"prompt": list(tokens), "return_token_ids": True}
     if _map(body, "kv_transfer_params").get("do_remote_decode"):
-        # Engines tell what is to be handed over in whole answers only.
+        # Engines return the handover parameters only in unstreamed responses.
         return body | {"stream": False}
     return body | {
         "stream": True,
@@ -110,13 +111,13 @@ def _map(request: Mapping[str, Any], field: str) -> Mapping[str, Any]:
 
 
 class OpenAiClient(HttpClient):
-    """Asks engines over OpenAI's API.
+    """Calls engines over OpenAI's API.
 
     Args:
-        limits: Of the runtime.
+        limits: Limits of the runtime.
     """
 
-    # Common engines close idle connections after 5 s: be first.
+    # Common engines close idle connections after 5 s; close ours earlier.
     idle_s_max = 4.0
 
     async def ask(self, transport: dict[str, Any], request: Request) -> HttpReply:
@@ -124,11 +125,11 @@ class OpenAiClient(HttpClient):
 
         Raises:
             TransportError: The engine can't be reached.
-            InvalidArgumentError: The request is too large, no prompt of token ids, or its id is
-                none that a header can hold.
+            InvalidArgumentError: The request is too large or has no prompt of token ids, or its id
+                is not valid in a header.
         """
         try:
-            # numpy's integers are no integers to json.
+            # json does not encode numpy's integers.
             wanted = completion(request.payload)
             body = json.dumps(wanted, default=operator.index, allow_nan=False).encode()
         except InvalidArgumentError:
@@ -164,11 +165,11 @@ class OpenAiReply(HttpReply):
         super().__init__(sending, limits)
         self._is_whole = is_whole
         self._line_bytes_max = limits.frame_bytes_max
-        #: Pieces of a line whose end has not come.
+        # Pieces of a line that is incomplete.
         self._rest: list[bytes] = []
         self._rest_bytes = 0
         self._lines: deque[bytes] = deque()
-        #: The item with the answer's end: its usage comes after it.
+        # The item with the answer's end; its usage arrives after it.
         self._last: dict[str, Any] | None = None
 
     async def _receive(self) -> bytes | None:
@@ -189,13 +190,13 @@ class OpenAiReply(HttpReply):
                 return pack(item, "item")
 
     def _item(self, event: dict[str, Any]) -> dict[str, Any] | None:
-        """What of an event a worker would yield; None for what is not to be told, or not yet."""
+        """The item that a worker would yield for an event; None if there is none, or not yet."""
         usage = event.get("usage")
         choices = event.get("choices")
         choice = choices[0] if isinstance(choices, list) and choices else {}
         if not isinstance(choice, dict):
             raise DecodeError(f"a choice must be an object, got {choice!r}")
-        # Nothing comes after the end but usage; an engine that says more is heard all the same.
+        # Only usage is expected after the end; other events are passed on all the same.
         item = _joined(self._last or {"token_ids": [], "text": "", "finish_reason": None}, choice)
         self._last = None
         if isinstance(usage, dict):
@@ -206,7 +207,7 @@ class OpenAiReply(HttpReply):
         if item["finish_reason"] is not None and "completion_usage" not in item:
             self._last = item
             return None
-        # Besides these three fields there is something in it.
+        # It contains something besides these three fields.
         has_more = item["finish_reason"] is not None or len(item) > 3
         return item if item["token_ids"] or item["text"] or has_more else None
 
@@ -214,20 +215,20 @@ class OpenAiReply(HttpReply):
         """The next event; None for the end.
 
         Raises:
-            FailedError: The engine says what went wrong.
-            TransportError: It hung up before the end.
-            DecodeError: It sends what is no event.
+            FailedError: The engine reports an error.
+            TransportError: The engine hung up before the end.
+            DecodeError: The engine sent something that is not an event.
         """
         while True:
             line = await self._line()
             if not line.startswith(b"data:"):
-                # Comments, names of events and the empty lines between.
+                # Comments, event names, and the empty lines between events.
                 continue
             data = line[5:].strip()
             if data == b"[DONE]":
                 return None
             if not data:
-                # Some proxies keep a connection busy this way.
+                # Some proxies send these to keep a connection busy.
                 continue
             try:
                 event = json.loads(data)
@@ -241,7 +242,7 @@ class OpenAiReply(HttpReply):
             return event
 
     async def _whole(self) -> bytes:
-        """The body of an answer that is not streamed, as if it were."""
+        """Read an unstreamed response's body as if it were streamed."""
         if self._response is None:
             raise ClosedError("the stream is closed")
         body = b""
@@ -260,7 +261,7 @@ class OpenAiReply(HttpReply):
                 raise ClosedError("the stream is closed")
             data = await self._response.content.readany()
             if not data and self._rest:
-                # Not every engine ends its last line.
+                # Some engines do not terminate their last line.
                 self._lines.append(b"".join(self._rest))
                 self._rest.clear()
                 break
@@ -292,7 +293,7 @@ class OpenAiReply(HttpReply):
 
 
 def _joined(item: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
-    """``item`` with what an event's choice adds to it."""
+    """Add an event's choice to ``item``."""
     text, logprobs = choice.get("text"), choice.get("logprobs")
     joined = item | {
         "token_ids": [*item["token_ids"], *(choice.get("token_ids") or ())],
@@ -307,12 +308,12 @@ def _joined(item: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def _failure_in(event: dict[str, Any], status: int | None = None) -> Failure | None:
-    """What an event or a body says went wrong: as OpenAI has it, or as older engines do."""
+    """The error in an event or a body, in OpenAI's format or that of older engines."""
     error = event.get("error")
     if error is None and event.get("object") == "error":
         error = event
     if error is None and status is not None and status != 200:
-        # FastAPI's own refusals.
+        # FastAPI's own error format.
         error = event.get("detail")
     if error is None:
         return None
@@ -327,7 +328,7 @@ def _failure_in(event: dict[str, Any], status: int | None = None) -> Failure | N
 
 def _failure(status: int, message: str, *, can_retry: bool = True) -> Failure:
     code = _CODES.get(status, "internal")
-    # It has not begun: another one may have room for it, or the adapter.
+    # The request has not begun: another instance may have room for it, or the adapter.
     is_another_asked = code in ("not_found", "overloaded", "unreachable")
     return Failure(code, message, can_retry and is_another_asked)
 

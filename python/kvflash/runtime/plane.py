@@ -1,4 +1,4 @@
-"""What a request plane is, for those who serve and those who ask."""
+"""The interfaces of a request plane, for servers and clients."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ __all__ = ["Begins", "FailedError", "GoneError", "PlaneClient", "PlaneServer", "
 
 
 class FailedError(Exception):
-    """An Error frame came; only between a plane and the stream that reads from it."""
+    """An Error frame arrived; used only between a plane and its stream."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.code, failure.message)
         self.failure = failure
 
     def error(self) -> KvflashError:
-        """What the user sees."""
+        """The exception that the user sees."""
         return self.failure.error()
 
 
 class GoneError(ConnectionAbortedError):
-    """The client that an answer is for is gone."""
+    """The client that would receive the answer is gone."""
 
 
 class Reply(Protocol):
@@ -36,13 +36,13 @@ class Reply(Protocol):
         """The next item as msgpack; None at the end.
 
         Raises:
-            FailedError: The worker said so.
-            TransportError: It can't be reached or hung up.
-            DecodeError: It sends what is no frame.
+            FailedError: The worker reported an error.
+            TransportError: The worker can't be reached or hung up.
+            DecodeError: The worker sent something that is not a frame.
         """
 
     def close(self) -> None:
-        """Let go; the handler is told if it still runs. From the event loop's thread."""
+        """Close; if the handler still runs, it is notified. Call it in the event loop's thread."""
 
 
 class Runs(Protocol):
@@ -53,29 +53,29 @@ class Runs(Protocol):
         """Ends when everything is sent."""
 
     def abandon(self) -> None:
-        """The client is gone."""
+        """Note that the client is gone."""
 
 
 class Begins(Protocol):
-    """Who runs requests: the runtime's endpoints, or a bridge to others."""
+    """Runs requests: the runtime's endpoints, or a bridge to other workers."""
 
     @property
     def limits(self) -> RuntimeLimits:
-        """What a connection may hold."""
+        """Limits of a connection."""
 
     async def is_there(self, ping: bytes) -> bool:
-        """Whether the instance that a ping's payload names lives."""
+        """Whether the instance named in a ping's payload is alive."""
 
     def begin(self, request: Request, send: Callable[[bytes], Awaitable[None]]) -> Runs:
-        """Run a request; its frames up to End or Error go to ``send``.
+        """Run a request; pass its frames up to End or Error to ``send``.
 
-        That waits while the reader is slow, and raises GoneError when there is none.
+        ``send`` waits while the reader is slow, and raises GoneError if the client is gone.
 
         Raises:
             NotFoundError: Not served here, or meant for another instance.
-            ClosedError: The process is about to end.
-            OverloadedError: It serves as many as it may.
-            InvalidArgumentError: The endpoint is no name.
+            ClosedError: The process is shutting down.
+            OverloadedError: The request limit is reached.
+            InvalidArgumentError: The endpoint's name is invalid.
         """
 
 
@@ -91,22 +91,22 @@ class PlaneServer(Protocol):
         """
 
     async def open(self, endpoint: str) -> dict[str, Any]:
-        """Take requests for an endpoint; how its instance is announced."""
+        """Accept requests for an endpoint; returns how its instance is announced."""
 
     async def close(self) -> None:
-        """Stop listening and drop what is left."""
+        """Stop listening and close what is left."""
 
 
 class PlaneClient(Protocol):
-    """Sends requests to instances of one kind of transport."""
+    """Sends requests to instances with one kind of transport."""
 
     async def ask(self, transport: dict[str, Any], request: Request) -> Reply:
         """Send a request.
 
         Raises:
             TransportError: The instance can't be reached.
-            InvalidArgumentError: The request is too large or can't be written.
+            InvalidArgumentError: The request is too large or can't be encoded.
         """
 
     async def close(self) -> None:
-        """Close all connections; answers that are on their way end with an error."""
+        """Close all connections; unfinished answers end with an error."""

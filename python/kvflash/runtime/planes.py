@@ -1,4 +1,4 @@
-"""The request planes by name; each is imported when it is used."""
+"""The request planes by name; each is imported on first use."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ OPENAI = "openai"
 
 
 def make_server(plane: str, serving: Serving, *, host: str, port: int) -> PlaneServer:
-    """A server that is not started yet.
+    """Create a server; it is not started yet.
 
     Raises:
-        ConfigError: The plane is unknown, or what it needs is not installed.
+        ConfigError: The plane is unknown, or its dependencies are not installed.
     """
     if plane not in PLANES:
         raise ConfigError(f"request plane must be one of {', '.join(PLANES)}, got {plane!r}")
@@ -32,10 +32,10 @@ def make_server(plane: str, serving: Serving, *, host: str, port: int) -> PlaneS
 
 
 def make_client(plane: str, limits: RuntimeLimits) -> PlaneClient:
-    """A client of a plane, or of engines that speak OpenAI's API and none of them.
+    """Create a client for a plane, or for engines that speak only OpenAI's API.
 
     Raises:
-        ConfigError: The plane is unknown, or what it needs is not installed.
+        ConfigError: The plane is unknown, or its dependencies are not installed.
     """
     if plane not in (*PLANES, OPENAI):
         raise ConfigError(f"request plane must be one of {', '.join(PLANES)}, got {plane!r}")

@@ -1,4 +1,4 @@
-"""What this process serves: endpoints with their handlers, and the requests that run.
+"""This process's endpoints with their handlers, and the running requests.
 
 The request planes bring requests here and carry frames away.
 """
@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 # An async generator function, or a coroutine function that returns one item or an async iterator;
 # called with the request, and with the context if it takes two arguments.
 Handler = Callable[..., Any]
-# Takes a frame; waits while the reader is slow; raises GoneError when there is none.
+# Takes a frame; waits while the reader is slow; raises GoneError if the client is gone.
 Send = Callable[[bytes], Awaitable[None]]
 
 _END = frame(Kind.END)
-# A handler that never waits lets others run after so many items.
+# A handler that never waits yields to others after this many items.
 ITEMS_PER_TURN = 64
 
 
@@ -58,11 +58,11 @@ class Served:
         self._takes_context = _takes_context(handler)
 
     def call(self, payload: Any, context: Context) -> Any:
-        """What the handler returns."""
+        """Call the handler."""
         return self._handler(payload, context) if self._takes_context else self._handler(payload)
 
     async def drain(self, timeout_s: float, grace_s: float) -> None:
-        """Take no further requests and wait for those that run; cut off what lasts too long."""
+        """Accept no further requests and wait for running ones, up to a time limit."""
         self.is_draining = True
         if self.is_graceful and self.running:
             await asyncio.wait({run.task for run in self.running}, timeout=timeout_s)
@@ -80,8 +80,8 @@ class Serving:
     """Endpoints by name.
 
     Args:
-        instance_id: The runtime's.
-        limits: Of the runtime.
+        instance_id: The runtime's instance number.
+        limits: Limits of the runtime.
     """
 
     def __init__(self, instance_id: int, limits: RuntimeLimits) -> None:
@@ -95,7 +95,7 @@ class Serving:
         """Serve an endpoint.
 
         Raises:
-            ConflictError: It is served already.
+            ConflictError: The endpoint is already served.
             InvalidArgumentError: The handler can't take a request, or the limit is below 1.
         """
         if name in self.endpoints:
@@ -107,16 +107,16 @@ class Serving:
         return self.endpoints[name]
 
     async def is_there(self, ping: bytes) -> bool:
-        """Whether whom a ping is meant for lives; here that is this process."""
+        """Whether the target of a ping is alive: true if it names this process."""
         return True
 
     def begin(self, request: Request, send: Send) -> Running:
-        """Run a request; its frames up to End or Error go to ``send``.
+        """Run a request; pass its frames up to End or Error to ``send``.
 
         Raises:
             NotFoundError: Not served here, or meant for another instance.
-            ClosedError: The process is about to end.
-            OverloadedError: The endpoint serves as many as it may.
+            ClosedError: The process is shutting down.
+            OverloadedError: The endpoint's request limit is reached.
         """
         if request.instance_id != self.instance_id:
             raise NotFoundError(
@@ -137,11 +137,11 @@ class Serving:
 
 
 class Running:
-    """A request that runs.
+    """A running request.
 
     Attributes:
-        context: What its handler sees.
-        task: Ends when the handler has, whichever way.
+        context: The context that its handler sees.
+        task: Ends with the handler, whichever way.
     """
 
     def __init__(self, served: Served, request: Request, send: Send, limits: RuntimeLimits) -> None:
@@ -162,12 +162,12 @@ class Running:
             self._after(request.deadline_ms / 1e3, lambda: self.end(late))
 
     def abandon(self) -> None:
-        """The client is gone: the handler is told, and cancelled if it does not end by itself."""
+        """The client is gone: notify the handler, and cancel it if it does not end by itself."""
         self._is_abandoned = True
         self.end(Failure("cancelled", "the client is gone"))
 
     def end(self, failure: Failure) -> None:
-        """Have it end with this failure; the handler gets cancel_grace_s."""
+        """End the request with this failure, after up to cancel_grace_s for the handler."""
         if self._failure is None and not self.task.done():
             self._failure = failure
             self.context.stop_generating()
@@ -191,11 +191,11 @@ class Running:
             if not self._is_abandoned:
                 await self._send(last)
         except GoneError:
-            # The client is gone, and nobody is left to tell.
+            # The client is gone, so no one is left to receive this.
             self._is_abandoned = True
 
     async def _answer(self, payload: Any) -> bytes:
-        """Send the items; the frame to end with."""
+        """Send the items; return the final frame."""
         context, bytes_max = self.context, self._limits.frame_bytes_max
         items: AsyncIterator[Any] | None = None
         try:
@@ -214,7 +214,7 @@ class Running:
             raise
         except Exception as error:
             self._served.failed_total += 1
-            # What is of this package was raised on purpose.
+            # Errors of this package were raised on purpose.
             is_known = isinstance(error, KvflashError)
             logger.warning(
                 "%s: request %s failed: %r",
@@ -230,7 +230,7 @@ class Running:
 
 
 def _data(item: Any, bytes_max: int) -> bytes:
-    """An item's frame; what is wrong with it is the handler's fault, not the request's."""
+    """An item's frame; a bad item is the handler's fault, not the request's."""
     try:
         return frame(Kind.DATA, pack(item, "item"), bytes_max, "item")
     except InvalidArgumentError as error:
@@ -238,7 +238,7 @@ def _data(item: Any, bytes_max: int) -> bytes:
 
 
 async def _items(result: Any) -> AsyncIterator[Any]:
-    """What a handler returned, as an async iterator."""
+    """A handler's result, as an async iterator."""
     if inspect.isawaitable(result):
         result = await result
     if hasattr(result, "__aiter__"):
@@ -263,7 +263,7 @@ def _takes_context(handler: Handler) -> bool:
     """Whether the handler wants the context besides the request.
 
     Raises:
-        InvalidArgumentError: It can't be called with one or two arguments.
+        InvalidArgumentError: The handler can't be called with one or two arguments.
     """
     try:
         signature = inspect.signature(handler)

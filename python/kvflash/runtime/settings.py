@@ -1,4 +1,4 @@
-"""How a runtime is reached and where it looks, from the environment."""
+"""A runtime's address and discovery, from the environment."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kvflash.errors import ConfigError
 __all__ = ["PLANES", "host_address", "listen_address", "plane_name", "runtime_port"]
 
 PLANES = ("tcp", "http", "nats")
-# Only a route is looked up with it; no packet is sent.
+# Used only to look up a route; no packet is sent.
 ROUTED_ADDRESS = ("192.0.2.1", 9)
 
 
 def plane_name(named: str | None = None) -> str:
-    """The plane that a process serves with: tcp without a word.
+    """The plane that a process serves; default tcp.
 
     Raises:
         ConfigError: Not one of PLANES, or two variables that differ.
@@ -35,10 +35,10 @@ def plane_name(named: str | None = None) -> str:
 
 
 def host_address(*, is_local: bool) -> str:
-    """The address that others reach this process at.
+    """The address at which others reach this process.
 
     Args:
-        is_local: The discovery ends at this machine.
+        is_local: The discovery is limited to this machine.
     """
     named = os.environ.get("KVFLASH_HOST")
     if named:
@@ -54,17 +54,17 @@ def host_address(*, is_local: bool) -> str:
 
 
 def listen_address(host: str) -> str:
-    """Where to listen for what is sent to ``host``: it may be a name or an address of a gateway."""
+    """The address to listen on for ``host``, which may be a name or a gateway's address."""
     if host == "localhost" or host.startswith("127.") or host == "::1":
         return host
     return "::" if ":" in host else "0.0.0.0"
 
 
 def runtime_port() -> int:
-    """``KVFLASH_RUNTIME_PORT``, 0 for any free one.
+    """``KVFLASH_RUNTIME_PORT``; 0 picks a free port.
 
     Raises:
-        ConfigError: No port.
+        ConfigError: Not a port.
     """
     text = os.environ.get("KVFLASH_RUNTIME_PORT") or "0"
     if not text.isdecimal() or int(text) > 65_535:

@@ -20,7 +20,7 @@ _OURS = (signal.SIGTERM, signal.SIGINT)
 class Signals:
     """Calls back at the first SIGTERM or SIGINT; the second has its usual effect.
 
-    Only from the main thread, and only for signals that nobody else handles.
+    Works only in the main thread, and only for signals without another handler.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Signals:
         self._received: signal.Signals | None = None
 
     def take(self, call: Callable[[], None]) -> None:
-        """Handle them from now on."""
+        """Install the handlers."""
         if self._loop is not None or threading.current_thread() is not threading.main_thread():
             return
         self._loop = asyncio.get_running_loop()
@@ -43,7 +43,7 @@ class Signals:
                 self._taken.append(number)
 
     def give_back(self, end_grace_s: float) -> None:
-        """Leave them alone again; what was received ends the process if nothing else does."""
+        """Restore the handlers; after a received signal, end the process if nothing else does."""
         loop, self._loop = self._loop, None
         if loop is None:
             return
@@ -51,7 +51,7 @@ class Signals:
             loop.remove_signal_handler(number)
         self._taken = []
         if self._received is not None:
-            # Something in this process may wait for ever.
+            # Some thread of this process may wait forever.
             loop.call_later(end_grace_s, self._end, self._received)
 
     def _receive(self, number: signal.Signals, call: Callable[[], None]) -> None:
@@ -70,9 +70,9 @@ class Signals:
 
     @staticmethod
     def _is_usual_interrupt() -> bool:
-        """Whether ctrl-c does what it does in a program that says nothing about it."""
+        """Whether ctrl-c still has its default behavior."""
         handler = signal.getsignal(signal.SIGINT)
-        # The event loop's runner has its own from Python 3.11 on. What a program adds to the loop
-        # is of asyncio, too, but of another module.
+        # From Python 3.11 on the event loop's runner installs its own handler. A handler that the
+        # program adds to the loop is part of asyncio too, but of another module.
         owner = getattr(getattr(handler, "func", handler), "__module__", "")
         return handler is signal.default_int_handler or owner == "asyncio.runners"

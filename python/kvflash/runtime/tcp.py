@@ -1,6 +1,6 @@
-"""The tcp request plane: one connection for each request in flight, kept and used again.
+"""The tcp request plane: one connection for each request in flight, kept and reused.
 
-Back-pressure is TCP's own; cancelling is closing the connection.
+TCP itself provides back-pressure; closing the connection cancels a request.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class TcpServer:
     """Serves a runtime's endpoints on one port.
 
     Args:
-        serving: What to serve.
-        host: Address that others reach this process at.
+        serving: Endpoints to serve.
+        host: Address at which others reach this process.
         port: Port to listen on; 0 picks a free one.
         bind: Address to listen on.
     """
@@ -76,11 +76,11 @@ class TcpServer:
         self.address = f"[{self._host}]:{port}" if ":" in self._host else f"{self._host}:{port}"
 
     async def open(self, endpoint: str) -> dict[str, Any]:
-        """How an instance is announced; nothing is to be done for it."""
+        """How an instance is announced; this plane needs no preparation."""
         return {"kind": "tcp", "address": self.address}
 
     async def close(self) -> None:
-        """Stop listening and drop the connections that are left."""
+        """Stop listening and close the remaining connections."""
         if self._server is not None:
             self._server.close()
         tasks = list(self._tasks.values())
@@ -108,13 +108,13 @@ class TcpServer:
             while await self._serve_one(connection):
                 pass
         except (TransportError, ConnectionError):
-            # Closed by the other side, between two requests or amid one.
+            # The client closed it, between two requests or during one.
             return
         finally:
             connection.close()
 
     async def _serve_one(self, connection: Connection) -> bool:
-        """Answer one frame; False when the connection is of no further use."""
+        """Answer one frame; False if the connection can't be reused."""
         loop = asyncio.get_running_loop()
         idle = loop.call_later(self._limits.server_idle_s_max, connection.close)
         try:
@@ -150,10 +150,10 @@ class TcpServer:
 
 
 class TcpClient:
-    """Asks instances, over connections that are kept between requests.
+    """Calls instances, over connections that are kept between requests.
 
     Args:
-        limits: Of the runtime.
+        limits: Limits of the runtime.
     """
 
     def __init__(self, limits: RuntimeLimits) -> None:
@@ -167,7 +167,7 @@ class TcpClient:
 
         Raises:
             TransportError: The instance can't be reached.
-            InvalidArgumentError: The request is too large or can't be written.
+            InvalidArgumentError: The request is too large or can't be encoded.
         """
         data = request.pack(self.limits.frame_bytes_max)
         address = transport["address"]
@@ -184,7 +184,7 @@ class TcpClient:
         return reply
 
     async def close(self) -> None:
-        """Close all connections; answers that are on their way end with an error."""
+        """Close all connections; unfinished answers end with an error."""
         self._is_closed = True
         for reply in list(self._replies):
             reply.close()
@@ -194,10 +194,10 @@ class TcpClient:
         self._idle.clear()
 
     async def connect(self, address: str) -> Connection:
-        """A new connection.
+        """Open a connection.
 
         Raises:
-            TransportError: Nobody listens, or not within connect_timeout_s.
+            TransportError: No server listens there, or not within connect_timeout_s.
         """
         host, _, port = address.rpartition(":")
         loop = asyncio.get_running_loop()
@@ -217,7 +217,7 @@ class TcpClient:
         return connection
 
     def keep(self, address: str, connection: Connection) -> None:
-        """Take back a connection whose answer has ended."""
+        """Take back a connection after its answer has ended."""
         kept = self._idle.setdefault(address, deque())
         if (
             self._is_closed
@@ -230,7 +230,7 @@ class TcpClient:
         kept.append((connection, time.monotonic()))
 
         def forget() -> None:
-            # Its peer hung up: one that died leaves no connections behind here.
+            # The peer hung up; a dead server leaves no connections here.
             remaining = deque(entry for entry in kept if entry[0] is not connection)
             kept.clear()
             kept.extend(remaining)
@@ -240,7 +240,7 @@ class TcpClient:
         connection.on_lost = forget
 
     def _take(self, address: str) -> Connection | None:
-        """The connection that was used last, and none that is too old."""
+        """The most recently used connection, unless it is too old."""
         kept = self._idle.get(address)
         if not kept:
             return None
@@ -267,7 +267,7 @@ class TcpReply:
         self._client = client
         self._address = address
         self._connection: Connection | None = connection
-        # Kept for one more attempt: the server may have closed a kept connection just then.
+        # Kept for one retry: the server may have just closed the kept connection.
         self._data = data if is_kept else None
 
     async def receive(self) -> bytes | None:

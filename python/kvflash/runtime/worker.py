@@ -16,7 +16,7 @@ T = TypeVar("T")
 def kvflash_worker(
     open_runtime: Callable[[], DistributedRuntime] = DistributedRuntime.detached,
 ) -> Callable[[Callable[..., Awaitable[T]]], Callable[..., Awaitable[T]]]:
-    """Give a coroutine function a runtime as its first argument, and close it afterwards.
+    """Pass a coroutine function a runtime as its first argument, and close it afterwards.
 
     ::
 
@@ -26,7 +26,7 @@ def kvflash_worker(
         asyncio.run(worker())
 
     Args:
-        open_runtime: Makes the runtime.
+        open_runtime: Creates the runtime.
     """
 
     def wrap(function: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:
