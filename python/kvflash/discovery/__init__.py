@@ -1,4 +1,4 @@
-"""Discovery: keys by which processes find each other, gone when their process is."""
+"""Discovery: keys by which processes find each other, deleted when their process ends."""
 
 from kvflash.discovery.base import Delete, Discovery, Lease, Put, Synced, Watch
 from kvflash.discovery.file import FileDiscovery

@@ -1,4 +1,4 @@
-"""What a discovery is: keys with values, some of them only as long as their process lives."""
+"""The discovery interface: keys with values, some bound to the life of their process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LEASE_TTL_S = 10.0
 
 @dataclass(frozen=True)
 class Put:
-    """A key has this value now."""
+    """A key now has this value."""
 
     key: str
     value: bytes
@@ -45,21 +45,21 @@ class Put:
 
 @dataclass(frozen=True)
 class Delete:
-    """A key is gone."""
+    """A key was deleted."""
 
     key: str
 
 
 @dataclass(frozen=True)
 class Synced:
-    """Everything that was there when the watch began has been told; comes once."""
+    """All keys that existed when the watch began have been reported; sent once."""
 
 
 Event = Put | Delete | Synced
 
 
 class Lease(Protocol):
-    """A sign of life: keys put with it vanish when the process that holds it dies."""
+    """A lease: its keys are deleted when the process that holds it dies."""
 
     @property
     def id(self) -> int:
@@ -67,20 +67,20 @@ class Lease(Protocol):
 
     @property
     def lost(self) -> asyncio.Event:
-        """Set when the lease ended without being revoked: its keys are gone."""
+        """Set when the lease ends without being revoked: its keys are deleted."""
 
     async def revoke(self) -> None:
-        """End it and delete its keys. A second call does nothing."""
+        """End the lease and delete its keys. Further calls do nothing."""
 
 
 class Watch:
-    """What happens to the keys of a prefix, in an async iterator.
+    """Changes to the keys of a prefix, as an async iterator.
 
-    First a :class:`Put` for every key that is there, then one :class:`Synced`, then changes. It
-    reconnects by itself, and then tells only what differs.
+    It yields a :class:`Put` for every existing key, then one :class:`Synced`, then changes. After a
+    reconnect, which is automatic, it yields only differences.
 
-    A reader that is slow misses changes that were undone or overtaken meanwhile, never the last
-    one: at most one event waits for each key, so that what waits is bounded by the keys there are.
+    A slow reader misses intermediate changes, never the latest one: at most one event waits per
+    key, so the number of keys bounds the backlog.
     """
 
     def __init__(self, on_close: Callable[[Watch], None] | None = None) -> None:
@@ -123,7 +123,7 @@ class Watch:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Stop watching; a reader that waits ends."""
+        """Stop watching; a waiting reader ends."""
         if not self._is_closed:
             self._is_closed = True
             self._news.set()
@@ -133,20 +133,21 @@ class Watch:
     # For backends:
 
     def change(self, key: str, value: bytes | None) -> None:
-        """Tell a change, unless it is none; None for a key that is gone."""
+        """Report a change, if the value differs; None for a deleted key."""
         if self._known.get(key) == value:
             return
         if value is None:
             del self._known[key]
         else:
             self._known[key] = value
-        # Told at the place of its last change. A key that came and went in between is told as gone.
+        # An event takes the place of its last change. A key created and deleted meanwhile is
+        # reported as deleted.
         self._waiting.pop(key, None)
         self._waiting[key] = value
         self._news.set()
 
     def replace(self, state: dict[str, bytes]) -> None:
-        """Tell what differs between the state that is known and this one; the first one syncs."""
+        """Report differences between the known state and this one; the first call syncs."""
         for key in [key for key in self._known if key not in state]:
             self.change(key, None)
         for key, value in state.items():
@@ -156,60 +157,60 @@ class Watch:
             self._news.set()
 
     def fail(self, error: BaseException) -> None:
-        """End the watch with an error, after what waits."""
+        """End the watch with an error, after the waiting events."""
         self._failure = error
         self._news.set()
 
 
 class Discovery(ABC):
-    """Keys and values that processes find each other by.
+    """Keys and values by which processes find each other.
 
-    Keys are text of at most KEY_BYTES_MAX bytes, values bytes of at most VALUE_BYTES_MAX. All
+    Keys are strings of at most KEY_BYTES_MAX bytes, values bytes of at most VALUE_BYTES_MAX. All
     methods raise TransportError when the store can't be reached and ClosedError after close().
 
     Attributes:
-        is_local: Only processes of this machine can be found.
+        is_local: It reaches only processes on this machine.
     """
 
     is_local: ClassVar[bool] = True
 
     @abstractmethod
     async def lease(self, ttl_s: float = LEASE_TTL_S, *, lease_id: int | None = None) -> Lease:
-        """A new lease, kept alive in the background until it is revoked.
+        """Create a lease, kept alive in the background until it is revoked.
 
         Args:
-            ttl_s: How long its keys outlive the process at most; backends that notice the end of
-                a process by themselves ignore it.
-            lease_id: The number of a lease that was lost, to have it again.
+            ttl_s: How long its keys outlive the process at most; ignored by backends that detect
+                the end of a process by themselves.
+            lease_id: Number of a lost lease, to reuse it.
         """
 
     @abstractmethod
     async def put(self, key: str, value: bytes, lease: Lease | None = None) -> None:
-        """Set a key, for as long as the lease lives."""
+        """Set a key; with a lease, for as long as the lease lives."""
 
     @abstractmethod
     async def create(self, key: str, value: bytes, lease: Lease | None = None) -> bool:
-        """Set a key if it is not there; False if it is. Of many callers one gets True."""
+        """Set a key if it does not exist; False if it does. Of concurrent callers one gets True."""
 
     @abstractmethod
     async def delete(self, key: str) -> bool:
-        """Delete a key; False if it was not there."""
+        """Delete a key; False if it did not exist."""
 
     @abstractmethod
     async def get_prefix(self, prefix: str) -> dict[str, bytes]:
-        """All keys that begin so, with their values."""
+        """All keys with this prefix, with their values."""
 
     @abstractmethod
     def watch(self, prefix: str) -> Watch:
-        """Watch the keys that begin so; needs a running event loop."""
+        """Watch the keys with this prefix; needs a running event loop."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Revoke the leases that this object gave out and end its watches."""
+        """Revoke this object's leases and end its watches."""
 
     @abstractmethod
     def twin(self) -> Discovery:
-        """Another one of the same keys, for another event loop; it is closed on its own."""
+        """Open the same keys for another event loop; the result is closed separately."""
 
 
 def new_lease_id() -> int:
@@ -218,10 +219,10 @@ def new_lease_id() -> int:
 
 
 def check_key(key: str) -> None:
-    """Refuse a key that a backend could not hold.
+    """Refuse a key that a backend can't store.
 
     Raises:
-        InvalidArgumentError: It is empty or too long.
+        InvalidArgumentError: The key is empty or too long.
     """
     size = len(key.encode())
     if not 0 < size <= KEY_BYTES_MAX:
@@ -232,7 +233,7 @@ def check_value(value: bytes) -> None:
     """Refuse a value that is too large.
 
     Raises:
-        InvalidArgumentError: It is.
+        InvalidArgumentError: The value is too large.
     """
     if len(value) > VALUE_BYTES_MAX:
         raise InvalidArgumentError(
@@ -244,7 +245,7 @@ def check_open(is_closed: bool) -> None:
     """Refuse work after close().
 
     Raises:
-        ClosedError: It is closed.
+        ClosedError: The discovery is closed.
     """
     if is_closed:
         raise ClosedError("the discovery is closed")

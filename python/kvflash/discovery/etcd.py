@@ -1,7 +1,7 @@
 """Discovery in etcd, for many machines.
 
-It speaks etcd's own HTTP interface, the gateway that every etcd from 3.4 on serves on its client
-port: plain asyncio, which a worker may fork beside; gRPC's threads do not bear that.
+It uses etcd's HTTP gateway, which every etcd from 3.4 on serves on its client port. Plain asyncio
+is safe in a worker that forks; gRPC's threads are not.
 """
 
 from __future__ import annotations
@@ -38,22 +38,23 @@ __all__ = ["EtcdDiscovery"]
 logger = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 5.0
-# Shorter than that etcd makes no lease live.
+# etcd grants no shorter leases.
 LEASE_TTL_S_MIN = 2
 REVOKE_TIMEOUT_S = 2.0
-# Pauses between attempts, doubled each time; random, so that a fleet does not come all at once.
+# Pauses between attempts, doubled each time; random, so that a fleet does not reconnect all at
+# once.
 PAUSE_S = (0.1, 2.0)
-# One message of a watch; a larger one makes it begin anew, by reading everything.
+# Size limit of one watch message; after a larger one the watch starts over by reading everything.
 MESSAGE_BYTES_MAX = 64 * 1024 * 1024
-# A watch that hears nothing for so long asks anew: where its packets are lost and whatever is
-# between keeps its connection, nothing would ever tell it.
+# A watch without messages for this long checks again: a firewall may drop its packets while the
+# connection appears to be open.
 SILENCE_S_MAX = 30.0
 KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 NOT_FOUND, ALREADY_THERE, DENIED, UNAUTHENTICATED = 5, 6, 7, 16
 
 
 class _RefusedError(KvflashError):
-    """Etcd answered that it will not."""
+    """etcd refused the request."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(f"etcd: {message}")
@@ -79,13 +80,13 @@ class _EtcdLease:
                     raise TransportError(str(error)) from error
 
     async def _keep(self) -> None:
-        """Say that we live, thrice in its time; only etcd knows when it is over."""
+        """Renew the lease three times per TTL; only etcd knows when it has expired."""
         while True:
             await asyncio.sleep(self._ttl_s / 3)
             try:
                 answer = await self._discovery.call("lease/keepalive", {"ID": self.id})
             except KvflashError as error:
-                # Also a login that is refused just now: it may be right again before the end.
+                # Includes a refused login: it may be valid again before the lease expires.
                 self._discovery.is_away(f"lease {self.id} was not renewed in time", error)
                 await asyncio.sleep(PAUSE_S[0])
                 continue
@@ -101,11 +102,11 @@ class EtcdDiscovery(Discovery):
 
     Args:
         endpoints: Addresses, separated by commas; default: ETCD_ENDPOINTS, else
-            ``http://127.0.0.1:2379``. When one fails the next is asked.
-        settings: How to log in, and certificates; default: what the environment says.
+            ``http://127.0.0.1:2379``. If one fails, the next is tried.
+        settings: Login and certificates; default: from the environment.
 
     Raises:
-        ConfigError: No address, or a variable that can't work.
+        ConfigError: No address, or an invalid variable.
     """
 
     is_local = False
@@ -134,7 +135,7 @@ class EtcdDiscovery(Discovery):
         try:
             await self.call("lease/grant", {"ID": number, "TTL": ttl})
         except _RefusedError as error:
-            # It outlived what we were told of its end: it is ours.
+            # The lease has outlived its reported end: it is ours.
             if error.code != ALREADY_THERE and "already exists" not in str(error):
                 raise TransportError(str(error)) from error
         lease = _EtcdLease(self, number, ttl)
@@ -186,12 +187,12 @@ class EtcdDiscovery(Discovery):
             await self._session.close()
 
     async def call(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Ask etcd, logged in where need be; when an address fails, the next.
+        """Call etcd, logged in if needed; if an address fails, try the next.
 
         Raises:
-            TransportError: None can be reached.
+            TransportError: No address can be reached.
             ConfigError: The login or the certificate is refused; names the variable to set.
-            _RefusedError: The answer is an error.
+            _RefusedError: etcd answered with an error.
         """
         await self._log_in()
         try:
@@ -209,13 +210,13 @@ class EtcdDiscovery(Discovery):
                 ) from None
             if error.code != UNAUTHENTICATED and "invalid auth token" not in str(error):
                 raise
-        # The token has run out, or etcd was started anew.
+        # The token has expired, or etcd has restarted.
         self._token = None
         await self._log_in()
         return await self._post(method, body)
 
     def is_away(self, what: str, error: BaseException) -> None:
-        """Tell of a failure, all watches and leases together."""
+        """Log a failure, once for all watches and leases."""
         where = ",".join(self._endpoints)
         self._outage.lasts(
             f"discovery: {what}: {error}; trying again (ETCD_ENDPOINTS: {where})",
@@ -223,7 +224,7 @@ class EtcdDiscovery(Discovery):
         )
 
     def is_back(self) -> None:
-        """Tell of its end."""
+        """Log the end of the failure."""
         self._outage.ends()
 
     async def _log_in(self) -> None:
@@ -266,12 +267,13 @@ class EtcdDiscovery(Discovery):
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError) as error:
                 failure = _failure(url, error)
             if self._turn == turn:
-                # Else another call has found it dead, too: counted twice it would be next again.
+                # Otherwise another call has seen the failure too; counting it twice would skip an
+                # address.
                 self._turn += 1
         raise failure
 
     async def _ask(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The same, with the errors that callers know."""
+        """Call etcd, and convert errors to those that callers know."""
         try:
             return await self.call(method, body)
         except _RefusedError as error:
@@ -291,13 +293,13 @@ class EtcdDiscovery(Discovery):
         return put if lease is None else {**put, "lease": lease.id}
 
     async def _read(self, prefix: str) -> tuple[dict[str, bytes], int]:
-        """All keys of a prefix, and the revision that they are of."""
+        """Read all keys of a prefix, and their revision."""
         answer = await self._ask("kv/range", _range(prefix))
         pairs = (_pair(entry) for entry in answer.get("kvs", []))
         return dict(pairs), int(answer["header"]["revision"])
 
     async def _follow(self, watch: Watch, prefix: str) -> None:
-        """Tell the watch what is there and what changes, over all interruptions."""
+        """Report the current keys and all changes to the watch, across interruptions."""
         pause_s = PAUSE_S[0]
         while True:
             try:
@@ -308,7 +310,7 @@ class EtcdDiscovery(Discovery):
                     pause_s = PAUSE_S[0]
                     watch.change(key, value)
             except aiohttp.SocketTimeoutError:
-                # Nothing has changed, as it seems.
+                # No change so far.
                 continue
             except (aiohttp.ClientError, OSError, KvflashError, ValueError, KeyError) as error:
                 if self._is_closed:
@@ -318,7 +320,7 @@ class EtcdDiscovery(Discovery):
             pause_s = min(pause_s * 2, PAUSE_S[1])
 
     async def _changes(self, prefix: str, revision: int) -> AsyncIterator[tuple[str, bytes | None]]:
-        """Changes from a revision on, until the connection ends."""
+        """Changes since a revision, until the connection ends."""
         url = self._endpoints[self._turn % len(self._endpoints)]
         body = {"create_request": {**_range(prefix), "start_revision": revision}}
         timeout = aiohttp.ClientTimeout(
@@ -358,7 +360,7 @@ class EtcdDiscovery(Discovery):
 
 
 def _failure(url: str, error: BaseException) -> KvflashError:
-    """Why an address was of no use, and what to set where that may be it."""
+    """Why an address failed, and which setting might help."""
     failure = f"{url}: {str(error) or type(error).__name__}"
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
@@ -372,7 +374,7 @@ def _failure(url: str, error: BaseException) -> KvflashError:
             f"etcd at {url} refuses TLS ({cause.reason}): set ETCD_AUTH_CLIENT_CERT and "
             "ETCD_AUTH_CLIENT_KEY to a certificate that it trusts"
         )
-    # These may also be an etcd that ends just now.
+    # An etcd that is shutting down also fails this way.
     if isinstance(error, aiohttp.ServerDisconnectedError) and url.startswith("http://"):
         failure += "; if it wants TLS, name it https:// in ETCD_ENDPOINTS"
     if isinstance(cause, (ConnectionResetError, ssl.SSLError)) and url.startswith("https://"):
@@ -381,7 +383,7 @@ def _failure(url: str, error: BaseException) -> KvflashError:
 
 
 def _checked(answer: dict[str, Any], status: int) -> dict[str, Any]:
-    """An answer that is no error."""
+    """Return an answer that is not an error."""
     error = answer.get("error")
     if isinstance(error, dict):
         raise _RefusedError(int(error.get("grpc_code", 2)), str(error.get("message")))
@@ -391,9 +393,9 @@ def _checked(answer: dict[str, Any], status: int) -> dict[str, Any]:
 
 
 def _range(prefix: str) -> dict[str, str]:
-    """The keys that begin so, as etcd names a range."""
+    """The keys with this prefix, as an etcd range."""
     first = prefix.encode()
-    # Text in UTF-8 has no byte 0xff: the last one can be counted up.
+    # UTF-8 never contains the byte 0xff, so the last byte can be incremented.
     end = first[:-1] + bytes([first[-1] + 1]) if first else b"\0"
     return {"key": _text(first or b"\0"), "range_end": _text(end)}
 
@@ -407,7 +409,7 @@ def _text(data: bytes) -> str:
 
 
 def _socket(info: tuple[Any, ...]) -> socket.socket:
-    """A socket that notices when etcd's machine is gone without a word."""
+    """A socket that detects when etcd's machine dies silently."""
     made = socket.socket(info[0], info[1], info[2])
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE:

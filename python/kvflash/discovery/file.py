@@ -1,7 +1,7 @@
 """Discovery in a folder, for the processes of one machine.
 
-The kernel lets go of a lock when its process ends, however it ends, so that a death is seen
-without clocks. A watch looks every POLL_S, with very many leases every POLL_S_MAX at most.
+The kernel releases a lock when its process ends, for whatever reason, so deaths are detected
+without clocks. A watch polls every POLL_S, or with very many leases at most every POLL_S_MAX.
 """
 
 from __future__ import annotations
@@ -31,18 +31,17 @@ __all__ = ["FileDiscovery", "default_folder"]
 
 logger = logging.getLogger(__name__)
 
-# The pause between two looks at the folder while somebody watches or holds a lease, and the share
-# of a core that looking should take: with very many leases it is done less often, but a death never
-# goes unseen for long.
+# The poll interval while there is a watch or a lease, and the share of a core that polling may
+# take. With very many leases it polls less often, but a death is still noticed soon.
 POLL_S, POLL_S_MAX = 0.1, 1.0
 POLL_SHARE_MAX = 0.05
-# Only a process that is stopped just then keeps the lock that long.
+# Only a process that is stopped at that moment holds the lock for this long.
 LOCK_TIMEOUT_S = 5.0
 LOCK_PAUSE_S = 0.005
 
 
 def default_folder() -> Path:
-    """``$KVFLASH_DISCOVERY_DIR``, or a folder of this user that a reboot empties."""
+    """``$KVFLASH_DISCOVERY_DIR``, or a folder of this user that is emptied at reboot."""
     named = os.environ.get("KVFLASH_DISCOVERY_DIR")
     if named:
         return Path(named)
@@ -65,7 +64,7 @@ class _FileLease:
             try:
                 await self._discovery.sweep()
             except TransportError as error:
-                # It is dead to everybody; what it left, others delete.
+                # It is dead to all others, which delete its files.
                 logger.warning("%s", error)
 
 
@@ -73,10 +72,10 @@ class FileDiscovery(Discovery):
     """Keys in a folder that the processes of one machine and user share.
 
     Args:
-        folder: Where; made with mode 0700 if it is not there. Default: default_folder().
+        folder: The folder; created with mode 0700 if it does not exist. Default: default_folder().
 
     Raises:
-        ConfigError: The folder can't be made or is open to others.
+        ConfigError: The folder can't be created, or others have access to it.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
@@ -91,7 +90,7 @@ class FileDiscovery(Discovery):
         return FileDiscovery(self._folder.path)
 
     async def lease(self, ttl_s: float = LEASE_TTL_S, *, lease_id: int | None = None) -> Lease:
-        """See :meth:`Discovery.lease`; its end is seen at once, whatever ``ttl_s`` says."""
+        """See :meth:`Discovery.lease`; its end is noticed at once, whatever ``ttl_s`` says."""
         check_open(self._is_closed)
         number = lease_id or new_lease_id()
         with self._told():
@@ -139,7 +138,7 @@ class FileDiscovery(Discovery):
         return watch
 
     async def sweep(self) -> None:
-        """Delete what dead processes left."""
+        """Delete files of dead processes."""
         async with self._locked(is_closing=True):
             self._folder.sweep()
 
@@ -171,8 +170,8 @@ class FileDiscovery(Discovery):
         """Hold the folder's lock.
 
         Raises:
-            TransportError: Another process has it for longer than LOCK_TIMEOUT_S, or files can't
-                be had.
+            TransportError: Another process holds it for longer than LOCK_TIMEOUT_S, or file
+                operations fail.
         """
         check_open(self._is_closed and not is_closing)
         end = time.monotonic() + LOCK_TIMEOUT_S
@@ -191,7 +190,7 @@ class FileDiscovery(Discovery):
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """What files can't do is told as every discovery does.
+        """Convert file errors to those of every discovery.
 
         Raises:
             TransportError: Too many files are open, the disk is full, ...
@@ -208,10 +207,10 @@ class FileDiscovery(Discovery):
             self._poller = asyncio.get_running_loop().create_task(self._poll_forever())
 
     async def _poll_forever(self) -> None:
-        """Tell the watches what changed, until there is nothing to look after."""
+        """Report changes to the watches until there are no watches and leases left."""
         outage = Outage(logger, f"discovery folder {self._folder.path} can be used again")
         while self._watches or self.leases:
-            # Of this thread's own work: what else the process does takes nothing from it.
+            # CPU time of this thread only, so that other work of the process does not count.
             began_s, look_s = time.thread_time(), 0.0
             try:
                 with self._told():
@@ -225,10 +224,10 @@ class FileDiscovery(Discovery):
             await asyncio.sleep(min(max(POLL_S, look_s / POLL_SHARE_MAX), POLL_S_MAX))
 
     def _look(self) -> bool:
-        """Tell the watches what changed; whether dead processes left something."""
+        """Report changes to the watches; returns whether dead processes left files."""
         for lease in list(self.leases):
             if not lease.file.is_there():
-                # Somebody emptied the folder.
+                # The folder was emptied by someone else.
                 self.leases.discard(lease)
                 lease.file.release()
                 lease.lost.set()
@@ -241,7 +240,7 @@ class FileDiscovery(Discovery):
         return has_dead
 
     def _sweep_if_free(self) -> None:
-        """Sweep, unless somebody has the lock: nobody looks while that is waited for."""
+        """Sweep unless the lock is taken: waiting for it would delay polling."""
         lock = self._folder.try_lock()
         if lock is not None:
             with lock:

@@ -1,8 +1,8 @@
-r"""The folder of :mod:`kvflash.discovery.file`: its files, locks and what they mean.
+r"""The folder of :mod:`kvflash.discovery.file`: its files, locks and their meaning.
 
 ::
 
-    leases/<id>      a file that its process holds with flock; whoever can lock it knows it is dead
+    leases/<id>      locked by its process with flock; if it can be locked, that process is dead
     keys/<key>       "<lease id in hex, 0 for none>\n" and the value; replaced by renaming
     new/             files that are being written
     lock             held while keys are changed
@@ -29,12 +29,12 @@ __all__ = ["Folder", "LeaseFile"]
 KEYS_MAX = 65_536
 NAME_BYTES_MAX = 255
 _LEASES = "leases"
-# Times of folders are coarse: what changes that soon after a change may not show in them.
+# Folder timestamps are coarse: another change this soon may not change them.
 SETTLED_S = 0.05
 
 
 class LeaseFile:
-    """A locked file. A forked child lets go of it, or the parent's death would go unseen."""
+    """A locked file. A forked child closes it, so that the parent's death is noticed."""
 
     _held: ClassVar[weakref.WeakSet[LeaseFile]] = weakref.WeakSet()
 
@@ -42,21 +42,21 @@ class LeaseFile:
         self.path = folder / _LEASES / f"{lease_id:016x}"
         draft = folder / "new" / f"lease-{lease_id:016x}-{new_lease_id():x}"
         self._file: IO[bytes] | None = draft.open("wb")
-        # Locked before anybody can see it, so that nobody takes it for dead.
+        # Locked before others can see it, so that they do not take it for dead.
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._inode = os.fstat(self._file.fileno()).st_ino
         draft.rename(self.path)
         self._held.add(self)
 
     def is_there(self) -> bool:
-        """Whether the file that others look at is still the locked one."""
+        """Whether the file at the path is still the locked one."""
         try:
             return self._file is not None and self.path.stat().st_ino == self._inode
         except OSError:
             return False
 
     def release(self) -> None:
-        """Let go: from now on the lease is dead to everybody."""
+        """Release the lock: from now on the lease is dead to all others."""
         self._held.discard(self)
         if self._file is not None:
             self._file.close()
@@ -64,7 +64,7 @@ class LeaseFile:
 
     @classmethod
     def leave_to_parent(cls) -> None:
-        """Close in a forked child what keeps its parent's leases alive."""
+        """In a forked child, close the files that keep its parent's leases alive."""
         for lease in list(cls._held):
             lease.release()
 
@@ -73,10 +73,10 @@ os.register_at_fork(after_in_child=LeaseFile.leave_to_parent)
 
 
 class Folder:
-    """The files, without waiting; changes need :meth:`try_lock` to be held.
+    """The files, without waiting; changes require the lock from :meth:`try_lock`.
 
     Raises:
-        ConfigError: The folder can't be made, belongs to somebody else, or holds something else.
+        ConfigError: The folder can't be created, belongs to another user, or has other content.
     """
 
     def __init__(self, path: Path) -> None:
@@ -87,20 +87,20 @@ class Folder:
             self.make()
         except OSError as error:
             raise ConfigError(f"discovery folder {path}: {error.strerror}") from error
-        # What was read of each key: inode and time, lease, value.
+        # Cached keys: inode and time, lease, value.
         self._seen: dict[str, tuple[tuple[int, int, int], int, bytes]] = {}
-        # The folder's time as it was last seen, and since when, on this process's own clock.
+        # The folder's last modification time, and when it was first seen, on this process's clock.
         self._mtime_ns, self._since_s = -1, 0.0
         self._is_settled = False
 
     def make(self) -> None:
-        """Make what is not there. Cost: about 20 us.
+        """Create missing folders. Cost: about 20 us.
 
         Raises:
-            ConfigError: The folder belongs to somebody else.
+            ConfigError: The folder belongs to another user.
         """
         path = self.path
-        # The first one within is what a folder of ours is known by.
+        # The first one inside identifies the folder as ours.
         for folder in (path, path / _LEASES, path / "keys", path / "new"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.lstat()
@@ -116,7 +116,7 @@ class Folder:
             )
 
     def try_lock(self) -> IO[bytes] | None:
-        """The folder's lock, given back by closing it; None while somebody has it."""
+        """Take the folder's lock, released by closing it; None if it is taken."""
         file = (self.path / "lock").open("wb")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -128,7 +128,7 @@ class Folder:
         return file
 
     def look(self) -> tuple[dict[str, bytes], bool]:
-        """All keys of living leases with their values, and whether there are others."""
+        """All keys of live leases with their values, and whether there are keys of dead ones."""
         self._read_changes()
         leases = {lease for _, lease, _ in self._seen.values() if lease}
         dead = {lease for lease in leases if not self.is_alive(lease)}
@@ -136,7 +136,7 @@ class Folder:
         return living, bool(dead)
 
     def is_alive(self, lease_id: int) -> bool:
-        """Whether somebody holds the lease. Cost: about 10 us."""
+        """Whether a process holds the lease. Cost: about 10 us."""
         try:
             with (self.path / _LEASES / f"{lease_id:016x}").open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -149,7 +149,7 @@ class Folder:
         return False
 
     def write(self, key: str, value: bytes, lease_id: int) -> None:
-        """Set a key; readers see all of it or nothing."""
+        """Set a key; readers see either all of it or nothing."""
         check_value(value)
         path = self._path(key)
         if not path.exists() and sum(1 for _ in path.parent.iterdir()) >= KEYS_MAX:
@@ -163,7 +163,7 @@ class Folder:
             raise
 
     def read(self, key: str) -> tuple[int, bytes] | None:
-        """Lease and value of a key whose lease lives."""
+        """Lease and value of a key with a live lease."""
         found = _read(self._path(key))
         if found is None or (found[0] and not self.is_alive(found[0])):
             return None
@@ -178,8 +178,8 @@ class Folder:
         return True
 
     def sweep(self) -> None:
-        """Delete the keys and files of leases that nobody holds."""
-        # First: the lease of each of these keys was made before it, and is among the files.
+        """Delete the keys and files of dead leases."""
+        # Read first: the lease of each of these keys was created before it, and is among the files.
         self._read_changes()
         living = set()
         for path in (self.path / _LEASES).iterdir():
@@ -206,7 +206,7 @@ class Folder:
         keys = self.path / "keys"
         now_s, mtime_ns = time.monotonic(), keys.stat().st_mtime_ns
         if mtime_ns != self._mtime_ns:
-            # Never compared with the wall clock, which may leap.
+            # Never compared with the wall clock, which may jump.
             self._mtime_ns, self._since_s = mtime_ns, now_s
         elif self._is_settled:
             return
@@ -231,13 +231,13 @@ class Folder:
 
 
 def _make_private(path: Path) -> None:
-    """Make the folder, and those above it that are missing, for this user alone.
+    """Create the folder, and missing ones above it, for this user only.
 
-    Below a folder that everybody may write to, such as /tmp, whoever owns a folder on the way may
-    put another one in its place, and every lease would be lost.
+    Below a folder that everyone may write to, such as /tmp, the owner of a folder on the path could
+    replace it, and every lease would be lost.
 
     Raises:
-        ConfigError: A folder on the way belongs to somebody else, is open to others, or is a link.
+        ConfigError: A folder on the path belongs to another user, is open to others, or is a link.
     """
     path = path.absolute()
     is_open = False
@@ -259,10 +259,10 @@ def _make_private(path: Path) -> None:
 
 
 def _check_content(path: Path) -> None:
-    """Refuse a folder that is there for something else.
+    """Refuse a folder that is used for something else.
 
     Raises:
-        ConfigError: It is.
+        ConfigError: It has other content.
     """
     found = sorted(entry.name for entry in path.iterdir())
     if found and _LEASES not in found:
@@ -273,7 +273,7 @@ def _check_content(path: Path) -> None:
 
 
 def _read(path: Path) -> tuple[int, bytes] | None:
-    """Lease and value in a key's file; None if it is gone or no such file."""
+    """Lease and value in a key's file; None if it is deleted or not a key's file."""
     try:
         head, _, value = path.read_bytes().partition(b"\n")
         return int(head, 16), value

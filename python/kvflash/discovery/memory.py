@@ -26,7 +26,7 @@ KEYS_MAX = 65_536
 
 @dataclass
 class _Store:
-    """Keys with their value and lease, and who watches them."""
+    """Keys with their value and lease, and their watches."""
 
     lock: threading.RLock = field(default_factory=threading.RLock)
     keys: dict[str, tuple[bytes, int]] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class _Store:
                 try:
                     loop.call_soon_threadsafe(watch.change, key, value)
                 except RuntimeError:
-                    # Its event loop is closed, so nobody reads it any more.
+                    # Its event loop is closed, so it has no reader any more.
                     del self.watches[watch]
 
 
@@ -82,7 +82,7 @@ class _MemoryLease:
     def __init__(self, store: _Store, lease_id: int) -> None:
         self.id = lease_id
         self.lost = asyncio.Event()
-        # A runtime that is dropped without being closed takes its keys along.
+        # A runtime that is dropped without being closed deletes its keys.
         self._end = weakref.finalize(self, store.end, lease_id)
 
     async def revoke(self) -> None:
@@ -93,7 +93,7 @@ class MemoryDiscovery(Discovery):
     """Keys in this process's memory, at most KEYS_MAX of them.
 
     Args:
-        is_shared: Share the keys with all others of this process that are shared.
+        is_shared: Share the keys with all other shared instances of this process.
     """
 
     def __init__(self, *, is_shared: bool = True) -> None:
@@ -109,7 +109,7 @@ class MemoryDiscovery(Discovery):
         return twin
 
     async def lease(self, ttl_s: float = LEASE_TTL_S, *, lease_id: int | None = None) -> Lease:
-        """See :meth:`Discovery.lease`; the end of the process ends everything."""
+        """See :meth:`Discovery.lease`; everything ends with the process."""
         check_open(self._is_closed)
         lease = _MemoryLease(self._store, lease_id or new_lease_id())
         with self._store.lock:

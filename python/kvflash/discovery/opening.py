@@ -1,4 +1,4 @@
-"""Which discovery a process uses."""
+"""Chooses the discovery of a process."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ VARIABLES = ("KVFLASH_DISCOVERY", "KVFLASH_STORE_KV", "DYN_STORE_KV")
 
 
 def discovery_kind() -> str:
-    """What the environment names: mem, file or etcd; file without a word.
+    """The kind set in the environment: mem, file or etcd; default file.
 
     Raises:
-        ConfigError: Something else, or two variables that differ.
+        ConfigError: Another kind, or two variables that differ.
     """
     found = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
     if len(set(found.values())) > 1:
@@ -40,17 +40,17 @@ def open_discovery(
     folder: str | Path | None = None,
     endpoints: str | None = None,
 ) -> Discovery:
-    """Make a discovery.
+    """Open a discovery.
 
     Args:
-        kind: ``mem`` (this process), ``file`` (this machine) or ``etcd``; default: what
-            KVFLASH_DISCOVERY says, else ``file``.
+        kind: ``mem`` (this process), ``file`` (this machine) or ``etcd``; default:
+            KVFLASH_DISCOVERY, else ``file``.
         folder: For ``file``; default: KVFLASH_DISCOVERY_DIR, else a folder of this user.
         endpoints: For ``etcd``: addresses, separated by commas; default: ETCD_ENDPOINTS, else
             ``http://127.0.0.1:2379``.
 
     Raises:
-        ConfigError: An unknown kind, a folder that can't be used, a client that is not installed.
+        ConfigError: An unknown kind, an unusable folder, or a client that is not installed.
     """
     kind = kind or discovery_kind()
     if kind == "mem":
@@ -58,7 +58,7 @@ def open_discovery(
     if kind == "file":
         return FileDiscovery(folder)
     if kind == "etcd":
-        # Its client is heavy and need not be installed.
+        # The client is heavy and need not be installed.
         module = import_module("kvflash.discovery.etcd")
         made: Discovery = module.EtcdDiscovery(endpoints)
         return made
