@@ -1,1 +1,1 @@
-"""What replicas of a router share: events in a stream, snapshots of the index, who is alive."""
+"""State that router replicas share: events in a stream, snapshots of the index, live routers."""

@@ -1,4 +1,4 @@
-"""The one call that makes a catalog a replica of a component's state."""
+"""Attaches a catalog to a component's state as a replica."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from kvflash.transport.nats_connection import connect
 
 __all__ = ["StateOptions", "StateService", "attach"]
 
-#: Makes the discovery, in the event loop that uses it.
+# Opens the discovery, in the event loop that uses it.
 OpenKeys = Callable[[], Awaitable[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateOptions:
-    """How a replica keeps its state.
+    """Options of a replica.
 
     Attributes:
-        snapshot_threshold: Messages in the stream above which a snapshot is taken; None = never.
-        snapshot_age_s: Age of the oldest message without a snapshot at which one is taken; None =
-            a quarter of how long the stream keeps messages, so that retention never takes what no
-            snapshot has.
-        is_resetting: Forget everything first, here and at all replicas.
-        is_strict: Take no snapshot once a message was refused here, such as one of a worker with
-            other blocks than this router's: a replica with other settings may understand it.
-        router_id: Name in the stream and in discovery; None = a random one.
+        snapshot_threshold: Messages in the stream above which a snapshot is taken; None: never.
+        snapshot_age_s: Age of the oldest message without a snapshot at which one is taken; None: a
+            quarter of the stream's retention, so that messages are never deleted before a snapshot
+            has them.
+        is_resetting: First discard everything, here and at all replicas.
+        is_strict: Take no more snapshots after a message was refused here, such as one from a
+            worker with another block size: a replica with other settings may understand it.
+        router_id: Name in the stream and in discovery; None: a random one.
         lease_ttl_s: How long a dead router counts as alive at most.
-        settings: Which NATS; default: what the environment says.
+        settings: The NATS server; default: from the environment.
     """
 
     snapshot_threshold: int | None = 1_000_000
@@ -62,20 +62,20 @@ def attach(
     open_keys: OpenKeys,
     options: StateOptions | None = None,
 ) -> StateService:
-    """Keep a catalog equal to what a component's workers told the stream.
+    """Keep a catalog up to date with the stream of a component's workers.
 
-    Returns at once; :meth:`StateService.wait_ready` waits for what was there before.
+    Returns at once; :meth:`StateService.wait_ready` waits for the stream's existing content.
 
     Args:
-        catalog: Whose indexes are filled.
-        namespace: Of the component.
-        component: Whose workers' events are followed.
-        open_keys: Makes the discovery, such as ``lambda: aopen_discovery("etcd")``; called in the
+        catalog: Catalog to fill.
+        namespace: Namespace of the component.
+        component: Component of the workers to follow.
+        open_keys: Opens the discovery, such as ``lambda: aopen_discovery("etcd")``; called in the
             loop that uses it. Its ``close`` is awaited at the end.
-        options: How.
+        options: Options of the replica.
 
     Raises:
-        TransportError: NATS does not answer; says what to start.
+        TransportError: NATS does not answer; the message says what to start.
         ConfigError: NATS refuses the login.
     """
     service = StateService(catalog, namespace, component, open_keys, options or StateOptions())
@@ -84,11 +84,11 @@ def attach(
 
 
 class StateService:
-    """A replica beside everything else; made by :func:`attach`.
+    """A replica in the background; created by :func:`attach`.
 
     Attributes:
         name: Its name in the stream and in discovery.
-        sink: Where workers join and leave.
+        sink: Receives workers that join and leave.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class StateService:
         )
 
     def start(self) -> None:
-        """Connect, and follow in the background. See :func:`attach`."""
+        """Connect, then follow in the background. See :func:`attach`."""
         self._background.start()
         try:
             self._background.wait_ready()
@@ -122,7 +122,7 @@ class StateService:
             raise
 
     def wait_ready(self, timeout_s: float = 60.0) -> bool:
-        """Wait until what was in the stream at the start is applied; False if that took longer."""
+        """Wait until the stream's initial content is applied; False if that took longer."""
         replica = self._need()
         try:
             self._background.call(asyncio.wait_for(replica.wait_caught_up(), timeout_s))
@@ -131,7 +131,7 @@ class StateService:
         return True
 
     def snapshot(self) -> str:
-        """Take a snapshot now; says how that ended.
+        """Take a snapshot now; returns the outcome.
 
         Raises:
             TransportError: A server could not be reached.
@@ -141,20 +141,20 @@ class StateService:
         return str(self._background.call(self._snapshots.take()).value)
 
     def worker_left(self, instance_id: int) -> None:
-        """Discovery says that a worker is gone: its blocks go at once."""
+        """Discovery reports that a worker has left: drop its blocks at once."""
         self.sink.leave(instance_id)
 
     def worker_joined(self, instance_id: int) -> None:
-        """Discovery says that a worker is there."""
+        """Discovery reports a worker."""
         self.sink.join(instance_id)
 
     def keep_only(self, instance_ids: set[int]) -> None:
-        """Discovery has told everything: who is not in it is gone."""
+        """Discovery has listed all workers: drop all others."""
         for instance_id in {worker[0] for worker in self.sink.workers()} - instance_ids:
             self.sink.leave(instance_id)
 
     def stats(self) -> dict[str, int]:
-        """Counters; units are in the names."""
+        """Counters; names include units."""
         replica, snapshots = self._need(), self._snapshots
         counts = {f"{name}_total": count for name, count in self.sink.counts.items()}
         counts["away_workers"] = self.sink.away()
@@ -172,7 +172,7 @@ class StateService:
         return counts
 
     def is_connected(self) -> bool:
-        """Whether NATS is there; without it nothing new is heard."""
+        """Whether NATS is connected; otherwise no new events arrive."""
         return self._is_connected()
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""What the protocols of this room need of the world: members, a lock, time, a place for state."""
+"""Interfaces that this room's protocols need: members, a lock, time, storage."""
 
 from __future__ import annotations
 
@@ -35,51 +35,51 @@ class SystemClock:
 
 
 class Grant(Protocol):
-    """A lock that is held, for as long as its lease lives."""
+    """A held lock, valid as long as its lease lives."""
 
     @property
     def is_lost(self) -> bool:
-        """Its lease ended: somebody else may hold it."""
+        """Whether its lease has ended, so that another process may hold the lock."""
 
     async def release(self) -> None:
-        """Give it back; without effect when it is lost."""
+        """Release the lock; without effect when it is lost."""
 
 
 class Lock(Protocol):
-    """At most one holder at a time, as far as leases can say."""
+    """A lock with at most one holder at a time, as far as leases guarantee it."""
 
     async def acquire(self) -> Grant | None:
-        """Take it; None when somebody has it."""
+        """Take the lock; None if it is taken."""
 
 
 class Roster(Protocol):
-    """Which routers are alive."""
+    """The list of live routers."""
 
     async def join(self, name: str) -> None:
-        """Be listed from now on, until the process ends or leaves; again after a lost lease."""
+        """Add this router until its process ends or leaves; repeated after a lost lease."""
 
     async def leave(self) -> None:
-        """Be listed no more."""
+        """Remove this router."""
 
     async def members(self) -> set[str]:
-        """Who is listed."""
+        """The listed routers."""
 
 
 class Sink(Protocol):
-    """What a log's messages are applied to."""
+    """Receives a log's messages."""
 
     def apply(self, messages: Sequence[Message]) -> None:
-        """Apply messages in order; again changes nothing."""
+        """Apply messages in order; repeating them changes nothing."""
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Discard everything."""
 
     def snapshot(self) -> Iterator[bytes]:
-        """Everything, in chunks: at least what was applied before the first one is asked for."""
+        """The state in chunks: at least what was applied before the first chunk is requested."""
 
     def restore(self, snapshot: bytes) -> list[str]:
-        """Hold what a snapshot says and nothing else. Returns why parts were left out.
+        """Replace the state by a snapshot. Returns why parts were left out.
 
         Raises:
-            DecodeError: It is no snapshot.
+            DecodeError: It is not a snapshot.
         """

@@ -1,4 +1,4 @@
-"""Roster and lock, as keys of a discovery that vanish with their process."""
+"""Roster and lock as keys of a discovery, deleted when their process ends."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ class Lease(Protocol):
 
     @property
     def lost(self) -> asyncio.Event:
-        """Set when it ended without being revoked."""
+        """Set when it ends without being revoked."""
 
     async def revoke(self) -> None:
         """End it and delete its keys."""
 
 
 class Keys(Protocol):
-    """The part of ``kvflash.discovery.Discovery`` that is needed here."""
+    """The part of ``kvflash.discovery.Discovery`` that this module needs."""
 
     async def lease(self, ttl_s: float = 10.0) -> Lease:
-        """A lease that is kept alive."""
+        """Create a lease that is kept alive."""
 
     async def put(self, key: str, value: bytes, lease: Lease | None = None) -> None:
         """Set a key."""
 
     async def create(self, key: str, value: bytes, lease: Lease | None = None) -> bool:
-        """Set a key if it is not there."""
+        """Set a key if it does not exist."""
 
     async def delete(self, key: str) -> bool:
         """Delete a key."""
 
     async def get_prefix(self, prefix: str) -> Mapping[str, bytes]:
-        """Keys that begin so."""
+        """Keys with this prefix."""
 
 
 class _Leased:
-    """A lease that is made when it is needed, and again when it was lost."""
+    """A lease that is created on first use, and again after it is lost."""
 
     def __init__(self, keys: Keys, ttl_s: float) -> None:
         self._keys = keys
@@ -71,9 +71,9 @@ class DiscoveredRoster:
 
     Args:
         keys: The discovery.
-        namespace: Of the component.
-        component: Whose events are followed.
-        value: What others are told of a member, such as where it is reached.
+        namespace: Namespace of the component.
+        component: Component of the followed events.
+        value: Data published about a member, such as its address.
         ttl_s: How long a dead member is listed at most.
     """
 
@@ -99,7 +99,7 @@ class DiscoveredRoster:
         except (TransportError, ConfigError):
             raise
         except KvflashError:
-            # The store ended the lease before we heard of it.
+            # The store ended the lease before we learned of it.
             self._lease.drop()
             await self._keys.put(self._prefix + name, self._value, await self._lease.get())
 
@@ -113,7 +113,7 @@ class DiscoveredRoster:
         return {key[len(self._prefix) :] for key in found}
 
     async def told(self) -> dict[str, dict[str, object]]:
-        """What every member tells of itself."""
+        """The data published by every member."""
         found = await self._keys.get_prefix(self._prefix)
         told: dict[str, dict[str, object]] = {}
         for key, value in found.items():
@@ -123,12 +123,12 @@ class DiscoveredRoster:
 
 
 class DiscoveredLock:
-    """A key with a lease of its own; see :class:`kvflash.state.base.Lock`.
+    """A key with its own lease; see :class:`kvflash.state.base.Lock`.
 
     Args:
         keys: The discovery.
         key: Its name.
-        ttl_s: How long it stays locked after its holder died, at most.
+        ttl_s: How long it stays locked after its holder's death, at most.
     """
 
     def __init__(self, keys: Keys, key: str, *, ttl_s: float = 10.0) -> None:
@@ -164,6 +164,6 @@ class DiscoveredGrant:
 
     async def release(self) -> None:
         """See :meth:`Grant.release`."""
-        # The lease ends by itself when nobody hears.
+        # If the revocation is lost, the lease expires by itself.
         with contextlib.suppress(KvflashError):
             await self._lease.revoke()

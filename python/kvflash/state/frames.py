@@ -1,4 +1,4 @@
-"""A publisher's batches as messages of a log, and from there into a catalog."""
+"""Converts a publisher's batches to a log's messages, and applies these to a catalog."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ _KIND = "Kvflash-Kind"
 _RESET = "reset"
 _U64_MAX = (1 << 64) - 1
 _MAGIC = b"kvfstate"
-# Workers that left are remembered, so that their last messages do not bring them back.
+# Departed workers are remembered, so that late messages do not bring them back.
 _GONE_MAX = 65_536
-# How long what they held is kept, for those that were cut off and come back.
+# How long their blocks are kept, in case they were only disconnected.
 _AWAY_S_MAX = 600.0
-# What can't be understood is kept for questions: the last ones.
+# The latest messages that could not be understood, kept for diagnosis.
 _ASIDE_MAX = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Who publishes, as every message says it.
+    """The publisher of a message, from its headers.
 
     Attributes:
         instance_id: The engine instance.
         dp_rank: Its data parallel rank.
-        epoch: Grows with every start of the publisher: nanoseconds since the epoch at its start.
-        model_name: The index that the events are for.
+        epoch: Start time of the publisher in nanoseconds since the epoch; grows with every start.
+        model_name: Model of the index that the events are for.
         block_size: Tokens in a block.
         tenant_id: The index's tenant.
     """
@@ -63,18 +63,18 @@ def event_headers(origin: Origin, sequence: int) -> dict[str, str]:
     return {
         _PUBLISHER: f"{origin.instance_id}/{origin.dp_rank}/{origin.epoch}",
         _SEQUENCE: str(sequence),
-        # ASCII only, whatever the model is called.
+        # ASCII only, whatever the model's name.
         _INDEX: json.dumps(index),
     }
 
 
 def event_key(origin: Origin, sequence: int) -> str:
-    """Names a batch, so that it is stored once however often it is sent."""
+    """Identifies a batch, so that it is stored once however often it is sent."""
     return f"{origin.instance_id}-{origin.dp_rank}-{origin.epoch}-{sequence}"
 
 
 def reset_headers() -> dict[str, str]:
-    """Of a message that makes every replica forget everything before it."""
+    """Headers of a message that makes every replica discard everything before it."""
     return {_KIND: _RESET}
 
 
@@ -85,10 +85,10 @@ def _number(text: str, name: str) -> int:
 
 
 def _parse(headers: Mapping[str, str]) -> tuple[Origin, int]:
-    """Whose message it is, and its number.
+    """A message's publisher and sequence number.
 
     Raises:
-        DecodeError: Names the header.
+        DecodeError: A header is missing or invalid; names it.
     """
     for name in (_PUBLISHER, _SEQUENCE, _INDEX):
         if name not in headers:
@@ -120,7 +120,7 @@ def _parse(headers: Mapping[str, str]) -> tuple[Origin, int]:
 
 
 def _joined(one: Iterable[bytes], other: Iterable[bytes]) -> Iterator[bytes]:
-    """Two dumps as one: each begins with a mark and ends with another, in chunks of their own."""
+    """Join two dumps: each begins and ends with a marker, in separate chunks."""
     last: bytes | None = None
     for chunk in one:
         if last is not None:
@@ -130,19 +130,19 @@ def _joined(one: Iterable[bytes], other: Iterable[bytes]) -> Iterator[bytes]:
 
 
 class CatalogSink:
-    """Applies a log's messages to a catalog, and makes and restores snapshots of it.
+    """Applies a log's messages to a catalog, and creates and restores snapshots.
 
-    Workers register themselves by their messages. Applying a message again changes nothing; those
-    of an earlier life of a publisher are dropped.
+    Messages register their workers. Applying a message again changes nothing; messages from an
+    earlier life of a publisher are dropped.
 
-    Whoever leaves may have been cut off only: what it holds is kept beside, follows the log, goes
-    into snapshots, and is back when the worker is. After a while it is forgotten.
+    A worker that leaves may only be disconnected: its blocks are set aside, follow the log, are
+    part of snapshots, and count again when the worker is back. After a while they are discarded.
 
     Args:
-        catalog: What it feeds.
-        scheme: Of the endpoints under which its workers register.
-        away_s_max: How long what a worker holds is kept after it left.
-        now_s: Time, from any moment on.
+        catalog: Catalog to fill.
+        scheme: Scheme of the endpoints under which its workers register.
+        away_s_max: How long the blocks of a departed worker are kept.
+        now_s: Monotonic time.
 
     Consistency: safe to use from many threads; one applies at a time.
     """
@@ -161,7 +161,7 @@ class CatalogSink:
         self._publishers: dict[tuple[int, int], _Publisher] = {}
         self._epochs: dict[tuple[int, int], int] = {}
         self._gone: OrderedDict[int, None] = OrderedDict()
-        # Of those that left lately: what they hold, and until when that is kept.
+        # Recently departed workers: their blocks, and until when these are kept.
         self._beside = Catalog()
         self._away: OrderedDict[int, float] = OrderedDict()
         self._away_s_max, self._now_s = away_s_max, now_s
@@ -178,11 +178,11 @@ class CatalogSink:
         }
 
     def endpoint(self, instance_id: int, dp_rank: int) -> str:
-        """Under which a worker registers: whoever registers it first, the other finds it."""
+        """The endpoint under which a worker registers: the same, whoever registers it first."""
         return f"{self._scheme}/{instance_id}/{dp_rank}"
 
     def apply(self, messages: Sequence[Message]) -> None:
-        """Apply messages in their order; what can't be understood is counted and set aside."""
+        """Apply messages in order; invalid ones are counted and set aside."""
         with self._lock:
             self._forget_away()
             run: list[list[bytes]] = []
@@ -205,7 +205,7 @@ class CatalogSink:
             self._take(run_of, run)
 
     def clear(self) -> None:
-        """Forget all blocks and places; workers stay registered."""
+        """Discard all blocks and stream positions; workers stay registered."""
         with self._lock:
             for catalog in (self._catalog, self._beside):
                 for instance_id, dp_rank in catalog.workers():
@@ -213,9 +213,9 @@ class CatalogSink:
             self._epochs.clear()
 
     def leave(self, instance_id: int) -> None:
-        """A worker is gone: its blocks do not count any more.
+        """A worker has left: its blocks no longer count.
 
-        Call it before the core forgets the worker, and its blocks with it.
+        Call this before the core forgets the worker and its blocks.
         """
         with self._lock:
             if instance_id not in self._gone:
@@ -227,7 +227,7 @@ class CatalogSink:
             self._forget_away()
 
     def join(self, instance_id: int) -> None:
-        """A worker is there: what it holds and its messages count."""
+        """A worker has joined: its blocks and messages count."""
         with self._lock:
             self._forget_away()
             self._gone.pop(instance_id, None)
@@ -238,24 +238,25 @@ class CatalogSink:
                 self._beside.expel(instance_id)
 
     def workers(self) -> list[tuple[int, int]]:
-        """Workers that are there and of which the log has told, (instance id, dp rank)."""
+        """Present workers that the log has mentioned, as (instance id, dp rank)."""
         with self._lock:
             told = self._epochs.keys() | self._publishers.keys()
             return sorted(worker for worker in told if worker[0] not in self._gone)
 
     def away(self) -> int:
-        """Workers that left and of which is known what they held."""
+        """Number of departed workers with known blocks."""
         with self._lock:
             return len(self._away)
 
     def snapshot(self) -> Iterator[bytes]:
-        """Everything held, in chunks; what is applied meanwhile may be in it or not.
+        """The state in chunks; concurrent changes may or may not be included.
 
         Raises:
-            TransportError: A worker came or went meanwhile, and may be missing: take another one.
+            TransportError: A worker joined or left meanwhile and may be missing: take another
+                snapshot.
         """
         with self._lock:
-            # Before the dump: a life that begins in between is told by its messages again.
+            # Before the dump: a life that begins in between is covered by its later messages.
             epochs = [[*worker, epoch] for worker, epoch in self._epochs.items()]
             dumps, moves = (self._catalog.dump(), self._beside.dump()), self._moves
         head = json.dumps({"version": 1, "epochs": epochs}).encode()
@@ -265,13 +266,13 @@ class CatalogSink:
             raise TransportError("a worker came or went while the snapshot was taken")
 
     def restore(self, snapshot: bytes) -> list[str]:
-        """Hold what a snapshot says, and nothing else.
+        """Replace the state by a snapshot.
 
         Returns:
-            Why parts were left out; empty when it is complete.
+            Why parts were left out; empty if it is complete.
 
         Raises:
-            DecodeError: It is no snapshot.
+            DecodeError: It is not a snapshot.
         """
         size = int.from_bytes(snapshot[8:16], "little")
         if snapshot[:8] != _MAGIC or 16 + size > len(snapshot):
@@ -288,15 +289,15 @@ class CatalogSink:
             for instance_id in {worker[0] for worker in self._catalog.workers()}:
                 if instance_id in self._gone:
                     self._set_beside(instance_id)
-                    # A life that began while the snapshot was taken is in its blocks only.
+                    # A life that began while the snapshot was taken is only in its blocks.
                     self._catalog.expel(instance_id)
             return reasons
 
     def _set_beside(self, instance_id: int) -> None:
-        """What a worker that leaves holds does not count, and is kept for a while."""
+        """Set aside a departed worker's blocks: they do not count and are kept for a while."""
         told = self._epochs.keys() | self._publishers.keys()
         if all(worker[0] != instance_id for worker in told):
-            # Its events come another way, if any do: whoever registered it looks after it.
+            # Its events arrive another way, if at all; whoever registered it manages it.
             return
         self._moves += 1
         self._beside.expel(instance_id)
@@ -307,7 +308,7 @@ class CatalogSink:
         self._catalog.expel(instance_id)
 
     def _drop_publishers(self, instance_id: int) -> None:
-        """It registers anew with its next message, wherever that counts."""
+        """Drop its publishers; its next message registers it again."""
         for worker in [worker for worker in self._publishers if worker[0] == instance_id]:
             del self._publishers[worker]
 
@@ -324,7 +325,7 @@ class CatalogSink:
             del self._epochs[worker]
 
     def _place(self, message: Message) -> tuple[_Publisher | None, _Frame]:
-        """The publisher of a message, registered if need be; None when the message is dropped."""
+        """The publisher of a message, registered if needed; None if the message is dropped."""
         if message.headers.get(_KIND) == _RESET:
             return None, _NO_FRAME
         try:
@@ -369,11 +370,11 @@ class CatalogSink:
     def _take(self, publisher: _Publisher | None, frames: list[list[bytes]]) -> None:
         while publisher is not None and frames:
             catalog, number = publisher
-            # As sent again: whatever came before is a duplicate, never a restart.
+            # Passed as replayed: an earlier number is then a duplicate, never a restart.
             consumed, outcome, first, last = catalog.take(number, frames, replayed=True)
             if outcome != "gap":
                 return
-            # The log has it no more, or never had it.
+            # The log has lost it, or never had it.
             self.counts["lost_batches"] += last - first + 1
             catalog.give_up(number, last + 1)
             frames = frames[consumed:]
@@ -382,7 +383,7 @@ class CatalogSink:
         self.counts[kind] += 1
         self.aside.append((message.sequence, reason))
         if self.counts[kind] & (self.counts[kind] - 1) == 0:
-            # The first, the second, the fourth ...: a broken publisher must not fill the log.
+            # Log the first, the second, the fourth ...: a broken publisher must not flood the log.
             logger.warning(
                 "message %d is set aside (%s, %d so far): %s",
                 message.sequence,

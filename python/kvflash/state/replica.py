@@ -19,21 +19,21 @@ logger = logging.getLogger(__name__)
 _FETCH_S = 1.0
 _RETRY_S = 0.2
 _RETRY_S_MAX = 5.0
-# A snapshot that is not there although the pointer names it: replaced just now, so look again.
+# The snapshot that the pointer names does not exist: it has just been replaced, so look again.
 _RESTORE_ATTEMPTS = 10
 
 
 @dataclass
 class ReplicaStats:
-    """What a replica went through. Unit: messages, unless the name says otherwise.
+    """Counters of a replica. Unit: messages, unless the name says otherwise.
 
     Attributes:
         applied: Number of the last message applied.
-        restores_total: Snapshots restored.
-        reopened_total: Times that the reader was opened anew.
-        lost_messages_total: Messages that were gone before anybody's snapshot had them.
-        errors_total: Times that a server could not be reached.
-        is_complete: Everything of the last snapshot was taken over.
+        restores_total: Restored snapshots.
+        reopened_total: Times that the reader was reopened.
+        lost_messages_total: Messages deleted before any snapshot contained them.
+        errors_total: Failed attempts to reach a server.
+        is_complete: Whether the last snapshot was restored completely.
     """
 
     applied: int = 0
@@ -47,20 +47,20 @@ class ReplicaStats:
 class Replica:
     """Follows a component's log.
 
-    Order of its start: listed as alive, then the pointer read, then the reader opened. So whoever
-    purges after a flip either sees it listed without a floor and waits, or knows that it has read
-    the new pointer.
+    Order of the start: join the roster, read the pointer, open the reader. A router that purges
+    after a flip therefore either sees this replica listed without a floor and waits, or knows that
+    it has read the new pointer.
 
     Args:
-        name: Of its reader; unique per life.
+        name: Name of its reader; unique per start.
         log: The events.
         blobs: The snapshots.
-        roster: Where it is listed.
-        sink: What it fills.
+        roster: The list of live routers.
+        sink: Receives messages and snapshots.
         clock: Time.
 
     Attributes:
-        generation: Grows whenever a snapshot takes the place of what was held.
+        generation: Incremented whenever a snapshot replaces the state.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Replica:
         self._clock = clock or SystemClock()
         self._reader: Reader | None = None
         self._incarnation = ""
-        # What comes next did not come.
+        # The next message has not arrived.
         self._is_missing = False
         self.generation = 0
         self._moved = asyncio.Event()
@@ -87,7 +87,7 @@ class Replica:
 
     @property
     def applied(self) -> int:
-        """The last message applied."""
+        """Number of the last applied message."""
         return self.stats.applied
 
     @property
@@ -96,7 +96,7 @@ class Replica:
         return self._incarnation
 
     async def run(self) -> None:
-        """Follow until cancelled; servers that are away are waited for."""
+        """Follow until cancelled; unreachable servers are retried."""
         pause_s, said = _RETRY_S, ""
         while True:
             try:
@@ -105,8 +105,8 @@ class Replica:
                 await self._clock.sleep(pause_s)
             except Exception as error:
                 self.stats.errors_total += 1
-                # Also after what nobody thought of, whose traceback is told once: an index that
-                # stands still for ever would be worse.
+                # Continue also after an unexpected exception, with its traceback logged once: an
+                # index that never changes again would be worse.
                 is_new = not isinstance(error, KvflashError) and repr(error) != said
                 logger.warning(
                     "state of %s: %s; trying again in %g s",
@@ -121,17 +121,17 @@ class Replica:
                 pause_s = min(2 * pause_s, _RETRY_S_MAX)
 
     async def stop(self) -> None:
-        """Leave: no floor and no name stay behind. After the task of :meth:`run` has ended."""
+        """Leave without a floor or a name. Call it after the task of :meth:`run` has ended."""
         await self._close_reader()
         try:
             await self._log.drop_reader(self.name)
             await self._roster.leave()
         except KvflashError as error:
-            # Others notice when the lease ends.
+            # The other routers notice when the lease ends.
             logger.warning("state of %s: can't withdraw: %s", self.name, error)
 
     async def keep_listed(self) -> None:
-        """List it again if its lease was lost; what was purged meanwhile is found out elsewhere."""
+        """Join the roster again after a lost lease; others detect messages purged meanwhile."""
         if self.name not in await self._roster.members():
             await self._roster.join(self.name)
 
@@ -150,11 +150,11 @@ class Replica:
         return self._incarnation == incarnation
 
     async def wait_caught_up(self) -> None:
-        """Wait until it has applied what was in the log when it began."""
+        """Wait until it has applied the log's initial content."""
         await self._is_caught_up.wait()
 
     async def _follow(self) -> None:
-        """Open, and go on until something is missing or wrong."""
+        """Open, and continue until messages are missing or an error occurs."""
         await self._log.ensure()
         await self._blobs.ensure()
         await self._roster.join(self.name)
@@ -176,7 +176,7 @@ class Replica:
                     continue
             was_behind = False
             if not messages or not await self._take(messages):
-                # Deliveries or messages are missing: open() finds out which.
+                # Deliveries or messages are missing; open() finds out which.
                 self._is_missing = True
                 self.stats.reopened_total += 1
                 return
@@ -185,7 +185,7 @@ class Replica:
             logger.debug("state of %s: acknowledged", self.name)
 
     async def _take(self, messages: Sequence[Message]) -> bool:
-        """Apply what is next. False when something is missing."""
+        """Apply the next messages. False if one is missing."""
         applied = self.stats.applied
         fresh: list[Message] = []
         for message in messages:
@@ -195,7 +195,7 @@ class Replica:
             elif message.sequence > applied:
                 break
         if fresh:
-            # In a thread, so that the connection is looked after meanwhile.
+            # In a thread, so that the connection stays served meanwhile.
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(None, self._sink.apply, fresh)
             self.stats.applied = applied
@@ -203,14 +203,14 @@ class Replica:
         return not any(message.sequence > applied for message in messages)
 
     async def _look_after(self) -> bool:
-        """While nothing comes: is the log still the one that is followed? Has it more?"""
+        """While no messages arrive: check whether the log is still the same, and has no more."""
         state = await self._log.state()
         if state.incarnation != self._incarnation or state.first > self.stats.applied + 1:
             raise TransportError(f"log {state.incarnation} is not the one that was followed")
         return state.last > self.stats.applied
 
     async def _open(self) -> None:
-        """Make what is applied and what the log has meet, then read on from there."""
+        """Align the applied state with the log, then read on from there."""
         await self._close_reader()
         for _ in range(_RESTORE_ATTEMPTS):
             state = await self._log.state()
@@ -234,8 +234,8 @@ class Replica:
                     continue
             lost = found - 1 - applied
             if lost:
-                # Gone before a snapshot had them: too old, deleted, lost in a crash of the server,
-                # or purged by somebody who was wrong.
+                # Deleted before a snapshot had them: expired, deleted by hand, lost in a crash of
+                # the server, or purged by mistake.
                 self.stats.lost_messages_total += lost
                 logger.error("state of %s: %d messages are gone from the log", self.name, lost)
                 applied += lost
@@ -247,19 +247,19 @@ class Replica:
             if after.incarnation == state.incarnation and after.first <= applied + 1:
                 self._is_missing = False
                 return
-            # Purged or made anew in between: look again.
+            # Purged or recreated in between: look again.
             await self._close_reader()
         raise TransportError("the log is purged faster than snapshots can be restored")
 
     async def _find(self, sequence: int, last: int) -> int:
-        """The first message from this one on that is there; last + 1 when there is none."""
+        """The first existing message from this one on; last + 1 if there is none."""
         while sequence <= last and await self._log.age_s(sequence) is None:
             sequence += 1
         return sequence
 
     async def _restore(self, pointer: Pointer) -> bool:
-        """Take over a snapshot; False when another one has taken its place."""
-        # A snapshot of this replica that is being made is worth nothing from here on.
+        """Restore a snapshot; False if another one has replaced it."""
+        # A snapshot of this replica that is in progress is invalid from here on.
         self.generation += 1
         if pointer.blob is None:
             self._sink.clear()

@@ -1,21 +1,22 @@
-"""Snapshot and purge: nothing leaves the log before a snapshot that counts has it.
+"""Snapshot and purge: no message leaves the log before a valid snapshot contains it.
 
-Order of a snapshot, of which every prefix is harmless:
+Steps of a snapshot; stopping after any of them is harmless:
 
 1. lock, so that replicas do not do it twice;
 2. S = the log's last message; wait until this replica has applied it;
-3. upload the snapshot under a name of its own;
+3. upload the snapshot under a unique name;
 4. read it back and compare;
-5. flip the pointer, if nobody else has meanwhile: that is the fence, whatever the lock says;
-6. purge the log up to the lowest of S and the floors of all that are alive;
+5. flip the pointer, unless it has changed meanwhile: this is the fence, whatever the lock says;
+6. purge the log up to the lowest of S and the floors of all live routers;
 7. delete other snapshots;
 8. unlock.
 
-Killed before 5, the old pointer counts and the log still has everything since; after 5, messages
-that are in the snapshot and in the log are applied twice, which changes nothing.
+If the router dies before 5, the old pointer is valid and the log still has everything since. After
+5, messages that are both in the snapshot and in the log are applied twice, which changes nothing.
 
-A purge names no log: one that stands still between looking and purging, while somebody deletes the
-log and makes it anew, takes from the new one. Whoever comes later counts that as lost.
+A purge does not identify the log: if a router stalls between looking and purging while the log is
+deleted and recreated, it purges the new log. Replicas that start later count these messages as
+lost.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ _APPLY_S_MAX = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotOptions:
-    """When to take one.
+    """When to take a snapshot.
 
     Attributes:
-        threshold_messages: Messages in the log; None = never because of them.
-        age_s_max: Age of the oldest message that no snapshot has; None = never because of it.
+        threshold_messages: Messages in the log; None: no limit.
+        age_s_max: Age of the oldest message that no snapshot has; None: no limit.
     """
 
     threshold_messages: int | None = 1_000_000
@@ -55,7 +56,7 @@ class SnapshotOptions:
 
 
 class Outcome(Enum):
-    """How an attempt ended."""
+    """Outcome of an attempt."""
 
     DONE = "done"
     HELD = "held by another"
@@ -67,13 +68,13 @@ class Outcome(Enum):
 
 @dataclass
 class SnapshotStats:
-    """What became of snapshots here.
+    """Counters of snapshots.
 
     Attributes:
-        taken_total: Pointers flipped.
+        taken_total: Flipped pointers.
         purged_messages_total: Messages deleted from the log.
-        orphans_total: Readers of dead routers deleted.
-        outcomes: Attempts by how they ended.
+        orphans_total: Deleted readers of dead routers.
+        outcomes: Attempts by outcome.
     """
 
     taken_total: int = 0
@@ -83,18 +84,18 @@ class SnapshotStats:
 
 
 class Snapshots:
-    """Takes snapshots of a replica, purges its log, and deletes what dead routers left.
+    """Takes snapshots of a replica, purges its log, and deletes the readers of dead routers.
 
     Args:
-        replica: What it takes them of.
+        replica: The replica to take them of.
         log: The events.
-        blobs: Where snapshots go.
-        roster: Who is alive.
-        sink: What the replica fills.
+        blobs: Storage of snapshots.
+        roster: The list of live routers.
+        sink: The replica's sink.
         lock: Keeps replicas from doing it twice.
-        options: When.
+        options: When to take a snapshot.
         clock: Time.
-        is_complete: Whether the sink took all that it was given.
+        is_complete: Whether the sink accepted everything.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class Snapshots:
         self._is_complete = is_complete
 
     async def run(self) -> None:
-        """Look once a second until cancelled; servers that are away are waited for."""
+        """Check once a second until cancelled; unreachable servers are retried."""
         await self._replica.wait_caught_up()
         said = ""
         while True:
@@ -152,10 +153,10 @@ class Snapshots:
                 await self._purge()
 
     async def take(self) -> Outcome:
-        """Take one now, unless somebody else does.
+        """Take a snapshot now, unless another router is taking one.
 
         Raises:
-            TransportError: A server could not be reached; nothing is lost by that.
+            TransportError: A server could not be reached; no data is lost.
         """
         grant = await self._lock.acquire()
         if grant is None:
@@ -172,7 +173,7 @@ class Snapshots:
         return outcome
 
     async def reset(self) -> None:
-        """Forget everything, here and at all replicas: they hear of it in the log, in its order.
+        """Discard everything, here and at all replicas, which read of it in the log, in order.
 
         Raises:
             TransportError: A server could not be reached, or the lock is held for too long.
@@ -194,7 +195,7 @@ class Snapshots:
                 token = pointer.token + 1 if pointer else 1
                 is_same = pointer is not None and pointer.incarnation == incarnation
                 if pointer is not None and is_same and pointer.sequence >= sequence:
-                    # Somebody has seen the reset already, and taken a snapshot since.
+                    # Another router has already seen the reset, and taken a snapshot since.
                     break
                 empty = Pointer(
                     sequence, incarnation, None, token=token, taken_s=self._clock.now_s()
@@ -210,18 +211,18 @@ class Snapshots:
             await grant.release()
 
     async def _tell_reset(self) -> tuple[str, int]:
-        """Write the mark; which log has it, and where."""
+        """Write the reset marker; returns its log and position."""
         while True:
             before = (await self._log.state()).incarnation
             key = f"reset-{secrets.token_hex(8)}"
             sequence = await self._log.append(reset_headers(), b"", key=key)
             if (await self._log.state()).incarnation == before:
                 return before, sequence
-            # Deleted and made anew meanwhile: the number may be of either.
+            # Deleted and recreated meanwhile: the number may belong to either log.
 
     async def drop_orphans(self) -> None:
-        """Delete readers whose router is not alive."""
-        # Readers first: whoever has one was listed before.
+        """Delete readers of dead routers."""
+        # Readers first: their routers were listed before.
         readers = await self._log.floors()
         members = await self._roster.members()
         for name in sorted(set(readers) - members):
@@ -246,7 +247,7 @@ class Snapshots:
         if self._options.age_s_max is None:
             return False
         age_s = await self._log.age_s(max(covered + 1, state.first))
-        # One that was deleted tells no age: a snapshot leaves it behind.
+        # A deleted message has no age: a snapshot moves past it.
         return age_s is None or age_s > self._options.age_s_max
 
     async def _take(self, grant: Grant) -> Outcome:
@@ -259,10 +260,10 @@ class Snapshots:
         if not await replica.wait_applied(state.last, state.incarnation, _APPLY_S_MAX):
             return Outcome.BEHIND
         if not (replica.stats.is_complete and self._is_complete()):
-            # Its snapshot would lack for all what it lacks itself.
+            # Its snapshot would lack for all replicas what it lacks itself.
             return Outcome.INCOMPLETE
         logger.debug("state of %s: caught-up", self._replica.name)
-        # What is applied from here on may be in the snapshot or not; what is applied by now is.
+        # Later changes may or may not be in the snapshot; earlier ones are.
         covered, generation = replica.applied, replica.generation
         token = pointer.token + 1 if pointer else 1
         name = f"radix-state-{covered:020d}-{token}-{secrets.token_hex(4)}"
@@ -273,13 +274,13 @@ class Snapshots:
             async for chunk in self._blobs.read(name):
                 read.update(chunk)
         except NotFoundError:
-            # Swept by somebody whose snapshot covers more.
+            # Deleted by a router with a snapshot that covers more.
             return Outcome.FENCED
         if read.hexdigest() != digest:
             raise TransportError(f"snapshot {name} does not read as it was written")
         logger.debug("state of %s: verified", self._replica.name)
         if replica.generation != generation or replica.incarnation != state.incarnation:
-            # It was given another state while this one was read out.
+            # The state was replaced while this one was being read.
             await self._blobs.delete(name)
             return Outcome.BEHIND
         if grant.is_lost:
@@ -302,14 +303,14 @@ class Snapshots:
         return Outcome.DONE
 
     async def _purge(self) -> None:
-        """Purge what the pointer covers and everybody alive has applied."""
+        """Purge what the pointer covers and all live routers have applied."""
         pointer, _ = await self._blobs.pointer()
         if pointer is None:
             return
-        # After the flip: who is not listed now will read this pointer or a later one.
+        # After the flip: a router that is not listed yet will read this pointer or a later one.
         members = await self._roster.members()
         floors = await self._log.floors()
-        # Listed without a floor: it is starting, from whichever pointer it read.
+        # Listed without a floor: it is starting, from an unknown pointer.
         last = min([pointer.sequence, *(floors.get(name, 0) for name in members)])
         state = await self._log.state()
         if state.incarnation != pointer.incarnation or last < state.first:
@@ -319,12 +320,12 @@ class Snapshots:
         self.stats.purged_messages_total += last - state.first + 1
 
     async def _delete_others(self) -> None:
-        """Delete older snapshots than the pointer's: nobody can flip to them any more."""
+        """Delete older snapshots than the pointer's, which can't become current any more."""
         pointer, _ = await self._blobs.pointer()
         if pointer is None:
             return
         for name in await self._blobs.names():
-            # Names sort by what they cover. One above the pointer's may be under way.
+            # Names sort by the message they cover. One above the pointer's may be in progress.
             is_older = name < f"radix-state-{pointer.sequence:020d}"
             if name != pointer.blob and name.startswith("radix-state-") and is_older:
                 await self._blobs.delete(name)
