@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     )
     from kvflash.version import __version__ as __version__
 
-# Imported when they are asked for: `import kvflash` stays light.
+# Imported on first use, so that `import kvflash` stays light.
 __getattr__ = lazy_names(
     __name__,
     {

@@ -1,4 +1,4 @@
-"""Questions over HTTP, answered or not, but never by an exception."""
+"""HTTP requests that report failures in the result, never by an exception."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ __all__ = [
 
 KEY_FILE = "--service-key-file"
 
-#: Answers beyond it are cut off; an indexer of 2,000 workers sends some MiB.
+# Responses above this size are cut off; an indexer of 2,000 workers sends some MiB.
 _ANSWER_BYTES_MAX = 256 * 1024 * 1024
 
-#: A whole answer may take so many times as long as a wait for a piece of it.
+# Time limit of a whole response, as a multiple of the limit for one read.
 _SLOW = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What came back.
+    """The result of a request.
 
     Attributes:
-        status: HTTP status; 0 when nothing came.
+        status: HTTP status; 0 without a response.
         body: The body, at most 256 MiB of it.
-        error: Why nothing came.
-        seconds: How long it took.
-        skew_s: By how much the other clock is ahead of ours, where it told the time. It tells
-            whole seconds.
+        error: Why there was no response.
+        seconds: How long the request took.
+        skew_s: How far the server's clock is ahead of ours, if it sent its time, which has a
+            resolution of one second.
     """
 
     status: int = 0
@@ -58,7 +58,7 @@ class Answer:
 
     @property
     def json(self) -> Any:
-        """The body as JSON; None when it is none."""
+        """The body as JSON; None if it is not JSON."""
         try:
             return json.loads(self.body)
         except (ValueError, RecursionError):
@@ -71,7 +71,7 @@ class Answer:
 
     @property
     def said(self) -> str:
-        """A few words of it, for a message."""
+        """The beginning of the body, for a message."""
         if self.error:
             return self.error
         body = self.json
@@ -83,7 +83,7 @@ class Answer:
 
 
 def parse_url(text: str) -> str:
-    """An address as ``http://host[:port][/path]``; the scheme may be missing.
+    """Parse an address such as ``http://host[:port][/path]``; the scheme is optional.
 
     Raises:
         ConfigError: Names the address and what is legal.
@@ -101,7 +101,7 @@ def parse_url(text: str) -> str:
 
 
 def add_timeout(flags: Flags) -> None:
-    """Add the flag for the longest wait for an answer."""
+    """Add the flag for the timeout of a request."""
     flags.add(
         "--timeout",
         parse=bounded_float(0.05, 600),
@@ -112,7 +112,7 @@ def add_timeout(flags: Flags) -> None:
 
 
 def add_key_file(flags: Flags) -> None:
-    """Add the flag that names the file with the key for the service that is asked."""
+    """Add the flag for the file that contains the service's key."""
     flags.add(
         KEY_FILE,
         parse=str,
@@ -123,7 +123,7 @@ def add_key_file(flags: Flags) -> None:
 
 
 def read_key(path: str | None) -> str | None:
-    """The key in a file; in that of the environment where none is named.
+    """Read the key from a file, or from the environment if no file is named.
 
     Raises:
         ConfigError: The file can't be read.
@@ -148,7 +148,7 @@ def ask(
 ) -> Answer:
     """GET ``path`` below ``url``, or send ``body`` as JSON, by POST unless ``method`` is another.
 
-    Never raises for an answer.
+    Never raises an exception.
     """
     parts = urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
@@ -190,10 +190,10 @@ def demand(
     body: Any = None,
     method: str | None = None,
 ) -> Answer:
-    """As :func:`ask`, of a service that has to answer with JSON.
+    """As :func:`ask`, for a service that must answer with JSON.
 
     Raises:
-        TransportError: Nothing came, or another status than 200; names address and reason.
+        TransportError: No response, or a status other than 200; names address and reason.
         NotFoundError: Status 404.
     """
     answer = ask(url, path, timeout_s=timeout_s, api_key=api_key, body=body, method=method)
@@ -212,7 +212,7 @@ def demand(
 
 
 def _read(response: http.client.HTTPResponse, deadline: float) -> bytes:
-    """The body; a socket's timeout alone would let it drip for ever."""
+    """Read the body; with the socket's timeout alone it could drip forever."""
     parts: list[bytes] = []
     size = 0
     while size < _ANSWER_BYTES_MAX and (part := response.read1(1 << 20)):
@@ -227,14 +227,14 @@ def _skew_s(date: str | None, now: float) -> float | None:
     if not date:
         return None
     try:
-        # The second has begun, and is half over on average.
+        # The server truncates to whole seconds: add half a second on average.
         return parsedate_to_datetime(date).timestamp() + 0.5 - now
     except (TypeError, ValueError, OverflowError):
         return None
 
 
 def samples(text: str, name: str) -> list[tuple[dict[str, str], float]]:
-    """Labels and value of one metric's samples in Prometheus text; what is none is skipped."""
+    """Labels and value of one metric's samples in Prometheus text; invalid lines are skipped."""
     found = []
     for line in text.splitlines():
         if not line.startswith(name):
@@ -251,7 +251,7 @@ def samples(text: str, name: str) -> list[tuple[dict[str, str], float]]:
 
 
 def _labels(text: str) -> tuple[dict[str, str], int]:
-    """Labels from ``{`` on, and where they end."""
+    """Parse labels from ``{`` on; returns them and where they end."""
     labels: dict[str, str] = {}
     at = 1
     while at < len(text) and text[at] != "}":

@@ -1,4 +1,4 @@
-"""Work of asyncio beside a process's own, all of it in one thread with one event loop."""
+"""asyncio work in the background, all in one thread with one event loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ THREADS_MAX = 32
 
 
 class _Thread:
-    """The thread of a process: it begins with the first work and ends with the last."""
+    """The background thread of a process: starts with the first work and ends with the last."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -30,7 +30,7 @@ class _Thread:
         with self._lock:
             if not self._users:
                 self._loop = asyncio.new_event_loop()
-                # Its work hands what waits for servers to threads: enough of them.
+                # Enough threads for work that blocks on servers.
                 self._loop.set_default_executor(ThreadPoolExecutor(THREADS_MAX))
                 self._end = asyncio.Event()
                 run = threading.Thread(target=self._run, name="kvflash-background", daemon=True)
@@ -56,7 +56,7 @@ class _Thread:
 
 
 async def _until(end: asyncio.Event) -> None:
-    """Let others run, then end as `asyncio.run` does: nobody's tasks are left behind."""
+    """Run the loop until ``end``, then finish as `asyncio.run` does, leaving no tasks behind."""
     await end.wait()
     left = asyncio.all_tasks() - {asyncio.current_task()}
     for task in left:
@@ -71,16 +71,17 @@ _THREAD = _Thread()
 
 
 class Background:
-    """A coroutine in the background loop of this process, from its start to its stop.
+    """A coroutine in this process's background loop, from its start to its stop.
 
     Args:
-        name: What it is called in the log.
-        work: Makes the coroutine.
-        is_cancelled: The stop cancels it, and waits for 5 s at most. Without it the coroutine ends
-            by itself once ``ending`` is set, and the stop waits for as long as that takes.
+        name: Its name in the log.
+        work: Creates the coroutine.
+        is_cancelled: The stop cancels the coroutine and waits for 5 s at most. Otherwise the
+            coroutine ends by itself once ``ending`` is set, and the stop waits as long as that
+            takes.
 
     Attributes:
-        ending: Set by the stop; of the loop, as is everything that waits for it.
+        ending: Set by the stop; like everything that waits for it, it belongs to the loop.
     """
 
     def __init__(
@@ -97,30 +98,30 @@ class Background:
         self._done: Future[None] | None = None
 
     def start(self) -> None:
-        """Begin; returns at once."""
+        """Start; returns at once."""
         self._loop = _THREAD.enter()
         self._done = asyncio.run_coroutine_threadsafe(self._run(), self._loop)
 
     def ready(self) -> None:
-        """Called by the work: :meth:`wait_ready` returns."""
+        """Called by the work to make :meth:`wait_ready` return."""
         self._is_ready.set_result(None)
 
     def wait_ready(self) -> None:
-        """Wait until the work has called :meth:`ready`; raises what it failed with before."""
+        """Wait until the work has called :meth:`ready`; raises the work's earlier exception."""
         self._is_ready.result()
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run something else in its loop, from another thread; returns its result."""
+        """Run another coroutine in its loop, from another thread; returns the result."""
         assert self._loop is not None, "it has been started"
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def call_soon(self, call: Callable[[], object]) -> None:
-        """Have its loop call something, from any thread."""
+        """Schedule a call in its loop, from any thread."""
         assert self._loop is not None, "it has been started"
         self._loop.call_soon_threadsafe(call)
 
     def stop(self) -> None:
-        """End it; blocks until done. Without effect before the start and after the end."""
+        """Stop it; blocks until done. Without effect before the start and after the end."""
         loop, done = self._loop, self._done
         if loop is None or done is None:
             return

@@ -1,4 +1,4 @@
-"""The flags of routers that have replicas: how events come, and what replicas tell each other."""
+"""Flags of replicated routers: how events arrive, and what replicas share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["ClusterFlags"]
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterFlags:
-    """What the flags say; see ``--help``."""
+    """Values of these flags; see ``--help``."""
 
     event_plane: str = "zmq"
     router_replica_sync: bool = False
@@ -23,11 +23,11 @@ class ClusterFlags:
         """Check that workers and replicas can be found.
 
         Args:
-            has_discovery: They can.
-            needs: The flag that would help.
+            has_discovery: Whether they can be found.
+            needs: The flag that would enable that.
 
         Raises:
-            ConfigError: Something is to be shared, and they can't; names both flags.
+            ConfigError: Sharing is on without a discovery; names both flags.
         """
         for flag, is_set in (
             ("--event-plane nats", self.event_plane == "nats"),
@@ -39,10 +39,11 @@ class ClusterFlags:
                 )
 
     def without_effect(self, setting: str) -> list[str]:
-        """What was set and changes nothing without NATS, each with the reason and what to add.
+        """Settings that have no effect without NATS, each with the reason and the missing setting.
 
         Args:
-            setting: What would say that events come over NATS; flags are named where it is one.
+            setting: The setting that would select events over NATS; a flag makes the others flags
+                too.
         """
         if self.event_plane == "nats":
             return []

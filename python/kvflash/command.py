@@ -1,4 +1,4 @@
-"""The command ``kvflash``: finds the command that is meant, and imports nothing else."""
+"""The command ``kvflash``: dispatches to the named command, and imports nothing else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib import import_module
 
 __all__ = ["COMMANDS", "main"]
 
-#: Every command with its one line; ``kvflash X`` is ``python -m kvflash.X``.
+# Every command with a one-line summary; ``kvflash X`` is ``python -m kvflash.X``.
 COMMANDS = {
     "frontend": "Route and forward requests: an OpenAI-compatible HTTP server",
     "router": "Decide which worker gets a request, for gateways that forward themselves",
@@ -48,12 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return int(run(words))
         finally:
-            # Here, as a reader that is gone would be told of when the interpreter ends.
+            # Flush here: a closed pipe would otherwise be reported when the interpreter ends.
             sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader has seen enough; what is left in the buffer goes nowhere.
+        # The reader has closed the pipe; discard what is left in the buffer.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

@@ -1,4 +1,4 @@
-"""What flags may say, and the flags that every service has."""
+"""Parsers for flag values, and the flags that every service has."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
 
 
 def bounded_int(low: int, high: int) -> Callable[[str], int]:
-    """A parser for whole numbers in ``low..=high``."""
+    """Create a parser for whole numbers in ``low..=high``."""
 
     def parse_int(text: str) -> int:
         try:
@@ -43,7 +43,7 @@ def bounded_int(low: int, high: int) -> Callable[[str], int]:
 
 
 def bounded_float(low: float, high: float = float("inf")) -> Callable[[str], float]:
-    """A parser for finite numbers from ``low`` to ``high``."""
+    """Create a parser for finite numbers from ``low`` to ``high``."""
 
     def parse_float(text: str) -> float:
         try:
@@ -79,7 +79,7 @@ def byte_count(text: str) -> int:
 def memory_limit(text: str) -> int:
     """Parse a memory limit: 0 for none, or a size of at least 1 MiB; unit bytes.
 
-    Nothing useful fits in less, so that ``8`` is rather a forgotten unit than a limit.
+    Smaller limits are refused: a value such as ``8`` usually lacks its unit.
     """
     if text.strip() == "0":
         return 0
@@ -96,7 +96,7 @@ def memory_limit(text: str) -> int:
 
 
 def optional(parse: Callable[[str], _T]) -> Callable[[str], _T | None]:
-    """A parser that also takes ``None``, in any case, for a setting that is not set."""
+    """Create a parser that also accepts ``None``, in any case, for an unset value."""
 
     @functools.wraps(parse)
     def parse_optional(text: str) -> _T | None:
@@ -106,7 +106,7 @@ def optional(parse: Callable[[str], _T]) -> Callable[[str], _T | None]:
 
 
 def number_or_auto(text: str) -> float | Literal["auto"]:
-    """Read a number above 0, or the word auto; the parse function of such a flag."""
+    """Parse a number above 0, or the word auto."""
     if text.strip().lower() == "auto":
         return "auto"
     try:
@@ -116,5 +116,5 @@ def number_or_auto(text: str) -> float | Literal["auto"]:
 
 
 def add_config(flags: Flags) -> None:
-    """Add the file that may set every flag; first of all flags."""
+    """Add the flag for the file that may set every flag; it comes before all other flags."""
     flags.add_file("--config", summary="Read flags from this YAML, TOML or JSON file")

@@ -28,8 +28,8 @@ __all__ = [
 
 FILE_BYTES_MAX = 1024 * 1024
 
-# The words of YAML 1.2 that are no texts. PyYAML's own are those of 1.1, where off, no and 1:30
-# are something else than they look like.
+# The words of YAML 1.2 that are not strings. PyYAML follows YAML 1.1, where off, no and 1:30 have
+# other meanings.
 _YAML_WORDS = (
     ("null", r"^(~|null|Null|NULL|)$", [*"~nN", ""]),
     ("bool", r"^(true|True|TRUE|false|False|FALSE)$", [*"tTfF"]),
@@ -46,12 +46,11 @@ _YAML_WORDS = (
 class Setting:
     """A flag that a file may set.
 
-    Attributes:
-        names: Its names.
-        dest: What it sets.
-        read: Makes a value of the key and of what the file has for it; raises ``ValueError`` or
-            ``argparse.ArgumentTypeError`` with what is legal.
-        is_given: The environment has set it, which goes before any file.
+    names: Its names.
+    dest: The attribute that it sets.
+    read: Converts the file's value, given its key; raises ``ValueError`` or
+    ``argparse.ArgumentTypeError`` with what is legal.
+    is_given: The environment sets it, which takes precedence over any file.
     """
 
     names: Sequence[str]
@@ -61,7 +60,7 @@ class Setting:
 
 
 class Pairs(list[tuple[str, Any]]):
-    """A mapping of a file that still has the keys that are there twice."""
+    """A mapping from a file, with duplicate keys kept."""
 
 
 Translate = Callable[[Pairs], Pairs]
@@ -70,19 +69,19 @@ Translate = Callable[[Pairs], Pairs]
 def read_settings(
     path: str, known: Sequence[Setting], translate: Translate | None = None
 ) -> dict[str, Any]:
-    """The values of the file at ``path``, by what they set; those that are given are left out.
+    """Read the file at ``path``: values by attribute, without those that are already given.
 
-    A key is a flag's name without the dashes in front; ``-`` and ``_`` are the same in it.
+    A key is a flag's name without its leading dashes; ``-`` and ``_`` are equivalent in it.
 
     Args:
         path: A file that ends in ``.toml``, ``.json`` or anything else, which is YAML, or JSON if
             it begins with a brace.
         known: The flags that it may set.
-        translate: Makes keys of ours of a file in another form; raises ``ValueError``.
+        translate: Converts the keys of another file format to ours; raises ``ValueError``.
 
     Raises:
-        ConfigError: The file can't be read, is no mapping, or has an unknown key or a wrong value;
-            names file and key, and says what is legal.
+        ConfigError: The file can't be read, is not a mapping, or has an unknown key or a wrong
+            value; names file and key, and says what is legal.
     """
     by_name = {_key(name): one for one in known for name in one.names}
     values: dict[str, Any] = {}
@@ -114,7 +113,7 @@ def read_settings(
 def one_value(
     parse: Callable[[str], Any], choices: Sequence[Any] | None
 ) -> Callable[[str, Any], Any]:
-    """Reads a flag's one value as ``parse`` reads it from the command line."""
+    """Create a reader for a flag with one value, parsed as on the command line."""
 
     def read(_: str, raw: Any) -> Any:
         value = parse(_text(raw))
@@ -127,7 +126,7 @@ def one_value(
 
 
 def joined(parse: Callable[[str], Any]) -> Callable[[str, Any], Any]:
-    """Reads what the command line has with commas: also as a list, or as a mapping with ``=``."""
+    """Create a reader for comma-separated values: also accepts a list, or a mapping with ``=``."""
 
     def read(_: str, raw: Any) -> Any:
         pairs = pairs_of(raw)
@@ -141,7 +140,7 @@ def joined(parse: Callable[[str], Any]) -> Callable[[str, Any], Any]:
 
 
 def truth(off: Sequence[str] = ()) -> Callable[[str, Any], bool]:
-    """Reads ``true`` or ``false``, which means the opposite for the names that switch ``off``."""
+    """Create a reader for ``true`` or ``false``, inverted for the names in ``off``."""
     opposite = {_key(name) for name in off}
 
     def read(key: str, raw: Any) -> bool:
@@ -153,7 +152,7 @@ def truth(off: Sequence[str] = ()) -> Callable[[str, Any], bool]:
 
 
 def texts(_: str, raw: Any) -> list[str]:
-    """Reads what may be repeated: a text, a list of texts, or for workers mappings.
+    """Read a repeatable flag: a string, a list of strings, or for workers mappings.
 
     ``{url: http://a, events: tcp://a:1}`` is ``http://a,events=tcp://a:1``, and so is
     ``{http://a: {events: tcp://a:1}}``. ``{a: b}`` is ``a=b``.
@@ -178,7 +177,7 @@ def texts(_: str, raw: Any) -> list[str]:
 
 
 def _worker(fields: Sequence[tuple[str, Any]]) -> str:
-    """A worker's mapping as it would be on the command line."""
+    """Convert a worker's mapping to the form of the command line."""
     given = dict(fields)
     if len(given) < len(fields):
         raise argparse.ArgumentTypeError(f"duplicate field in {_shown(Pairs(fields))}")
@@ -193,7 +192,7 @@ def _worker(fields: Sequence[tuple[str, Any]]) -> str:
 
 
 def pairs_of(raw: Any) -> list[tuple[str, Any]] | None:
-    """The keys and values of a mapping, keys as texts; None if it is none."""
+    """The keys and values of a mapping, with keys as strings; None if it is not a mapping."""
     if isinstance(raw, Mapping):
         return [(str(key), value) for key, value in raw.items()]
     return [(str(key), value) for key, value in raw] if isinstance(raw, Pairs) else None
@@ -204,16 +203,16 @@ def _key(name: str) -> str:
 
 
 def _text(raw: Any) -> str:
-    """As it would be on the command line."""
+    """Convert a value to the form of the command line."""
     if raw is None:
-        return "None"  # What flags call a setting that is not set.
+        return "None"  # The flags' word for an unset value.
     if isinstance(raw, bool) or not isinstance(raw, str | int | float):
         raise argparse.ArgumentTypeError(f"must be a text, a number or null, got {_shown(raw)}")
     return raw if isinstance(raw, str) else repr(raw)
 
 
 def _shown(raw: Any) -> str:
-    """The beginning of it, as JSON."""
+    """The beginning of a value, as JSON."""
     return json.dumps(_plain(raw), default=str)[:64]
 
 
@@ -225,10 +224,10 @@ def _plain(raw: Any) -> Any:
 
 
 def _content(path: str) -> Pairs:
-    """The keys of the file's mapping with their values; those that are there twice come twice.
+    """The keys and values of the file's mapping; duplicate keys are kept.
 
     Raises:
-        ValueError: It can't be read, or is no mapping.
+        ValueError: The file can't be read, or is not a mapping.
     """
     try:
         with Path(path).open("rb") as file:
@@ -246,7 +245,7 @@ def _content(path: str) -> Pairs:
         reason = " ".join(str(error).split()) or "nested too deeply"
         raise ValueError(f"is not {kind}: {reason}") from None
     if found is None:
-        return Pairs()  # An empty file, or nothing but comments.
+        return Pairs()  # An empty file, or one with only comments.
     pairs = pairs_of(found)
     if pairs is None:
         raise ValueError(f"must be a mapping of flags to values, got a {type(found).__name__}")
@@ -266,7 +265,7 @@ def _toml(text: str) -> Any:
 
 
 def _yaml(text: str) -> Any:
-    # Only those who have such a file wait for it to load.
+    # Imported here, so that only users of such a file wait for it.
     import yaml  # noqa: PLC0415
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]

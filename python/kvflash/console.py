@@ -1,4 +1,4 @@
-"""What all commands have in common at a terminal: how they refuse, their help, a log line."""
+"""Terminal output of all commands: refusals, help, log lines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvflash.spelling import did_you_mean
 
 __all__ = ["Help", "LogLine", "Parser", "program", "refuse", "utc"]
 
-# Where the text of a flag begins; longer names have a line of their own.
+# Column at which a flag's description begins; longer names get their own line.
 _COLUMN = 38
 _WIDTH_MIN = 60
 
@@ -33,9 +33,9 @@ def program(command: str) -> str:
 def refuse(command: str, error: KvflashError, *, failure: int = 1) -> int:
     """Print the reason in one line. Returns the exit status: 2 for bad usage, else ``failure``.
 
-    Services end with 2 whatever keeps them from starting.
+    Services exit with 2 for anything that keeps them from starting.
     """
-    # In one piece: threads of the core may be logging.
+    # In one write: threads of the core may be logging.
     sys.stderr.write(f"{program(command)}: error: {error}\n")
     is_usage = isinstance(error, ConfigError | ConflictError | InvalidArgumentError)
     return 2 if is_usage else failure
@@ -47,8 +47,8 @@ class Help:
 
     Attributes:
         about: What the command does.
-        usage: What stands behind the program's name.
-        sections: Titles, each with its flags and their one line.
+        usage: Text after the program's name.
+        sections: Titles, each with its flags and their one-line descriptions.
         end: The last paragraph.
     """
 
@@ -77,14 +77,14 @@ class Help:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that refuses in two lines, where all flags would hide the reason; ``--version``.
+    """A parser that refuses in two lines instead of listing all flags; adds ``--version``.
 
     Attributes:
-        manual: What ``--help`` prints, instead of argparse's own text.
+        manual: Text of ``--help``, instead of argparse's own.
     """
 
     def __init__(self, *, prog: str, manual: Help | None = None, **settings: Any) -> None:
-        # An abbreviation that works today would break with the next flag.
+        # An abbreviation that works today could break with the next flag.
         super().__init__(prog=prog, allow_abbrev=False, **settings)
         self.manual = manual
         self.add_argument(
@@ -103,7 +103,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """Parse; a flag that is not known is refused with the one that was probably meant."""
+        """Parse; an unknown flag is refused, with the closest known one as a suggestion."""
         known, rest = self.parse_known_args(args, namespace)
         if rest:
             flag = next((word for word in rest if word.startswith("-")), rest[0])
@@ -119,7 +119,7 @@ class Parser(argparse.ArgumentParser):
 
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        # The metadata of packages take a while to load.
+        # Reading package metadata is slow.
         from kvflash.version import __version__  # noqa: PLC0415
 
         print(f"kvflash {__version__}")
@@ -127,7 +127,7 @@ class _Version(argparse.Action):
 
 
 class LogLine(logging.Formatter):
-    """A line of the log in the core's form: time, level, text."""
+    """Formats log lines like the core: time, level, text."""
 
     def __init__(self, rest: str = "%(levelname)5s %(message)s") -> None:
         super().__init__(f"%(asctime)s {rest}")
@@ -139,5 +139,5 @@ class LogLine(logging.Formatter):
 
 
 def utc(time_s: float) -> str:
-    """A time as the core writes it, microseconds and all."""
+    """Format a time like the core, with microseconds."""
     return datetime.fromtimestamp(time_s, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

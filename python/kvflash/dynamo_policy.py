@@ -1,9 +1,9 @@
-"""Dynamo's router policy file, as far as its settings have a counterpart here.
+"""Dynamo's router policy file, for settings that have a counterpart here.
 
 In Dynamo the file of ``--router-policy-config`` describes queues: a profile has classes of
-requests, each with a queue of its own. kvflash has one queue per model. A profile with one class is
-that queue, and its settings mean the same; everything else is refused by name, as leaving it out
-would route otherwise than the file says.
+requests, each with its own queue. kvflash has one queue per model. A profile with one class
+corresponds to that queue, and its settings mean the same. Everything else is refused by name,
+because ignoring it would route differently than the file says.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from kvflash.config_file import Pairs, pairs_of
 __all__ = ["translate"]
 
 _PROFILE = ("default_policy_family", "policy_classes", "uncached_isl_buckets")
-#: What a class sets, and the flag that sets the same.
+# Settings of a class, and the equivalent flags.
 _SAME = {
     "queue_policy": "router-queue-policy",
     "prefill_busy_threshold_frac": "router-queue-threshold",
 }
-#: What only tells classes apart, or shares between them.
+# Settings that only separate classes, or share between them.
 _OF_ONE_CLASS = ("name", "policy_family", "cache_bucket", "quantum")
 _OTHERS = {
     "models": "start one frontend per model, each with its own settings",
@@ -31,10 +31,10 @@ _OTHERS = {
 
 
 def translate(pairs: Pairs) -> Pairs:
-    """Make keys of ours of a file of Dynamo's; any other file stays what it is.
+    """Convert a file of Dynamo's to our keys; any other file is returned unchanged.
 
     Raises:
-        ValueError: A setting has no counterpart; names it, and what to use.
+        ValueError: A setting has no counterpart; names it, and the alternative.
     """
     given = dict(pairs)
     if given.keys().isdisjoint({*_PROFILE, "models", "worker_selection"}):

@@ -6,16 +6,16 @@
     ├── ConfigError (ValueError)            fix the flag or the file
     ├── InvalidArgumentError (ValueError)   fix the call
     ├── DecodeError (ValueError)            the bytes are not what they claim to be
-    ├── NotFoundError (LookupError)         the named thing is not there
-    ├── NoWorkerError (LookupError)         nobody can take the request
-    ├── ConflictError                       contradicts what is there already
+    ├── NotFoundError (LookupError)         the named object does not exist
+    ├── NoWorkerError (LookupError)         no worker can take the request
+    ├── ConflictError                       conflicts with the existing state
     ├── OverloadedError                     a named limit is reached; try again later
     │   └── AllBusyError                    every worker is busier than the thresholds allow
-    ├── DeadlineError (TimeoutError)        the time that was given is over
+    ├── DeadlineError (TimeoutError)        the time limit has passed
     ├── TransportError (ConnectionError)    the other side could not be reached
     ├── WorkerError                         the worker's own code failed; has its code and message
     └── ClosedError                         the service is shutting down
-        └── DrainingError               the worker is; no handler saw the request
+        └── DrainingError               the worker is shutting down; no handler saw the request
 
 A gap, a duplicate or an unknown parent in an event stream is an outcome, not an error.
 """
@@ -45,19 +45,19 @@ class KvflashError(Exception):
 
 
 class ConfigError(KvflashError, ValueError):
-    """A flag or file cannot work; the message names it and what is legal."""
+    """A flag or file is invalid; the message names it and what is legal."""
 
 
 class InvalidArgumentError(KvflashError, ValueError):
-    """An argument is wrong; the message names it, the limit and what came."""
+    """An argument is invalid; the message names it, the limit and the value."""
 
 
 class DecodeError(KvflashError, ValueError):
-    """Bytes that are not what they claim to be; the message has the offset."""
+    """Bytes do not have the expected format; the message has the offset."""
 
 
 class NotFoundError(KvflashError, LookupError):
-    """The named thing is not there."""
+    """The named object does not exist."""
 
 
 class NoWorkerError(KvflashError, LookupError):
@@ -65,7 +65,7 @@ class NoWorkerError(KvflashError, LookupError):
 
 
 class ConflictError(KvflashError):
-    """Contradicts what is there already."""
+    """The call conflicts with the existing state."""
 
 
 class OverloadedError(KvflashError):
@@ -77,7 +77,7 @@ class AllBusyError(OverloadedError):
 
 
 class DeadlineError(KvflashError, TimeoutError):
-    """The time that was given for it is over."""
+    """The time limit has passed."""
 
 
 class TransportError(KvflashError, ConnectionError):
@@ -88,8 +88,8 @@ class WorkerError(KvflashError):
     """The worker's own code failed while it served a request.
 
     Attributes:
-        code: Its cause in one word, ``internal`` when nobody said.
-        message: What the worker said.
+        code: The cause in one word; ``internal`` if the worker sent none.
+        message: The worker's message.
     """
 
     def __init__(self, code: str, message: str) -> None:
@@ -106,4 +106,4 @@ class ClosedError(KvflashError):
 
 
 class DrainingError(ClosedError):
-    """The worker is about to end and refused the request before its handler saw it."""
+    """The worker is shutting down and refused the request before its handler saw it."""

@@ -31,7 +31,7 @@ def variable_of(name: str) -> str:
 
 
 def source_of(name: str, text: str) -> str:
-    """What said ``text``: the flag, or its variable where that says so, alone or among others."""
+    """The source of ``text``: the flag, or its variable if that is set to it."""
     variable = variable_of(name)
     said = os.environ.get(variable)
     if said is None or text not in (said, *said.split()):
@@ -54,15 +54,15 @@ class _File:
 class Flags:
     """An argument parser whose flags can also be set by environment variables and by files.
 
-    ``--some-flag`` reads ``KVFLASH_SOME_FLAG`` when it is not given, and the variables of its other
-    names. The command line goes before the environment, that before a file, and that before the
-    default. A bad value is refused with the name of the flag, the variable or the key.
+    ``--some-flag`` falls back to ``KVFLASH_SOME_FLAG``, and to the variables of its other names.
+    The command line takes precedence over the environment, that over a file, and that over the
+    default. A bad value is refused, with the name of the flag, the variable or the key.
 
     Args:
         command: Its name, as in ``kvflash NAME``.
-        about: What it does, for the help.
-        first: The flags that matter first, by their first names, in the order of the help.
-        has_variables: The environment sets flags, too.
+        about: A description for the help.
+        first: The most important flags, by their first names, in the order of the help.
+        has_variables: Flags can also be set in the environment.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Flags:
         self._marks: dict[str, frozenset[str]] = {}
 
     def section(self, title: str) -> None:
-        """Begin a section of the help: flags that are added from now on stand there."""
+        """Start a section of the help, which contains the flags added from now on."""
         self._section = title
 
     def add(
@@ -103,15 +103,15 @@ class Flags:
 
         Args:
             names: Its names; each has its variable.
-            parse: Makes a value of a text; raises ``argparse.ArgumentTypeError``.
+            parse: Converts a string to a value; raises ``argparse.ArgumentTypeError``.
             default: The value without the flag.
             summary: One line for the help.
-            metavar: What stands for the value in the help.
+            metavar: Placeholder for the value in the help.
             choices: The legal values, if there are few.
             variables: Further variables.
-            dest: What it sets, unless its first name says so.
-            in_file: Reads what a file has for it, unless that is as on the command line.
-            bare: What the flag means without a value; None: it needs one.
+            dest: The attribute that it sets; default: from its first name.
+            in_file: Reads the value from a file; default: as on the command line.
+            bare: The value of the flag without an argument; None: it needs an argument.
         """
         variable, text = self._setting(names[0], (*map(self._variable, names[1:]), *variables))
         shown = "" if default in (None, ()) or default == [] else f" [{_shown(default, metavar)}]"
@@ -141,7 +141,7 @@ class Flags:
     def add_switch(self, *names: str, dest: str, value: bool, summary: str) -> None:
         """Add a flag without a value that sets ``dest`` to ``value``.
 
-        The first name names its variable.
+        Its variable is named after the first name.
         """
         variable, found = self._setting(names[0], ())
         text = (found or "").strip()
@@ -163,10 +163,10 @@ class Flags:
         summary: str,
         variables: Sequence[str] = (),
     ) -> None:
-        """Add flags that switch one thing on and flags that switch it off; the last one wins.
+        """Add flags that switch something on and flags that switch it off; the last one wins.
 
         Each name has its variable (``KVFLASH_NO_THING=1`` switches off); ``variables`` are further
-        ones that say on or off. The command line wins over all of them.
+        variables with a value for on or off. The command line takes precedence over all of them.
         """
         said: dict[str, bool] = {}
         for variable, is_on in [
@@ -201,7 +201,7 @@ class Flags:
         summary: str,
         variables: Sequence[str] = (),
     ) -> None:
-        """Add a flag with one of a few values; without a value it is ``bare``.
+        """Add a flag with one of a few values; without an argument it is ``bare``.
 
         In the environment and in files the words for yes and no mean ``bare`` and ``default``.
         """
@@ -236,7 +236,7 @@ class Flags:
     def add_list(self, name: str, *, dest: str, summary: str, metavar: str) -> None:
         """Add a flag with one or more values that may be repeated.
 
-        The environment separates them by white space. A file may name it by ``dest``, too.
+        In the environment, white space separates them. A file may also use ``dest`` as its key.
         """
         found = (self._setting(name, ())[1] or "").split()
         self._lists[dest] = found
@@ -247,9 +247,9 @@ class Flags:
     def add_positionals(
         self, dest: str, *, metavar: str, summary: str, nargs: str | None = "+"
     ) -> None:
-        """Add what is given without a flag: ``nargs`` "+" for many, "?" for one or none, else one.
+        """Add positional arguments: ``nargs`` "+" for many, "?" for an optional one, else one.
 
-        It has no environment variable.
+        They have no environment variable.
         """
         shown = {"+": f"{metavar} [{metavar} ...]", "?": f"[{metavar}]"}.get(nargs or "", metavar)
         self._positionals.append(shown)
@@ -275,7 +275,7 @@ class Flags:
             delattr(args, file.dest)
         for preset, made in self._presets.items():
             if getattr(args, preset):
-                # It goes before the file, as all that is said beside it.
+                # It takes precedence over the file, like everything set beside it.
                 for dest in made.keys() & self._in_file.keys():
                     if getattr(args, dest) is self._in_file[dest]:
                         setattr(args, dest, made[dest])
@@ -292,10 +292,10 @@ class Flags:
         variables: Sequence[str] = (),
         translate: Translate | None = None,
     ) -> None:
-        """Add a flag that names a file which sets those flags that are added from now on.
+        """Add a flag that names a file, which may set the flags added from now on.
 
-        The command line goes before the environment, and that before files. Of two files the one
-        that was added later goes before the other, which may name it.
+        The command line takes precedence over the environment, and that over files. A file added
+        later takes precedence over an earlier one, which may name it.
         """
         text = self._setting(name, variables)[1]
         dest = name.lstrip("-").replace("-", "_")
@@ -305,15 +305,15 @@ class Flags:
         self._files.append(_File(name=name, dest=dest, path=text, translate=translate))
 
     def end_of_file(self) -> None:
-        """No flag that is added from now on can be in the file that was added last."""
+        """End the group of flags that the last added file may set."""
         self._files[-1].is_open = False
 
     def mark(self, dest: str, dests: Iterable[str]) -> None:
-        """Make ``dest`` tell whether any of ``dests`` is set, be it to its default."""
+        """Set ``dest`` to whether any of ``dests`` is given, even with its default value."""
         self._marks[dest] = frozenset(dests)
 
     def preset(self, dest: str, made: dict[str, Any]) -> None:
-        """In a file ``dest`` stands for what it makes of others: flags go before that, too."""
+        """In a file ``dest`` is a preset for other flags, which take precedence over it."""
         self._presets[dest] = made
 
     def error(self, message: str) -> None:
@@ -321,12 +321,12 @@ class Flags:
         self._parser.error(message)
 
     def _say(self, name: str, shown: str, summary: str) -> None:
-        """Keep a flag's line of the help."""
+        """Keep a flag's line for the help."""
         title = _FIRST if name in self._first else self._section
         self._lines[name] = (title, shown, summary)
 
     def _finish_help(self) -> None:
-        """Put the lines into their sections: those that matter first, in their order."""
+        """Put the lines into their sections: the important ones first, in their order."""
         missing = [name for name in self._first if name not in self._lines]
         assert not missing, f"no such flags: {missing}"
         lines = [*map(self._lines.__getitem__, self._first)]
@@ -357,13 +357,13 @@ class Flags:
                 file.settings.append(Setting(names=names, dest=dest, read=read, is_given=is_given))
 
     def _read_files(self, argv: Sequence[str] | None) -> None:
-        """Make what files say the default of their flags."""
+        """Use the files' values as defaults of their flags."""
         first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         for file in self._files:
             first.add_argument(file.name, dest=file.dest, default=file.path)
         paths = {file.dest: file.path for file in self._files}
         with contextlib.suppress(argparse.ArgumentError):
-            # What is wrong on the command line is told by the parser that knows all of it.
+            # Errors on the command line are left to the parser that knows all flags.
             paths = vars(first.parse_known_args(argv)[0])
         values: dict[str, Any] = {}
         for file in self._files:
@@ -377,7 +377,7 @@ class Flags:
         self._parser.set_defaults(**values)
 
     def _read_file(self, file: _File, path: str) -> dict[str, Any]:
-        """What one file says, with presets made into what they stand for."""
+        """One file's values, with presets expanded."""
         try:
             values = read_settings(path, file.settings, file.translate)
         except ConfigError as error:
@@ -390,15 +390,16 @@ class Flags:
         return values
 
     def _setting(self, name: str, others: Sequence[str]) -> tuple[str, str | None]:
-        """The variable that sets a flag, and its text; refused when two say different things."""
+        """The variable that sets a flag, and its value; refused if two variables differ."""
         variable = self._variable(name)
         names = (variable, *others) if self._has_variables else ()
         found = {n: os.environ[n] for n in names if n in os.environ}
         if name == "--port":
-            # Kubernetes sets these for pods beside a Service that is named kvflash or kvflash-http.
+            # Kubernetes sets these for pods when a Service is named kvflash or kvflash-http.
             found = {n: text for n, text in found.items() if not text.startswith("tcp://")}
         if name == "--host" and len(found) > 1:
-            # It is the address that others reach this process at, too: who says both means that.
+            # The variable is also the address at which others reach this process, so both are
+            # meant.
             found.pop(variable, None)
         if len(set(found.values())) > 1:
             said = " and ".join(f"{n}={text}" for n, text in found.items())
@@ -406,7 +407,7 @@ class Flags:
         return next(iter(found.items()), (variable, None))
 
     def _truth(self, variable: str, text: str) -> bool:
-        """What a variable that is on or off says."""
+        """Parse the value of an on/off variable."""
         word = text.strip().lower()
         if word not in (*_TRUE, *_FALSE):
             self._parser.error(
@@ -421,7 +422,7 @@ class Flags:
 
 
 def _shown(default: Any, metavar: str | None) -> str:
-    """A default as somebody would write it."""
+    """A default as a user would write it."""
     if metavar == "SIZE" and default:
         unit, size = ("GiB", 2**30) if default >= 2**30 else ("MiB", 2**20)
         return f"{default // size}{unit}"
@@ -429,6 +430,6 @@ def _shown(default: Any, metavar: str | None) -> str:
 
 
 def _metavar(parse: Callable[[str], Any]) -> str:
-    """What stands for a value whose kind says enough."""
+    """Placeholder for a value whose type is sufficient."""
     kinds = {"parse_int": "N", "parse_float": "NUMBER", "int": "N", "float": "NUMBER"}
     return kinds.get(getattr(parse, "__name__", ""), "VALUE")

@@ -1,4 +1,4 @@
-"""Names that are imported when they are first asked for (PEP 562)."""
+"""Names that are imported on first use (PEP 562)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["lazy_dir", "lazy_names"]
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """A module's ``__getattr__`` that imports a name from its home and keeps it.
+    """Create a module's ``__getattr__`` that imports a name from its module and keeps it.
 
     Args:
         package: The module's name.
-        homes: For each name the module that defines it.
+        homes: The defining module of each name.
     """
 
     def load(name: str) -> Any:
@@ -30,7 +30,7 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 
 
 def lazy_dir(package: str, names: Iterable[str]) -> Callable[[], list[str]]:
-    """A module's ``__dir__``: what it has, and ``names`` that are imported later."""
+    """Create a module's ``__dir__``: its own names and ``names``, which are imported later."""
 
     def listed() -> list[str]:
         return sorted({*vars(sys.modules[package]), *names})

@@ -1,6 +1,6 @@
-"""Who we are to NATS and whom we trust: what every connection of this package is made with.
+"""Login and trust for NATS: every connection of this package is made with these.
 
-Over TLS nothing is sent before the handshake, at no server: one that offers none gets no password.
+With TLS nothing is sent before the handshake, so a server without TLS receives no password.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from kvflash.servers import NatsSettings
 
 __all__ = ["Client", "failure", "login_options"]
 
-# How long a connection may take to say goodbye.
+# How long a connection may take to close.
 CLOSE_S_MAX = 1.0
 NO_TLS = "the server offers no TLS"
 
 
 class _Transport(TcpTransport):
-    """A TCP connection that ends in time, and is silent until it is safe."""
+    """A TCP connection that closes in bounded time, and sends nothing before it is encrypted."""
 
     def __init__(self, *, must_encrypt: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -36,41 +36,41 @@ class _Transport(TcpTransport):
         self._is_encrypted = False
 
     def __bool__(self) -> bool:
-        """Always: where there is none the client makes one of its own."""
+        """Always true: otherwise the client would create its own transport."""
         return True
 
     async def connect(self, *args: Any, **options: Any) -> None:
-        """Open it; not encrypted yet."""
+        """Open the connection, not encrypted yet."""
         self._is_encrypted = False
         if self._bare_io_writer is not None:
-            # After a refusal the client leaves the one before open.
+            # After a refusal the client leaves the previous connection open.
             self._bare_io_writer.transport.abort()
         await super().connect(*args, **options)
 
     async def connect_tls(self, *args: Any, **options: Any) -> None:
-        """Make it safe."""
+        """Encrypt the connection."""
         try:
             await super().connect_tls(*args, **options)
         except BaseException:
-            # After a broken handshake its end would be waited for for ever.
+            # After a failed handshake, closing would wait forever.
             self._drop()
             raise
         self._is_encrypted = True
 
     def write(self, payload: bytes) -> None:
-        """Send, once it may be.
+        """Send, if the connection is as encrypted as required.
 
         Raises:
-            ConnectionError: It must be encrypted and is not.
+            ConnectionError: Encryption is required and missing.
         """
         self._checked().write(payload)
 
     def writelines(self, payload: Iterable[bytes]) -> None:
-        """Send, once it may be; errors as of :meth:`write`."""
+        """Send, if the connection is as encrypted as required; errors as in :meth:`write`."""
         self._checked().writelines(payload)
 
     async def wait_closed(self) -> None:
-        """Wait for its end, but not for ever."""
+        """Wait until it is closed, for a bounded time."""
         if self._io_writer is not None:
             try:
                 await asyncio.wait_for(self._io_writer.wait_closed(), CLOSE_S_MAX)
@@ -91,48 +91,47 @@ class _Transport(TcpTransport):
 
 
 class Client(nats.aio.client.Client):
-    """A client whose connections are as the settings want them."""
+    """A client that uses these connections."""
 
     def __init__(self, settings: NatsSettings) -> None:
         super().__init__()
-        # It is kept over all connections.
+        # Kept across all connections.
         self._transport = _Transport(must_encrypt=settings.must_encrypt)
 
     async def close(self) -> None:
-        """Close it; what still waits for a server that is away is dropped."""
+        """Close; messages that wait for an unreachable server are dropped."""
         try:
             await super().close()
         except OSError:
-            # It failed at sending that, before it had ended its subscriptions.
+            # Sending these failed before it had ended its subscriptions.
             self._pending, self._pending_data_size = [], 0
             self._status = self.DISCONNECTED
             await super().close()
 
     async def _process_err(self, err_msg: str) -> None:
-        """Connect again after whatever the server has ended the connection for.
+        """Reconnect after any error for which the server has ended the connection.
 
-        Without this the client closes for good, subscriptions and all, where a login has run out or
-        was changed at the server: it may be right again.
+        Otherwise the client closes for good, with all subscriptions, after its login expires or is
+        changed at the server, though it may become valid again.
         """
         said = err_msg.strip("' ")
         if "permissions violation" in said.lower():
-            # Of one subject: the connection goes on.
+            # Concerns one subject only: the connection stays open.
             await super()._process_err(err_msg)
             return
         error = nats.errors.Error(f"nats: {said}")
         await self._error_cb(error)
         if self._current_server is not None:
-            # The next attempt there pauses first, as after one that failed.
+            # Pause before the next attempt, as after a failed one.
             self._current_server.last_attempt = time.monotonic()
         await self._process_op_err(error)
 
 
 def login_options(settings: NatsSettings) -> dict[str, Any]:
-    """What to connect with.
+    """Options for the connection.
 
     Raises:
-        ConfigError: A key, a credentials file or a certificate that can't be one; names the
-            variable.
+        ConfigError: An invalid key, credentials file or certificate; names the variable.
     """
     options: dict[str, Any] = {"servers": list(settings.servers)}
     if settings.user is not None:
@@ -160,16 +159,16 @@ def login_options(settings: NatsSettings) -> dict[str, Any]:
 def failure(
     settings: NatsSettings, errors: Sequence[BaseException], otherwise: str
 ) -> ConfigError | TransportError:
-    """Failed attempts in one line: what to set, or what to start.
+    """Summarize failed attempts in one line: what to set, or what to start.
 
     Args:
-        settings: Of the attempts.
-        errors: Why they failed, at least one. A server that refuses us may hang up before we
-            have read why: an earlier attempt may know better than the last.
+        settings: Settings of the attempts.
+        errors: Why they failed, at least one. A server that refuses the login may hang up before
+            its reason is read, so an earlier attempt may be more precise than the last.
         otherwise: What to do when no server answers.
 
     Returns:
-        ConfigError where the server, or what is known of it, refuses us; else TransportError.
+        ConfigError if the server refuses us, or we refuse the server; else TransportError.
     """
     found = [_failure(settings, error, otherwise) for error in errors]
     return next((made for made in reversed(found) if isinstance(made, ConfigError)), found[-1])
@@ -181,7 +180,7 @@ def _failure(
     where = settings.where
     text = str(error) or type(error).__name__
     said = text.lower()
-    # One that took too long is a server that is busy.
+    # An attempt that took too long indicates a busy server.
     if "authorization" in said or ("authentication" in said and "timeout" not in said):
         return ConfigError(
             f"NATS at {where} refuses the login ({text}): set NATS_AUTH_USERNAME and "
@@ -210,5 +209,5 @@ def _check_seed(seed: str, problem: str) -> None:
     try:
         nkeys.from_seed(seed.strip().encode())
     except (nkeys.NkeysError, ValueError, IndexError):
-        # The seed itself is a secret: it stays out of what is said.
+        # The seed itself is secret, so it is not part of the message.
         raise ConfigError(problem) from None

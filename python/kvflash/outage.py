@@ -1,4 +1,4 @@
-"""What is said of a server that is away: when it goes, now and then, and at its return."""
+"""Log lines about an unreachable server: when it goes, now and then, and when it returns."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ REMIND_S = 60.0
 
 
 class Outage:
-    """Keeps the log short where many ask again and again; from one thread.
+    """Limits log lines during many retries; used from one thread.
 
     Args:
-        logger: Where to.
-        back: What is said at the return.
-        clock: Seconds.
+        logger: The logger.
+        back: The message when the server returns.
+        clock: Returns seconds.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Outage:
         self._kind: object = None
 
     def lasts(self, message: str, *, kind: object = None) -> None:
-        """An attempt has failed: warn, unless the same kind of failure was told a while ago."""
+        """An attempt failed: warn, unless the same kind of failure was logged recently."""
         now = self._clock()
         if self._began_s is not None and kind == self._kind and now - self._said_s < REMIND_S:
             return
@@ -39,7 +39,7 @@ class Outage:
         self._logger.warning("%s", message)
 
     def ends(self) -> None:
-        """An attempt has succeeded."""
+        """An attempt succeeded."""
         if self._began_s is not None:
             self._logger.info("%s after %.1f s", self._back, self._clock() - self._began_s)
             self._began_s = None

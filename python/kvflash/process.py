@@ -1,4 +1,4 @@
-"""What every service does: log, serve, receive events, obey signals, end cleanly."""
+"""The life of a service: log, serve, receive events, handle signals, shut down."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Core(Protocol):
 
     @property
     def catalog(self) -> Catalog:
-        """Its orders and frames."""
+        """Its catalog, with orders and frames."""
 
     def start(self, host: str, port: int) -> int:
         """Serve in the background; returns the port."""
@@ -42,11 +42,11 @@ class Core(Protocol):
 
 
 class Service(Protocol):
-    """What :func:`run_until_stopped` runs."""
+    """A service that :func:`run_until_stopped` can run."""
 
     @property
     def url(self) -> str:
-        """Where it is reached once it has started."""
+        """Its URL after the start."""
 
     def start(self) -> object:
         """Serve in the background."""
@@ -56,16 +56,17 @@ class Service(Protocol):
 
 
 class FedService:
-    """A core service with the transport that feeds it, in threads of their own.
+    """A core service with the transport that feeds it, in their own threads.
 
-    Several may live in one process, each with its own sockets. It starts once and stops once.
+    Several may live in one process, each with its own sockets. A service starts once and stops
+    once.
 
     Args:
         core: The service.
         host: Address to listen on.
         port: Port to listen on; 0 picks a free one.
         options: Limits of the transport.
-        make_receiver: Makes another transport than sockets alone.
+        make_receiver: Creates another transport than plain sockets.
         is_encrypted: It serves HTTPS.
     """
 
@@ -94,7 +95,7 @@ class FedService:
         """The bound port.
 
         Raises:
-            ClosedError: Not started yet.
+            ClosedError: It has not started yet.
         """
         if self._port is None:
             raise ClosedError("the service has no port before it is started")
@@ -102,10 +103,10 @@ class FedService:
 
     @property
     def url(self) -> str:
-        """Where it is reached from this machine.
+        """URL at which this machine reaches it.
 
         Raises:
-            ClosedError: Not started yet.
+            ClosedError: It has not started yet.
         """
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
         name = f"[{host}]" if ":" in host else host
@@ -113,10 +114,10 @@ class FedService:
 
     @property
     def receiver(self) -> ZmqReceiver:
-        """Its event transport, where that is sockets alone.
+        """Its event transport, if that uses plain sockets only.
 
         Raises:
-            ClosedError: Not started yet, or another transport.
+            ClosedError: It has not started yet, or uses another transport.
         """
         if not isinstance(self._receiver, ZmqReceiver):
             raise ClosedError("the service has no sockets before it is started")
@@ -127,7 +128,7 @@ class FedService:
 
         Raises:
             ConfigError: The address can't be bound.
-            ClosedError: It was started before.
+            ClosedError: It was already started.
         """
         if self._port is not None or self._is_stopped:
             raise ClosedError("a service can start only once; create a new one")
@@ -135,7 +136,8 @@ class FedService:
         self._receiver = self._make_receiver(self._core.catalog)
         self._receiver.start()
         self._thread.start()
-        # Before the interpreter ends: a thread that comes back from the core afterwards aborts it.
+        # Stop before the interpreter ends: a thread that returns from the core later would abort
+        # it.
         atexit.register(self.stop)
 
     def stop(self) -> None:
@@ -151,7 +153,7 @@ class FedService:
             self._receiver.stop()
 
     def _obey(self) -> None:
-        """Open and close the sockets that the catalog orders."""
+        """Open and close sockets as the catalog orders."""
         catalog, receiver = self._core.catalog, self._receiver
         while receiver is not None and (order := catalog.next_order()) is not None:
             receiver.obey(order)
@@ -167,7 +169,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 def start_logging(level: str, log_format: str) -> None:
-    """Log to stderr, both languages alike; the first lines are of variables that nobody reads."""
+    """Log to stderr, from both languages; first warns of unknown environment variables."""
     init_logging(level, json=log_format == "json")
     handler = logging.StreamHandler(sys.stderr)
     if log_format == "json":
@@ -180,9 +182,9 @@ def start_logging(level: str, log_format: str) -> None:
 
 
 def _allow_open_files() -> None:
-    """Raise the limit of open files as far as it goes; every engine that is followed takes some.
+    """Raise the limit of open files to its maximum; every followed engine needs some.
 
-    The usual 1,024 is there for programs that use select(2).
+    The usual 1,024 exists for programs that use select(2).
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == hard:
@@ -209,8 +211,9 @@ def run_until_stopped(
     Args:
         service: What to run.
         name: Its name in the log.
-        drain_s: Time that its ``stop`` gives to running requests, to be told.
-        lame_duck: Seconds from SIGTERM to ``stop``, and what tells balancers to send no more.
+        drain_s: Time that ``stop`` gives running requests, for the log.
+        lame_duck: Seconds between SIGTERM and ``stop``, and a function that tells load balancers to
+            send no more.
 
     Raises:
         ConfigError: The address can't be bound.
@@ -219,7 +222,7 @@ def run_until_stopped(
 
     def stop(signum: int, _frame: FrameType | None) -> None:
         stopped.append(signum)
-        # While the core stops no handler of Python's would run.
+        # No Python signal handler would run while the core stops.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         wait = lame_duck[0] if lame_duck is not None and signum == signal.SIGTERM else 0
@@ -235,7 +238,7 @@ def run_until_stopped(
     _allow_open_files()
     ring, heard = socket.socketpair()
     ring.setblocking(False)
-    # The system may hand the signal to any thread: one that waits for a lock would not wake.
+    # The system may deliver the signal to any thread; one that waits for a lock would not wake up.
     signal.set_wakeup_fd(ring.fileno(), warn_on_full_buffer=False)
     service.start()
     print(json.dumps({"event": "ready", "service": name, "url": service.url}), flush=True)

@@ -1,7 +1,7 @@
-"""The flags that decide how requests are routed, for every process that routes.
+"""The routing flags, for every process that routes.
 
-Each has its ``KVFLASH_...`` variable; the names that other versions of the flags had, and the
-``DYN_...`` variables of those who come from there, mean the same.
+Each has its ``KVFLASH_...`` variable. Names from other versions, and Dynamo's ``DYN_...``
+variables, are aliases.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from kvflash.settings import Args, add_settings, table
 
 __all__ = ["RoutingArgs", "parse"]
 
-#: What ``--use-remote-indexer`` says without a URL: the one in discovery.
+# Value of ``--use-remote-indexer`` without a URL: the indexer in discovery.
 FOUND = "discovery"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingArgs(Args, ClusterFlags):
-    """What the flags say; see ``--help``."""
+    """Values of these flags; see ``--help``."""
 
     is_kv_meant: bool = False
     is_router_ttl_meant: bool = False
-    # It becomes an event plane.
+    # Converted to an event plane.
     durable_kv_events: ClassVar[bool] = False
 
     @property
     def finds_indexer(self) -> bool:
-        """Whether the remote indexer is found in discovery."""
+        """Whether the remote indexer is found through discovery."""
         return bool(self.use_remote_indexer == FOUND)
 
     def core_settings(self) -> dict[str, Any]:
-        """The same by the core's keys."""
+        """The values under the core's keys."""
         given = super().core_settings()
         for name in ("is_kv_meant", "is_router_ttl_meant"):
             given[name] = getattr(self, name)
@@ -59,7 +59,7 @@ def parse(
     """Add the flags of a service that routes, and the files that may set them, and parse.
 
     Args:
-        flags: Those of the service; none is there yet.
+        flags: Flags of the service; empty so far.
         service: Its name in the table of settings.
         argv: Arguments without the program's name; None means those of the process.
         parsers: As for ``add_settings``.
@@ -99,7 +99,7 @@ def _policy(text: str) -> str:
     return text
 
 
-#: What only the cost of ``kv`` knows: who sets one of them means that mode.
+# Settings of the cost of ``kv``: setting any of them selects that mode.
 _COST_OF_KV = (
     "kv_overlap_score_weight",
     "router_kv_overlap_score_credit",
@@ -113,7 +113,7 @@ _COST_OF_KV = (
     "assume_kv_reuse",
 )
 
-#: What ``--load-aware`` stands for.
+# Settings that ``--load-aware`` expands to.
 _LOAD_AWARE = {
     "router_mode": "kv",
     "router_kv_overlap_score_credit": 0.0,
@@ -125,7 +125,7 @@ _LOAD_AWARE = {
 
 
 def _settle(values: dict[str, Any]) -> dict[str, Any]:
-    """What presets and deprecated flags among ``values`` make of the others.
+    """Apply presets and deprecated flags among ``values`` to the others.
 
     Raises:
         ConfigError: Two of them contradict each other.

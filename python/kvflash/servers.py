@@ -1,4 +1,4 @@
-"""Which NATS and etcd to use and how to log in, from the usual environment variables."""
+"""Addresses and logins of NATS and etcd, from the usual environment variables."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class TlsFiles:
     """Certificates, as files in PEM.
 
     Attributes:
-        ca: Whom to trust; None = the system's.
-        cert: Own certificate; None = none.
-        key: Its key.
+        ca: Trusted authority; None: the system's.
+        cert: Client certificate; None: no client certificate.
+        key: Key of the client certificate.
     """
 
     ca: str | None = None
@@ -45,13 +45,13 @@ class TlsFiles:
         return any((self.ca, self.cert, self.key))
 
     def context(self, prefix: str = "") -> ssl.SSLContext:
-        """For connections that check the server.
+        """Create the context for connections, which verify the server.
 
         Args:
-            prefix: What the names of the variables begin with, to be named in errors.
+            prefix: Prefix of the variables' names in errors.
 
         Raises:
-            ConfigError: A file that can't be read as what it should be.
+            ConfigError: A file is unreadable or invalid.
         """
         try:
             context = ssl.create_default_context(cafile=self.ca)
@@ -62,7 +62,7 @@ class TlsFiles:
         if self.cert:
             own = prefix + ("CLIENT_" if prefix.startswith("ETCD") else "")
             try:
-                # Without a password: else it would be asked for at the terminal.
+                # An explicit empty password; otherwise OpenSSL would prompt on the terminal.
                 context.load_cert_chain(self.cert, self.key, password="")
             except (OSError, ssl.SSLError) as error:
                 raise ConfigError(
@@ -78,15 +78,15 @@ class NatsSettings:
 
     Attributes:
         servers: Addresses, such as ``nats://host:4222`` or ``tls://host:4222``.
-        user: With ``password``.
-        password: With ``user``.
-        token: Instead of a user.
-        nkey: Seed, or a file with one.
-        credentials_file: Of ``nsc``: token and seed.
+        user: Requires ``password``.
+        password: Requires ``user``.
+        token: Alternative to a user.
+        nkey: Seed, or a file that contains it.
+        credentials_file: File from ``nsc`` with token and seed.
         tls: Certificates.
         stream_max_age_s: How long events are kept.
-        stream_max_bytes: Room for a stream; -1 = as much as the server gives.
-        replicas: Servers that each stream is on.
+        stream_max_bytes: Size limit of a stream; -1: the server's limit.
+        replicas: Servers that store each stream.
     """
 
     servers: tuple[str, ...] = ("nats://localhost:4222",)
@@ -102,26 +102,26 @@ class NatsSettings:
 
     @property
     def where(self) -> str:
-        """The addresses, without what they may have of a login."""
-        # Up to the last @: a password may have a / or an @ in it.
+        """The addresses, without login data."""
+        # Up to the last @: a password may contain / or @.
         return ", ".join(re.sub(r"//.*@", "//", server) for server in self.servers)
 
     @property
     def must_encrypt(self) -> bool:
-        """Nothing is to be sent in the clear."""
+        """Whether unencrypted connections are forbidden."""
         return bool(self.tls) or any(server.startswith("tls://") for server in self.servers)
 
     @property
     def is_nkey_file(self) -> bool:
-        """The seed is in a file."""
+        """Whether the seed is in a file."""
         return self.nkey is not None and Path(self.nkey).is_file()
 
     @classmethod
     def from_env(cls, env: Environment = os.environ) -> NatsSettings:
-        """What the environment says; the first that is there of user, token, nkey, file counts.
+        """Read the environment; the first one set of user, token, nkey, file is used.
 
         Raises:
-            ConfigError: A variable that can't work; names it.
+            ConfigError: A variable is invalid; names it.
         """
         user, password = env.get("NATS_AUTH_USERNAME"), env.get("NATS_AUTH_PASSWORD")
         if (user is None) != (password is None):
@@ -162,8 +162,8 @@ class EtcdSettings:
 
     Attributes:
         endpoints: Addresses, such as ``http://host:2379``.
-        user: With ``password``.
-        password: With ``user``.
+        user: Requires ``password``.
+        password: Requires ``user``.
         tls: Certificates.
     """
 
@@ -174,10 +174,10 @@ class EtcdSettings:
 
     @classmethod
     def from_env(cls, env: Environment = os.environ) -> EtcdSettings:
-        """What the environment says.
+        """Read the environment.
 
         Raises:
-            ConfigError: A variable that can't work; names it.
+            ConfigError: A variable is invalid; names it.
         """
         user, password = env.get("ETCD_AUTH_USERNAME"), env.get("ETCD_AUTH_PASSWORD")
         if (user is None) != (password is None):
@@ -192,13 +192,13 @@ class EtcdSettings:
         )
 
     def urls(self, endpoints: str | None = None) -> list[str]:
-        """Addresses to ask, with their scheme: https where none is given and there are files.
+        """Addresses with their scheme: https by default if there are TLS files.
 
         Args:
-            endpoints: Instead of the settings' own; separated by commas.
+            endpoints: Replaces the addresses of the settings; separated by commas.
 
         Raises:
-            ConfigError: No address, or one in the clear though there are files for TLS.
+            ConfigError: No address, or an unencrypted one although there are TLS files.
         """
         text = endpoints or ",".join(self.endpoints)
         scheme = "https" if self.tls else "http"
@@ -225,7 +225,7 @@ class EtcdSettings:
 
 
 def agreed(*names: str) -> tuple[str, str] | None:
-    """The first of these variables that is set and its value; None if none is.
+    """The first of these variables that is set, and its value; None if all are unset.
 
     Raises:
         ConfigError: Two of them differ; names both.
@@ -238,7 +238,7 @@ def agreed(*names: str) -> tuple[str, str] | None:
 
 
 def plane_of_events(named: str | None = None) -> str:
-    """How events go: ``zmq`` without a word.
+    """The event plane; default ``zmq``.
 
     Raises:
         ConfigError: Neither zmq nor nats, or two variables that differ.
@@ -251,10 +251,10 @@ def plane_of_events(named: str | None = None) -> str:
 
 
 def unused_server(setting: str) -> list[str]:
-    """Why ``NATS_SERVER`` changes nothing about events that do not come over NATS, if it is set.
+    """Why ``NATS_SERVER`` has no effect on events without NATS, if it is set.
 
     Args:
-        setting: What would say that they do.
+        setting: The setting that would select events over NATS.
     """
     if not os.environ.get("NATS_SERVER"):
         return []
@@ -293,7 +293,7 @@ def _number(env: Environment, names: tuple[str, ...], *, default: float, least: 
             value = float(text)
         except ValueError:
             raise ConfigError(f"{name} must be a number, got {text!r}") from None
-        # Also refuses what is not a number at all.
+        # Also refuses values that are not numbers.
         if not least <= value < 1e15:
             raise ConfigError(f"{name} must be at least {least:g}, got {text!r}")
         return value
@@ -301,8 +301,8 @@ def _number(env: Environment, names: tuple[str, ...], *, default: float, least: 
 
 
 def missing_nats(setting: str, error: ImportError) -> ConfigError:
-    """The error for a setting that needs the NATS client where it is not installed."""
-    # Here, as reading the package's metadata would slow down the start of every command.
+    """The error for a setting that needs the NATS client when it is not installed."""
+    # Here, because reading package metadata would slow down the start of every command.
     from kvflash.version import install_command  # noqa: PLC0415
 
     return ConfigError(f"{setting} needs the NATS client ({error}): {install_command('nats')}")

@@ -1,6 +1,7 @@
-"""Settings as the core declares them, one table for all services: flags, variables, files, classes.
+"""The core's settings, one table for all services: flags, variables, files, classes.
 
-A setting's names are its key in the core, its flags with ``_`` for ``-``, and what these set.
+A setting's names are its key in the core, its flags with ``_`` for ``-``, and the attributes that
+they set.
 """
 
 from __future__ import annotations
@@ -44,36 +45,36 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _SIZES = {(1, False): byte_count, (1, True): size_or_zero, (2**20, True): memory_limit}
-# What the core has no part in: where workers are, what replicas tell each other, Python's own log.
+# Settings outside of the core: locations of workers, replica sync, Python's log.
 _OUR_SECTIONS = ("Workers", "Replicas")
 _OUR_KEYS = ("log_level", "log_format")
 
-# Variables that are no setting's: of tools' flags, of the runtime, of processes that publish.
+# Variables that are not settings: of tools, of the runtime, of publishing processes.
 _OTHERS = """
     CONFIG DISCOVERY_DIR ENDPOINT EVENTS_PORT FILE INDEXER_TEST_ENDPOINTS JSON LISTEN
     MAX_IN_FLIGHT MODEL NATS_STREAM_MAX_AGE NATS_STREAM_MAX_BYTES PROMPT REPLAY_PORT
     ROUTER_POLICY_CONFIG RUNTIME_PORT SPEED STRICT TIMEOUT TOKENS
 """
-# Those that tests and benchmarks read.
+# Variables for tests and benchmarks.
 _OF_TESTS = """
     BENCH_SHARERS CHAOS_SECONDS CHURN_BLOCKS FUZZ_FRAMES MODEL_EVENTS MODEL_SEEDS MODEL_SKIP
     REFERENCE_DOCUMENTS SCHEMA_EXAMPLES SIM_SEED SIM_SEEDS SOAK_BLOCKS SOAK_SECONDS
     STRESS_SECONDS TEST_ASK TRACE VLLM VLLM_ENGINE
 """
 _OF_DYNAMO = ("DYN_NATS_STREAM_MAX_AGE", "DYN_ROUTER_POLICY_CONFIG")
-# What Kubernetes sets for pods beside a Service whose name begins with "kvflash".
+# Set by Kubernetes for pods when a Service's name begins with "kvflash".
 _OF_SERVICES = re.compile(r"_SERVICE_(HOST|PORT)(_|$)|_PORT_\d+_(TCP|UDP|SCTP)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One setting; the core's ``settings.rs`` says what each field means.
+    """One setting; the core's ``settings.rs`` explains each field.
 
     Attributes:
         flags: Its flags; the help shows the first one.
-        metavar: What stands for its value in the help.
+        metavar: Placeholder for its value in the help.
         variables: Further environment variables.
-        is_routing: A file of routing may set it, too.
+        is_routing: A routing file may also set it.
     """
 
     key: str
@@ -90,13 +91,13 @@ class Setting:
 
     @property
     def dest(self) -> str:
-        """The field that its flags set."""
+        """The attribute that its flags set."""
         is_named = self.kind not in ("bool", "texts") and self.flags
         return _field(self.flags[0]) if is_named else self.key
 
     @property
     def names(self) -> set[str]:
-        """All that it may be called in Python."""
+        """All its names in Python."""
         return {self.key, self.dest, *map(_field, self.flags)}
 
     @property
@@ -111,7 +112,7 @@ class Setting:
         yield from self.variables
 
     def parser(self) -> Callable[[str], Any]:
-        """What makes a value of a flag's text."""
+        """The parser for a flag's value."""
         if "bytes" in self.legal:
             return _SIZES[tuple(self.legal["bytes"])]
         if self.kind == "int":
@@ -124,10 +125,10 @@ class Setting:
         return optional(parse) if self.is_optional else parse
 
     def check(self, name: str, value: Any) -> None:
-        """Check a value that a caller gives; None is what is not set.
+        """Validate a caller's value; None means unset.
 
         Raises:
-            ConfigError: It is not legal; names ``name``.
+            ConfigError: The value is not legal; the message uses ``name``.
         """
         wanted = None
         if self.kind == "bool":
@@ -144,7 +145,7 @@ class Setting:
             raise ConfigError(f"{name} must be {wanted}, got {value!r}")
 
     def _range(self, value: Any) -> str | None:
-        """What numbers are legal, if ``value`` is none of them."""
+        """The legal range, if ``value`` is outside of it."""
         if "bytes" in self.legal:
             least, has_zero = self.legal["bytes"]
             low, high = 0 if has_zero else least, 2**63 - 1
@@ -199,9 +200,9 @@ def add_settings(
     """Add the flags of ``settings``.
 
     Args:
-        flags: Where.
-        settings: Of a table.
-        parsers: What makes values of texts that only Python understands, by key.
+        flags: Receives the flags.
+        settings: Settings of a table.
+        parsers: Parsers for values that only Python understands, by key.
     """
     for one in settings:
         if not one.flags:
@@ -241,7 +242,7 @@ def add_settings(
 
 
 class Args:
-    """What flags say: a field for each setting of a service; see ``--help``."""
+    """Values of flags: an attribute for each setting of a service; see ``--help``."""
 
     service: ClassVar[str]
 
@@ -252,7 +253,7 @@ class Args:
         def __getattr__(self, name: str) -> Any: ...
 
     def core_settings(self) -> dict[str, Any]:
-        """What the core is to know of them, by its keys."""
+        """The values for the core, under its keys."""
         return {
             one.key: getattr(self, one.dest)
             for one in table(self.service)
@@ -263,7 +264,7 @@ class Args:
 def of_table(service: str) -> Callable[[type[_T]], type[_T]]:
     """Make a class a dataclass with a field, and its default, for each setting of a service.
 
-    Fields that the class has go before those of the table.
+    Fields that the class defines take precedence over those of the table.
     """
 
     def made(cls: type[_T]) -> type[_T]:
@@ -280,7 +281,7 @@ def of_table(service: str) -> Callable[[type[_T]], type[_T]]:
 
 @functools.cache
 def known_variables() -> frozenset[str]:
-    """Every environment variable that is read, of ours and of Dynamo's."""
+    """Every environment variable that is read, ours and Dynamo's."""
     tables = _tables()
     settings = (one for service in tables["services"] for one in table(service))
     names = (*tables["policies"], *_OTHERS.split(), *_OF_TESTS.split())
@@ -289,9 +290,9 @@ def known_variables() -> frozenset[str]:
 
 
 def misspelt(environment: Mapping[str, str]) -> Iterator[tuple[str, str | None]]:
-    """Variables that kvflash does not read, each with the name that was probably meant.
+    """Variables that kvflash does not read, each with the closest known name.
 
-    Of Dynamo's only those that look like one that is read: it has many more, for its own parts.
+    Of Dynamo's variables only near misses count: Dynamo has many more, for its own components.
     """
     known = known_variables()
     for name, value in sorted(environment.items()):
@@ -306,7 +307,7 @@ def misspelt(environment: Mapping[str, str]) -> Iterator[tuple[str, str | None]]
 
 
 def warn_of_misspelt() -> None:
-    """Log one line for each of the process's."""
+    """Log one line for each of them."""
     for name, meant in misspelt(os.environ):
         hint = f"; did you mean {meant}?" if meant else ""
         logger.warning("environment variable %s is not read by kvflash%s", name, hint)

@@ -1,4 +1,4 @@
-"""What was probably meant by a name that is not known."""
+"""Suggestions for unknown names."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | No
     """The known name that is closest to ``name``; None if none is close.
 
     Args:
-        name: What was written.
-        known: What would have been right.
-        cutoff: How alike they must be, from 0 to 1.
+        name: The unknown name.
+        known: The valid names.
+        cutoff: Required similarity, from 0 to 1.
     """
     return next(iter(difflib.get_close_matches(name, list(known), 1, cutoff)), None)
 

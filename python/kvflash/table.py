@@ -1,4 +1,4 @@
-"""Rows as columns of text."""
+"""Formats rows as text columns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _GAP = "  "
 
 
 def table(rows: Sequence[Sequence[object]]) -> list[str]:
-    """Lines with aligned columns: numbers to the right, everything else to the left.
+    """Lines with aligned columns: numbers right-aligned, everything else left-aligned.
 
     Args:
         rows: The titles first. None is an empty cell.
@@ -28,7 +28,7 @@ def table(rows: Sequence[Sequence[object]]) -> list[str]:
 
 
 def printable(text: str) -> str:
-    """One line without control characters, whatever the other side said."""
+    """One line without control characters, whatever the input."""
     return "".join(mark if mark.isprintable() else " " for mark in text)
 
 

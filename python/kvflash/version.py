@@ -1,4 +1,4 @@
-"""The version of the installed package, and how it is installed."""
+"""The version of the installed package, and how it was installed."""
 
 from importlib import metadata
 
@@ -6,9 +6,9 @@ __all__ = ["IS_RELEASED", "__version__", "install_command"]
 
 __version__ = metadata.version("kvflash")
 
-# Set to True in the commit that publishes the first release to PyPI, then run `make settings`:
-# README and messages name the package instead of a checkout. Until then the name on PyPI is not
-# this project's.
+# Set this to True in the commit that publishes the first release to PyPI, then run `make settings`:
+# README and messages then name the package instead of a checkout. Until then the name on PyPI does
+# not belong to this project.
 IS_RELEASED = False
 
 

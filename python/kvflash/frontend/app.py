@@ -28,11 +28,11 @@ logger = logging.getLogger(__name__)
 
 
 def make_frontend(args: FrontendArgs, fleet: dict[int, str] | None = None) -> Frontend:
-    """Make the service that the settings describe.
+    """Create the service from the settings.
 
     Args:
         args: The settings.
-        fleet: Gets the numbers and specs of the workers that flags name.
+        fleet: Filled with the numbers and specs of the workers named by flags.
 
     Raises:
         ConfigError: Names the flag or file at fault.
@@ -63,20 +63,20 @@ def _check_tokenizer(named: str) -> None:
 
 
 def _component(fleet: dict[int, str]) -> tuple[str, str]:
-    """What routers share that were given the same workers under the same numbers, and no others."""
+    """The sharing group of routers with exactly the same workers under the same numbers."""
     workers = [[number, spec.partition(",")[0]] for number, spec in sorted(fleet.items())]
     return "workers", hashlib.sha256(json.dumps(workers).encode()).hexdigest()[:16]
 
 
 def _desk(router_mode: str | None) -> PolicyDesk | None:
-    """Where a policy in Python is asked, if one is wanted."""
+    """Create the desk that asks a policy in Python, if one is set."""
     if router_mode is None or not router_mode.startswith(PREFIX):
         return None
     return AskedPolicy(load(router_mode), router_mode).desk
 
 
 class _Watched:
-    """The service with the watches of discovery and of DNS beside it."""
+    """The service, with its watches of discovery and DNS."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class _Watched:
         self._cluster.check()
         self._service.start()
         self._cluster.start()
-        # Its servers may be away: serving does not wait for them.
+        # Their servers may be away: serving does not wait for them.
         threading.Thread(target=self._share_fleet, name="kvflash-fleet", daemon=True).start()
         self._finder.start()
         if self._indexers is not None:
@@ -145,7 +145,7 @@ class _Watched:
         self._finder.stop()
         if self._indexers is not None:
             self._indexers.stop()
-        # Streams may go on for a while: until they have ended, their load is told.
+        # Streams may go on for a while, and their load is shared until they end.
         self._service.stop()
         self._cluster.stop()
 

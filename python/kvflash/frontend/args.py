@@ -19,10 +19,10 @@ class FrontendArgs(RoutingArgs, FleetFlags):
     """The frontend's settings; see ``--help``."""
 
     def __post_init__(self) -> None:
-        """Check what flags say together.
+        """Check combinations of flags.
 
         Raises:
-            ConfigError: One of them would do nothing.
+            ConfigError: One of them would have no effect.
         """
         if self.fairness_weight and self.fairness == "none":
             raise ConfigError("--fairness-weight needs --fairness: without it no request waits")
@@ -36,7 +36,7 @@ class FrontendArgs(RoutingArgs, FleetFlags):
 
     @property
     def discovery_kind(self) -> str | None:
-        """The discovery that is watched, if any."""
+        """The kind of discovery that is watched, if any."""
         has_flags = self.workers or self.prefill_workers or self.decode_workers
         kind = self.discovery or ("none" if has_flags else "file")
         return None if kind == "none" else kind

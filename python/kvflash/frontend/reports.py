@@ -1,4 +1,4 @@
-"""What parts of the process tell in ``/metrics`` and ``/health`` beside the core."""
+"""Adds reports from parts of the process to ``/metrics`` and ``/health``."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ __all__ = ["Reports"]
 
 
 class Core(Protocol):
-    """Takes one text and one list for all of them."""
+    """Accepts one text and one list for all parts."""
 
     def set_more_metrics(self, text: str) -> None:
-        """What ``/metrics`` tells besides its own."""
+        """Set additional lines for ``/metrics``."""
 
     def set_warnings(self, warnings: list[str]) -> None:
-        """What ``/health`` tells besides its own."""
+        """Set additional warnings for ``/health``."""
 
 
 class Reports:
-    """Puts together what each part said last. May be called from any thread.
+    """Combines the last report of each part. Callable from any thread.
 
     Args:
-        core: Takes the whole.
+        core: Receives the combined reports.
     """
 
     def __init__(self, core: Core) -> None:
@@ -33,7 +33,7 @@ class Reports:
         self._warnings: dict[str, list[str]] = {}
 
     def metrics_of(self, part: str) -> Callable[[str], None]:
-        """Takes a part's lines of the OpenMetrics text format."""
+        """Return a function that takes a part's lines in the OpenMetrics text format."""
 
         def show(text: str) -> None:
             with self._lock:
@@ -43,7 +43,7 @@ class Reports:
         return show
 
     def warnings_of(self, part: str) -> Callable[[list[str]], None]:
-        """Takes a part's warnings."""
+        """Return a function that takes a part's warnings."""
 
         def show(warnings: list[str]) -> None:
             with self._lock:
