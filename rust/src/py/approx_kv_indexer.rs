@@ -1,4 +1,5 @@
-//! The index for engines without events: it believes that a worker holds what was sent there lately.
+//! The index for engines without events: it predicts that a worker holds what was sent there
+//! recently.
 
 use kvflash_core::ids::Worker;
 use kvflash_core::index::{BlockIndex, Limits, Options, RadixIndex};
@@ -11,23 +12,21 @@ use super::overlap::{OverlapScores, predictions};
 use super::query::{SHORT_TOKENS, Shape, detached, overlaps};
 use super::time::{Time, ttl_ms};
 
-/// Which worker probably holds which blocks, by where requests were sent.
+/// Predicts which worker holds which blocks, from where requests were sent.
 ///
-/// For engines that publish no events. A block counts for ``ttl_s`` seconds from the last request
-/// with it that was sent to the worker; asking does not prolong it. What the engine evicted
-/// meanwhile is not known. Methods never wait; answers can be awaited all the same (see
-/// OverlapScores).
+/// For engines that publish no events. A block counts for ``ttl_s`` seconds after the last request
+/// that contained it was sent to the worker; queries do not extend this. Evictions in the engine go
+/// unnoticed. Methods never wait; results can be awaited all the same (see OverlapScores).
 ///
 /// Consistency: a query sees every decision whose call returned before it began, and none that had
-/// run out by then. Safe to use from many threads.
+/// expired by then. Safe to use from many threads.
 ///
 /// Args:
 ///     block_size: Tokens in a block of the engines.
-///     ttl_s: Seconds for which a prediction stands; from 0.001.
-///     capacity_blocks: Blocks predicted of one worker at a time; beyond it the oldest ones go.
-///         0: no limit.
-///     clock: Returns seconds and does not go back, for tests and simulations; the machine's
-///         monotonic clock when not given.
+///     ttl_s: Seconds for which a prediction is valid; from 0.001.
+///     capacity_blocks: Predicted blocks per worker; above it the oldest are dropped. 0: no limit.
+///     clock: Returns monotonic seconds, for tests and simulations; default: the machine's
+///         monotonic clock.
 ///
 /// Raises:
 ///     InvalidArgumentError: Block size 0, or a time out of range.
@@ -61,10 +60,10 @@ impl ApproxKvIndexer {
         self.block_size
     }
 
-    /// Note that a request was sent to a worker, which will soon hold its prompt.
+    /// Record that a request was sent to a worker, which will soon hold its prompt.
     ///
     /// Returns:
-    ///     Blocks that were not predicted of it before.
+    ///     Blocks that were not predicted for this worker before.
     ///
     /// Raises:
     ///     InvalidArgumentError: A token outside u32, by index and value.
@@ -90,7 +89,7 @@ impl ApproxKvIndexer {
     ///
     /// Args:
     ///     local_hashes: Local block hashes in prompt order.
-    ///     early_exit: Changes nothing here.
+    ///     early_exit: Has no effect here.
     #[pyo3(signature = (local_hashes, early_exit=false))]
     fn find_matches(
         &self,
@@ -98,7 +97,7 @@ impl ApproxKvIndexer {
         local_hashes: &Bound<'_, PyAny>,
         early_exit: bool,
     ) -> PyResult<OverlapScores> {
-        // Accepted for those who pass it everywhere; predictions are counted in full.
+        // Accepted for callers that pass it to every index; predictions are always counted in full.
         let _ = early_exit;
         let locals = hashes("local_hashes", local_hashes)?;
         self.time.tell(py, &self.index)?;
@@ -121,12 +120,12 @@ impl ApproxKvIndexer {
         Ok(detached(py, ids.len() > SHORT_TOKENS, || shape.overlaps(&self.index, ids, predictions)))
     }
 
-    /// Forget all ranks of an instance. Returns how many there were.
+    /// Forget all ranks of an instance. Returns the number of ranks.
     fn remove_worker(&self, py: Python<'_>, worker_id: u64) -> usize {
         py.detach(|| self.index.remove_instance(worker_id))
     }
 
-    /// Drop the predictions of an instance (or one rank), which stays known.
+    /// Drop the predictions of an instance (or one rank), which stays registered.
     #[pyo3(signature = (worker_id, dp_rank=None))]
     fn clear_all_blocks(&self, py: Python<'_>, worker_id: u64, dp_rank: Option<u32>) {
         py.detach(|| index::clear(&self.index, worker_id, dp_rank));

@@ -1,4 +1,4 @@
-//! What routers tell each other of their bookings, both ways.
+//! Bookings shared between routers, in both directions.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,17 +13,17 @@ use pyo3::types::{PyDict, PyList, PyTuple};
 use super::error::OrRaise;
 use super::time::seconds;
 
-/// Calls back with one selector after the other until the answer is true; whether it was.
+/// Calls back with each selector until the callback returns true; returns whether it did.
 pub(super) type Each = Box<dyn Fn(&mut dyn FnMut(&Selector) -> bool) -> bool + Send + Sync>;
 
-/// This router's bookings as replicas are to hear of them, and theirs as they count here.
+/// This router's bookings for its replicas, and the replicas' bookings as they count here.
 ///
-/// ``RouterCore.bookings`` and ``Frontend.bookings`` are one, for all models. A request is named
-/// by its router; an instance and rank say where it went.
+/// ``RouterCore.bookings`` and ``Frontend.bookings`` cover all models. A request is identified by
+/// its router and name; an instance and rank say where it was sent.
 ///
 /// Consistency: every decision sees what returned before it. A booking of another router counts
-/// like one's own (blocks shared with one's own count once), but not against the limit of
-/// requests, until it is freed, its worker or router leaves, or it was idle for the expiry time.
+/// like this router's own (shared blocks count once), except against the request limit, until it is
+/// freed, its worker or router leaves, or it has been idle for the expiry time.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct Bookings {
     outbox: Arc<Outbox>,
@@ -39,10 +39,10 @@ impl Bookings {
 
 #[pymethods]
 impl Bookings {
-    /// Keep what is booked from now on, for :meth:`take`.
+    /// Record bookings from now on, for :meth:`take`.
     ///
     /// Args:
-    ///     waiting_max: Bookings that may wait; at the limit new ones are not told, and counted.
+    ///     waiting_max: Bookings that may wait; further ones are counted and not shared.
     ///
     /// Raises:
     ///     InvalidArgumentError: 0.
@@ -55,7 +55,7 @@ impl Bookings {
         Ok(())
     }
 
-    /// What happened, in order; empty after ``timeout_s``. Releases the GIL.
+    /// Bookings since the last call, in order; empty after ``timeout_s``. Releases the GIL.
     ///
     /// Returns:
     ///     ``("add", name, (instance id, dp rank), sequence hashes or None, isl, overlap)``,
@@ -92,11 +92,11 @@ impl Bookings {
         Ok(list)
     }
 
-    /// Another router has booked a request; again it changes nothing.
+    /// Record another router's booking; repeating it changes nothing.
     ///
     /// Returns:
-    ///     False when it does not count: the worker is not known here, or a limit (1,024 routers,
-    ///     1,048,576 requests of a model) is reached.
+    ///     False if it does not count: the worker is not known here, or a limit (1,024 routers,
+    ///         1,048,576 requests per model) is reached.
     ///
     /// Cost: O(blocks).
     #[pyo3(signature = (router_id, request_id, worker, hashes, isl, overlap))]
@@ -123,17 +123,17 @@ impl Bookings {
         })
     }
 
-    /// Its prompt is computed; False when it is not known.
+    /// The request's prompt is computed; False for an unknown request.
     fn remote_prefilled(&self, py: Python<'_>, router_id: u64, request_id: &str) -> bool {
         py.detach(|| (self.each)(&mut |one| one.remote_prefilled(router_id, request_id)))
     }
 
-    /// It has ended; False when it is not known.
+    /// The request has ended; False for an unknown request.
     fn remote_free(&self, py: Python<'_>, router_id: u64, request_id: &str) -> bool {
         py.detach(|| (self.each)(&mut |one| one.remote_free(router_id, request_id)))
     }
 
-    /// A router is gone with its requests; how many.
+    /// A router has left, with its requests; returns their number.
     fn remote_drop_router(&self, py: Python<'_>, router_id: u64) -> usize {
         py.detach(|| {
             let mut dropped = 0;
@@ -145,7 +145,7 @@ impl Bookings {
         })
     }
 
-    /// A router says that its requests are active: they do not expire.
+    /// A router reports that its requests are still active, so they do not expire.
     fn remote_heard(&self, py: Python<'_>, router_id: u64) {
         py.detach(|| {
             (self.each)(&mut |one| {
@@ -158,8 +158,8 @@ impl Bookings {
     /// Counters.
     ///
     /// Returns:
-    ///     remote_requests, remote_refused_total (at a limit), remote_ignored_total (of workers
-    ///     that are not known here), waiting (to be taken), dropped_total (not told).
+    ///     remote_requests, remote_refused_total (over a limit), remote_ignored_total (at workers
+    ///     that are not known here), waiting (to be taken), dropped_total (not shared).
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let (mut requests, mut refused) = (0, 0);
         py.detach(|| {

@@ -1,5 +1,5 @@
-//! Integers out of Python: any list, or any buffer (array, numpy, memoryview) without copying where its
-//! layout allows. And back into buffers that the caller brought.
+//! Integers from Python: any list, or any buffer (array, numpy, memoryview), without copying if its
+//! layout allows. Also writes results into the caller's buffers.
 
 #![allow(unsafe_code, reason = "the buffer protocol is a C interface")]
 
@@ -112,7 +112,7 @@ impl Drop for Buffer {
     }
 }
 
-/// Bytes of a call: of `bytes`, or of any object with a contiguous buffer, not copied.
+/// Bytes argument: `bytes`, or any object with a contiguous buffer; not copied.
 pub(super) enum Bytes<'py> {
     Object(Bound<'py, PyBytes>),
     Exported(Buffer),
@@ -143,7 +143,7 @@ impl<'py> Bytes<'py> {
     }
 }
 
-/// Integers of a call, borrowed where possible.
+/// Integers of an argument, borrowed if possible.
 pub(super) struct Integers<T: Copy + 'static> {
     /// Keeps the borrowed memory exported.
     buffer: Option<Buffer>,
@@ -170,14 +170,14 @@ impl Integers<u64> {
     }
 }
 
-/// Memory of the caller's to write unsigned integers to, exported as long as this lives.
+/// The caller's memory for unsigned integers, exported as long as this lives.
 pub(super) struct Room<T> {
     buffer: Buffer,
     _element: PhantomData<T>,
 }
 
-// SAFETY: threads share the address only, of memory that is exported until the room is dropped, which
-// its owner does with the GIL held. Who writes there meanwhile races, as with any buffer.
+// SAFETY: threads share only the address, of memory that is exported until the room is dropped,
+// which its owner does with the GIL held. A concurrent writer races, as with any buffer.
 unsafe impl<T: Sync> Sync for Room<T> {}
 
 impl Room<u32> {
@@ -280,7 +280,8 @@ pub(super) fn tokens(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Integers
                 let slice = unsafe { buffer.as_slice::<$type>() };
                 match slice {
                     Some(slice) => {
-                        // All at once first, as vectors: nobody asks for the place of a fault then.
+                        // Checks all values first, vectorized; the position of an error matters
+                        // only on failure.
                         if slice.iter().fold(true, |fit, &value| fit & u32::try_from(value).is_ok())
                         {
                             let copied = slice.iter().map(|&value| value as u32).collect();
@@ -337,7 +338,7 @@ pub(super) fn hashes(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Integers
     Ok(Integers { buffer: None, copied: from_sequence(name, object, bits)? })
 }
 
-/// Text and raw bytes are sequences too, but never of token ids: whoever passes them means something else.
+/// Strings and bytes are sequences too, but never of token ids, so they are refused.
 fn refuse_other_shapes(name: &str, object: &Bound<'_, PyAny>) -> PyResult<()> {
     if object.is_instance_of::<PyString>()
         || object.is_instance_of::<PyBytes>()

@@ -1,4 +1,4 @@
-//! The transport door's side of the catalog: orders out, frames in.
+//! The event transport's side of the catalog: orders out, frames in.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,15 +17,15 @@ use pyo3::types::{PyBytes, PyList};
 use super::buffer::Bytes;
 use super::error::{OrRaise, raise};
 
-/// Orders for the event transport, and the frames that it brings.
+/// Orders for the event transport, and the frames that it delivers.
 ///
-/// A service has one (``Indexer.catalog``, ``Frontend.catalog``); one of its own serves nobody, and
-/// is what a worker keeps of its own blocks. Safe to use from many threads.
+/// Every service has one (``Indexer.catalog``, ``Frontend.catalog``). A standalone one serves no
+/// queries; a worker uses it as its local index. Safe to use from many threads.
 ///
 /// Args:
-///     max_blocks: Blocks that one index may hold; beyond it stores are refused. 0: no limit.
+///     max_blocks: Blocks that one index may hold; further stores are refused. 0: no limit.
 ///     index_memory_bytes: Memory that one index may occupy; near it the least recently stored
-///         blocks go. 0: no limit.
+///         blocks are dropped. 0: no limit.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct Catalog {
     pub(super) inner: Arc<catalog::Catalog>,
@@ -43,8 +43,8 @@ fn sequence(py: Python<'_>, bytes: &[u8]) -> PyResult<u64> {
     })
 }
 
-/// Sequence number and payload of a message `[.., sequence, payload]`: engines differ in what they put
-/// before. `None` for a message that is no frame.
+/// Sequence number and payload of a message `[.., sequence, payload]`; engines differ in the parts
+/// before. `None` for a message that is not a frame.
 pub(super) fn parts<'py>(parts: &Bound<'py, PyList>) -> Option<(u64, Bytes<'py>)> {
     let before = parts.len().checked_sub(2)?;
     let head = Bytes::of(parts.get_item(before).ok()?).ok()?;
@@ -58,27 +58,27 @@ impl Catalog {
     }
 }
 
-/// Bytes of a dump that are handed over at once. They are copied with the GIL held: about 0.1 ms.
+/// Dump bytes returned at once. They are copied with the GIL held: about 0.1 ms.
 const CHUNK_BYTES: usize = 1 << 20;
 
-/// The bytes of a dump in chunks of up to 1 MiB: joined they are what ``restore`` takes.
+/// The bytes of a dump in chunks of up to 1 MiB; their concatenation is the input of ``restore``.
 ///
-/// The first chunk is the mark of its form and the last one that of its end; what lies between may
-/// be joined with that of other dumps.
+/// The first chunk is the format marker and the last one the end marker; the chunks in between may
+/// be concatenated with those of other dumps.
 ///
-/// Consistency: each publisher's share is of the moment in which its first chunk was asked for.
-/// Cost: 16 bytes a block; that publisher's frames wait while its share is made. Releases the GIL,
-/// but for the copy of a chunk.
+/// Consistency: each publisher's share is from the moment when its first chunk was requested.
+/// Cost: 16 bytes per block; a publisher's frames wait while its share is created. Releases the
+/// GIL, except to copy a chunk.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct CatalogDump {
     left: Mutex<Left>,
 }
 
-/// What is still to come of a dump.
+/// The rest of a dump.
 struct Left {
     /// The end mark follows the last part.
     parts: Option<std::vec::IntoIter<Part>>,
-    /// Of the part under way.
+    /// Rest of the current part.
     encoded: bytes::Bytes,
 }
 
@@ -124,12 +124,12 @@ impl Catalog {
     /// Register a publisher.
     ///
     /// Returns:
-    ///     Its number. Of a worker that is registered at the same ``nats://`` or ``jetstream://``
-    ///     endpoint already: the number that it has.
+    ///     Its number. A worker that is already registered at the same ``nats://`` or
+    ///     ``jetstream://`` endpoint keeps its number.
     ///
     /// Raises:
-    ///     ConflictError: Registered already at another endpoint, or another block size.
-    ///     InvalidArgumentError: An endpoint, a name or a block size that can't be.
+    ///     ConflictError: Already registered at another endpoint, or with another block size.
+    ///     InvalidArgumentError: An invalid endpoint, name or block size.
     ///     OverloadedError: The limit of publishers or models is reached.
     #[pyo3(signature = (instance_id, endpoint, *, model_name, block_size, tenant_id="default", dp_rank=0, replay_endpoint=None))]
     #[allow(clippy::too_many_arguments)]
@@ -157,40 +157,40 @@ impl Catalog {
         py.detach(|| self.inner.register(registration)).or_raise(py).map(|publisher| publisher.id)
     }
 
-    /// Unregister an instance, or one rank of it, whatever its model; its blocks are gone.
+    /// Unregister an instance, or one rank of it, in any model, and drop its blocks.
     ///
     /// Returns:
-    ///     False when nothing was known of it.
+    ///     False if it was unknown.
     #[pyo3(signature = (instance_id, dp_rank=None))]
     fn expel(&self, py: Python<'_>, instance_id: u64, dp_rank: Option<u32>) -> bool {
         py.detach(|| self.inner.expel(instance_id, dp_rank))
     }
 
-    /// Forget what a worker holds and its place in the stream, before a dump brings both anew.
+    /// Forget a worker's blocks and stream position, before a dump replaces both.
     ///
     /// Returns:
-    ///     False when nothing was known of it.
+    ///     False if it was unknown.
     fn forget(&self, py: Python<'_>, instance_id: u64, dp_rank: u32) -> bool {
         py.detach(|| self.inner.forget_worker(Worker::new(instance_id, dp_rank)))
     }
 
-    /// (instance id, dp rank) of all that are registered or were named by a dump.
+    /// (instance id, dp rank) of all workers that are registered or named by a dump.
     fn workers(&self) -> Vec<(u64, u32)> {
         let workers = self.inner.known_workers().into_iter();
         workers.map(|worker| (worker.instance_id, worker.dp_rank)).collect()
     }
 
-    /// Its process is another one than before: its blocks are forgotten, it counts from 0.
+    /// The publisher's process has restarted: forget its blocks and count from 0.
     fn restarted(&self, py: Python<'_>, publisher: u64) {
         if let Some(publisher) = self.publisher(publisher) {
             py.detach(|| publisher.restarted());
         }
     }
 
-    /// Everything held, with the place of every publisher's stream, as GET /dump's snapshot.
+    /// All blocks, with every publisher's stream position, as GET /dump's snapshot.
     ///
     /// Args:
-    ///     instance_id: Of this instance only.
+    ///     instance_id: Only this instance.
     #[pyo3(signature = (instance_id=None))]
     fn dump(&self, py: Python<'_>, instance_id: Option<u64>) -> CatalogDump {
         let mut parts = py.detach(|| catalog::parts(&self.inner));
@@ -199,14 +199,14 @@ impl Catalog {
         CatalogDump { left: Mutex::new(Left { parts: Some(parts.into_iter()), encoded }) }
     }
 
-    /// Take over a dump: blocks and places of publishers that have none yet.
+    /// Restore a dump: blocks and stream positions of publishers that have none yet.
     ///
     /// Returns:
-    ///     ``(publishers, blocks, reasons)``: whose share was taken over, how many blocks that
-    ///     brought, and the first reasons for what was left out.
+    ///     ``(publishers, blocks, reasons)``: restored publishers, restored blocks, and the first
+    ///     reasons for omissions.
     ///
     /// Raises:
-    ///     DecodeError: It is no dump, or cut; what came whole before stays.
+    ///     DecodeError: Not a dump, or truncated; complete parts before the error are kept.
     ///
     /// Cost: O(blocks); releases the GIL.
     fn restore(&self, py: Python<'_>, dump: &[u8]) -> PyResult<(usize, usize, Vec<String>)> {
@@ -215,7 +215,7 @@ impl Catalog {
         Ok((progress.publishers, progress.blocks, progress.skipped))
     }
 
-    /// What every worker holds, in short; equal states have equal digests.
+    /// A summary of each worker's blocks; equal states have equal digests.
     ///
     /// Returns:
     ///     ``((model, tenant), instance id, dp rank, blocks, digest, last sequence number)``, in
@@ -244,13 +244,13 @@ impl Catalog {
         })
     }
 
-    /// Wait for the next order, for ever without a timeout.
+    /// Wait for the next order; without a timeout, forever.
     ///
     /// Returns:
     ///     ``("subscribe", publisher, endpoint, replay_endpoint)``; the same with ``"hold"``:
-    ///     connect, but read nothing before ``("resume", publisher, "", None)``;
-    ///     ``("pause", publisher, "", None)``: read no more; ``("unsubscribe", publisher, "",
-    ///     None)``; or None after ``timeout_s`` seconds, or after :meth:`close_orders`.
+    ///     connect, but read nothing before ``("resume", publisher, "", None)``; ``("pause",
+    ///     publisher, "", None)``: stop reading; ``("unsubscribe", publisher, "", None)``; or None
+    ///     after ``timeout_s`` seconds, or after :meth:`close_orders`.
     #[pyo3(signature = (timeout_s=None))]
     fn next_order(&self, py: Python<'_>, timeout_s: Option<f64>) -> Option<Order> {
         let timeout = timeout_s.map(|timeout_s| {
@@ -270,23 +270,23 @@ impl Catalog {
         })
     }
 
-    /// End :meth:`next_order`: a call that waits, and later ones, return None at once.
+    /// End :meth:`next_order`: waiting and later calls return None at once.
     fn close_orders(&self) {
         self.inner.commands.close();
     }
 
-    /// Take in messages in the order they came.
+    /// Apply messages in order.
     ///
     /// Args:
-    ///     publisher: Whose messages.
+    ///     publisher: Number of the publisher.
     ///     messages: Multipart messages as lists; the last two parts are sequence (8 bytes, big
     ///         endian) and payload: bytes, or objects with a buffer such as ``zmq.Frame``.
-    ///     replayed: They were sent again on request.
+    ///     replayed: Whether they come from a replay.
     ///
     /// Returns:
-    ///     ``(consumed, outcome, first, last)``: ``applied`` when all were taken; ``gap`` when
-    ///     message ``consumed`` shows that batches ``first..=last`` are missing: repair, then offer
-    ///     it again; ``closed`` when the publisher is gone.
+    ///     ``(consumed, outcome, first, last)``: ``applied`` if all were taken; ``gap`` if message
+    ///     ``consumed`` shows that batches ``first..=last`` are missing: repair, then pass it
+    ///     again; ``closed`` if the publisher is unregistered.
     ///
     /// Cost: one GIL release for all messages.
     #[pyo3(signature = (publisher, messages, *, replayed=false))]
@@ -314,7 +314,7 @@ impl Catalog {
             .map(|(at, sequence, payload)| (*at, *sequence, payload.as_slice()))
             .collect();
         let verdict = py.detach(|| {
-            // Only those before the message that is to be offered again.
+            // Only those before the message that is to be passed again.
             let count = |end: usize| {
                 let passed = malformed.iter().filter(|at| **at < end).count();
                 publisher.count_malformed_messages(passed as u64);
@@ -340,22 +340,22 @@ impl Catalog {
         Ok((verdict.0, verdict.1.to_owned(), verdict.2, verdict.3))
     }
 
-    /// Missing batches will not come: the stream goes on at ``sequence``.
+    /// Give up on missing batches: the stream continues at ``sequence``.
     fn give_up(&self, py: Python<'_>, publisher: u64, sequence: u64) {
         if let Some(publisher) = self.publisher(publisher) {
             py.detach(|| publisher.give_up(sequence));
         }
     }
 
-    /// After a reconnect: is it still the stream that was applied so far?
+    /// After a reconnect: check that this is still the stream that was applied so far.
     ///
     /// Args:
-    ///     publisher: Which publisher.
+    ///     publisher: Number of the publisher.
     ///     message: First ``(sequence, payload)`` of a replay from the last applied sequence
-    ///         number; None when the engine had nothing to replay.
+    ///         number; None if the engine had nothing to replay.
     ///
     /// Returns:
-    ///     False when the engine restarted; its blocks are then forgotten already.
+    ///     False if the engine has restarted; its blocks are then already forgotten.
     #[pyo3(signature = (publisher, message=None))]
     fn verify(
         &self,
@@ -371,12 +371,12 @@ impl Catalog {
         Ok(py.detach(|| publisher.verify(first)))
     }
 
-    /// ``(next wanted, last applied)`` sequence number; None when the publisher is gone.
+    /// ``(next expected, last applied)`` sequence number; None if the publisher is unregistered.
     fn position(&self, publisher: u64) -> Option<(u64, Option<u64>)> {
         self.publisher(publisher).map(|publisher| publisher.position())
     }
 
-    /// The process can open so many sockets: further publishers that need one are refused.
+    /// Limit the sockets of this process: further publishers that need one are refused.
     fn limit_sockets(&self, py: Python<'_>, most: usize) {
         py.detach(|| self.inner.limit_sockets(most));
     }

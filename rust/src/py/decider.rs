@@ -1,4 +1,4 @@
-//! Bookings for an event loop of Python's: at once, or when a worker has room to prefill.
+//! Bookings for a Python event loop: at once, or when a worker has room to prefill.
 
 use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
@@ -21,7 +21,7 @@ use super::query::{SHORT_BLOCKS, SHORT_TOKENS, detached};
 use super::router_ask::Options;
 use super::router_booking::RouterBooking;
 
-/// Instance, rank, leading blocks that it holds, and the seed of the draw.
+/// Instance, rank, overlap in blocks, and the seed of the draw.
 pub(super) type Selected = (u64, u32, u32, u64);
 
 pub(super) fn selected(selection: &Selection) -> Selected {
@@ -29,32 +29,32 @@ pub(super) fn selected(selection: &Selection) -> Selected {
     (worker.instance_id, worker.dp_rank, selection.overlap_blocks, selection.seed)
 }
 
-/// Who decides about a request.
+/// Makes the decisions about requests.
 pub(super) trait Decisions: Send + Sync {
-    /// One model's selector, and its line where requests wait for a worker with room.
+    /// One model's selector, and its queue of requests that wait for a worker with room.
     ///
     /// # Errors
-    /// `NotFound` for a model without workers; `NoWorker` while the start waits for workers.
+    /// `NotFound` for a model without workers; `NoWorker` until enough workers have joined.
     fn find(&self, model: Option<&str>, pinned: Option<u64>) -> Result<Desk>;
 
-    /// Find out what workers hold of its prompt, where a remote indexer knows.
+    /// Ask the remote indexer, if there is one, which workers hold the prompt.
     fn look_up(&self, _desk: &Desk, _request: &mut Request) {}
 
-    /// Count what became of it.
+    /// Count the outcome.
     fn note(&self, _request: &Request, _is_booked: bool, _outcome: Result<&Selection, &Error>) {}
 
-    /// Whether a decision may take longer than others should wait for the GIL.
+    /// Whether a decision may take too long to hold the GIL.
     fn is_slow(&self) -> bool;
 }
 
-/// Where requests of one model are decided.
+/// Decides requests of one model.
 pub(super) struct Desk {
     pub selector: Arc<Selector>,
     pub queue: Option<Arc<Queue>>,
 }
 
-/// Says which requests are to try again, through a socket that an event loop watches: nobody who makes room
-/// needs Python for it.
+/// Announces which requests should try again, through a socket that an event loop watches, so that
+/// a thread that frees room does not need Python.
 struct Bell {
     ring: UnixStream,
     heard: UnixStream,
@@ -72,7 +72,7 @@ impl Bell {
     fn call(&self, number: u64) {
         let mut called = self.called.lock();
         if called.is_empty() {
-            // There is room for a byte: there is at most one in it.
+            // There is room: the socket holds at most one byte.
             let _written = (&self.ring).write(&[1]);
         }
         called.push(number);
@@ -80,7 +80,7 @@ impl Bell {
 
     fn take(&self) -> Vec<u64> {
         let mut called = self.called.lock();
-        // There is none when it was taken before.
+        // The byte may have been read before.
         let _read = (&self.heard).read(&mut [0; 8]);
         std::mem::take(&mut called)
     }
@@ -88,7 +88,8 @@ impl Bell {
 
 /// Books requests for an event loop: at once, or when a worker has room to prefill.
 ///
-/// ``options`` are those of :class:`RouterCore`, and ``model_name`` where a router serves several.
+/// ``options`` are those of :class:`RouterCore`, plus ``model_name`` for a router of several
+/// models.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct Decider {
     decisions: Arc<dyn Decisions>,
@@ -98,7 +99,7 @@ pub(super) struct Decider {
 
 impl Decider {
     /// # Errors
-    /// `Transport` when the system has no socket for it.
+    /// `Transport` if the system provides no socket.
     pub fn new(decisions: Arc<dyn Decisions>) -> Result<Self> {
         let bell = Bell::new()
             .map_err(|error| Error::Transport(format!("no socket for the queue: {error}")))?;
@@ -127,7 +128,7 @@ impl Decider {
         let (Desk { selector, queue }, request) = self.request(ids, options, request_id)?;
         // A policy in Python is asked once, before the request waits.
         let advice = request.ask(None, None, |ask| selector.advice(ask));
-        // Relaxed: it only has to differ.
+        // Relaxed: the number only has to be unique.
         let number = self.came.fetch_add(1, Ordering::Relaxed);
         let decisions = Arc::clone(&self.decisions);
         let place = Booker { decisions, selector, request, advice };
@@ -180,7 +181,7 @@ impl Booker {
     }
 }
 
-/// A place in the line.
+/// A place in the queue.
 struct Place {
     booker: Booker,
     number: u64,
@@ -189,7 +190,7 @@ struct Place {
 
 #[pymethods]
 impl Decider {
-    /// Which worker would be selected now; see :meth:`RouterCore.query`.
+    /// The worker that would be selected now; see :meth:`RouterCore.query`.
     #[pyo3(signature = (token_ids, options=None))]
     fn query(
         &self,
@@ -213,11 +214,11 @@ impl Decider {
     /// Book a request as :meth:`RouterCore.book` does.
     ///
     /// Returns:
-    ///     A place in the line, with ``router_queue_threshold`` and where every worker that may
-    ///     take the request has more to prefill than that.
+    ///     A place in the queue, if ``router_queue_threshold`` is set and every eligible worker has
+    ///     more than that to prefill.
     ///
     /// Raises:
-    ///     OverloadedError: As many wait as may, too.
+    ///     OverloadedError: Also if the queue is full.
     #[pyo3(signature = (token_ids, options=None, *, request_id=None))]
     fn enter(
         &self,
@@ -236,25 +237,25 @@ impl Decider {
         }
     }
 
-    /// A socket, readable while :meth:`called` has something.
+    /// A socket that is readable while :meth:`called` has results.
     #[getter]
     fn wake_fd(&self) -> i32 {
         self.bell.heard.as_raw_fd()
     }
 
-    /// Numbers of those in the line whose turn it is to try; each call of one is told once.
+    /// Numbers of queued requests that should try now; each call is reported once.
     fn called(&self) -> Vec<u64> {
         self.bell.take()
     }
 }
 
-/// A request in the line of those that no worker has room to prefill.
+/// A request in the queue for a worker with room to prefill.
 ///
-/// It leaves with :meth:`leave`, and with the object at the latest; nothing is booked then.
+/// It leaves the queue with :meth:`leave`, or with the object; nothing is booked then.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct RouterWait {
     place: Mutex<Option<Box<Place>>>,
-    /// What :meth:`Decider.called` names it by.
+    /// Its number in :meth:`Decider.called`.
     #[pyo3(get)]
     number: u64,
 }
@@ -273,16 +274,16 @@ impl RouterWait {
 
 #[pymethods]
 impl RouterWait {
-    /// Book it where there is room by now; to be called when it is called.
+    /// Book it if there is room now; call this when the request is called.
     ///
     /// Returns:
-    ///     None while there is none: it goes on waiting, and the next one is called.
+    ///     None without room: it keeps waiting, and the next request is called.
     ///
     /// Raises:
-    ///     KvflashError: As :meth:`RouterCore.book`; it has left the line then.
-    ///     ClosedError: It waits no more.
+    ///     KvflashError: As :meth:`RouterCore.book`; the request has then left the queue.
+    ///     ClosedError: It no longer waits.
     fn try_again(&self, py: Python<'_>) -> PyResult<Option<RouterBooking>> {
-        // Out of its lock while it is asked: another thread may want the GIL.
+        // Without holding its lock during the call: another thread may want the GIL.
         let mut place = self.take(py)?;
         let is_long = place.booker.request.prompt.locals.len() > SHORT_BLOCKS;
         let (tried, place) = detached(py, is_long, || {
@@ -302,7 +303,7 @@ impl RouterWait {
         Ok(booked.map(RouterBooking::new))
     }
 
-    /// Leave, because it took too long: the AllBusyError to raise.
+    /// Leave the queue after a timeout; returns the AllBusyError to raise.
     fn expire(&self, py: Python<'_>) -> PyErr {
         match self.take(py) {
             Ok(place) => {
@@ -315,7 +316,7 @@ impl RouterWait {
         }
     }
 
-    /// Leave the line. Again, or after :meth:`try_again` has booked, it does nothing.
+    /// Leave the queue. Does nothing if it has left, or after :meth:`try_again` has booked it.
     fn leave(&self) {
         let _left = self.place.lock().take();
     }

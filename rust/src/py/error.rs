@@ -1,4 +1,4 @@
-//! The core's errors as Python's, whose classes live in `kvflash.errors`.
+//! Converts the core's errors to Python's, with the classes of `kvflash.errors`.
 
 use kvflash_core::error::Error;
 use pyo3::exceptions::PyRuntimeError;
@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyType;
 
-/// Raise `error` as the class of `kvflash.errors` that stands for its cause.
+/// The exception for `error`, in the class of `kvflash.errors` for its cause.
 pub(super) fn raise(py: Python<'_>, error: &Error) -> PyErr {
     let (_, class) = error.kind();
     static MODULE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
@@ -20,7 +20,7 @@ pub(super) fn raise(py: Python<'_>, error: &Error) -> PyErr {
     }
 }
 
-/// Turns the core's results into Python's.
+/// Converts the core's results to Python's.
 pub(super) trait OrRaise<T> {
     fn or_raise(self, py: Python<'_>) -> PyResult<T>;
 }

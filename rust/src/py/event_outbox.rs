@@ -1,4 +1,4 @@
-//! What a publisher does before its sockets: check, encode, number, keep for replay.
+//! A publisher's work before its sockets: check, encode, number, keep for replay.
 
 use std::time::{Duration, Instant};
 
@@ -16,7 +16,7 @@ use super::buffer::{hashes, tokens};
 use super::error::raise;
 use super::kv_indexer::one_hash;
 
-/// Number, or the mark of the end, and payload.
+/// Sequence number (or the end marker) and payload.
 type Batch = (u64, Py<PyBytes>);
 
 fn failed(py: Python<'_>, error: kvflash_publish::Error) -> PyErr {
@@ -33,14 +33,14 @@ fn refused(field: &str, must: &str, value: &Bound<'_, PyAny>) -> PyErr {
     raise(value.py(), &Error::invalid(format!("{field} must be {must}, got {shown}")))
 }
 
-/// A name; "" is none.
+/// A name; "" means none.
 fn name(field: &str, value: Option<&Bound<'_, PyAny>>) -> PyResult<Option<String>> {
     let Some(value) = value else { return Ok(None) };
     let text = value.cast::<PyString>().map_err(|_| refused(field, "text", value))?;
     Ok(Some(text.to_string()).filter(|text| !text.is_empty()))
 }
 
-/// An engine's number of a LoRA adapter; 0 is none.
+/// An engine's number of a LoRA adapter; 0 means none.
 fn lora_number(value: Option<&Bound<'_, PyAny>>) -> PyResult<u64> {
     let Some(value) = value else { return Ok(0) };
     let number = value.extract().ok().filter(|_| !value.is_instance_of::<PyBool>());
@@ -61,7 +61,7 @@ struct MediaObject {
     offsets: Option<Vec<[i64; 2]>>,
 }
 
-/// The parts of a block that items take.
+/// The parts of a block that multimodal items cover.
 fn media(block: usize, info: &Bound<'_, PyAny>, block_size: u32) -> PyResult<Vec<Part>> {
     let mut parts = Vec::new();
     if !info.is_truthy()? {
@@ -73,7 +73,7 @@ fn media(block: usize, info: &Bound<'_, PyAny>, block_size: u32) -> PyResult<Vec
     let objects = info.extract::<MediaInfo<'_>>().map_err(|_| refuse())?.mm_objects;
     for (item, object) in objects.iter().enumerate() {
         let MediaObject { mm_hash: hash, offsets } = object.extract().map_err(|_| refuse())?;
-        // Without offsets the item is taken to fill the block.
+        // Without offsets the item fills the block.
         let whole = vec![[0, i64::from(block_size)]];
         let offsets = offsets.filter(|offsets| !offsets.is_empty()).unwrap_or(whole);
         parts.extend(offsets.into_iter().map(|[start, end]| Part { item, hash, start, end }));
@@ -81,22 +81,22 @@ fn media(block: usize, info: &Bound<'_, PyAny>, block_size: u32) -> PyResult<Vec
     Ok(parts)
 }
 
-/// The events of one data parallel rank on their way to the sockets that Python has.
+/// The events of one data parallel rank on their way to Python's sockets.
 ///
 /// Any thread puts events. One thread polls ``fileno`` and its sockets for at most ``wait_ms``,
 /// hands requests to ``ask``, and sends what ``take`` and ``replies`` return, until ``is_over``.
 ///
 /// Args:
 ///     block_size: Tokens in a block, at least 1.
-///     shape: Of events: ``tagged``, the maps of vLLM 0.27, ``positional``, the arrays of 0.22, or
-///         ``own``, maps with ``cache_salt`` in place of a first extra key.
+///     shape: Event format: ``tagged``, the maps of vLLM 0.27, ``positional``, the arrays of 0.22,
+///         or ``own``, maps with ``cache_salt`` in place of a first extra key.
 ///     dp_rank: Rank in every batch.
-///     tick_s: How long the first event of a batch waits for more.
-///     event_bytes_max: Of an event of several blocks.
+///     tick_s: How long the first event of a batch waits for more events.
+///     event_bytes_max: Size limit of an event with several blocks.
 ///     batch_bytes_max: A batch is closed at this many bytes, or 1,024 events.
-///     pending_bytes_max: Encoded events that may wait; beyond it calls wait.
+///     pending_bytes_max: Encoded events that may wait; above it calls block.
 ///     ring_batches: Batches kept for replay.
-///     ring_bytes: Memory that they may take; the oldest go first.
+///     ring_bytes: Memory for these batches; the oldest are dropped first.
 ///
 /// Raises:
 ///     InvalidArgumentError: The block size is 0.
@@ -150,7 +150,7 @@ impl EventOutbox {
     /// Queue stored blocks; see ``KvEventPublisher.publish_stored``.
     ///
     /// Returns:
-    ///     What to say of blocks that were dropped, if any were.
+    ///     A message about dropped blocks, if any.
     #[pyo3(signature = (
         token_ids, num_block_tokens, block_hashes, lora_id=None, parent_hash=None,
         block_mm_infos=None, *, lora_name=None, cache_salt=None, medium=None
@@ -223,7 +223,7 @@ impl EventOutbox {
             .map_err(|error| failed(py, error))
     }
 
-    /// Queue that no block is left.
+    /// Queue that the cache is empty.
     fn clear(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.inner.clear()).map_err(|error| failed(py, error))
     }
@@ -231,17 +231,17 @@ impl EventOutbox {
     /// Queue encoded events, which stay together.
     ///
     /// Raises:
-    ///     ClosedError: It is closed, or belongs to the process that this one was forked from.
+    ///     ClosedError: It is closed, or belongs to the parent of a forked process.
     fn put(&self, py: Python<'_>, events: Vec<Vec<u8>>) -> PyResult<()> {
         py.detach(|| self.inner.outbox.put(events)).map_err(|error| failed(py, error))
     }
 
-    /// Close the batch of the events that wait; never waits.
+    /// Close the batch of the waiting events; never waits.
     fn cut(&self, py: Python<'_>) {
         py.detach(|| self.inner.outbox.cut());
     }
 
-    /// Wait until everything that was put before is sent; False if that took longer.
+    /// Wait until everything queued before is sent; False if that took longer.
     fn flush(&self, py: Python<'_>, timeout_s: f64) -> PyResult<bool> {
         let timeout = Duration::try_from_secs_f64(timeout_s.max(0.0)).unwrap_or(Duration::MAX);
         let timeout = timeout.min(Duration::from_secs(86_400));
@@ -249,35 +249,35 @@ impl EventOutbox {
         left.map(|left| left == 0).map_err(|error| failed(py, error))
     }
 
-    /// Take no more; the thread sends what is queued. Raises ClosedError in a fork.
+    /// Accept no more; the thread sends what is queued. Raises ClosedError in a fork.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.inner.outbox.close()).map_err(|error| failed(py, error))
     }
 
-    /// A descriptor that is readable when the thread has something to do.
+    /// A descriptor that is readable when the thread has work.
     fn fileno(&self) -> i32 {
         self.inner.outbox.descriptor()
     }
 
-    /// How long the thread may wait; None = until the descriptor is readable.
+    /// How long the thread may wait; None: until the descriptor is readable.
     fn wait_ms(&self) -> Option<u64> {
         let wait = self.inner.outbox.wait(Instant::now())?;
-        // Rounded up: zero would mean not to wait at all.
+        // Rounded up, because zero would busy-wait.
         Some(wait.as_micros().div_ceil(1_000) as u64)
     }
 
-    /// Number and payload of the next batch; the one before counts as sent from here on.
+    /// Number and payload of the next batch; the previous one then counts as sent.
     fn take(&self, py: Python<'_>) -> Option<Batch> {
         let (number, payload) = py.detach(|| self.inner.outbox.take(Instant::now()))?;
         Some((number, PyBytes::new(py, &payload).unbind()))
     }
 
-    /// Take a request ``[client, b"", number]`` for a replay; False when it is none.
+    /// Process a request ``[client, b"", number]`` for a replay; False if it is not one.
     fn ask(&self, frames: Vec<Vec<u8>>) -> bool {
         self.inner.outbox.ask(&frames) != Request::Malformed
     }
 
-    /// ``[client, number, payload]`` of what is to be replayed now.
+    /// ``[client, number, payload]`` of the batches to replay now.
     fn replies(&self, py: Python<'_>) -> Vec<[Py<PyBytes>; 3]> {
         let bytes = |bytes: &[u8]| PyBytes::new(py, bytes).unbind();
         let replies = self.inner.outbox.replies();
@@ -288,17 +288,17 @@ impl EventOutbox {
         frames.collect()
     }
 
-    /// Closed, and everything handed over.
+    /// Whether it is closed and everything is handed over.
     fn is_over(&self) -> bool {
         self.inner.outbox.is_over()
     }
 
-    /// The thread has ended, however; nobody waits for it any more.
+    /// The thread has ended, for whatever reason; release all waiting calls.
     fn end(&self, py: Python<'_>) {
         py.detach(|| self.inner.outbox.end());
     }
 
-    /// Counters and gauges; units are in the names.
+    /// Counters and gauges; names include units.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = self.inner.stats();
         let out = stats.outbox;

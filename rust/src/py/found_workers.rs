@@ -1,4 +1,4 @@
-//! Workers that an indexer finds.
+//! Workers that an indexer discovers.
 
 use kvflash_core::catalog::ModelKey;
 use kvflash_core::ids::InstanceId;
@@ -8,13 +8,13 @@ use pyo3::prelude::*;
 use super::catalog::Catalog;
 use super::error::OrRaise;
 
-/// Engines whose events a catalog follows though nobody registers them.
+/// Engines whose events a catalog follows without registration.
 ///
 /// Args:
-///     catalog: Where events go.
-///     model_name: What engines serve that are known by their address alone.
-///     tenant_id: Their tenant; those that only prefill have ``prefill``.
-///     block_size: Tokens in a block of theirs; None: as their events say.
+///     catalog: Receives the events.
+///     model_name: Model of engines that are known only by address.
+///     tenant_id: Their tenant; prefill-only workers have ``prefill``.
+///     block_size: Tokens in a block of theirs; None: from their events.
 ///     max_workers: Limit of workers.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct FoundWorkers {
@@ -37,38 +37,39 @@ impl FoundWorkers {
         Self { inner: indexer::FoundWorkers::new(catalog, key, block_size, max_workers) }
     }
 
-    /// Follow an engine, ``URL[,events=...][,replay=...][,id=N][,dp=N][,role=...]``; its number.
+    /// Follow an engine, ``URL[,events=...][,replay=...][,id=N][,dp=N][,role=...]``; returns its
+    /// number.
     ///
     /// Raises:
     ///     ConfigError: Names the field, what is legal and what came.
-    ///     ConflictError: The number is taken, or another block size than the model's.
+    ///     ConflictError: The number is taken, or the block size differs from the model's.
     ///     OverloadedError: The limit is reached.
     fn add_worker(&self, py: Python<'_>, spec: &str) -> PyResult<InstanceId> {
         py.detach(|| self.inner.add(spec)).or_raise(py)
     }
 
-    /// Follow a worker of discovery, or what has changed of it; its number.
+    /// Follow a discovered worker, or apply its changes; returns its number.
     ///
     /// Args:
     ///     worker: As :meth:`Frontend.put_worker` takes it.
     ///
     /// Raises:
     ///     ConfigError: Names the field, what is legal and what came.
-    ///     ConflictError: Another block size than the model's.
+    ///     ConflictError: The block size differs from the model's.
     ///     OverloadedError: The limit is reached.
     fn put_worker(&self, py: Python<'_>, worker: &str) -> PyResult<InstanceId> {
         py.detach(|| self.inner.put(worker)).or_raise(py)
     }
 
-    /// Whether a worker takes new requests; what it holds is followed all the same.
+    /// Set whether a worker takes new requests; its events are followed either way.
     ///
     /// Args:
     ///     instance_id: The worker.
     ///     state: ``active`` or ``draining``.
     ///
     /// Raises:
-    ///     ConfigError: There is no such state.
-    ///     NotFoundError: There is no such worker.
+    ///     ConfigError: An unknown state.
+    ///     NotFoundError: An unknown worker.
     fn set_worker_state(
         &self,
         py: Python<'_>,
@@ -78,7 +79,7 @@ impl FoundWorkers {
         py.detach(|| self.inner.set_state(instance_id, state)).or_raise(py)
     }
 
-    /// Follow it no more, and forget what it holds.
+    /// Stop following a worker, and forget its blocks.
     ///
     /// Raises:
     ///     NotFoundError: It is not followed.

@@ -23,13 +23,13 @@ use super::settings::{finish, given};
 /// The OpenAI-compatible frontend in this process; it does not listen yet.
 ///
 /// Args:
-///     policy_desk: Where a policy in Python is asked.
-///     has_broker_events: Events that a broker carries are heard.
-///     waits_for: Where workers are expected from, for clients that ask before there are any.
-///     settings: By the keys of ``settings_table``.
+///     policy_desk: Desk that asks a policy in Python.
+///     has_broker_events: Whether events over a broker are received.
+///     waits_for: Where workers are expected from, for the response before any have joined.
+///     settings: Under the keys of ``settings_table``.
 ///
 /// Raises:
-///     ConfigError: A setting that can't work.
+///     ConfigError: An invalid setting.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct Frontend {
     catalog: Arc<catalog::Catalog>,
@@ -92,42 +92,42 @@ impl Frontend {
         .or_raise(py)
     }
 
-    /// What knows its models, engines and their blocks.
+    /// The catalog of its models, engines and their blocks.
     #[getter]
     fn catalog(&self) -> Catalog {
         Catalog { inner: Arc::clone(&self.catalog) }
     }
 
-    /// What it tells replicas, and what they tell it.
+    /// The bookings shared with replicas.
     #[getter]
     fn bookings(&self) -> Bookings {
         let app = self.app.clone();
         Bookings::new(app.outbox(), Box::new(move |call| app.any_selector(call)))
     }
 
-    /// What ``/metrics`` tells besides its own: lines of the OpenMetrics text format.
+    /// Set additional lines for ``/metrics``, in the OpenMetrics text format.
     fn set_more_metrics(&self, text: String) {
         self.app.set_more_metrics(text);
     }
 
-    /// What makes matching fail and only the caller knows, for ``/health``; replaces others.
+    /// Set the caller's warnings about failed matching for ``/health``; replaces earlier ones.
     fn set_warnings(&self, warnings: Vec<String>) {
         self.app.set_warnings(warnings);
     }
 
-    /// Ask this indexer from now on; none while there is None. Where it was not named at first.
+    /// Use this indexer from now on; None: use none. Only if settings name no indexer.
     ///
     /// Raises:
-    ///     ConfigError: It is no ``http://host:port``.
+    ///     ConfigError: Not ``http://host:port``.
     #[pyo3(signature = (url))]
     fn set_remote_indexer(&self, py: Python<'_>, url: Option<&str>) -> PyResult<()> {
         self.app.set_remote_indexer(url).or_raise(py)
     }
 
-    /// Check a spec as :meth:`add_worker` takes it; nothing is added.
+    /// Check a spec for :meth:`add_worker`; nothing is added.
     ///
     /// Raises:
-    ///     ConfigError: A bad spec; names the field, what is legal and what came.
+    ///     ConfigError: An invalid spec; names the field, what is legal and what came.
     #[staticmethod]
     fn check_worker(py: Python<'_>, spec: &str) -> PyResult<()> {
         spec.parse::<EngineSpec>().map(drop).or_raise(py)
@@ -139,29 +139,29 @@ impl Frontend {
     ///     Its instance id.
     ///
     /// Raises:
-    ///     ConfigError: A bad spec.
-    ///     ConflictError: The id or address is there already.
+    ///     ConfigError: An invalid spec.
+    ///     ConflictError: The id or address is already in use.
     fn add_worker(&self, py: Python<'_>, spec: &str) -> PyResult<u64> {
         let spec: EngineSpec = spec.parse().or_raise(py)?;
         py.detach(|| self.service.enter(|| self.app.add(spec))).or_raise(py)
     }
 
-    /// Add a worker of the runtime, or change it.
+    /// Add or change a worker of the runtime.
     ///
     /// Args:
     ///     worker: JSON: ``{"id", "plane": {"kind": "tcp", "address"} | {"kind": "http", "url"},
-    ///         "endpoint": "namespace/component/endpoint", "card": the model card, "events":
-    ///         {dp rank: {"endpoint", "replay_endpoint"}}}``. An endpoint ``nats://`` is subscribed
-    ///         to, and a stream's ``jetstream://`` heard by its follower, with has_broker_events
-    ///         only. The same worker with other events keeps its connections and load; with
-    ///         another card or address it is a new one.
+    ///         "endpoint": "namespace/component/endpoint", "card": the model card, "events": {dp
+    ///         rank: {"endpoint", "replay_endpoint"}}}``. With has_broker_events, a ``nats://``
+    ///         endpoint is subscribed to, and the stream's follower delivers a ``jetstream://``
+    ///         one. A worker with changed events keeps its connections and load; with another card
+    ///         or address it is a new worker.
     ///
     /// Returns:
     ///     Its instance id.
     ///
     /// Raises:
     ///     ConfigError: Names the field at fault or the tokenizer's file.
-    ///     ConflictError: The id belongs to an engine that was added by hand.
+    ///     ConflictError: The id belongs to an engine that was added with add_worker.
     ///     OverloadedError: The limit of workers or tokenizers is reached.
     ///
     /// Cost: the first worker of a model loads its tokenizer, up to seconds; releases the GIL.
@@ -169,15 +169,15 @@ impl Frontend {
         py.detach(|| self.service.enter(|| self.app.put_worker(worker))).or_raise(py)
     }
 
-    /// Take a worker out of service, or back into it: its blocks and running requests stay.
+    /// Take a worker out of service, or back into it; its blocks and running requests stay.
     ///
     /// Args:
     ///     instance_id: The worker.
     ///     state: ``active`` or ``draining``.
     ///
     /// Raises:
-    ///     ConfigError: There is no such state.
-    ///     NotFoundError: There is no such worker.
+    ///     ConfigError: An unknown state.
+    ///     NotFoundError: An unknown worker.
     fn set_worker_state(
         &self,
         py: Python<'_>,
@@ -187,23 +187,23 @@ impl Frontend {
         py.detach(|| self.app.set_worker_state(instance_id, state)).or_raise(py)
     }
 
-    /// Remove a worker: no new requests, its blocks are forgotten; requests in flight go on.
+    /// Remove a worker: it gets no new requests, its blocks are forgotten; running requests go on.
     ///
     /// Raises:
-    ///     NotFoundError: There is none.
+    ///     NotFoundError: An unknown worker.
     fn remove_worker(&self, py: Python<'_>, instance_id: InstanceId) -> PyResult<()> {
         py.detach(|| self.app.remove_worker(instance_id)).or_raise(py)
     }
 
-    /// Take a runtime worker's own report of its load.
+    /// Apply a runtime worker's report of its load.
     ///
     /// Args:
     ///     report: JSON: ``{"id", "dp_rank", "kv_used_blocks", "kv_total_blocks",
-    ///         "active_decode_blocks", "active_prefill_tokens"}``; what is missing is not known.
+    ///         "active_decode_blocks", "active_prefill_tokens"}``; missing fields are unknown.
     ///
     /// Raises:
     ///     ConfigError: Names the field at fault.
-    ///     NotFoundError: No such worker.
+    ///     NotFoundError: An unknown worker.
     fn report_load(&self, py: Python<'_>, report: &str) -> PyResult<()> {
         py.detach(|| self.app.report_load(report)).or_raise(py)
     }
@@ -225,7 +225,7 @@ impl Frontend {
         .or_raise(py)
     }
 
-    /// Tell whoever asks for readiness that it is about to stop; requests are still taken.
+    /// Report in the readiness check that it is about to stop; it still accepts requests.
     fn announce_stop(&self) {
         self.service.shutdown.announce();
     }

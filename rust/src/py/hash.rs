@@ -12,30 +12,32 @@ use super::error::raise;
 use super::prompt_keys::{digests, media};
 use super::query::{SHORT_TOKENS, detached};
 
-/// Hash the full blocks of a prompt, each by itself.
+/// Hash the full blocks of a prompt, each independently.
 ///
 /// Args:
 ///     tokens: Token ids, u32: a list, or any contiguous buffer (array, numpy uint32 or int64,
 ///         memoryview). Buffers of unsigned 32-bit integers are not copied.
 ///     kv_block_size: Tokens in a block.
-///     lora_name: LoRA adapter that the prompt is for; part of the hash.
+///     lora_name: LoRA adapter of the prompt; part of the hash.
 ///     cache_salt: Cache salt of the prompt; part of the hash.
 ///     is_eagle: Each block also covers the token after it, as EAGLE engines hash.
 ///     mm: Multimodal items, mappings with ``identifier`` (text, 1 to 1,024 bytes), ``offset`` and
-///         ``length`` (tokens of the prompt, u32); shape [items], 65,536 at most, in any order.
+///         mm: Multimodal items, mappings with ``identifier`` (string, 1 to 1,024 bytes),
+///             ``offset`` and
 ///     embeds: Digests of the prompt's embeddings, as bytes or in hexadecimal digits, 1 to 1,024
-///         bytes each; shape [blocks], 65,536 at most. Hashes end at the first block without one.
-///
+///         embeds: Digests of the prompt's embeddings, as bytes or in hexadecimal digits, 1 to
+///             1,024 bytes each; shape [blocks], 65,536 at most. Hashing stops at the first block
+///             without one.
 /// Returns:
 ///     Local block hashes, u64, in prompt order. An incomplete last block has none.
-///
+/// Local block hashes, u64, in prompt order. An incomplete last block has no hash.
 /// Raises:
 ///     InvalidArgumentError: A token outside u32, by index and value; a block size below 1; a wrong
-///         item or digest, by index and field; or one of these with is_eagle.
-///
+///         InvalidArgumentError: A token outside u32, by index and value; a block size below 1; an
+///             invalid item or digest, by index and field; or either of these with is_eagle.
 /// Cost: O(tokens); releases the GIL while hashing. Making the list takes longer than hashing: see
-///     compute_block_hash_array.
-/// Source: XXH3-64, seed 1337, over little-endian u32 tokens, as NVIDIA Dynamo's router hashes.
+///     Cost: O(tokens); releases the GIL while hashing. Building the list takes longer than
+///         hashing: see compute_block_hash_array.
 #[pyfunction]
 #[pyo3(signature = (
     tokens, kv_block_size, *, lora_name=None, cache_salt=None, is_eagle=false, mm=None, embeds=None
@@ -67,27 +69,27 @@ pub(super) fn compute_block_hash_for_seq(
 /// Hash the full blocks of a prompt into memory instead of a list.
 ///
 /// Args:
-///     tokens: As for compute_block_hash_for_seq, and so are the other arguments.
+///     tokens: As for compute_block_hash_for_seq, like the other arguments.
 ///     kv_block_size: Tokens in a block.
-///     lora_name: LoRA adapter that the prompt is for; part of the hash.
+///     lora_name: LoRA adapter of the prompt; part of the hash.
 ///     cache_salt: Cache salt of the prompt; part of the hash.
 ///     is_eagle: Each block also covers the token after it, as EAGLE engines hash.
 ///     out: Writable, contiguous buffer of u64 (numpy uint64, array "Q") with room for all hashes,
-///         to be used again from call to call; new memory when not given.
+///         which can be reused between calls; default: new memory.
 ///     mm: Multimodal items of the prompt, as for compute_block_hash_for_seq; shape [items].
-///     embeds: Digests of its embeddings, as there; shape [blocks].
+///     embeds: Digests of its embeddings, likewise; shape [blocks].
 ///
 /// Returns:
-///     Local block hashes as a view of u64: of the beginning of ``out``, or of new read-only bytes.
-///     ``numpy.asarray`` and all functions here take it without a copy.
+///     Local block hashes as a view of u64: the beginning of ``out``, or new read-only bytes.
+///         ``numpy.asarray`` and all functions here accept it without a copy.
 ///
 /// Raises:
-///     InvalidArgumentError: A token outside u32; a block size below 1; a wrong item or digest, or
-///         one of these with is_eagle; or an ``out`` that is too short, of another type, read-only,
-///         or in the same memory as the tokens.
+///     InvalidArgumentError: A token outside u32; a block size below 1; an invalid item or digest,
+///         or either of these with is_eagle; or an ``out`` that is too short, of another type,
+///         read-only, or in the same memory as the tokens.
 ///
-/// Cost: O(tokens), some gigatokens a second from a buffer of u32; releases the GIL for long
-///     prompts.
+/// Cost: O(tokens), some gigatokens per second from a buffer of u32; releases the GIL for long
+/// prompts.
 #[pyfunction]
 #[pyo3(signature = (
     tokens, kv_block_size, *, lora_name=None, cache_salt=None, is_eagle=false, out=None, mm=None,
@@ -150,13 +152,13 @@ pub(super) fn compute_block_hash_array<'py>(
     PyMemoryView::from(bytes.as_any())?.call_method1(intern!(py, "cast"), (intern!(py, "Q"),))
 }
 
-/// Chain local block hashes, so that each one names its whole prefix.
+/// Chain local block hashes, so that each one identifies its whole prefix.
 ///
 /// Args:
-///     block_hashes: Local block hashes in prompt order; 64 bits, negative ones by their bits.
+///     block_hashes: Local block hashes in prompt order; 64 bits, signed or unsigned.
 ///
 /// Returns:
-///     Sequence hashes, u64, one a block.
+///     Sequence hashes, u64, one per block.
 ///
 /// Raises:
 ///     InvalidArgumentError: A hash outside 64 bits, by index and value.
@@ -168,7 +170,7 @@ pub(super) fn compute_sequence_hashes(block_hashes: &Bound<'_, PyAny>) -> PyResu
     Ok(out)
 }
 
-/// Hash of a multimodal item's identifier, as it enters the hashes of the blocks it is in.
+/// Hash of a multimodal item's identifier, part of the hashes of its blocks.
 #[pyfunction]
 pub(super) fn item_hash(identifier: &str) -> u64 {
     hash::item_hash(identifier)

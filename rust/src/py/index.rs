@@ -1,4 +1,4 @@
-//! What the classes over an index have in common.
+//! Shared code of the classes over an index.
 
 use kvflash_core::catalog::apply_router_event;
 use kvflash_core::codec::router::{KvEvent, RouterEvent};
@@ -37,7 +37,7 @@ pub(super) fn workers(index: &dyn BlockIndex) -> Vec<(u64, u32)> {
 }
 
 pub(super) fn stats<'py>(py: Python<'py>, index: &dyn BlockIndex) -> PyResult<Bound<'py, PyDict>> {
-    // All fields by name: one that is added to the index does not compile until it is told here.
+    // All fields by name, so that a new field of the index does not compile until it is added here.
     macro_rules! dict {
         ($stats:expr; $($field:ident),* $(,)?) => {{
             let IndexStats { $($field),* } = $stats;
@@ -61,7 +61,7 @@ pub(super) fn block_size(py: Python<'_>, size: u32) -> PyResult<u32> {
     hash::check_block_size(size).map_err(|error| raise(py, &error))
 }
 
-/// A tier by the name routers give it, or by an engine's medium.
+/// A tier by its name in routers, or by an engine's medium.
 pub(super) fn tier(py: Python<'_>, name: &str) -> PyResult<Tier> {
     Tier::from_name(name).or_else(|| Tier::from_medium(name)).ok_or_else(|| {
         let message = format!(

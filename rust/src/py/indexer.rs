@@ -22,7 +22,7 @@ use super::settings::{finish, given};
 /// The standalone indexer's HTTP service in this process; it does not listen yet.
 ///
 /// Args:
-///     settings: By the keys of ``settings_table``; those of the index, ``peers`` and others.
+///     settings: Under the keys of ``settings_table``; those of the index, ``peers`` and others.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct Indexer {
     catalog: Arc<catalog::Catalog>,
@@ -49,7 +49,7 @@ impl Indexer {
         let limits = CatalogOptions { max_blocks, index_memory_bytes, ..CatalogOptions::default() };
         let catalog = Arc::new(catalog::Catalog::new(limits, Arc::new(SystemClock::default())));
         if !options.peers.is_empty() {
-            // Engines that register before the start wait for the recovery, too.
+            // Engines that register before the start also wait for the recovery.
             catalog.hold();
         }
         let drain = options.drain_timeout_s;
@@ -57,7 +57,7 @@ impl Indexer {
         Ok(Self { catalog, options, http, service })
     }
 
-    /// What knows its models, engines and their blocks.
+    /// The catalog of its models, engines and their blocks.
     #[getter]
     fn catalog(&self) -> Catalog {
         Catalog { inner: Arc::clone(&self.catalog) }
@@ -66,7 +66,8 @@ impl Indexer {
     /// Bind and serve in the background. Returns the bound port.
     ///
     /// Raises:
-    ///     ConfigError: The address can't be bound, or metrics_prefix begins no name.
+    ///     ConfigError: The address can't be bound, or metrics_prefix is not a valid metric name
+    ///         prefix.
     fn start(&self, py: Python<'_>, host: &str, port: u16) -> PyResult<u16> {
         py.detach(|| {
             let app = self.service.enter(|| {
@@ -77,7 +78,7 @@ impl Indexer {
         .or_raise(py)
     }
 
-    /// Tell whoever asks for readiness that it is about to stop; requests are still taken.
+    /// Report in the readiness check that it is about to stop; it still accepts requests.
     fn announce_stop(&self) {
         self.service.shutdown.announce();
     }
@@ -88,23 +89,23 @@ impl Indexer {
     ///     instance_id: The engine's number, u64.
     ///     endpoint: Where it publishes: ``tcp://host:port``, ``ipc://path`` or ``inproc://name``.
     ///     model_name: Model that it serves.
-    ///     block_size: Tokens in a block of its, at least 1.
+    ///     block_size: Tokens in a block of this engine, at least 1.
     ///     tenant_id: Tenant of the model.
     ///     dp_rank: Data parallel rank, u32.
-    ///     replay_endpoint: Where it replays; None if it does not.
+    ///     replay_endpoint: Where it replays; None without a replay.
     ///     lora_name: Adapter of events and queries that name none.
     ///     additional_salt: Salt of events and queries that name none.
-    ///     capacity_blocks: Blocks that the device of a rank has, at least 1.
-    ///     attention_chunk_size: Tokens of a chunk of the engine's chunked local attention, at
-    ///         least 1. Without it a prefix counts only where all its chunks are held.
-    ///     offload_chunk: Tokens that the engine copies to a farther tier at once; a multiple of
-    ///         block_size. Without it, the most tokens that one event named there.
+    ///     capacity_blocks: Device blocks per rank, at least 1.
+    ///     attention_chunk_size: Tokens in a chunk of the engine's chunked local attention, at
+    ///         least 1. Default: a prefix counts only if all its chunks are held.
+    ///     offload_chunk: Tokens that the engine copies to a slower tier at once; a multiple of
+    ///         block_size. Default: the largest number of tokens in one event of that tier.
     ///
     /// Raises:
-    ///     ConflictError: Registered already, or another block size, adapter or salt than the
-    ///         index's.
-    ///     InvalidArgumentError: Block size or capacity below 1, an endpoint that is none, no
-    ///         model name, or a chunk out of range; names the field.
+    ///     ConflictError: Already registered, or with another block size, adapter or salt than the
+    ///         index has.
+    ///     InvalidArgumentError: Block size or capacity below 1, an invalid endpoint, no model
+    ///         name, or a chunk out of range; names the field.
     ///     OverloadedError: The limit of publishers or models is reached.
     #[pyo3(signature = (instance_id, endpoint, *, model_name, block_size, tenant_id="default", dp_rank=0, replay_endpoint=None, lora_name=None, additional_salt=None, capacity_blocks=None, attention_chunk_size=None, offload_chunk=None))]
     #[allow(clippy::too_many_arguments)]
@@ -140,7 +141,7 @@ impl Indexer {
     /// Remove an instance or one rank of it, as POST /unregister does.
     ///
     /// Raises:
-    ///     NotFoundError: Nothing fits.
+    ///     NotFoundError: No publisher matches.
     #[pyo3(signature = (instance_id, *, model_name, tenant_id=None, dp_rank=None))]
     fn unregister(
         &self,
@@ -155,21 +156,21 @@ impl Indexer {
             .map(|_| ())
     }
 
-    /// The answer of POST /query, as JSON.
+    /// The response of POST /query, as JSON.
     ///
     /// Args:
     ///     token_ids: Tokens of the prompt, u32; shape [tokens].
     ///     model_name: Model to ask about.
     ///     tenant_id: Its tenant.
-    ///     lora_name: Adapter; None = the index's, "" = none.
-    ///     lora_path: Path of the adapter as the engine was given it.
-    ///     cache_salt: Salt; None = the index's, "" = none.
+    ///     lora_name: Adapter; None: the index's, "": no adapter.
+    ///     lora_path: Path of the adapter as passed to the engine.
+    ///     cache_salt: Salt; None: the index's, "": no salt.
     ///     mm: Multimodal items, as for compute_block_hash_for_seq; shape [items].
-    ///     embeds: Digests of the prompt's embeddings, as there; shape [blocks].
+    ///     embeds: Digests of the prompt's embeddings, likewise; shape [blocks].
     ///
     /// Raises:
-    ///     InvalidArgumentError: A token outside u32, by index, or a wrong item or digest, by index
-    ///         and field.
+    ///     InvalidArgumentError: A token outside u32, by index, or an invalid item or digest, by
+    ///         index and field.
     ///     NotFoundError: Unknown model and tenant.
     #[pyo3(signature = (token_ids, *, model_name, tenant_id="default", lora_name=None, lora_path=None, cache_salt=None, mm=None, embeds=None))]
     #[allow(clippy::too_many_arguments)]
