@@ -21,41 +21,41 @@ use super::query::{SHORT_TOKENS, Shape, detached, matches, overlaps};
 use super::snapshot;
 use super::time::{Time, ttl_ms};
 
-/// Which worker holds which blocks, by what engines report.
+/// Which worker holds which blocks, as reported by engines.
 ///
-/// Has the names of NVIDIA Dynamo's class of this name. Its methods are plain ones, since they
-/// never wait for anything; answers of queries can be awaited all the same (see OverlapScores).
+/// Compatible with NVIDIA Dynamo's class of this name. Its methods are synchronous, because they
+/// never wait; results of queries can be awaited all the same (see OverlapScores).
 ///
 /// Consistency: a query sees every change whose call returned before it began; it never waits for
 /// writers. Safe to use from many threads.
 ///
 /// Args:
 ///     block_size: Tokens in a block of the engines.
-///     count_mode: What a second store of a name means: ``copies``: it is held until it was
-///         removed as often, as vLLM publishes; ``set``: nothing.
-///     max_blocks: Blocks that the index may hold; beyond it stores are refused. 0: no limit.
-///     capacity_blocks: Blocks that one worker keeps; beyond it its least recently stored ones
-///         go. 0: no limit.
-///     max_bytes: Memory that the index may occupy; near it the least recently stored blocks of
-///         all workers go. 0: no limit; less than 512 KiB counts as that.
-///     ttl_s: Seconds for which a block stands after its worker stored it last, or anything
-///         behind it; from 0.001. It goes at most a 64th of that and 2 ms later. None: until it
-///         is removed.
-///     clock: Returns seconds and does not go back, for ``ttl_s`` in tests and simulations; the
-///         machine's monotonic clock when not given.
+///     count_mode: Meaning of a repeated store of a name: ``copies``: the block is held until it
+///         was removed as often, as vLLM publishes; ``set``: no effect.
+///     max_blocks: Blocks that the index may hold; further stores are refused. 0: no limit.
+///     capacity_blocks: Blocks kept per worker; above it the least recently stored ones are
+///         dropped. 0: no limit.
+///     max_bytes: Memory that the index may occupy; near it the least recently stored blocks of all
+///         workers are dropped. 0: no limit; the minimum is 512 KiB.
+///     ttl_s: Seconds for which a block is kept after its worker last stored it, or any block after
+///         it; from 0.001. It is removed at most 1/64 of that and 2 ms later. None: until it is
+///         removed.
+///     clock: Returns monotonic seconds, for ``ttl_s`` in tests and simulations; default: the
+///         machine's monotonic clock.
 ///
 /// Raises:
-///     InvalidArgumentError: Block size 0, another count mode, a time out of range, or a clock
+///     InvalidArgumentError: Block size 0, an unknown count mode, a time out of range, or a clock
 ///         without ``ttl_s``.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct KvIndexer {
     index: RadixIndex,
     block_size: u32,
-    /// Where blocks run out.
+    /// Set if blocks expire.
     time: Option<Time>,
 }
 
-/// A router event's JSON, as a dump gives it or as it came over a wire.
+/// A router event's JSON, from a dump or as received.
 #[derive(FromPyObject)]
 enum Json {
     Text(PyBackedStr),
@@ -72,7 +72,7 @@ impl Json {
 }
 
 impl KvIndexer {
-    /// The index as it is by now.
+    /// The index with expired blocks removed.
     fn at_now(&self, py: Python<'_>) -> PyResult<&RadixIndex> {
         if let Some(time) = &self.time {
             time.tell(py, &self.index)?;
@@ -142,11 +142,12 @@ impl KvIndexer {
     ///         "event", "storage_tier"}``.
     ///
     /// Returns:
-    ///     How many: all.
+    ///     The number of events: all.
     ///
     /// Raises:
-    ///     DecodeError: Not such an event; names its place in the list. Those before it stay.
-    ///     InvalidArgumentError: As apply_event; the same.
+    ///     DecodeError: Not such an event; names its place in the list. Earlier events stay
+    ///         applied.
+    ///     InvalidArgumentError: As apply_event, likewise.
     fn apply_events(&self, py: Python<'_>, events: Vec<Json>) -> PyResult<usize> {
         let index = self.at_now(py)?;
         py.detach(|| {
@@ -171,19 +172,19 @@ impl KvIndexer {
     /// Args:
     ///     worker_id: The engine instance.
     ///     block_hashes: The engine's names of the blocks, in prompt order; 64 bits.
-    ///     local_hashes: Local block hashes; as many.
+    ///     local_hashes: Local block hashes, one per block.
     ///     parent_hash: The engine's name of the block before the first; None at a prompt's start.
     ///     dp_rank: Data-parallel rank within the instance.
-    ///     tier: device, host_pinned, disk, external, or an engine's word for one of them.
-    ///     lora_name: Adapter that the local hashes were made with; dumps carry it.
-    ///     cache_salt: Salt that they were made with; dumps carry it.
+    ///     tier: device, host_pinned, disk, external, or an engine's synonym.
+    ///     lora_name: Adapter that the local hashes include; part of dumps.
+    ///     cache_salt: Salt that they include; part of dumps.
     ///
     /// Returns:
     ///     Blocks that were not held under these names before.
     ///
     /// Raises:
-    ///     InvalidArgumentError: Lists of different length, an unknown parent, a block named twice;
-    ///         nothing is kept.
+    ///     InvalidArgumentError: Lists of different length, an unknown parent, or a repeated block;
+    ///         nothing is stored.
     ///
     /// Cost: O(blocks); releases the GIL. Buffers of 64-bit integers are not copied.
     #[pyo3(signature = (
@@ -229,10 +230,10 @@ impl KvIndexer {
         .or_raise(py)
     }
 
-    /// Record that a worker evicted blocks, by its names; unknown ones are skipped.
+    /// Record that a worker evicted blocks, by name; unknown names are skipped.
     ///
     /// Returns:
-    ///     Blocks that were held and no longer are.
+    ///     Blocks that were held and are now removed.
     #[pyo3(signature = (worker_id, block_hashes, dp_rank=0, tier="device"))]
     fn remove(
         &self,
@@ -252,13 +253,13 @@ impl KvIndexer {
     ///
     /// Args:
     ///     local_hashes: Local block hashes in prompt order.
-    ///     early_exit: Stop as soon as one worker is left and report the depth reached by then.
+    ///     early_exit: Stop when only one worker is left, and report the depth reached so far.
     ///
     /// Raises:
     ///     InvalidArgumentError: A hash outside 64 bits, by index and value.
     ///
-    /// Cost: one probe per branching point, a comparison of the blocks; releases the GIL for long
-    ///     prompts.
+    /// Cost: one probe per branching point plus a comparison of the blocks; releases the GIL for
+    /// long prompts.
     #[pyo3(signature = (local_hashes, early_exit=false))]
     fn find_matches(
         &self,
@@ -274,16 +275,16 @@ impl KvIndexer {
     ///
     /// Args:
     ///     token_ids: Token ids, u32; buffers of unsigned 32-bit integers are not copied.
-    ///     lora_name: LoRA adapter that the prompt is for.
+    ///     lora_name: LoRA adapter of the prompt.
     ///     cache_salt: Cache salt of the prompt.
     ///     mm: Multimodal items, as for compute_block_hash_for_seq; shape [items].
-    ///     embeds: Digests of the prompt's embeddings, as there; shape [blocks].
+    ///     embeds: Digests of the prompt's embeddings, likewise; shape [blocks].
     ///
     /// Raises:
-    ///     InvalidArgumentError: A token outside u32, by index and value, or a wrong item or
+    ///     InvalidArgumentError: A token outside u32, by index and value, or an invalid item or
     ///         digest, by index and field.
     ///
-    /// Cost: O(tokens), then as find_matches; releases the GIL for long prompts.
+    /// Cost: O(tokens), plus that of find_matches; releases the GIL for long prompts.
     #[pyo3(signature = (token_ids, lora_name=None, cache_salt=None, *, mm=None, embeds=None))]
     fn find_matches_for_request(
         &self,
@@ -307,9 +308,10 @@ impl KvIndexer {
     /// As find_matches_for_request for many prompts, with one release of the GIL.
     ///
     /// Returns:
-    ///     An answer for each prompt, in their order; they are not of one moment.
+    ///     One result per prompt, in order; they may reflect different moments.
     ///
-    /// Cost: as find_matches_for_request for each; what queries share is done once for some dozens.
+    /// Cost: that of find_matches_for_request for each prompt; common work is shared by some
+    /// dozens.
     #[pyo3(signature = (requests, lora_name=None, cache_salt=None))]
     fn find_many(
         &self,
@@ -345,17 +347,17 @@ impl KvIndexer {
         }))
     }
 
-    /// As find_matches, into the caller's memory: no object is made.
+    /// As find_matches, into the caller's memory, without creating objects.
     ///
     /// Args:
     ///     local_hashes: Local block hashes in prompt order.
     ///     worker_ids: Writable, contiguous buffer of u64 for the instances.
-    ///     dp_ranks: The same of u32 for their ranks.
-    ///     depths: The same of u32 for the leading blocks on the device.
+    ///     dp_ranks: Likewise, of u32, for their ranks.
+    ///     depths: Likewise, of u32, for the leading blocks on the device.
     ///
     /// Returns:
-    ///     Entries written, in no order. When the shortest buffer has no room for all matches, the
-    ///     deepest ones are written.
+    ///     Number of entries written, in no particular order. If the shortest buffer is too small,
+    ///     only the deepest matches are written.
     ///
     /// Raises:
     ///     InvalidArgumentError: A buffer of another type, or a read-only one.
@@ -388,12 +390,12 @@ impl KvIndexer {
         }))
     }
 
-    /// Forget all ranks of an instance. Returns how many there were.
+    /// Forget all ranks of an instance. Returns the number of ranks.
     fn remove_worker(&self, py: Python<'_>, worker_id: u64) -> usize {
         py.detach(|| self.index.remove_instance(worker_id))
     }
 
-    /// Drop the blocks of an instance (or one rank), which stays known. Returns how many.
+    /// Drop the blocks of an instance (or one rank), which stays registered. Returns their number.
     #[pyo3(signature = (worker_id, dp_rank=None))]
     fn clear_all_blocks(
         &self,
@@ -405,43 +407,43 @@ impl KvIndexer {
         Ok(py.detach(|| index::clear(index, worker_id, dp_rank)))
     }
 
-    /// Everything held as JSON router events; see RadixTree. ``apply_events`` takes them.
+    /// All blocks as JSON router events, for ``apply_events``; see RadixTree.
     fn dump_tree_as_events(&self, py: Python<'_>) -> PyResult<Vec<String>> {
         let index = self.at_now(py)?;
         Ok(py.detach(|| dump_events(index).map(|event| event.to_json()).collect()))
     }
 
-    /// Write everything held to a file, whole or not at all.
+    /// Write all blocks to a file, atomically.
     ///
-    /// It is written beside ``path`` first and then renamed over it.
+    /// The data is written beside ``path``, then renamed over it.
     ///
     /// Returns:
-    ///     ``workers``, ``blocks`` and ``bytes`` written.
+    ///     Written ``workers``, ``blocks`` and ``bytes``.
     ///
     /// Raises:
-    ///     OSError: What the file system says; ``path`` is as it was.
-    ///     InvalidArgumentError: ``path`` names no file.
+    ///     OSError: The file system's error; ``path`` is unchanged.
+    ///     InvalidArgumentError: ``path`` does not name a file.
     ///
-    /// Consistency: each worker as it was at one moment, workers at different ones. Queries go on;
-    ///     events wait while the names of one worker are copied.
+    /// Consistency: each worker is saved as of one moment, workers as of different ones. Queries go
+    /// on; events wait while the names of one worker are copied.
     ///
-    /// Cost: 16 bytes a block, and memory for two copies of the largest worker; releases the GIL.
+    /// Cost: 16 bytes per block, and memory for two copies of the largest worker; releases the GIL.
     fn save_snapshot<'py>(&self, py: Python<'py>, path: PathBuf) -> PyResult<Bound<'py, PyDict>> {
         snapshot::save(py, self.at_now(py)?, self.block_size, &path)
     }
 
-    /// Take in what a file says, before events of its workers are applied.
+    /// Load a snapshot from a file, before events of its workers are applied.
     ///
     /// Returns:
     ///     ``workers`` and ``blocks`` that were loaded; ``lost``: (worker id, dp rank, cause) of
-    ///     workers of which nothing was taken: damaged, cut off, refused by the index, or holding
-    ///     blocks already; ``cut``: whether the file ended early; ``created_ms``: when it was
+    ///     workers that were not loaded: damaged, truncated, refused by the index, or already
+    ///     holding blocks; ``cut``: whether the file ended early; ``created_ms``: when it was
     ///     saved, in milliseconds since 1970.
     ///
     /// Raises:
-    ///     InvalidArgumentError: No snapshot, a damaged head, another version or block size; names
-    ///         field, expected and found. Nothing is loaded.
-    ///     OSError: What the file system says.
+    ///     InvalidArgumentError: Not a snapshot, a damaged header, another version or block size;
+    ///         names field, expected and found. Nothing is loaded.
+    ///     OSError: The file system's error.
     ///
     /// Cost: O(blocks), and memory for the largest worker; releases the GIL.
     fn load_snapshot<'py>(&self, py: Python<'py>, path: PathBuf) -> PyResult<Bound<'py, PyDict>> {
@@ -460,7 +462,7 @@ impl KvIndexer {
         Ok(py.detach(|| index.blocks(Worker::new(worker_id, dp_rank))))
     }
 
-    /// Sizes and counters; those that only grow end in ``_total``, ``bytes`` is its memory.
+    /// Sizes and counters; monotonic ones end in ``_total``, ``bytes`` is its memory.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         index::stats(py, self.at_now(py)?)
     }

@@ -1,4 +1,4 @@
-//! The core's log lines go to stderr, beside Python's.
+//! Sends the core's log lines to stderr, beside Python's.
 
 use kvflash_core::error::Error;
 use pyo3::prelude::*;
@@ -10,13 +10,13 @@ use super::error::raise;
 ///
 /// Args:
 ///     level: error, warn, info, debug or trace.
-///     json: One JSON object a line instead of text.
+///     json: Write one JSON object per line instead of text.
 ///
 /// Returns:
-///     False when the process has a log already, which then stays.
+///     False if the process already has a log, which is kept.
 ///
 /// Raises:
-///     ConfigError: Another level.
+///     ConfigError: An unknown level.
 #[pyfunction]
 #[pyo3(signature = (level="info", *, json=false))]
 pub(super) fn init_logging(py: Python<'_>, level: &str, json: bool) -> PyResult<bool> {
@@ -31,6 +31,6 @@ pub(super) fn init_logging(py: Python<'_>, level: &str, json: bool) -> PyResult<
         .with_env_filter(EnvFilter::new(directives))
         .with_target(false)
         .with_writer(std::io::stderr);
-    // A process has one log; who comes second keeps the first one's.
+    // A process has one log; the first one is kept.
     Ok(if json { builder.json().try_init() } else { builder.with_ansi(false).try_init() }.is_ok())
 }

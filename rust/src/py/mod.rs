@@ -1,4 +1,4 @@
-//! The fence to Python: releases the GIL, calls, converts, nothing else. One class a file.
+//! The fence to Python: releases the GIL, calls, converts, nothing else. One class per file.
 
 mod approx_kv_indexer;
 mod bookings;
@@ -34,7 +34,7 @@ mod time;
 mod tokenizer;
 mod zmq_drain;
 
-/// The extension module `kvflash._core`; `_core.pyi` is its manual.
+/// The extension module `kvflash._core`, documented in `_core.pyi`.
 #[pyo3::pymodule]
 mod _core {
     #[pymodule_export]

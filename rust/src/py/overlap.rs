@@ -1,4 +1,4 @@
-//! The answer to a query as a Python class: kept as it came, converted when it is read.
+//! The result of a query as a Python class: stored unchanged, converted on access.
 
 use kvflash_core::ids::Worker;
 use kvflash_core::index::Match;
@@ -6,24 +6,24 @@ use pyo3::exceptions::PyStopIteration;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-/// How many leading blocks of a prompt each worker holds.
+/// The number of leading blocks of a prompt that each worker holds.
 ///
-/// A snapshot. The dictionaries are built when they are read, anew each time: keep what you use
-/// twice.
+/// A snapshot. Each access builds a new dictionary, so keep a result that you use twice.
 ///
-/// It can be awaited and is its own result, since the published classes answer coroutines: nothing
-/// here ever waits, ``index.find_matches(...)`` and ``await index.find_matches(...)`` are the same.
+/// It can be awaited and is its own result, for compatibility with Dynamo's classes, which return
+/// coroutines. Nothing here ever waits: ``index.find_matches(...)`` and ``await
+/// index.find_matches(...)`` are the same.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct OverlapScores {
     found: Box<[Match]>,
 }
 
-/// Facts count as they are.
+/// Reported blocks, unchanged.
 pub(super) fn facts(found: &Match) -> Match {
     *found
 }
 
-/// Predictions count as if they were held on the device, and nothing else counts.
+/// Predicted blocks as if held on the device, and no others.
 pub(super) fn predictions(found: &Match) -> Match {
     let predicted = found.predicted;
     Match { device: predicted, host: predicted, disk: predicted, external: predicted, ..*found }
@@ -41,9 +41,9 @@ impl OverlapScores {
 
 #[pymethods]
 impl OverlapScores {
-    /// Blocks on the device by (worker id, dp rank); workers without any are left out.
+    /// Blocks on the device by (worker id, dp rank), without workers that hold none.
     ///
-    /// Of an ApproxKvIndexer: blocks predicted.
+    /// For an ApproxKvIndexer: predicted blocks.
     #[getter]
     fn scores<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let scores = PyDict::new(py);
@@ -56,7 +56,7 @@ impl OverlapScores {
 
     /// Blocks by (worker id, dp rank) as (device, host, disk, external).
     ///
-    /// Each figure includes the one before it: host memory goes on where the device ends, and so
+    /// Each number includes the one before it: host memory continues the device's prefix, and so
     /// on.
     #[getter]
     fn tier_scores<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
@@ -69,7 +69,7 @@ impl OverlapScores {
         Ok(scores)
     }
 
-    /// Per depth, the number of workers that hold at least so many leading blocks.
+    /// Per depth, the number of workers that hold at least that many leading blocks.
     #[getter]
     fn frequencies(&self) -> Vec<u32> {
         let deepest = self.found.iter().map(|found| found.device).max().unwrap_or(0);
@@ -90,8 +90,7 @@ impl OverlapScores {
         self.on_device().count()
     }
 
-    /// The published classes answer coroutines. Nothing here ever waits, so the answer is there at once,
-    /// and code that awaits it gets it all the same.
+    /// Dynamo's classes return coroutines. Nothing here ever waits, so awaiting returns at once.
     fn __await__(slf: Py<Self>) -> Ready {
         Ready { scores: slf }
     }
@@ -109,7 +108,7 @@ impl OverlapScores {
     }
 }
 
-/// An awaitable's iterator that is at its end, with a result.
+/// The iterator of an awaitable that is complete, with a result.
 #[pyclass(frozen, module = "kvflash._core")]
 struct Ready {
     scores: Py<OverlapScores>,

@@ -1,4 +1,4 @@
-//! From names and the environment to policies.
+//! Creates policies from names and the environment.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ use super::policy_desk::PolicyDesk;
 /// Check the name of a policy, or a weighted strategy such as ``prefix-cache:2,least-request``.
 ///
 /// Raises:
-///     InvalidArgumentError: Lists the policies there are.
+///     InvalidArgumentError: Lists the known policies.
 #[pyfunction]
 pub(super) fn check_policy(py: Python<'_>, strategy: &str) -> PyResult<()> {
     let mut rng = SmallRng::seed_from_u64(0);
@@ -25,11 +25,11 @@ pub(super) fn check_policy(py: Python<'_>, strategy: &str) -> PyResult<()> {
     built.map(|_| ()).or_raise(py)
 }
 
-/// Check policies that only watch: strategies, or one with settings: ``kv:temperature=0.5``.
+/// Check shadow policies: strategies, or one with settings: ``kv:temperature=0.5``.
 ///
 /// Raises:
 ///     InvalidArgumentError: Names the policy, the parameter and what is legal; also for more than
-///         four, and for the same policy with the same parameters twice.
+///         four policies, and for a repeated policy with equal parameters.
 #[pyfunction]
 pub(super) fn check_shadow_policies(py: Python<'_>, policies: Vec<String>) -> PyResult<()> {
     let (settings, counted) = (Settings::default(), Counted::default());
@@ -38,7 +38,7 @@ pub(super) fn check_shadow_policies(py: Python<'_>, policies: Vec<String>) -> Py
     built.map(|_| ()).or_raise(py)
 }
 
-/// What the flags and variables of the policies come to.
+/// The policies that flags and variables select.
 pub(super) struct Chosen {
     pub built_in: Policy,
     pub policies: Policies,
@@ -46,13 +46,14 @@ pub(super) struct Chosen {
 }
 
 impl Chosen {
-    /// The policy at `desk`, else `policy` by name, else by `ROUTING_ALGORITHM`, else `default`; defaults
-    /// from `profile`, else from `POLICY_PROFILE`. Sessions stay where they are for
-    /// `affinity_ttl_secs` before any policy chooses; `None` leaves all to the policy. `counted` is what the
-    /// router's load table counts; `has_events`: engines' events are listened to.
+    /// The policy at `desk`, else `policy` by name, else by `ROUTING_ALGORITHM`, else `default`;
+    /// defaults from `profile`, else from `POLICY_PROFILE`. Sessions stay on their worker for
+    /// `affinity_ttl_secs` before any policy chooses; `None` leaves the choice to the policy.
+    /// `counted` is what the router's load table counts; `has_events`: engines' events are
+    /// received.
     ///
     /// # Errors
-    /// `Config` or `InvalidArgument`, naming the variable or what is known.
+    /// `Config` or `InvalidArgument`, naming the variable or the known values.
     #[allow(clippy::too_many_arguments)]
     pub fn new(
         policy: Option<&str>,

@@ -1,4 +1,4 @@
-//! A policy in Python: what waits for it, and what it answers.
+//! The queue of questions to a policy in Python, and its answers.
 
 use std::sync::Arc;
 
@@ -12,15 +12,15 @@ use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
 use super::error::raise;
 use super::time::seconds;
 
-/// Where a service asks a policy in Python; :class:`kvflash.Policy` is what users write.
+/// Asks a policy in Python on behalf of a service; users subclass :class:`kvflash.Policy`.
 ///
 /// Args:
 ///     name: The policy's name.
-///     deadline_s: How long an answer is waited for; at least 0.001.
-///     routed, finished, removed: Whether the policy wants to be told of these.
+///     deadline_s: Longest wait for an answer; at least 0.001.
+///     routed, finished, removed: Whether the policy handles these events.
 ///
 /// Raises:
-///     ConfigError: A deadline that is none.
+///     ConfigError: An invalid deadline.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct PolicyDesk {
     pub inner: Arc<Desk>,
@@ -47,7 +47,7 @@ impl PolicyDesk {
         Ok(Self { inner: Arc::new(Desk::new(name, deadline_ms, interests)) })
     }
 
-    /// Wait, without the GIL, for something to do; ``None`` once it is closed.
+    /// Wait, without the GIL, for the next task; ``None`` once it is closed.
     ///
     /// Returns:
     ///     ``("choose", PolicyQuestion, None)``, ``("routed", PolicyRequest, PolicyCandidate)``,
@@ -76,17 +76,17 @@ impl PolicyDesk {
         PyTuple::new(py, [kind.into_pyobject(py)?.into_any(), first, second]).map(Some)
     }
 
-    /// Nothing is asked any more; what waits is done without.
+    /// Ask nothing more; waiting requests are decided without the policy.
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.inner.close());
     }
 }
 
-/// A question that waits for its answer; dropped without one it is a failure.
+/// A question that waits for its answer; dropping it unanswered counts as a failure.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct PolicyQuestion {
     asked: Mutex<Option<Asked>>,
-    /// The request that is to be placed.
+    /// The request to place.
     #[pyo3(get)]
     request: Py<PolicyRequest>,
     /// The workers that may take it.
@@ -110,9 +110,9 @@ impl PolicyQuestion {
 
 #[pymethods]
 impl PolicyQuestion {
-    /// Answer with a score for each candidate, ``None`` where it is not to be taken.
+    /// Answer with a score for each candidate; ``None`` excludes a candidate.
     ///
-    /// False when there are not as many, or one is not finite.
+    /// False if the number of scores is wrong, or one is not finite.
     fn answer(&self, scores: Vec<Option<f64>>) -> bool {
         let Some(asked) = self.asked.lock().take() else { return false };
         let is_legal = scores.len() == asked.question.candidates.len()
@@ -126,7 +126,7 @@ impl PolicyQuestion {
         is_legal
     }
 
-    /// There is no answer: the policy failed, or what it said is none.
+    /// Give no answer: the policy failed, or its choice is invalid.
     #[pyo3(signature = (*, is_nonsense=false))]
     fn fail(&self, is_nonsense: bool) {
         if let Some(asked) = self.asked.lock().take() {
@@ -143,13 +143,13 @@ pub(super) struct PolicyRequest {
 
 #[pymethods]
 impl PolicyRequest {
-    /// The model that it names.
+    /// The requested model.
     #[getter]
     fn model(&self) -> &str {
         &self.inner.model
     }
 
-    /// Length of the prompt in tokens; guessed where they are not known.
+    /// Length of the prompt in tokens; estimated if unknown.
     #[getter]
     fn isl_tokens(&self) -> u64 {
         self.inner.isl_tokens
@@ -161,7 +161,7 @@ impl PolicyRequest {
         self.inner.block_size
     }
 
-    /// Its text in UTF-8, without the JSON around it; of token ids four bytes each.
+    /// Its text in UTF-8, without the surrounding JSON; token ids have four bytes each.
     #[getter]
     fn prompt<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &self.inner.prompt)
@@ -179,13 +179,13 @@ impl PolicyRequest {
         self.inner.user.as_deref()
     }
 
-    /// The session that it belongs to, if it named one.
+    /// Its session, if the client named one.
     #[getter]
     fn session_key(&self) -> Option<&str> {
         self.inner.session_key.as_deref()
     }
 
-    /// The worker and rank that the client names.
+    /// The worker and rank that the client named.
     #[getter]
     fn session_worker(&self) -> Option<(u64, u32)> {
         self.inner.session_worker.map(|worker| (worker.instance_id, worker.dp_rank))
@@ -195,7 +195,7 @@ impl PolicyRequest {
 /// A worker that may take a request.
 #[pyclass(frozen, get_all, module = "kvflash._core")]
 pub(super) struct PolicyCandidate {
-    /// Its place among the candidates.
+    /// Its position among the candidates.
     index: usize,
     /// The engine instance.
     worker_id: u64,
@@ -203,17 +203,17 @@ pub(super) struct PolicyCandidate {
     dp_rank: u32,
     /// Leading blocks of the prompt that it holds, or soon will.
     overlap_blocks: u32,
-    /// How many of these it does not hold yet.
+    /// How many of these are only predicted.
     predicted_blocks: u32,
-    /// Requests that run there.
+    /// Running requests.
     active_requests: u32,
     /// Distinct blocks in use.
     active_blocks: u64,
-    /// Prompt tokens still to be prefilled there.
+    /// Prompt tokens still to be prefilled.
     queued_tokens: u64,
-    /// What the request would cost there, as the policy ``kv`` reckons.
+    /// What the request would cost, by the policy ``kv``.
     cost: f64,
-    /// What its engine reports of itself: running_requests, gpu_kv_usage and others.
+    /// Its engine's own report: running_requests, gpu_kv_usage and others.
     metrics: Py<PyDict>,
 }
 
@@ -240,7 +240,7 @@ impl PolicyCandidate {
     }
 }
 
-/// A request that has ended, and what it used.
+/// A request that has ended, and its usage.
 #[pyclass(frozen, get_all, module = "kvflash._core")]
 pub(super) struct PolicyEnded {
     /// The model.
@@ -253,7 +253,7 @@ pub(super) struct PolicyEnded {
     dp_rank: u32,
     /// Tokens of the prompt.
     input_tokens: u64,
-    /// Tokens of these that the engine had cached.
+    /// Of these, tokens that the engine had cached.
     cached_tokens: u64,
     /// Tokens of the answer.
     output_tokens: u64,

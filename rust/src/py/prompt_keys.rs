@@ -1,4 +1,4 @@
-//! What tells a prompt from others of the same tokens, out of Python values.
+//! Reads the keys that separate prompts with the same tokens from Python values.
 
 use kvflash_core::error::Error;
 use kvflash_core::hash::engine::{MediaItem, NameKeys};
@@ -33,8 +33,8 @@ impl PromptKeys {
     }
 }
 
-/// The argument `mm`: mappings with `identifier`, `offset` and `length`; `None` is an empty list. Other
-/// keys of a mapping are ignored, as POST /query ignores them.
+/// The argument `mm`: mappings with `identifier`, `offset` and `length`; `None` means an empty
+/// list. Other keys of a mapping are ignored, as in POST /query.
 ///
 /// # Errors
 /// `InvalidArgumentError`, naming the item and its field.
@@ -74,7 +74,7 @@ fn item_of(at: usize, item: &Bound<'_, PyAny>) -> PyResult<MediaItem> {
     Ok(MediaItem { identifier, offset: tokens("offset")?, length: tokens("length")? })
 }
 
-/// The argument `embeds`: digests as `bytes`, or as text in hexadecimal digits; `None` is an empty list.
+/// The argument `embeds`: digests as `bytes`, or as strings of hexadecimal digits; `None` is empty.
 ///
 /// # Errors
 /// `InvalidArgumentError`, naming the digest by its index.
@@ -100,7 +100,7 @@ fn digest_of(at: usize, digest: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
     Ok(bytes.as_bytes().to_vec())
 }
 
-/// The length of a sequence, which no single text or mapping is.
+/// The length of a sequence; strings and mappings are refused.
 fn count(list: &Bound<'_, PyAny>, field: &str, of: &str) -> PyResult<usize> {
     let is_other = list.is_instance_of::<PyString>()
         || list.is_instance_of::<PyBytes>()

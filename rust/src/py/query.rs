@@ -1,4 +1,4 @@
-//! How Python's queries run: buffers of the thread, and the GIL given up where it pays.
+//! Runs Python's queries: with per-thread buffers, and without the GIL when that pays off.
 
 use std::cell::RefCell;
 
@@ -9,17 +9,17 @@ use pyo3::prelude::*;
 
 use super::overlap::OverlapScores;
 
-/// Tokens that are hashed in a microsecond or two: giving up the GIL for less costs more than it
-/// frees, and other threads may keep it for milliseconds.
+/// Tokens that are hashed in a microsecond or two. For less, releasing the GIL costs more than it
+/// gains, and other threads may keep it for milliseconds.
 pub(super) const SHORT_TOKENS: usize = 8_192;
 /// Blocks that are walked in about that time.
 pub(super) const SHORT_BLOCKS: usize = 256;
 
-/// Blocks of many prompts that are hashed before any of them is looked up.
+/// Blocks of many prompts that are hashed before the first lookup.
 const BLOCKS_AT_ONCE: usize = 65_536;
 
 thread_local! {
-    // Grown to the thread's largest query and reused by the next.
+    // Grows to the thread's largest query and is reused.
     static LOCALS: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
     static MATCHES: RefCell<Matches> = RefCell::default();
     static MANY: RefCell<ManyMatches> = RefCell::default();
@@ -34,7 +34,7 @@ pub(super) fn detached<T: Send>(
     if is_long { py.detach(work) } else { work() }
 }
 
-/// What `read` makes of the matches of `locals`.
+/// The result of `read` for the matches of `locals`.
 pub(super) fn matches<T: Send>(
     py: Python<'_>,
     index: &dyn BlockIndex,
@@ -54,7 +54,7 @@ pub(super) fn matches<T: Send>(
     })
 }
 
-/// The overlaps of `locals`; `counted` says what of a match counts.
+/// The overlaps of `locals`; `counted` selects what counts.
 pub(super) fn overlaps(
     py: Python<'_>,
     index: &dyn BlockIndex,

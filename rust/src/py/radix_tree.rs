@@ -30,13 +30,13 @@ impl RadixTree {
     ///
     /// Args:
     ///     sequence: Local block hashes in prompt order.
-    ///     early_exit: Stop as soon as one worker is left and report the depth reached by then.
+    ///     early_exit: Stop when only one worker is left, and report the depth reached so far.
     ///
     /// Raises:
     ///     InvalidArgumentError: A hash outside 64 bits, by index and value.
     ///
-    /// Cost: one probe per branching point, a comparison of the blocks; releases the GIL for long
-    ///     prompts.
+    /// Cost: one probe per branching point plus a comparison of the blocks; releases the GIL for
+    /// long prompts.
     #[pyo3(signature = (sequence, early_exit=false))]
     fn find_matches(
         &self,
@@ -57,8 +57,8 @@ impl RadixTree {
     ///
     /// Raises:
     ///     DecodeError: Not such an event.
-    ///     InvalidArgumentError: Stored under an unknown parent, or a block named twice; nothing
-    ///         of it is kept.
+    ///     InvalidArgumentError: An unknown parent, or a repeated block; nothing of the event is
+    ///         stored.
     fn apply_event(
         &self,
         py: Python<'_>,
@@ -68,21 +68,21 @@ impl RadixTree {
         py.detach(|| index::apply_event(&self.index, worker_id, kv_cache_event_bytes)).or_raise(py)
     }
 
-    /// Forget all ranks of an instance. Returns how many there were.
+    /// Forget all ranks of an instance. Returns the number of ranks.
     fn remove_worker(&self, py: Python<'_>, worker_id: u64) -> usize {
         py.detach(|| self.index.remove_instance(worker_id))
     }
 
-    /// Drop the blocks of an instance (or one rank), which stays known. Returns how many.
+    /// Drop the blocks of an instance (or one rank), which stays registered. Returns their number.
     #[pyo3(signature = (worker_id, dp_rank=None))]
     fn clear_all_blocks(&self, py: Python<'_>, worker_id: u64, dp_rank: Option<u32>) -> usize {
         py.detach(|| index::clear(&self.index, worker_id, dp_rank))
     }
 
-    /// Everything held as JSON router events, which fill an empty tree alike.
+    /// All blocks as JSON router events, which recreate the state in an empty tree.
     ///
-    /// Chains come as stored events. A block that is not held but has to be told, so that others
-    /// find their place, is stored and then removed by an event at its worker's end.
+    /// Chains are dumped as stored events. A block that is not held but is needed by its successors
+    /// is stored, and then removed by an event at the end of its worker's events.
     fn dump_tree_as_events(&self, py: Python<'_>) -> Vec<String> {
         py.detach(|| {
             kvflash_core::catalog::dump_events(&self.index).map(|event| event.to_json()).collect()

@@ -1,4 +1,4 @@
-//! The repair of one publisher's lost batches, for the door that has its sockets.
+//! The repair of one publisher's lost batches, for the transport that owns its sockets.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -15,18 +15,19 @@ use super::catalog::{Catalog, parts};
 /// Kind, first and last number, why.
 type Told = (&'static str, u64, u64, String);
 
-/// What to do about one publisher's lost batches, for the one who has its sockets.
+/// Decides about one publisher's lost batches, for the transport that owns its sockets.
 ///
-/// Calls return effects ``(kind, first, last, why)`` in their order: ``ask``: open a socket to the
-/// replay endpoint, in place of an earlier one, and ask for the batches from ``first`` on;
-/// ``dismiss``: close it; ``peek``: hand what waits in the subscription to ``live``, be it nothing;
-/// ``lost``: batches ``first..=last`` are given up, as nobody can be asked; ``failed``: the replay
+/// Calls return effects ``(kind, first, last, why)`` in order: ``ask``: open a socket to the replay
+/// endpoint, in place of an earlier one, and request the batches from ``first`` on; ``dismiss``:
+/// close it; ``peek``: pass what waits in the subscription to ``live``, even if it is empty;
+/// ``lost``: batches ``first..=last`` are given up, because there is no replay; ``failed``: the
+/// replay from ``first`` failed.
 /// from ``first`` failed.
 ///
 /// Args:
-///     catalog: Where frames go.
-///     publisher: Whose.
-///     has_endpoint: Whether it can be asked for a replay.
+///     catalog: Receives the frames.
+///     publisher: Number of the publisher.
+///     has_endpoint: Whether it has a replay endpoint.
 ///     timeout_s: Silence after which a replay is given up.
 ///     is_held: Read nothing before ``release``.
 #[pyclass(frozen, module = "kvflash._core")]
@@ -38,7 +39,7 @@ pub(super) struct Repair {
 }
 
 impl Repair {
-    /// Asks the machine without the GIL; nothing is to be done for who is not registered any more.
+    /// Calls the state machine without the GIL; no effects for an unregistered publisher.
     fn ask(
         &self,
         py: Python<'_>,
@@ -91,7 +92,7 @@ impl Repair {
         }
     }
 
-    /// Whether the subscription is to be read; else its messages wait in the socket.
+    /// Whether to read the subscription; otherwise its messages wait in the socket.
     #[getter]
     fn wants_live(&self) -> bool {
         self.machine.lock().wants_live()
@@ -114,28 +115,28 @@ impl Repair {
         self.ask(py, |machine, feed, now_ms| machine.connected(feed, now_ms))
     }
 
-    /// Read no more.
+    /// Stop reading.
     fn hold(&self) {
         self.machine.lock().hold();
     }
 
-    /// Read on.
+    /// Resume reading.
     fn release(&self, py: Python<'_>, is_connected: bool) -> Vec<Told> {
         self.ask(py, |machine, feed, now_ms| machine.release(feed, is_connected, now_ms))
     }
 
-    /// Messages came over the subscription, as lists of parts; see ``Catalog.take``.
+    /// Pass messages of the subscription, as lists of parts; see ``Catalog.take``.
     fn live(&self, py: Python<'_>, messages: &Bound<'_, PyList>) -> Vec<Told> {
         let frames = messages.iter().map(|message| frame(&message)).collect();
         self.ask(py, |machine, feed, now_ms| machine.live(feed, frames, now_ms))
     }
 
-    /// Messages came as a replay; what is behind its end is passed over.
+    /// Pass messages of a replay; messages after its end are skipped.
     fn answered(&self, py: Python<'_>, messages: &Bound<'_, PyList>) -> PyResult<Vec<Told>> {
         let mut answer = Answer::default();
         for message in messages.iter() {
             let frame = frame(&message);
-            // Engines end a replay with the mark; what is empty or one part alone ends it, too.
+            // Engines end a replay with a marker; an empty or one-part message also ends it.
             let parts: Vec<_> = message.try_iter()?.collect::<PyResult<_>>()?;
             let is_empty = parts.last().is_none_or(|part| part.len().is_ok_and(|size| size == 0));
             answer.has_ended = frame.as_ref().is_some_and(|it| it.sequence == END_OF_REPLAY);
@@ -148,12 +149,12 @@ impl Repair {
         Ok(self.ask(py, |machine, feed, now_ms| machine.answered(feed, answer, now_ms)))
     }
 
-    /// The time is over; ``has_more``: something is here, and will be handed over.
+    /// The timeout has passed; ``has_more``: messages have arrived and will be passed.
     fn silent(&self, py: Python<'_>, has_more: bool) -> Vec<Told> {
         self.ask(py, |machine, feed, now_ms| machine.silent(feed, has_more, now_ms))
     }
 
-    /// The replay endpoint can't be asked.
+    /// The replay endpoint is unreachable.
     fn unreachable(&self, py: Python<'_>, why: String) -> Vec<Told> {
         self.ask(py, |machine, feed, now_ms| machine.unreachable(feed, why, now_ms))
     }

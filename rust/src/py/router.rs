@@ -27,10 +27,10 @@ use super::select::Routing;
 use super::service::Service;
 use super::settings::{finish, given};
 
-/// The routing decision as an HTTP service in this process; docs/router.md is its manual.
+/// The routing decision as an HTTP service in this process, documented in docs/router.md.
 ///
 /// Raises:
-///     ConfigError: A setting that can't work, by its flag.
+///     ConfigError: An invalid setting, by its flag.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct Router {
     catalog: Arc<catalog::Catalog>,
@@ -113,46 +113,46 @@ impl Router {
         .or_raise(py)
     }
 
-    /// What knows its models, engines and their blocks.
+    /// The catalog of its models, engines and their blocks.
     #[getter]
     fn catalog(&self) -> Catalog {
         Catalog { inner: Arc::clone(&self.catalog) }
     }
 
-    /// What it tells replicas, and what they tell it.
+    /// The bookings shared with replicas.
     #[getter]
     fn bookings(&self) -> Bookings {
         let app = self.app.clone();
         Bookings::new(app.outbox(), Box::new(move |call| app.any_selector(call)))
     }
 
-    /// The same decisions for an event loop of this process; a new one each time.
+    /// The same decisions for an event loop of this process; creates a new object.
     #[getter]
     fn decider(&self, py: Python<'_>) -> PyResult<Decider> {
         let decisions = InProcess { app: self.app.clone(), service: Arc::clone(&self.service) };
         Decider::new(Arc::new(decisions)).or_raise(py)
     }
 
-    /// What ``/metrics`` tells besides its own: lines of the OpenMetrics text format.
+    /// Set additional lines for ``/metrics``, in the OpenMetrics text format.
     fn set_more_metrics(&self, text: String) {
         self.app.set_more_metrics(text);
     }
 
-    /// What only the caller knows, for ``/health``; replaces others.
+    /// Set the caller's warnings for ``/health``; replaces earlier ones.
     fn set_warnings(&self, warnings: Vec<String>) {
         self.app.set_warnings(warnings);
     }
 
-    /// Ask this indexer from now on; none while there is None. Where it was not named at first.
+    /// Use this indexer from now on; None: use none. Only if settings name no indexer.
     ///
     /// Raises:
-    ///     ConfigError: It is no ``http://host:port``.
+    ///     ConfigError: Not ``http://host:port``.
     #[pyo3(signature = (url))]
     fn set_remote_indexer(&self, py: Python<'_>, url: Option<&str>) -> PyResult<()> {
         self.app.set_remote_indexer(url).or_raise(py)
     }
 
-    /// How often a worker was registered or forgotten. Cost: O(1).
+    /// How many times a worker was registered or removed. Cost: O(1).
     fn worker_changes(&self) -> u64 {
         self.app.worker_changes()
     }
@@ -160,8 +160,8 @@ impl Router {
     /// The workers that are registered now.
     ///
     /// Returns:
-    ///     ``(worker_id, model_name, tenant_id, url, joined)``, by model; ``joined`` is another
-    ///     number when a worker comes again.
+    ///     ``(worker_id, model_name, tenant_id, url, joined)``, by model; ``joined`` changes when a
+    ///     worker joins again.
     ///
     /// Cost: O(workers); releases the GIL.
     fn registered(&self, py: Python<'_>) -> Vec<(u64, String, String, Option<String>, u64)> {
@@ -189,24 +189,24 @@ impl Router {
         .or_raise(py)
     }
 
-    /// Tell whoever asks for readiness that it is about to stop; requests are still taken.
+    /// Report in the readiness check that it is about to stop; it still accepts requests.
     fn announce_stop(&self) {
         self.service.shutdown.announce();
     }
 
-    /// Ask a route without HTTP between: the answer as JSON.
+    /// Call a route without HTTP; returns the response as JSON.
     ///
-    /// Works before the start, too, and until the stop. Releases the GIL; blocks as long as the
+    /// Also works before the start, and until the stop. Releases the GIL; blocks as long as the
     /// route takes, with a remote indexer up to its deadline.
     ///
     /// Args:
-    ///     method: Such as ``"POST"``.
-    ///     path: Such as ``"/reserve"``.
-    ///     body: JSON; empty for none.
+    ///     method: For example ``"POST"``.
+    ///     path: For example ``"/reserve"``.
+    ///     body: JSON; may be empty.
     ///
     /// Raises:
-    ///     InvalidArgumentError: No method or no path, or what HTTP answers with 400.
-    ///     KvflashError: What HTTP answers with another status, by its cause.
+    ///     InvalidArgumentError: No such method or path, or HTTP status 400.
+    ///     KvflashError: Any other HTTP error status, by its cause.
     ///     ClosedError: It is stopped.
     fn call(
         &self,
@@ -232,8 +232,7 @@ impl Router {
             self.service.block_on(async move {
                 let response = tokio::select! {
                     biased;
-                    // First: one that waits for room must not look at its timers, which end with
-                    // the runtime.
+                    // First: a waiting call must not touch its timers, which end with the runtime.
                     () = stopped.wait() => {
                         return Err(Error::Closed("the router is stopped".to_owned()));
                     }

@@ -1,4 +1,4 @@
-//! What a question about a prompt may carry, as a dict of Python's.
+//! Routing options of a prompt, from a Python dict.
 
 use kvflash_core::error::Error;
 use kvflash_core::fair::Wish;
@@ -20,15 +20,16 @@ pub(super) struct Options {
     request: Request,
     prompt: Option<String>,
     keys: PromptKeys,
-    /// The model that is asked for, where there are several.
+    /// The requested model, if there are several.
     pub model_name: Option<String>,
 }
 
 impl Options {
-    /// From keyword names to values; `None` is as good as absent.
+    /// Parses keyword options; `None` is the same as absent.
     ///
     /// # Errors
-    /// `InvalidArgumentError`, naming the option. An unknown one is refused, for nobody would heed it.
+    /// `InvalidArgumentError`, naming the option. Unknown options are refused, as they would have
+    /// no effect.
     pub fn of(py: Python<'_>, given: Option<&Bound<'_, PyDict>>) -> PyResult<Self> {
         let mut options = Self::default();
         let (mut worker_id, mut dp_rank) = (None, None);
@@ -97,7 +98,7 @@ impl Options {
         Ok(options)
     }
 
-    /// The worker that must take it.
+    /// The worker that must take the request.
     pub fn pinned(&self) -> Option<u64> {
         self.request.pin.map(|pin| pin.instance_id)
     }
@@ -123,7 +124,7 @@ impl Options {
     }
 }
 
-/// One option as it was given.
+/// The value of one option.
 struct Given<'a, 'py> {
     name: &'a str,
     value: &'a Bound<'py, PyAny>,

@@ -1,13 +1,13 @@
-//! A request that was given to a worker, as Python holds it.
+//! A booked request, as a Python object.
 
 use kvflash_core::select::{Outcome, Reservation, Selection, Usage};
 use parking_lot::Mutex;
 use pyo3::prelude::*;
 
-/// A request that was given to a worker.
+/// A booked request.
 ///
-/// Its load is freed by :meth:`free`, and with the object at the latest. All calls are cheap, and
-/// harmless after the load is gone: freed, expired, or with its worker.
+/// Its load is freed by :meth:`free`, or with the object. All calls are cheap, and have no effect
+/// after the load is gone: freed, expired, or with its worker.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct RouterBooking {
     held: Mutex<Option<Reservation>>,
@@ -24,35 +24,35 @@ pub(super) struct RouterBooking {
 
 #[pymethods]
 impl RouterBooking {
-    /// The first token came: the prompt is prefilled. Again it is activity.
+    /// The first token has arrived: the prompt is prefilled. Further calls count as activity.
     fn first_token(&self) {
         if let Some(held) = &*self.held.lock() {
             held.first_token();
         }
     }
 
-    /// Something came: the request is alive.
+    /// Record activity: the request is alive.
     fn touch(&self) {
         if let Some(held) = &*self.held.lock() {
             held.touch();
         }
     }
 
-    /// So many tokens were generated up to now; counts their blocks where these count.
+    /// Set the number of tokens generated so far; counts their blocks if that is enabled.
     fn generated(&self, tokens: u64) {
         if let Some(held) = &*self.held.lock() {
             held.generated(tokens);
         }
     }
 
-    /// The engine says how many tokens of the prompt it reused; for :meth:`RouterCore.why`.
+    /// Set the engine's count of reused prompt tokens, for :meth:`RouterCore.why`.
     fn cached(&self, tokens: u64) {
         if let Some(held) = &*self.held.lock() {
             held.cached(tokens);
         }
     }
 
-    /// What the engine says was used, for policies; the last word on each figure counts.
+    /// Set the engine's usage counts, for policies; the last value of each counts.
     #[pyo3(signature = (*, input_tokens=None, cached_tokens=None, output_tokens=None))]
     fn used(
         &self,
@@ -65,7 +65,7 @@ impl RouterBooking {
         }
     }
 
-    /// Give the load back; ``is_complete``: its answer came to its end.
+    /// Free the load; ``is_complete``: the answer reached its end.
     #[pyo3(signature = (*, is_complete=false))]
     fn free(&self, is_complete: bool) {
         if let Some(held) = self.held.lock().take()

@@ -1,4 +1,4 @@
-//! Selection for Python: one component's workers, their index and their load.
+//! Worker selection for Python: one component's workers, their index and their load.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -34,7 +34,7 @@ struct Component {
 }
 
 impl Component {
-    /// Whether requests are taken: from the moment on at which enough workers were there at once.
+    /// Whether requests are accepted: once enough workers have been present at the same time.
     fn started(&self) -> Result<(), Error> {
         self.start.check(|| {
             let ids: HashSet<_> =
@@ -55,24 +55,24 @@ impl Decisions for Component {
     }
 }
 
-/// Chooses workers for prompts, and keeps account of who is busy with what.
+/// Chooses workers for prompts, and tracks the load of each worker.
 ///
-/// What :class:`kvflash.routing.KvPushRouter` decides with; it opens no socket. Several may live in
-/// one process. ``options`` of a call is a dict with any of ``overlap_score_weight``,
-/// ``overlap_score_credit``, ``prefill_load_scale``,
-/// ``router_temperature``, ``assume_kv_reuse``, ``worker_id``, ``dp_rank``, ``allowed_worker_ids``,
-/// ``lora_name``, ``lora_path``, ``cache_salt``, ``mm`` and ``embeds`` (as for
-/// compute_block_hash_for_seq), ``user``, ``prompt`` (its text, for policies),
-/// ``session_key`` and ``session_worker`` (id and rank), ``priority``, ``strict_priority``,
-/// ``expected_output_tokens``; ``None`` is as good as absent, an unknown name is refused.
+/// The core of :class:`kvflash.routing.KvPushRouter`; it opens no sockets. Several may live in one
+/// process. ``options`` of a call is a dict with any of ``overlap_score_weight``,
+/// ``overlap_score_credit``, ``prefill_load_scale``, ``router_temperature``, ``assume_kv_reuse``,
+/// ``worker_id``, ``dp_rank``, ``allowed_worker_ids``, ``lora_name``, ``lora_path``,
+/// ``cache_salt``, ``mm`` and ``embeds`` (as for compute_block_hash_for_seq), ``user``, ``prompt``
+/// (its text, for policies), ``session_key`` and ``session_worker`` (id and rank), ``priority``,
+/// ``strict_priority``, ``expected_output_tokens``; ``None`` is the same as absent, an unknown name
+/// is refused.
 ///
 /// Raises:
-///     ConfigError: A setting out of range, or a policy that is not known, by name.
+///     ConfigError: A setting out of range, or an unknown policy, by name.
 ///     InvalidArgumentError: A block size of 0, or a threshold out of range, by name.
 ///
 /// Cost: O(tokens) to hash, O(blocks + workers) to decide; microseconds. Prompts of more than 8,192
-/// tokens release the GIL, and so does every call that asks a policy in Python: it waits for that
-/// one's deadline at most.
+/// tokens release the GIL, and so does every call that asks a policy in Python, which waits at most
+/// for that policy's deadline.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct RouterCore {
     catalog: Arc<catalog::Catalog>,
@@ -85,7 +85,7 @@ pub(super) struct RouterCore {
 }
 
 impl RouterCore {
-    /// As [`asked`](Self::asked), for a choice: a policy in Python says first what it thinks.
+    /// As [`asked`](Self::asked), for a choice: a policy in Python is asked first.
     fn chosen<T: Send>(
         &self,
         py: Python<'_>,
@@ -100,8 +100,8 @@ impl RouterCore {
         })
     }
 
-    /// Hash the prompt and call `then` with the request, without the GIL where that pays or a policy in
-    /// Python may be asked.
+    /// Hash the prompt and call `then` with the request, without the GIL if that pays off or a
+    /// policy in Python may be asked.
     fn asked<T: Send>(
         &self,
         py: Python<'_>,
@@ -164,14 +164,14 @@ impl RouterCore {
         Ok(Self { catalog, clock, selector, key, block_size, uses_events, component })
     }
 
-    /// Where the transport finds its orders and brings its frames.
-    /// What knows its models, engines and their blocks.
+    /// The catalog of its models, engines and their blocks; the transport reads its orders and
+    /// delivers frames here.
     #[getter]
     fn catalog(&self) -> Catalog {
         Catalog { inner: Arc::clone(&self.catalog) }
     }
 
-    /// What it tells replicas, and what they tell it.
+    /// The bookings shared with replicas.
     #[getter]
     fn bookings(&self) -> Bookings {
         let selector = Arc::clone(&self.selector);
@@ -185,15 +185,15 @@ impl RouterCore {
         self.block_size
     }
 
-    /// The name of the policy that chooses.
+    /// The name of the routing policy.
     #[getter]
     fn policy(&self) -> &str {
         self.selector.policy_name()
     }
 
-    /// What policies and shadows count: name, label, its value, and the figure.
+    /// Counters of policies and shadow policies: name, label, label value, value.
     ///
-    /// Names are without the program's prefix; those of counters end in ``_total``.
+    /// Names lack the program's prefix; those of counters end in ``_total``.
     fn policy_samples(&self) -> Vec<(String, String, String, f64)> {
         let mut samples = Vec::new();
         let mut note = |sample: Sample<'_>| {
@@ -205,16 +205,16 @@ impl RouterCore {
         samples
     }
 
-    /// Whether events can change a decision: they are on, and overlap weighs something.
+    /// Whether events can change a decision: they are on, and overlap has a weight.
     #[getter]
     fn uses_events(&self) -> bool {
         self.uses_events
     }
 
-    /// Make these (instance, rank) the workers; what is known of others is forgotten.
+    /// Set the workers as (instance, rank); all others are forgotten.
     ///
     /// Raises:
-    ///     OverloadedError: More than 65,535; nothing changes then.
+    ///     OverloadedError: More than 65,535; nothing is changed.
     fn set_workers(&self, py: Python<'_>, workers: Vec<(u64, u32)>) -> PyResult<()> {
         let workers: Vec<Worker> =
             workers.into_iter().map(|(id, rank)| Worker::new(id, rank)).collect();
@@ -222,17 +222,17 @@ impl RouterCore {
         Ok(())
     }
 
-    /// Give no new requests to these instances, and to all others again. What they have goes on, their blocks
-    /// stay, and whoever is pinned to one goes elsewhere.
+    /// Give no new requests to these instances, and to all others again. Their running requests and
+    /// blocks stay; requests pinned to one are routed elsewhere.
     fn set_draining(&self, py: Python<'_>, instance_ids: Vec<u64>) {
         py.detach(|| self.selector.set_draining(instance_ids));
     }
 
-    /// Listen to the KV events of a rank.
+    /// Subscribe to the KV events of a rank.
     ///
     /// Raises:
-    ///     ConflictError: It is listened to already.
-    ///     InvalidArgumentError: A bad address.
+    ///     ConflictError: Already subscribed.
+    ///     InvalidArgumentError: An invalid address.
     #[pyo3(signature = (worker_id, dp_rank, endpoint, replay_endpoint=None))]
     fn subscribe(
         &self,
@@ -256,7 +256,7 @@ impl RouterCore {
         Ok(())
     }
 
-    /// Listen no more; its blocks are forgotten. False when nobody listened.
+    /// Unsubscribe; the rank's blocks are forgotten. False if there was no subscription.
     fn unsubscribe(&self, py: Python<'_>, worker_id: u64, dp_rank: u32) -> bool {
         let ModelKey { model_name: name, tenant_id: tenant } = &self.key;
         let gone =
@@ -264,10 +264,10 @@ impl RouterCore {
         gone.is_ok()
     }
 
-    /// Note what a rank says of itself; ``None`` leaves what it said before.
+    /// Record a rank's own report; ``None`` keeps the last value.
     ///
     /// Returns:
-    ///     False when it is no worker: nothing is kept then.
+    ///     False for an unknown worker: nothing is recorded.
     #[pyo3(signature = (
         worker_id, dp_rank=0, *, kv_used_blocks=None, active_decode_blocks=None,
         active_prefill_tokens=None, kv_total_blocks=None, max_num_batched_tokens=None
@@ -293,10 +293,10 @@ impl RouterCore {
         self.selector.busy.report(Worker::new(worker_id, dp_rank), &report)
     }
 
-    /// Tell what an engine reports of itself, for policies; what is left out stays as it was.
+    /// Record what an engine reports of itself, for policies; omitted figures keep their value.
     ///
     /// Returns:
-    ///     Whether the worker is there.
+    ///     Whether the worker is known.
     ///
     /// Raises:
     ///     InvalidArgumentError: An unknown figure, or one out of range, by name.
@@ -321,10 +321,10 @@ impl RouterCore {
         py.detach(|| self.selector.busy.busy(self.selector.loads()))
     }
 
-    /// Put other thresholds in force; ``None`` unsets.
+    /// Set the busy thresholds; ``None`` removes one.
     ///
     /// Raises:
-    ///     InvalidArgumentError: One is out of range, by name.
+    ///     InvalidArgumentError: A threshold is out of range, by name.
     #[pyo3(signature = (
         *, active_decode_blocks_threshold, active_prefill_tokens_threshold,
         active_prefill_tokens_threshold_frac
@@ -344,16 +344,16 @@ impl RouterCore {
         self.selector.busy.set_thresholds(thresholds).or_raise(py)
     }
 
-    /// Which worker would be selected now, drawn anew where chance decides; nothing changes.
+    /// The worker that would be selected now, drawn anew where chance decides; books nothing.
     ///
     /// Returns:
-    ///     Instance, rank, leading blocks of the prompt that it holds, and the seed of the draw:
-    ///     as the option ``seed`` it repeats the choice.
+    ///     Instance, rank, overlap in blocks, and the seed of the draw: passed as the option
+    ///         ``seed`` it repeats the choice.
     ///
     /// Raises:
-    ///     NoWorkerError: None is there or allowed, or the pinned one is not there.
+    ///     NoWorkerError: No worker is registered or allowed, or the pinned one is gone.
     ///     AllBusyError: All of these are busy.
-    ///     InvalidArgumentError: An empty prompt, or an option that can't be.
+    ///     InvalidArgumentError: An empty prompt, or an invalid option.
     #[pyo3(signature = (token_ids, options=None))]
     fn query(
         &self,
@@ -382,7 +382,7 @@ impl RouterCore {
         Ok(selected(&self.chosen(py, token_ids, options, reserve)?))
     }
 
-    /// As :meth:`query`, and book it; ``request_id`` is its name for :meth:`why` only.
+    /// As :meth:`query`, and book it; ``request_id`` is only its name for :meth:`why`.
     #[pyo3(signature = (token_ids, options=None, *, request_id=None))]
     fn book(
         &self,
@@ -395,15 +395,16 @@ impl RouterCore {
         Ok(RouterBooking::new(self.chosen(py, token_ids, options, select)?))
     }
 
-    /// What books requests for an event loop; a new one each time.
+    /// A booker for an event loop; creates a new object.
     #[getter]
     fn decider(&self, py: Python<'_>) -> PyResult<Decider> {
         Decider::new(self.component.clone()).or_raise(py)
     }
 
-    /// Who waits, ``pending`` and ``pending_isl_tokens``, and what became of the others.
+    /// Queued requests, ``pending`` and ``pending_isl_tokens``, and outcomes of earlier ones.
     ///
-    /// That is ``placed``, ``refused``, ``expired``, ``failed`` and ``left``, each with ``_total``.
+    /// The outcomes are ``placed``, ``refused``, ``expired``, ``failed`` and ``left``, each with
+    /// ``_total``.
     fn queue_stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = self.component.queue.as_ref().map(|queue| queue.stats()).unwrap_or_default();
         let entry = PyDict::new(py);
@@ -423,12 +424,12 @@ impl RouterCore {
         self.selector.mark_prefill_completed(request_id).or_raise(py)
     }
 
-    /// Something was heard of a reserved request. False when it is not active.
+    /// Record activity of a reserved request. False if it is not active.
     fn touch(&self, request_id: &str) -> bool {
         self.selector.touch(request_id)
     }
 
-    /// A reserved request has ended. False when it was not active, which is no error.
+    /// End a reserved request. False if it was not active, which is not an error.
     #[pyo3(signature = (request_id, *, input_tokens=None, cached_tokens=None, output_tokens=None))]
     fn free(
         &self,
@@ -442,7 +443,7 @@ impl RouterCore {
         self.selector.free(request_id)
     }
 
-    /// What the prompt would make of each worker's load; nothing changes.
+    /// Each worker's load if it took the prompt; books nothing.
     ///
     /// Returns:
     ///     For each: worker_id, dp_rank, potential_prefill_tokens, potential_decode_blocks,
@@ -471,7 +472,7 @@ impl RouterCore {
         Ok(list)
     }
 
-    /// The decision that would be made now, with every candidate's terms; JSON.
+    /// The decision that would be made now, with the cost terms of every candidate; JSON.
     #[pyo3(signature = (token_ids, options=None))]
     fn explain(
         &self,
@@ -483,10 +484,10 @@ impl RouterCore {
         Ok(record.decision().to_string())
     }
 
-    /// The decisions that were made for a request, and what became of it; a JSON list.
+    /// The decisions made for a request, and its outcome; a JSON list.
     ///
     /// Raises:
-    ///     NotFoundError: None is kept.
+    ///     NotFoundError: No decision of that request is kept.
     fn why(&self, py: Python<'_>, request_id: &str) -> PyResult<String> {
         let found = self.selector.journal.find(request_id);
         if found.is_empty() {
@@ -498,7 +499,7 @@ impl RouterCore {
         Ok(serde_json::Value::from(decisions).to_string())
     }
 
-    /// Everything the index holds, as a JSON list of router events.
+    /// All blocks in the index, as a JSON list of router events.
     fn dump_events(&self, py: Python<'_>) -> String {
         py.detach(|| {
             let events: Vec<String> =
@@ -523,12 +524,12 @@ impl RouterCore {
         Ok(entry)
     }
 
-    /// Let go of what is too old. Returns how many bookings expired. Call it every second.
+    /// Expire old entries. Returns the number of expired bookings. Call it every second.
     fn tick(&self, py: Python<'_>) -> usize {
         py.detach(|| {
             let expired = self.selector.tick();
             if let Some(queue) = &self.component.queue {
-                // Prompts are worked on without a word, too.
+                // Prefill progress is estimated over time, so a queued request may fit now.
                 queue.call();
             }
             expired

@@ -1,4 +1,4 @@
-//! Settings of routing that the frontend, the router and the router's core share.
+//! Routing settings that the frontend, the router and the router's core share.
 
 use kvflash_core::catalog::CatalogOptions;
 use kvflash_core::error::Error;
@@ -16,9 +16,9 @@ use super::error::{OrRaise, raise};
 use super::policies::Chosen;
 use super::policy_desk::PolicyDesk;
 
-/// What the settings of routing come to.
+/// The result of the routing settings.
 pub(super) struct Routing {
-    /// Its limit of requests is the default.
+    /// Its request limit is the default.
     pub selector: SelectorConfig,
     pub policies: Policies,
     pub settings: Settings,
@@ -31,10 +31,10 @@ pub(super) struct Routing {
 }
 
 impl Routing {
-    /// Take the settings that say how to route; those of replicas are Python's.
+    /// Take the routing settings; those of replicas belong to Python.
     ///
     /// # Errors
-    /// As [`Concern::take`]; `Config` by the setting's name.
+    /// As [`Concern::take`]; `Config`, by the setting's name.
     pub fn take(
         py: Python<'_>,
         given: &mut Given,
@@ -110,7 +110,7 @@ impl Routing {
             queue,
             min_initial_workers: decisions.min_initial_workers,
             limits: CatalogOptions {
-                // Who gives a time means it; `kv` has its documented one.
+                // An explicit time enables this; `kv` has its documented default.
                 has_histories: is_auto
                     && !caches.use_kv_events
                     && !is_router_ttl_meant
@@ -125,7 +125,7 @@ impl Routing {
     }
 }
 
-/// How requests wait for a worker with room to prefill; `None` without a threshold.
+/// The queue for a worker with room to prefill; `None` without a threshold.
 fn queue(py: Python<'_>, busy: &BusySettings) -> PyResult<Option<QueueOptions>> {
     let order = busy.router_queue_policy.parse().or_raise(py)?;
     Ok(busy.router_queue_threshold.map(|batches| QueueOptions {
@@ -136,7 +136,7 @@ fn queue(py: Python<'_>, busy: &BusySettings) -> PyResult<Option<QueueOptions>> 
     }))
 }
 
-/// What routing itself tells of caches, and how long that stands.
+/// Predictions from routing itself, and how long they are valid.
 struct Foresight {
     overlap: Overlap,
     ttl_ms: u64,
@@ -157,14 +157,14 @@ impl Foresight {
             return fault("router_max_tree_size must be at least 1, got 0".to_owned());
         }
         let predicted = caches.predicted_ttl_s.unwrap_or_default().as_millis() as u64;
-        // No time at all is as short as it goes, not for ever.
+        // Zero means the shortest time, not forever.
         let routed = (caches.router_ttl_s.as_millis() as u64).max(1);
         let (overlap, ttl_ms) = match (caches.use_kv_events, predicted) {
             (false, _) => (Overlap::Predictions, routed),
             (true, 0) => (Overlap::Events, 0),
             (true, ttl_ms) => (Overlap::EventsAndPredictions, ttl_ms),
         };
-        // Both settings are in 0..=max, so that the product is, too.
+        // Both settings are in 0..=max, so their product is, too.
         let target = (max_tree_size as f64 * target_ratio).floor() as usize;
         Ok(Self { overlap, ttl_ms, max_predicted: (max_tree_size, target) })
     }

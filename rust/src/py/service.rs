@@ -13,17 +13,17 @@ use tokio::net::{TcpListener, TcpSocket, lookup_host};
 use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
 
-/// So much must have been read since memory was last given back to the system, bytes, and so much time must
-/// have passed: it takes some milliseconds, in which others may wait for memory.
+/// Bytes read since memory was last returned to the system, and the minimum time between two
+/// returns: a return takes some milliseconds, in which other threads may wait for memory.
 const TRIM_BYTES: u64 = 16 * 1024 * 1024;
 const TRIM_SECONDS: u32 = 10;
 
-/// Allocations from here on come from the system and go back to it, bytes; and so much may be free at the end of
-/// one of the allocator's arenas. By itself glibc raises both to the size of what was freed last.
+/// Larger allocations come directly from the system and return to it, bytes; also the limit of free
+/// memory at the end of an arena. By default glibc raises both to the largest freed size.
 const LARGE_BYTES: i32 = 1024 * 1024;
 const FREE_BYTES: i32 = 2 * 1024 * 1024;
 
-/// Have the allocator keep little for itself, from now on.
+/// Make the allocator keep little free memory, from now on.
 #[allow(unsafe_code, reason = "settings of the allocator are C functions")]
 fn keep_little_memory() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
@@ -34,8 +34,8 @@ fn keep_little_memory() {
     }
 }
 
-/// Have the allocator give back to the system what it keeps for itself. glibc keeps all that a burst of large
-/// requests needed, in an arena for each thread.
+/// Make the allocator return free memory to the system. glibc keeps what a burst of large requests
+/// needed, in an arena per thread.
 #[allow(unsafe_code, reason = "settings of the allocator are C functions")]
 fn give_back_memory() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
@@ -45,7 +45,7 @@ fn give_back_memory() {
     }
 }
 
-/// Have a panic tell the log in one line, and that not too often: a client may be able to cause it again.
+/// Log a panic in one line, rate-limited because a client may be able to repeat it.
 fn log_panics() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -76,7 +76,7 @@ pub(super) struct Service {
 
 impl Service {
     /// # Errors
-    /// `Config` when the system grants no threads.
+    /// `Config` if the system provides no threads.
     pub fn new(threads: usize, http: &Http, drain: Duration) -> Result<Self> {
         if !(1..=1_024).contains(&threads) {
             return Err(Error::Config(format!("--threads must be in 1..=1024, got {threads}")));
@@ -99,7 +99,8 @@ impl Service {
         })
     }
 
-    /// Bind and serve, the admin side where it has an address of its own, too. Returns the bound address.
+    /// Bind and serve, including the admin side if it has its own address. Returns the bound
+    /// address.
     ///
     /// # Errors
     /// `Config` naming the address when it can't be bound.
@@ -144,7 +145,7 @@ impl Service {
         Ok(address)
     }
 
-    /// Run something beside the server until the stop.
+    /// Run a task beside the server until the stop.
     pub fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
         self.handle.spawn(task);
     }
@@ -162,7 +163,7 @@ impl Service {
         });
     }
 
-    /// Run `call` where tokio's tasks can be started.
+    /// Run `call` in a context that can spawn tokio tasks.
     pub fn enter<T>(&self, call: impl FnOnce() -> T) -> T {
         let _guard = self.handle.enter();
         call()
@@ -178,7 +179,7 @@ impl Service {
         self.shutdown.stop();
         let servers = std::mem::take(&mut *self.servers.lock());
         for server in servers {
-            // The server bounds its own drain; its outcome was logged there.
+            // The server limits its own drain and has logged the outcome.
             let _ = self.handle.block_on(server);
         }
         if let Some(runtime) = self.runtime.lock().take() {
@@ -191,21 +192,21 @@ impl Drop for Service {
     fn drop(&mut self) {
         self.shutdown.stop();
         if let Some(runtime) = self.runtime.lock().take() {
-            // Dropping a runtime may block, and this may run anywhere the collector does.
+            // Dropping a runtime may block, and the garbage collector may run this anywhere.
             runtime.shutdown_background();
         }
     }
 }
 
-/// Connections that may wait to be accepted; the system may allow fewer. One too many costs its client
-/// a second, after which it asks again.
+/// Connections that may wait to be accepted; the system may allow fewer. A client over the limit
+/// loses a second before it retries.
 const BACKLOG: u32 = 16_384;
 
 async fn listen(host: &str, port: u16, is_shared: bool) -> std::io::Result<TcpListener> {
     let mut last = std::io::Error::new(std::io::ErrorKind::NotFound, "no such address");
     for address in lookup_host((host, port)).await? {
         let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
-        // A port that was just left can be taken at once.
+        // Allows a port to be reused immediately.
         socket.set_reuseaddr(true)?;
         socket.set_reuseport(is_shared)?;
         match socket.bind(address).and_then(|()| socket.listen(BACKLOG)) {

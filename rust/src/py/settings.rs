@@ -1,4 +1,4 @@
-//! Settings from Python: keyword arguments, and the table that all flags are made of.
+//! Settings from Python: keyword arguments, and the table from which all flags are created.
 
 use std::path::PathBuf;
 
@@ -16,9 +16,10 @@ use super::error::raise;
 /// Every setting of every service, and the variables of policies, as JSON.
 ///
 /// Returns:
-///     ``{"services": {NAME: {"own": [SETTING], "routing": [SETTING]}}, "policies": [VARIABLE]}``: what a
-///     service alone has, and what a file of routing may set, too. Each setting has ``key``,
-///     ``section``, ``kind``, ``is_optional``, ``legal``, ``spelled``, ``default`` and ``help``.
+///     ``{"services": {NAME: {"own": [SETTING], "routing": [SETTING]}}, "policies": [VARIABLE]}``:
+///     the service's own settings, and those that a routing file may also set. Each setting has
+///     ``key``, ``section``, ``kind``, ``is_optional``, ``legal``, ``spelled``, ``default`` and
+///     ``help``.
 #[pyfunction]
 pub(super) fn settings_table() -> String {
     let services: Map<String, Value> = settings_tables()
@@ -28,10 +29,10 @@ pub(super) fn settings_table() -> String {
     json!({"services": services, "policies": VARIABLES.map(|one| one.name)}).to_string()
 }
 
-/// What a call's `**settings` say.
+/// The `**settings` of a call.
 ///
 /// # Errors
-/// `TypeError` for a value that no setting has, `Config` for a number that is not finite.
+/// `TypeError` for an unsupported type of value, `Config` for a number that is not finite.
 pub(super) fn given(settings: Option<&Bound<'_, PyDict>>) -> PyResult<Given> {
     let mut given = Given::default();
     for (name, value) in settings.iter().flat_map(|settings| settings.iter()) {
@@ -42,10 +43,10 @@ pub(super) fn given(settings: Option<&Bound<'_, PyDict>>) -> PyResult<Given> {
     Ok(given)
 }
 
-/// Refuse what nothing has asked for.
+/// Refuse settings that were not used.
 ///
 /// # Errors
-/// `TypeError`, as for any keyword argument that there is not.
+/// `TypeError`, as for any unknown keyword argument.
 pub(super) fn finish(given: Given) -> PyResult<()> {
     given.finish().map_err(|error| PyTypeError::new_err(error.to_string()))
 }

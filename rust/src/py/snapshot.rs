@@ -1,4 +1,4 @@
-//! Snapshots of an index at a path: files and clocks on one side, plain dictionaries on the other.
+//! Snapshots of an index in files: I/O and clocks here, plain dictionaries for Python.
 
 use std::fs::File;
 use std::io;
@@ -22,7 +22,7 @@ pub(super) fn save<'py>(
 ) -> PyResult<Bound<'py, PyDict>> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let meta = Meta { block_size, created_ms: now.as_millis() as u64, key: Vec::new() };
-    // No cursors: whose events come by calls knows himself where they stand.
+    // No cursors: a caller that passes events itself knows its position.
     let saved = py
         .detach(|| save_to_path(index, &meta, |_| None, path))
         .map_err(|error| failed(py, &error, path))?;
@@ -64,13 +64,13 @@ fn told<'py>(py: Python<'py>, loaded: &Loaded) -> PyResult<Bound<'py, PyDict>> {
     Ok(dict)
 }
 
-/// What the file system says, as Python says it; what was refused before it was asked, as a bad call.
+/// File system errors as Python's `OSError`; refused arguments as argument errors.
 fn failed(py: Python<'_>, error: &io::Error, path: &Path) -> PyErr {
     let mut text = error.to_string();
     let Some(code) = error.raw_os_error() else {
         return raise(py, &Error::invalid(format!("path {}: {text}", path.display())));
     };
-    // Python says the number itself, and makes a FileNotFoundError and its like of it.
+    // Python adds the number itself, and picks the subclass, such as FileNotFoundError.
     if let Some(said) = text.strip_suffix(&format!(" (os error {code})")) {
         text = said.to_owned();
     }

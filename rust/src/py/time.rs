@@ -1,4 +1,4 @@
-//! What time it is, for indexes whose blocks run out.
+//! The time for indexes with expiring blocks.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -10,11 +10,11 @@ use pyo3::prelude::*;
 
 use super::error::raise;
 
-/// The caller's clock, or the machine's, told to the index when it moves.
+/// The caller's clock, or the machine's, passed to the index when it advances.
 pub(super) struct Time {
     system: SystemClock,
     given: Option<Py<PyAny>>,
-    /// The index has let go of what was too old by then.
+    /// The index has dropped everything that expired by then.
     told_ms: AtomicU64,
 }
 
@@ -36,8 +36,8 @@ impl Time {
                 (seconds * 1_000.0) as u64
             }
         };
-        // Acquire and Release: who sees the time told sees also that the old ones are gone. A clock that
-        // goes back is taken to stand.
+        // Acquire and Release: a thread that sees the time also sees the old blocks removed. A
+        // clock that goes back counts as standing still.
         if now_ms > self.told_ms.load(Ordering::Acquire) {
             py.detach(|| index.advance_to(now_ms));
             self.told_ms.fetch_max(now_ms, Ordering::Release);
@@ -46,7 +46,7 @@ impl Time {
     }
 }
 
-/// Seconds that something stands, in milliseconds.
+/// A lifetime in seconds, as milliseconds.
 pub(super) fn ttl_ms(py: Python<'_>, ttl_s: f64) -> PyResult<u64> {
     if !(0.001..=1e12).contains(&ttl_s) {
         let message = format!("ttl_s must be seconds in 0.001..=1e12, got {ttl_s}");

@@ -1,4 +1,4 @@
-//! A model's own text rules: template and tokens.
+//! A model's template and tokenizer.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -12,10 +12,10 @@ use pyo3::prelude::*;
 use super::buffer::tokens;
 use super::error::{OrRaise, raise};
 
-/// The folder of a model that is named by its path, or by its id at the Hub where it lies in the local cache.
+/// The folder of a model, given as a path or as the id of a model in the local Hub cache.
 ///
 /// Raises:
-///     ConfigError: It is neither; says how to download it.
+///     ConfigError: Neither exists; says how to download the model.
 ///
 /// Cost: reads folders; releases the GIL.
 #[pyfunction]
@@ -24,7 +24,7 @@ pub(super) fn model_folder(py: Python<'_>, named: &str) -> PyResult<OsString> {
     py.detach(|| text::model_folder(named).map(PathBuf::into_os_string)).or_raise(py)
 }
 
-/// Tokenizer and chat template of a model folder, exact to the engine's own.
+/// Tokenizer and chat template of a model folder; results equal the engine's.
 #[pyclass(frozen, module = "kvflash._core")]
 pub(super) struct Tokenizer {
     model: TextModel,
@@ -60,7 +60,7 @@ impl Tokenizer {
         py.detach(|| self.model.tokenizer.decode(ids, skip_special_tokens)).or_raise(py)
     }
 
-    /// The prompt text of a chat; None for content that is not text.
+    /// The prompt text of a chat; None for non-text content.
     #[pyo3(signature = (messages_json, add_generation_prompt=true, *, tools_json=None))]
     fn render_chat(
         &self,
@@ -80,7 +80,7 @@ impl Tokenizer {
         })
     }
 
-    /// Token ids of a chat's prompt; None for content that is not text.
+    /// Token ids of a chat's prompt; None for non-text content.
     #[pyo3(signature = (messages_json, add_generation_prompt=true, *, tools_json=None))]
     fn chat_tokens(
         &self,

@@ -1,8 +1,8 @@
-//! Whole messages out of a pyzmq socket without Python between them.
+//! Reads whole messages from a pyzmq socket without Python code per message.
 //!
-//! pyzmq opens, configures, polls and closes the sockets. Here libzmq's own receiving function is called on
-//! one of them, in a loop without the GIL: the functions are those of the library that pyzmq has loaded
-//! already, found by name. Where they can't be found, the transport receives in Python.
+//! pyzmq opens, configures, polls and closes the sockets. This code calls libzmq's receive function
+//! on them, in a loop without the GIL. The functions are looked up by name in the library that
+//! pyzmq has loaded. If they can't be found, the transport receives in Python.
 //!
 //! Source: `zmq_msg_recv(3)` and the other manual pages of libzmq 4.x.
 
@@ -27,7 +27,7 @@ struct RawMessage([u8; 64]);
 
 const _: () = assert!(align_of::<RawMessage>() >= align_of::<*const c_void>());
 
-/// libzmq's functions as its header declares them, and how they are found.
+/// libzmq's functions as its header declares them, and their lookup.
 macro_rules! functions {
     ($($name:ident = $symbol:literal ($($argument:ty),*) -> $result:ty;)*) => {
         #[derive(Clone, Copy)]
@@ -63,14 +63,14 @@ functions! {
 }
 
 impl Functions {
-    /// Those of a library that this process has loaded, or of what it is linked with.
+    /// The functions of a library that this process has loaded, directly or as a dependency.
     fn of(library: &CStr) -> Result<Self, String> {
         // SAFETY: the path is NUL-terminated; NOLOAD runs nothing: it finds what is loaded, or nothing.
         let handle = unsafe { libc::dlopen(library.as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD) };
         if handle.is_null() {
             return Err(format!("{} is not loaded", library.to_string_lossy()));
         }
-        // The handle is never closed, so that what is found stays there.
+        // The handle is never closed, so that the symbols stay valid.
         let find = |name: &CStr| {
             // SAFETY: the handle is open, the name NUL-terminated.
             let symbol = unsafe { libc::dlsym(handle, name.as_ptr()) };
@@ -97,7 +97,7 @@ impl Functions {
     }
 }
 
-/// A part of a message, in libzmq's memory. Boxed: libzmq's messages must not be moved by others.
+/// A part of a message, in libzmq's memory. Boxed, because libzmq's messages must not be moved.
 struct Part {
     raw: Box<RawMessage>,
     functions: Functions,
@@ -114,7 +114,7 @@ impl Part {
         Self { raw, functions }
     }
 
-    /// Receives the next part in place of what this held; errno when there is none.
+    /// Receives the next part, replacing the previous one; errno if there is none.
     ///
     /// # Safety
     /// `socket` is an open libzmq socket that no other thread uses meanwhile.
@@ -155,7 +155,7 @@ impl Drop for Part {
     }
 }
 
-/// The last two parts of a message: sequence and payload. Engines differ in what they put before.
+/// The last two parts of a message: sequence and payload. Engines differ in the parts before.
 struct Message {
     parts: [Part; 2],
     /// Which of the two is the last one.
@@ -168,7 +168,7 @@ impl Message {
         Self { parts: [Part::new(functions), Part::new(functions)], last: 0, count: 0 }
     }
 
-    /// Receives the next message; false when there is none.
+    /// Receives the next message; false if there is none.
     ///
     /// # Errors
     /// libzmq's errno.
@@ -181,7 +181,7 @@ impl Message {
             // SAFETY: the caller's promise.
             match unsafe { self.parts[1 - self.last].receive(socket) } {
                 Ok(()) => {}
-                // Parts come all or none: in the middle of a message nothing is waited for.
+                // Parts arrive all or none, so this never waits within a message.
                 Err(libc::EINTR) if self.count > 0 => continue,
                 Err(libc::EAGAIN | libc::EINTR) => return Ok(false),
                 Err(errno) => return Err(errno),
@@ -194,7 +194,7 @@ impl Message {
         }
     }
 
-    /// Sequence number and payload; `None` for a message that has no such two parts.
+    /// Sequence number and payload; `None` for a message without these two parts.
     fn frame(&mut self) -> Option<(u64, &[u8])> {
         if self.count < 2 {
             return None;
@@ -207,9 +207,9 @@ impl Message {
 /// Sequence number, 8 bytes, and payload.
 type Frame = (Py<PyBytes>, Py<PyBytes>);
 
-/// Reads publishers' messages from pyzmq's sockets into the index, without Python between them.
+/// Reads publishers' messages from pyzmq's sockets into the index, without Python code per message.
 ///
-/// pyzmq opens, polls and closes the sockets; libzmq's own functions are called on them, those of
+/// pyzmq opens, polls and closes the sockets; this class calls libzmq's own functions on them, from
 /// the library that pyzmq has loaded.
 ///
 /// Args:
@@ -235,20 +235,20 @@ impl ZmqDrain {
         }
     }
 
-    /// Receive what waits and take it in as live messages, like Catalog.take.
+    /// Receive waiting messages and apply them as live messages, like Catalog.take.
     ///
-    /// Stops at a message that shows a gap: it is handed back and the rest is left in the socket.
-    /// Messages of a publisher that is gone are read and dropped.
+    /// It stops at a message that shows a gap: this message is returned, and the rest stays in the
+    /// socket. Messages of an unregistered publisher are read and dropped.
     ///
     /// Args:
-    ///     catalog: Where messages go.
-    ///     publisher: Whose messages.
+    ///     catalog: Receives the messages.
+    ///     publisher: Number of the publisher.
     ///     socket: A ``zmq.Socket``; no other thread may use or close it meanwhile.
-    ///     limit: Most messages to receive.
+    ///     limit: Maximum number of messages.
     ///
     /// Returns:
-    ///     ``(taken, unread)``: how many messages were taken in, and the ``(sequence, payload)``
-    ///     that shows a gap: offer it to ``Catalog.take``, which tells the gap.
+    ///     ``(taken, unread)``: the number of applied messages, and the ``(sequence, payload)``
+    ///     that shows a gap: pass it to ``Catalog.take``, which reports the gap.
     ///
     /// Raises:
     ///     ClosedError: The socket is closed.
@@ -279,7 +279,8 @@ impl ZmqDrain {
                 if !unsafe { message_ref.receive(socket) }? {
                     return Ok((taken, false));
                 }
-                // Who is not registered any more is read away, until the order to close the socket comes.
+                // Messages of an unregistered publisher are discarded until the order to close the
+                // socket.
                 let Some(known) = &publisher else { continue };
                 let outcome = match message_ref.frame() {
                     Some((sequence, payload)) => known.live(sequence, payload),
