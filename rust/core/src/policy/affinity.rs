@@ -1,7 +1,7 @@
-//! A session goes on where it was, whichever policy chooses for its first request.
+//! Session affinity: keeps a session on its worker, whichever policy chose that worker.
 //!
-//! Only sessions with a key have a place: it is the worker that took their last request, until that
-//! can't take one, or nothing was heard of the session for too long.
+//! Only sessions with a key are tracked. A session's place is the worker that took its last
+//! request, until that worker can't take one, or the session has been idle for too long.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -17,13 +17,13 @@ use crate::error::{Error, Result};
 use crate::ids::Worker;
 use crate::load::recency::Recent;
 
-/// Most sessions that are remembered; one more, and the one that was not used for longest goes.
+/// Tracked sessions; above the limit the least recently used one is dropped.
 pub const MAX_SESSIONS: usize = 100_000;
 
 /// Shortest and longest time for which a session is remembered, seconds.
 const TTL_RANGE_SECS: (u64, u64) = (1, 31_536_000);
 
-/// Where sessions were. Routers may share it: each has a [`Seat`] of its own.
+/// The places of sessions. Routers may share it: each has its own [`Seat`].
 #[derive(Debug)]
 pub struct Affinity {
     ttl_ms: u64,
@@ -31,7 +31,7 @@ pub struct Affinity {
     state: Mutex<State>,
 }
 
-/// A router's own part of the table: what its workers are called means nothing to others.
+/// A router's own part of the table, because worker ids differ between routers.
 #[derive(Debug, Clone, Copy)]
 pub struct Seat(u64);
 
@@ -51,7 +51,7 @@ struct State {
 }
 
 impl Affinity {
-    /// A table that remembers a session for `ttl_secs` after its last request.
+    /// A table that keeps a session for `ttl_secs` after its last request.
     ///
     /// # Errors
     /// [`Error::Config`] for a time out of range, with the flag, the range and what came.
@@ -70,22 +70,22 @@ impl Affinity {
         Ok(Self { ttl_ms: ttl_secs * 1_000, seats: AtomicU64::new(0), state: Mutex::new(state) })
     }
 
-    /// A seat that nobody else has.
+    /// A unique seat.
     pub fn seat(&self) -> Seat {
-        // Relaxed: only the numbers themselves have to differ.
+        // Relaxed: the numbers only have to be unique.
         Seat(self.seats.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// Whether the key of `session` can be remembered.
+    /// Checks that the key of `session` can be stored.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] when it is too long, with its length and the limit.
+    /// [`Error::InvalidArgument`] for a key that is too long, with its length and the limit.
     pub fn check(&self, session: Session<'_>) -> Result<()> {
         check_key("session_key", session.key)
     }
 
-    /// Among `candidates`, the one that took the last request of `session`; `None` when it is not
-    /// among them, or was used too long ago. Changes nothing.
+    /// The candidate that took the last request of `session`; `None` if it is not among
+    /// `candidates`, or the session has expired. Changes nothing.
     pub fn kept(
         &self,
         seat: Seat,
@@ -98,13 +98,13 @@ impl Affinity {
         Some(Choice::plain(index, 1, Reason::SessionAffinity))
     }
 
-    /// The worker that took the last request of `session`, unless that is too long ago.
+    /// The worker that took the last request of `session`, unless that has expired.
     pub fn place(&self, seat: Seat, session: Session<'_>, now_ms: u64) -> Option<Worker> {
         let place = *self.state.lock().places.get(key(seat, session)?)?;
         (!self.is_old(place, now_ms)).then_some(place.worker)
     }
 
-    /// The request of `session` was given to `worker`: it is its place from `now_ms` on.
+    /// Records that `session`'s request went to `worker`, its place from `now_ms` on.
     pub fn routed(&self, seat: Seat, session: Session<'_>, worker: Worker, now_ms: u64) {
         let Some(key) = key(seat, session) else { return };
         let mut state = self.state.lock();
@@ -120,14 +120,14 @@ impl Affinity {
         }
     }
 
-    /// Forget the sessions of which nothing was heard for too long. Costs nothing when there are none.
+    /// Drops expired sessions. Costs nothing if there are none.
     pub fn expire(&self, now_ms: u64) {
         let mut state = self.state.lock();
         let gone = state.places.drop_while(|&place| self.is_old(place, now_ms));
         state.expired += gone as u64;
     }
 
-    /// Name every counter.
+    /// Reports every counter.
     pub fn samples(&self, visit: &mut dyn FnMut(Sample<'_>)) {
         let state = self.state.lock();
         visit(Sample::plain("session_affinity_sessions", state.places.len() as f64));
@@ -148,7 +148,7 @@ impl Affinity {
     }
 }
 
-/// `None` for a request of no session.
+/// `None` for a request without a session.
 fn key(seat: Seat, session: Session<'_>) -> Option<u64> {
     let key = session.key.filter(|key| !key.is_empty())?;
     Some(xxh3_64_with_seed(key.as_bytes(), seat.0))

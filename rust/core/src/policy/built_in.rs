@@ -1,4 +1,4 @@
-//! The policies that are built in, in the form of the others.
+//! The built-in policies as [`RoutePolicy`](super::RoutePolicy).
 
 use rand::RngCore;
 

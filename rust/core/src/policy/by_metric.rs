@@ -1,4 +1,4 @@
-//! Policies that take the lowest of one value per candidate.
+//! Policies that minimize one value per candidate.
 
 use std::sync::Arc;
 
@@ -11,11 +11,11 @@ use super::lowest::Lowest;
 use super::select::among_equals;
 use crate::error::Result;
 
-/// One value per candidate, appended in their order; `None` for one without what it takes.
+/// Appends one value per candidate, in order; `None` if the candidate lacks the data.
 pub(super) type Values = fn(&Candidates<'_>, &mut Vec<Option<f64>>);
 
-/// The lowest value wins, chance decides among equals; candidates without a value are passed over,
-/// and when none has one any of them is taken. A candidate without a value costs infinitely much.
+/// The lowest value wins, and chance decides ties. Candidates without a value are skipped, unless
+/// all lack one: then any of them is taken. A candidate without a value has infinite cost.
 #[derive(Debug)]
 pub(super) struct ByMetric {
     name: &'static str,
@@ -63,8 +63,8 @@ impl RoutePolicy for ByMetric {
     }
 }
 
-/// The lowest of `values`, by chance among equals, and any of all when there is no value; `None`
-/// when there are no candidates.
+/// The lowest of `values`, with ties broken by chance; any candidate if there are no values; `None`
+/// without candidates.
 pub(super) fn choose_lowest(values: &[Option<f64>], rng: &mut dyn RngCore) -> Option<Choice> {
     let count = values.len();
     if count <= 1 {

@@ -1,4 +1,4 @@
-//! What a policy is told, what it answers and what it must keep to.
+//! The policy interface: inputs, outputs and obligations.
 
 use std::fmt;
 use std::sync::{Arc, OnceLock};
@@ -18,50 +18,50 @@ use crate::ids::Worker;
 
 /// A way to choose a worker: one file, and one line in the [registry](super::registry).
 ///
-/// For one request the calls come in this order: [`prepare`](Self::prepare) without any lock,
+/// Calls for one request come in this order: [`prepare`](Self::prepare) without any lock,
 /// [`choose`](Self::choose) under the router's lock, [`routed`](Self::routed) once the request is
-/// booked, [`finished`](Self::finished) when it has ended, however it did. A preview makes the
-/// first two only, and changes nothing that a later decision could see.
+/// booked, [`finished`](Self::finished) when it has ended, for whatever reason. A preview makes
+/// only the first two calls, and must not change what a later decision sees.
 ///
 /// # Consistency
-/// Calls for different requests come from many threads at once; a policy with state keeps it
-/// behind a lock of its own, never calls back, and does not block.
+/// Calls for different requests come from many threads at once. A stateful policy keeps its state
+/// behind its own lock, never calls back, and does not block.
 pub trait RoutePolicy: fmt::Debug + Send + Sync {
     /// The name in configuration, logs and metrics.
     fn name(&self) -> &str;
 
-    /// The policies that it is made of; they are told whatever it is told, unless it says otherwise.
+    /// The policies that this one combines; by default they receive all of its events.
     fn members(&self) -> &[Arc<dyn RoutePolicy>] {
         &[]
     }
 
-    /// Whether it chooses better when the prompt's tokens are known: it goes by overlaps, sequence
-    /// hashes or token ids.
+    /// Whether the prompt's tokens improve its choice: it uses overlaps, sequence hashes or token
+    /// ids.
     fn needs_tokens(&self) -> bool {
         self.members().iter().any(|one| one.needs_tokens())
     }
 
-    /// Whether it is to be told the prompt's text, which for a long chat costs as much as forwarding it.
+    /// Whether it needs the prompt's text, which for a long chat costs as much as forwarding it.
     fn needs_text(&self) -> bool {
         let members = self.members();
         members.is_empty() || members.iter().any(|one| one.needs_text())
     }
 
-    /// Where this policy is asked before the router's lock is taken, when it is outside the core.
+    /// The desk that asks this policy before the router's lock is taken, if it is outside the core.
     fn desk(&self) -> Option<&Arc<Desk>> {
         None
     }
 
-    /// Work that is worth doing before the router's lock is taken: tokenizing, hashing.
+    /// Work to do before the router's lock is taken: tokenizing, hashing.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a request that this policy can't route; it names the field.
+    /// [`Error::InvalidArgument`] for a request that this policy can't route; names the field.
     fn prepare(&self, context: &Context<'_>) -> Result<()> {
         self.members().iter().try_for_each(|one| one.prepare(context))
     }
 
-    /// Choose among `candidates`; `None` only when there are none. What each of them costs
-    /// replaces what is in `costs`, in the same order.
+    /// Chooses among `candidates`; `None` only if there are none. Replaces `costs` with the cost of
+    /// each candidate, in order.
     fn choose(
         &self,
         context: &Context<'_>,
@@ -70,17 +70,17 @@ pub trait RoutePolicy: fmt::Debug + Send + Sync {
         rng: &mut dyn RngCore,
     ) -> Option<Choice>;
 
-    /// Whether [`scores`](Self::scores) can be asked for: policies that can't be weighed against
-    /// others have none.
+    /// Whether [`scores`](Self::scores) is supported: policies that can't be combined with others
+    /// have no scores.
     fn is_scorer(&self) -> bool {
         false
     }
 
-    /// Judge every candidate, for a weighted choice by several policies. One entry per candidate
-    /// replaces what is in `scores`; `None` where nothing is known.
+    /// Scores every candidate, for a weighted choice by several policies. Replaces `scores` with
+    /// one entry per candidate; `None` if unknown.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] when this policy has no scores, or none for this request.
+    /// [`Error::InvalidArgument`] if this policy has no scores, or none for this request.
     fn scores(
         &self,
         _context: &Context<'_>,
@@ -91,29 +91,30 @@ pub trait RoutePolicy: fmt::Debug + Send + Sync {
         Err(Error::invalid(format!("policy {} has no scores that could be weighted", self.name())))
     }
 
-    /// How long the prefill of `tokens` prompt tokens of `model` takes, in milliseconds, when nobody sees its
-    /// end: it counts as queued for so long. `None`: it counts until the answer ends.
+    /// How long the prefill of `tokens` prompt tokens of `model` takes, in milliseconds, when its
+    /// end is not observed; it counts as queued for that long. `None`: it counts until the answer
+    /// ends.
     fn unseen_prefill_ms(&self, _model: &str, _tokens: u64) -> Option<u64> {
         None
     }
 
-    /// Whether it goes by [`ActiveLoad::queued_tokens`], which the load table then keeps apart.
+    /// Whether it uses [`ActiveLoad::queued_tokens`], which the load table then maintains.
     fn estimates_queue(&self) -> bool {
         false
     }
 
-    /// The request was given to `candidates.list[choice.index]`, by this policy or by another one
-    /// that it only watches.
+    /// The request was routed to `candidates.list[choice.index]`, by this policy or by one that it
+    /// shadows.
     fn routed(&self, context: &Context<'_>, candidates: &Candidates<'_>, choice: &Choice) {
         self.members().iter().for_each(|one| one.routed(context, candidates, choice));
     }
 
-    /// The request has ended; what it really used.
+    /// The request has ended; reports its actual usage.
     fn finished(&self, finished: &Finished<'_>) {
         self.members().iter().for_each(|one| one.finished(finished));
     }
 
-    /// Whether [`evicted`](Self::evicted) and [`cleared`](Self::cleared) are to be called.
+    /// Whether to call [`evicted`](Self::evicted) and [`cleared`](Self::cleared).
     fn watches_caches(&self) -> bool {
         self.members().iter().any(|one| one.watches_caches())
     }
@@ -123,17 +124,17 @@ pub trait RoutePolicy: fmt::Debug + Send + Sync {
         self.members().iter().for_each(|one| one.evicted(worker, local_hashes, now_ms));
     }
 
-    /// A worker's device cache is empty now.
+    /// A worker's device cache was cleared.
     fn cleared(&self, worker: Worker) {
         self.members().iter().for_each(|one| one.cleared(worker));
     }
 
-    /// A worker has gone: forget what was remembered of it.
+    /// A worker has left: drop its state.
     fn removed(&self, worker: Worker) {
         self.members().iter().for_each(|one| one.removed(worker));
     }
 
-    /// Name every counter of this policy, for the metrics.
+    /// Reports every counter of this policy, for the metrics.
     fn samples(&self, visit: &mut dyn FnMut(Sample<'_>)) {
         self.members().iter().for_each(|one| one.samples(visit));
     }
@@ -144,9 +145,9 @@ pub trait RoutePolicy: fmt::Debug + Send + Sync {
 pub struct Context<'a> {
     /// Length, block size and weights.
     pub request: RequestTerms,
-    /// The model that was asked for.
+    /// The requested model.
     pub model: &'a str,
-    /// Text of the prompt, UTF-8, without the JSON around it; empty when nobody needs it.
+    /// Text of the prompt in UTF-8, without the surrounding JSON; empty if no policy needs it.
     pub prompt: &'a [u8],
     /// The model's own token ids; empty while unknown.
     pub token_ids: &'a [u32],
@@ -154,24 +155,25 @@ pub struct Context<'a> {
     pub sequence_hashes: &'a [u64],
     /// Local hashes of the same blocks; empty while unknown.
     pub local_hashes: &'a [u64],
-    /// Candidates' overlaps come from engines' events: what a policy guesses itself is worse.
+    /// Whether the candidates' overlaps come from engines' events, which are better than a policy's
+    /// guess.
     pub is_indexed: bool,
-    /// The answer comes as a whole, so that nobody sees its first token.
+    /// Whether the answer is not streamed, so that its first token is not observed.
     pub is_whole: bool,
-    /// Whose request it is; `None` and `""` for nobody's.
+    /// The request's user; `None` and `""` without one.
     pub user: Option<&'a str>,
-    /// What ties it to earlier requests.
+    /// The session of the request.
     pub session: Session<'a>,
-    /// What a policy outside the core said of it; `None` when it was not asked or did not answer.
+    /// Advice of a policy outside the core; `None` if it was not asked or did not answer.
     pub advice: Option<&'a Advice>,
     /// Now, on the router's clock.
     pub now_ms: u64,
-    /// What policies have worked out about this request.
+    /// Results that policies share for this request.
     pub memo: Memo,
 }
 
 impl<'a> Context<'a> {
-    /// A request of `model` about which only its terms are known.
+    /// A request of `model` of which only the terms are known.
     pub fn new(request: RequestTerms, model: &'a str, now_ms: u64) -> Self {
         Self {
             request,
@@ -191,17 +193,18 @@ impl<'a> Context<'a> {
     }
 }
 
-/// What ties a request to earlier ones.
+/// Links a request to earlier ones.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Session<'a> {
-    /// The worker that the client was told, resolved by the door; `None` without or when unknown.
+    /// The worker named by the client, resolved by the caller; `None` if there is none or it is
+    /// unknown.
     pub worker: Option<Worker>,
-    /// A key that all requests of the session carry, at most
-    /// [`MAX_KEY_BYTES`](super::session::MAX_KEY_BYTES) bytes; `None` and `""` for none.
+    /// A key that all requests of the session share, at most
+    /// [`MAX_KEY_BYTES`](super::session::MAX_KEY_BYTES) bytes; `None` and `""` without one.
     pub key: Option<&'a str>,
 }
 
-/// What is worked out once for a request, by whichever policy needs it first.
+/// Values computed once per request, by the first policy that needs them.
 #[derive(Debug, Default)]
 pub struct Memo {
     prefix: OnceLock<PrefixMemo>,
@@ -216,36 +219,36 @@ struct PrefixMemo {
 }
 
 impl Memo {
-    /// The hashes that `make` gives, made once by the first `maker` to ask; another one makes its
-    /// own with every call. `maker` identifies how they are made.
+    /// The result of `make`, cached for the first `maker`; other makers compute theirs with every
+    /// call. `maker` identifies how the hashes are computed.
     pub fn hashes(&self, maker: u64, make: impl Fn() -> Vec<u64>) -> std::borrow::Cow<'_, [u64]> {
         let kept = self.prefix.get_or_init(|| PrefixMemo { maker, hashes: make().into() });
         if kept.maker == maker { kept.hashes.as_ref().into() } else { make().into() }
     }
 
-    /// The marks of the prompt with these sequence hashes, made once.
+    /// The marks of the prompt with these sequence hashes, cached.
     pub fn marks(&self, sequence_hashes: &[u64]) -> &Marks {
         self.marks.get_or_init(|| Marks::of(sequence_hashes))
     }
 
-    /// Keep `ticket` for the end of the request; the first one stays.
+    /// Keeps `ticket` for the end of the request; only the first one is kept.
     pub fn set_ticket(&self, ticket: Ticket) {
-        // The policy that chooses is told first.
+        // The policy that chooses is called first.
         let _kept = self.ticket.set(ticket);
     }
 
-    /// The ticket, if a policy kept one.
+    /// The ticket, if a policy set one.
     pub fn into_ticket(self) -> Option<Ticket> {
         self.ticket.into_inner()
     }
 }
 
-/// The workers that may take a request, and what their engines report.
+/// The workers that may take a request, with their engines' reports.
 #[derive(Debug, Clone, Copy)]
 pub struct Candidates<'a> {
     /// The workers, in worker order.
     pub list: &'a [Candidate],
-    /// One entry per candidate, or none at all where engines report nothing.
+    /// One entry per candidate, or empty if engines report nothing.
     pub metrics: &'a [EngineMetrics],
 }
 
@@ -255,33 +258,33 @@ impl<'a> Candidates<'a> {
         Self { list, metrics: &[] }
     }
 
-    /// How many there are.
+    /// The number of candidates.
     pub const fn len(&self) -> usize {
         self.list.len()
     }
 
-    /// Whether there is none.
+    /// Whether there are no candidates.
     pub const fn is_empty(&self) -> bool {
         self.list.is_empty()
     }
 
-    /// What the engine of candidate `index` reports; nothing where it reports nothing.
+    /// The engine report of candidate `index`; empty if there is none.
     pub fn metrics(&self, index: usize) -> EngineMetrics {
         self.metrics.get(index).copied().unwrap_or_default()
     }
 
-    /// Active requests of candidate `index` as booked here; 0 for one the load table does not know.
+    /// Active requests of candidate `index` as booked here; 0 if it is not in the load table.
     pub fn requests(&self, index: usize) -> u32 {
         self.list[index].load.map_or(0, |load| load.requests)
     }
 
-    /// What candidate `index` is busy with; idle for one the load table does not know.
+    /// The load of candidate `index`; idle if it is not in the load table.
     pub fn load(&self, index: usize) -> ActiveLoad {
         self.list[index].load.unwrap_or_default()
     }
 
-    /// Requests on the engine of candidate `index`: its own count, or what was booked here where
-    /// engines report nothing at all.
+    /// Requests on the engine of candidate `index`: its own count, or the bookings here if engines
+    /// report nothing at all.
     pub fn running(&self, index: usize) -> f64 {
         match self.metrics.get(index) {
             Some(metrics) => metrics.running_requests.unwrap_or(0.0),
@@ -289,7 +292,7 @@ impl<'a> Candidates<'a> {
         }
     }
 
-    /// Fill `costs`: `cost` says what the policy minimises of each candidate.
+    /// Fills `costs` with `cost`, the value that the policy minimizes, of each candidate.
     #[inline]
     pub fn fill(&self, costs: &mut Vec<CandidateCost>, mut cost: impl FnMut(usize) -> f64) {
         costs.clear();
@@ -298,25 +301,25 @@ impl<'a> Candidates<'a> {
     }
 }
 
-/// Which scores are good.
+/// Whether high or low scores are better.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Polarity {
-    /// High ones.
+    /// High scores.
     Most,
-    /// Low ones.
+    /// Low scores.
     Least,
 }
 
-/// A request that has ended, and what it really used.
+/// A request that has ended, with its actual usage.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Finished<'a> {
-    /// The model that was asked for.
+    /// The requested model.
     pub model: &'a str,
-    /// Whose request it was.
+    /// The request's user.
     pub user: Option<&'a str>,
-    /// Who served it.
+    /// The worker that served it.
     pub worker: Worker,
-    /// Length of [`Context::prompt`]; what an estimate was made from.
+    /// Length of [`Context::prompt`], from which estimates were made.
     pub prompt_bytes: usize,
     /// When it was routed, on the router's clock.
     pub routed_at_ms: u64,
@@ -328,9 +331,9 @@ pub struct Finished<'a> {
     pub cached_tokens: u64,
     /// Tokens that were generated.
     pub output_tokens: u64,
-    /// Time from the decision to the first token, or to the end of an answer that came as a whole; `None`
+    /// Time from the decision to the first token, or to the end of an unstreamed answer; `None`
     /// without an answer.
     pub first_token_ms: Option<u64>,
-    /// What a policy worked out when the request was routed.
+    /// The ticket that a policy set when the request was routed.
     pub ticket: Option<&'a Ticket>,
 }

@@ -1,22 +1,22 @@
-//! What a request would cost on a worker.
+//! The cost of a request on a worker.
 
 use super::kind::Policy;
 use super::price::parts::Price;
 use crate::ids::Worker;
 
-/// How `kv` weighs work to prefill against work saved, beside `overlap_score_weight`. The default is
-/// the documented cost; every field is finite and at least 0.
+/// How `kv` weighs work to prefill against work saved, besides `overlap_score_weight`. The default
+/// is the documented cost; every field is finite and at least 0.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct KvScale {
-    /// What a cached block saves, in blocks to prefill: more than 1 keeps a prompt with its cache where
-    /// plain cost would spread the load.
+    /// Saving of a cached block, in blocks to prefill. Above 1 it keeps a prompt with its cache
+    /// where the plain cost would spread the load.
     pub overlap_score_credit: f64,
-    /// Credit fades with prefill queued beyond that of the idlest candidate: by half where, at 1, the
-    /// excess is as long as the prompt. 0 for no fading.
+    /// Reduces the credit of a candidate with more prefill queued than the idlest one: at 1, by
+    /// half when the excess is as long as the prompt. 0 disables it.
     pub overlap_score_credit_decay: f64,
-    /// What the rest to prefill counts, credit taken off.
+    /// Weight of the uncached prefill cost.
     pub prefill_load_scale: f64,
-    /// What an active request costs, in blocks.
+    /// Cost of an active request, in blocks.
     pub active_request_weight: f64,
 }
 
@@ -45,42 +45,43 @@ impl KvScale {
         ]
     }
 
-    /// Whether prefilled blocks simply count.
+    /// Whether the cost is the plain number of prefilled blocks.
     pub fn is_plain(&self) -> bool {
         *self == Self::PLAIN
     }
 }
 
-/// What of a request the chosen worker does.
+/// The part of a request that the chosen worker does.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Stage {
-    /// All of it.
+    /// Prefill and decoding.
     #[default]
     Both,
-    /// Its prefill; another worker decodes.
+    /// Only the prefill; another worker decodes.
     Prefill,
-    /// Its decoding; another worker had its prefill.
+    /// Only the decoding; another worker did the prefill.
     Decode,
 }
 
-/// What a decision needs to know of the request.
+/// The properties of a request that a decision uses.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct RequestTerms {
     /// Prompt length in tokens; at least 1.
     pub isl_tokens: u64,
     /// Tokens in a block; 0 while unknown: costs are then in tokens and requests.
     pub block_size: u32,
-    /// Blocks the request would occupy, duplicates included; 0 when blocks are not tracked.
+    /// Blocks that the request would occupy, including duplicates; 0 if blocks are not tracked.
     pub tracked_blocks: u32,
-    /// What a block to prefill costs in blocks held; finite and at least 0.
+    /// Cost of a block to prefill, in held blocks; finite and at least 0.
     pub overlap_score_weight: f64,
     /// 0 takes the lowest cost; larger values spread the choice. Finite and at least 0.
     pub temperature: f64,
     /// How `kv` weighs its terms.
     pub scale: KvScale,
-    /// Prompt tokens still to be prefilled by the idlest candidate; [`select`](super::select) sees to it.
+    /// Prompt tokens still to be prefilled by the idlest candidate; set by
+    /// [`select`](super::select).
     pub least_prefill_tokens: u64,
-    /// What of it is done on the worker that is chosen.
+    /// The part of the request that the chosen worker does.
     pub stage: Stage,
 }
 
@@ -91,51 +92,52 @@ pub struct Candidate {
     pub worker: Worker,
     /// Leading blocks of the prompt that it holds, or soon will.
     pub overlap_blocks: u32,
-    /// How many of these it does not hold yet: the prompt was sent there, and nobody has told more.
+    /// Of these, blocks that are only predicted: the prompt was sent there, and no event has
+    /// confirmed it.
     pub predicted_blocks: u32,
-    /// What further blocks save that it holds in host memory or on disks, in thousandths of a block to
-    /// prefill.
+    /// Saving of further blocks that it holds in host memory or on disks, in thousandths of a block
+    /// to prefill.
     pub lower_milliblocks: u32,
-    /// What it is busy with; `None` for a worker that the load table does not know.
+    /// Its load; `None` if it is not in the load table.
     pub load: Option<ActiveLoad>,
 }
 
 impl Candidate {
-    /// Blocks of the prompt that need not be prefilled there, rounded down.
+    /// Blocks of the prompt that need no prefill there, rounded down.
     pub fn saved_blocks(&self) -> u32 {
         self.overlap_blocks.saturating_add(self.lower_milliblocks / 1_000)
     }
 }
 
-/// What a candidate is busy with.
+/// The load of a candidate.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ActiveLoad {
     /// Active requests.
     pub requests: u32,
-    /// Entries of this request's blocks that active requests of the worker use already.
+    /// Blocks of this request that active requests of the worker already use.
     pub shared_blocks: u32,
     /// Prompt tokens still to be prefilled.
     pub prefill_tokens: u64,
-    /// Of these, what should be left by now.
+    /// Of these, the estimated rest at this moment.
     pub queued_tokens: u64,
     /// Distinct blocks in use.
     pub blocks: u64,
     /// Prompt tokens of all active requests, prefilled or not.
     pub context_tokens: u64,
-    /// When it was last given a request, as a number that grows with every booking; 0 for never.
+    /// Number of its last booking, which grows with every booking; 0 for never.
     pub last_booked: u64,
 }
 
-/// What a policy minimises, of one candidate.
+/// The value of one candidate that a policy minimizes.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct CandidateCost {
-    /// The cost; 0 for policies that minimise nothing.
+    /// The cost; 0 for policies without costs.
     pub cost: f64,
     /// The parts of that cost for `auto`; zeros for other policies.
     pub price: Price,
 }
 
-/// What the request would cost on one candidate, term by term.
+/// The cost of a request on one candidate, term by term.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Terms {
     /// The worker.
@@ -144,42 +146,42 @@ pub struct Terms {
     pub overlap_blocks: u32,
     /// How many of these are only predicted.
     pub predicted_blocks: u32,
-    /// What blocks in host memory and on disks save beside these, in thousandths of a block to prefill.
+    /// Saving of blocks in host memory and on disks besides these, in thousandths of a block to
+    /// prefill.
     pub lower_milliblocks: u32,
-    /// Active requests, without this one; 0 for a worker the load table does not know.
+    /// Active requests, without this one; 0 if the worker is not in the load table.
     pub active_requests: u32,
-    /// Tokens to prefill, those of active requests included.
+    /// Tokens to prefill, including those of active requests.
     pub prefill_tokens: u64,
     /// The same in blocks, not rounded; 0 while the block size is unknown.
     pub prefill_blocks: f64,
-    /// What of these enters the cost: all, where [`KvScale`] is the default.
+    /// The part of these that enters the cost; all of them with the default [`KvScale`].
     pub weighed_prefill_blocks: f64,
-    /// Distinct blocks in use with this request; 0 while the block size is unknown.
+    /// Distinct blocks in use, including this request; 0 while the block size is unknown.
     pub decode_blocks: u64,
-    /// What the policy minimises; 0 for policies that minimise nothing.
+    /// The value that the policy minimizes; 0 for policies without costs.
     pub cost: f64,
     /// The parts of that cost for `auto`; zeros for other policies.
     pub price: Price,
 }
 
 impl RequestTerms {
-    /// Tokens of the prompt that are to be prefilled on `candidate`, in whole blocks saved.
+    /// Prompt tokens to prefill on `candidate`; savings count in whole blocks.
     pub fn uncached_tokens(&self, candidate: &Candidate) -> u64 {
         let saved = u64::from(candidate.saved_blocks()) * u64::from(self.block_size);
         self.isl_tokens.saturating_sub(saved)
     }
 
-    /// What this request would cost on `candidate`.
+    /// The cost of this request on `candidate`.
     ///
     /// `kv`: `overlap_score_weight * prefill_blocks + decode_blocks`; while the block size is
-    /// unknown `overlap_score_weight * prefill_tokens + active requests`. With another [`KvScale`]
-    /// the first product is of `prefill_load_scale * max(0, queued and own blocks - credit * overlap)`,
-    /// and active requests cost something too. A worker that the load
-    /// table does not know counts as idle and gets no credit for overlap. Behind a predicted overlap a
-    /// rest of less than a block counts nothing: it is no reason to compute the same prompt elsewhere
-    /// again. Blocks in host memory and on disks count as their weight says, behind those of the device.
-    /// `least_loaded` and
-    /// `power_of_two`: what the candidate is busy with, whatever the request.
+    /// unknown, `overlap_score_weight * prefill_tokens + active requests`. With another [`KvScale`]
+    /// the first product uses `prefill_load_scale * max(0, queued and own blocks - credit *
+    /// overlap)`, and active requests are added with their weight. A worker that is not in the load
+    /// table counts as idle and gets no credit for overlap. After a predicted overlap, a remainder
+    /// of less than a block costs nothing, so that the same prompt is not computed again elsewhere.
+    /// Blocks in host memory and on disks count by their weight, after those of the device.
+    /// `least_loaded` and `power_of_two`: the load of the candidate, whatever the request.
     ///
     /// # Source
     /// The cost function of the NVIDIA Dynamo KV router documentation.
@@ -191,13 +193,13 @@ impl RequestTerms {
         terms
     }
 
-    /// The terms of `candidate`, of which a policy said that it costs `cost`.
+    /// The terms of `candidate`, with `cost` from a policy.
     pub fn terms_at(&self, candidate: &Candidate, cost: &CandidateCost) -> Terms {
         let CandidateCost { cost, price } = *cost;
         Terms { cost, price, ..self.without_cost(self.scale.is_plain(), candidate) }
     }
 
-    /// What `policy` minimises of all `candidates` replaces what is in `costs`; each is shown to `see`.
+    /// Replaces `costs` with the cost of all `candidates` under `policy`; passes each to `see`.
     #[inline(always)]
     pub(super) fn fill(
         &self,
@@ -216,13 +218,13 @@ impl RequestTerms {
         }));
     }
 
-    /// All but the cost, which no policy decides.
+    /// All terms except the cost, which depends on the policy.
     #[inline(always)]
     fn without_cost(&self, is_plain: bool, candidate: &Candidate) -> Terms {
         let block_size = u64::from(self.block_size);
         let (prefill_tokens, decode_blocks) = match &candidate.load {
             Some(load) => {
-                // An overlap longer than the prompt is somebody's mistake and saves no more.
+                // An overlap longer than the prompt is an error of its source and saves no more.
                 let lower_tokens = match candidate.lower_milliblocks {
                     0 => 0,
                     lower => (u64::from(lower) * block_size).saturating_add(500) / 1_000,
@@ -259,7 +261,7 @@ impl RequestTerms {
         }
     }
 
-    /// What `policy` minimises, of a candidate and its other terms.
+    /// The cost of a candidate under `policy`, from its other terms.
     #[inline(always)]
     fn cost(&self, policy: Policy, candidate: &Candidate, terms: &Terms) -> f64 {
         let requests = f64::from(terms.active_requests);
@@ -293,7 +295,7 @@ impl RequestTerms {
         }
     }
 
-    /// Blocks to prefill as [`KvScale`] counts them: `prefill_blocks` are those without the overlap.
+    /// Blocks to prefill as weighed by [`KvScale`]; `prefill_blocks` excludes the overlap.
     fn weigh(&self, candidate: &Candidate, prefill_blocks: f64) -> f64 {
         let overlap = f64::from(candidate.overlap_blocks);
         let queued = candidate.load.map_or(0, |load| load.prefill_tokens);

@@ -1,4 +1,4 @@
-//! A decision, and what it rests on.
+//! A decision and its reasons.
 
 use std::fmt;
 
@@ -7,98 +7,98 @@ use super::kind::Policy;
 use crate::ids::Worker;
 
 named! {
-    /// Why this candidate and no other.
+    /// Why this candidate was chosen.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
     pub enum Reason {
         /// There was no other candidate.
         OnlyCandidate = "only_candidate",
         /// It alone had the lowest cost (of the two drawn, for `power_of_two`).
         LowestCost = "lowest_cost",
-        /// Several had the lowest cost; chance decided between them.
+        /// Several had the lowest cost; chance decided.
         Tie = "tie",
-        /// Drawn at a temperature above 0, cheaper ones more likely.
+        /// Drawn at a temperature above 0, with cheaper candidates more likely.
         Temperature = "temperature",
         /// It was its turn.
         Turn = "turn",
-        /// Chance alone.
+        /// Drawn at random.
         Chance = "chance",
-        /// It held the most of the prompt among those that were not too busy.
+        /// It held the most of the prompt among the candidates that were not too busy.
         PrefixMatch = "prefix_match",
-        /// Those that hold some of the prompt were too busy; it had the fewest requests.
+        /// The candidates that hold some of the prompt were too busy; it had the fewest requests.
         PrefixMatchSkipped = "prefix_match_skipped",
-        /// Nobody holds any of the prompt; it had the fewest requests.
+        /// No candidate holds any of the prompt; it had the fewest requests.
         LeastRequestFallback = "least_request_fallback",
         /// The client named it.
         SessionHeader = "session_header",
-        /// The session's key belongs to it.
+        /// The session's key maps to it.
         SessionKey = "session_key",
         /// An earlier turn of the conversation went there.
         SessionPrefix = "session_prefix",
-        /// The session's last request went there, whatever the policy would have chosen.
+        /// The session's last request went there; this overrides the policy.
         SessionAffinity = "session_affinity",
         /// It had the highest weighted score of several policies.
         HighestScore = "highest_score",
     }
 }
 
-/// Which candidate, among how many equals and why.
+/// The chosen candidate, the number of ties, and the reason.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Choice {
-    /// Where among the candidates it is.
+    /// Index of the candidate.
     pub index: usize,
-    /// How many candidates were equally good and better than all others: 1 without a tie.
+    /// How many candidates were equally good and better than all others; 1 without a tie.
     pub ties: usize,
-    /// The lowest cost among the others minus the chosen one's; `None` where costs don't decide.
+    /// The lowest cost among the others minus the chosen one's; `None` if costs don't decide.
     pub margin: Option<f64>,
-    /// Why this one.
+    /// The reason.
     pub reason: Reason,
-    /// What the chosen one was judged by where that is no cost: the percentage of the prompt it
-    /// holds (`prefix-cache`), the weighted sum (several policies), the client's share
-    /// (`vtc-basic`).
+    /// The value that decided, if that is not a cost: the held percentage of the prompt
+    /// (`prefix-cache`), the weighted sum (several policies), the client's share (`vtc-basic`).
     pub score: Option<f64>,
 }
 
 impl Choice {
-    /// The candidate at `index`, one of `ties` equals, by neither cost nor score.
+    /// The candidate at `index`, one of `ties` equals, chosen by neither cost nor score.
     pub(super) const fn plain(index: usize, ties: usize, reason: Reason) -> Self {
         Self { index, ties, margin: None, reason, score: None }
     }
 }
 
-/// Which worker was chosen, among whom and why. Borrows the candidates, and what the policy said of
-/// each; their terms are worked out when they are asked for.
+/// The chosen worker, the candidates and the reason. Borrows the candidates and their costs; their
+/// terms are computed on demand.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Decision<'a> {
     /// The chosen worker.
     pub worker: Worker,
     /// Leading blocks of the prompt that it holds.
     pub overlap_blocks: u32,
-    /// The policy that chose; `None` for one that is not built in.
+    /// The policy that chose; `None` if it is not built in.
     pub policy: Option<Policy>,
     /// The request as the policy saw it.
     pub request: RequestTerms,
     /// Every candidate, in the order they were given.
     pub candidates: &'a [Candidate],
-    /// What each of them costs.
+    /// The cost of each candidate.
     pub costs: &'a [CandidateCost],
-    /// Where in `candidates` the chosen one is.
+    /// Index of the chosen one in `candidates`.
     pub chosen: usize,
-    /// How many candidates the policy found equally good and better than all others: 1 without a
-    /// tie. `random` finds all equal.
+    /// How many candidates the policy found equally good and better than all others; 1 without a
+    /// tie. `random` treats all as equal.
     pub ties: usize,
-    /// The lowest cost among the others (the other one drawn, for `power_of_two`) minus the chosen
-    /// one's; negative when a temperature preferred a dearer one. `None` without costs or others.
+    /// The lowest cost among the others (for `power_of_two`, of the other one drawn) minus the
+    /// chosen one's; negative if a temperature preferred a costlier one. `None` without costs or
+    /// other candidates.
     pub margin: Option<f64>,
-    /// Why this one.
+    /// The reason.
     pub reason: Reason,
     /// See [`Choice::score`].
     pub score: Option<f64>,
-    /// The number that chance was drawn from; 0 where the caller drew by a generator of its own.
+    /// The seed of the random draw; 0 if the caller used its own generator.
     pub seed: u64,
 }
 
 impl<'a> Decision<'a> {
-    /// `choice` among `candidates`, which cost `costs`.
+    /// `choice` among `candidates`, with their `costs`.
     pub fn new(
         policy: Option<Policy>,
         request: RequestTerms,
@@ -123,13 +123,13 @@ impl<'a> Decision<'a> {
         }
     }
 
-    /// The same, drawn from `seed`.
+    /// The same, with the seed of the draw.
     #[must_use]
     pub fn drawn_from(self, seed: u64) -> Self {
         Self { seed, ..self }
     }
 
-    /// The choice alone.
+    /// The choice without its context.
     pub fn choice(&self) -> Choice {
         Choice {
             index: self.chosen,
@@ -151,21 +151,21 @@ impl<'a> Decision<'a> {
         each.map(|(candidate, cost)| self.request.terms_at(candidate, cost))
     }
 
-    /// The cost of each candidate, worked out; one line each.
+    /// The calculated cost of each candidate, one line each.
     pub fn formulas(&self) -> impl ExactSizeIterator<Item = Formula<'_>> {
         self.all_terms().map(|terms| terms.formula(&self.request))
     }
 }
 
 impl Terms {
-    /// These terms, of `request`, as the line of a log.
+    /// These terms of `request`, as a log line.
     pub fn formula<'a>(&self, request: &'a RequestTerms) -> Formula<'a> {
         Formula { terms: *self, request }
     }
 }
 
-/// Shows how the `kv` cost of a candidate comes about, with three decimals and the names of its terms;
-/// with `{:#}` in short, with one decimal.
+/// Displays the calculation of a candidate's `kv` cost with named terms and three decimals; `{:#}`
+/// gives a short form with one decimal.
 #[derive(Debug, Clone, Copy)]
 pub struct Formula<'a> {
     terms: Terms,

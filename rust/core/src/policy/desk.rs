@@ -1,9 +1,9 @@
-//! Where a policy outside the core is asked: questions wait here, are answered within a deadline or
-//! done without.
+//! Asks a policy outside the core: questions wait here until they are answered or their deadline
+//! has passed.
 //!
-//! The core never waits for such a policy while it holds a lock: it is asked first, about the
-//! candidates of a moment before, and answers with scores; the choice among those that may take the
-//! request is made under the lock, by these scores.
+//! The core never waits for such a policy while it holds a lock. It asks first, about the
+//! candidates of a moment before, and receives scores; the choice among the eligible candidates is
+//! then made under the lock, by these scores.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -14,13 +14,13 @@ use parking_lot::{Condvar, Mutex};
 use super::question::{Advice, News, Question};
 use super::sample::Sample;
 
-/// Questions that may wait.
+/// Maximum waiting questions.
 pub const MAX_QUESTIONS: usize = 1_024;
-/// News that may wait.
+/// Maximum waiting news.
 pub const MAX_NEWS: usize = 8_192;
-/// The number of a question that was refused.
+/// The number of a refused question.
 const NOT_ASKED: u64 = u64::MAX;
-/// Between two lines of the log.
+/// Minimum time between two log lines.
 const LOG_INTERVAL_MS: u64 = 60_000;
 
 named! {
@@ -31,30 +31,30 @@ named! {
         Late = "late",
         /// The policy raised an error.
         Raised = "raised",
-        /// What it answered is no choice among the candidates.
+        /// The answer is not a valid choice among the candidates.
         Nonsense = "nonsense",
-        /// Too many questions wait.
+        /// Too many questions are waiting.
         Full = "full",
-        /// Nobody answers any more.
+        /// The desk is closed.
         Closed = "closed",
-        /// It was not asked: it is still busy with what was given up as late.
+        /// It was not asked, because it is still busy with a question that timed out.
         Stuck = "stuck",
     }
 }
 
-/// What comes of a question.
+/// The outcome of a question.
 pub type Answer = Result<Advice, Failure>;
 type Reply = Box<dyn FnOnce(Answer) + Send>;
 
-/// A question that waits for its answer. Dropped without one it is a failure.
+/// A question that waits for its answer; dropping it unanswered counts as a failure.
 pub struct Asked {
-    /// What is asked.
+    /// The question.
     pub question: Question,
     reply: Option<Reply>,
 }
 
 impl Asked {
-    /// Answer it; who has given up waiting does not hear it.
+    /// Answers it; has no effect if the asker has given up.
     pub fn answer(mut self, answer: Answer) {
         if let Some(reply) = self.reply.take() {
             reply(answer);
@@ -76,12 +76,12 @@ impl fmt::Debug for Asked {
     }
 }
 
-/// What whoever answers is to do next.
+/// The next task of the answering thread.
 #[derive(Debug)]
 pub enum Task {
-    /// Answer this.
+    /// Answer this question.
     Answer(Asked),
-    /// Take note of this.
+    /// Process this news.
     Note(News),
 }
 
@@ -90,15 +90,15 @@ struct State {
     tasks: VecDeque<(u64, Task)>,
     questions: usize,
     next: u64,
-    /// What whoever answers is busy with, and the next number when that was taken.
+    /// The task in progress, and the next question number when it was taken.
     in_hand: Option<(u64, u64)>,
-    /// That takes longer than a question may.
+    /// Whether it takes longer than a question may.
     is_stuck: bool,
     is_closed: bool,
 }
 
 impl State {
-    /// The question of this number, if it still waits.
+    /// Removes the question of this number, if it still waits.
     fn take_out(&mut self, number: u64) -> Option<(u64, Task)> {
         let place = self.tasks.binary_search_by_key(&number, |(known, _)| *known).ok()?;
         let taken = self.tasks.remove(place);
@@ -116,7 +116,7 @@ struct Counts {
     logged_ms: AtomicU64,
 }
 
-/// What the policy wants to be told.
+/// The events that the policy handles.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Interests {
     /// [`News::Routed`].
@@ -127,12 +127,12 @@ pub struct Interests {
     pub removed: bool,
 }
 
-/// Where questions wait for one policy.
+/// The queue of questions for one policy.
 ///
 /// # Consistency
-/// Questions and news are handed out in the order in which they came, to one thread. Who stops waiting
-/// takes the question back, unless it is being answered. A policy that has not come back by then is not
-/// asked again before it does: only those who asked meanwhile wait for nothing.
+/// Questions and news are handed out in order, to one thread. An asker that stops waiting withdraws
+/// its question, unless it is being answered. A policy that is still busy after that is not asked
+/// again until it returns; requests meanwhile fail at once instead of waiting.
 pub struct Desk {
     name: Box<str>,
     deadline_ms: u64,
@@ -143,7 +143,7 @@ pub struct Desk {
 }
 
 impl Desk {
-    /// An empty one for the policy of this name, whose answers are waited for as long as this.
+    /// An empty desk for the policy of this name, with this deadline for answers.
     pub fn new(name: &str, deadline_ms: u64, interests: Interests) -> Self {
         Self {
             name: name.into(),
@@ -160,13 +160,13 @@ impl Desk {
         &self.name
     }
 
-    /// How long an answer is waited for.
+    /// Longest wait for an answer.
     pub fn deadline_ms(&self) -> u64 {
         self.deadline_ms
     }
 
-    /// Ask; `reply` is called once with what comes of it, perhaps at once. The number takes the
-    /// question back.
+    /// Asks; `reply` is called once with the outcome, possibly at once. The returned number
+    /// withdraws the question.
     pub fn ask(&self, question: Question, reply: impl FnOnce(Answer) + Send + 'static) -> u64 {
         let asked = Asked { question, reply: Some(Box::new(reply)) };
         let refused = {
@@ -189,14 +189,14 @@ impl Desk {
         NOT_ASKED
     }
 
-    /// Nobody waits for this answer any more, though there was time.
+    /// Withdraws a question before its deadline.
     pub fn withdraw(&self, number: u64) {
         // Its reply is called without the lock.
         let taken = self.state.lock().take_out(number);
         drop(taken);
     }
 
-    /// Nobody waits for this answer any more: its time is up.
+    /// Withdraws a question after its deadline.
     pub fn take_back(&self, number: u64) {
         let taken = {
             let mut state = self.state.lock();
@@ -209,7 +209,7 @@ impl Desk {
         drop(taken);
     }
 
-    /// Tell what has happened, if the policy wants to know.
+    /// Reports an event, if the policy handles it.
     pub fn tell(&self, news: impl FnOnce() -> News, is_wanted: fn(&Interests) -> bool) {
         if !is_wanted(&self.interests) {
             return;
@@ -217,7 +217,7 @@ impl Desk {
         let news = news();
         let mut state = self.state.lock();
         if state.is_closed || state.tasks.len() - state.questions >= MAX_NEWS {
-            // Relaxed: a count for people.
+            // Relaxed: a statistic.
             self.counts.dropped_news.fetch_add(1, Ordering::Relaxed);
             return;
         }
@@ -227,7 +227,7 @@ impl Desk {
         self.arrived.notify_one();
     }
 
-    /// Wait for something to do, done with what there was before; `None` once it is closed.
+    /// Waits for a task, after finishing the previous one; `None` once it is closed.
     pub fn next(&self) -> Option<Task> {
         let mut state = self.state.lock();
         (state.in_hand, state.is_stuck) = (None, false);
@@ -244,7 +244,7 @@ impl Desk {
         }
     }
 
-    /// Nothing is asked any more; what waits is done without.
+    /// Closes the desk: nothing more is asked, waiting requests are decided without the policy.
     pub fn close(&self) {
         let left = {
             let mut state = self.state.lock();
@@ -256,13 +256,12 @@ impl Desk {
         drop(left);
     }
 
-    /// The advice in `answer`, if there is any; what there is instead is counted, and said once a
-    /// minute.
+    /// The advice in `answer`, if there is any; failures are counted, and logged once a minute.
     pub fn settle(&self, answer: Answer, now_ms: u64) -> Option<Advice> {
         match answer {
             Ok(advice) => Some(advice),
             Err(failure) => {
-                // Relaxed: counts for people; of threads that come at once one logs.
+                // Relaxed: statistics; of concurrent threads one logs.
                 self.counts.failed[failure as usize].fetch_add(1, Ordering::Relaxed);
                 let is_due = |logged_ms| {
                     let is_late = now_ms.saturating_sub(logged_ms) >= LOG_INTERVAL_MS;
@@ -284,14 +283,14 @@ impl Desk {
         }
     }
 
-    /// Whether a request went by the advice that there was for it.
+    /// Counts whether a request followed the advice given for it.
     pub fn followed(&self, is_followed: bool) {
         let Counts { advised, outdated, .. } = &self.counts;
-        // Relaxed: counts for people.
+        // Relaxed: statistics.
         (if is_followed { advised } else { outdated }).fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Name every counter.
+    /// Reports every counter.
     pub fn samples(&self, visit: &mut dyn FnMut(Sample<'_>)) {
         let name = "outside_policy_answers_total";
         let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed) as f64;

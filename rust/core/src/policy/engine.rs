@@ -1,8 +1,8 @@
-//! What engines report of themselves.
+//! Metrics that engines report of themselves.
 
 use crate::error::{Error, Result};
 
-/// What an engine reports of itself; `None` where it does not.
+/// Metrics that an engine reports of itself; `None` if unreported.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct EngineMetrics {
     /// Requests in its batch.
@@ -11,7 +11,7 @@ pub struct EngineMetrics {
     pub gpu_kv_usage: Option<f64>,
     /// Share of its host blocks in use, 0 to 1.
     pub cpu_kv_usage: Option<f64>,
-    /// How long requests wait there before they are scheduled, in seconds.
+    /// How long requests wait before they are scheduled, in seconds.
     pub queue_s: Option<f64>,
     /// Mean time of a prefill, in seconds.
     pub mean_prefill_s: Option<f64>,
@@ -33,7 +33,7 @@ impl EngineMetrics {
         *self == Self::default()
     }
 
-    /// This, and what `earlier` says where this says nothing.
+    /// These metrics, with gaps filled from `earlier`.
     pub fn or(mut self, mut earlier: Self) -> Self {
         for ((_, field, _), (_, before, _)) in
             self.fields_mut().into_iter().zip(earlier.fields_mut())
@@ -46,7 +46,7 @@ impl EngineMetrics {
     /// From fields by name.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a name that is none, and as [`validate`](Self::validate).
+    /// [`Error::InvalidArgument`] for an unknown name, and as [`validate`](Self::validate).
     pub fn from_fields(fields: impl IntoIterator<Item = (String, f64)>) -> Result<Self> {
         let mut metrics = Self::default();
         for (name, value) in fields {
@@ -62,11 +62,11 @@ impl EngineMetrics {
         Ok(metrics)
     }
 
-    /// Check what somebody sent.
+    /// Validates received values.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`], naming the first field that is no number of at least 0, or no share
-    /// where it is one.
+    /// [`Error::InvalidArgument`], naming the first field that is not a number of at least 0, or
+    /// not a share in 0..=1.
     pub fn validate(mut self) -> Result<()> {
         for (name, value, highest) in self.fields_mut() {
             if let Some(value) = value.filter(|value| !(0.0..=highest).contains(value)) {
@@ -77,7 +77,7 @@ impl EngineMetrics {
         Ok(())
     }
 
-    /// What is reported, by name.
+    /// The reported values, by name.
     pub fn reported(mut self) -> Vec<(&'static str, f64)> {
         let fields = self.fields_mut().map(|(name, value, _)| Some((name, (*value)?)));
         fields.into_iter().flatten().collect()

@@ -1,4 +1,4 @@
-//! The policies that are built in, by name.
+//! The built-in policies, by name.
 
 use std::str::FromStr;
 
@@ -11,14 +11,14 @@ named! {
         /// Lowest cost: uncached and queued prompt blocks, plus active blocks.
         #[default]
         Kv = "kv",
-        /// The candidate whose last booking is longest ago, so that all take turns however the
-        /// candidates change from request to request.
+        /// The candidate with the oldest booking, so that all take turns even if the candidates
+        /// change between requests.
         RoundRobin = "round_robin",
         /// Any candidate, all equally likely.
         Random = "random",
         /// Fewest active blocks and blocks to prefill; then fewest active requests.
         LeastLoaded = "least_loaded",
-        /// Of two random candidates the less loaded one.
+        /// The less loaded of two random candidates.
         PowerOfTwo = "power_of_two",
     }
 }
@@ -26,7 +26,7 @@ named! {
 impl FromStr for Policy {
     type Err = Error;
 
-    /// A policy by its name; `-` and `_` are the same.
+    /// Parses a policy's name; `-` and `_` are equivalent.
     fn from_str(name: &str) -> Result<Self> {
         let wanted = name.replace('-', "_");
         Self::from_name(&wanted).ok_or_else(|| {

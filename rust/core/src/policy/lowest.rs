@@ -1,16 +1,16 @@
-//! The lowest of many values, and how many share it.
+//! The lowest of many values, and the number of ties.
 
-/// What was the lowest so far. Values that are not among the two lowest cost one comparison.
+/// The lowest value so far. A value above the two lowest costs one comparison.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Lowest {
-    /// Where the first of the lowest is.
+    /// Index of the first of the lowest.
     pub index: usize,
-    /// The lowest value; of equal ones the lowest rank decides.
+    /// The lowest value; ties are broken by the lowest rank.
     pub value: f64,
     pub rank: u64,
-    /// How many have this value and rank; 0 before there is any.
+    /// How many have this value and rank; 0 before the first value.
     pub ties: usize,
-    /// The lowest value of all others, infinite without any.
+    /// The lowest of all other values; infinite without any.
     pub next: f64,
 }
 
@@ -19,7 +19,7 @@ impl Lowest {
         Self { index: 0, value: f64::INFINITY, rank: u64::MAX, ties: 0, next: f64::INFINITY }
     }
 
-    /// One more value, which is a number; `rank` is asked for only where it may decide.
+    /// Adds a value, which must not be NaN; `rank` is called only if it may decide.
     #[inline(always)]
     pub fn see(&mut self, index: usize, value: f64, rank: impl FnOnce() -> u64) {
         if value <= self.next {
@@ -39,7 +39,7 @@ impl Lowest {
         }
     }
 
-    /// By how much the lowest of the others is higher.
+    /// The difference between the lowest of the others and the lowest.
     pub fn margin(&self) -> f64 {
         self.next - self.value
     }

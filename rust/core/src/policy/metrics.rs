@@ -1,4 +1,4 @@
-//! What the policies that go by one figure of each candidate go by; lower is better.
+//! The values of policies that minimize one metric per candidate.
 
 use super::contract::Candidates;
 use super::engine::EngineMetrics;
@@ -15,14 +15,14 @@ fn each(
 
 /// Active requests, as this router booked them.
 pub(super) fn requests(candidates: &Candidates<'_>, values: &mut Values) {
-    // A worker that the load table does not know counts as idle.
+    // A worker that is not in the load table counts as idle.
     let requests = |index| Some(f64::from(candidates.requests(index)));
     values.extend((0..candidates.len()).map(requests));
 }
 
 /// KV usage of accelerator and host together.
 pub(super) fn kv_usage(candidates: &Candidates<'_>, values: &mut Values) {
-    // Most engines have no blocks in host memory and report nothing of it.
+    // Most engines have no blocks in host memory and do not report them.
     let both = |metrics: EngineMetrics| {
         metrics.gpu_kv_usage.map(|gpu| gpu + metrics.cpu_kv_usage.unwrap_or(0.0))
     };
@@ -44,22 +44,22 @@ pub(super) fn utilization(candidates: &Candidates<'_>, values: &mut Values) {
     each(candidates, values, |metrics| metrics.utilization);
 }
 
-/// What a prompt token counts in generated tokens.
+/// Weight of a prompt token, in generated tokens.
 const PROMPT_WEIGHT: f64 = 2.0;
 
-/// What the worker has had to do, prompts counted twice.
+/// Work that the worker has done, with prompts counted twice.
 pub(super) fn throughput(candidates: &Candidates<'_>, values: &mut Values) {
     each(candidates, values, |metrics| {
         Some(PROMPT_WEIGHT * metrics.avg_prompt_tokens? + metrics.avg_generation_tokens?)
     });
 }
 
-/// Lengths of a usual request while no engine reports any, in tokens.
+/// Lengths of a typical request until an engine reports any, in tokens.
 const PROMPT_TOKENS: f64 = 10.0;
 const GENERATION_TOKENS: f64 = 100.0;
 
-/// `queue + prefill per token * usual prompt + decode per token * usual answer`, in seconds; what is
-/// usual is the mean over the engines that report a length above 0.
+/// `queue + prefill per token * typical prompt + decode per token * typical answer`, in seconds;
+/// typical lengths are the mean over the engines that report a length above 0.
 pub(super) fn latency(candidates: &Candidates<'_>, values: &mut Values) {
     let list = candidates.metrics;
     let (mut prompt, mut generation) = (Mean::default(), Mean::default());
@@ -69,7 +69,7 @@ pub(super) fn latency(candidates: &Candidates<'_>, values: &mut Values) {
     }
     let prompt = prompt.or(PROMPT_TOKENS);
     let generation = generation.or(GENERATION_TOKENS);
-    // An engine that has had no requests yet has times, if any, of a usual one.
+    // An engine without requests so far reports times, if any, of a typical one.
     let scaled = |time: f64, own: Option<f64>, usual: f64| {
         time / own.filter(|&tokens| tokens > 0.0).unwrap_or(usual) * usual
     };

@@ -1,11 +1,11 @@
-//! Which worker gets a request: functions of the request, the overlaps and the loads.
+//! Chooses the worker for a request: functions of the request, the overlaps and the loads.
 //!
-//! [`select`] reads no clock and keeps no state; chance comes from the generator it is given. The
-//! same inputs and the same generator state give the same [`Decision`], with what every candidate
-//! costs, so that it can be explained afterwards.
+//! [`select`] reads no clock and keeps no state; randomness comes from the generator that it is
+//! given. Equal inputs and an equal generator state give an equal [`Decision`], which includes the
+//! cost of every candidate and so can be explained afterwards.
 //!
-//! [`RoutePolicy`] is the same for policies that remember: one file each, entered in
-//! [`registry`] with one line. Time and chance come in as arguments there too.
+//! [`RoutePolicy`] extends this to stateful policies: one file each, listed in [`registry`] with
+//! one line. Time and randomness are arguments there, too.
 
 mod affinity;
 mod built_in;
