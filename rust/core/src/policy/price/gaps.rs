@@ -1,34 +1,34 @@
-//! How long sessions pause between two turns.
+//! Pauses of sessions between two turns.
 
 use hashbrown::HashMap;
 
-/// Prompts whose ends are remembered, in each of two generations.
+/// Remembered prompt ends, in each of two generations.
 const TAILS: usize = 32_768;
-/// Bits that tell at a glance that no prompt ended with a block.
+/// Size of the filter that quickly rules out blocks that end no prompt.
 const FILTER_BITS: usize = 1 << 20;
-/// Blocks that are looked at from the end of a prompt, and from the deepest block that any worker holds.
+/// Blocks examined from the end of a prompt, and from the deepest block that any worker holds.
 const LOOK_BACK: usize = 128;
-/// Gaps before their distribution is believed.
+/// Gaps needed before their distribution is used.
 const FEWEST: f64 = 10.0;
-/// Pauses of all sessions together that are a silence, in mean gaps.
+/// A silence, as a multiple of the mean gap, over all sessions.
 const SILENCE: f64 = 4.0;
-/// What the latest gap counts at the least.
+/// Minimum weight of the latest gap.
 const LATEST: f64 = 0.05;
-/// A spread of ln(gap) below this is taken for this.
+/// Lower bound of the spread of ln(gap).
 const LEAST_SPREAD: f64 = 0.2;
 
 /// Ends of prompts, and the distribution of the time until they are continued.
 #[derive(Debug)]
 pub(super) struct Gaps {
-    /// When a prompt that ended with this block was routed last, in milliseconds: the latest of them, and
-    /// those before.
+    /// When a prompt that ended with this block was last routed, in milliseconds: the current and
+    /// the previous generation.
     tails: [HashMap<u64, u64>; 2],
     filter: Box<[u64]>,
-    /// Of ln(gap in ms).
+    /// Mean of ln(gap in ms).
     mean: f64,
     variance: f64,
     count: f64,
-    /// When the last prompt came.
+    /// When the last prompt arrived.
     seen_ms: u64,
 }
 
@@ -46,14 +46,15 @@ impl Default for Gaps {
 }
 
 impl Gaps {
-    /// A prompt with these sequence hashes is routed; `held` of its blocks are known to be held by a worker.
+    /// Records a routed prompt with these sequence hashes; workers are known to hold `held` of its
+    /// blocks.
     ///
     /// # Cost
-    /// O(1): a session that goes on far behind its last turn's end is not recognised.
+    /// O(1): a session that continues far beyond the end of its last turn is not recognized.
     pub fn see(&mut self, sequence_hashes: &[u64], held: usize, now_ms: u64) {
         let Some(last) = sequence_hashes.last() else { return };
-        // After a silence much longer than sessions pause, what comes may be other traffic: it is learned
-        // quickly.
+        // After a silence much longer than the pauses of sessions the traffic may have changed, so
+        // it is learned faster.
         if now_ms.saturating_sub(self.seen_ms) as f64 > SILENCE * self.mean.exp() {
             self.count = self.count.min(FEWEST);
         }
@@ -104,8 +105,8 @@ impl Gaps {
         self.variance += (0.5 / self.count).max(LATEST) * (off * off - self.variance);
     }
 
-    /// Share of sessions that come back after about `age_ms`, per unit of ln(time), as a logistic
-    /// distribution has it; `None` while too few gaps were seen.
+    /// Share of sessions that return after about `age_ms`, per unit of ln(time), from a logistic
+    /// distribution; `None` until enough gaps were seen.
     pub fn density(&self, age_ms: f64) -> Option<f64> {
         if self.count < FEWEST {
             return None;
@@ -116,7 +117,7 @@ impl Gaps {
         Some(1.7 / spread * below * (1.0 - below))
     }
 
-    /// Mean and spread of ln(gap in ms), and how many gaps were seen.
+    /// Mean and spread of ln(gap in ms), and the number of gaps seen.
     pub fn ln_gap(&self) -> (f64, f64, f64) {
         (self.mean, self.variance.sqrt(), self.count)
     }

@@ -1,12 +1,12 @@
-//! Which prefixes the requests in flight want.
+//! Prefixes that the requests in flight want.
 //!
-//! A prompt is marked at a few depths that are the same for all prompts, so that two prompts with a common
-//! prefix have the marks within it in common.
+//! Every prompt is marked at the same few depths, so that two prompts with a common prefix share
+//! the marks within it.
 
 use hashbrown::HashMap;
 use smallvec::SmallVec;
 
-/// Most marks of a prompt: the last one is at 2^20 blocks.
+/// Maximum marks of a prompt: the last one is at 2^20 blocks.
 pub(super) const MAX_MARKS: usize = 40;
 
 /// Depth of mark `at`: 1, 2, 3, 4, 6, 8, 12, 16, 24, ... blocks.
@@ -18,11 +18,11 @@ pub(super) fn blocks_of(at: usize) -> u64 {
     }
 }
 
-/// The piece that block number `blocks` (from 0) lies in: the number of marks at or before it.
+/// The piece that contains block number `blocks` (from 0): the number of marks at or before it.
 #[inline(always)]
 pub(super) fn piece_of(blocks: u32) -> usize {
-    // The exponent and the first digit behind it count the marks, from that at two blocks on. Without a branch,
-    // for what workers hold can't be foreseen.
+    // From the mark at two blocks on, the exponent and the first mantissa bit count the marks.
+    // Branchless, because what workers hold is unpredictable.
     const BEFORE: u64 = 2 * 1_023;
     let digits = f64::from(blocks).to_bits() >> 51;
     digits.saturating_sub(BEFORE).max(u64::from(blocks.min(1))) as usize
@@ -41,14 +41,14 @@ impl Marks {
     }
 }
 
-/// How many requests in flight want each marked prefix.
+/// The number of requests in flight that want each marked prefix.
 #[derive(Debug, Default)]
 pub(super) struct Wanted {
     by_prefix: HashMap<u64, u32>,
 }
 
 impl Wanted {
-    /// Prefixes that any request in flight wants.
+    /// The number of prefixes that requests in flight want.
     pub fn len(&self) -> usize {
         self.by_prefix.len()
     }
@@ -70,9 +70,9 @@ impl Wanted {
         }
     }
 
-    /// What a token counts in each piece of a prompt that nobody else wants: 1; where R requests in flight
-    /// want it and k workers hold it, 1 / (1 + R / (k + 1)). `overlaps`: leading blocks by worker. Empty where
-    /// all count in full.
+    /// Weight of a token in each piece of a prompt: 1 if no other request wants it; if R requests
+    /// in flight want it and k workers hold it, 1 / (1 + R / (k + 1)). `overlaps`: leading blocks
+    /// by worker. Empty if all tokens count in full.
     pub fn weights(
         &self,
         marks: &Marks,
@@ -83,8 +83,8 @@ impl Wanted {
         if wants.is_empty() {
             return SmallVec::new();
         }
-        // In turn into one of four, for most workers fall into the same piece: one more there would wait for the
-        // one before.
+        // Four counters in turn, because most workers fall into the same piece and each increment
+        // would wait for the one before.
         let mut turns = [[0_u32; MAX_MARKS + 2]; 4];
         for (at, blocks) in overlaps.enumerate() {
             turns[at % 4][piece_of(blocks).min(wants.len())] += 1;
@@ -93,7 +93,7 @@ impl Wanted {
         for (at, count) in holders.iter_mut().enumerate() {
             *count = turns.iter().map(|turn| turn[at]).sum();
         }
-        // From those that hold so much and no more to those that hold so much at least.
+        // From "holds exactly this much" to "holds at least this much".
         for piece in (0..wants.len()).rev() {
             holders[piece] += holders[piece + 1];
         }

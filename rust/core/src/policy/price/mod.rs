@@ -1,9 +1,9 @@
-//! `auto`: the worker where a request costs everybody least, in prompt tokens.
+//! `auto`: picks the worker where a request costs all requests the least, in prompt tokens.
 //!
-//! One unit for all that a request causes: the prefill queued before it, its own uncached tokens, the
-//! answers that its prefill stalls, the steps that it makes longer, and the blocks that it pushes out of a
-//! full cache. [`rule`] is the formula; the other rooms learn what goes into it from bookings, first tokens,
-//! ends and evictions, each within a fixed memory.
+//! One unit covers everything that a request causes: the prefill queued before it, its own uncached
+//! tokens, the answers that its prefill stalls, the decode steps that it lengthens, and the blocks
+//! that it evicts from a full cache. [`rule`] is the formula; the other modules learn its inputs
+//! from bookings, first tokens, ends and evictions, each in bounded memory.
 
 mod gaps;
 pub(super) mod marks;
@@ -41,8 +41,8 @@ use ticket::Ticket;
 /// The policy's name.
 pub const AUTO: &str = "auto";
 
-/// For how long a worker's rates stand while nothing new is learned: a share of its cache's retention, and
-/// milliseconds at the most.
+/// How long a worker's rates stay valid without new data: as a share of its cache's retention, and
+/// in milliseconds at most.
 const RATES_STAND: f64 = 0.05;
 const RATES_STAND_MS: u64 = 1_000;
 
@@ -50,12 +50,12 @@ pub(super) fn build(_: &Settings, _: &mut dyn RngCore) -> Result<Arc<dyn RoutePo
     Ok(Arc::new(PricePolicy::default()))
 }
 
-/// What is remembered of one worker. Decisions pass over all of them: what they need is in one place.
+/// State of one worker. Decisions visit all workers, so their data is contiguous.
 #[derive(Debug)]
 struct Known {
     worker: Worker,
     rates: Rates,
-    /// Until when the rates are about right; 0 when something new was learned.
+    /// When the rates expire; 0 after new data.
     until_ms: u64,
     learned: Box<Learned>,
 }
@@ -87,13 +87,13 @@ impl Known {
             slowness: pace.slowness(now_ms),
             pressure: rule::pressure(retention, gaps, now_ms),
         };
-        // Saturates, as casts of floats do.
+        // Saturates, like every cast from float to integer.
         let stands_ms = ((age_ms * RATES_STAND) as u64).clamp(1, RATES_STAND_MS);
         self.until_ms = now_ms.saturating_add(stands_ms);
     }
 }
 
-/// What is remembered of one model's traffic.
+/// State of one model's traffic.
 #[derive(Debug, Default)]
 struct Traffic {
     gaps: Gaps,
@@ -106,25 +106,25 @@ struct Traffic {
 
 #[derive(Debug, Default)]
 struct State {
-    /// Ascending by worker: candidates come in the same order.
+    /// Ascending by worker, in the order of the candidates.
     workers: Vec<Known>,
     /// By model.
     traffic: HashMap<Box<str>, Traffic>,
 }
 
 impl State {
-    /// Where a worker is, or would be.
+    /// The index of a worker, or where to insert it.
     fn place(&self, worker: Worker) -> std::result::Result<usize, usize> {
         self.workers.binary_search_by_key(&worker, |known| known.worker)
     }
 
-    /// What is known of a worker that requests were routed to.
+    /// The state of a worker that requests were routed to.
     fn find(&mut self, worker: Worker) -> Option<&mut Known> {
         let at = self.place(worker).ok()?;
         Some(&mut self.workers[at])
     }
 
-    /// The same, from now on.
+    /// The same, created if missing.
     fn known(&mut self, worker: Worker) -> &mut Known {
         let at = match self.place(worker) {
             Ok(at) => at,
@@ -140,15 +140,15 @@ impl State {
 /// The policy.
 ///
 /// # Cost
-/// One pass over the candidates, O(1) for each; O(log blocks) for the prompt under the router's lock. Memory:
-/// about 8 KiB a worker, 3 MiB a model.
+/// One pass over the candidates, O(1) for each; O(log blocks) for the prompt under the router's
+/// lock. Memory: about 8 KiB per worker, 3 MiB per model.
 #[derive(Debug, Default)]
 pub struct PricePolicy {
     state: Mutex<State>,
 }
 
 impl PricePolicy {
-    /// Fill `costs` with what the request would cost on every candidate; the lowest of it.
+    /// Fills `costs` with the request's cost on every candidate; returns the lowest.
     fn price(
         &self,
         context: &Context<'_>,
@@ -185,7 +185,7 @@ impl PricePolicy {
             }
             let (cost, price) = match &one.load {
                 Some(load) => tariff.price(one.overlap_blocks, one.lower_milliblocks, load, rates),
-                // The load table's strangers earn nothing for what they hold.
+                // A worker that is not in the load table gets no credit for its blocks.
                 None => tariff.price(0, 0, &ActiveLoad::default(), rates),
             };
             lowest.see(index, cost, || u64::from(candidates.requests(index)));
@@ -224,8 +224,8 @@ impl RoutePolicy for PricePolicy {
                 Some(warm(costs, softmax::sample(values, context.request.temperature, rng)))
             }
             count => {
-                // Among equal costs the fewest requests, then chance: turns would lead the sessions of one
-                // worker to the next one, again and again.
+                // Among equal costs the fewest requests win, then chance: round-robin would move
+                // the sessions of one worker to the next one, again and again.
                 let is_tied = |at: usize| {
                     let rank = u64::from(candidates.requests(at));
                     costs[at].cost == lowest.value && rank == lowest.rank
@@ -288,7 +288,7 @@ impl RoutePolicy for PricePolicy {
         let residual = traffic.prefills.see(ticket.work_tokens, ms as f64);
         let is_time = traffic.prefills.is_time_to_compare();
         if let Some(residual) = residual {
-            // A worker that has gone meanwhile stays forgotten.
+            // A worker that has left meanwhile stays forgotten.
             if let Some(known) = state.find(finished.worker) {
                 known.learned.pace.see(residual, finished.now_ms);
                 known.until_ms = 0;
@@ -352,8 +352,8 @@ impl RoutePolicy for PricePolicy {
 }
 
 impl super::cost::RequestTerms {
-    /// What of the request is done on the worker that is chosen. A request whose overlaps weigh nothing had
-    /// its prefill elsewhere.
+    /// The part of the request that the chosen worker does. A request whose overlaps have no weight
+    /// was prefilled elsewhere.
     fn stage(&self) -> Stage {
         if self.overlap_score_weight == 0.0 { Stage::Decode } else { self.stage }
     }

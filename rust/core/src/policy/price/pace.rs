@@ -1,27 +1,30 @@
-//! How long answers are, how long prefill takes, and which workers are slower than others.
+//! Learns answer lengths, prefill times, and which workers are slower than others.
 
-/// What answers and workers were like so long ago counts 1/e, in milliseconds.
+/// Time after which an observation of answers or workers counts 1/e, in milliseconds.
 const ANSWERS_MS: f64 = 60_000.0;
 const PACE_MS: f64 = 30_000.0;
-/// Length of an answer while none is known, in tokens, and the answers that this guess counts for.
+/// Assumed length of an answer until one is known, in tokens, and the weight of this guess in
+/// answers.
 const ANSWER_TOKENS: f64 = 200.0;
 const GUESS: f64 = 1.0;
-/// What the regression keeps of what it knew with each first token.
+/// Share of its knowledge that the regression keeps with each first token.
 const KEEP: f64 = 0.995;
-/// First tokens before the regression is believed, and after how many workers are compared.
+/// First tokens needed before the regression is used, and the interval at which workers are
+/// compared.
 const FEWEST: u32 = 32;
 const COMPARE: u32 = 16;
-/// First tokens that a worker's own mean rests on, at the most.
+/// Maximum first tokens in a worker's own mean.
 const OWN: f64 = 32.0;
-/// Prefill of a token while none is known, in milliseconds; what the guess weighs, in tokens squared; bounds.
+/// Assumed prefill time of a token until one is known, in milliseconds; the guess's weight, in
+/// tokens squared; bounds.
 const TOKEN_MS: f64 = 0.2;
 const GUESS_PROMPTS: f64 = 100_000.0;
 const TOKEN_MS_BOUNDS: (f64, f64) = (0.005, 5.0);
-/// Slowness beyond these is taken for these; whose logarithm is nearer to 0 than this is usual.
+/// Bounds of slowness; values with a logarithm near 0 count as normal.
 const BOUNDS: (f64, f64) = (0.1, 20.0);
 const LEAST_LN: f64 = 0.05;
 
-/// Mean length of answers of late.
+/// Recent mean length of answers.
 #[derive(Debug, Default)]
 pub(super) struct Answers {
     tokens: f64,
@@ -30,7 +33,7 @@ pub(super) struct Answers {
 }
 
 impl Answers {
-    /// An answer of `tokens` ended.
+    /// Records the end of an answer of `tokens`.
     pub fn see(&mut self, tokens: f64, now_ms: u64) {
         self.fade(now_ms);
         self.tokens += tokens;
@@ -44,22 +47,22 @@ impl Answers {
         self.at_ms = self.at_ms.max(now_ms);
     }
 
-    /// Tokens of an answer, as far as those of the last minutes tell.
+    /// Expected tokens of an answer, from the last minutes.
     pub fn mean_tokens(&mut self, now_ms: u64) -> f64 {
-        // A little late does no harm, and saves the exponential.
+        // A slightly outdated value does no harm, and saves the exponential.
         if now_ms.saturating_sub(self.at_ms) > 1_000 {
             self.fade(now_ms);
         }
         self.last_mean_tokens()
     }
 
-    /// The same at the last look.
+    /// The value of the last call.
     pub fn last_mean_tokens(&self) -> f64 {
         (self.tokens + GUESS * ANSWER_TOKENS) / (self.count + GUESS)
     }
 }
 
-/// Time to the first token against tokens of prefill before it, over all workers.
+/// Time to the first token against prefill tokens before it, over all workers.
 #[derive(Debug, Default)]
 pub(super) struct Prefills {
     weight: f64,
@@ -71,8 +74,8 @@ pub(super) struct Prefills {
 }
 
 impl Prefills {
-    /// A first token came after `ms`, with `work` tokens before it. Returns ln(time / expected time), once
-    /// there is an expectation.
+    /// Records a first token after `ms`, with `work` tokens before it. Returns ln(time / expected
+    /// time), once there is an expectation.
     pub fn see(&mut self, work: f64, ms: f64) -> Option<f64> {
         let ms = ms.max(1.0);
         let expected = (self.seen >= FEWEST).then(|| {
@@ -88,7 +91,7 @@ impl Prefills {
         expected.filter(|ln| ln.is_finite())
     }
 
-    /// Milliseconds before any work, and for a token of it; neither is negative.
+    /// Fixed milliseconds, and milliseconds per token; neither is negative.
     fn line(&self) -> (f64, f64) {
         let (work, ms) = (self.work / self.weight, self.ms / self.weight);
         let variance = self.work_work / self.weight - work * work;
@@ -100,21 +103,21 @@ impl Prefills {
         ((ms - slope * work).max(0.0), slope)
     }
 
-    /// Whether workers are to be compared with each other now.
+    /// Whether it is time to compare workers with each other.
     pub fn is_time_to_compare(&self) -> bool {
         self.seen >= FEWEST && self.seen.is_multiple_of(COMPARE)
     }
 
-    /// Seconds of prefill for a token; 0 before any was seen.
+    /// Prefill seconds per token; 0 before any observation.
     pub fn seconds_per_token(&self) -> f64 {
         if self.weight > 0.0 { self.line().1 / 1_000.0 } else { 0.0 }
     }
 }
 
-/// Time that answers take as a whole, against uncached prompt tokens and tokens of the answer.
+/// Total time of answers against uncached prompt tokens and answer tokens.
 ///
-/// Without streams the first token is not seen; what a prompt token adds to the whole tells how long the
-/// prefill takes.
+/// Without streams the first token is not observed. The time that each prompt token adds to the
+/// total then gives the prefill time.
 #[derive(Debug, Default)]
 pub(super) struct Wholes {
     weight: f64,
@@ -125,7 +128,8 @@ pub(super) struct Wholes {
 }
 
 impl Wholes {
-    /// An answer of `answer` tokens ended `ms` after its request with `prompt` uncached tokens was routed.
+    /// Records an answer of `answer` tokens that ended `ms` after its request with `prompt`
+    /// uncached tokens was routed.
     pub fn see(&mut self, prompt: f64, answer: f64, ms: f64) {
         self.weight = self.weight * KEEP + 1.0;
         for (sum, one) in self.sums.iter_mut().zip([prompt, answer, ms]) {
@@ -138,7 +142,7 @@ impl Wholes {
         }
     }
 
-    /// Milliseconds that a prompt token adds: a guess until answers tell.
+    /// Milliseconds that a prompt token adds; a guess until there are answers.
     pub fn ms_per_token(&self) -> f64 {
         if self.weight < 1.0 {
             return TOKEN_MS;
@@ -157,27 +161,28 @@ impl Wholes {
         }
     }
 
-    /// How long a prefill of `tokens` takes.
+    /// Prefill time of `tokens`.
     pub fn prefill_ms(&self, tokens: u64) -> u64 {
         (tokens as f64 * self.ms_per_token()).ceil() as u64
     }
 }
 
-/// How one worker's times compare with what was expected of it.
+/// One worker's times relative to expectations.
 #[derive(Debug, Default)]
 pub(super) struct Pace {
     mean: f64,
     variance: f64,
     count: f64,
     seen_ms: u64,
-    /// Ln of the slowness at the last comparison.
+    /// Natural logarithm of the slowness at the last comparison.
     ln: f64,
 }
 
 impl Pace {
-    /// ln(time / expected time) of one of its first tokens.
+    /// Records ln(time / expected time) of one of its first tokens.
     pub fn see(&mut self, ln: f64, now_ms: u64) {
-        // What faded while nothing came stays faded: one that is hardly asked is not judged by old times.
+        // Data that faded during silence stays faded, so that a rarely used worker is not judged by
+        // old times.
         let kept = self.kept(now_ms);
         self.ln *= kept;
         self.count = (self.count * kept + 1.0).min(OWN);
@@ -187,7 +192,7 @@ impl Pace {
         self.seen_ms = now_ms;
     }
 
-    /// Compares workers with each other: what all have in common is not slowness.
+    /// Compares workers with each other: effects that all share are not slowness.
     ///
     /// # Cost
     /// O(workers log workers).
@@ -202,17 +207,18 @@ impl Pace {
         let median = f64::midpoint(means[(means.len() - 1) / 2], means[means.len() / 2]);
         for one in known {
             let off = one.mean - median;
-            // What may be chance counts nothing.
+            // Differences that may be chance are ignored.
             let error = 9.0 * one.variance / one.count;
             let share = if off == 0.0 { 0.0 } else { (1.0 - error / (off * off)).max(0.0) };
             let ln = (off * share).clamp(BOUNDS.0.ln(), BOUNDS.1.ln());
-            // A hair slower than others that are idle, too, it would get nothing at all.
+            // Otherwise a worker marginally slower than other idle ones would get no requests at
+            // all.
             one.ln = if ln.abs() < LEAST_LN { 0.0 } else { ln };
         }
     }
 
-    /// Its time for a token as a multiple of what is usual. Without news it becomes usual again, so that a
-    /// worker that recovered is tried.
+    /// Its time per token as a multiple of the normal. Without new data it returns to normal, so
+    /// that a worker that recovered is tried again.
     pub fn slowness(&self, now_ms: u64) -> f64 {
         if self.ln == 0.0 {
             return 1.0;
@@ -220,12 +226,12 @@ impl Pace {
         (self.ln * self.kept(now_ms)).exp()
     }
 
-    /// What silence has left of what was known.
+    /// The share of knowledge that is left after silence.
     fn kept(&self, now_ms: u64) -> f64 {
         (-(now_ms.saturating_sub(self.seen_ms) as f64) / PACE_MS).exp()
     }
 
-    /// The same at the last comparison.
+    /// The value at the last comparison.
     pub fn last_slowness(&self) -> f64 {
         self.ln.exp()
     }

@@ -1,22 +1,22 @@
-//! What `auto` says of a cost: its parts.
+//! The parts of a cost of `auto`.
 
 use std::fmt;
 
-/// What a request costs on one worker, in tokens of prefill, by cause.
+/// The cost of a request on one worker, in prefill tokens, by cause.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Price {
     /// Prefill queued before it.
     pub queue: f32,
     /// Its own uncached tokens, and the answers that their prefill stalls.
     pub prefill: f32,
-    /// Its answer's steps, and what they add to the others' steps.
+    /// The decode steps of its answer, and the time that they add to the steps of others.
     pub decode: f32,
-    /// What its blocks push out of a full cache.
+    /// Evictions that its blocks cause in a full cache.
     pub eviction: f32,
 }
 
 impl Price {
-    /// Of a policy that has no price.
+    /// The price of policies without one.
     pub(crate) const NOTHING: Self = Self { queue: 0.0, prefill: 0.0, decode: 0.0, eviction: 0.0 };
 
     /// The parts by name.
@@ -29,7 +29,7 @@ impl Price {
         ]
     }
 
-    /// All of it.
+    /// The sum of all parts.
     pub fn total(&self) -> f64 {
         self.parts().into_iter().map(|(_, part)| part).sum()
     }

@@ -1,23 +1,23 @@
-//! How long a worker keeps blocks: the age, since their last use, of those that it evicts now.
+//! How long a worker keeps blocks: the age, since their last use, of blocks that it evicts now.
 
 use hashbrown::HashMap;
 
-/// Blocks of a worker whose last use is kept: a sample where it holds more.
+/// Blocks per worker with a recorded last use; a sample if it holds more.
 const SAMPLE: usize = 256;
-/// What is forgotten of older evictions while so large a share of the sample is evicted.
+/// Share of older evictions that is forgotten when that share of the sample is evicted.
 const MEMORY: f64 = 0.3;
 
-/// What is known of one worker's evictions.
+/// Evictions of one worker.
 #[derive(Debug, Default)]
 pub(super) struct Retention {
-    /// When blocks of the sample were routed to last, in milliseconds, by local hash.
+    /// When blocks of the sample were last routed, in milliseconds, by local hash.
     used_ms: HashMap<u64, u64>,
-    /// Blocks are in the sample whose hash has so many zeros in front.
+    /// The sample contains blocks with this many leading zeros in their hash.
     zeros: u32,
-    /// Mean age at eviction, in milliseconds, and what it rests on.
+    /// Mean age at eviction, in milliseconds, and its weight.
     age_ms: f64,
     weight: f64,
-    /// When it evicted last.
+    /// When it last evicted a block.
     evicted_ms: u64,
     is_full: bool,
 }
@@ -27,7 +27,7 @@ impl Retention {
         hash.leading_zeros() >= zeros
     }
 
-    /// A prompt of these blocks was routed to the worker.
+    /// Records that a prompt of these blocks was routed to the worker.
     pub fn used(&mut self, local_hashes: &[u64], now_ms: u64) {
         for hash in local_hashes {
             if Self::is_sampled(self.zeros, *hash) {
@@ -41,7 +41,7 @@ impl Retention {
         }
     }
 
-    /// The worker evicted these blocks.
+    /// Records that the worker evicted these blocks.
     pub fn evicted(&mut self, local_hashes: &[u64], now_ms: u64) {
         self.is_full = true;
         self.evicted_ms = now_ms;
@@ -58,18 +58,18 @@ impl Retention {
         }
     }
 
-    /// Whether it had to evict anything since it was empty.
+    /// Whether it has evicted anything since it was empty.
     pub fn is_full(&self) -> bool {
         self.is_full
     }
 
-    /// Mean age of what it evicted last; `None` before any was seen.
+    /// Mean age of its last evictions; `None` before the first.
     pub fn last_age_ms(&self) -> Option<f64> {
         (self.weight > 0.0).then_some(self.age_ms)
     }
 
-    /// Mean age of what it would evict now, in milliseconds; `None` before any was seen. While it evicts
-    /// nothing, what goes next grows older.
+    /// Mean age of blocks that it would evict now, in milliseconds; `None` before the first
+    /// eviction. While it evicts nothing, the next candidate ages.
     pub fn age_ms(&self, now_ms: u64) -> Option<f64> {
         let since_ms = now_ms.saturating_sub(self.evicted_ms) as f64;
         (self.weight > 0.0).then_some(self.age_ms + since_ms)
@@ -89,7 +89,7 @@ mod tests {
         for blocks in [100_u64, 100_000] {
             let mut retention = Retention::default();
             assert!(!retention.is_full() && retention.age_ms(0).is_none());
-            // First in, first out, a block a millisecond.
+            // First in, first out, one block per millisecond.
             for at in 0..4 * blocks {
                 retention.used(&[hash(at)], at);
                 if at >= blocks {

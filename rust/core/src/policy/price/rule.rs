@@ -1,8 +1,8 @@
-//! The formula: a pure function of what is known of a request and of a worker.
+//! The formula: a pure function of the known state of a request and of a worker.
 //!
 //! # Source
-//! The constants are one set for all fleets: the best of a search over fifty simulated workloads, checked on
-//! traces and on real engines that the search had not seen; docs/policies.md has the figures.
+//! The constants are one set for all fleets: the best of a search over fifty simulated workloads,
+//! checked on traces and on real engines outside of the search; docs/policies.md has the figures.
 
 use super::gaps::Gaps;
 use super::marks::{self, MAX_MARKS};
@@ -10,66 +10,68 @@ use super::parts::Price;
 use super::retention::Retention;
 use crate::policy::cost::{ActiveLoad, Stage};
 
-/// What a queued token counts: engines prefill several prompts side by side, so that a request waits for a
-/// part of what is queued before it.
+/// Weight of a queued token: engines prefill several prompts side by side, so a request waits for
+/// only part of its queue.
 const QUEUE_WEIGHT: f64 = 0.5;
-/// How much more a queued token counts for each token by which what the worker evicts is cheaper than what the
-/// dearest worker does: all that find their blocks nowhere would go there, and wait for each other.
+/// Additional weight of a queued token for each token by which this worker's evictions are cheaper
+/// than those of the costliest worker. Otherwise all requests without cached blocks would queue up
+/// there.
 const QUEUE_PER_PRESSURE: f64 = 1.2;
-/// What attention adds to a token of prefill for each token in front of it, in tokens.
+/// Prefill cost that attention adds per token and preceding token, in tokens.
 const ATTENTION: f64 = 3e-5;
-/// Running answers that a prefill stalls, at the most: more share the same stall.
+/// Maximum running answers that a prefill stalls: further ones share the stall.
 const STALLED_MOST: f64 = 2.0;
-/// What a request adds to a decode step, in tokens of prefill.
+/// Cost that a request adds to a decode step, in prefill tokens.
 const STEP_PER_REQUEST: f64 = 0.2;
-/// What a token of context adds to a decode step.
+/// Cost that a context token adds to a decode step.
 const STEP_PER_CONTEXT: f64 = 0.002;
-/// What a decode step of somebody counts, beside the time to the first token.
+/// Weight of a decode step relative to the time to the first token.
 const STEP_WEIGHT: f64 = 0.1;
-/// What a lost block costs beside a computed one.
+/// Cost of a lost block relative to a computed one.
 const EVICTION: f64 = 6.0;
-/// What a token pushed into a full cache costs whatever the gaps between turns are.
+/// Cost of a token pushed into a full cache, whatever the gaps between turns are.
 const EVICTION_FLAT: f64 = 0.25;
-/// What it costs to fetch a token's keys and values from another worker, in tokens of prefill.
+/// Cost of fetching a token's keys and values from another worker, in prefill tokens.
 const TRANSFER: f64 = 0.1;
 
-/// What a worker's tokens cost beside those of others.
+/// A worker's cost factors relative to other workers.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Rates {
-    /// Its time for a token, as a multiple of what its fleet takes.
+    /// Its time per token, as a multiple of the fleet's.
     pub slowness: f64,
-    /// What a token pushed into its full cache costs, in tokens.
+    /// Cost of a token pushed into its full cache, in tokens.
     pub pressure: f64,
 }
 
 impl Rates {
-    /// Of a worker of which nothing is known.
+    /// The factors of a worker without data.
     pub const NEUTRAL: Self = Self { slowness: 1.0, pressure: 0.0 };
 }
 
-/// The price of one request: what of it is the same for all workers is worked out once.
+/// The price of one request; the parts that are equal for all workers are computed once.
 #[derive(Debug)]
 pub(super) struct Tariff {
     miss: MissCost,
-    /// What a queued token counts, where nothing evicts more dearly than the worker does.
+    /// Weight of a queued token on the worker with the costliest evictions.
     queued: f64,
-    /// What a token costs that is pushed into the dearest cache.
+    /// Cost of a token pushed into the costliest cache.
     most_pressure: f64,
-    /// What its prefill counts, and the answers that this stalls.
+    /// Weight of its prefill, including the answers that it stalls.
     computed: f64,
     stalled: f64,
-    /// What an uncached token counts that is fetched.
+    /// Weight of an uncached token that is fetched.
     fetched: f64,
-    /// What the answer's steps cost on an idle worker, more for each of its requests and for each of their
-    /// prompt tokens.
+    /// Cost of the answer's steps on an idle worker, plus costs for each of its requests and for
+    /// each of their prompt tokens.
     steps: f64,
     steps_per_request: f64,
     steps_per_context: f64,
 }
 
 impl Tariff {
-    /// Of a prompt whose uncached tokens cost `miss`, and an answer that is expected to have `answer_tokens`;
-    /// `stage` is what is done on the worker, `most_pressure` the highest [`Rates::pressure`] of late.
+    /// For a prompt with uncached tokens that cost `miss`, and an expected answer of
+    /// `answer_tokens`; `stage` is the part done on the worker, `most_pressure` the highest recent
+    /// [`Rates::pressure`].
     pub fn new(answer_tokens: f64, stage: Stage, miss: MissCost, most_pressure: f64) -> Self {
         let weight = if stage == Stage::Prefill { 0.0 } else { STEP_WEIGHT * answer_tokens };
         let added = STEP_PER_REQUEST + STEP_PER_CONTEXT * miss.input;
@@ -82,14 +84,14 @@ impl Tariff {
             stalled: if stage == Stage::Both { STALLED_MOST } else { 0.0 },
             fetched: if is_fetched { TRANSFER } else { 0.0 },
             steps: weight * added,
-            // Its own steps are longer for each of the others, and theirs are longer by it.
+            // Each other request lengthens its steps, and it lengthens theirs.
             steps_per_request: weight * (STEP_PER_REQUEST + added),
             steps_per_context: weight * STEP_PER_CONTEXT,
         }
     }
 
-    /// The cost on a worker that holds `leading` blocks of the prompt, and what saves `lower` thousandths of a
-    /// block behind them; with its parts.
+    /// The cost on a worker that holds `leading` blocks of the prompt, and blocks after them that
+    /// save `lower` thousandths of a block; with its parts.
     #[inline(always)]
     pub fn price(&self, leading: u32, lower: u32, load: &ActiveLoad, rates: Rates) -> (f64, Price) {
         let Rates { slowness, pressure } = rates;
@@ -107,7 +109,7 @@ impl Tariff {
             + self.steps_per_context * load.context_tokens as f64;
         let decode = slowness * steps;
         let eviction = pressure * uncached;
-        // Numbers beyond all bounds are shown as the largest one.
+        // Infinite parts are shown as the largest number.
         let finite = |part: f64| (part as f32).min(f32::MAX);
         let price = Price {
             queue: finite(queue),
@@ -119,20 +121,20 @@ impl Tariff {
     }
 }
 
-/// The highest pressure among the workers that requests went to of late: each of them is seen about once.
+/// The highest pressure among workers with recent requests: each of them is seen about once.
 #[derive(Debug, Default)]
 pub(super) struct MostPressure {
-    /// Of the requests that are counted now, and of those before.
+    /// Of the current and the previous round of requests.
     highest: [f64; 2],
     seen: usize,
 }
 
-/// Requests for each worker that are counted together, and how many at the least.
+/// Requests per worker in one round, and the minimum of a round.
 const SEEN_PER_WORKER: usize = 2;
 const SEEN_LEAST: usize = 16;
 
 impl MostPressure {
-    /// A request went to a worker with this pressure, one of `count`.
+    /// Records that a request went to a worker with this pressure, one of `count`.
     pub fn see(&mut self, pressure: f64, count: usize) {
         let [highest, before] = &mut self.highest;
         *highest = highest.max(pressure);
@@ -142,32 +144,32 @@ impl MostPressure {
         }
     }
 
-    /// What it is.
+    /// The current value.
     pub fn value(&self) -> f64 {
         self.highest[0].max(self.highest[1])
     }
 }
 
-/// What it costs to compute a prompt from some position on, for every position at once.
+/// The cost of computing a prompt from any position on, for every position at once.
 ///
-/// Between two marks a token counts the same: less than 1 where many requests want a prefix that few workers
-/// hold, because computing it once more serves them all.
+/// Between two marks all tokens have the same weight. It is below 1 if many requests want a prefix
+/// that few workers hold, because computing it once more serves them all.
 #[derive(Debug)]
 pub(super) struct MissCost {
     input: f64,
     block_size: f64,
-    /// The last token's block, and the tokens before it.
+    /// The last token's block, and the number of tokens before it.
     last: u32,
     most: f64,
     pieces: usize,
-    /// Of each piece: what the whole prompt would cost if all before counted as the piece does, and what a token
-    /// of it counts; behind the last mark in full.
+    /// For each piece: the cost of the whole prompt if all tokens before had the piece's weight,
+    /// and the weight of its tokens; after the last mark the weight is 1.
     costs: [(f64, f64); MAX_MARKS + 1],
 }
 
 impl MissCost {
-    /// Of a prompt of `input` tokens. `weights`: of the piece that ends at each mark, the shortest prefix first;
-    /// what is behind the last one counts in full.
+    /// For a prompt of `input` tokens. `weights`: of the piece that ends at each mark, the shortest
+    /// prefix first; tokens after the last mark count in full.
     pub fn new(input: f64, block_size: f64, weights: &[f64]) -> Self {
         let pieces = weights.len();
         let mut costs = [(0.0, 1.0); MAX_MARKS + 1];
@@ -178,29 +180,29 @@ impl MissCost {
             costs[piece] = (whole - next * end + weight * end, *weight);
         }
         let most = (input - 1.0).max(0.0);
-        // Saturates, as casts of floats do.
+        // Saturates, like every cast from float to integer.
         let last = (most / block_size) as u32;
         Self { input, block_size, last, most, pieces, costs }
     }
 
-    /// Tokens that are not cached behind the first `leading` blocks, and what they cost.
+    /// Uncached tokens after the first `leading` blocks, and their cost.
     #[inline(always)]
     pub fn beyond(&self, leading: u32) -> (f64, f64) {
         self.of(leading, f64::from(leading) * self.block_size)
     }
 
-    /// The same where `lower` thousandths of a block more are saved.
+    /// The same with `lower` more thousandths of a block saved.
     #[cold]
     pub fn beyond_lower(&self, leading: u32, lower: u32) -> (f64, f64) {
         let blocks = f64::from(leading) + f64::from(lower) / 1_000.0;
-        // Saturates, as casts of floats do.
+        // Saturates, like every cast from float to integer.
         self.of(blocks as u32, blocks * self.block_size)
     }
 
-    /// Behind `cached` tokens, which end in block number `blocks`.
+    /// After `cached` tokens, which end in block number `blocks`.
     #[inline(always)]
     fn of(&self, blocks: u32, cached: f64) -> (f64, f64) {
-        // The last token is computed in any case.
+        // The last token is always computed.
         let cached = cached.min(self.most);
         let piece = marks::piece_of(blocks.min(self.last)).min(self.pieces);
         let (whole, weight) = self.costs[piece];
@@ -208,17 +210,18 @@ impl MissCost {
     }
 }
 
-/// Tokens of work in the first `tokens` of a prompt, attention included.
+/// Work of the first `tokens` of a prompt in tokens, including attention.
 #[inline(always)]
 fn work(tokens: f64) -> f64 {
     tokens * (1.0 + ATTENTION * tokens / 2.0)
 }
 
-/// What a token pushed into a worker's full cache costs, in tokens; nothing while there is room.
+/// The cost of a token pushed into a worker's full cache, in tokens; 0 while there is room.
 ///
-/// The density of the gaps between turns at the age of what goes, per unit of ln(time), is how much of the
-/// traffic is lost for each block that comes: a session is dear where the cache keeps blocks about as long as
-/// sessions pause, and nearly free where they are lost anyhow or were never to come back.
+/// The density of the gaps between turns at the age of evicted blocks, per unit of ln(time), gives
+/// the share of traffic that is lost per new block. A session is costly if the cache keeps blocks
+/// about as long as sessions pause, and nearly free if its blocks are lost anyway or never needed
+/// again.
 pub(super) fn pressure(retention: &Retention, gaps: &Gaps, now_ms: u64) -> f64 {
     if !retention.is_full() {
         return 0.0;
