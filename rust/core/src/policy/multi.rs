@@ -1,4 +1,4 @@
-//! Several policies weighed against each other: `a:2,b:1`.
+//! Weighted combinations of policies: `a:2,b:1`.
 
 use std::sync::Arc;
 
@@ -15,17 +15,17 @@ use crate::error::{Error, Result};
 /// Highest weight of a member.
 pub const MAX_WEIGHT: u32 = 1_000_000;
 
-/// Most members; the rest of a longer list is somebody's mistake.
+/// Most members; a longer list is a mistake.
 pub const MAX_MEMBERS: usize = 32;
 
 /// The members of a strategy and their weights, in order: `a:2,b,c:0` is `[(a, 2), (b, 1)]`.
 ///
-/// A weight is 1 unless it is given; members of weight 0 are left out. `pd` and names that begin
-/// with `slo` can't be weighed: the first of them stands alone.
+/// The default weight is 1; members of weight 0 are left out. `pd` and names that begin with `slo`
+/// can't be combined: the first of them is used alone.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] for an empty item, a weight that is no integer in
-/// 0..=[`MAX_WEIGHT`], more than [`MAX_MEMBERS`] items, or when nothing is left.
+/// [`Error::InvalidArgument`] for an empty item, a weight that is not an integer in
+/// 0..=[`MAX_WEIGHT`], more than [`MAX_MEMBERS`] items, or an empty result.
 pub fn parse(strategy: &str) -> Result<Vec<(&str, u32)>> {
     let fault = |fault: String| Error::invalid(format!("strategy {strategy:?}: {fault}"));
     let mut members = Vec::new();
@@ -62,10 +62,10 @@ pub fn parse(strategy: &str) -> Result<Vec<(&str, u32)>> {
     Ok(members)
 }
 
-/// The policy that `strategy` names: one by itself, several as a weighted choice.
+/// The policy that `strategy` names: a single one, or several as a weighted choice.
 ///
 /// # Errors
-/// As [`parse`]; also for an unknown name and, among several, one that has no scores.
+/// As [`parse`]; also for an unknown name and, in a combination, for a policy without scores.
 pub fn build(
     strategy: &str,
     settings: &Settings,
@@ -94,7 +94,7 @@ pub fn build(
 struct Multi {
     name: Box<str>,
     members: Vec<Arc<dyn RoutePolicy>>,
-    /// Of each member; they add up to 1.
+    /// One per member; their sum is 1.
     weights: Vec<f64>,
     scratch: Mutex<Scratch>,
 }
@@ -126,7 +126,7 @@ impl RoutePolicy for Multi {
         sums.clear();
         sums.resize(candidates.len(), 0.0);
         for (policy, weight) in self.members.iter().zip(&self.weights) {
-            // A member that has nothing to say of this request adds nothing for anybody.
+            // A member without scores for this request does not contribute.
             if let Ok(polarity) = policy.scores(context, candidates, scores, rng) {
                 add(scores, polarity, *weight, sums);
             }
@@ -136,9 +136,9 @@ impl RoutePolicy for Multi {
     }
 }
 
-/// Add `weight` times the scores, brought to 0..=1 with 1 the best, to `sums`.
+/// Adds `weight` times the scores, scaled to 0..=1 with 1 the best, to `sums`.
 ///
-/// Who has no score, or an infinite one, gets 0; when all scores are equal each gets 1.
+/// A missing or infinite score counts as 0; if all scores are equal each counts as 1.
 pub(super) fn add(scores: &[Option<f64>], polarity: Polarity, weight: f64, sums: &mut [f64]) {
     let finite = |score: Option<f64>| score.filter(|score| score.is_finite());
     let known = scores.iter().filter_map(|&score| finite(score));
@@ -152,7 +152,7 @@ pub(super) fn add(scores: &[Option<f64>], polarity: Polarity, weight: f64, sums:
     }
 }
 
-/// The highest sum; the first of equal ones, so that members with the finer scores decide.
+/// The highest sum; the first of equal ones, so that members with finer scores decide.
 pub(super) fn highest(sums: &[f64]) -> Option<Choice> {
     let (&first, others) = sums.split_first()?;
     let (mut index, mut best, mut ties, mut next) = (0, first, 1, f64::NEG_INFINITY);

@@ -1,5 +1,5 @@
-//! A policy outside the core: it scores candidates before the lock is taken, and the highest score
-//! that may take the request wins. Where there is no advice `kv` chooses.
+//! A policy outside the core: it scores candidates before the lock is taken, and the eligible
+//! candidate with the highest score wins. Without advice `kv` chooses.
 
 use std::sync::Arc;
 
@@ -30,13 +30,13 @@ impl Outside {
 
 impl Drop for Outside {
     fn drop(&mut self) {
-        // Whoever answers there has nothing to wait for any more.
+        // The answering thread has nothing more to wait for.
         self.desk.close();
     }
 }
 
 impl OutsideRequest {
-    /// What `context` says; copies its prompt.
+    /// Copies `context`, including its prompt.
     pub fn of(context: &Context<'_>) -> Self {
         Self {
             model: context.model.into(),
@@ -52,7 +52,7 @@ impl OutsideRequest {
 }
 
 impl Ended {
-    /// What `finished` says.
+    /// Copies `finished`.
     pub fn of(finished: &Finished<'_>) -> Self {
         Self {
             model: finished.model.into(),

@@ -1,13 +1,13 @@
-//! What a policy outside the core is asked and told, and what it answers.
+//! Questions and news for a policy outside the core, and its answers.
 
 use super::cost::{Candidate, Terms};
 use super::engine::EngineMetrics;
 use crate::ids::Worker;
 
-/// A request, as a policy outside sees it.
+/// A request, as a policy outside the core sees it.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct OutsideRequest {
-    /// The model that was asked for.
+    /// The requested model.
     pub model: Box<str>,
     /// Prompt length in tokens.
     pub isl_tokens: u64,
@@ -17,26 +17,26 @@ pub struct OutsideRequest {
     pub prompt: Box<[u8]>,
     /// The model's own token ids; empty while unknown.
     pub token_ids: Box<[u32]>,
-    /// Whose request it is.
+    /// The request's user.
     pub user: Option<Box<str>>,
     /// The key of its session.
     pub session_key: Option<Box<str>>,
-    /// The worker of its session, as the client says.
+    /// The worker of its session, as named by the client.
     pub session_worker: Option<Worker>,
 }
 
-/// A candidate, as a policy outside sees it.
+/// A candidate, as a policy outside the core sees it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct OutsideCandidate {
     /// Overlap and load.
     pub candidate: Candidate,
-    /// What its engine reports.
+    /// Its engine's report.
     pub metrics: EngineMetrics,
-    /// What the request would cost there, as `kv` reckons.
+    /// The cost of the request there, by `kv`.
     pub terms: Terms,
 }
 
-/// Which of these?
+/// A request to choose among candidates.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Question {
     /// The request.
@@ -45,25 +45,25 @@ pub struct Question {
     pub candidates: Vec<OutsideCandidate>,
 }
 
-/// What a policy outside is told, if it wants to know.
+/// Events for a policy outside the core, if it handles them.
 #[derive(Debug, Clone, PartialEq)]
 pub enum News {
-    /// A request was given to this candidate.
+    /// A request was routed to this candidate.
     Routed(Box<OutsideRequest>, Box<OutsideCandidate>),
-    /// A request has ended: its model and user, and what it used.
+    /// A request has ended: its model, user and usage.
     Finished(Ended),
-    /// A worker has gone.
+    /// A worker has left.
     Removed(Worker),
 }
 
 /// As [`Finished`](super::Finished), owned.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ended {
-    /// The model that was asked for.
+    /// The requested model.
     pub model: Box<str>,
-    /// Whose request it was.
+    /// The request's user.
     pub user: Option<Box<str>>,
-    /// Who served it.
+    /// The worker that served it.
     pub worker: Worker,
     /// Tokens of the prompt.
     pub input_tokens: u64,
@@ -71,19 +71,19 @@ pub struct Ended {
     pub cached_tokens: u64,
     /// Tokens that were generated.
     pub output_tokens: u64,
-    /// From the decision to the end.
+    /// Time from the decision to the end.
     pub duration_ms: u64,
 }
 
-/// Scores of candidates, of which the highest wins.
+/// Scores of candidates; the highest wins.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Advice {
-    /// Ascending by worker; none for those that are never to be taken.
+    /// Ascending by worker; without excluded candidates.
     scores: Vec<(Worker, f64)>,
 }
 
 impl Advice {
-    /// One score for each candidate of the question; `None` where it is never to be taken.
+    /// One score for each candidate of the question; `None` excludes a candidate.
     pub fn new(question: &Question, scores: &[Option<f64>]) -> Self {
         let scored = question.candidates.iter().zip(scores);
         let scores = scored.filter_map(|(one, score)| Some((one.candidate.worker, (*score)?)));

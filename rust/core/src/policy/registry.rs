@@ -1,4 +1,4 @@
-//! Every policy by name: the one place that a new one is entered.
+//! Every policy by name; new policies are registered here.
 
 use std::sync::Arc;
 
@@ -11,24 +11,24 @@ use super::settings::Settings;
 use super::{metrics, multi, prefix, price, session, vtc_basic};
 use crate::error::{Error, Result};
 
-/// How a policy is made.
+/// How a policy is created.
 #[derive(Debug, Clone, Copy)]
 enum Build {
-    /// By a function of its own.
+    /// By its own function.
     Own(fn(&Settings, &mut dyn RngCore) -> Result<Arc<dyn RoutePolicy>>),
     /// It is built in.
     BuiltIn(Policy),
-    /// It takes the lowest of these.
+    /// It minimizes these values.
     Lowest(Values),
 }
 use Build::{BuiltIn, Lowest, Own};
 
-/// One policy that can be asked for.
+/// A policy that can be selected.
 #[derive(Debug, Clone, Copy)]
 pub struct Registration {
     /// The name in configuration, logs and metrics; `-` and `_` are the same.
     pub name: &'static str,
-    /// What it does, in half a sentence.
+    /// A short description.
     pub summary: &'static str,
     build: Build,
 }
@@ -37,7 +37,7 @@ const fn entry(name: &'static str, summary: &'static str, build: Build) -> Regis
     Registration { name, summary, build }
 }
 
-/// All policies, in the order in which they are listed to users.
+/// All policies, in the order shown to users.
 pub const POLICIES: &[Registration] = &[
     entry(price::AUTO, "lowest total cost for all requests", Own(price::build)),
     entry("kv", "lowest cost of prefill and active blocks", BuiltIn(Policy::Kv)),
@@ -59,10 +59,10 @@ pub const POLICIES: &[Registration] = &[
 
 /// The policy that `strategy` names, or a weighted choice of several; see [`multi::parse`].
 ///
-/// `rng` gives what a policy draws once for its lifetime, such as a hash seed.
+/// `rng` provides random values that a policy draws once, such as a hash seed.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] for a strategy that can't be read or a name that is unknown.
+/// [`Error::InvalidArgument`] for an invalid strategy or an unknown name.
 pub fn build(
     strategy: &str,
     settings: &Settings,
@@ -77,7 +77,7 @@ pub(super) fn build_one(
     rng: &mut dyn RngCore,
 ) -> Result<Arc<dyn RoutePolicy>> {
     let wanted = plain(name);
-    // What AIBrix's document calls its default; no code of theirs knows it.
+    // AIBrix's documentation calls this its default; its code does not know the name.
     let wanted = if wanted == "prefix_aware" { "prefix_cache".into() } else { wanted };
     let found = POLICIES.iter().find(|policy| plain(policy.name) == wanted);
     let found = found.ok_or_else(|| {

@@ -1,11 +1,11 @@
-//! What policies count, for the metrics.
+//! Counters of policies, for the metrics.
 
 /// One counter or gauge of a policy.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sample<'a> {
     /// Name without the program's prefix; counters end in `_total`.
     pub name: &'a str,
-    /// Label and its value; `("", "")` for none.
+    /// Label and its value; `("", "")` without a label.
     pub label: (&'a str, &'a str),
     /// The value.
     pub value: f64,

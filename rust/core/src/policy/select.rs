@@ -8,16 +8,16 @@ use super::kind::Policy;
 use super::lowest::Lowest;
 use super::softmax;
 
-/// Choose among `candidates`; `None` when there are none. What each of them costs replaces what
-/// is in `costs`, whose memory is reused.
+/// Chooses among `candidates`; `None` if there are none. Replaces `costs` with the cost of each
+/// candidate; its memory is reused.
 ///
-/// Ties are exact: costs that differ in the last bit do not tie. Of equal costs of `kv`, a worker to
-/// which the prompt was just sent comes first while it has one request at most: what it is computing
-/// need not be computed twice, and a crowd of equal prompts still spreads. The generator is used only where
+/// Ties are exact: costs that differ in the last bit do not tie. Among equal `kv` costs, a worker
+/// to which the prompt was just sent wins while it has at most one request: its computation need
+/// not be repeated, and a burst of equal prompts still spreads. The generator is used only where
 /// chance decides: for ties, above temperature 0, for `random` and for `power_of_two`.
 ///
 /// # Cost
-/// One pass over the candidates, a second one where chance decides.
+/// One pass over the candidates, and a second one if chance decides.
 pub fn select<'a>(
     policy: Policy,
     request: &RequestTerms,
@@ -33,7 +33,7 @@ pub fn select<'a>(
     }
     let mut all = Lowest::new();
     match policy {
-        // The policy that most choose by: a loop of its own, in which the lowest is found as well.
+        // The most common policy has its own loop, which also finds the lowest cost.
         Policy::Kv => request.fill(Policy::Kv, candidates, costs, |index, candidate, cost| {
             all.see(index, cost, || rank(Policy::Kv, candidate));
         }),
@@ -57,7 +57,7 @@ pub fn select<'a>(
         }
         (Policy::Random, count) => Choice::plain(rng.random_range(0..count), count, Reason::Chance),
         (Policy::PowerOfTwo, count) => {
-            // The second draw skips the first one's place: two different candidates.
+            // The second draw skips the first one's index, so that the two differ.
             let first = rng.random_range(0..count);
             let second = rng.random_range(0..count - 1);
             let second = if second < first { second } else { second + 1 };
@@ -74,12 +74,12 @@ pub fn select<'a>(
     Some(Decision::new(Some(policy), request, candidates, costs, &choice))
 }
 
-/// What a policy minimises.
+/// The value that a policy minimizes.
 fn value(policy: Policy, cost: &CandidateCost) -> f64 {
     if policy == Policy::RoundRobin { 0.0 } else { cost.cost }
 }
 
-/// What it minimises among equals.
+/// The value that it minimizes among equals.
 #[inline(always)]
 fn rank(policy: Policy, candidate: &Candidate) -> u64 {
     let requests = candidate.load.as_ref().map_or(0, |load| load.requests);
@@ -94,7 +94,7 @@ fn rank(policy: Policy, candidate: &Candidate) -> u64 {
     }
 }
 
-/// One of the `lowest` by cost, which chance decides where `is_tied` finds several among `indices`.
+/// One of the `lowest` by cost; chance decides if `is_tied` finds several among `indices`.
 pub(super) fn among_equals(
     lowest: Lowest,
     mut indices: impl Iterator<Item = usize>,
@@ -112,7 +112,7 @@ pub(super) fn among_equals(
     Choice { index, ties, margin: Some(lowest.margin()), reason, score: None }
 }
 
-/// One of the `lowest` among the candidates at `indices`, of which there are at least two.
+/// One of the `lowest` among the candidates at `indices`, which are at least two.
 fn settle(
     policy: Policy,
     lowest: Lowest,
@@ -122,7 +122,7 @@ fn settle(
     rng: &mut (impl Rng + ?Sized),
 ) -> Choice {
     if policy == Policy::RoundRobin {
-        // Workers that never had a request are equally due: in their order, not by chance.
+        // Workers that never had a request are equally due: taken in order, not by chance.
         return Choice::plain(lowest.index, 1, Reason::Turn);
     }
     let is_tied = |at: usize| {
@@ -131,7 +131,7 @@ fn settle(
     among_equals(lowest, indices, is_tied, rng)
 }
 
-/// What is to be said of a choice drawn by temperature.
+/// The result of a choice drawn by temperature.
 pub(super) fn warm(costs: &[CandidateCost], index: usize) -> Choice {
     let chosen = costs[index].cost;
     let lowest = costs.iter().map(|one| one.cost).fold(f64::INFINITY, f64::min);

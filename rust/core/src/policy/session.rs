@@ -1,7 +1,8 @@
-//! `session-affinity`: a session stays with the worker, rank and all, that it began with.
+//! `session-affinity`: a session stays on the worker and rank where it began.
 //!
-//! The client names the worker, or the session has a key, or the prompt begins with one that was
-//! answered before. A session whose worker can't take it moves to another one and stays there.
+//! A session is recognized by the worker that the client names, by its key, or by a prompt that
+//! begins with an answered one. If its worker can't take a request, the session moves to another
+//! one and stays there.
 
 use std::sync::Arc;
 
@@ -30,7 +31,7 @@ pub(super) fn build(settings: &Settings, _: &mut dyn RngCore) -> Result<Arc<dyn 
     Ok(Arc::new(SessionAffinity { pins: Mutex::new(pins) }))
 }
 
-/// Whether the name of a client or a session is short enough.
+/// Checks the length of a client's or a session's name.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] with the field, its length and the limit.
@@ -107,8 +108,8 @@ impl RoutePolicy for SessionAffinity {
     }
 }
 
-/// The candidate to which `key` belongs: the one with the highest hash of itself and the key. When
-/// it is gone the key belongs to another one, and no other key moves.
+/// The candidate that `key` maps to: the one with the highest hash of itself and the key. If it
+/// leaves, only its own keys move.
 fn rendezvous(key: &str, candidates: &Candidates<'_>) -> Option<usize> {
     let key = fnv_1a(key.bytes());
     let rank = |worker: Worker| {
@@ -124,28 +125,28 @@ fn fnv_1a(bytes: impl Iterator<Item = u8>) -> u64 {
     bytes.fold(OFFSET, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(PRIME))
 }
 
-/// Spreads every bit over all others, so that comparing hashes as numbers is fair. The constants
-/// are those of the last step of MurmurHash3.
+/// Mixes all bits, so that comparing hashes as numbers is fair. The constants are those of
+/// MurmurHash3's finalizer.
 fn mixed(mut hash: u64) -> u64 {
     hash = (hash ^ (hash >> 33)).wrapping_mul(0xff51_afd7_ed55_8ccd);
     hash = (hash ^ (hash >> 33)).wrapping_mul(0xc4ce_b9fe_1a85_ec53);
     hash ^ (hash >> 33)
 }
 
-/// A prompt with so many continuations is what conversations begin with, not one of them.
+/// A prompt with this many continuations is a common opening, not a conversation.
 const FORKS_MAX: u8 = 4;
 
-/// A prompt that was answered.
+/// An answered prompt.
 #[derive(Debug, Clone, Copy)]
 struct Pin {
     worker: Worker,
-    /// The block behind it in the latest prompt that began with it.
+    /// The block after it in the latest prompt that began with it.
     next: Option<u64>,
-    /// How often that was another one than before, the first included.
+    /// How often that block changed, including the first.
     forks: u8,
 }
 
-/// The last full block of prompts, and who answered them.
+/// The last full block of prompts, and the workers that answered them.
 #[derive(Debug)]
 struct Pins(Recent<Pin>);
 
@@ -154,7 +155,8 @@ impl Pins {
         xxh3_64_with_seed(model.as_bytes(), hash)
     }
 
-    /// The longest prompt of a conversation that this one begins with, by its key, and the block behind it.
+    /// The longest conversation prompt that this one begins with, by its key, and the block after
+    /// it.
     fn find(&self, model: &str, hashes: &[u64]) -> Option<(u64, Option<u64>)> {
         (0..hashes.len()).rev().find_map(|at| {
             let key = Self::key(model, hashes[at]);
@@ -163,13 +165,13 @@ impl Pins {
         })
     }
 
-    /// Who answered it.
+    /// The worker that answered it.
     fn longest(&self, model: &str, hashes: &[u64]) -> Option<Worker> {
         let (key, _) = self.find(model, hashes)?;
         self.0.get(key).map(|pin| pin.worker)
     }
 
-    /// A prompt goes on where another one ended.
+    /// Records a prompt that may continue another one.
     fn follow(&mut self, model: &str, hashes: &[u64]) {
         if let Some((key, Some(next))) = self.find(model, hashes)
             && let Some(pin) = self.0.get_mut(key)
@@ -189,8 +191,8 @@ impl Pins {
     }
 }
 
-/// What a client is told of its worker: `host:port`, and `/rank` behind it for ranks above 0, in
-/// base64.
+/// The session id that identifies a worker to the client: `host:port`, followed by `/rank` for
+/// ranks above 0, in base64.
 pub fn session_id(address: &str, dp_rank: u32) -> String {
     let plain = match dp_rank {
         0 => address.to_owned(),
@@ -199,8 +201,8 @@ pub fn session_id(address: &str, dp_rank: u32) -> String {
     base64(plain.as_bytes())
 }
 
-/// Address and rank in an id that [`session_id`] made, or another router that knows no ranks;
-/// `None` for anything else.
+/// Address and rank in an id from [`session_id`], or from another router that has no ranks; `None`
+/// for anything else.
 pub fn read_session_id(id: &str) -> Option<(String, u32)> {
     let plain = (id.len() <= MAX_ID_BYTES).then(|| from_base64(id)).flatten()?;
     let plain = String::from_utf8(plain).ok()?;
@@ -225,7 +227,7 @@ fn base64(bytes: &[u8]) -> String {
     text
 }
 
-/// `None` for what is no base64 with its padding.
+/// `None` unless the text is base64 with padding.
 fn from_base64(text: &str) -> Option<Vec<u8>> {
     if !text.len().is_multiple_of(4) {
         return None;

@@ -1,4 +1,4 @@
-//! What the policies are told: one table of variables, their defaults by profile and their ranges.
+//! Settings of the policies: one table of variables, with defaults by profile and ranges.
 
 mod read;
 mod table;
@@ -14,14 +14,14 @@ pub use table::{Kind, VARIABLES, Variable};
 
 use crate::error::{Error, Result};
 
-/// Where defaults come from, and what becomes of values that are out of range.
+/// The source of defaults, and the treatment of values out of range.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Profile {
     /// The values that AIBrix documents. A value out of range is an error; 0 is legal.
     #[default]
     Document,
-    /// What AIBrix's code does: its values, its units, and the default with a warning for a value
-    /// that can't be read or is not above 0.
+    /// The behavior of AIBrix's code: its values, its units, and the default with a warning for a
+    /// value that is invalid or not above 0.
     AibrixCompat,
 }
 
@@ -55,7 +55,7 @@ impl FromStr for Profile {
     }
 }
 
-/// What a prompt is cut into for `prefix-cache`.
+/// How `prefix-cache` cuts a prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum TokenizerKind {
     /// Bytes of UTF-8.
@@ -66,12 +66,12 @@ pub enum TokenizerKind {
     Model,
 }
 
-/// Where `prefix-cache` knows from who holds what.
+/// The source of holders for `prefix-cache`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum PrefixSource {
-    /// Engines' events where there are any, else the table.
+    /// Engines' events if there are any, else the table.
     Auto,
-    /// What was routed where.
+    /// The table of routed prompts.
     Table,
     /// Engines' events only.
     Index,
@@ -80,28 +80,28 @@ pub enum PrefixSource {
 /// Settings of `prefix-cache`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PrefixSettings {
-    /// Table and match walk as AIBrix has them, with their weaknesses.
+    /// Table and match walk behave like AIBrix's, including their weaknesses.
     pub is_compat: bool,
-    /// What a prompt is cut into.
+    /// How a prompt is cut.
     pub tokenizer: TokenizerKind,
     /// Tokens in a block; bytes of the tokenizer's output in `aibrix-compat`. At least 1.
     pub block_size: u32,
-    /// Most blocks in the table, over all models.
+    /// Maximum blocks in the table, over all models.
     pub max_blocks: usize,
-    /// Most bytes of the table, estimated; 0 for no limit but that of blocks.
+    /// Maximum bytes of the table, estimated; 0: limited by blocks only.
     pub max_bytes: u64,
-    /// Between two sweeps (`aibrix-compat`).
+    /// Time between two sweeps (`aibrix-compat`).
     pub eviction_interval_ms: u64,
-    /// What was not used for longer is forgotten.
+    /// Time after which unused blocks are dropped.
     pub eviction_duration_ms: u64,
-    /// The load is imbalanced when most and fewest active requests differ by more.
+    /// The load is imbalanced if the most and the fewest active requests differ by more than this.
     pub imbalance_abs_count: i64,
-    /// A worker that holds some of the prompt may have so many standard deviations more active
-    /// requests than the mean.
+    /// Active requests that a worker holding some of the prompt may have above the mean, in
+    /// standard deviations.
     pub standard_deviation_factor: f64,
-    /// Where hashes start; `None` draws one.
+    /// Seed of the hashes; `None` draws one.
     pub hash_seed: Option<u64>,
-    /// Who knows who holds what.
+    /// The source of holders.
     pub source: PrefixSource,
 }
 
@@ -121,41 +121,41 @@ pub enum TimeUnit {
 /// Settings of `vtc-basic`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct VtcSettings {
-    /// Score and window as AIBrix has them, with their weaknesses.
+    /// Score and window behave like AIBrix's, including their weaknesses.
     pub is_compat: bool,
     /// Unit of the window.
     pub time_unit: TimeUnit,
     /// Length of the window, in units.
     pub window_size: u64,
-    /// Lowest and highest total of a client while none is known.
+    /// Lowest and highest total of a client until one is known.
     pub default_totals: (f64, f64),
-    /// What a prompt token weighs.
+    /// Weight of a prompt token.
     pub input_token_weight: f64,
-    /// What a generated token weighs.
+    /// Weight of a generated token.
     pub output_token_weight: f64,
     /// Requests at which a worker counts as fully used; above 0.
     pub max_pod_load: f64,
-    /// What fairness weighs in the score.
+    /// Weight of fairness in the score.
     pub fairness_weight: f64,
-    /// What utilization weighs in the score.
+    /// Weight of utilization in the score.
     pub utilization_weight: f64,
-    /// Most clients in the window; further ones are not counted.
+    /// Maximum clients in the window; further ones are not counted.
     pub max_clients: usize,
 }
 
 /// Settings of `session-affinity`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SessionSettings {
-    /// Most conversations remembered; the longest unused ones are forgotten.
+    /// Maximum remembered conversations; the least recently used are dropped.
     pub max_sessions: usize,
 }
 
 /// Settings of all policies.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Settings {
-    /// Where defaults came from.
+    /// The source of the defaults.
     pub profile: Profile,
-    /// The strategy that was asked for, if any.
+    /// The selected strategy, if any.
     pub algorithm: Option<String>,
     /// Routers that share state use the same hash seed.
     pub is_state_synced: bool,
@@ -167,7 +167,7 @@ pub struct Settings {
     pub session: SessionSettings,
     /// Value and origin of every variable, in the order of [`VARIABLES`].
     pub origins: Vec<Origin>,
-    /// What was wrong and replaced by a default (`aibrix-compat`).
+    /// Invalid values that were replaced by a default (`aibrix-compat`).
     pub warnings: Vec<String>,
 }
 
@@ -177,17 +177,17 @@ impl Settings {
         Self::read(profile, |_| None).expect("the defaults in the table are legal")
     }
 
-    /// What `lookup` says of each variable, `KVFLASH_` before `AIBRIX_`, and the defaults of
-    /// `profile` for the rest. A variable that is empty is not set.
+    /// Reads each variable with `lookup`, `KVFLASH_` before `AIBRIX_`, with the defaults of
+    /// `profile` for the rest. An empty variable is unset.
     ///
     /// # Errors
     /// [`Error::Config`] with the name of the first variable that is out of range, what is legal
-    /// and what came. In `aibrix-compat` it gets its default and a line in `warnings` instead.
+    /// and what came. In `aibrix-compat` the default is used instead, with a line in `warnings`.
     pub fn read(profile: Profile, lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
         read::settings(profile, &lookup)
     }
 
-    /// The same, but for these variables by name, whose values are legal.
+    /// The same settings with these variables replaced by legal values.
     ///
     /// # Errors
     /// As [`read`](Self::read).
@@ -203,20 +203,20 @@ impl Settings {
         })
     }
 
-    /// What is legal for a variable, when `value` is not.
+    /// What is legal for a variable, if `value` is not.
     pub(super) fn fault(&self, variable: &Variable, value: &str) -> Option<String> {
         read::fault(self.profile, variable, value)
     }
 
-    /// Which of the variables that were set change nothing, each with the setting that would let it count.
+    /// Variables that are set without effect, each with the setting that would give it one.
     ///
     /// # Arguments
-    /// * `has_events` - Engines' events are listened to.
+    /// * `has_events` - Whether engines' events are received.
     pub fn without_effect(&self, has_events: bool) -> Vec<String> {
         read::without_effect(self, has_events)
     }
 
-    /// The seed of the prefix hashes: the given one, or one from `rng`.
+    /// The seed of the prefix hashes: the configured one, or one from `rng`.
     pub fn hash_seed(&self, rng: &mut dyn RngCore) -> u64 {
         self.prefix.hash_seed.unwrap_or_else(|| rng.random())
     }

@@ -1,4 +1,4 @@
-//! A policy that runs beside the one that decides, and is only counted.
+//! Shadow policies, which run beside the deciding one and are only counted.
 
 use std::sync::Arc;
 
@@ -15,13 +15,14 @@ use super::tuned::{self, Counted};
 use crate::error::{Error, Result};
 use crate::ids::Worker;
 
-/// Most policies that only watch: each costs as much as a decision.
+/// Maximum shadow policies: each costs as much as a decision.
 pub const MAX_SHADOWS: usize = 4;
 
-/// What a policy would have done with requests that another one decided.
+/// The hypothetical choices of a policy for requests that another one decides.
 ///
-/// It sees the world as it is: what it remembers of earlier requests is where they really went,
-/// not where it would have sent them. It has a generator of its own, so that the one that decides
+/// It sees the real state: it remembers where earlier requests really went, not where it would have
+/// sent them. It has its own generator, so the deciding policy draws the same numbers with and
+/// without it.
 /// draws the same numbers with and without it.
 #[derive(Debug)]
 pub struct Shadow {
@@ -36,27 +37,27 @@ struct State {
     stats: ShadowStats,
 }
 
-/// What a shadow was counted for.
+/// Counters of a shadow.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ShadowStats {
-    /// Requests it saw.
+    /// Requests that it saw.
     pub decisions: u64,
     /// Of these, requests for which it chose the same worker.
     pub agreed: u64,
     /// Requests that it could not route.
     pub refused: u64,
-    /// Blocks that the chosen workers held of the prompts it saw.
+    /// Blocks of these prompts that the chosen workers held.
     pub active_reused_blocks: u64,
-    /// Blocks that the workers held that it would have chosen.
+    /// Blocks of these prompts that the shadow's choices held.
     pub shadow_reused_blocks: u64,
-    /// Active requests on the chosen workers, added up.
+    /// Sum of active requests on the chosen workers.
     pub active_requests: u64,
-    /// Active requests on the workers that it would have chosen, added up.
+    /// Sum of active requests on the shadow's choices.
     pub shadow_requests: u64,
 }
 
 impl Shadow {
-    /// `policy` as a shadow, its chance starting at `seed`.
+    /// `policy` as a shadow, with a generator seeded by `seed`.
     pub fn new(policy: Arc<dyn RoutePolicy>, seed: u64) -> Self {
         let state = State {
             rng: SmallRng::seed_from_u64(seed),
@@ -66,13 +67,14 @@ impl Shadow {
         Self { policy, state: Mutex::new(state) }
     }
 
-    /// One for each of `texts`: a strategy as for [`registry::build`](super::registry::build), or one policy with
-    /// settings of its own, `NAME:PARAMETER=VALUE,...`. `counted` is what the router's load table counts, `rng`
-    /// gives what a policy draws once, and the shadows' own chance starts behind `seed`.
+    /// Creates a shadow for each of `texts`: a strategy as for
+    /// [`registry::build`](super::registry::build), or one policy with its own settings,
+    /// `NAME:PARAMETER=VALUE,...`. `counted` is what the router's load table counts, `rng` provides
+    /// values that a policy draws once, and the shadows' generators are seeded from `seed` on.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for more than [`MAX_SHADOWS`], an unknown policy or parameter, a value that
-    /// is not legal, and the same policy with the same parameters twice.
+    /// [`Error::InvalidArgument`] for more than [`MAX_SHADOWS`], an unknown policy or parameter, an
+    /// illegal value, and a repeated policy with equal parameters.
     pub fn of_texts(
         texts: &[String],
         settings: &Settings,
@@ -98,19 +100,19 @@ impl Shadow {
         Ok(shadows)
     }
 
-    /// The name of its policy, as it was given where it has settings of its own.
+    /// The name of its policy; with its own settings, as it was given.
     pub fn name(&self) -> &str {
         self.policy.name()
     }
 
-    /// What is told of everything as the policy that chooses is. What it can't route is counted in
-    /// [`observe`](Self::observe).
+    /// The policy, which receives all events like the deciding one. Requests that it can't route
+    /// are counted in [`observe`](Self::observe).
     pub fn policy(&self) -> &dyn RoutePolicy {
         &*self.policy
     }
 
-    /// The request was decided: `active` is the choice that counts. What the shadow would have
-    /// chosen; `None` when it had no choice.
+    /// Records a decided request; `active` is the real choice. Returns the shadow's choice; `None`
+    /// if it had none.
     ///
     /// # Cost
     /// That of the policy's own decision.
@@ -136,7 +138,7 @@ impl Shadow {
                 stats.shadow_requests += u64::from(candidates.requests(wanted.index));
             }
         }
-        // What the policy remembers is what really happened, for its own reasons where they agree.
+        // The policy remembers what really happened, with its own reason if the two agree.
         let happened = Choice {
             index: active.index,
             ..wanted.filter(|wanted| wanted.index == active.index).unwrap_or(*active)
@@ -145,15 +147,15 @@ impl Shadow {
         wanted.map(|wanted| candidates.list[wanted.index].worker)
     }
 
-    /// What it was counted for.
+    /// Its counters.
     pub fn stats(&self) -> ShadowStats {
         self.state.lock().stats
     }
 
-    /// Name every counter, labelled with the policy, for the metrics.
+    /// Reports every counter, labelled with the policy, for the metrics.
     pub fn samples(&self, visit: &mut dyn FnMut(Sample<'_>)) {
         let stats = self.stats();
-        // What its policy says of itself has the names of the one that decides: it is left out.
+        // The policy's own counters are omitted: their names are those of the deciding policy.
         for (name, value) in [
             ("shadow_decisions_total", stats.decisions),
             ("shadow_agreed_total", stats.agreed),

@@ -1,12 +1,12 @@
-//! Choosing by chance, cheaper ones more often.
+//! A weighted random choice that prefers lower costs.
 
 use rand::Rng;
 
-/// An index into `costs`, drawn by [`weights`]; 0 when there are none.
+/// An index into `costs`, drawn by [`weights`]; 0 if it is empty.
 ///
-/// At 0 the lowest costs share everything equally. Above 0 a cost `c` weighs
-/// `exp(-(c / range) / temperature)` with `range` the largest minus the lowest: only the relative
-/// spread matters, `[0, 1]` and `[0, 100]` are the same. Equal costs are equally likely.
+/// At 0 the lowest costs are equally likely, and no others are drawn. Above 0 a cost `c` weighs
+/// `exp(-(c / range) / temperature)`, with `range` the largest minus the lowest. Only the relative
+/// spread matters: `[0, 1]` and `[0, 100]` are the same. Equal costs are equally likely.
 pub(super) fn sample(
     costs: impl Iterator<Item = f64> + Clone,
     temperature: f64,
@@ -19,7 +19,7 @@ pub(super) fn sample(
     for (index, cost) in costs.enumerate() {
         let weight = weight(cost);
         if weight > 0.0 {
-            // Rounding may leave a rest behind the last one; it is never one that weighs nothing.
+            // Rounding may leave a remainder after the last one; it never selects a weight of zero.
             last = index;
             left -= weight;
             if left < 0.0 {
@@ -30,18 +30,18 @@ pub(super) fn sample(
     last
 }
 
-/// The weight of a cost among `costs`; the lowest one weighs 1, so that the sum is never 0.
+/// The weight of each cost; the lowest one weighs 1, so the sum is never 0.
 pub(super) fn weights(costs: impl Iterator<Item = f64>, temperature: f64) -> impl Fn(f64) -> f64 {
     let (lowest, highest) =
         costs.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), c| (low.min(c), high.max(c)));
     let range = highest - lowest;
-    // Costs that overflowed have no finite range: they are then as good as equal.
+    // Costs that overflowed have no finite range and count as equal.
     let is_flat = !(range > 0.0 && range.is_finite());
     move |cost| {
         if cost == lowest || is_flat {
             1.0
         } else if temperature > 0.0 {
-            // Shifted by the lowest: the same probabilities, and no exponential overflows.
+            // Shifted by the lowest: the probabilities are the same, and no exponential overflows.
             (-((cost - lowest) / range) / temperature).exp()
         } else {
             0.0

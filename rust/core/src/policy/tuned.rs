@@ -1,7 +1,7 @@
-//! A policy with settings of its own: `kv:overlap_score_weight=8,temperature=0.5`.
+//! A policy with its own settings: `kv:overlap_score_weight=8,temperature=0.5`.
 //!
-//! The load table and the weights of tiers belong to the router: a setting here changes how its policy judges
-//! what the router counts.
+//! The load table and the weights of tiers belong to the router: settings here change how the
+//! policy judges the router's counts.
 
 use std::fmt::Write;
 use std::sync::Arc;
@@ -17,14 +17,14 @@ use super::registry;
 use super::settings::{Settings, VARIABLES, Variable, flag};
 use crate::error::{Error, Result};
 
-/// What the router's load table counts. A policy can leave it out, but not count what is not there.
+/// What the router's load table counts. A policy can leave counts out, but not add them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Counted {
     /// Blocks of active requests.
     pub active_blocks: bool,
     /// Prompt tokens of active requests until their first token.
     pub prefill_tokens: bool,
-    /// A block that several requests share counts once.
+    /// Whether a block that several requests share counts once.
     pub kv_reuse: bool,
 }
 
@@ -34,8 +34,8 @@ impl Default for Counted {
     }
 }
 
-/// The policy of `text`: a strategy as for [`registry::build`], or `NAME:PARAMETER=VALUE,...`. Also returns what
-/// tells it from others, which is the same for the same parameters in any order.
+/// The policy of `text`: a strategy as for [`registry::build`], or `NAME:PARAMETER=VALUE,...`. Also
+/// returns its canonical key, which is equal for equal parameters in any order.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`], naming the parameter, what is legal and what came.
@@ -76,7 +76,7 @@ pub(super) fn build(
         let read = read.map_err(|wanted| {
             fault(format!("{} must be {wanted}, got {value:?}", parameter.name()))
         })?;
-        // A text takes all that is written to it.
+        // Writing to a string can't fail.
         let _written = write!(key, " {}={read}", parameter.name());
         if let Parameter::Variable(variable) = parameter {
             variables.push((variable.name, read));
@@ -98,12 +98,12 @@ fn unknown(policy: &str, parameters: &[Parameter], key: &str) -> String {
     }
 }
 
-/// What may be set of one policy.
+/// A parameter of one policy.
 #[derive(Clone, Copy)]
 enum Parameter {
     /// A finite number of at least 0.
     Number(&'static str, fn(&mut Changes) -> &mut Option<f64>),
-    /// A truth value, and whether the router counts what it is about.
+    /// A boolean, and whether the router counts what it controls.
     Switch(&'static str, fn(&mut Changes) -> &mut Option<bool>, fn(Counted) -> bool),
     /// One of the policies' variables.
     Variable(&'static Variable),
@@ -148,7 +148,8 @@ impl Parameter {
         }
     }
 
-    /// Whether `key` is its name, as the flag of the router has it or without `router-` and `kv-` in front.
+    /// Whether `key` is its name, as in the router's flag or without the prefixes `router-` and
+    /// `kv-`.
     fn is_called(&self, key: &str) -> bool {
         let key = key.replace('-', "_").to_ascii_lowercase();
         let short = key.strip_prefix("router_").unwrap_or(&key);
@@ -156,7 +157,7 @@ impl Parameter {
         [key.as_str(), short].contains(&self.name().as_str())
     }
 
-    /// Take `value`; how it is written, whatever was typed. The error is what is legal.
+    /// Applies `value`; returns its canonical form. The error says what is legal.
     fn read(
         &self,
         value: &str,
@@ -188,7 +189,7 @@ impl Parameter {
     }
 }
 
-/// What its policy sees otherwise than the router.
+/// Differences between its policy's view and the router's.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 struct Changes {
     overlap_score_weight: Option<f64>,
@@ -222,7 +223,7 @@ impl Changes {
         of
     }
 
-    /// Whether it sees other loads than the router.
+    /// Whether it sees different loads than the router.
     fn changes_loads(&self) -> bool {
         [self.track_active_blocks, self.track_prefill_tokens, self.assume_kv_reuse]
             .contains(&Some(false))
@@ -233,7 +234,7 @@ impl Changes {
         let Some(load) = &mut of.load else { return of };
         if self.assume_kv_reuse == Some(false) {
             load.shared_blocks = 0;
-            // The prompts of all requests in full, but for what the last block of each lacks.
+            // The full prompts of all requests, except for the unfilled part of each last block.
             load.blocks = load.context_tokens.checked_div(u64::from(block_size)).unwrap_or(0);
         }
         if self.track_active_blocks == Some(false) {
@@ -248,7 +249,7 @@ impl Changes {
 
 #[derive(Debug)]
 struct Tuned {
-    /// As it was given.
+    /// As given.
     name: Box<str>,
     policy: Arc<dyn RoutePolicy>,
     changes: Changes,

@@ -9,8 +9,8 @@ use super::super::contract::Context;
 use super::super::settings::{PrefixSettings, TokenizerKind};
 use crate::error::Result;
 
-/// Most bytes of a prompt that are tokenized: what is behind them has no hashes. A longer prompt
-/// would keep a thread busy for too long.
+/// Bytes of a prompt that are tokenized; the rest is not hashed, as a longer prompt would occupy a
+/// thread for too long.
 pub const MAX_TIKTOKEN_BYTES: usize = 1 << 18;
 
 /// Cuts prompts into blocks and hashes them.
@@ -28,17 +28,17 @@ enum Tokenizer {
 }
 
 impl BlockHasher {
-    /// Blocks as `settings` says, hashes that start at `seed`.
+    /// Cuts blocks as configured, with hashes that start at `seed`.
     ///
-    /// In `document` a block is so many tokens, a character being one byte of UTF-8. In
-    /// `aibrix-compat` it is so many bytes of the tokenizer's output, 4 for each token id.
+    /// In `document` a block is a number of tokens, where a character is one byte of UTF-8. In
+    /// `aibrix-compat` it is a number of bytes of the tokenizer's output, 4 per token id.
     ///
     /// # Errors
-    /// None today; a tokenizer that has to be read may not be there.
+    /// None today; reserved for a tokenizer file that is missing.
     pub fn new(settings: &PrefixSettings, seed: u64) -> Result<Self> {
         let tokenizer = match settings.tokenizer {
             TokenizerKind::Character => Tokenizer::Character,
-            // The vocabulary is part of the program.
+            // The vocabulary is compiled in.
             TokenizerKind::Tiktoken => Tokenizer::Tiktoken(tiktoken_rs::cl100k_base_singleton()),
             TokenizerKind::Model => Tokenizer::Model,
         };
@@ -51,7 +51,7 @@ impl BlockHasher {
         Ok(Self { tokenizer, block_bytes, seed, id: id.digest() })
     }
 
-    /// Equal for hashers that make equal hashes of every request.
+    /// Equal for hashers that compute equal hashes.
     pub fn id(&self) -> u64 {
         self.id
     }
@@ -59,7 +59,7 @@ impl BlockHasher {
     /// Hashes of the full blocks of a request, in order; none for a prompt shorter than a block.
     ///
     /// # Cost
-    /// One pass over the prompt; with tiktoken also its tokenizer, some microseconds a kilobyte.
+    /// One pass over the prompt; with tiktoken also tokenization, some microseconds per kilobyte.
     pub fn hashes(&self, context: &Context<'_>) -> Vec<u64> {
         match &self.tokenizer {
             Tokenizer::Character => self.chain(context.prompt),

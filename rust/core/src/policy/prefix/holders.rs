@@ -1,23 +1,23 @@
-//! Who was sent a block, and small numbers for those who were.
+//! The workers that a block was sent to, as small integers.
 
 use hashbrown::HashMap;
 
 use crate::ids::Worker;
 
-/// A worker as a model's blocks know it.
+/// A worker in the context of a model.
 pub(super) type Place = (u64, Worker);
 
-/// Small numbers for models' workers that hold something.
+/// Small integers for models' workers that hold blocks.
 #[derive(Debug, Default)]
 pub(super) struct Slots {
     by_place: HashMap<Place, u32>,
-    /// By slot; free ones hold nothing.
+    /// By slot; free slots hold nothing.
     slots: Vec<Slot>,
     free: Vec<u32>,
-    /// Changes whenever a slot's meaning does.
+    /// Incremented whenever a slot is reassigned.
     generation: u64,
-    /// Slots of the workers that were asked for last, in the order of the question; [`NOBODY`] for one
-    /// that holds nothing.
+    /// Slots of the workers in the last query, in its order; [`NOBODY`] for a worker without
+    /// blocks.
     asked: Vec<(Worker, u32)>,
     asked_as: (u64, u64),
 }
@@ -29,14 +29,14 @@ struct Slot {
     blocks: u64,
 }
 
-/// The slot of nobody.
+/// Marks the absence of a slot.
 const NOBODY: u32 = u32::MAX;
 
-/// A slot of the list, of the map (filled to 7/8 at most), of the free ones.
+/// Memory of a slot in the list, the map (filled to 7/8 at most) and the free list.
 const SLOT_BYTES: usize = size_of::<Slot>() + (size_of::<(Place, u32)>() + 1) * 8 / 7 + 4;
 
 impl Slots {
-    /// How many slots there are, free ones included.
+    /// The number of slots, including free ones.
     pub(super) fn len(&self) -> usize {
         self.slots.len()
     }
@@ -45,7 +45,7 @@ impl Slots {
         self.slots.len() * SLOT_BYTES + self.asked.capacity() * size_of::<(Worker, u32)>()
     }
 
-    /// The worker's slot, a new one where it holds nothing yet.
+    /// The worker's slot; assigns one if it holds nothing yet.
     pub(super) fn of(&mut self, place: Place) -> u32 {
         if let Some(&slot) = self.by_place.get(&place) {
             return slot;
@@ -87,7 +87,7 @@ impl Slots {
     /// The slots of `workers`, in their order.
     ///
     /// # Cost
-    /// One comparison each where the last question was the same.
+    /// One comparison per worker if the last query was the same.
     pub(super) fn ask(
         &mut self,
         model: u64,
@@ -109,13 +109,14 @@ impl Slots {
     }
 }
 
-/// Who was sent one block, and when last. Two lists side by side, because most look-ups want only one.
+/// The workers that one block was sent to, and when last. Two parallel lists, because most look-ups
+/// need only one.
 #[derive(Debug, Default)]
 pub(super) struct Holders {
     /// Sorted.
     slots: Vec<u32>,
     used_ms: Vec<u64>,
-    /// None was last used before.
+    /// No use was earlier than this.
     oldest_ms: u64,
 }
 
@@ -128,7 +129,7 @@ impl Holders {
         self.slots.capacity() * size_of::<u32>() + self.used_ms.capacity() * size_of::<u64>()
     }
 
-    /// The one at `slot` was sent the block.
+    /// Records that the block was sent to the worker of `slot`.
     pub(super) fn put(&mut self, slots: &mut Slots, slot: u32, now_ms: u64) {
         match self.slots.binary_search(&slot) {
             Ok(at) => self.used_ms[at] = now_ms,
@@ -146,7 +147,7 @@ impl Holders {
         }
     }
 
-    /// Forget those that did not use it for longer than `ttl_ms`, strictly.
+    /// Drops workers that last used it more than `ttl_ms` ago.
     pub(super) fn prune(&mut self, slots: &mut Slots, now_ms: u64, ttl_ms: u64) {
         if self.oldest_ms.saturating_add(ttl_ms) < now_ms {
             let mut used_ms = std::mem::take(&mut self.used_ms).into_iter();
@@ -166,7 +167,7 @@ impl Holders {
         }
     }
 
-    /// Forget `worker`, whatever its model.
+    /// Drops `worker`, in all models.
     pub(super) fn forget(&mut self, slots: &mut Slots, worker: Worker) {
         for at in (0..self.slots.len()).rev() {
             if slots.is_of(self.slots[at], worker) {
@@ -176,7 +177,7 @@ impl Holders {
         }
     }
 
-    /// Forget all.
+    /// Drops all workers.
     pub(super) fn clear(&mut self, slots: &mut Slots) {
         self.slots.iter().for_each(|&slot| slots.drops(slot));
         *self = Self::default();

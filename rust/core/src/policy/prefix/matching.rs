@@ -1,4 +1,4 @@
-//! Which of the workers that hold some of the prompt takes it.
+//! Chooses among the workers that hold some of the prompt.
 
 use rand::{Rng, RngCore};
 
@@ -9,9 +9,10 @@ pub fn is_imbalanced(counts: &[i64], limit: i64) -> bool {
     range.1.saturating_sub(range.0) > limit
 }
 
-/// Of the candidates with a percentage the one with the highest, then the fewest active requests,
-/// then by chance, whose active requests are at most `mean + factor * standard deviation` of all
-/// candidates; `None` when there is none. `counts` and `percents` have an entry per candidate.
+/// Among the candidates with a percentage and at most `mean + factor * standard deviation` active
+/// requests: the highest percentage, then the fewest active requests, then chance; `None` if there
+/// is no such candidate. Mean and deviation are over all candidates. `counts` and `percents` have
+/// an entry per candidate.
 ///
 /// The deviation is that of a sample: 0 for a single candidate.
 pub fn select_matched(
@@ -50,7 +51,7 @@ fn load_limit(counts: &[i64], factor: f64) -> f64 {
     mean + factor * deviation
 }
 
-/// The sum of `of` every count. Several sums grow side by side: one would wait for each addition.
+/// The sum of `of` over all counts, in several independent sums, so that additions can overlap.
 fn sum(counts: &[i64], of: impl Fn(f64) -> f64) -> f64 {
     let (chunks, rest) = counts.as_chunks::<8>();
     let mut sums = [0.0; 8];
@@ -60,7 +61,7 @@ fn sum(counts: &[i64], of: impl Fn(f64) -> f64) -> f64 {
     sums.into_iter().chain(rest.iter().map(|&count| of(count as f64))).sum()
 }
 
-/// The label that a percentage counts under.
+/// The metrics label of a percentage.
 pub const fn match_percent_bucket(percent: u32) -> &'static str {
     match percent {
         0 => "0",

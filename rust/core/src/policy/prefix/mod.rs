@@ -1,6 +1,6 @@
 //! `prefix-cache`: the worker that holds the most of the prompt, unless it is too busy.
 //!
-//! It knows who holds what from engines' events, or else from a table of what it sent where.
+//! It reads holders from engines' events, or else from a table of what was sent where.
 
 mod hasher;
 mod holders;
@@ -44,17 +44,17 @@ struct State {
     counters: Counters,
 }
 
-/// Memory that decisions reuse.
+/// Memory reused between decisions.
 #[derive(Debug, Default)]
 struct Scratch {
     counts: Vec<i64>,
     allowed: Vec<bool>,
-    /// By candidate; `None` for one that holds nothing.
+    /// By candidate; `None` if it holds nothing.
     percents: Vec<Option<u32>>,
     values: Vec<Option<f64>>,
 }
 
-/// By what a request was decided, and how much of it the chosen worker held.
+/// Decisions by reason, and the held share of the prompt.
 #[derive(Debug, Default)]
 struct Counters {
     selections: [u64; 3],
@@ -67,10 +67,10 @@ const SELECTIONS: [Reason; 3] =
 const BUCKETS: [u32; 5] = [0, 25, 50, 75, 100];
 
 impl PrefixCache {
-    /// The policy with an empty table, its hashes starting at `seed`.
+    /// The policy with an empty table; hashes start at `seed`.
     ///
     /// # Errors
-    /// [`Error::Config`](crate::error::Error::Config) when the tokenizer can't be made.
+    /// [`Error::Config`](crate::error::Error::Config) if the tokenizer can't be created.
     pub fn new(settings: &PrefixSettings, seed: u64) -> Result<Self> {
         let state = State {
             table: PrefixTable::new(settings),
@@ -93,7 +93,7 @@ impl PrefixCache {
         }
     }
 
-    /// Fill `scratch.percents`, for candidates that are allowed.
+    /// Fills `scratch.percents` for the eligible candidates.
     fn percents(&self, state: &mut State, context: &Context<'_>, candidates: &Candidates<'_>) {
         let State { table, scratch, .. } = state;
         let Scratch { allowed, percents, .. } = scratch;

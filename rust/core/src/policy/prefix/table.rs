@@ -1,4 +1,4 @@
-//! What was sent where: blocks by hash, bounded, the least recently used ones forgotten.
+//! Blocks by hash, with the workers they were sent to; bounded, least recently used dropped first.
 
 use hashbrown::HashMap;
 use xxhash_rust::xxh3::xxh3_64;
@@ -8,12 +8,12 @@ use super::holders::{Holders, Slots};
 use crate::ids::Worker;
 use crate::load::recency::Recency;
 
-/// Blocks and who was sent them.
+/// Blocks and the workers that they were sent to.
 ///
-/// In `document` a block is forgotten after everything that follows it, because a prompt's first
-/// block is used last, and each worker's share of a block is forgotten by itself. In
-/// `aibrix-compat` a prompt's first block is forgotten first, and a block that one worker uses is
-/// credited to all that ever had it.
+/// In `document` a block is dropped after all of its successors, because a prompt's first block is
+/// marked as used last, and a block's entry for each worker expires separately. In `aibrix-compat`
+/// a prompt's first block is dropped first, and a use by one worker extends a block for all workers
+/// that ever had it.
 #[derive(Debug)]
 pub struct PrefixTable {
     is_compat: bool,
@@ -27,9 +27,9 @@ pub struct PrefixTable {
     free: Vec<u32>,
     recency: Recency,
     slots: Slots,
-    /// Holders of all entries, with the room that was allocated for them.
+    /// Memory allocated for the holders of all entries.
     holder_bytes: usize,
-    /// Memory of the last look-up, for the next one.
+    /// Memory of the last look-up, reused by the next.
     walk: Walk,
     evicted: u64,
     expired: u64,
@@ -45,29 +45,29 @@ struct Entry {
     holders: Holders,
 }
 
-/// A look-up. Neighbouring blocks that the same workers hold are one step of it.
+/// A look-up. Adjacent blocks with the same holders form one step.
 #[derive(Debug, Default)]
 struct Walk {
-    /// By slot: how many steps its worker has taken, each from the first on.
+    /// By slot: the number of steps of its worker, counted from the first block.
     steps: Vec<u32>,
-    /// By steps taken: how many blocks that is.
+    /// By number of steps: the number of blocks.
     depths: Vec<usize>,
 }
 
-/// What the table holds.
+/// Contents of the table.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TableStats {
     /// Blocks.
     pub blocks: u64,
     /// Bytes, estimated.
     pub bytes: u64,
-    /// Blocks forgotten because there was no room.
+    /// Blocks dropped for lack of room.
     pub evicted: u64,
-    /// Blocks forgotten because nobody used them for so long.
+    /// Blocks dropped after their time to live.
     pub expired: u64,
 }
 
-/// An entry, its place in the hash table (filled to 7/8 at most) and in the order of use.
+/// Memory of an entry, its place in the hash table (filled to 7/8 at most) and in the LRU order.
 const ENTRY_BYTES: usize = size_of::<Entry>() + (size_of::<(Key, u32)>() + 1) * 8 / 7 + 8;
 
 impl PrefixTable {
@@ -92,7 +92,7 @@ impl PrefixTable {
         }
     }
 
-    /// What it holds now.
+    /// Current sizes and counters.
     pub fn stats(&self) -> TableStats {
         let (evicted, expired) = (self.evicted, self.expired);
         TableStats { blocks: self.by_key.len() as u64, bytes: self.bytes(), evicted, expired }
@@ -103,12 +103,12 @@ impl PrefixTable {
         (self.by_key.len() * ENTRY_BYTES + self.holder_bytes + self.slots.bytes() + walk) as u64
     }
 
-    /// Set `percents[i]`, for each of `workers` that is allowed, to how much of `hashes` it holds
-    /// without a gap from the first on, in whole percent rounded down; `None` for nothing.
+    /// Sets `percents[i]`, for each eligible one of `workers`, to the contiguous share of `hashes`
+    /// that it holds from the first on, in whole percent rounded down; `None` for nothing.
     ///
     /// # Cost
-    /// O(workers + holders of blocks that others hold than the block before), and a look-up or more for
-    /// each of these blocks; in `aibrix-compat` for each block, with its holders.
+    /// O(workers + holders of blocks where the holders change), plus one or more look-ups for each
+    /// of these blocks; in `aibrix-compat` for each block, with its holders.
     pub fn matches(
         &mut self,
         model: &str,
@@ -133,7 +133,7 @@ impl PrefixTable {
         }
     }
 
-    /// Fill `self.walk`.
+    /// Fills `self.walk`.
     fn walk(&mut self, model: u64, hashes: &[u64], now_ms: u64) {
         let Walk { mut steps, mut depths } = std::mem::take(&mut self.walk);
         steps.clear();
@@ -160,10 +160,10 @@ impl PrefixTable {
         self.walk = Walk { steps, depths };
     }
 
-    /// The first block behind `depth` that others hold than the one there, of which `holders` tells.
+    /// The first block after `depth` with other holders than the block there, which has `holders`.
     ///
     /// # Cost
-    /// O(log(blocks)) look-ups; one where it is the next block.
+    /// O(log(blocks)) look-ups; one if it is the next block.
     fn step_end(
         &mut self,
         model: u64,
@@ -175,7 +175,7 @@ impl PrefixTable {
         if self.is_compat {
             return depth + 1;
         }
-        // Whoever holds a block holds those before it: as many holders are the same holders.
+        // Every holder of a block holds all blocks before it, so equal counts mean equal holders.
         let mut is_same = |at| {
             let found = self.look(model, hashes, at, now_ms);
             found.map(|(_, count)| count) == holders.map(|(_, count)| count)
@@ -196,7 +196,7 @@ impl PrefixTable {
         end
     }
 
-    /// Where the block at `depth` is, and how many hold it; `None` when nobody does.
+    /// The entry of the block at `depth`, and the number of its holders; `None` without holders.
     fn look(
         &mut self,
         model: u64,
@@ -215,8 +215,8 @@ impl PrefixTable {
         (count > 0).then_some((place, count))
     }
 
-    /// `worker` was sent the blocks of `hashes`. Of a prompt with more blocks than there is room
-    /// for, the first ones are kept.
+    /// Records that the blocks of `hashes` were sent to `worker`. If there is not enough room, the
+    /// first ones are kept.
     pub fn record(&mut self, model: &str, hashes: &[u64], worker: Worker, now_ms: u64) {
         self.expire(now_ms);
         let model = xxh3_64(model.as_bytes());
@@ -232,7 +232,7 @@ impl PrefixTable {
         let places: Vec<Option<u32>> = hashes.iter().map(place_of).collect();
         let missing = places.iter().filter(|place| place.is_none()).count();
         if self.by_key.len() + missing > self.max_blocks {
-            // Those that are there are not to be forgotten for the sake of those that follow them.
+            // Existing blocks must not be evicted to make room for their successors.
             for &place in places.iter().flatten() {
                 self.recency.remove(place);
                 self.recency.push(place);
@@ -240,14 +240,14 @@ impl PrefixTable {
             while self.by_key.len() + missing > self.max_blocks && self.evict() {}
         }
         let slot = self.slots.of((model, worker));
-        // Last ones first: then the first one is the most recently used.
+        // In reverse, so that the first block is the most recently used.
         for (&hash, place) in hashes.iter().zip(places).rev() {
             self.use_entry(place, (model, hash), slot, now_ms);
         }
         self.shrink();
     }
 
-    /// `worker` was sent one block. The block is the most recently used one.
+    /// Records that one block was sent to `worker`, and marks it as most recently used.
     pub fn put(&mut self, model: u64, hash: u64, worker: Worker, now_ms: u64) {
         if self.max_blocks == 0 {
             return;
@@ -260,7 +260,7 @@ impl PrefixTable {
         self.use_entry(place, self.key(model, hash), slot, now_ms);
     }
 
-    /// The worker of `slot` was sent the block at `place`, or one that is not there yet.
+    /// Records a use by the worker of `slot`, of the block at `place` or a new one.
     fn use_entry(&mut self, place: Option<u32>, key: Key, slot: u32, now_ms: u64) {
         let place = match place {
             Some(place) => {
@@ -280,12 +280,12 @@ impl PrefixTable {
         self.holder_bytes += entry.holders.bytes();
     }
 
-    /// Whether anybody was sent the block.
+    /// Whether the block was sent to any worker.
     pub fn has(&self, model: u64, hash: u64) -> bool {
         self.by_key.contains_key(&self.key(model, hash))
     }
 
-    /// Forget that `worker` was ever sent anything.
+    /// Drops all entries of `worker`.
     ///
     /// # Cost
     /// O(blocks).
@@ -301,10 +301,10 @@ impl PrefixTable {
         }
     }
 
-    /// Forget what was not used for longer than the time to live, strictly.
+    /// Drops blocks that were last used more than the time to live ago.
     ///
     /// # Cost
-    /// O(blocks forgotten).
+    /// O(dropped blocks).
     pub fn expire(&mut self, now_ms: u64) {
         if self.is_compat {
             if now_ms < self.swept_ms.saturating_add(self.interval_ms) {
@@ -354,7 +354,7 @@ impl PrefixTable {
         place
     }
 
-    /// Drop an entry that is not in the order of use any more.
+    /// Drops an entry that is already removed from the LRU order.
     fn drop_entry(&mut self, place: u32) {
         let entry = &mut self.entries[place as usize];
         self.by_key.remove(&entry.key);

@@ -1,4 +1,4 @@
-//! From variables to settings.
+//! Reads settings from variables.
 
 use super::table::{Kind, VARIABLES, Variable};
 use super::{
@@ -7,15 +7,15 @@ use super::{
 };
 use crate::error::{Error, Result};
 
-/// What stands before a variable's name; the first one that is set counts.
+/// Prefixes of a variable's name; the first one that is set counts.
 const PREFIXES: [&str; 2] = ["KVFLASH_", "AIBRIX_"];
 
 /// A variable's value, and where it came from.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Origin {
-    /// Name of the variable, without what stands before it.
+    /// Name of the variable, without its prefix.
     pub name: &'static str,
-    /// The value that counts.
+    /// The effective value.
     pub value: String,
     /// Full name of the variable that was read; `None` for the default.
     pub read_from: Option<String>,
@@ -134,7 +134,7 @@ pub(super) fn without_effect(settings: &Settings, has_events: bool) -> Vec<Strin
 }
 
 impl Reader<'_> {
-    /// The value that counts for `variable`; it is legal.
+    /// The effective value for `variable`; it is legal.
     fn origin(&mut self, variable: &Variable) -> Result<Origin> {
         let name = variable.name;
         let default = match self.profile {
@@ -143,7 +143,7 @@ impl Reader<'_> {
         };
         let by_default = Origin { name, value: default.into(), read_from: None };
         if name == "POLICY_PROFILE" {
-            // Whoever calls has read it: it decides the defaults of all others.
+            // The caller has read it: it selects the defaults of all others.
             return Ok(Origin { value: self.profile.name().into(), ..by_default });
         }
         let found = PREFIXES.into_iter().find_map(|prefix| {
@@ -165,7 +165,7 @@ impl Reader<'_> {
         }
     }
 
-    /// Change the default of a variable that was not set.
+    /// Changes the default of an unset variable.
     fn replace_default(&mut self, name: &str, value: &str) {
         let found = self.origins.iter_mut().find(|origin| origin.name == name);
         if let Some(origin) = found.filter(|origin| origin.read_from.is_none()) {
@@ -187,12 +187,12 @@ impl Reader<'_> {
     }
 }
 
-/// What is legal, when `value` is not.
+/// What is legal, if `value` is not.
 pub(super) fn fault(profile: Profile, variable: &Variable, value: &str) -> Option<String> {
     let is_compat = profile == Profile::AibrixCompat;
     match variable.kind {
         Kind::Integer { low, high } => {
-            // AIBrix takes every value that is not above 0 for a mistake.
+            // AIBrix treats every value that is not above 0 as a mistake.
             let low = if is_compat { low.max(1) } else { low };
             let is_legal = value.parse().is_ok_and(|value| (low..=high).contains(&value));
             let above = format!("an integer of at least {low}");
@@ -229,7 +229,7 @@ pub(super) fn fault(profile: Profile, variable: &Variable, value: &str) -> Optio
     }
 }
 
-/// A truth value as Go's `strconv.ParseBool` reads it.
+/// A boolean as Go's `strconv.ParseBool` reads it.
 pub(in crate::policy) fn flag(value: &str) -> Option<bool> {
     match value {
         "1" | "t" | "T" | "true" | "TRUE" | "True" => Some(true),

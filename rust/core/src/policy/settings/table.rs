@@ -1,4 +1,4 @@
-//! The variables themselves.
+//! The variables.
 
 /// How a variable is read, and what is legal.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -19,16 +19,16 @@ pub enum Kind {
     Word(&'static [&'static str]),
     /// `1`, `t`, `true`, `0`, `f`, `false` and their capitals.
     Flag,
-    /// A decimal integer of 64 bits, or nothing.
+    /// A decimal integer of 64 bits, or empty.
     Seed,
     /// Anything.
     Text,
 }
 
-/// One variable. It is read as `KVFLASH_` and then as `AIBRIX_` before its name.
+/// One variable, read with the prefix `KVFLASH_`, then with `AIBRIX_`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Variable {
-    /// The name, without what stands before it.
+    /// The name, without its prefix.
     pub name: &'static str,
     /// How it is read.
     pub kind: Kind,
@@ -36,7 +36,7 @@ pub struct Variable {
     pub document: &'static str,
     /// The default in `aibrix-compat`.
     pub compat: &'static str,
-    /// What it means, with its unit.
+    /// Its meaning, with its unit.
     pub help: &'static str,
 }
 
@@ -57,7 +57,7 @@ const WEIGHT: Kind = Kind::Number { is_zero_legal: true };
 const ABOVE_ZERO: Kind = Kind::Number { is_zero_legal: false };
 const DAYS_365_MINUTES: i64 = 365 * 24 * 60;
 
-/// Every variable, in the order in which they are shown.
+/// Every variable, in the order shown.
 pub const VARIABLES: [Variable; 24] = [
     variable("ROUTING_ALGORITHM", Kind::Text, ["", ""], "strategy to route by"),
     variable("STATESYNC_ENABLED", Kind::Flag, ["false", "false"], "routers share their state"),

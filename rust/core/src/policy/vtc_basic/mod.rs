@@ -1,6 +1,6 @@
-//! `vtc-basic`: clients that had many tokens of late go to other workers than those that had few.
+//! `vtc-basic`: sends clients with many recent tokens to other workers than clients with few.
 //!
-//! It moves heavy clients; it does not make them wait. For that see [`crate::fair`].
+//! It moves heavy clients; it does not delay them. For that see [`crate::fair`].
 
 mod score;
 mod tracker;
@@ -21,7 +21,7 @@ use super::sample::Sample;
 use super::settings::{Settings, VtcSettings};
 use crate::error::{Error, Result};
 
-/// The most that chance adds to a score in `aibrix-compat`.
+/// The maximum that chance adds to a score in `aibrix-compat`.
 const JITTER: f64 = 0.1;
 
 pub(super) fn build(settings: &Settings, _: &mut dyn RngCore) -> Result<Arc<dyn RoutePolicy>> {
@@ -60,7 +60,7 @@ impl VtcBasic {
         self.state.lock().tracker.total(user, now_ms)
     }
 
-    /// Scores of all candidates, in their order, without chance; low ones are good.
+    /// Scores of all candidates, in order, without chance; low ones are good.
     fn judge(
         &self,
         state: &mut State,
@@ -98,7 +98,7 @@ impl RoutePolicy for VtcBasic {
         let mut state = self.state.lock();
         let mut score = None;
         if user.is_empty() {
-            // Nobody's share: any worker, or the least used one.
+            // No client has tokens: any worker, or the least used one.
             state.values.clear();
             let load = |index| candidates.running(index) / self.settings.max_pod_load;
             state.values.extend((0..candidates.len()).map(load));
@@ -151,8 +151,8 @@ impl RoutePolicy for VtcBasic {
         let _has_a_name = state.tracker.charge(user, input as f64, output as f64, context.now_ms);
     }
 
-    /// In `document` what was estimated is taken back and what was used is charged; in
-    /// `aibrix-compat` the estimate stands.
+    /// In `document` the estimate is refunded and the actual usage charged; in `aibrix-compat` the
+    /// estimate stays.
     fn finished(&self, finished: &Finished<'_>) {
         let Some(user) = finished.user.filter(|user| !user.is_empty()) else { return };
         if self.settings.is_compat {

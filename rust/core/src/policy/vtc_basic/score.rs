@@ -1,8 +1,8 @@
-//! What a worker scores for a client; low scores are good.
+//! A worker's score for a client; low scores are good.
 
 use super::super::settings::VtcSettings;
 
-/// Tokens that a prompt of `prompt_bytes` is taken for, and those of its answer.
+/// Estimated tokens of a prompt of `prompt_bytes`, and of its answer.
 pub const fn estimate(prompt_bytes: usize) -> (u64, u64) {
     let input = (prompt_bytes as u64).div_ceil(4);
     (input, (3 * input).div_ceil(2))
@@ -10,9 +10,9 @@ pub const fn estimate(prompt_bytes: usize) -> (u64, u64) {
 
 /// The scores of `aibrix-compat`, without chance, appended to `scores`.
 ///
-/// A client's total in units of the middle between lowest and highest total (at least
-/// `default_totals.0`) is a place among the workers, of which each scores its distance. That place
-/// is always below 2: only the first three workers are ever preferred.
+/// A client's total, divided by the midpoint between the lowest and the highest total (at least
+/// `default_totals.0`), is a position among the workers; each scores its distance from it. That
+/// position is always below 2, so only the first three workers are ever preferred.
 pub fn position_scores(
     settings: &VtcSettings,
     total: f64,
@@ -27,8 +27,8 @@ pub fn position_scores(
 
 /// The scores of `document`, appended to `scores`.
 ///
-/// `share` is the client's part of all clients' tokens, 0 to 1. The workers stand between 0 and 1
-/// at equal distances, in their order; each scores its distance from the share.
+/// `share` is the client's part of all clients' tokens, 0 to 1. The workers are spread evenly
+/// between 0 and 1, in order; each scores its distance from the share.
 pub fn share_scores(
     settings: &VtcSettings,
     share: f64,
@@ -49,7 +49,7 @@ fn weigh(
     scores.extend(loads.enumerate().map(|(index, load)| {
         let fairness = (place_of(index) - place).abs();
         let used = load / settings.max_pod_load;
-        // Where documented values count, a worker with twice the load is worse than a full one.
+        // With documented values, a worker with twice the maximum load is worse than a full one.
         let utilization = if settings.is_compat { used.min(1.0) } else { used };
         settings.fairness_weight * fairness + settings.utilization_weight * utilization
     }));

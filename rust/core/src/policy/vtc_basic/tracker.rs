@@ -7,31 +7,32 @@ use hashbrown::HashMap;
 use super::super::settings::{TimeUnit, VtcSettings};
 use crate::error::{Error, Result};
 
-/// Tokens of clients in the last so many units of time, input and output weighted.
+/// Weighted input and output tokens of clients in a sliding window of time units.
 ///
-/// In `document` a client leaves lowest, highest and sum as soon as its tokens leave the window.
-/// In `aibrix-compat` that happens when it is next asked for, or when there is no room for another client.
+/// In `document` a client is dropped from the lowest, highest and sum as soon as its tokens leave
+/// the window. In `aibrix-compat` that happens when it is next looked up, or when there is no room
+/// for another client.
 #[derive(Debug)]
 pub struct TokenTracker {
     is_compat: bool,
-    /// Length of what is counted together, in milliseconds.
+    /// Length of a bucket, in milliseconds.
     bucket_ms: u64,
-    /// A bucket is forgotten when it is older than so many others.
+    /// Age after which a bucket is dropped, in buckets.
     window: u64,
     weights: (f64, f64),
     default_totals: (f64, f64),
     max_clients: usize,
     clients: HashMap<Box<str>, Client>,
-    /// How many clients have each total above 0; keys are the bits of the number, which are in
-    /// its order.
+    /// Number of clients by total above 0; keys are the bits of the number, which sort in its
+    /// order.
     totals: BTreeMap<u64, u32>,
     sum: f64,
-    /// Buckets in the order of their beginning (`document`).
+    /// Buckets in the order of their start (`document`).
     queue: VecDeque<(u64, Box<str>)>,
     uncounted: u64,
-    /// The bucket in which everybody was looked at last.
+    /// The bucket of the last complete sweep.
     swept: Option<u64>,
-    /// The latest time that was heard of: requests are charged out of order by a little.
+    /// The latest time seen: requests may be charged slightly out of order.
     now_ms: u64,
 }
 
@@ -43,11 +44,11 @@ struct Client {
 }
 
 impl TokenTracker {
-    /// No clients.
+    /// A tracker without clients.
     pub fn new(settings: &VtcSettings) -> Self {
         let second_ms = 1_000;
         let (bucket_ms, buckets_per_unit) = match settings.time_unit {
-            // By the second a window of hours would be thousands of buckets for each client.
+            // With buckets of a second, a window of hours would have thousands per client.
             TimeUnit::Hours => (60 * second_ms, 60),
             TimeUnit::Minutes => (second_ms, 60),
             TimeUnit::Seconds => (second_ms, 1),
@@ -80,31 +81,31 @@ impl TokenTracker {
         self.clients.is_empty()
     }
 
-    /// Requests that were not charged because there were too many clients.
+    /// Requests that were not charged because of the client limit.
     pub fn uncounted(&self) -> u64 {
         self.uncounted
     }
 
-    /// What `client` had in the window; 0 for one that is not known.
+    /// Tokens of `client` in the window; 0 for an unknown client.
     pub fn total(&mut self, client: &str, now_ms: u64) -> f64 {
         self.forget_old(client, now_ms);
         self.clients.get(client).map_or(0.0, |client| client.total)
     }
 
-    /// The part of all clients' tokens that `client` had, 0 to 1; 0 while nobody had any.
+    /// The share of `client` in all clients' tokens, 0 to 1; 0 without any tokens.
     pub fn share(&mut self, client: &str, now_ms: u64) -> f64 {
         let total = self.total(client, now_ms);
         if self.sum > 0.0 { (total / self.sum).clamp(0.0, 1.0) } else { 0.0 }
     }
 
-    /// Lowest and highest total above 0; the configured ones while there is none.
+    /// Lowest and highest total above 0; the configured ones if there is none.
     pub fn range(&self) -> (f64, f64) {
         let lowest = self.totals.keys().next().map(|&bits| f64::from_bits(bits));
         let highest = self.totals.keys().next_back().map(|&bits| f64::from_bits(bits));
         lowest.zip(highest).unwrap_or(self.default_totals)
     }
 
-    /// As [`range`](Self::range), at a time: in `document` without those who have gone since.
+    /// As [`range`](Self::range), at a time: in `document` without clients that have expired since.
     pub fn range_at(&mut self, now_ms: u64) -> (f64, f64) {
         if !self.is_compat {
             self.forget_old("", now_ms);
@@ -112,7 +113,7 @@ impl TokenTracker {
         self.range()
     }
 
-    /// `client` had so many tokens. Fewer than none are none.
+    /// Charges tokens to `client`. Negative numbers count as 0.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a client without a name.
@@ -153,8 +154,7 @@ impl TokenTracker {
         Ok(())
     }
 
-    /// Take back what was charged to `client` at `charged_at_ms`, as far as it is still in the
-    /// window.
+    /// Refunds a charge to `client`, as far as it is still in the window.
     pub fn refund(&mut self, client: &str, input: f64, output: f64, charged_at_ms: u64) {
         let tokens = input.max(0.0) * self.weights.0 + output.max(0.0) * self.weights.1;
         let bucket = charged_at_ms / self.bucket_ms;
@@ -162,7 +162,7 @@ impl TokenTracker {
             return;
         }
         let Some(entry) = self.clients.get_mut(client) else { return };
-        // A time of others that was ahead may have put it into a later one.
+        // If the clock was ahead, the charge may be in a later bucket.
         let at = entry.buckets.partition_point(|&(at, _)| at < bucket);
         let Some((_, sum)) = entry.buckets.get_mut(at) else { return };
         let taken = tokens.min(*sum);
@@ -178,7 +178,7 @@ impl TokenTracker {
         (self.now_ms / self.bucket_ms).saturating_sub(self.window)
     }
 
-    /// Forget what has left the window: of everybody, in `aibrix-compat` of `client` only.
+    /// Drops what has left the window: of all clients, in `aibrix-compat` of `client` only.
     fn forget_old(&mut self, client: &str, now_ms: u64) {
         self.now_ms = self.now_ms.max(now_ms);
         let oldest = self.oldest();
@@ -195,8 +195,8 @@ impl TokenTracker {
         }
     }
 
-    /// Forget what has left the window of everybody, also where that waits until they are asked for: there
-    /// is no room for others else. Once in the length of a bucket, for it looks at all of them.
+    /// Drops what has left the window of all clients, including those whose look-up would do it, to
+    /// make room for others. At most once per bucket, because it visits all of them.
     fn sweep(&mut self) {
         let bucket = self.now_ms / self.bucket_ms;
         if !self.is_compat || self.swept == Some(bucket) {
@@ -227,7 +227,7 @@ impl TokenTracker {
             entry.total = (entry.total - tokens).max(0.0);
         }
         let is_gone = entry.buckets.is_empty();
-        // Sums of fractions leave a rest.
+        // Floating-point sums leave a remainder.
         let after = if is_gone { 0.0 } else { entry.total };
         entry.total = after;
         if is_gone {
