@@ -1,23 +1,23 @@
-//! What a stored event must satisfy by itself, whatever is held.
+//! Checks of a stored event that need no other state.
 
 use super::types::Block;
 
-/// Up to here comparing all pairs costs less than filling a table.
+/// Up to this size comparing all pairs is cheaper than filling a table.
 const PAIRWISE_MAX: usize = 16;
 
-/// Larger tables, of events of thousands of blocks, are not kept.
+/// Larger tables, for events of thousands of blocks, are not kept.
 const PLACES_KEPT: usize = 4_096;
 
-/// Finds names that come twice; keeps its table between events, so that none allocates.
+/// Finds repeated names; keeps its table between events, so that no event allocates.
 #[derive(Debug, Default)]
 pub(super) struct Repetitions {
-    /// Name and the round that put it there; a power of two, or empty.
+    /// Name, and the round that inserted it; a power of two in length, or empty.
     table: Vec<(u64, u32)>,
     round: u32,
 }
 
 impl Repetitions {
-    /// Whether a block of the event is its own parent: named as `parent`, or named twice.
+    /// Whether a block of the event is its own parent: it is named as `parent`, or twice.
     ///
     /// # Cost
     /// O(blocks).
@@ -42,9 +42,9 @@ impl Repetitions {
         is_repeated
     }
 
-    /// False if the name was put in this round already.
+    /// False if this round has already inserted the name.
     fn put(&mut self, name: u64, mask: usize) -> bool {
-        // Names that were aimed at one place cost a walk as long as the event, no more.
+        // Names crafted to collide cost at most a probe as long as the event.
         let mut at = (name.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) as usize & mask;
         loop {
             let place = &mut self.table[at];
@@ -65,7 +65,7 @@ impl Repetitions {
     }
 }
 
-/// Looks at all of `blocks`, hit or not: without a way out the loop runs in vectors.
+/// Compares all of `blocks` without an early exit, so that the loop is vectorized.
 fn occurs(name: u64, blocks: &[Block]) -> bool {
     blocks.iter().fold(false, |found, block| found | (block.engine_hash == name))
 }

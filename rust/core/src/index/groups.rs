@@ -1,11 +1,11 @@
-//! Which worker holds which block names in which cache group: what a hybrid model needs beside the tree of
-//! contents.
+//! Which worker holds which block names in which cache group: what a hybrid model needs besides the
+//! tree of contents.
 //!
-//! A hybrid model keeps several cache groups: full attention, sliding windows, states of linear attention.
-//! The tree of contents ([`RadixIndex`](super::RadixIndex)) knows where full attention stands; the other
-//! groups keep few of the same blocks, under the same names, and often without saying which block a name
-//! stands for. So this table knows names only. A *seat* is one worker in one tier, or one store that workers
-//! share; per name and seat it keeps a bit for each group.
+//! A hybrid model has several cache groups: full attention, sliding windows, states of linear
+//! attention. The tree of contents ([`RadixIndex`](super::RadixIndex)) tracks full attention. The
+//! other groups keep few of the same blocks, under the same names, and often without saying which
+//! block a name stands for, so this table tracks only names. A *seat* is one worker in one tier, or
+//! one store that workers share; per name and seat the table keeps a bit for each group.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,27 +18,27 @@ use serde::{Deserialize, Serialize};
 use super::types::MAX_COPIES;
 use crate::ids::{Tier, Worker};
 
-/// Cache groups of one worker that can be told apart.
+/// Maximum cache groups of one worker.
 pub const MAX_GROUPS: u32 = 16;
 
-/// Tables that names are spread over, so that one that grows holds up few.
+/// Tables over which names are spread, so that the growth of one delays few.
 const SHARDS: usize = 64;
 
-/// Holders of one name beside each other in the table; with more it gets a list of its own.
+/// Holders of a name stored inline in the table; more of them get a separate list.
 const BESIDE_EACH_OTHER: usize = 8;
 
-/// Names of seats that were cleared stay until there are so many, and as many as half of the others.
+/// Names of cleared seats stay until there are this many, and half as many as other names.
 const GARBAGE_LEAST: usize = 4_096;
 
-/// Stands for "see the crowd" in place of a seat.
+/// In place of a seat: the holders are in a crowd.
 const CROWD: u16 = u16::MAX;
 
-/// Who holds names.
+/// A holder of names.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Holder {
     /// A worker, in one of its own tiers.
     Worker(Worker, Tier),
-    /// A store that workers share, by the name that engines give it.
+    /// A store that workers share, by the engines' name for it.
     Store(String),
 }
 
@@ -56,13 +56,13 @@ struct Entry {
 #[derive(Debug, Default)]
 struct Shard {
     entries: HashTable<Entry>,
-    /// Names that many hold: ascending by seat.
+    /// Holders of names with many holders: ascending by seat.
     crowds: HashMap<u64, Vec<(u16, GroupBits)>>,
-    /// Names that a seat holds more than once in a group, with how often.
+    /// Names that a seat holds more than once in a group, with their count.
     copies: HashMap<(u64, u16, u8), u32>,
 }
 
-/// A seat and how many names it has.
+/// A seat and its number of names.
 #[derive(Debug, Clone)]
 struct Seat {
     number: u16,
@@ -72,41 +72,41 @@ struct Seat {
 #[derive(Debug, Default)]
 struct Seats {
     given: BTreeMap<Holder, Seat>,
-    /// Behind the highest number ever given.
+    /// One more than the highest number ever assigned.
     opened: u16,
     free: Vec<u16>,
-    /// Seats whose names may still be in the tables.
+    /// Cleared seats that may still have names in the tables.
     garbage: Vec<u16>,
 }
 
 /// Names by cache group.
 ///
 /// # Consistency
-/// Each name is read at a moment of its own. A seat that was cleared is never seen again.
+/// Each name is read at its own moment. A cleared seat is never seen again.
 ///
 /// # Cost
-/// About 20 bytes for a name that one worker holds, in however many groups.
+/// About 20 bytes for a name with one holder, in any number of groups.
 #[derive(Debug)]
 pub struct GroupIndex {
     shards: Box<[RwLock<Shard>]>,
     seats: RwLock<Seats>,
-    /// Names held, counted per seat.
+    /// Number of held names, counted per seat.
     names: AtomicUsize,
     garbage: AtomicUsize,
     max_names: usize,
     hash_seed: u64,
 }
 
-/// What became of stored names.
+/// Outcome of a store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct GroupOutcome {
     /// Names held now.
     pub held: u32,
-    /// Names that found no room, or a group beyond [`MAX_GROUPS`].
+    /// Names without room, or in a group beyond [`MAX_GROUPS`].
     pub refused: u32,
 }
 
-/// What the table occupies.
+/// Size of the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct GroupStats {
     /// Names held, counted per seat.
@@ -115,14 +115,14 @@ pub struct GroupStats {
     pub bytes: usize,
 }
 
-/// One name of a seat, as it is handed to another replica.
+/// One name of a seat, in the form sent to another replica.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct GroupName {
     /// The engine's name.
     pub name: u64,
-    /// The group.
+    /// The cache group.
     pub group: u8,
-    /// How often it is held.
+    /// How many copies are held.
     pub copies: u32,
 }
 
@@ -146,7 +146,7 @@ impl GroupIndex {
     }
 
     fn shard(&self, hash: u64) -> &RwLock<Shard> {
-        // hashbrown takes bits from both ends of the hash.
+        // hashbrown uses bits from both ends of the hash.
         &self.shards[(hash >> 28) as usize % SHARDS]
     }
 
@@ -184,7 +184,7 @@ impl GroupIndex {
             return outcome;
         };
         for name in names {
-            // Relaxed: the limit may be passed by as many names as there are writers.
+            // Relaxed: each concurrent writer may exceed the limit by one name.
             let is_full = self.max_names > 0 && self.names.load(Relaxed) >= self.max_names;
             match self.put(&seat, group as u8, *name, is_full) {
                 true => outcome.held += 1,
@@ -219,7 +219,8 @@ impl GroupIndex {
         true
     }
 
-    /// Records that `holder` let go of `names` in `group`. Returns how many it did not hold there.
+    /// Records that `holder` removed `names` in `group`. Returns the number of names that it did
+    /// not hold there.
     pub fn remove(&self, holder: &Holder, group: u32, names: &[u64]) -> u32 {
         let seat = if group < MAX_GROUPS { self.seat(holder) } else { None };
         let Some(seat) = seat else { return names.len() as u32 };
@@ -254,10 +255,10 @@ impl GroupIndex {
         true
     }
 
-    /// Drops everything of `holder`.
+    /// Drops everything that `holder` holds.
     ///
     /// # Cost
-    /// O(1); what it held is taken out of the tables now and then, O(names) for at least half as many.
+    /// O(1); its entries are removed from the tables later, O(names) for at least half as many.
     pub fn clear(&self, holder: &Holder) {
         let mut seats = self.seats.write();
         let Some(Seat { number, names }) = seats.given.remove(holder) else { return };
@@ -274,7 +275,7 @@ impl GroupIndex {
         }
     }
 
-    /// Takes out what seats held that are nobody's now, and gives these seats again.
+    /// Removes the entries of cleared seats, and frees these seats.
     fn sweep(&self, seats: &mut Seats) {
         let mut is_gone = vec![false; usize::from(CROWD) + 1];
         seats.garbage.iter().for_each(|seat| is_gone[usize::from(*seat)] = true);
@@ -302,7 +303,7 @@ impl GroupIndex {
         seats.free.append(&mut seats.garbage);
     }
 
-    /// Drops everything of a worker, in all tiers.
+    /// Drops everything that a worker holds, in all tiers.
     pub fn remove_worker(&self, worker: Worker) {
         Tier::ALL.into_iter().for_each(|tier| self.clear(&Holder::Worker(worker, tier)));
     }
@@ -314,7 +315,7 @@ impl GroupIndex {
         self.shard(hash).read().find(hash, name, seat.number).unwrap_or(0)
     }
 
-    /// Whether nobody holds anything.
+    /// Whether the table is empty.
     pub fn is_empty(&self) -> bool {
         self.names.load(Relaxed) == 0
     }
@@ -348,7 +349,7 @@ impl GroupIndex {
     /// Sizes.
     ///
     /// # Cost
-    /// O(names held by many).
+    /// O(names with many holders).
     pub fn stats(&self) -> GroupStats {
         let mut bytes = 0;
         for shard in &self.shards {
@@ -363,7 +364,7 @@ impl GroupIndex {
         GroupStats { names: self.names.load(Relaxed), bytes }
     }
 
-    /// What each of `holders` holds, ascending.
+    /// The names of each of `holders`, ascending.
     ///
     /// # Cost
     /// O(names of all holders).
@@ -395,7 +396,7 @@ impl GroupIndex {
         self.seats(|seat_of| holders.iter().map(|holder| of(seat_of(holder))).collect())
     }
 
-    /// Puts in what [`dump`](Self::dump) told of `holder`.
+    /// Restores the names that [`dump`](Self::dump) returned for `holder`.
     pub fn restore(&self, holder: &Holder, names: &[GroupName]) {
         for GroupName { name, group, copies } in names {
             for _ in 0..(*copies).min(MAX_COPIES) {
@@ -464,7 +465,7 @@ impl Shard {
         }
     }
 
-    /// Nobody is left in the crowd of a name.
+    /// Removes the crowd of a name that has become empty.
     fn desert(&mut self, hash: u64, name: u64) {
         self.crowds.remove(&name);
         if let Ok(entry) = self.entries.find_entry(hash, |entry| entry.name == name) {

@@ -1,8 +1,8 @@
 //! Arrays that readers walk through while the writer replaces them.
 //!
-//! A power of two of elements in one allocation, aligned to a cache line, so that the low six bits of
-//! its address are free to hold the logarithm of its length: one word tells where it is and how long,
-//! and a reader can never see a new pointer with an old length.
+//! An array is a power of two of elements in one allocation, aligned to a cache line. The low six
+//! bits of its address are therefore free for the logarithm of its length. One word holds both
+//! address and length, so a reader never sees a new pointer with an old length.
 
 use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
 use std::marker::PhantomData;
@@ -14,7 +14,7 @@ use super::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 const ALIGN: usize = 64;
 
-/// An array by name: a copy of the word that leads to it. Freed by [`Array::free`] only.
+/// The name of an array: a copy of the word that leads to it. Only [`Array::free`] frees the array.
 pub struct Array<T> {
     tagged: *mut T,
     _owns: PhantomData<T>,
@@ -56,7 +56,7 @@ impl<T> Array<T> {
         (self.tagged.addr() % ALIGN) as u32
     }
 
-    /// Bytes asked of the allocator.
+    /// Bytes requested from the allocator.
     pub fn bytes(self) -> usize {
         Self::layout(self.bits()).size()
     }
@@ -92,10 +92,10 @@ impl<T> Array<T> {
     }
 }
 
-/// Where readers find an array. Never empty.
+/// The word through which readers find an array. Never empty.
 ///
-/// What was published in it must be freed through `epoch::Retired` only, after it was replaced, or
-/// with the owner of all this: whoever calls [`Array::free`] promises it, and [`AtomicArray::load`]
+/// A published array must be freed only through `epoch::Retired`, after it was replaced, or
+/// together with its owner. Callers of [`Array::free`] guarantee this, and [`AtomicArray::load`]
 /// relies on it.
 pub struct AtomicArray<T>(AtomicPtr<T>);
 
@@ -118,7 +118,7 @@ impl<T> AtomicArray<T> {
         Array { tagged: self.0.load(Relaxed), _owns: PhantomData }
     }
 
-    /// Shows readers another array. Writer only.
+    /// Replaces the array that readers see. Writer only.
     pub fn publish(&self, array: Array<T>) {
         // Release: readers that find the array find it filled.
         self.0.store(array.tagged, Release);

@@ -1,14 +1,15 @@
-//! Who covers how much of a run: one word, replaced as a whole, so that a reader sees one moment.
+//! Which workers cover how much of a run: one word, replaced as a whole, so that a reader sees one
+//! moment.
 //!
-//! A word is empty (0), or carries up to two prefix entries itself (lowest bit set), or is the address of
-//! an immutable block of words. A block that was replaced is freed when no reader can see it any more.
+//! A word is empty (0), or contains up to two prefix entries itself (lowest bit set), or is the
+//! address of an immutable block of words. A replaced block is freed once no reader can see it.
 
 use std::marker::PhantomData;
 
-/// Cut of an entry that covers its run to the end, wherever that is.
+/// Cut of an entry that covers its run to its end, however long the run is.
 pub(in crate::index) const WHOLE: u16 = 0x7fff;
 
-/// Entries that cover their run whole are kept in a bitset from this many on.
+/// From this number on, entries that cover their run completely are kept in a bitset.
 const BITSET_FROM: usize = 8;
 /// Words before the first bitset of a block.
 const HEAD: usize = 2;
@@ -30,17 +31,17 @@ pub(in crate::index) struct Stretch {
     pub end: u16,
 }
 
-/// What a word says, in a form that can be changed. Kept between changes, so that none allocates.
+/// A word's content in editable form. Kept between changes, so that no change allocates.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(in crate::index) struct Entries {
-    /// Ascending by slot, one each.
+    /// Ascending by slot, one per slot.
     pub prefixes: Vec<Prefix>,
     /// Ascending.
     pub stretches: Vec<Stretch>,
 }
 
 impl Entries {
-    /// Sets what `slot` covers from the run's first block on; 0 takes it out.
+    /// Sets the number of leading blocks that `slot` covers; 0 removes the slot.
     pub fn set_prefix(&mut self, slot: u16, cut: u16) {
         match self.prefixes.binary_search_by_key(&slot, |entry| entry.slot) {
             Ok(at) if cut == 0 => _ = self.prefixes.remove(at),
@@ -68,8 +69,8 @@ fn inline(prefix: Option<Prefix>) -> u64 {
     prefix.map_or(NOBODY, |p| u64::from(p.slot)) | u64::from(prefix.map_or(0, |p| p.cut)) << 16
 }
 
-/// Two entries in a word: bit 0 marks it, 31 bits each follow (the last bit of the second cut, which is
-/// at most [`WHOLE`], is free).
+/// Packs two entries into a word: bit 0 is the marker, followed by 31 bits per entry (the last bit
+/// of the second cut, which is at most [`WHOLE`], is free).
 fn pack(first: Option<Prefix>, second: Option<Prefix>) -> u64 {
     1 | inline(first) << 1 | inline(second) << 32
 }
@@ -79,7 +80,7 @@ fn unpack(half: u64) -> Option<Prefix> {
     (u64::from(prefix.slot) != NOBODY).then_some(prefix)
 }
 
-/// Makes a word. A block's words are the caller's to free with [`free`].
+/// Encodes a word. The caller must free a block's words with [`free`].
 pub(in crate::index) fn encode(entries: &Entries) -> u64 {
     let Entries { prefixes, stretches } = entries;
     if stretches.is_empty() && prefixes.len() <= 2 {
@@ -95,13 +96,13 @@ pub(in crate::index) fn encode(entries: &Entries) -> u64 {
     address
 }
 
-/// How a block is laid out: head, bitset of whole holders, groups of equal cut (cut, bitset), single
+/// Layout of a block: head, bitset of complete holders, groups of equal cut (cut, bitset), single
 /// prefixes, stretches.
 struct Layout {
-    /// Words of a bitset; 0 when there is none.
+    /// Words of a bitset; 0 without one.
     words: usize,
     whole_in_set: bool,
-    /// Cuts that so many share that a bitset is shorter than a list.
+    /// Cuts shared by so many entries that a bitset is shorter than a list.
     groups: Vec<u16>,
 }
 
@@ -158,12 +159,12 @@ impl Layout {
     }
 }
 
-/// A word as a reader sees it; a block lives as long as the pin that `'a` stands for.
+/// A word as a reader sees it; its block lives as long as the pin behind `'a`.
 #[derive(Clone, Copy)]
 pub(in crate::index) enum Cover<'a> {
     /// Up to two entries.
     Few(u64),
-    /// More.
+    /// More than two entries.
     Block(Block<'a>),
 }
 
@@ -236,7 +237,7 @@ impl<'a> Cover<'a> {
         })
     }
 
-    /// What the word says, for changing it.
+    /// Decodes the word for editing.
     pub fn decode(self, into: &mut Entries) {
         into.prefixes.clear();
         self.each_prefix(|prefix| into.prefixes.push(prefix));
@@ -251,12 +252,12 @@ impl<'a> Block<'a> {
         lengths([self.0[0], self.0[1]])
     }
 
-    /// Bitset of the slots that cover the run whole; empty when none is kept.
+    /// Bitset of the slots that cover the whole run; empty if there is none.
     pub fn whole_set(self) -> &'a [u64] {
         &self.0[HEAD..HEAD + self.lengths().0]
     }
 
-    /// Cuts with the bitsets of those who cover exactly that much.
+    /// Cuts, each with the bitset of the slots that cover exactly that much.
     pub fn groups(self) -> impl Iterator<Item = (u16, &'a [u64])> {
         let (words, groups, ..) = self.lengths();
         let from = HEAD + words;
@@ -264,7 +265,7 @@ impl<'a> Block<'a> {
         words.chunks_exact(self.lengths().0 + 1).map(|group| (group[0] as u16, &group[1..]))
     }
 
-    /// Entries that are in no bitset.
+    /// Entries outside of all bitsets.
     pub fn singles(self) -> impl Iterator<Item = Prefix> + 'a {
         let (words, groups, singles, _) = self.lengths();
         let from = HEAD + words + groups * (words + 1);

@@ -1,12 +1,14 @@
-//! The children of runs: (parent run, offset, first local hash) leads to the run that continues there.
+//! The children of runs: (parent run, offset, first local hash) leads to the run that continues
+//! there.
 //!
-//! Only the children are stored, eight bytes each: 32 bits of the key's hash, the *tag*, and the
-//! child's number. Whether a child with the right tag is the one that was asked for is seen in the
-//! child itself, where the caller looks anyway.
+//! The table stores only the children, eight bytes each: 32 bits of the key's hash, the *tag*, and
+//! the child's number. The child itself, which the caller reads anyway, shows whether it is the
+//! requested one.
 //!
-//! Extendible hashing: the tag's leading bits choose a place in the directory, which leads to a segment
-//! of cache-line buckets, of which the tag's last bits choose one. A segment that is full is split by
-//! one more leading bit; the others stay where they are, so no insert ever waits for a whole rehash.
+//! The table uses extendible hashing: the tag's leading bits select a directory entry, which leads
+//! to a segment of cache-line buckets; the tag's last bits select the bucket. A full segment is
+//! split by one more leading bit while all others stay in place, so no insert ever waits for a
+//! complete rehash.
 
 use std::cell::UnsafeCell;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -23,18 +25,18 @@ mod turn;
 #[cfg(test)]
 mod tests;
 
-/// The table: any number of readers, and whoever has its [`Writing`].
+/// The table, for any number of readers and the holder of its [`Writing`].
 ///
 /// # Consistency
-/// A reader finds an entry that was inserted before it came and is not removed while it looks. Of one
-/// that comes or goes meanwhile it may see either state; it can be offered a child that was removed
-/// since, which is why it must ask the child.
+/// A reader finds an entry that was inserted before it started and is not removed while it looks.
+/// For an entry that is inserted or removed meanwhile it may see either state. It may also be
+/// offered a child that was removed since, so it must check the child.
 pub struct Edges {
     directory: AtomicArray<Segments>,
     keys: [u64; 3],
-    /// Which [`Writing`] belongs to this table.
+    /// Identifies the table's [`Writing`].
     id: u64,
-    /// Touched with the right [`Writing`] in hand only; away from what readers read.
+    /// Accessed only with the matching [`Writing`]; kept apart from what readers read.
     books: Padded<UnsafeCell<Books>>,
 }
 
@@ -42,7 +44,7 @@ pub struct Edges {
 // table has one; the rest is atomic or never changes. What it owns can be freed on any thread.
 unsafe impl Sync for Edges {}
 
-/// The right to change one table: made with it, and there is no other.
+/// The exclusive right to change one table, created with it.
 pub struct Writing {
     id: u64,
 }
@@ -52,7 +54,7 @@ fn fold(a: u64, b: u64) -> u64 {
     product as u64 ^ (product >> 64) as u64
 }
 
-/// Three keys of a seed that may be 0: steps of a Weyl sequence, scrambled.
+/// Derives three keys from a seed that may be 0: steps of a Weyl sequence, scrambled.
 fn keys(hash_seed: u64) -> [u64; 3] {
     const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
     [1, 2, 3].map(|step| {
@@ -65,25 +67,26 @@ fn keys(hash_seed: u64) -> [u64; 3] {
 }
 
 impl Edges {
-    /// An empty table, and the right to change it. `hash_seed` keys the hash, so that nobody outside can
+    /// An empty table, and the right to change it. `hash_seed` keys the hash, so that clients can't
     /// aim entries at one bucket.
     pub fn new(hash_seed: u64) -> (Self, Writing) {
         static NEXT_ID: AtomicU64 = AtomicU64::new(0);
-        // Relaxed: all that matters is that no two are equal.
+        // Relaxed: the ids only have to be unique.
         let id = NEXT_ID.fetch_add(1, Relaxed);
         let (directory, books) = Books::open();
         let books = Padded(UnsafeCell::new(books));
         (Self { directory, keys: keys(hash_seed), id, books }, Writing { id })
     }
 
-    /// The child at (`parent`, `offset`, `local`): of those with its tag, the first that `is_child` takes.
+    /// The child at (`parent`, `offset`, `local`): among children with its tag, the first that
+    /// `is_child` accepts.
     ///
     /// # Consistency
     /// See [`Edges`].
     ///
     /// # Cost
-    /// Two cache misses in a large table, beside those of `is_child`, which is called once for a child
-    /// that is there and hardly ever for one that is not.
+    /// Two cache misses in a large table, besides those of `is_child`, which is called once for an
+    /// existing child and rarely for a missing one.
     #[inline]
     pub fn find(
         &self,
@@ -97,10 +100,10 @@ impl Edges {
         segment::find(self.segment(pin, tag), tag, is_child)
     }
 
-    /// Enters `child`, which must not be 0. The caller has looked: no equal key is there.
+    /// Inserts `child`, which must not be 0. The caller has checked that there is no equal key.
     ///
     /// # Cost
-    /// O(1); now and then the copy of a segment of 4 KiB, rarely of the directory.
+    /// O(1); occasionally a segment of 4 KiB is copied, rarely the directory.
     ///
     /// # Panics
     /// If `writing` is another table's.
@@ -110,7 +113,7 @@ impl Edges {
         self.turn(writing).insert(tag, child);
     }
 
-    /// Takes `child` out. False if it is not there.
+    /// Removes `child`. False if it does not exist.
     ///
     /// # Cost
     /// As [`Edges::insert`].
@@ -129,7 +132,7 @@ impl Edges {
         self.turn(writing).remove(tag, child)
     }
 
-    /// Frees what was replaced and no reader can be looking at any more. For now and then.
+    /// Frees replaced parts that no reader can see any more. Call it occasionally.
     ///
     /// # Cost
     /// As [`super::epoch::Retired::collect`].
@@ -144,17 +147,17 @@ impl Edges {
         });
     }
 
-    /// Entries.
+    /// Number of entries.
     pub fn len(&self, writing: &Writing) -> usize {
         self.read_books(writing).len
     }
 
-    /// Bytes asked of the allocator, those of replaced parts that still wait for readers included.
+    /// Bytes requested from the allocator, including replaced parts that still wait for readers.
     pub fn bytes(&self, writing: &Writing) -> usize {
         self.read_books(writing).bytes()
     }
 
-    /// Of those, what waits for readers, with the queue it waits in.
+    /// Of those, bytes that wait for readers, including their queue.
     pub fn waiting_bytes(&self, writing: &Writing) -> usize {
         let books = self.read_books(writing);
         books.waiting + books.retired.bytes()

@@ -1,8 +1,8 @@
-//! Epochs: when may the writer free what readers could still be looking at?
+//! Epochs: when the writer may free memory that readers could still see.
 //!
-//! A reader *pins* before it follows pointers: it copies the global epoch to a slot of its own, passes
-//! a fence, and only then reads. The writer *retires* what it has unlinked, and frees it when no slot
-//! shows an epoch as old as that.
+//! A reader *pins* before it follows pointers: it copies the global epoch to its own slot, passes a
+//! fence, and only then reads. The writer *retires* what it has unlinked, and frees it when no slot
+//! shows an epoch that old.
 //!
 //! # Why it is safe
 //! The writer unlinks X, later advances the global epoch from t to t + 1, which makes t the tag of X,
@@ -31,43 +31,43 @@ use super::sync::Padded;
 use super::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
 use super::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, fence};
 
-/// What a slot shows while its reader is not pinned. Epochs count from 1.
+/// Value of a slot without a pin. Epochs count from 1.
 const IDLE: u64 = 0;
 
-/// Slots are taken a page at a time; models have few threads and need small state.
+/// Slots are allocated in pages; models use few threads to keep their state small.
 const PAGE_SLOTS: usize = if cfg!(loom) { 1 } else { 64 };
 
-/// Set in [`Slot::pins`] when the owner is gone: the last pin to end gives the slot back.
+/// Set in [`Slot::pins`] when the owner is gone: the end of its last pin returns the slot.
 const LEAVING: usize = 1 << (usize::BITS - 1);
 
 /// A group of readers and writers that share one epoch.
 ///
-/// A pin protects from writers of its own domain only. Production has one, [`epochs`]; others can be
-/// made in tests and models alone, so that mixing them up cannot happen where it would matter.
+/// A pin protects only from writers of its own domain. Production has one domain, [`epochs`]; only
+/// tests and models can create others, so domains can't be mixed up where it would matter.
 pub struct Epochs {
-    /// Read by every pin, written by every [`Retired::collect`] that has something new.
+    /// Read by every pin, written by every [`Retired::collect`] with new items.
     global: Padded<AtomicU64>,
     /// Pages are added at the end and live as long as the domain.
     first: AtomicPtr<Page>,
-    /// False in the model which shows that the readers' fence is needed.
+    /// False only in the model that shows why the readers' fence is needed.
     #[cfg(loom)]
     is_fenced: bool,
 }
 
 struct Page {
     slots: [Padded<Slot>; PAGE_SLOTS],
-    /// Slots below this have been taken once; the writer need not look further.
+    /// Slots from here on were never taken, so the writer need not read them.
     used: AtomicUsize,
     next: AtomicPtr<Page>,
 }
 
-/// What one thread shows to the writers.
+/// One thread's state, as shown to the writers.
 struct Slot {
-    /// The epoch it pinned at, or [`IDLE`]. Written by the owning thread only.
+    /// The epoch of its pin, or [`IDLE`]. Written only by the owning thread.
     epoch: AtomicU64,
     is_taken: AtomicBool,
-    /// Pins alive, and [`LEAVING`]. Private to the owning thread, hence not modelled; an atomic only
-    /// because owners change, which `is_taken` orders.
+    /// Number of live pins, and [`LEAVING`]. Private to the owning thread, hence not modelled;
+    /// atomic only because owners change, which `is_taken` orders.
     pins: std::sync::atomic::AtomicUsize,
 }
 
@@ -113,13 +113,13 @@ impl Epochs {
         }
     }
 
-    /// A domain of its own.
+    /// A separate domain.
     #[cfg(any(test, loom))]
     pub fn new() -> Self {
         Self::empty()
     }
 
-    /// A domain whose readers forget their fence.
+    /// A domain whose readers omit their fence.
     #[cfg(loom)]
     pub fn without_fence() -> Self {
         let mut domain = Self::empty();
@@ -130,7 +130,7 @@ impl Epochs {
     /// Takes a slot for the current thread.
     ///
     /// # Cost
-    /// O(slots taken before); allocates a page when all are taken.
+    /// O(slots taken before); allocates a page if all are taken.
     pub fn enroll(&self) -> Reader<'_> {
         Reader { epochs: self, slot: self.take_slot(), _thread_bound: PhantomData }
     }
@@ -172,12 +172,13 @@ impl Epochs {
 
     /// Ends the current epoch and returns it.
     fn advance(&self) -> u64 {
-        // Release: who sees the new epoch sees everything unlinked before. Acquire costs nothing more.
+        // Release: a thread that sees the new epoch sees everything unlinked before. Acquire costs
+        // nothing more.
         self.global.0.fetch_add(1, AcqRel)
     }
 
-    /// The oldest epoch any reader is pinned at, `u64::MAX` if none is. Stops looking when it has found
-    /// one that is not younger than `enough`.
+    /// The oldest epoch of any pinned reader, `u64::MAX` if there is none. Stops at the first one
+    /// that is not younger than `enough`.
     fn oldest_pinned(&self, enough: u64) -> u64 {
         // The writer's fence W of the proof above.
         fence(SeqCst);
@@ -205,7 +206,7 @@ impl Epochs {
 impl Drop for Epochs {
     fn drop(&mut self) {
         if cfg!(loom) {
-            // Loom ends statics before the threads' own values, which give back their slots.
+            // Loom drops statics before thread-locals, which then return their slots.
             return;
         }
         // Relaxed: `&mut self` proves that readers, which borrow the domain, are gone.
@@ -218,7 +219,7 @@ impl Drop for Epochs {
     }
 }
 
-/// A thread's place in a domain. Bound to the thread, because its pins count without atomic steps.
+/// A thread's slot in a domain. Not `Send`, because its pins count without atomic operations.
 pub struct Reader<'e> {
     epochs: &'e Epochs,
     slot: &'e Slot,
@@ -226,12 +227,13 @@ pub struct Reader<'e> {
 }
 
 impl<'e> Reader<'e> {
-    /// Keeps everything that is reachable from now on from being freed, until the pin is dropped.
+    /// Protects everything that is reachable from now on from being freed, until the pin is
+    /// dropped.
     ///
-    /// Pins of one thread nest; all are as old as the outermost.
+    /// Pins of one thread nest; all are as old as the outermost one.
     ///
     /// # Cost
-    /// One full fence; nothing beside a count when nested.
+    /// One full fence; only a count when nested.
     #[inline]
     pub fn pin(&self) -> Pin<'e> {
         let pins = self.slot.pins.load(Relaxed);
@@ -266,8 +268,8 @@ impl Drop for Reader<'_> {
     }
 }
 
-/// While it lives, nothing its thread can reach is freed. Keep it for one walk: it holds back the
-/// freeing of everything retired meanwhile, in all indexes.
+/// While it lives, nothing that its thread can reach is freed. Keep it for one walk only: it delays
+/// the freeing of everything retired meanwhile, in all indexes.
 pub struct Pin<'e> {
     slot: &'e Slot,
     _thread_bound: PhantomData<*const ()>,
@@ -307,7 +309,7 @@ mod process {
     /// Pins the current thread in [`epochs`]. See [`Reader::pin`].
     #[inline]
     pub fn pin() -> Pin<'static> {
-        // While the thread is being torn down its reader may be gone: then a slot is taken for this pin.
+        // During thread shutdown the reader may be gone; then this pin takes its own slot.
         READER.try_with(Reader::pin).unwrap_or_else(|_| EPOCHS.enroll().pin())
     }
 }
@@ -335,18 +337,18 @@ mod process {
 
 pub use process::{epochs, pin};
 
-/// What the writer has unlinked and not yet freed, oldest first. Writer only.
+/// Unlinked items that are not freed yet, oldest first. Writer only.
 ///
-/// Dropping it drops what is left; call [`Retired::drain_all`] where that is not enough.
+/// Dropping it drops the remaining items; use [`Retired::drain_all`] if they need more than that.
 pub struct Retired<T> {
     items: VecDeque<T>,
-    /// Tag and number of the leading items, group by group; items behind them have no tag yet.
+    /// Tag and size of the leading groups; items after them have no tag yet.
     groups: VecDeque<(u64, usize)>,
     tagged: usize,
 }
 
 impl<T> Retired<T> {
-    /// An empty queue keeps room for this many items.
+    /// Capacity that an empty queue keeps.
     const KEPT: usize = 16;
 
     /// Nothing retired, nothing allocated.
@@ -354,20 +356,20 @@ impl<T> Retired<T> {
         Self { items: VecDeque::new(), groups: VecDeque::new(), tagged: 0 }
     }
 
-    /// Takes what no reader that pins from now on can reach: it was unlinked before.
+    /// Adds an item that was unlinked before, so that no later pin can reach it.
     #[inline]
     pub fn push(&mut self, item: T) {
         self.items.push_back(item);
     }
 
-    /// Hands over to `free` what no reader can be looking at any more, oldest first.
+    /// Passes items that no reader can see any more to `free`, oldest first.
     ///
-    /// Always with the same domain: the one in which the readers pin.
+    /// Always call it with the domain in which the readers pin.
     ///
     /// # Cost
-    /// Nothing when empty. Otherwise a fence, a look at the slot of every thread that ever read at the
-    /// same time, and a miss for each reader at its next pin if something was pushed since the last
-    /// call: collect now and then, not after every push.
+    /// Nothing if empty. Otherwise a fence, a read of the slot of every thread that ever read
+    /// concurrently, and, after new items, a cache miss for each reader at its next pin. Collect
+    /// occasionally, not after every push.
     #[inline]
     pub fn collect(&mut self, epochs: &Epochs, free: impl FnMut(T)) {
         if !self.items.is_empty() {
@@ -397,20 +399,20 @@ impl<T> Retired<T> {
         }
     }
 
-    /// Hands over everything to `free` at once: for a Drop, where `&mut` of what readers walk through
-    /// proves that there are none.
+    /// Passes all items to `free` at once: for a Drop, where `&mut` on the readers' structure
+    /// proves that there are no readers.
     pub fn drain_all(&mut self, free: impl FnMut(T)) {
         self.groups.clear();
         self.tagged = 0;
         self.items.drain(..).for_each(free);
     }
 
-    /// Items not yet freed.
+    /// Number of items not yet freed.
     pub fn len(&self) -> usize {
         self.items.len()
     }
 
-    /// Whether everything is freed.
+    /// Whether all items are freed.
     #[cfg(any(test, loom))]
     pub fn is_empty(&self) -> bool {
         self.items.is_empty()

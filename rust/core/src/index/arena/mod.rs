@@ -1,24 +1,24 @@
 //! Shared memory of the index: one writer changes it while any number of readers walk through it.
 //!
-//! The only room of the index where `unsafe` is allowed. What it promises to the safe rooms above:
+//! The only room of the index with `unsafe` code. Its guarantees to the safe rooms above:
 //!
-//! - **Readers never wait.** No lock, no retry without bound. The only line a reader writes is its own
-//!   padded slot in [`epoch`].
-//! - **One writer at a time.** Whoever changes something holds a `&mut` handle that exists once per
-//!   table, so safe code cannot make two writers.
-//! - **Nothing is freed under a reader.** What a reader can reach is replaced, never changed in shape:
-//!   the new version is published by one store, the old one is retired and freed once every reader that
-//!   may have seen it has left.
+//! - **Readers never wait.** No locks, no unbounded retries. A reader writes only to its own padded
+//!   slot in [`epoch`].
+//! - **One writer at a time.** Changes need a `&mut` handle that exists once per table, so safe
+//!   code can't have two writers.
+//! - **Nothing is freed under a reader.** Structures that readers can reach are replaced, never
+//!   modified in shape: one store publishes the new version, and the old one is retired and freed
+//!   once every reader that may have seen it has left.
 //!
-//! Memory orders, everywhere in the room: content is written first and published by a `Release` store
-//! of the one word that leads to it; readers come by an `Acquire` load of that word. `SeqCst` stands in
-//! [`epoch`] only, where a store and a later load of different words must not pass each other.
+//! Memory order in the whole room: content is written first, then published by a `Release` store of
+//! the one word that leads to it; readers begin with an `Acquire` load of that word. `SeqCst` is
+//! used only in [`epoch`], where a store and a later load of different words must not be reordered.
 //! `rust/loom` explores the interleavings of these protocols.
 
 #![allow(unsafe_code, reason = "memory that readers share with a writer without locks")]
 
 mod array;
-// What their readers rely on is modelled in small in `rust/loom/append.rs`.
+// `rust/loom/append.rs` models what its readers rely on.
 #[cfg(not(loom))]
 pub mod cover;
 pub mod edges;

@@ -1,14 +1,14 @@
 //! Runs as readers see them: labels, place in the tree, cover.
 //!
-//! One writer (it owns [`RunsWriting`]), any number of readers under a pin. What a reader can meet
-//! changes in three ways only: labels are added behind the published length, an array of labels is
-//! replaced by a longer copy of itself, and the cover word is replaced. Runs and arrays that leave are
-//! freed when every pin that could have met them is gone.
+//! There is one writer (the owner of [`RunsWriting`]), and any number of readers under a pin. Data
+//! that a reader sees changes in only three ways: labels are appended after the published length,
+//! an array of labels is replaced by a longer copy of itself, and the cover word is replaced.
+//! Removed runs and arrays are freed once every pin that could have seen them is gone.
 //!
 //! # Consistency
-//! A reader loads the length, then the labels, then the cover. The writer adds labels before it raises the
-//! length, and narrows the cover of others before it raises the length. So *whole* in a cover that was
-//! loaded after a length covers at least that length; lengths never shrink.
+//! A reader loads the length, then the labels, then the cover. The writer appends labels and
+//! narrows the cover of other workers before it raises the length. *Whole* in a cover that was
+//! loaded after a length therefore covers at least that length; lengths never shrink.
 
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
@@ -18,25 +18,25 @@ use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering::*};
 use super::cover::{self, Cover, Entries};
 use super::epoch::{Epochs, Pin, Retired};
 
-/// Number of a run; [`ROOT`] is the empty run that all prompts begin at.
+/// Number of a run; [`ROOT`] is the empty run where all prompts begin.
 pub(in crate::index) type RunId = u32;
 
 /// The run without blocks above all others.
 pub(in crate::index) const ROOT: RunId = 0;
 
-/// Most blocks of a run; longer chains go on in a child.
+/// Maximum blocks of a run; longer chains continue in a child.
 pub(in crate::index) const MAX_RUN: usize = 16_384;
 
 const PAGE_BITS: u32 = 9;
 const PAGE: usize = 1 << PAGE_BITS;
 
-/// One run. The parent and the place where it hangs are set before anyone can find it.
+/// One run. Its parent and offset are set before any reader can find it.
 #[repr(C, align(32))]
 struct Header {
     labels: AtomicPtr<u64>,
     cover: AtomicU64,
     len: AtomicU32,
-    /// Room of the array of labels; the writer's.
+    /// Capacity of the array of labels; writer only.
     room: AtomicU32,
     parent: AtomicU32,
     attach: AtomicU32,
@@ -66,14 +66,15 @@ pub(in crate::index) struct RunsWriting {
     parts: Parts,
 }
 
-/// Bytes by what they are for; see [`Runs::report`].
+/// Bytes by purpose; see [`Runs::report`].
 #[derive(Debug, Clone, Copy, Default)]
 pub(in crate::index) struct Parts {
     pub labels: usize,
     pub covers: usize,
     /// Pages of headers, and the table of pages.
     pub headers: usize,
-    /// Of the above, replaced or let go, but readers may still be looking; and the queue they wait in.
+    /// Of the above, replaced or removed memory that readers may still see, and the queue it waits
+    /// in.
     pub waiting: usize,
 }
 
@@ -102,7 +103,7 @@ unsafe fn free_labels(labels: *mut u64, room: u32) {
 pub(in crate::index) struct Run<'a>(&'a Header);
 
 impl<'a> Run<'a> {
-    /// Labels published so far. To be loaded before [`Run::cover`].
+    /// Labels published so far. Load them before [`Run::cover`].
     #[inline]
     pub fn labels(self) -> &'a [u64] {
         let len = self.0.len.load(Acquire) as usize;
@@ -116,33 +117,33 @@ impl<'a> Run<'a> {
         unsafe { std::slice::from_raw_parts(labels, len) }
     }
 
-    /// Who covers how much.
+    /// Which workers cover how much.
     #[inline]
     pub fn cover(self) -> Cover<'a> {
         // Safety: `encode` made the word; its block lives as long as the pin behind `'a`.
         unsafe { Cover::read(self.0.cover.load(Acquire), PhantomData) }
     }
 
-    /// The run this one hangs on, and behind how many of its blocks.
+    /// The parent run, and the number of its blocks before this run.
     #[inline]
     pub fn place(self) -> (RunId, u32) {
         (self.0.parent.load(Relaxed), self.0.attach.load(Relaxed))
     }
 
-    /// Whether this is the run that `(parent, attach)` continues with at `first`.
+    /// Whether this run continues `(parent, attach)` with `first`.
     #[inline]
     pub fn is_at(self, parent: RunId, attach: u32, first: u64) -> bool {
         self.place() == (parent, attach) && self.labels().first() == Some(&first)
     }
 
-    /// Fetches what a walk needs of the run into the cache.
+    /// Prefetches the data that a walk needs.
     #[inline]
     pub fn prefetch(self) {
         prefetch(self.0.labels.load(Relaxed).cast_const());
     }
 }
 
-/// Fetches the line at an address, which may be any, into the cache.
+/// Prefetches the cache line at any address.
 #[inline]
 pub(in crate::index) fn prefetch<T>(at: *const T) {
     #[cfg(target_arch = "x86_64")]
@@ -164,13 +165,13 @@ impl Runs {
         (Self { table: AtomicPtr::new(table) }, writing)
     }
 
-    /// The run `id`, which was met under `pin`.
+    /// The run `id`, as seen under `pin`.
     #[inline]
     pub fn get<'a>(&'a self, _pin: &'a Pin<'_>, id: RunId) -> Run<'a> {
         Run(self.header(id))
     }
 
-    /// For the writer, which needs no pin: only it frees.
+    /// For the writer, which needs no pin because only it frees.
     #[inline]
     pub fn peek<'a>(&'a self, _writing: &'a RunsWriting, id: RunId) -> Run<'a> {
         Run(self.header(id))
@@ -187,7 +188,7 @@ impl Runs {
         unsafe { &(*page)[id as usize % PAGE] }
     }
 
-    /// Makes a run that nobody can find yet.
+    /// Creates a run that no reader can find yet.
     pub fn add(
         &self,
         writing: &mut RunsWriting,
@@ -208,7 +209,7 @@ impl Runs {
         id
     }
 
-    /// Adds labels behind those of a run.
+    /// Appends labels to a run.
     pub fn append(
         &self,
         writing: &mut RunsWriting,
@@ -222,7 +223,7 @@ impl Runs {
         assert!(new_len <= MAX_RUN, "a run of {new_len} blocks");
         let mut labels = header.labels.load(Relaxed);
         if new_len > room as usize {
-            // A first array fits exactly; those that grow, block by block, get an eighth more.
+            // A first array fits exactly; arrays that grow block by block get an eighth more.
             let spare = if room == 0 { 0 } else { (len / 8).clamp(4, 512) };
             let larger = (new_len + spare).min(MAX_RUN) as u32;
             let fresh = new_labels(larger);
@@ -248,7 +249,7 @@ impl Runs {
         header.len.store(new_len as u32, Release);
     }
 
-    /// Changes who covers a run; `scratch` is for the change.
+    /// Changes the cover of a run; `scratch` is working memory.
     pub fn cover(
         &self,
         writing: &mut RunsWriting,
@@ -272,7 +273,7 @@ impl Runs {
         }
     }
 
-    /// Takes out a run that nobody can find any more and nobody covers.
+    /// Removes a run that can't be found any more and is not covered.
     pub fn remove(&self, writing: &mut RunsWriting, id: RunId) {
         let header = self.header(id);
         let labels = header.room.load(Relaxed) as usize * 8;
@@ -283,7 +284,7 @@ impl Runs {
         writing.retired.push(Garbage::Run(id));
     }
 
-    /// Frees what no reader can see any more.
+    /// Frees memory that no reader can see any more.
     pub fn collect(&self, writing: &mut RunsWriting, epochs: &Epochs) {
         let RunsWriting { free, retired, parts, .. } = writing;
         let mut left = 0;
@@ -291,34 +292,34 @@ impl Runs {
         parts.waiting -= left;
     }
 
-    /// Things that wait for readers.
+    /// Number of items that wait for readers.
     pub fn waiting(writing: &RunsWriting) -> usize {
         writing.retired.len()
     }
 
-    /// Bytes asked of the allocator and not given back.
+    /// Bytes requested from the allocator and not returned.
     pub fn bytes(writing: &RunsWriting) -> usize {
         let Parts { labels, covers, headers, .. } = writing.parts;
         let free = writing.free.capacity() * size_of::<RunId>();
         labels + covers + headers + free + Self::waiting_bytes(writing)
     }
 
-    /// Bytes that wait for readers, with the queue they wait in.
+    /// Bytes that wait for readers, including their queue.
     pub fn waiting_bytes(writing: &RunsWriting) -> usize {
         writing.parts.waiting + writing.retired.bytes()
     }
 
-    /// Bytes that adding `more` runs may cost at once.
+    /// Upper bound of the bytes for `more` new runs.
     pub fn growth(writing: &RunsWriting, more: usize) -> usize {
         let fresh = more.saturating_sub(writing.free.len());
         let next = writing.next as usize;
         let pages = (next + fresh).div_ceil(PAGE) - (next.max(2) - 1).div_ceil(PAGE);
-        // The table of pages grows by a quarter, and the old one waits.
+        // The table of pages grows by a quarter, and the old one waits for readers.
         let lists = next.div_ceil(PAGE) * 16 + writing.free.len() * size_of::<RunId>();
         if fresh > 0 { pages * size_of::<Page>() + 2 * lists + 64 } else { 0 }
     }
 
-    /// Returns the bytes given back.
+    /// Returns the freed bytes.
     fn discard(&self, garbage: Garbage, free: &mut Vec<RunId>) -> usize {
         match garbage {
             Garbage::Labels(labels, room) => {
@@ -416,7 +417,7 @@ impl Drop for Runs {
 }
 
 impl Drop for RunsWriting {
-    /// Goes when its [`Runs`] go, with the index: no reader is left.
+    /// Dropped with its [`Runs`], with the index: no reader is left.
     fn drop(&mut self) {
         self.retired.drain_all(|garbage| match garbage {
             // Safety: replaced before they were retired, so in no header; nobody reads them any more.
@@ -425,7 +426,7 @@ impl Drop for RunsWriting {
             Garbage::Cover(word) => unsafe { cover::free(word) },
             // Safety: as above; its pages are in the table that replaced it.
             Garbage::Table(table) => drop(unsafe { Box::from_raw(table) }),
-            // Its header still has what it owns.
+            // Its header still has its memory.
             Garbage::Run(_) => {}
         });
     }

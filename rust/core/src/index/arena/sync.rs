@@ -1,10 +1,10 @@
-//! The atomics of this room: the standard library's, or loom's where the models explore them.
+//! The atomics of this room: the standard library's, or loom's in the models.
 
 #[cfg(loom)]
 pub use loom::sync::atomic;
 #[cfg(not(loom))]
 pub use std::sync::atomic;
 
-/// On lines of its own: two of them, because processors fetch lines in pairs.
+/// Padded to two cache lines, because processors fetch lines in pairs.
 #[repr(align(128))]
 pub struct Padded<T>(pub T);

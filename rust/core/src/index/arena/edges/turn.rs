@@ -1,41 +1,41 @@
-//! The writer's turn: entries come and go, segments split, grow, merge and shrink.
+//! The writer's changes: entries come and go, segments split, grow, merge and shrink.
 //!
-//! Nothing is changed in shape where readers can be: new segments and directories are filled first,
-//! then published, and the old ones retired as they were.
+//! Structures that readers see are never modified in place: new segments and directories are
+//! filled, then published, and the old ones are retired unchanged.
 
 use super::super::array::{Array, AtomicArray};
 use super::super::epoch::Retired;
 use super::segment::{self, Bucket, SLOTS};
 
-/// Segments split from this size on, smaller ones double: 64 buckets, a page.
+/// Segments of this size split; smaller ones double: 64 buckets, a page.
 const SEGMENT_BITS: u32 = if cfg!(loom) { 1 } else { 6 };
 
-/// An entry that has to pass more buckets than this makes a segment that is half full split.
+/// A segment that is half full splits if an entry would have to pass more buckets than this.
 const PASSED_MAX: usize = 6;
 
-/// The directory is doubled for one segment's sake only while it has at most this many places per
-/// segment: tags that clash make a larger segment instead.
+/// The directory is doubled for one segment only while it has at most this many places per segment;
+/// otherwise clashing tags enlarge the segment.
 const PLACES_PER_SEGMENT_MAX: usize = 8;
 
 pub type Segments = AtomicArray<Bucket>;
 
-/// What the writer knows of the segment that a place of the directory leads to.
+/// The writer's data about a segment, by directory place.
 #[derive(Clone, Copy)]
 struct Place {
     /// Leading bits that the tags of its entries share.
     depth: u32,
-    /// Entries; kept at the first of a segment's places only.
+    /// Entries; valid only at the first of a segment's places.
     count: u32,
 }
 
-/// What was replaced.
+/// Replaced memory.
 pub enum Garbage {
     Segment(Array<Bucket>),
     Directory(Array<Segments>),
 }
 
 impl Garbage {
-    /// Frees it and returns how many bytes that were.
+    /// Frees it; returns the number of bytes.
     ///
     /// # Safety
     /// As [`Array::free`].
@@ -57,22 +57,22 @@ impl Garbage {
     }
 }
 
-/// What only the writer reads and writes.
+/// State that only the writer uses.
 pub struct Books {
     places: Vec<Place>,
     pub len: usize,
     segments: usize,
-    /// Segments that have one place only: while there are any, the directory can't be halved.
+    /// Segments with a single place: while there are any, the directory can't be halved.
     deepest: usize,
-    /// Bytes of all arrays, retired ones included.
+    /// Bytes of all arrays, including retired ones.
     pub allocated: usize,
-    /// Those of retired ones.
+    /// Of these, bytes of retired arrays.
     pub waiting: usize,
     pub retired: Retired<Garbage>,
 }
 
 impl Books {
-    /// A table of one bucket.
+    /// A table with one bucket.
     pub fn open() -> (AtomicArray<Segments>, Self) {
         let segment = Array::allocate(0, |_| Bucket::vacant());
         let directory = Array::allocate(0, |_| AtomicArray::new(segment));
@@ -88,7 +88,7 @@ impl Books {
         (AtomicArray::new(directory), books)
     }
 
-    /// Bytes of everything that was asked of the allocator.
+    /// Bytes requested from the allocator.
     pub fn bytes(&self) -> usize {
         self.allocated + self.places.capacity() * size_of::<Place>() + self.retired.bytes()
     }
@@ -106,7 +106,7 @@ impl Books {
         self.places.len().trailing_zeros()
     }
 
-    /// First place of the segment at `at`, and how many it has.
+    /// First place of the segment at `at`, and its number of places.
     fn range(&self, at: usize) -> (usize, usize) {
         let width = 1 << (self.bits() - self.places[at].depth);
         (at & !(width - 1), width)
@@ -135,12 +135,13 @@ pub fn place_of<T>(directory: &[T], tag: u32) -> usize {
     ((u64::from(tag) << directory.len().trailing_zeros()) >> 32) as usize
 }
 
-/// The tag's bit behind the first `depth`: it decides which half of a split segment an entry goes to.
+/// The tag's bit after the first `depth`, which selects the half of a split segment.
 fn is_upper(tag: u32, depth: u32) -> bool {
     (u64::from(tag) << depth) >> 31 & 1 == 1
 }
 
-/// Exclusive use of a table's writing side. Nothing is freed during a turn, so what it looks at stays.
+/// Exclusive use of a table's writing side. Nothing is freed during a turn, so everything it reads
+/// stays valid.
 pub struct Turn<'w> {
     pub directory: &'w AtomicArray<Segments>,
     pub books: &'w mut Books,
@@ -158,7 +159,7 @@ impl<'w> Turn<'w> {
         (array, unsafe { array.as_slice() })
     }
 
-    /// All that is current, for the table's end.
+    /// All current memory, for the table's drop.
     pub fn everything(&self) -> Vec<Garbage> {
         let mut all = vec![Garbage::Directory(self.directory.current())];
         let mut at = 0;
@@ -169,7 +170,7 @@ impl<'w> Turn<'w> {
         all
     }
 
-    /// Enters `child` under `tag`.
+    /// Inserts `child` under `tag`.
     pub fn insert(&mut self, tag: u32, child: u32) {
         loop {
             let at = place_of(self.places(), tag);
@@ -190,7 +191,7 @@ impl<'w> Turn<'w> {
         }
     }
 
-    /// Takes `child` under `tag` out. False if it is not there.
+    /// Removes `child` under `tag`. False if it does not exist.
     pub fn remove(&mut self, tag: u32, child: u32) -> bool {
         let at = place_of(self.places(), tag);
         let is_removed = segment::remove(self.segment(at).1, tag, child);
@@ -203,7 +204,7 @@ impl<'w> Turn<'w> {
         is_removed
     }
 
-    /// Splits the segment at `first`, or doubles it where a split would not part its entries.
+    /// Splits the segment at `first`, or doubles it if a split would not separate its entries.
     fn make_room(&mut self, first: usize) {
         let Place { depth, count } = self.books.places[first];
         let (array, buckets) = self.segment(first);
@@ -220,7 +221,7 @@ impl<'w> Turn<'w> {
         }
     }
 
-    /// Undoes what fewer entries no longer need. False when there is nothing to undo.
+    /// Reverses growth that fewer entries no longer need. False if there is nothing to reverse.
     fn save_room(&mut self, at: usize) -> bool {
         let (first, width) = self.books.range(at);
         let Place { depth, count } = self.books.places[first];
@@ -246,7 +247,7 @@ impl<'w> Turn<'w> {
         is_sparse
     }
 
-    /// Puts the segment at `first` into one of another size.
+    /// Moves the segment at `first` to one of another size.
     fn resize(&mut self, first: usize, bits: u32) {
         let (old, buckets) = self.segment(first);
         let new = self.books.new_segment(bits, segment::entries(buckets));
@@ -278,7 +279,7 @@ impl<'w> Turn<'w> {
         }
     }
 
-    /// Makes one segment of the two that begin at `first`.
+    /// Merges the two segments that begin at `first`.
     fn merge(&mut self, first: usize, count: u32) {
         let (_, width) = self.books.range(first);
         let depth = self.books.places[first].depth;
@@ -297,8 +298,8 @@ impl<'w> Turn<'w> {
         }
     }
 
-    /// Publishes a segment at `width` places. Readers may meet the old one at some of them meanwhile:
-    /// it holds the same entries, and changes of this turn come later.
+    /// Publishes a segment at `width` places. Meanwhile readers may still see the old one at some
+    /// of them, which is correct: it holds the same entries, and this turn's changes come later.
     fn replace(&mut self, first: usize, width: usize, new: Array<Bucket>, place: Place) {
         let places = self.places();
         self.books.places[first..first + width].fill(place);
@@ -307,7 +308,7 @@ impl<'w> Turn<'w> {
 
     fn double_directory(&mut self) {
         self.resize_directory(self.books.bits() + 1, |at| at / 2);
-        // No segment has one place only, until the split that this is for.
+        // No segment has a single place until the split that this prepares.
         self.books.deepest = 0;
     }
 
@@ -327,7 +328,7 @@ impl<'w> Turn<'w> {
     }
 }
 
-/// The size of a segment that half of a split goes to: at most three quarters full.
+/// Size of the segment for half of a split: at most three quarters full.
 fn segment_bits(count: usize) -> u32 {
     let mut bits = SEGMENT_BITS;
     while count * 4 > (SLOTS << bits) * 3 {
