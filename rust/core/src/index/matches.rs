@@ -1,29 +1,29 @@
-//! The answer to a query: owned by the caller, used again and again.
+//! The result of a query: owned by the caller and reused.
 
 use super::trie::scratch::Scratch;
 use crate::ids::{InstanceId, Worker};
 
 /// How much of a prompt one worker holds. Unit: leading blocks.
 ///
-/// The tiers add up: each figure includes the one before it. `predicted` stands for itself.
+/// The tiers are cumulative: each number includes the one before it. `predicted` is separate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Match {
-    /// Who.
+    /// The worker.
     pub worker: Worker,
     /// Blocks held on the device.
     pub device: u32,
-    /// Blocks reached when host memory goes on where the device ends.
+    /// Blocks reached when host memory continues where the device ends.
     pub host: u32,
-    /// Blocks reached when local disk goes on where host memory ends.
+    /// Blocks reached when local disk continues where host memory ends.
     pub disk: u32,
-    /// Blocks reached when shared storage goes on where local disk ends.
+    /// Blocks reached when shared storage continues where local disk ends.
     pub external: u32,
-    /// Leading blocks predicted on the device; not a fact.
+    /// Leading blocks predicted on the device, not confirmed.
     pub predicted: u32,
 }
 
 impl Match {
-    /// Of a worker that holds `depth` blocks on the device and nothing behind them.
+    /// A match of `depth` blocks on the device, with none after them.
     #[inline]
     pub fn on_device(worker: Worker, depth: u32) -> Self {
         Self { worker, device: depth, host: depth, disk: depth, external: depth, predicted: 0 }
@@ -48,8 +48,8 @@ impl Depth {
     }
 }
 
-/// The answer of [`RadixIndex::find_depths`](super::RadixIndex::find_depths), and its room. Keep one per
-/// thread, as [`Matches`].
+/// The result of [`RadixIndex::find_depths`](super::RadixIndex::find_depths), and its memory. Keep
+/// one per thread, as [`Matches`].
 #[derive(Debug, Default)]
 pub struct Depths {
     pub(super) found: Vec<Depth>,
@@ -57,53 +57,54 @@ pub struct Depths {
 }
 
 impl Depths {
-    /// No matches yet.
+    /// An empty result.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Workers with at least one block, in no order.
+    /// Workers with at least one block, in no particular order.
     pub fn as_slice(&self) -> &[Depth] {
         &self.found
     }
 }
 
-/// The matches of several prompts, one after the other, and the room that finding them takes.
+/// The matches of several prompts, one after the other, and the working memory of the query.
 ///
 /// # Cost
 /// As [`Matches`]: keep one per thread; it grows to the largest batch.
 #[derive(Debug, Default)]
 pub struct ManyMatches {
     pub(super) found: Vec<Match>,
-    /// For each prompt the end of its part of `found`.
+    /// For each prompt, the end of its part of `found`.
     pub(super) ends: Vec<usize>,
     pub(super) scratch: Scratch,
 }
 
 impl ManyMatches {
-    /// No prompts yet.
+    /// An empty result.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// How many prompts were asked for.
+    /// Number of prompts in the query.
     pub fn len(&self) -> usize {
         self.ends.len()
     }
 
-    /// Whether no prompts were asked for.
+    /// Whether the query had no prompts.
     pub fn is_empty(&self) -> bool {
         self.ends.is_empty()
     }
 
-    /// Workers with at least one block of the prompt at `at`, in no order; `None` behind the last prompt.
+    /// Workers with at least one block of the prompt at `at`, in no particular order; `None` after
+    /// the last prompt.
     pub fn of(&self, at: usize) -> Option<&[Match]> {
         let end = *self.ends.get(at)?;
         let start = at.checked_sub(1).map_or(0, |before| self.ends[before]);
         self.found.get(start..end)
     }
 
-    /// The matches of each prompt, in the order in which they were asked for.
+    /// The matches of each prompt, in the order of the query.
     pub fn iter(&self) -> impl Iterator<Item = &[Match]> {
         (0..self.len()).filter_map(|at| self.of(at))
     }
@@ -119,10 +120,10 @@ impl ManyMatches {
     }
 }
 
-/// The matches of one query, and the room that finding them takes.
+/// The matches of one query, and the working memory of the query.
 ///
 /// # Cost
-/// Keep one per thread: it grows to the largest query and allocates nothing after that.
+/// Keep one per thread: it grows to the largest query and then allocates nothing.
 #[derive(Debug, Default)]
 pub struct Matches {
     pub(super) found: Vec<Match>,
@@ -130,28 +131,28 @@ pub struct Matches {
 }
 
 impl Matches {
-    /// No matches yet.
+    /// An empty result.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Workers with at least one block in any tier or predicted, in no order.
+    /// Workers with at least one block in any tier or predicted, in no particular order.
     pub fn as_slice(&self) -> &[Match] {
         &self.found
     }
 
-    /// Whether nobody holds anything of the prompt.
+    /// Whether no worker holds any of the prompt.
     pub fn is_empty(&self) -> bool {
         self.found.is_empty()
     }
 
-    /// How many workers hold something of the prompt.
+    /// Number of workers that hold some of the prompt.
     pub fn len(&self) -> usize {
         self.found.len()
     }
 
-    /// Puts in what somebody else's index knows of the device: `depths`, ascending by worker, stand instead
-    /// of what was found in any tier; predictions stay.
+    /// Replaces the found tiers with another index's result for the device: `depths`, ascending by
+    /// worker. Predictions stay.
     ///
     /// # Cost
     /// O(matches log matches + depths).
@@ -177,18 +178,19 @@ impl Matches {
         }));
     }
 
-    /// Puts `found` in place of what was found.
+    /// Replaces the matches.
     pub fn replace(&mut self, found: impl Iterator<Item = Match>) {
         self.found.clear();
         self.found.extend(found);
     }
 
-    /// Puts the matches in ascending order of worker.
+    /// Sorts the matches by worker, ascending.
     pub fn sort(&mut self) {
         self.found.sort_unstable_by_key(|found| found.worker);
     }
 
-    /// Leaves the `count` deepest matches on the device, deepest first; ties in ascending order of worker.
+    /// Keeps the `count` deepest matches on the device, deepest first; ties in ascending order of
+    /// worker.
     ///
     /// # Cost
     /// O(matches + count log count).

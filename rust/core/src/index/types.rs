@@ -1,11 +1,11 @@
-//! The words of the index: what goes in, what comes out, what is counted.
+//! The types of the index: inputs, results, counters.
 
 use crate::ids::Tier;
 
-/// Seed of local hashes that carry neither a LoRA adapter nor a cache salt.
+/// Seed of local hashes without a LoRA adapter and a cache salt.
 pub const DEFAULT_SEED: u64 = crate::hash::SEED;
 
-/// The most workers one index can number.
+/// Maximum workers of one index.
 pub const MAX_WORKERS: usize = 65_535;
 
 /// One block of a stored event.
@@ -17,20 +17,20 @@ pub struct Block {
     pub local_hash: u64,
 }
 
-/// Most ticks in [`Limits::ttl_ms`].
+/// Maximum ticks in [`Limits::ttl_ms`].
 const TTL_TICKS: u64 = 128;
 
-/// Copies of one block that [`CountMode::Copies`] tells apart. Who stores it more often than that says it
-/// again and keeps no copies: a dump has an event for each.
+/// Distinguished copies of one block with [`CountMode::Copies`]. An engine that stores it more
+/// often repeats itself and keeps no copies: a dump has an event for each.
 pub const MAX_COPIES: u32 = 64;
 
-/// What a second store of the same name means.
+/// Meaning of a repeated store of a name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum CountMode {
-    /// Nothing: the first remove ends the membership.
+    /// No effect: the first remove ends the membership.
     #[default]
     Set,
-    /// One more physical copy: the block is held until removed as often as it was stored, or
+    /// Another physical copy: the block is held until it was removed as often as it was stored, or
     /// [`MAX_COPIES`] times.
     ///
     /// # Source
@@ -38,48 +38,52 @@ pub enum CountMode {
     Copies,
 }
 
-/// What the index may grow to, and what happens there.
+/// Limits of the index, and what happens at each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Most memberships (worker, tier, name) in the index; 0 means no limit. Stores beyond it are refused.
+    /// Maximum memberships (worker, tier, name) in the index; 0 means no limit. Further stores are
+    /// refused.
     pub max_blocks: usize,
-    /// Most workers; at most [`MAX_WORKERS`].
+    /// Maximum workers; at most [`MAX_WORKERS`].
     pub max_workers: usize,
-    /// Most blocks (facts and predictions each) that one worker keeps; 0 means no limit. Beyond it its
-    /// least recently stored ones go, deepest first.
+    /// Maximum blocks (held and predicted separately) per worker; 0 means no limit. Above it the
+    /// least recently stored ones are evicted, deepest first.
     pub capacity_blocks: usize,
-    /// Bytes the index may occupy; 0 means no limit, and less than [`Limits::MAX_BYTES_LEAST`] means that.
-    /// From 15/16 of it on, the least recently stored blocks of all workers go, deepest first. What finds
-    /// no room even so, because readers hold back what went, is refused.
+    /// Bytes that the index may occupy; 0 means no limit, and the minimum is
+    /// [`Limits::MAX_BYTES_LEAST`]. From 15/16 of it on, the least recently stored blocks of all
+    /// workers are evicted, deepest first. Stores that find no room even then, because readers
+    /// delay the freeing, are refused.
     pub max_bytes: usize,
-    /// Most predicted blocks, counted per worker; 0 means no limit. Beyond it the least recently
-    /// predicted ones of all workers go, deepest first, until [`Limits::predicted_target`] are left.
+    /// Maximum predicted blocks, counted per worker; 0 means no limit. Above it the least recently
+    /// predicted ones of all workers are evicted, deepest first, down to
+    /// [`Limits::predicted_target`].
     pub max_predicted: usize,
-    /// What is left then; at most `max_predicted`.
+    /// Remaining blocks after that; at most `max_predicted`.
     pub predicted_target: usize,
-    /// How long a prediction of a worker without a history stands, in milliseconds; 0 means until it is
-    /// pushed out.
+    /// Lifetime of a prediction of a worker without a history, in milliseconds; 0 means until it is
+    /// evicted.
     pub predicted_ttl_ms: u64,
-    /// How long a block that a worker holds stands, in milliseconds, from when the worker stored it last, or
-    /// anything behind it; 0 means until it is removed. It goes at most a 64th of this and 2 ms later.
+    /// Lifetime of a held block in milliseconds, counted from when the worker last stored it or any
+    /// block after it; 0 means until it is removed. It is removed at most 1/64 of this and 2 ms
+    /// later.
     pub ttl_ms: u64,
 }
 
 impl Limits {
-    /// The smallest budget in bytes: tables come in pages, and some of each must fit.
+    /// The smallest budget in bytes: tables are allocated in pages, and some of each must fit.
     pub const MAX_BYTES_LEAST: usize = 512 * 1024;
 
-    /// Milliseconds of one tick, in which ages of facts are counted.
+    /// Milliseconds of one tick, the unit of ages of held blocks.
     fn tick_ms(&self) -> u64 {
         self.ttl_ms.div_ceil(TTL_TICKS).max(1)
     }
 
-    /// The tick that has begun at `now_ms`.
+    /// The tick at `now_ms`.
     pub fn tick_at(&self, now_ms: u64) -> u64 {
         now_ms / self.tick_ms()
     }
 
-    /// The tick with which a block runs out that is stored at `now_ms`.
+    /// The tick in which a block stored at `now_ms` expires.
     pub fn end_tick(&self, now_ms: u64) -> u64 {
         let tick_ms = self.tick_ms();
         now_ms.div_ceil(tick_ms).saturating_add(self.ttl_ms.div_ceil(tick_ms))
@@ -101,14 +105,15 @@ impl Default for Limits {
     }
 }
 
-/// How an index is built.
+/// Options of an index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Options {
-    /// What a second store of the same name means.
+    /// Meaning of a repeated store of a name.
     pub count_mode: CountMode,
-    /// What the index may grow to.
+    /// Limits of the index.
     pub limits: Limits,
-    /// Keys the hash tables, so that nobody outside can aim prompts at one bucket. Changes no answer.
+    /// Keys the hash tables, so that clients can't aim prompts at one bucket. Does not change
+    /// results.
     pub hash_seed: u64,
 }
 
@@ -119,23 +124,23 @@ pub enum Rejection {
     Orphan,
     /// A block is its own parent, or appears twice in the event.
     SelfReference,
-    /// The worker is new and [`Limits::max_workers`] are known already.
+    /// The worker is new and [`Limits::max_workers`] are already known.
     SlotsExhausted,
 }
 
-/// What became of a stored event: `added + duplicates + moved + refused` blocks, or rejected.
+/// Outcome of a stored event: `added + duplicates + moved + refused` blocks, or rejected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct StoreOutcome {
     /// Blocks now held that were not held under this name in this tier.
     pub added: u32,
-    /// Blocks held already under this name in this tier.
+    /// Blocks already held under this name in this tier.
     pub duplicates: u32,
-    /// Blocks whose name stood for other content, which was released.
+    /// Blocks with a name that stood for other content, which was released.
     pub moved: u32,
-    /// Blocks refused because [`Limits::max_blocks`] is reached, or [`Limits::max_bytes`] leaves no room:
-    /// the first one that found none and all behind it.
+    /// Blocks refused because [`Limits::max_blocks`] is reached, or [`Limits::max_bytes`] leaves no
+    /// room: the first one without room and all after it.
     pub refused: u32,
-    /// Set when the event was rejected as a whole.
+    /// Set if the event was rejected as a whole.
     pub rejected: Option<Rejection>,
 }
 
@@ -145,51 +150,51 @@ impl StoreOutcome {
     }
 }
 
-/// What became of a removed event: one of the three for every name in it.
+/// Outcome of a removed event: one of the three for every name in it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct RemoveOutcome {
     /// Memberships that ended.
     pub removed: u32,
-    /// Names of which another copy is left ([`CountMode::Copies`] only).
+    /// Names with remaining copies ([`CountMode::Copies`] only).
     pub kept: u32,
-    /// Names the worker does not hold in that tier.
+    /// Names that the worker does not hold in that tier.
     pub unknown: u32,
 }
 
-/// What became of the names that a worker copied to another tier: one of the four for each.
+/// Outcome of copying names to another tier: one of the four for each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct CopyOutcome {
-    /// Names now held in that tier that were not.
+    /// Names newly held in that tier.
     pub added: u32,
-    /// Names held there already.
+    /// Names already held there.
     pub duplicates: u32,
     /// Names refused because [`Limits::max_blocks`] or [`Limits::max_bytes`] leaves no room.
     pub refused: u32,
-    /// Names the worker holds in no tier.
+    /// Names that the worker holds in no tier.
     pub unknown: u32,
 }
 
-/// One name that a worker holds in one tier, with the content it stands for.
+/// One name that a worker holds in one tier, with its content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Membership {
-    /// Chain hash of the block: equal means equal prompt up to its end.
+    /// Chain hash of the block: equal for equal prompts up to its end.
     pub chain: u64,
     /// The engine's name of the block.
     pub engine_hash: u64,
-    /// Where it is held.
+    /// The tier that holds it.
     pub tier: Tier,
     /// Identity seed of its prompt.
     pub seed: u64,
-    /// How often it must be removed; 1 unless [`CountMode::Copies`].
+    /// How often it must be removed; 1 without [`CountMode::Copies`].
     pub copies: u32,
 }
 
-/// One step of a dump. Played in order into an empty index, a worker's steps make it hold the same.
+/// One step of a dump. Applied in order to an empty index, a worker's steps recreate its content.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum DumpEvent {
     /// A contiguous chain is held.
     Stored {
-        /// Where.
+        /// The tier.
         tier: Tier,
         /// Name of the block before the first; `None` at a prompt's start.
         parent: Option<u64>,
@@ -198,9 +203,9 @@ pub enum DumpEvent {
         /// The blocks in order.
         blocks: Vec<Block>,
     },
-    /// Blocks that were only stored so that others find their place are let go again.
+    /// Blocks that were stored only as parents of others are removed again.
     Removed {
-        /// Where.
+        /// The tier.
         tier: Tier,
         /// Names.
         names: Vec<u64>,
@@ -214,30 +219,30 @@ pub struct IndexStats {
     pub workers: usize,
     /// Pairs of worker and tier that hold at least one block.
     pub holders: usize,
-    /// Distinct blocks held by anyone.
+    /// Distinct blocks with any holder.
     pub unique_blocks: usize,
     /// Names held, counted per worker and tier.
     pub memberships: usize,
     /// Predicted blocks, counted per worker.
     pub predicted: usize,
-    /// Stored events rejected: parent unknown.
+    /// Rejected stored events: unknown parent.
     pub orphans_total: u64,
-    /// Stored events rejected: a block is its own ancestor or repeated.
+    /// Rejected stored events: a block is its own ancestor or repeated.
     pub self_references_total: u64,
-    /// Stored events rejected: no number left for a new worker.
+    /// Rejected stored events: no number left for a new worker.
     pub slots_exhausted_total: u64,
-    /// Blocks refused: the index is full.
+    /// Refused blocks: the index is full.
     pub refused_blocks_total: u64,
     /// Names in removed events that the worker did not hold in that tier.
     pub unknown_removals_total: u64,
     /// Blocks stored again under the same name.
     pub duplicate_blocks_total: u64,
-    /// Blocks whose name changed its meaning.
+    /// Blocks with a name that changed its meaning.
     pub moved_blocks_total: u64,
-    /// Blocks and predictions pushed out by a limit.
+    /// Blocks and predictions evicted by a limit.
     pub evicted_blocks_total: u64,
-    /// Blocks and predictions that ran out of time, and predictions that ran out of a history.
+    /// Expired blocks and predictions, and predictions that exceeded a history.
     pub expired_blocks_total: u64,
-    /// Bytes the index occupies, added up from what it asked of the allocator.
+    /// Bytes that the index occupies: the sum of its allocations.
     pub bytes: usize,
 }

@@ -1,4 +1,5 @@
-//! The bytes of a snapshot: numbers are little-endian, everything is a multiple of 8 bytes long.
+//! The bytes of a snapshot: numbers are little-endian, the size of every part is a multiple of 8
+//! bytes.
 
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -10,13 +11,13 @@ use crate::index::types::MAX_WORKERS;
 pub(super) const MAGIC: [u8; 8] = *b"kvfsnap\0";
 pub(super) const SECTION_MAGIC: [u8; 8] = *b"kvfpart\xa5";
 
-/// Version of the format that is written, and the only one that is read.
+/// Version of the format; other versions are not read.
 pub const VERSION: u32 = 1;
 
-/// Most bytes of [`Meta::key`].
+/// Size limit of [`Meta::key`].
 pub const MAX_KEY_BYTES: usize = 65_536;
 
-/// Reads as another number where bytes were written in another order.
+/// Reads as another number if the byte order differs.
 const BYTE_ORDER: u32 = 0x0102_0304;
 
 /// XXH3 with 64 bits over little-endian tokens, identities in the seed: see [`crate::hash`].
@@ -27,7 +28,7 @@ const NAME_BYTES: usize = 16;
 pub(super) const SECTION_BYTES: usize = 88;
 pub(super) const STEP_BYTES: usize = 24;
 
-/// A reader of what has been checked to be long enough.
+/// Reads fields from bytes that were checked to be long enough.
 struct Fields<'a>(&'a [u8]);
 
 impl Fields<'_> {
@@ -55,7 +56,7 @@ fn padded(len: usize) -> usize {
 
 // ---- the head
 
-/// What the first [`HEAD_BYTES`] say about the rest of the head.
+/// The header fields in the first [`HEAD_BYTES`], which describe the rest of the header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Head {
     block_size: u32,
@@ -66,7 +67,7 @@ pub(super) struct Head {
     seed: u64,
 }
 
-/// The whole head: fields, key, the workers in the order of their sections, checksum.
+/// The whole header: fields, key, the workers in the order of their sections, checksum.
 pub(super) fn encode_head(meta: &Meta, workers: &[Worker]) -> Vec<u8> {
     let mut out = Vec::with_capacity(HEAD_BYTES + padded(meta.key.len()) + workers.len() * 16 + 8);
     out.extend_from_slice(&MAGIC);
@@ -93,7 +94,7 @@ fn differs(field: &'static str, expected: impl ToString, found: impl ToString) -
     LoadError::Field { field, expected: expected.to_string(), found: found.to_string() }
 }
 
-/// Reads the fields. What may differ between versions is looked at behind the version only.
+/// Reads the fields. Fields that may differ between versions are read only after the version.
 pub(super) fn decode_head(bytes: &[u8; HEAD_BYTES]) -> Result<Head, LoadError> {
     let (magic, rest) = bytes.split_at(MAGIC.len());
     if magic != MAGIC {
@@ -129,12 +130,12 @@ fn hex(number: u64) -> String {
 }
 
 impl Head {
-    /// Bytes of the rest of the head.
+    /// Size of the rest of the header.
     pub fn rest_bytes(&self) -> usize {
         padded(self.key_bytes) + self.workers * NAME_BYTES + 8
     }
 
-    /// Checks `head`, all of it, and reads what the fields announced.
+    /// Checks the complete header `head`, and reads the parts that the fields announced.
     pub fn decode_rest(&self, head: &[u8]) -> Result<(Meta, Vec<Worker>), LoadError> {
         let (head, checksum) = head.split_at(head.len() - 8);
         let (found, expected) = (xxh3_64(head), Fields(checksum).u64());
@@ -168,19 +169,19 @@ impl Head {
 
 // ---- sections
 
-/// What stands before the steps of one worker.
+/// Header of one worker's section.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Section {
-    /// Place in the head's list.
+    /// Index in the header's list of workers.
     pub number: usize,
     pub worker: Worker,
     pub cursor: Option<Cursor>,
     pub steps: u64,
-    /// Of all steps.
+    /// Number of names in all steps.
     pub names: u64,
-    /// Of stored steps.
+    /// Number of labels in stored steps.
     pub labels: u64,
-    /// Of what follows.
+    /// Checksum of the section's body.
     pub checksum: u64,
 }
 
@@ -236,11 +237,11 @@ impl Section {
             labels: fields.u64(),
             checksum: fields.u64(),
         };
-        // Written anew it must be the same: no field has a second spelling.
+        // Encoding must reproduce the bytes: every field has a single representation.
         (section.encode() == *bytes).then_some(section)
     }
 
-    /// Bytes of the body; `None` when they are more than can be counted.
+    /// Size of the body; `None` on overflow.
     pub fn body_bytes(&self) -> Option<u64> {
         let words = self.names.checked_add(self.labels)?.checked_mul(8)?;
         self.steps.checked_mul(STEP_BYTES as u64)?.checked_add(words)
@@ -268,7 +269,7 @@ impl Step {
         out.extend(self.seed.to_le_bytes());
     }
 
-    /// The field that is wrong, if one is.
+    /// The error names the invalid field.
     pub fn decode(bytes: &[u8; STEP_BYTES]) -> Result<Self, &'static str> {
         let [kind, tier, has_parent, zero, ..] = *bytes;
         let mut fields = Fields(&bytes[4..]);

@@ -1,4 +1,4 @@
-//! Reading a snapshot: nothing is believed, and nothing is applied before it was checked.
+//! Reads a snapshot: everything is checked before it is applied.
 
 use std::io::Read;
 
@@ -11,21 +11,22 @@ use crate::ids::{Tier, Worker};
 use crate::index::BlockIndex;
 use crate::index::types::Block;
 
-/// Reads a snapshot into `index`, section by section, and no further than its last one.
+/// Reads a snapshot into `index`, section by section, up to the end of its last one.
 ///
-/// A section is applied when it is whole and valid, and taken back when the index does not take all of
-/// it. A damaged one costs its worker only. Workers that hold blocks already are left as they are: load
-/// before events of the snapshot's workers come in.
+/// A section is applied if it is complete and valid, and undone if the index does not accept all of
+/// it. A damaged section loses only its own worker. Workers that already hold blocks are not
+/// changed, so load before events of the snapshot's workers arrive.
 ///
 /// # Errors
-/// When the head is no snapshot's, is damaged, or is not as `expected`. Then nothing was applied.
+/// If the header is not a snapshot's, is damaged, or is not as `expected`. Nothing was applied
+/// then.
 ///
 /// # Consistency
-/// Queries and events of other workers go on meanwhile; a worker's blocks appear step by step.
+/// Queries and events of other workers continue; a worker's blocks appear step by step.
 ///
 /// # Cost
-/// O(blocks), and memory for the largest section. Never more memory than a small multiple of the bytes
-/// that came.
+/// O(blocks), and memory for the largest section. Memory never exceeds a small multiple of the
+/// bytes received.
 pub fn load(
     index: &dyn BlockIndex,
     from: &mut impl Read,
@@ -36,8 +37,7 @@ pub fn load(
     Ok(snapshot.load(index))
 }
 
-/// A snapshot whose head was read and found good, so that the caller can choose by it what to load
-/// it into.
+/// A snapshot with a valid header, by which the caller can choose the index to load into.
 pub struct Reader<R: Read> {
     source: Source<R>,
     meta: Meta,
@@ -45,22 +45,22 @@ pub struct Reader<R: Read> {
 }
 
 impl<R: Read> Reader<R> {
-    /// Reads the head.
+    /// Reads the header.
     ///
     /// # Errors
-    /// When it is no snapshot's, or damaged.
+    /// If it is not a snapshot's, or damaged.
     pub fn open(from: R) -> Result<Self, LoadError> {
         let mut source = Source::new(from);
         let (meta, workers) = head(&mut source)?;
         Ok(Self { source, meta, workers })
     }
 
-    /// What it says of itself.
+    /// The header's description of the snapshot.
     pub fn meta(&self) -> &Meta {
         &self.meta
     }
 
-    /// Whose sections follow.
+    /// The workers of the sections that follow.
     pub fn workers(&self) -> &[Worker] {
         &self.workers
     }
@@ -81,7 +81,7 @@ impl<R: Read> Reader<R> {
                     if section.body_bytes().is_none() {
                         let cause = Cause::Invalid("a section's length");
                         loaded.lost.push(Lost { worker: section.worker, cause });
-                        // Where the next one begins has to be found.
+                        // The start of the next one must be searched.
                         next += 1;
                         continue;
                     }
@@ -142,11 +142,11 @@ fn check(meta: &Meta, expected: &Expected<'_>) -> Result<(), LoadError> {
 
 struct Found {
     section: Section,
-    /// Workers before it whose sections were not found.
+    /// Workers before it without a section.
     skipped: usize,
 }
 
-/// Goes behind the header of the next section there is.
+/// Skips to after the header of the next existing section.
 fn section(
     source: &mut Source<impl Read>,
     workers: &[Worker],
@@ -189,7 +189,7 @@ fn body(
     outcome
 }
 
-/// A body whose lengths fit together.
+/// A body with consistent lengths.
 struct Body<'a> {
     steps: &'a [[u8; STEP_BYTES]],
     names: &'a [u8],
@@ -197,13 +197,13 @@ struct Body<'a> {
 }
 
 impl<'a> Body<'a> {
-    /// `body` is as long as the header says.
+    /// `body` has the length from the header.
     fn new(body: &'a [u8], section: &Section) -> Result<Self, Cause> {
         let found = xxh3_64(body);
         if found != section.checksum {
             return Err(Cause::Checksum { expected: section.checksum, found });
         }
-        // Parts of a body that is in memory.
+        // Lengths of parts of a body in memory, so the casts are lossless.
         let (steps, columns) = body.split_at(section.steps as usize * STEP_BYTES);
         let (names, labels) = columns.split_at(section.names as usize * 8);
         let steps = steps.as_chunks().0;

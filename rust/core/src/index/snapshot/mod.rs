@@ -1,8 +1,9 @@
-//! What an index holds, in a file: saved while it serves, loaded after a restart.
+//! The content of an index in a file: saved during operation, loaded after a restart.
 //!
-//! A head, then one section a worker. Each has a checksum of its own, so what is damaged costs one
-//! worker. `format` has the bytes, `save` writes them, `load` reads, doubts and applies them, `source`
-//! finds the next section behind a damaged one. `docs/snapshot.md` is the manual of the format.
+//! A header is followed by one section per worker. Each has its own checksum, so damage loses one
+//! worker at most. `format` defines the bytes, `save` writes them, `load` reads, checks and applies
+//! them, `source` finds the next section after a damaged one. `docs/snapshot.md` documents the
+//! format.
 
 use std::io;
 
@@ -19,27 +20,28 @@ pub use format::{MAX_KEY_BYTES, VERSION};
 pub use load::{Reader, load};
 pub use save::{save, save_to_path, save_workers};
 
-/// What a snapshot says of itself.
+/// Description of a snapshot.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Meta {
     /// Tokens in a block.
     pub block_size: u32,
-    /// When it was made, in milliseconds since 1970, by the caller's clock.
+    /// When it was created, in milliseconds since 1970, by the caller's clock.
     pub created_ms: u64,
-    /// What the index is of, such as a model's name; opaque, at most [`MAX_KEY_BYTES`].
+    /// Identifies the content of the index, such as a model's name; opaque, at most
+    /// [`MAX_KEY_BYTES`].
     pub key: Vec<u8>,
 }
 
-/// Where a worker's stream of events stood.
+/// Position in a worker's event stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cursor {
-    /// Last batch that was applied.
+    /// The last applied batch.
     pub sequence: u64,
-    /// Hash of that batch's bytes, to tell one life of the engine from the next.
+    /// Hash of that batch's bytes, to detect a restart of the engine.
     pub fingerprint: Option<u64>,
 }
 
-/// What was saved.
+/// Result of a save.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Saved {
     /// Sections.
@@ -50,23 +52,23 @@ pub struct Saved {
     pub bytes: u64,
 }
 
-/// What a snapshot must be to be loaded; `None` means anything.
+/// Properties that a snapshot must have; `None` means any.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Expected<'a> {
     /// Tokens in a block.
     pub block_size: Option<u32>,
-    /// What the index is of.
+    /// The content of the index.
     pub key: Option<&'a [u8]>,
 }
 
-/// What came of a snapshot whose head was good.
+/// Result of loading a snapshot with a valid header.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Loaded {
-    /// What it says of itself.
+    /// Description of the snapshot.
     pub meta: Meta,
     /// Workers whose section was applied, in the order of the file.
     pub workers: Vec<Restored>,
-    /// Workers whose section was not: of these the index holds nothing from the snapshot.
+    /// Workers without an applied section: the index holds nothing of them from the snapshot.
     pub lost: Vec<Lost>,
     /// Whether the snapshot ended too early.
     pub cut: bool,
@@ -75,20 +77,20 @@ pub struct Loaded {
 /// A worker that was loaded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Restored {
-    /// Who.
+    /// The worker.
     pub worker: Worker,
-    /// Where its events go on.
+    /// Position where its events continue.
     pub cursor: Option<Cursor>,
-    /// Memberships it has now.
+    /// Its number of memberships now.
     pub blocks: usize,
 }
 
 /// A worker that was not loaded.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Lost {
-    /// Who.
+    /// The worker.
     pub worker: Worker,
-    /// Why.
+    /// The cause.
     pub cause: Cause,
 }
 
@@ -96,15 +98,15 @@ pub struct Lost {
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum Cause {
-    /// The header of the section is not what was written.
+    /// The section's header does not match what was written.
     #[error("the section's header is damaged")]
     Header,
-    /// The checksum of the section does not fit its bytes.
+    /// The section's checksum does not match its bytes.
     #[error("the section is damaged: its checksum is {found:#018x}, expected {expected:#018x}")]
     Checksum {
-        /// What the header says.
+        /// Checksum in the header.
         expected: u64,
-        /// What the bytes have.
+        /// Checksum of the bytes.
         found: u64,
     },
     /// The snapshot ends before the section does.
@@ -113,13 +115,14 @@ pub enum Cause {
     /// The bytes could not be read.
     #[error("the snapshot cannot be read: {0}")]
     Unreadable(io::ErrorKind),
-    /// The checksum fits, but the content is none that an index writes.
+    /// The checksum matches, but no index writes such content.
     #[error("the section is invalid: {0}")]
     Invalid(&'static str),
-    /// The index did not take all of it, because of its limits for example; what it took is taken back.
+    /// The index did not accept all of it, for example because of its limits; everything was
+    /// undone.
     #[error("the index refused: {0}")]
     Refused(&'static str),
-    /// The worker holds blocks already: what it said itself is newer.
+    /// The worker already holds blocks: its own events are newer.
     #[error("the worker holds {0} blocks already")]
     Held(usize),
 }
@@ -128,20 +131,20 @@ pub enum Cause {
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum LoadError {
-    /// The head could not be read.
+    /// The header could not be read.
     #[error("the snapshot cannot be read: {0}")]
     Io(#[from] io::Error),
-    /// It is shorter than its head.
+    /// It is shorter than its header.
     #[error("the snapshot is truncated within its header")]
     Cut,
-    /// A field of the head is not what it must be.
+    /// A field of the header has an invalid value.
     #[error("snapshot's {field}: expected {expected}, found {found}")]
     Field {
-        /// Which.
+        /// The field.
         field: &'static str,
-        /// What would be accepted.
+        /// The accepted values.
         expected: String,
-        /// What is there.
+        /// The value found.
         found: String,
     },
 }

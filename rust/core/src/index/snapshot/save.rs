@@ -1,4 +1,4 @@
-//! Writing a snapshot, one worker after the other.
+//! Writes a snapshot, one worker after the other.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -13,24 +13,25 @@ use crate::ids::Worker;
 use crate::index::BlockIndex;
 use crate::index::types::{Block, DumpEvent};
 
-/// Writes what `index` holds, in facts: predictions are not saved.
+/// Writes the confirmed content of `index`: predictions are not saved.
 ///
-/// `cursor` is asked for each worker before what it holds is copied, so that a cursor is never newer
-/// than its blocks. It must name a batch whose effect on the index is complete. Batches that came in
-/// between are in the copy, and played again after a load; for sets of blocks that is harmless. With
-/// [`CountMode::Copies`](crate::index::CountMode::Copies) their blocks would be counted twice: hold the
-/// worker's events back between its `cursor` and the next worker's, or give none.
+/// `cursor` is called for each worker before its content is copied, so that a cursor is never newer
+/// than its blocks. It must name a batch that is completely applied to the index. Batches in
+/// between are part of the copy and are applied again after a load, which is harmless for sets of
+/// blocks. With [`CountMode::Copies`](crate::index::CountMode::Copies) their blocks would count
+/// twice: hold back the worker's events between its `cursor` and the next worker's, or return no
+/// cursor.
 ///
 /// # Errors
-/// [`io::ErrorKind::InvalidInput`] when a key is too long or blocks too many for the format; else what
-/// `out` says.
+/// [`io::ErrorKind::InvalidInput`] for a key that is too long or too many blocks for the format;
+/// otherwise the error of `out`.
 ///
 /// # Consistency
-/// Each worker as it was at one moment; workers at different ones. Queries go on; events wait while the
-/// names of one worker are copied ([`BlockIndex::dump_worker`]).
+/// Each worker is saved as of one moment, workers as of different ones. Queries go on; events wait
+/// while the names of one worker are copied ([`BlockIndex::dump_worker`]).
 ///
 /// # Cost
-/// 16 bytes a block, and memory for two copies of the largest worker.
+/// 16 bytes per block, and memory for two copies of the largest worker.
 pub fn save(
     index: &dyn BlockIndex,
     meta: &Meta,
@@ -40,7 +41,7 @@ pub fn save(
     save_workers(index, &index.workers(), meta, cursor, out)
 }
 
-/// As [`save`], of these workers only, which must be ascending.
+/// As [`save`], for these workers only, which must be ascending.
 ///
 /// # Errors
 /// As [`save`].
@@ -78,7 +79,7 @@ pub fn save_workers(
     Ok(saved)
 }
 
-/// Writes steps, then names, then labels. Returns how many of the last two.
+/// Writes steps, then names, then labels. Returns the number of names and labels.
 fn encode_body(events: &[DumpEvent], body: &mut Vec<u8>) -> io::Result<(u64, u64)> {
     let (mut names, mut labels) = (0, 0);
     for event in events {
@@ -122,14 +123,14 @@ fn encode_body(events: &[DumpEvent], body: &mut Vec<u8>) -> io::Result<(u64, u64
     Ok((names as u64, labels as u64))
 }
 
-/// Writes a snapshot to `path`, or nothing: whoever reads `path` meets the old snapshot or the new one,
-/// whole, also when the machine stops in between.
+/// Writes a snapshot to `path` atomically: a reader of `path` finds either the complete old
+/// snapshot or the complete new one, even after a crash of the machine.
 ///
-/// It is written to a file beside it first, `<name>.<process>-<n>.partial`, which is left behind only by
-/// a process that is killed.
+/// It is first written to a file beside it, `<name>.<process>-<n>.partial`, which only a killed
+/// process leaves behind.
 ///
 /// # Errors
-/// As [`save`], or what the file system says. `path` is as it was then.
+/// As [`save`], or the file system's error. `path` is unchanged then.
 pub fn save_to_path(
     index: &dyn BlockIndex,
     meta: &Meta,
@@ -141,7 +142,7 @@ pub fn save_to_path(
         let message = format!("{} does not name a file", path.display());
         return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
     };
-    // Relaxed: it only has to differ from call to call.
+    // Relaxed: the number only has to be unique.
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);
     let mut partial = name.to_owned();
     partial.push(format!(".{}-{number}.partial", std::process::id()));
@@ -157,7 +158,7 @@ pub fn save_to_path(
     Ok(saved)
 }
 
-/// A file that goes unless it was renamed.
+/// A file that is deleted unless it was renamed.
 struct Partial {
     path: PathBuf,
     is_renamed: bool,
@@ -166,13 +167,13 @@ struct Partial {
 impl Drop for Partial {
     fn drop(&mut self) {
         if !self.is_renamed {
-            // On the way out with an error already; what is left is only a file.
+            // An error is already being returned; a leftover file does no harm.
             let _ = fs::remove_file(&self.path);
         }
     }
 }
 
-/// Makes a rename last.
+/// Makes a rename durable.
 #[cfg(unix)]
 fn sync_folder(path: &Path) -> io::Result<()> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());

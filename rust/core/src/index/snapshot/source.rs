@@ -1,16 +1,16 @@
-//! Bytes that come in, with a look ahead for finding sections again behind damage.
+//! A byte source with lookahead, to find the next section after damage.
 
 use std::io::{self, Read};
 
 use super::format::{SECTION_BYTES, SECTION_MAGIC, Section};
 
-/// Bytes that are read at once while searching.
+/// Bytes read at once during a search.
 const SEARCH_BYTES: usize = 1 << 20;
 
 pub(super) struct Source<R> {
     inner: R,
     ahead: Vec<u8>,
-    /// Bytes of `ahead` that are done with.
+    /// Consumed bytes of `ahead`.
     done: usize,
 }
 
@@ -19,8 +19,8 @@ impl<R: Read> Source<R> {
         Self { inner, ahead: Vec::new(), done: 0 }
     }
 
-    /// The next `len` bytes, or all that are left when those are fewer. Memory grows with what comes, not
-    /// with what was announced.
+    /// The next `len` bytes, or all remaining ones if there are fewer. Memory grows with received
+    /// data, not with announced sizes.
     pub fn peek(&mut self, len: u64) -> io::Result<&[u8]> {
         let have = (self.ahead.len() - self.done) as u64;
         if have < len {
@@ -32,13 +32,13 @@ impl<R: Read> Source<R> {
         Ok(&left[..left.len().min(usize::try_from(len).unwrap_or(usize::MAX))])
     }
 
-    /// Leaves bytes behind that were looked at.
+    /// Consumes bytes.
     pub fn advance(&mut self, len: usize) {
         self.done = (self.done + len).min(self.ahead.len());
     }
 
-    /// Goes to the next whole header of a section that is as `is_fit` says, from the very next byte on.
-    /// False when there is none; then everything was read.
+    /// Skips to the next complete section header accepted by `is_fit`, starting at the next byte.
+    /// False if there is none; then everything was read.
     pub fn find(&mut self, is_fit: impl Fn(&Section) -> bool) -> io::Result<bool> {
         loop {
             let bytes = self.peek(SEARCH_BYTES as u64)?;
@@ -49,7 +49,7 @@ impl<R: Read> Source<R> {
             };
             let places = (bytes.len() + 1).saturating_sub(SECTION_BYTES);
             let found = (0..places).find(|at| is_header(&bytes[*at..]));
-            // What is left may be the beginning of a header.
+            // The rest may be the beginning of a header.
             self.advance(found.unwrap_or(places));
             if found.is_some() || is_last {
                 return Ok(found.is_some());
