@@ -1,12 +1,12 @@
-//! Predictions that run out: of time, or of their worker's history.
+//! Expiry of predictions: by age, or by their worker's history.
 //!
-//! A prediction begins at a prompt's start, so all blocks in front are predicted with it, but for those that
-//! the engine evicted since. Each member is noted in a queue once, at or before the end of its last block, by
-//! the low half of that end.
+//! A prediction begins at a prompt's start, so all preceding blocks are predicted with it, except
+//! for those that the engine evicted since. Each member is queued once, at or before the end of its
+//! last block, by the low half of that end.
 //!
-//! Ends are times, in one queue for all workers. A worker with a *history* has a queue of its own, and its
-//! ends are stamps: they count its predictions, and of one prompt a deeper run has a lower stamp. The lowest
-//! stamp is what goes first: what was predicted longest ago, deepest first.
+//! Ends are times, in one queue for all workers. A worker with a *history* has its own queue, and
+//! its ends are stamps: they count its predictions, and within one prompt a deeper run has a lower
+//! stamp. The lowest stamp is dropped first: the oldest prediction, deepest first.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -15,13 +15,14 @@ use super::holder::MemberId;
 use super::paged::Slab;
 use super::steps::{Step, Steps};
 
-/// Notes of members that went which are kept before anyone looks for them.
+/// Queue entries of removed members that are tolerated before a cleanup.
 const NOTES_KEPT: usize = 64;
 
-/// From here on an end is a stamp; below it is a time in milliseconds.
+/// Ends from here on are stamps; below they are times in milliseconds.
 pub(super) const STAMPS: u64 = 1 << 63;
 
-/// Bits of a stamp that tell how deep a run begins. Prompts are shorter by far; deeper runs go as one.
+/// Bits of a stamp for the depth at which a run begins. Prompts are much shorter; deeper runs are
+/// dropped together.
 pub(super) const DEPTH_BITS: u32 = 24;
 
 type Age = Steps<u64, u32>;
@@ -30,7 +31,7 @@ type Age = Steps<u64, u32>;
 #[derive(Default)]
 struct Queue {
     notes: BinaryHeap<Reverse<(u64, MemberId)>>,
-    /// Members that are noted here.
+    /// Number of members queued here.
     len: usize,
 }
 
@@ -39,7 +40,7 @@ impl Queue {
         self.notes.capacity() * size_of::<(u64, MemberId)>()
     }
 
-    /// Members that went stay noted until their time: they must not pile up.
+    /// Removed members stay queued until their time, so they must be limited.
     fn forget_notes(&mut self, ages: &Slab<Age>) {
         if self.notes.len() <= 2 * self.len + NOTES_KEPT {
             return;
@@ -57,21 +58,21 @@ fn is_kept(ages: &Slab<Age>, id: MemberId) -> bool {
     id < ages.end() && ages.get(id).is_kept()
 }
 
-/// Whether a note counts: it may be of the number's last owner, or older than the last prediction.
+/// Whether an entry is valid: the number may have been reassigned, or predicted again since.
 fn is_noted(ages: &Slab<Age>, id: MemberId, at: u64) -> bool {
     is_kept(ages, id) && ages.get(id).noted == at as u32
 }
 
-/// What was sent to one worker, where that stands for its cache.
+/// Predictions of one worker, in place of its cache.
 pub(super) struct History {
-    /// Blocks that it may have.
+    /// Maximum blocks.
     most: usize,
-    /// Predictions there were.
+    /// Number of predictions so far.
     pub count: u64,
     queue: Queue,
 }
 
-/// All predictions' ages.
+/// The ages of all predictions.
 pub(super) struct Ages {
     by_member: Slab<Age>,
     timed: Queue,
@@ -81,7 +82,7 @@ pub(super) struct Ages {
     queue_bytes: usize,
     /// Bytes of steps beyond each member's last.
     step_bytes: usize,
-    /// Blocks of the prompt that are predicted already, while it is.
+    /// Number of leading blocks of the current prompt that were already predicted.
     pub depth: usize,
 }
 
@@ -106,7 +107,7 @@ impl Ages {
         self.histories.capacity() * size_of::<usize>()
     }
 
-    /// Bytes that `more` members of a worker may cost at once.
+    /// Upper bound of the bytes for `more` members of a worker.
     pub fn growth(&self, number: u32, more: usize) -> usize {
         let pages = more.div_ceil(256) + 1;
         let queue = self.history(number).map_or(&self.timed, |history| &history.queue);
@@ -119,12 +120,12 @@ impl Ages {
         self.histories.get(number as usize)?.as_deref()
     }
 
-    /// How many blocks the history of a worker may have; `None` without one.
+    /// Maximum blocks of a worker's history; `None` without one.
     pub fn history_most(&self, number: u32) -> Option<usize> {
         self.history(number).map(|history| history.most)
     }
 
-    /// Gives a worker, of which nothing is predicted, a history of so many blocks, or changes how many.
+    /// Gives a worker without predictions a history of this length, or changes its length.
     pub fn set_history(&mut self, number: u32, most: usize) {
         let at = number as usize;
         if self.histories.len() <= at {
@@ -139,7 +140,7 @@ impl Ages {
         }
     }
 
-    /// The worker goes, after all that was predicted of it.
+    /// Removes a worker, after all of its predictions.
     pub fn forget_history(&mut self, number: u32) {
         let history = self.histories.get_mut(number as usize).and_then(Option::take);
         if let Some(History { queue, .. }) = history.as_deref() {
@@ -147,7 +148,7 @@ impl Ages {
         }
     }
 
-    /// A prompt is predicted of a worker, from its first block on.
+    /// Begins the prediction of a prompt at its first block.
     pub fn begin(&mut self, number: u32) {
         self.depth = 0;
         if let Some(Some(history)) = self.histories.get_mut(number as usize) {
@@ -155,7 +156,7 @@ impl Ages {
         }
     }
 
-    /// Works on the queue that a worker's members are noted in, or on that of times.
+    /// Runs `work` on the queue of a worker's members, or on that of times.
     fn noting<R>(
         &mut self,
         number: Option<u32>,
@@ -169,7 +170,7 @@ impl Ages {
         done
     }
 
-    /// Changes what is kept of a member, keeping count of bytes.
+    /// Changes a member's data and updates the byte count.
     fn change(&mut self, id: MemberId, change: impl FnOnce(&mut Age)) {
         let age = self.by_member.get_or_grow(id);
         let bytes = age.heap_bytes();
@@ -177,7 +178,7 @@ impl Ages {
         self.step_bytes = self.step_bytes + age.heap_bytes() - bytes;
     }
 
-    /// Predicts blocks of a worker's member up to `end`, until `at`.
+    /// Predicts the blocks of a worker's member up to `end`, until `at`.
     pub fn renew(&mut self, number: u32, id: MemberId, end: u16, at: u64) {
         let is_new = !is_kept(&self.by_member, id);
         self.change(id, |age| {
@@ -195,7 +196,7 @@ impl Ages {
         }
     }
 
-    /// A worker's member has no blocks from `end` on any more.
+    /// Removes the blocks of a worker's member from `end` on.
     pub fn cut(&mut self, number: u32, id: MemberId, end: u16) {
         if !is_kept(&self.by_member, id) {
             return;
@@ -207,17 +208,17 @@ impl Ages {
         });
     }
 
-    /// A worker's member goes.
+    /// Removes a worker's member.
     pub fn forget(&mut self, number: u32, id: MemberId) {
         self.cut(number, id, 0);
     }
 
-    /// Before it no block runs out of time.
+    /// No block expires by age before this time.
     pub fn due_ms(&self) -> u64 {
         self.timed.notes.peek().map_or(u64::MAX, |Reverse((at_ms, _))| *at_ms)
     }
 
-    /// A member some of whose blocks ran out by `now_ms`, with how many are left.
+    /// A member with blocks that expired by `now_ms`, and its number of remaining blocks.
     pub fn next_over(&mut self, now_ms: u64) -> Option<(MemberId, u16)> {
         self.noting(None, |ages, queue| {
             loop {
@@ -242,8 +243,8 @@ impl Ages {
         })
     }
 
-    /// The member that has the lowest stamp of a worker's history, with how many of its blocks have higher
-    /// ones. `is_own` tells the worker's members.
+    /// The member with the lowest stamp in a worker's history, and the number of its blocks with
+    /// higher ones. `is_own` selects the worker's members.
     pub fn oldest(
         &mut self,
         number: u32,
@@ -283,7 +284,7 @@ impl Ages {
         assert!(queue.notes.iter().any(is_noted), "every prediction comes to its end");
     }
 
-    /// Checks the whole against the number of members predicted for a time, and of each history.
+    /// Checks all data against the number of members predicted with an age, and of each history.
     pub fn audit_all(&self, timed: usize, of_history: impl Fn(u32) -> (usize, usize)) {
         assert_eq!(self.timed.len, timed);
         assert_eq!(self.step_bytes, self.by_member.all().map(Steps::heap_bytes).sum::<usize>());

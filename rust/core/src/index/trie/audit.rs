@@ -1,4 +1,4 @@
-//! Sizes of the index, and the check of everything that is kept twice.
+//! Sizes of the index, and the consistency check of all redundant data.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,7 @@ use crate::index::arena::cover::{Entries, WHOLE};
 use crate::index::arena::runs::{ROOT, RunId};
 use crate::index::types::IndexStats;
 
-/// Names left behind by runs that a look at the sizes forgets: a few milliseconds' worth.
+/// Names of removed runs that a size query cleans up: a few milliseconds' worth.
 const FORGET_PER_LOOK: usize = 65_536;
 
 impl Writer {
@@ -105,7 +105,7 @@ impl Writer {
         }
     }
 
-    /// Each lane lists its members, oldest first, but for those that wait for what hangs on them.
+    /// Each lane lists its members, oldest first, except for those that wait for their children.
     fn audit_order(&self) {
         if !self.keeps_order() {
             return;

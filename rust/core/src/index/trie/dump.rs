@@ -1,4 +1,4 @@
-//! What a worker holds, written out as a list, or copied for a dump.
+//! Lists a worker's content, or copies it for a dump.
 
 use std::collections::BTreeMap;
 
@@ -10,8 +10,8 @@ use crate::ids::{Tier, Worker};
 use crate::index::arena::runs::{ROOT, RunId};
 use crate::index::types::{DEFAULT_SEED, Membership};
 
-/// The runs that a worker has blocks of and those above them, parents first; with each, behind how many
-/// of its blocks something of the worker is.
+/// The runs with blocks of a worker and their ancestors, parents first; with each, the number of
+/// its blocks up to the last one that is needed.
 type Paths = Vec<(RunId, usize)>;
 
 impl Writer {
@@ -33,7 +33,7 @@ impl Writer {
                 }
             }
         }
-        // Parents first: by depth in runs, worked out once for each.
+        // Parents first: sorted by depth in runs, computed once for each.
         let mut depths: BTreeMap<RunId, usize> = BTreeMap::new();
         for run in needed.keys() {
             let (mut at, mut climb) = (*run, Vec::new());
@@ -109,7 +109,7 @@ impl Writer {
         self.tree.seeds.get(&run).copied().unwrap_or(DEFAULT_SEED)
     }
 
-    /// Room that a copy of what `worker` holds will need.
+    /// Capacity needed for a copy of what `worker` holds.
     pub fn measure(&self, worker: Worker) -> (usize, usize) {
         let slots =
             self.owners.numbers.get(&worker).map(|number| self.worker(*number).fact_slots());
@@ -117,8 +117,8 @@ impl Writer {
         sizes.fold((0, 0), |(parts, names), slot| (parts + slot.members.len(), names + slot.held))
     }
 
-    /// Copies what `worker` holds, as it is: names, and where they belong. Labels are left to be read
-    /// later, under a pin that is older than the copy.
+    /// Copies what `worker` holds: names, and their locations. Labels are read later, under a pin
+    /// that is older than the copy.
     pub fn copy_of(&self, worker: Worker, copied: &mut Copied) {
         let Some(&number) = self.owners.numbers.get(&worker) else { return };
         for slot in self.worker(number).fact_slots() {
@@ -138,7 +138,7 @@ impl Writer {
             if self.tree.seeds.is_empty() {
                 continue;
             }
-            // Runs between those held and the root have seeds of their own.
+            // Runs between the held ones and the root have their own seeds.
             for run in state.members.keys().chain(state.waiting.keys()) {
                 let mut run = *run;
                 while run != ROOT && copied.seeds.insert(run, self.seed_of(run)).is_none() {

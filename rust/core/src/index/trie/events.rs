@@ -1,7 +1,7 @@
-//! A copy of what a worker holds, made into events that make an empty index hold the same.
+//! Converts a copy of a worker's content to events that recreate it in an empty index.
 //!
-//! The copy is made under the writer's lock and is little more than its names; all the rest is worked out
-//! here, beside the writer, from what readers see too.
+//! The copy is made under the writer's lock and contains little more than names. Everything else is
+//! computed here, beside the writer, from data that readers see too.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -12,49 +12,50 @@ use crate::index::arena::epoch::Pin;
 use crate::index::arena::runs::{ROOT, RunId};
 use crate::index::types::{Block, DEFAULT_SEED, DumpEvent};
 
-/// Fillers get names that no engine has, but by a chance of 2^-64 each.
+/// Fillers get names that differ from all engine names, up to a probability of 2^-64 each.
 const FILLER: u64 = 0x6b76_666c_6173_6821;
 
-/// A stretch of a run that is held in a tier.
+/// A part of a run that is held in a tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Part {
     pub run: RunId,
     pub tier: Tier,
     pub start: u16,
     pub end: u16,
-    /// Where its names begin in [`Copied::names`].
+    /// Start of its names in [`Copied::names`].
     pub at: usize,
 }
 
-/// What a worker held at one moment.
+/// A worker's content at one moment.
 #[derive(Debug, Default)]
 pub(super) struct Copied {
     pub parts: Vec<Part>,
     pub names: Vec<u64>,
-    /// Names beyond the first of blocks.
+    /// Additional names of blocks.
     pub extra: Vec<((Loc, Tier), u64)>,
     /// Names stored more than once.
     pub copies: Vec<((Tier, u64), u32)>,
-    /// Of runs whose prompts carry an identity.
+    /// Seeds of runs with an identity.
     pub seeds: HashMap<RunId, u64>,
 }
 
-/// A run that something of the worker is in or below.
+/// A run that contains, or leads to, content of the worker.
 #[derive(Clone, Copy)]
 struct Path {
     depth: u32,
     run: RunId,
     parent: RunId,
-    /// Behind how many of the parent's blocks it hangs.
+    /// Number of the parent's blocks before it.
     attach: u32,
-    /// Behind how many of its own blocks something of the worker is.
+    /// Number of its own blocks up to the last one that is needed.
     needed: u32,
     /// Its parts, as indices of [`Copied::parts`].
     parts: (usize, usize),
 }
 
 impl Copied {
-    /// A copy with room, already touched: what is copied under a lock must not wait for pages.
+    /// A copy with preallocated memory that is already touched, because copying under a lock must
+    /// not wait for page faults.
     pub fn with_room((parts, names): (usize, usize)) -> Self {
         let touched = |len: usize| {
             let mut names = vec![1; len + len / 16];
@@ -68,7 +69,7 @@ impl Copied {
         }
     }
 
-    /// The runs of the parts and those above them, parents first.
+    /// The runs of the parts and their ancestors, parents first.
     fn paths(&self, shared: &Shared, pin: &Pin<'_>) -> Vec<Path> {
         let mut known: HashMap<RunId, usize> = HashMap::with_capacity(self.parts.len());
         let mut paths: Vec<Path> = Vec::with_capacity(self.parts.len());
@@ -117,7 +118,7 @@ impl Copied {
         paths
     }
 
-    /// What a block of a run with these parts is called in the dump.
+    /// The name of a block in the dump, for a run with these parts.
     fn call(&self, run: RunId, parts: &[Part], offset: u32) -> u64 {
         let holds = |part: &&Part| (u32::from(part.start)..u32::from(part.end)).contains(&offset);
         match parts.iter().find(holds) {
@@ -126,7 +127,7 @@ impl Copied {
         }
     }
 
-    /// The events. `pin` must have been taken before the copy was made, and held since.
+    /// The events. `pin` must be older than the copy, and held since.
     pub fn events(mut self, shared: &Shared, pin: &Pin<'_>) -> Vec<DumpEvent> {
         self.parts.sort_unstable();
         let paths = self.paths(shared, pin);
@@ -156,15 +157,15 @@ impl Copied {
     }
 }
 
-/// A dump that is being written.
+/// A dump in progress.
 struct Dump<'a> {
     copied: &'a Copied,
-    /// Of runs and those above them, as indices of [`Copied::parts`].
+    /// Of runs and their ancestors, as indices of [`Copied::parts`].
     parts_of: HashMap<RunId, (usize, usize)>,
     extra: BTreeMap<Loc, Vec<(Tier, u64)>>,
     copies: HashMap<(Tier, u64), u32>,
     events: Vec<DumpEvent>,
-    /// Names of blocks that are stored only so that others find their place.
+    /// Names of blocks that are stored only as parents of others.
     fillers: Vec<u64>,
     bounds: Vec<u32>,
 }
@@ -175,7 +176,7 @@ impl<'a> Dump<'a> {
         &self.copied.parts[from..to]
     }
 
-    /// What the block before the one at `offset` is called.
+    /// Name of the block before the one at `offset`.
     fn before(&self, path: &Path, offset: u32) -> Option<u64> {
         let Path { run, parent, attach, .. } = *path;
         let (run, at) = if offset > 0 { (run, offset) } else { (parent, attach) };
@@ -183,10 +184,10 @@ impl<'a> Dump<'a> {
         Some(self.copied.call(run, self.parts(run), before))
     }
 
-    /// Stores what is held of a run, and what is needed of it besides.
+    /// Stores the held blocks of a run, and the unheld ones that others need.
     fn add_run(&mut self, path: Path, labels: &[u64]) {
         let parts = self.parts(path.run);
-        // Between these bounds the same tiers have all or none.
+        // Between two bounds each tier has either all blocks or none.
         let mut bounds = std::mem::take(&mut self.bounds);
         bounds.clear();
         bounds.extend([0, path.needed]);
@@ -217,7 +218,7 @@ impl<'a> Dump<'a> {
         }
     }
 
-    /// Stores what is held more than once, or under further names.
+    /// Stores further copies, and blocks under further names.
     fn add_again(&mut self, path: &Path, part: &Part, labels: &[u64]) {
         for (nth, offset) in (part.start..part.end).enumerate() {
             let offset = u32::from(offset);

@@ -1,9 +1,10 @@
-//! An approximate multiset of names: it may take a stranger for a member, never a member for a stranger.
+//! An approximate multiset of names: it may report a name that is absent, but never misses a
+//! present one.
 //!
-//! Hash bits 63..54 choose one of [`SEGMENTS`] segments, bits 53..22 are the *fingerprint*, all that is
-//! kept of a name. A segment is a ring of cache-line buckets. A fingerprint lies in the first bucket
-//! with room from its *home* on, and its home follows from the fingerprint alone: a segment is resized
-//! without the names, and no other segment is touched.
+//! Hash bits 63..54 choose one of [`SEGMENTS`] segments, bits 53..22 are the *fingerprint*, the
+//! only part of a name that is kept. A segment is a ring of cache-line buckets. A fingerprint is
+//! stored in the first bucket with room from its *home* on. The home follows from the fingerprint
+//! alone, so a segment is resized without the names, and no other segment is touched.
 
 use crate::index::arena::runs::prefetch;
 
@@ -14,35 +15,38 @@ const FINGERPRINT_BITS: u32 = 32;
 
 /// Fingerprints in a bucket: one cache line.
 const ENTRIES: usize = 16;
-/// An `overflow` that got here no longer knows how many it counted, and stays until the next resize.
+/// An `overflow` at this value has lost its count, and stays until the next resize.
 const OVERFLOW_MAX: u8 = u8::MAX;
 
-/// Percent of the entries' room above which a segment grows. Fuller rings spill over several buckets.
+/// Load in percent above which a segment grows. Fuller rings overflow across several buckets.
 const LOAD_MAX: usize = 88;
-/// Percent below which it shrinks: half, so that growing and shrinking never alternate.
+/// Load in percent below which it shrinks: half, so that growing and shrinking never alternate.
 const LOAD_MIN: usize = LOAD_MAX / 2;
-/// Percent after shrinking: a third away from either end.
+/// Load in percent after shrinking: a third away from either limit.
 const LOAD_SHRUNK: usize = 66;
-/// A segment of no more buckets than this keeps them until its last name leaves.
+/// A segment of at most this many buckets keeps them until its last name is removed.
 const BUCKETS_KEPT: usize = 4;
 
-/// Up to [`ENTRIES`] fingerprints, packed at the front; 0, which none is, marks a free place.
+/// Up to [`ENTRIES`] fingerprints, packed at the front; 0, which is not a valid fingerprint, marks
+/// a free place.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 struct Bucket([u32; ENTRIES]);
 
-/// What is counted of a bucket, apart from it: so small that it stays in the cache.
+/// A bucket's counters, stored separately: small enough to stay in the cache.
 #[derive(Clone, Copy, Default)]
 struct Count {
     len: u8,
-    /// How many entries with their home here or earlier lie beyond this bucket: 0 ends every search.
+    /// Number of entries with their home here or earlier that are stored after this bucket: 0 ends
+    /// every search.
     overflow: u8,
 }
 
 impl Bucket {
     const EMPTY: Self = Self([0; ENTRIES]);
 
-    /// Whether an entry equals `fingerprint`: without a way out the loop becomes four vector compares.
+    /// Whether an entry equals `fingerprint`; without an early exit the loop compiles to four
+    /// vector comparisons.
     #[inline]
     fn has(&self, fingerprint: u32) -> bool {
         self.0.iter().fold(false, |found, entry| found | (*entry == fingerprint))
@@ -55,7 +59,7 @@ impl Count {
         usize::from(self.len) == ENTRIES
     }
 
-    /// Counts one more entry that lies beyond; true if the count was lost by it.
+    /// Counts one more entry stored after this bucket; true if this loses the count.
     #[inline]
     fn raise_overflow(&mut self) -> bool {
         let overflow = self.overflow;
@@ -75,7 +79,7 @@ impl Count {
 #[derive(Clone, Default)]
 struct Segment {
     buckets: Box<[Bucket]>,
-    /// Of each bucket.
+    /// One per bucket.
     counts: Box<[Count]>,
     /// Entries in all buckets.
     len: u32,
@@ -92,11 +96,11 @@ impl Segment {
         if bucket + 1 == self.buckets.len() { 0 } else { bucket + 1 }
     }
 
-    /// The bucket that an entry equal to `fingerprint` lies in.
+    /// The bucket with an entry equal to `fingerprint`.
     #[inline]
     fn find(&self, fingerprint: u32) -> Option<usize> {
         let mut at = self.home(fingerprint);
-        // Once around at most: buckets that lost count say "go on" for ever.
+        // Once around at most: buckets that lost their count never end a search.
         for _ in 0..self.buckets.len() {
             if self.buckets[at].has(fingerprint) {
                 return Some(at);
@@ -127,7 +131,7 @@ impl Segment {
         false
     }
 
-    /// Places an entry; there must be room. True if a bucket lost count of what passed it.
+    /// Inserts an entry; there must be room. True if a bucket lost its count.
     #[inline]
     fn place(&mut self, fingerprint: u32) -> bool {
         let mut at = self.home(fingerprint);
@@ -142,7 +146,7 @@ impl Segment {
         is_count_lost
     }
 
-    /// Takes out one entry equal to `fingerprint`: any is as good, since equal ones share their home.
+    /// Removes one entry equal to `fingerprint`: any of them, since equal ones share their home.
     fn take(&mut self, fingerprint: u32) -> bool {
         let Some(found) = self.find(fingerprint) else { return false };
         let mut at = self.home(fingerprint);
@@ -166,8 +170,9 @@ impl Segment {
         len * 100 > self.buckets.len() * ENTRIES * percent
     }
 
-    /// Buckets after the next growth, an eighth to a quarter more: the directory slot decides how much, so
-    /// that segments of equal fill do not all grow within the same few inserts.
+    /// Number of buckets after the next growth, an eighth to a quarter more. The directory slot
+    /// decides how much, so that segments of equal load do not all grow within the same few
+    /// inserts.
     fn grown(&self, slot: usize) -> usize {
         let len = self.buckets.len();
         len + (len * (SEGMENTS + slot) / (8 * SEGMENTS)).max(1)
@@ -181,7 +186,7 @@ impl Segment {
         let counts = std::mem::replace(&mut self.counts, counts.into());
         for (Bucket(entries), count) in old.iter().zip(&counts) {
             for fingerprint in &entries[..usize::from(count.len)] {
-                // A count lost here comes of many equal names, which no size spreads.
+                // Counts are lost here only to many equal names, which no size spreads.
                 self.place(*fingerprint);
             }
         }
@@ -191,13 +196,14 @@ impl Segment {
 /// An approximate multiset of 64-bit names, for one writer.
 ///
 /// # Consistency
-/// A name inserted more often than removed is always found, provided that every removed name had been
-/// inserted. Any other name is found with a probability of about `len / 2^42`.
+/// A name inserted more often than removed is always found, provided that every removed name had
+/// been inserted. Any other name is reported with a probability of about `len / 2^42`.
 ///
 /// # Cost
-/// About 5.2 bytes a name (up to 9 after removals) and 24 KiB; nothing when empty. A call touches one or
-/// two cache lines beside the directory. An insert or a remove may also resize one segment: 1/1024 of the
-/// names move. Hundreds of copies of one name lie in a row, and slow down the names with their home there.
+/// About 5.2 bytes per name (up to 9 after removals) and 24 KiB; nothing when empty. A call touches
+/// one or two cache lines besides the directory. An insert or a remove may also resize one segment:
+/// 1/1024 of the names move. Hundreds of copies of one name fill adjacent buckets, and slow down
+/// the names with their home there.
 pub(super) struct NameFilter {
     /// Empty, or [`SEGMENTS`] long.
     segments: Vec<Segment>,
@@ -209,11 +215,11 @@ pub(super) struct NameFilter {
 }
 
 impl NameFilter {
-    /// An empty filter, without an allocation; `hash_seed` keys the hash, so that nobody outside can aim
+    /// An empty filter, without an allocation; `hash_seed` keys the hash, so that clients can't aim
     /// names at one bucket.
     pub(super) fn new(hash_seed: u64) -> Self {
         let key = fold(hash_seed ^ 0x6a09_e667_f3bc_c908, 0xbb67_ae85_84ca_a73b);
-        // Odd, or low bits of the name would be lost.
+        // Odd, so that no low bits of the name are lost.
         let multiplier = fold(key ^ 0x3c6e_f372_fe94_f82b, 0xa54f_f53a_5f1d_36f1) | 1;
         Self { segments: Vec::new(), len: 0, buckets: 0, key, multiplier }
     }
@@ -231,7 +237,7 @@ impl NameFilter {
         self.segments.get(slot).is_some_and(|it| it.has_two(fingerprint))
     }
 
-    /// Fetches what a later call with `name` will look at first.
+    /// Prefetches the data that a later call with `name` reads first.
     #[inline]
     pub(super) fn prefetch(&self, name: u64) {
         let (slot, fingerprint) = self.locate(name);
@@ -248,8 +254,8 @@ impl NameFilter {
         self.add(slot, fingerprint);
     }
 
-    /// Adds one copy of `name`, and says whether the filter may have held one before: `contains` and
-    /// `insert` for the price of one walk to memory.
+    /// Adds one copy of `name`; returns whether the filter may have held one before. Combines
+    /// `contains` and `insert` at the cost of one memory access.
     pub(super) fn insert_new(&mut self, name: u64) -> bool {
         let (slot, fingerprint) = self.locate(name);
         let was_held = self.segments.get(slot).is_some_and(|it| it.find(fingerprint).is_some());
@@ -257,8 +263,8 @@ impl NameFilter {
         was_held
     }
 
-    /// Takes out one copy of `name`. False if there was none: then nothing changed, and the caller's books
-    /// are wrong.
+    /// Removes one copy of `name`. False if there was none: then nothing has changed, and the
+    /// caller's state is inconsistent.
     pub(super) fn remove(&mut self, name: u64) -> bool {
         let (slot, fingerprint) = self.locate(name);
         let Some(segment) = self.segments.get_mut(slot) else { return false };
@@ -277,7 +283,7 @@ impl NameFilter {
         true
     }
 
-    /// Names in the filter, copies counted.
+    /// Names in the filter, including copies.
     pub(super) fn len(&self) -> usize {
         self.len
     }
@@ -298,8 +304,8 @@ impl NameFilter {
         if segment.is_load_above(len, LOAD_MAX) {
             segment.resize(segment.grown(slot));
         }
-        // Room helps against lost counts, but not against equal names: below this load it would be
-        // wasted, and the segment soon shrink again.
+        // More room prevents lost counts, except with equal names. Below this load it would be
+        // wasted, and the segment would soon shrink again.
         if segment.place(fingerprint) && segment.is_load_above(len, LOAD_SHRUNK) {
             segment.resize(segment.grown(slot));
         }
@@ -311,7 +317,8 @@ impl NameFilter {
     /// Directory slot and fingerprint of a name.
     #[inline]
     fn locate(&self, name: u64) -> (usize, u32) {
-        // The second round is for the top bits, which the first leaves poor in the names' own top bits.
+        // The second round improves the top bits, which after the first depend little on the names'
+        // own top bits.
         let hash = fold(fold(name ^ self.key, self.multiplier), 0x9e37_79b9_7f4a_7c15);
         let slot = hash >> (u64::BITS - SEGMENT_BITS);
         let bits = (hash << SEGMENT_BITS >> (u64::BITS - FINGERPRINT_BITS)) as u32;
@@ -320,7 +327,7 @@ impl NameFilter {
     }
 }
 
-/// Both halves of the 128-bit product, folded into one.
+/// Both halves of the 128-bit product, combined.
 #[inline]
 fn fold(value: u64, multiplier: u64) -> u64 {
     let wide = u128::from(value) * u128::from(multiplier);
@@ -349,8 +356,8 @@ mod tests {
         }
     }
 
-    /// Looks at every bucket: what is counted is what is there, and every count of passers-by is exact
-    /// unless it was lost.
+    /// Checks every bucket: counters match the content, and every overflow count is exact unless it
+    /// was lost.
     fn check(filter: &NameFilter) {
         assert!(filter.segments.is_empty() || filter.segments.len() == SEGMENTS);
         assert_eq!(filter.segments.is_empty(), filter.len == 0);
@@ -393,7 +400,7 @@ mod tests {
             let mut model: HashMap<u64, usize> = HashMap::new();
             let mut held: Vec<u64> = Vec::new();
             let (mut steps, mut peak) = (0, 0);
-            // Tides: each phase inserts with another probability, of 16.
+            // Phases: each inserts with another probability, in sixteenths.
             for chance in [15, 2, 12, 1, 14, 8, 0] {
                 for _ in 0..60_000 {
                     steps += 1;

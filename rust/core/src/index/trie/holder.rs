@@ -1,4 +1,4 @@
-//! What the writer keeps of each worker, of each of its planes, and of each (plane, run).
+//! The writer's records of each worker, of each of its planes, and of each (plane, run).
 
 use std::hash::{BuildHasher, Hasher};
 
@@ -15,31 +15,31 @@ use crate::index::arena::runs::RunId;
 pub(super) type MemberId = u32;
 pub(super) const NO_MEMBER: MemberId = u32::MAX;
 
-/// What one slot has of one run.
+/// One slot's part of one run.
 #[derive(Debug)]
 pub(super) struct Member {
     pub run: RunId,
     pub slot: u16,
     pub column: ColumnId,
     pub spans: Spans,
-    /// What the cover says: 0 is nothing.
+    /// Its length in the published cover; 0 means none.
     pub cut: u16,
-    /// Whether it is on the list of members whose blocks the cover does not tell.
+    /// Whether it is listed as having blocks that the cover does not show.
     pub is_scattered: bool,
-    /// Members of the same slot on runs that hang on this one: these go first.
+    /// Members of the same slot on children of this run; they are evicted first.
     pub kids: u32,
-    /// Where the deepest of those hangs, or deeper; 0 when there is none.
+    /// Offset of the deepest of those children, or deeper; 0 without children.
     pub floor: u16,
-    /// Neighbours in the order of use, of which it is no part while `is_parked`.
+    /// Neighbors in the order of use; unlinked while `is_parked`.
     pub older: MemberId,
     pub newer: MemberId,
     pub is_parked: bool,
-    /// When it was used last, in the index's own count.
+    /// Time of its last use, in the index's own count.
     pub used: u64,
 }
 
 impl Member {
-    /// Whether the cover says that it has its run whole.
+    /// Whether the cover shows its run as whole.
     pub fn is_whole(&self) -> bool {
         self.cut == WHOLE
     }
@@ -64,7 +64,7 @@ impl Default for Member {
     }
 }
 
-/// A worker's number and whether its predictions are meant, in one.
+/// A worker's number combined with a flag for its predictions.
 pub(super) type Lane = u32;
 
 /// The list of a lane.
@@ -72,7 +72,7 @@ pub(super) type Lane = u32;
 pub(super) struct Ends {
     pub oldest: MemberId,
     pub newest: MemberId,
-    /// Whether the lane is among those that give way when bytes run short.
+    /// Whether the lane is among those to evict from when memory is short.
     pub is_queued: bool,
 }
 
@@ -82,7 +82,7 @@ impl Default for Ends {
     }
 }
 
-/// Names beyond the first that a slot has for a block; those of one block form a list.
+/// Additional names of a slot's blocks; those of one block form a list.
 #[derive(Debug)]
 pub(super) struct Extra {
     by_name: HashMap<u64, Further, Mix>,
@@ -117,7 +117,7 @@ impl Extra {
         self.by_name.iter().map(|(name, further)| (*name, further.loc))
     }
 
-    /// A further name of the block.
+    /// An additional name of the block.
     pub fn at(&self, loc: Loc) -> Option<u64> {
         self.first.get(&loc).copied()
     }
@@ -126,7 +126,7 @@ impl Extra {
         std::iter::successors(self.at(loc), |name| self.by_name.get(name)?.next)
     }
 
-    /// Adds a name that is not there.
+    /// Adds a new name.
     pub fn add(&mut self, name: u64, loc: Loc) {
         let next = self.first.insert(loc, name);
         if let Some(next) = next.and_then(|next| self.by_name.get_mut(&next)) {
@@ -161,7 +161,7 @@ impl Extra {
         self.by_name.allocation_size() + self.first.allocation_size()
     }
 
-    /// Bytes that `more` names may cost at once.
+    /// Upper bound of the bytes for `more` names.
     pub fn growth(&self, more: usize) -> usize {
         map_growth(&self.by_name, more) + map_growth(&self.first, more)
     }
@@ -174,12 +174,12 @@ pub(super) struct Slot {
     pub worker: u32,
     pub plane: Plane,
     pub members: HashMap<RunId, MemberId, Mix>,
-    /// Name of each member's last block.
+    /// Members by the name of their last block.
     pub tails: HashMap<u64, MemberId, Mix>,
-    /// Names stored more than once, with how often.
+    /// Names stored more than once, with their count.
     pub copies: HashMap<u64, u32, Mix>,
     pub extra: Extra,
-    /// Runs that members' runs hang on without a member of their own, with how many do.
+    /// Parent runs without a member of their own, with the number of member runs below.
     pub waiting: HashMap<RunId, u32, Mix>,
     /// Names held (predictions: blocks).
     pub held: usize,
@@ -199,7 +199,7 @@ impl Slot {
         }
     }
 
-    /// Gives back what few entries no longer need.
+    /// Releases memory that few entries no longer need.
     pub fn tidy(&mut self) {
         shrink_map(&mut self.members);
         shrink_map(&mut self.tails);
@@ -221,17 +221,17 @@ impl Slot {
 #[derive(Debug)]
 pub(super) struct WorkerState {
     pub worker: Worker,
-    /// By [`Plane::number`]; [`NONE`] where nothing was ever held.
+    /// By [`Plane::number`]; [`NONE`] if it never held anything.
     pub slots: [u16; Plane::COUNT],
-    /// Every name, for workers that name blocks in no order.
+    /// All names, for workers that name blocks in no particular order.
     pub dense: Option<HashMap<u64, Loc, Mix>>,
-    /// Whether it is to get that table when there is room.
+    /// Whether it should get that table once there is room.
     pub wants_dense: bool,
-    /// Its lanes of facts and of predictions.
+    /// Its two lanes: held blocks and predictions.
     pub order: [Ends; 2],
-    /// Its bytes when they were counted last.
+    /// Its bytes at the last count.
     pub counted: usize,
-    /// Blocks searched for names in vain effort, less those that events have paid for.
+    /// Blocks searched without success, minus those that events have paid for.
     pub search_debt: usize,
 }
 
@@ -248,13 +248,13 @@ impl WorkerState {
         }
     }
 
-    /// The slots of facts.
+    /// The slots of held blocks.
     pub fn fact_slots(&self) -> impl Iterator<Item = u16> + use<> {
         let slots = self.slots;
         slots.into_iter().take(4).filter(|slot| *slot != NONE)
     }
 
-    /// Gives back what few entries no longer need.
+    /// Releases memory that few entries no longer need.
     pub fn tidy(&mut self) {
         if let Some(dense) = &mut self.dense {
             shrink_map(dense);
@@ -266,7 +266,7 @@ impl WorkerState {
     }
 }
 
-/// Hashes keys that are hashes already: one keyed multiplication spreads them over the table.
+/// Hashes keys that are already hashes: one keyed multiplication spreads them over the table.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Mix(u64);
 

@@ -1,8 +1,8 @@
-//! What keeps the index within its limits: blocks per worker, and bytes of the whole.
+//! Enforces the limits of the index: blocks per worker, and bytes in total.
 //!
-//! Blocks are counted after an event, bytes before it as well: a stored event comes in pieces, each of
-//! which is let in only when it fits. So an event may be larger than everything else, and readers may
-//! hold back the freeing of what was let go: what then finds no room is refused, never kept.
+//! Blocks are checked after an event, bytes also before it: a stored event is applied in pieces,
+//! each only if it fits. An event may therefore be larger than everything else, and readers may
+//! delay the freeing of evicted memory: anything that then finds no room is refused.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -19,12 +19,12 @@ use crate::index::types::{CountMode, Limits};
 /// Bytes of a new worker: its records, and a page of seats.
 const WORKER_BYTES: usize = 12 * 1024;
 
-/// Bytes that the tables of child runs and of names may grow by with one piece of an event, beside what
-/// each block takes there.
+/// Growth of the tables of child runs and of names per piece of an event, besides the entries of
+/// its blocks, in bytes.
 const TABLE_BYTES: usize = 16 * 1024;
 
-/// How often the writer looks whether readers have gone on: a query takes microseconds, unless its
-/// thread was put to sleep.
+/// How often the writer checks whether readers have moved on: a query takes microseconds, unless
+/// its thread was descheduled.
 const WAITS: usize = 200;
 
 impl Writer {
@@ -34,25 +34,25 @@ impl Writer {
         (max > 0).then(|| max.max(Limits::MAX_BYTES_LEAST))
     }
 
-    /// Bytes that eviction aims at: what comes next has room, and is not what evicts again.
+    /// Target of eviction in bytes: it leaves room, so that the next event does not evict again.
     fn calm(budget: usize) -> usize {
         budget - budget / 16
     }
 
-    /// Blocks that are placed before bytes are looked at again.
+    /// Blocks to place before bytes are checked again.
     pub(super) fn piece(&self) -> usize {
         self.budget().map_or(usize::MAX, |budget| (budget / 16_384).clamp(16, 1_024))
     }
 
-    /// Longest run to make. A run is freed as a whole only, and growing one leaves a copy of it to
-    /// readers: neither may be much of the budget.
+    /// Longest run to create. A run is only freed as a whole, and growing one leaves a copy of it
+    /// to readers: neither may take a large part of the budget.
     pub(super) fn longest_run(&self) -> usize {
         self.budget().map_or(MAX_RUN, |budget| (budget / 1_024).clamp(64, MAX_RUN))
     }
 
     // ---- blocks
 
-    /// Lets go of what is too much, after something was added to `slot`.
+    /// Evicts the excess, after blocks were added to `slot`.
     pub(super) fn keep_capacity(&mut self, slot: u16) {
         let capacity = self.options.limits.capacity_blocks;
         if capacity == 0 {
@@ -68,10 +68,11 @@ impl Writer {
         self.finish();
     }
 
-    /// Lets the least recently predicted blocks of all workers go when there are too many.
+    /// Evicts the least recently predicted blocks of all workers when there are too many.
     ///
     /// # Cost
-    /// O(1) while there are not; else O(workers) beside what goes, which is a share of all.
+    /// O(1) within the limit; otherwise O(workers), plus the evicted blocks, which are a fixed
+    /// share of all.
     pub(super) fn keep_predicted(&mut self) {
         let Limits { max_predicted, predicted_target, .. } = self.options.limits;
         if max_predicted == 0 || self.counters.predicted <= max_predicted {
@@ -85,7 +86,8 @@ impl Writer {
         while self.counters.predicted > predicted_target
             && let Some(Reverse((used, lane))) = lanes.pop()
         {
-            // What hangs on the oldest one goes first; then the lane may not be the oldest any more.
+            // Children of the oldest member are evicted first; then this lane may no longer be the
+            // oldest.
             if self.leaf(lane).is_none() {
                 continue;
             }
@@ -101,8 +103,8 @@ impl Writer {
         }
     }
 
-    /// Lets the least recently used blocks of a lane go, up to `most`, from the end of a chain and never
-    /// below what hangs on it. Returns how many went; 0 when there is none.
+    /// Evicts up to `most` of a lane's least recently used blocks, from the end of a chain and
+    /// never below its children. Returns the number of blocks; 0 if there are none.
     fn evict(&mut self, lane: Lane, most: usize) -> usize {
         let Some(leaf) = self.leaf(lane) else { return 0 };
         let (slot, run, end) = (leaf.slot, leaf.run, leaf.end);
@@ -116,7 +118,7 @@ impl Writer {
         gone
     }
 
-    /// Forgets what is known of names of blocks that are about to go, beside their column.
+    /// Drops the names of blocks that are about to be evicted, except for their column.
     pub(super) fn drop_names(&mut self, slot: u16, run: u32, start: u16, end: u16) {
         let state = self.slot(slot);
         let number = state.worker;
@@ -150,15 +152,15 @@ impl Writer {
 
     // ---- bytes
 
-    /// Makes room for `blocks` more of a slot. False when there is none: what is left is in use, or readers
-    /// hold it back.
+    /// Makes room for `blocks` more in a slot. False if that is impossible: the rest is in use, or
+    /// readers delay its freeing.
     pub(super) fn make_room(&mut self, slot: u16, blocks: usize) -> bool {
         let Some(budget) = self.budget() else { return true };
         let need = self.need(slot, blocks);
         self.fit(need, budget)
     }
 
-    /// Makes room for the records of one more worker.
+    /// Makes room for the records of another worker.
     pub(super) fn make_room_for_worker(&mut self) -> bool {
         let Some(budget) = self.budget() else { return true };
         let lists = (self.owners.workers.capacity() + self.owners.slots.capacity())
@@ -169,13 +171,13 @@ impl Writer {
     }
 
     fn fit(&mut self, need: usize, budget: usize) -> bool {
-        // Letting go costs a little, too: that much is never given away.
+        // Eviction itself needs a little memory, which is reserved.
         let most = (budget - budget / 64).saturating_sub(need);
         self.shrink_to(most.min(Self::calm(budget)));
         self.wait_for(most)
     }
 
-    /// Waits, not for long, until readers leave what was let go and `most` bytes are not exceeded.
+    /// Waits briefly until readers release evicted memory and at most `most` bytes are in use.
     fn wait_for(&mut self, most: usize) -> bool {
         for _ in 0..WAITS {
             if self.bytes_now() <= most || self.bytes_live() > most {
@@ -187,7 +189,7 @@ impl Writer {
         self.bytes_now() <= most
     }
 
-    /// Counts a worker after an event, and lets go of what is too much.
+    /// Updates a worker's counts after an event, and evicts the excess.
     pub(super) fn settle(&mut self, number: u32) {
         let Some(budget) = self.budget() else { return };
         self.recount(number);
@@ -198,11 +200,12 @@ impl Writer {
         }
     }
 
-    /// Gives a worker its table of names, for which others may have to go.
+    /// Builds a worker's table of names, which may evict others.
     fn densify_within(&mut self, number: u32, budget: usize) {
         self.worker_mut(number).wants_dense = false;
         loop {
-            // What goes may be what the table would be of: a little at a time.
+            // Eviction may remove blocks that the table would contain, so it proceeds in small
+            // steps.
             let most = Self::calm(budget).saturating_sub(self.dense_bytes(number));
             if self.bytes_now() <= most {
                 self.densify(number);
@@ -211,7 +214,7 @@ impl Writer {
             }
             let live = self.bytes_live();
             if live <= most {
-                // Readers hold back what went: the next search asks again.
+                // Readers delay the freeing of evicted memory: the next search tries again.
                 return;
             }
             self.shrink_to(most.max(live - live / 16));
@@ -221,7 +224,7 @@ impl Writer {
         }
     }
 
-    /// What `blocks` more of a slot may cost at once, at the most.
+    /// Upper bound of the bytes for `blocks` more in a slot.
     fn need(&self, slot: u16, blocks: usize) -> usize {
         let state = self.slot(slot);
         let worker = self.worker(state.worker);
@@ -247,7 +250,7 @@ impl Writer {
         arrays + dense + maps + pages + metas + TABLE_BYTES
     }
 
-    /// What it may cost that members of as many blocks run out some time.
+    /// Bytes to track the expiry of members with this many blocks.
     fn age_growth(&self, slot: &Slot, blocks: usize) -> usize {
         let limits = &self.options.limits;
         match slot.plane {
@@ -257,7 +260,7 @@ impl Writer {
         }
     }
 
-    /// Lets the least recently used blocks of all workers go until no more than `most` bytes are in use.
+    /// Evicts the least recently used blocks of all workers until at most `most` bytes are in use.
     fn shrink_to(&mut self, most: usize) {
         if self.bytes_now() <= most {
             return;
@@ -266,7 +269,7 @@ impl Writer {
         if self.bytes_now() <= most {
             return;
         }
-        // A little more than asked, or each event would have to.
+        // A little more than requested, so that not every event has to evict.
         let most = most - most / 64;
         while self.bytes_live() > most {
             let Some(lane) = self.oldest_lane() else { break };
@@ -277,14 +280,14 @@ impl Writer {
         self.collect();
     }
 
-    /// Bytes in use, without those that only wait for readers.
+    /// Bytes in use, excluding memory that only waits for readers.
     fn bytes_live(&self) -> usize {
         let waiting = Runs::waiting_bytes(&self.tree.runs)
             + self.shared.edges.waiting_bytes(&self.tree.edges);
         self.bytes_now() - waiting
     }
 
-    /// Whether the worker still holds the block before `place`, where an event goes on.
+    /// Whether the worker still holds the block before `place`, where an event continues.
     pub(super) fn is_open(&self, slot: u16, place: Loc) -> bool {
         let Some(offset) = place.offset.checked_sub(1) else { return true };
         self.siblings(slot).any(|slot| {

@@ -1,14 +1,16 @@
 //! The index: a tree of runs that readers walk without waiting, and one writer behind a lock.
 //!
-//! A *run* is a stretch of a chain without choices: its labels (local hashes) lie in one array, and what
-//! branches off hangs on it as a child, at any offset; runs are never split or merged, so a block never
-//! changes its place. Who has how much of a run is one word ([`cover`](super::arena::cover)).
+//! A *run* is a stretch of a chain without branches: its labels (local hashes) are in one array,
+//! and branches are attached to it as children, at any offset. Runs are never split or merged, so a
+//! block never moves. One word says which slots hold how much of a run
+//! ([`cover`](super::arena::cover)).
 //!
-//! The room: `walk` (the query), `scratch` (what it needs beside its answer), `shared` (what readers and the
-//! writer share), `writer` (events), `state` (what it keeps), `names` (from an engine's name to a block),
-//! `filter` (names that anyone has), `limits` (eviction), `order` (of use), `ages` (of predictions), `stamps`
-//! (of facts), `steps` (what both keep of a member), `report` (bytes), `room` (in tables), `dump` and `events`
-//! (what a worker holds, written out), `seats` (worker <-> slot), `holder`, `run`, `spans`, `paged`.
+//! The room: `walk` (the query), `scratch` (its working memory), `shared` (state of readers and
+//! writer), `writer` (events), `state` (its data), `names` (from an engine's name to a block),
+//! `filter` (names in use), `limits` (eviction), `order` (of use), `ages` (of predictions),
+//! `stamps` (of held blocks), `steps` (expiry data of a member), `report` (bytes), `room` (in
+//! tables), `dump` and `events` (export of a worker's content), `seats` (worker <-> slot),
+//! `holder`, `run`, `spans`, `paged`.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -53,15 +55,15 @@ use seats::NONE;
 use shared::Shared;
 use writer::Writer;
 
-/// Blocks that ran out after which the lock is handed over.
+/// Expired blocks after which the lock is handed over.
 const EXPIRED_AT_ONCE: usize = 4_096;
 
 /// The block index: exact, concurrent, readers never wait.
 ///
 /// # Cost
-/// A block takes 16 bytes and its place in the filter of names, once for all workers that name it alike;
-/// each (worker, run) takes a record. Measured figures are in the benches' RESULTS; what an index
-/// occupies now is [`IndexStats::bytes`].
+/// A block takes 16 bytes and its entry in the filter of names, once for all workers with the same
+/// name for it; each (worker, run) takes a record. The benches' RESULTS have measurements;
+/// [`IndexStats::bytes`] is the current size.
 pub struct RadixIndex {
     shared: Arc<Shared>,
     writer: Mutex<Writer>,
@@ -84,8 +86,8 @@ impl RadixIndex {
         Self { shared, writer: Mutex::new(writer) }
     }
 
-    /// Looks at what the writer knows. Writers that wait meanwhile come next: who only looks, even all the
-    /// time, must not keep events waiting.
+    /// Reads the writer's state. Waiting writers go next, so that constant reading never delays
+    /// events.
     fn look<R>(&self, at: impl FnOnce(&mut Writer) -> R) -> R {
         let mut writer = self.writer.lock();
         let seen = at(&mut writer);
@@ -93,19 +95,19 @@ impl RadixIndex {
         seen
     }
 
-    /// Checks everything that is kept twice against each other.
+    /// Checks all redundant data for consistency.
     ///
     /// # Cost
     /// O(blocks), under the writer's lock: for tests.
     ///
     /// # Panics
-    /// When the index is not consistent.
+    /// If the index is inconsistent.
     pub fn audit(&self) {
         self.look(|writer| writer.audit());
     }
 
-    /// Like [`BlockIndex::find_matches`], for those who ask for the device only: a third of the output,
-    /// which is most of the time when hundreds of workers match.
+    /// Like [`BlockIndex::find_matches`], for the device only: a third of the output, which is most
+    /// of the time when hundreds of workers match.
     ///
     /// # Consistency
     /// As [`BlockIndex::find_matches`].
@@ -182,7 +184,7 @@ impl BlockIndex for RadixIndex {
     }
 
     fn advance_to(&self, now_ms: u64) -> usize {
-        // Events come in between: that much takes as long as a few of them.
+        // Events may run in between; this many blocks take as long as a few events.
         let mut gone = 0;
         loop {
             let some = self.look(|writer| writer.advance_to(now_ms, EXPIRED_AT_ONCE));
@@ -194,7 +196,7 @@ impl BlockIndex for RadixIndex {
     }
 
     fn predictions_due_ms(&self) -> u64 {
-        // Relaxed: whoever sees a prediction long enough for it to run out sees this, too.
+        // Relaxed: a thread that sees a prediction for long enough to expire also sees this.
         self.shared.predictions_due_ms.load(Ordering::Relaxed)
     }
 
@@ -262,7 +264,8 @@ impl BlockIndex for RadixIndex {
     }
 
     fn dump_worker(&self, worker: Worker) -> Vec<DumpEvent> {
-        // Not under the lock: making room, and making events. The pin keeps what the copy speaks of.
+        // Outside of the lock: allocating memory, and building events. The pin preserves the copied
+        // runs.
         let pin = pin();
         let room = self.look(|writer| writer.measure(worker));
         let mut copied = Copied::with_room(room);

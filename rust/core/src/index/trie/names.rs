@@ -1,11 +1,12 @@
-//! What workers call blocks, and the way back from a name to its block.
+//! Workers' names of blocks, and the way from a name to its block.
 //!
-//! There is no table of all names. A run keeps columns of names beside its labels, and a member says
-//! which column its holder goes by. From a name to its place leads a ladder: the caller's own guess, the
-//! last blocks of the holder's members, blocks it hung others on, further names of blocks, and as the
-//! last resort a search through what it holds. Each rung is checked against the column, so a wrong hint
-//! costs time only. Before the search, a filter of all names in the tree tells most of those that nobody
-//! has. A worker that needs the search too often gets a table of its own, and keeps it.
+//! There is no table of all names. A run stores columns of names beside its labels, and a member
+//! knows which column its holder uses. A name is resolved in steps: the caller's own guess, the
+//! last blocks of the holder's members, parents of other blocks, additional names of blocks, and
+//! finally a search through everything that the worker holds. Each hint is checked against the
+//! column, so a wrong hint only costs time. Before the search, a filter of all names in the tree
+//! rules out most names without a holder. A worker that needs the search too often gets its own
+//! table, and keeps it.
 
 use std::collections::VecDeque;
 
@@ -17,33 +18,33 @@ use crate::ids::Worker;
 use crate::index::arena::runs::{ROOT, RunId};
 use crate::index::types::Block;
 
-/// What may be searched on credit: all that a worker holds, times this, plus [`SEARCH_GRACE`] blocks.
+/// Search credit of a worker: the blocks that it holds, times this, plus [`SEARCH_GRACE`] blocks.
 const SEARCH_TIMES: usize = 4;
 const SEARCH_GRACE: usize = 16_384;
 
-/// What is small costs a miss of the cache all the same: as much as so many blocks in a row.
+/// A short column still costs a cache miss, as much as this many consecutive blocks.
 const SMALL_COSTS: usize = 64;
 
-/// How many names ahead the filter's lines are fetched.
+/// Prefetch distance of the filter's lines, in names.
 const AHEAD: usize = 8;
 
-/// Columns up to this long are forgotten with their run; longer ones in the course of later events.
+/// Columns up to this length are dropped with their run; longer ones during later events.
 const FORGET_AT_ONCE: usize = 32;
 
-/// Names left behind that are forgotten for each name that comes: those that went first come back first,
-/// and are new by then.
+/// Leftover names dropped per new name. The oldest are dropped first, because they are the first to
+/// return and must then be new.
 pub(super) const FORGET_PER_NAME: usize = 2;
 
-/// Names left behind wait to be forgotten whatever is held beside them, up to so many bytes.
+/// Leftover names may wait to be dropped up to this many bytes, however little is held.
 const LEFT_BYTES_KEPT: usize = 1 << 20;
 
-/// Suspects that are not worth a look at who is one no more.
+/// Up to this many suspects are kept without looking for outdated ones.
 const FEW_SUSPECTS: usize = 4_096;
 
-/// Columns that a new member is compared with before it gets one of its own.
+/// Columns compared with a new member before it gets its own.
 const COLUMNS_COMPARED: usize = 64;
 
-/// Whether `name` is among `names`, in chunks that the compiler turns into vector instructions.
+/// Finds `name` in `names`, in chunks that the compiler vectorizes.
 fn search(names: &[u64], name: u64) -> Option<usize> {
     let mut at = 0;
     for chunk in names.chunks(16) {
@@ -56,7 +57,7 @@ fn search(names: &[u64], name: u64) -> Option<usize> {
 }
 
 impl Writer {
-    /// What a member calls a block; `None` for predictions.
+    /// A member's name of a block; `None` for predictions.
     pub(super) fn name_at(&self, member: &Member, offset: usize) -> Option<u64> {
         if member.column == NO_COLUMN {
             return None;
@@ -77,7 +78,7 @@ impl Writer {
         (run != ROOT && attach > 0).then(|| Loc { run, offset: attach - 1 })
     }
 
-    /// Whether the slot has the block at `loc` and calls it `name` in the first place.
+    /// Whether the slot holds the block at `loc` and `name` is its first name.
     pub(super) fn is_named(&self, slot: u16, loc: Loc, name: u64) -> bool {
         self.slot(slot).members.get(&loc.run).is_some_and(|id| {
             let member = self.members.get(*id);
@@ -86,7 +87,7 @@ impl Writer {
         })
     }
 
-    /// What a worker calls the leading blocks of a prompt, as far as it is in the tree.
+    /// A worker's names of the leading blocks of a prompt, as far as the tree has them.
     pub(super) fn names_along(&self, worker: Worker, locals: &[u64], out: &mut Vec<Option<u64>>) {
         let Some(&number) = self.owners.numbers.get(&worker) else { return };
         let mut place = Loc { run: ROOT, offset: 0 };
@@ -110,12 +111,12 @@ impl Writer {
         }
     }
 
-    /// Where the worker holds what it calls `name`, in any tier.
+    /// The location of the worker's block `name`, in any tier.
     pub(super) fn locate(&mut self, number: u32, name: u64) -> Option<Loc> {
         self.worker(number).fact_slots().find_map(|slot| self.locate_in(slot, name))
     }
 
-    /// Where the slot holds what its worker calls `name`.
+    /// The location of the block `name` in the slot.
     pub(super) fn locate_in(&mut self, slot: u16, name: u64) -> Option<Loc> {
         let state = self.slot(slot);
         if let Some(id) = state.tails.get(&name) {
@@ -161,13 +162,13 @@ impl Writer {
                 Some(Loc { run: *run, offset })
             })
         });
-        // In the same measure as what was searched, or a single search among many short members, for a
-        // name that the filter took for another, would be enough.
+        // In the same unit as the search cost. Otherwise a single search through many short
+        // members, for a false positive of the filter, would suffice.
         let whole = state.held + SMALL_COSTS * state.members.len();
         let worker = self.worker_mut(number);
         worker.search_debt += searched;
         if worker.search_debt > SEARCH_TIMES * whole + SEARCH_GRACE {
-            // With a budget of bytes that must wait until others may go.
+            // With a byte budget, this must wait until others can be evicted.
             match self.options.limits.max_bytes {
                 0 => self.densify(number),
                 _ => self.worker_mut(number).wants_dense = true,
@@ -176,7 +177,7 @@ impl Writer {
         found
     }
 
-    /// Bytes of a table of all names of a worker.
+    /// Size in bytes of a table of all names of a worker.
     pub(super) fn dense_bytes(&self, number: u32) -> usize {
         let buckets = (self.held(number) * 8 / 7 + 1).next_power_of_two();
         buckets * (size_of::<(u64, Loc)>() + 1) + 16
@@ -187,7 +188,7 @@ impl Writer {
         self.worker(number).fact_slots().map(|slot| self.slot(slot).held).sum()
     }
 
-    /// Gives a worker a table of all its names.
+    /// Builds a table of all names of a worker.
     pub(super) fn densify(&mut self, number: u32) {
         let held = self.held(number);
         let mut dense = hashbrown::HashMap::with_capacity_and_hasher(held, self.mix);
@@ -214,13 +215,14 @@ impl Writer {
 
     // ---- the filter
 
-    /// False when nobody has the name; true means perhaps. 0 fills gaps in columns and is not noted.
+    /// False if no worker uses the name; true means maybe. 0 fills gaps in columns and is not
+    /// recorded.
     fn may_be_known(&self, name: u64) -> bool {
         name == 0 || self.names.filter.contains(name)
     }
 
-    /// Fetches the filter's lines for the first names of blocks that are about to be added: what comes before
-    /// their names are noted takes as long as memory does.
+    /// Prefetches the filter's lines for the first names of blocks that are about to be added,
+    /// which hides the memory latency.
     pub(super) fn fetch_names(&self, chain: Chain<'_>) {
         let Chain::Named(blocks) = chain else { return };
         for block in blocks.iter().take(AHEAD) {
@@ -232,7 +234,7 @@ impl Writer {
         name == 0 || (!self.names.suspects.is_empty() && self.names.suspects.contains(&name))
     }
 
-    /// Notes a name that gets one more place in the tree; tells whether it may have had one before.
+    /// Records another location of a name; returns whether it may have had one before.
     fn note(&mut self, name: u64) -> bool {
         if name == 0 {
             return true;
@@ -240,13 +242,14 @@ impl Writer {
         let is_known = self.names.filter.insert_new(name);
         if is_known {
             self.names.suspects.insert(name);
-            // Mistakes of the filter stay behind; they must not pile up.
+            // False positives of the filter remain as suspects, which must not accumulate.
             let few = FEW_SUSPECTS + self.names.filter.len() / 64;
             if self.names.suspects.len() > few.max(self.names.suspects_most) {
                 let filter = &self.names.filter;
                 self.names.suspects.retain(|name| filter.contains_twice(*name));
                 shrink_set(&mut self.names.suspects);
-                // Where most are suspects for good reason, a look at each at every name would be quadratic.
+                // If most are suspects for good reason, checking each one at every name would be
+                // quadratic.
                 self.names.suspects_most = 2 * self.names.suspects.len();
             }
         }
@@ -259,7 +262,7 @@ impl Writer {
         }
         let was_there = self.names.filter.remove(name);
         debug_assert!(was_there, "what is forgotten was noted");
-        // At one place only: nothing to be searched for until it comes again.
+        // At a single location: no search is needed until it appears again.
         let is_cleared = !self.names.suspects.is_empty()
             && self.names.suspects.contains(&name)
             && !self.names.filter.contains_twice(name);
@@ -269,7 +272,7 @@ impl Writer {
         }
     }
 
-    /// A further name of a block: always worth a search when it comes again.
+    /// Records an additional name of a block, which always needs a search when it appears again.
     pub(super) fn note_extra(&mut self, name: u64) {
         self.note(name);
     }
@@ -280,8 +283,8 @@ impl Writer {
 
     // ---- columns
 
-    /// Names blocks from `start` on, which the member does not have yet. Appends to `doubtful` the names
-    /// that the worker may hold elsewhere, with their offsets.
+    /// Sets the names of blocks from `start` on, which are new to the member. Appends names that
+    /// the worker may hold elsewhere to `doubtful`, with their offsets.
     pub(super) fn assign(
         &mut self,
         id: MemberId,
@@ -333,7 +336,7 @@ impl Writer {
             let column = self.tree.metas.get_mut(run).column_mut(column);
             let room = column.names.capacity();
             if column.names.len() < start {
-                // Blocks that this holder does not have: nothing asks for their names.
+                // This holder lacks these blocks, so their names are never read.
                 column.names.resize(start, 0);
             }
             column.extend(blocks[known..].iter().map(|block| block.engine_hash));
@@ -341,7 +344,7 @@ impl Writer {
         }
     }
 
-    /// Changes what a member calls one block.
+    /// Changes a member's name of one block.
     pub(super) fn rename(&mut self, id: MemberId, offset: usize, name: u64) {
         let column = self.own_column(id);
         let Member { run, slot, .. } = *self.members.get(id);
@@ -356,7 +359,7 @@ impl Writer {
         }
     }
 
-    /// A column in which blocks from `start` on can have these names; counts one more user of it.
+    /// A column that can store these names from `start` on; counts one more user of it.
     fn join_column(&mut self, run: RunId, start: usize, blocks: &[Block]) -> ColumnId {
         let fits = |column: &Column| {
             let names = &column.names;
@@ -367,7 +370,7 @@ impl Writer {
         let found = meta
             .columns()
             .take(COLUMNS_COMPARED)
-            // An unused column beside used ones is a number to be given again.
+            // An unused column beside used ones is a number to be reassigned.
             .find(|(id, column)| (*id == 0 || column.users > 0) && fits(column))
             .map(|(id, _)| id);
         let column = found.unwrap_or_else(|| self.new_column(run));
@@ -383,7 +386,7 @@ impl Writer {
         column
     }
 
-    /// Makes sure that a member's column is its own.
+    /// Ensures that a member has its own column.
     fn own_column(&mut self, id: MemberId) -> ColumnId {
         let Member { run, column, .. } = *self.members.get(id);
         if self.tree.metas.get(run).column(column).users == 1 {
@@ -391,7 +394,7 @@ impl Writer {
         }
         let names = self.tree.metas.get(run).column(column).names.clone();
         for name in &names {
-            // Known at this very place: no reason for suspicion.
+            // The name is known at this location, so it is not suspect.
             if *name != 0 {
                 self.names.filter.insert(*name);
             }
@@ -407,7 +410,7 @@ impl Writer {
         own
     }
 
-    /// A member goes by this column no more.
+    /// Removes a member's use of this column.
     pub(super) fn leave_column(&mut self, run: RunId, column: ColumnId) {
         let left = self.tree.metas.get_mut(run).column_mut(column);
         left.users -= 1;
@@ -417,13 +420,13 @@ impl Writer {
             let list = meta.list_bytes();
             meta.trim();
             self.sizes.columns -= names.capacity() * size_of::<u64>() + list - meta.list_bytes();
-            // With a budget, memory must be free when eviction asks for it; and what waits must not outgrow
-            // what is held.
+            // With a budget, memory must be free when eviction needs it; and leftovers must not
+            // outgrow held data.
             let may_wait = self.options.limits.max_bytes == 0
                 && self.names.left_bytes <= self.sizes.columns.max(LEFT_BYTES_KEPT);
             if names.len() > FORGET_AT_ONCE && may_wait {
                 self.names.left_bytes += names.capacity() * size_of::<u64>();
-                // They are forgotten from the end.
+                // They are dropped from the end.
                 names.reverse();
                 self.names.left.push_back(names);
             } else {
@@ -432,7 +435,7 @@ impl Writer {
         }
     }
 
-    /// Takes up to `most` names from the end of a list, and forgets them. Returns how many.
+    /// Removes and drops up to `most` names from the end of a list. Returns their number.
     fn forget_last(&mut self, names: &mut Vec<u64>, most: usize) -> usize {
         let keep = names.len().saturating_sub(most);
         let gone = names.len() - keep;
@@ -447,8 +450,8 @@ impl Writer {
         gone
     }
 
-    /// Forgets up to `most` of the names that runs left behind, first those that were left first: the filter
-    /// takes them for known until then, which costs searches, no mistakes.
+    /// Drops up to `most` leftover names of removed runs, oldest first. Until then the filter
+    /// considers them known, which only costs searches.
     pub(super) fn forget_left(&mut self, most: usize) {
         let mut credit = most;
         while credit > 0 {
@@ -467,7 +470,7 @@ impl Writer {
         }
     }
 
-    /// The run goes: its names with it.
+    /// Drops the names of a removed run.
     pub(super) fn forget_names(&mut self, run: RunId) {
         let meta = std::mem::take(self.tree.metas.get_mut(run));
         debug_assert!(

@@ -1,10 +1,10 @@
-//! The order of use: what goes first when something must go.
+//! The order of use, which determines the order of eviction.
 //!
-//! Each worker has two lanes, one of its facts in all tiers and one of its predictions. A lane is a list
-//! of members, least recently used first. Storing or predicting blocks uses the runs they lie in, and by
-//! that all runs above: what others hang on goes after them. That needs no walk to the root. A member
-//! that comes to its turn while others hang on it leaves the list (it is *parked*), and the last of those
-//! that goes leaves it its own place.
+//! Each worker has two lanes, one for its held blocks in all tiers and one for its predictions. A
+//! lane is a list of members, least recently used first. Storing or predicting blocks counts as a
+//! use of their runs and thereby of all ancestors, which are evicted after their children. That
+//! needs no walk to the root: a member whose turn comes while it has children leaves the list (it
+//! is *parked*), and the last child to go passes its place on to it.
 
 use std::cmp::Reverse;
 use std::collections::binary_heap::PeekMut;
@@ -15,14 +15,14 @@ use super::seats::{NONE, Plane};
 use super::writer::Writer;
 use crate::index::arena::runs::{ROOT, RunId};
 
-/// Where in its lane a member was.
+/// A member's position in its lane.
 #[derive(Clone, Copy)]
 pub(super) struct Turn {
     newer: MemberId,
     used: u64,
 }
 
-/// Blocks of one slot that may go: nothing of the worker hangs on them.
+/// Blocks of one slot that may be evicted: the worker holds no children of them.
 pub(super) struct Leaf {
     pub slot: u16,
     pub run: RunId,
@@ -60,8 +60,8 @@ impl Writer {
         slots.into_iter().filter(|slot| *slot != NONE)
     }
 
-    /// Up to which block of `run` something of the worker hangs on it, in the lane of `slot`; at most this,
-    /// and 0 when nothing does.
+    /// The offset up to which `run` has children in the lane of `slot`; at most this, and 0 without
+    /// children.
     pub(super) fn floor(&self, slot: u16, run: RunId) -> u16 {
         let of_slot = |slot: u16| {
             let state = self.slot(slot);
@@ -74,7 +74,7 @@ impl Writer {
         self.siblings(slot).map(of_slot).max().unwrap_or(0)
     }
 
-    /// Puts a new member in its order of use.
+    /// Inserts a new member into its order of use.
     pub(super) fn link(&mut self, id: MemberId) {
         if self.keeps_order() {
             self.order.clock += 1;
@@ -82,7 +82,7 @@ impl Writer {
         }
     }
 
-    /// Takes a member out, and tells where it was.
+    /// Removes a member; returns its position.
     pub(super) fn unlink(&mut self, id: MemberId) -> Turn {
         if !self.keeps_order() {
             return Turn { newer: NO_MEMBER, used: 0 };
@@ -127,7 +127,7 @@ impl Writer {
         }
     }
 
-    /// What the worker has of the member's run was used now.
+    /// Marks the worker's part of the member's run as used now.
     pub(super) fn touch(&mut self, id: MemberId) {
         if !self.keeps_order() {
             return;
@@ -143,7 +143,7 @@ impl Writer {
         }
     }
 
-    /// The block before `place` was used now.
+    /// Marks the block before `place` as used now.
     pub(super) fn touch_before(&mut self, slot: u16, place: Loc) {
         if !self.keeps_order() || place.offset == 0 {
             return;
@@ -154,8 +154,8 @@ impl Writer {
         }
     }
 
-    /// After a member on a run that hangs on `run` went, whose place was `turn`: members that waited for
-    /// it take its place.
+    /// After the removal of a member on a child of `run` at position `turn`: parked members take
+    /// that position.
     pub(super) fn unpark(&mut self, slot: u16, run: RunId, turn: Turn) {
         if run == ROOT || !self.keeps_order() || self.floor(slot, run) > 0 {
             return;
@@ -169,8 +169,8 @@ impl Writer {
         }
     }
 
-    /// The blocks of a lane to go next: the deepest of the run that was used least recently among those
-    /// that nothing hangs on.
+    /// The next blocks of a lane to evict: the deepest of the least recently used run without
+    /// children.
     pub(super) fn leaf(&mut self, lane: Lane) -> Option<Leaf> {
         loop {
             let id = self.ends(lane).map(|ends| ends.oldest).filter(|id| *id != NO_MEMBER)?;
@@ -188,18 +188,18 @@ impl Writer {
             let id = self.slot(slot).members.get(&run)?;
             Some(&self.members.get(*id).spans)
         };
-        // Of several tiers that end alike the last one gives way.
+        // Among several tiers with the same end, the last one is evicted.
         let end_of = |slot: &u16| spans(*slot).map_or(0, |spans| spans.end());
         let slot = self.siblings(slot).max_by_key(end_of)?;
         let end = end_of(&slot);
-        // What another tier has behind its start may hang on the block before that.
+        // Blocks of another tier may depend on the block before them.
         let starts = self.siblings(slot).filter_map(spans);
         let start = starts.map(|spans| spans.start_of(spans.end() - 1)).max()?;
         let from = start.max(self.floor(slot, run));
         (from < end).then_some(Leaf { slot, run, from, end })
     }
 
-    /// The lane whose oldest member was used least recently of all.
+    /// The lane with the least recently used oldest member.
     pub(super) fn oldest_lane(&mut self) -> Option<Lane> {
         loop {
             let Reverse((used, lane)) = *self.order.lanes.peek()?;
@@ -223,13 +223,13 @@ impl Writer {
         }
     }
 
-    /// When the oldest member of a lane was used; `None` for an empty one.
+    /// Last use of the oldest member of a lane; `None` for an empty lane.
     pub(super) fn used_first(&self, lane: Lane) -> Option<u64> {
         let oldest = self.ends(lane).map(|ends| ends.oldest).filter(|id| *id != NO_MEMBER)?;
         Some(self.members.get(oldest).used)
     }
 
-    /// Lanes of workers that went must not pile up.
+    /// Removes lanes of departed workers, which must not accumulate.
     fn forget_lanes(&mut self) {
         if self.order.lanes.len() <= 4 * self.owners.numbers.len() + 64 {
             return;

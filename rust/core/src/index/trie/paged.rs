@@ -1,8 +1,8 @@
-//! Values by number, in pages: growing moves nothing.
+//! Values by number, in pages, so that growth moves nothing.
 
 const PAGE: usize = 256;
 
-/// A table of values by small numbers; numbers given back are given again.
+/// A table of values by small numbers; freed numbers are reused.
 pub(super) struct Slab<T> {
     pages: Vec<Box<[T]>>,
     free: Vec<u32>,
@@ -14,7 +14,7 @@ impl<T: Default> Slab<T> {
         Self { pages: Vec::new(), free: Vec::new(), next: 0 }
     }
 
-    /// Puts a value in; returns its number.
+    /// Adds a value; returns its number.
     pub fn add(&mut self, value: T) -> u32 {
         let at = self.free.pop().unwrap_or_else(|| {
             self.next += 1;
@@ -24,7 +24,7 @@ impl<T: Default> Slab<T> {
         at
     }
 
-    /// Takes the value of a number that is given back.
+    /// Removes the value and frees its number.
     pub fn take(&mut self, at: u32) -> T {
         self.free.push(at);
         std::mem::take(self.get_mut(at))
@@ -40,7 +40,7 @@ impl<T: Default> Slab<T> {
         &mut self.pages[at as usize / PAGE][at as usize % PAGE]
     }
 
-    /// The value of a number that the caller gives out.
+    /// The value of a number that the caller assigns.
     pub fn get_or_grow(&mut self, at: u32) -> &mut T {
         while self.pages.len() <= at as usize / PAGE {
             self.pages.push((0..PAGE).map(|_| T::default()).collect());
@@ -48,17 +48,17 @@ impl<T: Default> Slab<T> {
         self.get_mut(at)
     }
 
-    /// Values that are in.
+    /// Number of values.
     pub fn len(&self) -> usize {
         self.next as usize - self.free.len()
     }
 
-    /// Behind the highest number there is a place for.
+    /// One more than the highest number with a place.
     pub fn end(&self) -> u32 {
         (self.pages.len() * PAGE) as u32
     }
 
-    /// Every value there is room for, empty ones too.
+    /// All places, including empty ones.
     pub fn all(&self) -> impl Iterator<Item = &T> {
         self.pages.iter().flatten()
     }
@@ -68,7 +68,7 @@ impl<T: Default> Slab<T> {
         PAGE * size_of::<T>()
     }
 
-    /// Bytes that adding `more` values may cost at once.
+    /// Upper bound of the bytes for `more` values.
     pub fn growth(&self, more: usize) -> usize {
         let fresh = more.saturating_sub(self.free.len());
         let pages = (self.next as usize + fresh).div_ceil(PAGE).saturating_sub(self.pages.len());
@@ -76,7 +76,7 @@ impl<T: Default> Slab<T> {
         pages * self.page_bytes() + if pages > 0 { 2 * lists } else { 0 }
     }
 
-    /// Bytes asked of the allocator, without what the values own.
+    /// Bytes requested from the allocator, without memory owned by the values.
     pub fn bytes(&self) -> usize {
         self.pages.len() * PAGE * size_of::<T>()
             + self.pages.capacity() * size_of::<Box<[T]>>()

@@ -1,4 +1,4 @@
-//! What the index occupies. Exact: the same figures an allocator that counts would give.
+//! Memory of the index, exact: equal to what a counting allocator reports.
 
 use super::holder::{Slot, WorkerState};
 use super::shared::Shared;
@@ -23,7 +23,7 @@ impl Writer {
             + self.other_bytes()
     }
 
-    /// Tables and lists that belong to no block and no worker alone.
+    /// Tables and lists that are shared by blocks and workers.
     fn other_bytes(&self) -> usize {
         self.owners.slots.capacity() * size_of::<usize>()
             + self.owners.workers.capacity() * size_of::<usize>()
@@ -48,7 +48,7 @@ impl Writer {
         size_of::<WorkerState>() + worker.bytes() + slots.sum::<usize>()
     }
 
-    /// Counts a worker again, whose records may have changed, and tidies them.
+    /// Recounts a worker whose records may have changed, and trims them.
     pub(super) fn recount(&mut self, number: u32) {
         for slot in self.worker(number).slots {
             if let Some(Some(slot)) = self.owners.slots.get_mut(usize::from(slot)) {
@@ -62,12 +62,12 @@ impl Writer {
         self.worker_mut(number).counted = bytes;
     }
 
-    /// Bytes in O(1); exact when all workers are counted, as they are where there is a budget.
+    /// Total bytes in O(1); exact if all workers are counted, which is the case with a budget.
     pub(super) fn bytes_now(&self) -> usize {
         self.shared_bytes() + self.sizes.workers
     }
 
-    /// Bytes asked of the allocator and not given back.
+    /// Bytes requested from the allocator and not returned.
     pub(super) fn bytes(&self) -> usize {
         let workers = self.owners.workers.iter().flatten();
         self.shared_bytes() + workers.map(|worker| self.bytes_of(worker)).sum::<usize>()

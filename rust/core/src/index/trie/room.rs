@@ -1,18 +1,18 @@
-//! Room in tables: what growing takes, and what is given back.
+//! Memory of tables: the cost of growth, and shrinking.
 
 use std::hash::{BuildHasher, Hash};
 
 use hashbrown::{HashMap, HashSet};
 
-/// A map of more entries' room than this is made smaller when it is mostly empty.
+/// A map with more capacity than this shrinks when it is mostly empty.
 const ROOM_KEPT: usize = 56;
 
-/// Entries that a table of these bytes has room for.
+/// Capacity of a table of this size in bytes.
 fn room<T>(allocation: usize) -> usize {
     allocation / (size_of::<T>() + 1) / 8 * 7
 }
 
-/// Bytes that a map asks for when it takes `more` entries; it has both its tables for a moment.
+/// Bytes that a map requests to add `more` entries; briefly it has both of its tables.
 pub(super) fn map_growth<K: Eq + Hash, V, S: BuildHasher>(
     map: &HashMap<K, V, S>,
     more: usize,
@@ -25,7 +25,7 @@ pub(super) fn map_growth<K: Eq + Hash, V, S: BuildHasher>(
     needed.max(allocation * 2)
 }
 
-/// Gives back what a map that lost most of its entries does not need.
+/// Shrinks a map that lost most of its entries.
 pub(super) fn shrink_map<K: Eq + Hash, V, S: BuildHasher>(map: &mut HashMap<K, V, S>) {
     let room = room::<(K, V)>(map.allocation_size());
     if room > ROOM_KEPT && map.len() * 8 < room {

@@ -1,14 +1,15 @@
-//! What the writer knows of a run beyond what readers see: its names, and who depends on it.
+//! The writer's data about a run that readers do not see: its names, and its dependents.
 
 use crate::index::arena::runs::RunId;
 
 /// Number of a column of names within a run.
 pub(super) type ColumnId = u16;
 
-/// No column: predictions have no names.
+/// No column, because predictions have no names.
 pub(super) const NO_COLUMN: ColumnId = u16::MAX;
 
-/// What some of a run's holders call its blocks, from the first on. Engines that hash alike share one.
+/// Names of the run's blocks, from the first on, for some of its holders. Engines with equal hashes
+/// share one.
 #[derive(Debug, Default, Clone)]
 pub(super) struct Column {
     pub names: Vec<u64>,
@@ -33,13 +34,14 @@ pub(super) struct RunMeta {
     first: Column,
     #[expect(clippy::box_collection, reason = "hardly any run has others: a word, not three")]
     others: Option<Box<Vec<Column>>>,
-    /// Runs that hang on this one.
+    /// Child runs.
     pub kids: u32,
     /// Members, in all planes.
     pub holders: u32,
-    /// Members whose cover is published as whole: blocks can be added in place for one of them only.
+    /// Members with a cover published as whole: only if it is the only one can blocks be added in
+    /// place.
     pub wholes: u32,
-    /// Blocks that anybody holds, predictions aside; as far as counted.
+    /// Blocks with any holder, without predictions, at the last count.
     pub held: u32,
     /// Whether `held` is out of date.
     pub is_uncounted: bool,
@@ -62,13 +64,13 @@ impl RunMeta {
         }
     }
 
-    /// Columns with their numbers; unused ones too.
+    /// Columns with their numbers, including unused ones.
     pub fn columns(&self) -> impl Iterator<Item = (ColumnId, &Column)> {
         let others = self.others.iter().flat_map(|others| others.iter());
         std::iter::once(&self.first).chain(others).zip(0..).map(|(column, id)| (id, column))
     }
 
-    /// Finds an empty column, or makes one. `None` when there are as many as can be numbered.
+    /// Finds an empty column, or creates one. `None` if no number is left.
     pub fn new_column(&mut self) -> Option<ColumnId> {
         let is_free = |column: &Column| column.users == 0 && column.names.is_empty();
         if let Some((id, _)) = self.columns().find(|(_, column)| is_free(column)) {
@@ -82,7 +84,7 @@ impl RunMeta {
         Some(others.len() as ColumnId)
     }
 
-    /// Takes back the numbers of unused columns at the end.
+    /// Frees the numbers of unused columns at the end.
     pub fn trim(&mut self) {
         if let Some(others) = &mut self.others {
             while others.last().is_some_and(|c| c.users == 0 && c.names.is_empty()) {
@@ -108,7 +110,7 @@ impl RunMeta {
     }
 }
 
-/// Where a block is: run and offset.
+/// Location of a block: run and offset.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct Loc {
     pub run: RunId,
