@@ -1,8 +1,8 @@
-//! Slot <-> worker and plane: the dense numbers by which covers know holders.
+//! Slot <-> worker and plane: the dense numbers that identify holders in covers.
 //!
-//! A worker's device slot is its *home*, under which a query gathers what it finds of the others. A slot is
-//! given again only when no query is left that could have met its last owner, so a reader that stays
-//! under one pin never takes one worker for another.
+//! A worker's device slot is its *home*, under which a query collects the matches of its other
+//! slots. A slot is reassigned only when no running query could have seen its last owner, so a
+//! reader under one pin never confuses two workers.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::*};
@@ -13,10 +13,10 @@ const PAGE: usize = 256;
 /// No slot.
 pub(super) const NONE: u16 = u16::MAX;
 
-/// What a slot's cover means.
+/// Meaning of a slot's cover.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Plane {
-    /// Facts of a tier.
+    /// Blocks held in a tier.
     Held(Tier),
     /// Predictions.
     Predicted,
@@ -56,16 +56,16 @@ pub(super) struct Seats {
     pages: Box<[OnceLock<Box<[Seat; PAGE]>>]>,
     /// By home: the slots of the tiers below the device, 16 bits each.
     lower_pages: Box<[Lower]>,
-    /// Behind the highest slot ever given.
+    /// One more than the highest slot ever assigned.
     opened: AtomicU32,
-    /// Slots of other planes than the device: queries look for them only when there are any.
+    /// Slots of planes other than the device: queries examine them only if there are any.
     others: AtomicU32,
-    /// How many of those there have ever been.
+    /// How many of those were ever assigned.
     others_given: AtomicU32,
     lower: AtomicU32,
 }
 
-/// What a slot stands for.
+/// The owner of a slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Owner {
     pub worker: Worker,
@@ -99,31 +99,31 @@ impl Seats {
         &page.get_or_init(none)[usize::from(home) % PAGE]
     }
 
-    /// Words of a set of all slots.
+    /// Number of words in a set of all slots.
     pub fn words(&self) -> usize {
         (self.opened.load(Acquire) as usize).div_ceil(64)
     }
 
-    /// A mark to ask [`Seats::are_homes_since`] with, if nothing but device blocks is kept of anyone.
+    /// A mark for [`Seats::are_homes_since`], if all slots are for blocks on devices.
     #[inline]
     pub fn are_homes(&self) -> Option<u32> {
         let mark = self.others_given.load(Acquire);
         (self.others.load(Acquire) == 0).then_some(mark)
     }
 
-    /// Whether all slots that were met since the mark was taken are homes.
+    /// Whether all slots seen since the mark are homes.
     #[inline]
     pub fn are_homes_since(&self, mark: u32) -> bool {
         self.others_given.load(Acquire) == mark
     }
 
-    /// Whether anyone has lower tiers.
+    /// Whether any worker has lower tiers.
     pub fn has_lower(&self) -> bool {
         self.lower.load(Relaxed) > 0
     }
 
-    /// Appends what `make` makes of the workers of the slots in the `at`th word of a set. All must be homes,
-    /// as all slots are while [`Seats::are_homes`] gives marks.
+    /// Appends the result of `make` for the workers of the slots in the `at`th word of a set. All
+    /// must be homes, which holds while [`Seats::are_homes`] returns marks.
     #[inline]
     pub fn each_worker<T: Copy>(
         &self,
@@ -143,11 +143,11 @@ impl Seats {
             make(Worker::new(seat.instance.load(Relaxed), rest as u32))
         };
         if word == u64::MAX {
-            // All of a large fleet: in a row, without looking at bits.
+            // All of a large fleet: without examining single bits.
             out.extend((0..64).map(worker));
             return;
         }
-        // Room for all at once: a loop of pushes would look at the length each time.
+        // Reserved at once: a loop of pushes would check the capacity each time.
         let old = out.len();
         out.resize(old + word.count_ones() as usize, worker(0));
         for place in &mut out[old..] {
@@ -156,12 +156,12 @@ impl Seats {
         }
     }
 
-    /// What a slot stands for. The slot must have been met in a cover under the pin that still holds.
+    /// The owner of a slot, which must have been seen in a cover under the current pin.
     #[inline]
     pub fn owner(&self, slot: u16) -> Owner {
         let seat = self.seat(slot);
-        // Relaxed: written before the slot's first cover was published, and not again before all pins that
-        // could have met that are gone.
+        // Relaxed: written before the slot's first cover was published, and not changed before all
+        // pins that could have seen that are gone.
         let rest = seat.rest.load(Relaxed);
         Owner {
             worker: Worker::new(seat.instance.load(Relaxed), rest as u32),
@@ -178,7 +178,7 @@ impl Seats {
         }
     }
 
-    /// The writer gives a slot away.
+    /// Assigns a slot. Writer only.
     pub fn give(&self, slot: u16, worker: Worker, home: u16, plane: Plane) {
         let seat = self.seat(slot);
         seat.instance.store(worker.instance_id, Relaxed);
@@ -190,7 +190,8 @@ impl Seats {
                 self.lower_of(slot).store(NO_LOWER, Relaxed);
             }
         } else {
-            // Before the slot's first cover is published: whoever meets it finds the mark changed.
+            // Before the slot's first cover is published, so that its readers find the mark
+            // changed.
             self.others_given.fetch_add(1, Release);
             self.others.fetch_add(1, Release);
         }
@@ -206,11 +207,11 @@ impl Seats {
         self.opened.fetch_max(u32::from(slot) + 1, Release);
     }
 
-    /// The writer takes a slot back; it may be given again when no reader is left that met it.
+    /// Frees a slot, which may be reassigned once no reader has seen it. Writer only.
     pub fn take_back(&self, slot: u16) {
         let Owner { home, plane, .. } = self.owner(slot);
         if slot != home {
-            // After its last cover went.
+            // After its last cover was removed.
             self.others.fetch_sub(1, Release);
         }
         if !plane.is_prefix() {

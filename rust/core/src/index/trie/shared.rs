@@ -11,6 +11,6 @@ pub(super) struct Shared {
     pub runs: Runs,
     pub edges: Edges,
     pub seats: Seats,
-    /// Before it no prediction runs out; only the writer changes it.
+    /// No prediction expires before this time; only the writer changes it.
     pub predictions_due_ms: AtomicU64,
 }

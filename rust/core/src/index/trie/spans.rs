@@ -1,6 +1,6 @@
-//! Which blocks of a run one holder has: stretches, nearly always one.
+//! The blocks of a run that one holder has: stretches, nearly always one.
 
-/// Ascending, disjoint, not touching stretches `start..end`.
+/// Ascending, disjoint, non-adjacent stretches `start..end`.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub(super) struct Spans {
     /// Empty when there is none.
@@ -17,12 +17,12 @@ impl Spans {
         self.first.0 == self.first.1
     }
 
-    /// The blocks from the run's first on; 0 when that one is missing.
+    /// Number of leading blocks; 0 if the first one is missing.
     pub fn lead(&self) -> u16 {
         if self.first.0 == 0 { self.first.1 } else { 0 }
     }
 
-    /// Behind the last block.
+    /// One more than the last block.
     pub fn end(&self) -> u16 {
         self.more.as_ref().and_then(|more| more.last()).unwrap_or(&self.first).1
     }
@@ -40,7 +40,7 @@ impl Spans {
         self.around(at).is_some()
     }
 
-    /// The stretch that block `at` is in.
+    /// The stretch that contains block `at`.
     fn around(&self, at: u16) -> Option<(u16, u16)> {
         let is_in = |(start, end): &(u16, u16)| *start <= at && at < *end;
         if is_in(&self.first) {
@@ -51,17 +51,17 @@ impl Spans {
         more.get(next).filter(|stretch| is_in(stretch)).copied()
     }
 
-    /// Whether any block of `start..end` is there.
+    /// Whether any block of `start..end` is included.
     pub fn meets(&self, start: u16, end: u16) -> bool {
         self.iter().any(|(from, to)| from < end && start < to)
     }
 
-    /// The start of the stretch that block `at` is in.
+    /// The start of the stretch that contains block `at`.
     pub fn start_of(&self, at: u16) -> u16 {
         self.around(at).map_or(at, |(start, _)| start)
     }
 
-    /// The end of the stretch that block `at` is in.
+    /// The end of the stretch that contains block `at`.
     pub fn end_of(&self, at: u16) -> u16 {
         self.around(at).map_or(at, |(_, end)| end)
     }
@@ -103,7 +103,7 @@ impl Spans {
         if let Some(more) = &mut self.more
             && start >= to
         {
-            // Within one of the later stretches, as nearly always: cut it in place.
+            // Usually within one of the later stretches: cut it in place.
             let at = more.partition_point(|(_, end)| *end <= start);
             if let Some((from, to)) = more.get(at).copied()
                 && from <= start

@@ -1,31 +1,34 @@
-//! Facts that run out: until when blocks stand that were stored, and are not stored again.
+//! Expiry of held blocks that are not stored again.
 //!
-//! Storing a block renews it and all above that its worker holds, in all tiers: so what others hang on
-//! never runs out before them. Time is counted in ticks, a 128th of what a block may stand: an age takes
-//! two bytes, and the walk up ends at the first run that was renewed in this tick already.
+//! Storing a block renews it and all its ancestors that the worker holds, in all tiers, so parents
+//! never expire before their children. Time is counted in ticks, 1/128 of a block's lifetime: an
+//! age takes two bytes, and the walk to the root ends at the first run that was already renewed in
+//! this tick.
 //!
-//! Each member is noted once in a ring of lists, at or before the tick in which its last block runs out.
+//! Each member is recorded once in a ring of lists, at or before the tick in which its last block
+//! expires.
 
 use super::holder::MemberId;
 use super::paged::Slab;
 use super::steps::Steps;
 
-/// Lists of the ring: more than the ticks that any block stands, and a divisor of what 16 bits count.
+/// Lists of the ring: more than the ticks of a block's lifetime, and a divisor of 2^16.
 const RING: usize = 256;
 
-/// Notes of members that went which are kept before anyone looks for them.
+/// Entries of removed members that are tolerated before a cleanup.
 const NOTES_KEPT: usize = 64;
 
-/// When all facts run out. Ticks are kept as their low 16 bits: all that are meant lie around now.
+/// Expiry times of all held blocks. Ticks are stored as their low 16 bits, which is unambiguous
+/// near the current time.
 pub(super) struct Stamps {
     by_member: Slab<Steps<u16, u16>>,
-    /// Members of which anything is kept.
+    /// Members with data.
     len: usize,
-    /// By the low bits of the tick: members that are noted under it.
+    /// By the low bits of the tick: members recorded under it.
     ring: Vec<Vec<MemberId>>,
-    /// Members whose tick has come, still to be looked at.
+    /// Members with a tick that has come, still to be examined.
     due: Vec<MemberId>,
-    /// Notes in the ring and of those that are due.
+    /// Entries in the ring and in `due`.
     notes: usize,
     /// Bytes of the ring's lists.
     list_bytes: usize,
@@ -34,7 +37,7 @@ pub(super) struct Stamps {
     tick: u64,
 }
 
-/// Whether blocks that stand until `at` still do in `tick`.
+/// Whether blocks that are valid until `at` still are in `tick`.
 fn is_left(at: u16, tick: u64) -> bool {
     (at.wrapping_sub(tick as u16) as i16) > 0
 }
@@ -61,7 +64,7 @@ impl Stamps {
             + self.step_bytes
     }
 
-    /// Bytes that `more` members may cost at once, if they run out at `at`.
+    /// Upper bound of the bytes for `more` members that expire at `at`.
     pub fn growth(&self, more: usize, at: u64) -> usize {
         let pages = more.div_ceil(256) + 1;
         let list = self.ring.get(at as usize % RING).map_or((0, 0), |l| (l.len(), l.capacity()));
@@ -71,7 +74,7 @@ impl Stamps {
         pages * self.by_member.page_bytes() + list + ring
     }
 
-    /// Changes what is kept of a member, keeping count.
+    /// Changes a member's data and updates the counts.
     fn change(&mut self, id: MemberId, change: impl FnOnce(&mut Steps<u16, u16>)) {
         let steps = self.by_member.get_or_grow(id);
         let (bytes, was_kept) = (steps.heap_bytes(), steps.is_kept());
@@ -84,12 +87,12 @@ impl Stamps {
         id < self.by_member.end() && self.by_member.get(id).is_kept()
     }
 
-    /// When the first block of a member's run runs out.
+    /// When the first block of a member's run expires.
     pub fn front(&self, id: MemberId) -> Option<u16> {
         if self.is_kept(id) { self.by_member.get(id).front() } else { None }
     }
 
-    /// A member's blocks up to `end` stand until `at`.
+    /// Makes a member's blocks up to `end` valid until `at`.
     pub fn renew(&mut self, id: MemberId, end: u16, at: u64) {
         let is_new = !self.is_kept(id);
         self.change(id, |steps| {
@@ -115,7 +118,7 @@ impl Stamps {
         self.notes += 1;
     }
 
-    /// The member has no blocks from `end` on any more.
+    /// Removes the member's blocks from `end` on.
     pub fn cut(&mut self, id: MemberId, end: u16) {
         if self.is_kept(id) {
             self.change(id, |steps| steps.cut(end));
@@ -123,12 +126,12 @@ impl Stamps {
         }
     }
 
-    /// The member goes.
+    /// Removes the member.
     pub fn forget(&mut self, id: MemberId) {
         self.cut(id, 0);
     }
 
-    /// Members that went stay noted until their time: they must not pile up.
+    /// Removed members stay recorded until their time, so they must be limited.
     fn forget_notes(&mut self) {
         if self.notes <= 2 * self.len + NOTES_KEPT {
             return;
@@ -151,7 +154,7 @@ impl Stamps {
         (self.ring, self.due, self.notes, self.list_bytes) = (ring, due, notes, bytes);
     }
 
-    /// Goes on to `tick`: members that are noted up to there are due.
+    /// Advances to `tick`: members recorded up to it become due.
     pub fn go_on(&mut self, tick: u64) {
         if tick <= self.tick {
             return;
@@ -169,7 +172,7 @@ impl Stamps {
         }
         self.tick = tick;
         if ticks > RING as u64 {
-            // All ran out, so long ago that 16 bits may not tell.
+            // Everything expired so long ago that 16 bits are ambiguous.
             for at in 0..self.due.len() {
                 let id = self.due[at];
                 if self.is_kept(id) {
@@ -182,7 +185,7 @@ impl Stamps {
         }
     }
 
-    /// A member some of whose blocks ran out, with how many are left.
+    /// A member with expired blocks, and its number of remaining ones.
     pub fn next_over(&mut self) -> Option<(MemberId, u16)> {
         loop {
             let Some(id) = self.due.pop() else {
@@ -190,7 +193,7 @@ impl Stamps {
                 return None;
             };
             self.notes -= 1;
-            // A note may be of the number's last owner, who left another one.
+            // An entry may belong to the number's last owner, which left another one.
             if !self.is_kept(id) || is_left(self.by_member.get(id).noted, self.tick) {
                 continue;
             }
@@ -218,7 +221,7 @@ impl Stamps {
         assert!(list.contains(&id) || self.due.contains(&id), "every block comes to its end");
     }
 
-    /// Checks the whole against the number of members with facts.
+    /// Checks all data against the number of members with held blocks.
     pub fn audit_all(&self, members: usize) {
         assert_eq!(self.len, members);
         assert_eq!(self.step_bytes, self.by_member.all().map(Steps::heap_bytes).sum::<usize>());

@@ -1,4 +1,4 @@
-//! What the writer keeps, by concern.
+//! The writer's state, by concern.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
@@ -16,19 +16,19 @@ use crate::index::arena::edges;
 use crate::index::arena::epoch::Retired;
 use crate::index::arena::runs::{RunId, RunsWriting};
 
-/// Runs, and what hangs on what.
+/// Runs and their parents.
 pub(super) struct Tree {
     pub runs: RunsWriting,
     pub edges: edges::Writing,
     pub metas: Slab<RunMeta>,
-    /// Of runs whose prompts carry an identity.
+    /// Seeds of runs with an identity.
     pub seeds: HashMap<RunId, u64, Mix>,
-    /// Runs of which the cover does not tell all that is held on the device, with the slots that have
-    /// blocks behind holes.
+    /// Runs with device blocks that the cover does not show, and the slots that hold blocks after
+    /// holes.
     pub scattered: HashMap<RunId, Vec<u16>, Mix>,
     /// Runs that may have lost their last holder.
     pub idle: Vec<RunId>,
-    /// Runs whose distinct blocks are not counted yet.
+    /// Runs with distinct blocks that are not counted yet.
     pub uncounted: Vec<RunId>,
 }
 
@@ -70,14 +70,14 @@ impl Owners {
 /// Engines' names, as far as all workers share them.
 pub(super) struct Names {
     pub filter: NameFilter,
-    /// Names that may stand at two places of the tree, for two workers or by mistake of the filter: for
-    /// these, and only these, a worker is searched when it stores them.
+    /// Names that may be at two locations of the tree, for two workers or by a false positive of
+    /// the filter. Only when a worker stores one of these is it searched.
     pub suspects: HashSet<u64, Mix>,
-    /// So many of them are looked through for those that are none any more.
+    /// Number of suspects at which outdated ones are removed.
     pub suspects_most: usize,
-    /// Blocks that others hang on, by a name of theirs: hints, some may be wrong.
+    /// Parents of other blocks, by one of their names: hints, which may be wrong.
     pub anchors: HashMap<u64, Loc, Mix>,
-    /// Names that runs left behind, still to be forgotten, and the bytes of these lists.
+    /// Names of removed runs, still to be dropped, and the bytes of these lists.
     pub left: VecDeque<Vec<u64>>,
     pub left_bytes: usize,
     pub doubtful: Vec<(u64, usize)>,
@@ -97,7 +97,7 @@ impl Names {
     }
 }
 
-/// Bytes that are counted along the way.
+/// Incrementally updated byte counts.
 #[derive(Default)]
 pub(super) struct Sizes {
     /// Of columns of names.
@@ -112,18 +112,18 @@ pub(super) struct Sizes {
     pub workers: usize,
 }
 
-/// What time it is, and since when blocks are there.
+/// The current time, and the ages of blocks.
 pub(super) struct Times {
     pub now_ms: u64,
     pub ages: Ages,
     pub stamps: Stamps,
 }
 
-/// What all lanes share.
+/// State of all lanes.
 #[derive(Default)]
 pub(super) struct Order {
     pub clock: u64,
-    /// Lanes by when their oldest member was used, or earlier: put right when they come to the top.
+    /// Lanes by the last use of their oldest member, or earlier: corrected when they reach the top.
     pub lanes: BinaryHeap<Reverse<(u64, Lane)>>,
 }
 

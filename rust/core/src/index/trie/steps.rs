@@ -1,24 +1,25 @@
-//! Until when the blocks of one member stand.
+//! Expiry times of the blocks of one member.
 //!
-//! What is stored or predicted renews all blocks in front of it, so of one run the blocks in front stand
-//! at least as long as those behind: per member a few steps tell up to which block what holds.
+//! Storing or predicting a block renews all blocks before it, so the earlier blocks of a run never
+//! expire before the later ones. A few steps per member therefore describe the expiry of all
+//! blocks.
 
-/// Up to `end`, blocks run out at `at`.
+/// Blocks up to `end` expire at `at`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Step<T> {
     pub at: T,
     pub end: u16,
 }
 
-/// When a member's blocks run out. The last step; others end before it and run out later.
+/// Expiry of a member's blocks. This is the last step; the others end before it and expire later.
 #[derive(Debug, Default)]
 pub(super) struct Steps<T, N> {
     at: T,
     #[expect(clippy::box_collection, reason = "nearly always none: a word, not three")]
     before: Option<Box<Vec<Step<T>>>>,
-    /// Under which time the member is noted, at or before that of its last step.
+    /// Time under which the member is recorded, at or before that of its last step.
     pub noted: N,
-    /// 0 when nothing is kept.
+    /// 0 without blocks.
     end: u16,
 }
 
@@ -27,7 +28,7 @@ impl<T: Copy + Default + Eq, N> Steps<T, N> {
         self.end > 0
     }
 
-    /// Behind the last block.
+    /// One more than the last block.
     pub fn end(&self) -> u16 {
         self.end
     }
@@ -45,13 +46,13 @@ impl<T: Copy + Default + Eq, N> Steps<T, N> {
         last.into_iter().chain(self.before.iter().flat_map(|b| b.iter().rev().copied()))
     }
 
-    /// When the first block runs out.
+    /// When the first block expires.
     pub fn front(&self) -> Option<T> {
         let first = self.before.as_ref().and_then(|before| before.first());
         self.is_kept().then(|| first.map_or(self.at, |step| step.at))
     }
 
-    /// Sets the steps, which come as [`Steps::iter`] gives them; none means that nothing is kept.
+    /// Sets the steps, in the order of [`Steps::iter`]; an empty list removes all data.
     fn set(&mut self, mut steps: Vec<Step<T>>) {
         let none = Step { at: T::default(), end: 0 };
         let Step { at, end } = steps.first().copied().unwrap_or(none);
@@ -62,13 +63,13 @@ impl<T: Copy + Default + Eq, N> Steps<T, N> {
         self.before = (!steps.is_empty()).then(|| Box::new(steps));
     }
 
-    /// All blocks stand until `at`.
+    /// Makes all blocks valid until `at`.
     pub fn level(&mut self, at: T) {
         self.before = None;
         self.at = at;
     }
 
-    /// Blocks up to `end` stand until `at`, which is no earlier than any time set before.
+    /// Makes blocks up to `end` valid until `at`, which is no earlier than any time set before.
     pub fn renew(&mut self, end: u16, at: T) {
         debug_assert!(end > 0, "of no block nothing is kept");
         if self.end <= end {
@@ -86,7 +87,7 @@ impl<T: Copy + Default + Eq, N> Steps<T, N> {
         self.set(steps);
     }
 
-    /// There are no blocks from `end` on any more.
+    /// Removes the blocks from `end` on.
     pub fn cut(&mut self, end: u16) {
         if self.end <= end {
             return;
@@ -95,7 +96,7 @@ impl<T: Copy + Default + Eq, N> Steps<T, N> {
             self.end = end;
             return;
         }
-        // Of the steps that reach beyond, the one that runs out last holds up to the cut.
+        // Of the steps that reach beyond the cut, the one that expires last applies up to it.
         let mut steps: Vec<Step<T>> = self.iter().collect();
         let beyond = steps.iter().take_while(|step| step.end > end).count();
         let covers = steps.get(beyond).map_or(0, |next| next.end);
@@ -115,7 +116,7 @@ mod tests {
 
     use super::*;
 
-    /// Against a time for each block.
+    /// Compares with one time per block.
     #[test]
     fn steps_are_a_time_for_each_block() {
         let mut rng = SmallRng::seed_from_u64(1);

@@ -1,4 +1,5 @@
-//! The query: down the runs that spell the prompt, narrowing the set of holders that have all so far.
+//! The query: follows the runs of the prompt, narrowing the set of holders that have all blocks so
+//! far.
 
 use super::scratch::{Scratch, Track};
 use super::seats::Plane;
@@ -9,13 +10,13 @@ use crate::index::arena::epoch::Pin;
 use crate::index::arena::runs::{ROOT, RunId};
 use crate::index::matches::{Depth, ManyMatches, Match};
 
-/// Prompts, and blocks of them, that are answered under one pin: all of it takes some tens of
-/// microseconds, for which the writer can wait with freeing.
+/// Prompts, and their blocks, answered under one pin: together some tens of microseconds, which the
+/// writer can wait before it frees memory.
 const PROMPTS_PER_PIN: usize = 32;
 const BLOCKS_PER_PIN: usize = 16_384;
 
-/// Prompts in parts, each to be answered under one pin; a prompt that is too long for that is a part of
-/// its own.
+/// Splits prompts into parts to answer under one pin; a prompt that is too long for that forms its
+/// own part.
 pub(super) fn parts<'a>(mut prompts: &'a [&'a [u64]]) -> impl Iterator<Item = &'a [&'a [u64]]> {
     std::iter::from_fn(move || {
         let mut blocks = 0;
@@ -30,13 +31,13 @@ pub(super) fn parts<'a>(mut prompts: &'a [&'a [u64]]) -> impl Iterator<Item = &'
     })
 }
 
-/// How many leading labels are equal.
+/// Number of equal leading labels.
 #[inline]
 pub(super) fn common(labels: &[u64], prompt: &[u64]) -> usize {
     let len = labels.len().min(prompt.len());
     let (labels, prompt) = (&labels[..len], &prompt[..len]);
     let mut at = 0;
-    // Eight at a time without a branch between them: the compiler makes vector instructions of it.
+    // Eight at a time without branches, so that the compiler vectorizes it.
     for (a, b) in labels.chunks_exact(8).zip(prompt.chunks_exact(8)) {
         let differing = (0..8).fold(0, |all, i| all | (a[i] ^ b[i]));
         if differing != 0 {
@@ -50,7 +51,7 @@ pub(super) fn common(labels: &[u64], prompt: &[u64]) -> usize {
     at
 }
 
-/// Calls `see` with every word of a set that has a bit set, and its place.
+/// Calls `see` with every non-empty word of a set, and its index.
 #[inline]
 fn each_word(set: &[u64], mut see: impl FnMut(usize, u64)) {
     set.iter().enumerate().filter(|(_, word)| **word != 0).for_each(|(at, word)| see(at, *word));
@@ -70,8 +71,9 @@ impl Shared {
         self.edges.find(pin, run, offset, first, is_child)
     }
 
-    /// Walks the device and the predictions. Emits every slot that covers a first block, and how many: as
-    /// a word of a set of slots, with its place in the set, and the depth of all in it.
+    /// Walks the device and the predictions. Emits every slot that covers a first block and its
+    /// depth: as a word of a set of slots, with its index in the set, and the depth of all slots in
+    /// it.
     #[inline]
     fn walk(
         &self,
@@ -111,7 +113,7 @@ impl Shared {
             let cover = at.cover();
             let mut one = |Prefix { slot, cut }: Prefix| {
                 let (word, bit) = (usize::from(slot) / 64, 1 << (slot % 64));
-                // A slot opened since the walk began is left for the next query.
+                // A slot opened since the walk began is left to the next query.
                 if word >= words || alive[word] & bit == 0 {
                     return;
                 }
@@ -159,7 +161,7 @@ impl Shared {
                         return;
                     }
                     if only_who && left == 1 {
-                        // At least one deeper than all others, which is all that is asked for.
+                        // At least one is deeper than all others, which is all that was asked.
                         each_word(alive, |at, word| emit(at, word, before as u32));
                         return;
                     }
@@ -255,16 +257,16 @@ impl Shared {
         });
     }
 
-    /// Puts together what was found of each worker in its planes.
+    /// Combines each worker's matches in its planes.
     fn gather(&self, pin: &Pin<'_>, only_who: bool, scratch: &mut Scratch, out: &mut Vec<Match>) {
         let Scratch { track: Track { path, .. }, found, places, homes, .. } = scratch;
         homes.clear();
         places.resize(self.seats.words() * 64, 0);
-        // Slots opened from here on are left for the next query.
+        // Slots opened from here on are left to the next query.
         let known = places.len();
         let mut place = |home: u16, homes: &mut Vec<u16>, out: &mut Vec<Match>| {
             let at = places[usize::from(home)] as usize;
-            // Left over from another query, the place is not this home's.
+            // An entry left over from another query does not belong to this home.
             if homes.get(at) == Some(&home) {
                 return at;
             }
@@ -308,7 +310,7 @@ impl Shared {
         out.retain(|found| found.external > 0 || found.predicted > 0);
     }
 
-    /// Goes on from a worker's device depth through its lower tiers.
+    /// Continues from a worker's device depth through its lower tiers.
     fn go_lower(
         &self,
         pin: &Pin<'_>,
@@ -345,7 +347,7 @@ impl Shared {
     }
 }
 
-/// With early exit, the last worker left is reported at the depth where it was left alone.
+/// With early exit, the last worker is reported at the depth where it became the only one.
 fn cut_last(out: &mut [Match]) {
     let deepest = out.iter().map(|found| found.device).max().unwrap_or(0);
     let mut rest = 0;

@@ -1,4 +1,5 @@
-//! The writer: one at a time, behind the index's lock. Its state, workers and slots; `writer/` has the rest.
+//! The writer: one at a time, behind the index's lock. This file has its state, workers and slots;
+//! `writer/` has the rest.
 
 mod events;
 mod expire;
@@ -24,25 +25,25 @@ use crate::index::arena::runs::{ROOT, RunId, Runs, RunsWriting};
 use crate::index::check::Repetitions;
 use crate::index::types::{Block, IndexStats, MAX_WORKERS, Options};
 
-/// Things that may wait for readers before the writer asks whether they still must.
+/// Items waiting for readers from which on the writer checks for readers.
 const COLLECT_FROM: usize = 64;
 
-/// Names left behind by runs that each event forgets some of.
+/// Leftover names of removed runs dropped per event.
 const FORGET_PER_EVENT: usize = 128;
 
-/// Runs whose distinct blocks may be left uncounted.
+/// Runs whose distinct blocks may stay uncounted.
 const UNCOUNTED_MOST: usize = 4_096;
 
-/// Names of a dense worker that are looked up at once.
+/// Names of a dense worker looked up at once.
 const DENSE_CHUNK: usize = 16;
 
-/// A worker's search debt is paid off at this many blocks for each block of its events.
+/// Search debt in blocks that each block of a worker's events pays off.
 const SEARCH_CREDIT: usize = 128;
 
-/// The run of a place that an event's blocks can't be added at.
+/// Marks a location where an event's blocks can't be added.
 const NOWHERE: RunId = RunId::MAX;
 
-/// Everything the writer knows. Readers see what it publishes in [`Shared`].
+/// All of the writer's state. Readers see what it publishes in [`Shared`].
 pub(super) struct Writer {
     pub(super) shared: Arc<Shared>,
     pub(super) options: Options,
@@ -55,7 +56,7 @@ pub(super) struct Writer {
     pub(super) order: Order,
     pub(super) sizes: Sizes,
     pub(super) counters: IndexStats,
-    /// The member that blocks are just being added to: it stays, even if a name that moves empties it.
+    /// The member that blocks are being added to: it is kept, even if a moved name empties it.
     busy: MemberId,
     scratch: Entries,
     pub(super) repetitions: Repetitions,
@@ -131,7 +132,7 @@ impl Writer {
         }
     }
 
-    /// Behind the highest number of a run that has ever been.
+    /// One more than the highest run number so far.
     pub(super) fn runs_end(&self) -> RunId {
         self.tree.metas.end()
     }
@@ -214,10 +215,10 @@ impl Writer {
         Some(slot)
     }
 
-    // ---- ends
+    // -- removal
 
-    /// Takes out runs that nobody has and nothing hangs on, and what hung on them alone; frees what
-    /// readers have left.
+    /// Removes runs without holders and children, and then parents left without either; frees
+    /// memory that readers have released.
     pub(super) fn finish(&mut self) {
         while let Some(mut run) = self.tree.idle.pop() {
             loop {
@@ -231,7 +232,7 @@ impl Writer {
                 let found =
                     self.shared.edges.remove(&mut self.tree.edges, parent, offset, first, run);
                 if !found {
-                    // Listed twice, and gone already.
+                    // Listed twice, and already removed.
                     break;
                 }
                 debug_assert!(meta.wholes == 0);

@@ -1,4 +1,4 @@
-//! What happened at an engine, one call each.
+//! Events of an engine, one call each.
 
 use super::{Chain, DENSE_CHUNK, SEARCH_CREDIT, Writer};
 use crate::ids::{Tier, Worker};
@@ -55,7 +55,7 @@ impl Writer {
         let state = self.worker_mut(number);
         state.search_debt = state.search_debt.saturating_sub(blocks.len() * SEARCH_CREDIT);
         self.forget_left(FORGET_PER_NAME * blocks.len());
-        // What an event follows must not be what makes room for it.
+        // Making room for an event must not evict its parent.
         self.touch_before(slot, place);
         self.stamp(slot, place);
         let mut outcome = StoreOutcome::default();
@@ -85,7 +85,7 @@ impl Writer {
         let Some(slot) = self.slot_or_new(number, Plane::Predicted) else { return 0 };
         if let Some(most) = history_blocks {
             if self.times.ages.history_most(number).is_none() {
-                // Its ends are times, which no stamp compares with.
+                // Its ends are times, which can't be compared with stamps.
                 self.clear_slot(slot);
             }
             self.times.ages.set_history(number, most);
@@ -195,7 +195,8 @@ impl Writer {
                 hint = self.before(loc);
                 continue;
             }
-            // Engines evict along the chain, from its end as a rule: take all that follow in one.
+            // Engines usually evict along the chain, from its end: handle all consecutive ones at
+            // once.
             let member = self.members.get(self.slot(slot).members[&loc.run]);
             let column = &self.tree.metas.get(loc.run).column(member.column).names;
             let (mut low, mut high) = (loc.offset as usize, loc.offset as usize + 1);
@@ -223,7 +224,7 @@ impl Writer {
         outcome
     }
 
-    /// Drops everything of a worker; returns its memberships.
+    /// Drops everything that a worker holds; returns the number of memberships.
     pub(in crate::index::trie) fn clear(&mut self, worker: Worker) -> usize {
         let Some(&number) = self.owners.numbers.get(&worker) else { return 0 };
         let slots = self.worker(number).slots;
@@ -237,8 +238,8 @@ impl Writer {
         dropped
     }
 
-    /// Drops what a worker holds in one tier, and with the device what is predicted of it; returns its
-    /// memberships there.
+    /// Drops everything that a worker holds in one tier, for the device including its predictions;
+    /// returns the number of memberships there.
     pub(in crate::index::trie) fn clear_tier(&mut self, worker: Worker, tier: Tier) -> usize {
         let Some(&number) = self.owners.numbers.get(&worker) else { return 0 };
         let slots = self.worker(number).slots;
@@ -255,7 +256,7 @@ impl Writer {
             self.clear_slot(slots[Plane::Predicted.number()]);
         }
         if self.worker(number).dense.is_some() {
-            // The table knows names of all tiers.
+            // The table contains names of all tiers.
             self.densify(number);
         }
         self.finish();
@@ -264,7 +265,7 @@ impl Writer {
         dropped
     }
 
-    /// Drops everything of a slot, if it is one; returns its memberships.
+    /// Drops everything of a slot, if it exists; returns the number of memberships.
     fn clear_slot(&mut self, slot: u16) -> usize {
         if slot == NONE {
             return 0;
@@ -276,13 +277,13 @@ impl Writer {
         let extra = std::mem::replace(&mut state.extra, Extra::new(mix));
         state.held -= extra.len();
         self.counters.memberships -= extra.len();
-        // The filter counts them beside the columns' names, which go with the columns.
+        // The filter counts them separately from the columns' names, which go with the columns.
         extra.iter().for_each(|(name, _)| self.forget_extra(name));
         let state = self.slot_mut(slot);
         state.copies.clear();
         let members: Vec<MemberId> = state.members.values().copied().collect();
         for id in members {
-            // The names of the last blocks go with the slot's others below.
+            // The names of the last blocks are removed with the slot's others below.
             let spans = std::mem::take(&mut self.members.get_mut(id).spans);
             self.sizes.spans -= spans.heap_bytes();
             self.account(slot, spans.len(), false);

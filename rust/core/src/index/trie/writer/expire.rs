@@ -1,4 +1,4 @@
-//! Facts and predictions that are renewed, and that go when they are too old.
+//! Renewal and expiry of held and predicted blocks.
 
 use std::sync::atomic::Ordering;
 
@@ -10,7 +10,7 @@ use crate::index::trie::run::Loc;
 use crate::index::trie::seats::Plane;
 
 impl Writer {
-    /// Predictions of a member's blocks, from `loc` up to `end`, count from now.
+    /// Renews the predictions of a member's blocks, from `loc` up to `end`.
     pub(super) fn refresh(&mut self, id: MemberId, loc: Loc, end: u16) {
         let offset = loc.offset as usize;
         let start = self.times.ages.depth - offset;
@@ -29,11 +29,10 @@ impl Writer {
         self.note_due();
     }
 
-    /// Lets go of what was predicted longest ago of a worker, deepest first, where that is more than its
-    /// history may have.
+    /// Drops a worker's oldest predictions, deepest first, that exceed its history.
     ///
     /// # Cost
-    /// O(log runs) for each run that blocks go from, or were predicted anew in since.
+    /// O(log runs) for each run with dropped blocks, or with renewed ones since.
     pub(super) fn keep_history(&mut self, slot: u16) {
         let number = self.slot(slot).worker;
         let Some(most) = self.times.ages.history_most(number) else { return };
@@ -51,14 +50,14 @@ impl Writer {
 
     fn note_due(&self) {
         let (noted, due_ms) = (&self.shared.predictions_due_ms, self.times.ages.due_ms());
-        // Relaxed: see where it is read. Readers share its cache line, so it is written on a change only.
+        // Relaxed: see its reader. Readers share this cache line, so it is written only on changes.
         if noted.load(Ordering::Relaxed) != due_ms {
             noted.store(due_ms, Ordering::Relaxed);
         }
     }
 
-    /// Lets go of facts and predictions that are too old at `now_ms`, until `most` or more went. Returns how
-    /// many.
+    /// Drops held and predicted blocks that have expired by `now_ms`, until at least `most` are
+    /// dropped. Returns their number.
     pub fn advance_to(&mut self, now_ms: u64, most: usize) -> usize {
         self.times.now_ms = self.times.now_ms.max(now_ms);
         let mut expired = self.expire(most);
@@ -76,7 +75,7 @@ impl Writer {
         expired
     }
 
-    /// The blocks before `place`, as far as the worker holds them, were stored now.
+    /// Renews the blocks before `place`, as far as the worker holds them.
     pub(super) fn stamp(&mut self, slot: u16, place: Loc) {
         let limits = &self.options.limits;
         if limits.ttl_ms == 0 {
@@ -93,14 +92,15 @@ impl Writer {
                 self.times.stamps.renew(id, end, at);
             }
             if is_fresh {
-                // By an event that renewed all above, too.
+                // By an event that also renewed all ancestors.
                 return;
             }
             (run, end) = self.shared.runs.peek(&self.tree.runs, run).place();
         }
     }
 
-    /// Lets go of facts that are too old now, until `most` or more went. Returns how many.
+    /// Drops held blocks that have expired, until at least `most` are dropped. Returns their
+    /// number.
     pub(super) fn expire(&mut self, most: usize) -> usize {
         if self.options.limits.ttl_ms == 0 {
             return 0;
@@ -113,7 +113,7 @@ impl Writer {
             let &Member { slot, run, .. } = self.members.get(id);
             debug_assert!(self.slot(slot).plane != Plane::Predicted);
             let before = self.slot(slot).held;
-            // From the end on; with its last block the member goes.
+            // From the end on; the member is removed with its last block.
             while let Some(id) = self.slot(slot).members.get(&run) {
                 let spans = &self.members.get(*id).spans;
                 let end = spans.end();

@@ -11,7 +11,7 @@ impl Writer {
             return *id;
         }
         let kids = self.slot_mut(slot).waiting.remove(&run).unwrap_or(0);
-        // Where those hang was not noted.
+        // The offsets of these were not recorded.
         let floor = if kids > 0 { u16::MAX } else { 0 };
         let id = self.members.add(Member { run, slot, kids, floor, ..Member::default() });
         let (parent, attach) = self.shared.runs.peek(&self.tree.runs, run).place();
@@ -32,7 +32,7 @@ impl Writer {
         id
     }
 
-    /// Takes out a member that has no blocks any more; readers do not see it already.
+    /// Removes a member without blocks; readers no longer see it.
     pub(super) fn drop_member(&mut self, id: MemberId) {
         let turn = self.unlink(id);
         let Member { run, slot, column, cut, is_scattered, kids, spans, .. } =

@@ -1,4 +1,4 @@
-//! Blocks come: down along what is there, and what nobody has is added.
+//! Adds blocks: follows existing runs, and creates new ones for the rest.
 
 use hashbrown::HashMap;
 
@@ -10,8 +10,8 @@ use crate::index::trie::run::{Loc, RunMeta};
 use crate::index::types::{Block, CountMode, DEFAULT_SEED, MAX_COPIES, StoreOutcome};
 
 impl Writer {
-    /// Places a part of an event at `place`, or nothing when that is [`NOWHERE`]. Returns where the next
-    /// part goes on.
+    /// Places a part of an event at `place`, or nothing if that is [`NOWHERE`]. Returns where the
+    /// next part continues.
     pub(super) fn place_piece(
         &mut self,
         slot: u16,
@@ -33,8 +33,8 @@ impl Writer {
         place
     }
 
-    /// Walks down from `place` along what is there, and adds what is not. Returns the place behind the
-    /// last block.
+    /// Walks down from `place` along existing runs, and adds the rest. Returns the location after
+    /// the last block.
     pub(in crate::index::trie) fn place(
         &mut self,
         slot: u16,
@@ -68,7 +68,7 @@ impl Writer {
                 (run, offset) = (child, 0);
                 continue;
             }
-            // From here on nobody has it.
+            // From here on no run exists.
             self.fetch_names(rest);
             let room = self.room_for(slot, rest);
             if room == 0 {
@@ -95,8 +95,8 @@ impl Writer {
         Loc { run, offset: offset as u32 }
     }
 
-    /// How many of the chain's blocks may be added. A name that stands for something else frees its own
-    /// room, so where it is tight each block is looked at.
+    /// How many of the chain's blocks may be added. A name that stands for other content frees its
+    /// own room, so each block is checked when room is tight.
     fn room_for(&mut self, slot: u16, chain: Chain<'_>) -> usize {
         let max = self.options.limits.max_blocks;
         let Chain::Named(blocks) = chain else { return chain.len() };
@@ -133,7 +133,7 @@ impl Writer {
         if offset != len {
             return false;
         }
-        // Whoever covers the run whole would cover what is added, too.
+        // A holder of the whole run would cover added blocks, too.
         let member = self.slot(slot).members.get(&run).map(|id| self.members.get(*id));
         let own = u32::from(member.is_some_and(Member::is_whole));
         self.tree.metas.get(run).wholes == own
@@ -159,12 +159,12 @@ impl Writer {
         if seed != DEFAULT_SEED {
             self.tree.seeds.insert(run, seed);
         }
-        // Nobody covers it yet.
+        // No slot covers it yet.
         self.tree.idle.push(run);
         run
     }
 
-    /// Notes that something of this worker hangs behind block `offset - 1` of a run: its next prompts that
+    /// Records that this worker has a child after block `offset - 1` of a run: later prompts that
     /// branch off there name that block as their parent.
     fn hang(&mut self, slot: u16, run: RunId, offset: u32) {
         let Some(offset) = offset.checked_sub(1).filter(|_| run != ROOT) else { return };
@@ -210,8 +210,8 @@ impl Writer {
         added
     }
 
-    /// Covers `blocks`, whose labels are those at `loc`, under their names. Returns how many there was room
-    /// for; the caller counts the others.
+    /// Covers `blocks`, with the labels at `loc`, under their names. Returns how many there was
+    /// room for; the caller counts the others.
     pub(super) fn cover_named(
         &mut self,
         slot: u16,
@@ -240,7 +240,7 @@ impl Writer {
             outcome.moved += moved;
             outcome.added += blocks.len() as u32 - moved;
             self.grow(slot, id, start as u16, end as u16);
-            // The searches for doubtful names may have been what made it dense.
+            // Searches for doubtful names may have made it dense.
             if let Some(dense) = &mut self.worker_mut(number).dense {
                 let at = |offset| Loc { run: loc.run, offset };
                 dense.extend(blocks.iter().zip(loc.offset..).map(|(b, o)| (b.engine_hash, at(o))));
@@ -269,7 +269,7 @@ impl Writer {
         taken
     }
 
-    /// Covers one block, whatever the slot has there. False when there is no room for it.
+    /// Covers one block, whatever the slot holds there. False without room.
     fn cover_one(
         &mut self,
         slot: u16,
@@ -319,7 +319,8 @@ impl Writer {
         true
     }
 
-    /// Lets go of `name` in all tiers if the worker holds it anywhere but at `own`. Says whether it did.
+    /// Releases `name` in all tiers if the worker holds it anywhere except at `own`. Returns
+    /// whether it did.
     fn release_elsewhere(&mut self, number: u32, name: u64, own: Loc) -> bool {
         if self.locate(number, name).is_none_or(|loc| loc == own) {
             return false;

@@ -1,4 +1,4 @@
-//! Blocks go, and what readers and counts are told when they do.
+//! Removes blocks, and updates readers and counts.
 
 use super::{DENSE_CHUNK, UNCOUNTED_MOST, Writer};
 use crate::ids::Tier;
@@ -11,7 +11,7 @@ use crate::index::trie::seats::{NONE, Plane};
 use crate::index::trie::spans::Spans;
 
 impl Writer {
-    /// Lets go of one copy of a name; false when others are left.
+    /// Releases one copy of a name; false if other copies are left.
     pub(super) fn let_go(&mut self, slot: u16, loc: Loc, name: u64) -> bool {
         let state = self.slot_mut(slot);
         if !state.copies.is_empty()
@@ -49,8 +49,8 @@ impl Writer {
         true
     }
 
-    /// Whether a worker's table of names tells all there is to know of the slot: one tier, one copy and one
-    /// name for each block.
+    /// Whether a worker's table of names describes the slot completely: one tier, and one copy and
+    /// one name per block.
     pub(super) fn is_plain_dense(&self, slot: u16) -> bool {
         let state = self.slot(slot);
         let WorkerState { slots, dense, .. } = self.worker(state.worker);
@@ -61,7 +61,8 @@ impl Writer {
             && slots[1..4].iter().all(|other| *other == NONE)
     }
 
-    /// Lets go of names of which [`Writer::is_plain_dense`] is true. Returns how many were held.
+    /// Releases names of a slot for which [`Writer::is_plain_dense`] is true. Returns how many were
+    /// held.
     pub(super) fn let_go_dense(
         &mut self,
         slot: u16,
@@ -71,7 +72,8 @@ impl Writer {
         let state = self.slot(slot);
         let number = state.worker;
         let Some(dense) = &self.worker(number).dense else { return 0 };
-        // Names come in no order: each is a walk to memory. First all walks side by side, then the work.
+        // The names are unordered, so each look-up is a cache miss: all look-ups run side by side,
+        // then the work.
         let mut found = [None; DENSE_CHUNK];
         for (found, name) in found.iter_mut().zip(names) {
             *found = dense.get(name).copied();
@@ -85,7 +87,7 @@ impl Writer {
         }
         let mut removed = 0;
         for name in names {
-            // Again: a name may come twice.
+            // Again, because a name may be repeated.
             let dense = self.worker_mut(number).dense.as_mut();
             let Some(Loc { run, offset }) = dense.and_then(|dense| dense.remove(name)) else {
                 continue;
@@ -97,7 +99,7 @@ impl Writer {
         removed
     }
 
-    /// Takes blocks of a run, all of which the slot has, from it.
+    /// Removes blocks of a run from the slot, which holds all of them.
     pub(in crate::index::trie) fn uncover(&mut self, slot: u16, run: RunId, start: u16, end: u16) {
         let id = self.slot(slot).members[&run];
         let old_lead = self.members.get(id).spans.lead();
@@ -118,7 +120,7 @@ impl Writer {
             && !is_empty
             && end < new_end
         {
-            // A hole behind holes: readers see nothing of it.
+            // Blocks after a hole, which readers do not see.
             meta.held -= u32::from(end - start);
             self.counters.unique_blocks -= usize::from(end - start);
             return;
@@ -129,15 +131,14 @@ impl Writer {
         }
     }
 
-    /// Whether the slot has a block.
+    /// Whether the slot holds a block.
     pub(super) fn covers(&self, slot: u16, loc: Loc) -> bool {
         let id = self.slot(slot).members.get(&loc.run);
         id.is_some_and(|id| self.members.get(*id).spans.contains(loc.offset as u16))
     }
 
-    /// The engine evicted these blocks of a run, and the slot no longer has them: nobody predicts them any
-    /// more. Appends their labels to `gone`, if
-    /// somebody asks.
+    /// The engine evicted these blocks of a run, and the slot no longer holds them: ends their
+    /// predictions. Appends their labels to `gone`, if requested.
     pub(super) fn evicted(
         &mut self,
         slot: u16,
@@ -160,7 +161,8 @@ impl Writer {
         }
     }
 
-    /// Ends the predictions of blocks of a run, in which the slot has a member. Returns how many there were.
+    /// Ends the predictions of blocks of a run in which the slot has a member. Returns their
+    /// number.
     pub(in crate::index::trie) fn unpredict(
         &mut self,
         slot: u16,
@@ -183,15 +185,15 @@ impl Writer {
         gone
     }
 
-    /// Adds blocks, whose names are set, to a member.
+    /// Adds blocks to a member; their names are already set.
     pub(super) fn grow(&mut self, slot: u16, id: MemberId, start: u16, end: u16) {
         self.reshape(id, |spans| spans.add(start, end));
         self.account(slot, usize::from(end - start), true);
         self.publish(id);
     }
 
-    /// Changes which blocks a member has, and what is kept of that beside it: the bytes of its list, and the
-    /// name of its last block.
+    /// Changes the blocks of a member and its derived data: the bytes of its list, and the name of
+    /// its last block.
     pub(super) fn reshape(&mut self, id: MemberId, change: impl FnOnce(&mut Spans)) {
         let member = self.members.get_mut(id);
         let (slot, old_end) = (member.slot, member.spans.end());
@@ -235,7 +237,7 @@ impl Writer {
         }
     }
 
-    /// Shows readers what a member covers of its run now.
+    /// Publishes a member's current cover of its run.
     pub(super) fn publish(&mut self, id: MemberId) {
         let member = self.members.get_mut(id);
         let (run, slot) = (member.run, member.slot);
@@ -299,10 +301,10 @@ impl Writer {
         meta.held = held as u32;
     }
 
-    /// Brings the count of distinct blocks up to date: where several share a run, that is put off.
+    /// Updates the count of distinct blocks, which is deferred for runs with several holders.
     pub(in crate::index::trie) fn count_held(&mut self) {
         for run in std::mem::take(&mut self.tree.uncounted) {
-            // A run that is gone was counted then.
+            // A removed run was already counted.
             if std::mem::take(&mut self.tree.metas.get_mut(run).is_uncounted) {
                 let len = self.shared.runs.peek(&self.tree.runs, run).labels().len() as u16;
                 let held = self.held_of(run, len);
@@ -311,7 +313,7 @@ impl Writer {
         }
     }
 
-    /// How many blocks of a run of `len` anybody holds, predictions aside.
+    /// Number of blocks with a holder in a run of `len` blocks, without predictions.
     fn held_of(&mut self, run: RunId, len: u16) -> usize {
         self.shared.runs.peek(&self.tree.runs, run).cover().decode(&mut self.scratch);
         let is_fact = |slot: u16| self.slot(slot).plane != Plane::Predicted;
