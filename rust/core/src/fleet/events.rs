@@ -1,4 +1,4 @@
-//! Where workers publish their events: sockets, and places at a broker.
+//! Event endpoints of workers: sockets, and paths at a broker.
 
 use std::collections::BTreeMap;
 
@@ -8,14 +8,14 @@ use crate::ids::InstanceId;
 
 /// Scheme of events in a component's stream.
 const STREAM: &str = "jetstream://";
-/// Scheme of events that a worker with an index of its own publishes.
+/// Scheme of events published by a worker with a local index.
 const SUBJECT: &str = "nats://";
 
-/// Where one rank's events are: at its sockets, or at a broker.
+/// Location of one rank's events: its sockets, or a path at a broker.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct EventSpec {
-    /// Address of its event socket, or its place at a broker.
+    /// Address of its event socket, or its path at a broker.
     pub endpoint: String,
     /// Address of its replay socket.
     #[serde(default)]
@@ -23,7 +23,7 @@ pub struct EventSpec {
 }
 
 impl EventSpec {
-    /// Where each of `dp_size` ranks publishes, given where rank 0 does.
+    /// The endpoints of each of `dp_size` ranks, derived from those of rank 0.
     pub fn of_ranks(
         endpoint: Option<&str>,
         replay_endpoint: Option<&str>,
@@ -37,32 +37,33 @@ impl EventSpec {
         endpoint.into_iter().flat_map(ranks).collect()
     }
 
-    /// Does a broker carry them?
+    /// Whether a broker carries them.
     pub fn is_brokered(&self) -> bool {
         broker_path(&self.endpoint).is_some()
     }
 
-    /// Are they in the stream of the worker's component? Its follower brings them, for all workers.
+    /// Whether they are in the stream of the worker's component, whose follower delivers them for
+    /// all workers.
     pub fn is_in_stream(&self) -> bool {
         self.endpoint.starts_with(STREAM)
     }
 }
 
-/// Which events a roster asks for.
+/// The events that a roster subscribes to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Hearing {
-    /// None: nobody asks what workers hold.
+    /// No events, because overlaps are not used.
     Nothing,
-    /// Those of sockets.
+    /// Events from sockets.
     Sockets,
-    /// Those of sockets and of a broker's subjects; those in a stream come with the stream.
+    /// Events from sockets and from a broker's subjects; those in a stream arrive with the stream.
     Broker,
-    /// All that a worker names.
+    /// All endpoints that a worker announces.
     All,
 }
 
 impl Hearing {
-    /// Are these events asked for?
+    /// Whether these events are subscribed to.
     pub fn hears(self, events: &EventSpec) -> bool {
         match self {
             Self::Nothing => false,
@@ -73,7 +74,7 @@ impl Hearing {
     }
 }
 
-/// Subject or stream, instance and rank, of events that a broker carries.
+/// Subject or stream, instance and rank of events at a broker.
 pub fn broker_path(endpoint: &str) -> Option<(&str, InstanceId, u32)> {
     let path = endpoint.strip_prefix(STREAM).or_else(|| endpoint.strip_prefix(SUBJECT))?;
     let mut parts = path.rsplitn(3, '/');
@@ -87,7 +88,7 @@ pub fn port_of(address: &str) -> Option<u16> {
     port.parse().ok().filter(|port| *port > 0 && !host.is_empty())
 }
 
-/// With data parallelism, rank r publishes on port + r; at a broker its rank is the last part.
+/// With data parallelism, rank r publishes on port + r; at a broker the rank is the last part.
 pub fn shifted(address: &str, dp_rank: u32) -> String {
     if let (Some(_), Some((place, _))) = (broker_path(address), address.rsplit_once('/')) {
         return format!("{place}/{dp_rank}");

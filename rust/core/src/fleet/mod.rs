@@ -1,9 +1,9 @@
-//! The fleet: who the workers are, as a machine without sockets.
+//! The fleet: the set of workers, as a state machine without sockets.
 //!
-//! Whoever hears of workers (flags, DNS, discovery, `POST /workers`, health checks) makes a [`Change`] of
-//! it. The [`Roster`] answers with [`Effect`]s, which the caller performs in order.
+//! Sources of workers (flags, DNS, discovery, `POST /workers`, health checks) send a [`Change`].
+//! The [`Roster`] answers with [`Effect`]s, which the caller performs in order.
 //!
-//! A worker *joins* when somebody names it, and *serves* from its [`Card`] on, which says what model it has.
+//! A worker *joins* when a source names it, and *serves* once its [`Card`] says which model it has.
 
 mod events;
 mod name;

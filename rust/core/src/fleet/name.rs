@@ -1,10 +1,10 @@
-//! What served names stand for: models, further names of theirs, adapters.
+//! Served names: models, their aliases, adapters.
 
 use std::collections::{BTreeMap, HashMap};
 
 use crate::catalog::ModelKey;
 
-/// What a name is to the model that serves it; the strongest first.
+/// Relation of a name to the model that serves it; the strongest first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Claim {
     /// The model's own name.
@@ -15,21 +15,21 @@ pub enum Claim {
     Adapter,
 }
 
-/// Served names, each as long as a worker serves it.
+/// Served names, each for as long as a worker serves it.
 ///
-/// Where models cross (the adapter of one is called as another one), a model's own name goes before
-/// another name, and that before an adapter; among equals the first model in order has it.
+/// If models share a name, a model's own name takes precedence over an alias, and that over an
+/// adapter; among equals the first model in order wins.
 ///
 /// # Cost
-/// Of every change: O(names of that worker), however many others there are.
+/// Of every change: O(names of that worker), independent of other names.
 #[derive(Debug, Default)]
 pub struct Names {
-    /// Workers by claim and model.
+    /// Number of workers, by claim and model.
     by_name: HashMap<String, BTreeMap<(Claim, ModelKey), usize>>,
 }
 
 impl Names {
-    /// A worker of `key` serves `names`, of which those with a base model are adapters.
+    /// Adds the `names` of a worker of `key`; names with a base model are adapters.
     pub(super) fn add(&mut self, key: &ModelKey, names: &[(String, Option<String>)]) {
         for (name, parent) in names {
             let claims = self.by_name.entry(name.clone()).or_default();
@@ -37,7 +37,7 @@ impl Names {
         }
     }
 
-    /// It serves them no more.
+    /// Removes a worker's names.
     pub(super) fn remove(&mut self, key: &ModelKey, names: &[(String, Option<String>)]) {
         for (name, parent) in names {
             let Some(claims) = self.by_name.get_mut(name) else { continue };
@@ -52,13 +52,13 @@ impl Names {
         }
     }
 
-    /// The model that `name` stands for, and as what.
+    /// The model that serves `name`, and how.
     pub fn find(&self, name: &str) -> Option<(&ModelKey, Claim)> {
         let (claim, key) = self.by_name.get(name)?.keys().next()?;
         Some((key, *claim))
     }
 
-    /// All of them, in no order.
+    /// All names, in no particular order.
     pub fn all(&self) -> impl Iterator<Item = (&str, &ModelKey, Claim)> {
         self.by_name.iter().filter_map(|(name, claims)| {
             claims.keys().next().map(|(claim, key)| (name.as_str(), key, *claim))
@@ -84,8 +84,8 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// The names that are served are those of the workers' last lists, whoever comes, changes and
-        /// leaves; lists may name one twice.
+        /// The served names are those of the workers' last lists, whatever the order of changes; a
+        /// list may repeat a name.
         #[test]
         fn names_go_with_the_last_worker_that_serves_them(
             steps in prop::collection::vec((0..5_u64, prop::option::of(prop::collection::vec("[a-e]", 0..5))), 1..60)

@@ -12,7 +12,8 @@ use crate::ids::{InstanceId, Worker};
 use crate::load::MAX_WORKERS as MAX_RANKS;
 use crate::select::Report;
 
-/// So many ranks one registrant may have, however few workers may join: one worker has up to 1,024.
+/// Ranks that one registrant may always have, even if few workers may join: a worker has up to
+/// 1,024.
 const LEAST_RANKS_OF_REGISTRANT: usize = 1_024;
 
 named! {
@@ -20,15 +21,15 @@ named! {
     #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Deserialize, serde::Serialize)]
     #[serde(rename_all = "lowercase", try_from = "String")]
     pub enum WorkerState {
-        /// It does.
+        /// It takes new requests.
         #[default]
         Active = "active",
-        /// It ends what it has and takes nothing new. Its blocks and its events stay.
+        /// It finishes its requests and takes no new ones. Its blocks and events stay.
         Draining = "draining",
     }
 }
 
-// By its name only: formats with numbered variants would take a number, too.
+// By name only: formats with numbered variants would also accept a number.
 impl TryFrom<String> for WorkerState {
     type Error = Error;
 
@@ -46,36 +47,37 @@ impl FromStr for WorkerState {
     }
 }
 
-/// What somebody has heard of a worker.
+/// A change to a worker, reported by a source.
 #[derive(Debug, Clone)]
 pub enum Change {
-    /// It is there, with so many data-parallel ranks, which publish there.
+    /// It has joined, with this number of data-parallel ranks and their event endpoints.
     Joined {
         /// Its number.
         id: InstanceId,
         /// Its data-parallel ranks.
         ranks: u32,
-        /// Where they publish.
+        /// Their event endpoints.
         events: BTreeMap<u32, EventSpec>,
-        /// Who registered it over HTTP; of workers that operators and discovery name, nobody.
+        /// The client that registered it over HTTP; `None` for workers from operators and
+        /// discovery.
         registrant: Option<IpAddr>,
     },
-    /// It says what it serves, for the first time or anew.
+    /// Its model card, new or changed.
     Card {
         /// Its number.
         id: InstanceId,
-        /// What it serves.
+        /// The card.
         card: Card,
     },
-    /// Its events are somewhere else.
+    /// Its event endpoints have changed.
     Events {
         /// Its number.
         id: InstanceId,
-        /// Where its ranks publish now.
+        /// The new endpoints.
         events: BTreeMap<u32, EventSpec>,
     },
-    /// It has passed a health check, and says when its process started. A failed check changes nothing
-    /// here: what it holds is still there when it is well again.
+    /// It has passed a health check, which also reports the start of its process. A failed check
+    /// changes nothing here: its blocks will still be there when it recovers.
     Health {
         /// Its number.
         id: InstanceId,
@@ -89,12 +91,12 @@ pub enum Change {
         /// Whether it takes new requests from now on.
         state: WorkerState,
     },
-    /// It serves no model any more, and may again.
+    /// It serves no model for now.
     Withdrawn {
         /// Its number.
         id: InstanceId,
     },
-    /// It is gone. Its running requests are their senders' business.
+    /// It has left. Running requests are handled by their senders.
     Left {
         /// Its number.
         id: InstanceId,
@@ -102,7 +104,7 @@ pub enum Change {
 }
 
 impl Change {
-    /// Whose change it is.
+    /// The worker that it is about.
     pub fn id(&self) -> InstanceId {
         match self {
             Self::Joined { id, .. }
@@ -116,18 +118,18 @@ impl Change {
     }
 }
 
-/// What a worker serves.
+/// The model that a worker serves.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Card {
-    /// Its model, and whose index its blocks are in.
+    /// Its model, and the index of its blocks.
     pub key: ModelKey,
-    /// All names that it serves, and of adapters the base model.
+    /// All names that it serves; for adapters with the base model.
     pub names: Vec<(String, Option<String>)>,
-    /// Tokens in a block, where it is sure.
+    /// Tokens in a block, if known for certain.
     pub block_size: Option<u32>,
     /// Blocks of each rank's device.
     pub capacity_blocks: Option<u64>,
-    /// What its ranks say of themselves from the start.
+    /// The initial report of its ranks.
     pub report: Report,
 }
 
@@ -139,24 +141,24 @@ impl Card {
     }
 }
 
-/// What is to be done about it.
+/// An action for the caller.
 #[derive(Debug, Clone)]
 pub enum Effect {
     /// A model has its first worker.
     Open(ModelKey),
-    /// A worker of the model is sure of its block size: a conflict where another one is known.
+    /// A worker of the model knows its block size; a conflict if it differs from the known one.
     BlockSize(ModelKey, u32),
-    /// Listen to a rank's events.
+    /// Subscribe to a rank's events.
     Subscribe(Registration),
-    /// Listen no more, and forget what the events told: of one rank, or of all.
+    /// Unsubscribe, and forget what the events reported: of one rank, or of all.
     Unsubscribe(ModelKey, InstanceId, Option<u32>),
-    /// These are the model's workers and no others.
+    /// Set the complete list of the model's workers.
     SetWorkers(ModelKey, Vec<Worker>),
-    /// These workers of the model, ascending, take no new requests, and the others do.
+    /// Set the model's draining workers, ascending; all others take new requests.
     SetDraining(ModelKey, Vec<InstanceId>),
-    /// What a rank says of itself.
+    /// A rank's own report.
     Report(ModelKey, Worker, Report),
-    /// A worker is another process than it was: what it held is gone, and it has so many ranks.
+    /// A worker's process has restarted: forget its blocks; it has this number of ranks.
     Forget(ModelKey, InstanceId, u32),
     /// The model's last worker has left.
     Close(ModelKey),
@@ -172,7 +174,7 @@ struct Member {
     card: Option<Card>,
 }
 
-/// All workers of a service, and what they serve.
+/// All workers of a service, and their models.
 #[derive(Debug)]
 pub struct Roster {
     hearing: Hearing,
@@ -183,20 +185,20 @@ pub struct Roster {
 }
 
 impl Roster {
-    /// An empty one that takes `max_workers` workers.
+    /// An empty roster for up to `max_workers` workers.
     pub fn new(hearing: Hearing, max_workers: usize) -> Self {
         let (members, models, names) = (BTreeMap::new(), BTreeMap::new(), Names::default());
         Self { hearing, max_workers, members, models, names }
     }
 
-    /// Take a change. Where an effect can't be performed, [`Change::Withdrawn`] takes back what was.
+    /// Applies a change. If an effect fails, [`Change::Withdrawn`] reverts the change.
     ///
     /// # Errors
-    /// `NotFound` for a worker that never joined, `Conflict` for one that joins twice, `Overloaded` at a
-    /// limit. Nothing changes then.
+    /// `NotFound` for a worker that has not joined, `Conflict` for one that joins twice,
+    /// `Overloaded` at a limit. Nothing changes then.
     ///
     /// # Cost
-    /// O(workers of the model) where its workers change, else O(what the worker says).
+    /// O(workers of the model) if its workers change, else O(size of the change).
     pub fn apply(&mut self, change: Change) -> Result<Vec<Effect>> {
         let mut effects = Vec::new();
         match change {
@@ -234,11 +236,12 @@ impl Roster {
         self.members.get_mut(&id).ok_or_else(unknown)
     }
 
-    /// Whether one more worker with so many ranks may join. Its ranks are counted from when it joins, whatever
-    /// it serves: one that was taken finds its place among the candidates later.
+    /// Checks that another worker with this number of ranks may join. Ranks count from joining on,
+    /// whatever the model: an accepted worker will later find its place among the candidates.
     ///
     /// # Errors
-    /// `Overloaded`: too many workers, too many ranks of all of them, or of those that `registrant` registered.
+    /// `Overloaded`: too many workers, too many ranks in total, or too many registered by
+    /// `registrant`.
     ///
     /// # Cost
     /// O(workers).
@@ -296,7 +299,8 @@ impl Roster {
         let before = self.member(id)?.card.clone();
         let is_new = before.is_none();
         if before.as_ref().is_none_or(|before| before.names != card.names) {
-            // Added before the old ones are taken off: what stays is never at zero.
+            // Added before the old ones are removed, so that the count of a kept name is never
+            // zero.
             self.names.add(&key, &card.names);
             self.names.remove(&key, before.as_ref().map_or(&[], |before| &before.names));
         }
@@ -314,7 +318,7 @@ impl Roster {
         let (ranks, state) = (member.ranks, member.state);
         if is_new {
             effects.extend(self.subscriptions(id, |_, _| true));
-            // Before it is one of the workers: it gets no request in between.
+            // Before it becomes one of the workers, so that it gets no request in between.
             let is_draining = state == WorkerState::Draining;
             effects.extend(is_draining.then(|| self.draining_of(key.clone())));
             effects.push(self.workers(key.clone()));
@@ -345,7 +349,7 @@ impl Roster {
         Ok(())
     }
 
-    /// Subscriptions of a worker that serves, to the events that are `wanted`.
+    /// Subscriptions of a serving worker to the `wanted` events.
     fn subscriptions(
         &self,
         id: InstanceId,
@@ -385,7 +389,7 @@ impl Roster {
             ids.is_empty()
         });
         effects.push(self.workers(card.key.clone()));
-        // A number may come back as another worker.
+        // The number may be reused by another worker.
         effects.extend(is_draining.then(|| self.draining_of(card.key.clone())));
         if is_empty {
             self.models.remove(&card.key);
@@ -410,43 +414,43 @@ impl Roster {
         Effect::SetDraining(key, ids)
     }
 
-    /// Whether a worker takes new requests; `None` for one that never joined.
+    /// Whether a worker takes new requests; `None` if it has not joined.
     pub fn state_of(&self, id: InstanceId) -> Option<WorkerState> {
         self.members.get(&id).map(|member| member.state)
     }
 
-    /// All that take no new requests.
+    /// All draining workers.
     pub fn draining(&self) -> impl Iterator<Item = InstanceId> {
         let is_draining = |member: &Member| member.state == WorkerState::Draining;
         self.members.iter().filter(move |(_, member)| is_draining(member)).map(|(id, _)| *id)
     }
 
-    /// Has it joined?
+    /// Whether it has joined.
     pub fn has(&self, id: InstanceId) -> bool {
         self.members.contains_key(&id)
     }
 
-    /// The model that it serves.
+    /// Its model.
     pub fn key_of(&self, id: InstanceId) -> Option<&ModelKey> {
         self.members.get(&id)?.card.as_ref().map(|card| &card.key)
     }
 
-    /// Where its ranks publish, as far as is known.
+    /// The known event endpoints of its ranks.
     pub fn events_of(&self, id: InstanceId) -> BTreeMap<u32, EventSpec> {
         self.members.get(&id).map(|member| member.events.clone()).unwrap_or_default()
     }
 
-    /// How many have joined.
+    /// Number of joined workers.
     pub fn len(&self) -> usize {
         self.members.len()
     }
 
-    /// Has nobody joined?
+    /// Whether no worker has joined.
     pub fn is_empty(&self) -> bool {
         self.members.is_empty()
     }
 
-    /// What all of them serve.
+    /// All served names.
     pub fn names(&self) -> &Names {
         &self.names
     }
