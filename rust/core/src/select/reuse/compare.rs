@@ -1,4 +1,4 @@
-//! From an answer to evidence.
+//! Derives evidence from an answer.
 
 use super::super::ask::Prompt;
 use super::super::config::Overlap;
@@ -9,19 +9,20 @@ use crate::ids::Worker;
 use crate::select::router::RouteOverride;
 
 impl Selector {
-    /// Whether answers to `prompt` can be compared with what events promised: it was looked up among them.
+    /// Whether answers to `prompt` can be compared with events: the index was used for it.
     pub fn is_comparable(&self, prompt: &Prompt) -> bool {
         self.overlap != Overlap::Predictions
             && prompt.are_tokens_known
             && self.uses_overlaps(&RouteOverride::default(), prompt)
     }
 
-    /// The engine that `selection` chose has answered `prompt`, and says that it reused `reported_tokens`. Returns how
-    /// the judgement of the worker changed, where it did; nothing is kept of a worker that has left.
+    /// Compares the answer of the engine in `selection`, which reports `reported_tokens` reused
+    /// tokens. Returns the change in the worker's assessment, if any; nothing is stored for a
+    /// worker that has left.
     ///
     /// # Cost
-    /// O(1); a walk of the index where the engine reused more than its events said at the decision, and of the
-    /// worker's latest removals where it reused less.
+    /// O(1); a walk of the index if the engine reused more than its events announced at the
+    /// decision, and of the worker's latest removals if it reused less.
     pub fn compare(
         &self,
         prompt: &Prompt,
@@ -33,10 +34,10 @@ impl Selector {
         let mut explained_tokens = tokens(selection.reached_blocks.max(selection.held_blocks));
         let unheard = self.model.unheard(selection.worker);
         if unheard.is_some_and(|why| why.is_partly_heard()) {
-            // What it stored before it was heard of is no contradiction to what was heard.
+            // Blocks stored before its events were received do not contradict the events.
             explained_tokens = explained_tokens.max(reported_tokens.unwrap_or(0));
         } else if reported_tokens.is_some_and(|reported| reported > explained_tokens + block_size) {
-            // Events of requests that were running at the decision have come by now.
+            // Events of requests that were running at the decision have arrived by now.
             explained_tokens =
                 explained_tokens.max(tokens(self.reached_now(prompt, selection.worker)));
         }
@@ -44,7 +45,7 @@ impl Selector {
         if let Some(reported) = reported_tokens.filter(|reported| *reported < predicted_tokens)
             && self.is_gone_since(prompt, selection, reported)
         {
-            // True at the decision, and evicted before the engine began.
+            // True at the decision, and evicted before the engine started.
             predicted_tokens = reported;
         }
         let sample = ReuseSample {
@@ -53,7 +54,7 @@ impl Selector {
             reported_tokens,
             block_size: prompt.block_size,
         };
-        // Held meanwhile, so that a worker which leaves takes its evidence along.
+        // Held so that a worker that leaves is removed with its evidence.
         let known = self.workers.lock();
         known.binary_search(&selection.worker).ok()?;
         self.reuse.take(selection.worker, &sample)

@@ -1,4 +1,4 @@
-//! Why a worker's overlap is not believed, with cause and fix.
+//! Why a worker's overlap is not trusted, with cause and fix.
 
 use serde::Serialize;
 
@@ -7,7 +7,7 @@ use crate::ids::Worker;
 /// How a worker's answers contradict its events.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ReuseFinding {
-    /// It reuses much more than its events say.
+    /// It reuses much more than its events announce.
     ReuseNotInEvents,
     /// It reuses much less than its events promise.
     EventsNotReused,
@@ -15,27 +15,27 @@ pub enum ReuseFinding {
     EventsCrossed,
 }
 
-/// What is heard of a worker's events.
+/// State of a worker's event source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EventSource {
     /// It has no event socket here.
     None,
-    /// It has one, from which nothing came.
+    /// It has one, but nothing has arrived.
     Silent,
-    /// Events came.
+    /// Events have arrived.
     Heard,
 }
 
-/// What is wrong with a worker, in words, in the form of the reasons of [`crate::catalog::Trust`].
+/// A worker's problem in words, in the format of the reasons of [`crate::catalog::Trust`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct WorkerReason {
     /// Short and stable, for machines.
     pub code: &'static str,
     /// The worker.
     pub worker: String,
-    /// What was seen, and the likely cause.
+    /// The observation, and the likely cause.
     pub message: String,
-    /// What to do.
+    /// The fix.
     pub fix: &'static str,
 }
 
@@ -44,7 +44,7 @@ const SWAPPED: &str = "check that events= and replay= of each worker name the so
                        python -m kvflash.doctor FRONTEND_URL checks each of them";
 
 impl ReuseFinding {
-    /// The finding about `worker`, whose events come from `source`.
+    /// The finding about `worker`, with events from `source`.
     pub fn explain(self, worker: Worker, source: EventSource) -> WorkerReason {
         let (code, cause, fix) = match (self, source) {
             (Self::ReuseNotInEvents | Self::EventsCrossed, EventSource::None) => (

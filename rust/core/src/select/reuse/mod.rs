@@ -1,4 +1,5 @@
-//! Whether engines reuse what their events promise: evidence from answers, and the credit that follows from it.
+//! Compares engines' actual reuse with their events: evidence from answers, and the resulting
+//! credit.
 
 mod compare;
 mod finding;

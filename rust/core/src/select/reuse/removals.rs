@@ -1,16 +1,17 @@
-//! What engines removed lately: a promise that was true at the decision may be gone when the engine begins.
+//! Recent removals: blocks that were held at the decision may be gone when the engine starts.
 
 use hashbrown::HashMap;
 use parking_lot::Mutex;
 
 use crate::ids::Worker;
 
-/// Removals that are remembered of a worker: 32 KiB.
+/// Remembered removals per worker: 32 KiB.
 ///
-/// One that more than so many others followed before its request was answered counts as a broken promise.
+/// A removal followed by more than this many others before its request was answered counts as a
+/// contradiction.
 pub(super) const REMOVALS: usize = 2_048;
 
-/// The latest removals of every worker that has removed something.
+/// The latest removals of every worker.
 #[derive(Debug, Default)]
 pub struct Removals {
     by_worker: Mutex<HashMap<Worker, Ring>>,
@@ -18,14 +19,14 @@ pub struct Removals {
 
 #[derive(Debug, Default)]
 struct Ring {
-    /// Local hash and time; the one after the newest is the oldest.
+    /// Local hash and time; the entry after the newest is the oldest.
     latest: Vec<(u64, u64)>,
     newest: usize,
     cleared_ms: Option<u64>,
 }
 
 impl Removals {
-    /// `worker` removed blocks with these local hashes from its device.
+    /// Records that `worker` removed blocks with these local hashes from its device.
     ///
     /// # Cost
     /// O(blocks), under one lock.
@@ -43,7 +44,7 @@ impl Removals {
         }
     }
 
-    /// `worker` emptied its device cache.
+    /// Records that `worker` cleared its device cache.
     pub fn cleared(&self, worker: Worker, now_ms: u64) {
         self.by_worker.lock().entry(worker).or_default().cleared_ms = Some(now_ms);
     }
@@ -59,7 +60,7 @@ impl Removals {
             || ring.latest.iter().any(|&(hash, at_ms)| hash == local_hash && at_ms >= since_ms)
     }
 
-    /// Forget workers that are not `wanted`.
+    /// Forgets workers that are not `wanted`.
     pub fn keep(&self, wanted: impl Fn(Worker) -> bool) {
         self.by_worker.lock().retain(|worker, _| wanted(*worker));
     }

@@ -1,4 +1,4 @@
-//! The evidence of all workers of a model, and their credit as decisions read it.
+//! The evidence about all workers of a model, and their credit for decisions.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,23 +10,23 @@ use parking_lot::{Mutex, RwLock};
 use super::trust::{ReuseChange, ReuseSample, ReuseTrust, ReuseView};
 use crate::ids::Worker;
 
-/// Credit of the workers that have less than 1.
+/// Credit of workers below 1.
 pub type Credits = Arc<HashMap<Worker, f64>>;
 
-/// Evidence by worker; as many entries as there are workers.
+/// Evidence by worker; at most as many entries as there are workers.
 ///
 /// # Consistency
-/// A decision reads the credit that was in force when it began.
+/// A decision uses the credit from when it began.
 #[derive(Debug, Default)]
 pub struct ReuseTable {
     by_worker: Mutex<BTreeMap<Worker, ReuseTrust>>,
-    /// Whether some worker's credit is below 1.
+    /// Whether any worker's credit is below 1.
     is_any_low: AtomicBool,
     low: RwLock<Credits>,
 }
 
 impl ReuseTable {
-    /// Take an answer of `worker` in. Returns how its judgement changed, where it did.
+    /// Adds an answer of `worker`. Returns the change in its assessment, if any.
     pub fn take(&self, worker: Worker, sample: &ReuseSample) -> Option<ReuseChange> {
         let mut by_worker = self.by_worker.lock();
         let trust = by_worker.entry(worker).or_default();
@@ -39,7 +39,7 @@ impl ReuseTable {
         change
     }
 
-    /// What is known of every worker that has answered.
+    /// The state of every worker that has answered.
     pub fn views(&self) -> BTreeMap<Worker, ReuseView> {
         self.by_worker.lock().iter().map(|(worker, trust)| (*worker, trust.view())).collect()
     }
@@ -49,11 +49,11 @@ impl ReuseTable {
     /// # Cost
     /// One atomic read while all have 1.
     pub fn credits(&self) -> Option<Credits> {
-        // Relaxed: whoever sees it a moment late decides as a moment ago.
+        // Relaxed: a slightly late reader decides as a moment before.
         self.is_any_low.load(Ordering::Relaxed).then(|| Arc::clone(&self.low.read()))
     }
 
-    /// Forget workers that are not `wanted`.
+    /// Forgets workers that are not `wanted`.
     pub fn keep(&self, wanted: impl Fn(Worker) -> bool) {
         let mut by_worker = self.by_worker.lock();
         let gone: Vec<Worker> = by_worker.keys().copied().filter(|one| !wanted(*one)).collect();
@@ -63,7 +63,7 @@ impl ReuseTable {
         }
     }
 
-    /// Called under the lock of `by_worker`, so that a worker's latest credit comes last.
+    /// Called under the lock of `by_worker`, so that a worker's latest credit is published last.
     fn publish(&self, worker: Worker, credit: f64) {
         let mut low = self.low.write();
         let has_changed = match credit < 1.0 {

@@ -1,18 +1,20 @@
-//! What one worker's answers say of its events.
+//! Evaluates one worker's events by its answers.
 //!
-//! A pure state machine: samples in, a score per direction and a credit factor out; no clock, no chance.
+//! A pure state machine: samples in, a score per direction and a credit factor out; no clock, no
+//! randomness.
 //!
-//! Single differences are honest: a block is evicted between decision and prefill, or an event arrives late. So each
-//! direction, and both together, have a bounded CUSUM score. An answer that contradicts the events adds up to 1, one
-//! that agrees takes [`AGREEMENT`] away, and the score stays in `0..=`[`SCORE_MAX`]. Where one answer in five
-//! contradicts, the score drifts back to 0 and needs some 10⁵ answers to reach [`DISTRUST_SCORE`] by chance; a worker
-//! that contradicts every time gets there within nine.
+//! Single differences are normal: a block is evicted between decision and prefill, or an event
+//! arrives late. Therefore each direction, and both together, have a bounded CUSUM score. An answer
+//! that contradicts the events adds up to 1, one that agrees subtracts [`AGREEMENT`], and the score
+//! stays in `0..=`[`SCORE_MAX`]. If one answer in five contradicts, the score drifts back to 0 and
+//! needs some 10⁵ answers to reach [`DISTRUST_SCORE`] by chance; a worker that contradicts every
+//! time reaches it within nine.
 
 use super::finding::ReuseFinding;
 
-/// What an answer that agrees takes off a score.
+/// Subtracted from a score by an answer that agrees.
 const AGREEMENT: f64 = 0.7;
-/// A contradiction counts in full from this share of the prompt's reuse on.
+/// Share of the prompt's reuse from which on a contradiction counts in full.
 const FULL_SHARE: f64 = 0.5;
 /// The score at which a worker is distrusted.
 pub(super) const DISTRUST_SCORE: f64 = 9.0;
@@ -20,55 +22,56 @@ pub(super) const DISTRUST_SCORE: f64 = 9.0;
 pub(super) const TRUST_SCORE: f64 = 4.0;
 /// Up to this score its overlap counts in full.
 const FULL_CREDIT_SCORE: f64 = 6.0;
-/// From this score on its overlap counts nothing.
+/// From this score on its overlap has no weight.
 const NO_CREDIT_SCORE: f64 = 15.0;
-/// Scores stop here, so that a bounded number of agreeing answers brings trust back.
+/// Upper bound of scores, so that a bounded number of agreeing answers restores trust.
 pub(super) const SCORE_MAX: f64 = 20.0;
-/// Both directions are found together where each of them has at least this score.
+/// Both directions are reported together if each has at least this score.
 const BOTH_SCORE: f64 = 4.0;
-/// An engine that was promised to reuse something so many times, and never said that it did, does not report.
+/// An engine that never reported reuse after this many promises is assumed not to report it.
 pub(super) const SILENT_SAMPLES: u64 = 20;
 
-/// The first report proves that earlier zeros meant what they said; so many of them count.
+/// The first report proves that earlier zeros were real; at most this many of them count.
 const EARLY_ZEROS_MAX: u64 = 5;
 
 /// One answered request. Unit: tokens of its prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReuseSample {
-    /// What the worker's events promised at the decision: whole blocks, at most the prompt without its last token.
+    /// Reuse announced by the worker's events at the decision: whole blocks, at most the prompt
+    /// without its last token.
     pub predicted_tokens: u64,
-    /// The most that anything known of the worker explains, lower tiers and later events included; at least
-    /// `predicted_tokens`.
+    /// The most that any known state of the worker explains, including lower tiers and later
+    /// events; at least `predicted_tokens`.
     pub explained_tokens: u64,
-    /// What the engine says it reused; `None` where it does not say.
+    /// Reuse reported by the engine; `None` without a report.
     pub reported_tokens: Option<u64>,
     /// Tokens in a block; differences of up to one block are rounding.
     pub block_size: u32,
 }
 
-/// How the judgement of a worker changed.
+/// A change in the assessment of a worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReuseChange {
-    /// It is distrusted, for this reason, which is new.
+    /// It is distrusted, for this new reason.
     Distrusted(ReuseFinding),
     /// Its answers agree with its events again.
     Recovered,
 }
 
-/// What is known of a worker's reuse, for people.
+/// A worker's reuse, for people.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ReuseView {
-    /// Whether the engine reports its reuse; `None` while that cannot be told yet.
+    /// Whether the engine reports its reuse; `None` while unknown.
     pub is_reported: Option<bool>,
-    /// Answers that were compared.
+    /// Compared answers.
     pub samples: u64,
-    /// Tokens that events promised in these.
+    /// Tokens that events announced for these.
     pub predicted_tokens: u64,
-    /// Tokens that the engine reported in these.
+    /// Tokens that the engine reported for these.
     pub reported_tokens: u64,
-    /// What its overlap counts, 0 to 1.
+    /// Weight of its overlap, 0 to 1.
     pub credit: f64,
-    /// Why it is distrusted.
+    /// The reason for distrust.
     pub finding: Option<ReuseFinding>,
 }
 
@@ -78,18 +81,18 @@ pub struct ReuseView {
 /// O(1) in time and memory.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct ReuseTrust {
-    /// The engine has reported reuse at least once.
+    /// Whether the engine has reported reuse at least once.
     has_reported: bool,
-    /// Promises without a report, while it has reported none.
+    /// Promises without a report, until its first report.
     silent_samples: u64,
-    /// Promises to which it said 0 before its first report, up to [`EARLY_ZEROS_MAX`].
+    /// Promises answered by a reported 0 before its first report, up to [`EARLY_ZEROS_MAX`].
     early_zeros: u64,
     samples: u64,
     predicted_tokens: u64,
     reported_tokens: u64,
-    /// Promises that were broken: less reuse than the events said.
+    /// Less reuse than the events announced.
     unreused: Score,
-    /// Reuse that the events do not mention.
+    /// Reuse that the events did not announce.
     unannounced: Score,
     /// Both.
     either: Score,
@@ -103,7 +106,7 @@ struct Score {
 }
 
 impl Score {
-    /// Take an answer in of which `share`, 0 to 1, contradicts the events.
+    /// Adds an answer of which `share`, 0 to 1, contradicts the events.
     fn take(&mut self, share: f64) {
         let step = (share / FULL_SHARE * (1.0 + AGREEMENT)).min(1.0 + AGREEMENT) - AGREEMENT;
         self.value = (self.value + step).clamp(0.0, SCORE_MAX);
@@ -114,7 +117,7 @@ impl Score {
     }
 }
 
-/// Which share of `whole` the `part` lacks; 0 within a block, `None` where `whole` is no more than that.
+/// The share of `whole` that `part` lacks; 0 within a block, `None` if `whole` is at most a block.
 fn lacking(whole: u64, part: u64, block_size: u64) -> Option<f64> {
     let missing = whole.saturating_sub(part);
     (whole > block_size).then(|| match missing > block_size {
@@ -124,10 +127,10 @@ fn lacking(whole: u64, part: u64, block_size: u64) -> Option<f64> {
 }
 
 impl ReuseTrust {
-    /// Take an answer in. Returns how the judgement changed, where it did.
+    /// Adds an answer. Returns the change in the assessment, if any.
     ///
-    /// Nothing is judged before the engine has reported reuse once: until then 0 or nothing may be all that it ever
-    /// says.
+    /// Nothing is assessed before the engine has reported reuse once: until then it may be unable
+    /// to report anything but 0.
     pub fn take(&mut self, sample: &ReuseSample) -> Option<ReuseChange> {
         let block_size = u64::from(sample.block_size);
         let ReuseSample { predicted_tokens, explained_tokens, .. } = *sample;
@@ -169,8 +172,8 @@ impl ReuseTrust {
         Some(after.map_or(ReuseChange::Recovered, ReuseChange::Distrusted))
     }
 
-    /// The finding that follows from the scores. One that stands only grows until all scores are low again, so that
-    /// it does not change with every answer.
+    /// The finding that follows from the scores. An existing finding only extends until all scores
+    /// are low again, so that it does not change with every answer.
     fn judge(&self) -> Option<ReuseFinding> {
         let (unreused, unannounced) = (self.unreused.value, self.unannounced.value);
         if ![self.unreused, self.unannounced, self.either].iter().any(|score| score.is_bad) {
@@ -186,21 +189,21 @@ impl ReuseTrust {
         Some(self.finding.unwrap_or(alone))
     }
 
-    /// Why the worker is distrusted; `None` while it is not.
+    /// The reason for distrust; `None` while the worker is trusted.
     pub fn finding(&self) -> Option<ReuseFinding> {
         self.finding
     }
 
-    /// What the worker's overlap counts, 0 to 1: less the more its answers contradict its events, in either direction.
-    /// Events that leave out what the engine holds are no better than those that promise too much: most likely they are
-    /// another engine's.
+    /// The weight of the worker's overlap, 0 to 1: the more its answers contradict its events, in
+    /// either direction, the lower. Events that omit blocks are no better than those that announce
+    /// too many: most likely they belong to another engine.
     pub fn credit(&self) -> f64 {
         let scores = [self.unreused, self.unannounced, self.either];
         let score = scores.iter().map(|score| score.value).fold(0.0, f64::max);
         ((NO_CREDIT_SCORE - score) / (NO_CREDIT_SCORE - FULL_CREDIT_SCORE)).clamp(0.0, 1.0)
     }
 
-    /// What is known, for people.
+    /// The current state, for people.
     pub fn view(&self) -> ReuseView {
         let is_silent = self.silent_samples >= SILENT_SAMPLES;
         ReuseView {

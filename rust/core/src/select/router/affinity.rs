@@ -1,4 +1,4 @@
-//! Sessions stay where they were, under whichever policy.
+//! Keeps sessions on their workers, under any policy.
 
 use super::route::Router;
 use crate::ids::Worker;
@@ -6,8 +6,8 @@ use crate::policy::{AUTO, Candidate, CandidateCost, Choice, Policy};
 use crate::select::ask::Ask;
 
 impl Router {
-    /// The candidate at which the session of `ask` is, whatever a policy has chosen; `costs` are
-    /// those of the candidates.
+    /// The candidate with the session of `ask`, whatever a policy has chosen; `costs` are those of
+    /// the candidates.
     pub(super) fn kept(
         &self,
         ask: &Ask<'_>,
@@ -27,14 +27,14 @@ impl Router {
         Some(Choice { margin, ..kept })
     }
 
-    /// The worker at which the session of `ask` is, by its key.
+    /// The worker of the session of `ask`, by its key.
     pub(in crate::select) fn session_place(&self, ask: &Ask<'_>) -> Option<Worker> {
         let affinity = self.policies.affinity.as_ref()?;
         affinity.place(self.seat?, ask.session, self.clock.now_ms())
     }
 
-    /// The session of `ask` is at `worker` from now on. Called under the lock under which that
-    /// was chosen, so that the session's next request sees it.
+    /// Records that the session of `ask` is at `worker` from now on. Called under the lock of the
+    /// choice, so that the session's next request sees it.
     pub(super) fn keep(&self, ask: &Ask<'_>, worker: Worker, now_ms: u64) {
         if let (Some(affinity), Some(seat)) = (&self.policies.affinity, self.seat) {
             affinity.routed(seat, ask.session, worker, now_ms);

@@ -1,11 +1,11 @@
-//! What a router is told at its start, and what a request may override.
+//! A router's configuration, and the settings that a request may override.
 
 use crate::error::{Error, Result};
 use crate::load::{LoadConfig, PrefillSpeed};
 use crate::policy::{KvScale, Policy, Stage};
 
-/// What a block saves that a worker holds, but not on its device: a share of prefilling it, for it is
-/// to be fetched. Finite and at least 0.
+/// Saving of a block that a worker holds outside of its device: a share of the prefill cost,
+/// because the block must be fetched. Finite and at least 0.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TierWeights {
     /// In host memory.
@@ -21,20 +21,20 @@ impl Default for TierWeights {
 }
 
 impl TierWeights {
-    /// Whether other tiers than the device count at all.
+    /// Whether tiers other than the device count at all.
     pub fn is_any(&self) -> bool {
         self.host > 0.0 || self.disk > 0.0
     }
 
-    /// What the blocks behind the first `leading` save, in thousandths of a block, where `host` are
-    /// reached with host memory and `disk` with all tiers.
+    /// Saving of the blocks after the first `leading`, in thousandths of a block; `host` blocks are
+    /// reached with host memory, `disk` with all tiers.
     ///
     /// # Source
     /// The cases of `tier-overlap` in `tests/vectors/radix_cases.json`.
     pub fn milliblocks(&self, leading: u32, host: u32, disk: u32) -> u32 {
         let in_host = f64::from(host.saturating_sub(leading));
         let on_disk = f64::from(disk.saturating_sub(host.max(leading)));
-        // Saturates, as casts of floats do.
+        // Saturates, like every cast from float to integer.
         ((self.host * in_host + self.disk * on_disk) * 1_000.0).round() as u32
     }
 }
@@ -42,37 +42,37 @@ impl TierWeights {
 /// Settings of a [`Router`](super::Router).
 #[derive(Debug, Clone, PartialEq)]
 pub struct RouterConfig {
-    /// Tokens in a block; 0 while unknown. Costs are then in tokens and requests.
+    /// Tokens in a block; 0 while unknown: costs are then in tokens and requests.
     pub block_size: u32,
-    /// What a block to prefill costs in blocks held; finite and at least 0.
+    /// Cost of a block to prefill, in held blocks; finite and at least 0.
     pub overlap_score_weight: f64,
-    /// How `kv` weighs its terms beside that.
+    /// How `kv` weighs its other terms.
     pub scale: KvScale,
-    /// What blocks are worth that workers hold elsewhere than on their devices.
+    /// Weights of blocks that workers hold outside of their devices.
     pub tiers: TierWeights,
     /// 0 takes the lowest cost, larger values spread the choice; finite and at least 0.
     pub temperature: f64,
     /// How a worker is chosen.
     pub policy: Policy,
-    /// What of a request its workers do.
+    /// The part of a request that its workers do.
     pub stage: Stage,
-    /// Count the blocks of active requests; off: only their prompt tokens count.
+    /// Count the blocks of active requests; otherwise only their prompt tokens count.
     pub track_active_blocks: bool,
-    /// Count the blocks that active requests generate, too; requires `track_active_blocks`.
+    /// Also count the blocks that active requests generate; requires `track_active_blocks`.
     pub track_output_blocks: bool,
-    /// Workers keep one copy of a block for all requests that share it; off: every request
-    /// occupies all of its blocks, as where blocks are transferred and not looked up.
+    /// Whether workers keep one copy of a block for all requests that share it; otherwise every
+    /// request occupies all of its blocks, as when blocks are transferred and not looked up.
     pub assume_kv_reuse: bool,
-    /// Count prompt tokens of active requests until their first token; off on routers whose
-    /// workers do not prefill.
+    /// Count prompt tokens of active requests until their first token; off for routers of
+    /// decode-only workers.
     pub track_prefill_tokens: bool,
     /// How fast workers prefill; see [`LoadConfig::prefill_speed`].
     pub prefill_speed: PrefillSpeed,
-    /// A request idle for longer is taken for leaked; at least 1.
+    /// A request idle for longer is considered leaked; at least 1.
     pub expiry_ms: u64,
-    /// Where the generator of chance starts.
+    /// Seed of the random generator.
     pub seed: u64,
-    /// Most active requests; at least 1.
+    /// Maximum active requests; at least 1.
     pub max_requests: usize,
 }
 
@@ -146,21 +146,21 @@ impl RouterConfig {
     }
 }
 
-/// What one request wants otherwise than the router's configuration.
+/// Settings that one request overrides.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct RouteOverride {
-    /// Instead of [`RouterConfig::overlap_score_weight`].
+    /// Replaces [`RouterConfig::overlap_score_weight`].
     pub overlap_score_weight: Option<f64>,
-    /// Instead of [`KvScale::overlap_score_credit`].
+    /// Replaces [`KvScale::overlap_score_credit`].
     pub overlap_score_credit: Option<f64>,
-    /// Instead of [`KvScale::prefill_load_scale`].
+    /// Replaces [`KvScale::prefill_load_scale`].
     pub prefill_load_scale: Option<f64>,
-    /// Instead of [`RouterConfig::temperature`].
+    /// Replaces [`RouterConfig::temperature`].
     pub temperature: Option<f64>,
-    /// Instead of [`RouterConfig::assume_kv_reuse`].
+    /// Replaces [`RouterConfig::assume_kv_reuse`].
     pub assume_kv_reuse: Option<bool>,
-    /// The number that chance is drawn from, instead of a new one: the same number gives the same choice among
-    /// the same candidates.
+    /// Seed of the random draw, instead of a new one: an equal seed gives an equal choice among
+    /// equal candidates.
     pub seed: Option<u64>,
 }
 

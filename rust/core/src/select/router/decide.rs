@@ -1,4 +1,4 @@
-//! Decisions: asked for, previewed and booked.
+//! Decisions: queried, previewed and booked.
 
 use std::sync::Arc;
 
@@ -18,17 +18,17 @@ use crate::select::ask::Ask;
 use crate::select::reservation::Reservation;
 
 impl Router {
-    /// Choose a worker and book the request on it, as one step. All candidates and their costs
-    /// replace what is in `considered`; keep it for the next request.
+    /// Chooses a worker and books the request on it, in one step. Replaces `considered` with all
+    /// candidates and their costs; keep it for the next request.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for an empty prompt, too many hashes, a session's key that is too
-    /// long or an override out of range; [`Error::NoWorker`] when there is none or none is allowed; [`Error::AllBusy`] when the gate
-    /// shuts out all of these, [`Error::MustWait`] when it says so; [`Error::Overloaded`] at
-    /// `max_requests`. Nothing is booked then.
+    /// [`Error::InvalidArgument`] for an empty prompt, too many hashes, a session key that is too
+    /// long or an override out of range; [`Error::NoWorker`] if no worker is registered or allowed;
+    /// [`Error::AllBusy`] if the gate excludes all of these, [`Error::MustWait`] if it demands
+    /// that; [`Error::Overloaded`] at `max_requests`. Nothing is booked then.
     ///
     /// # Cost
-    /// O(blocks of the request + workers), without allocation apart from the request's own hashes.
+    /// O(blocks of the request + workers), without allocation except for the request's own hashes.
     pub fn route<'a>(
         self: &Arc<Self>,
         ask: &Ask<'_>,
@@ -71,10 +71,10 @@ impl Router {
     }
 
     /// The decision that [`route`](Self::route) would make now. Changes nothing: not the load, not
-    /// whose turn it is, not the generator. Asking twice gives the same answer twice.
+    /// the turn, not the generator. Repeating it gives the same result.
     ///
     /// # Errors
-    /// As [`route`](Self::route), but for [`Error::Overloaded`].
+    /// As [`route`](Self::route), except for [`Error::Overloaded`].
     pub fn preview<'a>(
         &self,
         ask: &Ask<'_>,
@@ -95,8 +95,9 @@ impl Router {
         Ok(self.decision(&context, considered, &choice).drawn_from(seed))
     }
 
-    /// A decision about what is active now, with a draw of its own: where chance decides, asking again may
-    /// give another answer, and the decision's seed gives this one again. Changes nothing else.
+    /// A decision about the current load, with a separate random draw: where chance decides,
+    /// repeating it may give another result, and the decision's seed reproduces this one. Changes
+    /// nothing else.
     ///
     /// # Errors
     /// As [`preview`](Self::preview).
@@ -106,11 +107,12 @@ impl Router {
         self.preview(&Ask { overrides, ..*ask }, considered)
     }
 
-    /// What a policy outside the core is to be asked about `ask`: those that may take it now.
-    /// `None` when there is no such policy, or no choice.
+    /// The question about `ask` for a policy outside the core, with the currently eligible
+    /// candidates. `None` if there is no such policy, or no choice.
     ///
     /// # Errors
-    /// As [`route`](Self::route), but for [`Error::Overloaded`](crate::error::Error::Overloaded).
+    /// As [`route`](Self::route), except for
+    /// [`Error::Overloaded`](crate::error::Error::Overloaded).
     pub fn question(&self, ask: &Ask<'_>) -> Result<Option<Question>> {
         self.validate(ask)?;
         if self.policies.desk().is_none() {
@@ -120,7 +122,7 @@ impl Router {
         let mut considered = Considered::default();
         self.gather(&mut self.state.lock(), ask, &mut context, &mut considered)?;
         let found = considered.found();
-        // Where a session stays nobody is asked.
+        // A session that stays on its worker needs no policy.
         let is_kept = self.kept(ask, found.list, &[], context.now_ms).is_some();
         Ok((found.len() > 1 && !is_kept).then(|| Question {
             request: OutsideRequest::of(&context),
@@ -134,13 +136,13 @@ impl Router {
         }))
     }
 
-    /// How long the request's prefill on `chosen` counts as queued, where its end is not seen.
+    /// How long the request's prefill on `chosen` counts as queued, if its end is not observed.
     fn unseen_prefill_ms(&self, context: &Context<'_>, chosen: &Candidate) -> Option<u64> {
         let active = self.policies.active.as_ref().filter(|_| context.is_whole)?;
         active.unseen_prefill_ms(context.model, context.request.uncached_tokens(chosen))
     }
 
-    /// `choice` as it is told.
+    /// Converts `choice` to a decision.
     fn decision<'a>(
         &self,
         context: &Context<'_>,
@@ -152,8 +154,8 @@ impl Router {
         Decision::new(built_in, context.request, candidates, costs, choice)
     }
 
-    /// What policies are told of `ask`, from a look at the load that may be old when they choose. Where
-    /// none is told before the lock is taken, nothing is known yet.
+    /// The policies' view of `ask`, with a load that may be outdated when they choose. Empty if no
+    /// policy needs it before the lock is taken.
     fn context<'a>(&self, ask: &Ask<'a>, now_ms: u64) -> Context<'a> {
         let known = match self.policies.is_empty() {
             true => RequestTerms::default(),
@@ -181,7 +183,7 @@ impl Router {
         }
     }
 
-    /// Make the candidates of `ask` from what is active now.
+    /// Fills in the candidates of `ask` from the current load.
     fn gather(
         &self,
         state: &mut State,
@@ -196,7 +198,7 @@ impl Router {
         Ok(())
     }
 
-    /// Choose among the candidates of `ask`.
+    /// Chooses among the candidates of `ask`.
     fn choose(
         &self,
         state: &mut State,
@@ -224,9 +226,9 @@ impl Router {
     }
 }
 
-/// The seed of a decision, the request's own or the next one of `seeds`, and its generator.
+/// The seed of a decision, given by the request or drawn from `seeds`, and its generator.
 fn drawn(ask: &Ask<'_>, seeds: &mut SmallRng) -> (u64, SmallRng) {
-    // Of 53 bits: every reader of JSON keeps it exactly.
+    // 53 bits, which every JSON reader keeps exactly.
     let seed = ask.overrides.seed.unwrap_or_else(|| seeds.next_u64() >> 11);
     (seed, SmallRng::seed_from_u64(seed))
 }

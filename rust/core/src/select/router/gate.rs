@@ -1,31 +1,31 @@
-//! Who takes no request now.
+//! Excludes workers from a decision.
 
 use crate::error::{Error, Result};
 use crate::ids::{InstanceId, Worker};
 use crate::load::WorkerLoad;
 use crate::policy::{Candidate, Terms};
 
-/// Says who is too busy, from the load at the moment of a decision.
+/// Decides which workers are too busy, from the load at the moment of a decision.
 ///
-/// Called under the router's lock: it answers from what it holds and does not come back to the router.
+/// Called under the router's lock, so it must use only its own data and not call the router.
 pub trait Gate {
-    /// Adds to `shut` the instances that take no request now, ascending. `loads` are those of all
+    /// Adds the instances that take no requests now to `shut`, ascending. `loads` are those of all
     /// registered workers, in worker order.
     fn shut(&self, loads: &mut dyn Iterator<Item = WorkerLoad>, shut: &mut Vec<InstanceId>);
 
-    /// Whether none of `candidates`, each with its prompt tokens still to be prefilled, has room for more
-    /// of them. Only asked where the request can wait.
+    /// Whether none of `candidates`, each with its prompt tokens still to be prefilled, has room
+    /// for more. Only called if the request can wait.
     fn must_wait(&self, candidates: &mut dyn Iterator<Item = (Worker, u64)>) -> bool;
 
-    /// A worker that was allowed is passed over because its instance is shut; what the request would
-    /// have cost there.
+    /// Reports an allowed worker that is skipped because its instance is shut, with the request's
+    /// cost there.
     fn passed_over(&self, terms: Terms);
 }
 
-/// Whether one of `candidates` has room to prefill, as far as `gate` asks for it.
+/// Checks that one of `candidates` has room to prefill, if `gate` demands it.
 ///
 /// # Errors
-/// [`Error::MustWait`] when none has.
+/// [`Error::MustWait`] if none has.
 pub(super) fn check_room(gate: Option<&dyn Gate>, candidates: &[Candidate]) -> Result<()> {
     let queued = |one: &Candidate| (one.worker, one.load.map_or(0, |load| load.prefill_tokens));
     let count = candidates.len();

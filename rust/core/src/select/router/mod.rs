@@ -1,11 +1,11 @@
 //! The router: overlaps and active load in, a booked worker out.
 //!
 //! [`Router::route`] selects and books in one step under one lock, so that no two requests decide
-//! on the same picture of the load. What it returns is a guard: the load is given back when the
-//! [`Reservation`](super::Reservation) is dropped, whatever became of the request.
+//! on the same load. It returns a guard: the load is freed when the
+//! [`Reservation`](super::Reservation) is dropped, whatever happened to the request.
 //!
-//! Policies that remember are asked in three steps: they prepare without the lock, choose under it,
-//! and learn without it what was chosen and what became of it.
+//! Stateful policies are called in three steps: they prepare without the lock, choose under it, and
+//! are notified of the choice and its outcome without it.
 
 mod affinity;
 mod config;

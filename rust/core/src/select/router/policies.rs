@@ -1,4 +1,4 @@
-//! Policies beside those that are built in: who chooses, who watches, and what they are told.
+//! Policies besides the built-in ones: the deciding one, shadows, and their events.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,49 +12,49 @@ use crate::policy::{
 };
 use crate::select::ask::Ask;
 
-/// The policies of a router, beside those that are built in. Routers may share them.
+/// The policies of a router besides the built-in ones. Routers may share them.
 #[derive(Debug, Clone, Default)]
 pub struct Policies {
     /// Chooses instead of [`RouterConfig::policy`](super::RouterConfig::policy).
     pub active: Option<Arc<dyn RoutePolicy>>,
-    /// Run beside the one that chooses and decide nothing.
+    /// Run alongside the deciding one without deciding.
     pub shadows: Vec<Arc<Shadow>>,
-    /// Keeps sessions where they were, whichever policy chooses.
+    /// Keeps sessions on their workers, whichever policy chooses.
     pub affinity: Option<Arc<Affinity>>,
 }
 
 impl Policies {
-    /// Whether there are none; a policy that is built in may have an affinity before it.
+    /// Whether there are none; an affinity does not count, because a built-in policy may have one.
     pub fn is_empty(&self) -> bool {
         self.active.is_none() && self.shadows.is_empty()
     }
 
-    /// The one that chooses, then the shadows.
+    /// The deciding one, then the shadows.
     fn each(&self) -> impl Iterator<Item = &dyn RoutePolicy> {
         self.active.as_deref().into_iter().chain(self.shadows.iter().map(|shadow| shadow.policy()))
     }
 
-    /// Whether any of them is better with the prompt's tokens.
+    /// Whether the prompt's tokens improve any of them.
     pub fn needs_tokens(&self) -> bool {
         self.each().any(|policy| policy.needs_tokens())
     }
 
-    /// Whether any of them is to be told the prompt's text.
+    /// Whether any of them needs the prompt's text.
     pub fn needs_text(&self) -> bool {
         self.each().any(|policy| policy.needs_text())
     }
 
-    /// Whether the one that chooses goes by estimates of what is queued.
+    /// Whether the deciding one uses estimates of the queue.
     pub(super) fn estimates_queue(&self) -> bool {
         self.active.as_ref().is_some_and(|policy| policy.estimates_queue())
     }
 
-    /// Where the policy that chooses is asked beforehand, when it is outside the core.
+    /// The desk that asks the deciding policy in advance, if it is outside the core.
     pub fn desk(&self) -> Option<&Arc<Desk>> {
         self.active.as_ref()?.desk()
     }
 
-    /// Name every counter of the policy that chooses and of the shadows.
+    /// Reports every counter of the deciding policy and of the shadows.
     pub fn samples(&self, visit: &mut dyn FnMut(Sample<'_>)) {
         if let Some(active) = &self.active {
             active.samples(visit);
@@ -67,7 +67,7 @@ impl Policies {
 
     pub(super) fn prepare(&self, context: &Context<'_>) -> crate::error::Result<()> {
         for shadow in &self.shadows {
-            // What it can't route is counted when the request was decided.
+            // A refusal is counted when the request is decided.
             let _refused = shadow.policy().prepare(context);
         }
         self.active.as_ref().map_or(Ok(()), |policy| policy.prepare(context))
@@ -86,7 +86,7 @@ impl Policies {
         self.each().for_each(|policy| policy.finished(finished));
     }
 
-    /// Whether any of them learns from what engines evict.
+    /// Whether any of them uses evictions.
     pub fn watches_caches(&self) -> bool {
         self.each().any(|policy| policy.watches_caches())
     }
@@ -104,7 +104,7 @@ impl Policies {
     }
 }
 
-/// What a request really used, as far as its engine says.
+/// A request's actual usage, as far as its engine reports it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Usage {
     /// Tokens of the prompt.
@@ -116,8 +116,9 @@ pub struct Usage {
 }
 
 impl Usage {
-    /// What can be true of it: engines and clients send these numbers, and counters add them up. No prompt or
-    /// answer has more than 2^32 tokens, and nobody reuses more tokens than the prompt has.
+    /// Limits the values to what is plausible, because engines and clients send them and counters
+    /// add them up. No prompt or answer has more than 2^32 tokens, and reused tokens can't exceed
+    /// the prompt.
     pub fn plausible(self) -> Self {
         let most = u64::from(u32::MAX);
         let bounded = |tokens: Option<u64>, most: u64| tokens.map(|tokens| tokens.min(most));
@@ -129,7 +130,7 @@ impl Usage {
         }
     }
 
-    /// This, and what `earlier` says where this says nothing.
+    /// These values, with gaps filled from `earlier`.
     pub fn or(self, earlier: Self) -> Self {
         Self {
             input_tokens: self.input_tokens.or(earlier.input_tokens),
@@ -139,7 +140,7 @@ impl Usage {
     }
 }
 
-/// What policies are told of a booked request at its end.
+/// Data about a booked request for policies at its end.
 #[derive(Debug)]
 pub(crate) struct Tail {
     model: Box<str>,
@@ -147,7 +148,7 @@ pub(crate) struct Tail {
     prompt_bytes: usize,
     isl_tokens: u64,
     routed_at_ms: u64,
-    /// When the first token came, from 1 on; 0 before.
+    /// Time of the first token, from 1 on; 0 before it.
     first_token_ms: AtomicU64,
     usage: Mutex<Usage>,
     ticket: Option<Ticket>,
@@ -168,7 +169,7 @@ impl Tail {
     }
 
     pub fn first_token(&self, now_ms: u64) {
-        // Relaxed: it is read when nobody else holds the booking any more. The first one counts.
+        // Relaxed: it is read after all others have released the booking. The first value counts.
         let none = self.first_token_ms.load(Ordering::Relaxed) == 0;
         if none {
             self.first_token_ms.store(now_ms.max(1), Ordering::Relaxed);
@@ -180,7 +181,8 @@ impl Tail {
         *known = usage.or(*known);
     }
 
-    /// A request that had no answer used nothing; one whose engine is silent used its prompt.
+    /// A request without an answer used nothing; without a report of the engine, it used its
+    /// prompt.
     pub fn finished(&self, worker: Worker, now_ms: u64) -> Finished<'_> {
         let usage = *self.usage.lock();
         let first_token_ms = match self.first_token_ms.load(Ordering::Relaxed) {
@@ -204,7 +206,7 @@ impl Tail {
     }
 }
 
-/// The candidates of a decision, and what each of them costs: memory that callers keep for their next one.
+/// The candidates of a decision and their costs, in memory that callers reuse.
 #[derive(Debug, Default)]
 pub struct Considered {
     pub(super) candidates: Vec<Candidate>,
@@ -213,7 +215,7 @@ pub struct Considered {
 }
 
 impl Considered {
-    /// What the engines of the candidates report.
+    /// Fills in the reports of the candidates' engines.
     pub(super) fn ask(&mut self, metrics: Option<&dyn Fn(Worker) -> EngineMetrics>) {
         self.metrics.clear();
         if let Some(metrics) = metrics {
@@ -221,7 +223,7 @@ impl Considered {
         }
     }
 
-    /// The candidates as policies see them, and the place for their costs.
+    /// The candidates as policies see them, and the buffer for their costs.
     pub(super) fn parts(&mut self) -> (Candidates<'_>, &mut Vec<CandidateCost>) {
         let found = Candidates { list: &self.candidates, metrics: &self.metrics };
         (found, &mut self.costs)

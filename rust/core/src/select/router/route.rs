@@ -1,4 +1,4 @@
-//! Who is busy with what, and what a request would cost each worker.
+//! The load of the workers, and the cost of a request on each of them.
 
 use std::sync::{Arc, OnceLock};
 
@@ -19,16 +19,16 @@ use crate::load::{
 use crate::policy::{ActiveLoad, Candidate, KvScale, RequestTerms, Seat, Terms};
 use crate::select::ask::{Ask, Known};
 
-/// Most sequence hashes of a request: a prompt of 16 million tokens in blocks of 16.
+/// Maximum sequence hashes of a request: a prompt of 16 million tokens in blocks of 16.
 const MAX_REQUEST_BLOCKS: usize = 1 << 20;
 
-/// A request is noted as active once in this share of its expiry.
+/// Activity of a request is recorded once in this fraction of its expiry.
 const TOUCHES_PER_EXPIRY: u64 = 16;
 
-/// Told that a worker may have room for more.
+/// Called when a worker may have room for more.
 pub type RoomWatch = Box<dyn Fn() + Send + Sync>;
 
-/// Gives requests of one model to workers and keeps account of who is busy with what.
+/// Assigns requests of one model to workers and tracks their load.
 ///
 /// # Consistency
 /// Every decision sees every booking, first token and end that returned before it. Two decisions
@@ -40,7 +40,7 @@ pub struct Router {
     pub(super) clock: Arc<dyn Clock>,
     pub(super) state: Mutex<State>,
     pub(super) watch: OnceLock<RoomWatch>,
-    /// Draws the seeds of questions, so that these leave the seeds of bookings alone.
+    /// Draws the seeds of queries, so that these do not affect the seeds of bookings.
     pub(super) questions: Mutex<SmallRng>,
 }
 
@@ -52,7 +52,7 @@ pub(super) struct State {
     pub scratch: Scratch,
 }
 
-/// Memory that decisions reuse; nothing in it outlives one.
+/// Memory reused between decisions; its content does not outlive a decision.
 #[derive(Default)]
 pub(super) struct Scratch {
     /// By slot.
@@ -76,7 +76,7 @@ impl Router {
         Self::with_policies(config, Policies::default(), clock)
     }
 
-    /// A router without workers, whose choices `policies` make or watch.
+    /// A router without workers, with deciding policies or shadows.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -98,19 +98,19 @@ impl Router {
         Ok(Self { config, policies, seat, clock, state, watch, questions })
     }
 
-    /// The policies that choose or watch beside those that are built in.
+    /// The deciding and shadow policies besides the built-in ones.
     pub fn policies(&self) -> &Policies {
         &self.policies
     }
 
-    /// The configuration it was made with; for the block size of now see
-    /// [`block_size`](Self::block_size).
+    /// The configuration it was created with; [`block_size`](Self::block_size) is the current block
+    /// size.
     pub fn config(&self) -> &RouterConfig {
         &self.config
     }
 
-    /// What `ask` would cost on every allowed worker now, busy ones included; changes nothing.
-    /// Empty when there is no worker.
+    /// The cost of `ask` on every allowed worker now, including busy ones; changes nothing. Empty
+    /// without workers.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] as [`route`](Self::route).
@@ -131,12 +131,13 @@ impl Router {
         Ok(candidates.iter().map(|one| known.terms(self.config.policy, one)).collect())
     }
 
-    /// A worker's engine evicted blocks with these local hashes from its device: policies learn from it.
+    /// Notifies policies that a worker's engine evicted blocks with these local hashes from its
+    /// device.
     pub fn evicted(&self, worker: Worker, local_hashes: &[u64]) {
         self.policies.evicted(worker, local_hashes, self.clock.now_ms());
     }
 
-    /// A worker's device cache is empty now.
+    /// Notifies policies that a worker's device cache was cleared.
     pub fn cleared(&self, worker: Worker) {
         self.policies.cleared(worker);
     }
@@ -151,8 +152,8 @@ impl Router {
         self.state.lock().load.has_worker(worker)
     }
 
-    /// Another router has given a request to `worker`: it is booked here as if this one had, but for the
-    /// limit of requests. [`free`](Self::free) ends it.
+    /// Books another router's request at `worker` like this router's own, except for the request
+    /// limit. [`free`](Self::free) ends it.
     ///
     /// # Errors
     /// [`Error::NotFound`] for a worker that is not registered, [`Error::InvalidArgument`] for too many
@@ -178,11 +179,11 @@ impl Router {
         Ok(id)
     }
 
-    /// The prompt of `request` is prefilled, and it is alive; as [`Reservation::first_token`](super::super::Reservation::first_token) for callers
-    /// that want to know.
+    /// Marks the prompt of `request` as prefilled, and the request as active; like
+    /// [`Reservation::first_token`](super::super::Reservation::first_token), but reports an error.
     ///
     /// # Errors
-    /// [`Error::NotFound`] for a request that is not booked (any more).
+    /// [`Error::NotFound`] for a request that is not booked.
     pub fn mark_prefill_completed(&self, request: RequestId) -> Result<()> {
         let now_ms = self.clock.now_ms();
         {
@@ -195,7 +196,7 @@ impl Router {
         Ok(())
     }
 
-    /// Make `workers` the registered workers; see [`ActiveSequences::set_workers`].
+    /// Sets the registered workers; see [`ActiveSequences::set_workers`].
     ///
     /// # Errors
     /// [`Error::Overloaded`] for more than [`crate::load::MAX_WORKERS`]; nothing changes then.
@@ -212,7 +213,7 @@ impl Router {
         Ok(change)
     }
 
-    /// Remove one worker and drop its requests; how many, `None` when it is not registered.
+    /// Removes one worker and its requests; returns their number, `None` if it is not registered.
     pub fn remove_worker(&self, worker: Worker) -> Option<usize> {
         let dropped = self.state.lock().load.remove_worker(worker)?;
         self.policies.removed(worker);
@@ -224,7 +225,7 @@ impl Router {
         self.state.lock().load.block_size()
     }
 
-    /// The index has learned what size its blocks are. Requests that are active already keep counting as they do.
+    /// Sets the block size that the index has learned. Active requests keep counting as before.
     pub fn correct_block_size(&self, block_size: u32) {
         self.state.lock().load.correct_block_size(block_size);
     }
@@ -245,8 +246,8 @@ impl Router {
         load.totals()
     }
 
-    /// Free requests that are idle for longer than `expiry_ms`, longest idle first. Call it on a
-    /// timer: it costs nothing when there are none.
+    /// Frees requests that have been idle for longer than `expiry_ms`, longest idle first. Call it
+    /// on a timer: it costs nothing if there are none.
     pub fn expire(&self) -> Vec<Expired> {
         let now_ms = self.clock.now_ms();
         let expired = self.state.lock().load.expire(now_ms);
@@ -259,10 +260,10 @@ impl Router {
         expired
     }
 
-    /// Have `watch` told, without any lock of the router held, whenever a prompt is prefilled, a
-    /// request ends, or workers change. Only the first one is.
+    /// Registers `watch`, called without any lock of the router whenever a prompt is prefilled, a
+    /// request ends, or workers change. Only the first one is kept.
     pub fn watch_room(&self, watch: RoomWatch) {
-        // There is one already: it goes on.
+        // There is already one, which is kept.
         let _refused = self.watch.set(watch);
     }
 
@@ -281,12 +282,12 @@ impl Router {
     }
 
     pub(crate) fn first_token(&self, request: RequestId) {
-        // Not booked any more: the worker went or the request expired, and its load with it.
+        // No longer booked: the worker left or the request expired, and its load is freed.
         let _gone = self.mark_prefill_completed(request);
     }
 
     pub(crate) fn touch(&self, request: RequestId, now_ms: u64) {
-        // As above: there is nothing left to keep alive.
+        // As above: nothing is left to keep alive.
         let _gone = self.state.lock().load.touch(request, now_ms);
     }
 
@@ -372,7 +373,7 @@ impl Router {
         }
     }
 
-    /// Make `candidates` those of `ask`, from what is active now.
+    /// Sets `candidates` to those of `ask`, from the current load.
     pub(super) fn fill(
         &self,
         state: &mut State,
