@@ -1,4 +1,4 @@
-//! What a selection is asked for.
+//! The input of a selection.
 
 use std::fmt;
 
@@ -8,27 +8,27 @@ use crate::hash;
 use crate::ids::{InstanceId, Worker};
 use crate::policy::{Advice, EngineMetrics, Session};
 
-/// A prompt as selection needs it: hashed once, however often a worker is chosen for it.
+/// A prompt as selection needs it: hashed once, even if several workers are tried.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Prompt {
     /// Length in tokens; at least 1.
     pub isl_tokens: u64,
-    /// Whether the length is counted, not guessed.
+    /// Whether the length is exact, not estimated.
     pub are_tokens_known: bool,
-    /// Tokens in a block when it was hashed; 0 when that was not known.
+    /// Tokens in a block when it was hashed; 0 if unknown.
     pub block_size: u32,
-    /// Identity that the local hashes were made with.
+    /// Identity in the local hashes.
     pub seed: u64,
     /// Local hashes of its full blocks.
     pub locals: Vec<u64>,
     /// Sequence hashes of its full blocks.
     pub sequence_hashes: Vec<u64>,
-    /// What engines with several cache groups call its blocks.
+    /// Names of its blocks at engines with several cache groups.
     pub names: PromptNames,
 }
 
 impl Prompt {
-    /// A prompt whose tokens are not known, of about `isl_tokens`: routed by load alone.
+    /// A prompt with unknown tokens, of about `isl_tokens`: routed by load alone.
     pub fn unknown(isl_tokens: u64) -> Self {
         Self { isl_tokens: isl_tokens.max(1), ..Self::default() }
     }
@@ -45,7 +45,7 @@ impl Prompt {
         Self { isl_tokens: tokens.len() as u64, ..Self::of_hashes(locals, block_size, seed) }
     }
 
-    /// A prompt of full blocks that somebody else has hashed.
+    /// A prompt of full blocks that the caller has hashed.
     ///
     /// # Cost
     /// O(blocks).
@@ -65,7 +65,7 @@ impl Prompt {
         }
     }
 
-    /// Blocks of an overlap that an engine can reuse: the last token is always computed anew.
+    /// Blocks of an overlap that an engine can reuse: it always recomputes the last token.
     ///
     /// # Source
     /// vLLM v1 caps its hit at `prompt_tokens - 1`.
@@ -82,17 +82,17 @@ impl Prompt {
     }
 }
 
-/// The worker that must take the request, whatever it costs there.
+/// The worker that must take the request, at any cost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pin {
     /// The engine.
     pub instance_id: InstanceId,
-    /// One of its ranks; `None` lets the policy choose between them.
+    /// One of its ranks; `None` lets the policy choose.
     pub dp_rank: Option<u32>,
 }
 
 impl Pin {
-    /// Whether `worker` is meant.
+    /// Whether the pin includes `worker`.
     pub fn fits(&self, worker: Worker) -> bool {
         self.instance_id == worker.instance_id
             && self.dp_rank.is_none_or(|rank| rank == worker.dp_rank)
@@ -111,70 +111,72 @@ impl fmt::Display for Pin {
 pub struct Ask<'a> {
     /// The prompt.
     pub prompt: &'a Prompt,
-    /// What this request wants otherwise than the configuration.
+    /// Settings that this request overrides.
     pub overrides: RouteOverride,
-    /// Workers that may take it; `None` for all. Called under the router's lock: it answers from what it
-    /// holds.
+    /// Workers that may take it; `None` for all. Called under the router's lock, so it must use
+    /// only its own data.
     pub allowed: Option<&'a dyn Fn(Worker) -> bool>,
     /// The worker that must take it.
     pub pin: Option<Pin>,
-    /// What workers hold on their devices as a remote index tells, ascending by worker, instead of what the
-    /// selector's own one knows.
+    /// Blocks on the workers' devices according to a remote index, ascending by worker, instead of
+    /// those in the selector's own index.
     pub overlaps: Option<&'a [(Worker, u32)]>,
-    /// Tokens that the answer is expected to have: what it has generated fades towards its end, where
-    /// generated blocks count.
+    /// Expected tokens of the answer: if generated blocks count, their weight fades towards its
+    /// end.
     pub expected_output_tokens: Option<u64>,
-    /// The caller can wait: `MustWait` where no worker has room to prefill, instead of a booking.
+    /// Whether the caller can wait: then `MustWait` is returned instead of a booking if no worker
+    /// has room to prefill.
     pub waits: bool,
-    /// The name under which the journal keeps the decision; `None` keeps nothing.
+    /// The request's name in the journal; `None` keeps no record.
     pub request_id: Option<&'a str>,
-    /// What its client calls the model, where that is another name; for the journal.
+    /// The client's name for the model, if it is an alias; for the journal.
     pub alias: Option<&'a str>,
-    /// Text of the prompt, UTF-8, without the JSON around it, for policies; empty when nobody needs it.
+    /// Text of the prompt in UTF-8, without the surrounding JSON, for policies; empty if none needs
+    /// it.
     pub text: &'a [u8],
     /// The model's own token ids, for policies; empty while unknown.
     pub token_ids: &'a [u32],
-    /// Whose request it is; `None` for nobody's.
+    /// The request's user, if known.
     pub user: Option<&'a str>,
-    /// The answer comes as a whole, so that nobody sees its first token.
+    /// Whether the answer is not streamed, so that its first token is not observed.
     pub is_whole: bool,
-    /// What ties it to earlier requests.
+    /// The session of the request.
     pub session: Session<'a>,
-    /// What a policy outside the core said of it; see [`Selector::question`](super::Selector::question).
+    /// Advice of a policy outside the core; see [`Selector::question`](super::Selector::question).
     pub advice: Option<&'a Advice>,
-    /// What a selector finds out itself.
+    /// Inputs that a selector fills in itself.
     pub known: Known<'a>,
 }
 
-/// What is known beside the load when a worker is chosen. Workers that are not registered are passed over:
-/// the index may be behind or ahead.
+/// What is known besides the load when a worker is chosen. Unregistered workers are skipped,
+/// because the index may be behind or ahead.
 #[derive(Clone, Copy, Default)]
 pub struct Known<'a> {
-    /// Leading blocks of the prompt that workers hold; none for workers that are not named.
+    /// Leading blocks of the prompt that workers hold; 0 for workers that are not listed.
     pub overlaps: &'a [(Worker, u32)],
-    /// Leading blocks that workers are predicted to hold soon; what goes beyond `overlaps` counts as
-    /// overlap too, and is told apart.
+    /// Leading blocks that workers are predicted to hold soon; those beyond `overlaps` count as
+    /// overlap and are reported separately.
     pub predictions: &'a [(Worker, u32)],
-    /// Leading blocks that workers reach with host memory, and with disks: each as many as on the device or
-    /// more. What goes beyond the former saves a share, see [`TierWeights`](super::TierWeights).
+    /// Leading blocks that workers reach with host memory, and with disks; at least as many as on
+    /// the device. Blocks beyond the device save a share, see [`TierWeights`](super::TierWeights).
     pub tiers: &'a [(Worker, [u32; 2])],
-    /// Who is too busy for any request; `None` for nobody.
+    /// Decides which workers are too busy; `None` without limits.
     pub gate: Option<&'a dyn Gate>,
-    /// What engines report of themselves; `None` where none does. Called under the router's lock:
-    /// it answers from what it holds and does not come back to the router.
+    /// The engines' reports; `None` without any. Called under the router's lock, so it must use
+    /// only its own data and not call the router.
     pub metrics: Option<&'a dyn Fn(Worker) -> EngineMetrics>,
-    /// The model that was asked for.
+    /// The requested model.
     pub model: &'a str,
-    /// The overlaps come from engines' events.
+    /// Whether the overlaps come from engines' events.
     pub is_indexed: bool,
     /// Instances that take no new requests, ascending.
     pub draining: &'a [InstanceId],
-    /// The pin that was left out because its worker is one of these.
+    /// The pin that was ignored because its worker is one of these.
     pub unpinned: Option<Pin>,
 }
 
 impl<'a> Ask<'a> {
-    /// For `prompt`, with nothing special.
+    /// For `prompt`, without options.
     pub fn new(prompt: &'a Prompt) -> Self {
         Self {
             prompt,

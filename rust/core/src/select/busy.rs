@@ -1,7 +1,7 @@
-//! Who is too busy: what workers report, what routers have booked, and the thresholds.
+//! Which workers are too busy: their reports, the bookings of routers, and the thresholds.
 //!
-//! Signals of different sources are kept apart: a worker's own report is replaced by its next report
-//! only, and each router's share of the load by that router only; shares are added up.
+//! Signals from different sources are separate: only a worker's next report replaces its report,
+//! and only a router changes its share of the load; shares are added up.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -17,23 +17,23 @@ use crate::ids::{InstanceId, Worker};
 use crate::load::WorkerLoad;
 use crate::policy::Terms;
 
-/// Tokens of a batch of a worker that never told how many it takes at most.
+/// Batch size of a worker that never reported one, in tokens.
 pub const DEFAULT_BATCHED_TOKENS: u64 = 10_000_000;
-/// Other routers whose shares are kept for one worker.
+/// Maximum other routers with a share of one worker.
 const MAX_ROUTERS: usize = 1_024;
 
-/// What a worker's rank says of itself. `None` leaves what it said before.
+/// A rank's own report. `None` keeps the last value.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Report {
-    /// Blocks in use, shared ones once: what the engine knows best.
+    /// Blocks in use, with shared ones counted once; the engine's own count.
     pub kv_used_blocks: Option<u64>,
     /// Blocks of running requests.
     pub active_decode_blocks: Option<u64>,
     /// Prompt tokens still to be prefilled.
     pub active_prefill_tokens: Option<u64>,
-    /// Blocks there are.
+    /// Blocks in total.
     pub kv_total_blocks: Option<u64>,
-    /// Tokens it takes in one batch.
+    /// Tokens of one batch.
     pub max_num_batched_tokens: Option<u64>,
 }
 
@@ -48,19 +48,19 @@ impl Report {
     }
 }
 
-/// What another router has booked on a worker's rank. `None` leaves what it said before.
+/// Another router's bookings on a worker's rank. `None` keeps the last value.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Share {
     /// Blocks of its running requests.
     pub active_decode_blocks: Option<u64>,
-    /// Prompt tokens of theirs that are still to be prefilled.
+    /// Their prompt tokens that are still to be prefilled.
     pub active_prefill_tokens: Option<u64>,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct Rank {
     pub reported: Report,
-    /// By router, with the time at which it told last.
+    /// By router, with the time of its last message.
     shares: BTreeMap<u64, (Share, u64)>,
     /// Blocks were above their threshold, and not all signals have been below it since.
     is_latched: bool,
@@ -78,15 +78,15 @@ impl Rank {
             || thresholds.active_prefill_tokens_frac.is_some_and(|f| tokens > of_batch(f))
     }
 
-    /// Prompt tokens still to be prefilled as all routers booked them, `own` here.
+    /// Prompt tokens still to be prefilled, as booked by all routers; `own` are booked here.
     pub fn tracked_prefill(&self, own: u64) -> u64 {
         let shares = self.shares.values().filter_map(|(share, _)| share.active_prefill_tokens);
         shares.fold(own, u64::saturating_add)
     }
 
-    /// Two signals stand for the blocks: what the worker says is in use, and what its requests should
-    /// occupy. The first one counts where there is one, but never less than what routers booked. Above the threshold it latches, and both must be
-    /// below before that ends.
+    /// Two signals measure the blocks: the worker's report of its usage, and the blocks that its
+    /// requests should occupy. The report counts if there is one, but never less than what routers
+    /// booked. Above the threshold the state latches until both are below it.
     fn is_decoding_too_much(&mut self, threshold: Option<f64>, own_blocks: u64) -> bool {
         let total = self.reported.kv_total_blocks.filter(|total| *total > 0);
         let (Some(threshold), Some(total)) = (threshold, total) else {
@@ -98,7 +98,7 @@ impl Rank {
         let shares = shares.fold(0, u64::saturating_add);
         let tracked = own_blocks.saturating_add(shares);
         let expected = self.reported.active_decode_blocks.unwrap_or(0).max(tracked);
-        // Between two reports a burst shows in the bookings only.
+        // Between two reports a burst is visible only in the bookings.
         let used = self.reported.kv_used_blocks.map_or(expected, |used| used.max(tracked));
         if is_above(used) {
             self.is_latched = true;
@@ -115,13 +115,13 @@ pub(super) struct State {
     pub ranks: HashMap<Worker, Rank>,
 }
 
-/// The signals of one model's workers, and the thresholds that are held against them.
+/// The signals of one model's workers, and their thresholds.
 ///
 /// # Consistency
 /// A decision sees every report, share and threshold whose call returned before it.
 ///
 /// # Cost
-/// Nothing while no threshold is set; else O(ranks) for a decision.
+/// Nothing without a threshold; otherwise O(ranks) per decision.
 #[derive(Debug, Default)]
 pub struct BusyTable {
     pub(super) state: Mutex<State>,
@@ -139,12 +139,12 @@ impl BusyTable {
         Ok(table)
     }
 
-    /// The thresholds in force.
+    /// The current thresholds.
     pub fn thresholds(&self) -> Thresholds {
         self.state.lock().thresholds
     }
 
-    /// Put others in force.
+    /// Replaces the thresholds.
     ///
     /// # Errors
     /// As [`Thresholds::validate`]; nothing changes then.
@@ -152,7 +152,7 @@ impl BusyTable {
         thresholds.validate()?;
         let mut state = self.state.lock();
         state.thresholds = thresholds;
-        // Relaxed: it only spares decisions the lock; the caller's next decision is behind it.
+        // Relaxed: it only saves decisions the lock; the caller's next decision comes after it.
         self.is_any_set.store(thresholds.is_any(), Ordering::Relaxed);
         Ok(())
     }
@@ -162,7 +162,7 @@ impl BusyTable {
         self.is_any_set.load(Ordering::Relaxed)
     }
 
-    /// Make `workers` the declared ranks; what is known of others is forgotten.
+    /// Sets the declared ranks; others are forgotten.
     pub fn set_workers(&self, workers: &[Worker]) {
         let mut state = self.state.lock();
         let mut before = std::mem::take(&mut state.ranks);
@@ -171,19 +171,19 @@ impl BusyTable {
         state.ranks = kept.collect();
     }
 
-    /// A worker's rank reports. False when it is not declared: nothing is kept then.
+    /// Stores a rank's report. False if the rank is not declared: then nothing is stored.
     pub fn report(&self, worker: Worker, report: &Report) -> bool {
         let mut state = self.state.lock();
         state.ranks.get_mut(&worker).map(|rank| rank.reported.update(report)).is_some()
     }
 
-    /// What the worker's rank last said of itself; `None` when it is not declared.
+    /// The last report of the worker's rank; `None` if it is not declared.
     pub fn reported(&self, worker: Worker) -> Option<Report> {
         self.state.lock().ranks.get(&worker).map(|rank| rank.reported)
     }
 
-    /// Another router tells now what it has booked on a rank. False when the rank is not declared, or
-    /// 1,024 other routers have told already: nothing is kept then.
+    /// Stores another router's bookings on a rank. False if the rank is not declared, or 1,024
+    /// other routers already have a share: then nothing is stored.
     pub fn share(&self, router_id: u64, worker: Worker, share: Share, now_ms: u64) -> bool {
         let mut state = self.state.lock();
         let Some(rank) = state.ranks.get_mut(&worker) else { return false };
@@ -197,15 +197,15 @@ impl BusyTable {
         true
     }
 
-    /// Forget what other routers told before `oldest_ms`: they are gone, and their requests with them.
+    /// Forgets shares from before `oldest_ms`: those routers and their requests are gone.
     pub fn expire_shares(&self, oldest_ms: u64) {
         for rank in self.state.lock().ranks.values_mut() {
             rank.shares.retain(|_, (_, heard_ms)| *heard_ms >= oldest_ms);
         }
     }
 
-    /// Instances that are busy, ascending: those all of whose declared ranks are. `loads` is what this
-    /// router has booked, in worker order.
+    /// Busy instances, ascending: those with only busy declared ranks. `loads` are this router's
+    /// bookings, in worker order.
     pub fn busy(&self, loads: impl IntoIterator<Item = WorkerLoad>) -> Vec<InstanceId> {
         let mut busy = Vec::new();
         self.collect(&mut loads.into_iter(), &mut busy);
@@ -223,7 +223,7 @@ impl BusyTable {
             busy.extend(done.filter(|(_, is_busy)| *is_busy).map(|(instance_id, _)| instance_id));
         };
         for load in loads {
-            // One that has told nothing has room, as far as anybody knows.
+            // A worker without any report is assumed to have room.
             let rank = ranks.get_mut(&load.worker);
             let is_busy = rank.is_some_and(|rank| rank.is_busy(thresholds, &load));
             let instance_id = load.worker.instance_id;
@@ -239,12 +239,12 @@ impl BusyTable {
     }
 }
 
-/// The table as the router asks it, during one decision.
+/// The router's view of the table, during one decision.
 pub(super) struct BusyGate<'a> {
     pub table: &'a BusyTable,
-    /// Terms of those that were passed over.
+    /// Terms of the skipped workers.
     pub passed_over: &'a RefCell<Vec<Terms>>,
-    /// From when on requests that can wait do so.
+    /// The threshold above which requests that can wait do so.
     pub queue: Option<QueueThreshold>,
 }
 

@@ -5,29 +5,29 @@ use std::fmt;
 use super::router::RouterConfig;
 use crate::error::{Error, Result};
 
-/// Default memory of the journal: some thousand decisions among 64 workers.
+/// Default memory of the journal: some thousand decisions with 64 workers.
 pub const DEFAULT_JOURNAL_BYTES: usize = 16 * 1024 * 1024;
 
-/// Where a selector's knowledge of caches comes from.
+/// Source of a selector's knowledge of caches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Overlap {
     /// Events of the engines only.
     Events,
-    /// Events, and for a short time predictions of what a worker will hold.
+    /// Events, and for a short time predictions of a worker's blocks.
     #[default]
     EventsAndPredictions,
     /// Predictions only: engines publish nothing.
     Predictions,
 }
 
-/// From when on a worker is busy. Without any threshold nobody ever is.
+/// Thresholds above which a worker is busy. Without any, no worker is ever busy.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Thresholds {
     /// Share of a worker's blocks in use, 0..=1; busy above it.
     pub active_decode_blocks: Option<f64>,
     /// Prompt tokens still to be prefilled; busy above it.
     pub active_prefill_tokens: Option<u64>,
-    /// The same as a multiple of what the worker takes in one batch; finite and at least 0.
+    /// The same as a multiple of the worker's batch size; finite and at least 0.
     pub active_prefill_tokens_frac: Option<f64>,
 }
 
@@ -76,13 +76,14 @@ impl fmt::Display for Thresholds {
     }
 }
 
-/// From when on requests wait until a worker has room to prefill, instead of adding to the load.
+/// Threshold above which requests wait until a worker has room to prefill, instead of adding to the
+/// load.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct QueueThreshold {
-    /// Prompt tokens still to be prefilled, as a multiple of what the worker takes in one batch: a request
-    /// waits while every worker that may take it has more. Finite and at least 0.
+    /// Prompt tokens still to be prefilled, as a multiple of the worker's batch size: a request
+    /// waits while every eligible worker has more. Finite and at least 0.
     pub batches: f64,
-    /// Tokens of a batch of a worker that never told how many it takes at most.
+    /// Batch size of a worker that never reported one, in tokens.
     pub batched_tokens: u64,
 }
 
@@ -107,12 +108,13 @@ impl QueueThreshold {
 pub struct SelectorConfig {
     /// How requests are routed.
     pub router: RouterConfig,
-    /// Where knowledge of caches comes from. How long a prediction stands, and how many there may be, is
-    /// a limit of the index.
+    /// Source of the knowledge of caches. Limits of the index set the age and number of
+    /// predictions.
     pub overlap: Overlap,
-    /// From when on a worker is busy.
+    /// Thresholds above which a worker is busy.
     pub thresholds: Thresholds,
-    /// From when on requests that can wait ([`Ask::waits`](super::Ask::waits)) must; `None` = never.
+    /// Threshold above which requests that can wait ([`Ask::waits`](super::Ask::waits)) must;
+    /// `None`: never.
     pub queue: Option<QueueThreshold>,
     /// Memory for past decisions, bytes; 0 keeps none.
     pub journal_bytes: usize,

@@ -1,4 +1,4 @@
-//! Requests that would have gone to a worker that is being drained.
+//! Requests diverted from a draining worker.
 
 use super::ask::{Ask, Pin};
 use super::draining::{Diverted, Wanted};
@@ -6,14 +6,15 @@ use super::selector::Selector;
 use crate::ids::{InstanceId, Worker};
 
 impl Selector {
-    /// Give no new requests to the workers `ids`, and to all others again.
+    /// Gives no new requests to the workers `ids`, and to all others again.
     pub fn set_draining(&self, ids: Vec<InstanceId>) {
         self.draining.set(ids);
-        // Those that wait may go to one that is back, or learn that nobody is left.
+        // Waiting requests may now use a worker that is back, or fail because none is left.
         self.router.made_room();
     }
 
-    /// Whom `ask` would have gone to, had it not been drained; `unpinned` is the pin that was left out for that.
+    /// The draining worker that `ask` would have used; `unpinned` is the pin that was ignored for
+    /// that reason.
     pub(super) fn diverted(&self, ask: &Ask<'_>, unpinned: Option<Pin>) -> Option<Diverted> {
         if let Some(pin) = unpinned {
             return Some(Diverted { from: pin.instance_id, by: Wanted::Pin });

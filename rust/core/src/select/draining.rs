@@ -1,4 +1,5 @@
-//! Workers that take no new requests and keep all that they have: blocks, events, running requests.
+//! Draining workers: they take no new requests and keep everything else: blocks, events, running
+//! requests.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,7 +8,7 @@ use parking_lot::RwLock;
 
 use crate::ids::InstanceId;
 
-/// The workers of one model that are being drained. At most as many as there are workers.
+/// The draining workers of one model; at most as many as there are workers.
 ///
 /// # Consistency
 /// A decision sees every change whose call returned before it.
@@ -19,19 +20,19 @@ pub struct DrainTable {
 }
 
 impl DrainTable {
-    /// All of them, ascending.
+    /// All draining workers, ascending.
     ///
     /// # Cost
-    /// Nothing while there are none.
+    /// Nothing if there are none.
     pub fn all(&self) -> Arc<[InstanceId]> {
-        // Relaxed: it only spares decisions the lock; the caller's next decision is behind it.
+        // Relaxed: it only saves decisions the lock; the caller's next decision comes after it.
         match self.is_any.load(Ordering::Relaxed) {
             true => Arc::clone(&self.ids.read()),
             false => Arc::default(),
         }
     }
 
-    /// Whether a worker is being drained.
+    /// Whether a worker is draining.
     pub fn has(&self, id: InstanceId) -> bool {
         self.all().binary_search(&id).is_ok()
     }
@@ -45,21 +46,21 @@ impl DrainTable {
 }
 
 named! {
-    /// What asked for a worker that is being drained.
+    /// Why a request wanted a draining worker.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     pub enum Wanted {
         /// The request is pinned to it.
         Pin = "pin",
-        /// The session was there.
+        /// The session was on it.
         Session = "session",
     }
 }
 
-/// A worker that a request should have gone to and that is being drained.
+/// A draining worker that a request should have used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Diverted {
     /// The worker.
     pub from: InstanceId,
-    /// What asked for it.
+    /// Why the request wanted it.
     pub by: Wanted,
 }

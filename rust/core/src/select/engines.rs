@@ -1,4 +1,4 @@
-//! What engines report of themselves, for policies that go by it.
+//! Metrics that engines report of themselves, for policies that use them.
 
 use std::sync::Arc;
 
@@ -10,32 +10,32 @@ use crate::policy::EngineMetrics;
 
 type ByWorker = Arc<HashMap<Worker, EngineMetrics>>;
 
-/// The latest report of each engine; as many as there are workers.
+/// The latest report of each engine; at most as many as there are workers.
 ///
 /// # Consistency
-/// A decision reads the reports that were in when it began.
+/// A decision reads the reports from before it began.
 #[derive(Debug, Default)]
 pub struct EngineTable {
     by_worker: RwLock<ByWorker>,
 }
 
 impl EngineTable {
-    /// An engine says this of itself; what it leaves out stays as it was.
+    /// Merges an engine's report into its last one; missing values stay.
     pub fn update(&self, worker: Worker, metrics: EngineMetrics) {
         let earlier = self.all().get(&worker).copied().unwrap_or_default();
         self.report(worker, metrics.or(earlier));
     }
 
-    /// An engine says this of itself; it replaces what it said before.
+    /// Replaces an engine's report.
     ///
     /// # Cost
-    /// O(workers): reports are seconds apart, readers are not to wait.
+    /// O(workers): reports are seconds apart, and readers must not wait.
     pub fn report(&self, worker: Worker, metrics: EngineMetrics) {
         let mut held = self.by_worker.write();
         Arc::make_mut(&mut held).insert(worker, metrics);
     }
 
-    /// All reports, as they are now.
+    /// All current reports.
     pub fn all(&self) -> ByWorker {
         Arc::clone(&self.by_worker.read())
     }

@@ -1,4 +1,4 @@
-//! What engines remove, on its way from the index to the policies and to what judges answers.
+//! Passes engines' evictions from the index to the policies, and to the comparison with answers.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use crate::catalog::CacheWatch;
 use crate::clock::Clock;
 use crate::ids::Worker;
 
-/// Tells a router, and notes when.
+/// Notifies a router, and records the time.
 pub(super) struct Evictions {
     pub router: Arc<Router>,
     pub removals: Arc<Removals>,

@@ -1,11 +1,11 @@
-//! What is told to those who got no worker.
+//! Errors for requests without a worker.
 
 use super::ask::Ask;
 use super::selector::Selector;
 use crate::error::Error;
 
 impl Selector {
-    /// Say what the router cannot know.
+    /// Adds details that the router does not know.
     pub(super) fn explain(&self, ask: &Ask<'_>, error: Error) -> Error {
         match (error, ask.pin) {
             (Error::NoWorker(_), Some(pin))

@@ -1,4 +1,4 @@
-//! Past decisions: a ring of the latest ones, by request id, within a number of bytes.
+//! Past decisions: a ring of the latest ones, by request id, limited in bytes.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -8,12 +8,12 @@ use parking_lot::Mutex;
 
 use super::record::Record;
 
-/// Most decisions that are found for one name: names are the clients' to choose.
+/// Maximum decisions returned for one name, because clients choose the names.
 const MAX_FOUND: usize = 16;
 
 #[derive(Debug, Default)]
 struct State {
-    /// Oldest first; the first one's number is `first`.
+    /// Oldest first; the first one has the number `first`.
     ring: VecDeque<Kept>,
     first: u64,
     /// The latest decision of a name.
@@ -25,7 +25,7 @@ struct State {
 #[derive(Debug)]
 struct Kept {
     record: Record,
-    /// The decision before it for the same name.
+    /// The previous decision for the same name.
     previous: Option<u64>,
 }
 
@@ -36,14 +36,14 @@ pub struct JournalStats {
     pub records: usize,
     /// Bytes they occupy.
     pub bytes: usize,
-    /// Decisions that gave way to later ones, or were larger than the limit.
+    /// Decisions dropped for later ones, or larger than the limit.
     pub dropped_total: u64,
 }
 
-/// The latest decisions, as many as fit in its limit; the oldest ones give way.
+/// The latest decisions, as many as its limit allows; the oldest are dropped.
 ///
 /// # Cost
-/// A lock and O(1) beside the record itself.
+/// A lock and O(1) besides the record itself.
 #[derive(Debug)]
 pub struct Journal {
     limit_bytes: usize,
@@ -56,12 +56,12 @@ impl Journal {
         Self { limit_bytes, state: Mutex::default() }
     }
 
-    /// Whether it keeps anything.
+    /// Whether it keeps records.
     pub fn is_on(&self) -> bool {
         self.limit_bytes > 0
     }
 
-    /// Keep `record`; its number, for [`update`](Self::update).
+    /// Keeps `record`; returns its number for [`update`](Self::update).
     pub fn push(&self, record: Record) -> u64 {
         let bytes = record.bytes();
         let mut state = self.state.lock();
@@ -81,7 +81,7 @@ impl Journal {
         number
     }
 
-    /// Change a record, if it is still there.
+    /// Changes a record, if it still exists.
     pub fn update(&self, number: u64, change: impl FnOnce(&mut Record)) {
         let mut state = self.state.lock();
         if let Some(kept) = state.at(number) {
@@ -89,8 +89,8 @@ impl Journal {
         }
     }
 
-    /// The latest decisions for `request_id`, 16 at most, oldest first: several where it was tried at
-    /// several workers.
+    /// The latest decisions for `request_id`, 16 at most, oldest first: several if several workers
+    /// were tried.
     pub fn find(&self, request_id: &str) -> Vec<Record> {
         let mut state = self.state.lock();
         let mut next = state.by_id.get(request_id).copied();

@@ -7,7 +7,7 @@ use super::record::{CandidateRecord, Record};
 use crate::policy::AUTO;
 
 impl Record {
-    /// The decision with every candidate's terms, without what became of it.
+    /// The decision with every candidate's terms, without the outcome.
     pub fn decision(&self) -> Value {
         let candidates: Vec<Value> =
             self.candidates.iter().map(|one| self.candidate(one)).collect();
@@ -35,7 +35,8 @@ impl Record {
         })
     }
 
-    /// What made the chosen worker cheaper than the next one, where the price decided; largest part first.
+    /// Why the chosen worker was cheaper than the next one, if the price decided; largest part
+    /// first.
     fn because(&self) -> Option<String> {
         if &*self.policy != AUTO {
             return None;
@@ -68,7 +69,7 @@ impl Record {
         Some(format!("{} than {}", said.join(", "), next.terms.worker))
     }
 
-    /// The decision, and what became of it by now.
+    /// The decision, and its outcome so far.
     pub fn whole(&self, now_ms: u64) -> Value {
         let mut value = self.decision();
         value["age_ms"] = json!(now_ms.saturating_sub(self.decided_at_ms));

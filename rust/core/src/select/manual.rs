@@ -1,4 +1,4 @@
-//! Requests that their caller follows by a name of its own: booked here, marked and freed there.
+//! Requests that callers manage by name: booked, marked and freed in separate calls.
 
 use std::net::IpAddr;
 
@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 /// Longest name of a request.
 pub const MAX_REQUEST_ID_BYTES: usize = 256;
 
-/// Reservations by name. As many as the router has bookings, and those whose booking went a moment ago.
+/// Reservations by name: current bookings, and those that have just ended.
 #[derive(Default)]
 pub(super) struct Manual {
     names: Mutex<Names>,
@@ -25,7 +25,7 @@ pub(super) struct Manual {
 #[derive(Default)]
 struct Names {
     by_id: HashMap<String, (Reservation, Option<IpAddr>)>,
-    /// How many each caller has.
+    /// Number of reservations per caller.
     callers: HashMap<IpAddr, usize>,
 }
 
@@ -63,8 +63,8 @@ impl Selector {
     /// As [`select`](Self::select), kept under `request_id` until [`free`](Self::free).
     ///
     /// # Errors
-    /// As there; `Conflict` when a request of that name is active; `InvalidArgument` for a name that is
-    /// empty or longer than [`MAX_REQUEST_ID_BYTES`].
+    /// As there; `Conflict` if a request of that name is active; `InvalidArgument` for a name that
+    /// is empty or longer than [`MAX_REQUEST_ID_BYTES`].
     ///
     /// # Consistency
     /// Of two calls with one name, one books and the other fails.
@@ -72,11 +72,11 @@ impl Selector {
         self.reserve_for(None, request_id, ask)
     }
 
-    /// The same for somebody at `caller`, who may have three quarters of all reservations: one who frees none
-    /// leaves the others room.
+    /// The same for a client at `caller`, which may have three quarters of all reservations, so
+    /// that a client that frees none leaves room for others.
     ///
     /// # Errors
-    /// As there; `Overloaded` beyond that.
+    /// As there; `Overloaded` above that limit.
     pub fn reserve_for(
         &self,
         caller: Option<IpAddr>,
@@ -85,7 +85,7 @@ impl Selector {
     ) -> Result<Selection> {
         check_name(request_id)?;
         let mut names = self.manual.names.lock();
-        // One whose worker left or that expired is no longer active.
+        // A request whose worker left or that expired is no longer active.
         let is_active = |held: &Reservation| self.router.is_booked(held.request());
         if names.get(request_id).is_some_and(is_active) {
             return Err(Error::Conflict(format!("request_id {request_id:?} is already active")));
@@ -105,10 +105,11 @@ impl Selector {
         Ok(selection)
     }
 
-    /// The prompt of `request_id` is prefilled: its tokens stop counting. Saying it again is activity.
+    /// Marks the prompt of `request_id` as prefilled: its tokens no longer count. Further calls
+    /// count as activity.
     ///
     /// # Errors
-    /// `NotFound` for a name that is not active (any more).
+    /// `NotFound` for a name that is not active.
     pub fn mark_prefill_completed(&self, request_id: &str) -> Result<()> {
         let names = self.manual.names.lock();
         let unknown = || Error::NotFound(format!("no request {request_id:?} is active"));
@@ -118,13 +119,13 @@ impl Selector {
         Ok(())
     }
 
-    /// Something was heard of `request_id`: it is not leaked. False when it is not active.
+    /// Records activity of `request_id`, so that it does not expire. False if it is not active.
     pub fn touch(&self, request_id: &str) -> bool {
         let names = self.manual.names.lock();
         names.get(request_id).inspect(|held| held.touch()).is_some()
     }
 
-    /// The engine says what `request_id` used. False when it is not active.
+    /// Records the engine's usage counts of `request_id`. False if it is not active.
     pub fn note_used(&self, request_id: &str, usage: Usage) -> bool {
         let names = self.manual.names.lock();
         let Some(held) = names.get(request_id) else { return false };
@@ -135,15 +136,16 @@ impl Selector {
         true
     }
 
-    /// `request_id` has generated so many tokens up to now; nothing happens when it is not active.
+    /// Sets the number of tokens that `request_id` has generated so far; no effect if it is not
+    /// active.
     pub fn note_generated(&self, request_id: &str, tokens: u64) {
         if let Some(held) = self.manual.names.lock().get(request_id) {
             held.generated(tokens);
         }
     }
 
-    /// `request_id` has ended: its load is given back, its prompt need not be prefilled any more either.
-    /// False for a name that is not active (any more), which is no error.
+    /// Ends `request_id`: frees its load, including a prompt that is not prefilled yet. False for a
+    /// name that is not active, which is not an error.
     pub fn free(&self, request_id: &str) -> bool {
         let held = self.manual.names.lock().remove(request_id);
         held.is_some_and(|held| {
@@ -153,12 +155,12 @@ impl Selector {
         })
     }
 
-    /// Requests that are kept by name.
+    /// Number of requests kept by name.
     pub fn reserved(&self) -> usize {
         self.manual.names.lock().by_id.len()
     }
 
-    /// Forget names whose booking is gone: it expired, or its worker left.
+    /// Forgets names without a booking: it expired, or its worker left.
     pub(super) fn forget_gone(&self) {
         let names = &mut *self.manual.names.lock();
         let mut gone = Vec::new();

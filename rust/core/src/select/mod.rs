@@ -1,8 +1,8 @@
-//! Selection: what joins a prompt, one model's index, its router and the signals of its workers.
+//! Selection: combines a prompt, one model's index, its router and the signals of its workers.
 //!
-//! A [`Selector`] hashes a prompt, walks the index, lets the router choose and book, predicts what the
-//! chosen worker will hold, and writes down why. The frontend and Python decide through the same one,
-//! so that they decide alike.
+//! A [`Selector`] hashes a prompt, walks the index, lets the router choose and book, predicts the
+//! blocks of the chosen worker, and records the reasons. The frontend and Python use the same
+//! selector, so their decisions agree.
 
 mod ask;
 mod busy;

@@ -1,4 +1,4 @@
-//! What is kept and told of a decision.
+//! Records and log lines of a decision.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use super::selector::Selector;
 use crate::index::{Match, Matches};
 use crate::policy::{AUTO, Decision, Policy, Terms};
 
-/// The line of a decision; a level is part of a line's place in the program.
+/// Logs a decision; a macro, because a line's level must be static.
 macro_rules! log_decision {
     ($level:ident, $selector:expr, $ask:expr, $decision:expr) => {
         tracing::$level!(
@@ -26,8 +26,8 @@ macro_rules! log_decision {
 }
 
 impl Selector {
-    /// What is told of an overlap: how much of it is held, and how much beyond is a guess. Without
-    /// events, guesses are all there is.
+    /// The reported overlap: held blocks, and predicted blocks beyond them. Without events all are
+    /// predicted.
     pub(super) fn told(&self, terms: &Terms) -> (u32, u32) {
         match self.overlap {
             Overlap::Predictions => (terms.overlap_blocks, 0),
@@ -114,8 +114,8 @@ impl Selector {
         }
     }
 
-    /// One line for the decision, and one for each candidate's cost: at level debug worked out in full,
-    /// at info, where decisions are asked for, in short.
+    /// One line for the decision, and one for each candidate's cost: complete at level debug; short
+    /// at level info, if decisions are logged.
     pub(super) fn log(&self, ask: &Ask<'_>, decision: &Decision<'_>) {
         let is_kv = decision.policy == Some(Policy::Kv);
         let is_auto = &*self.policy_name == AUTO;

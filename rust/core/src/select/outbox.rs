@@ -1,4 +1,4 @@
-//! What this router books, for its replicas to hear of.
+//! This router's bookings, for its replicas.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -11,7 +11,8 @@ use parking_lot::{Condvar, Mutex};
 use crate::ids::Worker;
 use crate::load::RequestId;
 
-/// A request among all selectors of the process: the selector's number, and the request's there.
+/// Identifies a request among all selectors of the process: the selector's number, and the
+/// request's number there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct BookingName(pub(super) u64, pub(super) RequestId);
 
@@ -21,16 +22,16 @@ impl std::fmt::Display for BookingName {
     }
 }
 
-/// What happened to a request of this router.
+/// An event of a request of this router.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Tiding {
     /// It was booked.
     Added {
         /// The request.
         name: BookingName,
-        /// Where.
+        /// The worker that it was booked at.
         worker: Worker,
-        /// Sequence hashes of its blocks; `None` where blocks are not tracked.
+        /// Sequence hashes of its blocks; `None` if blocks are not tracked.
         hashes: Option<Box<[u64]>>,
         /// Tokens of its prompt.
         isl_tokens: u64,
@@ -46,16 +47,17 @@ pub enum Tiding {
 #[derive(Debug, Default)]
 struct State {
     queue: VecDeque<Tiding>,
-    /// Requests that were told and have not ended; whether they are prefilled.
+    /// Reported requests that have not ended, and whether they are prefilled.
     open: HashMap<BookingName, bool>,
     limit: usize,
     dropped: u64,
 }
 
-/// Bookings in the order in which they were made, until somebody takes them. Costs nothing while it is off.
+/// Bookings in the order in which they were made, until they are taken. Costs nothing while it is
+/// off.
 ///
-/// At the limit a new booking is not told at all, and is counted; the end of one that was told always is. So
-/// the queue holds at most three times the limit and the active requests.
+/// At the limit a new booking is counted and not reported; the end of a reported one always is. The
+/// queue therefore holds at most three times the limit and the active requests.
 #[derive(Debug, Default)]
 pub struct Outbox {
     is_on: AtomicBool,
@@ -63,7 +65,7 @@ pub struct Outbox {
     arrived: Condvar,
 }
 
-/// Numbers selectors.
+/// Assigns numbers to selectors.
 static NEXT_SELECTOR: AtomicU64 = AtomicU64::new(1);
 
 /// A selector's end of an outbox.
@@ -75,7 +77,7 @@ pub(super) struct Teller {
 
 impl Teller {
     pub fn new(outbox: Arc<Outbox>) -> Self {
-        // Relaxed: only that no two are alike.
+        // Relaxed: the numbers only have to be unique.
         Self { outbox, selector: NEXT_SELECTOR.fetch_add(1, Ordering::Relaxed) }
     }
 
@@ -85,19 +87,19 @@ impl Teller {
 }
 
 impl Outbox {
-    /// Keep what happens from now on; `limit` bookings may wait.
+    /// Records events from now on; `limit` bookings may wait.
     pub fn turn_on(&self, limit: usize) {
         self.state.lock().limit = limit;
         self.is_on.store(true, Ordering::Relaxed);
     }
 
-    /// Whether anybody wants to hear.
+    /// Whether it is on.
     pub fn is_on(&self) -> bool {
-        // Relaxed: what is booked in the moment of turning it on may be told or not.
+        // Relaxed: bookings made while it is turned on may or may not be reported.
         self.is_on.load(Ordering::Relaxed)
     }
 
-    /// Wait at most `timeout` for something to tell, and take at most `limit` tidings.
+    /// Waits at most `timeout` for an event, and takes at most `limit` events.
     pub fn take(&self, timeout: Duration, limit: usize) -> Vec<Tiding> {
         let mut state = self.state.lock();
         if state.queue.is_empty() {
@@ -107,7 +109,7 @@ impl Outbox {
         state.queue.drain(..count).collect()
     }
 
-    /// Tidings that wait, and bookings that were not told because too many waited.
+    /// Waiting events, and bookings that were not reported because too many waited.
     pub fn counts(&self) -> (usize, u64) {
         let state = self.state.lock();
         (state.queue.len(), state.dropped)
