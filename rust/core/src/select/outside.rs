@@ -10,13 +10,13 @@ use crate::policy::desk::Failure;
 use crate::policy::{Advice, Desk, Question};
 
 impl Selector {
-    /// Where the policy that chooses is asked, when it is outside the core.
+    /// The desk of the policy that chooses, if it is outside the core.
     pub fn desk(&self) -> Option<&Arc<Desk>> {
         self.router.policies().desk()
     }
 
-    /// What it is to be asked about `ask`; `None` where nobody is to be asked: there is no such policy,
-    /// no choice, or what the selection itself will refuse.
+    /// The question to ask about `ask`; `None` if there is none: no such policy, a single
+    /// candidate, or a request that the selection itself will refuse.
     ///
     /// # Cost
     /// As a preview; the prompt is copied.
@@ -25,13 +25,13 @@ impl Selector {
         self.with_known(ask, |ask, _, _| self.router.question(ask)).ok().flatten()
     }
 
-    /// Its advice for `ask`: the thread waits for at most the deadline. Put it into
-    /// [`Ask::advice`].
+    /// The policy's advice for `ask`, for [`Ask::advice`]; blocks the thread for at most the
+    /// deadline.
     pub fn advice(&self, ask: &Ask<'_>) -> Option<Advice> {
         let (desk, question) = (self.desk()?, self.question(ask)?);
         let (sender, receiver) = sync_channel(1);
         let number = desk.ask(question, move |answer| {
-            // Who has given up waiting does not listen any more.
+            // The receiver may have given up.
             let _gone = sender.send(answer);
         });
         let answer = match receiver.recv_timeout(Duration::from_millis(desk.deadline_ms())) {
@@ -45,7 +45,7 @@ impl Selector {
         desk.settle(answer, self.now_ms())
     }
 
-    /// Now, on the selector's clock.
+    /// The current time on the selector's clock.
     pub fn now_ms(&self) -> u64 {
         self.clock.now_ms()
     }

@@ -1,4 +1,4 @@
-//! Where requests wait until a worker has room to prefill them.
+//! The queue of requests that wait until a worker has room to prefill them.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -12,16 +12,16 @@ use crate::clock::Clock;
 use crate::error::{Error, Result};
 use crate::fair::{Line, LineOrder, Place, Wish};
 
-/// How requests wait while every worker has as much to prefill as it may.
+/// Options of the queue while no worker has room to prefill.
 #[derive(Debug, Clone)]
 pub struct QueueOptions {
-    /// From when on they do.
+    /// The threshold above which requests wait.
     pub threshold: QueueThreshold,
-    /// Who is first when there is room.
+    /// The order of the queue.
     pub order: LineOrder,
-    /// Requests of one model that may wait; at least 1.
+    /// Maximum queued requests per model; at least 1.
     pub limit: usize,
-    /// Time for which one waits; longer than 0.
+    /// Longest wait of a request; longer than 0.
     pub max_wait: Duration,
 }
 
@@ -41,27 +41,27 @@ impl QueueOptions {
     }
 }
 
-/// What became of requests that had to wait.
+/// Outcomes of queued requests.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct QueueStats {
-    /// Requests that wait.
+    /// Queued requests.
     pub pending: usize,
     /// Tokens of their prompts.
     pub pending_isl_tokens: u64,
-    /// Got a worker.
+    /// Requests that got a worker.
     pub placed_total: u64,
-    /// Refused because too many waited.
+    /// Requests refused because the queue was full.
     pub refused_total: u64,
-    /// Refused because they had waited for too long.
+    /// Requests refused because they waited for too long.
     pub expired_total: u64,
-    /// Refused for what came up while they waited: no worker any more, say.
+    /// Requests that failed while they waited, for example because no worker was left.
     pub failed_total: u64,
-    /// Left by themselves.
+    /// Requests that left by themselves.
     pub left_total: u64,
 }
 
 impl QueueStats {
-    /// How many ended how.
+    /// Requests by outcome.
     pub fn outcomes(&self) -> [(&'static str, u64); 5] {
         [
             ("placed", self.placed_total),
@@ -73,46 +73,46 @@ impl QueueStats {
     }
 }
 
-/// Tells one that waits that it is its turn to try.
+/// Notifies a queued request that it should try again.
 ///
-/// Called under the queue's lock: it does not come back to the queue, and it waits for nobody.
+/// Called under the queue's lock: it must not call the queue, and must not block.
 pub type Told = Arc<dyn Fn() + Send + Sync>;
 
-/// Where the requests of one model wait. How they are told, and what holds their time, is the caller's:
-/// tokio's tasks and Python's wait in the same line.
+/// The queue of one model's requests. The caller notifies requests and enforces their timeout, so
+/// tokio tasks and Python callers share one queue.
 ///
 /// # Consistency
-/// One of them tries at a time, the first one first, so that what one has booked is seen by the next.
-/// Whoever makes room has the first one try: no request waits beside a worker with room but for those
-/// before it. One that may only go to some workers holds up nobody.
+/// One request tries at a time, the first one first, so that each sees the booking of the one
+/// before. Freed room makes the first one try: no request waits beside a worker with room, except
+/// behind earlier requests. A request that is limited to some workers does not block others.
 pub struct Queue {
     clock: Arc<dyn Clock>,
     order: LineOrder,
     max_wait: Duration,
-    /// As many as in the line, for those who only want to know whether anybody waits.
+    /// Length of the queue, readable without the lock.
     pending: AtomicUsize,
     state: Mutex<State>,
 }
 
 struct State {
     line: Line<Told>,
-    /// Whose try it is.
+    /// The request that is trying.
     trying: Option<Place>,
-    /// There may be room since that try began.
+    /// There may be new room since that try began.
     has_news: bool,
     stats: QueueStats,
 }
 
-/// What became of a request that came to a [`Queue`].
+/// The outcome of entering a [`Queue`].
 pub enum Entered<T, W = Waiting> {
     /// It need not wait.
     Booked(T),
-    /// It stands in the line.
+    /// It is queued.
     Waits(W),
 }
 
 impl Queue {
-    /// For the requests of `selector`, which tells when there may be room.
+    /// A queue for the requests of `selector`, which reports when there may be room.
     pub fn serving(
         options: &QueueOptions,
         selector: &Selector,
@@ -124,7 +124,7 @@ impl Queue {
         queue
     }
 
-    /// That nobody calls but those who wait, and who has it.
+    /// A queue that only its own requests and its owner notify.
     pub fn new(options: &QueueOptions, clock: Arc<dyn Clock>) -> Self {
         let state = State {
             line: Line::new(options.limit),
@@ -146,13 +146,14 @@ impl Queue {
         self.max_wait
     }
 
-    /// What `book` books, or a place in the line where it says `MustWait` or others wait already. From
-    /// then on `told` says when to [`try_again`](Waiting::try_again), for the first time at once.
+    /// The result of `book`, or a place in the queue if that returns `MustWait` or others are
+    /// already waiting. From then on `told` is called when to [`try_again`](Waiting::try_again),
+    /// the first time at once.
     ///
-    /// `cached_tokens` says how much of a prompt of `isl_tokens` the best worker holds.
+    /// `cached_tokens` returns how much of a prompt of `isl_tokens` the best worker holds.
     ///
     /// # Errors
-    /// What else `book` says; `Overloaded` when too many wait.
+    /// Other errors of `book`; `Overloaded` if the queue is full.
     pub fn enter<T>(
         self: &Arc<Self>,
         wish: &Wish,
@@ -161,7 +162,7 @@ impl Queue {
         told: Told,
         book: impl FnOnce() -> Result<T>,
     ) -> Result<Entered<T>> {
-        // Relaxed: who comes at the same moment as another one may go first or last.
+        // Relaxed: the order of simultaneous requests does not matter.
         if self.pending.load(Ordering::Relaxed) == 0 {
             match book() {
                 Err(Error::MustWait(_)) => {}
@@ -170,7 +171,8 @@ impl Queue {
         }
         let cached = if self.order == LineOrder::Wspt { cached_tokens() } else { 0 };
         let waiting = self.line_up(wish, isl_tokens, cached, told)?;
-        // There may be room since it was asked for, or for this one though not for others.
+        // Room may have been freed since the attempt, or there is room for this request but not for
+        // others.
         self.call();
         Ok(Entered::Waits(waiting))
     }
@@ -191,9 +193,9 @@ impl Queue {
         Ok(Waiting { queue: Arc::clone(self), place, end: End::Left })
     }
 
-    /// There may be room.
+    /// Reports that there may be room.
     pub fn call(&self) {
-        // Relaxed: whoever lines up calls, too.
+        // Relaxed: a request that enters the queue also calls this.
         if self.pending.load(Ordering::Relaxed) == 0 {
             return;
         }
@@ -205,7 +207,7 @@ impl Queue {
         }
     }
 
-    /// There was no room for the one at `place`; nor for anybody where `is_for_all`.
+    /// There was no room for the request at `place`; for no request at all if `is_for_all`.
     fn tried(&self, place: Place, is_for_all: bool) {
         let mut state = self.state.lock();
         if state.trying != Some(place) {
@@ -218,8 +220,8 @@ impl Queue {
             });
             state.trying = next;
             if next.is_some() {
-                // What happened meanwhile is for the next round: else choosy ones in front could keep
-                // this one from ever coming to those behind them.
+                // Events since then count in the next round: otherwise restricted requests in front
+                // could starve those behind them.
                 return;
             }
         }
@@ -229,7 +231,7 @@ impl Queue {
         }
     }
 
-    /// Who waits now, and what became of the others.
+    /// Current queue, and outcomes so far.
     pub fn stats(&self) -> QueueStats {
         let state = self.state.lock();
         let (pending, pending_isl_tokens) = (state.line.len(), state.line.isl_tokens());
@@ -255,7 +257,7 @@ enum End {
     Failed,
 }
 
-/// A place in the line; given up when it is dropped.
+/// A place in the queue, given up when dropped.
 #[must_use = "dropping it leaves the line"]
 pub struct Waiting {
     queue: Arc<Queue>,
@@ -264,13 +266,14 @@ pub struct Waiting {
 }
 
 impl Waiting {
-    /// It was told that there may be room: what `book` books now, or `None` while there is none: it goes
-    /// on waiting. After anything else it does so no more.
+    /// Tries again after a notification: the result of `book`, or `None` without room, and it keeps
+    /// waiting. After any other result it no longer waits.
     ///
-    /// `is_open` says whether every worker may take the request: then nobody has room where it found none.
+    /// `is_open` says whether every worker may take the request: if it found no room, there is none
+    /// for others either.
     ///
     /// # Errors
-    /// What `book` says but `MustWait`.
+    /// Any error of `book` except `MustWait`.
     pub fn try_again<T>(
         &mut self,
         is_open: impl FnOnce() -> bool,
@@ -288,7 +291,7 @@ impl Waiting {
         }
     }
 
-    /// Its time is over: leave, and what to say.
+    /// Leaves after its timeout; returns the error.
     pub fn expire(mut self) -> Error {
         self.end = End::Expired;
         Error::AllBusy(format!(

@@ -1,4 +1,4 @@
-//! A decision as it is kept: all that went into it, and what became of the request.
+//! A recorded decision: all of its inputs, and the request's outcome.
 
 use std::sync::Arc;
 
@@ -7,22 +7,22 @@ use crate::ids::Worker;
 use crate::policy::{Reason, RequestTerms, Terms};
 
 named! {
-    /// What became of a request.
+    /// Outcome of a request.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     pub enum Outcome {
         /// It has not ended.
         Running = "running",
-        /// Its answer came to its end.
+        /// Its answer is complete.
         Complete = "complete",
         /// It ended before its first token.
         Failed = "failed",
-        /// Its answer broke off.
+        /// Its answer was interrupted.
         Broken = "broken",
-        /// The client left.
+        /// The client disconnected.
         ClientGone = "client_gone",
-        /// Its caller gave the load back.
+        /// Its caller freed the load.
         Freed = "freed",
-        /// Nothing was heard of it for too long.
+        /// It had no activity for too long.
         Expired = "expired",
     }
 }
@@ -30,24 +30,24 @@ named! {
 /// One worker that could have taken the request.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CandidateRecord {
-    /// What the request would have cost there.
+    /// The request's cost there.
     pub terms: Terms,
-    /// Leading blocks that are told as its overlap: those held on the device; without events, those
+    /// Leading blocks reported as its overlap: those held on the device; without events, those
     /// predicted.
     pub overlap_blocks: u32,
     /// Leading blocks held on the device.
     pub device_blocks: u32,
-    /// Reached when host memory goes on where the device ends.
+    /// Blocks reached when host memory continues where the device ends.
     pub host_blocks: u32,
-    /// Reached when disks, local or shared, go on where host memory ends.
+    /// Blocks reached when disks, local or shared, continue where host memory ends.
     pub disk_blocks: u32,
     /// Leading blocks that it was predicted to hold.
     pub predicted_blocks: u32,
-    /// What its blocks counted, 0 to 1, where that was less than 1.
+    /// Weight of its blocks, 0 to 1, if below 1.
     pub credit: Option<f64>,
-    /// Passed over because it was busy.
+    /// Skipped because it was busy.
     pub is_busy: bool,
-    /// Passed over because it is being drained.
+    /// Skipped because it was draining.
     pub is_draining: bool,
 }
 
@@ -58,7 +58,7 @@ pub struct Record {
     pub request_id: Arc<str>,
     /// The model.
     pub model: Arc<str>,
-    /// What the client calls it, where that is another name.
+    /// The client's name for it, if it is an alias.
     pub alias: Option<Arc<str>>,
     /// When it was decided, milliseconds of the selector's clock.
     pub decided_at_ms: u64,
@@ -66,15 +66,15 @@ pub struct Record {
     pub policy: Arc<str>,
     /// The chosen worker.
     pub worker: Worker,
-    /// Why this one.
+    /// The reason.
     pub reason: Reason,
     /// How many candidates were equally good.
     pub ties: usize,
-    /// By how much the next one is dearer.
+    /// Cost difference to the next one.
     pub margin: Option<f64>,
-    /// The number that chance was drawn from.
+    /// The seed of the random draw.
     pub seed: u64,
-    /// What the chosen one was judged by, where that is no cost.
+    /// The value that decided, if that is not a cost.
     pub score: Option<f64>,
     /// The request as the policy saw it.
     pub request: RequestTerms,
@@ -82,23 +82,24 @@ pub struct Record {
     pub request_blocks: u32,
     /// Leading blocks that the chosen worker was credited with.
     pub overlap_blocks: u32,
-    /// The worker that it should have gone to and that is being drained.
+    /// The draining worker that it should have used.
     pub diverted: Option<Diverted>,
-    /// All candidates, those passed over last.
+    /// All candidates, skipped ones last.
     pub candidates: Box<[CandidateRecord]>,
     /// Milliseconds from the decision to the first token.
     pub first_token_ms: Option<u64>,
     /// Milliseconds from the decision to the end.
     pub ended_ms: Option<u64>,
-    /// Tokens that the engine says it reused.
+    /// Tokens that the engine reports as reused.
     pub cached_tokens: Option<u64>,
-    /// What became of it.
+    /// The outcome.
     pub outcome: Outcome,
 }
 
 impl Record {
     pub(super) fn bytes(&self) -> usize {
-        // Twice the name: the table of names has it too, and some words for a place there.
+        // Twice the name, because the table of names has it, too, and some words for the entry
+        // there.
         size_of::<Self>()
             + 2 * self.request_id.len()
             + self.alias.as_deref().map_or(0, str::len)

@@ -1,4 +1,4 @@
-//! Requests that other routers have booked: they count here as this router's own do.
+//! Bookings of other routers, which count here like this router's own.
 
 use hashbrown::HashMap;
 use parking_lot::Mutex;
@@ -7,12 +7,12 @@ use super::selector::Selector;
 use crate::ids::Worker;
 use crate::load::RequestId;
 
-/// Other routers of which bookings are kept.
+/// Maximum other routers with bookings.
 const MAX_ROUTERS: usize = 1_024;
-/// Bookings of all of them together.
+/// Maximum bookings of all of them together.
 const MAX_REQUESTS: usize = 1 << 20;
 
-/// Bookings of other routers, by router and by the name that it gave them.
+/// Bookings of other routers, by router and by the name there.
 #[derive(Debug, Default)]
 pub(super) struct Remote {
     table: Mutex<Table>,
@@ -28,16 +28,16 @@ struct Table {
 #[derive(Debug, Default)]
 struct Peer {
     requests: HashMap<String, RequestId>,
-    /// When it was last said that all of them are active.
+    /// When the router last reported that all of them are active.
     heard_ms: u64,
-    /// When they were last kept from expiring.
+    /// When their expiry was last reset.
     touched_ms: u64,
 }
 
-/// How many bookings of others there are.
+/// Number of other routers' bookings.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RemoteStats {
-    /// Routers that have some.
+    /// Routers with bookings.
     pub routers: usize,
     /// Bookings that count now.
     pub requests: usize,
@@ -46,9 +46,9 @@ pub struct RemoteStats {
 }
 
 impl Selector {
-    /// Another router has given a request to `worker`: it counts in every decision from now on, though not
-    /// against this router's own limit of requests. Again it changes nothing. False when it does not count:
-    /// the worker is not known here, or a limit is reached.
+    /// Books another router's request at `worker`: it counts in every decision from now on, but not
+    /// against this router's own request limit. Repeating it changes nothing. False if it does not
+    /// count: the worker is not known here, or a limit is reached.
     ///
     /// # Cost
     /// O(blocks).
@@ -64,7 +64,7 @@ impl Selector {
         if !self.router.has_worker(worker) {
             return false;
         }
-        // A prompt here and there may be all that tells the block size.
+        // Prompts may be the only source of the block size.
         self.block_size();
         let mut table = self.remote.table.lock();
         let table = &mut *table;
@@ -92,14 +92,14 @@ impl Selector {
         true
     }
 
-    /// Its prompt is prefilled. False when it is not known.
+    /// Marks its prompt as prefilled. False if it is unknown.
     pub fn remote_prefilled(&self, router_id: u64, request_id: &str) -> bool {
         let table = self.remote.table.lock();
         let request = table.routers.get(&router_id).and_then(|peer| peer.requests.get(request_id));
         request.is_some_and(|request| self.router.mark_prefill_completed(*request).is_ok())
     }
 
-    /// It has ended. False when it is not known.
+    /// Ends it. False if it is unknown.
     pub fn remote_free(&self, router_id: u64, request_id: &str) -> bool {
         let mut table = self.remote.table.lock();
         let Some(peer) = table.routers.get_mut(&router_id) else { return false };
@@ -112,7 +112,7 @@ impl Selector {
         true
     }
 
-    /// A router is gone, and all its requests with it; how many.
+    /// Removes a router with all its requests; returns their number.
     pub fn remote_drop_router(&self, router_id: u64) -> usize {
         let mut table = self.remote.table.lock();
         let Some(peer) = table.routers.remove(&router_id) else { return 0 };
@@ -123,7 +123,7 @@ impl Selector {
         peer.requests.len()
     }
 
-    /// A router says that all of its requests that are known here are active: they do not expire.
+    /// A router reports that all of its requests known here are active, so they do not expire.
     pub fn remote_heard(&self, router_id: u64) {
         let now_ms = self.clock.now_ms();
         if let Some(peer) = self.remote.table.lock().routers.get_mut(&router_id) {
@@ -131,7 +131,7 @@ impl Selector {
         }
     }
 
-    /// How many there are.
+    /// Current numbers.
     pub fn remote_stats(&self) -> RemoteStats {
         let table = self.remote.table.lock();
         RemoteStats {
@@ -141,7 +141,7 @@ impl Selector {
         }
     }
 
-    /// Keep from expiring what their routers said is active, now and then.
+    /// Resets the expiry of reported requests from time to time.
     pub(super) fn touch_remote(&self, now_ms: u64) {
         let interval_ms = self.router.touch_interval_ms();
         for peer in self.remote.table.lock().routers.values_mut() {
@@ -154,7 +154,7 @@ impl Selector {
         }
     }
 
-    /// Forget those whose booking is gone: it expired, or its worker left.
+    /// Forgets requests without a booking: it expired, or its worker left.
     pub(super) fn forget_gone_remote(&self) {
         let mut table = self.remote.table.lock();
         let table = &mut *table;

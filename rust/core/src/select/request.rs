@@ -1,4 +1,4 @@
-//! A request for a worker, the same whichever entrance it came through.
+//! A request for a worker, independent of its entrance.
 
 use std::sync::Arc;
 
@@ -10,45 +10,45 @@ use crate::ids::{InstanceId, Worker};
 use crate::policy::session::check_key;
 use crate::policy::{Advice, Session};
 
-/// What routing knows of a request. An entrance makes it once, before any worker is chosen.
+/// The routing inputs of a request. An entrance creates it once, before any worker is chosen.
 #[derive(Debug, Clone, Default)]
 pub struct Request {
-    /// The name under which the journal keeps its decisions; `None` keeps none.
+    /// The request's name in the journal; `None` keeps no record.
     pub request_id: Option<String>,
-    /// What its client calls the model, where that is another name.
+    /// The client's name for the model, if it is an alias.
     pub alias: Option<Arc<str>>,
     /// Its prompt, hashed.
     pub prompt: Arc<Prompt>,
     /// The prompt's tokens, for policies; empty while unknown.
     pub tokens: Arc<Vec<u32>>,
-    /// The prompt's text, UTF-8, for policies; empty where none asks.
+    /// The prompt's text, UTF-8, for policies; empty if none needs it.
     pub text: Arc<[u8]>,
-    /// Whose request it is.
+    /// The request's user.
     pub user: Option<Arc<str>>,
-    /// The worker that its session was told to come back to.
+    /// The worker of its session, as the client was told.
     pub session_worker: Option<Worker>,
-    /// The key that all requests of its session carry.
+    /// A key that all requests of its session share.
     pub session_key: Option<Arc<str>>,
-    /// What it wants otherwise than the configuration.
+    /// Settings that it overrides.
     pub overrides: RouteOverride,
     /// The worker that must take it.
     pub pin: Option<Pin>,
     /// The only workers that may take it, ascending; `None` for all.
     pub allowed: Option<Vec<InstanceId>>,
-    /// Leading blocks on each worker's device as a remote indexer tells, ascending by worker; `None` where
-    /// the selector's own index knows.
+    /// Leading blocks on each worker's device according to a remote indexer, ascending by worker;
+    /// `None` to use the selector's own index.
     pub overlaps: Option<Vec<(Worker, u32)>>,
-    /// How urgent it is among those that wait.
+    /// Its priority in the queue.
     pub wish: Wish,
-    /// Tokens that its answer is expected to have.
+    /// Expected tokens of its answer.
     pub expected_output_tokens: Option<u64>,
-    /// Its answer comes as a whole: nobody sees the first token.
+    /// Whether its answer is not streamed, so that the first token is not observed.
     pub is_whole: bool,
 }
 
 impl Request {
-    /// Call `act` with the question that a selector is asked. `is_eligible` says which workers its entrance
-    /// would send it to, `None` stands for all; `advice` is what a policy outside the core said of it.
+    /// Calls `act` with the input of a selector. `is_eligible` selects the workers that the
+    /// entrance allows, `None` stands for all; `advice` is that of a policy outside the core.
     pub fn ask<T>(
         &self,
         is_eligible: Option<&dyn Fn(Worker) -> bool>,
@@ -77,7 +77,7 @@ impl Request {
         })
     }
 
-    /// Check what it says of its client.
+    /// Checks the fields about its client.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`](crate::error::Error) for a `user` or `session_key` of more than 256 bytes.
@@ -86,18 +86,18 @@ impl Request {
         check_key("session_key", self.session_key.as_deref())
     }
 
-    /// Whether its list of workers has `worker`; without a list it has all.
+    /// Whether its list of workers contains `worker`; true without a list.
     pub fn allows(&self, worker: Worker) -> bool {
         let id = worker.instance_id;
         self.allowed.as_ref().is_none_or(|ids| ids.binary_search(&id).is_ok())
     }
 
-    /// Whether it may go to every worker.
+    /// Whether it may use every worker.
     pub fn is_open(&self) -> bool {
         self.pin.is_none() && self.allowed.is_none()
     }
 
-    /// What policies that go by text take of `tokens`: four bytes each, the most significant first.
+    /// The text of `tokens` for policies that need text: four bytes each, most significant first.
     pub fn text_of(tokens: &[u32]) -> Arc<[u8]> {
         tokens.iter().flat_map(|id| id.to_be_bytes()).collect()
     }

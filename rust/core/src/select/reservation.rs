@@ -1,4 +1,4 @@
-//! A request's hold on its worker, and its line in the journal.
+//! A request's booking at its worker, and its record in the journal.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -13,48 +13,48 @@ use crate::error::Result;
 use crate::ids::Worker;
 use crate::load::RequestId;
 
-/// A request that was given to a worker. Dropping it frees the load: at the end of the stream, on
-/// an error, on a disconnect and when the task is cancelled alike; and it ends its line in the journal.
+/// A booked request. Dropping it frees the load: at the end of the stream, on an error, on a
+/// disconnect and when the task is cancelled alike; it also closes the record in the journal.
 ///
-/// The load may be gone before: when the worker was removed, or when the request was idle for so
-/// long that it expired. Then nothing here does anything, and dropping it is harmless.
+/// The load may be gone earlier: if the worker was removed, or if the request was idle for so long
+/// that it expired. Then all calls have no effect, and dropping it is harmless.
 #[must_use = "dropping a reservation frees its load at once"]
 pub struct Reservation {
     router: Arc<Router>,
     request: RequestId,
     worker: Worker,
     touched_ms: AtomicU64,
-    /// What policies are told at its end; `None` where none is.
+    /// Data for policies at its end; `None` if no policy needs it.
     tail: Option<Box<Tail>>,
     pub(super) line: Option<Line>,
     pub(super) told: Option<(Arc<Outbox>, BookingName)>,
     pub(super) growth: Option<Growth>,
 }
 
-/// Most blocks of an answer that count.
+/// Maximum counted blocks of an answer.
 const MAX_OUTPUT_BLOCKS: u64 = 1 << 20;
 
-/// What an answer adds to its worker's blocks.
+/// Blocks that an answer adds at its worker.
 #[derive(Debug)]
 pub(super) struct Growth {
     block_size: u64,
     expected_tokens: Option<u64>,
-    /// Blocks that were told.
+    /// Blocks reported so far.
     blocks: AtomicU64,
 }
 
 impl Growth {
-    /// Of an answer to `ask`; `None` while the block size is unknown.
+    /// For an answer to `ask`; `None` while the block size is unknown.
     pub fn new(ask: &Ask<'_>) -> Option<Self> {
         let block_size = u64::from(ask.prompt.block_size);
         let expected_tokens = ask.expected_output_tokens;
         (block_size > 0).then_some(Self { block_size, expected_tokens, blocks: AtomicU64::new(0) })
     }
 
-    /// New blocks now that there are `tokens`, and how much of the answer is still expected, 0 to 1.
+    /// Additional blocks at `tokens`, and the share of the answer that is still expected, 0 to 1.
     fn grow(&self, tokens: u64) -> (u32, f64) {
         let blocks = (tokens / self.block_size).min(MAX_OUTPUT_BLOCKS);
-        // Relaxed: chunks of one answer come one after the other; it only counts.
+        // Relaxed: only a counter; the chunks of one answer arrive one after the other.
         let before = self.blocks.fetch_max(blocks, Ordering::Relaxed);
         let expected = self.expected_tokens.map(|expected| expected.max(1) as f64);
         let left = expected.map_or(1.0, |expected| (1.0 - tokens as f64 / expected).max(0.0));
@@ -62,7 +62,7 @@ impl Growth {
     }
 }
 
-/// Where the decision is written down.
+/// The journal record of the decision.
 pub(super) struct Line {
     pub journal: Arc<Journal>,
     pub clock: Arc<dyn Clock>,
@@ -92,7 +92,7 @@ impl Reservation {
         self.request
     }
 
-    /// The first token has arrived: the prompt is prefilled. Saying it again is a
+    /// Marks the prompt as prefilled, when the first token has arrived. Further calls are a
     /// [`touch`](Self::touch).
     pub fn first_token(&self) {
         self.router.first_token(self.request);
@@ -103,7 +103,7 @@ impl Reservation {
             outbox.prefilled(*name);
         }
         if let Some(line) = &self.line
-            // Relaxed: it only saves calls, and says at the end whether there was one.
+            // Relaxed: it only saves calls, and shows at the end whether there was one.
             && !line.has_first_token.swap(true, Ordering::Relaxed)
         {
             let now_ms = line.clock.now_ms();
@@ -113,15 +113,15 @@ impl Reservation {
         }
     }
 
-    /// Something has arrived: the request is alive. Call it on every chunk; most calls read the
-    /// clock and nothing else.
+    /// Records activity: the request is alive. Call it on every chunk; most calls only read the
+    /// clock.
     ///
     /// # Consistency
-    /// Activity is noted once in a sixteenth of `expiry_ms`, so that a request may expire by that
-    /// much too early.
+    /// Activity is recorded at most once per sixteenth of `expiry_ms`, so a request may expire
+    /// early by that much.
     pub fn touch(&self) {
         let now_ms = self.router.now_ms();
-        // Relaxed: it only saves calls; two threads that both go through do no harm.
+        // Relaxed: it only saves calls; a duplicate does no harm.
         let touched_ms = self.touched_ms.load(Ordering::Relaxed);
         if now_ms.saturating_sub(touched_ms) >= self.router.touch_interval_ms() {
             self.touched_ms.store(now_ms, Ordering::Relaxed);
@@ -129,7 +129,7 @@ impl Reservation {
         }
     }
 
-    /// So many more blocks were generated; see [`crate::load::ActiveSequences::add_output_blocks`].
+    /// Adds generated blocks; see [`crate::load::ActiveSequences::add_output_blocks`].
     ///
     /// # Errors
     /// [`Error::InvalidArgument`](crate::error::Error::InvalidArgument) for a fraction outside
@@ -138,32 +138,32 @@ impl Reservation {
         self.router.add_output_blocks(self.request, count, fraction)
     }
 
-    /// So many tokens were generated up to now; counts their blocks where generated blocks count.
+    /// Sets the number of tokens generated so far; counts their blocks if that is enabled.
     pub fn generated(&self, tokens: u64) {
         let Some(growth) = &self.growth else { return };
         let (blocks, left) = growth.grow(tokens);
         if blocks > 0 {
-            // A fraction in 0..=1 is legal.
+            // A fraction in 0..=1 is valid.
             let _counted = self.add_output_blocks(blocks, left);
         }
     }
 
-    /// The engine says what the request used; the last word on each figure counts. Policies are told
-    /// at its end.
+    /// Records the engine's usage counts; the last value of each counts. Policies receive them at
+    /// the end.
     pub fn used(&self, usage: Usage) {
         if let Some(tail) = &self.tail {
             tail.used(usage);
         }
     }
 
-    /// The engine says how many tokens of the prompt it reused.
+    /// Records the engine's count of reused prompt tokens.
     pub fn cached(&self, tokens: u64) {
         if let Some(line) = &self.line {
             line.journal.update(line.number, |record| record.cached_tokens = Some(tokens));
         }
     }
 
-    /// Say what became of it; the first one to say is believed. Its load is freed when it is dropped.
+    /// Sets the outcome; only the first call counts. The load is freed when it is dropped.
     pub fn ended(&self, outcome: Outcome) {
         if let Some(line) = &self.line {
             let now_ms = line.clock.now_ms();

@@ -11,13 +11,13 @@ use crate::ids::Worker;
 use crate::policy::Terms;
 
 impl Selector {
-    /// Have `watch` told when a worker may have room for those who had to wait; see
+    /// Registers `watch`, called when a worker may have room for waiting requests; see
     /// [`Router::watch_room`].
     pub fn watch_room(&self, watch: RoomWatch) {
         self.router.watch_room(watch);
     }
 
-    /// Leading tokens of the prompt that the best of the allowed workers holds, or soon will.
+    /// The most leading tokens of the prompt that any allowed worker holds, or soon will.
     pub fn most_held_tokens(&self, ask: &Ask<'_>) -> u64 {
         let blocks = SCRATCH.with_borrow_mut(|scratch| {
             self.walk(ask, scratch);
@@ -38,9 +38,9 @@ impl Selector {
 }
 
 impl BusyTable {
-    /// Whether every one of `loads`, a worker and the prompt tokens that are booked here, has more still to
-    /// be prefilled than `threshold` times what it takes in one batch; what other routers have booked
-    /// counts, too. Without any there is nothing to wait for.
+    /// Whether all of `loads` (a worker, and prompt tokens booked here) have more left to prefill
+    /// than `threshold` times their batch size, including other routers' bookings. False for an
+    /// empty list, which leaves nothing to wait for.
     pub(super) fn are_all_full(
         &self,
         threshold: QueueThreshold,

@@ -1,4 +1,4 @@
-//! Hash, walk, choose, book, predict, write down: as one call.
+//! Hashes, walks, chooses, books, predicts and records, in one call.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -31,8 +31,8 @@ use crate::index::Matches;
 use crate::load::{LoadTotals, WorkerChange, WorkerLoad};
 use crate::policy::{EngineMetrics, Policy, Terms};
 
-/// The index is told the time before a prediction when that is longer ago, in milliseconds. A prediction's
-/// age counts from the time that was told last: it may end by that much too early.
+/// The index gets the current time before a prediction if its last update is older than this, in
+/// milliseconds. A prediction's age counts from that update, so it may expire early by this much.
 const ADVANCE_INTERVAL_MS: u64 = 50;
 
 #[derive(Default)]
@@ -46,7 +46,7 @@ pub(super) struct Scratch {
     passed_over: RefCell<Vec<Terms>>,
 }
 
-/// What a walk has found, and whom a decision passed over.
+/// Results of a walk, and workers that a decision skipped.
 #[derive(Clone, Copy)]
 pub(super) struct Found<'a> {
     matches: &'a Matches,
@@ -61,8 +61,9 @@ thread_local! {
 /// Selects workers for one model.
 ///
 /// # Consistency
-/// Every selection sees every booking, first token, end, report and threshold that returned before it,
-/// and what the index knew a moment before; predictions of selections that returned before it included.
+/// Every selection sees every booking, first token, end, report and threshold that returned before
+/// it, and the index as of a moment before, including predictions of selections that returned
+/// before it.
 pub struct Selector {
     pub(super) model: Arc<ModelIndex>,
     pub(super) name: Arc<str>,
@@ -71,13 +72,13 @@ pub struct Selector {
     pub(super) overlap: Overlap,
     pub(super) queue: Option<QueueThreshold>,
     pub(super) logs_decisions: bool,
-    /// Who is too busy.
+    /// Busy workers.
     pub busy: BusyTable,
-    /// Who takes no new requests.
+    /// Draining workers.
     pub draining: DrainTable,
-    /// What engines report of themselves.
+    /// The engines' own reports.
     pub engines: EngineTable,
-    /// Whether engines reuse what their events promise, and what their overlap counts.
+    /// Comparison of engines' reuse with their events, and the resulting credit.
     pub reuse: ReuseTable,
     pub(super) removals: Arc<Removals>,
     /// Past decisions.
@@ -86,10 +87,10 @@ pub struct Selector {
     pub(super) remote: Remote,
     teller: Teller,
     pub(super) clock: Arc<dyn Clock>,
-    /// When the index was last told the time.
+    /// When the index last got the current time.
     advanced_ms: AtomicU64,
     pub(super) workers: Mutex<Vec<Worker>>,
-    /// Watches the index for the policies and for `removals`; they stop to be told when it goes.
+    /// Watches the index for the policies and for `removals`, until it is dropped.
     _evictions: Option<Arc<dyn CacheWatch>>,
 }
 
@@ -106,7 +107,7 @@ impl Selector {
         Self::with_policies(config, Policies::default(), model, clock)
     }
 
-    /// A selector whose choices `policies` make or watch.
+    /// A selector with deciding policies or shadows.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -156,19 +157,19 @@ impl Selector {
         })
     }
 
-    /// Keep decisions in `journal` instead of one of its own: several models share it.
+    /// Uses `journal` instead of its own, to share it between models.
     pub fn with_journal(mut self, journal: Arc<Journal>) -> Self {
         self.journal = journal;
         self
     }
 
-    /// Tell bookings to `outbox` instead of one of its own.
+    /// Reports bookings to `outbox` instead of its own.
     pub fn with_outbox(mut self, outbox: Arc<Outbox>) -> Self {
         self.teller = Teller::new(outbox);
         self
     }
 
-    /// Where its bookings are told, once that is turned on.
+    /// Receives its bookings, once it is turned on.
     pub fn outbox(&self) -> &Arc<Outbox> {
         &self.teller.outbox
     }
@@ -178,27 +179,27 @@ impl Selector {
         &self.model
     }
 
-    /// The name of the policy that chooses.
+    /// The name of the deciding policy.
     pub fn policy_name(&self) -> &str {
         &self.policy_name
     }
 
-    /// The policies that choose or watch beside those that are built in.
+    /// The deciding and shadow policies besides the built-in ones.
     pub fn policies(&self) -> &Policies {
         self.router.policies()
     }
 
-    /// Whether prompts are to be hashed: some policy goes by tokens or caches.
+    /// Whether prompts must be hashed: some policy uses tokens or caches.
     pub fn needs_tokens(&self) -> bool {
         self.is_kv() || self.router.policies().needs_tokens()
     }
 
-    /// Whether some policy is told more of a request than its tokens.
+    /// Whether some policy needs more of a request than its tokens.
     pub fn needs_facts(&self) -> bool {
         !self.router.policies().is_empty()
     }
 
-    /// Whether some policy is told the prompt's text.
+    /// Whether some policy needs the prompt's text.
     pub fn needs_text(&self) -> bool {
         self.router.policies().needs_text()
     }
@@ -207,7 +208,7 @@ impl Selector {
         self.router.policies().active.is_none() && self.router.config().policy == Policy::Kv
     }
 
-    /// Tokens in a block; 0 while no engine has told.
+    /// Tokens in a block; 0 until an engine has reported it.
     pub fn block_size(&self) -> u32 {
         let size = self.model.block_size().unwrap_or(0);
         if size > 0 && self.router.block_size() != size {
@@ -216,10 +217,11 @@ impl Selector {
         size
     }
 
-    /// Hash a prompt for [`select`](Self::select); `keys` is what tells it from others of the same tokens.
+    /// Hashes a prompt for [`select`](Self::select); `keys` separates it from others with the same
+    /// tokens.
     ///
     /// # Cost
-    /// O(tokens); for models of several cache groups a digest a block more.
+    /// O(tokens); for models with several cache groups one more digest per block.
     pub fn prompt(&self, tokens: &[u32], keys: &NameKeys<'_>) -> Prompt {
         let seed = self.model.seed(keys.lora.map(|(name, _)| name), keys.cache_salt);
         let locals = self.model.locals(tokens, keys);
@@ -230,8 +232,8 @@ impl Selector {
         }
     }
 
-    /// Make `workers` the workers to select from. What is known of others is forgotten: their
-    /// requests, reports, blocks and predictions.
+    /// Sets the workers to select from. All state of others is dropped: their requests, reports,
+    /// blocks and predictions.
     ///
     /// # Errors
     /// `Overloaded` for more than [`crate::load::MAX_WORKERS`]; nothing changes then.
@@ -254,16 +256,16 @@ impl Selector {
         Ok(change)
     }
 
-    /// Select a worker and book the request there.
+    /// Selects a worker and books the request there.
     ///
     /// # Errors
-    /// `InvalidArgument` for an empty prompt or an override out of range; `NoWorker` when none is
-    /// registered or allowed, or the pinned one is not; `AllBusy` when all of these are busy;
-    /// `MustWait` when the caller can wait and none of these has room; `Overloaded` at the limit of
+    /// `InvalidArgument` for an empty prompt or an override out of range; `NoWorker` if none is
+    /// registered or allowed, or the pinned one is not; `AllBusy` if all of these are busy;
+    /// `MustWait` if the caller can wait and none of these has room; `Overloaded` at the limit of
     /// bookings. Nothing is booked then.
     ///
     /// # Cost
-    /// O(blocks + workers) beside the walk; a write to the index where predictions are on.
+    /// O(blocks + workers) besides the walk; a write to the index if predictions are on.
     pub fn select(&self, ask: &Ask<'_>) -> Result<(Reservation, Selection)> {
         self.with_known(ask, |ask, found, considered| {
             let (mut reservation, decision) =
@@ -293,11 +295,11 @@ impl Selector {
         })
     }
 
-    /// The selection that would be made now, with all that goes into it; nothing is booked, predicted
-    /// or kept. Asking twice gives the same answer twice.
+    /// The selection that would be made now, with all of its inputs; nothing is booked, predicted
+    /// or kept. Repeating it gives the same result.
     ///
     /// # Errors
-    /// As [`select`](Self::select), but for `Overloaded`.
+    /// As [`select`](Self::select), except for `Overloaded`.
     pub fn preview(&self, ask: &Ask<'_>) -> Result<(Selection, Record)> {
         self.with_known(&Ask { waits: false, ..*ask }, |ask, found, considered| {
             let decision =
@@ -309,8 +311,8 @@ impl Selector {
         })
     }
 
-    /// A selection for a caller that books elsewhere: as [`preview`](Self::preview), but where chance decides
-    /// it is drawn anew each time.
+    /// A selection for a caller that books elsewhere: as [`preview`](Self::preview), but with a new
+    /// random draw each time.
     ///
     /// # Errors
     /// As [`preview`](Self::preview).
@@ -322,8 +324,8 @@ impl Selector {
         })
     }
 
-    /// What the request would make of every allowed worker's load, in worker order; changes nothing.
-    /// Empty without workers.
+    /// Every allowed worker's load if it took the request, in worker order; changes nothing. Empty
+    /// without workers.
     ///
     /// # Errors
     /// `InvalidArgument` for an empty prompt or an override out of range.
@@ -351,8 +353,8 @@ impl Selector {
         self.router.totals()
     }
 
-    /// Let go of what is too old: bookings of which nothing was heard, other routers' shares of the load,
-    /// and predictions. Returns how many bookings. Call it on a timer.
+    /// Expires old entries: inactive bookings, other routers' shares of the load, and predictions.
+    /// Returns the number of bookings. Call it on a timer.
     pub fn tick(&self) -> usize {
         let now_ms = self.clock.now_ms();
         self.touch_remote(now_ms);
@@ -370,7 +372,7 @@ impl Selector {
         expired.len()
     }
 
-    /// Workers of which the index knows all by now, whatever it missed at first.
+    /// Marks workers whose blocks the index knows completely by now, whatever it missed at first.
     fn settle_unheard(&self) {
         for (worker, why) in self.model.all_unheard() {
             let report = self.busy.reported(worker).and_then(|report| report.kv_total_blocks);
@@ -399,7 +401,7 @@ impl Selector {
         overrides.overlap_score_weight.unwrap_or(self.router.config().overlap_score_weight)
     }
 
-    /// What workers hold of the prompt. Without weight nobody asks.
+    /// The workers' overlaps with the prompt. Skipped if overlaps have no weight.
     pub(super) fn walk(&self, ask: &Ask<'_>, scratch: &mut Scratch) {
         scratch.overlaps.clear();
         scratch.predictions.clear();
@@ -434,8 +436,8 @@ impl Selector {
         }
     }
 
-    /// Let go of predictions that are too old now: they earn no credit between two ticks either. Without any,
-    /// the writer's lock is left alone.
+    /// Drops expired predictions, so that they earn no credit between two ticks. Without any, the
+    /// writer's lock is not taken.
     fn end_predictions(&self) {
         if self.overlap == Overlap::Events {
             return;
@@ -447,18 +449,18 @@ impl Selector {
     }
 
     fn tell_time(&self, now_ms: u64) {
-        // Relaxed: a time that is told twice or a little late does no harm.
+        // Relaxed: a repeated or slightly late time does no harm.
         self.advanced_ms.store(now_ms, Ordering::Relaxed);
         self.model.index.advance_to(now_ms);
     }
 
-    /// Whether what workers hold of `prompt` has a part in the decision.
+    /// Whether the workers' overlaps with `prompt` affect the decision.
     pub fn uses_overlaps(&self, overrides: &RouteOverride, prompt: &Prompt) -> bool {
         let is_asked = self.is_kv() && self.weight(overrides) > 0.0;
         (is_asked || self.router.policies().needs_tokens()) && !prompt.locals.is_empty()
     }
 
-    /// Whether what workers hold of the prompt comes from events; nobody asks without policies that are told.
+    /// Whether the workers' overlaps come from events; only computed for policies that need it.
     fn is_indexed(&self, ask: &Ask<'_>) -> bool {
         self.needs_facts()
             && ask.prompt.are_tokens_known
@@ -468,7 +470,7 @@ impl Selector {
                 || ask.overlaps.is_some_and(|overlaps| !overlaps.is_empty()))
     }
 
-    /// Walk the index for `ask` and hand it on with all that is known here.
+    /// Walks the index for `ask` and passes it on with everything known here.
     pub(super) fn with_known<T>(
         &self,
         ask: &Ask<'_>,
@@ -501,12 +503,13 @@ impl Selector {
         })
     }
 
-    /// The chosen worker will hold the prompt, unless it does already.
+    /// Predicts that the chosen worker will hold the prompt, unless it already does.
     fn predict(&self, ask: &Ask<'_>, selection: &Selection) {
         let Prompt { locals, seed, .. } = ask.prompt;
         let is_held = self.overlap != Overlap::Predictions
             && selection.overlap_blocks as usize == locals.len();
-        // One whose events nobody hears may keep nothing at all: it earns no credit by guesses either.
+        // A worker without received events may cache nothing at all, so it earns no credit by
+        // predictions.
         let is_heard = self.overlap == Overlap::Predictions
             || ask.overlaps.is_some()
             || self.model.workers().binary_search(&selection.worker).is_ok();
@@ -521,7 +524,7 @@ impl Selector {
         if now_ms.saturating_sub(self.advanced_ms.load(Ordering::Relaxed)) >= ADVANCE_INTERVAL_MS {
             self.tell_time(now_ms);
         }
-        // With events a prediction only bridges the time until they come.
+        // With events a prediction only bridges the time until they arrive.
         let is_history = self.overlap == Overlap::Predictions;
         let report = is_history.then(|| self.busy.reported(selection.worker)).flatten();
         let capacity = report.and_then(|report| report.kv_total_blocks);
@@ -529,7 +532,7 @@ impl Selector {
     }
 }
 
-/// `blocks` of a worker whose overlap counts `credit`, rounded down.
+/// `blocks` of a worker weighted by `credit`, rounded down.
 fn scaled(blocks: u32, credit: f64) -> u32 {
     (f64::from(blocks) * credit) as u32
 }

@@ -1,4 +1,4 @@
-//! What an operator can set about routing, for every service that routes.
+//! The operator's routing settings, for every service that routes.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use crate::policy::{AUTO, KvScale};
 use crate::settings;
 use crate::settings::{Concern, Legal, Setting, Shape};
 
-/// `None`, "auto" or tokens a second.
+/// `None`, "auto" or tokens per second.
 impl Shape for PrefillSpeed {
     const KIND: &'static str = "speed";
     const IS_OPTIONAL: bool = true;
@@ -296,7 +296,7 @@ settings! {
     } }
 }
 
-/// Everything that every service that routes can be told, in the order of the help.
+/// Every setting of a service that routes, in the order of the help.
 pub fn routing_table() -> Vec<Setting> {
     [
         ModeSettings::table(),
@@ -327,7 +327,7 @@ impl CostSettings {
         self.overlap_score_weight > 0.0 && self.overlap_score_credit > 0.0
     }
 
-    /// The policy where nothing names one: `auto`, unless a setting of `kv`'s cost says that `kv` is meant.
+    /// The default policy: `auto`, or `kv` if a setting of its cost was changed.
     pub fn default_policy(&self, load: &LoadSettings) -> &'static str {
         let is_plain = self.scale().is_plain()
             && self.overlap_score_weight == 1.0

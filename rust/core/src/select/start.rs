@@ -1,10 +1,10 @@
-//! Workers that must have been there before the first request.
+//! Workers that must be present before the first request.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::error::{Error, Result};
 
-/// A gate for the start, not a health check: once open it stays so.
+/// A gate for the start, not a health check: once open it stays open.
 #[derive(Debug)]
 pub struct StartGate {
     wanted: usize,
@@ -14,17 +14,17 @@ pub struct StartGate {
 }
 
 impl StartGate {
-    /// Opens with `wanted` workers that must `what` ("be healthy"), as `setting` says.
+    /// Opens with `wanted` workers that must `what` ("be healthy"), as `setting` demands.
     pub fn new(wanted: usize, what: &'static str, setting: &'static str) -> Self {
         Self { wanted, what, setting, is_open: AtomicBool::new(wanted == 0) }
     }
 
-    /// Whether it is open; opens it when enough are there.
+    /// Whether it is open; opens it if enough workers are present.
     ///
     /// # Errors
-    /// `NoWorker`, saying how many are there and how many are wanted.
+    /// `NoWorker`, with the present and the wanted number of workers.
     pub fn check(&self, there: impl FnOnce() -> usize) -> Result<()> {
-        // Relaxed: who sees it late counts the workers once more.
+        // Relaxed: a late reader only counts the workers once more.
         if self.is_open.load(Ordering::Relaxed) {
             return Ok(());
         }
