@@ -1,4 +1,4 @@
-//! A request's place among those in flight, and the client that waits for its answer.
+//! Admission of a request, and its client while it waits for the answer.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -15,17 +15,17 @@ use crate::body::{self, Received};
 use crate::frontend::app::App;
 use crate::tenant::limit::Running;
 
-/// A request's place among those in flight; given back when it is dropped.
+/// A request's slot among those in flight, freed when dropped.
 pub(crate) struct InFlight {
     app: Arc<App>,
-    /// Its turn, where clients take turns.
+    /// Its turn, with fair queueing.
     pub turn: Option<Turn>,
-    /// Its client's limits, where it has a key.
+    /// Its client's limits, if it has a key.
     pub running: Option<Running>,
 }
 
 impl InFlight {
-    /// What was used so far, at the end of an answer.
+    /// Records usage so far, at the end of an answer.
     pub fn used(&self, usage: Usage) {
         if let Some(turn) = &self.turn {
             turn.used(usage);
@@ -35,14 +35,14 @@ impl InFlight {
         }
     }
 
-    /// So many tokens were generated up to now.
+    /// Sets the number of tokens generated so far.
     pub fn generated(&self, tokens: u64) {
         if let Some(turn) = &self.turn {
             turn.generated(tokens);
         }
     }
 
-    /// A worker answers, and computes so many tokens of the prompt.
+    /// A worker answers, and computes this many tokens of the prompt.
     pub fn answered(&self, uncached_tokens: u64) {
         if let Some(running) = &self.running {
             running.computes(uncached_tokens);
@@ -62,12 +62,12 @@ impl Drop for InFlight {
     }
 }
 
-/// Read a request's body, and take it among those in flight once it is there: a client that sends slowly takes
-/// nobody's place. A refused one's body is read away: else a client that is still sending may see its
-/// connection reset instead of the answer.
+/// Reads a request's body, then takes a slot among those in flight, so that slow uploads occupy
+/// none. The body of a refused request is read and discarded: otherwise a client that is still
+/// sending might see a connection reset instead of the response.
 ///
 /// # Errors
-/// 503 while the start waits for workers; 429 at the limit; those of the body.
+/// 503 while the start gate waits for workers; 429 at the limit; those of the body.
 pub(super) async fn admit(
     app: &Arc<App>,
     row: &Row,
@@ -102,7 +102,7 @@ pub(super) async fn admit(
     Err(error.into())
 }
 
-/// Counts the client that leaves before its answer begins: its request is dropped wherever it waits.
+/// Counts a client that leaves before its answer begins, which drops its request wherever it waits.
 pub(super) struct Waiting {
     app: Arc<App>,
     is_over: bool,
@@ -113,7 +113,7 @@ impl Waiting {
         Self { app: Arc::clone(app), is_over: false }
     }
 
-    /// From here on somebody else counts.
+    /// Ends the counting here: the answer does it from now on.
     pub fn over(&mut self) {
         self.is_over = true;
     }

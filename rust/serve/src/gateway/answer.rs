@@ -1,4 +1,4 @@
-//! A runtime worker's answer on its way to the client.
+//! Relays a runtime worker's answer to the client.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -27,10 +27,10 @@ use crate::frontend::runtime::spec::ModelInput;
 use crate::frontend::runtime::wording::{DONE, Usage, Wording};
 use crate::frontend::runtime::writing::{Ending, Writing};
 
-/// Items that are written to the client in one piece at most.
+/// Maximum items written to the client at once.
 const MAX_BATCH: usize = 64;
 
-/// Time that a worker has to end a stream whose last item has come.
+/// Time limit for a worker to end a stream after its last item.
 const LAST_FRAME_TIME: Duration = Duration::from_secs(1);
 
 /// How an answer ended.
@@ -41,7 +41,7 @@ enum End {
     Broken,
 }
 
-/// What the items are turned into.
+/// The output format of the items.
 enum Content {
     Tokens(Box<Writing>),
     /// The worker's own chunks.
@@ -50,31 +50,31 @@ enum Content {
 
 /// An answer between its worker and its client.
 ///
-/// Dropping it at any point frees the booking, ends the prefill beside it and, where it is not complete,
-/// closes the connection to the worker, which is how the worker learns that nobody is listening.
+/// Dropping it at any point frees the booking, ends the concurrent prefill and, if the answer is
+/// incomplete, closes the connection to the worker, which tells the worker that the client is gone.
 pub(super) struct Answer {
     delivery: Delivery,
     api: Api,
     handoff: Handoff,
-    /// Gone once the answer is over.
+    /// `None` once the answer is over.
     items: Option<Items>,
     first: Option<Bytes>,
     content: Content,
     wording: Wording,
     usage: Usage,
-    /// Chunks of a worker of text; `usage` has its tokens once it has told them.
+    /// Chunks of a text worker; `usage` has its token counts once they are known.
     pieces: u64,
     includes_usage: bool,
-    /// The worker yields plain strings: nobody but this side says when its text is over.
+    /// The worker yields plain strings, so only this side can tell that its text is complete.
     is_plain: bool,
     is_opened: bool,
     end: End,
 }
 
-/// A worker's answer as the client wants it: a stream, or whole.
+/// Converts a worker's answer to the client's format: a stream, or a whole.
 ///
 /// # Errors
-/// 502, 503 or 504 where it is to come as a whole and the worker failed on the way.
+/// 502, 503 or 504 if it is requested as a whole and the worker fails.
 pub(super) async fn answer(
     delivery: Delivery,
     plan: &Plan,
@@ -88,7 +88,7 @@ pub(super) async fn answer(
 
 impl Answer {
     /// # Errors
-    /// 503 for a worker of tokens without a tokenizer.
+    /// 503 for a token worker without a tokenizer.
     fn new(
         delivery: Delivery,
         plan: &Plan,
@@ -138,10 +138,10 @@ impl Answer {
         response
     }
 
-    /// The answer in one piece, once it is complete.
+    /// The complete answer in one piece.
     ///
     /// # Errors
-    /// 502 or 504 when the worker failed on the way.
+    /// 502 or 504 if the worker fails.
     async fn whole(mut self) -> Result<Response, Reject> {
         let (mut text, mut collected) = (String::new(), Collected::default());
         while self.end == End::Open {
@@ -171,7 +171,7 @@ impl Answer {
         })
     }
 
-    /// The next events of the stream; `None` behind the last one.
+    /// The next events of the stream; `None` after the last one.
     async fn events(&mut self) -> Option<Bytes> {
         if self.end != End::Open {
             return None;
@@ -196,7 +196,7 @@ impl Answer {
                 out.push_str(&format!("data: {event}\n\n{DONE}"));
             }
             count += 1;
-            // What has come already goes out in one piece.
+            // Items that have already arrived are sent together.
             let is_more = self.items.as_ref().is_some_and(Items::is_ready) && count < MAX_BATCH;
             if !out.is_empty() && !is_more {
                 break;
@@ -208,7 +208,7 @@ impl Answer {
         (!out.is_empty()).then(|| Bytes::from(out))
     }
 
-    /// An item, or the end, towards the whole answer.
+    /// Adds an item, or the end, to the whole answer.
     fn gather(
         &mut self,
         payload: Option<Bytes>,
@@ -242,7 +242,7 @@ impl Answer {
         Ok(())
     }
 
-    /// An item, or the end, as events.
+    /// Writes an item, or the end, as events.
     fn tell(&mut self, payload: Option<Bytes>, out: &mut String) -> Result<(), PlaneError> {
         if let Content::Text = self.content {
             let Some(payload) = payload else {
@@ -264,7 +264,7 @@ impl Answer {
                 chunk => {
                     self.note_usage(&chunk);
                     out.push_str(&format!("data: {chunk}\n\n"));
-                    // The client has the worker's own words, and nothing can come behind them.
+                    // The client has received the worker's own error, and nothing may follow it.
                     if let Some(error) = chunks::failure(&chunk) {
                         self.broken(&error);
                         out.push_str(DONE);
@@ -289,7 +289,7 @@ impl Answer {
         Ok(())
     }
 
-    /// Take a token worker's item, or its end; the text that comes of it.
+    /// Processes a token worker's item, or its end; returns the resulting text.
     fn write(&mut self, payload: Option<&[u8]>) -> Result<String, PlaneError> {
         let Content::Tokens(writing) = &mut self.content else { return Ok(String::new()) };
         let wrong =
@@ -304,7 +304,7 @@ impl Answer {
                 let is_known = item.finish().is_some()
                     || writing.ending.as_ref().is_some_and(|ending| ending.reason == "length");
                 if writing.ending.is_some() && is_known {
-                    // The worker knows as well: its last frame follows.
+                    // The worker knows that, too: its last frame follows.
                     drain(self.items.take());
                 }
                 text
@@ -345,10 +345,10 @@ impl Answer {
         }
     }
 
-    /// The answer is with the client as a whole.
+    /// The answer was sent completely.
     fn complete(&mut self) {
         self.handoff.complete();
-        // Where the worker does not know yet that it is over, this tells it.
+        // Notifies a worker that does not know yet that the answer is complete.
         self.items = None;
         self.count("complete");
         let used = self.used();
@@ -363,7 +363,7 @@ impl Answer {
         self.delivery.broken(&error.message, is_engine_at_fault);
     }
 
-    /// What the request has used so far.
+    /// Usage of the request so far.
     fn used(&self) -> select::Usage {
         let Usage { prompt_tokens, cached_tokens, completion_tokens } = self.usage;
         select::Usage {
@@ -392,12 +392,12 @@ impl Drop for Answer {
     }
 }
 
-/// Read the end of a stream whose last item has come, so that its connection serves again.
+/// Reads the end of a stream after its last item, so that its connection can be reused.
 fn drain(items: Option<Items>) {
     let Some(mut items) = items else { return };
     tokio::spawn(async move {
         let rest = async { while let Ok(Some(_)) = items.next().await {} };
-        // One that goes on is cut off, as by any client that has enough.
+        // A stream that continues is cut off.
         let _ = tokio::time::timeout(LAST_FRAME_TIME, rest).await;
     });
 }

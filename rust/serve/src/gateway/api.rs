@@ -1,5 +1,6 @@
-//! The APIs that are served, one row a path: where a request's prompt is found, what it weighs without one, and in
-//! whose form refusals, usage and a stream's end come. Everything else is the same for all of them.
+//! The served APIs, one row per path: where a request's prompt is found, its weight without one,
+//! and the format of refusals, usage and the end of a stream. Everything else is the same for all
+//! of them.
 
 use axum::http::Method;
 use axum::response::Response;
@@ -8,12 +9,13 @@ use serde_json::json;
 
 use crate::Reject;
 
-/// Without tokens a prompt's length is guessed from its bytes: English text has about four a token.
+/// Without tokens a prompt's length is estimated from its bytes: English text has about four per
+/// token.
 const TEXT_BYTES_PER_TOKEN: usize = 4;
-/// The same of sound, about 16 KiB a second, of which an encoder makes some tens of tokens.
+/// The same for audio: about 16 KiB per second, of which an encoder makes some tens of tokens.
 const SOUND_BYTES_PER_TOKEN: usize = 1_024;
 
-/// A path with so many wrong letters is taken for another one.
+/// Maximum differing letters for a path to be suggested.
 const MAX_TYPOS: usize = 2;
 
 /// How the prompt of a request is found.
@@ -23,25 +25,27 @@ pub(crate) enum Api {
     Chat,
     /// `prompt`: text or token ids.
     Completions,
-    /// OpenAI's Responses, as the engine turns them into a chat.
+    /// OpenAI's Responses, converted to a chat like the engine does.
     Responses,
-    /// Anthropic's Messages, as the engine turns them into a chat.
+    /// Anthropic's Messages, converted to a chat like the engine does.
     Messages,
     /// vLLM's `/inference/v1/generate`: `token_ids`.
     Tokens,
     /// SGLang's `/generate`: `text` or `input_ids`.
     Generate,
-    /// Nothing that an engine's cache of prefixes would answer: balanced by load.
+    /// Requests without prefix caching: balanced by load.
     Unmatched,
 }
 
 impl Api {
-    /// Whether workers of the runtime, which take tokens or OpenAI's two oldest forms, can serve it.
+    /// Whether workers of the runtime can serve it: they take tokens or OpenAI's chat and
+    /// completions.
     pub fn is_for_runtime(self) -> bool {
         matches!(self, Self::Chat | Self::Completions)
     }
 
-    /// Where vLLM tells the tokens of such a request, if it is a conversation of an API of its own.
+    /// vLLM's endpoint that returns the tokens of such a request, for APIs with conversations of
+    /// their own.
     pub fn renderer(self) -> Option<&'static str> {
         match self {
             Self::Responses => Some("/v1/responses/render"),
@@ -50,7 +54,7 @@ impl Api {
         }
     }
 
-    /// The field that limits the answer's tokens, where one worker can prefill for another.
+    /// The field that limits the answer's tokens, for APIs with separate prefill.
     pub fn output_limit(self) -> Option<&'static str> {
         match self {
             Self::Chat | Self::Completions | Self::Messages => Some("max_tokens"),
@@ -60,10 +64,10 @@ impl Api {
     }
 }
 
-/// In whose form a client is answered.
+/// Format of the response to a client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Form {
-    /// OpenAI's chat and completions; others have taken it over.
+    /// OpenAI's chat and completions; also used for other APIs.
     OpenAi,
     /// OpenAI's Responses: errors as above, streams of named events.
     Responses,
@@ -72,7 +76,7 @@ pub(crate) enum Form {
 }
 
 impl Form {
-    /// A refusal.
+    /// A refusal in this format.
     pub fn refuse(self, reject: Reject) -> Response {
         match self {
             Self::OpenAi | Self::Responses => reject.openai(),
@@ -80,14 +84,14 @@ impl Form {
         }
     }
 
-    /// The end of a stream that its worker broke off after so many events. The blank line ends an event whose
-    /// lines went out without one.
+    /// The end of a stream that its worker interrupted after this many events. The blank line ends
+    /// an event whose lines were sent without one.
     pub fn broken_stream(self, message: &str, events: u64) -> String {
         let error = json!({ "message": message, "type": "upstream_error", "code": 502 });
         match self {
             Self::OpenAi => format!("\n\ndata: {}\n\ndata: [DONE]\n\n", json!({ "error": error })),
             Self::Responses => {
-                // The fields beside `error` are those of the API's reference, `error` is what its clients look for.
+                // The API's reference has the fields beside `error`; clients look for `error`.
                 let event = json!({
                     "type": "error",
                     "sequence_number": events,
@@ -107,18 +111,18 @@ impl Form {
     }
 }
 
-/// What a request counts for while its tokens are not known.
+/// Weight of a request with unknown tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Weight {
     Text,
     /// An upload, in parts.
     Sound,
-    /// No model runs for it.
+    /// No model is run.
     Nothing,
 }
 
 impl Weight {
-    /// The guess for a body of so many bytes.
+    /// The estimate for a body of this size.
     pub fn tokens(self, bytes: usize) -> u64 {
         let tokens = match self {
             Self::Text => bytes / TEXT_BYTES_PER_TOKEN,
@@ -129,7 +133,7 @@ impl Weight {
     }
 }
 
-/// How a path is asked.
+/// The HTTP method of a path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Verb {
     Post,
@@ -146,7 +150,7 @@ impl Verb {
         }
     }
 
-    /// What a route takes.
+    /// The router's filter for it.
     pub fn filter(self) -> MethodFilter {
         match self {
             Self::Post => MethodFilter::POST,
@@ -156,7 +160,7 @@ impl Verb {
     }
 }
 
-/// A path that is served.
+/// A served path.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Row {
     pub path: &'static str,
@@ -175,7 +179,7 @@ const fn by_load(path: &'static str, weight: Weight) -> Row {
     Row { weight, ..row(path, Api::Unmatched, Form::OpenAi) }
 }
 
-/// A row of a response that a worker keeps.
+/// A row for a response kept by a worker.
 const fn of_response(verb: Verb, path: &'static str) -> Row {
     let api = Api::Unmatched;
     Row { path, verb, api, form: Form::Responses, weight: Weight::Nothing }
@@ -184,7 +188,7 @@ const fn of_response(verb: Verb, path: &'static str) -> Row {
 const CHAT: usize = 0;
 const COMPLETIONS: usize = 1;
 
-/// Every path that takes a request for a worker in its body.
+/// Every path whose request is sent to a worker with its body.
 pub(crate) static ROWS: [Row; 20] = [
     row("/v1/chat/completions", Api::Chat, Form::OpenAi),
     row("/v1/completions", Api::Completions, Form::OpenAi),
@@ -208,7 +212,7 @@ pub(crate) static ROWS: [Row; 20] = [
     by_load("/detokenize", Weight::Nothing),
 ];
 
-/// Every path that names a response instead: its worker answers, and no body is read.
+/// Every path that names a response: its worker answers, and no body is read.
 pub(crate) static RESPONSES: [Row; 3] = [
     of_response(Verb::Get, "/v1/responses/{id}"),
     of_response(Verb::Delete, "/v1/responses/{id}"),
@@ -221,7 +225,7 @@ impl Row {
         ROWS.iter().find(|row| row.path == path)
     }
 
-    /// The response that a request for `path` names, where this is a row of [`RESPONSES`].
+    /// The response named by `path`, if this is a row of [`RESPONSES`].
     pub fn response_of<'a>(&self, path: &'a str) -> Option<&'a str> {
         let (head, tail) = self.path.split_once("{id}")?;
         path.strip_prefix(head)?.strip_suffix(tail)
@@ -232,12 +236,12 @@ impl Row {
         self.path.contains("{id}")
     }
 
-    /// Of a request that comes without its path: a chat where it has messages.
+    /// The row of a request without a path: a chat if it has messages.
     pub fn of_fields(has_messages: bool) -> &'static Self {
         if has_messages { &ROWS[CHAT] } else { &ROWS[COMPLETIONS] }
     }
 
-    /// The path that is served and that `path` means: itself, or the one without a `/v1` too many or too few.
+    /// The served path that `path` means: itself, or the one with a `/v1` more or less.
     pub fn meant_by(path: &str) -> Option<String> {
         let bare = path.trim_end_matches('/');
         let inner = bare.trim_start_matches("/v1");
@@ -246,7 +250,7 @@ impl Row {
             .find(|path| Self::of(path).is_some() || path == "/v1/models")
     }
 
-    /// What to answer to a request for a path that is not served, and in whose form.
+    /// The response for a path that is not served, and its format.
     pub fn missing(path: &str) -> (Form, String) {
         let meant = Self::meant_by(path).or_else(|| near(path).map(str::to_owned));
         let bare = path.trim_end_matches('/');
@@ -275,10 +279,10 @@ impl Row {
     }
 }
 
-/// The path that is served and differs from `path` by no more than two letters.
+/// The served path that differs from `path` by at most two letters.
 ///
 /// # Cost
-/// None for a path that is longer than all that are served.
+/// Nothing for a path longer than all served ones.
 fn near(path: &str) -> Option<&'static str> {
     let path = path.trim_end_matches('/').as_bytes();
     let far = |served: &str| path.len().abs_diff(served.len()) > MAX_TYPOS;
@@ -287,7 +291,7 @@ fn near(path: &str) -> Option<&'static str> {
     rows.filter(|(count, _)| *count <= MAX_TYPOS).min().map(|(_, served)| served)
 }
 
-/// Letters to add, drop or change until one is the other.
+/// Edit distance: letters to add, drop or change.
 fn typos(one: &[u8], other: &[u8]) -> usize {
     let mut row: Vec<usize> = (0..=other.len()).collect();
     for (at, a) in one.iter().enumerate() {

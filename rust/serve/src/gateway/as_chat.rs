@@ -1,7 +1,7 @@
-//! Responses and Messages as chats: what an engine makes of them before its template does.
+//! Converts Responses and Messages to chats, as engines do before they apply their template.
 //!
-//! Engines of other versions may do it otherwise: the parity probe compares the tokens of both APIs, and what is not
-//! sure to become the same chat everywhere is left to the engine.
+//! Other engine versions may convert differently: the parity probe compares the tokens of both
+//! APIs, and requests without a certain conversion are left to the engine.
 
 use bytes::Bytes;
 use serde::Deserialize;
@@ -10,13 +10,13 @@ use serde_json::{Map, Value, json};
 use super::api::Api;
 use super::body::Body;
 
-/// Claude Code begins its system prompt with a line that differs from request to request; engines leave it out.
+/// Claude Code begins its system prompt with a line that differs between requests; engines drop it.
 const BILLING_HEADER: &str = "x-anthropic-billing-header";
 
-/// The body of the chat that such a request is; nothing where an engine may make another one of it.
+/// The body of the equivalent chat; `None` if engines may convert it differently.
 ///
 /// # Cost
-/// The body is read and written once.
+/// Reads and writes the body once.
 pub(crate) fn chat_of(api: Api, body: &Body) -> Option<Body> {
     let chat = match api {
         Api::Messages => of_messages(body.read().ok()?)?,
@@ -26,7 +26,7 @@ pub(crate) fn chat_of(api: Api, body: &Body) -> Option<Body> {
     Body::parse(Bytes::from(chat.to_string())).ok()
 }
 
-/// What decides the chat of a Messages request.
+/// The fields that determine the chat of a Messages request.
 #[derive(Deserialize)]
 struct Messages {
     #[serde(default)]
@@ -52,7 +52,7 @@ struct Turn {
     content: Content,
 }
 
-/// A system message among the others is merged by some engines and not by others.
+/// Some engines merge a system message among the others, others do not.
 #[derive(Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Role {
@@ -67,7 +67,7 @@ enum Content {
     Blocks(Vec<Block>),
 }
 
-/// Others, images among them, are left to the engine.
+/// Other blocks, including images, are left to the engine.
 #[derive(Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 enum Block {
@@ -96,7 +96,7 @@ enum ToolChoice {
     Tool { name: String },
 }
 
-/// Without it an engine finds out by trial how its template is told not to think.
+/// If it is missing, the engine finds out by trial how its template disables thinking.
 #[derive(Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 enum Thinking {
@@ -162,7 +162,7 @@ fn system_text(blocks: Vec<Block>) -> Option<String> {
     Some(joined)
 }
 
-/// Results of tools are messages of their own, before what the user says.
+/// Tool results become separate messages, before the user's text.
 fn user(blocks: Vec<Block>, messages: &mut Vec<Value>) -> Option<()> {
     let mut texts = Vec::new();
     for block in blocks {
@@ -220,11 +220,11 @@ fn assistant(blocks: Vec<Block>) -> Option<Value> {
             message.insert(name.to_owned(), value);
         }
     }
-    // One that says nothing at all is rare, and templates part over it.
+    // A message without any content is rare, and templates differ on it.
     (message.len() > 1).then_some(Value::Object(message))
 }
 
-/// One text is a text, several are a list; empty ones do not count.
+/// One text is a string, several are a list; empty ones are dropped.
 fn content(texts: Vec<String>) -> Option<Value> {
     let mut texts: Vec<_> = texts.into_iter().filter(|text| !text.is_empty()).collect();
     match texts.len() {
@@ -257,7 +257,7 @@ fn call(id: &str, name: &str, arguments: &str) -> Value {
     json!({ "id": id, "type": "function", "function": function })
 }
 
-/// What decides the chat of a Responses request.
+/// The fields that determine the chat of a Responses request.
 #[derive(Deserialize)]
 struct Response {
     #[serde(default)]
@@ -321,7 +321,7 @@ fn of_response(request: Response) -> Option<Value> {
     let effort = request.reasoning.and_then(|reasoning| reasoning.effort);
     let mut kwargs = request.chat_template_kwargs;
     if let Some(effort) = &effort {
-        // Templates that think only when asked to are asked by an effort, too.
+        // Templates that think only on request are also enabled by an effort.
         let kwargs = kwargs.get_or_insert_default();
         kwargs.entry("enable_thinking").or_insert_with(|| json!(effort != "none"));
     }
@@ -339,15 +339,15 @@ fn of_response(request: Response) -> Option<Value> {
     }))
 }
 
-/// Tools that are no functions are the engine's own, or it makes functions of them.
+/// Tools other than functions belong to the engine, which may convert them.
 fn flat_tool(tool: Value) -> Option<Value> {
     let Value::Object(mut function) = tool else { return None };
     let is_function = function.shift_remove("type")? == "function";
     is_function.then(|| json!({ "type": "function", "function": function }))
 }
 
-/// Add one item; what an assistant says, thinks and calls one after the other is one message. Messages before `start`
-/// are not of items.
+/// Adds one item; consecutive text, reasoning and calls of the assistant form one message. Messages
+/// before `start` do not come from items.
 fn push_item(
     item: &Map<String, Value>,
     messages: &mut Vec<Map<String, Value>>,
@@ -404,7 +404,7 @@ fn push_item(
     Some(())
 }
 
-/// The text of an answer: engines take its first part only.
+/// The text of an answer: engines take only its first part.
 fn first_text(content: &Value) -> Option<&str> {
     content.as_str().or_else(|| content.get(0)?.get("text")?.as_str())
 }

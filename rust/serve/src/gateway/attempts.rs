@@ -1,8 +1,10 @@
-//! Whether a request that failed at one worker goes to another.
+//! Decides whether a failed request is sent to another worker.
 //!
-//! What no worker had is tried as often as there are workers. What one had and lost may be what ended it: it gets one
-//! more attempt, and where two workers lost the same body before, none. What one refused gets one more. Retries
-//! that no death explains are few beside what is in flight: else they would make an overload worse.
+//! A request that no worker received is tried at as many workers as there are. A request that a
+//! worker received and lost may have killed it: it gets one more attempt, or none if two workers
+//! lost the same body before. A refused request gets one more attempt. Retries without a dead
+//! worker are limited to a small share of the requests in flight, because they would worsen an
+//! overload.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -15,28 +17,28 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::backend::failed::{Failed, Reach};
 
-/// Bodies that were lost are remembered for so long, and so many of them.
+/// How long lost bodies are remembered, and how many.
 const SUSPECT_TIME: Duration = Duration::from_secs(60);
 const MAX_SUSPECTS: usize = 4_096;
 
-/// Retries at once: so many, or one for so many requests in flight.
+/// Concurrent retries: this number, or one per this many requests in flight.
 const MIN_RETRIES: usize = 10;
 const REQUESTS_PER_RETRY: usize = 5;
 
-/// What all requests of a frontend share.
+/// Shared by all requests of a frontend.
 #[derive(Debug)]
 pub(crate) struct Retries {
     running: AtomicUsize,
     seed: u64,
     suspects: Mutex<Suspects>,
-    /// How many there are; read before the lock is taken.
+    /// Number of suspects, readable without the lock.
     count: AtomicUsize,
 }
 
 #[derive(Debug, Default)]
 struct Suspects {
     since: HashMap<u64, Instant>,
-    /// In the order of time; some are in the map no more, or anew.
+    /// Ordered by time; some are no longer in the map, or were added again.
     order: VecDeque<(u64, Instant)>,
 }
 
@@ -60,7 +62,7 @@ impl Retries {
         suspects.since.get(&hash).is_some_and(|since| since.elapsed() < SUSPECT_TIME)
     }
 
-    /// A worker had this body and lost it.
+    /// Records that a worker had this body and was lost.
     fn suspect(&self, body: &[u8]) {
         let (hash, now) = (xxh3_64_with_seed(body, self.seed), Instant::now());
         let mut suspects = self.suspects.lock();
@@ -78,7 +80,7 @@ impl Retries {
         self.count.store(suspects.since.len(), Ordering::Relaxed);
     }
 
-    /// A worker answered this body: it is no worker's end.
+    /// Clears a body that a worker has answered.
     fn clear(&self, body: &[u8]) {
         if self.count.load(Ordering::Relaxed) > 0 {
             let mut suspects = self.suspects.lock();
@@ -88,7 +90,7 @@ impl Retries {
     }
 }
 
-/// How one request's attempts went.
+/// The outcomes of one request's attempts.
 #[derive(Debug)]
 pub(crate) struct Attempts {
     retries: Arc<Retries>,
@@ -96,12 +98,13 @@ pub(crate) struct Attempts {
     is_suspect: bool,
     lost: usize,
     refused: usize,
-    /// It is counted among the retries that run.
+    /// It counts as a concurrent retry.
     has_permit: bool,
 }
 
 impl Attempts {
-    /// One has failed with `body`, while `in_flight` requests are under way: why there is no other, if so.
+    /// Records a failed attempt with `body`, with `in_flight` requests in progress; returns why
+    /// there is no other attempt, if so.
     pub fn failed(
         &mut self,
         failed: &Failed,
@@ -141,7 +144,7 @@ impl Attempts {
         None
     }
 
-    /// A worker answers it.
+    /// Records that a worker answers it.
     pub fn answered(&self, body: &[u8]) {
         self.retries.clear(body);
     }

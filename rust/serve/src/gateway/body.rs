@@ -1,4 +1,4 @@
-//! A request's JSON object: its fields are found once, and read or replaced one by one.
+//! A request's JSON object: its fields are located once, and read or replaced individually.
 
 use std::fmt;
 use std::ops::Range;
@@ -12,20 +12,20 @@ use serde_json::value::RawValue;
 
 use crate::Reject;
 
-/// A JSON object as it came, and where in it each field's value stands.
+/// A JSON object as received, with the position of each field's value.
 #[derive(Debug, Clone)]
 pub(crate) struct Body {
     bytes: Bytes,
     fields: Vec<Field>,
-    /// Where in its field each message stands.
+    /// Position of each message in its field.
     messages: Option<Vec<Range<usize>>>,
 }
 
 impl Body {
-    /// Find the fields of an object. Their values are checked for syntax and no further.
+    /// Locates the fields of an object. Their values are only checked for syntax.
     ///
     /// # Errors
-    /// 400 for what is no JSON object.
+    /// 400 for anything but a JSON object.
     ///
     /// # Cost
     /// One pass over the bytes.
@@ -43,17 +43,17 @@ impl Body {
         Ok(Self { bytes, fields, messages })
     }
 
-    /// A body that is no JSON: it has no fields.
+    /// A body that is not JSON: it has no fields.
     pub fn opaque(bytes: Bytes) -> Self {
         Self { bytes, fields: Vec::new(), messages: None }
     }
 
-    /// The object as it came.
+    /// The object as received.
     pub fn bytes(&self) -> &Bytes {
         &self.bytes
     }
 
-    /// Read those fields that `T` has.
+    /// Reads the fields that `T` has.
     ///
     /// # Errors
     /// 400 naming the field, what was expected and what came.
@@ -76,7 +76,7 @@ impl Body {
         std::str::from_utf8(&self.bytes[place.clone()]).expect("it was read as JSON before")
     }
 
-    /// The object with other values: `None` leaves a field out.
+    /// The object with changed values: `None` removes a field.
     pub fn with(&self, changes: &[(&str, Option<Value>)]) -> Bytes {
         let mut out = Vec::with_capacity(self.bytes.len() + 256);
         let mut put = |name: &str, value: &[u8]| {
@@ -101,8 +101,8 @@ impl Body {
         out.into()
     }
 
-    /// The object with this JSON as the value of one field: in its place, or behind all others. `name` needs no
-    /// escapes.
+    /// The object with this JSON as the value of one field: in its place, or appended. `name` must
+    /// not need escapes.
     pub fn with_json(&self, name: &str, json: &[u8]) -> Bytes {
         let known = self.fields.iter().find(|field| *field.name == *name);
         let end = self.bytes.iter().rposition(|byte| *byte == b'}').unwrap_or(self.bytes.len());
@@ -118,34 +118,34 @@ impl Body {
         out.into()
     }
 
-    /// Whether the object has a field of this name.
+    /// Whether the object has this field.
     pub fn has(&self, name: &str) -> bool {
         self.fields.iter().any(|field| *field.name == *name)
     }
 
-    /// The value of a field, the last one of that name.
+    /// The value of a field; the last one if it is repeated.
     ///
     /// # Errors
-    /// 400 for one that nests too deep.
+    /// 400 for a value that is nested too deeply.
     pub fn value(&self, name: &str) -> Result<Option<Value>, Reject> {
         let field = self.fields.iter().rfind(|field| *field.name == *name);
         let value = field.map(|field| serde_json::from_str(self.text(&field.place)));
         value.transpose().map_err(|error| Reject::bad_request(format!("{name}: {error}")))
     }
 
-    /// Bytes of text in the fields of these names; see [`Field::weight`].
+    /// Bytes of text in these fields; see [`Field::weight`].
     pub fn weight(&self, names: &[&str]) -> usize {
         let fields = self.fields.iter().filter(|field| names.contains(&&*field.name));
         fields.map(|field| field.weight).sum()
     }
 
-    /// Where each message stands in the field `messages`, if that is a list.
+    /// Position of each message in the field `messages`, if that is a list.
     pub fn messages(&self) -> Option<&[Range<usize>]> {
         self.messages.as_deref()
     }
 }
 
-/// What is wrong with a body that is no JSON object, and where.
+/// The error for a body that is not a JSON object, with its position.
 fn complaint(bytes: &[u8]) -> Reject {
     let mut json = serde_json::Deserializer::from_slice(bytes);
     let Err(error) = Fields::deserialize(&mut json) else {
@@ -154,14 +154,14 @@ fn complaint(bytes: &[u8]) -> Reject {
     let again = &mut serde_json::Deserializer::from_slice(bytes);
     let found: Result<Fields, _> = serde_path_to_error::deserialize(again);
     let path = found.err().map(|error| error.path().to_string());
-    // "?" is where a body that is cut off ends.
+    // "?" is the position at which a truncated body ends.
     match path.filter(|path| path != "." && path != "?") {
         None => Reject::bad_request(format!("the body is not a JSON object: {error}")),
         Some(path) => Reject::bad_request(format!("{path}: {error}")),
     }
 }
 
-/// A value that is not read yet: its JSON.
+/// The JSON of a value that is not parsed yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Raw<'a>(&'a str);
 
@@ -176,7 +176,7 @@ impl<'a> Raw<'a> {
     }
 }
 
-/// How [`Raw`] asks [`JsonText`] for its text.
+/// The name by which [`Raw`] requests the text from [`JsonText`].
 const RAW: &str = "kvflash::Raw";
 
 impl<'de: 'a, 'a> Deserialize<'de> for Raw<'a> {
@@ -197,7 +197,7 @@ impl<'de: 'a, 'a> Deserialize<'de> for Raw<'a> {
     }
 }
 
-/// Reads the JSON of one field; who takes it as it is, or not at all, has it scanned no second time.
+/// Reads the JSON of one field; a field that is kept as text or skipped is not scanned again.
 struct JsonText<'a>(&'a str);
 
 impl<'de> IntoDeserializer<'de, serde_json::Error> for JsonText<'de> {
@@ -249,7 +249,7 @@ impl<'de> Deserializer<'de> for JsonText<'de> {
     }
 }
 
-/// The fields of an object, read for their complaints.
+/// Reads the fields of an object for error messages.
 struct Fields;
 
 impl<'de> Deserialize<'de> for Fields {

@@ -1,4 +1,4 @@
-//! A worker for a request, its load booked: one after the other, until one of them answers.
+//! Books workers for a request, one after the other, until one of them answers.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -16,10 +16,11 @@ use crate::frontend::app::App;
 use crate::frontend::engine::Engine;
 use crate::{Reject, queue};
 
-/// A chosen worker that left is replaced by another choice; so many in a row mean trouble.
+/// A chosen worker that has left is replaced by another choice; this many in a row indicate an
+/// error.
 const MAX_CHOICES: usize = 8;
 
-/// The worker that takes a request, its load booked.
+/// The worker that takes a request, with its booking.
 pub(crate) struct Choice {
     pub engine: Arc<Engine>,
     pub booking: Reservation,
@@ -27,7 +28,7 @@ pub(crate) struct Choice {
 }
 
 impl Choice {
-    /// Wait for the worker; where the client leaves meanwhile, the journal says so.
+    /// Waits for the worker; if the client leaves meanwhile, the journal records that.
     pub async fn watched<T>(&self, attempt: impl Future<Output = T>) -> T {
         struct Watch<'a>(Option<&'a Reservation>);
         impl Drop for Watch<'_> {
@@ -44,7 +45,7 @@ impl Choice {
     }
 }
 
-/// The workers that are tried for a request, and how it went.
+/// The workers tried for a request, and the outcomes.
 pub(crate) struct Tries {
     app: Arc<App>,
     pub plan: Arc<Plan>,
@@ -64,7 +65,7 @@ impl Tries {
         Self { app, plan, tried, last: None, attempts, is_over: None, is_decode_only: false }
     }
 
-    /// What is left to choose a worker for.
+    /// The part of the request to choose a worker for.
     pub fn part(&self) -> Part<'_> {
         Part { tried: &self.tried, is_decode_only: self.is_decode_only }
     }
@@ -76,36 +77,36 @@ impl Tries {
         self.is_over.is_none() && self.tried.len() < limit
     }
 
-    /// A worker answers.
+    /// Records that a worker answers.
     pub fn answered(&self) {
         self.attempts.answered(self.plan.call.body.bytes());
     }
 
-    /// Whether no worker has failed it.
+    /// Whether no worker has failed.
     pub fn is_first(&self) -> bool {
         self.tried.len() <= 1
     }
 
-    /// Whether none was tried.
+    /// Whether no worker was tried.
     pub fn is_empty(&self) -> bool {
         self.tried.is_empty()
     }
 
-    /// Choose a worker that was not tried yet and book the request there; where requests wait for a worker
-    /// with room to prefill, when there is one.
+    /// Chooses an untried worker and books the request there; with a queue, once a worker has room
+    /// to prefill.
     ///
     /// # Errors
-    /// `NoWorker`, saying what there is and why it can't serve; those of the queue.
+    /// `NoWorker`, with the existing workers and why they can't serve it; those of the queue.
     pub async fn next(&mut self) -> Result<Choice> {
         let choice = self.book().await?;
         self.tried.push(choice.engine.id);
         Ok(choice)
     }
 
-    /// The last worker failed: count it, and put the worker in doubt where it is at fault.
+    /// Records that the last worker failed, and marks it as suspect if it is at fault.
     ///
     /// # Errors
-    /// The request itself is wrong: no other worker would do better.
+    /// The request itself is invalid, so no other worker would succeed.
     pub fn failed(&mut self, engine: &Engine, failed: Failed) -> Result<(), Reject> {
         if failed.is_final {
             return Err(failed.into());
@@ -121,12 +122,12 @@ impl Tries {
         Ok(())
     }
 
-    /// This one was well; it may have the request again.
+    /// This worker was not at fault; it may be tried again.
     pub fn spare(&mut self, id: InstanceId) {
         self.tried.retain(|tried| *tried != id);
     }
 
-    /// What to tell the client when nobody may take the request, as `error` says, or everybody was tried.
+    /// The client's error if no worker may take the request, as `error` says, or all were tried.
     pub fn refusal(self, error: Option<Error>) -> Reject {
         match (self.last, error) {
             (None, Some(error)) => {
@@ -138,7 +139,7 @@ impl Tries {
                 });
                 error.into()
             }
-            // Everybody eligible was tried: say how that went, not that nobody is left.
+            // All eligible workers were tried: report the failures, not the lack of workers.
             (last, _) => {
                 self.app.refused("all_failed");
                 let failed =
@@ -161,7 +162,7 @@ impl Tries {
         let began = Instant::now();
         let cached_tokens =
             || self.plan.ask(self.part(), None, |ask| pool.selector.most_held_tokens(ask));
-        // Unhealthy workers are nobody's: they set this request apart from no other.
+        // Unhealthy workers are excluded for all requests, so they do not make this one special.
         let is_open =
             || request.is_open() && self.tried.is_empty() && self.plan.route.lora_name.is_none();
         let isl_tokens = request.prompt.isl_tokens;
@@ -178,7 +179,7 @@ impl Tries {
                 pool.selector.select(&Ask { waits: pool.queue.is_some(), ..*ask })
             });
             let (booking, selection) = booked.map_err(|error| self.plan.explain_absence(error))?;
-            // Once more: a worker may have joined between the two readings. Members and the router's
+            // Look again: a worker may have joined between the two reads. Members and the router's
             // workers change under one lock, so it is found.
             if let Some(engine) = pool.members().get(booking.worker().instance_id).cloned() {
                 return Ok(Choice { engine, booking, selection });

@@ -1,4 +1,4 @@
-//! Prompts that are too long are refused before anything is made of them.
+//! Refuses prompts that are too long before any work is done on them.
 
 use kvflash_core::error::{Error, Result};
 
@@ -7,14 +7,14 @@ use super::call::Call;
 use crate::frontend::app::App;
 use crate::frontend::pool::Pool;
 
-/// No model's limit is below what a body of so many bytes can have.
+/// Bodies up to this size are below every model's limit.
 const SHORT_BYTES: usize = 32 * 1024;
-/// Bytes of text for each token of a model's limit: four times what English text has.
+/// Bytes of text per token of a model's limit: four times as many as English text has.
 const BYTES_PER_TOKEN: u64 = 16;
-/// The limit while no worker tells how many tokens it takes.
+/// The limit while no worker has reported its context length.
 const UNKNOWN_BYTES: usize = 4 * 1024 * 1024;
 
-/// The longest prompt for `pool`, bytes, and why.
+/// The longest prompt for `pool` in bytes, and the reason.
 fn limit(app: &App, pool: &Pool) -> (usize, String) {
     let given = app.options.max_prompt_bytes;
     if given > 0 {
@@ -35,13 +35,13 @@ fn limit(app: &App, pool: &Pool) -> (usize, String) {
     }
 }
 
-/// The longest text that this request's prompt may be rendered to, bytes.
+/// The longest text to which this request's prompt may be rendered, in bytes.
 ///
 /// # Errors
-/// `InvalidArgument` for a prompt that is too long already, with its length and the limit.
+/// `InvalidArgument` for a prompt that is already too long, with its length and the limit.
 ///
 /// # Cost
-/// None: the weights were found with the fields.
+/// None: the weights were computed when the fields were located.
 pub(super) fn check(app: &App, call: &Call, pool: &Pool) -> Result<usize> {
     if call.body.bytes().len() <= SHORT_BYTES {
         return Ok(UNKNOWN_BYTES);
@@ -58,7 +58,7 @@ pub(super) fn check(app: &App, call: &Call, pool: &Pool) -> Result<usize> {
     Ok(limit)
 }
 
-/// The fields that a prompt is made of, and how an error names them.
+/// The fields of a prompt, and their name in errors.
 fn prompt_fields(api: Api) -> (&'static str, &'static [&'static str]) {
     match api {
         Api::Chat => (

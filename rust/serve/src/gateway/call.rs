@@ -1,4 +1,4 @@
-//! A client's request, read once.
+//! A client's request, parsed once.
 
 use std::sync::Arc;
 
@@ -21,25 +21,26 @@ use crate::{Caller, Reject};
 
 pub(crate) static REQUEST_ID_HEADER: HeaderName = HeaderName::from_static("x-request-id");
 
-/// A client's own limit of the workers that its request may try.
+/// A client's limit of the workers that its request may try.
 const MAX_ATTEMPTS_HEADER: &str = "x-kvflash-max-attempts";
 
-/// A body that is read beside the threads that serve, bytes: it takes about a millisecond.
+/// Size from which a body is parsed on other threads than those that serve, in bytes: about a
+/// millisecond.
 const LONG_BODY_BYTES: usize = 512 * 1024;
 
-/// Who asks, and how: what is known before the body is read.
+/// The client and its headers: everything known before the body is read.
 #[derive(Debug, Clone)]
 pub(crate) struct Head {
     pub uri: Uri,
     pub headers: HeaderMap,
     /// The client's address.
     pub address: Option<String>,
-    /// Whose key it came with.
+    /// The owner of its key.
     pub caller: Caller,
 }
 
 impl Head {
-    /// Whose turn is charged for the request of a client that calls itself `user`: the owner of its key, where it
+    /// The client that is charged for a request with the name `user`: the owner of its key, if it
     /// has one.
     pub fn client(&self, user: Option<&str>, identity: &Identity) -> String {
         match self.caller.key() {
@@ -48,14 +49,14 @@ impl Head {
         }
     }
 
-    /// The id that its client gave, where it is another one than the request's.
+    /// The client's request id, if it differs from the request's.
     pub fn client_request_id(&self) -> Option<HeaderValue> {
         pass::client(&self.caller)?;
         self.headers.get(&REQUEST_ID_HEADER).cloned()
     }
 
-    /// The name under which a request's decisions are kept, and by which engines know it: the client's where it gave
-    /// a usable one and has no key. With keys, clients do not choose names that engines see.
+    /// The request's name in the journal and at engines: the client's if it is usable and the
+    /// client has no key. With keys, clients can't choose names that engines see.
     pub fn request_id(&self) -> String {
         if pass::client(&self.caller).is_some() {
             return format!("kvf-{:032x}", rand::random::<u128>());
@@ -68,25 +69,25 @@ impl Head {
     }
 }
 
-/// A client's request. Workers get its body as it came.
+/// A client's request. Workers receive its body unchanged.
 #[derive(Debug, Clone)]
 pub(crate) struct Call {
-    /// The path it came to.
+    /// The requested path.
     pub row: &'static Row,
     pub head: Head,
     pub request_id: String,
     pub body: Arc<Body>,
-    /// What it asks of routing itself.
+    /// Its own routing options.
     pub nvext: Nvext,
-    /// Whether an engine takes what it can of it from its cache, and says so of one prompt.
+    /// Whether an engine uses its prefix cache for it, and reports that for a single prompt.
     pub reuses_prefix: bool,
-    /// Workers that it may try at most, where its client says so.
+    /// Maximum workers to try, if its client limits them.
     pub max_attempts: Option<usize>,
 }
 
 impl Call {
-    /// Of a body and the `envelope` that was read from it; `row` is told by its fields where the path does not
-    /// tell.
+    /// Combines a body and the `envelope` that was read from it; `row` is derived from its fields
+    /// if the path does not determine it.
     ///
     /// # Errors
     /// 400 naming the field, what was expected and what came.
@@ -108,11 +109,11 @@ impl Call {
         self.row.api
     }
 
-    /// A request's body, parsed; a long one beside the threads that serve. An upload stays as it is, and what comes
-    /// with the name of a response is left out.
+    /// A request's body, parsed, for a long one on other threads than those that serve. Uploads are
+    /// not parsed, and the body of a request that names a response is dropped.
     ///
     /// # Errors
-    /// 400 for what is no JSON object; 429 where others keep all cores busy.
+    /// 400 for anything but a JSON object; 429 if all cores are busy with such work.
     pub async fn body(
         app: &App,
         row: Option<&Row>,
@@ -148,14 +149,14 @@ impl Call {
     }
 }
 
-/// What a request's headers say of the workers that it may try.
+/// The client's limit of workers to try, from a request's headers.
 ///
 /// # Errors
-/// 400 for anything but a number from 1 on.
+/// 400 for anything but a number of at least 1.
 fn max_attempts(headers: &HeaderMap) -> Result<Option<usize>, Reject> {
     let Some(value) = headers.get(MAX_ATTEMPTS_HEADER) else { return Ok(None) };
     let text = value.to_str().unwrap_or("no text").trim();
-    // One beyond every setting is as good as none.
+    // A number above every setting means no limit.
     let number = text.parse::<u64>().ok().filter(|attempts| *attempts > 0);
     let Some(number) = number else {
         let text: String = text.chars().take(64).collect();

@@ -1,4 +1,4 @@
-//! Who asks, and what ties a request to earlier ones.
+//! The client of a request, and its link to earlier requests.
 
 use std::sync::Arc;
 
@@ -16,19 +16,19 @@ use crate::frontend::engine::{Engine, address_of};
 use crate::frontend::pool::Members;
 use crate::tenant::pass;
 
-/// Header that names the worker a session is with; answers carry it under `session-affinity`.
+/// Header that names the worker of a session; responses contain it with `session-affinity`.
 pub(crate) const SESSION_HEADER: &str = "x-session-id";
-/// Headers that carry a session's key; the first one counts.
+/// Headers with a session's key; the first one counts.
 const KEY_HEADERS: [&str; 2] = ["x-aibrix-session-key", "x-session-key"];
 
-/// The key of a request's session, as its headers name it.
+/// The key of a request's session, from its headers.
 pub(super) fn session_key(headers: &HeaderMap) -> Option<&str> {
     let header = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
     let named = KEY_HEADERS.into_iter().chain([SESSION_HEADER]).find_map(header);
     named.filter(|text| !text.is_empty())
 }
 
-/// What `call` says of its client; the prompt's text only where a policy `needs_text`.
+/// The client's details in `call`; the prompt's text only if a policy `needs_text`.
 pub(super) fn read(
     call: &Call,
     envelope: &Envelope<'_>,
@@ -39,7 +39,7 @@ pub(super) fn read(
     let header = |name: &str| {
         headers.get(name).and_then(|value| value.to_str().ok()).filter(|text| !text.is_empty())
     };
-    // A key tells who its owner is, and the header `user` goes before OpenAI's field.
+    // A key identifies its owner, and the header `user` takes precedence over OpenAI's field.
     let owner = call.head.caller.key().map(|key| key.id.clone());
     let field = envelope.user.and_then(|raw| serde_json::from_str::<String>(raw.get()).ok());
     let user = owner
@@ -52,13 +52,13 @@ pub(super) fn read(
         let engine = members.all().find(|engine| address_of(&engine.base) == address)?;
         (*rank < engine.spec.dp_size).then(|| Worker::new(engine.id, *rank))
     });
-    // An id that is no address is somebody's own: a key like the others.
+    // An id that is not an address is the client's own: a key like the others.
     let is_address = named.as_ref().is_some_and(|(address, _)| {
         address.rsplit_once(':').is_some_and(|(_, port)| port.parse::<u16>().is_ok())
     });
     let own_id = id.filter(|_| !is_address);
     let key = KEY_HEADERS.into_iter().find_map(header).or(own_id);
-    // Another tenant's session of the same name is another one.
+    // Equal names of different tenants are different sessions.
     let key = key.map(|key| match pass::client(&call.head.caller) {
         Some(client) => format!("{}/{key}", client.tenant).into(),
         None => Arc::from(key),
@@ -73,13 +73,13 @@ pub(super) fn read(
     }
 }
 
-/// What a client sends back in [`SESSION_HEADER`] to come to the same worker again.
+/// The value of [`SESSION_HEADER`] that returns a client to the same worker.
 pub(crate) fn session_id_of(engine: &Engine, dp_rank: u32) -> String {
     session_id(address_of(&engine.base), dp_rank)
 }
 
-/// The prompt's text, message by message and without roles; of token ids four bytes each. Nothing
-/// for what is no text or can't be read: the request is still routed.
+/// The prompt's text, message by message and without roles; four bytes per token id. Empty for
+/// non-text or unreadable prompts: the request is still routed.
 fn text(api: Api, envelope: &Envelope<'_>) -> Arc<[u8]> {
     match api {
         Api::Chat | Api::Messages => envelope.messages.map(chat_text).unwrap_or_default().into(),
@@ -179,7 +179,7 @@ mod tests {
         };
         assert_eq!(key(&[("x-session-key", "k")]).as_deref(), Some("k"));
         assert_eq!(key(&[("x-session-id", "mine")]).as_deref(), Some("mine"));
-        // The worker it names is gone: the session begins anew.
+        // The worker it names is gone, so the session starts over.
         assert_eq!(key(&[("x-session-id", &session_id("10.0.0.1:8000", 0))]), None);
         let both = [("x-session-key", "b"), ("x-aibrix-session-key", "a")];
         assert_eq!(key(&both).as_deref(), Some("a"));

@@ -1,4 +1,4 @@
-//! What routing needs of an OpenAI request; the rest of the body passes through untouched.
+//! The routing fields of an OpenAI request; the rest of the body is passed through unchanged.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -10,7 +10,7 @@ use serde_json::value::RawValue;
 
 use super::body::Raw;
 
-/// The fields that routing reads. Unknown ones are the engine's business.
+/// The fields that routing reads. All others are left to the engine.
 #[derive(Debug, Default, Deserialize)]
 #[serde(expecting = "an object")]
 pub(crate) struct Envelope<'a> {
@@ -67,8 +67,9 @@ pub(crate) struct Envelope<'a> {
 }
 
 impl<'a> Envelope<'a> {
-    /// Whether the engine takes what it can from its cache, and says so of one prompt: not where it must compute the
-    /// logprobs of the prompt, skips its cache, generates several answers or gets the blocks from elsewhere.
+    /// Whether the engine uses its prefix cache, and reports that for a single prompt: not if it
+    /// must compute the logprobs of the prompt, skips its cache, generates several answers or
+    /// receives the blocks from elsewhere.
     pub fn reuses_prefix(&self) -> bool {
         let is_off = |raw: Option<Raw<'_>>, off: &str| {
             raw.is_none_or(|raw| raw.get() == "null" || raw.get() == off)
@@ -84,7 +85,8 @@ impl<'a> Envelope<'a> {
             && [self.n, self.best_of].into_iter().all(|raw| is_off(raw, "1"))
     }
 
-    /// The fields that decide a chat's tokens; `places` of its messages, where its body was scanned for them.
+    /// The fields that determine a chat's tokens; `places` of its messages, if its body was scanned
+    /// for them.
     pub fn chat(&self, places: Option<&'a [Range<usize>]>) -> ChatRequest<'a> {
         ChatRequest {
             messages: self.messages.map(Raw::get),
@@ -108,18 +110,19 @@ impl<'a> Envelope<'a> {
 pub(crate) enum Prompt {
     Text(String),
     Tokens(Vec<u32>),
-    /// Several prompts in one request: no single prefix to route by.
+    /// Several prompts in one request, so there is no single prefix to route by.
     Batch,
 }
 
 impl Prompt {
     /// # Errors
-    /// `InvalidArgument` naming the element at fault.
+    /// `InvalidArgument` naming the invalid element.
     pub fn parse(json: &str) -> Result<Self, Error> {
         Self::parse_at(json, false)
     }
 
-    /// A list within a list is a batch of one; no engine takes more levels, and a stack has an end.
+    /// A list within a list is a batch of one; engines accept no deeper nesting, and recursion must
+    /// be bounded.
     fn parse_at(json: &str, is_nested: bool) -> Result<Self, Error> {
         let wrong = |what: &str| Error::invalid(format!("prompt: {what}"));
         let text = json.trim_start();

@@ -1,31 +1,33 @@
-//! The lines of an event stream on its way through, whole.
+//! Passes an event stream through in whole lines.
 
 use bytes::{Bytes, BytesMut};
 
-/// Most bytes of a line that are held back for its end; of a longer one all goes out as it comes.
+/// Maximum bytes of an incomplete line that are held back; longer ones are passed on as they
+/// arrive.
 const MAX_HELD_BYTES: usize = 1 << 18;
 
-/// Keeps a line back until it is whole: a client can do nothing with a part of an event's data, and where the
-/// engine is lost behind it would take the part for all of it.
+/// Holds back a line until it is complete: a client can't use part of an event's data, and if the
+/// engine is lost after it, would take the part for the whole.
 ///
 /// # Cost
-/// A look at the last byte of a chunk that ends with an event, which nearly all do; a copy of what is cut.
+/// A check of the last byte of a chunk that ends with an event, which nearly all do; a copy of an
+/// incomplete line.
 #[derive(Debug, Default)]
 pub(crate) struct WholeLines {
     held: BytesMut,
-    /// A part of the line at hand has gone out.
+    /// Part of the current line was already sent.
     is_cut: bool,
 }
 
 impl WholeLines {
-    /// Is nothing held back?
+    /// Whether nothing is held back.
     pub fn is_empty(&self) -> bool {
         self.held.is_empty()
     }
 
-    /// What may go out now that `chunk` has come.
+    /// The data to send after `chunk` has arrived.
     pub fn take(&mut self, chunk: Bytes) -> Bytes {
-        // A CR ends a line by itself, too; the LF that may follow it belongs to it.
+        // A CR alone also ends a line; an LF after it belongs to it.
         let end = memchr::memrchr2(b'\n', b'\r', &chunk).map_or(0, |at| at + 1);
         if self.held.is_empty() {
             let goes_on = self.is_cut && end == 0;
@@ -51,7 +53,7 @@ impl WholeLines {
         whole
     }
 
-    /// The stream is over: `last`, and what is held behind it.
+    /// At the end of the stream: `last`, after the held data.
     pub fn end(&mut self, last: Bytes) -> Bytes {
         let held = std::mem::take(&mut self.held);
         match (last.is_empty(), held.is_empty()) {

@@ -1,4 +1,4 @@
-//! What an answer says of its worker's events: how much was promised, and how much the engine reused.
+//! Compares answers with their worker's events: announced and actual reuse.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use crate::frontend::app::App;
 use crate::frontend::pool::Pool;
 
-/// What was promised for one request; to be compared with its answer.
+/// The announced reuse for one request, to compare with its answer.
 pub(crate) struct Expectation {
     pub pool: Arc<Pool>,
     pub prompt: Arc<Prompt>,
@@ -19,8 +19,8 @@ pub(crate) struct Expectation {
 }
 
 impl Expectation {
-    /// The answer is complete: the engine counted `prompt_tokens`, and reused `cached_tokens` of them. Where it counted
-    /// another prompt than was looked up, the answer says nothing of the events.
+    /// The answer is complete: the engine counted `prompt_tokens`, and reused `cached_tokens` of
+    /// them. If it counted another prompt than the one looked up, the answer is no evidence.
     pub fn compare(self, app: &App, prompt_tokens: Option<u64>, cached_tokens: Option<u64>) {
         let Self { pool, prompt, selection } = self;
         if prompt_tokens.is_some_and(|tokens| tokens != prompt.isl_tokens) {
@@ -42,7 +42,7 @@ impl Expectation {
     }
 }
 
-/// What is heard of a worker's events.
+/// State of a worker's event source.
 fn source_of(app: &App, worker: Worker) -> EventSource {
     let publishers = app.catalog.publishers();
     let own = publishers.iter().find(|publisher| publisher.worker == worker);
@@ -53,7 +53,7 @@ fn source_of(app: &App, worker: Worker) -> EventSource {
     }
 }
 
-/// Why workers are distrusted, or cannot be right as they are registered, with cause and fix.
+/// Workers that are distrusted or misconfigured, with cause and fix.
 pub(crate) fn reasons(app: &App) -> Vec<WorkerReason> {
     let engines = app.fleet.engines();
     let faults = engines.iter().flat_map(|engine| engine.inspection.lock().faults.clone());
@@ -64,13 +64,13 @@ pub(crate) fn reasons(app: &App) -> Vec<WorkerReason> {
     faults.chain(found).collect()
 }
 
-/// Workers about which the index is incomplete, and why.
+/// Workers with incomplete index data, and the reasons.
 pub(crate) fn unheard(app: &App) -> BTreeMap<Worker, Unheard> {
     let pools = app.fleet.pools();
     pools.iter().flat_map(|pool| pool.selector.model().all_unheard()).collect()
 }
 
-/// What is known of a worker's reuse; of one that has not answered yet, nothing.
+/// A worker's reuse; empty for a worker that has not answered yet.
 pub(crate) fn reuse_json(view: Option<ReuseView>) -> Value {
     let is_reported = view.and_then(|view| view.is_reported);
     json!({

@@ -1,6 +1,6 @@
-//! Prompts of the APIs beside chat and completions: token ids as they come, text by the tokenizer, conversations as
-//! the chats that they become, by the template here or by an engine. Where none of these is certain the request is
-//! balanced by load.
+//! Prompts of APIs other than chat and completions: token ids are used as given, text goes through
+//! the tokenizer, and conversations become chats, rendered by the local template or by an engine.
+//! If none of these is certain, the request is balanced by load.
 
 use std::sync::Arc;
 
@@ -25,17 +25,17 @@ use crate::frontend::app::App;
 use crate::frontend::corpus::Form;
 use crate::frontend::pool::Pool;
 
-/// Token ids of a longer body are read beside the threads that serve, bytes.
+/// Size from which token ids are parsed on other threads than those that serve, in bytes.
 const LONG_BYTES: usize = 32 * 1024;
 
-/// The fields of these APIs that decide a prompt's tokens, or who knows them.
+/// The fields of these APIs that determine a prompt's tokens.
 #[derive(Debug, Default, Deserialize)]
 #[serde(expecting = "an object")]
 struct Fields<'a> {
-    /// Tokens.
+    /// Tokens API.
     #[serde(borrow, default)]
     content_parts: Option<Raw<'a>>,
-    /// SGLang's.
+    /// SGLang's Generate.
     #[serde(borrow, default)]
     input_ids: Option<Raw<'a>>,
     #[serde(borrow, default)]
@@ -76,14 +76,15 @@ pub(super) async fn known(
         Api::Generate => generate(app, call, envelope, pool, &fields).await,
         Api::Responses => {
             if is_given(fields.previous_response_id) {
-                // The conversation before it is with the engine.
+                // The engine has the preceding conversation.
                 return Err(Untokenized::Unknown("stored"));
             }
             conversation(app, call, envelope, pool, Form::Responses).await
         }
         _ => {
             if fields.thinking.is_some_and(|thinking| thinking.get().contains("\"disabled\"")) {
-                // Engines find out by trial what their template makes of it; their renderer does not.
+                // Engines find out by trial how their template handles this; their renderer does
+                // not.
                 return Err(Untokenized::Unknown("not_text"));
             }
             conversation(app, call, envelope, pool, Form::Messages).await
@@ -91,7 +92,7 @@ pub(super) async fn known(
     }
 }
 
-/// `token_ids`, and `features` where images and the like stand in them.
+/// `token_ids`, and `features` for images and other media among them.
 async fn token_ids(app: &App, call: &Call, fields: &Fields<'_>) -> Result<Known, Untokenized> {
     if is_given(fields.content_parts) {
         return Err(Untokenized::Unknown("not_text"));
@@ -143,7 +144,8 @@ async fn generate(
     tokens(app, call, Api::Completions, &as_completion, pool).await
 }
 
-/// A conversation: by the template here while it is not known to give other tokens, or else as an engine renders it.
+/// A conversation: by the local template unless its tokens are known to differ, or else as an
+/// engine renders it.
 async fn conversation(
     app: &App,
     call: &Call,
@@ -159,9 +161,9 @@ async fn conversation(
             let chat = Call { row, body: Arc::new(chat), ..call.clone() };
             let as_chat = chat.body.read::<Envelope<'_>>().map_err(refused)?;
             match tokens(app, &chat, Api::Chat, &as_chat, pool).await {
-                // Ids stand for the messages of a chat only.
+                // Ids can replace only the messages of a chat.
                 Ok(known) => return Ok(Known { replaceable: None, ..known }),
-                // The engine may know more than the template here.
+                // The engine may know more than the local template.
                 Err(Untokenized::Unknown("refused" | "template" | "not_text")) => {}
                 Err(why) => return Err(why),
             }
@@ -171,7 +173,7 @@ async fn conversation(
     engines_word(app, call, envelope, pool, path).await
 }
 
-/// What an engine says that it makes of the request.
+/// The tokens that an engine reports for the request.
 async fn engines_word(
     app: &App,
     call: &Call,
@@ -182,15 +184,15 @@ async fn engines_word(
     let name = envelope.model.as_deref().unwrap_or(&pool.name);
     let body = call.body.with(&[
         ("stream", Some(json!(false))),
-        // Pictures as tensors are of no use here.
+        // Images as tensors are not needed here.
         ("mm_payload", Some(json!("none"))),
     ]);
     let answer = render::ask(app, pool, name, path, body.into()).await;
     answer.map_err(Untokenized::Unknown)
 }
 
-/// Whether the engine takes what it can of this request's prompt from its cache, and says so of one prompt, as far as
-/// its API's own fields tell.
+/// Whether the engine uses its prefix cache for this request, and reports that for a single prompt,
+/// according to its API's own fields.
 pub(super) fn reuses_prefix(api: Api, body: &Body) -> bool {
     #[derive(Deserialize)]
     struct Outer<'a> {
@@ -215,7 +217,7 @@ pub(super) fn reuses_prefix(api: Api, body: &Body) -> bool {
     let sampling = outer.sampling_params.map_or("{}", |raw| raw.get());
     let Ok(sampling) = serde_json::from_str::<Option<Sampling<'_>>>(sampling) else { return false };
     let is_off = |raw: Option<&RawValue>, off: &str| raw.is_none_or(|raw| raw.get() == off);
-    // -1: of the answer's tokens only.
+    // -1: only for the answer's tokens.
     outer.logprob_start_len.is_none_or(|start| ["-1", "null"].contains(&start.get()))
         && sampling.is_none_or(|sampling| {
             is_off(sampling.n, "1")
@@ -233,7 +235,7 @@ fn refused(reject: Reject) -> Untokenized {
     Untokenized::Refused(Error::invalid(reject.message))
 }
 
-/// Read token ids; many of them beside the threads that serve.
+/// Parses token ids; long lists on other threads than those that serve.
 async fn beside<T: Send>(
     app: &App,
     call: &Call,

@@ -19,20 +19,20 @@ use crate::gateway::api::Api;
 use crate::gateway::book::{Choice, Tries};
 use crate::gateway::plan::Plan;
 
-/// The prefill side of one request, over all of its attempts.
+/// The prefill side of one request, across all of its attempts.
 pub(crate) struct Prefill {
     tries: Option<Tries>,
     is_enforced: bool,
 }
 
 impl Prefill {
-    /// What there is to prefill on for a request with this plan.
+    /// The prefill options for a request with this plan.
     ///
     /// # Errors
-    /// 404 for a pinned prefill worker that is not there.
+    /// 404 for a pinned prefill worker that does not exist.
     pub async fn of(app: &Arc<App>, plan: &Plan) -> Result<Self, Reject> {
         let name = &plan.route.pool.name;
-        // What stands before a continued response is with one worker.
+        // The earlier part of a continued response is at a single worker.
         let is_continued = plan.call.body.has("previous_response_id");
         if plan.call.api().output_limit().is_none() || is_continued {
             return Self::of_whole(app, plan);
@@ -59,10 +59,10 @@ impl Prefill {
         Ok(Self { tries, is_enforced })
     }
 
-    /// Of an API that one worker serves as a whole.
+    /// For an API that one worker serves as a whole.
     ///
     /// # Errors
-    /// 501 where decode workers may not prefill and it does.
+    /// 501 if decode workers may not prefill and this would be needed.
     fn of_whole(app: &App, plan: &Plan) -> Result<Self, Reject> {
         let row = plan.call.row;
         if app.options.enforce_disagg == EnforceDisagg::Always && row.api != Api::Unmatched {
@@ -76,35 +76,35 @@ impl Prefill {
         Ok(Self { tries: None, is_enforced: false })
     }
 
-    /// Whether there is anything to do here at all.
+    /// Whether there is no prefill step.
     pub fn is_idle(&self) -> bool {
         self.tries.is_none() && !self.is_enforced
     }
 
-    /// The worker that would prefill now, by a draw from `seed`, the request's own or a new one; changes
-    /// nothing.
+    /// The worker that would prefill now, drawn with `seed`, which is given by the request or new;
+    /// changes nothing.
     pub async fn query(&self, seed: Option<u64>) -> Option<Worker> {
         let tries = self.tries.as_ref()?;
         tries.plan.query(tries.part(), seed).await.ok().map(|selection| selection.worker)
     }
 
-    /// That, and why; changes nothing.
+    /// The same, with reasons; changes nothing.
     pub async fn explain(&self, app: &App) -> Option<Value> {
         let tries = self.tries.as_ref()?;
         tries.plan.explain(app, tries.part()).await.ok()
     }
 
-    /// The decode beside which a worker prefilled has failed: that worker may be asked again.
+    /// The decode beside a prefill has failed: the prefill worker may be used again.
     pub fn spare(&mut self, worker: Worker) {
         if let Some(tries) = &mut self.tries {
             tries.spare(worker.instance_id);
         }
     }
 
-    /// Have the prompt prefilled, or begun.
+    /// Prefills the prompt, or starts to.
     ///
     /// # Errors
-    /// Nobody did, and the decode worker may not do it alone; or the request itself is wrong.
+    /// No worker prefilled, and the decode worker may not do it alone; or the request is invalid.
     pub async fn hand_off(&mut self, app: &Arc<App>) -> Result<Handoff, Reject> {
         let is_new = self.tries.as_ref().is_none_or(Tries::is_empty);
         let none = if is_new { "is registered" } else { "is left to try" };
@@ -156,7 +156,7 @@ fn count(app: &App, outcome: &'static str) {
     app.metrics.prefills.get_or_create(&OutcomeLabel { outcome }).inc();
 }
 
-/// Send the prefill copy of a request to a chosen worker.
+/// Sends the prefill copy of a request to a chosen worker.
 async fn begin(app: &Arc<App>, plan: &Arc<Plan>, choice: Choice) -> Result<Handoff, Failed> {
     let worker = choice.booking.worker();
     let member = choice.engine.member.as_ref();
@@ -167,7 +167,7 @@ async fn begin(app: &Arc<App>, plan: &Arc<Plan>, choice: Choice) -> Result<Hando
     let info = BootstrapInfo {
         bootstrap_host: bootstrap.host.clone(),
         bootstrap_port: bootstrap.port,
-        // Python's and JSON's readers keep 63 bits everywhere.
+        // 63 bits are exact in Python and in all JSON readers.
         bootstrap_room: rand::random::<u64>() >> 1,
     };
     let (tell, failed) = watch::channel(None);
@@ -180,7 +180,7 @@ async fn begin(app: &Arc<App>, plan: &Arc<Plan>, choice: Choice) -> Result<Hando
         if let Err(error) = outcome.await {
             count(&app, "failed");
             error.note(&app, &choice.engine, "the prefill failed while its decode ran");
-            // Nobody listens when the decode is over: then it was not needed.
+            // No receiver is left once the decode is complete, and then it is not needed.
             let why = format!("prefill at worker {worker} failed: {}", error.message);
             let _ = tell.send(Some(why));
         }

@@ -12,13 +12,13 @@ use crate::metrics::CauseLabel;
 /// How far a request came.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Reach {
-    /// No worker had it: another one may, as often as it takes.
+    /// No worker received it: it may be retried without limit.
     Never,
-    /// The worker had it, and said that it does nothing for it.
+    /// The worker received it and refused it.
     Refused,
-    /// The worker had it and said nothing more: it may have done all of it, or died of it.
+    /// The worker received it and did not answer: it may have processed all of it, or died from it.
     Lost {
-        /// It ended or stopped answering anybody, as far as can be seen.
+        /// Whether the worker appears to have ended or to answer no requests at all.
         is_death: bool,
     },
 }
@@ -29,39 +29,39 @@ pub(crate) struct Failed {
     pub cause: &'static str,
     pub reach: Reach,
     pub message: String,
-    /// What the client gets when no other worker does better.
+    /// The client's status if no other worker succeeds.
     pub status: StatusCode,
     /// The request's field at fault.
     pub param: Option<Cow<'static, str>>,
     pub is_engine_at_fault: bool,
-    /// The request itself is wrong: no other worker would do better.
+    /// The request itself is invalid, so no other worker would succeed.
     pub is_final: bool,
 }
 
 impl Failed {
-    /// A failure that says nothing of the engine, which refused the request.
+    /// A failure that is not the engine's fault: it refused the request.
     pub fn new(cause: &'static str, message: impl Into<String>, status: StatusCode) -> Self {
         let (message, reach) = (message.into(), Reach::Refused);
         let (param, is_engine_at_fault, is_final) = (None, false, false);
         Self { cause, reach, message, status, param, is_engine_at_fault, is_final }
     }
 
-    /// The worker never had the request.
+    /// The worker never received the request.
     pub fn unsent(self) -> Self {
         Self { reach: Reach::Never, ..self }
     }
 
-    /// The worker had the request and is not known to have ended.
+    /// The worker received the request and is not known to have ended.
     pub fn lost(self) -> Self {
         Self { reach: Reach::Lost { is_death: false }, ..self }
     }
 
-    /// The worker had the request and ended, as far as can be seen.
+    /// The worker received the request and appears to have ended.
     pub fn died(self) -> Self {
         Self { reach: Reach::Lost { is_death: true }, ..self }
     }
 
-    /// Count it, and put the engine in doubt where it is at fault.
+    /// Counts it, and marks the engine as suspect if it is at fault.
     pub fn note(&self, app: &App, engine: &Engine, what: &'static str) {
         let Self { cause, message, .. } = self;
         app.metrics.attempts_failed.get_or_create(&CauseLabel { cause }).inc();
@@ -71,7 +71,7 @@ impl Failed {
         tracing::warn!(worker = engine.id, cause, why = message, "{what}");
     }
 
-    /// It is the engine's.
+    /// Marks it as the engine's fault.
     pub fn fault(self) -> Self {
         Self { is_engine_at_fault: true, ..self }
     }

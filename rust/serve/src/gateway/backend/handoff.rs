@@ -1,11 +1,11 @@
-//! What a prefill at one worker leaves to the worker that decodes.
+//! What a prefill worker passes to the decode worker.
 
 use kvflash_core::ids::Worker;
 use serde::Serialize;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
-/// Where prefill and decode worker meet.
+/// The rendezvous of prefill and decode worker.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct BootstrapInfo {
     pub bootstrap_host: String,
@@ -13,7 +13,7 @@ pub(crate) struct BootstrapInfo {
     pub bootstrap_room: u64,
 }
 
-/// What a prefill leaves to the decode worker.
+/// The result of a prefill for the decode worker.
 #[derive(Debug)]
 pub(crate) enum Handoff {
     /// The decode worker prefills by itself.
@@ -29,7 +29,7 @@ impl Handoff {
         matches!(self, Self::Alone)
     }
 
-    /// Who prefills.
+    /// The prefill worker.
     pub fn worker(&self) -> Option<Worker> {
         match self {
             Self::Alone => None,
@@ -37,7 +37,7 @@ impl Handoff {
         }
     }
 
-    /// Wait until the prefill beside fails; for ever when it does not.
+    /// Waits until the concurrent prefill fails; forever if it does not.
     pub fn failure(&self) -> impl Future<Output = String> + Send + 'static {
         let failed = match self {
             Self::Beside { pending, .. } => Some(pending.failed.clone()),
@@ -61,7 +61,7 @@ pub(crate) struct Pending {
     failed: watch::Receiver<Option<String>>,
 }
 
-/// Why the prefill failed, once it has.
+/// Why the prefill failed, once it has failed.
 async fn failure(failed: Option<watch::Receiver<Option<String>>>) -> String {
     if let Some(mut failed) = failed
         && let Ok(why) = failed.wait_for(Option::is_some).await
@@ -69,7 +69,7 @@ async fn failure(failed: Option<watch::Receiver<Option<String>>>) -> String {
     {
         return why.clone();
     }
-    // There is none, or it has done its part.
+    // There is no prefill, or it is complete.
     std::future::pending().await
 }
 

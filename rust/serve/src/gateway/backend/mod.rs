@@ -1,4 +1,4 @@
-//! What is behind a worker: an engine over HTTP, or a worker of the runtime; with disaggregation, two of them.
+//! Backends: an engine over HTTP, or a worker of the runtime; two of them with disaggregation.
 
 pub(crate) mod disagg;
 pub(super) mod failed;
@@ -15,10 +15,11 @@ use handoff::Handoff;
 
 /// Sends a request to the worker that was chosen for it.
 pub(crate) trait Backend {
-    /// An answer whose first byte or item has come.
+    /// An answer whose first byte or item has arrived.
     type Opened;
 
-    /// Send `plan`'s request, its prompt prefilled as `handoff` says, and wait for the answer to begin.
+    /// Sends `plan`'s request, with the prompt prefilled as `handoff` says, and waits for the
+    /// answer to begin.
     fn open(
         &self,
         app: &App,
@@ -27,7 +28,7 @@ pub(crate) trait Backend {
         handoff: &Handoff,
     ) -> impl Future<Output = Result<Self::Opened, Failed>> + Send;
 
-    /// Have the prompt prefilled; what the worker that decodes needs of it.
+    /// Prefills the prompt; returns what the decode worker needs.
     fn prefill(
         &self,
         app: &App,

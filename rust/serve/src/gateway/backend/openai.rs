@@ -23,27 +23,27 @@ use crate::gateway::plan::Plan;
 use crate::gateway::stored;
 use crate::tenant::pass::engine_headers;
 
-/// The longest answer to a prefill: one token and its transfer parameters.
+/// Size limit of a prefill's response: one token and its transfer parameters.
 const MAX_PREFILL_ANSWER_BYTES: usize = 8 * 1024 * 1024;
 
-/// Name of the transfer parameters in requests and answers.
+/// Name of the transfer parameters in requests and responses.
 ///
 /// # Source
 /// vLLM's OpenAI server, with any KV connector.
 const PARAMS: &str = "kv_transfer_params";
 
-/// Engines over HTTP: the request goes on as it came, and its answer is passed through.
+/// Engines over HTTP: the request is forwarded unchanged, and its answer is passed through.
 pub(crate) struct OpenAi;
 
-/// An engine's answer whose first byte has come.
+/// An engine's answer whose first byte has arrived.
 pub(crate) struct Opened {
     pub status: StatusCode,
     pub headers: HeaderMap,
     pub is_event_stream: bool,
-    /// The chunk that was awaited before the head is sent on.
+    /// The chunk that was awaited before the head is forwarded.
     pub first: Option<Bytes>,
     pub upstream: Incoming,
-    /// It is an answer to token ids.
+    /// Whether the request contained token ids.
     pub has_ids: bool,
 }
 
@@ -76,7 +76,8 @@ impl Backend for OpenAi {
         let to_first_byte = async {
             let mut answer = upstream?.await?;
             if has_ids && refuses(answer.status()) {
-                // By the ids, or by the request itself? It is asked once more, as the client wrote it.
+                // The cause may be the ids or the request itself, so it is sent once more, as the
+                // client wrote it.
                 let refused = answer.status();
                 has_ids = false;
                 answer = send(app, &plan.call, choice, path, headers, body)?.await?;
@@ -93,12 +94,13 @@ impl Backend for OpenAi {
                 let message = format!("worker {id} answered 503");
                 return Err(Failed::new("unavailable", message, StatusCode::SERVICE_UNAVAILABLE));
             }
-            // No engine sends a client elsewhere, or speaks another protocol with it.
+            // Engines do not redirect clients or switch protocols.
             if parts.status.is_informational() || parts.status.is_redirection() {
                 let message = format!("worker {id} answered {}", parts.status);
                 return Err(Failed::new("not_an_answer", message, StatusCode::BAD_GATEWAY));
             }
-            // Nothing has reached the client yet: until the first chunk is here, another worker can still do it.
+            // Nothing has reached the client yet: until the first chunk arrives, another worker can
+            // take over.
             let mut first = None;
             while first.is_none() && !upstream.is_end_stream() {
                 match upstream.frame().await {
@@ -122,12 +124,13 @@ impl Backend for OpenAi {
                 let failed = Failed::new("response_gone", gone.message, gone.status);
                 return Err(Failed { param: gone.param, is_final: true, ..failed });
             }
-            // No engine completes a prompt with nothing: it died behind its head.
+            // Engines do not complete a prompt with an empty answer: it died after sending the
+            // head.
             if first.is_none() && parts.status.is_success() {
                 let status = parts.status.as_u16();
                 return Err(broken(format!("worker {id} answered {status} without a body")));
             }
-            // One that is compressed has no lines to be seen, and nothing can be said inside it.
+            // The lines of a compressed stream are not visible, and no event can be added to it.
             let is_event_stream = !parts.headers.contains_key(header::CONTENT_ENCODING)
                 && parts
                     .headers
@@ -174,7 +177,7 @@ impl Backend for OpenAi {
             let text: String = String::from_utf8_lossy(&body).chars().take(300).collect();
             let message = format!("worker {id} answered its prefill with {status}: {text}");
             let failed = Failed::new("prefill_status", message, StatusCode::BAD_GATEWAY);
-            // Where the request itself is wrong the decode worker would say the same.
+            // If the request itself is invalid, the decode worker would refuse it, too.
             return Err(match status.as_u16() {
                 400 | 413 | 422 => Failed { status, is_final: true, ..failed },
                 _ => failed,
@@ -194,7 +197,7 @@ impl Backend for OpenAi {
     }
 }
 
-/// Whether the engine says that it has no such path: what FastAPI says, by itself and through vLLM.
+/// Whether the engine has no such path: FastAPI's response, directly and through vLLM.
 fn is_missing(status: StatusCode, body: Option<&[u8]>) -> bool {
     if status != StatusCode::NOT_FOUND && status != StatusCode::METHOD_NOT_ALLOWED {
         return false;
@@ -205,24 +208,25 @@ fn is_missing(status: StatusCode, body: Option<&[u8]>) -> bool {
     matches!(message, Some("Not Found" | "Method Not Allowed"))
 }
 
-/// The request with its prompt's ids, where the engine takes them and they say all that its text does.
+/// The request with its prompt's ids, if the engine accepts them and they are equivalent to the
+/// text.
 fn with_ids(plan: &Plan, choice: &Choice) -> Option<Bytes> {
     let (call, ids) = (&plan.call, plan.tokens.as_ref()?);
     let field = plan.replaceable?.field(&choice.engine, call.api(), ids)?;
     Some(body_with(&call.body, field, ids))
 }
 
-/// Whether an engine says with this status that a request is wrong, or too large.
+/// Whether this status of an engine means that a request is invalid or too large.
 fn refuses(status: StatusCode) -> bool {
     let wrong =
         [StatusCode::BAD_REQUEST, StatusCode::PAYLOAD_TOO_LARGE, StatusCode::UNPROCESSABLE_ENTITY];
     wrong.contains(&status)
 }
 
-/// Send a request with this body to the chosen engine.
+/// Sends a request with this body to the chosen engine.
 ///
 /// # Errors
-/// Its address is none; the answer's head did not come.
+/// Its address is invalid, or the response head did not arrive.
 fn send<'a>(
     app: &'a App,
     call: &Call,
@@ -240,7 +244,7 @@ fn send<'a>(
     let Call { head, request_id, .. } = call;
     let headers = engine_headers(&head.caller, headers, request_id);
     let mut request = upstream_request(&call.row.verb.method(), target, &headers, rank, body);
-    // A client with a key of ours brings none of the engine's.
+    // The key of a client with one of our keys is not meant for the engine.
     if head.caller.key().is_some()
         && let Some(key) = app.upstream.authorization(engine)
     {
@@ -255,7 +259,7 @@ fn send<'a>(
     })
 }
 
-/// Wait for a worker for as long as it may take to begin; `what` it did not do.
+/// Waits for a worker for the time it may take to begin; `what` is the failed action.
 async fn within<T>(
     app: &App,
     work: impl Future<Output = Result<T, Failed>>,
@@ -269,7 +273,8 @@ async fn within<T>(
     })
 }
 
-/// The prefill copy of a body: one token, by the field `limit`, not streamed, its cache kept for another engine.
+/// The prefill copy of a body: one token, set in the field `limit`, not streamed, with its cache
+/// kept for another engine.
 pub(crate) fn prefill_body(body: &Body, limit: &str) -> Bytes {
     let params = json!({
         "do_remote_decode": true,
@@ -290,7 +295,7 @@ pub(crate) fn prefill_body(body: &Body, limit: &str) -> Bytes {
     ])
 }
 
-/// What the decode copy of a body has more: what the prefill left.
+/// Additions to the decode copy of a body: the result of the prefill.
 fn decode_changes(params: &rmpv::Value) -> Result<Vec<(&'static str, Option<Value>)>, Failed> {
     let params: Value = rmpv::ext::from_value(params.clone()).map_err(|error| {
         let message = format!("the prefill's transfer parameters cannot be forwarded: {error}");

@@ -23,7 +23,7 @@ use crate::gateway::book::Choice;
 use crate::gateway::generation::Generation;
 use crate::gateway::plan::Plan;
 
-/// Workers of the runtime: they take tokens or text, and give items.
+/// Workers of the runtime: they take tokens or text, and return items.
 pub(crate) struct Plane(Arc<Member>);
 
 /// The payload of a token worker's request.
@@ -54,7 +54,7 @@ struct PrefillResult<'a> {
     disaggregated_params: &'a rmpv::Value,
 }
 
-/// An answer whose first item has come.
+/// An answer whose first item has arrived.
 #[derive(Debug)]
 pub(crate) struct Opened {
     pub engine: Arc<Engine>,
@@ -64,12 +64,12 @@ pub(crate) struct Opened {
 }
 
 impl Plane {
-    /// The chosen worker's, where it is one of the runtime.
+    /// The chosen worker's member, if it is part of the runtime.
     pub fn of(choice: &Choice) -> Option<Self> {
         choice.engine.member.clone().map(Self)
     }
 
-    /// Begin the prefill of a request whose decode runs beside it.
+    /// Starts the prefill of a request whose decode runs beside it.
     pub async fn begin_prefill(
         &self,
         app: &App,
@@ -97,7 +97,7 @@ impl Plane {
             Failed::new("not_ready", message, StatusCode::SERVICE_UNAVAILABLE)
         };
         if !plan.call.api().is_for_runtime() {
-            // It joined while the request was planned for engines.
+            // It joined after the request was planned for engines.
             let message = format!("worker {} does not serve {}", engine.id, plan.call.row.path);
             return Err(Failed::new("no_such_api", message, StatusCode::NOT_IMPLEMENTED).unsent());
         }
@@ -109,7 +109,7 @@ impl Plane {
                 member.plane.call(id, &member.spec, &body).await
             } else {
                 let (Some(tokens), Some(generation)) = (&plan.tokens, &plan.generation) else {
-                    // It joined while the request was read for engines that take text.
+                    // It joined after the request was read for engines that take text.
                     return Err(unready("accepts only tokens, and the prompt was not tokenized"));
                 };
                 let text = member.text.as_deref();
@@ -136,7 +136,7 @@ impl Plane {
                 let message = format!("worker {} ended its answer without an item", engine.id);
                 return Err(Failed::new("no_first_byte", message, StatusCode::BAD_GATEWAY).lost());
             };
-            // A worker's error within its first item is a failed attempt as well.
+            // An error of the worker within its first item also counts as a failed attempt.
             let parsed = match member.spec.card.model_input {
                 ModelInput::Tokens => Item::parse(&first).map(drop),
                 ModelInput::Text => chunks::parse(&first)
@@ -150,7 +150,7 @@ impl Plane {
             let seconds = timeout.as_secs_f64();
             let what = format!("sent no item within {seconds} s (--first-byte-timeout)");
             let message = format!("worker {} {what}", engine.id);
-            // In doubt only until it answers a ping: it may just be slow.
+            // Suspect only until it answers a ping: it may just be slow.
             Err(Failed::new("timeout", message, StatusCode::GATEWAY_TIMEOUT).fault().lost())
         })
     }
@@ -215,7 +215,7 @@ fn text_body(plan: &Plan, is_prefill: bool) -> Result<Value, String> {
     serde_json::from_slice(&bytes).map_err(|error| error.to_string())
 }
 
-/// What a failure on the plane means for the attempt.
+/// The meaning of a plane's failure for the attempt.
 pub(in crate::gateway) fn failed(engine: &Engine, error: PlaneError) -> Failed {
     let cause = error.label();
     let message = format!("worker {}: {}", engine.id, error.message);
@@ -228,7 +228,7 @@ pub(in crate::gateway) fn failed(engine: &Engine, error: PlaneError) -> Failed {
         }
         Cause::Refused(status) => {
             let status = StatusCode::from_u16(*status).unwrap_or(StatusCode::BAD_REQUEST);
-            // Whoever has too much to do is not the only one; a wrong request is wrong everywhere.
+            // Other workers may be less busy; an invalid request is invalid everywhere.
             let is_final = status != StatusCode::TOO_MANY_REQUESTS;
             return Failed { is_final, ..Failed::new(cause, message, status) };
         }
@@ -244,11 +244,11 @@ pub(in crate::gateway) fn failed(engine: &Engine, error: PlaneError) -> Failed {
             Failed { is_final: true, ..Failed::new(cause, message, StatusCode::BAD_REQUEST) }
         }
         "overloaded" => Failed::new(cause, message, StatusCode::SERVICE_UNAVAILABLE),
-        // It goes; others do not.
+        // This worker is leaving; others are not.
         "draining" | "no_worker" => {
             Failed::new(cause, message, StatusCode::SERVICE_UNAVAILABLE).unsent()
         }
-        // Another process has its port: discovery will tell soon.
+        // Another process has its port; discovery will report that soon.
         "not_found" => {
             Failed::new(cause, message, StatusCode::SERVICE_UNAVAILABLE).fault().unsent()
         }
@@ -258,7 +258,7 @@ pub(in crate::gateway) fn failed(engine: &Engine, error: PlaneError) -> Failed {
 }
 
 impl Opened {
-    /// The transfer parameters of a prefill's first item, once the prefill has ended.
+    /// The transfer parameters in a prefill's first item, once the prefill has ended.
     pub async fn into_transfer(mut self, app: &App) -> Result<rmpv::Value, Failed> {
         let first = std::mem::take(&mut self.first);
         let item = Item::parse(&first).map_err(|error| failed(&self.engine, error))?;
@@ -270,7 +270,7 @@ impl Opened {
         })
     }
 
-    /// Read to the end.
+    /// Reads to the end.
     pub async fn drain(mut self, app: &App) -> Result<(), Failed> {
         let timeout = app.options.stream_idle_timeout;
         loop {

@@ -1,4 +1,4 @@
-//! Whichever kind of worker was chosen.
+//! Dispatches to the kind of worker that was chosen.
 
 use axum::http::StatusCode;
 
@@ -18,7 +18,7 @@ pub(crate) enum Opened {
 }
 
 impl Opened {
-    /// Whether the worker does what it was asked for, as far as its answer's head says.
+    /// Whether the worker accepted the request, according to its response head.
     pub fn is_success(&self) -> bool {
         match self {
             Self::OpenAi(opened) => opened.status.is_success(),
@@ -27,7 +27,7 @@ impl Opened {
     }
 }
 
-/// As [`Backend::open`], at whichever kind of worker was chosen; until a check of the worker fails.
+/// As [`Backend::open`], for any kind of worker; until a check of the worker fails.
 pub(in crate::gateway) async fn open(
     app: &App,
     plan: &Plan,
@@ -47,7 +47,7 @@ pub(in crate::gateway) async fn open(
     while_well(choice, opened).await
 }
 
-/// Wait for a worker until a check of it fails: what was not answered by then is not waited for.
+/// Waits for a worker until a check of it fails, which ends the wait for its answer.
 async fn while_well<T>(
     choice: &Choice,
     work: impl Future<Output = Result<T, Failed>>,
@@ -60,7 +60,7 @@ async fn while_well<T>(
     })
 }
 
-/// As [`Backend::prefill`], at whichever kind of worker was chosen.
+/// As [`Backend::prefill`], for any kind of worker.
 pub(in crate::gateway) async fn prefill(
     app: &App,
     plan: &Plan,
