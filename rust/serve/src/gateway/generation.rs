@@ -1,4 +1,4 @@
-//! What an OpenAI body asks of a token worker.
+//! The generation options of an OpenAI body, for a token worker.
 
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
@@ -11,15 +11,15 @@ use crate::Reject;
 use crate::frontend::pool::Pool;
 use crate::frontend::runtime::spec::ModelInput;
 
-/// Tokens of a completion that names no limit.
+/// Tokens of a completion without a limit.
 const COMPLETION_TOKENS: u64 = 16;
-/// Most stop strings of a request, and the longest one.
+/// Maximum number of stop strings in a request, and of their length.
 const MAX_STOPS: usize = 64;
 const MAX_STOP_BYTES: usize = 4_096;
-/// Most token ids that end an answer.
+/// Maximum token ids that end an answer.
 const MAX_STOP_TOKENS: usize = 1_024;
 
-/// The fields that generation needs. Others do not change what a token worker does.
+/// The fields that generation needs. Others do not affect a token worker.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 struct Fields {
@@ -78,7 +78,7 @@ enum Stop {
     Many(Vec<String>),
 }
 
-/// Settings that some clients put into `nvext`; those beside it win.
+/// Settings that some clients put into `nvext`; those outside of it take precedence.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 struct Extension {
@@ -94,7 +94,7 @@ struct Extension {
     guided_decoding_backend: Option<Value>,
 }
 
-/// When an answer is over.
+/// When an answer ends.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Limits {
     pub max_tokens: Option<u64>,
@@ -105,7 +105,7 @@ pub(crate) struct Limits {
     pub is_stop_included: bool,
 }
 
-/// What is to be generated, and how it is told.
+/// What to generate, and in which format.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Generation {
     pub is_stream: bool,
@@ -115,7 +115,7 @@ pub(crate) struct Generation {
     pub sampling: Map<String, Value>,
 }
 
-/// Of these, what is about the answer's form: the rest is for the workers to judge.
+/// Of these, the fields about the answer's format; the workers check the rest.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 struct Form {
@@ -124,12 +124,12 @@ struct Form {
 }
 
 impl Generation {
-    /// What a request asks of the workers of `pool`; `None` where all of them are engines, which read it
-    /// themselves.
+    /// The generation options for the workers of `pool`; `None` if all of them are engines, which
+    /// read them themselves.
     ///
     /// # Errors
-    /// 400 naming the field, what is legal and what came; 400 for a prompt that leaves no room in the model's
-    /// context.
+    /// 400 naming the field, what is legal and what came; 400 for a prompt that leaves no room in
+    /// the model's context.
     pub fn of(
         call: &Call,
         pool: &Pool,
@@ -157,7 +157,7 @@ impl Generation {
         Ok(Some(read))
     }
 
-    /// Read a body.
+    /// Parses a body.
     ///
     /// # Errors
     /// 400 naming the field, what is legal and what came.
@@ -193,7 +193,7 @@ impl Generation {
         })
     }
 
-    /// Hold the answer to what the model's context has room for.
+    /// Limits the answer to the room in the model's context.
     ///
     /// # Errors
     /// 400 for a prompt that leaves no room.
@@ -213,7 +213,7 @@ impl Generation {
 }
 
 impl Fields {
-    /// What says how the answer must look; beside `nvext` wins here too.
+    /// The fields that constrain the answer; those outside of `nvext` take precedence here, too.
     fn guides<'a>(&'a self) -> Guides<'a> {
         let nvext = self.nvext.as_ref();
         let either = |own: &'a Option<Value>, nested: fn(&'a Extension) -> &'a Option<Value>| {
@@ -239,7 +239,8 @@ impl Fields {
         }
     }
 
-    /// What token workers do not do is refused: an answer without it would be a wrong one.
+    /// Unsupported options of token workers are refused, because an answer that ignored them would
+    /// be wrong.
     fn refuse(&self, api: Api) -> Result<(), Reject> {
         let is_wanted = |value: &Option<Value>| {
             value.as_ref().is_some_and(|value| *value != Value::Bool(false) && !value.is_null())
@@ -259,7 +260,7 @@ impl Fields {
             ("logprobs", is_wanted(&self.logprobs), "no log probabilities"),
             (
                 "top_logprobs",
-                // None of them is what comes anyway.
+                // These values equal the default.
                 api == Api::Chat
                     && self.top_logprobs != Some(json!(0))
                     && is_wanted(&self.top_logprobs),

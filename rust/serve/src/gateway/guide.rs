@@ -1,11 +1,11 @@
-//! What an answer must look like: the ways in which requests say it, and the one in which workers hear it.
+//! Constraints of an answer: converts the fields of requests to the one format of workers.
 
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use crate::Reject;
 
-/// Words that say what is allowed; the others only say how it is held.
+/// Keys that constrain the answer; the others only configure how.
 const KINDS: [&str; 6] = ["json", "json_object", "regex", "choice", "grammar", "structural_tag"];
 
 #[derive(Debug, Deserialize)]
@@ -16,17 +16,17 @@ pub(crate) struct ResponseFormat {
     json_schema: Option<Value>,
 }
 
-/// The fields of a request that say it, each with its value.
+/// The constraining fields of a request, with their values.
 #[derive(Debug)]
 pub(crate) struct Guides<'a> {
     pub response_format: Option<&'a ResponseFormat>,
     pub structured_outputs: Option<&'a Map<String, Value>>,
-    /// `guided_json` and its kin.
+    /// `guided_json` and similar fields.
     pub guided: [(&'static str, Option<&'a Value>); 6],
 }
 
 impl Guides<'_> {
-    /// As the engines' guided decoding names it; `None` where everything is allowed.
+    /// In the format of the engines' guided decoding; `None` without constraints.
     ///
     /// # Errors
     /// 400 naming the field, what is legal and what came.
@@ -87,13 +87,13 @@ impl ResponseFormat {
     }
 }
 
-/// The value in the form in which it is handed on.
+/// The value in the format that is passed on.
 fn checked(field: &'static str, key: &str, value: &Value) -> Result<Value, Reject> {
     let wrong = |legal: &str| {
         Err(Reject::bad_request(format!("{field}: {key} must be {legal}, got {value}")))
     };
     match (key, value) {
-        // A schema may come as text.
+        // A schema may be given as a string.
         ("json", Value::String(text)) => match serde_json::from_str(text) {
             Ok(schema @ (Value::Object(_) | Value::Bool(_))) => Ok(schema),
             _ => wrong("a JSON schema"),

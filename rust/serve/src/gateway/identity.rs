@@ -1,4 +1,4 @@
-//! Whose turn is charged for a request.
+//! Which client is charged for a request.
 
 use std::hash::BuildHasher;
 use std::str::FromStr;
@@ -8,16 +8,16 @@ use axum::http::header::AUTHORIZATION;
 use axum::http::{HeaderMap, HeaderName};
 use kvflash_core::error::{Error, Result};
 
-/// Longest name that a header gives, bytes; a longer one is cut.
+/// Longest name in a header, in bytes; a longer one is truncated.
 const MAX_NAME_BYTES: usize = 256;
 
-/// What a client is known by where it has no key of this server.
+/// Identity of clients without a key of this server.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Identity {
-    /// Its `Authorization`, which others do not know; without one what it calls itself, else its address.
+    /// Its `Authorization`, which is secret; without one its `user`, else its address.
     #[default]
     Authorization,
-    /// What it calls itself in the header or field `user`, else as above: for servers behind a gateway that says it.
+    /// The header or field `user`, else as above: for servers behind a gateway that sets it.
     User,
     /// A header that a gateway sets, else as the first.
     Header(HeaderName),
@@ -42,9 +42,10 @@ impl FromStr for Identity {
 }
 
 impl Identity {
-    /// The name of a request's client, which calls itself `user`.
+    /// The name of the client of a request with this `user`.
     pub fn name(&self, user: Option<&str>, headers: &HeaderMap, address: Option<&str>) -> String {
-        // Drawn anew by each process, so that nobody can make a key that shares another one's turns.
+        // Random per process, so that clients can't construct a key that shares another client's
+        // turns.
         static KEYS: OnceLock<std::hash::RandomState> = OnceLock::new();
         let hashed = |bytes: &[u8]| {
             let hash = KEYS.get_or_init(std::hash::RandomState::new).hash_one(bytes);

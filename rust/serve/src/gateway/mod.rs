@@ -1,10 +1,11 @@
 //! A client's request on its way to a worker, and the answer's way back, stage by stage:
 //!
-//! `admit` (a place among the requests in flight) -> `call` (the request, read once) -> `plan` (model,
-//! tokens, what routing is asked) -> `turn` (fairness between clients) -> `book` (a worker and its load) ->
-//! `send` (to it, or to another one where that fails) -> `relay` and `answer` (back to the client).
+//! `admit` (takes a slot among the requests in flight) -> `call` (parses the request) -> `plan`
+//! (model, tokens, routing input) -> `turn` (fairness between clients) -> `book` (a worker and its
+//! load) -> `send` (to it, or to another one if that fails) -> `relay` and `answer` (back to the
+//! client).
 //!
-//! What differs between workers is behind [`backend::Backend`]: engines over HTTP, workers of the runtime.
+//! [`backend::Backend`] hides the differences between engines over HTTP and workers of the runtime.
 
 pub(crate) mod admit;
 mod answer;

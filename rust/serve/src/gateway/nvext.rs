@@ -1,4 +1,4 @@
-//! What a request asks of routing itself, in its `nvext` object.
+//! Routing options of a request, in its `nvext` object.
 
 use super::body::Raw;
 use kvflash_core::ids::InstanceId;
@@ -6,9 +6,9 @@ use serde::Deserialize;
 
 use crate::Reject;
 
-/// Most annotations of a request.
+/// Maximum annotations of a request.
 const MAX_ANNOTATIONS: usize = 64;
-/// The annotation that asks where a request would go, without sending it there.
+/// The annotation that asks for the worker of a request without sending it.
 const QUERY: &str = "query_instance_id";
 
 /// The fields of `nvext` that routing reads.
@@ -23,22 +23,22 @@ pub(crate) struct Nvext {
     seed: Option<u64>,
 }
 
-/// What whoever drives an agent knows of a request.
+/// Hints of an agent framework about a request.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Deserialize)]
 #[serde(default)]
 struct AgentHints {
-    /// The higher, the earlier among those that wait.
+    /// Higher values go first in the queue.
     priority: Option<f64>,
-    /// An older word for it.
+    /// An older name for it.
     latency_sensitivity: Option<f64>,
-    /// Before all of a lower one.
+    /// Goes before all requests with a lower value.
     strict_priority: Option<u32>,
-    /// Tokens that the answer is expected to have.
+    /// Expected tokens of the answer.
     osl: Option<u64>,
 }
 
 impl Nvext {
-    /// Read the object; what is not there pins nothing.
+    /// Parses the object; missing fields pin nothing.
     ///
     /// # Errors
     /// 400 naming the field, what was expected and what came.
@@ -63,7 +63,7 @@ impl Nvext {
         self.annotations.as_deref().unwrap_or_default()
     }
 
-    /// Only asks where the request would go.
+    /// Whether it only asks for the worker.
     pub fn is_query(&self) -> bool {
         self.annotations().iter().any(|one| one.split(':').next() == Some(QUERY))
     }
@@ -73,23 +73,23 @@ impl Nvext {
         self.decode_worker_id.or(self.backend_instance_id)
     }
 
-    /// The number that routing draws chance from; not the seed of the answer's tokens.
+    /// The seed of routing's random draw; not the seed of the answer's tokens.
     pub fn seed(&self) -> Option<u64> {
         self.seed
     }
 
-    /// How urgent it is among those that wait, the higher, the earlier.
+    /// Its priority in the queue; higher values go first.
     pub fn priority(&self) -> Option<f64> {
         let hints = self.agent_hints?;
         hints.priority.or(hints.latency_sensitivity)
     }
 
-    /// It is before all requests of a lower one.
+    /// It goes before all requests with a lower value.
     pub fn strict_priority(&self) -> Option<u32> {
         self.agent_hints?.strict_priority
     }
 
-    /// Tokens that the answer is expected to have.
+    /// Expected tokens of the answer.
     pub fn expected_output_tokens(&self) -> Option<u64> {
         self.agent_hints.and_then(|hints| hints.osl)
     }

@@ -1,4 +1,4 @@
-//! From a client's request to what routing is asked: model, tokens, hashes, who may take it.
+//! Converts a client's request to routing input: model, tokens, hashes, eligible workers.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -38,42 +38,43 @@ use crate::metrics::CauseLabel;
 use crate::tenant::pass;
 use crate::{Reject, outside};
 
-/// All that is known of a request before a worker is chosen.
+/// Everything known about a request before a worker is chosen.
 pub(crate) struct Plan {
     pub call: Arc<Call>,
     pub route: Route,
     pub request: Request,
-    /// The prompt's tokens, where they are known.
+    /// The prompt's tokens, if known.
     pub tokens: Option<Arc<Tokens>>,
     pub urgency: Urgency,
-    /// The model as the client names it.
+    /// The client's name for the model.
     pub model: String,
     pub cache_salt: Option<String>,
-    /// What is to be generated; read only where a worker of the runtime may answer.
+    /// What to generate; parsed only if a worker of the runtime may answer.
     pub generation: Option<Generation>,
     /// Whether its tokens may be sent instead of its text.
     pub replaceable: Option<Replaceable>,
-    /// What stands in the prompt beside text.
+    /// Non-text items of the prompt.
     media: Arc<[MediaItem]>,
-    /// The response that it goes on from.
+    /// The response that it continues.
     kept: Option<Arc<Kept>>,
 }
 
-/// What a worker is chosen for: the whole request, or what is left of it.
+/// The part of a request to choose a worker for: all, or the rest.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Part<'a> {
-    /// Workers that it was at in vain.
+    /// Workers that failed.
     pub tried: &'a [InstanceId],
     /// Its prompt is prefilled elsewhere.
     pub is_decode_only: bool,
 }
 
 impl Plan {
-    /// Read a request with the body `bytes`; `row` is told by its fields where the path does not tell.
+    /// Plans a request with the body `bytes`; `row` is derived from its fields if the path does not
+    /// determine it.
     ///
     /// # Errors
-    /// 400 for a request that no engine would take, 404 for a model that is not served or a worker that must
-    /// take it and is not there, 503 for one that is unhealthy.
+    /// 400 for a request that no engine would accept, 404 for an unknown model or a required worker
+    /// that does not exist, 503 for one that is unhealthy.
     pub async fn make(
         app: &App,
         row: Option<&'static Row>,
@@ -92,7 +93,7 @@ impl Plan {
         let kept = Kept::of(app, row, head.uri.path(), &body)?.map(Arc::new);
         let alias = resolve(app, is_upload, &head, &body, kept.as_deref())?;
         if let Some((_, renamed)) = &alias {
-            // From here on it is a request for that model: workers know no aliases.
+            // From here on it is a request for that model: workers do not know aliases.
             body = Call::body(app, row, &head, renamed.clone()).await?;
         }
         let alias = alias.map(|(alias, _)| alias);
@@ -159,7 +160,7 @@ impl Plan {
             route: Route { pool, lora_name: self.route.lora_name.clone() },
             request: Request {
                 request_id: None,
-                // What one request does at two workers is charged once.
+                // A request at two workers is charged once.
                 user: None,
                 session_worker: None,
                 pin: pinned.map(|instance_id| Pin { instance_id, dp_rank: None }),
@@ -181,7 +182,7 @@ impl Plan {
         plan
     }
 
-    /// Hash the prompt as its pool's workers do; without tokens its length is a guess.
+    /// Hashes the prompt like its pool's workers; without tokens its length is estimated.
     fn look_up(&mut self, tokens: Option<Arc<Tokens>>, media: Arc<[MediaItem]>) {
         let selector = &self.route.pool.selector;
         let mut prompt = match &tokens {
@@ -190,7 +191,7 @@ impl Plan {
                 select::Prompt::unknown(self.call.row.weight.tokens(bytes))
             }
             Some(tokens) if selector.needs_tokens() => {
-                // No list of models tells an adapter's path.
+                // Lists of models do not contain an adapter's path.
                 let lora = self.route.lora_name.as_deref().map(|name| (name, ""));
                 let cache_salt = self.cache_salt.as_deref();
                 let keys = NameKeys { lora, cache_salt, media: &media, ..NameKeys::default() };
@@ -205,15 +206,15 @@ impl Plan {
         self.media = media;
     }
 
-    /// Have a remote indexer tell what workers hold of tokens that are known.
+    /// Queries a remote indexer for the overlaps of a prompt with known tokens.
     async fn ask_remote(&mut self, app: &App) {
         if let (Some(remote), Some(_)) = (&app.remote, &self.tokens) {
             remote.look_up(&self.route.pool.selector, &mut self.request).await;
         }
     }
 
-    /// Call `act` with what the selector is asked. Workers come and go while a prompt is tokenized or an
-    /// attempt runs, so that they are read anew each time.
+    /// Calls `act` with the selector's input. Workers come and go during tokenization and attempts,
+    /// so they are read anew each time.
     pub fn ask<T>(
         &self,
         part: Part<'_>,
@@ -252,7 +253,7 @@ impl Plan {
             })
     }
 
-    /// What a policy outside the core says of those that were not tried yet.
+    /// The advice of a policy outside the core about the untried workers.
     pub async fn advice(&self, part: Part<'_>) -> Option<Advice> {
         let selector = &self.route.pool.selector;
         selector.desk()?;
@@ -260,10 +261,11 @@ impl Plan {
         outside::advice(selector, question).await
     }
 
-    /// Who would take it now, by a draw from `seed`, the request's own or a new one; changes nothing.
+    /// The worker that would take it now, drawn with `seed`, which is given by the request or new;
+    /// changes nothing.
     ///
     /// # Errors
-    /// `NoWorker`, saying what there is and why it can't serve.
+    /// `NoWorker`, with the existing workers and why they can't serve it.
     pub async fn query(&self, part: Part<'_>, seed: Option<u64>) -> Result<Selection> {
         let advice = self.advice(part).await;
         let selection = self.ask(part, advice.as_ref(), |ask| {
@@ -273,7 +275,7 @@ impl Plan {
         selection.map_err(|error| self.explain_absence(error))
     }
 
-    /// Say of a missing worker what there is instead.
+    /// Adds the alternatives to the error for a missing worker.
     pub fn explain_absence(&self, error: Error) -> Error {
         if !matches!(error, Error::NoWorker(_)) {
             return error;
@@ -303,12 +305,12 @@ impl Plan {
         input_tokens.saturating_sub(cached_tokens)
     }
 
-    /// What the request is expected to cost, where cached tokens cost `cached_share` of others.
+    /// The expected cost of the request, with cached tokens at `cached_share` of the full price.
     pub fn cost(&self, cached_share: f64) -> Cost {
         let prompt = &self.request.prompt;
-        // What is cached counts only where it can be known and is cheaper.
+        // Cached tokens matter only if they can be known and are cheaper.
         let is_asked = cached_share < 1.0 && !prompt.locals.is_empty();
-        // Where nobody can be chosen now, somebody who holds nothing will be.
+        // If no worker can be chosen now, assume one without cached blocks.
         let preview =
             || self.ask(Part::default(), None, |ask| self.route.pool.selector.preview(ask));
         let held =
@@ -317,14 +319,14 @@ impl Plan {
         Cost { input_tokens: prompt.isl_tokens, cached_tokens, output_tokens: None }
     }
 
-    /// Tokens of the prompt, where they are known rather than guessed.
+    /// Tokens of the prompt, if known and not estimated.
     pub fn prompt_tokens(&self) -> Option<u64> {
         let prompt = &self.request.prompt;
         prompt.are_tokens_known.then_some(prompt.isl_tokens)
     }
 
-    /// What the answer of the chosen worker is to be compared with: nothing where it was not judged by
-    /// events alone.
+    /// The expected reuse to compare the chosen worker's answer with; `None` unless the overlap
+    /// came from events alone.
     pub fn expectation(&self, app: &App, selection: Selection) -> Option<Expectation> {
         let Self { route: Route { pool, .. }, request: Request { prompt, .. }, .. } = self;
         let is_comparable = app.options.uses_events() && pool.selector.is_comparable(prompt);
@@ -335,7 +337,7 @@ impl Plan {
         })
     }
 
-    /// Count the stages of the prompt's tokens.
+    /// Counts the stages of the prompt's tokens.
     pub fn count(&self, app: &App, selection: &Selection) {
         let Some(prompt_tokens) = self.prompt_tokens() else { return };
         let (metrics, prompt) = (&app.metrics, &self.request.prompt);
@@ -344,13 +346,13 @@ impl Plan {
         metrics.selected.inc_by(prompt.reusable_tokens(selection.overlap_blocks));
     }
 
-    /// What would be decided now, with every candidate's terms; nothing is booked.
+    /// The decision that would be made now, with every candidate's terms; nothing is booked.
     ///
     /// # Errors
     /// As [`Plan::query`].
     pub async fn explain(&self, app: &App, part: Part<'_>) -> Result<serde_json::Value> {
         let advice = self.advice(part).await;
-        // Every candidate of thousands is written down.
+        // With thousands of candidates this is a long record.
         app.aside.make(|| self.explain_now(part, advice.as_ref())).await
     }
 
@@ -367,7 +369,7 @@ impl Plan {
     }
 }
 
-/// The prompt's tokens, where anybody needs them.
+/// The prompt's tokens, if needed.
 async fn understand(
     app: &App,
     call: &Call,
@@ -388,11 +390,11 @@ async fn understand(
     }
 }
 
-/// The alias that a request names, and its body with the name of the model that takes it: one of the worker's that
-/// has `kept` the response before.
+/// The alias named by a request, and its body with the chosen model's name: a model of the worker
+/// that has `kept` the previous response, if there is one.
 ///
 /// # Errors
-/// 400 for a model that is no text; 404 where that worker serves none of the alias's models.
+/// 400 for a model that is not a string; 404 if that worker serves none of the alias's models.
 fn resolve(
     app: &App,
     is_upload: bool,
@@ -427,10 +429,10 @@ fn resolve(
     Ok(Some((Arc::from(&*name), renamed)))
 }
 
-/// Whether any worker of the model can serve the request's API.
+/// Checks that a worker of the model can serve the request's API.
 ///
 /// # Errors
-/// 501 where all of them are workers of the runtime, which have chat and completions only.
+/// 501 if all of them are workers of the runtime, which support only chat and completions.
 fn check_workers(call: &Call, pool: &Pool) -> Result<(), Reject> {
     let members = pool.members();
     let is_served = call.api().is_for_runtime()
@@ -450,7 +452,7 @@ fn check_workers(call: &Call, pool: &Pool) -> Result<(), Reject> {
 /// The worker that must take a request.
 ///
 /// # Errors
-/// 404 when it is not there.
+/// 404 if it does not exist.
 fn pin(pool: &Pool, id: Option<InstanceId>) -> Result<Option<Pin>, Reject> {
     match id {
         Some(id) if pool.members().get(id).is_none() => {

@@ -1,4 +1,4 @@
-//! `query_instance_id`: where a request would go, told as a stream; nothing is sent or booked.
+//! `query_instance_id`: returns the worker of a request as a stream; nothing is sent or booked.
 
 use axum::body::Body;
 use axum::http::{HeaderValue, header};
@@ -14,12 +14,12 @@ use crate::Reject;
 /// The workers that would take the request now, and its tokens.
 ///
 /// # Errors
-/// 503 when nobody can take it.
+/// 503 if no worker can take it.
 pub(super) async fn answer(plan: &Plan, prefill: &Prefill) -> Result<Response, Reject> {
     let is_decode_only = prefill.query(None).await.is_some();
     let part = Part { is_decode_only, ..Part::default() };
     let Selection { worker: decode, seed, .. } = plan.query(part, None).await?;
-    // One number draws both. Without a prefill worker the one that decodes does both.
+    // One seed draws both. Without a prefill worker the decode worker does both.
     let prefiller = prefill.query(Some(seed)).await.unwrap_or(decode);
     let (id, object) = match plan.call.api() {
         Api::Chat => (format!("chatcmpl-{}", plan.call.request_id), "chat.completion.chunk"),

@@ -1,4 +1,4 @@
-//! An answer on its way through: copied chunk by chunk, its load freed whichever way it ends.
+//! Relays an answer chunk by chunk, and frees its load however it ends.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -25,22 +25,23 @@ use super::usage::UsageScanner;
 use crate::frontend::app::App;
 use crate::frontend::engine::Engine;
 
-/// What is booked and counted for an answer on its way, whichever kind of worker gives it.
+/// Bookings and counters of an answer in progress, for any kind of worker.
 pub(super) struct Delivery {
     pub app: Arc<App>,
     pub engine: Arc<Engine>,
     pub booking: Reservation,
     in_flight: InFlight,
-    /// Tokens of the prompt as routing counted them; `None` when they were not known.
+    /// Tokens of the prompt as routing counted them; `None` if unknown.
     counted: Option<u64>,
-    /// Which API was asked, of a request whose tokens may be sent as ids, and whether they were.
+    /// The requested API, for a request whose tokens may be sent as ids, and whether they were.
     pub ids: Option<(Api, bool)>,
-    /// What the engine's own figures are compared with at the end.
+    /// The reuse to compare with the engine's report at the end.
     expected: Option<Expectation>,
 }
 
 impl Delivery {
-    /// Of a worker that answers `plan`'s request; `expected` where its answer is evidence about its events.
+    /// For a worker that answers `plan`'s request; `expected` if its answer is evidence about its
+    /// events.
     pub fn new(
         app: &Arc<App>,
         plan: &Plan,
@@ -54,14 +55,14 @@ impl Delivery {
         Self { app, engine, booking, in_flight, counted, ids, expected }
     }
 
-    /// Something has come; so many tokens were generated up to now.
+    /// Data has arrived; sets the number of tokens generated so far.
     pub fn generated(&self, tokens: u64) {
         self.in_flight.generated(tokens);
         self.booking.generated(tokens);
         self.booking.touch();
     }
 
-    /// The answer is complete; the engine says what it used.
+    /// The answer is complete; records the engine's usage.
     pub fn complete(&mut self, usage: Usage) {
         let usage = usage.plausible();
         self.booking.ended(Outcome::Complete);
@@ -78,7 +79,7 @@ impl Delivery {
             (None, Some(reported)) => {
                 metrics.input.inc_by(reported);
             }
-            // The engine saw another prompt than routing did: hashes of it can't match either.
+            // The engine saw another prompt than routing did, so hashes can't match either.
             (Some(counted), Some(reported)) if counted != reported => {
                 metrics.token_mismatches.inc();
                 if let Some((api, is_sent)) = self.ids {
@@ -96,7 +97,7 @@ impl Delivery {
         }
     }
 
-    /// The worker broke the answer off.
+    /// The worker interrupted the answer.
     pub fn broken(&self, why: &str, is_engine_at_fault: bool) {
         self.booking.ended(Outcome::Broken);
         self.app.metrics.streams_broken.inc();
@@ -111,7 +112,7 @@ impl Delivery {
         self.app.metrics.clients_gone.inc();
     }
 
-    /// What was used, at the end.
+    /// Records the usage at the end.
     pub fn used(&self, usage: Usage) {
         let usage = usage.plausible();
         self.booking.used(usage);
@@ -128,26 +129,27 @@ enum End {
 
 /// The body of an answer.
 ///
-/// Dropping it at any point frees the booking and, where the answer is not complete, closes the connection to
-/// the engine, which is how the engine learns that nobody is listening any more.
+/// Dropping it at any point frees the booking and, if the answer is incomplete, closes the
+/// connection to the engine, which tells the engine that the client is gone.
 struct Relay {
     delivery: Delivery,
     upstream: Incoming,
-    /// Chunk that was awaited before the answer's head was sent on.
+    /// Chunk that was awaited before the response head was forwarded.
     first: Option<Bytes>,
     is_event_stream: bool,
     form: Form,
     scanner: UsageScanner,
-    /// What came of a line of an event stream that is not whole yet.
+    /// Held-back data of an incomplete line of an event stream.
     lines: WholeLines,
     end: End,
-    /// Since when the engine is waited for; `None` while it sends as fast as the client takes it.
+    /// Start of the current wait for the engine; `None` while it sends as fast as the client reads.
     waits_since: Option<Instant>,
-    /// Made at the first wait and set anew only when it rings: chunks come too often to move it each time.
+    /// Created at the first wait and reset only when it fires: chunks arrive too often to move it
+    /// each time.
     alarm: Option<Pin<Box<Sleep>>>,
 }
 
-/// An engine's answer as it comes.
+/// Passes an engine's answer through.
 pub(super) fn relay(mut delivery: Delivery, row: &Row, opened: Opened) -> Response {
     let Opened { status, headers, is_event_stream, first, upstream, has_ids } = opened;
     let is_taken = has_ids && status.is_success();
@@ -171,14 +173,14 @@ pub(super) fn relay(mut delivery: Delivery, row: &Row, opened: Opened) -> Respon
     *response.status_mut() = status;
     *response.headers_mut() = headers;
     if is_event_stream {
-        // A stream that breaks ends with an event more than its engine announced.
+        // An interrupted stream ends with one more event than the engine announced.
         response.headers_mut().remove(header::CONTENT_LENGTH);
     }
     response
 }
 
 impl Relay {
-    /// A chunk as the client gets it; `None` while nothing of it may go out yet.
+    /// A chunk for the client; `None` while nothing may be sent yet.
     fn pass(&mut self, chunk: Bytes) -> Option<Bytes> {
         self.scanner.feed(&chunk);
         self.delivery.generated(self.scanner.events);
@@ -195,8 +197,8 @@ impl Relay {
         self.delivery.complete(Usage { output_tokens: None, ..self.scanner.usage() });
     }
 
-    /// Ready when the engine has sent nothing for `--stream-idle-timeout`: with its packets lost on the way,
-    /// or its process stopped, nothing else would ever end the wait.
+    /// Ready when the engine has sent nothing for `--stream-idle-timeout`: if its packets are lost
+    /// or its process is stopped, nothing else would end the wait.
     fn poll_silence(&mut self, cx: &mut Context<'_>) -> Poll<String> {
         let timeout = self.delivery.app.options.stream_idle_timeout;
         let due = *self.waits_since.get_or_insert_with(Instant::now) + timeout;
@@ -215,10 +217,10 @@ impl Relay {
         self.end = End::Broken;
         self.delivery.broken(&error.to_string(), true);
         if !self.is_event_stream {
-            // A JSON answer cut short: breaking the connection is the only honest end.
+            // A truncated JSON answer: only breaking the connection signals that reliably.
             return Some(Err(error));
         }
-        // All whole lines are with the client already; what follows can only be said inside the stream.
+        // The client already has all complete lines; an error can only be sent inside the stream.
         let message = format!("worker {} broke off the answer: {error}", self.delivery.engine.id);
         let end = self.form.broken_stream(&message, self.scanner.events);
         Some(Ok(Frame::data(Bytes::from(end))))
@@ -254,7 +256,8 @@ impl Body for Relay {
                             return Poll::Ready(Some(Ok(Frame::data(ready))));
                         }
                     }
-                    // Trailers come last. Where half a line is left it goes before them, and in their place.
+                    // Trailers come last. The rest of an incomplete line goes before them, and
+                    // replaces them.
                     Err(trailers) => {
                         self.finish();
                         let rest = self.lines.end(Bytes::new());
@@ -280,7 +283,7 @@ impl Body for Relay {
 
     fn size_hint(&self) -> SizeHint {
         if self.is_event_stream {
-            // A stream that breaks ends with an event more than its engine announced.
+            // An interrupted stream ends with one more event than the engine announced.
             return SizeHint::new();
         }
         let rest = self.upstream.size_hint();
@@ -296,7 +299,7 @@ impl Drop for Relay {
     fn drop(&mut self) {
         self.delivery.used(self.scanner.usage());
         match self.end {
-            // The engine has told its usage already: only the end of the stream is missing.
+            // The engine has already reported its usage: only the end of the stream is missing.
             End::Open if self.scanner.is_told() => self.finish(),
             End::Open => self.delivery.abandoned(),
             End::Complete | End::Broken => {}

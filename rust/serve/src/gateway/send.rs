@@ -1,4 +1,4 @@
-//! A client's request from its head to its answer's head; `relay` and `answer` go on from there.
+//! Handles a request up to the head of its answer; `relay` and `answer` continue from there.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -32,7 +32,7 @@ static PREFILL_HEADER: HeaderName = HeaderName::from_static("x-kvflash-prefill-w
 static CLIENT_REQUEST_ID_HEADER: HeaderName = HeaderName::from_static("x-client-request-id");
 static OVERLAP_HEADER: HeaderName = HeaderName::from_static("x-kvflash-overlap-blocks");
 
-/// Answer a request, and count it.
+/// Answers a request, and counts it.
 pub(crate) async fn forward(app: Arc<App>, row: &'static Row, head: Head, body: Body) -> Response {
     let started = Instant::now();
     let request_id = head.request_id();
@@ -57,7 +57,7 @@ pub(crate) async fn forward(app: Arc<App>, row: &'static Row, head: Head, body: 
     response
 }
 
-/// Admit a request, read and plan it, wait for its client's turn, and send it to a worker.
+/// Admits a request, parses and plans it, waits for its client's turn, and sends it to a worker.
 async fn respond(
     app: &Arc<App>,
     row: &'static Row,
@@ -66,7 +66,7 @@ async fn respond(
     mut body: Body,
     waiting: &mut Waiting,
 ) -> Result<Response, Reject> {
-    // Before its body is read: a client's limits hold up that client alone.
+    // Before its body is read: a client's limits delay only that client.
     let running = match pass::client(&head.caller).map(|key| app.meters.begin(key)).transpose() {
         Ok(running) => running,
         Err(reject) => {
@@ -84,7 +84,7 @@ async fn respond(
         }
     })?;
     app.metrics.route_seconds.observe(began.elapsed().as_secs_f64());
-    // It was neither too long nor wrong: the next large body may come.
+    // It was neither too long nor invalid: the next large body may be read.
     drop(turn);
     let prefill = Prefill::of(app, &plan).await?;
     if plan.call.nvext.is_query() {
@@ -93,7 +93,7 @@ async fn respond(
     if let Some(running) = in_flight.running.as_ref().filter(|_| has_token_limit(&plan)) {
         running.charge(plan.uncached_tokens()).inspect_err(|_| app.refused("client_limit"))?;
     }
-    // What is kept takes no turn: nothing is generated for it, and a cancellation frees one.
+    // Stored responses take no turn: they generate nothing, and a cancellation frees a turn.
     let room = plan.route.pool.waiting.as_ref().filter(|_| !row.names_response());
     if let Some(room) = room {
         let client = plan.call.head.client(plan.request.user.as_deref(), &room.identity);
@@ -137,7 +137,7 @@ async fn respond(
     Ok(response)
 }
 
-/// Whether what a request computes is to be known before it is sent.
+/// Whether the number of computed tokens must be known before it is sent.
 fn has_token_limit(plan: &Plan) -> bool {
     plan.call.head.caller.key().is_some_and(|key| key.tpm.is_some())
 }
@@ -147,16 +147,16 @@ struct Sent {
     choice: Choice,
     handoff: Handoff,
     opened: Opened,
-    /// Whether the answer says anything of what this worker's events told.
+    /// Whether the answer is evidence about this worker's events.
     is_evidence: bool,
 }
 
-/// Give the request to one worker after the other, until one of them begins to answer.
+/// Sends the request to one worker after the other, until one of them begins to answer.
 async fn send(app: &Arc<App>, plan: &Arc<Plan>, mut prefill: Prefill) -> Result<Sent, Reject> {
     let mut tries = Tries::new(app, Arc::clone(plan));
     let mut handoff = Handoff::Alone;
     while tries.may_go_on() {
-        // What a prefill beside has begun is of no use to another worker.
+        // A concurrent prefill that has begun is useless for another worker.
         if !prefill.is_idle() && !matches!(handoff, Handoff::Done { .. }) {
             handoff = prefill.hand_off(app).await?;
             tries.is_decode_only = !handoff.is_alone();
@@ -168,7 +168,8 @@ async fn send(app: &Arc<App>, plan: &Arc<Plan>, mut prefill: Prefill) -> Result<
         match choice.watched(worker::open(app, plan, &choice, &handoff)).await {
             Ok(opened) => {
                 tries.answered();
-                // One that was at other workers before, or is prefilled elsewhere, is none.
+                // An answer after other workers were tried, or with a prefill elsewhere, is no
+                // evidence.
                 let is_evidence = plan.call.reuses_prefix && tries.is_first() && handoff.is_alone();
                 return Ok(Sent { choice, handoff, opened, is_evidence });
             }
@@ -176,7 +177,7 @@ async fn send(app: &Arc<App>, plan: &Arc<Plan>, mut prefill: Prefill) -> Result<
                 let is_prefill = failed.cause == "prefill_failed";
                 tries.failed(&choice.engine, failed)?;
                 match &handoff {
-                    // The worker was well; it may have the request again.
+                    // The worker was not at fault; it may be tried again.
                     _ if is_prefill => tries.spare(choice.engine.id),
                     Handoff::Beside { worker, .. } => prefill.spare(*worker),
                     _ => {}
@@ -187,8 +188,8 @@ async fn send(app: &Arc<App>, plan: &Arc<Plan>, mut prefill: Prefill) -> Result<
     Err(tries.refusal(None))
 }
 
-/// Say which worker answers; where sessions stay with workers, also in the form that brings the client back
-/// to it.
+/// Names the answering worker in the response; with session affinity also in the form that returns
+/// the client to it.
 fn tell(
     app: &App,
     response: &mut Response,
@@ -207,7 +208,7 @@ fn tell(
     tell_session(app, response, engine, worker);
 }
 
-/// Say where the session is, where sessions stay with workers.
+/// Names the session's worker, with session affinity.
 fn tell_session(app: &App, response: &mut Response, engine: &Engine, worker: Worker) {
     let session = app.keeps_sessions.then(|| session_id_of(engine, worker.dp_rank));
     if let Some(Ok(value)) = session.map(HeaderValue::try_from) {

@@ -1,5 +1,5 @@
-//! Responses that an engine keeps for the next turn: their ids carry its name, so that any replica finds it, also after
-//! a restart.
+//! Responses kept by an engine for the next turn: their ids contain the worker's name, so that any
+//! replica finds it, also after a restart.
 
 use std::sync::Arc;
 
@@ -20,25 +20,25 @@ use crate::frontend::app::App;
 use crate::frontend::engine::{Engine, address_of};
 use crate::frontend::pool::Route;
 
-/// Stands between a response's own id and its worker's name.
+/// Separates a response's own id from its worker's name.
 const MARK: &str = "_kv";
 
-/// The field by which engines are told a response's id.
+/// The field that sets a response's id at engines.
 ///
 /// # Source
 /// `ResponsesRequest.request_id` of vLLM and SGLang.
 const ID_FIELD: &str = "request_id";
 
-/// The field by which a client names the response before.
+/// The field in which a client names the previous response.
 const BEFORE: &str = "previous_response_id";
 
-/// What engines call the id in a path.
+/// The engines' name for the id in a path.
 ///
 /// # Source
 /// `_make_not_found_error` of vLLM.
 const IN_PATH: &str = "response_id";
 
-/// So much of an id is told, and so many of a worker's models.
+/// Limits, in error messages, of an id's length and of the number of a worker's models.
 const SHOWN_CHARS: usize = 100;
 const SHOWN_MODELS: usize = 20;
 
@@ -48,22 +48,22 @@ struct Fields {
     previous_response_id: Option<String>,
 }
 
-/// A response that a registered worker keeps.
+/// A response kept by a registered worker.
 pub(crate) struct Kept {
     id: String,
-    /// Where the request names it.
+    /// The request's field or path parameter with the id.
     param: &'static str,
     engine: Arc<Engine>,
     rank: u32,
 }
 
 impl Kept {
-    /// The response that a request is about: the one that its path names, or that `body` goes on from, where its id
-    /// names its worker.
+    /// The response that a request refers to: named in its path, or continued by `body`, if its id
+    /// contains a worker's name.
     ///
     /// # Errors
-    /// 400 for an id that is no text; 404 for a worker that is gone, or a path's id without one; 503 for a worker that
-    /// is unhealthy or draining.
+    /// 400 for an id that is not a string; 404 for a worker that is gone, or an id in a path
+    /// without a worker; 503 for a worker that is unhealthy or draining.
     pub fn of(
         app: &App,
         row: Option<&Row>,
@@ -79,7 +79,7 @@ impl Kept {
         }
         match row.api {
             Api::Responses => match id_before(body)? {
-                // Where it has no worker's name, whether anybody keeps it is the engine's to say.
+                // Without a worker's name, the engine decides whether the response exists.
                 Some(id) => Self::named(app, id, BEFORE),
                 None => Ok(None),
             },
@@ -87,9 +87,9 @@ impl Kept {
         }
     }
 
-    /// The response of this id, where that names a worker.
+    /// The response of this id, if it names a worker.
     fn named(app: &App, id: String, param: &'static str) -> Result<Option<Self>, Reject> {
-        // What stands in a path goes on to an engine: nothing in it may lead elsewhere.
+        // The id from a path is forwarded to an engine, so it must not lead elsewhere.
         let is_plain =
             id.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_-.".contains(&byte));
         if param == IN_PATH && !is_plain {
@@ -133,7 +133,7 @@ impl Kept {
         Some(Error::NoWorker(message))
     }
 
-    /// The model that its worker serves first.
+    /// The first model of its worker.
     pub fn model(&self) -> Option<String> {
         self.engine.notes.lock().models.first().map(|(name, _)| name.clone())
     }
@@ -143,10 +143,10 @@ impl Kept {
         self.engine.serves(model)
     }
 
-    /// Check that its worker is among those that requests for `model` go to.
+    /// Checks that its worker receives requests for `model`.
     ///
     /// # Errors
-    /// 404 with what it serves.
+    /// 404 with the models that it serves.
     pub fn check(&self, route: &Route, model: &str) -> Result<(), Reject> {
         let is_member = route.pool.members().get(self.engine.id).is_some();
         if is_member && route.lora_name.as_deref().is_none_or(|name| self.serves(name)) {
@@ -155,7 +155,7 @@ impl Kept {
         Err(self.elsewhere(&format!("not {model}")))
     }
 
-    /// 404: its worker serves other models than those of the alias `name`.
+    /// 404: its worker serves none of the models of the alias `name`.
     pub fn outside(&self, name: &str, models: &[&str]) -> Reject {
         let models = models.join(", ");
         self.elsewhere(&format!("and none of the models of alias {name:?} ({models})"))
@@ -173,10 +173,10 @@ impl Kept {
     }
 }
 
-/// The id of the response that a request goes on from.
+/// The id of the response that a request continues.
 ///
 /// # Errors
-/// 400 for an id that is no text.
+/// 400 for an id that is not a string.
 fn id_before(body: &Body) -> Result<Option<String>, Reject> {
     let fields: Option<Fields> = body.has(BEFORE).then(|| body.read()).transpose()?;
     Ok(fields.and_then(|fields| fields.previous_response_id))
@@ -186,7 +186,7 @@ fn shown(id: &str) -> &str {
     id.char_indices().nth(SHOWN_CHARS).map_or(id, |(end, _)| &id[..end])
 }
 
-/// What is changed of a request's body at this worker: the id of the response, where the client names none.
+/// Changes to a request's body at this worker: the id of the response, if the client names none.
 pub(super) fn changes(
     call: &Call,
     engine: &Engine,
@@ -199,7 +199,7 @@ pub(super) fn changes(
     Some((ID_FIELD, Some(json!(format!("resp_{id:032x}{MARK}{name:016x}{}", worker.dp_rank)))))
 }
 
-/// What an engine's 404 to a request with a response before it means.
+/// The meaning of an engine's 404 for a request that continues a response.
 pub(super) fn gone_at(call: &Call, status: StatusCode, worker: InstanceId) -> Option<Reject> {
     if status != StatusCode::NOT_FOUND || call.api() != Api::Responses {
         return None;
@@ -212,19 +212,19 @@ pub(super) fn gone_at(call: &Call, status: StatusCode, worker: InstanceId) -> Op
     Some(gone(&id, BEFORE, &why))
 }
 
-/// 404, in OpenAI's words.
+/// 404 in OpenAI's format.
 fn gone(id: &str, param: &'static str, why: &str) -> Reject {
     let what = if param == BEFORE { "Previous response" } else { "Response" };
     let message = format!("{what} with id '{}' not found: {why}.", shown(id));
     Reject::new(StatusCode::NOT_FOUND, message).param(param)
 }
 
-/// A worker's name at every replica: instance ids are each process's own.
+/// A worker's name that is equal at every replica; instance ids differ between processes.
 fn name_of(engine: &Engine) -> u64 {
     xxh3_64(address_of(&engine.base).as_bytes())
 }
 
-/// A name and a rank.
+/// Parses a name and a rank.
 fn read(text: &str) -> Option<(u64, u32)> {
     let (name, rank) = text.split_at_checked(16)?;
     Some((u64::from_str_radix(name, 16).ok()?, rank.parse().ok()?))

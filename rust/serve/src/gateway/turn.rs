@@ -1,5 +1,5 @@
-//! Fair turns: requests of a model wait until its workers have room, and clients take turns by what
-//! they were served.
+//! Fair turns: requests of a model wait until its workers have room, and clients take turns
+//! according to past usage.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,24 +16,25 @@ use tokio::sync::oneshot;
 use super::identity::Identity;
 use crate::{FairnessSettings, Reject};
 
-/// How clients share.
+/// How clients share capacity.
 #[derive(Debug, Clone)]
 pub struct FairnessOptions {
-    /// Whose turn it is, prices and limits; see [`FairConfig`].
+    /// Order, prices and limits; see [`FairConfig`].
     pub queue: FairConfig,
-    /// Requests that run at once for each healthy worker of a model; at least 1.
+    /// Concurrent requests per healthy worker of a model; at least 1.
     pub max_running: usize,
-    /// Clients with other shares than 1.
+    /// Clients with a share other than 1.
     pub weights: Vec<(String, f64)>,
-    /// What clients without a key are known by.
+    /// Identity of clients without a key.
     pub identity: Identity,
 }
 
 impl FairnessOptions {
-    /// What the settings come to, where as many requests may be in flight; `None` where nobody takes turns.
+    /// The options from the settings, for this limit of requests in flight; `None` without fair
+    /// queueing.
     ///
     /// # Errors
-    /// `Config` for a discipline or an identity that there is not.
+    /// `Config` for an unknown discipline or identity.
     pub fn of(settings: FairnessSettings, max_requests: usize) -> Result<Option<Self>> {
         if settings.fairness == "none" {
             return Ok(None);
@@ -73,17 +74,17 @@ impl FairnessOptions {
 
 type Waiter = oneshot::Sender<Turn>;
 
-/// Where the requests of one model wait.
+/// The waiting requests of one model.
 ///
 /// # Consistency
-/// A request that may run is never left waiting: whoever makes room says whose turn it is.
+/// A request that may run never stays in the queue: freed room is assigned at once.
 pub(crate) struct WaitingRoom {
     clock: Arc<dyn Clock>,
     max_running: usize,
     max_wait: Duration,
-    /// What a cached token costs, in others.
+    /// Price of a cached token relative to others.
     pub cached_share: f64,
-    /// What clients without a key are known by.
+    /// Identity of clients without a key.
     pub identity: Identity,
     state: Mutex<State>,
 }
@@ -91,8 +92,8 @@ pub(crate) struct WaitingRoom {
 struct State {
     queue: FairQueue<Waiter>,
     running: usize,
-    /// Healthy workers when it was last asked; one where there is none, so that requests learn why
-    /// they can't be served.
+    /// Healthy workers at the last check; one if there are none, so that requests proceed and learn
+    /// why they can't be served.
     workers: usize,
 }
 
@@ -110,10 +111,11 @@ impl WaitingRoom {
         })
     }
 
-    /// Wait for a turn. Whoever stops waiting leaves the queue.
+    /// Waits for a turn. A cancelled wait leaves the queue.
     ///
     /// # Errors
-    /// 429 when too many wait, 503 when it took too long, both with Retry-After; 400 for a name that is too long.
+    /// 429 if too many wait, 503 after a timeout, both with Retry-After; 400 for a name that is too
+    /// long.
     pub async fn turn(
         self: &Arc<Self>,
         client: &str,
@@ -137,7 +139,7 @@ impl WaitingRoom {
         match tokio::time::timeout(self.max_wait, &mut waiting.receiver).await {
             Ok(Ok(turn)) => Ok(turn),
             _ => {
-                // What counts as late is counted as that, not as having left.
+                // A timeout counts as a timeout, not as a departure.
                 let _late = self.state.lock().queue.expire(self.clock.now_ms());
                 let error = Error::AllBusy(format!(
                     "the request got no turn within {} s (--fairness-queue-timeout)",
@@ -148,7 +150,7 @@ impl WaitingRoom {
         }
     }
 
-    /// Let in whoever fits while `workers` workers are healthy.
+    /// Admits the requests that fit while `workers` workers are healthy.
     pub fn call(self: &Arc<Self>, workers: usize) {
         self.state.lock().workers = workers.max(1);
         self.call_next();
@@ -164,14 +166,14 @@ impl WaitingRoom {
                 }
                 let now_ms = self.clock.now_ms();
                 let granted = state.queue.pop(now_ms, |_| true);
-                // Whose time ran out learns it by itself.
+                // A request with a timeout notices it by itself.
                 let _late = state.queue.expire(now_ms);
                 let Some(granted) = granted else { return };
                 state.running += 1;
                 granted
             };
             let turn = Turn { room: Arc::clone(self), grant: granted.grant, end: Mutex::default() };
-            // Who has just left gives the turn back.
+            // A request that has just left returns the turn.
             let _left = granted.item.send(turn);
         }
     }
@@ -181,7 +183,7 @@ impl WaitingRoom {
     }
 }
 
-/// A place in the queue; given up when it is dropped.
+/// A place in the queue, given up when dropped.
 struct Waiting<'a> {
     room: &'a Arc<WaitingRoom>,
     ticket: Ticket,
@@ -190,7 +192,7 @@ struct Waiting<'a> {
 
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
-        // None: it was its turn, or its time ran out.
+        // None if it got its turn, or timed out.
         let _waited = self.room.state.lock().queue.cancel(self.ticket);
     }
 }
@@ -210,12 +212,12 @@ pub(crate) struct Turn {
 }
 
 impl Turn {
-    /// The request has an answer, which is paid for.
+    /// The request has an answer, which is charged.
     pub fn answered(&self) {
         self.end.lock().has_answer = true;
     }
 
-    /// So many tokens were generated up to now.
+    /// Sets the number of tokens generated so far.
     pub fn generated(&self, tokens: u64) {
         let more = {
             let mut end = self.end.lock();
@@ -228,7 +230,7 @@ impl Turn {
         }
     }
 
-    /// The engine says what the request used.
+    /// Records the engine's usage counts.
     pub fn used(&self, usage: Usage) {
         self.end.lock().usage = usage;
     }

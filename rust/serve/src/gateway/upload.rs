@@ -1,4 +1,4 @@
-//! Uploads in parts (`multipart/form-data`): the one field that routing needs of them.
+//! Uploads in parts (`multipart/form-data`): reads the one field that routing needs.
 
 use axum::http::{HeaderMap, header};
 use bytes::Bytes;
@@ -6,13 +6,13 @@ use memchr::memmem;
 
 use crate::Reject;
 
-/// The longest head of a part, bytes.
+/// Size limit of a part's head, in bytes.
 const MAX_PART_HEAD_BYTES: usize = 4_096;
 
 /// The field `model` of an upload with these headers.
 ///
 /// # Errors
-/// 400 for what has no parts, or a model that is no text.
+/// 400 for a body without parts, or a model that is not a string.
 pub(super) fn model<'a>(headers: &HeaderMap, body: &'a [u8]) -> Result<Option<&'a str>, Reject> {
     let kind = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
     let Some(boundary) = kind.and_then(boundary) else {
@@ -22,7 +22,7 @@ pub(super) fn model<'a>(headers: &HeaderMap, body: &'a [u8]) -> Result<Option<&'
         )));
     };
     let boundary = format!("--{boundary}");
-    // What stands before the first boundary, and the line that ends it, belong to no part.
+    // Data before the first boundary, and the line that ends it, belong to no part.
     let starts = memmem::find_iter(body, boundary.as_bytes()).map(|at| at + boundary.len());
     for start in starts {
         let part = &body[start..];
@@ -41,14 +41,14 @@ pub(super) fn model<'a>(headers: &HeaderMap, body: &'a [u8]) -> Result<Option<&'
     Ok(None)
 }
 
-/// The upload with another model than `name`, which [`model`] has found in it.
+/// The upload with its model `name`, found by [`model`], replaced.
 pub(super) fn with_model(body: &Bytes, name: &str, model: &str) -> Bytes {
     let at = name.as_ptr() as usize - body.as_ptr() as usize;
     let parts = [&body[..at], model.as_bytes(), &body[at + name.len()..]];
     parts.concat().into()
 }
 
-/// The boundary that a content type names.
+/// The boundary in a content type.
 fn boundary(kind: &str) -> Option<&str> {
     let mut parts = kind.split(';').map(str::trim);
     parts.next().filter(|kind| kind.eq_ignore_ascii_case("multipart/form-data"))?;
@@ -59,7 +59,7 @@ fn boundary(kind: &str) -> Option<&str> {
     value.filter(|boundary| !boundary.is_empty())
 }
 
-/// The name that a part's `Content-Disposition` gives it.
+/// The name in a part's `Content-Disposition`.
 fn name_of(head: &[u8]) -> Option<&str> {
     let head = std::str::from_utf8(head).ok()?;
     let line = head.split("\r\n").find(|line| {

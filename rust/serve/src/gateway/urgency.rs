@@ -1,4 +1,4 @@
-//! How urgent a request says it is: one answer, wherever it waits.
+//! The urgency of a request, the same for every queue.
 
 use super::body::Raw;
 use axum::http::HeaderMap;
@@ -13,18 +13,19 @@ const NICE_HEADER: &str = "x-kvflash-priority";
 const PRIORITY_HEADER: &str = "x-dynamo-request-priority";
 const STRICT_PRIORITY_HEADER: &str = "x-dynamo-request-strict-priority";
 
-/// What a request says of its urgency.
+/// The urgency of a request.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(crate) struct Urgency {
-    /// Requests of a higher number are before all those of lower ones.
+    /// Requests with a higher number go before all those with lower ones.
     strict: u32,
-    /// Within these, the higher, the earlier; finite.
+    /// Within these, higher values go first; finite.
     earliness: f64,
 }
 
 impl Urgency {
-    /// Headers go before the body, and `nvext` before its `field`, which the engine may read in its
-    /// own way: where `is_plain_heard` is false, neither that nor the header of its kind is looked at.
+    /// Headers take precedence over the body, and `nvext` over its `field`, which the engine may
+    /// interpret differently: if `is_plain_heard` is false, neither that field nor the
+    /// corresponding header is read.
     ///
     /// # Errors
     /// 400, naming header or field, what is legal and what came.
@@ -52,24 +53,24 @@ impl Urgency {
         };
         Ok(Self {
             strict: strict.or(nvext.strict_priority()).unwrap_or(0),
-            // JSON knows no infinities; a header may. A sum, so that there is no -0 below 0.
+            // JSON has no infinities, but a header may. The sum turns -0 into 0.
             earliness: if earliness.is_finite() { earliness + 0.0 } else { 0.0 },
         })
     }
 
-    /// Where it waits for a worker with room: nobody is put back behind those that say nothing.
+    /// For the queue of workers with room: it never goes behind requests without an urgency.
     pub fn wish(self) -> Wish {
         Wish { strict_priority: self.strict, priority_jump: self.earliness.max(0.0) }
     }
 
-    /// Where it waits for its client's turn.
+    /// For its client's turn.
     pub fn turn(self) -> Options {
         let standing = Standing { strict_priority: self.strict, score: self.earliness };
         Options { standing, ..Options::default() }
     }
 }
 
-/// Of a whole number of which a lower one is earlier.
+/// From a whole number with lower ones earlier.
 fn earliness_of(name: &str, text: &str) -> Result<f64, Reject> {
     let lower_is_earlier = text.parse::<i32>().map_err(|_| {
         let (low, high) = (i32::MIN, i32::MAX);
@@ -91,7 +92,7 @@ fn number<T: std::str::FromStr>(name: &str, text: &str) -> Result<T, Reject> {
 mod tests {
     use super::*;
 
-    /// What `headers` and a body's fields come to: before all of a lower one, and how early.
+    /// The strict priority and the urgency from `headers` and a body's fields.
     fn read(headers: &[(&'static str, &str)], nvext: &str, field: &str) -> (u32, f64) {
         let urgency = read_where(true, headers, nvext, field).unwrap();
         assert_eq!(urgency.wish().strict_priority, urgency.turn().standing.strict_priority);
@@ -128,7 +129,7 @@ mod tests {
         assert_eq!(read(&[], older, "null"), (0, -1.5));
         assert_eq!(read(&[(PRIORITY_HEADER, "inf")], hints, "null"), (2, 0.0));
         assert!(read(&[], "{}", "0").1.is_sign_positive());
-        // Nobody waits by it: it is the engine's own.
+        // Without a queue the field belongs to the engine; ignore it.
         let unheard = read_where(false, &[own], "{}", r#""soon""#).unwrap();
         assert_eq!(unheard, Urgency::default());
     }

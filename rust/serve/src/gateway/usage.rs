@@ -1,41 +1,41 @@
-//! Reads the engine's own token counts out of an answer that streams by, without parsing it.
+//! Extracts the engine's token counts from a passing answer, without parsing it.
 
 use kvflash_core::select::Usage;
 
 use super::api::{Form, Row};
 
-/// Scans an answer's bytes for its API's names of these counts, such as `"cached_tokens":N`; the last ones count.
-/// Counts the events of a stream meanwhile.
+/// Scans an answer's bytes for its API's names of these counts, such as `"cached_tokens":N`; the
+/// last ones count. Also counts the events of a stream.
 ///
-/// Inside a generated text the quotes are escaped, so a model that writes these words fools nobody.
+/// Inside generated text quotes are escaped, so a model that writes these words has no effect.
 #[derive(Debug)]
 pub(crate) struct UsageScanner {
-    /// None where the answer tells of what was used and counted before.
+    /// None if the answer reports usage that was counted before.
     names: Option<&'static Names>,
-    /// End of the previous chunk, so that a name or number cut in two is still found.
+    /// End of the previous chunk, to find a name or number that was split.
     carry: Vec<u8>,
-    /// Of the whole prompt, or where the cache's are counted beside it of the rest.
+    /// Of the whole prompt, or without the cached part if that is counted separately.
     prompt_tokens: Option<u64>,
     pub cached_tokens: Option<u64>,
     completion_tokens: Option<u64>,
     /// Written into the cache and not counted elsewhere.
     created_tokens: Option<u64>,
-    /// Events with an object in them, most of which are a token each. One that is cut within its
-    /// first bytes is missed.
+    /// Events that contain an object, most of which are a token each. An event that is split within
+    /// its first bytes is missed.
     pub events: u64,
     is_stopped: bool,
 }
 
-/// Longer than any name, separator and number it could be cut in.
+/// Longer than any name, separator and number that may be split.
 const CARRY: usize = 48;
 
-/// What an API calls its counts.
+/// An API's names of its counts.
 #[derive(Debug)]
 struct Names {
     prompt: &'static [u8],
     cached: &'static [u8],
     completion: &'static [u8],
-    /// Where these and what is cached are not counted among the prompt's.
+    /// Set if these and cached tokens are not included in the prompt's.
     created: Option<&'static [u8]>,
 }
 
@@ -58,14 +58,14 @@ static ANTHROPIC: Names = Names {
     completion: b"\"output_tokens\"",
     created: Some(b"\"cache_creation_input_tokens\""),
 };
-/// The last event of Anthropic's streams: the first one tells counts already, which are not the last.
+/// The last event of Anthropic's streams: the first one already has counts, which are not final.
 const STOP: &[u8] = b"\"message_stop\"";
 
-/// Inside a generated text the quote would be escaped.
+/// Inside generated text the quote would be escaped.
 const EVENT: &[u8] = b"data: {\"";
 
 impl UsageScanner {
-    /// Of answers to this row's requests.
+    /// For answers to this row's requests.
     pub fn of(row: &Row) -> Self {
         let names = (!row.names_response()).then_some(match row.form {
             Form::OpenAi => &OPENAI,
@@ -133,12 +133,13 @@ impl UsageScanner {
         self.names.and_then(|names| names.created)
     }
 
-    /// Whether the engine has told all that it used, so that only the end of a stream is missing.
+    /// Whether the engine has reported its complete usage, so that only the end of a stream is
+    /// missing.
     pub fn is_told(&self) -> bool {
         self.cached_tokens.is_some() && (self.created_name().is_none() || self.is_stopped)
     }
 
-    /// What the engine said, and generated tokens as they were counted where it said nothing.
+    /// The engine's counts, with our count of generated tokens if it reported none.
     pub fn usage(&self) -> Usage {
         Usage {
             input_tokens: self.prompt_tokens.map(|tokens| match self.created_name() {
@@ -154,7 +155,7 @@ impl UsageScanner {
     }
 }
 
-/// The complete number behind the last `name:`; `None` when it is cut off, null or absent.
+/// The complete number after the last `name:`; `None` if it is truncated, null or missing.
 fn last_number(bytes: &[u8], name: &[u8]) -> Option<u64> {
     let at = memchr::memmem::rfind(bytes, name)?;
     let rest = &bytes[at + name.len()..];
