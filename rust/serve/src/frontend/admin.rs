@@ -1,4 +1,4 @@
-//! What operators ask: health, models, workers, and why a request would go where it goes.
+//! Operators' endpoints: health, models, workers, and explanations of routing.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::net::IpAddr;
@@ -36,8 +36,8 @@ use crate::tenant::pass;
 use crate::worker_state::worker_id;
 use crate::{Caller, Peer, Reject};
 
-/// 200 while at least one worker can serve, 503 otherwise; the body says how each one fares. Workers that
-/// only prefill serve nobody by themselves.
+/// 200 while at least one worker can serve, else 503; the body has the state of each. Prefill-only
+/// workers can't serve by themselves.
 pub(super) async fn health(State(app): State<Arc<App>>) -> Response {
     app.aside.make_for_probe(|| tell_health(&app)).await
 }
@@ -68,7 +68,7 @@ fn tell_health(app: &App) -> Response {
     (status, Json(body)).into_response()
 }
 
-/// Workers whose caches may hold blocks that were never heard of, and why.
+/// Workers that may hold blocks unknown to the index, and the reasons.
 fn incomplete(app: &App) -> BTreeMap<String, Value> {
     let each = |(worker, why): (Worker, Unheard)| {
         (worker.to_string(), json!({ "code": why.name(), "message": why.message() }))
@@ -76,7 +76,7 @@ fn incomplete(app: &App) -> BTreeMap<String, Value> {
     evidence::unheard(app).into_iter().map(each).collect()
 }
 
-/// What is known of the reuse of every worker that may decode or prefill.
+/// The reuse of every worker that may decode or prefill.
 fn reuse(app: &App, engines: &[Arc<Engine>]) -> BTreeMap<String, Value> {
     let mut views = BTreeMap::new();
     for pool in app.fleet.pools() {
@@ -92,13 +92,13 @@ fn reuse(app: &App, engines: &[Arc<Engine>]) -> BTreeMap<String, Value> {
         .collect()
 }
 
-/// 200 while the process answers at all; nothing else is asked.
+/// 200 while the process answers at all; nothing else is checked.
 pub(super) async fn live() -> StatusCode {
     StatusCode::OK
 }
 
-/// 200 when requests are taken: enough workers were healthy at the start, and one is now. For load
-/// balancers; `/health` says how each worker fares.
+/// 200 if requests are accepted: enough workers were healthy at the start, and one is now. For load
+/// balancers; `/health` has the state of each worker.
 pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
     let decoding = app.fleet.decoding();
     let why = match app.started() {
@@ -119,10 +119,10 @@ pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
     (status, Json(body)).into_response()
 }
 
-/// An engine that has stored nothing after this many requests publishes nothing.
+/// An engine that has stored nothing after this many requests is assumed to publish no events.
 const SILENT_REQUESTS: u64 = 20;
 
-/// What makes prefix matching fail in silence, in words.
+/// Causes of silently failing prefix matching, as text.
 fn warnings(app: &App, reasons: &[WorkerReason]) -> Vec<String> {
     let mut warnings = app.outside_warnings.read().clone();
     let by_caches = [AUTO, Policy::Kv.name()].contains(&app.options.policy_name());
@@ -215,7 +215,7 @@ fn warnings(app: &App, reasons: &[WorkerReason]) -> Vec<String> {
     warnings
 }
 
-/// Why nothing is known of the cache of an engine that no publisher is registered for.
+/// Why the cache of an engine without a registered publisher is unknown.
 fn unheard(app: &App, engine: &Engine) -> Option<String> {
     let id = engine.id;
     let lost = "so its cache is unknown and earns no credit";
@@ -246,14 +246,15 @@ fn silent(worker: &str, requests: u64, endpoint: &str) -> String {
     )
 }
 
-/// GET /v1/models, in OpenAI's shape.
+/// GET /v1/models, in OpenAI's format.
 pub(super) async fn models(State(app): State<Arc<App>>) -> Response {
     app.aside.make(|| tell_models(&app)).await
 }
 
 fn tell_models(app: &App) -> Response {
     let pools = app.fleet.pools();
-    // Once a model, not once an adapter. In reverse, so that those that decode go before those that prefill.
+    // Once per model, not per adapter. In reverse, so that decode workers take precedence over
+    // prefill workers.
     let limits: HashMap<&str, Option<u64>> =
         pools.iter().rev().map(|pool| (&*pool.name, max_model_len(pool))).collect();
     let names = app.names();
@@ -262,7 +263,7 @@ fn tell_models(app: &App) -> Response {
     Json(json!({ "object": "list", "data": data })).into_response()
 }
 
-/// GET /v1/models/{id}, where the id may have slashes.
+/// GET /v1/models/{id}, where the id may contain slashes.
 pub(super) async fn model(
     State(app): State<Arc<App>>,
     id: Result<Path<String>, PathRejection>,
@@ -284,12 +285,12 @@ fn tell_model(app: &App, id: &str) -> Response {
     Json(card(&name, limit)).into_response()
 }
 
-/// The longest context that all workers of a model take; `None` where none has told.
+/// The longest context that all workers of a model accept; `None` if none has reported it.
 fn max_model_len(pool: &Arc<Pool>) -> Option<u64> {
     pool.members().all().filter_map(|engine| engine.notes.lock().max_model_len).min()
 }
 
-/// A name as OpenAI's API tells it.
+/// A name in the format of OpenAI's API.
 fn card(name: &Name, max_model_len: Option<u64>) -> Value {
     json!({
         "id": name.name,
@@ -302,7 +303,7 @@ fn card(name: &Name, max_model_len: Option<u64>) -> Value {
     })
 }
 
-/// What `GET /workers` says of `engine`, which publishes as `publishers` say and has so many requests.
+/// The entry of `engine` in `GET /workers`, with these publishers and this number of requests.
 pub(super) fn entry(
     app: &App,
     engine: &Engine,
@@ -383,13 +384,13 @@ struct NewWorker {
     role: Option<String>,
     #[serde(default)]
     state: WorkerState,
-    /// What the worker wants of the frontend; else it gets none.
+    /// The key that the worker demands of the frontend; by default it is sent none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     api_key: Option<String>,
 }
 
 impl NewWorker {
-    /// Whether it may be where it says.
+    /// Checks that its addresses are allowed.
     ///
     /// # Errors
     /// 403, naming the field, the address and the flag.
@@ -432,15 +433,15 @@ impl NewWorker {
     }
 }
 
-/// Its name in the file of registrations.
+/// Its key in the file of registrations.
 pub(super) fn key(id: InstanceId) -> String {
     format!("worker/{id}")
 }
 
-/// Register a worker again that was registered before the start. Must be called within a tokio runtime.
+/// Restores a worker that was registered before the start. Must be called within a tokio runtime.
 ///
 /// # Errors
-/// Why not, in words.
+/// The reason as text.
 pub(super) fn register_again(app: &Arc<App>, body: Value) -> Result<(), String> {
     let new: NewWorker = serde_json::from_value(body).map_err(|error| error.to_string())?;
     new.register(app, None).map(drop).map_err(|reject| reject.message)
@@ -454,7 +455,7 @@ pub(super) async fn add_worker(
 ) -> Response {
     let added = async {
         let body = app.intake.control(body).await?;
-        // The derived reader would take a list too, field by field.
+        // The derived parser would also accept a list of the fields.
         if body.trim_ascii_start().first() == Some(&b'[') {
             return Err(Reject::bad_request("invalid worker: must be an object, got a list"));
         }
@@ -490,7 +491,7 @@ pub(super) async fn remove_worker(
     }
 }
 
-/// GET /why/{request id}: the decisions that were made for a request, and what became of it.
+/// GET /why/{request id}: the decisions made for a request, and its outcome.
 pub(super) async fn why(
     State(app): State<Arc<App>>,
     id: Result<Path<String>, PathRejection>,
@@ -522,13 +523,13 @@ fn tell_why(app: &App, id: &str) -> Response {
     Json(json!({ "request_id": id, "decisions": decisions })).into_response()
 }
 
-/// How far the index can be believed about each worker of a model.
+/// The trust in the events of each worker of a model.
 fn trust(app: &App, model_name: &str) -> HashMap<String, Trust> {
     let reports = app.catalog.reports(|model| model.key.model_name == model_name);
     reports.into_iter().map(|report| (report.view.worker.to_string(), report.trust)).collect()
 }
 
-/// What is known of the reuse of all workers whose overlap does not count in full.
+/// The reuse of all workers whose overlap has less than full weight.
 fn reuse_views(app: &App) -> HashMap<String, ReuseView> {
     let pools = app.fleet.pools();
     let views = pools.iter().flat_map(|pool| pool.selector.reuse.views());
@@ -536,7 +537,7 @@ fn reuse_views(app: &App) -> HashMap<String, ReuseView> {
     low.map(|(worker, view)| (worker.to_string(), view)).collect()
 }
 
-/// `decision` with what is known of each candidate's events.
+/// `decision` with the trust in each candidate's events.
 fn with_trust(app: &App, mut decision: Value, trust: &HashMap<String, Trust>) -> Value {
     let (reuse, incomplete) = (reuse_views(app), incomplete(app));
     for candidate in decision["candidates"].as_array_mut().into_iter().flatten() {
@@ -552,7 +553,7 @@ fn with_trust(app: &App, mut decision: Value, trust: &HashMap<String, Trust>) ->
     decision
 }
 
-/// The path that a request to `/explain` is meant for.
+/// The path of the request that `/explain` is about.
 #[derive(Default, Deserialize)]
 pub(super) struct Asked {
     path: Option<String>,
@@ -560,7 +561,7 @@ pub(super) struct Asked {
 
 impl Asked {
     /// # Errors
-    /// 400 for a path that takes no requests.
+    /// 400 for a path without requests.
     fn row(self) -> Result<Option<&'static Row>, Reject> {
         let Some(path) = self.path else { return Ok(None) };
         Row::of(&path).map(Some).ok_or_else(|| {
@@ -570,8 +571,8 @@ impl Asked {
     }
 }
 
-/// POST /explain: a request as it would be sent to `?path=`, where that is neither a chat nor a completion; nothing is
-/// booked or forwarded.
+/// POST /explain: explains the request in the body, for `?path=` if it is neither a chat nor a
+/// completion; nothing is booked or forwarded.
 pub(super) async fn explain(
     State(app): State<Arc<App>>,
     asked: Result<Query<Asked>, QueryRejection>,
@@ -582,7 +583,8 @@ pub(super) async fn explain(
     let explained = async {
         let Query(asked) = asked.map_err(|error| Reject::bad_request(format!("query: {error}")))?;
         let row = asked.row()?;
-        // It tells what others have asked: a client's key pays for it like a request.
+        // It costs work on behalf of a client, so it counts against the client's key like a
+        // request.
         let _running = pass::client(&caller).map(|key| app.meters.begin(key)).transpose()?;
         let bytes = app.intake.whole(body).await?.bytes;
         let head = Head { uri: Uri::default(), headers, address: None, caller };

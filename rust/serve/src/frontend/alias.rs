@@ -1,15 +1,15 @@
-//! Names under which clients know models: one model each, or several that share its requests.
+//! Model aliases for clients: each stands for one model, or several that share its requests.
 
 use std::collections::BTreeMap;
 
 use kvflash_core::error::{Error, Result};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-/// Most aliases, and most models of one.
+/// Maximum aliases, and maximum models per alias.
 const MAX_ALIASES: usize = 1_024;
 const MAX_TARGETS: usize = 64;
 
-/// A model behind an alias, and its share.
+/// A model behind an alias, with its share.
 #[derive(Debug, Clone, PartialEq)]
 struct Target {
     model: String,
@@ -21,7 +21,7 @@ struct Target {
 pub(crate) struct Aliases(BTreeMap<String, Vec<Target>>);
 
 impl Aliases {
-    /// Read `NAME=MODEL` and `NAME=MODEL:WEIGHT,MODEL:WEIGHT`, one after the other.
+    /// Parses a list of `NAME=MODEL` and `NAME=MODEL:WEIGHT,MODEL:WEIGHT`.
     ///
     /// # Errors
     /// `Config` naming the flag, what is legal and what came.
@@ -66,12 +66,13 @@ impl Aliases {
         self.0.is_empty()
     }
 
-    /// The model that takes a request for `name`, if that is an alias. One `key` always gets the same model, at
+    /// The model for a request for `name`, if that is an alias. Equal keys get the same model, at
     /// every replica; without a key chance decides.
     pub fn model(&self, name: &str, key: Option<&str>) -> Option<&str> {
         let targets = self.0.get(name)?;
         let drawn = match key {
-            // The name goes in, so that one alias's first share is not another one's.
+            // The name is part of the hash, so that the shares of different aliases are
+            // independent.
             Some(key) => xxh3_64_with_seed(key.as_bytes(), xxh3_64_with_seed(name.as_bytes(), 0)),
             None => rand::random(),
         };
@@ -83,11 +84,11 @@ impl Aliases {
                 return Some(&target.model);
             }
         }
-        // The last number of all, or what rounding has left.
+        // The largest number, or a rounding remainder.
         targets.iter().rfind(|target| target.weight > 0.0).map(|target| target.model.as_str())
     }
 
-    /// All models of an alias, also those without a share.
+    /// All models of an alias, including those without a share.
     pub fn models(&self, name: &str) -> impl Iterator<Item = &str> + Clone {
         self.0.get(name).into_iter().flatten().map(|target| target.model.as_str())
     }
@@ -96,7 +97,7 @@ impl Aliases {
         self.0.contains_key(name)
     }
 
-    /// Every alias and its models that have a share, by name.
+    /// Every alias with its models that have a share, by name.
     pub fn all(&self) -> impl Iterator<Item = (&str, impl Iterator<Item = &str>)> {
         self.0.iter().map(|(name, targets)| {
             let shares = targets.iter().filter(|target| target.weight > 0.0);
@@ -105,7 +106,7 @@ impl Aliases {
     }
 }
 
-/// A model's name may have colons; what follows the last one is a weight where it is a number.
+/// A model's name may contain colons; the part after the last one is a weight if it is a number.
 fn target(text: &str) -> Target {
     let weighed = text.rsplit_once(':').and_then(|(model, weight)| {
         Some(Target { model: model.to_owned(), weight: weight.parse().ok()? })

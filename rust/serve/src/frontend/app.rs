@@ -1,4 +1,4 @@
-//! What the frontend's parts share: options, fleet, metrics.
+//! Shared state of the frontend: options, fleet, metrics.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -36,70 +36,70 @@ use crate::tenant::SaltSecret;
 use crate::tenant::limit::Meters;
 use crate::{Lock, Role, Shutdown};
 
-/// Full for so long is no burst.
+/// Being full for this long is not a burst.
 const FULL_TIME: Duration = Duration::from_secs(10);
 
-/// A refusal tells at most so many names.
+/// Maximum names in a refusal.
 const SHOWN_NAMES: usize = 20;
 
-/// A name that clients may give as the model.
+/// A name that clients may use as the model.
 pub(crate) struct Name {
     pub name: String,
-    /// The model that it stands for; of an adapter its base model.
+    /// The model that it stands for; for an adapter its base model.
     pub root: String,
-    /// The base model of all.
+    /// The base model.
     pub base: String,
-    /// The base model, where it is an adapter's own name.
+    /// The base model, if it is an adapter's own name.
     pub parent: Option<String>,
 }
 
-/// What the frontend's parts share.
+/// Shared state of the frontend.
 pub(crate) struct App {
     pub options: FrontendOptions,
     pub catalog: Arc<Catalog>,
     pub fleet: Fleet,
-    /// Names of models that only clients use.
+    /// Model aliases for clients.
     pub aliases: Aliases,
     pub upstream: Upstream,
-    /// Those that `--tokenizer` names.
+    /// Tokenizers named by `--tokenizer`.
     pub texts: ModelTexts,
     pub tokenizers: Tokenizers,
-    /// Whether the engines make the same tokens.
+    /// Whether the engines compute the same tokens.
     pub parity: Parity,
-    /// Clients are told how to come back to their worker.
+    /// Whether clients receive a session id that returns them to their worker.
     pub keeps_sessions: bool,
     pub common: CommonMetrics,
     pub metrics: FrontendMetrics,
-    /// What makes matching fail and is known outside only.
+    /// The caller's warnings about failed matching.
     pub outside_warnings: RwLock<Vec<String>>,
-    /// Why workers of discovery were not taken, by the name of each.
+    /// Why workers of discovery were refused, by id.
     pub refused_workers: Mutex<BTreeMap<InstanceId, String>>,
-    /// Metrics that others keep, as text.
+    /// Metrics of other parts, as text.
     pub more_metrics: RwLock<String>,
-    /// Where answers that tell of every worker are made.
+    /// Builds responses that list every worker.
     pub aside: Aside,
-    /// Where prompts are made into tokens that take longer than a millisecond.
+    /// Tokenizes prompts that take longer than a millisecond.
     pub compute: Compute,
     pub intake: Intake,
-    /// The same for uploads, which have a limit of their own.
+    /// The same for uploads, with a separate limit.
     pub uploads: Intake,
     pub retries: Arc<Retries>,
-    /// What clients with keys have used.
+    /// Usage of clients with keys.
     pub meters: Meters,
-    /// Makes the salts of tenants that share no cache.
+    /// Derives the salts of tenants with an isolated cache.
     pub salts: Option<SaltSecret>,
     /// Workers that were registered over HTTP.
     pub registrations: Registrations,
     pub shutdown: Shutdown,
-    /// Who knows what workers hold, where that is not the catalog.
+    /// The remote indexer, if it replaces the catalog.
     pub remote: Option<RemoteIndexer>,
-    /// The indexer's routes, where they are served.
+    /// The indexer's routes, if they are served.
     pub questions: Option<Router>,
-    /// Requests that are in flight.
+    /// Requests in flight.
     pub in_flight: AtomicUsize,
-    /// Since when as many requests are in flight as may be.
+    /// Since when the limit of requests in flight is reached.
     pub full_since: Mutex<Option<Instant>>,
-    /// Whether there were once as many workers as the start waits for.
+    /// Whether enough workers have been present at the same time.
     start: StartGate,
 }
 
@@ -172,8 +172,8 @@ impl App {
         })
     }
 
-    /// The tokenizer of a model's text: what `--tokenizer` says of the model, else a worker's card, else what
-    /// `--tokenizer` says of all.
+    /// The tokenizer of a model: from `--tokenizer` for the model, else from a worker's card, else
+    /// from `--tokenizer` for all models.
     pub fn text_of(&self, pool: &Pool) -> Option<Arc<ModelText>> {
         let of_card = || {
             let members = pool.members();
@@ -182,10 +182,10 @@ impl App {
         self.texts.of(&pool.name).or_else(of_card).or_else(|| self.texts.of_all())
     }
 
-    /// Where requests for `model` go, which an `alias` may stand for.
+    /// The route of requests for `model`, which an `alias` may stand for.
     ///
     /// # Errors
-    /// `NotFound`, naming what is served; `NoWorker` while nothing is served yet.
+    /// `NotFound`, with the served names; `NoWorker` while nothing is served yet.
     pub fn route(&self, model: &str, alias: Option<&str>) -> Result<Route> {
         let route = self.fleet.route(model)?;
         route.ok_or_else(|| match alias {
@@ -194,7 +194,8 @@ impl App {
         })
     }
 
-    /// Nobody serves `name`, or the `model` that it is an alias of: what is served instead.
+    /// The error if no worker serves `name`, or the `model` behind the alias, with the served
+    /// names.
     pub fn not_served(&self, name: &str, model: Option<&str>) -> Error {
         let mut names: Vec<String> = self.names().into_iter().map(|served| served.name).collect();
         names.sort_unstable();
@@ -208,8 +209,8 @@ impl App {
         })
     }
 
-    /// What clients may name: models and adapters that are served, then aliases of these. A model that an alias
-    /// hides is not among them.
+    /// Names for clients: served models and adapters, then their aliases. Models hidden by an alias
+    /// are omitted.
     pub fn names(&self) -> Vec<Name> {
         let served = self.fleet.served();
         let parents: HashMap<&str, Option<&str>> =
@@ -228,17 +229,17 @@ impl App {
         own.chain(aliases).collect()
     }
 
-    /// A request gets an answer of this process's own instead of a worker's.
+    /// Counts a request that was refused by this process.
     pub fn refused(&self, cause: &'static str) {
         self.metrics.refused.get_or_create(&CauseLabel { cause }).inc();
     }
 
-    /// A field or header of a client's request that controls an engine was left out.
+    /// Counts a dropped field or header of a client's request that would control an engine.
     pub fn dropped(&self, kind: &'static str) {
         self.metrics.dropped.get_or_create(&KindLabel { kind }).inc();
     }
 
-    /// Whether as many requests as may be have been in flight for a while.
+    /// Whether the limit of requests in flight has been reached for a while.
     pub fn is_full(&self) -> bool {
         let mut full_since = self.full_since.lock();
         if self.in_flight() < self.options.max_concurrent_requests {
@@ -251,17 +252,17 @@ impl App {
         self.in_flight.load(Ordering::Relaxed)
     }
 
-    /// Whether requests are taken: from the moment on at which enough workers were healthy at once.
+    /// Whether requests are accepted: once enough workers have been healthy at the same time.
     ///
     /// # Errors
-    /// `NoWorker`, saying how many are missing.
+    /// `NoWorker`, with the number of missing workers.
     pub fn started(&self) -> Result<()> {
         self.start
             .check(|| self.fleet.engines().iter().filter(|engine| engine.is_healthy()).count())
     }
 }
 
-/// Check that what the keys ask for can be had, and say what clients without keys may do.
+/// Checks the prerequisites of the keys, and logs what clients without keys may do.
 ///
 /// # Errors
 /// `Config` for a key of an isolated tenant without a secret for its salt.

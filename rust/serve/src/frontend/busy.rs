@@ -1,4 +1,4 @@
-//! Thresholds from which on workers are busy: read and changed while requests run.
+//! Busy thresholds: read and changed at run time.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ use super::app::App;
 use super::engine::Engine;
 use super::pool::Pool;
 
-/// GET /busy_threshold: those in force, model by model.
+/// GET /busy_threshold: the current thresholds, by model.
 pub(super) async fn list(State(app): State<Arc<App>>) -> Response {
     let pools = app.fleet.pools();
     let thresholds: Vec<Value> =
@@ -24,8 +24,8 @@ pub(super) async fn list(State(app): State<Arc<App>>) -> Response {
     Json(json!({ "thresholds": thresholds })).into_response()
 }
 
-/// POST /busy_threshold {model, thresholds...}: a field that is absent stays, an explicit null unsets;
-/// no threshold at all only asks.
+/// POST /busy_threshold {model, thresholds...}: an absent field is kept, an explicit null removes
+/// it; a request without thresholds only reads them.
 pub(super) async fn change(
     State(app): State<Arc<App>>,
     headers: HeaderMap,
@@ -43,7 +43,7 @@ pub(super) async fn change(
     }
 }
 
-/// The pool of `engine`, where its load is worth asking for.
+/// The pool of `engine`, if its load is needed.
 pub(super) fn watched(app: &App, engine: &Engine) -> Option<Arc<Pool>> {
     let pools = app.fleet.pools();
     pools.into_iter().find(|pool| {
@@ -52,10 +52,10 @@ pub(super) fn watched(app: &App, engine: &Engine) -> Option<Arc<Pool>> {
     })
 }
 
-/// Tell the busy table what an engine's metrics say of each of its ranks.
+/// Reports the load of each rank, from an engine's metrics, to the busy table.
 ///
-/// Blocks in use are the share that vLLM publishes of the blocks that it says it has. A rank that is not
-/// told apart stands for the first one.
+/// Blocks in use are vLLM's reported share of its reported blocks. Metrics without a rank label
+/// count for the first rank.
 pub(super) fn read_load(pool: &Pool, engine: &Engine, metrics: &str) {
     for dp_rank in 0..engine.spec.dp_size {
         let of_rank = |line: &&str| label::<u32>(line, "engine").unwrap_or(0) == dp_rank;

@@ -1,4 +1,4 @@
-//! What prompts look like, and an example or two of each form.
+//! Forms of prompts, with an example or two of each.
 
 use bytes::Bytes;
 use serde::Deserialize;
@@ -8,22 +8,23 @@ use crate::gateway::api::Api;
 use crate::gateway::body::Body;
 use crate::gateway::envelope::Envelope;
 
-/// The examples: one list of requests, each with the form that it is of.
+/// The examples: a list of requests, each with its form.
 const CORPUS: &str = include_str!("corpus.json");
 
-/// A trait of prompts that templates or tokenizers may treat differently from an engine's. A prompt may have several.
+/// A trait of prompts that local templates or tokenizers may treat differently than an engine's. A
+/// prompt may have several.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Form {
     /// A text prompt, without a template.
     Text,
-    /// A chat, whatever it holds.
+    /// A chat of any kind.
     Chat,
-    /// A chat with answers in it.
+    /// A chat that contains answers.
     Turns,
-    /// A chat with tools, or calls of them.
+    /// A chat with tools, or tool calls.
     Tools,
-    /// A chat with what a model thought before it answered.
+    /// A chat with reasoning content.
     Reasoning,
     /// A chat with characters beyond ASCII.
     Unicode,
@@ -51,7 +52,7 @@ impl Form {
         Self::Responses,
     ];
 
-    /// The API of its own that it is of, if any.
+    /// The API of this form, if it has its own.
     pub fn api(self) -> Option<Api> {
         match self {
             Self::Messages => Some(Api::Messages),
@@ -100,7 +101,7 @@ impl Forms {
         Self(self.0 | other.0)
     }
 
-    /// All that are not in it.
+    /// The complement.
     pub fn others(self) -> Self {
         Self(!self.0)
     }
@@ -109,17 +110,17 @@ impl Forms {
         self.0 == 0
     }
 
-    /// Of these forms, those that a request has; `is_adapter` where its model is one.
+    /// The forms, among those `asked` for, of a request; `is_adapter` if its model is an adapter.
     ///
     /// # Cost
-    /// A pass over the messages for each of turns, tools, reasoning and unicode that is asked for.
+    /// A pass over the messages for each of turns, tools, reasoning and unicode in `asked`.
     pub fn of(envelope: &Envelope<'_>, is_adapter: bool, asked: Self) -> Self {
         let Some(messages) = envelope.messages.map(|raw| raw.get().as_bytes()) else {
             return Self::NONE.with(Form::Text).and(asked);
         };
         let holds = |word: &str| memchr::memmem::find(messages, word.as_bytes()).is_some();
         let has = |form| match form {
-            // An API of their own, which the envelope does not tell.
+            // A separate API, which the envelope does not show.
             Form::Text | Form::Messages | Form::Responses => false,
             Form::Chat => true,
             Form::Turns => holds("\"assistant\""),
@@ -147,7 +148,7 @@ pub(crate) struct Example {
     pub body: Body,
 }
 
-/// All examples, those of a form one after the other.
+/// All examples, grouped by form.
 pub(crate) fn examples() -> Vec<Example> {
     let entries: Vec<Value> = serde_json::from_str(CORPUS).expect("a test reads it");
     let read = |mut entry: Value| {
@@ -161,8 +162,8 @@ pub(crate) fn examples() -> Vec<Example> {
     entries.into_iter().map(read).collect()
 }
 
-/// The text prompts among them: words, code, numbers, other scripts and white space, where tokenizers of different
-/// models part.
+/// The text prompts: words, code, numbers, other scripts and white space, for which tokenizers of
+/// different models differ.
 pub(crate) fn texts() -> impl Iterator<Item = String> {
     let of = |one: Example| {
         let envelope: Envelope<'_> = one.body.read().ok()?;

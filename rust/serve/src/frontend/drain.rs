@@ -1,4 +1,4 @@
-//! One worker: what is known of it, and whether it takes new requests.
+//! A single worker: its state, and whether it takes new requests.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use super::engine::Engine;
 use crate::Reject;
 use crate::worker_state::{Patch, worker_id};
 
-/// Requests that are booked at each worker and have not ended.
+/// Booked and unfinished requests per worker.
 pub(super) fn in_flight(app: &App) -> HashMap<InstanceId, u64> {
     let mut counts = HashMap::new();
     for pool in app.fleet.pools() {
@@ -26,7 +26,7 @@ pub(super) fn in_flight(app: &App) -> HashMap<InstanceId, u64> {
     counts
 }
 
-/// What `GET /workers` says of one worker.
+/// The entry of one worker in `GET /workers`.
 pub(super) fn entry_of(app: &App, engine: &Engine) -> Value {
     let mut publishers = app.catalog.publishers();
     publishers.retain(|publisher| publisher.worker.instance_id == engine.id);

@@ -1,4 +1,4 @@
-//! One engine behind the frontend: where it is, how it fares, what it said of itself.
+//! One engine behind the frontend: its address, health and properties.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -18,7 +18,7 @@ use super::ids::TakesIds;
 use super::notes::{EngineNotes, Inspection};
 use super::runtime::member::{Member, ModelText};
 
-/// An address as people may see it: a login in it is nobody's business.
+/// An address for display, without its login.
 fn without_login(url: &str) -> String {
     match (url.find("//"), url.rfind('@')) {
         (Some(from), Some(to)) if from < to => format!("{}//***{}", &url[..from], &url[to..]),
@@ -26,23 +26,23 @@ fn without_login(url: &str) -> String {
     }
 }
 
-/// The key that a worker is shown.
+/// The key that is sent to a worker.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub enum WorkerKey {
     /// That of `--worker-api-key-file`.
     #[default]
     Ours,
-    /// Its own, with which it was added.
+    /// Its own key, with which it was added.
     Own(HeaderValue),
-    /// None: somebody added it over HTTP.
+    /// None: a client added it over HTTP.
     Nothing,
 }
 
 impl WorkerKey {
-    /// Of a key that came with a worker; nothing without one.
+    /// From a worker's own key; `Nothing` without one.
     ///
     /// # Errors
-    /// `Config` for a key that can't be a header.
+    /// `Config` for a key that is not valid in a header.
     pub fn of(key: Option<&str>) -> Result<Self> {
         let Some(key) = key else { return Ok(Self::Nothing) };
         let mut value = HeaderValue::try_from(format!("Bearer {key}")).map_err(|_| {
@@ -68,21 +68,21 @@ impl fmt::Debug for WorkerKey {
 pub struct EngineSpec {
     /// Base address, `http://host:port`.
     pub url: String,
-    /// Address of its event socket, or its place at a broker; `None` = it publishes none.
+    /// Address of its event socket, or its path at a broker; `None`: it publishes no events.
     pub events: Option<String>,
     /// Address of its replay socket.
     pub replay: Option<String>,
-    /// Instance id; `None` = the frontend numbers it.
+    /// Instance id; `None`: the frontend assigns one.
     pub instance_id: Option<InstanceId>,
     /// Data-parallel ranks behind the address; rank r publishes on the event port + r.
     pub dp_size: u32,
     /// It only prefills; another engine decodes.
     pub is_prefill: bool,
-    /// Folder of its model's tokenizer, or the model's id at the Hub, where its card tells it.
+    /// Folder of its model's tokenizer, or the model's id at the Hub, if its card has it.
     pub tokenizer: Option<String>,
-    /// Who registered it over HTTP.
+    /// The client that registered it over HTTP.
     pub registrant: Option<IpAddr>,
-    /// The key that it is shown.
+    /// The key that is sent to it.
     pub key: WorkerKey,
 }
 
@@ -136,7 +136,7 @@ impl FromStr for EngineSpec {
 }
 
 impl EngineSpec {
-    /// Check the addresses.
+    /// Checks the addresses.
     ///
     /// # Errors
     /// `Config`, naming the field and what is legal.
@@ -152,8 +152,8 @@ impl EngineSpec {
             .url
             .parse()
             .map_err(|_| Error::Config(format!("worker url {:?} is not a URL", self.url)))?;
-        // A port that is no number would become 80; the host may not be empty, and a user or a
-        // fragment would be lost without a word.
+        // An invalid port would become 80; the host must not be empty, and a user or a fragment
+        // would be silently lost.
         let is_whole = uri.authority().is_some_and(|authority| {
             let port = authority.as_str().rsplit_once(':').map(|(_, port)| port);
             !authority.host().is_empty()
@@ -200,13 +200,13 @@ impl EngineSpec {
         Ok(())
     }
 
-    /// Where its ranks publish.
+    /// The event endpoints of its ranks.
     pub fn event_specs(&self) -> BTreeMap<u32, EventSpec> {
         EventSpec::of_ranks(self.events.as_deref(), self.replay.as_deref(), self.dp_size)
     }
 }
 
-/// The role that a worker is given: a decode worker is one that may do all.
+/// Parses a worker's role: a decode worker may also prefill.
 ///
 /// # Errors
 /// `Config`, with what is legal and what came.
@@ -226,12 +226,12 @@ fn is_local(address: &str) -> bool {
         .any(|scheme| address.strip_prefix(scheme).is_some_and(|path| !path.is_empty()))
 }
 
-/// `host:port` of a base address, as sessions name workers.
+/// `host:port` of a base address, which identifies workers in session ids.
 pub(crate) fn address_of(url: &str) -> &str {
     url.split_once("://").map_or(url, |(_, address)| address).trim_end_matches('/')
 }
 
-/// A worker's URL without what the frontend adds itself: the trailing slash, and `/v1`.
+/// A worker's URL without the trailing slash and `/v1`, which the frontend adds itself.
 pub(crate) fn base_of(url: &str) -> &str {
     let url = url.trim_end_matches('/');
     url.strip_suffix("/v1").unwrap_or(url).trim_end_matches('/')
@@ -251,21 +251,21 @@ pub(crate) struct Engine {
     pub requests: AtomicU64,
     pub failures: AtomicU64,
     pub notes: Mutex<EngineNotes>,
-    /// Whether it takes token ids.
+    /// Whether it accepts token ids.
     pub ids: TakesIds,
-    /// What was found of its sockets and tokenizer.
+    /// Results for its sockets and tokenizer.
     pub inspection: Mutex<Inspection>,
-    /// Its own side, where it is a worker of the runtime.
+    /// Its runtime data, if it is a worker of the runtime.
     pub member: Option<Arc<Member>>,
-    /// The tokenizer that its spec names, once it is loaded.
+    /// The tokenizer named in its spec, once it is loaded.
     pub text: OnceLock<Arc<ModelText>>,
-    /// Wakes the health check early.
+    /// Triggers an early health check.
     pub doubt: Notify,
-    /// Tells those who wait for a first byte that a check has failed.
+    /// Notifies requests that wait for a first byte of a failed check.
     unwell: Notify,
-    /// How many wait so.
+    /// Number of requests waiting for a first byte.
     waiting: AtomicU64,
-    /// A request failed there, and no check has passed or failed since.
+    /// A request failed there, and no check has finished since.
     in_doubt: AtomicBool,
 }
 
@@ -293,7 +293,7 @@ impl Engine {
         }
     }
 
-    /// A worker of the runtime; it is healthy until a request fails, for discovery has told of it.
+    /// A worker of the runtime, which discovery has reported; it is healthy until a request fails.
     pub fn of_member(member: Arc<Member>) -> Self {
         let spec = EngineSpec {
             url: member.spec.address(),
@@ -312,8 +312,8 @@ impl Engine {
         engine
     }
 
-    // Relaxed throughout: each flag stands for itself; a reader that sees it a moment late
-    // tries a worker that fails, and goes on to the next one.
+    // Relaxed throughout: the flags are independent; a reader with an outdated value tries a worker
+    // that fails, and continues with the next one.
     pub fn is_healthy(&self) -> bool {
         self.healthy.load(Ordering::Relaxed)
     }
@@ -322,18 +322,19 @@ impl Engine {
         self.removed.load(Ordering::Relaxed)
     }
 
-    /// The tokenizer that its card names.
+    /// The tokenizer named in its card.
     pub fn text(&self) -> Option<Arc<ModelText>> {
         let of_member = self.member.as_ref().and_then(|member| member.text.clone());
         of_member.or_else(|| self.text.get().cloned())
     }
 
-    /// Is `name` among the models and adapters that it has told?
+    /// Whether `name` is among its reported models and adapters.
     pub fn serves(&self, name: &str) -> bool {
         self.notes.lock().models.iter().any(|(served, _)| served == name)
     }
 
-    /// It gets no more requests. Those that wait for its first byte do as long as it passes checks.
+    /// Ends new requests. Requests that wait for its first byte continue as long as it passes
+    /// checks.
     pub fn remove(&self) {
         self.removed.store(true, Ordering::Relaxed);
         self.healthy.store(false, Ordering::Relaxed);
@@ -341,14 +342,14 @@ impl Engine {
         self.doubt.notify_one();
     }
 
-    /// A health check passed. Returns whether the engine was unhealthy before.
+    /// Records a passed health check. Returns whether the engine was unhealthy before.
     pub fn recovered(&self) -> bool {
         self.notes.lock().last_error = None;
         self.in_doubt.store(false, Ordering::Relaxed);
         !self.healthy.swap(true, Ordering::Relaxed)
     }
 
-    /// A check of the engine failed: requests that wait for its first byte go elsewhere, too.
+    /// Records a failed check: requests that wait for its first byte also go to other workers.
     pub fn check_failed(&self, why: &str) {
         let was_healthy = self.is_healthy();
         self.failed(why);
@@ -357,7 +358,7 @@ impl Engine {
         }
     }
 
-    /// Wait for `work`, a first byte, until a check of the engine fails: then it is `None`.
+    /// Waits for `work`, a first byte, until a check of the engine fails: then `None`.
     pub async fn while_well<T>(&self, work: impl Future<Output = T>) -> Option<T> {
         struct Waiting<'a>(&'a AtomicU64);
         impl Drop for Waiting<'_> {
@@ -379,7 +380,8 @@ impl Engine {
         self.waiting.load(Ordering::Relaxed) > 0
     }
 
-    /// The engine could not be reached or misbehaved; it gets no requests until a check passes.
+    /// Records that the engine was unreachable or misbehaved; it gets no requests until a check
+    /// passes.
     pub fn failed(&self, why: &str) {
         let before = self.notes.lock().last_error.replace(why.to_owned());
         self.failures.fetch_add(1, Ordering::Relaxed);
@@ -387,7 +389,7 @@ impl Engine {
             self.in_doubt.store(true, Ordering::Relaxed);
             tracing::warn!(worker = self.id, url = self.base, why, "worker is unhealthy");
         } else if before.is_none() && !self.is_removed() {
-            // Starting, perhaps; perhaps it will never come.
+            // It may be starting, or may never come up.
             tracing::warn!(worker = self.id, url = self.base, why, "worker is not healthy yet");
         }
         self.doubt.notify_one();

@@ -1,4 +1,4 @@
-//! What policies learn from an engine's own metrics.
+//! Reads an engine's own metrics for the policies.
 
 use kvflash_core::ids::Worker;
 use kvflash_core::policy::EngineMetrics;
@@ -7,11 +7,11 @@ use super::busy::label;
 use super::engine::Engine;
 use super::pool::Pool;
 
-/// Tell the policies what an engine's metrics say of each of its ranks. A rank that is not told
-/// apart stands for the first one.
+/// Reports the metrics of each of an engine's ranks to the policies. Metrics without a rank label
+/// count for the first rank.
 ///
 /// # Source
-/// vLLM's names; means are over the engine's life.
+/// vLLM's names; means are over the engine's lifetime.
 pub(crate) fn read(pool: &Pool, engine: &Engine, metrics: &str) {
     for dp_rank in 0..engine.spec.dp_size {
         pool.selector.engines.report(Worker::new(engine.id, dp_rank), of_rank(metrics, dp_rank));

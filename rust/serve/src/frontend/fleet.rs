@@ -1,4 +1,4 @@
-//! Who can serve what: engines, and the models and adapters that they have told of.
+//! Engines, and the models and adapters that they serve.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -22,15 +22,15 @@ use super::runtime::member::Member;
 use crate::fleet::{self, Common, Parts};
 use crate::gateway::turn::WaitingRoom;
 
-/// Tenant of the frontend's own indexes; the cache salt keeps clients apart.
+/// Tenant of the frontend's own indexes; the cache salt separates clients.
 const TENANT: &str = "default";
-/// Tenant of the indexes of prefill workers: what these hold is not what decode workers hold.
+/// Tenant of the indexes of prefill workers, which hold other blocks than decode workers.
 pub(crate) const PREFILL_TENANT: &str = "prefill";
 
 type Rooms = Option<Arc<WaitingRoom>>;
 type Tables = fleet::Tables<Engine, Rooms>;
 
-/// Which of `engines` are unhealthy, and why, for people: the first ones.
+/// The first of the unhealthy ones among `engines`, with reasons, for people.
 pub(crate) fn unhealthy<'a>(engines: impl Iterator<Item = &'a Arc<Engine>>) -> String {
     let down: Vec<String> = engines
         .filter(|engine| !engine.is_healthy())
@@ -46,18 +46,18 @@ pub(crate) fn unhealthy<'a>(engines: impl Iterator<Item = &'a Arc<Engine>>) -> S
 /// All engines and models of a frontend.
 ///
 /// # Consistency
-/// Changes are serialised; a request works on the members it read first.
+/// Changes are serialized; a request uses the members that it read first.
 pub(crate) struct Fleet {
     fleet: fleet::Fleet<Engine, Rooms>,
     waits_for: String,
-    /// The block size that a flag names.
+    /// The block size set by a flag.
     block_size: u32,
     pub clock: Arc<dyn Clock>,
     /// Decisions of all models.
     pub journal: Arc<Journal>,
     /// Bookings of all models, for replicas.
     pub outbox: Arc<Outbox>,
-    /// Served models that had a prefill worker.
+    /// Served models that ever had a prefill worker.
     had_prefill: Mutex<BTreeSet<String>>,
     next_id: AtomicU64,
 }
@@ -80,10 +80,11 @@ impl Fleet {
         Self { fleet, waits_for, block_size, clock, journal, outbox, had_prefill, next_id }
     }
 
-    /// Add an engine; it serves once a health check has told its models.
+    /// Adds an engine; it serves once a health check has reported its models.
     ///
     /// # Errors
-    /// `Config` for a bad spec, `Conflict` for an id or address that is there already, `Overloaded` at the limit.
+    /// `Config` for an invalid spec, `Conflict` for an existing id or address, `Overloaded` at the
+    /// limit.
     pub fn add(&self, spec: EngineSpec) -> Result<Arc<Engine>> {
         spec.check()?;
         let mut tables = self.fleet.write();
@@ -122,7 +123,7 @@ impl Fleet {
         Ok(engine)
     }
 
-    /// Add a worker of the runtime, whose card says what it serves.
+    /// Adds a worker of the runtime, with its card.
     ///
     /// # Errors
     /// As [`Self::add`]; nothing is added then.
@@ -134,32 +135,32 @@ impl Fleet {
         self.fleet.join(&mut self.fleet.write(), change, Arc::clone(&engine))?;
         if let Err(error) = self.learned(&engine, notes) {
             if self.fleet.read().roster.key_of(id).is_none() {
-                // NotFound only says that somebody else was first.
+                // NotFound only means that it was already removed.
                 let _ = self.remove(id);
                 return Err(error);
             }
-            // It serves, but its blocks don't match: only that is lost.
+            // It serves requests, but its blocks can't be matched.
             tracing::error!(worker = id, url = engine.base, %error, "the worker does not match its model");
             engine.notes.lock().last_error = Some(error.to_string());
         }
         Ok(engine)
     }
 
-    /// A worker's events are there now.
+    /// Sets a worker's event endpoints.
     ///
     /// # Errors
-    /// `NotFound` for one that has left; `Conflict` or `Config` for the first rank that can't be
-    /// subscribed to; the others are.
+    /// `NotFound` for an unknown worker; `Conflict` or `Config` for the first rank with an invalid
+    /// subscription; the other ranks are subscribed.
     pub fn change_events(&self, id: InstanceId, events: BTreeMap<u32, EventSpec>) -> Result<()> {
         self.fleet.change(&mut self.fleet.write(), Change::Events { id, events })
     }
 
-    /// Where the events of a worker's ranks are, as far as is known.
+    /// The known event endpoints of a worker's ranks.
     pub fn events_of(&self, id: InstanceId) -> BTreeMap<u32, EventSpec> {
         self.fleet.read().roster.events_of(id)
     }
 
-    /// Whether a worker's ranks may be so many more.
+    /// Checks that a worker may have this many more ranks.
     ///
     /// # Errors
     /// `Overloaded`.
@@ -167,7 +168,8 @@ impl Fleet {
         self.fleet.read().roster.check_room(more, registrant)
     }
 
-    /// Remove an engine: no new requests, its blocks are forgotten; requests in flight go on.
+    /// Removes an engine: it gets no new requests, its blocks are forgotten; requests in flight go
+    /// on.
     ///
     /// # Errors
     /// `NotFound`.
@@ -179,7 +181,7 @@ impl Fleet {
         Ok(engine)
     }
 
-    /// A worker takes no new requests, or does again.
+    /// Sets whether a worker takes new requests.
     ///
     /// # Errors
     /// `NotFound`.
@@ -187,15 +189,15 @@ impl Fleet {
         self.fleet.set_state(id, state)
     }
 
-    /// Whether a worker takes new requests; one that left did.
+    /// Whether a worker takes new requests; true for a removed one.
     pub fn state_of(&self, id: InstanceId) -> WorkerState {
         self.fleet.read().roster.state_of(id).unwrap_or_default()
     }
 
-    /// An engine has told what it serves. Joins it to its model's pool, or moves it there.
+    /// Records what an engine serves. Adds it to its model's pool, or moves it there.
     ///
     /// # Errors
-    /// `Config` when it serves nothing, `Conflict` when its block size is not the pool's.
+    /// `Config` if it serves nothing, `Conflict` if its block size differs from the pool's.
     pub fn learned(&self, engine: &Arc<Engine>, notes: EngineNotes) -> Result<()> {
         let (Some((name, _)), block_size) =
             (notes.models.iter().find(|(_, parent)| parent.is_none()).cloned(), notes.block_size)
@@ -208,7 +210,7 @@ impl Fleet {
         }
         let (id, is_prefill) = (engine.id, engine.spec.is_prefill);
         let key = key_of(&name, is_prefill);
-        // Prefill workers serve nobody by themselves.
+        // Prefill workers can't serve by themselves.
         let names = if is_prefill { Vec::new() } else { notes.models.clone() };
         let sizes = |member: &Arc<Member>| Report {
             kv_total_blocks: member.spec.card.total_kv_blocks,
@@ -246,7 +248,7 @@ impl Fleet {
         )))
     }
 
-    /// A model that nobody serves or prefills is as if it had never been there.
+    /// Forgets prefill history of models without any worker.
     fn forget_prefill(&self, tables: &Tables) {
         let is_there = |name: &String| {
             [false, true]
@@ -256,7 +258,7 @@ impl Fleet {
         self.had_prefill.lock().retain(is_there);
     }
 
-    /// Where requests for `model` go; `None` where only others are served.
+    /// The route of requests for `model`; `None` if only other models are served.
     ///
     /// # Errors
     /// `NoWorker` while nothing is served yet.
@@ -271,10 +273,10 @@ impl Fleet {
         }
     }
 
-    /// The only served base model, for requests that name none.
+    /// The only served base model, for requests without a model.
     ///
     /// # Errors
-    /// `InvalidArgument` where there are several; `NoWorker` while nothing is served yet.
+    /// `InvalidArgument` if there are several; `NoWorker` while nothing is served yet.
     pub fn only_route(&self) -> Result<Route> {
         let tables = self.fleet.read();
         let mut bases = tables.roster.names().all().filter(|(.., claim)| *claim != Claim::Adapter);
@@ -306,7 +308,7 @@ impl Fleet {
         self.fleet.read().members.values().cloned().collect()
     }
 
-    /// A worker that must be there.
+    /// A worker that must exist.
     ///
     /// # Errors
     /// `NotFound`.
@@ -315,7 +317,7 @@ impl Fleet {
         self.engine(id).ok_or_else(unknown)
     }
 
-    /// How many workers are healthy and decode, and how many of these take new requests.
+    /// Number of healthy decode workers, and how many of these take new requests.
     pub fn decoding(&self) -> (usize, usize) {
         let tables = self.fleet.read();
         let is_active =
@@ -326,7 +328,7 @@ impl Fleet {
         })
     }
 
-    /// How many workers take no new requests.
+    /// Number of draining workers.
     pub fn draining(&self) -> usize {
         self.fleet.read().roster.draining().count()
     }
@@ -335,7 +337,7 @@ impl Fleet {
         self.fleet.read().members.get(&id).cloned()
     }
 
-    /// The pool that a worker has joined.
+    /// A worker's pool.
     pub fn pool_of(&self, id: InstanceId) -> Option<Arc<Pool>> {
         let tables = self.fleet.read();
         tables.pools.get(tables.roster.key_of(id)?).cloned()
@@ -353,7 +355,7 @@ impl Fleet {
         self.fleet.read().pools.get(&key_of(name, true)).cloned()
     }
 
-    /// Models with healthy prefill workers and no worker that decodes.
+    /// Models with healthy prefill workers but no decode worker.
     pub fn without_decode(&self) -> Vec<String> {
         let tables = self.fleet.read();
         let is_alone = |pool: &&Arc<Pool>| {
@@ -390,11 +392,11 @@ fn key_of(name: &str, is_prefill: bool) -> ModelKey {
     ModelKey { model_name: name.to_owned(), tenant_id: tenant.to_owned() }
 }
 
-/// What a model needs when its first engine comes.
+/// Creates the components of a model for its first engine.
 fn parts(options: &FrontendOptions, common: &Common, key: &ModelKey) -> Result<Parts<Rooms>> {
     let is_prefill = key.tenant_id == PREFILL_TENANT;
     let mut router = options.router.clone();
-    // Nothing stays with a prefill worker: only its prompt tokens count.
+    // Requests leave no state on a prefill worker: only their prompt tokens count.
     router.track_active_blocks &= !is_prefill;
     router.track_output_blocks &= !is_prefill;
     if is_prefill {
@@ -410,7 +412,7 @@ fn parts(options: &FrontendOptions, common: &Common, key: &ModelKey) -> Result<P
         logs_decisions: options.logs_decisions,
     };
     let (selector, queue) = common.selector(key, config, &options.policies, queue)?;
-    // Who waits for the worker that decodes need not wait for the one that prefills.
+    // A request that waits for the decode worker need not wait for the prefill worker.
     let fairness = options.fairness.as_ref().filter(|_| !is_prefill);
     let waiting = fairness.map(|options| WaitingRoom::new(options, Arc::clone(&common.clock)));
     Ok((selector, queue, waiting.transpose()?.map(Arc::new)))

@@ -1,5 +1,5 @@
-//! Whether an engine takes a prompt's token ids, so that it need not tokenize again: asked once at each of its starts,
-//! and given up when an answer contradicts.
+//! Whether an engine accepts a prompt's token ids, so that it need not tokenize again: tested once
+//! at each of its starts, and revoked when an answer contradicts.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
@@ -15,19 +15,19 @@ use crate::gateway::api::{Api, Row};
 use crate::gateway::usage::UsageScanner;
 use crate::metrics::CauseLabel;
 
-/// Longest wait for the answer to a question: the engine may be busy, and nothing waits for it.
+/// Longest wait for a test's response: the engine may be busy, and nothing depends on it.
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// An answer of one token is a few hundred bytes.
+/// A response with one token has a few hundred bytes.
 const MAX_ANSWER_BYTES: usize = 1024 * 1024;
-/// Of so many requests that could go with ids one goes without: only then does the engine's count of its prompt's
-/// tokens show whether the ids are still its own.
+/// One of this many requests with possible ids is sent without them: only then the engine's count
+/// of its prompt's tokens shows whether the ids are still correct.
 const REQUESTS_PER_CHECK: u32 = 64;
-/// The text of a question: more tokens than the ids that are sent with it.
+/// The text of a test: it has more tokens than the ids sent with it.
 const QUESTION: &str = "One two three four five six seven eight nine ten eleven twelve.";
-/// Ids that are sent for a text prompt, for a chat in vLLM's field, and for a chat in SGLang's.
+/// Number of ids sent for a text prompt, for a chat in vLLM's field, and for a chat in SGLang's.
 const IDS: [usize; 3] = [3, 4, 5];
 
-/// Where a request has its prompt's ids.
+/// The field of a request with its prompt's ids.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Field {
     /// A completion's own field.
@@ -35,7 +35,8 @@ pub(crate) enum Field {
     /// `kv_transfer_params.prompt_token_ids` of a chat.
     ///
     /// # Source
-    /// vLLM 0.32 `_reused_prompt_token_ids`: it needs no KV connector, tool choice and stops still come from the messages.
+    /// vLLM 0.32 `_reused_prompt_token_ids`: needs no KV connector; tool choice and stops still
+    /// come from the messages.
     KvTransferParams,
     /// `input_ids` of a chat.
     ///
@@ -72,10 +73,10 @@ impl Field {
     }
 }
 
-/// What is known of one engine.
+/// The state of one engine.
 #[derive(Debug, Default)]
 pub(crate) struct TakesIds {
-    // Relaxed throughout: a request that sees one late goes the other way, which works as well.
+    // Relaxed throughout: with an outdated value a request uses the other way, which works as well.
     completions: AtomicU8,
     chats: AtomicU8,
     sent: AtomicU32,
@@ -84,14 +85,14 @@ pub(crate) struct TakesIds {
 
 #[derive(Debug, Default)]
 struct Notes {
-    /// The start of the engine at which it was asked.
+    /// The start of the engine at which it was tested.
     asked: Option<u64>,
-    /// Why it gets none, in words.
+    /// Why it gets no ids, as text.
     why: Option<String>,
 }
 
 impl TakesIds {
-    /// `None` of APIs whose prompts go as they came.
+    /// `None` for APIs whose prompts are sent unchanged.
     fn cell(&self, api: Api) -> Option<&AtomicU8> {
         match api {
             Api::Chat => Some(&self.chats),
@@ -100,13 +101,13 @@ impl TakesIds {
         }
     }
 
-    /// The field that takes them; `None` where none does.
+    /// The field for ids; `None` if there is none.
     pub fn field(&self, api: Api) -> Option<Field> {
         Field::of(self.cell(api)?.load(Ordering::Relaxed))
     }
 
-    /// As [`field`](Self::field), for the next request: `None`, too, for the few that are to show what the engine
-    /// counts by itself.
+    /// As [`field`](Self::field), for the next request: also `None` for the few requests that
+    /// reveal the engine's own count.
     pub fn next(&self, api: Api) -> Option<Field> {
         let field = self.field(api)?;
         let sent = self.sent.fetch_add(1, Ordering::Relaxed);
@@ -119,7 +120,7 @@ impl TakesIds {
         }
     }
 
-    /// What `GET /workers` says.
+    /// The state in `GET /workers`.
     pub fn view(&self) -> Value {
         let name = |api| self.field(api).map(Field::name);
         let notes = self.notes.lock();
@@ -131,14 +132,14 @@ impl TakesIds {
         })
     }
 
-    /// Why it gets none any more, where an answer contradicted.
+    /// Why it gets no more ids, if an answer contradicted.
     pub fn trouble(&self) -> Option<String> {
         self.notes.lock().why.clone()
     }
 }
 
 impl Engine {
-    /// An answer contradicts what the engine was believed to take: it gets no more ids until it starts again.
+    /// An answer contradicts the test: it gets no more ids until it restarts.
     pub fn gets_no_ids(&self, app: &App, api: Api, cause: &'static str, why: &str) {
         if self.ids.cell(api).is_none_or(|cell| cell.swap(0, Ordering::Relaxed) == 0) {
             return;
@@ -158,8 +159,8 @@ impl Engine {
     }
 }
 
-/// Ask `engine` whether it takes ids, unless it was asked since its start: one request for each API, of a few tokens
-/// and with one to generate. Nothing waits for the answers.
+/// Tests whether `engine` accepts ids, once per start: one request per API, with a few tokens and
+/// one to generate. Nothing waits for the responses.
 pub(super) fn ask_once(app: &Arc<App>, engine: &Arc<Engine>) {
     if !app.options.send_token_ids
         || engine.member.is_some()
@@ -172,7 +173,7 @@ pub(super) fn ask_once(app: &Arc<App>, engine: &Arc<Engine>) {
     let Some(pool) = pool.filter(|pool| pool.selector.needs_tokens()) else { return };
     let Some(text) = app.text_of(&pool) else { return };
     let started_s = engine.notes.lock().started_s;
-    // One that does not tell when it started has started anew, perhaps, where it was away.
+    // An engine that does not report its start may have restarted after an outage.
     let start = started_s.map_or_else(|| engine.failures.load(Ordering::Relaxed), f64::to_bits);
     {
         let mut notes = engine.ids.notes.lock();
@@ -226,15 +227,15 @@ async fn ask(app: &App, engine: &Engine, model: &str, id: u32) {
     );
 }
 
-/// Whether an engine with SGLang's field renders chats by the model's template. By a conversation of its own it would
-/// end answers at strings that it leaves out where ids come.
+/// Whether an engine with SGLang's field renders chats by the model's template. With a built-in
+/// conversation format it would stop at strings that it omits when it receives ids.
 async fn has_template(app: &App, engine: &Engine, model: &str) -> bool {
     let messages = json!([{ "role": "user", "content": QUESTION }]);
     let body = json!({ "model": model, "messages": messages, "add_generation_prompt": true });
     matches!(tokenize(app, engine, &body).await, Tokenized::Tokens(_))
 }
 
-/// Tokens that the engine counted in the prompt of a question; `None` where it refused, or does not tell.
+/// The engine's token count of a test's prompt; `None` if it refused, or reported none.
 async fn prompt_tokens(app: &App, engine: &Engine, api: Api, body: &Value) -> Option<usize> {
     let row = Row::of_fields(api == Api::Chat);
     let url = format!("{}{}", engine.base, row.path);

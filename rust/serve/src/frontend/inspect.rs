@@ -1,5 +1,5 @@
-//! What can be wrong with a worker's addresses and tokenizer, looked at when it joins: wrong sockets and other
-//! tokens cost all reuse, in silence.
+//! Checks a worker's addresses and tokenizer when it joins: wrong sockets or different tokens
+//! silently disable all reuse.
 
 use std::time::Duration;
 
@@ -15,23 +15,24 @@ use super::corpus::texts;
 use super::engine::Engine;
 use super::parity::{Tokenized, tokenize};
 
-/// Longest wait for what a socket says.
+/// Longest wait for a socket's response.
 const TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What answers at an address.
+/// The kind of peer at an address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Peer {
     /// A ZMQ socket that publishes.
     Publisher,
-    /// A ZMQ socket that answers, as replay sockets do.
+    /// A ZMQ socket that answers, such as a replay socket.
     Answerer,
     /// A web server.
     Http,
-    /// Nothing, or nothing that is known; its listener says more.
+    /// None, or an unknown kind; its listener reports more.
     Unknown,
 }
 
-/// Look at `engine` unless all of it is known to be right; faults go to `/health`, and to the log when they change.
+/// Checks `engine` unless it is known to be correct; faults appear in `/health`, and in the log
+/// when they change.
 pub(super) async fn inspect(app: &App, engine: &Engine) {
     if engine.member.is_some() || engine.inspection.lock().is_settled {
         return;
@@ -108,25 +109,26 @@ async fn inspect_sockets(app: &App, engine: &Engine, faults: &mut Vec<WorkerReas
     at_events != Peer::Unknown && at_replay != Some(Peer::Unknown)
 }
 
-/// What answers at `address`; of local addresses that is not asked.
+/// The kind of peer at `address`; local addresses are not checked.
 async fn peer_at(address: &str) -> Peer {
     let Some(target) = port_of(address).and_then(|_| address.strip_prefix("tcp://")) else {
         return Peer::Publisher;
     };
-    // The engine's own words for the interface that it binds to.
+    // The engine's notation for the interface that it binds to.
     let target = target.replacen("*:", "127.0.0.1:", 1);
     match greet(&target, &greeting()).await.as_deref() {
         Some(said) if said.first() == Some(&0xff) => return socket_type(said),
         _ => {}
     }
-    // A web server may wait for the end of the line that the greeting is to it.
+    // A web server may wait for the end of the line that the greeting looks like.
     match greet(&target, b"GET / HTTP/1.0\r\n\r\n").await.as_deref() {
         Some(said) if said.starts_with(b"HTTP/") => Peer::Http,
         _ => Peer::Unknown,
     }
 }
 
-/// Say `words` and read what comes until it names a socket, is no greeting of ZMQ, ends, or takes too long.
+/// Sends `words` and reads until the reply names a socket, is not a ZMQ greeting, ends, or takes
+/// too long.
 async fn greet(target: &str, words: &[u8]) -> Option<Vec<u8>> {
     tokio::time::timeout(TIMEOUT / 2, greet_now(target, words)).await.ok().flatten()
 }
@@ -139,7 +141,7 @@ async fn greet_now(target: &str, words: &[u8]) -> Option<Vec<u8>> {
     while said.len() < 4 * piece.len() {
         match stream.read(&mut piece).await {
             Ok(count) if count > 0 => said.extend_from_slice(&piece[..count]),
-            // A reset after an answer is an answer.
+            // A reset after data still is a reply.
             _ => break,
         }
         if said[0] != 0xff && said.len() >= 5 || socket_type(&said) != Peer::Unknown {
@@ -149,7 +151,8 @@ async fn greet_now(target: &str, words: &[u8]) -> Option<Vec<u8>> {
     (!said.is_empty()).then_some(said)
 }
 
-/// The greeting of ZMTP 3.0 with the NULL mechanism. A peer answers with its own, and with its READY command.
+/// The greeting of ZMTP 3.0 with the NULL mechanism. A peer replies with its own, and with its
+/// READY command.
 fn greeting() -> [u8; 64] {
     let mut greeting = [0; 64];
     (greeting[0], greeting[9], greeting[10]) = (0xff, 0x7f, 3);
@@ -157,7 +160,7 @@ fn greeting() -> [u8; 64] {
     greeting
 }
 
-/// The socket type that a peer's READY command names, behind its greeting.
+/// The socket type in a peer's READY command, after its greeting.
 fn socket_type(said: &[u8]) -> Peer {
     const PROPERTY: &[u8] = b"\x0bSocket-Type\x00\x00\x00";
     let Some(at) = memchr::memmem::find(said, PROPERTY) else { return Peer::Unknown };
@@ -170,7 +173,8 @@ fn socket_type(said: &[u8]) -> Peer {
     }
 }
 
-/// Whether it is known if the local tokenizer is the engine's. Without a local one the engine's is asked anyway.
+/// Whether the local tokenizer has been compared with the engine's. Without a local one the
+/// engine's is used anyway.
 async fn inspect_tokenizer(app: &App, engine: &Engine, faults: &mut Vec<WorkerReason>) -> bool {
     let Some(text) = app.fleet.pool_of(engine.id).and_then(|pool| app.text_of(&pool)) else {
         return true;
@@ -264,7 +268,7 @@ mod tests {
             assert_eq!(peer_at(&address).await, peer, "{}", String::from_utf8_lossy(&answer));
         }
         assert_eq!(peer_at("ipc:///tmp/engine").await, Peer::Publisher);
-        // Nobody answers a greeting there, but a line of HTTP.
+        // This server ignores the greeting and answers only a line of HTTP.
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = format!("tcp://{}", listener.local_addr().unwrap());
         tokio::spawn(async move {

@@ -1,4 +1,4 @@
-//! What the frontend counts besides the common metrics.
+//! The frontend's metrics besides the common ones.
 
 use std::sync::atomic::AtomicU64;
 
@@ -48,7 +48,7 @@ pub(crate) struct KindLabel {
     pub kind: &'static str,
 }
 
-/// A client's key, by its id: as many as there are meters.
+/// A client's key, by its id; as many as there are meters.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(crate) struct ClientIdLabel {
     pub client: String,

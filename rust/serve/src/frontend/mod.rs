@@ -1,4 +1,4 @@
-//! The OpenAI-compatible frontend: its workers, what operators ask of it, its routes. Requests go through
+//! The OpenAI-compatible frontend: its workers, operators' endpoints, routes. Requests go through
 //! [`gateway`](crate::gateway).
 
 mod admin;

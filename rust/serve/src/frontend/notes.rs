@@ -1,11 +1,11 @@
-//! What is known of an engine.
+//! Reported properties of an engine.
 
 use std::collections::BTreeMap;
 
 use kvflash_core::fleet::EventSpec;
 use kvflash_core::select::WorkerReason;
 
-/// How an engine fares.
+/// Properties and state of an engine.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct EngineNotes {
     /// Model and adapters it serves: (name, base model of an adapter).
@@ -14,36 +14,36 @@ pub(crate) struct EngineNotes {
     pub max_model_len: Option<u64>,
     /// Blocks of its cache.
     pub capacity_blocks: Option<u64>,
-    /// Tokens in a block, as its metrics say.
+    /// Tokens in a block, from its metrics.
     pub block_size: Option<u32>,
-    /// What it calls its version.
+    /// Its version string.
     pub version: Option<String>,
-    /// When its process started, seconds since 1970, as its metrics say.
+    /// Start of its process, seconds since 1970, from its metrics.
     pub started_s: Option<f64>,
-    /// What its server says of itself, where it is SGLang's and was asked.
+    /// Properties reported by its server, if it is SGLang's and was asked.
     pub server: Option<ServerNotes>,
-    /// Last trouble, in words.
+    /// The last error, as text.
     pub last_error: Option<String>,
 }
 
-/// What was found when a worker was looked at last.
+/// Results of the last inspection of a worker.
 #[derive(Debug, Default)]
 pub(crate) struct Inspection {
     pub faults: Vec<WorkerReason>,
-    /// Everything was seen and is right: it is not looked at again.
+    /// Everything was checked and is correct: no further inspection.
     pub is_settled: bool,
-    /// That there is no `/tokenize` was said.
+    /// The missing `/tokenize` was already logged.
     pub has_told_untold: bool,
 }
 
-/// What an SGLang engine's server said of itself.
+/// Properties reported by an SGLang server.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct ServerNotes {
-    /// Where its ranks publish; empty where they do not.
+    /// Event endpoints of its ranks; empty without events.
     pub events: BTreeMap<u32, EventSpec>,
     pub dp_size: u32,
     /// Tokens in a block of its events.
     pub block_size: Option<u32>,
-    /// What was found, or why nothing was, for people.
+    /// The result, or why there is none, for people.
     pub note: String,
 }

@@ -1,4 +1,4 @@
-//! What an operator can set.
+//! Options of the frontend.
 
 use std::ops::Deref;
 use std::str::FromStr;
@@ -16,12 +16,12 @@ use crate::{FrontendSettings, Http, RemoteIndexerOptions};
 /// Whether a request may be answered without a prefill worker.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum EnforceDisagg {
-    /// It may: whenever no prefill worker does its part, the decode worker does all.
+    /// Yes: if no prefill worker is available, the decode worker does everything.
     #[default]
     Off,
-    /// It may while its model has had no prefill worker; from then on it may not.
+    /// Yes, until its model has had a prefill worker; then no.
     UntilFirstPrefill,
-    /// It may not.
+    /// No.
     Always,
 }
 
@@ -40,42 +40,42 @@ impl FromStr for EnforceDisagg {
     }
 }
 
-/// Options of a frontend; those of its own are read as if they were here.
+/// Options of a frontend; those in `own` are accessible as if they were here.
 #[derive(Debug, Clone)]
 pub struct FrontendOptions {
-    /// What only a frontend has: limits and timeouts, its tokenizer.
+    /// Settings that only a frontend has: limits and timeouts, its tokenizer.
     pub own: FrontendSettings,
-    /// How requests are routed; its block size is learned where it is 0.
+    /// How requests are routed; a block size of 0 is learned.
     pub router: RouterConfig,
-    /// Policies that choose or watch instead of or beside the built-in one, for all models.
+    /// Deciding policies and shadows, for all models.
     pub policies: Policies,
-    /// What these policies were made with.
+    /// Settings of these policies.
     pub settings: Settings,
-    /// How clients take turns; `None` = first come, first served.
+    /// How clients take turns; `None`: first come, first served.
     pub fairness: Option<FairnessOptions>,
-    /// Where knowledge of the engines' caches comes from.
+    /// Source of the knowledge of the engines' caches.
     pub overlap: Overlap,
-    /// From when on a worker is busy, for every model until it is changed.
+    /// Thresholds above which a worker is busy, for every model until they are changed.
     pub thresholds: Thresholds,
-    /// How requests wait for a worker with room to prefill; `None` = they never do.
+    /// The queue for a worker with room to prefill; `None`: requests never wait.
     pub queue: Option<QueueOptions>,
     /// Memory for past decisions, bytes; 0 keeps none.
     pub decision_journal_bytes: usize,
     /// Log each decision at level info.
     pub logs_decisions: bool,
-    /// Ask this indexer what workers hold, and follow no events.
+    /// Use this indexer for overlaps, and follow no events.
     pub remote_indexer: Option<RemoteIndexerOptions>,
-    /// Events that a broker carries are heard.
+    /// Whether events over a broker are received.
     pub has_broker_events: bool,
-    /// Answer the indexer's questions, too: /query, /query_by_hash, /dump, /digest.
+    /// Whether to serve the indexer's API, too: /query, /query_by_hash, /dump, /digest.
     pub serve_indexer: bool,
     /// Whether requests may be answered without a prefill worker.
     pub enforce_disagg: EnforceDisagg,
-    /// Where workers are expected from, for those who ask before there are any.
+    /// Where workers are expected from, for responses before any have joined.
     pub waits_for: String,
-    /// Healthy workers that must have been there once before the first request is taken.
+    /// Healthy workers that must have been present at once before the first request is accepted.
     pub min_initial_workers: usize,
-    /// Bounds of its connections and bodies.
+    /// Limits of its connections and bodies.
     pub http: Http,
 }
 
@@ -115,7 +115,7 @@ impl FrontendOptions {
     /// The key for the frontend's own calls to workers.
     ///
     /// # Errors
-    /// `Config` where it is given twice, or its file can't be read or is empty.
+    /// `Config` if it is given twice, or its file is unreadable or empty.
     pub(super) fn api_key(&self) -> Result<Option<String>> {
         let Some(path) = &self.worker_api_key_file else { return Ok(self.worker_api_key.clone()) };
         let wrong =
@@ -130,14 +130,14 @@ impl FrontendOptions {
         }
     }
 
-    /// The name of the policy that chooses.
+    /// The name of the deciding policy.
     pub fn policy_name(&self) -> &str {
         let built_in = self.router.policy.name();
         self.policies.active.as_ref().map_or(built_in, |policy| policy.name())
     }
 
-    /// Whether engines' events are listened to: not where routing itself is the knowledge, nor where an
-    /// overlap weighs nothing.
+    /// Whether engines' events are used: not if predictions replace them, nor if overlaps have no
+    /// weight.
     pub fn uses_events(&self) -> bool {
         self.overlap != Overlap::Predictions
             && self.remote_indexer.is_none()
@@ -145,7 +145,7 @@ impl FrontendOptions {
             && self.router.scale.overlap_score_credit > 0.0
     }
 
-    /// Check what the types cannot.
+    /// Checks what the types can't express.
     ///
     /// # Errors
     /// `Config`, naming the flag.

@@ -1,5 +1,6 @@
-//! Whether prompts are made into tokens here as the engines do it: a corpus of forms is compared once for each model
-//! and version of its engines, and then from time to time. A form that differs is left to the engines' own renderer.
+//! Checks that local tokenization equals the engines': a corpus of forms is compared once for each
+//! model and engine version, and then periodically. Forms that differ are left to the engines' own
+//! renderer.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -23,35 +24,35 @@ use crate::gateway::envelope::Envelope;
 use crate::gateway::render::ask_body;
 use crate::metrics::escape;
 
-/// Time to the next comparison after one that an engine did not answer.
+/// Time to the next comparison after one without an answer from the engine.
 const RETRY_TIME: Duration = Duration::from_secs(300);
-/// Comparisons in a row after which a form that differed is rendered here again.
+/// Consecutive matching comparisons after which a form that differed is rendered locally again.
 const AGREEMENTS: u32 = 2;
-/// An answer to an example is a few hundred tokens.
+/// The response to an example is a few hundred tokens.
 const MAX_ANSWER_BYTES: usize = 1024 * 1024;
-/// Name of the version of engines that tell none.
+/// Version name of engines without one.
 const NO_VERSION: &str = "unknown";
 
-/// What a comparison of one form showed.
+/// The outcome of comparing one form.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Outcome {
-    /// It could not be made, and why.
+    /// No comparison was possible, with the reason.
     NotCompared(String),
     Agrees,
-    /// How the tokens differ.
+    /// The tokens differ, with the first difference.
     Differs(String),
 }
 
-/// What is known of one form at engines of one version.
+/// Results for one form at engines of one version.
 #[derive(Debug, Clone)]
 struct FormRecord {
     outcome: Outcome,
-    /// It differed, and has not agreed often enough since: engines render it.
+    /// It differed, and has not matched often enough since: engines render it.
     is_remote: bool,
     agreed: u32,
 }
 
-/// What is known of the engines of one version.
+/// Results for the engines of one version.
 #[derive(Debug, Default)]
 struct Record {
     is_running: bool,
@@ -61,19 +62,19 @@ struct Record {
     forms: BTreeMap<Form, FormRecord>,
 }
 
-/// How far prompts of a model may be made into tokens here.
+/// Which prompts of a model may be tokenized locally.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Standing {
-    /// Forms that all versions of its engines make into the same tokens.
+    /// Forms with equal tokens in all versions of its engines.
     pub proven: Forms,
-    /// Forms that one of them makes into other tokens.
+    /// Forms with different tokens in some version.
     pub remote: Forms,
 }
 
-/// What all comparisons showed.
+/// The results of all comparisons.
 ///
 /// # Cost
-/// A record for each model and version of engines that are there now.
+/// A record for each model and version of the current engines.
 #[derive(Default)]
 pub(crate) struct Parity {
     /// By model and version.
@@ -82,12 +83,12 @@ pub(crate) struct Parity {
 }
 
 impl Parity {
-    /// Of the model of this name; nothing is proven before it was compared.
+    /// For the model of this name; nothing is proven before a comparison.
     pub fn standing(&self, model: &str) -> Standing {
         self.standings.read().get(model).copied().unwrap_or_default()
     }
 
-    /// What `/health` says: by model and version.
+    /// The state for `/health`: by model and version.
     pub fn view(&self) -> Value {
         let mut view = json!({});
         for ((model, version), record) in &*self.records.lock() {
@@ -110,7 +111,7 @@ impl Parity {
         view
     }
 
-    /// What makes reuse worse than it could be, in words.
+    /// Reasons for reduced reuse, as text.
     pub fn warnings(&self) -> Vec<String> {
         let mut warnings = Vec::new();
         for ((model, version), record) in &*self.records.lock() {
@@ -130,7 +131,7 @@ impl Parity {
         warnings
     }
 
-    /// Tell `/metrics`.
+    /// Updates `/metrics`.
     pub fn refill(&self, app: &App) {
         let metrics = &app.metrics;
         metrics.parity.clear();
@@ -148,7 +149,8 @@ impl Parity {
         }
     }
 
-    /// Claim the comparison of a version, where it is due. Versions in `live` are kept, others of the model are not.
+    /// Claims the comparison of a version, if it is due. Records of versions in `live` are kept,
+    /// others of the model are dropped.
     fn claim(&self, model: &str, version: &str, live: &[String]) -> bool {
         let mut records = self.records.lock();
         records.retain(|(of, version), record| {
@@ -160,7 +162,7 @@ impl Parity {
         is_due
     }
 
-    /// A comparison has ended; `None` where the engine did not answer it.
+    /// Records the end of a comparison; `None` if the engine did not answer.
     fn ended(
         &self,
         model: &str,
@@ -213,7 +215,7 @@ impl FormRecord {
     }
 }
 
-/// Say in the log what has changed.
+/// Logs changes.
 fn tell(model: &str, version: &str, form: Form, before: Option<&FormRecord>, now: &FormRecord) {
     let (was_remote, form) = (before.is_some_and(|record| record.is_remote), form.name());
     match &now.outcome {
@@ -240,7 +242,7 @@ fn tell(model: &str, version: &str, form: Form, before: Option<&FormRecord>, now
     }
 }
 
-/// Compare the tokens of the model that `engine` serves, where that is due: once for each version, then at
+/// Compares the tokens of the model that `engine` serves, if that is due: once per version, then at
 /// `--parity-interval`.
 pub(super) fn compare_if_due(app: &Arc<App>, engine: &Arc<Engine>) {
     let interval = app.options.parity_interval;
@@ -281,7 +283,7 @@ fn version_of(engine: &Engine) -> String {
     version.unwrap_or_else(|| NO_VERSION.to_owned())
 }
 
-/// Compare all examples, one after the other; `None` where the engine does not answer.
+/// Compares all examples, one after the other; `None` if the engine does not answer.
 async fn compare(
     app: &App,
     text: &TextModel,
@@ -357,7 +359,7 @@ async fn compare_one(
     }
 }
 
-/// How two prompts differ; `None` where they do not.
+/// The difference between two prompts; `None` if they are equal.
 fn difference(own: &[u32], theirs: &[u32]) -> Option<String> {
     if own == theirs {
         return None;
@@ -366,25 +368,25 @@ fn difference(own: &[u32], theirs: &[u32]) -> Option<String> {
     Some(format!("{} tokens here, {} there, different from token {at} on", own.len(), theirs.len()))
 }
 
-/// An engine's answer to `/tokenize`.
+/// An engine's response to `/tokenize`.
 pub(super) enum Tokenized {
     Tokens(Vec<u32>),
-    /// It has no such door, or does not take this prompt.
+    /// It has no such endpoint, or does not accept this prompt.
     Refused(StatusCode),
-    /// No answer, or one of an engine in trouble.
+    /// No response, or an error of the engine.
     Failed,
 }
 
-/// Ask `engine` for the tokens of a prompt.
+/// Requests the tokens of a prompt from `engine`.
 pub(super) async fn tokenize(app: &App, engine: &Engine, body: &Value) -> Tokenized {
     tokens_of(app, engine, "/tokenize", body.to_string().into_bytes()).await
 }
 
-/// Ask `engine` at `path` for the tokens of a request.
+/// Requests the tokens of a request from `engine` at `path`.
 async fn tokens_of(app: &App, engine: &Engine, path: &str, body: Vec<u8>) -> Tokenized {
     #[derive(Deserialize)]
     struct Answer {
-        /// A renderer's name of them is the other one.
+        /// The alias is the name that renderers use.
         #[serde(alias = "token_ids")]
         tokens: Vec<u32>,
     }
@@ -427,7 +429,7 @@ mod tests {
             remote(vec![agrees(), agrees(), differs(), agrees(), differs(), agrees(), agrees()]),
             [false, false, true, true, true, true, false]
         );
-        // What could not be compared proves nothing, and is no link of a row.
+        // A missing comparison proves nothing, and does not count as consecutive.
         assert_eq!(
             remote(vec![differs(), agrees(), unknown(), agrees(), agrees()]),
             [true, true, true, true, false]

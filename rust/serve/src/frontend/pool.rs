@@ -14,7 +14,7 @@ pub(crate) type Pool = fleet::Pool<Engine, Option<Arc<WaitingRoom>>>;
 pub(crate) type Members = fleet::Members<Engine>;
 
 impl Members {
-    /// May `worker` take a request that has been at the `tried` engines already?
+    /// Whether `worker` may take a request that was already at the `tried` engines.
     pub fn is_eligible(&self, worker: Worker, tried: &[InstanceId]) -> bool {
         !tried.contains(&worker.instance_id)
             && self.get(worker.instance_id).is_some_and(|engine| engine.is_healthy())
@@ -30,7 +30,7 @@ impl Members {
 }
 
 impl Pool {
-    /// How many of its workers may get requests.
+    /// Number of its workers that may get requests.
     pub fn serving(&self) -> usize {
         let draining = self.selector.draining.all();
         let is_open = |id: &InstanceId| draining.binary_search(id).is_err();
@@ -38,16 +38,16 @@ impl Pool {
         members.all().filter(|engine| engine.is_healthy() && is_open(&engine.id)).count()
     }
 
-    /// Whether requests may wait, be it for their turn or for a worker with room.
+    /// Whether requests may wait, for their turn or for a worker with room.
     pub fn is_queued(&self) -> bool {
         self.waiting.is_some() || self.queue.is_some()
     }
 
-    /// Of the healthy engines that fit and speak HTTP, the one with the fewest requests; among equal ones another one
-    /// for each `turn`.
+    /// Of the healthy HTTP engines accepted by `fits`, the one with the fewest requests; ties
+    /// rotate with `turn`.
     ///
     /// # Cost
-    /// A look at every worker's load.
+    /// Reads every worker's load.
     pub fn least_busy(&self, turn: usize, fits: impl Fn(&Engine) -> bool) -> Option<Arc<Engine>> {
         let mut requests = HashMap::<_, u32>::new();
         for load in self.selector.loads() {
@@ -65,10 +65,10 @@ impl Pool {
     }
 }
 
-/// Where requests for a served name go.
+/// The route of requests for a served name.
 #[derive(Clone)]
 pub(crate) struct Route {
     pub pool: Arc<Pool>,
-    /// The adapter, where the name is one.
+    /// The adapter, if the name is one.
     pub lora_name: Option<String>,
 }

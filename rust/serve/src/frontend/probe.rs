@@ -1,4 +1,4 @@
-//! Health checks, and learning from an engine what it serves.
+//! Health checks, and the discovery of what an engine serves.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,19 +21,19 @@ use super::proxy::Upstream;
 use super::server_info;
 use crate::Shutdown;
 
-/// What an engine serves is asked again once in this many checks.
+/// The served models are queried again once in this many checks.
 const CHECKS_PER_LEARNING: u32 = 15;
 
-/// Pause after the first check that an engine did not pass. Waiting for one to start is worth asking more
-/// often than whether it still lives, but not for ever: of thousands many may be down.
+/// Pause after the first failed check. A starting engine is checked more often than a healthy one,
+/// but not forever, because many of thousands may be down.
 const FIRST_PAUSE: Duration = Duration::from_millis(250);
 
-/// An engine's answers to a check are small; more than this is not one.
+/// An engine's responses to a check are small; larger ones are refused.
 const MAX_ANSWER_BYTES: usize = 8 * 1024 * 1024;
-/// A longer name of a version is none.
+/// Longer version strings are ignored.
 const MAX_VERSION_BYTES: usize = 128;
 
-/// Add an engine, and watch it. Must be called within a tokio runtime.
+/// Adds an engine, and monitors it. Must be called within a tokio runtime.
 ///
 /// # Errors
 /// As [`Fleet::add`](super::fleet::Fleet::add).
@@ -41,7 +41,7 @@ pub(super) fn add(app: &Arc<App>, spec: EngineSpec) -> Result<Arc<Engine>> {
     let text = spec.tokenizer.as_deref().and_then(|named| {
         let folder = model_folder(named);
         let text = folder.and_then(|at| app.tokenizers.open(&at, app.options.tokenizer_cache));
-        // It is on the worker's machine, perhaps, and not here.
+        // It may exist only on the worker's machine.
         text.inspect_err(|error| {
             tracing::warn!(url = spec.url, "its card's tokenizer: {error}");
         })
@@ -49,17 +49,17 @@ pub(super) fn add(app: &Arc<App>, spec: EngineSpec) -> Result<Arc<Engine>> {
     });
     let engine = app.fleet.add(spec)?;
     if let Some(text) = text {
-        // It is new: nothing is there yet.
+        // It is new, so the cell is empty.
         let _ = engine.text.set(text);
     }
     tokio::spawn(watch(Arc::clone(app), Arc::clone(&engine), app.shutdown.clone()));
     Ok(engine)
 }
 
-/// Check `engine` until it is removed or the service stops.
+/// Checks `engine` until it is removed or the service stops.
 async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
     let interval = app.options.health_interval;
-    // Adapters come and go while an engine runs, and one may restart between two checks.
+    // Adapters come and go while an engine runs, and it may restart between two checks.
     let learn_interval = interval * CHECKS_PER_LEARNING;
     let mut learned = None::<Instant>;
     let mut missed = 0_u32;
@@ -70,7 +70,7 @@ async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
             Err(why) => engine.check_failed(&why),
             Ok(()) if is_known => {}
             Ok(()) => match learn(&app, &engine).await {
-                // It serves and has told its models before: what it serves now can wait.
+                // It serves and has reported its models before: an update can wait.
                 Err(why) if engine.is_healthy() => {
                     tracing::warn!(
                         worker = engine.id,
@@ -96,14 +96,15 @@ async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
                         tracing::error!(worker = engine.id, url = engine.base, %error, "the worker does not \
                                                                                         match its model");
                     }
-                    // One that does not fit the index still serves: it only earns no credit.
+                    // An engine that does not fit the index still serves: only its overlap does not
+                    // count.
                     let serves = app.fleet.pool_of(engine.id).is_some();
                     if serves && engine.recovered() {
                         tracing::info!(worker = engine.id, url = engine.base, "worker is healthy");
                     }
                     match outcome {
                         Ok(()) => {}
-                        // It has left the model that it served, and no other one takes it.
+                        // It no longer serves its model, and no other model accepts it.
                         Err(error) if !serves && engine.is_healthy() => {
                             engine.failed(&error.to_string());
                         }
@@ -127,15 +128,15 @@ async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
         missed = if engine.is_healthy() { 0 } else { missed.saturating_add(1) };
         tokio::select! {
             () = tokio::time::sleep(pause(missed, interval)) => {}
-            // A request just failed there: ask again soon, but not in a tight loop.
+            // A request has just failed there: check again soon, but not in a tight loop.
             () = engine.doubt.notified(), if engine.is_healthy() => {}
             () = shutdown.wait() => break,
         }
     }
 }
 
-/// Follow what an engine's server says of its events. Where it has ranks that nobody has named, it is
-/// registered anew with them, and true: another task checks it.
+/// Applies what an engine's server reports about its events. If it has additional ranks, it is
+/// registered again with them; returns true, and another task checks it.
 fn has_other_ranks(app: &Arc<App>, engine: &Engine, notes: &EngineNotes) -> bool {
     let Some(server) = &notes.server else { return false };
     let (id, note) = (engine.id, &server.note);
@@ -175,8 +176,8 @@ fn has_other_ranks(app: &Arc<App>, engine: &Engine, notes: &EngineNotes) -> bool
     false
 }
 
-/// Time to the next check after so many in a row that the engine did not pass: twice as long each time, up
-/// to the `interval` of those that are well.
+/// Time to the next check after this many failed ones in a row: doubled each time, up to the
+/// `interval` of healthy engines.
 fn pause(missed: u32, interval: Duration) -> Duration {
     match missed.checked_sub(1) {
         Some(before) => FIRST_PAUSE.saturating_mul(1 << before.min(30)).min(interval),
@@ -234,7 +235,7 @@ async fn learn(app: &App, engine: &Engine) -> Result<EngineNotes, String> {
         models: list.data.into_iter().map(|card| (card.id, card.parent)).collect(),
         ..EngineNotes::default()
     };
-    // Not every engine has metrics; its events tell the block size as well.
+    // Not every engine has metrics; its events also contain the block size.
     if let Ok((200, body)) = get(upstream, engine, "/metrics", timeout).await {
         let text = String::from_utf8_lossy(&body);
         let info = text.lines().find(|line| line.starts_with("vllm:cache_config_info{"));
@@ -271,7 +272,7 @@ mod tests {
         };
         assert_eq!(pauses(2_000), [2_000, 250, 500, 1_000, 2_000, 2_000, 2_000, 2_000, 2_000]);
         assert_eq!(pauses(100), [100; 9]);
-        // An interval without end: doubled for as long as it can be told.
+        // An endless interval: doubled until it overflows.
         assert_eq!(pauses(u64::MAX)[6..], [250 << 30; 3]);
     }
 

@@ -1,4 +1,4 @@
-//! The way to the engines: one client with pooled connections, and the headers that may travel.
+//! HTTP to the engines: one client with pooled connections, and filtered headers.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -20,14 +20,14 @@ use super::engine::{Engine, WorkerKey};
 use super::options::FrontendOptions;
 use crate::outbound::Connector;
 
-/// Answers of status 1xx before the answer: more are an engine that never answers.
+/// Maximum 1xx responses before the final one: an engine with more never answers.
 const MAX_INFORMATIONAL: usize = 16;
 
-/// HTTP/1 to the engines, connections kept and reused.
+/// HTTP/1 to the engines, with persistent connections.
 #[derive(Debug, Clone)]
 pub(crate) struct Upstream {
     client: Client<Connector, Full<Bytes>>,
-    /// Authorization of the frontend's own calls.
+    /// Authorization for the frontend's own calls.
     authorization: Option<HeaderValue>,
 }
 
@@ -36,13 +36,13 @@ pub(crate) struct Upstream {
 pub(crate) struct AttemptError {
     pub cause: &'static str,
     pub message: String,
-    /// The engine may have the request.
+    /// Whether the engine may have received the request.
     pub is_sent: bool,
 }
 
 impl Upstream {
     /// # Errors
-    /// `Config` for an API key that can't be a header.
+    /// `Config` for an API key that is not valid in a header.
     pub fn new(options: &FrontendOptions, api_key: Option<&str>) -> Result<Self, Error> {
         let authorization = match api_key {
             None => None,
@@ -59,14 +59,15 @@ impl Upstream {
         let connector = options.http.outbound().connector(options.connect_timeout);
         let client = Client::builder(TokioExecutor::new())
             .pool_timer(TokioTimer::new())
-            // Common engines close idle connections after 5 s; be first, so that no request meets a closed one.
+            // Common engines close idle connections after 5 s; close ours earlier, so that no
+            // request uses a closed one.
             .pool_idle_timeout(Duration::from_secs(4))
             .pool_max_idle_per_host(1_024)
             .build(connector);
         Ok(Self { client, authorization })
     }
 
-    /// Send a request; returns at the answer's head.
+    /// Sends a request; returns at the response head.
     pub async fn send(
         &self,
         mut request: Request<Full<Bytes>>,
@@ -92,7 +93,7 @@ impl Upstream {
         answered.map_err(|error| {
             let is_sent = !error.is_connect();
             let cause = if is_sent { "no_answer" } else { "connect" };
-            // The outermost text only says "client error"; the operator needs the root of it.
+            // The outermost error is only "client error"; the operator needs the root cause.
             let mut message = error.to_string();
             let mut source = std::error::Error::source(&error);
             while let Some(inner) = source {
@@ -103,7 +104,7 @@ impl Upstream {
         })
     }
 
-    /// What an engine is shown: the frontend's own key, or one that is only for it.
+    /// The key sent to an engine: the frontend's own, or one specific to the engine.
     pub fn authorization<'a>(&'a self, engine: &'a Engine) -> Option<&'a HeaderValue> {
         match &engine.spec.key {
             WorkerKey::Ours => self.authorization.as_ref(),
@@ -112,7 +113,7 @@ impl Upstream {
         }
     }
 
-    /// GET of an engine's, with the whole answer, at most `limit` bytes.
+    /// GET from an engine, with the complete response, at most `limit` bytes.
     pub async fn get(
         &self,
         engine: &Engine,
@@ -123,7 +124,7 @@ impl Upstream {
         self.whole(engine, request, limit).await.map(|(status, bytes)| (status.as_u16(), bytes))
     }
 
-    /// POST JSON with the whole answer, at most `limit` bytes.
+    /// POST JSON, with the complete response, at most `limit` bytes.
     pub async fn post_json(
         &self,
         engine: &Engine,
@@ -155,7 +156,7 @@ impl Upstream {
     }
 }
 
-/// Headers that speak about one connection, not about the request or answer.
+/// Headers about one connection, not about the request or response.
 fn is_hop_by_hop(name: &HeaderName) -> bool {
     matches!(
         name.as_str(),
@@ -171,7 +172,7 @@ fn is_hop_by_hop(name: &HeaderName) -> bool {
     )
 }
 
-/// Headers that `Connection` declares to be about this connection only (RFC 9110, 7.6.1).
+/// Headers that `Connection` declares connection-specific (RFC 9110, 7.6.1).
 fn named_by_connection(headers: &HeaderMap) -> Vec<HeaderName> {
     headers
         .get_all(header::CONNECTION)
@@ -182,7 +183,7 @@ fn named_by_connection(headers: &HeaderMap) -> Vec<HeaderName> {
         .collect()
 }
 
-/// The request as the engine gets it: same method, path and body, without the client's connection headers.
+/// The request for the engine: same method, path and body, without the client's connection headers.
 pub(crate) fn upstream_request(
     method: &Method,
     uri: Uri,
@@ -203,13 +204,13 @@ pub(crate) fn upstream_request(
         }
     }
     if let Some(rank) = dp_rank {
-        // vLLM's name for the rank that shall take the request.
+        // vLLM's header for the rank that must take the request.
         out.insert(HeaderName::from_static("x-data-parallel-rank"), rank.into());
     }
     request
 }
 
-/// The answer's headers as the client gets them.
+/// The response headers for the client.
 pub(crate) fn client_headers(mut headers: HeaderMap) -> HeaderMap {
     let mut listed = named_by_connection(&headers);
     listed.extend(headers.keys().filter(|name| is_hop_by_hop(name)).cloned());

@@ -1,4 +1,4 @@
-//! GET /metrics: families that are read anew at each scrape.
+//! GET /metrics: families that are recomputed at each scrape.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -21,11 +21,11 @@ pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
     app.common.expose_with(&app.catalog, &app.more_metrics, prefix, || refill(&app)).await
 }
 
-/// Read what families tell of now.
+/// Updates the families of current values.
 fn refill(app: &App) {
     let metrics = &app.metrics;
     metrics.in_flight.set(app.in_flight() as i64);
-    // Rebuilt at each scrape, so that a worker that left leaves no label behind.
+    // Rebuilt at each scrape, so that a departed worker leaves no labels behind.
     for family in [
         &metrics.worker_healthy,
         &metrics.worker_requests,
@@ -77,7 +77,7 @@ fn refill(app: &App) {
     tell_tokenizers(app);
 }
 
-/// Which tokenizers are in memory, what they remember, and what their checks found.
+/// Loaded tokenizers, their caches, and the results of their checks.
 fn tell_tokenizers(app: &App) {
     let metrics = &app.metrics;
     metrics.tokenizers.clear();
@@ -109,7 +109,7 @@ fn tell_tokenizers(app: &App) {
     }
 }
 
-/// How far workers' events are believed, and what that follows from.
+/// Trust in the workers' events, and the underlying data.
 fn tell_reuse(app: &App) {
     let metrics = &app.metrics;
     metrics.worker_index_incomplete.clear();
@@ -132,7 +132,7 @@ fn tell_reuse(app: &App) {
     }
 }
 
-/// What clients with keys have used of their limits.
+/// Usage and limits of clients with keys.
 fn tell_clients(app: &App) {
     let metrics = &app.metrics;
     metrics.client_requests.clear();
@@ -155,7 +155,7 @@ fn tell_clients(app: &App) {
     }
 }
 
-/// Who waits for a turn, and what became of those who did.
+/// Requests that wait for a turn, and outcomes of earlier ones.
 fn tell_turns(app: &App) {
     let metrics = &app.metrics;
     metrics.turns.clear();
@@ -179,13 +179,13 @@ fn tell_turns(app: &App) {
     }
 }
 
-/// Who waits for a worker with room to prefill, and what became of those who did.
+/// Requests that wait for a worker with room to prefill, and outcomes of earlier ones.
 fn tell_queues(app: &App) {
     let metrics = &app.metrics;
     metrics.queue_pending.clear();
     metrics.queue_pending_tokens.clear();
     metrics.queued.clear();
-    // A model's prefill workers have a queue of their own: the sum is told.
+    // A model's prefill workers have a separate queue: the sum is reported.
     for pool in app.fleet.pools() {
         let Some(queue) = &pool.queue else { continue };
         let (stats, model) = (queue.stats(), escape(&pool.name));

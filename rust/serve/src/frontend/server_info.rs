@@ -1,5 +1,5 @@
-//! What an SGLang engine says of itself: where it publishes, its ranks and its block size. An operator who
-//! gives its URL alone need not know them.
+//! Properties reported by an SGLang engine: its event endpoint, ranks and block size, so that an
+//! operator need only give its URL.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -12,13 +12,13 @@ use super::engine::{Engine, WorkerKey};
 use super::notes::ServerNotes;
 use super::proxy::Upstream;
 
-/// Newer engines answer at the first one.
+/// Newer engines answer at the first path.
 const PATHS: [&str; 2] = ["/server_info", "/get_server_info"];
-/// It lists all settings of the server, and the state of each rank.
+/// The response lists all settings of the server, and the state of each rank.
 const MAX_ANSWER_BYTES: usize = 8 * 1024 * 1024;
-/// Most ranks that are believed, as of `dp=`.
+/// Maximum ranks that are accepted, as for `dp=`.
 const MAX_RANKS: u32 = 1_024;
-/// Where SGLang publishes unless it is told otherwise.
+/// SGLang's default event endpoint.
 const DEFAULT_ENDPOINT: &str = "tcp://*:5557";
 
 #[derive(Deserialize)]
@@ -26,7 +26,7 @@ struct ServerInfo {
     page_size: u32,
     #[serde(default)]
     dp_size: Option<u32>,
-    /// The text of a JSON object, as on its command line.
+    /// A JSON object as a string, as on its command line.
     #[serde(default)]
     kv_events_config: Value,
 }
@@ -38,7 +38,7 @@ struct KvEvents {
     replay_endpoint: Option<String>,
 }
 
-/// Ask `engine`; `None` where it is no SGLang, or does not answer.
+/// Queries `engine`; `None` if it is not SGLang, or does not answer.
 pub(crate) async fn ask(
     upstream: &Upstream,
     engine: &Engine,
@@ -62,7 +62,7 @@ pub(crate) async fn ask(
 }
 
 impl ServerNotes {
-    /// Of one that somebody added over HTTP: it may not have us connect elsewhere than to its own host.
+    /// For an engine added over HTTP: its events must be on its own host.
     fn keep_events_at(&mut self, host: &str) {
         let own = format!("tcp://{host}:");
         let is_own = |spec: &EventSpec| {
@@ -78,7 +78,7 @@ impl ServerNotes {
     }
 }
 
-/// Read the answer of an engine at `host`.
+/// Parses the response of an engine at `host`.
 fn read(host: &str, path: &str, body: &[u8]) -> Option<ServerNotes> {
     let info: ServerInfo = serde_json::from_slice(body).ok()?;
     let dp_size = info.dp_size.unwrap_or(1).clamp(1, MAX_RANKS);
@@ -99,7 +99,7 @@ fn read(host: &str, path: &str, body: &[u8]) -> Option<ServerNotes> {
 /// The event and replay sockets of rank 0.
 ///
 /// # Errors
-/// Why there are none, in words.
+/// Why there are none, as text.
 fn sockets(host: &str, dp_size: u32, config: &Value) -> Result<(String, Option<String>), String> {
     const FIX: &str = "start it with --kv-events-config '{\"publisher\": \"zmq\", \"endpoint\": \
                        \"tcp://*:5557\", \"replay_endpoint\": \"tcp://*:5657\"}'";
@@ -113,7 +113,7 @@ fn sockets(host: &str, dp_size: u32, config: &Value) -> Result<(String, Option<S
         return Err(format!("the publisher of its kv_events_config is not zmq: {FIX}"));
     }
     let place = |field: &str, address: &str| {
-        // The engine's own words for the interface that it binds to.
+        // The engine's notation for the interface that it binds to.
         let address = ["tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:"]
             .iter()
             .find_map(|any| address.strip_prefix(any))
@@ -201,7 +201,7 @@ mod tests {
             assert!(notes.events.is_empty() && notes.note.contains(why), "{}", notes.note);
             assert_eq!(notes.block_size, Some(64));
         }
-        // vLLM's answer, where it has one.
+        // vLLM's response, in versions that have one.
         assert_eq!(read("h", "/server_info", br#"{"vllm_config": "..."}"#), None);
         assert_eq!(read("h", "/server_info", b"no"), None);
     }

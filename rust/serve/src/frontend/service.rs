@@ -23,7 +23,8 @@ use crate::gateway::call::Head;
 use crate::gateway::send::forward;
 use crate::{Caller, Peer, Reject, Shutdown, body, openapi};
 
-/// The frontend's service: add engines, serve [`FrontendApp::router`], stop with the shutdown it was given.
+/// The frontend's service: add engines, serve [`FrontendApp::router`], stop with the given
+/// shutdown.
 #[derive(Clone)]
 pub struct FrontendApp {
     pub(super) app: Arc<App>,
@@ -43,16 +44,16 @@ impl FrontendApp {
         Ok(Self { app: Arc::new(App::new(options, catalog, clock, shutdown)?) })
     }
 
-    /// Add an engine and watch it. Must be called within a tokio runtime.
+    /// Adds an engine and monitors it. Must be called within a tokio runtime.
     ///
     /// # Errors
-    /// See the fleet: a bad address, one that is there already, or the limit.
+    /// An invalid address, an existing one, or the limit; see the fleet.
     pub fn add(&self, spec: EngineSpec) -> Result<InstanceId> {
         probe::add(&self.app, spec).map(|engine| engine.id)
     }
 
-    /// Bring back what `--state-file` holds. Must be called within a tokio runtime, once, after the workers that
-    /// flags name were added.
+    /// Restores the content of `--state-file`. Must be called within a tokio runtime, once, after
+    /// the workers from flags were added.
     ///
     /// # Errors
     /// `Config`, naming the file.
@@ -62,7 +63,8 @@ impl FrontendApp {
         app.registrations.restore(file, |body| admin::register_again(app, body))
     }
 
-    /// Add a worker of the runtime, or change it, by its JSON. Must be called within a tokio runtime.
+    /// Adds or changes a worker of the runtime, from its JSON. Must be called within a tokio
+    /// runtime.
     ///
     /// # Errors
     /// `Config` naming the field or the tokenizer's file, `Overloaded` at a limit.
@@ -73,7 +75,7 @@ impl FrontendApp {
         registry::put(&self.app, json)
     }
 
-    /// Remove a worker: no new requests; those in flight go on.
+    /// Removes a worker: it gets no new requests; those in flight go on.
     ///
     /// # Errors
     /// `NotFound`.
@@ -85,38 +87,38 @@ impl FrontendApp {
         }
     }
 
-    /// A worker takes no new requests, or does again.
+    /// Sets whether a worker takes new requests.
     ///
     /// # Errors
-    /// `NotFound`; `Config` for a state that there is not.
+    /// `NotFound`; `Config` for an unknown state.
     pub fn set_worker_state(&self, id: InstanceId, state: &str) -> Result<()> {
         self.app.fleet.set_state(id, state.parse()?).map(drop)
     }
 
-    /// What makes matching fail and only the caller knows, for `/health`; replaces what it said before.
+    /// Sets the caller's warnings about failed matching, for `/health`; replaces earlier ones.
     pub fn set_warnings(&self, warnings: Vec<String>) {
         *self.app.outside_warnings.write() = warnings;
     }
 
-    /// Take a runtime worker's own report of its load, by its JSON.
+    /// Applies a runtime worker's report of its load, from its JSON.
     ///
     /// # Errors
-    /// `Config` naming the field; `NotFound` for a worker that is not registered.
+    /// `Config` naming the field; `NotFound` for an unregistered worker.
     pub fn report_load(&self, json: &str) -> Result<()> {
         registry::report(&self.app, json)
     }
 
-    /// Free bookings that nothing was heard of; call it on a timer.
+    /// Frees inactive bookings; call it on a timer.
     pub fn expire(&self) -> usize {
         for pool in self.app.fleet.pools() {
             if let Some(room) = &pool.waiting {
-                // Workers may have come since the last request did.
+                // Workers may have joined since the last request.
                 room.call(pool.serving());
             }
         }
         let expired: usize = self.app.fleet.pools().iter().map(|pool| pool.selector.tick()).sum();
         for queue in self.app.fleet.pools().iter().filter_map(|pool| pool.queue.as_ref()) {
-            // Workers may have become well, and others' bookings may have ended.
+            // Workers may have recovered, and others' bookings may have ended.
             queue.call();
         }
         self.app.metrics.load_expired.inc_by(expired as u64);
@@ -174,25 +176,25 @@ impl FrontendApp {
             .merge(self.app.questions.clone().unwrap_or_default())
     }
 
-    /// Where bookings of all models are told.
+    /// Receives the bookings of all models.
     pub fn outbox(&self) -> Arc<Outbox> {
         Arc::clone(&self.app.fleet.outbox)
     }
 
-    /// Call with one model's selector after the other until the answer is true; whether it was.
+    /// Calls `call` with each model's selector until it returns true; returns whether it did.
     pub fn any_selector(&self, call: &mut dyn FnMut(&Selector) -> bool) -> bool {
         self.app.fleet.pools().iter().any(|pool| call(&pool.selector))
     }
 
-    /// Ask this indexer from now on, in place of one that was to be found; none while there is `None`.
+    /// Uses this indexer from now on, in place of a discovered one; none if `None`.
     ///
     /// # Errors
-    /// `Config` for what is no address.
+    /// `Config` for an invalid address.
     pub fn set_remote_indexer(&self, url: Option<&str>) -> Result<()> {
         self.app.remote.as_ref().map_or(Ok(()), |remote| remote.set(url))
     }
 
-    /// What `/metrics` tells besides its own: lines of the text format.
+    /// Sets additional lines for `/metrics`, in the text format.
     pub fn set_more_metrics(&self, text: String) {
         *self.app.more_metrics.write() = text;
     }
