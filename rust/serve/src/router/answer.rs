@@ -1,4 +1,4 @@
-//! What GET /workers, /health and /ready answer.
+//! Responses of GET /workers, /health and /ready.
 
 use std::collections::HashMap;
 
@@ -23,9 +23,9 @@ pub(super) struct WorkerEntry {
     block_size: Option<u32>,
     /// Whether it takes new requests.
     state: WorkerState,
-    /// Requests that are booked there and have not ended.
+    /// Booked and unfinished requests.
     in_flight: u64,
-    /// Above a threshold on all of its ranks: it gets no requests.
+    /// Whether all of its ranks are above a threshold: it gets no requests.
     is_busy: bool,
     /// Blocks held, all ranks and tiers.
     blocks: usize,
@@ -89,7 +89,7 @@ pub(super) fn worker_entries(app: &App, model_name: Option<&str>) -> Vec<WorkerE
 
 /// The entry of one worker.
 pub(super) fn worker_entry(app: &App, pool: &Pool, member: &Member) -> WorkerEntry {
-    // A worker has joined one pool.
+    // A worker belongs to one pool.
     let reports = app.catalog.reports_of(member.id);
     let mut reports = reports.into_iter().map(|report| (report.view.worker, report)).collect();
     let loads = pool.selector.loads();
@@ -160,11 +160,11 @@ fn entry(
     }
 }
 
-/// Whether enough workers have registered, and the figures behind it.
+/// Whether enough workers have registered, with the numbers.
 pub(super) fn readiness(app: &App) -> (bool, Value) {
     let (workers, registered_total) = app.fleet.counts();
     let wanted = app.options.min_initial_workers;
-    // Ready once is ready for ever: workers that leave later are a matter of /health.
+    // Ready once is ready forever: departures are reported by /health.
     let is_stopping = app.options.http.shutdown().is_announced();
     let is_ready = app.started().is_ok() && !is_stopping;
     let answer = json!({
@@ -177,7 +177,7 @@ pub(super) fn readiness(app: &App) -> (bool, Value) {
     (is_ready, answer)
 }
 
-/// How the service fares: it runs, and what makes prefix matching fail in silence.
+/// The state of the service: it runs, and causes of silently failing prefix matching.
 pub(super) fn health(app: &App) -> Value {
     let (workers, _) = app.fleet.counts();
     let pools = app.fleet.pools();

@@ -1,4 +1,4 @@
-//! What the router's routes share.
+//! Shared state of the router's routes.
 
 use std::sync::Arc;
 
@@ -30,13 +30,13 @@ pub(super) struct App {
     pub common: CommonMetrics,
     pub metrics: RouterMetrics,
     pub remote: Option<RemoteIndexer>,
-    /// Whether as many workers as the start waits for have registered.
+    /// Whether enough workers have registered.
     pub start: StartGate,
-    /// What is told of it besides, in `/metrics`.
+    /// Additional lines for `/metrics`.
     pub more_metrics: RwLock<String>,
-    /// What only the caller knows, for `/health`.
+    /// The caller's warnings, for `/health`.
     pub outside_warnings: RwLock<Vec<String>>,
-    /// Where answers that tell of every worker are made.
+    /// Builds responses that list every worker.
     pub aside: Aside,
     pub intake: Intake,
     /// Workers that were registered over HTTP.
@@ -44,10 +44,10 @@ pub(super) struct App {
 }
 
 impl App {
-    /// Whether requests are taken: from the moment on at which enough workers had registered.
+    /// Whether requests are accepted: once enough workers have registered.
     ///
     /// # Errors
-    /// `NoWorker`, saying how many are missing.
+    /// `NoWorker`, with the number of missing workers.
     pub fn started(&self) -> KvResult<()> {
         self.start.check(|| self.fleet.counts().1 as usize)
     }
@@ -64,7 +64,7 @@ impl App {
         Form::of_body(headers).parse(&self.read(body).await?)
     }
 
-    /// The pools in which a named request may be.
+    /// The pools that may have a named request.
     pub fn pools_of(&self, named: &Named) -> Vec<Arc<Pool>> {
         self.fleet.fitting(named.model_name.as_deref(), named.tenant_id.as_deref())
     }

@@ -1,4 +1,4 @@
-//! From a request to a worker.
+//! Chooses the worker for a request.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -22,19 +22,19 @@ use super::fleet::Pool;
 use super::metrics::OutcomeLabel;
 use super::request::{Choose, MAX_ISL_TOKENS};
 
-/// A request for a worker, understood.
+/// A parsed request for a worker.
 pub(super) struct Chosen {
     pub pool: Arc<Pool>,
     request: Request,
-    /// The name under which it is to be booked.
+    /// The name of its booking.
     request_id: Option<String>,
-    /// Who asks.
+    /// The client's address.
     caller: Option<IpAddr>,
-    /// What a policy outside the core says of it.
+    /// Advice of a policy outside the core.
     advice: Option<Advice>,
 }
 
-/// What POST /select and /reserve answer.
+/// Response of POST /select and /reserve.
 #[derive(Debug, Serialize)]
 pub(super) struct Answer {
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -54,12 +54,12 @@ pub(super) struct Answer {
     ties: usize,
     margin: Option<f64>,
     pub seed: u64,
-    /// What the session sends back to come to the same worker, under `session-affinity`.
+    /// The value that returns a session to the same worker, with `session-affinity`.
     #[serde(skip_serializing_if = "Option::is_none")]
     session_id: Option<String>,
 }
 
-/// One entry of what POST /potential_loads answers.
+/// One entry of the response of POST /potential_loads.
 #[derive(Debug, Serialize)]
 pub(super) struct LoadAnswer {
     worker_id: InstanceId,
@@ -71,7 +71,7 @@ pub(super) struct LoadAnswer {
 }
 
 impl Chosen {
-    /// Find the model, hash the prompt, and ask the remote indexer where there is one.
+    /// Finds the model, hashes the prompt, and queries the remote indexer, if there is one.
     ///
     /// # Errors
     /// `InvalidArgument`, naming the field; `NotFound` for a model without workers.
@@ -86,7 +86,7 @@ impl Chosen {
         Ok(Self { pool, request, request_id, caller, advice: None })
     }
 
-    /// Ask a policy outside the core, where one chooses.
+    /// Asks a policy outside the core, if one decides.
     pub async fn advised(mut self) -> Self {
         let selector = &self.pool.selector;
         if selector.desk().is_some() {
@@ -101,10 +101,11 @@ impl Chosen {
         self.request.ask(None, self.advice.as_ref(), |ask| act(&Ask { waits, ..*ask }))
     }
 
-    /// A worker for it, drawn anew where chance decides; nothing changes.
+    /// A worker for it, with a new random draw; changes nothing.
     ///
     /// # Errors
-    /// As [`kvflash_core::select::Selector::query`]; `NoWorker` while the start waits for workers.
+    /// As [`kvflash_core::select::Selector::query`]; `NoWorker` while the start gate waits for
+    /// workers.
     pub fn query(&self, app: &App) -> Result<Answer> {
         app.started()?;
         let outcome = self.ask(|ask| self.pool.selector.query(ask));
@@ -112,12 +113,11 @@ impl Chosen {
         Ok(self.answer(app, &outcome?, None))
     }
 
-    /// The worker it goes to, booked under its name; where reservations wait for a worker with room to
-    /// prefill, when there is one.
+    /// The worker for it, booked under its name; with a queue, once a worker has room to prefill.
     ///
     /// # Errors
-    /// As [`kvflash_core::select::Selector::reserve`]; `InvalidArgument` without a name; those of the queue;
-    /// `NoWorker` while the start waits for workers.
+    /// As [`kvflash_core::select::Selector::reserve`]; `InvalidArgument` without a name; those of
+    /// the queue; `NoWorker` while the start gate waits for workers.
     pub async fn reserve(&self, app: &App) -> Result<Answer> {
         let Some(request_id) = self.request_id.as_deref() else {
             return Err(Error::invalid("missing field `request_id`: a reservation needs one"));
@@ -143,7 +143,7 @@ impl Chosen {
         Ok(self.answer(app, &selection, Some(request_id.to_owned())))
     }
 
-    /// Why it would go there: every candidate's terms.
+    /// Why that worker would be chosen: every candidate's terms.
     pub fn explain(&self, app: &App) -> Result<Value> {
         let outcome = self.ask(|ask| self.pool.selector.preview(ask));
         app.note("explained", outcome.as_ref().map(|(selection, _)| selection));
@@ -166,7 +166,7 @@ impl Chosen {
         Ok(value)
     }
 
-    /// What it would make of every worker's load.
+    /// Every worker's load if it took the request.
     pub fn potential_loads(&self) -> Result<Vec<LoadAnswer>> {
         let loads = self.ask(|ask| self.pool.selector.potential_loads(ask))?;
         let entry = |load: PotentialLoad| LoadAnswer {
@@ -180,7 +180,7 @@ impl Chosen {
         Ok(loads.into_iter().map(entry).collect())
     }
 
-    /// Requests of its model that wait, and tokens of their prompts.
+    /// Queued requests of its model, and the tokens of their prompts.
     pub fn pending(&self) -> (usize, u64) {
         let stats = self.pool.queue.as_ref().map(|queue| queue.stats()).unwrap_or_default();
         (stats.pending, stats.pending_isl_tokens)
@@ -221,7 +221,7 @@ impl Chosen {
 }
 
 impl Choose {
-    /// The request that a selector is asked about.
+    /// Converts it to a selector's request.
     ///
     /// # Errors
     /// `InvalidArgument`, naming the field.
@@ -292,7 +292,7 @@ fn prompt(pool: &Pool, request: &Choose) -> Result<Prompt> {
                      give isl_tokens",
                 ));
             }
-            // Salt and adapter are in the hashes already; the seed is for predictions of one's own.
+            // The hashes already include salt and adapter; the seed is for local predictions.
             let seed = selector.model().seed(lora_name, cache_salt);
             let mut prompt = Prompt::of_hashes(hashes.0.clone(), block_size, seed);
             let full = prompt.isl_tokens;
@@ -314,7 +314,7 @@ fn prompt(pool: &Pool, request: &Choose) -> Result<Prompt> {
         }
         (None, None, Some(isl_tokens)) if isl_tokens > 0 => Ok(Prompt::unknown(isl_tokens)),
         (None, None, Some(_)) => Err(Error::invalid("isl_tokens must be at least 1, got 0")),
-        // English text has about four bytes a token.
+        // English text has about four bytes per token.
         (None, None, None) if request.prompt.is_some() => {
             let bytes = request.prompt.as_ref().map_or(0, String::len) as u64;
             Ok(Prompt::unknown(bytes / 4))
@@ -326,7 +326,7 @@ fn prompt(pool: &Pool, request: &Choose) -> Result<Prompt> {
 }
 
 impl App {
-    /// Count what became of a request for a worker.
+    /// Counts the outcome of a request for a worker.
     pub fn note(&self, done: &'static str, outcome: Result<&Selection, &Error>) {
         let outcome = match outcome {
             Ok(_) => done,
@@ -339,7 +339,7 @@ impl App {
         self.metrics.selections.get_or_create(&OutcomeLabel { outcome }).inc();
     }
 
-    /// Count a request that is booked where that succeeds, and the tokens of its prompt.
+    /// Counts a successful booking and the tokens of its prompt.
     pub fn note_booking(&self, request: &Request, outcome: Result<&Selection, &Error>) {
         self.note("reserved", outcome);
         if let Ok(selection) = outcome {

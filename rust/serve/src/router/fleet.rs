@@ -1,4 +1,4 @@
-//! Who may be chosen: registered workers, by model and tenant.
+//! The registered workers, by model and tenant.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ pub(super) struct Member {
     pub id: InstanceId,
     pub url: Option<String>,
     pub dp_size: u32,
-    /// How many were registered before it: another number when it comes again.
+    /// Number of registrations before it; differs when it joins again.
     pub joined: u64,
 }
 
@@ -42,7 +42,7 @@ impl Pool {
         self.members().get(id).cloned()
     }
 
-    /// The rank that a session's id names, if it is one of these workers.
+    /// The rank named in a session id, if it belongs to these workers.
     pub fn named(&self, address: &str, dp_rank: u32) -> Option<Worker> {
         let members = self.members();
         let is_it = |member: &&Arc<Member>| {
@@ -56,13 +56,13 @@ impl Pool {
 /// All workers of a router.
 ///
 /// # Consistency
-/// Changes are serialised; a selection works on the pool that it read first.
+/// Changes are serialized; a selection uses the pool that it read first.
 pub(super) struct Fleet {
     fleet: fleet::Fleet<Member, ()>,
     pub clock: Arc<dyn Clock>,
-    /// Past decisions of all models: it outlives workers that come and go.
+    /// Past decisions of all models; kept when workers leave.
     pub journal: Arc<Journal>,
-    /// What replicas are to hear of bookings, of all models.
+    /// Bookings of all models, for replicas.
     pub outbox: Arc<Outbox>,
     registered_total: AtomicU64,
 }
@@ -84,11 +84,11 @@ impl Fleet {
         Self { fleet, clock, journal, outbox, registered_total: AtomicU64::new(0) }
     }
 
-    /// Add a worker with all its ranks.
+    /// Adds a worker with all its ranks.
     ///
     /// # Errors
-    /// `InvalidArgument` for a field that cannot be, `Conflict` for an id that is there already or a block
-    /// size that is not the model's, `Overloaded` at a limit. Nothing changes then.
+    /// `InvalidArgument` for an invalid field, `Conflict` for an existing id or a block size that
+    /// differs from the model's, `Overloaded` at a limit. Nothing changes then.
     pub fn add(&self, new: NewWorker) -> Result<(Arc<Pool>, Arc<Member>)> {
         new.check()?;
         let mut tables = self.fleet.write();
@@ -125,7 +125,7 @@ impl Fleet {
         Ok((Arc::clone(&tables.pools[&key]), member))
     }
 
-    /// Remove a worker: its requests, its load and its blocks are forgotten.
+    /// Removes a worker with its requests, load and blocks.
     ///
     /// # Errors
     /// `NotFound`.
@@ -133,7 +133,7 @@ impl Fleet {
         self.fleet.leave(&mut self.fleet.write(), id).map(drop)
     }
 
-    /// A worker takes no new requests, or does again.
+    /// Sets whether a worker takes new requests.
     ///
     /// # Errors
     /// `NotFound`.
@@ -152,16 +152,16 @@ impl Fleet {
         Ok((pool, member))
     }
 
-    /// How many workers take no new requests.
+    /// Number of draining workers.
     pub fn draining(&self) -> usize {
         self.fleet.read().roster.draining().count()
     }
 
-    /// The pool of a model; of the only one where none is named.
+    /// The pool of a model; the only one if none is named.
     ///
     /// # Errors
-    /// `NotFound` for one that nobody serves; `InvalidArgument` where several are and none is named;
-    /// `NoWorker` while nobody is registered.
+    /// `NotFound` for an unknown model; `InvalidArgument` if there are several and none is named;
+    /// `NoWorker` while none is registered.
     pub fn find(&self, model_name: Option<&str>, tenant_id: Option<&str>) -> Result<Arc<Pool>> {
         let tables = self.fleet.read();
         let fits = |key: &ModelKey| {
@@ -177,7 +177,7 @@ impl Fleet {
                 "model_name: several models have workers here; name one, and its tenant_id",
             )),
             (None, _, Some(name)) => {
-                // Who names no tenant means the workers that only prefill where there are no others.
+                // Without a tenant the prefill workers are meant if there are no others.
                 let (model_name, tenant) = (name.to_owned(), tenant_id.unwrap_or(PREFILL_TENANT));
                 let key = ModelKey { model_name, tenant_id: tenant.to_owned() };
                 tables.pools.get(&key).cloned().ok_or_else(|| {
@@ -189,7 +189,7 @@ impl Fleet {
         }
     }
 
-    /// The pool that a request means: a worker that it is pinned to says so where no model is named.
+    /// The pool of a request; a pinned worker determines it if no model is named.
     ///
     /// # Errors
     /// As [`find`](Self::find).
@@ -210,7 +210,7 @@ impl Fleet {
         self.fleet.pools()
     }
 
-    /// The pools that a request's name is looked for in.
+    /// The pools in which a request's name is searched.
     pub fn fitting(&self, model_name: Option<&str>, tenant_id: Option<&str>) -> Vec<Arc<Pool>> {
         let mut pools = self.pools();
         pools.retain(|pool| {
@@ -220,33 +220,33 @@ impl Fleet {
         pools
     }
 
-    /// The pool that a worker has joined.
+    /// A worker's pool.
     pub fn pool_of(&self, id: InstanceId) -> Result<Arc<Pool>> {
         let tables = self.fleet.read();
         let pool = tables.roster.key_of(id).and_then(|key| tables.pools.get(key));
         pool.cloned().ok_or_else(|| Error::NotFound(format!("no worker {id} is registered")))
     }
 
-    /// How often a worker came or went.
+    /// How many times a worker joined or left.
     pub fn changes(&self) -> u64 {
         let (now, ever) = self.counts();
         2 * ever - now as u64
     }
 
-    /// Registered workers, and how many ever were.
+    /// Registered workers, and registrations so far.
     pub fn counts(&self) -> (usize, u64) {
         let tables = self.fleet.read();
         (tables.roster.len(), self.registered_total.load(Ordering::Relaxed))
     }
 }
 
-/// Where the ranks of a worker publish.
+/// The event endpoints of a worker's ranks.
 fn events(new: &NewWorker) -> Result<BTreeMap<u32, EventSpec>> {
     let Some(endpoint) = &new.endpoint else { return new.events() };
     Ok(EventSpec::of_ranks(Some(endpoint), new.replay_endpoint.as_deref(), new.dp_size))
 }
 
-/// Rank r publishes at the port + r: there must be one, for all of them.
+/// Checks that port + r is valid for every rank r.
 fn check_ports(field: &str, address: Option<&str>, dp_size: u32) -> Result<()> {
     let Some(address) = address.filter(|_| dp_size > 1) else { return Ok(()) };
     let has_ports = port_of(address).is_some_and(|port| u32::from(port) + dp_size - 1 <= 65_535);

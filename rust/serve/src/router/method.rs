@@ -1,4 +1,4 @@
-//! POST /: messages with a `method`, as routers on a request plane take them.
+//! POST /: messages with a `method`, as routers on a request plane accept them.
 
 use std::net::IpAddr;
 
@@ -10,7 +10,7 @@ use super::app::App;
 use super::choose::{Answer, Chosen, LoadAnswer};
 use super::request::Choose;
 
-/// A message. Its request goes by the name in it, else by that of the header `x-request-id`.
+/// A message. Its request id is in it, or in the header `x-request-id`.
 #[derive(Debug, Deserialize)]
 #[serde(tag = "method", rename_all = "snake_case")]
 pub(super) enum Message {
@@ -38,7 +38,7 @@ pub(super) enum Message {
     },
 }
 
-/// What every message may name.
+/// Fields of every message.
 #[derive(Debug, Default, Deserialize)]
 pub(super) struct About {
     request_id: Option<String>,
@@ -51,7 +51,7 @@ pub(super) struct About {
     session_key: Option<String>,
 }
 
-/// What a new request may say of itself among those that wait, of its answer and of its draw.
+/// A new request's priority, expected answer and seed.
 #[derive(Debug, Default, Deserialize)]
 pub(super) struct Urgency {
     priority: Option<f64>,
@@ -60,7 +60,7 @@ pub(super) struct Urgency {
     seed: Option<u64>,
 }
 
-/// The answer to a message.
+/// The response to a message.
 #[derive(Debug, Serialize)]
 #[serde(tag = "method", rename_all = "snake_case")]
 pub(super) enum MethodAnswer {
@@ -68,7 +68,7 @@ pub(super) enum MethodAnswer {
         worker_id: u64,
         dp_rank: u32,
         overlap_blocks: u32,
-        /// To those who gave one: others know the published answer.
+        /// Only if the request had one: other clients expect the published response.
         #[serde(skip_serializing_if = "Option::is_none")]
         seed: Option<u64>,
     },
@@ -107,10 +107,10 @@ impl About {
     }
 }
 
-/// Do what `message` says; `request_id` is the header's.
+/// Executes `message`; `request_id` is the header's.
 ///
 /// # Errors
-/// As the routes of the same purpose. `new` without a name books nothing: nobody could free it.
+/// As the corresponding routes. `new` without a name books nothing, because it could not be freed.
 pub(super) async fn obey(
     app: &App,
     message: Message,

@@ -1,4 +1,4 @@
-//! What the router counts besides the common metrics.
+//! The router's metrics besides the common ones.
 
 use std::sync::atomic::Ordering;
 
@@ -74,7 +74,7 @@ metrics! {
 }
 
 impl RouterMetrics {
-    /// Read what families tell of now.
+    /// Updates the families of current values.
     pub fn refill(&self, fleet: &Fleet) {
         self.clear();
         for pool in fleet.pools() {
@@ -110,7 +110,7 @@ impl RouterMetrics {
         self.journal_dropped.inner().store(journal.dropped_total, Ordering::Relaxed);
     }
 
-    /// Who waits for a worker with room to prefill, and what became of those who did.
+    /// Requests that wait for a worker with room to prefill, and outcomes of earlier ones.
     fn tell_queue(&self, label: &ModelLabel, stats: &QueueStats) {
         self.queue_pending.get_or_create(label).set(stats.pending as i64);
         self.queue_pending_tokens.get_or_create(label).set(stats.pending_isl_tokens as i64);
@@ -121,7 +121,8 @@ impl RouterMetrics {
         }
     }
 
-    /// Families that are read anew at each scrape, so that who left leaves no label behind.
+    /// Clears families that are rebuilt at each scrape, so that departed workers leave no labels
+    /// behind.
     fn clear(&self) {
         let Self { queue_pending, queue_pending_tokens, queued, .. } = self;
         [queue_pending, queue_pending_tokens].into_iter().for_each(Family::clear);

@@ -1,7 +1,7 @@
 //! The standalone router's API: the routing decision for gateways that forward requests themselves.
 //!
-//! A gateway registers its workers, asks with a prompt's tokens or hashes, and tells when the prompt was
-//! prefilled and when the request ended. See docs/router.md.
+//! A gateway registers its workers, asks with a prompt's tokens or hashes, and reports when the
+//! prompt was prefilled and when the request ended. See docs/router.md.
 
 mod answer;
 mod app;

@@ -1,4 +1,4 @@
-//! What an operator can set.
+//! Options of the router.
 
 use std::ops::Deref;
 
@@ -9,29 +9,29 @@ use kvflash_core::select::{Policies, QueueOptions, SelectorConfig};
 use super::super::metrics::check_prefix;
 use super::super::{Http, RemoteIndexerOptions, RouterSettings};
 
-/// Options of a router; those of its own are read as if they were here.
+/// Options of a router; those in `own` are accessible as if they were here.
 #[derive(Debug, Clone)]
 pub struct RouterOptions {
-    /// What only a router has: limits and timeouts.
+    /// Settings that only a router has: limits and timeouts.
     pub own: RouterSettings,
-    /// How requests are routed; its block size is learned where it is 0.
+    /// How requests are routed; a block size of 0 is learned.
     pub selector: SelectorConfig,
-    /// Policies that choose or watch instead of or beside the built-in one, for all models.
+    /// Deciding policies and shadows, for all models.
     pub policies: Policies,
-    /// What these policies were made with.
+    /// Settings of these policies.
     pub settings: Settings,
-    /// How reservations wait for a worker with room to prefill, its threshold the selector's; `None` =
-    /// they never do.
+    /// The queue for a worker with room to prefill, with the selector's threshold; `None`:
+    /// reservations never wait.
     pub queue: Option<QueueOptions>,
     /// Follow the events of registered workers.
     pub use_kv_events: bool,
-    /// Ask this indexer what workers hold, and follow no events.
+    /// Use this indexer for overlaps, and follow no events.
     pub remote_indexer: Option<RemoteIndexerOptions>,
-    /// Answer the indexer's questions, too: /query, /query_by_hash, /dump, /digest.
+    /// Whether to serve the indexer's API, too: /query, /query_by_hash, /dump, /digest.
     pub serve_indexer: bool,
-    /// Workers that must have registered before GET /ready says so.
+    /// Registered workers required by GET /ready.
     pub min_initial_workers: usize,
-    /// Bounds of its connections and bodies.
+    /// Limits of its connections and bodies.
     pub http: Http,
 }
 
@@ -61,13 +61,13 @@ impl Deref for RouterOptions {
 }
 
 impl RouterOptions {
-    /// The name of the policy that chooses.
+    /// The name of the deciding policy.
     pub fn policy_name(&self) -> &str {
         let built_in = self.selector.router.policy.name();
         self.policies.active.as_ref().map_or(built_in, |policy| policy.name())
     }
 
-    /// Check every field.
+    /// Checks every field.
     ///
     /// # Errors
     /// As [`SelectorConfig::validate`]; `Config` for options that contradict each other.
@@ -84,7 +84,7 @@ impl RouterOptions {
         self.selector.validate()
     }
 
-    /// Whether engines' events are followed: nobody asks for what they tell otherwise.
+    /// Whether engines' events are followed: only if they are used.
     pub fn follows_events(&self) -> bool {
         let is_own = self.use_kv_events && self.remote_indexer.is_none();
         is_own && self.selector.router.overlap_score_weight > 0.0

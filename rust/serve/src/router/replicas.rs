@@ -1,4 +1,4 @@
-//! What other doors of the process need of a router: decisions in process, and what replicas tell each other.
+//! The router's interface for other parts of the process: decisions without HTTP, and replica sync.
 
 use std::sync::Arc;
 
@@ -10,11 +10,11 @@ use super::fleet::{Member, Pool};
 use super::routes::RouterApp;
 
 impl RouterApp {
-    /// What decides about a request, and the line before it where there is one.
+    /// The selector of a request, with its queue, if there is one.
     ///
     /// # Errors
-    /// `NotFound` for a model that nobody serves; `InvalidArgument` where several are served and none is
-    /// named; `NoWorker` while the start waits for workers.
+    /// `NotFound` for an unknown model; `InvalidArgument` if there are several and none is named;
+    /// `NoWorker` while the start gate waits for workers.
     pub fn find(
         &self,
         model_name: Option<&str>,
@@ -25,14 +25,14 @@ impl RouterApp {
         Ok((Arc::clone(&pool.selector), pool.queue.clone()))
     }
 
-    /// Have the remote indexer tell what workers hold of the prompt, where there is one.
+    /// Queries the remote indexer for the overlaps of the prompt, if there is one.
     pub async fn look_up(&self, selector: &Selector, request: &mut Request) {
         if let Some(remote) = &self.app.remote {
             remote.look_up(selector, request).await;
         }
     }
 
-    /// Count what became of a request that was decided outside the HTTP service.
+    /// Counts the outcome of a request that was decided without HTTP.
     pub fn note(&self, request: &Request, is_booked: bool, outcome: Result<&Selection, &Error>) {
         match is_booked {
             true => self.app.note_booking(request, outcome),
@@ -40,35 +40,35 @@ impl RouterApp {
         }
     }
 
-    /// Whether a remote indexer is asked.
+    /// Whether a remote indexer is used.
     pub fn is_remote(&self) -> bool {
         self.app.remote.is_some()
     }
 
-    /// Whether decisions wait for somebody else: a remote indexer, or a policy outside the core.
+    /// Whether decisions depend on a remote indexer or a policy outside the core.
     pub fn is_slow(&self) -> bool {
         self.is_remote() || self.app.options.policies.desk().is_some()
     }
 
-    /// Where bookings of all models are told.
+    /// Receives the bookings of all models.
     pub fn outbox(&self) -> Arc<Outbox> {
         Arc::clone(&self.app.fleet.outbox)
     }
 
-    /// Call with one model's selector after the other until the answer is true; whether it was.
+    /// Calls `call` with each model's selector until it returns true; returns whether it did.
     pub fn any_selector(&self, call: &mut dyn FnMut(&Selector) -> bool) -> bool {
         self.app.fleet.pools().iter().any(|pool| call(&pool.selector))
     }
 
-    /// Ask this indexer from now on, in place of one that was to be found; none while there is `None`.
+    /// Uses this indexer from now on, in place of a discovered one; none if `None`.
     ///
     /// # Errors
-    /// `Config` for what is no address.
+    /// `Config` for an invalid address.
     pub fn set_remote_indexer(&self, url: Option<&str>) -> Result<()> {
         self.app.remote.as_ref().map_or(Ok(()), |remote| remote.set(url))
     }
 
-    /// How often a worker was registered or forgotten.
+    /// How many times a worker was registered or removed.
     pub fn worker_changes(&self) -> u64 {
         self.app.fleet.changes()
     }
@@ -82,29 +82,29 @@ impl RouterApp {
         self.app.fleet.pools().iter().flat_map(of_pool).collect()
     }
 
-    /// What `/metrics` tells besides its own: lines of the text format.
+    /// Sets additional lines for `/metrics`, in the text format.
     pub fn set_more_metrics(&self, text: String) {
         *self.app.more_metrics.write() = text;
     }
 
-    /// What only the caller knows, for `/health`; replaces what it said before.
+    /// Sets the caller's warnings, for `/health`; replaces earlier ones.
     pub fn set_warnings(&self, warnings: Vec<String>) {
         *self.app.outside_warnings.write() = warnings;
     }
 }
 
-/// A registered worker: what says that two routers mean the same one.
+/// A registered worker: the data by which two routers identify it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Registered {
-    /// Its number.
+    /// Its instance id.
     pub worker_id: u64,
-    /// What it serves.
+    /// Its model.
     pub model_name: String,
-    /// For whom.
+    /// Its tenant.
     pub tenant_id: String,
-    /// Where gateways reach it.
+    /// Its URL for gateways.
     pub url: Option<String>,
-    /// Which registration it is; another one when it comes again. Of this router.
+    /// The number of its registration at this router; differs when it joins again.
     pub joined: u64,
 }
 

@@ -1,5 +1,5 @@
-//! What gateways send. Fields that are not known are refused by name: a misspelt one that is ignored would
-//! route every request elsewhere than meant.
+//! Requests of gateways. Unknown fields are refused by name, because ignoring a misspelt one would
+//! silently change the routing.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -17,18 +17,18 @@ use super::super::prompt_keys::{Embeds, Media};
 use crate::Reject;
 use crate::worker_allow::WorkerAllow;
 
-/// Longest prompt, tokens: sums of as many as may be reserved stay far from where numbers end.
+/// Longest prompt in tokens: sums over all reservations must not overflow.
 pub(super) const MAX_ISL_TOKENS: u64 = u32::MAX as u64;
-/// Most worker ids that one request may allow.
+/// Maximum worker ids that one request may allow.
 const MAX_ALLOWED: usize = 65_535;
-/// Longest address of a worker, characters; it is handed back as it came.
+/// Longest address of a worker in characters; it is returned unchanged.
 const MAX_URL_CHARS: usize = 4_096;
 
 /// POST /workers
 #[derive(Debug, Clone, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct NewWorker {
-    /// Who registers it.
+    /// The client that registers it.
     #[serde(skip)]
     pub registrant: Option<IpAddr>,
     pub worker_id: InstanceId,
@@ -36,7 +36,7 @@ pub(super) struct NewWorker {
     pub model_name: String,
     #[serde(default = "default_tenant")]
     pub tenant_id: String,
-    /// What the gateway reaches it by; nothing is made of it here.
+    /// The worker's address for the gateway; not used here.
     pub url: Option<String>,
     #[serde(default = "one")]
     pub dp_size: u32,
@@ -44,7 +44,7 @@ pub(super) struct NewWorker {
     /// Of rank 0; rank r publishes at its port + r.
     pub endpoint: Option<String>,
     pub replay_endpoint: Option<String>,
-    /// By rank, instead of `endpoint`.
+    /// By rank, as an alternative to `endpoint`.
     #[serde(default)]
     pub events: BTreeMap<String, EventSpec>,
     pub kv_total_blocks: Option<u64>,
@@ -59,7 +59,7 @@ const fn one() -> u32 {
 }
 
 impl NewWorker {
-    /// Whether it may be where it says, of one that is added over HTTP.
+    /// Checks that the addresses of a worker added over HTTP are allowed.
     ///
     /// # Errors
     /// 403, naming the field, the address and the flag.
@@ -79,7 +79,7 @@ impl NewWorker {
         Ok(())
     }
 
-    /// Check what no type says.
+    /// Checks what the types can't express.
     ///
     /// # Errors
     /// `InvalidArgument`, naming the field, what is legal and what came.
@@ -114,10 +114,10 @@ impl NewWorker {
         self.events().map(|_| ())
     }
 
-    /// Sockets by rank; keys of maps are text in every form of a body.
+    /// Sockets by rank; keys of maps are strings in every body format.
     ///
     /// # Errors
-    /// `InvalidArgument` for what is no rank of it.
+    /// `InvalidArgument` for an invalid rank.
     pub fn events(&self) -> Result<BTreeMap<u32, EventSpec>> {
         let rank = |(rank, events): (&String, &EventSpec)| match rank.parse() {
             Ok(number) if number < self.dp_size => Ok((number, events.clone())),
@@ -129,7 +129,7 @@ impl NewWorker {
         self.events.iter().map(rank).collect()
     }
 
-    /// What its ranks say of themselves from the start.
+    /// The initial report of its ranks.
     pub fn report(&self) -> Report {
         Report {
             kv_total_blocks: self.kv_total_blocks,
@@ -139,7 +139,7 @@ impl NewWorker {
     }
 }
 
-/// What one request wants otherwise than the flags.
+/// Settings that one request overrides.
 #[derive(Debug, Clone, Copy, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Overrides {
@@ -156,7 +156,7 @@ pub(super) struct Overrides {
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Choose {
-    /// Who asks.
+    /// The client's address.
     #[serde(skip)]
     pub caller: Option<IpAddr>,
     #[serde(alias = "model")]
@@ -168,13 +168,13 @@ pub(super) struct Choose {
     pub block_hashes: Option<BlockHashes>,
     pub isl_tokens: Option<u64>,
     pub lora_name: Option<String>,
-    /// The adapter's path in the engine, which hashes it.
+    /// The adapter's path in the engine, which is part of its hashes.
     pub lora_path: Option<String>,
     pub cache_salt: Option<String>,
     /// Multimodal items of `token_ids`.
     #[serde(default)]
     pub mm: Media,
-    /// Digests of the prompt's embeddings, one a hash block.
+    /// Digests of the prompt's embeddings, one per hash block.
     #[serde(default)]
     pub embeds: Embeds,
     #[serde(alias = "overrides")]
@@ -183,26 +183,26 @@ pub(super) struct Choose {
     pub worker_id: Option<InstanceId>,
     pub dp_rank: Option<u32>,
     pub request_id: Option<String>,
-    /// The prompt's text, for policies that go by it.
+    /// The prompt's text, for policies that use it.
     pub prompt: Option<String>,
-    /// Whose request it is.
+    /// The request's user.
     pub user: Option<String>,
-    /// A key that all requests of a session carry.
+    /// A key that all requests of a session share.
     pub session_key: Option<String>,
-    /// What an earlier answer told of the session's worker.
+    /// The session id from an earlier response.
     pub session_id: Option<String>,
     pub priority: Option<f64>,
     pub strict_priority: Option<u32>,
     pub expected_output_tokens: Option<u64>,
-    /// The number that chance is drawn from, instead of a new one.
+    /// Seed of the random draw, instead of a new one.
     pub seed: Option<u64>,
 }
 
 impl Choose {
-    /// How urgent it is among those that wait.
+    /// Its priority in the queue.
     ///
     /// # Errors
-    /// `InvalidArgument` for a priority that is no number.
+    /// `InvalidArgument` for a priority that is not a number.
     pub fn wish(&self) -> Result<Wish> {
         Wish::of(self.priority, self.strict_priority)
     }
@@ -210,7 +210,7 @@ impl Choose {
     /// The worker that must take it.
     ///
     /// # Errors
-    /// `InvalidArgument` for a rank of nobody.
+    /// `InvalidArgument` for a rank without a worker.
     pub fn pin(&self) -> Result<Option<Pin>> {
         match (self.worker_id, self.dp_rank) {
             (Some(instance_id), dp_rank) => Ok(Some(Pin { instance_id, dp_rank })),
@@ -256,24 +256,24 @@ impl Choose {
 #[serde(deny_unknown_fields)]
 pub(super) struct Named {
     pub request_id: String,
-    /// Only of this model; of all where it is absent.
+    /// Limits the search to this model; default: all models.
     #[serde(alias = "model")]
     pub model_name: Option<String>,
     pub tenant_id: Option<String>,
     /// Tokens of the prompt, as the engine counted them; for policies.
     #[serde(alias = "prompt_tokens")]
     pub input_tokens: Option<u64>,
-    /// Tokens of the prompt that the engine says it reused; for GET /why and policies.
+    /// Tokens of the prompt that the engine reports as reused; for GET /why and policies.
     pub cached_tokens: Option<u64>,
-    /// Tokens that were generated; for policies.
+    /// Generated tokens; for policies.
     #[serde(alias = "completion_tokens")]
     pub output_tokens: Option<u64>,
-    /// Tokens that were generated up to now; their blocks count where generated blocks do.
+    /// Tokens generated so far; their blocks count if that is enabled.
     pub generated_tokens: Option<u64>,
 }
 
 impl Named {
-    /// What the engine says was used.
+    /// The engine's usage counts.
     pub fn usage(&self) -> Usage {
         let (input_tokens, cached_tokens) = (self.input_tokens, self.cached_tokens);
         Usage { input_tokens, cached_tokens, output_tokens: self.output_tokens }.plausible()
@@ -287,7 +287,7 @@ pub(super) struct LoadReport {
     pub worker_id: InstanceId,
     #[serde(default)]
     pub dp_rank: u32,
-    /// Another router's share of the load, instead of what the worker says itself.
+    /// Another router's share of the load, instead of the worker's own report.
     pub router_id: Option<u64>,
     pub kv_used_blocks: Option<u64>,
     pub active_decode_blocks: Option<u64>,
@@ -307,10 +307,10 @@ pub(super) struct LoadReport {
 }
 
 impl LoadReport {
-    /// What policies are told of the engine.
+    /// The engine's metrics for policies.
     ///
     /// # Errors
-    /// `InvalidArgument` for a field out of range, or one that only the worker knows.
+    /// `InvalidArgument` for a field out of range, or one that only a worker may report.
     pub fn engine_metrics(&self) -> Result<EngineMetrics> {
         let metrics = EngineMetrics {
             running_requests: self.running_requests,
@@ -343,10 +343,10 @@ impl LoadReport {
         }
     }
 
-    /// What a router says of itself.
+    /// Another router's share.
     ///
     /// # Errors
-    /// `InvalidArgument` for what only the worker knows.
+    /// `InvalidArgument` for a field that only a worker may report.
     pub fn share(&self) -> Result<Share> {
         for (field, value) in [
             ("kv_used_blocks", self.kv_used_blocks),

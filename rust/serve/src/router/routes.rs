@@ -41,10 +41,10 @@ use super::metrics::RouterMetrics;
 use super::options::RouterOptions;
 use super::request::{Choose, LoadReport, Named, NewWorker, WorkersFilter};
 
-/// Longest name that GET /why looks for and that a header may give.
+/// Longest name for GET /why and in a header.
 const MAX_NAME_BYTES: usize = kvflash_core::select::MAX_REQUEST_ID_BYTES;
 
-/// The standalone router: workers are registered with it, [`RouterApp::router`] is served.
+/// The standalone router: register workers with it, serve [`RouterApp::router`].
 #[derive(Clone)]
 pub struct RouterApp {
     pub(super) app: Arc<App>,
@@ -55,7 +55,7 @@ impl RouterApp {
     /// A router without workers.
     ///
     /// # Errors
-    /// As [`RouterOptions::check`]; `Config` for a remote indexer's address that is none.
+    /// As [`RouterOptions::check`]; `Config` for an invalid address of a remote indexer.
     pub fn new(
         options: RouterOptions,
         catalog: Arc<Catalog>,
@@ -96,7 +96,7 @@ impl RouterApp {
         Ok(Self { routes: routes(&app)?, app })
     }
 
-    /// Bring back what `--state-file` holds, once, after the workers that flags name were added.
+    /// Restores the content of `--state-file`, once, after the workers from flags were added.
     ///
     /// # Errors
     /// `Config`, naming the file.
@@ -109,7 +109,7 @@ impl RouterApp {
         app.registrations.restore(app.options.http.state_file.as_deref(), again)
     }
 
-    /// Free reservations that nothing was heard of; call it on a timer.
+    /// Frees inactive reservations; call it on a timer.
     pub fn expire(&self) -> usize {
         let expired: usize = self.app.fleet.pools().iter().map(|pool| pool.selector.tick()).sum();
         for queue in self.app.fleet.pools().iter().filter_map(|pool| pool.queue.as_ref()) {
@@ -167,7 +167,7 @@ fn routes(app: &Arc<App>) -> KvResult<Router> {
     Ok(router.layer(from_fn_with_state(Arc::clone(app), count)))
 }
 
-/// Paths as metrics name them; never what a client sent.
+/// Paths in metrics; never a client's input.
 const PATHS: [&str; 21] = [
     "/",
     "/workers",
@@ -215,7 +215,7 @@ fn reply(body: &impl Serialize) -> Response {
     respond(StatusCode::OK, Form::Json, body)
 }
 
-/// As the client wants it written.
+/// In the format that the client accepts.
 fn reply_to(headers: &HeaderMap, body: &impl Serialize) -> Response {
     respond(StatusCode::OK, Form::of_answer(headers), body)
 }
@@ -244,7 +244,7 @@ async fn add_worker(
     let added = async {
         let mut new: NewWorker = app.parse(&headers, body).await?;
         new.registrant = peer.map(|Extension(Peer(address))| address.ip());
-        // Flags and discovery name their workers again by themselves.
+        // Workers from flags and discovery are added again at the next start.
         let kept = new.registrant.map(|_| new.clone());
         if kept.is_some() {
             new.check_places(app.options.http.worker_allow()).await?;
@@ -260,7 +260,7 @@ async fn add_worker(
     plain(added.await)
 }
 
-/// A worker's name in the file of registrations.
+/// A worker's key in the file of registrations.
 fn key(id: InstanceId) -> String {
     format!("worker/{id}")
 }
@@ -447,7 +447,7 @@ async fn thresholds(State(app): State<Arc<App>>) -> Response {
         .iter()
         .map(|pool| answer(&pool.key.model_name, &pool.selector.busy.thresholds()))
         .collect();
-    // Tenants of a model have the same ones, unless they came at different times.
+    // A model's tenants have equal entries, unless they joined at different times.
     entries.dedup();
     reply(&json!({ "thresholds": entries }))
 }
