@@ -1,6 +1,6 @@
 //! The standalone indexer's API.
 //!
-//! In a process of the caller's own, who brings the socket, the runtime and the engines' frames:
+//! For use in your own process, which provides the socket, the runtime and the engines' frames:
 //!
 //! ```no_run
 //! use std::sync::Arc;
@@ -15,7 +15,7 @@
 //! let catalog = Arc::new(Catalog::default());
 //! let shutdown = Shutdown::default();
 //!
-//! // Registrations become orders: open a socket, and hand what it brings to `Publisher::live`.
+//! Registrations become orders: open a socket, and pass its messages to `Publisher::live`.
 //! let orders = Arc::clone(&catalog);
 //! std::thread::spawn(move || {
 //!     // Ends with `orders.commands.close()`.
@@ -25,7 +25,7 @@
 //!                 subscribe(&orders, publisher, &endpoint);
 //!             }
 //!             Command::Unsubscribe { publisher } => close(publisher),
-//!             // Without peers nothing is held, and nobody pauses.
+//!             Without peers nothing is held or paused.
 //!             Command::Resume { .. } | Command::Pause { .. } => {}
 //!         }
 //!     }

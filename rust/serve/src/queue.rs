@@ -7,14 +7,15 @@ use kvflash_core::fair::Wish;
 use kvflash_core::select::{Entered, Queue};
 use tokio::sync::Notify;
 
-/// What `book` books, at once or when there is room; it is asked again as long as it says `MustWait`.
-/// Whoever stops waiting leaves the line.
+/// The result of `book`, at once or when there is room; it is called again as long as it returns
+/// `MustWait`. A cancelled wait leaves the queue.
 ///
-/// `cached_tokens` says how much of a prompt of `isl_tokens` the best worker holds, and `is_open`
-/// whether every worker may take the request: then nobody has room where it found none.
+/// `cached_tokens` returns how much of a prompt of `isl_tokens` the best worker holds. `is_open`
+/// says whether every worker may take the request: if it found no room, there is none for others
+/// either.
 ///
 /// # Errors
-/// What `book` says; `Overloaded` when too many wait, `AllBusy` when it took too long.
+/// Those of `book`; `Overloaded` if the queue is full, `AllBusy` after a timeout.
 pub(super) async fn pass<T>(
     queue: &Arc<Queue>,
     wish: &Wish,

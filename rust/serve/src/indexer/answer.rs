@@ -1,4 +1,4 @@
-//! What GET /workers answers, in the shape of the published document.
+//! Response of GET /workers, in the published format.
 
 use std::collections::BTreeMap;
 
@@ -15,10 +15,10 @@ struct Listener {
     trust: Trust,
     #[serde(skip_serializing_if = "Option::is_none")]
     replay_endpoint: Option<String>,
-    /// Blocks that a rank's device has, as it was registered.
+    /// Blocks of a rank's device, as registered.
     #[serde(skip_serializing_if = "Option::is_none")]
     capacity_blocks: Option<u64>,
-    /// Blocks held on the device by the fullest of its ranks.
+    /// Blocks held on the device of its fullest rank.
     device_blocks: usize,
     #[serde(skip_serializing_if = "Option::is_none")]
     last_error: Option<String>,
@@ -41,11 +41,11 @@ pub(super) struct WorkerEntry {
     blocks: usize,
     endpoints: BTreeMap<u32, String>,
     listeners: BTreeMap<u32, Listener>,
-    /// Ranks that only events have named.
+    /// Ranks known only from events.
     dynamic_dp_ranks: Vec<u32>,
 }
 
-/// The status of an instance from those of its listeners: failed > pending > active > paused.
+/// The status of an instance, from those of its listeners: failed > pending > active > paused.
 fn aggregate(statuses: impl Iterator<Item = ListenerStatus>) -> ListenerStatus {
     use ListenerStatus::{Active, Failed, Paused, Pending};
     let priority = |status: &ListenerStatus| match status {
@@ -57,7 +57,7 @@ fn aggregate(statuses: impl Iterator<Item = ListenerStatus>) -> ListenerStatus {
     statuses.max_by_key(priority).unwrap_or(Active)
 }
 
-/// The worst trust of an instance's listeners, with all reasons and whose they are.
+/// The lowest trust among an instance's listeners, with all reasons and their listeners.
 #[derive(Debug, Serialize)]
 struct InstanceTrust {
     state: TrustState,
@@ -97,7 +97,7 @@ pub(super) fn worker_entries(catalog: &Catalog, model_name: Option<&str>) -> Vec
     instances
         .into_iter()
         .map(|(instance_id, reports)| {
-            // A registration belongs to one model and tenant, and an instance to one of them.
+            // A registration belongs to one model and tenant, and so does an instance.
             let model = &reports[0].model;
             let mut ranks: Vec<u32> =
                 reports.iter().flat_map(|report| report.view.ranks.clone()).collect();

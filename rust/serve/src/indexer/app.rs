@@ -41,7 +41,7 @@ use crate::state_file::Registrations;
 use crate::worker_allow::WorkerAllow;
 use crate::{Http, Reject, Shutdown, openapi};
 
-/// Header of answers that were given before this replica was ready; its value is `false`.
+/// Header of responses given before this replica was ready; its value is `false`.
 const NOT_READY: HeaderName = HeaderName::from_static("x-kvflash-ready");
 
 struct App {
@@ -51,10 +51,10 @@ struct App {
     metrics: Arc<IndexerMetrics>,
     startup: Arc<Startup>,
     dumps: Dumps,
-    /// What stands for hashes in dumps.
+    /// Masks hashes in dumps.
     mask: Option<HashMask>,
     shutdown: Shutdown,
-    /// What was registered over HTTP.
+    /// Registrations over HTTP.
     registrations: Registrations,
     worker_allow: WorkerAllow,
 }
@@ -66,10 +66,10 @@ impl IndexerApp {
     /// The service over `catalog`, for [`super::super::serve`].
     ///
     /// # Errors
-    /// Those of [`Self::router`], which this is, and which tells of peers.
+    /// Those of [`Self::router`], which this wraps, and which explains peers.
     ///
     /// # Cost
-    /// The questions that gateways ask for each prompt take a shorter way than the router's.
+    /// Queries, which gateways send for each prompt, take a shorter path than through the router.
     pub fn service(
         catalog: Arc<Catalog>,
         options: IndexerOptions,
@@ -79,13 +79,13 @@ impl IndexerApp {
         Ok(IndexerService { app, router: TowerToHyperService::new(router) })
     }
 
-    /// The same as routes, to be put among others.
+    /// The same as routes, to be combined with others.
     ///
-    /// With peers, recovery begins here, in the tokio runtime that this is called in. Publishers wait
-    /// for its end, those that registered before too if [`Catalog::hold`] came first.
+    /// With peers, recovery begins here, in the current tokio runtime. Publishers wait for its end,
+    /// including those registered before if [`Catalog::hold`] was called first.
     ///
     /// # Errors
-    /// `InvalidArgument` for a peer that is no URL, `Config` for a prefix of metrics that is none.
+    /// `InvalidArgument` for a peer with an invalid URL, `Config` for an invalid prefix of metrics.
     pub fn router(catalog: Arc<Catalog>, options: IndexerOptions, http: &Http) -> KvResult<Router> {
         Self::build(catalog, options, http).map(|(_, router)| router)
     }
@@ -185,7 +185,7 @@ impl IndexerApp {
     }
 }
 
-/// What [`IndexerApp::service`] makes.
+/// The result of [`IndexerApp::service`].
 #[derive(Clone)]
 pub struct IndexerService {
     app: Arc<App>,
@@ -226,10 +226,10 @@ impl hyper::service::Service<Request<Incoming>> for IndexerService {
     }
 }
 
-/// The questions alone, over a catalog that another service fills.
+/// Only the query routes, over a catalog that another service fills.
 ///
 /// # Errors
-/// None, without peers.
+/// None without peers.
 pub(crate) fn query_routes(
     catalog: Arc<Catalog>,
     intake: Intake,
@@ -263,7 +263,7 @@ pub(crate) fn query_routes(
 }
 
 impl App {
-    /// Read a bounded body, parse it, answer.
+    /// Reads a bounded body, parses it, and answers.
     async fn answer<T: DeserializeOwned>(
         &self,
         body: Body,
@@ -276,7 +276,7 @@ impl App {
         }
     }
 
-    /// Answer one of the questions, in whichever forms `headers` say.
+    /// Answers a query, in the formats given by `headers`.
     async fn ask(
         &self,
         endpoint: Endpoint,
@@ -315,7 +315,7 @@ impl App {
         Ok(find_hashes(&model, &request.block_hashes.0, form))
     }
 
-    /// Answers that were given before this replica was ready say so.
+    /// Marks responses given before this replica was ready.
     fn mark(&self, mut response: Response) -> Response {
         if !self.startup.is_ready(&self.catalog) {
             response.headers_mut().insert(NOT_READY, HeaderValue::from_static("false"));

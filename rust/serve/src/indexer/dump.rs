@@ -1,4 +1,5 @@
-//! GET /dump and GET /digest: what is held, made publisher by publisher while it is sent.
+//! GET /dump and GET /digest: the content of the index, created publisher by publisher while it is
+//! sent.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -24,13 +25,13 @@ use super::mask::HashMask;
 /// Media type of the binary form.
 pub(super) const DUMP_TYPE: &str = "application/vnd.kvflash.dump";
 
-/// Dumps that may be read at once.
+/// Maximum concurrent dumps.
 const DUMPS_MAX: usize = 4;
 
-/// A dump whose reader asked for nothing for so long does not count as read any more, in seconds.
+/// A dump without reads for this many seconds no longer counts as concurrent.
 const IDLE_S: u64 = 30;
 
-/// What of it is asked for.
+/// Filter of a dump.
 #[derive(Debug, Default, Deserialize)]
 pub(super) struct DumpQuery {
     pub format: Option<String>,
@@ -47,16 +48,16 @@ impl DumpQuery {
     }
 }
 
-/// Who reads dumps just now.
+/// Dumps in progress.
 pub(super) struct Dumps {
     since: Instant,
     readers: Mutex<Vec<Arc<AtomicU64>>>,
 }
 
-/// The right to read one; given back when dropped.
+/// The right to read a dump; released when dropped.
 pub(super) struct Reading {
     since: Instant,
-    /// Seconds from `since` to when its reader asked last.
+    /// Seconds from `since` to the last read.
     asked: Arc<AtomicU64>,
 }
 
@@ -68,7 +69,7 @@ impl Default for Dumps {
 
 impl Dumps {
     /// # Errors
-    /// 503 while as many are read as may be.
+    /// 503 at the limit of concurrent dumps.
     pub fn begin(&self) -> Result<Reading, Reject> {
         let mut readers = self.readers.lock();
         readers.retain(|reader| Arc::strong_count(reader) > 1);
@@ -93,7 +94,7 @@ impl Reading {
     }
 }
 
-/// Models that `query` wants, each with its parts.
+/// Models selected by `query`, each with its parts.
 fn models(catalog: &Catalog, query: &DumpQuery) -> Vec<(Arc<ModelIndex>, Vec<Part>)> {
     let mut parts: BTreeMap<ModelKey, Vec<Part>> = BTreeMap::new();
     for part in catalog::parts(catalog) {
@@ -112,7 +113,7 @@ fn models(catalog: &Catalog, query: &DumpQuery) -> Vec<(Arc<ModelIndex>, Vec<Par
 /// [...]}, ...}`; events are numbered from 0 in each model.
 ///
 /// # Cost
-/// One publisher's events in memory at a time, however slowly the client reads.
+/// Holds one publisher's events in memory at a time, however slowly the client reads.
 pub(super) fn json_body(
     catalog: &Catalog,
     query: &DumpQuery,
@@ -166,7 +167,7 @@ fn part_events(
     marks: &mut Vec<String>,
     mask: Option<&HashMask>,
 ) -> String {
-    // Sorting a large worker's blocks takes milliseconds: other connections go on meanwhile.
+    // Sorting a large worker's blocks takes milliseconds: other connections continue meanwhile.
     let (events, mark) = tokio::task::block_in_place(|| {
         let (mut events, mark) = part.events();
         if let Some(mask) = mask {
@@ -185,7 +186,7 @@ fn part_events(
     text
 }
 
-/// The binary form: `catalog/transfer.rs` says how it looks.
+/// The binary format, defined in `catalog/transfer.rs`.
 pub(super) fn binary_body(catalog: &Catalog, query: &DumpQuery, reading: Reading) -> Body {
     let parts = models(catalog, query).into_iter().flat_map(|(_, parts)| parts);
     let chunks = parts.map(|part| {
@@ -218,10 +219,10 @@ pub(super) struct ModelDigest {
     workers: Vec<WorkerDigest>,
 }
 
-/// What is held, in a few bytes a worker: replicas that hold the same answer the same.
+/// The content of the index in a few bytes per worker: replicas with equal content answer equally.
 ///
 /// # Cost
-/// One worker's blocks in memory at a time, 48 bytes each.
+/// Holds one worker's blocks in memory at a time, 48 bytes each.
 pub(super) fn digests(
     catalog: &Catalog,
     query: &DumpQuery,
@@ -263,6 +264,6 @@ pub(super) fn digests(
                 .collect(),
         }
     };
-    // A model that nobody holds anything of has no digest either: whoever never heard of it agrees.
+    // An empty model has no digest, so that replicas that never heard of it agree.
     models(catalog, query).into_iter().map(digest_of).filter(|model| model.blocks > 0).collect()
 }

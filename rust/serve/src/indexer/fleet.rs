@@ -1,5 +1,5 @@
-//! Engines that are found rather than registered: by flags, in DNS, in discovery. The index follows their
-//! events under the numbers that routers know them by.
+//! Engines that are discovered rather than registered: by flags, in DNS, in discovery. The index
+//! follows their events under the ids that routers use.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,22 +15,23 @@ use super::super::frontend::fleet::PREFILL_TENANT;
 use super::super::frontend::runtime::spec::WorkerSpec;
 use crate::fleet::follow;
 
-/// Workers of an indexer that nobody registers.
+/// An indexer's workers without registration.
 pub struct FoundWorkers {
     catalog: Arc<Catalog>,
-    /// What engines serve that are known by their address alone.
+    /// Model card of engines that are known only by address.
     card: Card,
     tables: Mutex<Tables>,
 }
 
 struct Tables {
     roster: Roster,
-    /// What discovery said of each.
+    /// The spec of each from discovery.
     specs: BTreeMap<InstanceId, WorkerSpec>,
 }
 
 impl FoundWorkers {
-    /// None yet. Engines that are known by their address serve `key`, in blocks of `block_size` tokens.
+    /// Without workers yet. Engines known only by address serve `key`, in blocks of `block_size`
+    /// tokens.
     pub fn new(
         catalog: Arc<Catalog>,
         key: ModelKey,
@@ -43,11 +44,11 @@ impl FoundWorkers {
         Self { catalog, card, tables }
     }
 
-    /// Follow an engine that an operator names as `URL[,events=...][,replay=...][,id=N][,dp=N][,role=...]`;
-    /// its number.
+    /// Follows an engine given as `URL[,events=...][,replay=...][,id=N][,dp=N][,role=...]`; returns
+    /// its id.
     ///
     /// # Errors
-    /// `Config` for a bad spec; `Conflict` for a number that is there already; the catalog's.
+    /// `Config` for an invalid spec; `Conflict` for an existing id; those of the catalog.
     pub fn add(&self, spec: &str) -> Result<InstanceId> {
         let spec: EngineSpec = spec.parse()?;
         let mut tables = self.tables.lock();
@@ -62,10 +63,10 @@ impl FoundWorkers {
         Ok(id)
     }
 
-    /// Follow a worker of discovery, or what has changed of it; its number.
+    /// Follows a worker of discovery, or applies its changes; returns its id.
     ///
     /// # Errors
-    /// `Config` naming the field; `Overloaded` at the limit; the catalog's.
+    /// `Config` naming the field; `Overloaded` at the limit; those of the catalog.
     pub fn put(&self, json: &str) -> Result<InstanceId> {
         let spec = WorkerSpec::parse(json)?;
         let id = spec.id;
@@ -92,7 +93,7 @@ impl FoundWorkers {
         Ok(id)
     }
 
-    /// Follow it no more, and forget what it holds.
+    /// Stops following it, and forgets its blocks.
     ///
     /// # Errors
     /// `NotFound`.
@@ -100,10 +101,10 @@ impl FoundWorkers {
         self.leave(&mut self.tables.lock(), id)
     }
 
-    /// A worker takes no new requests, or does again: what it holds stays, and nothing changes here.
+    /// Sets whether a worker takes new requests; the index is not affected.
     ///
     /// # Errors
-    /// `NotFound`; `Config` for a state that there is not.
+    /// `NotFound`; `Config` for an unknown state.
     pub fn set_state(&self, id: InstanceId, state: &str) -> Result<()> {
         self.change(&mut self.tables.lock(), Change::State { id, state: state.parse()? })
     }
@@ -183,7 +184,8 @@ mod tests {
         let other = json!({"model_name": "n", "model_type": ["prefill"]});
         found.put(&worker(5, other, "tcp://h:9")).unwrap();
         assert_eq!(listened(&found), ["5:0 n:prefill tcp://h:9"]);
-        // What only a broker carries is not heard, and what does not fit is not followed.
+        // Events available only over a broker are not received, and invalid workers are not
+        // followed.
         found.put(&worker(6, card.clone(), "nats://s/6/0")).unwrap();
         assert_eq!(listened(&found).len(), 1);
         found.remove(6).unwrap();

@@ -1,4 +1,4 @@
-//! JSON or msgpack: which one a body is in, which one the answer shall be in.
+//! JSON or msgpack: the formats of a body and of its response.
 
 use axum::extract::{FromRequestParts, Query};
 use axum::http::request::Parts;
@@ -10,26 +10,27 @@ use serde::de::DeserializeOwned;
 use super::super::Reject;
 use super::request;
 
-/// Deepest nesting of a msgpack body; that of a JSON body is serde_json's, the same.
+/// Maximum nesting of a msgpack body; equal to serde_json's limit.
 const MAX_DEPTH: usize = 128;
 
-/// How a body or an answer is written.
+/// Format of a body or a response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Form {
-    /// Whatever is not said to be msgpack: clients such as curl name types that they do not mean.
+    /// The default: clients such as curl send content types that do not match the body.
     Json,
-    /// By any of the three names that it goes by.
+    /// Under any of its three names.
     Msgpack,
 }
 
 impl Form {
-    /// By `content-type`.
+    /// From `content-type`.
     pub fn of_body(headers: &HeaderMap) -> Self {
         let value = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
         value.map_or(Self::Json, |value| Self::of_type(media_type(value).0).unwrap_or(Self::Json))
     }
 
-    /// By `accept`: the form with the highest weight, of equals the first one; JSON where none is named.
+    /// From `accept`: the format with the highest weight, the first one if equal; JSON if none is
+    /// named.
     pub fn of_answer(headers: &HeaderMap) -> Self {
         let mut best = (0.0, Self::Json);
         let values = headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
@@ -61,7 +62,7 @@ impl Form {
         ["application/json", "application/*", "*/*"].into_iter().any(is).then_some(Self::Json)
     }
 
-    /// A query as [`Self::parse`] reads it, in a fraction of the time for JSON as most clients write it.
+    /// Parses a query like [`Self::parse`], much faster for typical JSON.
     pub(super) fn parse_query(self, bytes: &[u8]) -> Result<request::Query, Reject> {
         match self {
             Self::Json => request::Query::plain(bytes).map_or_else(|| self.parse(bytes), Ok),
@@ -69,13 +70,13 @@ impl Form {
         }
     }
 
-    /// Read a request.
+    /// Parses a request.
     ///
     /// # Errors
-    /// 400 that names the field at fault.
+    /// 400 naming the invalid field.
     ///
     /// # Cost
-    /// Allocates what the bytes that are there make, whatever lengths they claim.
+    /// Allocates in proportion to the received bytes, whatever lengths they claim.
     pub fn parse<T: DeserializeOwned>(self, bytes: &[u8]) -> Result<T, Reject> {
         match self {
             Self::Json => parse_json(bytes),
@@ -85,7 +86,7 @@ impl Form {
     }
 }
 
-/// The parameters of a query string; a refusal is JSON, as all are.
+/// The parameters of a query string; refusals are JSON, as everywhere.
 pub(crate) struct Params<T>(pub T);
 
 impl<S: Send + Sync, T: DeserializeOwned> FromRequestParts<S> for Params<T> {
@@ -108,12 +109,12 @@ fn media_type(entry: &str) -> (&str, f32) {
 }
 
 fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
-    // Derived readers would take a list too, field by field.
+    // Derived parsers would also accept a list of the fields.
     if bytes.trim_ascii_start().first() == Some(&b'[') {
         return Err("must be an object, got a list".to_owned());
     }
     serde_json::from_slice(bytes).map_err(|error| {
-        // Second, slower pass, for the name of the field at fault.
+        // Second, slower pass, to find the name of the invalid field.
         let mut json = serde_json::Deserializer::from_slice(bytes);
         match serde_path_to_error::deserialize::<_, T>(&mut json) {
             Err(error) => error.to_string(),

@@ -1,8 +1,8 @@
-//! Block hashes as others may see them: where nobody outside compares them, they tell nothing of prompts.
+//! Masks block hashes in dumps, so that they reveal nothing about prompts.
 //!
-//! A local hash is made of a block's tokens in a way that everybody knows, and so are the names that many engines give
-//! their blocks. Whoever reads both, and knows all of a prompt but a few digits, finds these by trying. With a secret,
-//! an HMAC stands in the place of each.
+//! Local hashes are computed from a block's tokens by a public function, and so are the block names
+//! of many engines. An attacker who reads them and knows a prompt except for a few digits finds
+//! these by trial. With a secret, each hash is replaced by its HMAC.
 
 use std::path::Path;
 
@@ -16,7 +16,7 @@ use crate::secret_file;
 
 pub(super) const FLAG: &str = "--hash-secret-file";
 
-/// Makes others of hashes. The same hash has the same mask in all processes with the same secret.
+/// Masks hashes. Processes with the same secret give equal masks for equal hashes.
 #[derive(Clone)]
 pub(crate) struct HashMask(Hmac<Sha256>);
 
@@ -40,7 +40,7 @@ impl HashMask {
         mac.map(Self).map_err(|error| Error::Config(format!("{FLAG}: {error}")))
     }
 
-    /// The mask of a word; `kind` keeps words of different meanings apart.
+    /// The mask of a word; `kind` separates words of different meanings.
     pub fn word(&self, kind: &str, word: u64) -> u64 {
         let mut mac = self.0.clone();
         mac.update(kind.as_bytes());
@@ -49,7 +49,7 @@ impl HashMask {
         bytes.iter().take(8).fold(0, |word, byte| word << 8 | u64::from(*byte))
     }
 
-    /// Put masks in the place of all hashes of an event. The seed that everybody knows stays.
+    /// Masks all hashes of an event. The public seed is kept.
     pub fn event(&self, event: &mut RouterEvent) {
         let name = |word: &mut u64| *word = self.word("name", *word);
         match &mut event.event.data {
@@ -90,7 +90,7 @@ mod tests {
         RouterEvent { worker_id: 1, event, storage_tier: Tier::Device }
     }
 
-    /// A pin of four digits within a prompt that is known: whoever reads the hashes finds it by trying all.
+    /// A four-digit PIN within a known prompt: with the plain hashes an attacker finds it by trial.
     #[test]
     fn what_is_masked_is_found_by_no_trial() {
         let prompt = |pin: u32| [7, 7, 7, pin];

@@ -1,4 +1,4 @@
-//! What the indexer counts and what it reads at scrape time, all under `kvflash_kvindexer_`.
+//! The indexer's counters and values read at each scrape, all under `kvflash_kvindexer_`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -22,7 +22,7 @@ use prometheus_client::registry::{Registry, Unit};
 use super::super::metrics::{escape, exposition, seconds_histogram};
 use super::startup::Startup;
 
-/// Endpoints are the routes of the API, never what a client sent.
+/// Endpoints are the routes of the API, never a client's input.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct RequestLabel {
     endpoint: String,
@@ -55,11 +55,11 @@ pub(super) struct IndexerMetrics {
     requests: Family<RequestLabel, Counter>,
     errors: Family<ErrorLabel, Counter>,
     seconds: Family<EndpointLabel, Histogram, Seconds>,
-    /// The figures of the endpoints that are asked most, looked up once.
+    /// Metrics of the most frequent endpoints, looked up once.
     questions: [OnceLock<(Counter, Histogram)>; Endpoint::ALL.len()],
 }
 
-/// Endpoints that are asked for each prompt.
+/// Endpoints called for each prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Endpoint {
     Query,
@@ -78,7 +78,7 @@ impl Endpoint {
 }
 
 impl IndexerMetrics {
-    /// What it makes; `more` registers further ones.
+    /// Creates the metrics; `more` registers further ones.
     pub fn new<T>(
         catalog: Arc<Catalog>,
         startup: Arc<Startup>,
@@ -100,13 +100,13 @@ impl IndexerMetrics {
         (Self { registry, requests, errors, seconds, questions: Default::default() }, more)
     }
 
-    /// The exposition text, with the catalog's figures read now; its names begin with `prefix`.
+    /// The exposition text, with the catalog's current values; names begin with `prefix`.
     pub fn expose(&self, prefix: &str) -> Response {
-        // Thousands of workers take tens of milliseconds: other connections go on meanwhile.
+        // Thousands of workers take tens of milliseconds: other connections continue meanwhile.
         tokio::task::block_in_place(|| exposition(&self.registry, prefix))
     }
 
-    /// Count a POST to one of these endpoints.
+    /// Counts a POST to one of these endpoints.
     pub fn count_question(&self, endpoint: Endpoint, status: u16, started: Instant) {
         if status >= 400 {
             return self.count(endpoint.path(), "POST", status, started);
@@ -139,7 +139,7 @@ impl IndexerMetrics {
     }
 }
 
-/// A layer that counts every request, those that no route takes as `other`.
+/// A layer that counts every request; those without a route as `other`.
 pub(super) async fn count(
     State(metrics): State<Arc<IndexerMetrics>>,
     request: Request,
@@ -147,7 +147,7 @@ pub(super) async fn count(
 ) -> Response {
     let started = Instant::now();
     let endpoint = request.extensions().get::<MatchedPath>().cloned();
-    // Clients may send any word as a method.
+    // Clients may send any word as the method.
     let method = match request.method().as_str() {
         "GET" => "GET",
         "HEAD" => "HEAD",
@@ -164,7 +164,7 @@ pub(super) async fn count(
     response
 }
 
-/// What is read from the catalog at every scrape, so that nobody who left stays in it.
+/// Values read from the catalog at each scrape, so that departed workers are not included.
 #[derive(Debug)]
 struct Figures {
     catalog: Arc<Catalog>,

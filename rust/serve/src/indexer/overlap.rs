@@ -1,5 +1,5 @@
-//! What POST /query and /query_by_hash answer, written as it is found: answers name every worker of a
-//! model, and with thousands of them the writing is most of the work.
+//! Responses of POST /query and /query_by_hash, written during the search: they list every worker
+//! of a model, and with thousands of them the writing is most of the work.
 
 use std::cell::RefCell;
 
@@ -11,10 +11,10 @@ use kvflash_core::index::Matches;
 
 use super::form::Form;
 
-/// Bytes that a worker takes in an answer, about; room is made once.
+/// Approximate bytes per worker in a response, for a single allocation.
 const BYTES_PER_WORKER: usize = 112;
 
-/// One worker in the answer; all counts in tokens, tiers cumulative.
+/// One worker in the response; all counts in tokens, tiers cumulative.
 #[derive(Debug, Clone, Copy)]
 struct Row {
     worker: Worker,
@@ -23,7 +23,7 @@ struct Row {
     disk: u64,
 }
 
-/// Buffers of a thread's queries.
+/// A thread's query buffers.
 #[derive(Default)]
 struct Room {
     matches: Matches,
@@ -36,7 +36,7 @@ thread_local! {
     static ROOM: RefCell<Room> = RefCell::default();
 }
 
-/// The answer for a prompt, as JSON.
+/// The response for a prompt, as JSON.
 ///
 /// # Errors
 /// `NotFound` for an unknown model and tenant.
@@ -50,7 +50,7 @@ pub fn query_tokens(
     Ok(find_tokens(&model, token_ids, keys, Form::Json))
 }
 
-/// The answer for a prompt.
+/// The response for a prompt.
 pub(super) fn find_tokens(
     model: &ModelIndex,
     token_ids: &[u32],
@@ -61,8 +61,8 @@ pub(super) fn find_tokens(
     find(model, &model.locals(token_ids, keys), &names, token_ids.len() as u64, form)
 }
 
-/// The answer for local block hashes; what workers with several cache groups hold can't be told without the
-/// prompt's tokens, unless their events tell which block a name stands for.
+/// The response for local block hashes. For workers with several cache groups it needs the prompt's
+/// tokens, unless their events say which block a name stands for.
 pub(super) fn find_hashes(model: &ModelIndex, locals: &[u64], form: Form) -> Vec<u8> {
     let tokens = locals.len() as u64 * u64::from(model.block_size().unwrap_or(0)) + 1;
     find(model, locals, &PromptNames::default(), tokens, form)
@@ -90,7 +90,7 @@ fn find(
     })
 }
 
-/// All in ascending order of worker. What is known to the token stands instead of whole blocks.
+/// All workers in ascending order. Token-exact results replace whole blocks.
 fn merge(
     matches: &Matches,
     exact: &[Reuse],
@@ -183,7 +183,8 @@ fn write_ranks(pen: &mut impl Pen, ranks: &[Row]) {
     pen.close_map();
 }
 
-/// What writes an answer. Keys are text in both forms: not every msgpack reader takes others.
+/// Writes a response. Keys are strings in both formats, because not every msgpack reader accepts
+/// others.
 trait Pen {
     fn open_map(&mut self, len: usize);
     fn close_map(&mut self);
@@ -198,7 +199,7 @@ trait Pen {
     }
 }
 
-/// Keys are names of fields and digits: nothing to escape.
+/// Keys are names of fields and digits, so nothing needs escaping.
 struct JsonPen(Vec<u8>);
 
 impl JsonPen {
@@ -243,7 +244,7 @@ impl Pen for JsonPen {
     }
 }
 
-/// Writing to a Vec cannot fail, and no answer has 2^32 entries.
+/// Writing to a Vec can't fail, and no response has 2^32 entries.
 struct MsgpackPen(Vec<u8>);
 
 impl Pen for MsgpackPen {

@@ -1,11 +1,13 @@
-//! Queries as nearly all clients write them, read without serde: a flat JSON object of one list of
-//! integers and a few strings. A query is mostly its list, and this reads eight digits at a time.
+//! Parses queries in the form that nearly all clients use, without serde: a flat JSON object of one
+//! list of integers and a few strings. A query consists mostly of its list, which this parses eight
+//! digits at a time.
 //!
-//! What it reads, serde_json reads to the same; all else it leaves to serde_json, errors above all.
+//! Its results equal those of serde_json; everything else, including all errors, is left to
+//! serde_json.
 
 use super::request::MAX_TOKEN_IDS;
 
-/// The fields of a query; the strings lie in the body.
+/// The fields of a query; strings point into the body.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Plain<'a> {
     pub token_ids: Vec<u32>,
@@ -16,7 +18,7 @@ pub(super) struct Plain<'a> {
     pub additional_salt: Option<&'a str>,
 }
 
-/// Read a body; `None` for whatever is not plain.
+/// Parses a body; `None` if it has another form.
 pub(super) fn read(bytes: &[u8]) -> Option<Plain<'_>> {
     let mut rest = Rest(bytes);
     let (mut token_ids, mut model_name, mut tenant_id) = (None, None, None);
@@ -38,7 +40,7 @@ pub(super) fn read(bytes: &[u8]) -> Option<Plain<'_>> {
                 "additional_salt" | "additionalsalt" => &mut additional_salt,
                 _ => return None,
             };
-            // serde_json has the word for fields that come twice.
+            // Repeated fields are left to serde_json.
             if field.replace(rest.string()?).is_some() {
                 return None;
             }
@@ -57,7 +59,7 @@ pub(super) fn read(bytes: &[u8]) -> Option<Plain<'_>> {
     Some(Plain { token_ids, model_name, tenant_id, lora_name, cache_salt, additional_salt })
 }
 
-/// What is left of a body.
+/// The rest of a body.
 struct Rest<'a>(&'a [u8]);
 
 impl<'a> Rest<'a> {
@@ -67,7 +69,7 @@ impl<'a> Rest<'a> {
         }
     }
 
-    /// The next byte that is no space.
+    /// The next byte that is not a space.
     fn next(&mut self) -> Option<u8> {
         self.skip_space();
         let (first, rest) = self.0.split_first()?;
@@ -97,7 +99,8 @@ impl<'a> Rest<'a> {
             self.0 = rest;
             return Some(Vec::new());
         }
-        // Room for short numbers would be three times too much for long ones: grow instead.
+        // Allocating for short numbers would waste three times the memory for long ones: grow
+        // instead.
         let mut out = Vec::with_capacity((self.0.len() / 16).min(MAX_TOKEN_IDS));
         loop {
             self.skip_space();
@@ -123,14 +126,14 @@ impl<'a> Rest<'a> {
         while count == 8 {
             let (part, more) = self.eight_digits();
             value = value.checked_mul(TENS[more])?.checked_add(part)?;
-            // A number of 16 digits may go on, one of fewer does not.
+            // A number of 16 digits may continue, a shorter one does not.
             count = more;
         }
-        // A fraction or an exponent is left where the caller wants a comma.
+        // A fraction or an exponent remains where the caller expects a comma.
         u32::try_from(value).ok()
     }
 
-    /// Up to eight digits, and how many there were.
+    /// Up to eight digits, and their number.
     fn eight_digits(&mut self) -> (u64, usize) {
         const ZEROS: u64 = u64::from_le_bytes([b'0'; 8]);
         let word = match self.0.first_chunk::<8>() {
@@ -141,7 +144,8 @@ impl<'a> Rest<'a> {
                 u64::from_le_bytes(chunk)
             }
         };
-        // Digits become 0 to 9, all other bytes more. The sum carries only into bytes behind one of those.
+        // Digits become 0 to 9, all other bytes larger values. Carries of the sum only affect bytes
+        // after one of those.
         let digits = word ^ ZEROS;
         let others = (digits.wrapping_add(0x7676_7676_7676_7676) | digits) & 0x8080_8080_8080_8080;
         let count = (others.trailing_zeros() / 8) as usize;
@@ -149,7 +153,7 @@ impl<'a> Rest<'a> {
             return (0, 0);
         }
         self.0 = &self.0[count..];
-        // Zeros in front, then pairs, pairs of pairs, and their sum.
+        // Leading zeros, then pairs, pairs of pairs, and their sum.
         let digits = digits << (64 - 8 * count);
         let pairs = digits.wrapping_mul(10).wrapping_add(digits >> 8);
         let low = (pairs & 0x0000_00ff_0000_00ff).wrapping_mul(0x000f_4240_0000_0064);
@@ -239,7 +243,7 @@ mod tests {
         assert_eq!(list(&text(MAX_TOKEN_IDS + 1)), None);
     }
 
-    /// Bodies near enough to a query that many of them are one.
+    /// Bodies similar to a query, so that many of them are valid.
     fn body() -> impl Strategy<Value = String> {
         let piece = prop_oneof![
             2 => "-?[0-9]{1,11}",

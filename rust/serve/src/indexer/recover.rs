@@ -1,4 +1,4 @@
-//! Taking over what a peer holds, before the own events are read.
+//! Recovers a peer's state, before this replica's own events are read.
 
 use std::io::{self, BufReader, Read};
 use std::sync::Arc;
@@ -23,52 +23,52 @@ use crate::Http;
 use crate::lock::Credential;
 use crate::outbound::Connector;
 
-/// Listeners get so long to connect before the dump is asked for, so that nothing is published between
-/// the two that neither has.
+/// Time for listeners to connect before the dump is requested, so that no event falls between the
+/// two.
 const LISTENERS_WAIT: Duration = Duration::from_secs(1);
 
-/// Peers that do not answer yet, or look for a peer themselves, are asked again for so long.
+/// How long peers that do not answer yet, or have no state either, are retried.
 const PEERS_WAIT: Duration = Duration::from_secs(1);
 
-/// A peer that is loading itself is waited for so long.
+/// How long to wait for a peer that is loading.
 const LOADING_PEER_WAIT: Duration = Duration::from_secs(30);
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// A dump of which nothing comes for so long is given up; also how long a peer may think before its head.
+/// A dump without data for this long is given up; also the longest wait for a response head.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A dump takes no longer than this. Ten million blocks take four seconds.
+/// Maximum duration of a dump. Ten million blocks take four seconds.
 const DUMP_TIME_MAX: Duration = Duration::from_secs(600);
 
-/// Bytes of a dump for each block that an index may hold; JSON needs 80.
+/// Maximum bytes of a dump per block that an index may hold; JSON needs 80.
 const DUMP_BYTES_A_BLOCK: u64 = 256;
 
-/// A worker that a peer has told of registers within this time, or is forgotten.
+/// A worker known from a peer must register within this time, or is forgotten.
 const RECOVERED_WAIT: Duration = Duration::from_secs(600);
 
-/// The answer of GET /ready is small.
+/// The response of GET /ready is small.
 const READY_BYTES_MAX: usize = 1024 * 1024;
 
-/// Asks peers.
+/// HTTP client for peers.
 struct HttpClient {
     client: Client<Connector, Empty<Bytes>>,
     credential: Credential,
-    /// Peers that flags name: others do not see the key.
+    /// Peers named by flags; only these receive the key.
     trusted: Vec<String>,
 }
 
-/// What a peer can do for us.
+/// A peer's usefulness for recovery.
 enum Peer {
-    /// Its dump is worth reading.
+    /// Its dump is usable.
     Healthy,
-    /// It is loading a dump itself, and will have one soon.
+    /// It is loading a dump and will have one soon.
     Loading,
-    /// It has nothing more than we have.
+    /// It has no more data than we have.
     Looking,
 }
 
-/// Recovers from the first healthy peer, then lets the publishers read. Whatever happens, it ends.
+/// Recovers from the first healthy peer, then lets the publishers read. It always ends.
 pub(super) async fn recover(
     catalog: Arc<Catalog>,
     startup: Arc<Startup>,
@@ -105,7 +105,8 @@ pub(super) async fn recover(
     }
 }
 
-/// The peer that was recovered from. Those whose dump is none are asked once, the others until time is up.
+/// The peer used for recovery. Peers with an unusable dump are tried once, the others until the
+/// time is up.
 async fn first_healthy(
     client: &HttpClient,
     catalog: &Arc<Catalog>,
@@ -209,7 +210,7 @@ async fn look_at(client: &HttpClient, peer: &str) -> Result<Peer, String> {
     match serde_json::from_slice::<Ready>(&bytes).map(|ready| ready.recovery.phase).as_deref() {
         Ok("looking") => Ok(Peer::Looking),
         Ok("loading") => Ok(Peer::Loading),
-        // Only waiting for workers.
+        // It only waits for workers.
         Ok(_) => Ok(Peer::Healthy),
         Err(error) => Err(format!("GET /ready is not an indexer's answer: {error}")),
     }
@@ -273,7 +274,8 @@ async fn load(
     }
 }
 
-/// Hands the body over piece by piece, until it ends, nobody wants more, or it has more than `most` bytes.
+/// Passes the body on piece by piece, until it ends, the receiver is gone, or it exceeds `most`
+/// bytes.
 async fn pump(
     mut body: Incoming,
     pieces: &mpsc::Sender<io::Result<Bytes>>,
@@ -312,7 +314,7 @@ async fn pump(
     }
 }
 
-/// Pieces of a body, as something to read from in a thread of its own.
+/// Pieces of a body, as a reader for another thread.
 struct Pieces {
     received: mpsc::Receiver<io::Result<Bytes>>,
     piece: Bytes,
@@ -341,7 +343,7 @@ mod tests {
     use super::*;
     use crate::{Face, HttpSettings};
 
-    /// What a peer is sent by an indexer that trusts these.
+    /// The request that a peer receives from an indexer that trusts these.
     async fn sent(trusts_it: bool) -> String {
         let path = std::env::temp_dir().join(format!("kvflash-peer-key-{}", std::process::id()));
         std::fs::write(&path, "the secret").unwrap();

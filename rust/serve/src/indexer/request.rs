@@ -1,4 +1,4 @@
-//! What clients of the indexer send. Every field at fault is named with what came.
+//! Requests of the indexer's clients. Errors name the field and its value.
 
 use serde::de::{Deserializer, Error as _, SeqAccess, Unexpected, Visitor};
 use serde::{Deserialize, Serialize};
@@ -7,15 +7,15 @@ use super::super::Reject;
 use super::plain;
 use crate::prompt_keys::{Embeds, Media};
 
-/// Token ids: u32, refused by index and value otherwise.
+/// Token ids: u32; others are refused by index and value.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct TokenIds(pub Vec<u32>);
 
-/// Block hashes: u64; negative numbers are the same bits as i64.
+/// Block hashes: u64; negative numbers are read as i64 with the same bits.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct BlockHashes(pub Vec<u64>);
 
-/// Most elements that one query may name.
+/// Maximum elements of a query.
 pub(super) const MAX_TOKEN_IDS: usize = 4_194_304;
 
 struct Element<const HASH: bool>(u64);
@@ -44,10 +44,10 @@ impl<'de, const HASH: bool> Deserialize<'de> for Element<HASH> {
 
             fn visit_i64<E: serde::de::Error>(self, value: i64) -> Result<Self::Value, E> {
                 if HASH {
-                    // Engines in Python publish hashes as signed numbers; the bits are what counts.
+                    // Engines in Python publish hashes as signed numbers; only the bits matter.
                     Ok(Element(value as u64))
                 } else if (0..=i64::from(u32::MAX)).contains(&value) {
-                    // Some msgpack writers sign every number.
+                    // Some msgpack writers encode every number as signed.
                     Ok(Element(value as u64))
                 } else {
                     Err(E::invalid_value(Unexpected::Signed(value), &self))
@@ -207,7 +207,7 @@ pub(super) struct Query {
 }
 
 impl Query {
-    /// The salt, by whichever name.
+    /// The salt, under either name.
     pub fn salt(&self) -> Result<Option<&str>, Reject> {
         match (&self.cache_salt, &self.additional_salt) {
             (Some(salt), Some(other)) if salt != other => Err(Reject::bad_request(format!(
@@ -217,7 +217,7 @@ impl Query {
         }
     }
 
-    /// The query, if it is written as nearly all are; `None` says nothing about it.
+    /// Parses a query in the usual form; `None` means another form.
     pub fn plain(bytes: &[u8]) -> Option<Self> {
         let plain = plain::read(bytes)?;
         Some(Self {
@@ -241,7 +241,7 @@ pub(super) struct QueryByHash {
     pub model_name: String,
     #[serde(default = "default_tenant")]
     pub tenant_id: String,
-    /// Salted hashes carry their salt already, the tenant's included: naming it again changes nothing.
+    /// Salted hashes already include their salt and the tenant's, so this field has no effect.
     #[serde(rename = "cache_salt")]
     pub _cache_salt: Option<String>,
 }

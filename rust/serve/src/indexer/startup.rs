@@ -1,4 +1,4 @@
-//! From the start to readiness: recovery from a peer, and the workers to wait for.
+//! From start to readiness: recovery from a peer, and the required workers.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -9,39 +9,39 @@ use kvflash_core::error::{Error, Result};
 use parking_lot::Mutex;
 use serde::Serialize;
 
-/// Most peers that may be known.
+/// Maximum known peers.
 const PEERS_MAX: usize = 64;
 
-/// Errors of peers that are kept in words; the last ones.
+/// Number of latest peer errors to keep.
 const ERRORS_MAX: usize = 16;
 
-/// Where the recovery is.
+/// State of the recovery.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Phase {
     /// There was no peer to recover from.
     None,
-    /// Waiting for listeners to connect, and for a peer that answers.
+    /// Waiting for listeners to connect, and for a peer to answer.
     Looking,
-    /// A peer's dump is coming in.
+    /// Receiving a peer's dump.
     Loading,
-    /// Over, with whatever came.
+    /// Over, with whatever was received.
     Done,
 }
 
-/// How the recovery goes, as GET /ready says it.
+/// Progress of the recovery, as in GET /ready.
 #[derive(Debug, Clone, Serialize)]
 pub(super) struct Recovery {
     pub phase: Phase,
-    /// The peer whose dump comes in, or came.
+    /// The peer that sends or sent its dump.
     pub peer: Option<String>,
-    /// Bytes of the dump that came.
+    /// Received bytes of the dump.
     pub bytes: u64,
     #[serde(flatten)]
     pub progress: Progress,
-    /// Why peers were not recovered from.
+    /// Why recovery from peers failed.
     pub errors: Vec<String>,
-    /// How long it took, or has taken.
+    /// Its duration, so far or in total.
     pub seconds: f64,
 }
 
@@ -60,18 +60,18 @@ pub(super) struct ReadyAnswer {
 }
 
 impl ReadyAnswer {
-    /// It is about to stop, whatever else holds.
+    /// Reports that it is about to stop, whatever else holds.
     pub fn is_stopping(&mut self) {
         self.status = "stopping";
     }
 }
 
-/// What has to happen before this replica is ready, and the peers it knows.
+/// Conditions for this replica's readiness, and its peers.
 #[derive(Debug)]
 pub(super) struct Startup {
     began: Instant,
     min_workers: usize,
-    /// Once open it stays so: a gate for the start, not a health check.
+    /// Once open it stays open: a gate for the start, not a health check.
     is_open: AtomicBool,
     peers: Mutex<Vec<String>>,
     recovery: Mutex<Recovery>,
@@ -79,7 +79,7 @@ pub(super) struct Startup {
 
 impl Startup {
     /// # Errors
-    /// `InvalidArgument` for a peer that is no URL, or too many of them.
+    /// `InvalidArgument` for a peer with an invalid URL, or too many peers.
     pub fn new(peers: &[String], min_workers: usize) -> Result<Self> {
         let phase = if peers.is_empty() { Phase::None } else { Phase::Looking };
         let recovery = Recovery {
@@ -103,7 +103,7 @@ impl Startup {
 
     /// Whether the gate is open. Opens it when nothing is left to wait for.
     pub fn is_ready(&self, catalog: &Catalog) -> bool {
-        // Relaxed: whoever reads it late only marks one answer more.
+        // Relaxed: a late reader only marks one more response.
         if self.is_open.load(Ordering::Relaxed) {
             return true;
         }
@@ -118,7 +118,7 @@ impl Startup {
         matches!(self.recovery.lock().phase, Phase::Looking | Phase::Loading)
     }
 
-    /// What GET /ready answers, and whether it is so.
+    /// The response of GET /ready, and whether it is ready.
     pub fn answer(&self, catalog: &Catalog) -> (bool, ReadyAnswer) {
         let is_ready = self.is_ready(catalog);
         let mut recovery = self.recovery.lock().clone();
@@ -135,19 +135,19 @@ impl Startup {
         (is_ready, ReadyAnswer { status, workers, recovery })
     }
 
-    /// Blocks that the peer's dump brought so far.
+    /// Blocks recovered from the peer's dump so far.
     pub fn recovered_blocks(&self) -> usize {
         self.recovery.lock().progress.blocks
     }
 
-    /// Change what is known of the recovery.
+    /// Updates the state of the recovery.
     pub fn update(&self, change: impl FnOnce(&mut Recovery)) {
         let mut recovery = self.recovery.lock();
         change(&mut recovery);
         recovery.seconds = self.began.elapsed().as_secs_f64();
     }
 
-    /// A peer was not recovered from.
+    /// Records that recovery from a peer failed.
     pub fn failed(&self, peer: &str, why: &str) {
         tracing::warn!(peer, why, "not recovered from this peer");
         self.update(|recovery| {
@@ -158,15 +158,15 @@ impl Startup {
         });
     }
 
-    /// The peers, in the order in which they became known.
+    /// The peers, in the order in which they were added.
     pub fn peers(&self) -> Vec<String> {
         self.peers.lock().clone()
     }
 
-    /// Know a peer. Knowing it already is fine.
+    /// Adds a peer; adding it again has no effect.
     ///
     /// # Errors
-    /// `InvalidArgument` for what is no peer's URL; `Overloaded` at the limit.
+    /// `InvalidArgument` for an invalid URL; `Overloaded` at the limit.
     pub fn add_peer(&self, url: &str) -> Result<()> {
         let peer = peer_url(url)?;
         let mut peers = self.peers.lock();
@@ -180,10 +180,10 @@ impl Startup {
         Ok(())
     }
 
-    /// Forget a peer.
+    /// Removes a peer.
     ///
     /// # Errors
-    /// `NotFound`, in the words of the published API.
+    /// `NotFound`, with the text of the published API.
     pub fn remove_peer(&self, url: &str) -> Result<()> {
         let wanted = url.trim_end_matches('/');
         let mut peers = self.peers.lock();
@@ -196,7 +196,7 @@ impl Startup {
     }
 }
 
-/// The base URL of a peer, without a slash at its end.
+/// The base URL of a peer, without a trailing slash.
 fn peer_url(url: &str) -> Result<String> {
     let base = url.trim_end_matches('/');
     let is_legal = base.parse::<Uri>().is_ok_and(|uri| {
@@ -216,7 +216,8 @@ fn peer_url(url: &str) -> Result<String> {
     Err(Error::invalid(format!("url must be http://host[:port] of a peer indexer, got {url:?}")))
 }
 
-/// A name, an address, or an IPv6 address in brackets: the URI's grammar allows `http://0*`, too.
+/// A name, an address, or an IPv6 address in brackets; the URI grammar would also allow
+/// `http://0*`.
 fn is_host(host: &str) -> bool {
     host.starts_with('[')
         || host.starts_with(|first: char| first.is_ascii_alphanumeric())
@@ -261,7 +262,7 @@ mod tests {
         assert_eq!(startup.answer(&catalog).1.status, "recovering");
         startup.update(|recovery| recovery.phase = Phase::Done);
         assert_eq!(startup.answer(&catalog).1.status, "waiting_for_workers");
-        // Further ranks of the same are no further workers.
+        // Further ranks of the same instance are not further workers.
         register_rank(&catalog, 1, 1);
         assert_eq!(startup.answer(&catalog).1.workers.registered, 1);
         register(&catalog, 2);
