@@ -172,7 +172,7 @@ def texts(_: str, raw: Any) -> list[str]:
         elif isinstance(item, str):
             found.append(item)
         else:
-            raise argparse.ArgumentTypeError(f"must be a list of texts, got {_shown(raw)}")
+            raise argparse.ArgumentTypeError(f"must be a list of strings, got {_shown(raw)}")
     return found
 
 
@@ -207,7 +207,7 @@ def _text(raw: Any) -> str:
     if raw is None:
         return "None"  # The flags' word for an unset value.
     if isinstance(raw, bool) or not isinstance(raw, str | int | float):
-        raise argparse.ArgumentTypeError(f"must be a text, a number or null, got {_shown(raw)}")
+        raise argparse.ArgumentTypeError(f"must be a string, a number or null, got {_shown(raw)}")
     return raw if isinstance(raw, str) else repr(raw)
 
 

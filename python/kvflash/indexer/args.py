@@ -61,8 +61,8 @@ class IndexerArgs(Args, FleetFlags):
             identity = (worker.instance_id, worker.dp_rank)
             if identity in seen:
                 raise ConfigError(
-                    f"--workers: instance_id {worker.instance_id} dp_rank {worker.dp_rank} is "
-                    "there twice"
+                    f"--workers: instance_id {worker.instance_id} dp_rank {worker.dp_rank} "
+                    "appears twice"
                 )
             seen.add(identity)
         self.check_dns()

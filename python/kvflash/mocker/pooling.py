@@ -156,5 +156,5 @@ def _texts(body: Body, name: str) -> list[str]:
     told = body.get(name)
     texts = [told] if isinstance(told, str) else told
     if not isinstance(texts, list) or not texts or not all(isinstance(one, str) for one in texts):
-        refuse(f"{name} must be text or a non-empty list of texts", name)
+        refuse(f"{name} must be a string or a non-empty list of strings", name)
     return texts

@@ -55,7 +55,7 @@ def read_key(key: str, value: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise DecodeError(f"is no JSON: {error}") from error
+        raise DecodeError(f"is not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise DecodeError(f"must be an object, got {value[:80]!r}")
     _check(fields, _TYPES[kind], "")

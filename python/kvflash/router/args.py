@@ -93,7 +93,7 @@ def parse_worker(text: str) -> WorkerSpec:
                 f"--worker {text!r}: {part!r} is not key=value with one of events, replay, id, dp"
             )
         if key in given:
-            raise ConfigError(f"--worker {text!r}: {key} is there twice")
+            raise ConfigError(f"--worker {text!r}: {key} appears twice")
         given[key] = value
 
     def number(key: str, low: int, high: int) -> int | None:

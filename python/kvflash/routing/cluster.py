@@ -287,8 +287,8 @@ class Cluster:
     def warnings(self) -> list[str]:
         """Reasons why workers' events are missing, as text."""
         return [
-            f"NATS (NATS_SERVER) can't be reached: what workers of {namespace}.{component} store "
-            "and evict is not heard, and their caches count as they were"
+            f"NATS (NATS_SERVER) can't be reached: the router misses what workers of "
+            f"{namespace}.{component} store and evict, and uses their last known caches"
             for (namespace, component), state in list(self._states.items())
             if not state.is_connected()
         ]

@@ -124,9 +124,9 @@ plain_shapes! {
     u64: "int", "a whole number of at least 0";
     usize: "int", "a whole number of at least 0";
     f64: "float", "a number";
-    String: "text", "a text";
+    String: "text", "a string";
     std::path::PathBuf: "text", "a path";
-    Vec<String>: "texts", "a list of texts";
+    Vec<String>: "texts", "a list of strings";
     Vec<(String, f64)>: "shares", "a list of names with weights";
 }
 
@@ -285,7 +285,7 @@ mod tests {
         for (json, told) in [
             (r#"{"wait": "1"}"#, "wait must be a number, got \"1\""),
             (r#"{"limit": -1}"#, "limit must be a whole number of 32 bits, got -1"),
-            (r#"{"word": true}"#, "word must be a text, got true"),
+            (r#"{"word": true}"#, "word must be a string, got true"),
         ] {
             assert_eq!(Mine::take(&mut given(json)).unwrap_err(), Error::invalid(told));
         }

@@ -148,6 +148,6 @@ impl<'py> Given<'_, 'py> {
     }
 
     fn text(&self) -> PyResult<Option<String>> {
-        self.a("a text")
+        self.a("a string")
     }
 }

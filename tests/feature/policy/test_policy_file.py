@@ -152,8 +152,8 @@ def test_the_command_line_goes_before_the_environment_and_that_before_the_file(
             {"router-temperature": -1},
             "router-temperature: must be a number of at least 0, got '-1'",
         ),
-        ({"router-temperature": True}, "must be a text, a number or null, got true"),
-        ({"router-temperature": [1]}, "router-temperature: must be a text, a number or null"),
+        ({"router-temperature": True}, "must be a string, a number or null, got true"),
+        ({"router-temperature": [1]}, "router-temperature: must be a string, a number or null"),
         ({"router-mode": None}, "router-mode: "),
         ({"router-mode": "fastest"}, "router-mode: "),
         (
@@ -163,8 +163,8 @@ def test_the_command_line_goes_before_the_environment_and_that_before_the_file(
         ({"router-queue-policy": "last"}, "must be one of fcfs, lcfs, wspt, got 'last'"),
         ({"serve-indexer": "yes"}, 'serve-indexer: must be true or false, got "yes"'),
         ({"kv-events": 1}, "kv-events: must be true or false, got 1"),
-        ({"shadow-policy": 5}, "shadow-policy: must be a list of texts, got 5"),
-        ({"shadow-policy": ["kv", 5]}, 'shadow-policy: must be a list of texts, got ["kv", 5]'),
+        ({"shadow-policy": 5}, "shadow-policy: must be a list of strings, got 5"),
+        ({"shadow-policy": ["kv", 5]}, 'shadow-policy: must be a list of strings, got ["kv", 5]'),
         (
             {"track-active-blocks": True, "no-track-active-blocks": True},
             "'track-active-blocks' and 'no-track-active-blocks' set the same thing",

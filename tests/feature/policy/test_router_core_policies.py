@@ -154,7 +154,7 @@ def test_faults_are_named() -> None:
     for options, text in (
         ({"session_key": "k" * 257}, "session_key may have at most 256 bytes, got 257"),
         ({"session_worker": 1}, "session_worker must be"),
-        ({"user": 5}, "user must be a text"),
+        ({"user": 5}, "user must be a string"),
     ):
         with pytest.raises(InvalidArgumentError, match=text):
             made.query(IDS, options)

@@ -316,7 +316,7 @@ mod tests {
         for (at, row) in ROWS.iter().enumerate() {
             assert!(
                 std::ptr::eq(Row::of(row.path).unwrap(), &ROWS[at]),
-                "{} is there twice",
+                "{} appears twice",
                 row.path
             );
         }
