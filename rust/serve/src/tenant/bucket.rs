@@ -1,10 +1,10 @@
-//! An allowance that fills with time.
+//! A token bucket.
 
 /// Milliseconds of a minute.
 const MINUTE_MS: f64 = 60_000.0;
 
-/// So much a minute: at most a minute's worth is saved up. It may fall below zero, by what one request used more than
-/// was left; the next ones wait for it.
+/// An allowance per minute, which accumulates for at most a minute. It may become negative if a
+/// request uses more than is left; the next ones then wait.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Bucket {
     /// `None` for no limit.
@@ -14,18 +14,18 @@ pub(super) struct Bucket {
 }
 
 impl Bucket {
-    /// Hold it to a limit, which may be another one than before.
+    /// Sets the limit, which may have changed.
     pub fn limit_to(&mut self, per_minute: Option<u64>, now_ms: u64) {
         let before = std::mem::replace(&mut self.per_minute, per_minute);
         let Some(limit) = per_minute else { return };
         match before {
-            // A new limit does not bring back what was used.
+            // A new limit does not restore used units.
             Some(_) => self.level = self.level.min(limit as f64),
             None => (self.level, self.filled_ms) = (limit as f64, now_ms),
         }
     }
 
-    /// Let what came since the last look in.
+    /// Adds the allowance since the last call.
     pub fn fill(&mut self, now_ms: u64) {
         let Some(limit) = self.per_minute else { return };
         let passed = now_ms.saturating_sub(self.filled_ms) as f64;
@@ -37,17 +37,18 @@ impl Bucket {
         self.per_minute
     }
 
-    /// What is left, in whole units.
+    /// The remaining whole units.
     pub fn remaining(&self) -> u64 {
         self.level.max(0.0) as u64
     }
 
-    /// Whether it is as full as can be.
+    /// Whether it is full.
     pub fn is_full(&self) -> bool {
         self.per_minute.is_none_or(|limit| self.level >= limit as f64)
     }
 
-    /// Milliseconds until there is `wanted` or as much as can be; 0 when there is now.
+    /// Milliseconds until `wanted` units are available, or until it is full; 0 if they are
+    /// available now.
     pub fn wait_ms(&self, wanted: f64) -> u64 {
         let Some(limit) = self.per_minute else { return 0 };
         let missing = wanted.min(limit as f64) - self.level;
@@ -59,7 +60,7 @@ impl Bucket {
         self.wait_ms(f64::INFINITY)
     }
 
-    /// Use `amount`, or give back what is below zero.
+    /// Uses `amount`, or returns it if negative.
     pub fn take(&mut self, amount: f64) {
         if let Some(limit) = self.per_minute {
             self.level = (self.level - amount).min(limit as f64);
@@ -89,7 +90,7 @@ mod tests {
         assert_eq!((bucket.remaining(), bucket.wait_ms(1.0), bucket.wait_ms(2.0)), (1, 0, 500));
         bucket.fill(3_600_000);
         assert_eq!((bucket.remaining(), bucket.is_full()), (60, true));
-        // A clock that steps back gives nothing and takes nothing.
+        // A clock that steps back changes nothing.
         bucket.take(1.0);
         bucket.fill(10);
         assert_eq!(bucket.remaining(), 59);

@@ -1,4 +1,5 @@
-//! The limits of client keys: requests a minute, prompt tokens a minute that no cache held, requests at once.
+//! Limits of client keys: requests per minute, uncached prompt tokens per minute, concurrent
+//! requests.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -11,21 +12,21 @@ use parking_lot::Mutex;
 use super::bucket::Bucket;
 use crate::{Key, Reject};
 
-/// As many keys as a file may have; beyond them those whose limits are untouched are forgotten.
+/// Maximum keys in a file; above it, keys with untouched limits are dropped.
 const MAX_METERS: usize = 10_000;
 
-/// What was refused, and for what.
+/// Admitted and refused requests, by reason.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Counts {
-    /// Requests that were let in.
+    /// Admitted requests.
     pub served: u64,
-    /// Refused by requests a minute.
+    /// Refused by requests per minute.
     pub requests: u64,
-    /// Refused by uncached prompt tokens a minute.
+    /// Refused by uncached prompt tokens per minute.
     pub tokens: u64,
-    /// Refused by requests at once.
+    /// Refused by concurrent requests.
     pub concurrency: u64,
-    /// Prompt tokens that no cache held.
+    /// Uncached prompt tokens.
     pub uncached_tokens: u64,
 }
 
@@ -39,7 +40,7 @@ struct State {
 }
 
 impl State {
-    /// What the key says now, at this time.
+    /// Applies the key's current limits at this time.
     fn refresh(&mut self, key: &Key, now_ms: u64) {
         self.requests.limit_to(key.rpm, now_ms);
         self.tokens.limit_to(key.tpm, now_ms);
@@ -57,14 +58,14 @@ impl State {
     }
 }
 
-/// How much of its limits each client key has used.
+/// Each client key's usage of its limits.
 ///
 /// # Consistency
-/// A request is counted before it is let in: of those that come at once no more are than the limits allow, but for
-/// the last one's tokens. Every process counts for itself.
+/// A request is counted before it is admitted: concurrent requests never exceed the limits, except
+/// for the tokens of the last one. Every process counts separately.
 ///
 /// # Cost
-/// Two locks held for some arithmetic; nothing for requests without a key.
+/// Two locks, held for some arithmetic; nothing for requests without a key.
 pub(crate) struct Meters {
     clock: Arc<dyn Clock>,
     table: Mutex<HashMap<String, Arc<Mutex<State>>>>,
@@ -91,10 +92,10 @@ impl Meters {
         Arc::clone(table.entry(id.to_owned()).or_default())
     }
 
-    /// Let a request of `key` in, and hold a place for it until what is returned is dropped.
+    /// Admits a request of `key`, and holds a slot for it until the result is dropped.
     ///
     /// # Errors
-    /// 429 with the limit, and when to try again.
+    /// 429 with the limit, and when to retry.
     pub fn begin(&self, key: &Key) -> Result<Running, Reject> {
         let now_ms = self.clock.now_ms();
         let meter = self.meter(&key.id);
@@ -123,7 +124,7 @@ impl Meters {
         Ok(Running { clock, meter, id: key.id.clone(), charge: Mutex::default() })
     }
 
-    /// What is left to `key`, as headers of an answer.
+    /// Adds the remaining allowance of `key` to a response's headers.
     pub fn tell(&self, key: &Key, headers: &mut HeaderMap) {
         if key.rpm.is_none() && key.tpm.is_none() {
             return;
@@ -145,7 +146,7 @@ impl Meters {
         }
     }
 
-    /// What became of the requests of each key, and how many are in flight.
+    /// Outcomes of each key's requests, and requests in flight.
     pub fn all(&self) -> Vec<(String, Counts, u64)> {
         let table = self.table.lock();
         let told = |(id, meter): (&String, &Arc<Mutex<State>>)| {
@@ -162,7 +163,7 @@ const TOKEN_HEADERS: [&str; 3] =
     ["x-ratelimit-limit-tokens", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens"];
 
 /// # Errors
-/// 429 where nothing is left of the tokens.
+/// 429 if no tokens are left.
 fn check_tokens(state: &mut State, id: &str) -> Result<(), Reject> {
     let Some(limit) = state.tokens.limit() else { return Ok(()) };
     let wait_ms = state.tokens.wait_ms(1.0);
@@ -181,15 +182,15 @@ fn refusal(id: &str, what: &str, wait_ms: u64) -> Reject {
     Reject { retry_after_s: Some(retry_after_s), ..reject }
 }
 
-/// What a request was charged.
+/// Tokens charged for a request.
 #[derive(Debug, Default)]
 struct Charge {
     tokens: u64,
-    /// A worker answers: what it computed is paid for.
+    /// A worker answers: its computation is charged.
     is_kept: bool,
 }
 
-/// A request that was let in. Dropping it ends it: its place is free, and what no worker computed is given back.
+/// An admitted request. Dropping it frees its slot and refunds tokens that no worker computed.
 pub(crate) struct Running {
     clock: Arc<dyn Clock>,
     meter: Arc<Mutex<State>>,
@@ -198,10 +199,10 @@ pub(crate) struct Running {
 }
 
 impl Running {
-    /// Charge so many prompt tokens that no cache holds, before they are computed.
+    /// Charges prompt tokens that no cache holds, before they are computed.
     ///
     /// # Errors
-    /// 429 where nothing is left. What is left need not be enough: the next requests wait for it.
+    /// 429 if none are left. A remainder need not suffice: the next requests then wait.
     pub fn charge(&self, tokens: u64) -> Result<(), Reject> {
         {
             let mut state = self.meter.lock();
@@ -213,7 +214,7 @@ impl Running {
         Ok(())
     }
 
-    /// A worker computes so many of them, or did, as far as is known now.
+    /// Sets the number that a worker computes, as far as is known now.
     pub fn computes(&self, tokens: u64) {
         let before = {
             let mut charge = self.charge.lock();
@@ -223,7 +224,8 @@ impl Running {
         self.meter.lock().tokens.take(tokens as f64 - before as f64);
     }
 
-    /// The engine says what it used of a prompt: where it does not say what it had cached, what was expected counts.
+    /// Records the engine's usage of a prompt; without a count of cached tokens, the expected one
+    /// is used.
     pub fn used(&self, usage: Usage) {
         let Some(input) = usage.input_tokens else { return };
         let expected = self.charge.lock().tokens;

@@ -1,4 +1,4 @@
-//! What the owner of a client's key may do: how much, on whose share of the engines' caches, and which fields and
+//! Rights of a client key's owner: limits, a share of the engines' caches, and which fields and
 //! headers of a request reach an engine.
 
 mod bucket;

@@ -1,8 +1,9 @@
-//! Which fields and headers of a request reach an engine, and which headers of its answer a client.
+//! Which fields and headers of a request reach an engine, and which headers of its response reach a
+//! client.
 //!
-//! Fields that control an engine are its operator's: with them a client can have an engine read caches from an
-//! address of the client's, take another client's blocks, or choose its worker. They are dropped from the requests of
-//! clients with a key, unless the key allows them.
+//! Fields that control an engine belong to its operator: with them a client could have an engine
+//! read caches from the client's address, take another client's blocks, or choose its worker. They
+//! are dropped from the requests of clients with a key, unless the key allows them.
 
 use std::borrow::Cow;
 
@@ -17,7 +18,7 @@ use crate::gateway::body::Body;
 use crate::gateway::call::REQUEST_ID_HEADER;
 use crate::{Caller, Key, Pass, Reject, Role};
 
-/// Fields of bodies, by what allows them.
+/// Fields of bodies, by the permission that they need.
 ///
 /// # Source
 /// The request models of vLLM 0.32 and SGLang 0.5.23.
@@ -44,7 +45,7 @@ const FIELDS: [(&str, Pass); 20] = [
     ("nvext", Pass::Nvext),
 ];
 
-/// Fields within which the same can be said once more: their names there, at any depth.
+/// Fields that may contain such fields again: their names there, at any depth.
 const NESTED: [(&str, &[&str], Pass); 4] = [
     ("chat_template_kwargs", &["chat_template", "tokenize"], Pass::ChatTemplate),
     ("vllm_xargs", TRANSFER, Pass::KvTransferParams),
@@ -53,10 +54,11 @@ const NESTED: [(&str, &[&str], Pass); 4] = [
 ];
 const TRANSFER: &[&str] = &["kv_transfer_params", "ec_transfer_params"];
 
-/// Names that engines would give a request: theirs are made here.
+/// Fields that would name a request at engines: the names are generated here.
 const IDS: [&str; 2] = ["request_id", "rid"];
 
-/// Headers, by what allows them. Those of gateways never travel without that either: see [`TRAVELS`].
+/// Headers, by the permission that they need. Gateways' headers never pass without it either: see
+/// [`TRAVELS`].
 const HEADERS: [(&str, Pass); 12] = [
     ("x-data-parallel-rank", Pass::DataParallelRank),
     ("x-kvflash-priority", Pass::Priority),
@@ -72,7 +74,7 @@ const HEADERS: [(&str, Pass); 12] = [
     ("x-dp-rank", Pass::GatewayHeaders),
 ];
 
-/// Headers of a client's request that an engine may see.
+/// Headers of a client's request that engines receive.
 const TRAVELS: [&str; 9] = [
     "accept",
     "accept-language",
@@ -85,7 +87,7 @@ const TRAVELS: [&str; 9] = [
     "baggage",
 ];
 
-/// Headers of an engine's answer that a client may see.
+/// Headers of an engine's response that clients receive.
 const RETURNS: [&str; 8] = [
     "cache-control",
     "content-disposition",
@@ -97,7 +99,7 @@ const RETURNS: [&str; 8] = [
     "vary",
 ];
 
-/// The word of a kind in the file of keys, and in metrics.
+/// The name of a permission in the key file, and in metrics.
 fn word(pass: Pass) -> &'static str {
     match pass {
         Pass::KvTransferParams => "kv_transfer_params",
@@ -110,12 +112,12 @@ fn word(pass: Pass) -> &'static str {
     }
 }
 
-/// The key of a client; operators' requests go on as they are.
+/// The key of a client; operators' requests are not filtered.
 pub(crate) fn client(caller: &Caller) -> Option<&Key> {
     caller.key().filter(|key| key.role == Role::Client)
 }
 
-/// Leave out of a request's headers what its caller may not say; `count` is told the kinds.
+/// Drops the request headers that its caller may not set; `count` is called with the kinds.
 pub(crate) fn clean_headers(
     caller: &Caller,
     headers: &mut HeaderMap,
@@ -131,11 +133,11 @@ pub(crate) fn clean_headers(
     }
 }
 
-/// The body as it goes on, where that is another one: without what its caller may not say, and with the salt of a
-/// tenant that shares no cache; `count` is told the kinds of what was dropped.
+/// The body to send, if it differs: without fields that its caller may not set, and with the salt
+/// of a tenant with an isolated cache; `count` is called with the kinds of dropped fields.
 ///
 /// # Errors
-/// 403 for an API by which no engine takes a salt; 400 for a salt that is no text.
+/// 403 for an API without a salt at engines; 400 for a salt that is not a string.
 pub(crate) fn clean_body(
     caller: &Caller,
     row: Option<&Row>,
@@ -171,7 +173,7 @@ pub(crate) fn clean_body(
     Ok((!changes.is_empty()).then(|| body.with(&changes)))
 }
 
-/// The value of a field without these names, where it has any.
+/// The value of a field without these names, if it contains any.
 fn without(body: &Body, field: &str, names: &[&str]) -> Result<Option<Value>, Reject> {
     let Some(mut value) = body.value(field)? else { return Ok(None) };
     Ok(drop_names(&mut value, names).then_some(value))
@@ -194,7 +196,7 @@ fn drop_names(value: &mut Value, names: &[&str]) -> bool {
     is_changed
 }
 
-/// The salt that a request of an isolated tenant gets; `None` where no cache of prefixes has a part in it.
+/// The salt for a request of an isolated tenant; `None` if prefix caching is not involved.
 fn salt_of(
     key: &Key,
     row: Option<&Row>,
@@ -230,7 +232,7 @@ fn salt_of(
     Ok(Some(salts.salt(&key.tenant, own)))
 }
 
-/// Whether engines take the field `cache_salt` by this API.
+/// Whether engines accept the field `cache_salt` in this API.
 ///
 /// # Source
 /// The request models of vLLM 0.32 and SGLang 0.5.23.
@@ -238,8 +240,8 @@ fn takes_salt(api: Api) -> bool {
     api != Api::Unmatched
 }
 
-/// The headers that an engine gets with a request: of a client with a key a few, with a name of the request that was
-/// made here.
+/// The headers that an engine receives with a request: for a client with a key only a few, with a
+/// request name that was generated here.
 pub(crate) fn engine_headers<'a>(
     caller: &Caller,
     headers: &'a HeaderMap,
@@ -259,7 +261,7 @@ pub(crate) fn engine_headers<'a>(
     Cow::Owned(out)
 }
 
-/// Leave out of an engine's answer what a client with a key need not know.
+/// Drops details that a client with a key need not know from an engine's response.
 pub(crate) fn clean_answer(caller: &Caller, headers: &mut HeaderMap) {
     if client(caller).is_none() {
         return;
@@ -402,7 +404,7 @@ mod tests {
                 }
             }
         }
-        // The right salt of another tenant is another tenant's right salt within one's own.
+        // The correct salt of another tenant is a different salt within this tenant.
         let stolen = json!({ "model": "m", "cache_salt": secret.salt("b", None) });
         let (own, _) = cleaned(&isolated("a"), "/v1/completions", &stolen);
         assert_ne!(own["cache_salt"], stolen["cache_salt"]);

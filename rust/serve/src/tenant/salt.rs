@@ -1,4 +1,4 @@
-//! Tenants that share no cached block with others: a cache salt that only this server and its replicas can make.
+//! Tenants with an isolated cache: a cache salt that only this server and its replicas can compute.
 
 use std::path::Path;
 
@@ -10,12 +10,12 @@ use crate::secret_file;
 
 const FLAG: &str = "--salt-secret-file";
 
-/// Makes the salts of tenants.
+/// Derives the salts of tenants.
 #[derive(Clone)]
 pub(crate) struct SaltSecret(Hmac<Sha256>);
 
 impl SaltSecret {
-    /// The secret in a file.
+    /// Reads the secret from a file.
     ///
     /// # Errors
     /// `Config`, naming the flag, the file and the limit.
@@ -23,7 +23,7 @@ impl SaltSecret {
         Self::new(&secret_file::read(FLAG, path)?)
     }
 
-    /// That of a test.
+    /// The secret of a test.
     #[cfg(test)]
     #[allow(clippy::unwrap_used)]
     pub fn of(secret: &[u8]) -> Self {
@@ -35,12 +35,13 @@ impl SaltSecret {
         mac.map(Self).map_err(|error| Error::Config(format!("{FLAG}: {error}")))
     }
 
-    /// The salt of a tenant's requests, 64 characters; a client's own salt keeps its requests apart within the
-    /// tenant, and never reaches another tenant's.
+    /// The salt of a tenant's requests, 64 characters; a client's own salt separates its requests
+    /// within the tenant, and never matches another tenant's.
     pub fn salt(&self, tenant: &str, own: Option<&str>) -> String {
         let mut mac = self.0.clone();
         mac.update(b"kvflash tenant salt 1\0");
-        // With its length: no tenant's name and salt read as another tenant's.
+        // Includes the length, so that a tenant's name and salt can't be mistaken for another
+        // tenant's.
         mac.update(&(tenant.len() as u64).to_le_bytes());
         mac.update(tenant.as_bytes());
         if let Some(own) = own {
@@ -76,7 +77,7 @@ mod tests {
     }
 
     proptest! {
-        /// Two requests have one salt only if tenant and own salt are the same.
+        /// Two requests have equal salts only if both tenant and own salt are equal.
         #[test]
         fn no_two_tenants_have_a_salt_in_common(
             all in prop::collection::vec(("[a-c]{0,3}", prop::option::of("[a-c\0]{0,3}")), 1..60)
