@@ -1,18 +1,18 @@
-//! Answers that take long to make.
+//! Builds expensive responses.
 
 use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio::sync::Semaphore;
 
-/// Long answers that are made at once.
+/// Expensive responses built at once.
 const MAX_AT_ONCE: usize = 4;
 
-/// Makes answers that tell of every worker, which with thousands of them takes up to a tenth of a second:
-/// other connections go on meanwhile. Only a few are made at once, so that whoever asks often gets neither a
-/// thread for each nor all processors.
+/// Builds responses that list every worker, which for thousands of them takes up to a tenth of a
+/// second: other connections continue meanwhile. Only a few are built at once, so that frequent
+/// requests occupy neither a thread each nor all processors.
 #[derive(Debug)]
 pub(super) struct Aside {
     turns: Semaphore,
-    /// Of answers to probes.
+    /// For responses to probes.
     probe_turns: Semaphore,
 }
 
@@ -22,7 +22,7 @@ impl Default for Aside {
     }
 }
 
-/// Call `make`; other tasks go on meanwhile, unless the runtime has one thread only.
+/// Calls `make`; other tasks continue meanwhile, unless the runtime has a single thread.
 pub(super) fn block_in_place<T>(make: impl FnOnce() -> T) -> T {
     match Handle::current().runtime_flavor() {
         RuntimeFlavor::CurrentThread => make(),
@@ -31,13 +31,13 @@ pub(super) fn block_in_place<T>(make: impl FnOnce() -> T) -> T {
 }
 
 impl Aside {
-    /// Call `make` when it is its turn, first come, first served. `make` must not come here itself.
+    /// Calls `make` in turn, first come, first served. `make` must not call this itself.
     pub async fn make<T>(&self, make: impl FnOnce() -> T) -> T {
         let _turn = self.turns.acquire().await.expect("it is never closed");
         block_in_place(make)
     }
 
-    /// The same for the answer to a probe: it waits for other probes only.
+    /// The same for the response to a probe, which waits only for other probes.
     pub async fn make_for_probe<T>(&self, make: impl FnOnce() -> T) -> T {
         let _turn = self.probe_turns.acquire().await.expect("it is never closed");
         block_in_place(make)
@@ -54,7 +54,7 @@ mod tests {
 
     use super::*;
 
-    /// Whatever takes longer does not come.
+    /// Time limit of the tests.
     const DEADLINE: Duration = Duration::from_secs(30);
 
     #[test]
@@ -80,7 +80,7 @@ mod tests {
         for _ in 0..MAX_AT_ONCE {
             has_begun.recv_timeout(DEADLINE).unwrap();
         }
-        // Tasks are begun in turn: after this one all the others have been.
+        // Tasks start in order: once this one has run, all the others have started.
         let (served, is_served) = mpsc::channel();
         let other = runtime.spawn(async move {
             probed.make_for_probe(|| served.send(()).unwrap()).await;

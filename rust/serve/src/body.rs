@@ -1,4 +1,4 @@
-//! Request bodies: read within limits of bytes, of time and of memory, or read away.
+//! Request bodies: read within limits of bytes, time and memory, or discarded.
 
 use std::fs;
 use std::sync::Arc;
@@ -20,57 +20,58 @@ use tokio::time::{Instant, timeout_at};
 use super::Reject;
 use super::metrics::CauseLabel;
 
-/// A refused body is read away up to this size and time before its connection is closed.
+/// Limits up to which a refused body is read and discarded before its connection is closed.
 const DISCARD_BYTES: usize = 64 * 1024 * 1024;
 const DISCARD_TIME: Duration = Duration::from_millis(500);
 
-/// Bodies up to this size are not counted: connections have a limit, and one has one body.
+/// Bodies up to this size are not counted, because connections are limited and each has one body.
 const SMALL_BYTES: usize = 16 * 1024;
-/// Limit of bodies that change settings or workers.
+/// Size limit of bodies that change settings or workers.
 const CONTROL_BYTES: usize = 64 * 1024;
 
-/// Bodies from this size on are read in turn, as long as those that are read have at most so many bytes together:
-/// the others wait at their clients. One that has its turn must come at this rate, bytes a second.
+/// Bodies from this size on are read in turn, while the bodies being read have at most this many
+/// bytes in total; the others wait at their clients. A body in its turn must arrive at this rate,
+/// in bytes per second.
 const LARGE_BYTES: usize = 1024 * 1024;
 const LARGE_AT_ONCE: usize = 64 * 1024 * 1024;
 const LARGE_RATE: f64 = 512.0 * 1_024.0;
-/// While others have a turn too, one rests after so many bytes: small requests come in between, on the machine's
-/// other processors as well.
+/// While other bodies also have a turn, a body pauses after this many bytes, so that small requests
+/// get through, on the machine's other processors as well.
 const PACE_BYTES: usize = 1024 * 1024;
 const PACE_REST: Duration = Duration::from_millis(8);
 
-/// After this time a body must have come at this rate, bytes a second.
+/// After this time a body must have arrived at this average rate, in bytes per second.
 const SLOW_START: Duration = Duration::from_secs(5);
 const MIN_RATE: f64 = 8_192.0;
 
-/// What all bodies may take together where nobody says: this share of the memory, and never less than that.
+/// Default limit for all bodies together: this share of the memory, and at least the minimum.
 const MEMORY_SHARE: u64 = 4;
 const MIN_BUFFERED: u64 = 256 * 1024 * 1024;
 
-/// Reads bodies within the limits of one service.
+/// Reads bodies within the limits of a service.
 #[derive(Debug, Clone)]
 pub(crate) struct Intake {
     max_bytes: usize,
-    /// The flag that sets it.
+    /// The flag that sets the limit.
     flag: &'static str,
     timeout: Duration,
     max_buffered: usize,
-    /// What is declared too large is refused without being asked for.
+    /// Whether a body that is declared too large is refused without reading it.
     refuses_unread: bool,
-    /// Bytes of bodies that are being read, waited for or answered.
+    /// Bytes of bodies that are being received, wait or are answered.
     buffered: Gauge,
     refused: Family<CauseLabel, Counter>,
-    /// Bytes of bodies that were counted.
+    /// Bytes of the counted bodies.
     large: Arc<AtomicU64>,
-    /// KiB that large bodies may have while they are read.
+    /// KiB of large bodies that may be read at once.
     turns: Arc<Semaphore>,
 }
 
-/// A body, read as a whole.
+/// A completely read body.
 #[derive(Debug)]
 pub(crate) struct Received {
     pub bytes: Bytes,
-    /// The turn of a large one: to be kept until it is known whether the request goes on.
+    /// The turn of a large body; keep it until the request is known to proceed.
     pub turn: Option<OwnedSemaphorePermit>,
 }
 
@@ -79,15 +80,15 @@ enum Unreadable {
     TooLarge,
     /// It ended before its declared length.
     CutOff,
-    /// It did not come within its time.
+    /// It did not arrive within its time.
     Late,
-    /// It came at less than the least rate.
+    /// It arrived below the minimum rate.
     Slow,
     /// All bodies together have too many bytes.
     Full,
 }
 
-/// Bytes that are counted until the last one who reads them is done.
+/// Bytes that count until their last reader is done.
 struct Held {
     bytes: Bytes,
     _count: Count,
@@ -99,17 +100,17 @@ impl AsRef<[u8]> for Held {
     }
 }
 
-/// Bytes that are counted.
+/// A number of counted bytes.
 struct Count {
     buffered: Gauge,
     bytes: usize,
 }
 
 impl Count {
-    /// Count `bytes` in all.
+    /// Raises the count to `bytes`.
     ///
     /// # Errors
-    /// Everything that is counted would be more than `limit`.
+    /// The total would exceed `limit`.
     fn raise(&mut self, bytes: usize, limit: usize) -> Result<(), Unreadable> {
         let more = bytes.saturating_sub(self.bytes) as i64;
         let before = self.buffered.inc_by(more);
@@ -125,7 +126,8 @@ impl Drop for Count {
 }
 
 impl Intake {
-    /// For bodies of `max_bytes`; `max_buffered` is for all together, 0 for a share of the memory.
+    /// For bodies of up to `max_bytes`; `max_buffered` limits all together, 0 means a share of the
+    /// memory.
     pub fn new(
         max_bytes: usize,
         timeout: Duration,
@@ -165,20 +167,20 @@ impl Intake {
         }
     }
 
-    /// The same, but a body that is declared too large is refused without being asked for, and is not read away.
+    /// The same, but bodies declared too large are refused unread, and not discarded.
     pub fn refusing_unread(self) -> Self {
         Self { refuses_unread: true, ..self }
     }
 
-    /// The same for bodies of up to `max_bytes`, which `flag` sets; together with the others they have one limit.
+    /// The same for bodies of up to `max_bytes`, which `flag` sets; the total limit is shared.
     pub fn up_to(self, max_bytes: usize, flag: &'static str) -> Self {
         Self { max_bytes, flag, ..self }
     }
 
-    /// The whole body.
+    /// Reads the whole body.
     ///
     /// # Errors
-    /// 413, 400 for one that is cut off, 408 for one that is late or slow, 429 while bodies take all the
+    /// 413, 400 for a truncated one, 408 for a late or slow one, 429 while bodies occupy all the
     /// memory that they may.
     pub async fn whole<B>(&self, body: B) -> Result<Received, Reject>
     where
@@ -187,7 +189,7 @@ impl Intake {
         self.within(self.max_bytes, body).await
     }
 
-    /// The whole body of a request that changes a setting or a worker: at most 64 KiB.
+    /// Reads the whole body of a request that changes a setting or a worker: at most 64 KiB.
     ///
     /// # Errors
     /// As [`whole`](Self::whole).
@@ -216,7 +218,7 @@ impl Intake {
         }
     }
 
-    /// One that came in one piece is not copied.
+    /// A body in a single piece is not copied.
     async fn read<B>(&self, body: &mut B, limit: usize) -> Result<Received, Unreadable>
     where
         B: Body<Data = Bytes> + Unpin,
@@ -269,7 +271,7 @@ impl Intake {
                 joined.extend_from_slice(&first);
             }
             if turn.is_some() && joined.capacity() < declared {
-                // Once, instead of a copy for each doubling.
+                // Once, instead of a copy at each doubling.
                 joined.reserve(declared - joined.len());
             }
             joined.extend_from_slice(&data);
@@ -321,8 +323,8 @@ impl Intake {
     }
 }
 
-/// Read on for a moment and keep nothing: many clients look for the answer only when they have sent
-/// everything, and a kept connection stays in step.
+/// Reads on briefly and discards the data: many clients read the response only after they have sent
+/// everything, and a persistent connection stays in sync.
 pub(super) async fn discard(body: &mut (impl Body<Data = Bytes> + Unpin)) {
     let rest = async {
         let mut left = DISCARD_BYTES;
@@ -334,11 +336,11 @@ pub(super) async fn discard(body: &mut (impl Body<Data = Bytes> + Unpin)) {
             }
         }
     };
-    // Whoever sends more, or takes longer, gets a closed connection.
+    // A client that sends more, or takes longer, gets a closed connection.
     let _ = tokio::time::timeout(DISCARD_TIME, rest).await;
 }
 
-/// Memory of this process: its control group's limit, else the machine's; 0 where neither is told. Bytes.
+/// Memory of this process in bytes: its control group's limit, else the machine's; 0 if unknown.
 fn memory() -> u64 {
     let read = |path| fs::read_to_string(path).ok();
     let number = |text: String| text.trim().parse::<u64>().ok();
@@ -349,7 +351,7 @@ fn memory() -> u64 {
         line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()
     });
     let machine = machine.map_or(0, |kib| kib * 1_024);
-    // Version 1 says "no limit" by a number beyond every machine's.
+    // Version 1 expresses "no limit" by a number above any machine's memory.
     group
         .or_else(old)
         .map_or(machine, |group| if machine == 0 { group } else { group.min(machine) })

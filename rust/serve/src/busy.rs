@@ -1,4 +1,4 @@
-//! GET and POST /busy_threshold: one manner for every service that selects workers.
+//! GET and POST /busy_threshold, shared by all services that select workers.
 
 use axum::http::{HeaderMap, StatusCode, header};
 use kvflash_core::select::{BusyTable, Thresholds};
@@ -10,7 +10,7 @@ const DECODE: &str = "active_decode_blocks_threshold";
 const PREFILL: &str = "active_prefill_tokens_threshold";
 const PREFILL_FRAC: &str = "active_prefill_tokens_threshold_frac";
 
-/// What GET tells of a model, and POST of the one it names.
+/// A model's thresholds, as in GET and in POST for the named model.
 pub(super) fn answer(model: &str, thresholds: &Thresholds) -> Value {
     json!({
         "model": model,
@@ -20,10 +20,10 @@ pub(super) fn answer(model: &str, thresholds: &Thresholds) -> Value {
     })
 }
 
-/// What POST asks for. The outer `None` keeps a threshold, the inner one unsets it.
+/// The change requested by POST. The outer `None` keeps a threshold, the inner one removes it.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct Change {
-    /// The model whose thresholds are meant.
+    /// The model of the thresholds.
     pub model: String,
     decode: Option<Option<f64>>,
     prefill: Option<Option<u64>>,
@@ -31,7 +31,7 @@ pub(super) struct Change {
 }
 
 impl Change {
-    /// Refuse another content type than JSON.
+    /// Refuses content types other than JSON.
     ///
     /// # Errors
     /// 415.
@@ -45,11 +45,11 @@ impl Change {
         Err(Reject::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, message))
     }
 
-    /// Read a body.
+    /// Parses a body.
     ///
     /// # Errors
-    /// 400 for what is no JSON; 422 for what is no object, and for a field that is unknown or of the
-    /// wrong type.
+    /// 400 for invalid JSON; 422 for anything but an object, and for a field that is unknown or of
+    /// the wrong type.
     pub fn parse(body: &[u8]) -> Result<Self, Reject> {
         let fields: Value = serde_json::from_slice(body)
             .map_err(|error| Reject::bad_request(format!("the body is not JSON: {error}")))?;
@@ -85,10 +85,11 @@ impl Change {
         self.decode.is_some() || self.prefill.is_some() || self.prefill_frac.is_some()
     }
 
-    /// Change `tables`, those of the named model, and tell what is in force; without a threshold only tell.
+    /// Changes `tables`, those of the named model, and returns the thresholds; without a threshold
+    /// only returns them.
     ///
     /// # Errors
-    /// 400 for a threshold out of range; 404 for a change where there is no table. Nothing changes then.
+    /// 400 for a threshold out of range; 404 for a change without a table. Nothing changes then.
     pub fn apply<'a>(
         &self,
         tables: impl IntoIterator<Item = &'a BusyTable>,

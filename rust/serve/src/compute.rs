@@ -1,4 +1,4 @@
-//! Work on prompts that takes longer than a millisecond: beside the threads that serve, and in fair turns.
+//! Work on prompts that takes longer than a millisecond: on separate threads, and in fair turns.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,8 +17,8 @@ use super::gateway::identity::Identity;
 use super::gateway::turn::{FairnessOptions, WaitingRoom};
 use super::metrics::seconds_histogram;
 
-/// As many jobs at once as there are cores; clients whose jobs wait take turns by the bytes of them. Whose
-/// they are is told by key or address, which one client cannot have many of.
+/// Runs as many jobs at once as there are cores; clients with waiting jobs take turns by bytes. A
+/// client is identified by key or address, because one client can't have many of these.
 pub(crate) struct Compute {
     room: Arc<WaitingRoom>,
     threads: Arc<Threads>,
@@ -26,15 +26,15 @@ pub(crate) struct Compute {
     waited: Histogram,
 }
 
-/// Where cores are short, the threads that serve go first: a long prompt waits some milliseconds more, and no
-/// short one waits for it.
+/// If cores are scarce, the serving threads take precedence: a long prompt waits some milliseconds
+/// more, and no short one waits for it.
 const NICENESS: i32 = 5;
 
-/// The fast tokenizer keeps tables of words for each thread, up to some hundred MiB: threads without work for so
-/// long end, and their memory returns.
+/// The fast tokenizer has word tables per thread, up to some hundred MiB: threads that are idle for
+/// this long end, which frees the memory.
 const IDLE_TIME: Duration = Duration::from_secs(10);
 
-/// Others had their turns for as long as one may wait.
+/// The longest wait has passed while other jobs had their turns.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Busy;
 
@@ -42,7 +42,7 @@ impl Compute {
     /// Jobs wait for at most `max_wait`.
     ///
     /// # Errors
-    /// `Config` for a time that is none.
+    /// `Config` for an invalid time.
     pub fn new(max_wait: Duration, clock: Arc<dyn Clock>, registry: &mut Registry) -> Result<Self> {
         let queue = FairConfig {
             max_queued: 65_536,
@@ -64,7 +64,8 @@ impl Compute {
         Ok(Self { room: Arc::new(WaitingRoom::new(&options, clock)?), threads, cores, waited })
     }
 
-    /// Call `job`, which concerns `bytes` of a prompt of `client`, when it is its turn. Other connections go on meanwhile.
+    /// Calls `job`, which processes `bytes` of a prompt of `client`, in turn. Other connections
+    /// continue meanwhile.
     ///
     /// # Errors
     /// [`Busy`].
@@ -79,7 +80,7 @@ impl Compute {
         let turn = self.room.turn(client, cost, Options::default(), self.cores).await;
         self.waited.observe(began.elapsed().as_secs_f64());
         let turn = turn.map_err(|_| Busy)?;
-        // It is paid for whatever comes of it.
+        // It is charged whatever its result.
         turn.answered();
         let done = match self.threads.use_pool() {
             Some(pool) => block_in_place(|| pool.install(job)),
@@ -90,7 +91,7 @@ impl Compute {
     }
 }
 
-/// The threads that jobs run on: started when there is work, ended after [`IDLE_TIME`] without.
+/// The threads for jobs: started when there is work, ended after [`IDLE_TIME`] without.
 struct Threads {
     cores: usize,
     pool: Mutex<Option<Pool>>,
@@ -102,7 +103,8 @@ struct Pool {
 }
 
 impl Threads {
-    /// The pool for one job; nothing where the system grants no threads, and the caller's thread does it.
+    /// The pool for a job; `None` if the system provides no threads: then the caller's thread does
+    /// the work.
     fn use_pool(self: &Arc<Self>) -> Option<Arc<ThreadPool>> {
         let mut pool = self.pool.lock();
         if let Some(pool) = &mut *pool {
@@ -121,7 +123,7 @@ impl Threads {
             .num_threads(self.cores)
             .thread_name(|at| format!("kvflash-text-{at}"))
             .start_handler(|_| {
-                // Linux has priorities of threads; elsewhere they stay as they are.
+                // Linux has per-thread priorities; on other systems they are unchanged.
                 #[cfg(target_os = "linux")]
                 let _ =
                     rustix::process::setpriority_process(Some(rustix::thread::gettid()), NICENESS);
@@ -129,7 +131,7 @@ impl Threads {
             .build()
     }
 
-    /// One task for each pool, which ends with it.
+    /// One task per pool, which ends with it.
     async fn end_when_idle(self: Arc<Self>) {
         loop {
             sleep(IDLE_TIME).await;
@@ -154,7 +156,7 @@ mod tests {
 
     use super::*;
 
-    /// Whatever takes longer does not come.
+    /// Time limit of the tests.
     const DEADLINE: Duration = Duration::from_secs(30);
 
     #[test]

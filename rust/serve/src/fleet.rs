@@ -1,4 +1,4 @@
-//! The fleet behind a service: performs what the roster says, on the catalog and on the models' pools.
+//! The fleet of a service: performs the roster's effects on the catalog and on the models' pools.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Deref;
@@ -14,15 +14,15 @@ use kvflash_core::select::{
 };
 use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-/// All workers of one model and tenant: one index, one load table.
+/// All workers of one model and tenant, with one index and one load table.
 pub(crate) struct Pool<M, R> {
     pub key: ModelKey,
     /// The model's name.
     pub name: String,
     pub selector: Arc<Selector>,
-    /// Where requests wait for a worker with room to prefill.
+    /// Requests that wait for a worker with room to prefill.
     pub queue: Option<Arc<Queue>>,
-    /// Where they wait for their turn.
+    /// Requests that wait for their turn.
     pub waiting: R,
     members: RwLock<Arc<Members<M>>>,
 }
@@ -57,20 +57,20 @@ impl<M, R> Pool<M, R> {
         Arc::clone(&self.members.read())
     }
 
-    /// Add up the requests that are booked at each worker and have not ended.
+    /// Adds the booked and unfinished requests of each worker.
     pub fn count_in_flight(&self, counts: &mut HashMap<InstanceId, u64>) {
         for load in self.selector.loads() {
             *counts.entry(load.worker.instance_id).or_default() += u64::from(load.requests);
         }
     }
 
-    /// Change who its workers are, for requests and for the selector alike.
+    /// Changes its workers, for requests and for the selector.
     ///
     /// # Errors
-    /// `Overloaded` for more ranks than the selector takes; nothing changes then.
+    /// `Overloaded` for more ranks than the selector supports; nothing changes then.
     fn set(&self, workers: &[Worker], known: &BTreeMap<InstanceId, Arc<M>>) -> Result<()> {
         let mut members = self.members.write();
-        // Readers wait meanwhile: whoever is given a new worker finds it among the members.
+        // Readers wait meanwhile, so a worker returned by the selector is always among the members.
         self.selector.set_workers(workers)?;
         let member = |worker: &Worker| {
             let id = worker.instance_id;
@@ -81,12 +81,12 @@ impl<M, R> Pool<M, R> {
     }
 }
 
-/// What the models of a service share.
+/// State shared by the models of a service.
 #[derive(Clone)]
 pub(crate) struct Common {
     pub catalog: Arc<Catalog>,
     pub clock: Arc<dyn Clock>,
-    /// Past decisions of all models: it outlives workers that come and go.
+    /// Past decisions of all models; kept when workers leave.
     pub journal: Arc<Journal>,
     /// Bookings of all models, for replicas.
     pub outbox: Arc<Outbox>,
@@ -98,7 +98,7 @@ impl Common {
         Self { catalog, clock, journal, outbox: Arc::default() }
     }
 
-    /// What decides for a model, and its queue.
+    /// A model's selector and its queue.
     pub fn selector(
         &self,
         key: &ModelKey,
@@ -117,22 +117,22 @@ impl Common {
     }
 }
 
-/// What a pool is made of: its selector, and where its requests wait.
+/// The components of a pool: its selector, and its queues.
 pub(crate) type Parts<R> = (Selector, Option<Arc<Queue>>, R);
 type MakeParts<R> = Box<dyn Fn(&ModelKey) -> Result<Parts<R>> + Send + Sync>;
 
-/// Who is there.
+/// The current workers.
 pub(crate) struct Tables<M, R> {
     pub roster: Roster,
     pub served: Served<M, R>,
 }
 
-/// The same as the service knows them.
+/// The service's view of them.
 pub(crate) struct Served<M, R> {
     pub members: BTreeMap<InstanceId, Arc<M>>,
     pub pools: BTreeMap<ModelKey, Arc<Pool<M, R>>>,
-    /// Of models whose workers have left, where they are not what the flags say. As many as the catalog
-    /// has models.
+    /// Thresholds of models whose workers have left, if they differ from the flags. As many as the
+    /// catalog has models.
     thresholds: BTreeMap<ModelKey, Thresholds>,
 }
 
@@ -147,12 +147,12 @@ impl<M, R> Deref for Tables<M, R> {
 /// All workers of a service.
 ///
 /// # Consistency
-/// Changes are serialised; a request works on the members that it read first.
+/// Changes are serialized; a request uses the members that it read first.
 pub(crate) struct Fleet<M, R> {
     catalog: Arc<Catalog>,
     make: MakeParts<R>,
     thresholds: Thresholds,
-    /// What was predicted of a worker goes when it is another process.
+    /// Whether predictions about a worker are dropped when its process restarts.
     has_predictions: bool,
     tables: RwLock<Tables<M, R>>,
 }
@@ -179,7 +179,7 @@ impl<M, R> Fleet<M, R> {
         self.tables.write()
     }
 
-    /// Take a new worker in. It serves once its card is there.
+    /// Adds a new worker. It serves once its card is known.
     ///
     /// # Errors
     /// Those of [`Roster::apply`].
@@ -190,10 +190,10 @@ impl<M, R> Fleet<M, R> {
         Ok(())
     }
 
-    /// [`follow`] a change here.
+    /// Applies a change with [`follow`].
     ///
     /// # Errors
-    /// Those of [`Roster::apply`]; what the catalog refuses; the limits of models and of ranks.
+    /// Those of [`Roster::apply`]; refusals of the catalog; the limits of models and of ranks.
     pub fn change(&self, tables: &mut Tables<M, R>, change: Change) -> Result<()> {
         let id = change.id();
         let before = tables.roster.key_of(id).cloned();
@@ -207,7 +207,7 @@ impl<M, R> Fleet<M, R> {
             self.perform(served, effect)
         });
         if let (Err(_), Some(pool)) = (&outcome, learned) {
-            // Nothing of what was refused stays.
+            // Leaves nothing of a refused worker behind.
             pool.index().forget_block_size();
         }
         let now = tables.roster.key_of(id).cloned();
@@ -218,7 +218,7 @@ impl<M, R> Fleet<M, R> {
         outcome
     }
 
-    /// A worker takes no new requests, or does again.
+    /// Sets whether a worker takes new requests.
     ///
     /// # Errors
     /// `NotFound`.
@@ -233,7 +233,7 @@ impl<M, R> Fleet<M, R> {
         tables.members.get(&id).cloned().ok_or_else(unknown)
     }
 
-    /// A worker is gone.
+    /// Removes a worker.
     ///
     /// # Errors
     /// `NotFound`.
@@ -256,7 +256,7 @@ impl<M, R> Fleet<M, R> {
                 }
             }
             Effect::SetWorkers(key, workers) => {
-                // Of a model that could not be opened there is nothing to change.
+                // A model that could not be opened has nothing to change.
                 let pool = tables.pools.get(&key);
                 pool.map_or(Ok(()), |pool| pool.set(&workers, &tables.members))?;
             }
@@ -269,8 +269,8 @@ impl<M, R> Fleet<M, R> {
             }
             Effect::Close(key) => {
                 let Some(pool) = tables.pools.remove(&key) else { return Ok(()) };
-                // Workers that come back may have another block size, and an engine may change its model's
-                // name for ever: no index and no series of metrics stays behind.
+                // Returning workers may have another block size, and an engine may keep changing
+                // its model's name: no index and no metric series must stay behind.
                 pool.index().forget_block_size();
                 self.catalog.let_go(pool.index());
                 let thresholds = pool.selector.busy.thresholds();
@@ -312,11 +312,11 @@ impl<M, R> Fleet<M, R> {
     }
 }
 
-/// Take a change and perform its effects, in order. Where one fails nothing of the change stays; of events
-/// those that could be subscribed to do.
+/// Applies a change and performs its effects, in order. If one fails the whole change is reverted,
+/// except for successful subscriptions to events.
 ///
 /// # Errors
-/// Those of [`Roster::apply`], and the first one of `perform`.
+/// Those of [`Roster::apply`], and the first error of `perform`.
 pub(crate) fn follow(
     roster: &mut Roster,
     change: Change,
@@ -335,7 +335,7 @@ pub(crate) fn follow(
     outcome
 }
 
-/// Perform what is the catalog's business; other effects are none.
+/// Performs the effects that concern the catalog; ignores all others.
 ///
 /// # Errors
 /// Those of [`Catalog::register`].
@@ -343,10 +343,11 @@ pub(crate) fn listen(catalog: &Catalog, effect: Effect) -> Result<()> {
     match effect {
         Effect::Subscribe(registration) => drop(catalog.register(registration)?),
         Effect::Unsubscribe(key, id, rank) => {
-            // NotFound only says that there is nothing left to do.
+            // NotFound only means that nothing is left to do.
             let _ = catalog.unregister(id, &key.model_name, Some(&key.tenant_id), rank);
         }
-        // Publishers notice it by themselves where they can; this is for those without a replay socket.
+        // Publishers notice restarts by themselves if they can; this is for those without a replay
+        // socket.
         Effect::Forget(_, id, _) => {
             let publishers = catalog.publishers().into_iter();
             publishers

@@ -1,4 +1,4 @@
-//! What every request passes before the app: the limit of connections, the lock, and the net that catches panics.
+//! Stages before the app for every request: connection limit, authorization, and catching panics.
 
 use std::any::Any;
 use std::convert::Infallible;
@@ -19,16 +19,16 @@ use prometheus_client::metrics::counter::Counter;
 use super::lock::{Admitted, Lock, Refusal, Verdict};
 use super::{Reject, body, reserve};
 
-/// Lets requests in, or not, and answers 500 where the service panics: that is a fault of ours, and it ends one
-/// request. A connection beyond the limit gets answers to probes only.
+/// Admits or refuses requests, and answers 500 if the service panics, which ends only that request.
+/// A connection beyond the limit only gets answers to probes.
 pub(super) struct Guarded<S> {
     pub service: Arc<S>,
     pub lock: Lock,
     pub peer: SocketAddr,
-    /// The DNS names of the certificate that the client has shown.
+    /// The DNS names in the client's certificate.
     pub certified: Vec<String>,
     pub panics: Counter,
-    /// The limit of connections, for one beyond it.
+    /// The connection limit, for a connection beyond it.
     pub beyond: Option<usize>,
 }
 
@@ -72,7 +72,7 @@ where
     }
 }
 
-/// The answer to a request that is not let in, once its body is read away.
+/// The response to a refused request, after its body was discarded.
 async fn refuse(
     lock: Lock,
     mut request: Request<Incoming>,
@@ -88,7 +88,7 @@ type Answering<F> = Map<
     Box<dyn FnOnce(Caught<Response<Body>>) -> Outcome + Send>,
 >;
 
-/// The service's answer to a request that was let in, or 500.
+/// The service's response to an admitted request, or 500.
 fn answering<S>(
     service: &S,
     panics: Counter,
@@ -104,7 +104,7 @@ where
             panics.inc();
             let what = "kvflash failed on this request; please report it with the lines of its log";
             let mut response = Reject::new(StatusCode::INTERNAL_SERVER_ERROR, what).openai();
-            // What was read of the request's body is not known.
+            // It is unknown how much of the request's body was read.
             response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
             Ok(response)
         });
@@ -113,8 +113,9 @@ where
         }
         outcome
     };
-    // Nothing that a panic may have left half done is used again: state that outlives a request is
-    // under locks of parking_lot, which have no poison, and changes by calls that do not panic midway.
+    // State that a panic may have left incomplete is not reused: state that outlives a request is
+    // protected by parking_lot locks, which do not poison, and changes in calls that do not panic
+    // midway.
     AssertUnwindSafe(service.call(request)).catch_unwind().map(Box::new(answer))
 }
 

@@ -1,4 +1,4 @@
-//! What bounds the HTTP of a service: its settings, and the figures that go with them.
+//! HTTP limits of a service: settings and the related metrics.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use super::outbound::Outbound;
 use super::worker_allow::WorkerAllow;
 use super::{Face, HttpSettings, Lock, ServeLimits, Shutdown, Tls, TlsSettings};
 
-/// The bounds of one service's connections and bodies.
+/// The limits of a service's connections and bodies.
 #[derive(Debug, Clone, Default)]
 pub struct Http {
     settings: HttpSettings,
@@ -31,7 +31,7 @@ pub struct Http {
     crowded_out: Counter,
     panics: Counter,
     shutdown: Shutdown,
-    /// Bytes of large bodies since they were last taken.
+    /// Bytes of large bodies since they were last read.
     large: Arc<AtomicU64>,
 }
 
@@ -44,10 +44,10 @@ impl Deref for Http {
 }
 
 impl Http {
-    /// For a service that shows this.
+    /// For a service with this face.
     ///
     /// # Errors
-    /// `Config`, naming the flag, and the line of a file.
+    /// `Config`, naming the flag and, for a file, the line.
     pub fn of(settings: HttpSettings, face: Face) -> Result<Self> {
         for (flag, value) in [
             ("--body-timeout", settings.body_timeout),
@@ -66,10 +66,11 @@ impl Http {
         Ok(Self { trusted_proxies, ..http })
     }
 
-    /// The same over TLS, where that is set.
+    /// The same over TLS, if that is set.
     ///
     /// # Errors
-    /// As [`Tls::read`]; or the file of keys has a line for a client's certificate, and TLS checks none.
+    /// As [`Tls::read`]; also if the key file has a line for a client's certificate, but TLS checks
+    /// none.
     pub fn over(self, settings: &TlsSettings) -> Result<Self> {
         let tls = Tls::read(settings)?;
         self.lock.check_certificates(tls.as_ref().is_some_and(Tls::checks_clients))?;
@@ -81,7 +82,7 @@ impl Http {
         self.tls.as_ref()
     }
 
-    /// What its server obeys; requests get `drain_timeout` after the stop.
+    /// Limits of its server; requests get `drain_timeout` after the stop.
     pub fn limits(&self, drain_timeout: Duration) -> ServeLimits {
         ServeLimits {
             lock: self.lock.clone(),
@@ -97,43 +98,43 @@ impl Http {
         }
     }
 
-    /// The stop of its server, and the word that it is about to come.
+    /// The stop signal of its server, and its announcement.
     pub fn shutdown(&self) -> &Shutdown {
         &self.shutdown
     }
 
-    /// What stands for block hashes in what it tells of them.
+    /// The mask for block hashes in responses.
     pub(crate) fn mask(&self) -> Option<HashMask> {
         self.mask.clone()
     }
 
-    /// Who may ask what.
+    /// Authorization of callers.
     pub fn lock(&self) -> &Lock {
         &self.lock
     }
 
-    /// Connections to others.
+    /// Outgoing connections.
     pub(crate) fn outbound(&self) -> &Outbound {
         &self.outbound
     }
 
-    /// Where workers may be that are added over HTTP.
+    /// Allowed addresses of workers that are added over HTTP.
     pub(crate) fn worker_allow(&self) -> &WorkerAllow {
         &self.worker_allow
     }
 
-    /// Read the certificates for connections to others again if they have changed; call it on a timer.
+    /// Reloads changed certificates for outgoing connections; call it on a timer.
     pub fn renew(&self) {
         self.outbound.renew();
     }
 
-    /// Bytes of bodies above 16 KiB that were read since this was last called.
+    /// Bytes of bodies above 16 KiB since the last call.
     pub fn take_large_bytes(&self) -> u64 {
-        // Relaxed: a sum that nothing else hangs on.
+        // Relaxed: an independent sum.
         self.large.swap(0, Ordering::Relaxed)
     }
 
-    /// What reads its bodies, up to `max_bytes` each. Tells `registry` of both.
+    /// The reader of its bodies, of up to `max_bytes` each. Registers its metrics at `registry`.
     pub(crate) fn intake(&self, max_bytes: usize, registry: &mut Registry) -> Intake {
         registry.register(
             "connections_refused",

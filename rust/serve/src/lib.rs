@@ -1,5 +1,5 @@
-//! Doors over HTTP: the indexer's API, the OpenAI-compatible frontend, the standalone router. tokio
-//! lives here.
+//! HTTP services: the indexer's API, the OpenAI-compatible frontend, the standalone router. This
+//! crate uses tokio.
 
 mod aside;
 mod body;

@@ -1,4 +1,4 @@
-//! Prometheus text: the form of an answer, and what the frontend reads of the catalog.
+//! Metrics in the Prometheus text format: the response, and values read from the catalog.
 
 use std::ops::Deref;
 use std::sync::Mutex;
@@ -16,7 +16,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
 
-/// Longest beginning of names.
+/// Maximum length of a prefix.
 const MAX_PREFIX_BYTES: usize = 64;
 
 /// Label of event metrics.
@@ -32,7 +32,7 @@ pub(super) struct ModelLabel {
     pub tenant: String,
 }
 
-/// Label of HTTP metrics. Paths are the routes of the API, never what a client sent.
+/// Label of HTTP metrics. Paths are the routes of the API, never a client's input.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(super) struct RequestLabel {
     pub endpoint: &'static str,
@@ -44,18 +44,19 @@ pub(crate) struct CauseLabel {
     pub cause: &'static str,
 }
 
-/// What names of metrics begin with, where nothing else is asked for.
+/// Default prefix of metric names.
 pub(super) const PREFIX: &str = "kvflash";
 
-/// Label of counters of prompt tokens, one for each stage that they are counted at.
+/// Label of counters of prompt tokens, one per stage.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(super) struct StageLabel {
     pub stage: &'static str,
 }
 
-/// A struct of metrics with a function that registers them, each declared once: `field: type = "name",
-/// "help";`, with its unit in brackets before the help, and with what makes it where it has no default.
-/// `@stages "name", "help": fields` are counters of one metric, told apart by their names.
+/// Defines a struct of metrics with a function that registers them. Each is declared once: `field:
+/// type = "name", "help";`, with its unit in brackets before the help, and with a constructor if it
+/// has no default. `@stages "name", "help": fields` are counters of one metric, labelled by field
+/// name.
 macro_rules! metrics {
     (
         $(#[$meta:meta])*
@@ -119,10 +120,10 @@ metrics! {
     }
 }
 
-/// The metrics that every service has, and what answers scrapes.
+/// The metrics of every service, and the responses to scrapes.
 pub(super) struct CommonMetrics {
     registry: Mutex<Registry>,
-    /// Of the scrape that is being answered.
+    /// Held by the scrape in progress.
     turn: tokio::sync::Mutex<()>,
     figures: CommonFigures,
 }
@@ -135,7 +136,7 @@ impl Deref for CommonMetrics {
     }
 }
 
-/// 50 us to 100 s, three steps a decade.
+/// 50 us to 100 s, three steps per decade.
 pub(super) fn seconds_histogram() -> Histogram {
     let steps = [5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5];
     Histogram::new(steps.into_iter().chain([1.0, 2.0, 5.0, 10.0, 30.0, 100.0]))
@@ -150,19 +151,21 @@ impl CommonMetrics {
         (metrics, registry)
     }
 
-    /// Hand over the registry once everything is registered.
+    /// Sets the registry, once everything is registered.
     pub fn seal(&self, registry: Registry) {
         *self.registry.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = registry;
     }
 
-    /// The exposition text, with the figures that `refill` reads now for families of its own, the
-    /// catalog's, and `more` metrics as lines of the text format; their names begin with `prefix`.
+    /// The exposition text, with names that begin with `prefix`: registered metrics, families
+    /// updated now by `refill`, the catalog's values, and `more` metrics as lines of the text
+    /// format.
     ///
     /// # Consistency
-    /// One scrape after the other: none tells of families that another one has emptied and not yet filled.
+    /// Scrapes are serialized, so none sees families that another one has cleared and not yet
+    /// filled.
     ///
     /// # Cost
-    /// Thousands of workers take tens of milliseconds: other connections go on meanwhile.
+    /// Thousands of workers take tens of milliseconds: other connections continue meanwhile.
     pub async fn expose_with(
         &self,
         catalog: &Catalog,
@@ -183,7 +186,7 @@ impl CommonMetrics {
         for (kind, value) in catalog.event_counts().entries() {
             self.events.get_or_create(&KindLabel { kind }).set(value as i64);
         }
-        // Anew at each scrape: an index that is gone leaves no label behind.
+        // Rebuilt at each scrape, so that a removed index leaves no labels behind.
         let of_models = [
             &self.blocks,
             &self.unique_blocks,
@@ -202,7 +205,7 @@ impl CommonMetrics {
             self.blocks.get_or_create(&label).set(stats.memberships as i64);
             self.unique_blocks.get_or_create(&label).set(stats.unique_blocks as i64);
             self.index_bytes.get_or_create(&label).set(stats.bytes as i64);
-            // The index counts; what is scraped is its count of now.
+            // The index counts; the scrape reads its current count.
             let evicted = self.evicted_blocks.get_or_create(&label);
             evicted.inner().store(stats.evicted_blocks_total, Ordering::Relaxed);
             self.predicted_blocks.get_or_create(&label).set(stats.predicted as i64);
@@ -211,7 +214,7 @@ impl CommonMetrics {
     }
 }
 
-/// A registry as the answer to a scrape; its names begin with `prefix`.
+/// A registry as the response to a scrape; its names begin with `prefix`.
 pub(super) fn exposition(registry: &Registry, prefix: &str) -> Response {
     exposition_with(registry, "", prefix)
 }
@@ -220,7 +223,7 @@ fn exposition_with(registry: &Registry, more: &str, prefix: &str) -> Response {
     let mut text = String::with_capacity(16 * 1024);
     // Writing to a String cannot fail.
     let _ = prometheus_client::encoding::text::encode(&mut text, registry);
-    // Nothing may follow its last line.
+    // Its last line must stay the last.
     let end = text.rfind("# EOF").unwrap_or(text.len());
     text.insert_str(end, more);
     let text = if prefix == PREFIX { text } else { renamed(&text, prefix) };
@@ -228,7 +231,7 @@ fn exposition_with(registry: &Registry, more: &str, prefix: &str) -> Response {
     ([(header::CONTENT_TYPE, content_type)], text).into_response()
 }
 
-/// An exposition whose names begin with `prefix` instead.
+/// An exposition with its names changed to begin with `prefix`.
 fn renamed(text: &str, prefix: &str) -> String {
     let mut renamed = String::with_capacity(text.len());
     for line in text.lines() {
@@ -247,10 +250,10 @@ fn renamed(text: &str, prefix: &str) -> String {
     renamed
 }
 
-/// Check what names of metrics are to begin with.
+/// Checks the prefix of metric names.
 ///
 /// # Errors
-/// `Config`, saying what is legal.
+/// `Config`, with what is legal.
 pub(super) fn check_prefix(prefix: &str) -> Result<()> {
     let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
     let begins = |c: char| c.is_ascii_alphabetic() || c == '_';
@@ -264,7 +267,7 @@ pub(super) fn check_prefix(prefix: &str) -> Result<()> {
     )))
 }
 
-/// A label's value as the text format wants it; the encoder writes it as it is.
+/// Escapes a label's value for the text format; the encoder does not.
 pub(super) fn escape(value: &str) -> String {
     value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }

@@ -1,6 +1,7 @@
 //! GET /openapi.json of each service: its API as an OpenAPI 3.1 document.
 //!
-//! The documents are written by hand beside the routes. Tests compare them with the routes and with the answers
+//! The documents are maintained by hand beside the routes. Tests compare them with the routes and
+//! with the responses
 //! (`test_frontend_openapi.py`, `test_router_openapi.py`, `test_indexer_openapi.py`).
 
 use axum::http::header;
@@ -50,7 +51,7 @@ mod tests {
         }
     }
 
-    /// The rows are all the paths whose requests a worker answers; what has a body can be explained.
+    /// The rows are all paths that a worker answers; those with a body can be explained.
     #[test]
     fn the_frontends_document_has_every_row_as_inference_and_nothing_else() {
         let document = parse(FRONTEND);
@@ -71,7 +72,7 @@ mod tests {
         );
     }
 
-    /// What a path's operations are tagged with is the side that keys are checked for.
+    /// The tag of a path's operations is the side for which keys are checked.
     #[test]
     fn operations_are_tagged_with_their_side_and_say_which_need_no_key() {
         let document = parse(FRONTEND);

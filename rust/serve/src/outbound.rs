@@ -1,4 +1,5 @@
-//! Connections to engines, indexers and peers: plain or over TLS, never to link-local addresses by a name.
+//! Connections to engines, indexers and peers: plain or over TLS; link-local addresses are excluded
+//! for names.
 
 use std::fmt;
 use std::future::Future;
@@ -34,7 +35,7 @@ const CA_FLAG: &str = "--tls-ca-path";
 const CERT_FLAG: &str = "--tls-client-cert-path";
 const KEY_FLAG: &str = "--tls-client-key-path";
 
-/// Where systems keep the authorities that they trust.
+/// Locations of the trusted authorities on common systems.
 const SYSTEM_CA_FILES: [&str; 4] = [
     "/etc/ssl/certs/ca-certificates.crt",
     "/etc/pki/tls/certs/ca-bundle.crt",
@@ -42,7 +43,7 @@ const SYSTEM_CA_FILES: [&str; 4] = [
     "/etc/ssl/cert.pem",
 ];
 
-/// How this service makes itself known over TLS, and whom it trusts. The files are read again when they change.
+/// TLS identity and trusted authorities of this service. The files are reloaded when they change.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Outbound {
     config: Option<Arc<Reread<ClientConfig>>>,
@@ -50,7 +51,7 @@ pub(crate) struct Outbound {
 
 impl Outbound {
     /// # Errors
-    /// `Config` with flag and file: it can't be read or used, or one of two is missing.
+    /// `Config` with flag and file: unreadable or invalid, or one of two files is missing.
     pub fn of(settings: &HttpSettings) -> Result<Self> {
         let given =
             [&settings.tls_ca_path, &settings.tls_client_cert_path, &settings.tls_client_key_path];
@@ -68,14 +69,14 @@ impl Outbound {
         Ok(Self { config: Some(Arc::new(Reread::new(paths, read)?)) })
     }
 
-    /// Read the files again if they have changed.
+    /// Reloads the files if they have changed.
     pub fn renew(&self) {
         if let Some(config) = &self.config {
             config.renew();
         }
     }
 
-    /// What a client connects with.
+    /// The connector of a client.
     pub fn connector(&self, connect_timeout: Duration) -> Connector {
         let mut http = HttpConnector::new_with_resolver(Names(GaiResolver::new()));
         http.enforce_http(false);
@@ -116,7 +117,7 @@ fn config(ca: &Path, is_named: bool, own: Option<(&Path, &Path)>) -> Result<Clie
     Ok(config)
 }
 
-/// Looks names up; addresses that are this machine's link's only, such as those of cloud metadata, are no answer.
+/// Resolves names; link-local addresses, such as those of cloud metadata, are ignored.
 #[derive(Debug, Clone)]
 pub(crate) struct Names(GaiResolver);
 

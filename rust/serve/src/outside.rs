@@ -1,4 +1,4 @@
-//! Asking a policy outside the core without a thread that waits.
+//! Asks a policy outside the core without blocking a thread.
 
 use std::time::Duration;
 
@@ -7,13 +7,13 @@ use kvflash_core::policy::{Advice, Question};
 use kvflash_core::select::Selector;
 use tokio::sync::oneshot;
 
-/// The advice that `question` gets at the selector's desk; only this task waits, and for the deadline
-/// at most.
+/// The advice for `question` from the selector's desk; only this task waits, at most for the
+/// deadline.
 pub(super) async fn advice(selector: &Selector, question: Option<Question>) -> Option<Advice> {
     let (desk, question) = (selector.desk()?, question?);
     let (sender, receiver) = oneshot::channel();
     let number = desk.ask(question, move |answer| {
-        // Who has given up waiting does not listen any more.
+        // The receiver may have given up.
         let _gone = sender.send(answer);
     });
     let asked = Asked { desk, number };
@@ -29,7 +29,7 @@ pub(super) async fn advice(selector: &Selector, question: Option<Question>) -> O
     desk.settle(answer, selector.now_ms())
 }
 
-/// A question of a client that may leave.
+/// A question whose client may leave.
 struct Asked<'a> {
     desk: &'a Desk,
     number: u64,

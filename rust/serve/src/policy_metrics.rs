@@ -1,4 +1,4 @@
-//! What policies and shadows say of themselves, as metrics.
+//! Counters of policies and shadows, as metrics.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -11,7 +11,7 @@ use prometheus_client::metrics::MetricType;
 
 type Labels = Vec<(String, String)>;
 
-/// Policies are asked at each scrape.
+/// Reads the policies at each scrape.
 #[derive(Debug)]
 pub(super) struct PolicyMetrics {
     pub name: String,
@@ -30,7 +30,7 @@ impl PolicyMetrics {
                 vec![(label.to_owned(), value.to_owned())]
             };
             let family = by_name.entry(sample.name.to_owned()).or_default();
-            // The same policy twice in one strategy: it is one family of metrics.
+            // A policy that appears twice in a strategy has one family of metrics.
             match family.iter_mut().find(|(known, _)| *known == labels) {
                 Some((_, sum)) => *sum += sample.value,
                 None => family.push((labels, sample.value)),

@@ -1,4 +1,4 @@
-//! What clients say of a prompt besides its tokens: pictures, prompt embeddings.
+//! Properties of a prompt besides its tokens: multimodal items, prompt embeddings.
 
 use kvflash_core::hash::engine::MediaItem;
 use kvflash_core::hash::prompt_keys;
@@ -9,7 +9,7 @@ use serde::de::{Deserializer, Error as _};
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Media(pub Vec<MediaItem>);
 
-/// Digests of a prompt's embeddings, one a hash block, in hexadecimal digits.
+/// Digests of a prompt's embeddings, one per hash block, in hexadecimal digits.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Embeds(pub Vec<Vec<u8>>);
 

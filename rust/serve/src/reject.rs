@@ -7,18 +7,19 @@ use axum::response::{IntoResponse, Response};
 use kvflash_core::error::Error;
 use serde_json::json;
 
-/// A refused request. The indexer's API answers `{"error": "..."}`, the OpenAI API an error object.
+/// A refused request. The indexer's API responds with `{"error": "..."}`, the OpenAI API with an
+/// error object.
 #[derive(Debug, Clone)]
 pub struct Reject {
     /// HTTP status.
     pub status: StatusCode,
-    /// What is wrong: names the field, the limit and what came.
+    /// The error: names the field, the limit and what came.
     pub message: String,
-    /// OpenAI's `param`: the field at fault.
+    /// OpenAI's `param`: the invalid field.
     pub param: Option<Cow<'static, str>>,
-    /// Seconds after which trying again makes sense.
+    /// Seconds after which the client should retry.
     pub retry_after_s: Option<u32>,
-    /// The error that it stands for; callers in process get it instead of a status.
+    /// The original error; callers in the same process get it instead of a status.
     pub cause: Option<Error>,
 }
 
@@ -28,18 +29,18 @@ impl Reject {
         Self { status, message: message.into(), param: None, retry_after_s: None, cause: None }
     }
 
-    /// 400: the request is wrong; a message that begins with `field: ` names the field at fault.
+    /// 400: the request is invalid; a message that begins with `field: ` names the invalid field.
     pub fn bad_request(message: impl Into<String>) -> Self {
         Self::new(StatusCode::BAD_REQUEST, message).named()
     }
 
-    /// Name the field at fault.
+    /// Names the invalid field.
     pub fn param(mut self, param: impl Into<Cow<'static, str>>) -> Self {
         self.param = Some(param.into());
         self
     }
 
-    /// Name the field that the message begins with, such as `messages[0].role: ...`.
+    /// Names the field at the beginning of the message, such as `messages[0].role: ...`.
     fn named(mut self) -> Self {
         let is_name = |name: &&str| {
             name.starts_with(|c: char| c.is_ascii_alphabetic())
@@ -50,8 +51,8 @@ impl Reject {
         self
     }
 
-    /// The last failure of a request that nobody is left to be tried for: whoever only had too much to do
-    /// may have less in a second.
+    /// The last failure of a request without further workers to try; workers that were only
+    /// overloaded may have room in a second.
     pub fn last_failure(status: StatusCode, message: impl Into<String>) -> Self {
         let is_busy =
             matches!(status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS);
@@ -93,7 +94,7 @@ impl Reject {
         })
     }
 
-    /// What an answer of these routes refuses, by its cause; `None` for one that refuses nothing.
+    /// The error in a response of these routes, by its cause; `None` for a successful response.
     pub fn of(response: &Response) -> Option<Error> {
         response.extensions().get::<Self>().map(|reject| {
             let message = reject.message.clone();
@@ -134,7 +135,7 @@ impl From<Error> for Reject {
     fn from(error: Error) -> Self {
         let (status, _) = error.kind();
         let status = StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-        // Whoever only has too much to do, or nobody to do it, may have in a second.
+        // Overload, or a lack of workers, may be over in a second.
         let retry_after_s = matches!(status.as_u16(), 429 | 503).then_some(1);
         let message = error.to_string();
         let reject = match status {

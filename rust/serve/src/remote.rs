@@ -1,4 +1,4 @@
-//! Overlaps from a remote indexer instead of an index of one's own, within a deadline.
+//! Overlaps from a remote indexer instead of a local index, within a deadline.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -27,18 +27,18 @@ use super::lock::Credential;
 use super::metrics::seconds_histogram;
 use super::outbound::Connector;
 
-/// Largest answer: thousands of workers.
+/// Size limit of a response: thousands of workers.
 const ANSWER_BYTES_MAX: usize = 16 * 1024 * 1024;
-/// Indexers close connections that were idle for 10 s, and may do so while a request is on its way.
+/// Indexers close connections after 10 idle seconds, possibly while a request is in transit.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(4);
 const IDLE_CONNECTIONS_MAX: usize = 64;
 
-/// Where the indexer is, and how long it may take.
+/// Address of the indexer, and its deadline.
 #[derive(Debug, Clone)]
 pub struct RemoteIndexerOptions {
-    /// Its address, `http://host:port`; empty = it is found later.
+    /// Its address, `http://host:port`; empty: discovered later.
     pub url: String,
-    /// After that long a request is routed by load alone.
+    /// Time after which a request is routed by load alone.
     pub deadline: Duration,
 }
 
@@ -47,7 +47,7 @@ struct OutcomeLabel {
     outcome: &'static str,
 }
 
-/// Why there is no answer.
+/// Why there is no response.
 #[derive(Debug)]
 enum Failure {
     Late,
@@ -55,16 +55,16 @@ enum Failure {
     Other(String),
 }
 
-/// A kvflash indexer, asked over HTTP.
+/// A kvflash indexer, queried over HTTP.
 pub(super) struct RemoteIndexer {
     client: Client<Connector, Full<Bytes>>,
-    /// Where questions go; none while it is not found.
+    /// Address of queries; `None` until it is discovered.
     uri: RwLock<Option<Uri>>,
     deadline: Duration,
     credential: Credential,
     lookups: Family<OutcomeLabel, Counter>,
     seconds: Histogram,
-    /// Why the last question had no answer.
+    /// Why the last query failed.
     trouble: Mutex<Option<String>>,
 }
 
@@ -76,7 +76,7 @@ struct Query<'a> {
     block_hashes: &'a [u64],
 }
 
-/// Tokens by instance and rank; the rest of the answer is for people.
+/// Tokens by instance and rank; the rest of the response is for people.
 #[derive(Deserialize)]
 struct Answer {
     scores: BTreeMap<String, BTreeMap<String, u64>>,
@@ -87,7 +87,7 @@ fn as_bytes<S: serde::Serializer>(hashes: &&[u64], serializer: S) -> Result<S::O
     serializer.serialize_bytes(&bytes)
 }
 
-/// Where an indexer is asked.
+/// The address of queries to an indexer.
 ///
 /// # Errors
 /// `Config`, naming the flag.
@@ -107,7 +107,7 @@ fn question_uri(url: &str) -> Result<Uri> {
 }
 
 impl RemoteIndexer {
-    /// A client; nothing is asked yet.
+    /// A client; sends no query yet.
     ///
     /// # Errors
     /// `Config`, naming the flag.
@@ -144,16 +144,16 @@ impl RemoteIndexer {
         Ok(Self { client, uri, deadline, credential, lookups, seconds, trouble })
     }
 
-    /// Ask this one from now on; none while there is `None`.
+    /// Uses this indexer from now on; none if `None`.
     ///
     /// # Errors
-    /// `Config` for what is no address.
+    /// `Config` for an invalid address.
     pub fn set(&self, url: Option<&str>) -> Result<()> {
         *self.uri.write() = url.map(question_uri).transpose()?;
         Ok(())
     }
 
-    /// Why the last question had no answer; nothing while it answers.
+    /// Why the last query failed; `None` if it succeeded.
     pub fn trouble(&self) -> Option<String> {
         self.trouble.lock().clone()
     }
@@ -172,8 +172,8 @@ impl RemoteIndexer {
         *known = trouble;
     }
 
-    /// Write into `request` what workers hold of its prompt, where its decision asks. Without an answer in
-    /// time, which is counted and logged, nothing is known to be held, and load decides.
+    /// Sets the overlaps of `request`, if its decision uses them. Without a timely response, which
+    /// is counted and logged, overlaps are unknown and load decides.
     ///
     /// # Cost
     /// At most the deadline.
@@ -185,7 +185,7 @@ impl RemoteIndexer {
         }
     }
 
-    /// Leading blocks that each worker holds on its device, by worker; `None` without an answer.
+    /// Leading blocks on each worker's device, by worker; `None` without a response.
     async fn overlaps(
         &self,
         key: &ModelKey,
@@ -251,7 +251,7 @@ impl RemoteIndexer {
                 instance.parse().map_err(|_| other(&"a score with an invalid instance"))?;
             for (rank, tokens) in ranks.iter().filter(|(_, tokens)| **tokens > 0) {
                 let dp_rank = rank.parse().map_err(|_| other(&"a score with an invalid rank"))?;
-                // It counts in tokens; another block size matches no hash of ours.
+                // The indexer counts tokens; with another block size no hash of ours would match.
                 let blocks = tokens / u64::from(block_size.max(1));
                 found.push((
                     Worker::new(instance_id, dp_rank),

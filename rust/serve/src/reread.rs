@@ -1,4 +1,4 @@
-//! What some files hold, read again when they change.
+//! Reloads values from files that change.
 
 use std::fmt;
 use std::io::Read;
@@ -13,13 +13,13 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::registry::Registry;
 
-/// Largest file that is read.
+/// Size limit of a file.
 const MAX_FILE_BYTES: u64 = 1024 * 1024;
 
-/// How often the files are looked at.
+/// Interval of the checks.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// Of each file: when it was written, and how long it is. Nothing for one that is not there.
+/// Modification time and length of each file; `None` for a missing file.
 type Looks = Vec<Option<(SystemTime, u64)>>;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -27,18 +27,18 @@ struct Outcome {
     outcome: &'static str,
 }
 
-/// A value that is read from files, and read again when one of them changes.
+/// A value read from files, and reloaded when one of them changes.
 pub(crate) struct Reread<T> {
     paths: Vec<PathBuf>,
     read: Box<dyn Fn() -> Result<T> + Send + Sync>,
     value: RwLock<Arc<T>>,
-    /// What the files looked like when they were read last, whether or not they could be used.
+    /// The state of the files at the last read, even if they were invalid.
     seen: Mutex<Looks>,
     renewals: Family<Outcome, Counter>,
 }
 
 impl<T: Send + Sync + 'static> Reread<T> {
-    /// What `read` makes of the files at `paths`.
+    /// The result of `read` for the files at `paths`.
     ///
     /// # Errors
     /// As `read`.
@@ -51,15 +51,15 @@ impl<T: Send + Sync + 'static> Reread<T> {
         Ok(Self { paths, read: Box::new(read), value, seen, renewals: Family::default() })
     }
 
-    /// The newest value that could be read.
+    /// The latest valid value.
     pub fn current(&self) -> Arc<T> {
         Arc::clone(&self.value.read())
     }
 
-    /// Read the files again if they have changed. The previous value stays if the new one can't be used; the log
-    /// says why.
+    /// Reloads the files if they have changed. If the new value is invalid, the previous one stays
+    /// and the reason is logged.
     ///
-    /// Cost: one call of the system per file while nothing changes.
+    /// Cost: one system call per file while nothing changes.
     pub fn renew(&self) {
         let found = looks(&self.paths);
         if std::mem::replace(&mut *self.seen.lock(), found.clone()) == found {
@@ -73,7 +73,7 @@ impl<T: Send + Sync + 'static> Reread<T> {
                 tracing::info!(files, "the file was read again after a change");
                 "renewed"
             }
-            // Perhaps only one of them is new yet.
+            // One of several files may not be updated yet.
             Err(error) => {
                 tracing::warn!(files, %error, "the changed file cannot be used: the previous contents stay in \
                                                force");
@@ -83,17 +83,17 @@ impl<T: Send + Sync + 'static> Reread<T> {
         self.renewals.get_or_create(&Outcome { outcome }).inc();
     }
 
-    /// Look for changes every second, for ever.
+    /// Checks for changes every second, forever.
     pub async fn keep_renewing(self: Arc<Self>) {
         loop {
             tokio::time::sleep(LOOK_EVERY).await;
             let this = Arc::clone(&self);
-            // A file system may take its time. A panic was printed, and the next look comes.
+            // A file system may be slow. A panic was printed, and the next check follows.
             let _ = tokio::task::spawn_blocking(move || this.renew()).await;
         }
     }
 
-    /// Have changes counted in `registry`, by outcome.
+    /// Counts changes in `registry`, by outcome.
     pub fn register(&self, registry: &mut Registry, name: &'static str, help: &'static str) {
         registry.register(name, help, self.renewals.clone());
     }
@@ -113,10 +113,10 @@ fn looks(paths: &[PathBuf]) -> Looks {
     paths.iter().map(look).collect()
 }
 
-/// The bytes of a file that `flag` names.
+/// The content of a file that `flag` names.
 ///
 /// # Errors
-/// `Config`, naming flag and file, for one that can't be read or is larger than 1 MiB.
+/// `Config`, naming flag and file, for a file that is unreadable or larger than 1 MiB.
 pub(crate) fn bytes_of(flag: &str, path: &Path) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
     let read = std::fs::File::open(path)
@@ -128,7 +128,7 @@ pub(crate) fn bytes_of(flag: &str, path: &Path) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// What is wrong with a file that `flag` names.
+/// The error about a file that `flag` names.
 pub(crate) fn fault(flag: &str, path: &Path, what: impl fmt::Display) -> Error {
     Error::Config(format!("{flag} {}: {what}", path.display()))
 }

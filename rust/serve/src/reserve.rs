@@ -1,5 +1,5 @@
-//! Places for probes while all connections of a service are taken: clients that hold these must not make a
-//! service look dead.
+//! Connections reserved for probes while the limit is reached, so that clients that hold all others
+//! can't make a service look dead.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -13,24 +13,24 @@ use tokio::task::AbortHandle;
 use super::Reject;
 use super::body::discard;
 
-/// Connections beyond `--max-connections`. One more ends the oldest: a probe sends its question as soon as it is
-/// connected, and connections that send nothing keep no other one out.
+/// Connections beyond `--max-connections`. Another one ends the oldest: a probe sends its request
+/// right after connecting, so connections that send nothing do not block it.
 const PLACES: usize = 64;
 
-/// Such a connection lasts no longer; it has one question.
+/// Lifetime of such a connection, which serves a single request.
 pub(super) const RESERVED_TIME: Duration = Duration::from_secs(5);
 
-/// What it may ask.
+/// Paths that it may request.
 const PROBES: [&str; 4] = ["/live", "/ready", "/health", "/metrics"];
 
-/// The connections in these places, the oldest first.
+/// The reserved connections, oldest first.
 #[derive(Debug, Default)]
 pub(super) struct Reserve {
     open: Mutex<VecDeque<AbortHandle>>,
 }
 
 impl Reserve {
-    /// One more; the oldest ends where there are too many.
+    /// Adds a connection; above the limit the oldest is closed.
     pub fn add(&self, connection: AbortHandle) {
         let mut open = self.open.lock();
         open.retain(|one| !one.is_finished());
@@ -43,12 +43,12 @@ impl Reserve {
     }
 }
 
-/// Whether a reserved connection may ask this.
+/// Whether a reserved connection may request this path.
 pub(super) fn is_probe(path: &str) -> bool {
     PROBES.contains(&path)
 }
 
-/// The answer to everything else, once the request's body is read away.
+/// The response to all other requests, after the body was discarded.
 pub(super) async fn refuse(request: Request<Incoming>, max_connections: usize) -> Response<Body> {
     discard(&mut request.into_body()).await;
     let what = format!(

@@ -1,4 +1,4 @@
-//! Secrets that come in files of their own: they do not belong on command lines.
+//! Secrets are read from files, because command lines are visible to others.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use kvflash_core::error::{Error, Result};
 /// Shortest and longest secret, bytes.
 const SECRET_BYTES: std::ops::RangeInclusive<usize> = 16..=4_096;
 
-/// The secret in the file that `flag` names, without white space around it.
+/// The secret in the file that `flag` names, without surrounding white space.
 ///
 /// # Errors
 /// `Config`, naming the flag, the file and the limit; never the secret.

@@ -1,4 +1,4 @@
-//! Serve an app on a listener until told to stop. The caller owns socket and signal.
+//! Serves an app on a listener until it is stopped. The caller owns socket and signal.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -32,38 +32,38 @@ use super::reserve::{RESERVED_TIME, Reserve};
 use super::timer::ConnectionTimer;
 use super::tls::{Handshake, Tls, names_of_client};
 
-/// A client that is gone without a word is noticed after silence, probes and the time for their answer;
-/// one that takes nothing of its answer, after that time, too.
+/// A client that vanishes silently is noticed after silence, probes and the time for their replies;
+/// a client that reads nothing of its response after that time, too.
 const KEEPALIVE_TIME: Duration = Duration::from_secs(60);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(15);
 #[cfg(target_os = "linux")]
 const UNACKED_TIME: Duration = Duration::from_secs(120);
 
-/// Pause between two warnings of addresses with too many connections.
+/// Pause between two warnings about addresses with too many connections.
 const WARNING_PAUSE: Duration = Duration::from_secs(60);
 
-/// Limits on connections, and who may ask what over them.
+/// Limits on connections, and the authorization of their requests.
 #[derive(Debug, Clone)]
 pub struct ServeLimits {
-    /// Lets requests in, or not.
+    /// Authorizes requests.
     pub lock: Lock,
-    /// Connections open at once; further ones may ask what probes ask.
+    /// Maximum open connections; further ones may only send probes.
     pub max_connections: usize,
-    /// Connections that came at that limit.
+    /// Connections that arrived at that limit.
     pub crowded_out: Counter,
-    /// Connections of one address open at once; further ones are closed. 0: no limit.
+    /// Maximum open connections per address; further ones are closed. 0: no limit.
     pub max_connections_per_address: usize,
     /// Addresses without that limit.
     pub trusted_proxies: Vec<IpNet>,
-    /// Connections that were closed at that limit.
+    /// Connections closed at that limit.
     pub refused: Counter,
-    /// Requests that a panic ended.
+    /// Requests ended by a panic.
     pub panics: Counter,
-    /// Time that a client may take to send its request's head.
+    /// Time limit for a client to send its request head.
     pub header_timeout: Duration,
-    /// Time that a connection may be idle between two requests.
+    /// How long a connection may be idle between two requests.
     pub keep_alive_timeout: Duration,
-    /// Time that open connections get to finish after the stop.
+    /// How long open connections may continue after the stop.
     pub drain_timeout: Duration,
 }
 
@@ -84,11 +84,11 @@ impl Default for ServeLimits {
     }
 }
 
-/// Who is at the other end of a request's connection.
+/// The remote address of a request's connection.
 #[derive(Debug, Clone, Copy)]
 pub struct Peer(pub SocketAddr);
 
-/// The caller's signal to stop; cloned into every server that shall obey it.
+/// The caller's stop signal; clone it for every server that must obey it.
 #[derive(Debug, Clone)]
 pub struct Shutdown {
     stopped: Arc<watch::Sender<bool>>,
@@ -102,43 +102,43 @@ impl Default for Shutdown {
 }
 
 impl Shutdown {
-    /// Stop every server that has this signal.
+    /// Stops every server with this signal.
     pub fn stop(&self) {
         self.stopped.send_replace(true);
     }
 
-    /// It is about to be given: who asks for readiness is told, and all else goes on.
+    /// Announces the stop: readiness checks fail, everything else continues.
     pub fn announce(&self) {
         self.leaving.store(true, Ordering::Relaxed);
     }
 
-    /// Whether it is about to be given, or was.
+    /// Whether the stop was announced or given.
     pub fn is_announced(&self) -> bool {
         self.leaving.load(Ordering::Relaxed) || self.is_stopped()
     }
 
-    /// Has it been given?
+    /// Whether the stop was given.
     pub fn is_stopped(&self) -> bool {
         *self.stopped.borrow()
     }
 
-    /// Wait for it.
+    /// Waits for the stop.
     pub async fn wait(&self) {
         let mut seen = self.stopped.subscribe();
-        // The sender lives in self, so waiting ends only by the signal.
+        // The sender is in self, so the wait ends only by the signal.
         let _ = seen.wait_for(|stopped| *stopped).await;
     }
 }
 
-/// What [`serve`] serves: an axum router, or what answers some requests before one.
+/// An app for [`serve`]: an axum router, or a service in front of one.
 pub trait App: Send + 'static {
-    /// Answers one request of a connection after the other.
+    /// Answers the requests of a connection in order.
     type Service: Service<Request<Incoming>, Response = Response<Body>, Error = Infallible, Future: Send>
         + Send
         + Sync
         + 'static;
 
-    /// What answers the requests of a connection from `peer`.
+    /// The service for a connection from `peer`.
     fn serve_peer(&self, peer: Peer) -> Self::Service;
 }
 
@@ -150,7 +150,7 @@ impl App for axum::Router {
     }
 }
 
-/// Routes, and who asks: handlers find the [`Peer`] among a request's extensions.
+/// Routes with the remote address: handlers find the [`Peer`] in a request's extensions.
 #[derive(Debug)]
 pub struct PeerRouter {
     router: TowerToHyperService<axum::Router>,
@@ -168,7 +168,7 @@ impl Service<Request<Incoming>> for PeerRouter {
     }
 }
 
-/// Answer the requests of a connection until its end, or until the stop and the end of the open one.
+/// Serves a connection until its end, or until the stop and the end of the open request.
 async fn answer<I, S>(connection: http1::Connection<TokioIo<I>, S>, shutdown: Shutdown)
 where
     I: AsyncRead + AsyncWrite + Unpin,
@@ -177,7 +177,8 @@ where
     let mut connection = std::pin::pin!(connection);
     tokio::select! {
         biased;
-        // An error here is a client that hung up or sent no HTTP: nobody is left to tell.
+        // An error here means that the client hung up or sent no HTTP, so there is no one to
+        // respond to.
         _ = connection.as_mut() => {}
         () = shutdown.wait() => {
             connection.as_mut().graceful_shutdown();
@@ -189,21 +190,21 @@ where
 /// Open connections by address.
 type OpenByAddress = Arc<Mutex<HashMap<IpAddr, usize>>>;
 
-/// What every connection of a server is given.
+/// Shared by all connections of a server.
 struct Door<A> {
     tls: Option<Tls>,
     app: A,
     limits: ServeLimits,
     shutdown: Shutdown,
-    /// Open connections by address; none of those that have no limit.
+    /// Open connections by address, except for addresses without a limit.
     open: OpenByAddress,
-    /// When it was last said that an address has too many.
+    /// Time of the last warning about an address with too many.
     warned: Mutex<Option<Instant>>,
     /// Connections beyond the limit.
     reserve: Reserve,
 }
 
-/// A place among the connections, of all and of one address; given back when it is dropped.
+/// A connection's slot, in total and of its address; freed when dropped.
 struct Place {
     /// `None` beyond the limit.
     permit: Option<OwnedSemaphorePermit>,
@@ -224,7 +225,7 @@ impl Drop for Place {
 }
 
 impl<A: App> Door<A> {
-    /// A place for a connection; `None` where its address has as many as it may.
+    /// A slot for a connection; `None` if its address has reached its limit.
     fn place(&self, peer: SocketAddr, permit: Option<OwnedSemaphorePermit>) -> Option<Place> {
         let limit = self.limits.max_connections_per_address;
         let address = peer.ip().to_canonical();
@@ -252,12 +253,12 @@ impl<A: App> Door<A> {
         None
     }
 
-    /// Answer what comes over `stream` in a task of its own, which holds `permit` until its end. Without one it
+    /// Serves `stream` in a separate task, which holds `permit` until its end. Without a permit it
     /// is beyond the limit.
     fn let_in(&self, stream: TcpStream, peer: SocketAddr, permit: Option<OwnedSemaphorePermit>) {
         let Some(place) = self.place(peer, permit) else { return };
-        // All of these only make things better; a system without them still works. Small answers do not
-        // wait for the client's delayed acknowledgement, and one that is gone is noticed.
+        // All of these are optional; a system without them still works. Small responses do not wait
+        // for the client's delayed acknowledgement, and a vanished client is noticed.
         let _ = stream.set_nodelay(true);
         let socket = SockRef::from(&stream);
         let keepalive =
@@ -309,24 +310,24 @@ impl<A: App> Door<A> {
         });
     }
 
-    /// Run a connection; one beyond the limit for a short time, and among the few.
+    /// Runs a connection; one beyond the limit only briefly, as a reserved one.
     fn spawn(&self, is_beyond: bool, connection: impl Future<Output = ()> + Send + 'static) {
         if !is_beyond {
             tokio::spawn(connection);
             return;
         }
         self.limits.crowded_out.inc();
-        // Whether it ended by itself is all the same.
+        // Whether it ended by itself does not matter.
         let short = tokio::time::timeout(RESERVED_TIME, connection).map(drop);
         self.reserve.add(tokio::spawn(short).abort_handle());
     }
 }
 
-/// Serve until `shutdown`, then let open requests finish for `limits.drain_timeout`. A request that had
-/// reached the system's accept queue before the stop is answered, too.
+/// Serves until `shutdown`, then lets open requests finish for `limits.drain_timeout`. A request
+/// that reached the system's accept queue before the stop is answered, too.
 ///
 /// # Errors
-/// Only the listener's own; a broken connection ends that connection.
+/// Only those of the listener; a broken connection ends only that connection.
 pub async fn serve(
     listener: TcpListener,
     app: impl App,
@@ -336,8 +337,8 @@ pub async fn serve(
     serve_over(None, listener, app, limits, shutdown).await
 }
 
-/// As [`serve`], over TLS where that is given, with the files' newest certificate. A handshake has the
-/// time of a request's head, and holds up no other connection.
+/// As [`serve`], over TLS if given, with the current certificate. A handshake has the time limit of
+/// a request head, and does not delay other connections.
 ///
 /// # Errors
 /// As [`serve`].
@@ -367,7 +368,7 @@ pub async fn serve_over(
                 door.let_in(stream, peer, permit);
             }
             Err(error) => {
-                // Out of file descriptors, or a client that hung up while queued: the listener lives on.
+                // Out of file descriptors, or a queued client hung up: the listener continues.
                 if let Some(held_back) = log.pass(begun.elapsed().as_millis() as u64) {
                     tracing::warn!(%error, held_back, "could not accept a connection");
                 }
@@ -375,7 +376,7 @@ pub async fn serve_over(
             }
         }
     }
-    // To these the system has already said yes; dropping the listener would reset them.
+    // The system has already accepted these; dropping the listener would reset them.
     let listener = listener.into_std()?;
     while let Ok(permit) = Arc::clone(&permits).try_acquire_owned() {
         let Ok((stream, peer)) = listener.accept() else { break };
@@ -383,7 +384,7 @@ pub async fn serve_over(
         let has_asked = stream.peek(&mut [0]).is_ok_and(|bytes| bytes > 0);
         let stream = TcpStream::from_std(stream)?;
         if has_asked {
-            // Known to tokio, too, so that its question is read before the stop is heard of.
+            // Registered with tokio, so that its request is read before the stop is processed.
             stream.readable().await?;
         }
         door.let_in(stream, peer, Some(permit));

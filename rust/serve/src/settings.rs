@@ -1,4 +1,4 @@
-//! What an operator can set about the services, beside routing.
+//! The operator's settings of the services, except for routing.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -411,8 +411,8 @@ settings! {
     } }
 }
 
-/// Every setting of a service, in the order of its help: those of its own, and those that a file of routing
-/// may set, too.
+/// Every setting of a service, in the order of its help: its own, and those that a routing file may
+/// also set.
 ///
 /// The services are `frontend`, `router` and `indexer`.
 pub fn tables() -> [(&'static str, Vec<Setting>, Vec<Setting>); 3] {
@@ -426,7 +426,7 @@ pub fn tables() -> [(&'static str, Vec<Setting>, Vec<Setting>); 3] {
     let mut of_indexer = fleet.clone();
     for setting in &mut of_indexer {
         match setting.key {
-            // These are its --workers.
+            // In Python these are its --workers.
             "workers" => setting.key = "engines",
             "discovery" => setting.help[0] = "Where to find workers; nowhere unless it is given",
             _ => {}

@@ -1,7 +1,7 @@
-//! Registrations made over HTTP, kept in a file, so that a restart brings them back.
+//! Registrations over HTTP, kept in a file and restored after a restart.
 //!
-//! The file has one line for each change, in JSON: `{"put": KEY, "body": {...}}` or `{"remove": KEY}`. It is
-//! written anew, with what is registered then, when a service starts.
+//! The file has one JSON line per change: `{"put": KEY, "body": {...}}` or `{"remove": KEY}`. When
+//! a service starts, it is rewritten with the current registrations.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
@@ -17,21 +17,22 @@ use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-/// A larger file is none of ours: it holds a few hundred bytes a worker.
+/// A larger file is not a state file: it holds a few hundred bytes per worker.
 const BYTES_MAX: u64 = 256 << 20;
 
-/// So many lines that count no more are left before the file is written anew.
+/// Maximum obsolete lines before the file is rewritten.
 const OLD_LINES_MAX: usize = 4_096;
 
-/// What is registered, kept where `--state-file` names a file.
+/// The registrations, kept in the file of `--state-file`, if it is set.
 #[derive(Default)]
 pub(crate) struct Registrations(OnceLock<StateFile>);
 
 impl Registrations {
-    /// Have `register` bring back what `file` holds, and keep there from now on what is registered.
+    /// Restores the content of `file` with `register`, and keeps registrations there from now on.
     ///
     /// # Errors
-    /// `Config`, naming the flag and the file, where it can't be read or written, or is something else.
+    /// `Config`, naming the flag and the file, if it is unreadable, not writable, or another kind
+    /// of file.
     pub fn restore(
         &self,
         file: Option<&Path>,
@@ -55,14 +56,14 @@ impl Registrations {
         Ok(())
     }
 
-    /// `body` is registered as `key`.
+    /// Records that `body` is registered as `key`.
     pub fn put(&self, key: &str, body: &impl Serialize) {
         if let Some(state) = self.0.get() {
             state.put(key, body);
         }
     }
 
-    /// One field of what is registered as `key` is `value` now; of what is not registered nothing is.
+    /// Changes one field of the registration `key`; ignored without a registration.
     pub fn amend(&self, key: &str, field: &str, value: impl Serialize) {
         if let Some(state) = self.0.get()
             && let Some(mut body) = state.body(key)
@@ -72,14 +73,14 @@ impl Registrations {
         }
     }
 
-    /// What was registered as `key` is gone.
+    /// Removes the registration `key`.
     pub fn remove(&self, key: &str) {
         if let Some(state) = self.0.get() {
             state.remove(key);
         }
     }
 
-    /// All whose key begins so are gone.
+    /// Removes all registrations with this key prefix.
     pub fn remove_all(&self, prefix: &str) {
         if let Some(state) = self.0.get() {
             for key in state.keys_from(prefix) {
@@ -97,11 +98,11 @@ struct StateFile {
 
 struct Inner {
     file: File,
-    /// What is registered: its line, by key.
+    /// The line of each registration, by key.
     kept: BTreeMap<String, String>,
     /// Lines in the file.
     lines: usize,
-    /// Lines of the log about a file that can't be written.
+    /// Limits log lines about a file that is not writable.
     log: LogLimit,
 }
 
@@ -113,7 +114,7 @@ struct Line {
 }
 
 impl StateFile {
-    /// Read what is registered, in the order of the keys, and begin the file anew with it.
+    /// Reads the registrations, in the order of their keys, and rewrites the file.
     fn open(path: &Path) -> Result<(Self, Vec<(String, Value)>)> {
         let wrong = |why: String| Error::Config(format!("--state-file {}: {why}", path.display()));
         let text = match fs::metadata(path) {
@@ -131,7 +132,7 @@ impl StateFile {
             match serde_json::from_str(line) {
                 Ok(Line { put: Some(key), body: Some(body), .. }) => drop(found.insert(key, body)),
                 Ok(Line { remove: Some(key), .. }) => drop(found.remove(&key)),
-                // The machine stopped while it was written.
+                // The machine stopped during the last write.
                 _ if at > 0 && lines.peek().is_none() && !text.ends_with('\n') => {}
                 _ => {
                     let number = at + 1;
@@ -150,7 +151,7 @@ impl StateFile {
         Ok((state, found.into_iter().collect()))
     }
 
-    /// What is registered as `key`.
+    /// The body of the registration `key`.
     fn body(&self, key: &str) -> Option<Value> {
         let inner = self.inner.lock();
         // It was written as such a line.
@@ -164,7 +165,7 @@ impl StateFile {
     }
 
     fn put(&self, key: &str, body: &impl Serialize) {
-        // Of what was read as JSON nothing is impossible to write as JSON.
+        // Values read from JSON can always be written as JSON.
         let Ok(body) = serde_json::to_value(body) else { return };
         let line = line_of(key, &body);
         let inner = &mut *self.inner.lock();
@@ -179,11 +180,11 @@ impl StateFile {
         }
     }
 
-    /// What is registered counts, whether or not it can be kept: a full disk costs the next restart only.
+    /// Registrations count even if they can't be kept: a full disk only affects the next restart.
     fn write(&self, inner: &mut Inner, line: &str) {
         let Inner { file, kept, lines, log } = inner;
         let mut write = || {
-            // A process that takes over has begun the file anew.
+            // A process that takes over has rewritten the file.
             let (ours, there) = (file.metadata()?, fs::metadata(&self.path));
             if !there.is_ok_and(|there| there.ino() == ours.ino() && there.dev() == ours.dev()) {
                 *file = append(&self.path)?;
@@ -211,7 +212,7 @@ fn line_of(key: &str, body: &Value) -> String {
     format!("{}\n", json!({ "put": key, "body": body }))
 }
 
-/// Whoever reads it meanwhile finds the old file or the new one.
+/// Concurrent readers find either the old file or the new one.
 fn write_anew(path: &Path, kept: &BTreeMap<String, String>) -> io::Result<File> {
     let anew = path.with_extension("new");
     let options = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).to_owned();
@@ -246,7 +247,7 @@ mod tests {
         state.put("worker/2", &json!({"url": "http://b:1"}));
         state.put("worker/1", &json!({"url": "http://a:2"}));
         state.remove("worker/2");
-        // A process that takes over, and then the old one once more.
+        // A process takes over, then the old one writes once more.
         let (next, kept) = StateFile::open(&path).unwrap();
         assert_eq!(kept, [("worker/1".to_owned(), json!({"url": "http://a:2"}))]);
         state.put("worker/3", &json!({}));

@@ -1,4 +1,5 @@
-//! Time limits that nearly always are called off: one timer for each connection, not one for each request.
+//! Time limits that are nearly always cancelled: one timer per connection instead of one per
+//! request.
 
 use std::future::Future;
 use std::io;
@@ -11,17 +12,17 @@ use hyper::rt::{Sleep, Timer};
 use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-/// The timer of one connection, on which hyper sets the limit for a request's head anew with each request.
+/// The timer of a connection, on which hyper sets the limit for the request head with each request.
 ///
-/// A head has its time from its first byte on; before that the connection may be idle for longer. The first
-/// head has its time from the start.
+/// The limit of a head counts from its first byte; before that the connection may be idle for
+/// longer. For the first head it counts from the start.
 ///
 /// # Cost
-/// A limit that is called off costs no turn of tokio's timers. They are asked once a limit's time instead:
-/// whoever is woken then without need sleeps on, until the limit that is set now.
+/// A cancelled limit does not touch tokio's timers. They fire at most once per limit; a task woken
+/// too early sleeps on, until the current limit.
 ///
 /// # Consistency
-/// Only the task of the connection may wait: the last one to ask is the one that is woken.
+/// Only the task of the connection may wait: the last caller is the one that is woken.
 #[derive(Debug, Clone)]
 pub(super) struct ConnectionTimer {
     idle: Duration,
@@ -30,13 +31,13 @@ pub(super) struct ConnectionTimer {
 
 #[derive(Debug, Default)]
 struct State {
-    /// What tokio knows of it; `None` until somebody waits.
+    /// The tokio timer; `None` until the first wait.
     alarm: Option<Pin<Box<tokio::time::Sleep>>>,
-    /// A byte of the head that is waited for has come.
+    /// Whether a byte of the awaited head has arrived.
     has_begun: bool,
-    /// Since then; told by whoever waits.
+    /// When it arrived, set by the waiting task.
     since: Option<tokio::time::Instant>,
-    /// There was a head before.
+    /// Whether there was a head before.
     is_kept: bool,
 }
 
@@ -46,7 +47,7 @@ impl ConnectionTimer {
         Self { idle, state: Arc::default() }
     }
 
-    /// The same bytes, of which the timer is told.
+    /// The same I/O, observed by the timer.
     pub fn watch<I>(&self, io: I) -> Watched<I> {
         Watched { io, state: Arc::clone(&self.state) }
     }
@@ -56,7 +57,7 @@ impl Timer for ConnectionTimer {
     fn sleep(&self, duration: Duration) -> Pin<Box<dyn Sleep>> {
         let mut state = self.state.lock();
         let is_kept = std::mem::replace(&mut state.is_kept, true);
-        // What comes from here on is the next head.
+        // Data from here on belongs to the next head.
         (state.has_begun, state.since) = (false, None);
         drop(state);
         let now = tokio::time::Instant::now();
@@ -73,9 +74,9 @@ impl Timer for ConnectionTimer {
     }
 }
 
-/// A limit that is waited for.
+/// An awaited limit.
 struct Limit {
-    /// The time of a head from its first byte on.
+    /// The time limit of a head from its first byte on.
     head: Duration,
     idle_until: tokio::time::Instant,
     state: Arc<Mutex<State>>,
@@ -95,7 +96,7 @@ impl Future for Limit {
         let deadline = of_head.map_or(self.idle_until, |of_head| of_head.min(self.idle_until));
         let alarm = &mut state.alarm;
         let sleep = alarm.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(deadline)));
-        // An alarm of an earlier limit may stand: it is earlier, so that it wakes in time.
+        // The alarm of an earlier limit may remain: it fires earlier, so it wakes the task in time.
         if sleep.deadline() > deadline {
             sleep.as_mut().reset(deadline);
         }
@@ -109,7 +110,7 @@ impl Future for Limit {
     }
 }
 
-/// A connection whose timer learns when bytes come.
+/// A connection that notifies its timer of received bytes.
 pub(super) struct Watched<I> {
     io: I,
     state: Arc<Mutex<State>>,
@@ -182,7 +183,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn later_heads_have_it_from_their_first_byte() {
         let timer = ConnectionTimer::new(IDLE);
-        // Called off, after the alarm was set.
+        // Cancelled after the alarm was set.
         let mut first = timer.sleep(HEAD);
         assert!(!is_over(&mut first).await);
         drop(first);

@@ -1,4 +1,4 @@
-//! Encryption of a service's own HTTP.
+//! TLS of a service's own HTTP.
 
 use std::fmt;
 use std::io;
@@ -25,11 +25,11 @@ const CERT_FLAG: &str = "--tls-cert-path";
 const KEY_FLAG: &str = "--tls-key-path";
 pub(super) const CLIENT_CA_FLAG: &str = "--tls-client-ca-path";
 
-/// Names of a client's certificate that are looked at.
+/// Maximum names read from a client's certificate.
 const MAX_NAMES: usize = 16;
 
-/// A certificate and its key, ready for connections: TLS 1.2 and 1.3, HTTP/1.1. Files that change are
-/// read again; clones are the same.
+/// A certificate and its key, ready for connections: TLS 1.2 and 1.3, HTTP/1.1. Changed files are
+/// reloaded; clones share the state.
 #[derive(Clone)]
 pub struct Tls {
     shared: Arc<Shared>,
@@ -46,23 +46,23 @@ struct Outcome {
     outcome: &'static str,
 }
 
-/// How a handshake ended.
+/// Outcome of a handshake.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Handshake {
     Done,
-    /// Somebody who speaks no TLS or does not trust the certificate, or a port scan.
+    /// The client speaks no TLS or does not trust the certificate, or it is a port scan.
     Failed,
-    /// Out of time.
+    /// It timed out.
     Slow,
 }
 
 impl Tls {
-    /// What files in PEM hold, or nothing without them: the server's certificate with those between it and its
-    /// authority's behind it, its private key, and the authorities of clients.
+    /// Reads the PEM files, `None` without any: the server's certificate followed by intermediate
+    /// ones, its private key, and the authorities of clients.
     ///
     /// # Errors
-    /// [`Error::Config`] with flag and file: one that another one needs is not given, it can't be read, it holds no
-    /// certificate or key, or they do not belong together.
+    /// [`Error::Config`] with flag and file: a required one is missing, unreadable, without a
+    /// certificate or key, or they do not match.
     pub fn read(settings: &TlsSettings) -> Result<Option<Self>> {
         let client_ca = settings.tls_client_ca_path.as_deref();
         match (settings.tls_cert_path.as_deref(), settings.tls_key_path.as_deref()) {
@@ -90,28 +90,28 @@ impl Tls {
         Ok(Self { shared: Arc::new(Shared { acceptor, handshakes, checks_clients }) })
     }
 
-    /// Whether clients may show certificates.
+    /// Whether clients' certificates are checked.
     pub(super) fn checks_clients(&self) -> bool {
         self.shared.checks_clients
     }
 
-    /// Read the files again if they have changed since. What can't be used is logged, and the
-    /// certificate that there was stays.
+    /// Reloads the files if they have changed. Errors are logged, and the previous certificate
+    /// stays.
     ///
-    /// Cost: two calls of the system where nothing has changed.
+    /// Cost: two system calls while nothing changes.
     pub fn renew(&self) {
         self.shared.acceptor.renew();
     }
 
-    /// Look for a new certificate every second, for ever.
+    /// Checks for a new certificate every second, forever.
     pub(super) async fn keep_renewing(self) {
         Arc::clone(&self.shared.acceptor).keep_renewing().await;
     }
 
-    /// Have handshakes and renewals counted in `registry`.
+    /// Registers the counters of handshakes and reloads in `registry`.
     pub(super) fn register(&self, registry: &mut Registry) {
         for outcome in [Handshake::Done, Handshake::Failed, Handshake::Slow] {
-            // Rates want zeros from the start.
+            // Rates need zeros from the start.
             let _ = self.handshakes_of(outcome);
         }
         registry.register(
@@ -139,15 +139,15 @@ impl Tls {
         self.shared.handshakes.get_or_create_owned(&Outcome { outcome })
     }
 
-    /// The handshake of a new connection; as long as the other side takes.
+    /// The handshake of a new connection; without a time limit.
     pub(super) async fn accept(&self, stream: TcpStream) -> io::Result<TlsStream<TcpStream>> {
         let acceptor = self.shared.acceptor.current();
         acceptor.accept(stream).await
     }
 }
 
-/// The DNS names of the certificate that the client of this connection has shown: one that an authority of
-/// `--tls-client-ca-path` signed. Nothing without one.
+/// The DNS names in the client's certificate, if an authority of `--tls-client-ca-path` signed it.
+/// Empty without one.
 pub(super) fn names_of_client(stream: &TlsStream<TcpStream>) -> Vec<String> {
     let (_, connection) = stream.get_ref();
     let shown = connection.peer_certificates().and_then(<[_]>::first);
@@ -182,7 +182,7 @@ pub(super) fn private_key(flag: &str, path: &Path) -> Result<PrivateKeyDer<'stat
     })
 }
 
-/// Certificates of clients are checked when they are shown; clients with a key show none.
+/// Clients' certificates are checked if presented; clients with a key present none.
 fn client_verifier(
     path: &Path,
     provider: &Arc<rustls::crypto::CryptoProvider>,

@@ -1,4 +1,4 @@
-//! Where workers may be that somebody adds over HTTP.
+//! Allowed addresses of workers that are added over HTTP.
 
 use std::net::{IpAddr, Ipv6Addr};
 use std::time::Duration;
@@ -12,13 +12,13 @@ use crate::lock::nets;
 
 const FLAG: &str = "--worker-allow";
 
-/// Longest time to look a name up.
+/// Time limit for resolving a name.
 const LOOK_UP_TIME: Duration = Duration::from_secs(2);
 
-/// The metadata service of a cloud that has an address which is not link-local.
+/// A cloud's metadata service with an address that is not link-local.
 const METADATA_V6: Ipv6Addr = Ipv6Addr::new(0xfd00, 0x0ec2, 0, 0, 0, 0, 0, 0x0254);
 
-/// Whether an address is one of the link's only, which no worker has and a cloud's metadata service does.
+/// Whether an address is link-local, which no worker's is, but a cloud's metadata service's is.
 pub(crate) fn is_link_local(address: IpAddr) -> bool {
     match address.to_canonical() {
         IpAddr::V4(address) => address.is_link_local(),
@@ -26,7 +26,7 @@ pub(crate) fn is_link_local(address: IpAddr) -> bool {
     }
 }
 
-/// The addresses that workers may have which are added over HTTP; any but link-local ones unless it says which.
+/// Allowed addresses of workers that are added over HTTP; by default all except link-local ones.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct WorkerAllow {
     nets: Vec<IpNet>,
@@ -39,10 +39,10 @@ impl WorkerAllow {
         Ok(Self { nets: nets(FLAG, text)? })
     }
 
-    /// Whether a worker may be at this URL.
+    /// Checks that a worker may have this URL.
     ///
     /// # Errors
-    /// 403, naming the field, the address and the flag; 400 for what is no URL.
+    /// 403, naming the field, the address and the flag; 400 for an invalid URL.
     pub async fn check_url(&self, field: &str, url: &str) -> std::result::Result<(), Reject> {
         let uri = url.parse::<Uri>().ok();
         let host = uri.as_ref().and_then(Uri::host);
@@ -52,10 +52,10 @@ impl WorkerAllow {
         self.check_host(field, host).await
     }
 
-    /// Whether a worker may publish at this ZMQ address.
+    /// Checks that a worker may publish at this ZMQ address.
     ///
     /// # Errors
-    /// 400 for another kind of socket; 403, naming the field, the address and the flag.
+    /// 400 for another transport; 403, naming the field, the address and the flag.
     pub async fn check_socket(
         &self,
         field: &str,
@@ -69,7 +69,7 @@ impl WorkerAllow {
             return Err(Reject::bad_request(what));
         };
         let host = place.rsplit_once(':').map_or(place, |(host, _)| host);
-        // ZMQ takes `source;target`, too.
+        // ZMQ also accepts `source;target`.
         self.check_host(field, host.rsplit(';').next().unwrap_or(host)).await
     }
 
@@ -77,7 +77,7 @@ impl WorkerAllow {
         let bare = host.trim_start_matches('[').trim_end_matches(']');
         // The zone of a link-local address.
         let bare = bare.split('%').next().unwrap_or(bare);
-        // As engines are told to bind: dialled as this machine.
+        // The engines' notation for binding; connected to as this machine.
         let bare = if bare == "*" { "127.0.0.1" } else { bare };
         if let Ok(address) = bare.parse::<IpAddr>() {
             return self.check_address(field, address);
@@ -87,7 +87,7 @@ impl WorkerAllow {
             Ok(Ok(addresses)) => {
                 addresses.into_iter().try_for_each(|one| self.check_address(field, one.ip()))
             }
-            // It may be there later, and is looked up again for every connection.
+            // It may appear later, and is resolved again for every connection.
             _ if self.nets.is_empty() => Ok(()),
             _ => {
                 let what = format!("{field}: {bare:?} cannot be resolved, which {FLAG} needs");
@@ -125,7 +125,7 @@ mod tests {
             (&any, "http://[fe80::1]:80", Some("link-local")),
             (&any, "http://[fd00:ec2::254]", Some("link-local")),
             (&any, "http://[::ffff:169.254.169.254]", Some("link-local")),
-            // 169.254.169.254 in one number, as the system looks it up.
+            // 169.254.169.254 as a single number, which the system resolves.
             (&any, "http://2852039166:80", Some("link-local")),
             (&any, "http://no-such-name.invalid:80", None),
             (&any, "/x", Some("must be http://host:port")),

@@ -1,4 +1,4 @@
-//! What an operator says of one worker: which one, and whether it takes new requests.
+//! An operator's requests about one worker: its id, and whether it takes new requests.
 
 use axum::extract::Path;
 use axum::extract::rejection::PathRejection;
@@ -8,10 +8,10 @@ use serde::Deserialize;
 
 use crate::Reject;
 
-/// The worker that a path names.
+/// The worker id in a path.
 ///
 /// # Errors
-/// 400 with what came instead of a number.
+/// 400 with the value instead of a number.
 pub(crate) fn worker_id(path: Result<Path<String>, PathRejection>) -> Result<InstanceId, Reject> {
     let Path(id) = path.map_err(|error| Reject::bad_request(format!("worker id: {error}")))?;
     id.parse().map_err(|_| Reject::bad_request(format!("a worker id must be a number, got {id:?}")))
@@ -25,13 +25,13 @@ pub(crate) struct Patch {
 }
 
 impl Patch {
-    /// Read a body.
+    /// Parses a body.
     ///
     /// # Errors
     /// 400 naming the field, what is legal and what came.
     pub fn parse(body: &[u8]) -> Result<Self, Reject> {
         let wrong = |error: String| Reject::bad_request(format!("invalid change: {error}"));
-        // The derived reader would take a list, too.
+        // Derived parsers would also accept a list.
         if body.trim_ascii_start().first() == Some(&b'[') {
             return Err(wrong("must be an object, got a list".to_owned()));
         }
