@@ -1,4 +1,4 @@
-//! What a publisher's events have said of its cache groups, and how its engine names blocks.
+//! A publisher's cache groups and naming scheme, as shown by its events.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use super::naming::{Naming, NamingOf, Proof};
 use crate::event::Stored;
 use crate::index::groups::MAX_GROUPS;
 
-/// How much of a prefix a group must hold so that the engine can go on from the end of it.
+/// How much of a prefix a group must hold so that the engine can continue from its end.
 ///
 /// # Source
 /// `find_longest_cache_hit` of the managers in vLLM's `v1/core/single_type_kv_cache_manager.py`.
@@ -16,16 +16,16 @@ use crate::index::groups::MAX_GROUPS;
 pub enum Rule {
     /// All of it.
     Full,
-    /// The last blocks that the next token looks back to.
+    /// The last blocks that the next token attends to.
     Window {
-        /// Tokens of the window, the next one included.
+        /// Tokens of the window, including the next one.
         tokens: u32,
     },
     /// The state at its end.
     State,
-    /// The blocks of the chunk that it ends in.
+    /// The blocks of the chunk in which it ends.
     Chunk,
-    /// Not known here: nothing is reused as far as anybody can tell.
+    /// Unknown here: assumed to reuse nothing.
     Unknown,
 }
 
@@ -35,7 +35,7 @@ impl Rule {
             return Self::Full;
         }
         match (event.spec_kind.as_deref(), event.sliding_window) {
-            // Without a word about its length the window may be any.
+            // Without a length the window may be any.
             (Some("sliding_window" | "sliding_window_mla"), tokens) => {
                 Self::Window { tokens: tokens.unwrap_or(u32::MAX) }
             }
@@ -51,15 +51,15 @@ impl Rule {
 pub struct Group {
     /// Its number; a bit of [`GroupBits`](crate::index::groups::GroupBits).
     pub idx: u32,
-    /// What a prefix needs of it.
+    /// Its rule for prefixes.
     pub rule: Rule,
     /// Tokens in one of its blocks.
     pub block_size: u32,
 }
 
 impl Group {
-    /// Where the blocks begin that a prefix of `end` tokens needs of the group, so that the engine can go on
-    /// from its end; `None` where nothing is enough.
+    /// Where the blocks begin that the group must hold to continue after a prefix of `end` tokens;
+    /// `None` if it can't.
     pub fn needs_from(&self, end: u32, facts: &EngineFacts) -> Option<u32> {
         let size = self.block_size.max(1);
         match self.rule {
@@ -78,43 +78,44 @@ impl Group {
     }
 }
 
-/// What an operator knows of an engine and no event says.
+/// Properties of an engine that an operator knows and no event contains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct EngineFacts {
-    /// Tokens of the chunks that chunked local attention looks at; `None`: reuse needs all chunks.
+    /// Tokens in a chunk of chunked local attention; `None`: reuse needs all chunks.
     pub attention_chunk_size: Option<u32>,
-    /// Tokens that the engine copies to a farther tier at once.
+    /// Tokens that the engine copies to a slower tier at once.
     pub offload_chunk: Option<u32>,
 }
 
-/// All that a query needs to know of a worker with more than one cache group, or whose blocks are found by name.
+/// Everything that a query needs about a worker with several cache groups, or with blocks found by
+/// name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Layout {
-    /// The group that the tree of contents follows: the first one of full attention.
+    /// The group in the tree of contents: the first one with full attention.
     pub main: Option<Group>,
-    /// The others.
+    /// All other groups.
     pub others: Vec<Group>,
-    /// How the engine names blocks, where that is proven.
+    /// The engine's naming scheme, if proven.
     pub naming: Option<Naming>,
-    /// What no event says.
+    /// Properties that no event contains.
     pub facts: EngineFacts,
-    /// Most tokens that one event named in a farther tier.
+    /// Maximum tokens that one event named in a slower tier.
     pub seen_chunk: u32,
-    /// Whether the table of groups knows of farther tiers.
+    /// Whether the table of groups has entries of slower tiers.
     pub has_lower: bool,
-    /// Whether it knows blocks of the main group that the tree of contents has no place for.
+    /// Whether it has blocks of the main group that are missing in the tree of contents.
     pub has_named: bool,
     /// Stores that the worker shares with others.
     pub stores: Vec<String>,
 }
 
 impl Layout {
-    /// Whether the tree of contents tells all there is to know: one group of full attention on the device.
+    /// Whether the tree of contents is complete: one group with full attention on the device.
     pub fn is_plain(&self) -> bool {
         self.is_of_tree() && !self.has_lower
     }
 
-    /// Whether the tree of contents knows all that the device holds.
+    /// Whether the tree of contents is complete for the device.
     pub fn is_of_tree(&self) -> bool {
         self.others.is_empty() && !self.has_named && !self.has_parts()
     }
@@ -135,38 +136,38 @@ struct Shown {
     has_lower: bool,
     has_named: bool,
     stores: Vec<String>,
-    /// Its events say of each block what else than tokens the engine hashed, or could say it.
+    /// Its events contain, or could contain, everything besides tokens that the engine hashed.
     is_keyed: bool,
-    /// It has told of reused blocks as if they had been stored.
+    /// It has reported reused blocks as if they had been stored.
     sends_reports: bool,
 }
 
-/// The groups of one publisher, as its events show them.
+/// The groups of one publisher, as shown by its events.
 #[derive(Debug, Default)]
 pub(super) struct CacheGroups {
     shown: Shown,
     proof: Proof,
-    /// Something of the above changed since [`changed`](Self::changed) was asked.
+    /// Something of the above changed since the last call of [`changed`](Self::changed).
     has_changed: bool,
 }
 
-/// What is known of a publisher's cache groups, as one replica tells another.
+/// A publisher's cache groups, in the form sent between replicas.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Knowledge {
     shown: Shown,
     naming: Option<NamingOf>,
 }
 
-/// Stores of farther tiers that a publisher may name.
+/// Maximum stores of slower tiers per publisher.
 const MAX_STORES: usize = 16;
 
 impl CacheGroups {
-    /// Of a publisher whose credited group another replica has told.
+    /// For a publisher whose credited group was reported by another replica.
     pub fn crediting(main: Option<u32>) -> Self {
         Self { shown: Shown { main, ..Shown::default() }, ..Self::default() }
     }
 
-    /// Of a publisher of which another replica tells.
+    /// For a publisher reported by another replica.
     pub fn knowing(known: &Knowledge) -> Self {
         let mut shown = known.shown.clone();
         shown.stores.truncate(MAX_STORES);
@@ -175,7 +176,8 @@ impl CacheGroups {
         Self { shown, proof, has_changed: true }
     }
 
-    /// All that is known, for another replica; `None` of an engine with one group on the device alone.
+    /// Everything known, for another replica; `None` for an engine with a single group on the
+    /// device.
     pub fn knowledge(&self) -> Option<Knowledge> {
         let has_others = self.others().next().is_some();
         if !has_others && !self.shown.has_lower && !self.shown.has_named {
@@ -184,19 +186,19 @@ impl CacheGroups {
         Some(Knowledge { shown: self.shown.clone(), naming: self.naming().map(NamingOf::of) })
     }
 
-    /// The group that the tree of contents follows, once an event has named it.
+    /// The group in the tree of contents, once an event has named it.
     pub fn credited(&self) -> Option<u32> {
         self.shown.main
     }
 
-    /// Takes note of a stored event; returns whether it is of the main group.
+    /// Records a stored event; returns whether it belongs to the main group.
     pub fn learn(&mut self, event: &Stored, is_device: bool) -> bool {
         let idx = event.group_idx.unwrap_or(0);
         if is_device && (event.group_idx.is_some() || !event.extra_keys.is_empty()) {
             self.shown.is_keyed = true;
         }
         let rule = Rule::of(event);
-        // Blocks that were copied without a word about them say nothing of their group.
+        // Copied blocks without a description reveal nothing about their group.
         let is_described = event.block_size > 0 && (is_device || event.spec_kind.is_some());
         if rule == Rule::Full
             && self.shown.main.is_none()
@@ -221,7 +223,7 @@ impl CacheGroups {
                 self.has_changed |= *seen != newer;
                 *seen = newer;
             }
-            // One more than can be told apart stands for all of those.
+            // The first number beyond the limit stands for all further groups.
             None if known <= MAX_GROUPS as usize => {
                 self.shown.seen.push(group);
                 self.has_changed = true;
@@ -230,12 +232,13 @@ impl CacheGroups {
         }
     }
 
-    /// Whether the tree of contents follows the group. Removals do not repeat the kind of their group.
+    /// Whether the group is in the tree of contents. Removals do not repeat the kind of their
+    /// group.
     pub fn is_main(&self, idx: u32) -> bool {
         self.shown.main == Some(idx)
     }
 
-    /// Takes note of how an event of a farther tier looks.
+    /// Records the properties of an event of a slower tier.
     pub fn learn_lower(&mut self, tokens: u32, store: Option<&str>) {
         if tokens > self.shown.seen_chunk {
             self.shown.seen_chunk = tokens;
@@ -254,33 +257,34 @@ impl CacheGroups {
         }
     }
 
-    /// Some blocks of the main group are known by name only.
+    /// Records that some blocks of the main group are known only by name.
     pub fn note_named(&mut self) {
         self.has_changed |= !std::mem::replace(&mut self.shown.has_named, true);
     }
 
-    /// Whether blocks of the main group may be known by name only.
+    /// Whether blocks of the main group may be known only by name.
     pub fn has_named(&self) -> bool {
         self.shown.has_named
     }
 
-    /// A worker more has these groups.
+    /// Another worker has these groups.
     pub fn touch(&mut self) {
         self.has_changed = true;
     }
 
-    /// Compares the event's names with those that the known schemes give; to be called with every stored
-    /// event of the device.
+    /// Compares the event's names with those of the known schemes; call it with every stored event
+    /// of the device.
     pub fn prove(&mut self, event: &Stored) {
         self.has_changed |= self.proof.look(event);
     }
 
-    /// How the engine names blocks, where that is proven.
+    /// The engine's naming scheme, if proven.
     pub fn naming(&self) -> Option<&Naming> {
         self.proof.naming()
     }
 
-    /// Whether events say what else than tokens makes blocks differ, so that silence is not "nothing".
+    /// Whether events contain everything besides tokens that distinguishes blocks, so that an
+    /// absent key means none.
     pub fn is_keyed(&self) -> bool {
         self.shown.is_keyed
     }
@@ -290,12 +294,12 @@ impl CacheGroups {
         self.shown.sends_reports
     }
 
-    /// It has.
+    /// Records that it has.
     pub fn note_reports(&mut self) {
         self.shown.sends_reports = true;
     }
 
-    /// Whether the group is known to be another one than the main group.
+    /// Whether the group is known to differ from the main group.
     pub fn is_other(&self, idx: u32) -> bool {
         match self.shown.main {
             Some(main) => main != idx,
@@ -303,12 +307,12 @@ impl CacheGroups {
         }
     }
 
-    /// The groups beside the main one.
+    /// All groups except the main one.
     pub fn others(&self) -> impl Iterator<Item = &Group> {
         self.shown.seen.iter().filter(|group| !self.is_main(group.idx))
     }
 
-    /// What queries need to know, when that has changed since the last call.
+    /// The layout for queries, if it has changed since the last call.
     pub fn changed(&mut self, facts: EngineFacts) -> Option<Arc<Layout>> {
         if !std::mem::take(&mut self.has_changed) {
             return None;

@@ -1,18 +1,18 @@
-//! The reasons why a publisher is not believed, by name.
+//! The reasons for reduced trust in a publisher, by name.
 
 use serde::Serialize;
 
 named! {
-    /// How far the index can be believed about a publisher; later is worse.
+    /// Trust in the index's data about a publisher; later variants are worse.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize)]
     #[serde(rename_all = "lowercase")]
     pub enum TrustState {
-        /// Nothing is known to be wrong. An idle engine publishes nothing, so age alone is no reason.
+        /// No known problem. An idle engine publishes nothing, so age alone is no reason.
         #[default]
         Exact = "exact",
         /// Some credit is known, or likely, to be missing or wrong.
         Degraded = "degraded",
-        /// What is known may be of any age, or means nothing.
+        /// The data may be of any age, or meaningless.
         Stale = "stale",
     }
 }
@@ -25,15 +25,15 @@ macro_rules! codes {
         pub enum Code { $($(#[$doc])* $variant,)* }
 
         impl Code {
-            /// All codes, as they are listed in answers.
+            /// All codes, in the order of responses.
             pub const ALL: &'static [Self] = &[$(Self::$variant,)*];
 
-            /// Its name in answers and metrics.
+            /// Its name in responses and metrics.
             pub const fn name(self) -> &'static str {
                 match self { $(Self::$variant => $name,)* }
             }
 
-            /// The state that it alone makes.
+            /// The state that it causes by itself.
             pub const fn state(self) -> TrustState {
                 match self { $(Self::$variant => TrustState::$state,)* }
             }
@@ -42,35 +42,35 @@ macro_rules! codes {
 }
 
 codes! {
-    /// The socket cannot work.
+    /// The socket can't work.
     Failed = "failed", Stale;
-    /// There was no connection since the registration.
+    /// No connection since the registration.
     NeverConnected = "never_connected", Stale;
-    /// There was a connection, and there is none now.
+    /// The connection was lost.
     Disconnected = "disconnected", Stale;
-    /// Told to stop reading.
+    /// Reading is paused.
     Paused = "paused", Stale;
     /// All stored events have another block size than the index.
     BlockSizeMismatch = "block_size_mismatch", Stale;
-    /// Frames came, and none is an event batch.
+    /// Frames arrived, but none is an event batch.
     NothingDecodable = "nothing_decodable", Stale;
-    /// Connected, and never heard of.
+    /// Connected, but no events so far.
     NoEventsYet = "no_events_yet", Degraded;
-    /// Batches are missing, and are being asked for.
+    /// Batches are missing and requested.
     CatchingUp = "catching_up", Degraded;
-    /// Batches before the first one that came are not to be had: credit is missing, none is wrong.
+    /// Batches before the first received one are unavailable: credit is missing, none is wrong.
     MissedFirstBatches = "missed_first_batches", Degraded;
-    /// Batches in between are not to be had: evictions in them were missed.
+    /// Batches in between are unavailable: their evictions were missed.
     LostBatches = "lost_batches", Degraded;
-    /// Connected again, and nothing shows yet that it is the same engine process.
+    /// Reconnected, and not yet verified to be the same engine process.
     UnverifiedReconnect = "unverified_reconnect", Degraded;
-    /// Blocks came from a peer that could not say up to which batch.
+    /// Blocks came from a peer without their stream position.
     RecoveredWithoutWatermark = "recovered_without_watermark", Degraded;
-    /// Blocks came from a peer that was not exact about it.
+    /// Blocks came from a peer with inexact data.
     RecoveredInexact = "recovered_inexact", Degraded;
-    /// Some frames are no event batch.
+    /// Some frames are not event batches.
     Undecodable = "undecodable", Degraded;
-    /// Some events contradict themselves.
+    /// Some events are inconsistent.
     MalformedEvents = "malformed_events", Degraded;
     /// Some events are of an unknown type.
     UnknownEvents = "unknown_events", Degraded;
@@ -78,24 +78,24 @@ codes! {
     UnknownMedium = "unknown_medium", Degraded;
     /// Some stored events have another block size than the index.
     MixedBlockSizes = "mixed_block_sizes", Degraded;
-    /// Stored events had a parent that is not held.
+    /// Stored events had an unknown parent.
     OrphanedStores = "orphaned_stores", Degraded;
     /// Stored events named a block twice, or as its own ancestor.
     SelfParent = "self_parent", Degraded;
     /// Stored events whose cache salt contradicts their parent's.
     IdentityConflict = "identity_conflict", Degraded;
-    /// A name was given to other content.
+    /// A name was reused for other content.
     HashReused = "hash_reused", Degraded;
     /// The index had no room.
     RefusedBlocks = "refused_blocks", Degraded;
-    /// The index let blocks go at its memory limit.
+    /// The index evicted blocks at its memory limit.
     EvictedByLimit = "evicted_by_limit", Degraded;
-    /// More blocks on the device than the device has.
+    /// More blocks on the device than it has room for.
     OverCapacity = "over_capacity", Degraded;
 }
 
 impl Code {
-    /// Codes that need a look into the index, beside the publisher's own memory.
+    /// Codes that depend on the index, not only on the publisher's state.
     pub(super) const OF_INDEX: Codes =
         Codes::EMPTY.with(Self::EvictedByLimit).with(Self::OverCapacity);
 
@@ -110,21 +110,21 @@ impl Code {
 pub struct Codes(u32);
 
 impl Codes {
-    /// None.
+    /// The empty set.
     pub const EMPTY: Self = Self(0);
 
-    /// All that there are.
+    /// The full set.
     pub const fn all() -> Self {
         Self(u32::MAX)
     }
 
-    /// With one more.
+    /// With another code.
     #[must_use]
     pub const fn with(self, code: Code) -> Self {
         Self(self.0 | 1 << code as u8)
     }
 
-    /// Is it among them?
+    /// Whether the code is included.
     pub const fn has(self, code: Code) -> bool {
         self.0 & 1 << code as u8 != 0
     }
@@ -135,13 +135,13 @@ impl Codes {
         Self(self.0 & !others.0)
     }
 
-    /// Those of both.
+    /// The union.
     #[must_use]
     pub const fn or(self, others: Self) -> Self {
         Self(self.0 | others.0)
     }
 
-    /// Those in both.
+    /// The intersection.
     #[must_use]
     pub const fn and(self, others: Self) -> Self {
         Self(self.0 & others.0)
@@ -152,7 +152,7 @@ impl Codes {
         Code::ALL.iter().copied().filter(move |code| self.has(*code))
     }
 
-    /// The worst state that one of them makes.
+    /// The worst state caused by one of them.
     pub fn state(self) -> TrustState {
         self.iter().map(Code::state).max().unwrap_or_default()
     }

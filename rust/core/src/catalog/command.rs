@@ -1,4 +1,4 @@
-//! What the catalog asks of the transport door: open this socket, close that one.
+//! The catalog's orders to the transport: open this socket, close that one.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -7,40 +7,40 @@ use parking_lot::{Condvar, Mutex};
 
 use super::registration::PublisherId;
 
-/// An order to the transport door.
+/// An order to the transport.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Command {
-    /// Subscribe to a publisher's socket and hand its frames to the catalog.
+    /// Subscribe to a publisher's socket and pass its frames to the catalog.
     Subscribe {
-        /// Which publisher the frames belong to.
+        /// The publisher of the frames.
         publisher: PublisherId,
         /// Address of the engine's PUB socket.
         endpoint: String,
-        /// Address of the engine's replay socket, where it has one.
+        /// Address of the engine's replay socket, if it has one.
         replay_endpoint: Option<String>,
         /// Connect, but read nothing before [`Command::Resume`]: frames wait in the socket.
         is_held: bool,
     },
-    /// Read on.
+    /// Resume reading.
     Resume {
-        /// Which publisher.
+        /// The publisher.
         publisher: PublisherId,
     },
-    /// Stop reading; frames wait in the socket, and what does not fit there is a gap later.
+    /// Stop reading; frames wait in the socket, and those that do not fit become a gap.
     Pause {
-        /// Which publisher.
+        /// The publisher.
         publisher: PublisherId,
     },
-    /// Close the publisher's sockets; frames of it that are still on the way are ignored.
+    /// Close the publisher's sockets; its frames in transit are ignored.
     Unsubscribe {
-        /// Which publisher.
+        /// The publisher.
         publisher: PublisherId,
     },
 }
 
-/// Orders in the sequence in which they were given. Its length is bounded by registrations:
-/// every registration adds two orders at most and every unregistration another, and the catalog limits
-/// both; pauses are for tests only.
+/// Orders in the sequence in which they were given. Registrations bound its length: each adds at
+/// most two orders, and each unregistration another, and the catalog limits both; pauses are only
+/// for tests.
 #[derive(Debug, Default)]
 pub struct CommandQueue {
     orders: Mutex<Orders>,
@@ -59,13 +59,13 @@ impl CommandQueue {
         self.arrived.notify_one();
     }
 
-    /// Nobody obeys any more: whoever waits for an order gets none, now and later.
+    /// Closes the queue: current and later waits return no order.
     pub fn close(&self) {
         self.orders.lock().is_closed = true;
         self.arrived.notify_all();
     }
 
-    /// Wait for the next order, at most `timeout` where there is one; none once the queue is closed.
+    /// Waits for the next order, at most for `timeout` if given; `None` once the queue is closed.
     pub fn next(&self, timeout: Option<Duration>) -> Option<Command> {
         let deadline = timeout.map(|timeout| Instant::now() + timeout);
         let mut orders = self.orders.lock();

@@ -1,10 +1,11 @@
-//! What happened to events, counted per publisher.
+//! Counters of events, per publisher.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
-        /// Live counters of one publisher. Relaxed: each is a total of its own, read for reports only.
+        /// Live counters of one publisher. Relaxed: each is an independent total, read only for
+        /// reports.
         #[derive(Debug, Default)]
         pub struct EventCounters { $($(#[$doc])* pub $name: AtomicU64,)* }
 
@@ -25,12 +26,12 @@ macro_rules! counters {
                 [$((stringify!($name), self.$name),)*].into_iter()
             }
 
-            /// Add another reading; a count stays at the largest number that there is.
+            /// Adds another reading; saturates.
             pub fn add(&mut self, other: &EventCounts) {
                 $(self.$name = self.$name.saturating_add(other.$name);)*
             }
 
-            /// What came after `earlier`, a reading of the same counters.
+            /// The difference to `earlier`, a reading of the same counters.
             pub fn since(&self, earlier: &EventCounts) -> Self {
                 Self { $($name: self.$name.saturating_sub(earlier.$name),)* }
             }
@@ -47,53 +48,55 @@ counters! {
     removed,
     /// Cleared events applied.
     cleared,
-    /// Blocks that stored events named.
+    /// Blocks in stored events.
     stored_blocks,
-    /// Blocks that removed events named.
+    /// Blocks in removed events.
     removed_blocks,
-    /// Frames that are not an event batch.
+    /// Frames that are not event batches.
     undecodable,
     /// Events of an unknown type.
     unknown_type,
-    /// Events with fields that contradict each other or have the wrong type.
+    /// Events with fields that are inconsistent or have the wrong type.
     malformed,
-    /// Stored events whose block size is not the index's: the whole prefix would never match.
+    /// Stored events with a block size that differs from the index's: their whole prefix would
+    /// never match.
     block_size_mismatch,
-    /// Stored events under a parent that the worker does not hold.
+    /// Stored events with a parent that the worker does not hold.
     orphaned,
     /// Stored events that name a block twice or as its own ancestor.
     self_parent,
-    /// Stored events whose cache salt contradicts their parent's.
+    /// Stored events with a cache salt that contradicts their parent's.
     identity_conflict,
-    /// Blocks stored under a name that stood for other content, which was released.
+    /// Blocks stored under a name of other content, which was released.
     moved_blocks,
     /// Blocks refused because the index is at its limit.
     refused_blocks,
-    /// Events on a storage medium that is not known.
+    /// Events with an unknown storage medium.
     unknown_medium,
-    /// Events of further cache groups, and of parts of blocks: kept by name.
+    /// Events of further cache groups, and of parts of blocks: stored by name.
     other_group,
-    /// Stored events that told of reused blocks, which were held already.
+    /// Stored events that reported reused blocks, which were already held.
     reuse_reports,
     /// Removed blocks that the worker was not known to hold.
     unknown_removed,
     /// Batches that were missing when a later one came.
     gap_batches,
-    /// Missing batches that a replay brought back.
+    /// Missing batches recovered by a replay.
     repaired_batches,
-    /// Missing batches that nothing brought back.
+    /// Missing batches that were not recovered.
     lost_batches,
-    /// Batches that came again and were skipped.
+    /// Repeated batches that were skipped.
     duplicate_batches,
     /// Engine restarts noticed.
     restarts,
-    /// Replays that the engine was asked for.
+    /// Replays requested from the engine.
     replays,
-    /// Replays that brought no answer, or nonsense.
+    /// Replays without a valid reply.
     failed_replays,
 }
 
-/// Add `by` to a counter, which stays at the largest number that metrics can say: engines choose some of these.
+/// Adds `by` to a counter, which saturates at the largest number that metrics support: engines
+/// choose some of these values.
 pub(super) fn add(counter: &AtomicU64, by: u64) {
     const MOST: u64 = i64::MAX as u64;
     let before = counter.fetch_add(by.min(MOST), Ordering::Relaxed);

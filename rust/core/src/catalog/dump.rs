@@ -1,4 +1,4 @@
-//! The index as router events: what a dump says, and what a reader of one does with it.
+//! The index as router events: creating and applying dumps.
 
 use crate::codec::router::{
     EventData, KvEvent, RemovedBlocks, RouterEvent, StoredBlock, StoredBlocks,
@@ -7,14 +7,14 @@ use crate::error::{Error, Result};
 use crate::ids::{Tier, Worker};
 use crate::index::{Block, BlockIndex, DumpEvent, StoreOutcome};
 
-/// Everything `index` holds, as events: into an empty index, in order, they make it hold the same.
-/// Event ids count from 0.
+/// The whole content of `index` as events, which recreate it in an empty index when applied in
+/// order. Event ids count from 0.
 ///
 /// # Consistency
-/// Each worker at a moment of its own.
+/// Each worker is dumped as of its own moment.
 ///
 /// # Cost
-/// One worker's blocks in memory at a time.
+/// Holds one worker's blocks in memory at a time.
 pub fn dump_events(index: &dyn BlockIndex) -> impl Iterator<Item = RouterEvent> + '_ {
     index
         .workers()
@@ -24,7 +24,7 @@ pub fn dump_events(index: &dyn BlockIndex) -> impl Iterator<Item = RouterEvent> 
         .map(|(event, event_id)| event.numbered(event_id))
 }
 
-/// What `worker` holds, as in [`dump_events`]; every event has the id 0.
+/// The content of `worker`, as in [`dump_events`]; every event has the id 0.
 pub fn dump_worker(
     index: &dyn BlockIndex,
     worker: Worker,
@@ -56,11 +56,11 @@ fn router_event(worker: Worker, event: DumpEvent) -> RouterEvent {
     }
 }
 
-/// Apply one router event.
+/// Applies one router event.
 ///
 /// # Errors
-/// `InvalidArgument` for a stored event whose parent is not held, that names a block twice, or of one
-/// worker too many; nothing of it is kept.
+/// `InvalidArgument` for a stored event with an unknown parent, with a repeated block, or of a
+/// worker beyond the limit; nothing of it is stored.
 pub fn apply_router_event(index: &dyn BlockIndex, event: &RouterEvent) -> Result<()> {
     let worker: Worker = event.worker();
     match &event.event.data {
@@ -92,7 +92,7 @@ pub fn apply_router_event(index: &dyn BlockIndex, event: &RouterEvent) -> Result
     }
 }
 
-/// Store a chain for somebody who wants to know when it is rejected.
+/// Stores a chain, and reports a rejection as an error.
 ///
 /// # Errors
 /// As [`apply_router_event`].

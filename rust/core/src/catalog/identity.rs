@@ -1,4 +1,4 @@
-//! Adapter and salt of an index: what holds for events and queries that name none.
+//! Adapter and salt of an index, for events and queries that name none.
 
 use parking_lot::RwLock;
 
@@ -6,7 +6,7 @@ use super::model::ModelKey;
 use crate::error::{Error, Result};
 use crate::hash;
 
-/// LoRA adapter and cache salt. `None` says nothing, an empty name says none.
+/// LoRA adapter and cache salt. `None` means unspecified, an empty name means none.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Identity {
     /// The adapter's name.
@@ -15,17 +15,17 @@ pub struct Identity {
     pub cache_salt: Option<String>,
 }
 
-/// What the first registration of an index said; forgotten with the last publisher.
+/// The identity from the first registration of an index; dropped with the last publisher.
 #[derive(Debug, Default)]
 pub(super) struct Agreement {
     held: RwLock<Option<Identity>>,
 }
 
 impl Agreement {
-    /// May a publisher with this identity join?
+    /// Checks that a publisher with this identity may join.
     ///
     /// # Errors
-    /// `Conflict` naming the field, what came and what holds.
+    /// `Conflict` naming the field, the given and the current value.
     pub fn check(&self, given: &Identity, key: &ModelKey) -> Result<()> {
         let held = self.held.read();
         let Some(held) = held.as_ref() else { return Ok(()) };
@@ -33,22 +33,22 @@ impl Agreement {
         check_name("additional_salt", &given.cache_salt, &held.cache_salt, key)
     }
 
-    /// A publisher has joined: the first one decides.
+    /// Records that a publisher has joined: the first one decides.
     pub fn settle(&self, given: Identity) {
         self.held.write().get_or_insert(given);
     }
 
-    /// What holds now.
+    /// The current identity.
     pub fn held(&self) -> Identity {
         self.held.read().clone().unwrap_or_default()
     }
 
-    /// The last publisher has gone.
+    /// Drops the identity with the last publisher.
     pub fn forget(&self) {
         *self.held.write() = None;
     }
 
-    /// The seed of an event or a query that says this of itself.
+    /// The seed of an event or a query with this identity.
     pub fn seed(&self, lora_name: Option<&str>, cache_salt: Option<&str>) -> u64 {
         let held = self.held.read();
         let held = held.as_ref();

@@ -1,4 +1,4 @@
-//! From an engine's event to the index: identity, tier, group and shape are checked here, once.
+//! Applies an engine's events to the index: identity, tier, group and shape are checked here, once.
 
 use super::cache_groups::{CacheGroups, EngineFacts, Group};
 use super::counters::{EventCounters, add};
@@ -17,7 +17,7 @@ pub(super) struct Ingest<'a> {
     pub(super) worker: Worker,
     pub(super) groups: &'a mut CacheGroups,
     pub(super) facts: &'a EngineFacts,
-    /// Of the publisher, where the worker is the only one it speaks for.
+    /// The publisher's standing, if this worker is its only one.
     pub(super) standing: Option<&'a mut Standing>,
 }
 
@@ -45,17 +45,18 @@ impl Ingest<'_> {
         }
     }
 
-    /// Tokens of the events that tell of reused blocks as if they had been stored.
+    /// Tokens of the events that report reused blocks as if they had been stored.
     ///
-    /// With `kv_cache_report_mode=full` vLLM repeats, for every group, all blocks of a hit from the first one
-    /// on; what the request then computes follows in the same batch. A prompt that is computed once more,
-    /// although its blocks are held, comes as one event, or could not have been a hit: some group could not
+    /// With `kv_cache_report_mode=full` vLLM repeats, for every group, all blocks of a hit from the
+    /// first one on; the blocks that the request then computes follow in the same batch. A prompt
+    /// that is recomputed although its blocks are held arrives as one event, or could not have been
+    /// a hit because some group could not continue from its end.
     /// go on from its end.
     fn reports<'a>(&mut self, events: &'a [Event]) -> Vec<&'a [u32]> {
         let mut reports = Vec::new();
         for (at, event) in events.iter().enumerate() {
             let Event::Stored(stored) = event else { continue };
-            // Before the index is asked: nothing follows the last event, so most batches end here.
+            // Checked before the index: nothing follows the last event, so most batches end here.
             let may_report = at + 1 < events.len() || self.groups.sends_reports();
             if !may_report || !self.starts_prompt(stored) || !self.is_resumable(stored) {
                 continue;
@@ -86,7 +87,7 @@ impl Ingest<'_> {
             && self.model.block_size() == Some(event.block_size)
     }
 
-    /// Whether the engine held all of the event's blocks and could go on from their end.
+    /// Whether the engine held all of the event's blocks and could continue from their end.
     fn is_resumable(&self, event: &Stored) -> bool {
         let names = &event.block_hashes;
         if !self.model.index.holds_all(self.worker, Tier::Device, names) {
@@ -153,8 +154,8 @@ impl Ingest<'_> {
             return;
         }
         if !is_device && self.groups.is_keyed() && event.extra_keys.is_empty() {
-            // The engine says of its device's blocks what else it hashed. Of these it says nothing, so only
-            // the names tell whose they are.
+            // The engine reports what else it hashed for blocks of its device, but not for these,
+            // so only the names identify their prompt.
             return self.copy(event, tier);
         }
         let Some(seed) = self.seed(event) else {
@@ -167,7 +168,7 @@ impl Ingest<'_> {
         match outcome.rejected {
             None => self.count_stored(blocks.len()),
             Some(Rejection::Orphan) if is_device && self.groups.naming().is_some() => {
-                // The tree has no place for them; by name they can be found all the same.
+                // The tree has no location for them, but they can be found by name.
                 self.groups.note_named();
                 self.store_named(event);
             }
@@ -184,8 +185,8 @@ impl Ingest<'_> {
         add(&self.counters.stored_blocks, blocks as u64);
     }
 
-    /// Whether the event is of the first part of one block: engines whose hashes are finer than their blocks
-    /// can reuse it.
+    /// Whether the event is about the first part of one block, which engines with hashes finer than
+    /// their blocks can reuse.
     fn is_part(&self, event: &Stored) -> bool {
         let size = self.model.block_size().unwrap_or(0);
         event.group_idx.is_some()
@@ -194,7 +195,7 @@ impl Ingest<'_> {
             && size.is_multiple_of(event.block_size)
     }
 
-    /// Blocks that are known by name only.
+    /// Stores blocks that are known only by name.
     fn store_named(&self, event: &Stored) {
         let holder = Holder::Worker(self.worker, Tier::Device);
         let group = event.group_idx.unwrap_or(0);
@@ -203,8 +204,8 @@ impl Ingest<'_> {
         add(&self.counters.refused_blocks, u64::from(outcome.refused));
     }
 
-    /// Blocks in a farther tier of an engine that has cache groups. Its events carry no keys, and often no
-    /// tokens: the names alone tell whose blocks they are.
+    /// Stores blocks in a slower tier of an engine with cache groups. Its events have no keys, and
+    /// often no tokens: only the names identify the blocks.
     fn store_lower(&mut self, event: &Stored, tier: Tier, is_main: bool) {
         let names = &event.block_hashes;
         let store = event.shared_store();
@@ -214,7 +215,7 @@ impl Ingest<'_> {
         let group = event.group_idx.unwrap_or(0);
         let mut outcome = self.model.groups.store(&holder, group, names);
         if is_main && store.is_none() {
-            // Those that the tree knows can be asked for by content as well.
+            // Blocks that the tree has can also be found by content.
             outcome.refused += self.model.index.copy(self.worker, tier, names).refused;
         }
         self.count_stored(names.len());
@@ -228,8 +229,8 @@ impl Ingest<'_> {
         }
     }
 
-    /// Offloading connectors name the blocks that they copied to a tier, without their tokens: the worker
-    /// holds them elsewhere, which tells what they are.
+    /// Offloading connectors name the blocks that they copied to a tier, without tokens: the worker
+    /// also holds them elsewhere, which identifies them.
     fn copy(&mut self, event: &Stored, tier: Tier) {
         let outcome = self.model.index.copy(self.worker, tier, &event.block_hashes);
         self.count_stored(event.block_hashes.len());
@@ -267,7 +268,7 @@ impl Ingest<'_> {
         add(&self.counters.unknown_removed, u64::from(unknown));
     }
 
-    /// Blocks of the main group, some of which may be known by name only.
+    /// Removes blocks of the main group, some of which may be known only by name.
     fn remove_main(&self, tier: Tier, group: u32, names: &[u64]) -> u32 {
         let holder = Holder::Worker(self.worker, tier);
         let is_named = |name: &u64| self.model.groups.remove(&holder, group, &[*name]) == 0;
@@ -275,14 +276,16 @@ impl Ingest<'_> {
         if rest.is_empty() { 0 } else { self.model.evict(self.worker, tier, &rest).unknown }
     }
 
-    /// The identity under which the blocks are hashed. Engines name the salt only with the first block of a
-    /// prompt, so a chain that continues inherits its parent's identity; `None` when the event contradicts it.
+    /// The identity in the hashes of the blocks. Engines name the salt only with the first block of
+    /// a prompt, so a chain that continues inherits its parent's identity; `None` if the event
+    /// contradicts it.
     fn seed(&self, event: &Stored) -> Option<u64> {
         let salt = event.cache_salt.as_deref().or_else(|| root_salt(event));
         let numbered;
         let lora = match (event.lora_name.as_deref(), event.lora_id) {
             (Some(name), _) => Some(name),
-            // An engine that knows no adapter names: its blocks are kept apart, and match no named adapter.
+            // An engine that has no adapter names: its blocks are separate, and match no named
+            // adapter.
             (None, Some(id)) if id != 0 => {
                 numbered = format!("lora_id:{id}");
                 Some(numbered.as_str())
@@ -315,7 +318,7 @@ impl Ingest<'_> {
     }
 }
 
-/// Whether the event repeats what one of `reports` tells: those of all groups have the same tokens.
+/// Whether the event repeats one of `reports`: those of all groups have equal tokens.
 fn is_report(event: &Stored, reports: &[&[u32]]) -> bool {
     !reports.is_empty()
         && event.parent.is_none()
@@ -323,7 +326,7 @@ fn is_report(event: &Stored, reports: &[&[u32]]) -> bool {
         && reports.contains(&event.token_ids.as_slice())
 }
 
-/// The keys of a block beside the adapter's name, which vLLM puts first.
+/// The keys of a block after the adapter's name, which vLLM puts first.
 fn keys_of(event: &Stored, at: usize) -> &[ExtraKey] {
     let keys = event.extra_keys.get(at).and_then(Option::as_deref).unwrap_or(&[]);
     match (keys, event.lora_name.as_deref()) {
@@ -332,8 +335,9 @@ fn keys_of(event: &Stored, at: usize) -> &[ExtraKey] {
     }
 }
 
-/// vLLM's order within a block's extra keys is: LoRA name, multimodal items, then (first block of a
-/// prompt only) the cache salt. So the salt is the last plain string behind the adapter's name.
+/// vLLM's order of a block's extra keys is: LoRA name, multimodal items, then (first block of a
+/// prompt only) the cache salt. The salt is therefore the last plain string after the adapter's
+/// name.
 fn root_salt(event: &Stored) -> Option<&str> {
     if event.parent.is_some() {
         return None;
@@ -344,8 +348,8 @@ fn root_salt(event: &Stored) -> Option<&str> {
     })
 }
 
-/// What else than tokens, salt and adapter makes block `at` differ: multimodal items, digests of embeddings
-/// and unknown keys.
+/// Keys that distinguish block `at` besides tokens, salt and adapter: multimodal items, digests of
+/// embeddings and unknown keys.
 fn item_hashes(event: &Stored, at: usize, out: &mut Vec<u64>) {
     let keys = keys_of(event, at);
     let is_text = |key: &ExtraKey| matches!(key, ExtraKey::Text(_));

@@ -1,4 +1,4 @@
-//! What clients may name: models, tenants, endpoints.
+//! Validation of clients' names: models, tenants, endpoints.
 
 use super::cache_groups::EngineFacts;
 use super::model::ModelKey;
@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 /// Longest name of a model or tenant, in bytes.
 pub const MAX_NAME_BYTES: usize = 1_024;
 
-/// Check the names of a model and its tenant.
+/// Checks the names of a model and its tenant.
 ///
 /// # Errors
 /// `InvalidArgument`: names the field and the limit.
@@ -26,13 +26,13 @@ pub(super) fn check_names(key: &ModelKey) -> Result<()> {
     Ok(())
 }
 
-/// Whether an endpoint is a place in a broker's stream, which several may register: whoever reads a worker's
-/// batches there, and whoever hears of the worker from discovery.
+/// Whether an endpoint is in a broker's stream, which may be registered twice: by the reader of the
+/// stream, and through discovery.
 pub(super) fn is_brokered(endpoint: &str) -> bool {
     ["nats://", "jetstream://"].iter().any(|scheme| endpoint.starts_with(scheme))
 }
 
-/// Check that an event endpoint is a socket: what a broker carries has other ways in.
+/// Checks that an event endpoint is a socket: events over a broker arrive another way.
 ///
 /// # Errors
 /// `InvalidArgument`: names the field and says what is legal.
@@ -40,7 +40,7 @@ pub fn check_is_socket(field: &str, endpoint: &str) -> Result<()> {
     if is_brokered(endpoint) { Err(no_socket(field, endpoint)) } else { Ok(()) }
 }
 
-/// Check what an operator says of an engine; `block_size` is the one that it registers with.
+/// Checks an operator's data about an engine; `block_size` is that of its registration.
 ///
 /// # Errors
 /// `InvalidArgument`: names the field, the limit and what came.
@@ -64,7 +64,7 @@ fn no_socket(field: &str, endpoint: &str) -> Error {
     ))
 }
 
-/// Check an event endpoint: `tcp://host:port`, `ipc://path` or `inproc://name`, or a broker's
+/// Checks an event endpoint: `tcp://host:port`, `ipc://path` or `inproc://name`, or a broker's
 /// `nats://subject` or `jetstream://stream/worker/rank`.
 ///
 /// # Errors

@@ -1,7 +1,9 @@
-//! The catalog: which models there are, who publishes events for them, and what a frame does to their indexes.
+//! The catalog: the models, the publishers of their events, and the effect of each frame on their
+//! indexes.
 //!
-//! A *model index* serves one (model, tenant); a *publisher* is one engine socket whose frames feed it.
-//! Doors register publishers, hand over frames as opaque bytes and ask for repairs when told of a gap.
+//! A *model index* serves one (model, tenant); a *publisher* is one engine socket whose frames feed
+//! it. The transport registers publishers, passes frames as opaque bytes and requests repairs when
+//! a gap is reported.
 
 mod cache_groups;
 mod code;

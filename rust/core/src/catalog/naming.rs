@@ -1,7 +1,7 @@
-//! Whether an engine names its blocks by a scheme that is known, so that they can be found by name.
+//! Detects whether an engine names its blocks by a known scheme, so that they can be found by name.
 //!
-//! Nothing is believed of a publisher: a stored event that starts a prompt has tokens and names, and the
-//! names that a scheme gives these tokens are the event's or they are not.
+//! The scheme is proven, not assumed: a stored event that starts a prompt has tokens and names, and
+//! either a scheme gives these names for these tokens or it does not.
 
 use std::sync::Arc;
 
@@ -11,27 +11,28 @@ use smallvec::SmallVec;
 use crate::event::{ExtraKey, Stored};
 use crate::hash::engine::{Key, NameAlgorithm, NameScheme, Namer};
 
-/// Events that start a prompt and are looked at before the search for a scheme slows down.
+/// Prompt starts to examine before the search for a scheme slows down.
 const EAGER_TRIES: u32 = 32;
-/// From then on one in so many is: a try costs some 400 digests, and each of the first ones has failed.
+/// After that, one in this many: a try costs some 400 digests, and all of the first ones have
+/// failed.
 const LAZY_TRIES: u32 = 4_096;
-/// Such events that are compared with a proven scheme before only samples are.
+/// Prompt starts to compare with a proven scheme before only samples are.
 const EAGER_CHECKS: u32 = 8;
-/// From then on one in so many is.
+/// After that, one in this many.
 const LAZY_CHECKS: u32 = 64;
-/// `PYTHONHASHSEED` as deployments set it that want equal names everywhere.
+/// Common values of `PYTHONHASHSEED` in deployments that need equal names everywhere.
 const COMMON_SEEDS: [&str; 3] = [NameScheme::DEFAULT_SEED, "0", "42"];
 
-/// How an engine names blocks.
+/// An engine's naming of blocks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Naming {
     /// The scheme.
     pub scheme: Arc<NameScheme>,
-    /// Tokens in what it hashes at once; divides the size of its blocks.
+    /// Tokens hashed at once; divides the block size.
     pub unit: u32,
 }
 
-/// A naming in words, for another replica.
+/// A naming as text, for another replica.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct NamingOf {
     algorithm: String,
@@ -46,7 +47,7 @@ impl NamingOf {
         Self { algorithm, seed: scheme.seed.to_string(), unit: *unit }
     }
 
-    /// `None` for words that mean nothing here.
+    /// `None` for an unknown scheme.
     pub fn naming(&self) -> Option<Naming> {
         let algorithm = NameAlgorithm::from_name(&self.algorithm)?;
         let scheme = Arc::new(NameScheme::new(algorithm, &self.seed));
@@ -54,7 +55,7 @@ impl NamingOf {
     }
 }
 
-/// What is known of one publisher's naming.
+/// State of one publisher's naming.
 #[derive(Debug, Default)]
 pub(super) struct Proof {
     naming: Option<Naming>,
@@ -62,7 +63,7 @@ pub(super) struct Proof {
 }
 
 impl Proof {
-    /// What another replica has proven; events are compared with it from now on.
+    /// Proven by another replica; events are compared with it from now on.
     pub fn told(naming: Option<Naming>) -> Self {
         Self { naming, looked_at: 0 }
     }
@@ -72,7 +73,7 @@ impl Proof {
         self.naming.as_ref()
     }
 
-    /// Looks at a stored event. Returns whether the naming is another one now.
+    /// Examines a stored event. Returns whether the naming has changed.
     pub fn look(&mut self, event: &Stored) -> bool {
         if !is_proof(event) {
             return false;
@@ -102,17 +103,18 @@ impl Proof {
 
 type Keys<'a> = SmallVec<[SmallVec<[Key<'a>; 2]>; 8]>;
 
-/// Whether the event says all that its blocks were hashed with, so that its names prove or disprove a scheme.
+/// Whether the event has everything that its blocks were hashed with, so that its names prove or
+/// disprove a scheme.
 ///
 /// # Cost
-/// Nothing is allocated or hashed: it is asked of every event.
+/// Allocates and hashes nothing, because it is called for every event.
 fn is_proof(event: &Stored) -> bool {
     let blocks = event.block_hashes.len();
     let is_whole = event.parent.is_none()
         && blocks > 0
         && event.block_size > 0
         && blocks.checked_mul(event.block_size as usize) == Some(event.token_ids.len());
-    // The adapter's path is hashed as well, and no event has it.
+    // The adapter's path is hashed as well, and events do not contain it.
     let has_adapter = event.lora_name.is_some() || event.lora_id.is_some_and(|id| id != 0);
     let is_known = |(block, keys): (usize, &Option<Vec<ExtraKey>>)| {
         keys.iter().flatten().all(|key| key_of(key, block).is_some())
@@ -123,7 +125,8 @@ fn is_proof(event: &Stored) -> bool {
         && event.extra_keys.iter().take(blocks).enumerate().all(is_known)
 }
 
-/// What else than tokens the blocks were hashed with, of an event that [is a proof](is_proof).
+/// The keys with which the blocks were hashed besides tokens, for an event that [is a
+/// proof](is_proof).
 fn keys_of(event: &Stored) -> Option<Keys<'_>> {
     let keys = |block: usize| {
         let keys = event.extra_keys.get(block).into_iter().flatten().flatten();
@@ -132,7 +135,7 @@ fn keys_of(event: &Stored) -> Option<Keys<'_>> {
     (0..event.block_hashes.len()).map(keys).collect()
 }
 
-/// A key as block number `block` of a prompt hashes it; `None` for one that is not known.
+/// A key as block number `block` of a prompt hashes it; `None` for an unknown key.
 fn key_of(key: &ExtraKey, block: usize) -> Option<Key<'_>> {
     match key {
         ExtraKey::Text(salt) if block == 0 => Some(Key::Salt(salt)),
@@ -144,7 +147,7 @@ fn key_of(key: &ExtraKey, block: usize) -> Option<Key<'_>> {
 
 /// The schemes that the event may follow, the likeliest first.
 fn candidates<'a>(event: &'a Stored, keys: &Keys<'_>) -> impl Iterator<Item = Naming> + use<'a> {
-    // Keys are said of whole blocks; only the salt is in the first part of one in any case.
+    // Keys refer to whole blocks; only the salt is always in the first part of one.
     let is_salted_at_most = keys.iter().flatten().all(|key| matches!(key, Key::Salt(_)));
     let block_size = event.block_size;
     let halves = std::iter::successors(Some(block_size), |unit| {
@@ -161,11 +164,11 @@ fn candidates<'a>(event: &'a Stored, keys: &Keys<'_>) -> impl Iterator<Item = Na
     })
 }
 
-/// Whether the event's names are those that `naming` gives.
+/// Whether `naming` gives the event's names.
 fn names(event: &Stored, keys: &Keys<'_>, naming: &Naming) -> bool {
     let unit = naming.unit;
     if !event.block_size.is_multiple_of(unit) {
-        // Part of a block, in front of which tokens are missing.
+        // Part of a block, without the tokens before it.
         return true;
     }
     let parts = (event.block_size / unit) as usize;

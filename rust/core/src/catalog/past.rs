@@ -1,4 +1,4 @@
-//! Workers that nobody publishes for here, and what is still known of them.
+//! Workers without a publisher here, and what is still known of them.
 
 use std::sync::Arc;
 
@@ -6,8 +6,8 @@ use super::model::ModelIndex;
 use super::registration::Place;
 use crate::ids::{InstanceId, Worker};
 
-/// What is known of a worker that nobody publishes for here: one that was unregistered, so that its next
-/// registration goes on from there, or one whose blocks came from another replica.
+/// Data about a worker without a publisher here: it was unregistered, and its next registration
+/// will continue from here, or its blocks came from another replica.
 #[derive(Clone)]
 pub(super) struct Past {
     pub model: Arc<ModelIndex>,
@@ -17,14 +17,14 @@ pub(super) struct Past {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum PastKind {
-    /// Unregistered; its blocks are gone.
+    /// Unregistered; its blocks are dropped.
     Left { endpoint: String },
     /// Recovered from a peer and never registered; its blocks count.
     Recovered,
 }
 
 impl Past {
-    /// Takes its blocks out of the index.
+    /// Removes its blocks from the index.
     pub fn drop_blocks(&self, instance_id: InstanceId) {
         for dp_rank in &self.place.ranks {
             self.model.remove_worker(Worker::new(instance_id, *dp_rank));

@@ -1,4 +1,4 @@
-//! One engine socket: its place in the event stream and what its frames do to the index.
+//! One engine socket: its position in the event stream, and the effect of its frames on the index.
 
 use std::sync::Arc;
 
@@ -23,25 +23,25 @@ use crate::log_limit::LogLimit;
 use crate::repair::{Feed, Frame, FrameOutcome};
 use crate::stream::{Step, Stream};
 
-/// Ranks that one socket may speak for; batches of further ones are counted as malformed.
+/// Maximum ranks per socket; batches of further ones count as malformed.
 const MAX_RANKS: usize = 1_024;
 
 struct State {
     stream: Stream,
     groups: CacheGroups,
-    /// Every rank that this socket has spoken for, the registered one first.
+    /// Every rank that this socket has published for, the registered one first.
     ranks: Vec<u32>,
     status: ListenerStatus,
     last_error: Option<String>,
     last_event_ms: Option<u64>,
-    /// The stream's place was taken over, but not the blocks that led to it.
+    /// The stream position was taken over, but not the blocks.
     is_bare: bool,
-    /// The blocks came from a replica that could not say up to which batch.
+    /// The blocks came from a replica that could not name their stream position.
     is_unplaced: bool,
     standing: Standing,
-    /// What the index was last told of how complete it is about the ranks.
+    /// The completeness last reported to the index for the ranks.
     unheard: Option<Unheard>,
-    /// Lines about restarts, and about frames that are no batch.
+    /// Limits log lines about restarts, and about invalid frames.
     restart_lines: LogLimit,
     frame_lines: LogLimit,
     closed: bool,
@@ -50,11 +50,11 @@ struct State {
 /// One engine socket.
 ///
 /// # Consistency
-/// Frames of one publisher are applied one at a time; different publishers run side by side.
+/// Frames of one publisher are applied one at a time; different publishers run concurrently.
 pub struct Publisher {
     /// Number within this process.
     pub id: PublisherId,
-    /// Whose blocks it reports, unless a batch names another rank of the same instance.
+    /// The worker whose blocks it reports, unless a batch names another rank of the same instance.
     pub worker: Worker,
     /// The index that it feeds.
     pub model: Arc<ModelIndex>,
@@ -62,9 +62,9 @@ pub struct Publisher {
     pub endpoint: String,
     /// Address of the replay socket.
     pub replay_endpoint: Option<String>,
-    /// Blocks that a rank's device has, where somebody told.
+    /// Blocks of a rank's device, if known.
     pub capacity_blocks: Option<u64>,
-    /// What no event says of the engine.
+    /// Properties of the engine that no event contains.
     pub facts: EngineFacts,
     counters: EventCounters,
     limits: Limits,
@@ -72,22 +72,22 @@ pub struct Publisher {
     state: Mutex<State>,
 }
 
-/// A reading of a publisher for reports.
+/// A snapshot of a publisher for reports.
 #[derive(Debug, Clone)]
 pub struct PublisherView {
     /// The registered worker.
     pub worker: Worker,
-    /// Ranks that its batches have named, the registered one included.
+    /// Ranks named by its batches, including the registered one.
     pub ranks: Vec<u32>,
     /// Address of the PUB socket.
     pub endpoint: String,
     /// Address of the replay socket.
     pub replay_endpoint: Option<String>,
-    /// Blocks that a rank's device has, where somebody told.
+    /// Blocks of a rank's device, if known.
     pub capacity_blocks: Option<u64>,
     /// State of the socket.
     pub status: ListenerStatus,
-    /// Last trouble with the socket.
+    /// Last error of the socket.
     pub last_error: Option<String>,
     /// Last sequence number applied.
     pub last_sequence: Option<u64>,
@@ -95,12 +95,12 @@ pub struct PublisherView {
     pub last_event_age_ms: Option<u64>,
     /// Counters.
     pub counts: EventCounts,
-    /// What its trust depends on, without [`Code::OF_INDEX`].
+    /// The inputs of its trust, without [`Code::OF_INDEX`].
     pub evidence: Evidence,
 }
 
 impl Publisher {
-    /// Of a registration, for the index that its key names.
+    /// From a registration, for the index of its key.
     pub(super) fn new(
         id: PublisherId,
         registration: Registration,
@@ -143,7 +143,7 @@ impl Publisher {
         }
     }
 
-    /// Take in a frame that came over the subscription, in the order it came.
+    /// Applies a frame of the subscription, in order of arrival.
     ///
     /// # Cost
     /// A lock of this publisher, the decoding, and the index's cost per block.
@@ -165,13 +165,13 @@ impl Publisher {
         if let Step::Gap { from, to } = step
             && state.stream.gaps() > gaps
         {
-            // Offered again after its repair failed, the same frame shows the same gap.
+            // A frame that is offered again after a failed repair shows the same gap.
             add(&self.counters.gap_batches, to - from + 1);
         }
         self.take(&mut state, step, sequence, payload, false)
     }
 
-    /// Take in a frame that the engine sent again on request.
+    /// Applies a frame of a replay.
     pub fn replayed(&self, sequence: u64, payload: &[u8]) -> FrameOutcome {
         let mut state = self.state.lock();
         if state.closed {
@@ -182,7 +182,7 @@ impl Publisher {
         self.take(&mut state, step, sequence, payload, true)
     }
 
-    /// Give up on missing batches: the stream goes on at `sequence`.
+    /// Gives up on missing batches: the stream continues at `sequence`.
     pub fn give_up(&self, sequence: u64) {
         let mut state = self.state.lock();
         let before = state.stream.lost();
@@ -194,18 +194,18 @@ impl Publisher {
         self.tell(&mut state);
     }
 
-    /// After a new connection: is this still the stream that was applied so far?
+    /// After a reconnect: checks that this is still the stream that was applied so far.
     ///
-    /// `first` is the first frame of a replay from the last applied sequence number, `None` when the engine
-    /// had nothing to replay. A stream that is not the same one means that the engine restarted:
-    /// its blocks are forgotten and the stream begins again.
+    /// `first` is the first frame of a replay from the last applied sequence number, `None` if the
+    /// engine had nothing to replay. A different stream means that the engine restarted: its blocks
+    /// are dropped and the stream starts over.
     pub fn verify(&self, first: Option<(u64, &[u8])>) -> bool {
         let mut state = self.state.lock();
         if state.stream.last().is_none() {
             return true;
         }
-        // A ring that has moved on past our place proves nothing: then, too, the blocks are forgotten, and
-        // come back with what the ring still holds.
+        // A ring that has moved beyond our position proves nothing: then the blocks are dropped,
+        // too, and restored from what the ring still holds.
         let same = match first {
             Some((sequence, payload)) => state.stream.verify(sequence, xxh3_64(payload)),
             None => false,
@@ -214,8 +214,8 @@ impl Publisher {
             self.forget_restarted(&mut state, "while it was disconnected");
             state.stream.reset();
         } else if state.is_bare {
-            // The same engine as at the last registration, whose blocks went with it: all that the
-            // engine still has is wanted again.
+            // The same engine as at the last registration, whose blocks were dropped: everything
+            // that the engine still has is needed.
             state.stream.reset();
             state.is_bare = false;
             return false;
@@ -226,11 +226,11 @@ impl Publisher {
         same
     }
 
-    /// The engine's process is known to be another one than before, by other means than its events.
+    /// The engine's process is known from another source to have restarted.
     ///
     /// # Consistency
-    /// Batches of the new process that came already are forgotten too: without a replay nothing tells
-    /// them from the old ones, and less credit is the safer mistake.
+    /// Already received batches of the new process are dropped too: without a replay they can't be
+    /// told from old ones, and less credit is the safer error.
     pub fn restarted(&self) {
         let mut state = self.state.lock();
         self.forget_restarted(&mut state, "it is a new process");
@@ -238,18 +238,19 @@ impl Publisher {
         self.tell(&mut state);
     }
 
-    /// Sequence number from which a replay would continue the stream, and the last one applied.
+    /// The sequence number from which a replay would continue the stream, and the last applied one.
     pub fn position(&self) -> (u64, Option<u64>) {
         let state = self.state.lock();
         (state.stream.next(), state.stream.last())
     }
 
-    /// Messages that have no sequence number and payload: dropped, counted as frames that can't be decoded.
+    /// Counts messages without a sequence number and payload, which are dropped, as undecodable
+    /// frames.
     pub fn count_malformed_messages(&self, count: u64) {
         add(&self.counters.undecodable, count);
     }
 
-    /// The door reports its socket's state.
+    /// Sets the state of its socket, as reported by the transport.
     pub fn set_status(&self, status: ListenerStatus, error: Option<String>) {
         let mut state = self.state.lock();
         let (before, has_position) = (state.status, state.stream.last().is_some());
@@ -266,12 +267,12 @@ impl Publisher {
         self.state.lock().standing.has_connected()
     }
 
-    /// Read the counters.
+    /// Reads the counters.
     pub fn counts(&self) -> EventCounts {
         self.counters.read()
     }
 
-    /// Read everything for a report.
+    /// Reads everything for a report.
     pub fn view(&self) -> PublisherView {
         let state = self.state.lock();
         let now_ms = self.clock.now_ms();
@@ -290,8 +291,8 @@ impl Publisher {
         }
     }
 
-    /// The evidence of a view, with what the index knows: how many blocks it let go in total, and how
-    /// many each rank holds on its device. Tells the log what is newly wrong.
+    /// Completes a view's evidence with data of the index: total evictions, and blocks per rank on
+    /// the device. Logs new problems.
     pub(super) fn complete(&self, view: &mut PublisherView, evicted: u64, device_blocks: usize) {
         let mut state = self.state.lock();
         view.evidence.evicted_blocks = state.standing.evicted_since(evicted);
@@ -311,8 +312,8 @@ impl Publisher {
         }
     }
 
-    /// Tells the log what is newly wrong, as far as it needs no look into the index, and the index whether it is
-    /// complete.
+    /// Logs new problems, except for those that need data of the index, and reports to the index
+    /// whether it is complete.
     fn tell(&self, state: &mut State) {
         let evidence = self.evidence(state);
         let unheard = Unheard::of(trust::findings(&evidence));
@@ -327,8 +328,8 @@ impl Publisher {
         state.standing.tell(clock, self.worker, &self.endpoint, &evidence, error, looked_at);
     }
 
-    /// No more frames: drop the blocks of every rank that this socket spoke for. Returns its place, but
-    /// nothing when it was closed before. Waits for whoever reads its blocks.
+    /// Ends its frames, and drops the blocks of every rank that this socket published for. Returns
+    /// its position; `None` if it was already closed. Waits for readers of its blocks.
     pub(super) fn close(&self) -> Option<Place> {
         let mut state = self.state.lock();
         if std::mem::replace(&mut state.closed, true) {
@@ -341,8 +342,8 @@ impl Publisher {
         Some(place)
     }
 
-    /// Drop the blocks of a rank that only events have named; an event that names it again brings it back.
-    /// Returns whether there was one.
+    /// Drops the blocks of a rank known only from events; a later event for it restores it. Returns
+    /// whether it existed.
     pub(super) fn drop_rank(&self, dp_rank: u32) -> bool {
         let mut state = self.state.lock();
         let at = state.ranks.iter().position(|rank| *rank == dp_rank);
@@ -354,7 +355,7 @@ impl Publisher {
 
     fn release(&self, dp_rank: u32) {
         let worker = Worker::new(self.worker.instance_id, dp_rank);
-        // Another publisher may speak for it, too: then its blocks are that one's.
+        // If another publisher also serves it, the blocks belong to that one.
         if self.model.roster.remove(worker) {
             self.model.unheard.set(worker, None);
             self.model.remove_worker(worker);
@@ -379,8 +380,8 @@ impl Publisher {
                 state.standing.missing(to - from + 1);
                 return FrameOutcome::Gap { from, to };
             }
-            // Not a sequence number at all; or a second restart, which a machine that has just reset itself
-            // cannot see.
+            // Not a sequence number at all, or a second restart, which the state machine can't see
+            // right after a reset.
             Step::Invalid | Step::Restarted => {
                 add(&self.counters.undecodable, 1);
                 return FrameOutcome::Duplicate;
@@ -435,7 +436,7 @@ impl Publisher {
         FrameOutcome::Applied
     }
 
-    /// Tells queries what the events have shown of the engine's cache groups.
+    /// Shares the engine's cache groups with queries, as shown by its events.
     fn share_layout(&self, state: &mut State) {
         let Some(layout) = state.groups.changed(self.facts) else { return };
         for dp_rank in &state.ranks {
@@ -444,7 +445,7 @@ impl Publisher {
         }
     }
 
-    /// Drop the blocks of every rank but those that another publisher is there for; they stay known.
+    /// Drops the blocks of every rank without another publisher; the ranks stay known.
     fn clear_ranks(&self, state: &State) {
         for dp_rank in &state.ranks {
             let worker = Worker::new(self.worker.instance_id, *dp_rank);
@@ -454,7 +455,7 @@ impl Publisher {
         }
     }
 
-    /// The engine has restarted: forget its blocks, and say so.
+    /// The engine has restarted: drops its blocks, and logs that.
     fn forget_restarted(&self, state: &mut State, how: &str) {
         self.forget(state);
         add(&self.counters.restarts, 1);
@@ -519,7 +520,7 @@ impl Feed for Publisher {
             state.last_error = Some(format!("replay failed: {why}"));
         }
         if is_empty {
-            // Everything was asked for: the engine holds nothing.
+            // Everything was requested: the engine holds nothing.
             state.standing.found_empty();
         }
         self.tell(&mut state);

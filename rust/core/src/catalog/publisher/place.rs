@@ -1,4 +1,4 @@
-//! Where a publisher's stream stands: handed to another replica, and taken over from one.
+//! The position of a publisher's stream: passed to another replica, and taken over from one.
 
 use super::super::cache_groups::CacheGroups;
 use super::super::code::{Code, TrustState};
@@ -10,7 +10,7 @@ use crate::index::snapshot::Cursor;
 use crate::stream::END_OF_REPLAY;
 
 impl Publisher {
-    /// Goes on where an earlier registration of the same engine ended. Its blocks are gone.
+    /// Continues where an earlier registration of the same engine ended. Its blocks are gone.
     pub(in crate::catalog) fn return_to(&self, cursor: Cursor) {
         let mut state = self.state.lock();
         state.stream.resume(cursor.sequence, cursor.fingerprint, true);
@@ -19,11 +19,11 @@ impl Publisher {
         state.is_bare = true;
     }
 
-    /// Takes over what another replica knew: the blocks that `load` brings into the index, and the place
-    /// that it returns.
+    /// Takes over another replica's state: the blocks that `load` adds to the index, and the
+    /// position that it returns.
     ///
     /// # Errors
-    /// Says why not; then `load` was not called.
+    /// The reason; then `load` was not called.
     ///
     /// # Consistency
     /// Its own frames wait meanwhile.
@@ -43,14 +43,14 @@ impl Publisher {
         Ok(())
     }
 
-    /// Forgets blocks and place, as before the first batch: both come anew from elsewhere.
+    /// Drops blocks and position, as before the first batch: both will come from elsewhere.
     pub(in crate::catalog) fn start_over(&self) {
         let mut state = self.state.lock();
         self.forget(&mut state);
         state.stream.reset();
     }
 
-    /// As [`Publisher::take_over`], of blocks that are in the index already.
+    /// As [`Publisher::take_over`], with blocks that are already in the index.
     pub(in crate::catalog) fn go_on_from(&self, place: &Place) {
         self.go_on(&mut self.state.lock(), place);
     }
@@ -70,8 +70,8 @@ impl Publisher {
         state.is_bare = false;
         let instance_id = self.worker.instance_id;
         let blocks = |rank: &u32| self.model.index.blocks(Worker::new(instance_id, *rank));
-        // Without blocks there is nothing that a place would be missing for: the stream begins here, and
-        // what came before its first batch is asked for.
+        // Without blocks no position is needed: the stream begins here, and earlier batches are
+        // requested.
         state.is_unplaced =
             place.cursor.is_none() && state.ranks.iter().any(|rank| blocks(rank) > 0);
         state.standing.recovered(!state.is_unplaced, !place.is_inexact);
@@ -81,10 +81,10 @@ impl Publisher {
         self.tell(state);
     }
 
-    /// Blocks that came without a place in the stream: if the stream can be had from its start they go,
-    /// for they would count twice; else it goes on from its first batch, as nothing tells better.
+    /// Handles blocks without a stream position: if the stream can be replayed from its start they
+    /// are dropped, because they would count twice; otherwise it continues from its first batch.
     pub(super) fn settle_unplaced(&self, state: &mut State, sequence: u64) {
-        // The end's mark is no batch's number, and says nothing of the stream's place.
+        // The end marker is not a batch number, and says nothing about the stream position.
         if sequence == END_OF_REPLAY || !std::mem::take(&mut state.is_unplaced) {
             return;
         }
@@ -96,7 +96,7 @@ impl Publisher {
         }
     }
 
-    /// Reads place and blocks of one moment: no frame is applied while `read` runs.
+    /// Reads position and blocks of one moment: no frame is applied while `read` runs.
     pub(in crate::catalog) fn hold_still<T>(&self, read: impl FnOnce(Place) -> T) -> T {
         let state = self.state.lock();
         read(self.place(&state))
@@ -108,7 +108,7 @@ impl Publisher {
             .last()
             .map(|sequence| Cursor { sequence, fingerprint: state.stream.last_payload_hash() });
         let findings = trust::findings(&self.evidence(state));
-        // The state of this replica's socket is no matter of what is held.
+        // The state of this replica's socket does not affect the blocks.
         let is_doubt = |code: Code| code.state() == TrustState::Degraded && !code.is_passing();
         Place {
             cursor,
