@@ -19,28 +19,28 @@ use crate::ids::{Tier, Worker};
 use crate::index::groups::{GroupIndex, Holder};
 use crate::index::{BlockIndex, Matches, RemoveOutcome};
 
-/// Share of a worker's cache that is believed to hold what was sent there last: answers take room, too.
+/// Share of a worker's cache that is assumed to hold recent prompts: answers take room, too.
 ///
 /// # Source
-/// A simulated fleet without events on Mooncake's conversations, share of prompt tokens reused: where caches
-/// keep blocks for minutes 0.247, and 0.122 with a fixed time of 120 s; where they keep them for seconds
-/// 0.262 and 0.273.
+/// A simulated fleet without events on Mooncake's conversations, by share of reused prompt tokens:
+/// with caches that keep blocks for minutes 0.247, and 0.122 with a fixed time of 120 s; with
+/// caches that keep them for seconds 0.262 and 0.273.
 const HISTORY_SHARE: f64 = 0.9;
 
-/// Known blocks fill a device that holds so many percent of what it has room for: the rest is blocks of running
-/// requests that are not full yet.
+/// Percentage of a device's capacity at which known blocks fill it: the rest are incomplete blocks
+/// of running requests.
 const FULL_PERCENT: u64 = 95;
 
-/// What an index is for: no match ever crosses it.
+/// The scope of an index: no match ever crosses it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ModelKey {
-    /// The model, as clients name it.
+    /// The model's name for clients.
     pub model_name: String,
-    /// The tenant; `default` where nobody says.
+    /// The tenant; by default `default`.
     pub tenant_id: String,
 }
 
-/// A [`ModelKey`] that is looked up; its fields, in its order, hash to the same.
+/// A borrowed [`ModelKey`] for look-ups; its fields, in the same order, have the same hash.
 #[derive(Hash)]
 pub(super) struct Named<'a> {
     pub model_name: &'a str,
@@ -61,7 +61,7 @@ impl fmt::Display for ModelKey {
 
 /// The block index of one model and tenant.
 pub struct ModelIndex {
-    /// Which model and tenant.
+    /// The model and tenant.
     pub key: ModelKey,
     /// The blocks.
     pub index: Box<dyn BlockIndex>,
@@ -70,23 +70,23 @@ pub struct ModelIndex {
     watches: CacheWatches,
     name_cache: Arc<NameCache>,
     layouts: RwLock<Arc<Layouts>>,
-    /// Whether there is any layout.
+    /// Whether there are any layouts.
     has_layouts: AtomicBool,
-    /// 0 = not known yet: the first stored event or the engine's metrics tell.
+    /// 0: unknown until the first stored event or the engine's metrics.
     block_size: AtomicU32,
-    /// The block size is what an engine's metrics say: the first event may know better.
+    /// The block size comes from an engine's metrics: the first event may correct it.
     is_hint: AtomicBool,
-    /// What the operator set for every publisher to come; 0 = nothing.
+    /// The operator's block size for all future publishers; 0: none.
     given_block_size: u32,
     /// See [`CatalogOptions::has_histories`](super::CatalogOptions::has_histories).
     pub(super) has_histories: bool,
-    /// Somebody in this process counts on it, publishers or not.
+    /// In use by this process, with or without publishers.
     is_kept: AtomicBool,
     /// Adapter and salt of events and queries that name none.
     pub(super) agreement: Agreement,
-    /// Who may hold blocks of it.
+    /// The workers that may hold blocks of it.
     pub(super) roster: Roster,
-    /// Who may hold blocks that it has not heard of.
+    /// Workers that may hold blocks unknown to it.
     pub(super) unheard: UnheardTable,
 }
 
@@ -117,11 +117,11 @@ impl ModelIndex {
         }
     }
 
-    /// Predicts that `worker`, whose device has `capacity_blocks` where that is known, will hold the prompt
-    /// `locals`. Returns the blocks that were not predicted before.
+    /// Predicts that `worker`, with `capacity_blocks` on its device if known, will hold the prompt
+    /// `locals`. Returns the number of blocks that were not predicted before.
     ///
-    /// Where the catalog keeps histories and the capacity is known, the worker's predictions stand until
-    /// they are more than 0.9 of it; else for the catalog's time.
+    /// If the catalog keeps histories and the capacity is known, the worker's predictions last
+    /// until they exceed 0.9 of it; otherwise for the catalog's time.
     ///
     /// # Cost
     /// As [`BlockIndex::predict_within`].
@@ -134,7 +134,7 @@ impl ModelIndex {
     ) -> usize {
         match capacity_blocks.filter(|blocks| self.has_histories && *blocks > 0) {
             Some(blocks) => {
-                // Saturates, as casts of floats do.
+                // Saturates, like every cast from float to integer.
                 let most = (blocks as f64 * HISTORY_SHARE) as usize;
                 self.index.predict_within(worker, seed, locals, most)
             }
@@ -142,7 +142,7 @@ impl ModelIndex {
         }
     }
 
-    /// Tokens in a block; `None` while no engine has told.
+    /// Tokens in a block; `None` until an engine has reported it.
     pub fn block_size(&self) -> Option<u32> {
         // Relaxed: a single word that is written once and guards no other memory.
         match self.block_size.load(Ordering::Relaxed) {
@@ -151,15 +151,15 @@ impl ModelIndex {
         }
     }
 
-    /// Registered workers and ranks that only events have named, by instance and rank.
+    /// Registered workers and ranks known only from events, by instance and rank.
     ///
     /// # Cost
-    /// A pointer, but for the first call after one joined or left: O(workers).
+    /// A pointer, except for the first call after one joined or left: O(workers).
     pub fn workers(&self) -> Arc<[Worker]> {
         self.roster.list()
     }
 
-    /// Why the index is incomplete about `worker`: its cache may hold blocks that were never heard of.
+    /// Why the index is incomplete about `worker`, whose cache may hold unknown blocks.
     ///
     /// # Cost
     /// One atomic read while it is complete about all workers.
@@ -167,14 +167,14 @@ impl ModelIndex {
         self.unheard.of(worker)
     }
 
-    /// All workers about which it is incomplete, in worker order.
+    /// All workers with incomplete data, in worker order.
     pub fn all_unheard(&self) -> Vec<(Worker, Unheard)> {
         self.unheard.all()
     }
 
-    /// `worker`, whose device has `capacity_blocks`, may have turned over all that it stored before its first event
-    /// that came: where blocks that are known fill the device, the index is complete about it again. Returns
-    /// whether it is so from now on.
+    /// Checks whether `worker`, with `capacity_blocks` on its device, has replaced everything that
+    /// it stored before its first received event: once known blocks fill the device, the index is
+    /// complete about it. Returns whether that has just happened.
     pub fn settle_unheard(&self, worker: Worker, capacity_blocks: u64) -> bool {
         let held = self.index.blocks_in(worker, Tier::Device) as u64;
         let is_full = held.saturating_mul(100) >= capacity_blocks.saturating_mul(FULL_PERCENT);
@@ -186,12 +186,12 @@ impl ModelIndex {
         is_settled
     }
 
-    /// The seed of an event's or a query's hashes; what it does not name is the index's.
+    /// The seed of an event's or a query's hashes; unspecified parts are the index's.
     pub fn seed(&self, lora_name: Option<&str>, cache_salt: Option<&str>) -> u64 {
         self.agreement.seed(lora_name, cache_salt)
     }
 
-    /// Local hashes of a prompt's full blocks; none while the block size is not known.
+    /// Local hashes of a prompt's full blocks; empty while the block size is unknown.
     ///
     /// # Cost
     /// O(tokens).
@@ -201,12 +201,12 @@ impl ModelIndex {
         content_hashes(tokens, block_size, seed, keys.media, keys.embeds)
     }
 
-    /// What engines call a prompt's blocks, as far as the index needs it.
+    /// The engines' names of a prompt's blocks, as far as the index needs them.
     ///
     /// # Cost
-    /// Nothing for models of one cache group; else a digest a block.
+    /// Nothing for models with one cache group; otherwise a digest per block.
     pub fn names(&self, tokens: &[u32], keys: &NameKeys<'_>) -> PromptNames {
-        // Relaxed: a query beside the first event of a group may miss it.
+        // Relaxed: a query concurrent with the first event of a group may miss it.
         if !self.has_layouts.load(Ordering::Relaxed) {
             return PromptNames::default();
         }
@@ -217,16 +217,16 @@ impl ModelIndex {
         layouts.names(&self.name_cache, tokens, &NameKeys { lora, cache_salt, ..*keys })
     }
 
-    /// Finds, per worker, what it can reuse of a prompt: as [`BlockIndex::find_matches`], but of workers with
-    /// several cache groups only what all groups can go on from. `exact` has the same of these workers in
-    /// tokens.
+    /// Finds, per worker, the reusable part of a prompt: as [`BlockIndex::find_matches`], but for
+    /// workers with several cache groups only as far as all groups can continue. `exact` has the
+    /// same for these workers in tokens.
     ///
     /// # Consistency
-    /// As [`BlockIndex::find_matches`]; each name of a group is read at a moment of its own.
+    /// As [`BlockIndex::find_matches`]; each name of a group is read at its own moment.
     ///
     /// # Cost
-    /// That of the walk; where there are workers with several groups, O(names of the prompt, and who holds
-    /// them) more.
+    /// That of the walk; with workers with several groups, plus O(names of the prompt and their
+    /// holders).
     pub fn find(
         &self,
         locals: &[u64],
@@ -252,7 +252,7 @@ impl ModelIndex {
         }
     }
 
-    /// What `worker`'s events have shown of its cache groups changed.
+    /// Sets the cache groups of `worker`, as shown by its events.
     pub(super) fn set_layout(&self, worker: Worker, layout: Option<Arc<Layout>>) {
         let mut layouts = self.layouts.write();
         let is_known = layouts.get(worker).is_some();
@@ -263,12 +263,12 @@ impl ModelIndex {
         self.has_layouts.store(!layouts.is_empty(), Ordering::Relaxed);
     }
 
-    /// Have `watch` told, as long as it lives, what leaves workers' devices from now on.
+    /// Notifies `watch`, as long as it lives, of blocks that leave workers' devices from now on.
     pub fn watch(&self, watch: &Arc<dyn CacheWatch>) {
         self.watches.add(watch);
     }
 
-    /// The engine of `worker` evicted the blocks of these names from `tier`.
+    /// The engine of `worker` evicted the blocks with these names from `tier`.
     pub fn evict(&self, worker: Worker, tier: Tier, names: &[u64]) -> RemoveOutcome {
         if tier != Tier::Device || !self.watches.is_any() {
             return self.index.remove(worker, tier, names);
@@ -281,28 +281,28 @@ impl ModelIndex {
         outcome
     }
 
-    /// Drops all that `worker` holds, in all tiers; it stays known.
+    /// Drops everything that `worker` holds, in all tiers; it stays known.
     pub fn clear_worker(&self, worker: Worker) {
         self.index.clear(worker);
         self.watches.tell(|watch| watch.cleared(worker));
         self.groups.remove_worker(worker);
     }
 
-    /// Drops what `worker` holds on its device.
+    /// Drops everything that `worker` holds on its device.
     pub(super) fn clear_device(&self, worker: Worker) {
         self.index.clear_tier(worker, Tier::Device);
         self.watches.tell(|watch| watch.cleared(worker));
         self.groups.clear(&Holder::Worker(worker, Tier::Device));
     }
 
-    /// Drops all that `worker` holds and forgets it.
+    /// Drops everything that `worker` holds, and forgets it.
     pub(super) fn remove_worker(&self, worker: Worker) {
         self.index.remove_worker(worker);
         self.groups.remove_worker(worker);
         self.set_layout(worker, None);
     }
 
-    /// It stays when its last publisher goes.
+    /// Keeps it when its last publisher leaves.
     pub(super) fn keep(&self) {
         // Relaxed: the catalog's lock orders it with the removal.
         self.is_kept.store(true, Ordering::Relaxed);
@@ -312,14 +312,14 @@ impl ModelIndex {
         self.is_kept.load(Ordering::Relaxed)
     }
 
-    /// Nobody publishes for this index any more, and it is empty: what comes next may differ.
+    /// Resets the block size of an empty index without publishers: the next may differ.
     pub fn forget_block_size(&self) {
         self.block_size.store(self.given_block_size, Ordering::Relaxed);
     }
 
-    /// Learn the block size if it is unknown; returns the size that now holds.
+    /// Learns the block size if it is unknown; returns the current size.
     ///
-    /// The first one to tell wins; a later, different size is the caller's to report.
+    /// The first size wins; the caller must report a later, different size.
     pub fn learn_block_size(&self, size: u32) -> u32 {
         debug_assert!(size > 0, "a block holds at least one token");
         match self.block_size.compare_exchange(0, size, Ordering::Relaxed, Ordering::Relaxed) {
@@ -328,15 +328,17 @@ impl ModelIndex {
         }
     }
 
-    /// The main group of an engine has blocks of `size` tokens, another one those of the hint that holds.
+    /// The main group of an engine has blocks of `size` tokens, so the hint belongs to another
+    /// group.
     pub(super) fn correct_block_size(&self, size: u32) {
         if self.is_hint.swap(false, Ordering::Relaxed) {
             self.block_size.store(size, Ordering::Relaxed);
         }
     }
 
-    /// Learn the block size from an engine's metrics, which name one even where groups have several: until
-    /// events show that it is another group's. Returns the size that now holds.
+    /// Learns the block size from an engine's metrics, which have a single one even if groups
+    /// differ: it is valid until events show that it belongs to another group. Returns the current
+    /// size.
     pub fn hint_block_size(&self, size: u32) -> u32 {
         debug_assert!(size > 0, "a block holds at least one token");
         match self.block_size.compare_exchange(0, size, Ordering::Relaxed, Ordering::Relaxed) {
@@ -348,8 +350,8 @@ impl ModelIndex {
         }
     }
 
-    /// Whether an engine of this model may name `size` in its metrics: it is the index's, or that of another
-    /// cache group.
+    /// Whether an engine of this model may report `size` in its metrics: it is the index's, or that
+    /// of another cache group.
     pub fn fits_block_size(&self, size: u32) -> bool {
         let layouts = Arc::clone(&self.layouts.read());
         self.block_size() == Some(size) || layouts.have_block_size(size)

@@ -1,4 +1,4 @@
-//! The words of a publisher: what it is registered as, what its door says, where its stream stands.
+//! A publisher's registration, socket state and stream position.
 
 use super::cache_groups::{EngineFacts, Knowledge};
 use super::identity::Identity;
@@ -6,57 +6,57 @@ use super::model::ModelKey;
 use crate::ids::Worker;
 use crate::index::snapshot::Cursor;
 
-/// Number of a publisher within one process, never used twice.
+/// Number of a publisher within one process, never reused.
 pub type PublisherId = u64;
 
-/// What the transport door says about a publisher's socket.
+/// State of a publisher's socket, as reported by the transport.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ListenerStatus {
-    /// Not connected yet, or connected again after a loss and not heard since.
+    /// Not connected yet, or reconnected and without data since.
     #[default]
     Pending,
     /// Connected.
     Active,
-    /// Told to stop reading.
+    /// Reading is paused.
     Paused,
-    /// Cannot work: see the error.
+    /// Can't work: see the error.
     Failed,
 }
 
-/// What a publisher is registered as.
+/// Data of a publisher's registration.
 #[derive(Debug, Clone)]
 pub struct Registration {
     /// The engine instance and rank whose blocks it reports.
     pub worker: Worker,
     /// The index that it feeds.
     pub key: ModelKey,
-    /// Tokens in a block; `None` = learn it from the engine.
+    /// Tokens in a block; `None`: learned from the engine.
     pub block_size: Option<u32>,
     /// Address of the PUB socket.
     pub endpoint: String,
     /// Address of the replay socket.
     pub replay_endpoint: Option<String>,
-    /// Blocks that the device of each of its ranks has, where somebody knows.
+    /// Blocks on the device of each of its ranks, if known.
     pub capacity_blocks: Option<u64>,
     /// Adapter and salt of its events that name none; the first registration of an index decides.
     pub identity: Identity,
-    /// What no event says of the engine.
+    /// Properties of the engine that no event contains.
     pub facts: EngineFacts,
 }
 
-/// How far a publisher's events went, and for whom: what another replica, or a later registration,
-/// needs in order to go on from there.
+/// How far a publisher's events were applied, and for which ranks: another replica, or a later
+/// registration, continues from there.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Place {
-    /// The last batch applied; `None` when there was none, or nobody knows.
+    /// The last applied batch; `None` if there was none, or it is unknown.
     pub cursor: Option<Cursor>,
-    /// Ranks that its batches have named, the registered one included.
+    /// Ranks named by its batches, including the registered one.
     pub ranks: Vec<u32>,
-    /// The cache group that is credited, once an event has named it.
+    /// The credited cache group, once an event has named it.
     pub group: Option<u32>,
-    /// What is known of all cache groups; `None` from replicas that do not tell.
+    /// All cache groups; `None` from replicas that do not report them.
     pub cache: Option<Knowledge>,
-    /// What is held is known to be not quite what the engine holds.
+    /// The blocks are known to differ slightly from the engine's.
     pub is_inexact: bool,
 }

@@ -1,4 +1,4 @@
-//! Who is registered: publishers by id, model indexes by (model, tenant).
+//! The registry: publishers by id, model indexes by (model, tenant).
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -22,27 +22,29 @@ use crate::ids::{InstanceId, Worker};
 use crate::index::groups::GroupIndex;
 use crate::index::{self, CountMode, RadixIndex};
 
-/// Default limit of one index: 32 Mi blocks, about 4 GiB when no two workers share any.
+/// Default limit of one index: 32 Mi blocks, about 4 GiB if no workers share any.
 pub const DEFAULT_MAX_BLOCKS: usize = 33_554_432;
 
 /// Limits of a catalog.
 #[derive(Debug, Clone)]
 pub struct CatalogOptions {
-    /// Publishers that may be registered at once.
+    /// Maximum registered publishers.
     pub max_publishers: usize,
-    /// Model indexes that may exist at once.
+    /// Maximum model indexes.
     pub max_models: usize,
-    /// Blocks (memberships) that one index may hold; 0 = no limit. Beyond it stores are refused and counted.
+    /// Maximum blocks (memberships) of one index; 0: no limit. Further stores are refused and
+    /// counted.
     pub max_blocks: usize,
-    /// Bytes that one index may occupy; 0 = no limit. Near it the least recently stored blocks go.
+    /// Maximum bytes of one index; 0: no limit. Near it the least recently stored blocks are
+    /// evicted.
     pub index_memory_bytes: usize,
-    /// How long a prediction stands in an index, in milliseconds; 0 means until it is pushed out.
+    /// Lifetime of a prediction in milliseconds; 0 means until it is evicted.
     pub predicted_ttl_ms: u64,
-    /// Most predicted blocks of one index, counted per worker, and how many are left when there were
-    /// more; 0 = no limit.
+    /// Maximum predicted blocks of one index, counted per worker, and how many remain when it is
+    /// exceeded; 0: no limit.
     pub max_predicted: (usize, usize),
-    /// Predictions of a worker whose size is known stand until they are more than it keeps, as
-    /// [`ModelIndex::predict`] says, and not for `predicted_ttl_ms`.
+    /// Predictions about a worker of known size last until they exceed its capacity, see
+    /// [`ModelIndex::predict`], instead of for `predicted_ttl_ms`.
     pub has_histories: bool,
     /// Limits of one event frame.
     pub frame: codec::Limits,
@@ -68,28 +70,28 @@ pub(super) struct Tables {
     models: HashMap<ModelKey, Arc<ModelIndex>>,
     publishers: BTreeMap<PublisherId, Arc<Publisher>>,
     pub(super) workers: BTreeMap<Worker, PublisherId>,
-    /// Workers that have no publisher: see [`Past`].
+    /// Workers without a publisher: see [`Past`].
     pub(super) past: BTreeMap<Worker, Past>,
-    /// New publishers do not read yet.
+    /// Whether new publishers must not read yet.
     is_held: bool,
-    /// How many publishers may have a socket.
+    /// Maximum publishers with a socket.
     max_sockets: Option<usize>,
-    /// Counts of publishers that are registered no more.
+    /// Counters of publishers that are no longer registered.
     departed: EventCounts,
 }
 
 /// All model indexes of a process and the publishers that feed them.
 ///
 /// # Consistency
-/// Registering and unregistering are serialised; queries and frames go on meanwhile.
+/// Registering and unregistering are serialized; queries and frames continue meanwhile.
 pub struct Catalog {
     options: CatalogOptions,
     clock: Arc<dyn Clock>,
     pub(super) tables: RwLock<Tables>,
     next_id: AtomicU64,
-    /// Names of prompts that come back, of all models.
+    /// Cached names of recurring prompts, for all models.
     names: Arc<NameCache>,
-    /// Orders for the transport door.
+    /// Orders for the transport.
     pub commands: CommandQueue,
 }
 
@@ -112,22 +114,22 @@ impl Catalog {
         }
     }
 
-    /// What the cache of names has done.
+    /// Statistics of the name cache.
     pub fn name_cache_stats(&self) -> NameCacheStats {
         self.names.stats()
     }
 
-    /// Its limits.
+    /// The limits of the catalog.
     pub fn options(&self) -> &CatalogOptions {
         &self.options
     }
 
-    /// The index of `key`, made when it is not there yet; it stays from now on, publishers or not. A
-    /// block size given with the first call holds as long as the index; without one it is learned, and
-    /// forgotten with the last publisher.
+    /// The index of `key`, created if missing; it is kept from now on, with or without publishers.
+    /// A block size given with the first call lasts as long as the index; otherwise it is learned,
+    /// and reset with the last publisher.
     ///
     /// # Errors
-    /// `Conflict` when the index has another block size; `Overloaded` at the limit of models.
+    /// `Conflict` if the index has another block size; `Overloaded` at the limit of models.
     pub fn model_or_create(
         &self,
         key: &ModelKey,
@@ -138,8 +140,8 @@ impl Catalog {
         Ok(model)
     }
 
-    /// The index of `key`, made when it is not there yet; a block size given holds until the last
-    /// publisher goes.
+    /// The index of `key`, created if missing; a given block size lasts until the last publisher
+    /// leaves.
     pub(super) fn model_for(
         &self,
         key: &ModelKey,
@@ -198,13 +200,13 @@ impl Catalog {
         Ok(model)
     }
 
-    /// Register a publisher and order the transport door to subscribe to it. In a broker's stream it may
-    /// be registered already; then that one is returned.
+    /// Registers a publisher and orders the transport to subscribe to it. A publisher in a broker's
+    /// stream may already be registered; then that one is returned.
     ///
     /// # Errors
-    /// `Conflict`: the worker is registered already, its instance belongs to another model or tenant,
-    /// or block size, adapter or salt are not the index's. `InvalidArgument`: an endpoint, a model name or a block size that
-    /// cannot be. `Overloaded`: a limit is reached.
+    /// `Conflict`: the worker is already registered, its instance belongs to another model or
+    /// tenant, or block size, adapter or salt differ from the index's. `InvalidArgument`: an
+    /// invalid endpoint, model name or block size. `Overloaded`: a limit is reached.
     pub fn register(&self, registration: Registration) -> Result<Arc<Publisher>> {
         let Registration {
             worker,
@@ -274,7 +276,7 @@ impl Catalog {
             Some(past) if past.model.key != key => past.drop_blocks(worker.instance_id),
             Some(past) => match past.kind {
                 PastKind::Recovered => publisher.go_on_from(&past.place),
-                // Behind another address is another process.
+                // Another address means another process.
                 PastKind::Left { endpoint: left } if left != endpoint => {}
                 PastKind::Left { .. } => past.place.cursor.into_iter().for_each(|cursor| {
                     publisher.return_to(cursor);
@@ -293,12 +295,12 @@ impl Catalog {
         Ok(publisher)
     }
 
-    /// Unregister an instance, or one rank of it; its blocks are gone when this returns. Of a rank that only
-    /// events have named the listener stays, and brings it back when it names it again. A model without
-    /// workers stays known until its place is wanted.
+    /// Unregisters an instance, or one rank of it; its blocks are dropped when this returns. If a
+    /// rank is known only from events, the listener stays and restores it when it is named again. A
+    /// model without workers stays known until its slot is needed.
     ///
     /// # Errors
-    /// `NotFound` when nothing fits.
+    /// `NotFound` if nothing matches.
     pub fn unregister(
         &self,
         instance_id: InstanceId,
@@ -318,7 +320,8 @@ impl Catalog {
             .collect();
         let (gone, others): (Vec<_>, Vec<_>) =
             fitting.into_iter().partition(|p| dp_rank.is_none_or(|rank| p.worker.dp_rank == rank));
-        // Who reads a publisher's blocks holds it up for a while: nobody else shall wait for that.
+        // Readers of a publisher's blocks delay this for a while, so it happens outside of the
+        // lock.
         let dropped =
             others.iter().filter(|p| dp_rank.is_some_and(|rank| p.drop_rank(rank))).count();
         let gone: Vec<(Arc<Publisher>, Place)> =
@@ -362,7 +365,7 @@ impl Catalog {
         Ok(count)
     }
 
-    /// The process can open so many sockets: further publishers that need one are refused.
+    /// Limits the sockets of this process: further publishers that need one are refused.
     pub fn limit_sockets(&self, most: usize) {
         self.tables.write().max_sockets = Some(most);
     }
@@ -372,7 +375,7 @@ impl Catalog {
         self.tables.write().is_held = true;
     }
 
-    /// Let all publishers read.
+    /// Lets all publishers read.
     pub fn release(&self) {
         let mut tables = self.tables.write();
         if std::mem::take(&mut tables.is_held) {
@@ -382,10 +385,10 @@ impl Catalog {
         }
     }
 
-    /// Have the registered rank of an instance stop reading, or read on: for tests of what is lost meanwhile.
+    /// Pauses or resumes reading for the registered rank of an instance, for tests of lost events.
     ///
     /// # Errors
-    /// `NotFound` for a worker that is not registered; `Conflict` when it is so already.
+    /// `NotFound` for an unregistered worker; `Conflict` if it is already in that state.
     pub fn pause(&self, worker: Worker, is_paused: bool) -> Result<()> {
         let Some(publisher) = self.publisher_of(worker) else {
             return Err(Error::NotFound(format!(
@@ -409,7 +412,7 @@ impl Catalog {
         Ok(())
     }
 
-    /// Instances with a registered publisher, whatever their ranks.
+    /// Number of instances with a registered publisher, whatever their ranks.
     ///
     /// # Cost
     /// O(publishers).
@@ -421,7 +424,7 @@ impl Catalog {
         tables.workers.keys().filter(is_new).count()
     }
 
-    /// Workers whose blocks came from a peer and that are not registered: model, worker, place.
+    /// Unregistered workers with blocks from a peer: model, worker, position.
     pub fn recovered(&self) -> Vec<(Arc<ModelIndex>, Worker, Place)> {
         let tables = self.tables.read();
         let recovered = tables.past.iter().filter(|(_, past)| past.kind == PastKind::Recovered);
@@ -430,7 +433,7 @@ impl Catalog {
             .collect()
     }
 
-    /// Forget the workers whose blocks came from a peer and that have not registered; how many there were.
+    /// Drops the unregistered workers with blocks from a peer; returns their number.
     pub fn drop_recovered(&self) -> usize {
         let mut tables = self.tables.write();
         let is_recovered = |past: &Past| past.kind == PastKind::Recovered;
@@ -445,7 +448,7 @@ impl Catalog {
         recovered.len()
     }
 
-    /// Nobody decides by this model's index any more: it goes, unless somebody still publishes for it.
+    /// Releases a model's index, which is removed unless it has publishers.
     pub fn let_go(&self, model: &ModelIndex) {
         let mut tables = self.tables.write();
         let is_it =
@@ -455,13 +458,13 @@ impl Catalog {
         }
     }
 
-    /// The publisher that is registered as `worker`.
+    /// The publisher registered as `worker`.
     pub(super) fn publisher_of(&self, worker: Worker) -> Option<Arc<Publisher>> {
         let tables = self.tables.read();
         tables.workers.get(&worker).and_then(|id| tables.publishers.get(id)).cloned()
     }
 
-    /// Keep `past` for when its worker registers. False when it has registered meanwhile.
+    /// Keeps `past` until its worker registers. False if it has registered meanwhile.
     pub(super) fn remember_recovered(&self, worker: Worker, past: Past) -> bool {
         let mut tables = self.tables.write();
         let is_free = !tables.workers.contains_key(&worker);
@@ -481,7 +484,7 @@ impl Catalog {
         self.tables.read().publishers.values().cloned().collect()
     }
 
-    /// What became of events since the start, those of publishers that have left included.
+    /// Counters of all events since the start, including those of departed publishers.
     pub fn event_counts(&self) -> EventCounts {
         let tables = self.tables.read();
         let mut counts = tables.departed;
@@ -494,7 +497,7 @@ impl Catalog {
     /// The index of a model and tenant.
     ///
     /// # Errors
-    /// `NotFound`, in the words of the published API.
+    /// `NotFound`, with the text of the published API.
     pub fn model(&self, model_name: &str, tenant_id: &str) -> Result<Arc<ModelIndex>> {
         let key = Named { model_name, tenant_id };
         self.tables.read().models.get(&key).cloned().ok_or_else(|| {
@@ -511,8 +514,8 @@ impl Catalog {
 }
 
 impl Tables {
-    /// Without anybody who publishes for `model`, or whose blocks of it are here, its next publishers may
-    /// have another block size and identity.
+    /// Resets block size and identity of `model` if it has neither publishers nor their blocks,
+    /// because the next ones may differ.
     fn forget_unused(&self, model: &ModelIndex) {
         if !self.is_used(&model.key) {
             model.forget_block_size();
@@ -526,8 +529,8 @@ impl Tables {
             || self.past.values().any(is_recovered)
     }
 
-    /// Whether one more publisher may have a socket. Registrations of one host that never connected take no
-    /// more than an eighth once half of the places are taken.
+    /// Checks that another publisher may have a socket. Registrations of one host that never
+    /// connected may take at most an eighth of the slots once half of them are taken.
     fn check_sockets(&self, endpoint: &str) -> Result<()> {
         let Some(most) = self.max_sockets.filter(|most| self.publishers.len() >= most / 2) else {
             return Ok(());
@@ -552,7 +555,7 @@ impl Tables {
         Ok(())
     }
 
-    /// Makes room for another model: one that nobody uses and nobody counts on goes. False without one.
+    /// Makes room for another model by removing an unused one. False if there is none.
     fn drop_unused(&mut self) -> bool {
         let is_unused = |model: &&Arc<ModelIndex>| !model.is_kept() && !self.is_used(&model.key);
         let Some(key) = self.models.values().find(is_unused).map(|model| model.key.clone()) else {
@@ -561,7 +564,8 @@ impl Tables {
         self.models.remove(&key).is_some()
     }
 
-    /// At the limit the places of workers that left go first: they cost a replay at worst.
+    /// At the limit the positions of departed workers are dropped first: that costs at most a
+    /// replay.
     fn remember(&mut self, worker: Worker, past: Past, limit: usize) {
         if self.past.len() >= limit {
             let left =

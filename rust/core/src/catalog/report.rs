@@ -1,4 +1,4 @@
-//! What is reported of every publisher: its view and its trust.
+//! Reports about all publishers: view and trust.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -11,19 +11,19 @@ use crate::ids::{InstanceId, Tier, Worker};
 
 /// A publisher as operators see it.
 pub struct Report {
-    /// What it is and what it did.
+    /// Its properties and counters.
     pub view: PublisherView,
     /// The index that it feeds.
     pub model: Arc<ModelIndex>,
-    /// How far the index can be believed about it.
+    /// Trust in the index's data about it.
     pub trust: Trust,
 }
 
 impl Catalog {
-    /// All publishers that `wants` wants, by their model, in the order of registration.
+    /// The publishers of all models selected by `wants`, by model, in order of registration.
     ///
     /// # Cost
-    /// The statistics of each index once, and O(1) a publisher and rank.
+    /// The statistics of each index once, and O(1) per publisher and rank.
     pub fn reports(&self, wants: impl Fn(&ModelIndex) -> bool) -> Vec<Report> {
         self.reports_where(|publisher| wants(&publisher.model))
     }
@@ -34,7 +34,7 @@ impl Catalog {
     }
 
     fn reports_where(&self, wants: impl Fn(&Publisher) -> bool) -> Vec<Report> {
-        // By address: every publisher of a model holds the same one.
+        // By address: all publishers of a model share it.
         let mut evicted: HashMap<*const ModelIndex, u64> = HashMap::new();
         self.publishers()
             .into_iter()

@@ -1,8 +1,8 @@
 //! How much of a prompt an engine with several cache groups can reuse.
 //!
-//! The tree of contents knows how far full attention reaches. Reuse ends at the deepest place from which
-//! *every* group can go on; where the groups stand is in the table of names
-//! ([`GroupIndex`]), under the names that the prompt's blocks have in that engine.
+//! The tree of contents knows how far full attention reaches. Reuse ends at the deepest position
+//! from which *every* group can continue. The table of names ([`GroupIndex`]) has the groups'
+//! blocks, under the names that the prompt's blocks have in that engine.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -16,16 +16,16 @@ use crate::ids::{Tier, Worker};
 use crate::index::groups::{GroupBits, GroupIndex, Holder};
 use crate::index::{BlockIndex, Match, Matches};
 
-/// The workers whose cache the tree of contents alone does not describe.
+/// The workers with a cache that the tree of contents does not describe completely.
 #[derive(Debug, Clone, Default)]
 pub struct Layouts {
     of: BTreeMap<Worker, Arc<Layout>>,
-    /// The different ways in which they name blocks.
+    /// Their different naming schemes.
     namings: Vec<Naming>,
 }
 
 impl Layouts {
-    /// With another layout for `worker`; a plain one, or `None`, is left out.
+    /// A copy with another layout for `worker`; a plain one, or `None`, removes the entry.
     #[must_use]
     pub fn with(&self, worker: Worker, layout: Option<Arc<Layout>>) -> Self {
         let mut of = self.of.clone();
@@ -42,7 +42,7 @@ impl Layouts {
         Self { of, namings }
     }
 
-    /// Whether some cache group has blocks of `size` tokens, or is hashed in such steps.
+    /// Whether some cache group has blocks of `size` tokens, or hashes in such steps.
     pub fn have_block_size(&self, size: u32) -> bool {
         self.of.values().any(|layout| {
             layout.others.iter().any(|group| group.block_size == size)
@@ -50,12 +50,12 @@ impl Layouts {
         })
     }
 
-    /// Whether there are none.
+    /// Whether there are no layouts.
     pub fn is_empty(&self) -> bool {
         self.of.is_empty()
     }
 
-    /// The layout of a worker that has one.
+    /// The layout of a worker, if it has one.
     pub fn get(&self, worker: Worker) -> Option<&Layout> {
         self.of.get(&worker).map(AsRef::as_ref)
     }
@@ -63,7 +63,7 @@ impl Layouts {
     /// The prompt's names in every scheme that its workers use.
     ///
     /// # Cost
-    /// Nothing without such workers; else one digest a block and scheme, where `cache` does not know them.
+    /// Nothing without such workers; otherwise one digest per block and scheme, unless cached.
     pub fn names(&self, cache: &NameCache, tokens: &[u32], keys: &NameKeys<'_>) -> PromptNames {
         let named = |naming: &Naming| {
             let mut names = Vec::new();
@@ -74,7 +74,7 @@ impl Layouts {
     }
 }
 
-/// What engines call the blocks of one prompt; empty where that can't be known.
+/// The engines' names of one prompt's blocks; empty if they can't be computed.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PromptNames {
     of: Vec<(Naming, Vec<u64>)>,
@@ -87,25 +87,25 @@ impl PromptNames {
     }
 }
 
-/// Tokens of a prompt that one worker can reuse; each tier includes the nearer ones.
+/// Tokens of a prompt that one worker can reuse; each tier includes the faster ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Reuse {
-    /// Who.
+    /// The worker.
     pub worker: Worker,
     /// From the device.
     pub device: u32,
-    /// With what is loaded from host memory.
+    /// Including host memory.
     pub host: u32,
-    /// With what is loaded from disks and shared stores.
+    /// Including disks and shared stores.
     pub disk: u32,
 }
 
-/// A prompt, as the index is asked for it.
+/// A prompt in a query.
 #[derive(Debug, Clone, Copy)]
 pub struct Question<'a> {
     /// Local hashes of its full blocks.
     pub locals: &'a [u64],
-    /// What engines call its blocks.
+    /// The engines' names of its blocks.
     pub names: &'a PromptNames,
     /// Its length.
     pub tokens: u32,
@@ -113,7 +113,7 @@ pub struct Question<'a> {
     pub block_size: u32,
 }
 
-/// Where the groups of one worker stand in a prompt: per unit and tier, the groups that have the block which
+/// The groups of one worker along a prompt: per unit and tier, the groups that hold the block which
 /// ends there.
 #[derive(Debug, Default)]
 struct Stand {
@@ -139,9 +139,9 @@ impl Stand {
     }
 }
 
-/// Works out what every worker of `layouts` can reuse, and writes it into `matches` in blocks.
+/// Computes what every worker of `layouts` can reuse, and updates `matches` in blocks.
 ///
-/// Appends to `out` the same in tokens, ascending by worker.
+/// Appends the same in tokens to `out`, ascending by worker.
 pub(super) fn evaluate(
     layouts: &Layouts,
     index: &dyn BlockIndex,
@@ -153,7 +153,7 @@ pub(super) fn evaluate(
     let mut tree: HashMap<Worker, Match> =
         matches.as_slice().iter().map(|found| (found.worker, *found)).collect();
     let mut stand = Stand::default();
-    // Who holds which of the prompt's names, by seat; one gathering for each way of naming.
+    // Holders of the prompt's names, by seat; collected once per naming.
     for (naming, names) in &question.names.of {
         if names.is_empty() {
             continue;
@@ -186,7 +186,7 @@ pub(super) fn evaluate(
             }
         });
     }
-    // Where names can't be computed, the tree knows what a worker calls the blocks that it holds.
+    // If names can't be computed, the tree has the worker's names of the blocks that it holds.
     let mut names = Vec::new();
     for (worker, layout) in &layouts.of {
         if layout.naming.as_ref().is_some_and(|naming| question.names.get(naming).is_some()) {
@@ -208,7 +208,7 @@ pub(super) fn evaluate(
         out.push(prompt.reuse(*worker, Some(found), unit));
     }
     out.sort_unstable_by_key(|reuse| reuse.worker);
-    // What the tree alone says of these workers is too much.
+    // The tree alone overestimates these workers.
     for worker in layouts.of.keys() {
         if let Some(found) = tree.get_mut(worker) {
             *found = Match { predicted: found.predicted, ..Match::on_device(*worker, 0) };
@@ -236,7 +236,7 @@ fn holders(worker: Worker, layout: &Layout) -> impl Iterator<Item = (Tier, Holde
     own.chain(shared)
 }
 
-/// One worker's cache, seen from one prompt.
+/// One worker's cache, from the view of one prompt.
 struct Prompt<'a> {
     layout: &'a Layout,
     unit: u32,
@@ -249,7 +249,7 @@ impl Prompt<'_> {
         let tree = found.map_or(0, |found| found.device);
         let is_of_tree = self.layout.is_of_tree();
         let device = if is_of_tree {
-            // The last token is computed in any case, but it may be loaded.
+            // The last token is always computed, but it may be loaded.
             tree.saturating_mul(block_size).min(self.len.saturating_sub(1) / self.unit * self.unit)
         } else {
             self.resumable(tree)
@@ -273,8 +273,8 @@ impl Prompt<'_> {
         group.idx < GroupBits::BITS && self.bits(&self.stand.device, at) & 1 << group.idx != 0
     }
 
-    /// The deepest place from which every group can go on, on the device alone. At least one token is
-    /// computed in any case.
+    /// The deepest position from which every group can continue, on the device alone. At least one
+    /// token is always computed.
     fn resumable(&self, tree_blocks: u32) -> u32 {
         let last = self.len.saturating_sub(1);
         let Layout { main, others, .. } = self.layout;
@@ -291,14 +291,14 @@ impl Prompt<'_> {
             let missing = others.iter().find_map(|group| self.missing(group, end));
             match missing {
                 None => return end,
-                // Whatever ends at or behind the missing block, and needs it, needs it in vain.
+                // A prefix that ends at or after the missing block needs it.
                 Some(at) => end = (at - 1).min(end - 1) / align * align,
             }
         }
         0
     }
 
-    /// Places at which hits may end lie so far apart.
+    /// Distance between possible ends of hits.
     fn alignment(&self) -> u32 {
         let groups = self.layout.main.iter().chain(&self.layout.others);
         let is_fine = |group: &Group| group.rule == Rule::State && self.unit < group.block_size;
@@ -308,8 +308,8 @@ impl Prompt<'_> {
         groups.map(|group| group.block_size.max(1)).fold(1, lcm)
     }
 
-    /// How far a group holds all from the start, the first blocks of it by the tree; into the first block
-    /// that is not whole.
+    /// How far a group holds everything from the start, the first blocks according to the tree; up
+    /// to the first incomplete block.
     fn reach(&self, group: &Group, tree_blocks: u32) -> u32 {
         let (size, last) = (group.block_size.max(1), self.len.saturating_sub(1));
         let mut whole = tree_blocks.min(last / size) * size;
@@ -321,7 +321,7 @@ impl Prompt<'_> {
         parts.rfind(|at| self.holds(group, *at)).unwrap_or(whole)
     }
 
-    /// The end of a block without which a prefix that ends at `end` is of no use to the group.
+    /// The end of a missing block that the group needs for a prefix that ends at `end`.
     fn missing(&self, group: &Group, end: u32) -> Option<u32> {
         let size = group.block_size.max(1);
         if group.rule == Rule::Full {
@@ -338,8 +338,8 @@ impl Prompt<'_> {
         None
     }
 
-    /// Tokens with what can be loaded from farther tiers behind `local` ones, chunk by chunk. Nothing shorter
-    /// than a chunk is loaded.
+    /// Tokens including what can be loaded from slower tiers after `local` ones, chunk by chunk.
+    /// Nothing shorter than a chunk is loaded.
     ///
     /// # Source
     /// `_lookup_complete_chunks` of vLLM's offloading connector.
@@ -387,8 +387,8 @@ impl Prompt<'_> {
     }
 }
 
-/// Chunks from `start` to the end of the last run of chunks that covers a window; the rightmost may need one
-/// chunk more to its left.
+/// The chunks from `start` to the end of the last run of chunks that covers a window; the rightmost
+/// may need one more chunk on its left.
 fn last_window(
     held: impl Fn(u32) -> bool,
     start: u32,
@@ -398,7 +398,7 @@ fn last_window(
     last: u32,
 ) -> u32 {
     let needed = window.div_ceil(chunk).max(window.saturating_sub(1).div_ceil(chunk));
-    // Tokens of the last chunk that lie behind the limit.
+    // Tokens of the last chunk beyond the limit.
     let beyond = last.next_multiple_of(chunk) - last;
     let reach = (window.saturating_sub(1) + beyond).div_ceil(chunk);
     let mut required = needed.max(reach);

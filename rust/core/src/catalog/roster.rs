@@ -1,4 +1,4 @@
-//! Who may hold blocks of an index: registered workers and ranks that only events have named.
+//! The workers that may hold blocks of an index: registered ones, and ranks known only from events.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -7,11 +7,11 @@ use parking_lot::RwLock;
 
 use crate::ids::Worker;
 
-/// The workers of one index, with a list that is ready for queries.
+/// The workers of one index, with a cached list for queries.
 ///
 /// # Cost
-/// A change is O(log workers). The first [`Roster::list`] after changes writes the list anew, every other
-/// one copies a pointer.
+/// A change is O(log workers). The first [`Roster::list`] after changes rebuilds the list, every
+/// other one copies a pointer.
 #[derive(Debug, Default)]
 pub(super) struct Roster {
     state: RwLock<State>,
@@ -19,14 +19,14 @@ pub(super) struct Roster {
 
 #[derive(Debug, Default)]
 struct State {
-    /// How many publishers speak for the worker.
+    /// Number of publishers per worker.
     claims: BTreeMap<Worker, u32>,
     /// `None` since the last change.
     list: Option<Arc<[Worker]>>,
 }
 
 impl Roster {
-    /// One more publisher speaks for `worker`.
+    /// Adds a publisher for `worker`.
     pub fn add(&self, worker: Worker) {
         let mut state = self.state.write();
         let claims = state.claims.entry(worker).or_default();
@@ -36,7 +36,7 @@ impl Roster {
         }
     }
 
-    /// One publisher less speaks for `worker`. Returns whether nobody does any more.
+    /// Removes a publisher for `worker`. Returns whether it was the last one.
     pub fn remove(&self, worker: Worker) -> bool {
         let mut state = self.state.write();
         let Some(claims) = state.claims.get_mut(&worker) else { return true };
@@ -49,12 +49,12 @@ impl Roster {
         is_gone
     }
 
-    /// Whether more than one publisher speaks for `worker`.
+    /// Whether `worker` has more than one publisher.
     pub fn is_shared(&self, worker: Worker) -> bool {
         self.state.read().claims.get(&worker).is_some_and(|claims| *claims > 1)
     }
 
-    /// Everybody, by instance and rank.
+    /// All workers, by instance and rank.
     pub fn list(&self) -> Arc<[Worker]> {
         if let Some(list) = &self.state.read().list {
             return Arc::clone(list);

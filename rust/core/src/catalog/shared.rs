@@ -1,4 +1,5 @@
-//! Workers whose state comes from what replicas share: a broker's stream, a snapshot, a worker's own dump.
+//! Workers with a state shared between replicas: a broker's stream, a snapshot, a worker's own
+//! dump.
 
 use super::past::PastKind;
 use super::registry::Catalog;
@@ -6,7 +7,7 @@ use crate::error::Error;
 use crate::ids::{InstanceId, Worker};
 
 impl Catalog {
-    /// Workers of whom blocks may be held: registered ones, and those that only a dump has named.
+    /// Workers that may hold blocks: registered ones, and those known only from a dump.
     pub fn known_workers(&self) -> Vec<Worker> {
         let tables = self.tables.read();
         let recovered = tables.past.iter().filter(|(_, past)| past.kind == PastKind::Recovered);
@@ -16,11 +17,11 @@ impl Catalog {
         workers
     }
 
-    /// Forgets what a worker holds and its place in the stream, so that a dump can take their place; all
-    /// ranks that its publisher speaks for. False when nothing is known of it.
+    /// Drops a worker's blocks and stream position, so that a dump can replace them, for all ranks
+    /// of its publisher. False if it is unknown.
     ///
     /// # Consistency
-    /// Until the dump is there the worker holds nothing.
+    /// Until the dump is loaded the worker holds nothing.
     pub fn forget_worker(&self, worker: Worker) -> bool {
         if let Some(publisher) = self.publisher_of(worker) {
             publisher.start_over();
@@ -32,7 +33,7 @@ impl Catalog {
                 past.drop_blocks(worker.instance_id);
                 true
             }
-            // Where it left is no matter of what is shared.
+            // Its last endpoint does not matter for shared state.
             Some(past) => {
                 tables.past.insert(worker, past);
                 false
@@ -41,7 +42,7 @@ impl Catalog {
         }
     }
 
-    /// Unregisters an instance, or one rank of it, whatever its model. Returns whether there was one.
+    /// Unregisters an instance, or one rank of it, in any model. Returns whether it existed.
     pub fn expel(&self, instance_id: InstanceId, dp_rank: Option<u32>) -> bool {
         let models: Vec<_> = {
             let tables = self.tables.read();

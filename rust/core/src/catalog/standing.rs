@@ -1,4 +1,4 @@
-//! What a publisher remembers for its trust: since when all was right, and what has been said already.
+//! A publisher's memory for its trust: the last known good state, and what was already logged.
 
 use super::code::{Code, Codes};
 use super::counters::EventCounts;
@@ -11,33 +11,33 @@ use crate::log_limit::LogLimit;
 /// Kept under the publisher's lock.
 #[derive(Debug, Default)]
 pub(super) struct Standing {
-    /// Counts when all was last known to be right.
+    /// Counters at the last known good moment.
     baseline: EventCounts,
-    /// Blocks that the index had let go by then.
+    /// Evictions of the index until then.
     evicted_before: u64,
-    /// What it has seen itself; the rest of the evidence is read when it is asked for.
+    /// Its own observations; the rest of the evidence is read on demand.
     seen: Evidence,
-    /// What the log knows of.
+    /// Codes that were logged.
     told: Codes,
-    /// Has it been warned since it was last told that all is right?
+    /// Whether a warning was logged since the last recovery.
     is_warned: bool,
-    /// How often each fault may still be told.
+    /// How often each fault may still be logged.
     lines: Vec<(Code, LogLimit)>,
 }
 
 impl Standing {
-    /// Of a publisher that is registered now, with an index that has let `evicted` blocks go so far.
+    /// For a newly registered publisher; the index has evicted `evicted` blocks so far.
     pub fn new(evicted: u64) -> Self {
         Self { evicted_before: evicted, ..Self::default() }
     }
 
-    /// All its blocks are forgotten, and a new stream begins.
+    /// All its blocks were dropped, and a new stream begins.
     pub fn forgotten(&mut self, now: EventCounts, evicted: u64) {
         self.right(now, evicted);
         self.seen.is_known_empty = false;
     }
 
-    /// The engine cleared its cache. What is wrong with how it publishes stays wrong.
+    /// The engine cleared its cache. Problems of its publishing remain.
     pub fn cleared(&mut self, now: EventCounts, evicted: u64) {
         let EventCounts { batches, stored, block_size_mismatch, .. } = self.baseline;
         self.right(EventCounts { batches, stored, block_size_mismatch, ..now }, evicted);
@@ -54,7 +54,7 @@ impl Standing {
         self.seen.is_recovered_inexact = false;
     }
 
-    /// The socket's state changed; `before` is the one until now, `has_position` whether a batch was applied.
+    /// The socket's state changed from `before`; `has_position`: whether a batch was applied.
     pub fn socket(&mut self, before: ListenerStatus, status: ListenerStatus, has_position: bool) {
         if status != ListenerStatus::Active {
             return;
@@ -70,19 +70,19 @@ impl Standing {
         self.seen.was_connected
     }
 
-    /// A batch was applied, or a replay showed that the stream goes on.
+    /// A batch was applied, or a replay verified the stream.
     pub fn went_on(&mut self) {
         self.seen.missing_batches = 0;
         self.seen.is_unverified = false;
         self.seen.is_known_empty = false;
     }
 
-    /// These batches are being asked for.
+    /// These batches are being requested.
     pub fn missing(&mut self, batches: u64) {
         self.seen.missing_batches = batches;
     }
 
-    /// Batches were given up; `is_first` when none was applied before.
+    /// Batches were given up; `is_first` if none was applied before.
     pub fn gave_up(&mut self, batches: u64, is_first: bool) {
         self.seen.missing_batches = 0;
         if is_first {
@@ -90,13 +90,13 @@ impl Standing {
         }
     }
 
-    /// The engine is being asked for what it published, or not any more.
+    /// A replay is in progress, or has ended.
     pub fn replaying(&mut self, is_replaying: bool) {
         self.seen.is_replaying = is_replaying;
     }
 
-    /// So many batches were applied by an earlier registration, whose blocks are gone. They can be asked
-    /// for, or not.
+    /// An earlier registration applied this many batches, whose blocks are gone. They can be
+    /// requested if there is a replay.
     pub fn returned(&mut self, batches: u64, has_replay: bool) {
         if has_replay {
             self.seen.missing_batches = batches;
@@ -105,19 +105,19 @@ impl Standing {
         }
     }
 
-    /// A replay from the start brought nothing: the engine has published nothing yet.
+    /// A replay from the start was empty: the engine has published nothing yet.
     pub fn found_empty(&mut self) {
         self.seen.is_known_empty = true;
     }
 
-    /// Its blocks came from a peer, which could say up to which batch or not, and was exact or not.
+    /// Its blocks came from a peer, with or without a stream position, exact or not.
     pub fn recovered(&mut self, has_watermark: bool, is_exact: bool) {
         self.seen.is_recovered_without_watermark = !has_watermark;
         self.seen.is_recovered_inexact = !is_exact;
         self.seen.is_known_empty = false;
     }
 
-    /// Evidence without what the socket and the index know.
+    /// Evidence without data of the socket and the index.
     pub fn evidence(&self, status: ListenerStatus, now: &EventCounts) -> Evidence {
         Evidence {
             status,
@@ -127,13 +127,13 @@ impl Standing {
         }
     }
 
-    /// Blocks that the index has let go since all was right, of `evicted` in total.
+    /// Evictions of the index since the last known good moment, of `evicted` in total.
     pub fn evicted_since(&self, evicted: u64) -> u64 {
         evicted.saturating_sub(self.evicted_before)
     }
 
-    /// Tell the log what is newly wrong among the codes in `looked_at`, and when all is right again. A fault
-    /// that comes and goes is told as often as a [`LogLimit`] allows.
+    /// Logs new problems among the codes in `looked_at`, and a recovery. A fault that comes and
+    /// goes is logged as often as a [`LogLimit`] allows.
     pub fn tell(
         &mut self,
         clock: &dyn Clock,

@@ -1,9 +1,9 @@
-//! From one replica to another: what every publisher's worker holds, and up to which batch.
+//! Transfer between replicas: every publisher's blocks, and their stream position.
 //!
-//! The binary form is a magic, then parts: a length (8 bytes, little-endian) and a snapshot of one
-//! publisher's workers, whose key says in JSON what they are of, and in msgpack the names in their cache
-//! groups, where there are any; a length of 0 ends it. The JSON form is
-//! the published dump, which other systems' indexers answer with as well.
+//! The binary form is a magic, followed by parts: a length (8 bytes, little-endian) and a snapshot
+//! of one publisher's workers, with a key in JSON that identifies them, and the names in their
+//! cache groups in msgpack, if there are any; a length of 0 ends it. The JSON form is the published
+//! dump, which other systems' indexers also provide.
 
 use std::io::{self, Read};
 use std::sync::Arc;
@@ -30,13 +30,14 @@ use crate::index::snapshot::{Meta, Reader, save_workers};
 /// First bytes of the binary form; the last one is its version.
 pub const MAGIC: [u8; 8] = *b"kvfdump\x01";
 
-/// A part is one publisher's share, 16 bytes a block: so much is for sixty million blocks.
+/// Size limit of a part, which is one publisher's share, 16 bytes per block: enough for sixty
+/// million blocks.
 const PART_BYTES_MAX: u64 = 1 << 30;
 
-/// Reasons that a recovery keeps in words; further ones are only counted.
+/// Maximum reasons kept as text by a recovery; further ones are only counted.
 const REASONS_MAX: usize = 16;
 
-/// What a part's key says, in JSON.
+/// Content of a part's key, in JSON.
 #[derive(Debug, Serialize, Deserialize)]
 struct Head {
     model_name: String,
@@ -56,14 +57,14 @@ enum Owner {
     Recovered(Place),
 }
 
-/// One publisher's share of a model: its own rank, and those that its batches have named.
+/// One publisher's share of a model: its own rank, and those named by its batches.
 pub struct Part {
     /// The model and tenant.
     pub model: Arc<ModelIndex>,
     /// The registered worker.
     pub worker: Worker,
     owner: Owner,
-    /// Ranks of the same instance that other publishers are registered for.
+    /// Ranks of the same instance with other publishers.
     others: Vec<u32>,
 }
 
@@ -86,7 +87,7 @@ pub fn parts(catalog: &Catalog) -> Vec<Part> {
         owner: Owner::Recovered(place),
     }));
     parts.sort_by(|a, b| (&a.model.key, a.worker).cmp(&(&b.model.key, b.worker)));
-    // Neighbours of one instance stand side by side.
+    // Ranks of one instance are adjacent.
     let workers: Vec<Worker> = parts.iter().map(|part| part.worker).collect();
     for (at, part) in parts.iter_mut().enumerate() {
         let same = |worker: &&Worker| worker.instance_id == part.worker.instance_id;
@@ -98,7 +99,7 @@ pub fn parts(catalog: &Catalog) -> Vec<Part> {
 }
 
 impl Part {
-    /// Reads place and workers of one moment; the publisher's frames wait meanwhile.
+    /// Reads position and workers of one moment; the publisher's frames wait meanwhile.
     fn read<T>(&self, read: impl FnOnce(&Place, &[Worker]) -> T) -> T {
         let read = |place: Place| {
             let ranks = place.ranks.iter().filter(|rank| !self.others.contains(rank));
@@ -114,13 +115,13 @@ impl Part {
         }
     }
 
-    /// Its bytes in the binary form, length included.
+    /// Encodes it in the binary form, including the length.
     ///
     /// # Errors
-    /// `InvalidArgument` when it does not fit the format: a step of over 2^32 blocks.
+    /// `InvalidArgument` if it does not fit the format: a step of over 2^32 blocks.
     ///
     /// # Cost
-    /// 16 bytes a block; the publisher's frames wait meanwhile.
+    /// 16 bytes per block; the publisher's frames wait meanwhile.
     pub fn encode(&self) -> Result<Vec<u8>, Error> {
         self.read(|place, workers| {
             let Identity { lora_name, cache_salt } = self.model.agreement.held();
@@ -150,7 +151,7 @@ impl Part {
         })
     }
 
-    /// Its events, and what goes with them.
+    /// Its events, and the related watermark.
     pub fn events(&self) -> (Vec<RouterEvent>, Watermark) {
         self.read(|place, workers| {
             let index = self.model.index.as_ref();
@@ -159,8 +160,8 @@ impl Part {
         })
     }
 
-    /// What its workers hold, in a few bytes: equal states have equal digests. Workers that hold nothing
-    /// have none.
+    /// Digests of its workers' blocks: equal states have equal digests. Workers without blocks have
+    /// none.
     ///
     /// # Cost
     /// O(n log n) and 48 bytes for n blocks of a worker.
@@ -195,40 +196,40 @@ impl Part {
     }
 }
 
-/// What one worker holds, in short.
+/// A summary of one worker's blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Digest {
-    /// Who.
+    /// The worker.
     pub worker: Worker,
     /// Names held, counted per tier.
     pub blocks: usize,
-    /// XXH3 over what is held, in order.
+    /// XXH3 over the blocks, in order.
     pub digest: u64,
-    /// The last batch of its publisher that is in it.
+    /// The last batch of its publisher that is included.
     pub last_sequence: Option<u64>,
 }
 
-/// The place of one publisher's stream, as the JSON form says it.
+/// The position of one publisher's stream, in the JSON form.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Watermark {
     /// The registered instance.
     pub instance_id: InstanceId,
     /// The registered rank.
     pub dp_rank: u32,
-    /// All ranks that its batches have named.
+    /// All ranks named by its batches.
     pub dp_ranks: Vec<u32>,
-    /// The last batch that is in the events; `None` when there was none.
+    /// The last batch that is included in the events; `None` if there was none.
     pub last_sequence: Option<u64>,
     /// XXH3 of that batch's bytes, in hexadecimal.
     #[serde(default)]
     pub fingerprint: Option<String>,
-    /// The cache group that is credited.
+    /// The credited cache group.
     #[serde(default)]
     pub group: Option<u32>,
-    /// What is known of all cache groups.
+    /// All cache groups.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cache: Option<Knowledge>,
-    /// What is held is known to be not quite what the engine holds.
+    /// The blocks are known to differ slightly from the engine's.
     #[serde(default)]
     pub is_inexact: bool,
 }
@@ -250,7 +251,7 @@ impl Watermark {
         }
     }
 
-    /// As a place to go on from.
+    /// As a position to continue from.
     pub(super) fn place(&self) -> Place {
         let fingerprint = self.fingerprint.as_deref();
         let fingerprint = fingerprint.and_then(|hash| u64::from_str_radix(hash, 16).ok());
@@ -266,23 +267,23 @@ impl Watermark {
     }
 }
 
-/// How far a recovery has come.
+/// Progress of a recovery.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Progress {
-    /// Publishers whose share was taken over.
+    /// Restored publishers.
     pub publishers: usize,
-    /// Workers that hold blocks now.
+    /// Workers with blocks now.
     pub workers: usize,
-    /// Blocks that they hold.
+    /// Their blocks.
     pub blocks: usize,
-    /// What was left out, in words; the first ones.
+    /// Reasons for omissions, as text; the first ones.
     pub skipped: Vec<String>,
-    /// How much was left out.
+    /// Number of omissions.
     pub skipped_count: usize,
 }
 
 impl Progress {
-    /// Something was left out.
+    /// Records an omission.
     pub(super) fn skip(&mut self, reason: String) {
         tracing::warn!(reason, "left out of the recovery");
         self.skipped_count += 1;
@@ -292,28 +293,28 @@ impl Progress {
     }
 }
 
-/// Why a recovery ended early. What came whole by then stays.
+/// Why a recovery ended early. Complete parts before the error are kept.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum TransferError {
     /// The connection broke, or was too slow.
     #[error("the peer's dump can't be read: {0}")]
     Io(#[from] io::Error),
-    /// It ended before its end mark.
+    /// It ended before its end marker.
     #[error("the peer's dump ends too early")]
     Cut,
-    /// It is something else.
+    /// It has another format.
     #[error("the peer's answer is not a dump: {0}")]
     NotADump(String),
 }
 
-/// Takes over a dump in the binary form. `tell` hears of every step.
+/// Restores a dump in the binary form. Calls `tell` after every step.
 ///
 /// # Errors
-/// See [`TransferError`]; what came whole before stays.
+/// See [`TransferError`]; complete parts before the error are kept.
 ///
 /// # Consistency
-/// Each publisher's share is of one moment, with the place in its stream of that moment.
+/// Each publisher's share, including its stream position, is of one moment.
 ///
 /// # Cost
 /// O(blocks), and memory for the largest part, twice.
@@ -335,7 +336,7 @@ pub fn restore(
             let why = format!("a part of {len} bytes; the limit is {PART_BYTES_MAX}");
             return Err(TransferError::NotADump(why));
         }
-        // Whole before anything is locked: a slow peer holds up nobody's frames or questions.
+        // Read completely before anything is locked: a slow peer delays neither frames nor queries.
         let mut part = Vec::new();
         from.take(len).read_to_end(&mut part)?;
         if (part.len() as u64) < len {
@@ -355,7 +356,7 @@ fn read_word(from: &mut dyn Read) -> Result<[u8; 8], TransferError> {
     }
 }
 
-/// What can't be used of it is left out; the dump goes on behind it.
+/// Unusable data of the part is skipped; the dump continues after it.
 fn restore_part(catalog: &Catalog, part: &[u8], progress: &mut Progress) {
     let (mut part, names) = split_names(part);
     let snapshot = match Reader::open(&mut part) {
@@ -373,7 +374,7 @@ fn restore_part(catalog: &Catalog, part: &[u8], progress: &mut Progress) {
         Ok(model) => model,
         Err(error) => return progress.skip(format!("worker {worker}: {error}")),
     };
-    // Saying nothing means none here: the blocks are there already.
+    // Here an unspecified identity means none, because the blocks already exist.
     let [lora_name, cache_salt] =
         [&head.lora_name, &head.additional_salt].map(|name| Some(name.clone().unwrap_or_default()));
     let identity = Identity { lora_name, cache_salt };
@@ -400,7 +401,7 @@ fn restore_part(catalog: &Catalog, part: &[u8], progress: &mut Progress) {
             }
         }
         for lost in loaded.lost {
-            // Its blocks would never come back: the place would promise too much.
+            // Its blocks would never return, so the position would promise too much.
             place.cursor = None;
             place.is_inexact = true;
             progress.skip(format!("worker {}: {}", lost.worker, lost.cause));
@@ -413,7 +414,7 @@ fn restore_part(catalog: &Catalog, part: &[u8], progress: &mut Progress) {
     }
 }
 
-/// The names that one worker has in a tier's cache groups.
+/// One worker's names in a tier's cache groups.
 #[derive(Debug, Serialize, Deserialize)]
 struct NamesOf {
     worker: (InstanceId, u32),
@@ -421,10 +422,11 @@ struct NamesOf {
     names: Vec<GroupName>,
 }
 
-/// Marks the end of a part that has names.
+/// Marks the end of a part with names.
 const NAMES_MARK: [u8; 8] = *b"kvfnames";
 
-/// What workers have in the table of groups: msgpack, its length and a mark; nothing for none.
+/// The workers' entries in the table of groups: msgpack, its length and a marker; empty without
+/// any.
 fn names_of(model: &ModelIndex, workers: &[Worker]) -> Vec<u8> {
     if model.groups.is_empty() {
         return Vec::new();
@@ -449,7 +451,7 @@ fn names_of(model: &ModelIndex, workers: &[Worker]) -> Vec<u8> {
     bytes
 }
 
-/// A part's snapshot, and its names where it has any.
+/// A part's snapshot, and its names if there are any.
 fn split_names(part: &[u8]) -> (&[u8], &[u8]) {
     let whole = (part, &[][..]);
     let Some(rest) = part.strip_suffix(&NAMES_MARK) else { return whole };
@@ -458,7 +460,7 @@ fn split_names(part: &[u8]) -> (&[u8], &[u8]) {
     rest.len().checked_sub(len).map_or(whole, |at| rest.split_at(at))
 }
 
-/// False when they can't be read.
+/// False if they are invalid.
 fn restore_names(model: &ModelIndex, bytes: &[u8]) -> bool {
     let Ok(all) = rmp_serde::from_slice::<Vec<NamesOf>>(bytes) else { return false };
     for NamesOf { worker: (instance_id, dp_rank), tier, names } in all {
@@ -479,11 +481,11 @@ pub(super) fn model_of(
     catalog.model_for(key, block_size)
 }
 
-/// Why a worker's blocks are not taken.
+/// Why a worker's blocks are refused.
 pub(super) const OTHERS: &str = "it is registered for another model or tenant here";
 
-/// Brings the blocks that `load` loads, and the place it returns, to the worker's publisher, or keeps
-/// them until it is registered.
+/// Passes the blocks that `load` loads, and the position it returns, to the worker's publisher, or
+/// keeps them until it is registered.
 pub(super) fn adopt(
     catalog: &Catalog,
     model: &Arc<ModelIndex>,

@@ -1,4 +1,4 @@
-//! The JSON form of a dump, read while it comes: the way in for the dumps of other systems' indexers.
+//! The JSON form of a dump, parsed while it arrives: used for dumps of other systems' indexers.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap};
@@ -16,16 +16,16 @@ use super::transfer::{OTHERS, Progress, TransferError, Watermark, adopt, model_o
 use crate::codec::router::RouterEvent;
 use crate::ids::Worker;
 
-/// Takes over a dump in the JSON form, `{"model:tenant": {"block_size": N, "events": [...]}, ...}`.
+/// Restores a dump in the JSON form, `{"model:tenant": {"block_size": N, "events": [...]}, ...}`.
 ///
-/// A name is split at its last `:`, unless the entry has `model_name` and `tenant_id` before its events.
-/// Workers without a watermark go on from the first batch that comes of them.
+/// A name is split at its last `:`, unless the entry has `model_name` and `tenant_id` before its
+/// events. Workers without a watermark continue from their first received batch.
 ///
 /// # Errors
-/// See [`TransferError`]; models that came whole stay, and nothing of the one that broke off.
+/// See [`TransferError`]; complete models are kept, an incomplete one is discarded.
 ///
 /// # Cost
-/// O(blocks); one event in memory at a time.
+/// O(blocks); holds one event in memory at a time.
 pub fn restore_json(
     catalog: &Catalog,
     from: &mut dyn Read,
@@ -44,10 +44,10 @@ pub fn restore_json(
     Ok(progress)
 }
 
-/// No event has so many bytes: an endless one would be held in memory.
+/// Maximum bytes of an event: an endless one would be held in memory.
 const EVENT_BYTES_MAX: usize = 256 << 20;
 
-/// Counts what is read for one event.
+/// Counts the bytes read for one event.
 struct Measured<'a> {
     from: &'a mut dyn Read,
     since_event: &'a Cell<usize>,
@@ -107,7 +107,7 @@ struct Entry<'a, 'b> {
     key: ModelKey,
     block_size: Option<u32>,
     model: Option<Arc<ModelIndex>>,
-    /// Whether a worker's events are taken: not when it holds something already.
+    /// Whether a worker's events are applied: not if it already holds blocks.
     workers: HashMap<Worker, bool>,
     watermarks: Vec<Watermark>,
 }
@@ -120,7 +120,7 @@ impl<'a, 'b> Entry<'a, 'b> {
         Self { dump, key, block_size: None, model: None, workers, watermarks }
     }
 
-    /// The index, made with the first event.
+    /// The index, created with the first event.
     fn model(&mut self) -> Option<Arc<ModelIndex>> {
         if self.model.is_none() && self.workers.is_empty() {
             match model_of(self.dump.catalog, &self.key, self.block_size) {
@@ -152,7 +152,7 @@ impl<'a, 'b> Entry<'a, 'b> {
         }
     }
 
-    /// The rest of it will not come: nobody holds what the first part says.
+    /// Undoes the first part, because the rest will not arrive.
     fn undo(self) {
         let Some(model) = &self.model else { return };
         let taken = self.workers.iter().filter(|(_, is_taken)| **is_taken);
@@ -168,7 +168,7 @@ impl<'a, 'b> Entry<'a, 'b> {
         }
     }
 
-    /// Every worker gets its place, or is kept without one.
+    /// Sets every worker's position, or keeps it without one.
     fn finish(mut self) {
         let Some(model) = self.model.take() else { return };
         let taken = self.workers.iter().filter(|(_, is_taken)| **is_taken);
@@ -183,7 +183,7 @@ impl<'a, 'b> Entry<'a, 'b> {
             let worker = Worker::new(mark.instance_id, mark.dp_rank);
             let ranks: Vec<Worker> =
                 mark.dp_ranks.iter().map(|rank| Worker::new(mark.instance_id, *rank)).collect();
-            // Where something of it was left out, its place would promise too much.
+            // If anything of it was omitted, its position would promise too much.
             if ranks.iter().all(|rank| self.workers.get(rank).copied().unwrap_or(true)) {
                 ranks.iter().for_each(|rank| drop(loose.remove(rank)));
                 placed.push((worker, mark.place()));

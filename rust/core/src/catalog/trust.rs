@@ -1,8 +1,8 @@
-//! How far the index can be believed about a publisher: exact, degraded or stale, with reasons and what to
-//! do about them.
+//! Trust in the index's data about a publisher: exact, degraded or stale, with reasons and fixes.
 //!
-//! A pure function of [`Evidence`]. What was seen before the last moment when all was known to be right (a
-//! restart or a clearing of the engine: it then holds nothing, and nothing is held of it) counts no more.
+//! A pure function of [`Evidence`]. Observations from before the last known good moment (a restart
+//! or a cache reset of the engine, after which neither it nor the index holds anything) do not
+//! count.
 
 use serde::Serialize;
 
@@ -10,46 +10,46 @@ use super::code::{Code, Codes, TrustState};
 use super::counters::EventCounts;
 use super::registration::ListenerStatus;
 
-/// What is known of a publisher, as far as its trust depends on it.
+/// The inputs of a publisher's trust.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Evidence {
     /// State of its socket.
     pub status: ListenerStatus,
-    /// Has it ever been connected since the registration?
+    /// Whether it was ever connected since the registration.
     pub was_connected: bool,
-    /// Connected again, and no frame or replay has shown yet that the stream goes on.
+    /// Reconnected, without a frame or replay that verifies the stream.
     pub is_unverified: bool,
-    /// Can lost batches be asked for?
+    /// Whether lost batches can be requested.
     pub has_replay: bool,
-    /// Blocks came from a peer that did not say up to which batch.
+    /// Blocks came from a peer without their stream position.
     pub is_recovered_without_watermark: bool,
-    /// Blocks came from a peer that was not exact about them.
+    /// Blocks came from a peer with inexact data.
     pub is_recovered_inexact: bool,
-    /// The engine's replay said that it has published nothing yet.
+    /// The engine's replay was empty: it has published nothing yet.
     pub is_known_empty: bool,
     /// Last batch applied since the start or a restart.
     pub last_sequence: Option<u64>,
-    /// Batches that are being asked for.
+    /// Requested batches.
     pub missing_batches: u64,
-    /// The engine is being asked for what it published.
+    /// A replay is in progress.
     pub is_replaying: bool,
-    /// Batches that were not to be had, before the first one that came.
+    /// Unavailable batches before the first received one.
     pub missed_first_batches: u64,
-    /// Batches of an earlier registration, whose blocks went with it.
+    /// Batches of an earlier registration, whose blocks were dropped.
     pub batches_before: u64,
-    /// Counts since the last moment when all was known to be right.
+    /// Counters since the last known good moment.
     pub since: EventCounts,
     /// Tokens in a block of the index.
     pub block_size: Option<u32>,
-    /// Blocks that the index let go at a limit since that moment, whoever's they were.
+    /// Blocks of any worker that the index evicted at a limit since that moment.
     pub evicted_blocks: u64,
-    /// Blocks held on the device by the fullest of its ranks.
+    /// Blocks on the device of its fullest rank.
     pub device_blocks: usize,
-    /// Blocks that a rank's device has, where somebody told.
+    /// Blocks of a rank's device, if known.
     pub capacity_blocks: Option<u64>,
 }
 
-/// What speaks against believing the index about this publisher.
+/// The problems of this publisher.
 pub fn findings(evidence: &Evidence) -> Codes {
     use ListenerStatus::{Active, Failed, Paused, Pending};
     let Evidence { status, since, .. } = *evidence;
@@ -59,7 +59,7 @@ pub fn findings(evidence: &Evidence) -> Codes {
     let is_garbled = since.undecodable > 0 && since.batches == 0;
     let is_over = |capacity| evidence.device_blocks as u64 > capacity;
     let is_known = evidence.is_known_empty || evidence.is_recovered_without_watermark;
-    // A replay that is asked for to verify the stream says so itself.
+    // A replay that verifies the stream has its own code.
     let is_replaying = evidence.is_replaying && !evidence.is_unverified;
     let is_behind = evidence.missing_batches > 0 || is_replaying;
     let is_silent = status == Active && !is_heard && !is_known;
@@ -95,30 +95,30 @@ pub fn findings(evidence: &Evidence) -> Codes {
     .fold(Codes::EMPTY, |codes, (code, _)| codes.with(code))
 }
 
-/// Why a publisher is not exact, in words.
+/// Why a publisher is not exact, as text.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Reason {
     /// Short and stable, for machines: see [`Code`].
     pub code: &'static str,
-    /// What was seen and what it means for credit.
+    /// The observation and its effect on credit.
     pub message: String,
-    /// What to do.
+    /// The fix.
     pub fix: &'static str,
 }
 
-/// How far the index can be believed about a publisher, and why not further.
+/// Trust in the index's data about a publisher, with reasons.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
 pub struct Trust {
-    /// The worst that a reason makes.
+    /// The worst state of all reasons.
     pub state: TrustState,
-    /// Empty when exact; the gravest first.
+    /// Empty if exact; the most severe first.
     pub reasons: Vec<Reason>,
     #[serde(skip)]
     codes: Codes,
 }
 
 impl Trust {
-    /// Judge by `evidence`; `last_error` is the last trouble with the socket, for the message.
+    /// Evaluates `evidence`; `last_error` is the last error of the socket, for the message.
     pub fn of(evidence: &Evidence, last_error: Option<&str>) -> Self {
         let codes = findings(evidence);
         Self {
@@ -134,7 +134,7 @@ impl Trust {
     }
 }
 
-/// A finding in words.
+/// A finding as text.
 pub(super) fn explain(code: Code, evidence: &Evidence, last_error: Option<&str>) -> Reason {
     let message = message(code, evidence, last_error.unwrap_or("no error was reported"));
     Reason { code: code.name(), message, fix: fix(code, evidence.has_replay) }

@@ -1,6 +1,6 @@
-//! Workers whose caches may hold blocks that the index has not heard of: it is incomplete about them.
+//! Workers with blocks that may be unknown to the index: it is incomplete about them.
 //!
-//! What is known of such a worker earns credit as ever; what is not known can earn none.
+//! Known blocks of such a worker earn credit as usual; unknown ones can't.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,17 +14,17 @@ named! {
     /// Why the index is incomplete about a worker. The names are those of the codes of its trust.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
     pub enum Unheard {
-        /// Nothing came from its event socket yet.
+        /// No events have arrived from its socket yet.
         Silent = "no_events_yet",
-        /// What it published earlier is being asked for.
+        /// Its earlier events are being replayed.
         Replaying = "catching_up",
-        /// It published more, before the first batch that came, than it can send again.
+        /// It published more before the first received batch than it can replay.
         Missed = "missed_first_batches",
     }
 }
 
 impl Unheard {
-    /// What the codes of a publisher's trust mean for its workers.
+    /// The meaning of the codes of a publisher's trust for its workers.
     pub(super) fn of(codes: Codes) -> Option<Self> {
         let is_silent = codes.has(Code::NeverConnected) || codes.has(Code::NoEventsYet);
         match () {
@@ -34,7 +34,7 @@ impl Unheard {
         }
     }
 
-    /// In words.
+    /// As text.
     pub const fn message(self) -> &'static str {
         match self {
             Self::Silent => {
@@ -53,13 +53,13 @@ impl Unheard {
         }
     }
 
-    /// Whether events came, so that blocks which they do not mention may be older than they are.
+    /// Whether events arrived, so that unknown blocks may be older than they are.
     pub const fn is_partly_heard(self) -> bool {
         matches!(self, Self::Replaying | Self::Missed)
     }
 }
 
-/// The workers of one index about which it is incomplete; as many entries as it has workers at the most.
+/// The workers of one index with incomplete data; at most as many as it has workers.
 ///
 /// # Cost
 /// One atomic read while there are none.
@@ -70,14 +70,14 @@ pub(super) struct UnheardTable {
 }
 
 impl UnheardTable {
-    /// What is so of `worker` from now on.
+    /// Sets the state of `worker`.
     pub fn set(&self, worker: Worker, why: Option<Unheard>) {
         let mut by_worker = self.by_worker.write();
         match why {
             Some(why) => by_worker.insert(worker, why),
             None => by_worker.remove(&worker),
         };
-        // Relaxed: a report that is a moment old does no harm.
+        // Relaxed: a slightly outdated report does no harm.
         self.is_any.store(!by_worker.is_empty(), Ordering::Relaxed);
     }
 
@@ -87,7 +87,7 @@ impl UnheardTable {
         is_any.then(|| self.by_worker.read().get(&worker).copied()).flatten()
     }
 
-    /// All of them, in worker order.
+    /// All entries, in worker order.
     pub fn all(&self) -> Vec<(Worker, Unheard)> {
         match self.is_any.load(Ordering::Relaxed) {
             true => self.by_worker.read().iter().map(|(worker, why)| (*worker, *why)).collect(),

@@ -1,4 +1,4 @@
-//! Who is told what engines evict.
+//! Notifications about evictions of engines.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
@@ -7,17 +7,17 @@ use parking_lot::RwLock;
 
 use crate::ids::Worker;
 
-/// Told what leaves workers' device caches. Called without any lock of the index held, once for each event;
-/// does not block.
+/// Receives evictions from workers' device caches. Called without any lock of the index, once per
+/// event; must not block.
 pub trait CacheWatch: Send + Sync {
     /// The engine evicted blocks with these local hashes.
     fn evicted(&self, worker: Worker, local_hashes: &[u64]);
 
-    /// The cache is empty now.
+    /// The cache was cleared.
     fn cleared(&self, worker: Worker);
 }
 
-/// Those that watch one index.
+/// The watches of one index.
 #[derive(Default)]
 pub(super) struct CacheWatches {
     all: RwLock<Vec<Weak<dyn CacheWatch>>>,
@@ -25,7 +25,7 @@ pub(super) struct CacheWatches {
 }
 
 impl CacheWatches {
-    /// Tell `watch`, too, as long as it lives.
+    /// Adds `watch`, for as long as it lives.
     pub fn add(&self, watch: &Arc<dyn CacheWatch>) {
         let mut all = self.all.write();
         all.retain(|watch| watch.strong_count() > 0);
@@ -33,13 +33,13 @@ impl CacheWatches {
         self.is_any.store(true, Ordering::Relaxed);
     }
 
-    /// Whether there may be somebody to tell.
+    /// Whether there may be a watch.
     pub fn is_any(&self) -> bool {
-        // Relaxed: an event beside the first watch's coming may pass it.
+        // Relaxed: an event concurrent with the addition of the first watch may miss it.
         self.is_any.load(Ordering::Relaxed)
     }
 
-    /// Tell all.
+    /// Notifies all watches.
     pub fn tell(&self, tell: impl Fn(&dyn CacheWatch)) {
         if self.is_any() {
             self.all.read().iter().filter_map(Weak::upgrade).for_each(|watch| tell(&*watch));
