@@ -1,4 +1,4 @@
-//! Active sequences: requests that were given to a worker and have not ended.
+//! Active sequences: requests that were assigned to a worker and have not ended.
 
 use hashbrown::HashMap;
 
@@ -11,29 +11,29 @@ use super::slots::{Slots, WorkerLoad};
 use crate::error::{Error, Result};
 use crate::ids::Worker;
 
-/// A request as the table knows it; the caller never reuses a number.
+/// A request's number in the table; the caller never reuses one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestId(pub u64);
 
-/// What [`ActiveSequences::set_workers`] changed.
+/// Changes made by [`ActiveSequences::set_workers`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct WorkerChange {
-    /// Workers that came.
+    /// Added workers.
     pub added: usize,
-    /// Workers that went.
+    /// Removed workers.
     pub removed: usize,
-    /// Requests that went with them.
+    /// Requests of the removed workers.
     pub dropped_requests: usize,
 }
 
-/// A request that [`ActiveSequences::expire`] took for leaked.
+/// A request that [`ActiveSequences::expire`] considered leaked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Expired {
     /// The request.
     pub request: RequestId,
     /// The worker it was booked on.
     pub worker: Worker,
-    /// How long nothing was heard of it.
+    /// Time without activity.
     pub idle_ms: u64,
 }
 
@@ -42,7 +42,7 @@ pub struct Expired {
 pub struct LoadTotals {
     /// Workers in the table.
     pub workers: usize,
-    /// Requests booked and not freed.
+    /// Booked and unfinished requests.
     pub requests: u64,
     /// Prompt tokens still to be prefilled.
     pub prefill_tokens: u64,
@@ -56,21 +56,21 @@ pub struct LoadTotals {
 struct Request {
     id: RequestId,
     slot: u16,
-    /// Booked by another router: it does not count against the limit.
+    /// Booked by another router, so it does not count against the limit.
     is_remote: bool,
-    /// What the private blocks count as, in units of `1 / WHOLE`.
+    /// Weight of its private blocks, in units of `1 / WHOLE`.
     private_fraction: u16,
     private_blocks: u32,
     prompt_tokens: u64,
     /// Tokens still to be prefilled; 0 once that is done.
     prefill_tokens: u64,
-    /// Its place among all bookings, from 1.
+    /// Its number among all bookings, from 1.
     number: u64,
     active_at_ms: u64,
     hashes: Box<[u64]>,
 }
 
-/// A request that is given to a worker.
+/// A request assigned to a worker.
 #[derive(Debug, Clone, Copy)]
 pub struct Assignment<'a> {
     /// The request.
@@ -81,36 +81,37 @@ pub struct Assignment<'a> {
     pub blocks: BlockUse<'a>,
     /// Length of its prompt in tokens.
     pub isl_tokens: u64,
-    /// Leading blocks of it that need not be prefilled.
+    /// Leading blocks of it that need no prefill.
     pub overlap_blocks: u32,
-    /// How long the prefill should take, where its end will not be seen; for
-    /// [`WorkerLoad::queued_tokens`] alone.
+    /// Estimated duration of the prefill, if its end will not be observed; only for
+    /// [`WorkerLoad::queued_tokens`].
     pub unseen_ms: Option<u64>,
-    /// Another router has given it: it takes none of the room.
+    /// Assigned by another router, so it takes none of the room.
     pub is_remote: bool,
 }
 
 /// The active requests of all workers of one model, and the load that follows from them.
 ///
 /// # Cost
-/// `book` and `free` take time in the request's blocks, [`count_shared`](Self::count_shared) in
-/// its blocks plus the workers, everything else (but removing workers) is constant. Memory is
-/// bounded by `max_requests` times the blocks of a request.
+/// `book` and `free` take time proportional to the request's blocks,
+/// [`count_shared`](Self::count_shared) to its blocks plus the workers, everything else (except
+/// removing workers) is constant. Memory is bounded by `max_requests` times the blocks of a
+/// request.
 #[derive(Debug)]
 pub struct ActiveSequences {
     config: LoadConfig,
     slots: Slots,
     blocks: Blocks,
-    /// A slab: places are reused, `by_id` says which one a request has.
+    /// A slab with reused places; `by_id` maps requests to places.
     requests: Vec<Option<Request>>,
     free_places: Vec<u32>,
     by_id: HashMap<RequestId, u32>,
     recency: Recency,
     bookings: u64,
-    /// Requests that other routers have booked.
+    /// Requests booked by other routers.
     remote: usize,
-    /// Latest time heard of. Threads read the clock before they come here, so that times may
-    /// arrive a little out of order; the list by recency needs them in order.
+    /// The latest time. Threads read the clock before they get here, so times may arrive slightly
+    /// out of order; the list by recency needs them in order.
     now_ms: u64,
 }
 
@@ -137,14 +138,13 @@ impl ActiveSequences {
         self.config.block_size
     }
 
-    /// The size of a model's blocks turned out to be another one. Requests that are active keep the tokens
-    /// that they were counted with.
+    /// Corrects a model's block size. Active requests keep the tokens that they were counted with.
     pub fn correct_block_size(&mut self, block_size: u32) {
         self.config.block_size = block_size;
     }
 
-    /// Make `workers` the workers of the table. Those that stay keep their requests, new ones
-    /// start empty; requests of those that go are dropped (freeing them later does nothing).
+    /// Sets the workers of the table. Existing ones keep their requests, new ones start empty;
+    /// requests of removed ones are dropped (freeing them later has no effect).
     ///
     /// # Errors
     /// [`Error::Overloaded`] for more than [`super::MAX_WORKERS`]; nothing changes then.
@@ -169,15 +169,16 @@ impl ActiveSequences {
         Ok(WorkerChange { added: wanted.len(), removed: gone.len(), dropped_requests })
     }
 
-    /// Remove one worker and drop its requests; how many, `None` when it is not in the table.
+    /// Removes one worker and its requests; returns their number, `None` if it is not in the table.
     pub fn remove_worker(&mut self, worker: Worker) -> Option<usize> {
         self.slots.slot(worker).map(|_| self.drop_workers(&[worker]))
     }
 
-    /// Give a request to a worker: its uncached tokens are to be prefilled, its blocks are in use.
+    /// Assigns a request to a worker: its uncached tokens are to be prefilled, its blocks are in
+    /// use.
     ///
     /// # Errors
-    /// [`Error::Conflict`] for a request that is booked already, [`Error::NotFound`] for a worker
+    /// [`Error::Conflict`] for a request that is already booked, [`Error::NotFound`] for a worker
     /// that is not in the table, [`Error::Overloaded`] at `max_requests`. Nothing changes then.
     pub fn book(&mut self, work: &Assignment<'_>, now_ms: u64) -> Result<()> {
         let Assignment { id, worker, isl_tokens, unseen_ms, is_remote, .. } = *work;
@@ -248,7 +249,7 @@ impl ActiveSequences {
         Ok(())
     }
 
-    /// Whether one more request can be booked.
+    /// Checks that another request can be booked.
     ///
     /// # Errors
     /// [`Error::Overloaded`] at `max_requests`.
@@ -260,10 +261,11 @@ impl ActiveSequences {
         Err(Error::Overloaded(format!("{limit} requests are active, the limit (max_requests)")))
     }
 
-    /// The prompt of `id` is prefilled: its tokens stop counting. Saying it again changes nothing.
+    /// Marks the prompt of `id` as prefilled: its tokens no longer count. Repeating it changes
+    /// nothing.
     ///
     /// # Errors
-    /// [`Error::NotFound`] for a request that is not booked (any more).
+    /// [`Error::NotFound`] for a request that is not booked.
     pub fn mark_prefill_completed(&mut self, id: RequestId) -> Result<()> {
         let request = Self::request(&self.by_id, &mut self.requests, id)?;
         let tokens = std::mem::take(&mut request.prefill_tokens);
@@ -279,10 +281,10 @@ impl ActiveSequences {
         Ok(())
     }
 
-    /// Something was heard of `id`: it is not leaked.
+    /// Records activity of `id`, so that it does not expire.
     ///
     /// # Errors
-    /// [`Error::NotFound`] for a request that is not booked (any more).
+    /// [`Error::NotFound`] for a request that is not booked.
     pub fn touch(&mut self, id: RequestId, now_ms: u64) -> Result<()> {
         let now_ms = self.hear(now_ms);
         let place = *self.by_id.get(&id).ok_or_else(|| not_booked(id))?;
@@ -292,13 +294,13 @@ impl ActiveSequences {
         Ok(())
     }
 
-    /// `id` has generated `count` more blocks. `fraction`, between 0 and 1, is how much of its output
-    /// is still expected: all blocks that only this request references count as that much from
-    /// now on, because they are soon given back.
+    /// Adds `count` generated blocks to `id`. `fraction`, between 0 and 1, is the expected rest of
+    /// its output: all blocks that only this request references count by that fraction from now on,
+    /// because they will soon be freed.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a fraction outside 0..=1, [`Error::NotFound`] for a request
-    /// that is not booked (any more).
+    /// that is not booked.
     pub fn add_output_blocks(&mut self, id: RequestId, count: u32, fraction: f64) -> Result<()> {
         if !(0.0..=1.0).contains(&fraction) {
             return Err(Error::invalid(format!("fraction must be in 0..=1, got {fraction}")));
@@ -318,15 +320,15 @@ impl ActiveSequences {
         Ok(())
     }
 
-    /// `id` has ended, however it did; its prompt need not be prefilled any more either. False for
-    /// a request that is not booked (any more), which is no error.
+    /// Ends `id`, for whatever reason, including a prompt that is not prefilled yet. False for a
+    /// request that is not booked, which is not an error.
     pub fn free(&mut self, id: RequestId) -> bool {
         let place = self.by_id.get(&id).copied();
         place.inspect(|&place| self.drop_request(place)).is_some()
     }
 
-    /// Free the requests of which nothing was heard for more than `expiry_ms`, longest idle first.
-    /// Costs nothing when there are none: call it on a timer.
+    /// Frees requests without activity for more than `expiry_ms`, longest idle first. Costs nothing
+    /// if there are none: call it on a timer.
     pub fn expire(&mut self, now_ms: u64) -> Vec<Expired> {
         let now_ms = self.hear(now_ms);
         let mut expired = Vec::new();
@@ -358,22 +360,22 @@ impl ActiveSequences {
         self.slots.len()
     }
 
-    /// Every worker's load, in worker order, with its slot: the index into what
-    /// [`count_shared`](Self::count_shared) fills, valid until workers change.
+    /// Every worker's load, in worker order, with its slot: the index for the result of
+    /// [`count_shared`](Self::count_shared), valid until workers change.
     pub fn loads(&self) -> impl ExactSizeIterator<Item = (usize, WorkerLoad)> + '_ {
         self.slots.loads(self.now_ms).map(|(slot, load)| (usize::from(slot), load))
     }
 
-    /// Set `counts[slot]`, for every slot, to how many entries of `hashes` its worker uses now. A
-    /// hash that occurs twice counts twice.
+    /// Sets `counts[slot]`, for every slot, to the number of entries of `hashes` that its worker
+    /// uses now. A repeated hash counts twice.
     pub fn count_shared(&self, hashes: &[u64], counts: &mut Vec<u32>) {
         counts.clear();
         counts.resize(self.slots.capacity(), 0);
         self.blocks.count(hashes, counts);
     }
 
-    /// Set `by_slot[slot]`, for every slot, to what `by_worker` says of its worker; the default where it
-    /// says nothing. Workers that are not in the table are passed over.
+    /// Sets `by_slot[slot]`, for every slot, to the value of its worker in `by_worker`; the default
+    /// if it has none. Workers that are not in the table are ignored.
     pub fn spread<T: Copy + Default>(&self, by_worker: &[(Worker, T)], by_slot: &mut Vec<T>) {
         by_slot.clear();
         by_slot.resize(self.slots.capacity(), T::default());
@@ -395,12 +397,13 @@ impl ActiveSequences {
         totals
     }
 
-    /// It is `now_ms` by now: what is worked on counts less.
+    /// Advances the time to `now_ms`: prompts in progress count less.
     pub fn advance(&mut self, now_ms: u64) {
         self.hear(now_ms);
     }
 
-    /// Remove `workers`, which are in the table, and their requests; how many requests.
+    /// Removes `workers`, which are in the table, and their requests; returns the number of
+    /// requests.
     fn drop_workers(&mut self, workers: &[Worker]) -> usize {
         let mut is_gone = vec![false; self.slots.capacity()];
         for slot in workers.iter().filter_map(|&worker| self.slots.slot(worker)) {

@@ -1,22 +1,22 @@
-//! The one reverse map: block -> the workers that use it now.
+//! The single reverse map: block -> the workers that use it now.
 
 use hashbrown::HashMap;
 use hashbrown::hash_map::Entry as Place;
 
 use super::holders::{Holders, WHOLE};
 
-/// The block that came directly before this one in the requests that hold it.
+/// The block directly before this one in the requests that hold it.
 ///
-/// When every request that holds a block holds the same one directly before it, the workers of
-/// the block are a subset of the workers of that one. Eight bytes: hashes that happen to be one
-/// of the two numbers below are never taken for a parent, which costs time and no truth.
+/// If every request that holds a block holds the same one directly before it, the workers of the
+/// block are a subset of the workers of that one. Eight bytes: hashes equal to one of the two
+/// numbers below are never taken for a parent, which costs time but not correctness.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Parent(u64);
 
 impl Parent {
     /// It is the first block of its requests.
     const FIRST: Self = Self(0);
-    /// Requests disagree: nothing can be concluded.
+    /// Requests differ, so nothing can be concluded.
     const MIXED: Self = Self(1);
 
     fn of(hash: u64) -> Self {
@@ -34,23 +34,24 @@ struct Block {
     holders: Holders,
 }
 
-/// What a worker got back when a request let go of its blocks.
+/// Result of releasing a request's blocks on a worker.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Released {
-    /// Blocks that nobody on the worker uses any more.
+    /// Blocks without users on the worker.
     pub(super) blocks: u64,
-    /// How much less than whole those counted, in units of `1 / WHOLE`.
+    /// Their discount from whole blocks, in units of `1 / WHOLE`.
     pub(super) discount: u64,
 }
 
-/// Blocks in use, and by whom.
+/// Blocks in use, with their workers.
 #[derive(Debug, Default)]
 pub(super) struct Blocks {
     blocks: HashMap<u64, Block>,
 }
 
 impl Blocks {
-    /// Reference every entry of `hashes` on `slot`; how many blocks were new to it.
+    /// References every entry of `hashes` on `slot`; returns the number of blocks that are new to
+    /// it.
     pub(super) fn acquire(&mut self, hashes: &[u64], slot: u16, slot_count: usize) -> u64 {
         let mut parent = Parent::FIRST;
         let mut added = 0;
@@ -86,15 +87,15 @@ impl Blocks {
                 }
             }
         }
-        // The last wave of a burst gives its memory back; steady traffic never gets here.
+        // The end of a burst releases its memory; steady traffic never gets here.
         if self.blocks.is_empty() && self.blocks.capacity() > 4096 {
             self.blocks = HashMap::new();
         }
         released
     }
 
-    /// Make the entries with exactly one reference on `slot` count as `fraction`; by how much the
-    /// worker's discount changes, in units of `1 / WHOLE`.
+    /// Sets the weight of the entries with exactly one reference on `slot` to `fraction`; returns
+    /// the change of the worker's discount, in units of `1 / WHOLE`.
     pub(super) fn weigh(&mut self, hashes: &[u64], slot: u16, fraction: u16) -> i64 {
         let mut change = 0;
         for hash in hashes {
@@ -106,12 +107,13 @@ impl Blocks {
         change
     }
 
-    /// Add to `counts[slot]`, for every slot, how many entries of `hashes` it uses now.
+    /// Adds the number of entries of `hashes` that each slot uses now to `counts[slot]`.
     ///
     /// Along a chain of nested blocks a worker is credited once, where it drops out, and not once
-    /// a block: a prompt that is active on every worker costs one pass over the workers.
+    /// per block: a prompt that is active on every worker costs one pass over the workers.
     pub(super) fn count(&self, hashes: &[u64], counts: &mut [u32]) {
-        // The holders of the block before, and how many blocks each of them is still owed.
+        // The holders of the previous block, and the number of blocks that they are still to be
+        // credited with.
         let mut run: Option<(&Holders, u32)> = None;
         let mut before = Parent::FIRST;
         for &hash in hashes {

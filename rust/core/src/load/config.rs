@@ -1,31 +1,32 @@
-//! Settings of the table, and how a request uses blocks.
+//! Settings of the table, and the ways in which a request uses blocks.
 
 /// Limits and units of an [`ActiveSequences`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LoadConfig {
     /// Tokens in a block; 0 while unknown (overlaps then save no tokens).
     pub block_size: u32,
-    /// A request idle for longer than this is taken for leaked.
+    /// A request idle for longer than this is considered leaked.
     pub expiry_ms: u64,
-    /// Most requests at once.
+    /// Maximum concurrent requests.
     pub max_requests: usize,
-    /// Count prompt tokens still to be prefilled; off where prefill happens elsewhere.
+    /// Count prompt tokens still to be prefilled; off if prefill happens elsewhere.
     pub track_prefill_tokens: bool,
-    /// How fast workers prefill: by that, prompt tokens that are worked on count less and less.
+    /// The workers' prefill speed, by which prompt tokens in progress count less over time.
     pub prefill_speed: PrefillSpeed,
-    /// Tell beside the prompt tokens without a first token what should be left of them by now.
+    /// Report the estimated rest of prompt tokens without a first token, besides the tokens
+    /// themselves.
     pub estimates_queue: bool,
 }
 
 /// How fast a worker prefills.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub enum PrefillSpeed {
-    /// Nobody knows: prompt tokens count in full until the request's first token.
+    /// Unknown: prompt tokens count in full until the request's first token.
     #[default]
     Unknown,
-    /// Every worker so many prompt tokens in a second, finite and above 0.
+    /// This many prompt tokens per second for every worker, finite and above 0.
     Told(f64),
-    /// What each worker's first tokens have shown of late.
+    /// Learned from each worker's recent first tokens.
     Learned,
 }
 
@@ -49,12 +50,12 @@ pub enum BlockUse<'a> {
     Untracked,
     /// These sequence hashes; workers keep one copy for all requests that share a block.
     Shared(&'a [u64]),
-    /// So many blocks that no other request shares.
+    /// This many blocks that no other request shares.
     Private(u32),
 }
 
 impl BlockUse<'_> {
-    /// Blocks counted, duplicates included.
+    /// Counted blocks, including duplicates.
     pub fn len(&self) -> u32 {
         match self {
             Self::Untracked => 0,

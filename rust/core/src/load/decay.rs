@@ -1,25 +1,25 @@
-//! Prompt tokens still to be prefilled, as time passes: what has been worked on for a while is done in part.
+//! Prompt tokens still to be prefilled over time: a prompt in progress is partly done.
 
 use std::collections::BTreeMap;
 
-/// Tokens of which a worker's speed must have been seen before it is believed.
+/// Observed tokens needed before a worker's speed is used.
 const FEWEST_TOKENS: u64 = 4_096;
-/// Of so many milliseconds of work what was seen first counts half.
+/// Milliseconds of work after which an observation counts half.
 const MEMORY_MS: f64 = 30_000.0;
 
-/// How long a prompt should take.
+/// Expected duration of a prompt.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Takes {
-    /// Nobody can tell.
+    /// Unknown.
     Unknown,
-    /// So many milliseconds, as the worker's earlier prompts did.
+    /// This many milliseconds, learned from the worker's earlier prompts.
     About(u64),
-    /// So many milliseconds, as somebody has told.
+    /// This many milliseconds, as configured or given.
     Told(u64),
 }
 
 impl Takes {
-    /// The time of `tokens` prompt tokens at `told` tokens a second.
+    /// The time of `tokens` prompt tokens at `told` tokens per second.
     pub fn told(tokens: u64, per_s: f64) -> Self {
         Self::Told(ms_of(tokens, per_s))
     }
@@ -33,7 +33,7 @@ impl Takes {
 }
 
 fn ms_of(tokens: u64, per_s: f64) -> u64 {
-    // Saturates, as casts of floats do.
+    // Saturates, like every cast from float to integer.
     (tokens as f64 * 1_000.0 / per_s).ceil() as u64
 }
 
@@ -50,17 +50,18 @@ impl Prefill {
     }
 }
 
-/// What first tokens have shown of a worker's speed, of late more than before.
+/// A worker's speed as observed from first tokens; recent ones weigh more.
 ///
-/// From one first token to the next the worker has done the prompt of the next one, in whatever order
-/// and however many at a time: tokens by busy time, so that long prompts say more than short ones.
+/// Between two first tokens the worker has processed the prompt of the second one, in any order and
+/// with any concurrency: the speed is tokens by busy time, so that long prompts weigh more than
+/// short ones.
 #[derive(Debug, Default)]
 struct Shown {
     tokens: f64,
     busy_ms: f64,
-    /// Tokens of which it was ever seen, which halving does not take back.
+    /// Tokens observed in total, not reduced by halving.
     total: u64,
-    /// The last first token, or since when there is something to do.
+    /// Time of the last first token, or of the start of work.
     since_ms: u64,
 }
 
@@ -76,25 +77,25 @@ impl Shown {
         }
     }
 
-    /// Tokens a second, once enough was seen. Less than a millisecond counts as one.
+    /// Tokens per second, once enough was observed. Less than a millisecond counts as one.
     fn per_s(&self) -> Option<f64> {
         let is_enough = self.total >= FEWEST_TOKENS;
         is_enough.then(|| self.tokens * 1_000.0 / self.busy_ms.max(1.0))
     }
 }
 
-/// The prompts that one worker has still to prefill, in the order in which they came.
+/// The prompts that one worker still has to prefill, in order of arrival.
 ///
-/// The oldest one is taken for the one that is worked on, since it became the oldest. What it should
-/// have used up by now is taken off; where it takes longer than it was told to, the rest goes on at its
-/// rate. A prompt of which nobody has told how long it takes is at most done itself: a worker that hangs
-/// must not look idle.
+/// The oldest one is assumed to be in progress since it became the oldest. The time elapsed since
+/// then is deducted; if it takes longer than given, the rest continues at its rate. A prompt
+/// without a given duration can at most be completed itself: a worker that hangs must not look
+/// idle.
 #[derive(Debug, Default)]
 pub(super) struct Prefills {
     /// By number; the lowest is the oldest.
     waiting: BTreeMap<u64, Prefill>,
     tokens: u64,
-    /// Of these, prompts of which nobody has told how long they take.
+    /// Of these, prompts without a given duration.
     untold: usize,
     /// Since when the oldest one is the oldest.
     since_ms: u64,
@@ -102,7 +103,7 @@ pub(super) struct Prefills {
 }
 
 impl Prefills {
-    /// One more; `number` is higher than all before.
+    /// Adds a prompt; `number` is higher than all before.
     pub fn push(&mut self, number: u64, tokens: u64, takes: Takes, now_ms: u64) {
         if self.waiting.is_empty() {
             self.since_ms = now_ms;
@@ -114,30 +115,30 @@ impl Prefills {
         self.waiting.insert(number, prefill);
     }
 
-    /// How long `tokens` should take here, as far as earlier prompts have shown.
+    /// Expected duration of `tokens` here, from earlier prompts.
     pub fn learned(&self, tokens: u64) -> Takes {
         self.per_s().map_or(Takes::Unknown, |per_s| Takes::About(ms_of(tokens, per_s)))
     }
 
-    /// Prompt tokens a second that were seen here; `None` before enough was seen.
+    /// Observed prompt tokens per second; `None` until enough was observed.
     pub fn per_s(&self) -> Option<f64> {
         self.shown.per_s()
     }
 
-    /// Tokens of one more that is counted until it is done, where nobody looks at the time.
+    /// Adds the tokens of a prompt that counts until it is done, if time is not considered.
     pub fn add(&mut self, tokens: u64) {
         self.tokens += tokens;
     }
 
-    /// Tokens that were [added](Self::add) are done.
+    /// Removes tokens that were [added](Self::add).
     pub fn subtract(&mut self, tokens: u64) {
         self.tokens -= tokens;
     }
 
-    /// Its first token came. Saying it again changes nothing.
+    /// Records a first token. Repeating it changes nothing.
     pub fn complete(&mut self, number: u64, now_ms: u64) {
         if let Some(done) = self.waiting.get(&number) {
-            // What is told teaches nothing.
+            // A given duration is no observation.
             if !done.is_told() {
                 self.shown.see(done.tokens, now_ms);
             }
@@ -145,7 +146,7 @@ impl Prefills {
         }
     }
 
-    /// It is not needed any more. Saying it again changes nothing.
+    /// Removes a prompt that is no longer needed. Repeating it changes nothing.
     pub fn remove(&mut self, number: u64, now_ms: u64) {
         let is_oldest = self.waiting.first_key_value().is_some_and(|(first, _)| *first == number);
         let Some(gone) = self.waiting.remove(&number) else { return };
@@ -156,12 +157,12 @@ impl Prefills {
         }
     }
 
-    /// Tokens of all of them, as if nothing had been done.
+    /// Tokens of all prompts, as if nothing had been done.
     pub fn tokens(&self) -> u64 {
         self.tokens
     }
 
-    /// Tokens that should be left by now.
+    /// Estimated remaining tokens.
     pub fn left(&self, now_ms: u64) -> u64 {
         let Some((_, oldest)) = self.waiting.first_key_value() else { return self.tokens };
         let Some(expected_ms) = oldest.takes.ms() else { return self.tokens };
@@ -238,7 +239,7 @@ mod tests {
         assert_eq!(prefills.left(1_000), 150);
         prefills.remove(1, 1_000);
         assert_eq!((prefills.left(1_005), prefills.left(2_000)), (25, 0));
-        // Time that goes back is no time.
+        // A clock that steps back counts as standing still.
         assert_eq!(prefills.left(0), 50);
         prefills.push(3, 7, Takes::Told(0), 3_000);
         assert_eq!(prefills.left(u64::MAX), 0);
@@ -249,7 +250,7 @@ mod tests {
         let mut prefills = Prefills::default();
         let mut now_ms = 1_000_000;
         let mut prefill = |prefills: &mut Prefills, number, tokens, takes_ms| {
-            // Idle time is no work.
+            // Idle time is not work.
             now_ms += 60_000;
             prefills.push(number, tokens, prefills.learned(tokens), now_ms);
             now_ms += takes_ms;
@@ -262,7 +263,7 @@ mod tests {
         let now_ms = prefill(&mut prefills, 2, 4_000, 500);
         assert_eq!((prefills.per_s(), prefills.learned(800)), (Some(8_000.0), Takes::About(100)));
 
-        // Two at a time, the later one done first; one that is given up shows nothing.
+        // Two at a time, the later one done first; an abandoned one is no observation.
         prefills.push(3, 6_000, prefills.learned(6_000), now_ms);
         prefills.push(4, 2_000, prefills.learned(2_000), now_ms);
         prefills.push(5, 9_000, prefills.learned(9_000), now_ms);

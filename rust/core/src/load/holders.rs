@@ -1,10 +1,10 @@
-//! Which workers hold one block right now, and how often.
+//! The workers that hold one block now, with reference counts.
 
-/// A block that counts in full. Fractions are whole numbers of this, so that adding and taking
-/// away never drifts as floats would.
+/// The weight of a full block. Fractions are integers in units of this, so that adding and
+/// subtracting never drifts as floats would.
 pub(super) const WHOLE: u16 = 1 << 15;
 
-/// A list shorter than this is never worth an array over all slots.
+/// A list shorter than this is never replaced by an array over all slots.
 const FEW_MIN: usize = 16;
 
 #[derive(Debug, Clone, Copy)]
@@ -14,16 +14,16 @@ pub(super) struct Holder {
     references: u32,
 }
 
-/// The workers that hold one block: one, a sorted list while they are few, an array over all slots
-/// with a bitmap once they are a quarter of the fleet.
+/// The workers that hold one block: a single one, a sorted list while they are few, or an array
+/// over all slots with a bitmap once they are a quarter of the fleet.
 ///
-/// The array then costs at most four times what the list would, and a shared system prompt that
-/// is active everywhere costs one bitmap a block instead of thousands of list entries. Most blocks
-/// of a fleet have one holder: 16 bytes here keep two of them in a cache line of the map.
+/// The array costs at most four times as much as the list, and a shared system prompt that is
+/// active everywhere costs one bitmap per block instead of thousands of list entries. Most blocks
+/// of a fleet have one holder: at 16 bytes, two of them fit into a cache line of the map.
 #[derive(Debug)]
 pub(super) enum Holders {
     One(Holder),
-    // Boxed once more, for the size above.
+    // Boxed twice, for the size above.
     #[allow(clippy::box_collection)]
     Few(Box<Vec<Holder>>),
     Many(Box<Many>),
@@ -42,7 +42,7 @@ impl Holders {
         Self::One(Holder { slot, fraction: WHOLE, references: 1 })
     }
 
-    /// How many workers hold the block.
+    /// Number of workers that hold the block.
     pub(super) fn len(&self) -> usize {
         match self {
             Self::One(_) => 1,
@@ -51,7 +51,7 @@ impl Holders {
         }
     }
 
-    /// Add a reference of `slot`; true when it is the slot's first. `slot_count` is the number of
+    /// Adds a reference of `slot`; true if it is the slot's first. `slot_count` is the number of
     /// slots in the table.
     pub(super) fn acquire(&mut self, slot: u16, slot_count: usize) -> bool {
         if let Self::One(only) = self {
@@ -80,8 +80,8 @@ impl Holders {
         }
     }
 
-    /// Drop a reference of `slot`. When it was the slot's last: the block's fraction, and whether
-    /// nobody holds the block any more (then it must not be used again).
+    /// Drops a reference of `slot`. If it was the slot's last: the block's fraction, and whether
+    /// the block has no holders any more (then it must not be used again).
     pub(super) fn release(&mut self, slot: u16) -> Option<(u16, bool)> {
         let fraction = match self {
             Self::One(only) if only.slot != slot => return None,
@@ -101,7 +101,7 @@ impl Holders {
         };
         match self {
             Self::Few(list) if list.len() == 1 => *self = Self::One(list[0]),
-            // Half of where the array began, so that a block at the border does not flap.
+            // Half of the threshold for the array, so that a block near it does not flap.
             Self::Many(many) if many.len < FEW_MIN.max(many.cells.len() / 4) / 2 => {
                 *self = Self::Few(Box::new(many.list()));
             }
@@ -110,8 +110,8 @@ impl Holders {
         Some((fraction, false))
     }
 
-    /// Make a block with exactly one reference of `slot` count as `fraction`; returns the fraction
-    /// it had, `None` (and no change) when the block is shared or not held.
+    /// Sets the weight of a block with exactly one reference of `slot` to `fraction`; returns the
+    /// previous fraction, `None` (and no change) if the block is shared or not held.
     pub(super) fn weigh(&mut self, slot: u16, fraction: u16) -> Option<u16> {
         let (references, held) = match self {
             Self::One(only) if only.slot == slot => (only.references, &mut only.fraction),
@@ -129,7 +129,7 @@ impl Holders {
         (references == 1).then(|| std::mem::replace(held, fraction))
     }
 
-    /// Add `blocks` to the count of every holder.
+    /// Adds `blocks` to the count of every holder.
     pub(super) fn credit(&self, blocks: u32, counts: &mut [u32]) {
         match self {
             Self::One(only) => counts[usize::from(only.slot)] += blocks,
@@ -146,9 +146,9 @@ impl Holders {
         }
     }
 
-    /// Add `blocks` to the count of every holder that does not hold the `narrower` block, whose
-    /// holders are a subset. False (and nothing added) when that is no cheaper than
-    /// [`credit`](Self::credit): then the caller credits all and starts anew.
+    /// Adds `blocks` to the count of every holder that does not hold the `narrower` block, whose
+    /// holders are a subset. False (and nothing added) if that is no cheaper than
+    /// [`credit`](Self::credit): then the caller credits all and starts over.
     pub(super) fn credit_without(&self, narrower: &Self, blocks: u32, counts: &mut [u32]) -> bool {
         let (Self::Many(wide), Self::Many(narrow)) = (self, narrower) else { return false };
         for (word, &bits) in wide.bits.iter().enumerate() {
@@ -170,7 +170,7 @@ fn credit_bits(word: usize, mut bits: u64, blocks: u32, counts: &mut [u32]) {
 impl Many {
     fn of(list: &[Holder], slot_count: usize) -> Self {
         let mut many = Self { cells: Vec::new(), bits: Vec::new(), len: list.len() };
-        // The list is sorted: its last slot is the largest. Slots may be added later.
+        // The list is sorted, so its last slot is the largest. Slots may be added later.
         let last = list.last().map_or(0, |holder| usize::from(holder.slot) + 1);
         many.resize(slot_count.max(last));
         for holder in list {

@@ -1,9 +1,9 @@
-//! What every worker of one model is busy with: active requests, their prompt tokens still to be
+//! The load of every worker of one model: active requests, their prompt tokens still to be
 //! prefilled and the distinct blocks they hold.
 //!
-//! [`ActiveSequences`] keeps the requests and the counters derived from them in one structure, so
-//! that a counter cannot outlive its request. Time comes in as an argument and never from the
-//! system; there is no lock and no randomness in this room.
+//! [`ActiveSequences`] keeps the requests and the derived counters in one structure, so that a
+//! counter can't outlive its request. Time is an argument and never read from the system; this room
+//! has no lock and no randomness.
 
 mod active;
 mod blocks;

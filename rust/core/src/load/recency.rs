@@ -1,4 +1,4 @@
-//! Things in order of their last use: moving one to the end costs the same at any size.
+//! LRU order: moving an item to the end costs the same at any size.
 
 use hashbrown::HashMap;
 
@@ -58,12 +58,12 @@ impl Recency {
     }
 }
 
-/// Values by key, at most so many: one more, and the value that was not used for longest goes.
+/// A bounded LRU map: above its size the least recently used value is evicted.
 #[derive(Debug)]
 pub(crate) struct Recent<V> {
     max: usize,
     by_key: HashMap<u64, u32>,
-    /// Those that are free are in `free`.
+    /// Unused places are in `free`.
     entries: Vec<(u64, V)>,
     free: Vec<u32>,
     recency: Recency,
@@ -71,7 +71,7 @@ pub(crate) struct Recent<V> {
 }
 
 impl<V> Recent<V> {
-    /// Nothing, and room for `max` values.
+    /// An empty map for `max` values.
     pub(crate) fn new(max: usize) -> Self {
         Self {
             max,
@@ -87,12 +87,12 @@ impl<V> Recent<V> {
         self.by_key.len()
     }
 
-    /// Values that went because there was no room.
+    /// Number of evicted values.
     pub(crate) fn evicted(&self) -> u64 {
         self.evicted
     }
 
-    /// The value of `key`; looking is no use.
+    /// The value of `key`; does not count as a use.
     pub(crate) fn get(&self, key: u64) -> Option<&V> {
         self.by_key.get(&key).map(|&place| &self.entries[place as usize].1)
     }
@@ -101,7 +101,7 @@ impl<V> Recent<V> {
         self.by_key.get(&key).map(|&place| &mut self.entries[place as usize].1)
     }
 
-    /// The value of `key`, made if there is none, is used now.
+    /// Uses the value of `key`, created if missing.
     pub(crate) fn touch(&mut self, key: u64, make: impl FnOnce() -> V) -> &mut V {
         if let Some(&place) = self.by_key.get(&key) {
             self.recency.remove(place);
@@ -124,7 +124,7 @@ impl<V> Recent<V> {
         &mut self.entries[place as usize].1
     }
 
-    /// Drop values from the one that was not used for longest on, while `is_old`; how many.
+    /// Drops values while `is_old`, least recently used first; returns their number.
     pub(crate) fn drop_while(&mut self, is_old: impl Fn(&V) -> bool) -> usize {
         let before = self.len();
         while let Some(place) = self.recency.first() {
@@ -136,7 +136,7 @@ impl<V> Recent<V> {
         before - self.len()
     }
 
-    /// Drop all values that `is_gone` names. Costs O(all).
+    /// Drops all values selected by `is_gone`. Costs O(all).
     pub(crate) fn drop_where(&mut self, is_gone: impl Fn(&V) -> bool) {
         let held = self.by_key.values().copied();
         let gone: Vec<u32> = held.filter(|&at| is_gone(&self.entries[at as usize].1)).collect();

@@ -1,4 +1,4 @@
-//! The workers of the table: a small number for each, and its counters.
+//! The workers of the table, each with a small number and its counters.
 
 use hashbrown::HashMap;
 
@@ -6,19 +6,19 @@ use super::decay::Prefills;
 use super::holders::WHOLE;
 use crate::ids::Worker;
 
-/// Most workers of one model; slots are 16-bit numbers.
+/// Maximum workers of one model; slots are 16-bit numbers.
 pub const MAX_WORKERS: usize = u16::MAX as usize;
 
-/// What one worker is busy with, as far as this router has booked it.
+/// The load of one worker, as booked by this router.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WorkerLoad {
     /// The worker.
     pub worker: Worker,
-    /// Requests booked and not freed.
+    /// Booked and unfinished requests.
     pub requests: u32,
-    /// Prompt tokens of those requests that are still to be prefilled, or should be by now.
+    /// Prompt tokens of those requests that are still to be prefilled, or estimated to be.
     pub prefill_tokens: u64,
-    /// Of these, what should be left by now; all of them unless that is estimated.
+    /// Of these, the estimated rest; all of them without an estimate.
     pub queued_tokens: u64,
     /// Prompt tokens of those requests, prefilled or not.
     pub context_tokens: u64,
@@ -26,22 +26,22 @@ pub struct WorkerLoad {
     pub blocks: u64,
     /// Number of the table's last booking on this worker, counted from 1; 0 for none.
     pub last_booked: u64,
-    /// Prompt tokens a second that its first tokens have shown; `None` unless that is looked at, and until
-    /// enough was seen.
+    /// Observed prompt tokens per second; `None` if speed is not observed, or until enough was
+    /// observed.
     pub prefill_tokens_per_s: Option<u64>,
 }
 
-/// Counters of one worker. Only [`super::ActiveSequences`] changes them, with the request at hand.
+/// Counters of one worker. Only [`super::ActiveSequences`] changes them, together with the request.
 #[derive(Debug, Default)]
 pub(super) struct Counters {
     pub(super) requests: u32,
     pub(super) context_tokens: u64,
     pub(super) prefills: Prefills,
-    /// The same prompts, as time should have worn them off.
+    /// The same prompts, reduced by elapsed time.
     pub(super) queue: Prefills,
     /// Distinct blocks, each as a whole.
     pub(super) blocks: u64,
-    /// How much less than whole they count, in units of `1 / WHOLE`.
+    /// Their discount from whole blocks, in units of `1 / WHOLE`.
     pub(super) discount: u64,
     pub(super) last_booked: u64,
 }
@@ -55,7 +55,7 @@ impl Counters {
 #[derive(Debug)]
 struct Slot {
     worker: Worker,
-    /// Its place in the order.
+    /// Its position in the order.
     rank: usize,
     counters: Counters,
 }
@@ -63,10 +63,10 @@ struct Slot {
 /// Workers by slot, slots by worker, and slots in worker order.
 #[derive(Debug, Default)]
 pub(super) struct Slots {
-    /// Indexed by slot; `None` is free to be reused.
+    /// Indexed by slot; `None` can be reused.
     slots: Vec<Option<Slot>>,
     by_worker: HashMap<Worker, u16>,
-    /// Taken slots in worker order: what makes every walk deterministic.
+    /// Used slots in worker order, which makes every walk deterministic.
     order: Vec<u16>,
     /// See [`LoadConfig::estimates_queue`](super::LoadConfig::estimates_queue).
     estimates_queue: bool,
@@ -77,7 +77,7 @@ impl Slots {
         Self { estimates_queue, ..Self::default() }
     }
 
-    /// Slots ever taken at once: every slot is below it.
+    /// Maximum number of slots ever used at once: every slot is below it.
     pub(super) fn capacity(&self) -> usize {
         self.slots.len()
     }
@@ -99,8 +99,8 @@ impl Slots {
         &mut slot.expect("a request is dropped together with its worker").counters
     }
 
-    /// The slots of `workers`. Those that come in worker order, as many lists do for long
-    /// stretches, cost a comparison instead of a look-up.
+    /// The slots of `workers`. Those in worker order, which is common for long stretches, cost a
+    /// comparison instead of a look-up.
     pub(super) fn slots_of<T: Copy>(&self, workers: &[(Worker, T)], mut found: impl FnMut(u16, T)) {
         let mut next = 0;
         for &(worker, value) in workers {
@@ -120,7 +120,7 @@ impl Slots {
         self.order.iter().map(|&slot| (slot, self.taken(slot).worker))
     }
 
-    /// Loads in worker order, with their slots, as they should be at `now_ms`.
+    /// Loads in worker order, with their slots, as estimated for `now_ms`.
     pub(super) fn loads(
         &self,
         now_ms: u64,
@@ -130,7 +130,7 @@ impl Slots {
             .map(move |&slot| (slot, self.taken(slot).load(now_ms, self.estimates_queue)))
     }
 
-    /// Give each of `workers`, none of which has a slot yet, one with empty counters.
+    /// Assigns a slot with empty counters to each of `workers`, which have none yet.
     pub(super) fn add(&mut self, workers: &[Worker]) {
         let mut free = 0;
         for &worker in workers {
@@ -146,7 +146,7 @@ impl Slots {
         self.sort();
     }
 
-    /// Forget `workers`, whose counters are at zero; their slots are reused.
+    /// Removes `workers`, whose counters are zero; their slots are reused.
     pub(super) fn remove(&mut self, workers: &[Worker]) {
         for worker in workers {
             let Some(slot) = self.by_worker.remove(worker) else { continue };
