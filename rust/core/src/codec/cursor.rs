@@ -1,16 +1,17 @@
-//! A bounded reader of msgpack: no length is believed before it is compared with what remains.
+//! A bounded reader of msgpack: every length is compared with the remaining bytes before it is
+//! used.
 
 use rmp::Marker;
 use smallvec::SmallVec;
 
-/// Why a value could not be read. Where is the cursor's position at that time.
+/// Why a value could not be read. The cursor's position at that time is the place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Fault {
     /// The bytes are not msgpack, end too early or nest too deep: nothing after them can be read.
     Broken(&'static str),
-    /// A value of another type or size than its field may have: the event is lost, no other.
+    /// A value with another type or size than its field allows: only this event is lost.
     Malformed(&'static str),
-    /// An event that means nothing to this version: to be skipped.
+    /// An event that this version does not support: skipped.
     Unsupported,
     /// A token id outside u32, by its index.
     TokenRange(usize),
@@ -37,7 +38,7 @@ pub(super) enum Head<'a> {
     Array(usize),
     /// Number of entries, at most half the bytes that remain.
     Map(usize),
-    /// Booleans and extensions, which no field has.
+    /// Booleans and extensions, which no field uses.
     Other,
 }
 
@@ -111,8 +112,8 @@ impl<'a> Cursor<'a> {
         })
     }
 
-    /// Reads the token id at `index` of its list. The three encodings of a vocabulary first: this
-    /// is called more often than everything else together.
+    /// Reads the token id at `index` of its list. The three encodings of a vocabulary come first:
+    /// this is called more often than everything else together.
     #[inline]
     pub(super) fn token(&mut self, index: usize) -> Result<u32, Fault> {
         match self.bytes[self.at..] {
@@ -143,16 +144,16 @@ impl<'a> Cursor<'a> {
         }
     }
 
-    /// Reads past one value of any kind, at most `max_depth` levels of arrays and maps deep.
+    /// Skips one value of any kind, with at most `max_depth` levels of arrays and maps.
     ///
-    /// A loop with its own stack: a recursion would let the sender choose our stack's depth.
+    /// A loop with its own stack: with recursion the sender would choose our stack depth.
     pub(super) fn skip(&mut self, max_depth: usize) -> Result<(), Fault> {
-        // Per open level, how many values are still to come.
+        // Number of remaining values, per open level.
         let mut open = SmallVec::<[usize; 16]>::new();
         loop {
             let children = match self.head()? {
                 Head::Array(count) => count,
-                // Cannot overflow: a map's count is at most half the bytes that remain.
+                // Can't overflow: a map's count is at most half the remaining bytes.
                 Head::Map(count) => count * 2,
                 _ => 0,
             };
@@ -231,7 +232,7 @@ mod tests {
     fn every_first_byte_is_understood_or_refused() {
         let mut seen = 0;
         for byte in 0..=u8::MAX {
-            // Zeros behind it: every length is 0, every number is 0.
+            // Followed by zeros: every length is 0, every number is 0.
             let mut frame = [0; 32];
             frame[0] = byte;
             let mut cursor = Cursor::new(&frame);

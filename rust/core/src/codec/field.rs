@@ -1,4 +1,4 @@
-//! What the fields of events look like on the wire, in both eras.
+//! The encoding of event fields, in both eras.
 
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -11,12 +11,12 @@ use crate::ids::Tier;
 pub(super) struct Reader<'a> {
     pub(super) cursor: Cursor<'a>,
     pub(super) limits: Limits,
-    /// What is left of the batch's allowance of extra keys. A key of one byte becomes one of 32,
-    /// so their number is bounded over all events, not in each.
+    /// The rest of the batch's allowance of extra keys. A key of one byte becomes one of 32, so
+    /// their number is bounded across all events.
     extra_keys_left: usize,
 }
 
-/// The kinds of events there are.
+/// The kinds of events.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     Stored,
@@ -25,7 +25,7 @@ pub(super) enum Kind {
 }
 
 impl Kind {
-    /// The kind that an event's tag names.
+    /// The kind named by an event's tag.
     pub(super) fn from_tag(tag: Head<'_>) -> Result<Self, Fault> {
         match tag {
             Head::Text(b"BlockStored") => Ok(Self::Stored),
@@ -37,7 +37,7 @@ impl Kind {
     }
 }
 
-/// Checks what only the whole event shows.
+/// Checks properties of the whole event.
 pub(super) fn check_shape(stored: &Stored) -> Result<(), Fault> {
     let blocks = stored.block_hashes.len();
     let tokens = stored.token_ids.len();
@@ -46,8 +46,8 @@ pub(super) fn check_shape(stored: &Stored) -> Result<(), Fault> {
     if is_shaped && is_keyed {
         return Ok(());
     }
-    // Groups that keep only part of a prompt leave out the other blocks, and stores of farther tiers name a
-    // chunk of several blocks by its last one.
+    // Groups that keep only part of a prompt omit the other blocks, and stores of slower tiers name
+    // a chunk of several blocks by its last one.
     if !stored.is_full_attention() || stored.tier() != Some(Tier::Device) {
         return Ok(());
     }
@@ -64,7 +64,7 @@ impl<'a> Reader<'a> {
         self.cursor.skip(self.limits.max_depth)
     }
 
-    /// The head of the next value, which stays unread.
+    /// The head of the next value, without consuming it.
     pub(super) fn peek(&self) -> Result<Head<'a>, Fault> {
         let mut ahead = self.cursor;
         ahead.head()
@@ -125,8 +125,8 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Checks and copies text. What is not UTF-8 is refused rather than patched: two names
-    /// must not become one.
+    /// Checks and copies a string. Invalid UTF-8 is refused rather than repaired, so that two names
+    /// never become one.
     fn owned(&self, bytes: &[u8]) -> Result<String, Fault> {
         if bytes.len() > self.limits.max_text_bytes {
             return Err(Fault::Malformed("text exceeds the limit"));
@@ -149,7 +149,7 @@ impl<'a> Reader<'a> {
         let count = match self.cursor.head()? {
             Head::Nil => return Ok(None),
             Head::Array(count) => count,
-            // One key without a list around it.
+            // A single key without a list.
             _ => {
                 self.cursor = start;
                 1

@@ -1,10 +1,10 @@
-//! Bytes to events: the batches that engines publish, and the form that dumps and replays have.
+//! Decodes bytes to events: the batches that engines publish, and the format of dumps and replays.
 //!
 //! Engines encode a batch as `[ts, events, dp_rank?]` in msgpack, and its events in one of two
 //! shapes: arrays with fields by position (`positional`) or maps with fields by name (`named`).
-//! What is unknown is skipped and counted, since engines add fields and events every release;
-//! what is wrong costs its event, not the batch; only bytes that cannot be read at all cost the
-//! frame. [`router`] is the JSON form.
+//! Unknown data is skipped and counted, because engines add fields and events with every release.
+//! An invalid event is dropped, not its batch; only unreadable bytes drop the whole frame.
+//! [`router`] is the JSON form.
 
 mod cursor;
 mod field;
@@ -19,8 +19,8 @@ use self::field::Reader;
 use crate::error::{Error, Result};
 use crate::event::{Batch, Event};
 
-/// Bounds of a frame. Every length on the wire is held against them, and against the bytes that
-/// remain, before anything is allocated for it.
+/// Limits of a frame. Every encoded length is compared with them, and with the remaining bytes,
+/// before anything is allocated for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     /// Size of a frame.
@@ -35,7 +35,7 @@ pub struct Limits {
     pub max_text_bytes: usize,
     /// Extra keys in a frame; an event that goes beyond is malformed.
     pub max_extra_keys: usize,
-    /// Levels of arrays and maps in a value that is skipped; more is an error.
+    /// Levels of arrays and maps in a skipped value; more is an error.
     pub max_depth: usize,
 }
 
@@ -56,9 +56,10 @@ impl Default for Limits {
 /// Decodes one message of an engine's publisher.
 ///
 /// # Errors
-/// [`Error::Decode`], with the offset, for a frame that is too large, is not msgpack, is cut off,
-/// has bytes after the batch, is no batch (`ts`, `events` and rank of their types), has more events
-/// or nests deeper than `limits` allow, or holds a token id outside u32 (named by its index).
+/// [`Error::Decode`], with the offset, for a frame that is too large, is not msgpack, is truncated,
+/// has bytes after the batch, is not a batch (`ts`, `events` and rank of their types), has more
+/// events or nests deeper than `limits` allow, or contains a token id outside u32 (named by its
+/// index).
 ///
 /// # Cost
 /// One pass over the bytes; events that are dropped are read a second time. Memory is at most a
@@ -127,7 +128,7 @@ fn batch(reader: &mut Reader<'_>) -> Result<Batch, Fault> {
     Ok(batch)
 }
 
-/// Seconds since 1970; 0 where the engine says none, or nothing that can be reckoned with.
+/// Seconds since 1970; 0 if it is missing or not a usable number.
 fn timestamp(reader: &mut Reader<'_>) -> Result<f64, Fault> {
     match reader.cursor.head()? {
         Head::Nil => Ok(0.0),
@@ -145,8 +146,8 @@ fn events(reader: &mut Reader<'_>, batch: &mut Batch) -> Result<(), Fault> {
         Head::Array(_) => return Err(Fault::Malformed("events exceed the limit")),
         _ => return Err(Fault::Malformed("events must be an array")),
     };
-    // An event that is kept has at least 13 bytes, with its tag, and takes many times that in
-    // memory: what is too short to be one gets none.
+    // A kept event has at least 13 bytes, including its tag, and takes many times that in memory,
+    // so shorter remainders reserve nothing.
     batch.events.reserve(count.min(reader.cursor.remaining() / 13));
     for _ in 0..count {
         let start = reader.cursor;
@@ -160,7 +161,7 @@ fn events(reader: &mut Reader<'_>, batch: &mut Batch) -> Result<(), Fault> {
             Err(Fault::Malformed(_) | Fault::Broken(_)) => &mut batch.malformed,
         };
         *dropped += 1;
-        // Where the bytes cannot be read at all, this fails as well, and with them the frame.
+        // If the bytes are unreadable, this fails as well, and with it the frame.
         reader.cursor = start;
         reader.skip()?;
     }

@@ -19,8 +19,8 @@ pub(super) fn event(reader: &mut Reader<'_>, entries: usize) -> Result<Event, Fa
     }
 }
 
-/// Finds the event's type on a copy of the cursor. Engines write it first, so that this reads
-/// nothing twice; the fields' meaning depends on it, so that it must be known before they are read.
+/// Finds the event's type with a copy of the cursor. The meaning of the fields depends on it, so it
+/// must be known first; engines write it first, so nothing is read twice.
 fn kind(mut cursor: Cursor<'_>, entries: usize, max_depth: usize) -> Result<Kind, Fault> {
     for _ in 0..entries {
         if key(&mut cursor, max_depth)? == b"type" {
@@ -31,7 +31,7 @@ fn kind(mut cursor: Cursor<'_>, entries: usize, max_depth: usize) -> Result<Kind
     Err(Fault::Malformed("an event must have a type"))
 }
 
-/// Reads a key; one that is not text is skipped and named by nothing.
+/// Reads a key; one that is not a string is skipped and matches no field.
 fn key<'a>(cursor: &mut Cursor<'a>, max_depth: usize) -> Result<&'a [u8], Fault> {
     let start = *cursor;
     if let Head::Text(key) = cursor.head()? {

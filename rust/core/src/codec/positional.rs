@@ -1,6 +1,6 @@
 //! Events as arrays: `["BlockStored", block_hashes, parent, token_ids, block_size, lora_id, ...]`.
 //!
-//! Every version appended fields, and not every engine appended the same ones:
+//! Every version has appended fields, and engines differ in the fields that they appended:
 //!
 //! | position after the tag | vLLM | SGLang |
 //! |---|---|---|
@@ -11,8 +11,8 @@
 //! | 9 | kv_cache_spec_kind (text) | |
 //! | 10 | kv_cache_spec_sliding_window (integer) | |
 //!
-//! The types at 7 and 8 tell the two apart. Where both are nil, 6 is read as a LoRA name: under
-//! the wrong name a block matches nothing, while without any it would match every tenant.
+//! The types at 7 and 8 distinguish the two. If both are nil, 6 is read as a LoRA name: under a
+//! wrong name a block matches nothing, while without any it would match every tenant.
 
 use super::cursor::{Fault, Head};
 use super::field::{Kind, Reader, check_shape};

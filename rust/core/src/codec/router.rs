@@ -1,12 +1,12 @@
-//! The JSON form of events: what dumps list, what replays read, what routers hand to each other.
+//! The JSON form of events, for dumps, replays and exchange between routers.
 //!
 //! ```json
 //! {"worker_id": 1, "event": {"event_id": 7, "data": {"stored": {"parent_hash": null, "blocks":
 //!   [{"block_hash": 100, "tokens_hash": 11, "mm_extra_info": null}]}}, "dp_rank": 0}}
 //! ```
 //!
-//! Unlike engines' events these carry local hashes instead of tokens. Unknown keys are ignored,
-//! and hashes may be written signed: the bits count.
+//! Unlike engines' events these contain local hashes instead of tokens. Unknown keys are ignored,
+//! and hashes may be signed: only the bits matter.
 
 use std::fmt;
 
@@ -17,31 +17,31 @@ use crate::error::Error;
 use crate::hash::SEED;
 use crate::ids::{InstanceId, Tier, Worker};
 
-/// A change of what a worker holds, as one router tells it to another.
+/// A change of a worker's blocks, as exchanged between routers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RouterEvent {
     /// The engine instance.
     pub worker_id: InstanceId,
-    /// What happened there.
+    /// The event.
     pub event: KvEvent,
-    /// Where the blocks are; left out for device memory.
+    /// Location of the blocks; omitted for device memory.
     #[serde(default = "tier::device", skip_serializing_if = "tier::is_device", with = "tier")]
     pub storage_tier: Tier,
 }
 
-/// An event with its place in the order of its worker's events.
+/// An event with its number in the order of its worker's events.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct KvEvent {
     /// Consecutive within a worker; synthetic in dumps.
     pub event_id: u64,
-    /// The change itself.
+    /// The change.
     pub data: EventData,
     /// Data-parallel rank within the instance.
     #[serde(default)]
     pub dp_rank: u32,
 }
 
-/// The change itself.
+/// The change.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum EventData {
@@ -61,8 +61,8 @@ pub struct StoredBlocks {
     pub parent_hash: Option<u64>,
     /// The blocks in chain order.
     pub blocks: Vec<StoredBlock>,
-    /// Identity seed of the local hashes, so that a chain which is continued after a load keeps
-    /// its salt. Left out for prompts without adapter and salt; other routers ignore it.
+    /// Identity seed of the local hashes, so that a chain continued after a load keeps its salt.
+    /// Omitted for prompts without adapter and salt; other routers ignore it.
     #[serde(
         default = "no_identity",
         skip_serializing_if = "is_no_identity",
@@ -80,7 +80,7 @@ pub struct StoredBlock {
     /// Local hash of the block's tokens.
     #[serde(deserialize_with = "hash")]
     pub tokens_hash: u64,
-    /// Multimodal items in the block, as the sender describes them; carried, not read.
+    /// Multimodal items in the block, as the sender describes them; passed on, not read.
     #[serde(default)]
     pub mm_extra_info: Option<serde_json::Value>,
 }
@@ -97,7 +97,7 @@ impl RouterEvent {
     /// Parses one event.
     ///
     /// # Errors
-    /// [`Error::Decode`] for what is not JSON or not an event, with the offset.
+    /// [`Error::Decode`] for invalid JSON or another kind of object, with the offset.
     pub fn from_json(json: &[u8]) -> Result<Self, Error> {
         serde_json::from_slice(json).map_err(|error| decode_error(json, &error))
     }
@@ -107,7 +107,7 @@ impl RouterEvent {
         serde_json::to_string(self).expect("numbers and text-keyed maps only, nothing can fail")
     }
 
-    /// The same event at another place in the order.
+    /// The same event with another number.
     pub fn numbered(mut self, event_id: u64) -> Self {
         self.event.event_id = event_id;
         self
@@ -120,7 +120,7 @@ impl RouterEvent {
 }
 
 fn decode_error(json: &[u8], error: &serde_json::Error) -> Error {
-    // Lines count from 1. An error without a line is about the input as a whole.
+    // Lines count from 1. An error without a line is about the whole input.
     let lines = json.split_inclusive(|&byte| byte == b'\n');
     let before: usize = lines.take(error.line().saturating_sub(1)).map(<[u8]>::len).sum();
     Error::decode(before + error.column(), error.to_string())
@@ -271,7 +271,7 @@ mod tests {
         let EventData::Stored(stored) = &event.event.data else { panic!("{event:?}") };
         assert_eq!(stored.seed, seed);
         assert_eq!(event.to_json(), salted);
-        // Null, as others write what they do not know, and a signed one.
+        // Null, as other systems write unknown values, and a signed one.
         for (written, meant) in [("null", crate::hash::SEED), ("-1", u64::MAX)] {
             let json = salted.replace(&seed.to_string(), written);
             let event = RouterEvent::from_json(json.as_bytes()).unwrap();

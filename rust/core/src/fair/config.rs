@@ -1,4 +1,4 @@
-//! What a queue is told at its start.
+//! Settings of a queue.
 
 use std::str::FromStr;
 
@@ -6,31 +6,31 @@ use super::price::Price;
 use crate::error::{Error, Result};
 
 named! {
-    /// Whose turn it is, and when clients are charged.
+    /// The order of clients, and when they are charged.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
     pub enum Discipline {
-        /// In the order of arrival, whoever asks: no fairness, for comparison.
+        /// In order of arrival, without fairness between clients: for comparison.
         Fcfs = "fcfs",
-        /// The client with the lowest counter. One that comes back from idleness is lifted to the
-        /// lowest counter of those that wait; when nobody waits, to that of the last one that did.
+        /// The client with the lowest counter. A client that returns from idleness is raised to the
+        /// lowest counter of the waiting ones; if none waits, to that of the last one that did.
         #[default]
         VtcFair = "vtc-fair",
-        /// As `VtcFair`, but all clients are lifted, waiting or not, to where the service was when
+        /// As `VtcFair`, but all clients, waiting or not, are raised to where the service was when
         /// the last running request was admitted.
         VtcMaxFair = "vtc-max-fair",
-        /// As `VtcFair`, but the output is charged in advance as long as it is expected to be, and
-        /// what was charged too much is given back.
+        /// As `VtcFair`, but the expected output is charged in advance, and corrected afterwards.
         VtcPred = "vtc-pred",
-        /// As `VtcPred`, with lengths that are known in advance and never corrected: for comparison.
+        /// As `VtcPred`, with lengths that are known in advance and never corrected: for
+        /// comparison.
         VtcOracle = "vtc-oracle",
-        /// The lowest counter without any lift: a client that was idle has all the others wait. For
+        /// The lowest counter without raising: a client that was idle makes all others wait. For
         /// comparison.
         Lcf = "lcf",
     }
 }
 
 impl Discipline {
-    /// Whether a client is lifted when its first request waits.
+    /// Whether a client is raised when its first request waits.
     pub(super) const fn lifts_on_arrival(self) -> bool {
         matches!(self, Self::VtcFair | Self::VtcPred | Self::VtcOracle)
     }
@@ -44,7 +44,7 @@ impl Discipline {
 impl FromStr for Discipline {
     type Err = Error;
 
-    /// A discipline by its name; `-` and `_` are the same.
+    /// Parses a discipline's name; `-` and `_` are equivalent.
     fn from_str(name: &str) -> Result<Self, Error> {
         let wanted = name.replace('_', "-");
         Self::from_name(&wanted).ok_or_else(|| {
@@ -57,26 +57,26 @@ impl FromStr for Discipline {
 /// Settings of a [`FairQueue`](super::FairQueue).
 #[derive(Debug, Clone, PartialEq)]
 pub struct FairConfig {
-    /// Whose turn it is.
+    /// The order of clients.
     pub discipline: Discipline,
-    /// What tokens cost.
+    /// Prices of tokens.
     pub price: Price,
-    /// Part of the price that prompt tokens cost which the worker is expected to have cached; 0
-    /// for nothing, 1 for the full price.
+    /// Price of prompt tokens that the worker is expected to have cached, as a share of the full
+    /// price: 0 is free, 1 is full.
     pub cached_share: f64,
-    /// Over how many requests the length of a client's answers is averaged; at least 1.
+    /// Number of requests over which the length of a client's answers is averaged; at least 1.
     pub prediction_window: u32,
-    /// Most requests that wait; at least 1.
+    /// Maximum queued requests; at least 1.
     pub max_queued: usize,
-    /// Of these, most of one client; at least 1.
+    /// Of these, maximum per client; at least 1.
     pub max_queued_per_client: usize,
-    /// Most clients that are remembered; at least 1. At the limit the idle one with the lowest
-    /// counter is forgotten.
+    /// Maximum remembered clients; at least 1. At the limit the idle one with the lowest counter is
+    /// forgotten.
     pub max_clients: usize,
-    /// How long a request waits at most, in milliseconds; at least 1.
+    /// Longest wait of a request, in milliseconds; at least 1.
     pub max_wait_ms: u64,
-    /// When the next request does not fit, how many other clients are asked. 0 is the paper's
-    /// rule and keeps its bound; more keeps workers busy that the next request can't use.
+    /// How many other clients are tried if the next request does not fit. 0 is the paper's rule and
+    /// keeps its bound; higher values use workers that the next request can't use.
     pub skip_limit: usize,
 }
 

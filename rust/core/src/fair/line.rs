@@ -1,4 +1,4 @@
-//! A line of requests, ordered, with an end.
+//! An ordered, bounded queue of requests.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -7,18 +7,18 @@ use std::ops::Bound;
 use super::order::Standing;
 use crate::error::{Error, Result};
 
-/// Where a request stands: lower is earlier. Equal standings leave in the order in which they came.
+/// A request's position: lower is earlier. Equal positions leave in order of arrival.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Place {
     standing: Reverse<Standing>,
     number: u64,
 }
 
-/// Requests that wait, in the order in which they are to leave. There is no clock, no lock and no
-/// chance in it.
+/// Queued requests, in the order in which they are to leave. It has no clock, no lock and no
+/// randomness.
 ///
 /// # Cost
-/// Every call takes time in the logarithm of the line's length.
+/// Every call is O(log length).
 #[derive(Debug)]
 pub struct Line<T> {
     limit: usize,
@@ -28,15 +28,15 @@ pub struct Line<T> {
 }
 
 impl<T> Line<T> {
-    /// A line of at most `limit` requests.
+    /// A queue of at most `limit` requests.
     pub fn new(limit: usize) -> Self {
         Self { limit, came: 0, isl_tokens: 0, waiting: BTreeMap::new() }
     }
 
-    /// Take a request with a prompt of `isl_tokens` in.
+    /// Adds a request with a prompt of `isl_tokens`.
     ///
     /// # Errors
-    /// [`Error::Overloaded`] when as many wait as may.
+    /// [`Error::Overloaded`] if the queue is full.
     pub fn push(&mut self, standing: Standing, isl_tokens: u64, item: T) -> Result<Place> {
         let limit = self.limit;
         if self.waiting.len() >= limit {
@@ -52,35 +52,35 @@ impl<T> Line<T> {
         Ok(place)
     }
 
-    /// It has left; `None` when it was not there any more.
+    /// Removes a request; `None` if it is no longer queued.
     pub fn remove(&mut self, place: Place) -> Option<T> {
         let (item, isl_tokens) = self.waiting.remove(&place)?;
         self.isl_tokens = self.isl_tokens.saturating_sub(isl_tokens);
         Some(item)
     }
 
-    /// Who is first.
+    /// The first request.
     pub fn first(&self) -> Option<(Place, &T)> {
         self.waiting.first_key_value().map(|(place, (item, _))| (*place, item))
     }
 
-    /// Who is next after `place`, whether that is still there or not.
+    /// The next request after `place`, which may have left.
     pub fn after(&self, place: Place) -> Option<(Place, &T)> {
         let rest = (Bound::Excluded(place), Bound::Unbounded);
         self.waiting.range(rest).next().map(|(place, (item, _))| (*place, item))
     }
 
-    /// Requests that wait.
+    /// Number of queued requests.
     pub fn len(&self) -> usize {
         self.waiting.len()
     }
 
-    /// Whether nobody waits.
+    /// Whether the queue is empty.
     pub fn is_empty(&self) -> bool {
         self.waiting.is_empty()
     }
 
-    /// Tokens of their prompts.
+    /// Tokens of the queued prompts.
     pub fn isl_tokens(&self) -> u64 {
         self.isl_tokens
     }

@@ -1,10 +1,10 @@
-//! Whose request is next: a queue in front of the choice of a worker, in which every client gets
-//! its share of the service, whatever the others ask for.
+//! The order of requests: a queue before the choice of a worker, in which every client gets its
+//! share of the service, whatever the others request.
 //!
-//! [`FairQueue`] is a state machine for one model: requests go in with [`push`](FairQueue::push),
-//! the next one comes out of [`pop`](FairQueue::pop) when it fits, and what it uses is charged to
-//! its client while it runs. [`Line`] is the other one, behind it: requests that no worker has room
-//! to prefill, in the order of a [`LineOrder`]. There is no clock, no lock and no chance in this room.
+//! [`FairQueue`] is a state machine for one model: requests enter with [`push`](FairQueue::push),
+//! the next one is returned by [`pop`](FairQueue::pop) if it fits, and its usage is charged to its
+//! client while it runs. [`Line`] is the second queue, after it: requests that no worker has room
+//! to prefill, in the order of a [`LineOrder`]. This room has no clock, no lock and no randomness.
 //!
 //! # Source
 //! The Virtual Token Counter of Sheng et al., *Fairness in Serving Large Language Models*, and the

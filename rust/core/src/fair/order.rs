@@ -1,4 +1,4 @@
-//! In which order requests leave the line of those that no worker has room to prefill.
+//! The order of requests that no worker has room to prefill.
 
 use std::cmp::Ordering;
 use std::str::FromStr;
@@ -6,22 +6,22 @@ use std::str::FromStr;
 use crate::error::{Error, Result};
 
 named! {
-    /// Whose request is first when several wait.
+    /// The order of several waiting requests.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
     pub enum LineOrder {
-        /// First come, first served: good for the slowest of all.
+        /// First come, first served: best for the slowest request.
         #[default]
         Fcfs = "fcfs",
-        /// Last come, first served: who waits for long is left behind, as an overload wants it.
+        /// Last come, first served: long waits are abandoned, which suits an overload.
         Lcfs = "lcfs",
-        /// The shortest work first, weighed by priority: good for the mean.
+        /// The shortest work first, weighted by priority: best for the mean.
         Wspt = "wspt",
     }
 }
 
 impl LineOrder {
-    /// Where a request of `isl_tokens`, `cached_tokens` of which the best worker holds, stands when
-    /// it came `arrival_s` seconds after some origin that all share.
+    /// The position of a request of `isl_tokens`, of which the best worker holds `cached_tokens`,
+    /// that arrived `arrival_s` seconds after a common origin.
     ///
     /// # Source
     /// The cases of `queue-policy` in `tests/vectors/queue_cases.json`.
@@ -56,21 +56,21 @@ impl FromStr for LineOrder {
     }
 }
 
-/// How urgent a request is.
+/// The priority of a request.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Wish {
-    /// Requests of a higher number are before all those of lower ones.
+    /// Requests with a higher number go before all those with lower ones.
     pub strict_priority: u32,
-    /// Within these: seconds that it is moved ahead (`fcfs`, `lcfs`), or what its weight is more
-    /// than 1 (`wspt`). Finite.
+    /// Within these: seconds that it is moved ahead (`fcfs`, `lcfs`), or the excess of its weight
+    /// over 1 (`wspt`). Finite.
     pub priority_jump: f64,
 }
 
 impl Wish {
-    /// As a request says it; nothing said is 0, and a priority below 0 is 0, too.
+    /// From a request's values; missing and negative priorities count as 0.
     ///
     /// # Errors
-    /// `InvalidArgument` for a priority that is no number.
+    /// `InvalidArgument` for a priority that is not a number.
     pub fn of(priority: Option<f64>, strict_priority: Option<u32>) -> Result<Self> {
         let priority = priority.unwrap_or(0.0);
         if !priority.is_finite() {
@@ -81,12 +81,12 @@ impl Wish {
     }
 }
 
-/// A request's place among others: the greater, the earlier.
+/// A request's rank: greater is earlier.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Standing {
-    /// Decides first.
+    /// Compared first.
     pub strict_priority: u32,
-    /// Decides between those of one strict priority.
+    /// Compared within one strict priority.
     pub score: f64,
 }
 

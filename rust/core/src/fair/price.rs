@@ -1,8 +1,8 @@
-//! What service costs, and how much of it is expected.
+//! The cost of service, and its estimate.
 
 use crate::error::{Error, Result};
 
-/// What tokens cost: so much for each of a prompt and each generated one. Finite and at least 0, not both 0.
+/// Prices of tokens: per prompt token and per generated one. Finite and at least 0, not both 0.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Price {
     /// A token of a prompt.
@@ -18,7 +18,7 @@ impl Default for Price {
 }
 
 impl Price {
-    /// What a request costs with `input` tokens of prompt after `output` generated tokens.
+    /// The cost of a request with `input` prompt tokens after `output` generated tokens.
     pub fn total(&self, input: f64, output: f64) -> f64 {
         self.input * input + self.output * output
     }
@@ -38,20 +38,20 @@ impl Price {
     }
 }
 
-/// How long a client's answers are, as a moving average.
+/// Length of a client's answers, as a moving average.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Predictor {
     length: f64,
 }
 
 impl Predictor {
-    /// Tokens that the next answer is expected to have; 0 before the first one.
+    /// Expected tokens of the next answer; 0 before the first one.
     pub const fn length(&self) -> f64 {
         self.length
     }
 
-    /// An answer had `length` tokens: the first one as it is, later ones with `1 / window` of the
-    /// weight.
+    /// Records an answer of `length` tokens: the first one counts in full, later ones with a weight
+    /// of `1 / window`.
     pub fn learn(&mut self, length: f64, window: u32) {
         let window = f64::from(window.max(1));
         self.length = match self.length {

@@ -14,10 +14,10 @@ use crate::error::{Error, Result};
 /// Longest name of a client, in bytes.
 const MAX_NAME_BYTES: usize = 256;
 
-/// Most clients with a weight of their own.
+/// Maximum clients with a configured weight.
 const MAX_WEIGHTS: usize = 65_536;
 
-/// Between these a client is told to wait before it tries again, in milliseconds.
+/// Bounds of the time after which a refused client should retry, in milliseconds.
 const RETRY_MS: std::ops::RangeInclusive<u64> = 1_000..=60_000;
 
 #[derive(Debug)]
@@ -26,17 +26,17 @@ struct Running {
     input: f64,
     output: f64,
     predicted: f64,
-    /// What its client was charged for it so far, before its weight.
+    /// Charged to its client so far, before its weight.
     paid: f64,
-    /// The counter of its client just before it was admitted.
+    /// The counter of its client just before its admission.
     started_at: f64,
 }
 
-/// One model's requests that wait, and the counters of its clients.
+/// One model's waiting requests, and the counters of its clients.
 ///
 /// # Cost
-/// O(log clients + log requests) for every call; [`pop`](Self::pop) asks `fits` at most
-/// `1 + skip_limit` times.
+/// O(log clients + log requests) for every call; [`pop`](Self::pop) calls `fits` at most `1 +
+/// skip_limit` times.
 #[derive(Debug)]
 pub struct FairQueue<T> {
     config: FairConfig,
@@ -46,21 +46,21 @@ pub struct FairQueue<T> {
     deadlines: BTreeSet<(u64, Ticket)>,
     running: BTreeMap<Grant, Running>,
     dropped: Vec<Dropped<T>>,
-    /// Who waited last, while nobody waits.
+    /// The client that waited last, while none waits.
     last_waiting: Option<u32>,
-    /// Nobody's counter counts as lower (`vtc-max-fair`).
+    /// The lowest counter that counts (`vtc-max-fair`).
     floor: f64,
-    /// No counter is higher.
+    /// The highest counter.
     highest: f64,
     next_ticket: u64,
     next_grant: u64,
-    /// When the last one was admitted, and the mean time between two, in milliseconds.
+    /// Time of the last admission, and the mean time between two, in milliseconds.
     pace: Option<(u64, f64)>,
     stats: FairStats,
 }
 
 impl<T> FairQueue<T> {
-    /// A queue in which nobody waits.
+    /// An empty queue.
     ///
     /// # Errors
     /// [`Error::Config`] with the name of the first field that is out of range.
@@ -85,17 +85,17 @@ impl<T> FairQueue<T> {
         })
     }
 
-    /// The configuration it was made with.
+    /// The configuration it was created with.
     pub fn config(&self) -> &FairConfig {
         &self.config
     }
 
-    /// Give `client` a larger (above 1) or smaller share than others; charges are divided by it.
-    /// What was charged already stays.
+    /// Gives `client` a larger (above 1) or smaller share than others; charges are divided by it.
+    /// Earlier charges are not changed.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a weight that is not finite and above 0, a name that is too
-    /// long, or more clients with weights than 65,536.
+    /// long, or more than 65,536 clients with weights.
     pub fn set_weight(&mut self, client: &str, weight: f64) -> Result<()> {
         check_name(client)?;
         if !(weight.is_finite() && weight > 0.0) {
@@ -113,10 +113,10 @@ impl<T> FairQueue<T> {
         Ok(())
     }
 
-    /// Have a request wait. `client` may be `""`: those without a name share one.
+    /// Queues a request. `client` may be `""`, which all clients without a name share.
     ///
     /// # Errors
-    /// The item comes back when too many wait, with how long to wait before another try.
+    /// Returns the item if too many wait, with the time after which to retry.
     // A refusal carries the item back; boxing it would not make it smaller for the caller.
     #[allow(clippy::result_large_err)]
     pub fn push(
@@ -150,8 +150,8 @@ impl<T> FairQueue<T> {
         Ok(ticket)
     }
 
-    /// The next request, if it fits: the one of the client with the lowest counter. `fits` sees
-    /// it first, and at most `skip_limit` requests of other clients after it.
+    /// The next request, if it fits: the one of the client with the lowest counter. `fits` is
+    /// called with it first, and with at most `skip_limit` requests of other clients after it.
     ///
     /// Its client is charged for the prompt and, with predictions, for the answer.
     pub fn pop(&mut self, now_ms: u64, mut fits: impl FnMut(&T) -> bool) -> Option<Granted<T>> {
@@ -184,7 +184,7 @@ impl<T> FairQueue<T> {
         self.stats.waited_ms_total += waited_ms;
         self.pace = Some(match self.pace {
             None => (now_ms, 0.0),
-            // The last dozen or so admissions count.
+            // About the last dozen admissions count.
             Some((last_ms, mean)) => {
                 (now_ms, mean + (now_ms.saturating_sub(last_ms) as f64 - mean) / 16.0)
             }
@@ -192,7 +192,7 @@ impl<T> FairQueue<T> {
         Some(Granted { grant, ticket: Ticket(place.1), item: waiting.item, waited_ms })
     }
 
-    /// An admitted request has generated `tokens` more. Nothing happens for one that has ended.
+    /// Charges `tokens` more generated tokens to an admitted request. No effect if it has ended.
     pub fn tokens(&mut self, grant: Grant, tokens: u64) {
         let Some(running) = self.running.get_mut(&grant) else { return };
         running.output += tokens as f64;
@@ -205,8 +205,8 @@ impl<T> FairQueue<T> {
         self.charge(slot, more);
     }
 
-    /// An admitted request has ended, however it did. What was charged too much is given back,
-    /// what was charged too little is charged. False for one that has ended before.
+    /// Ends an admitted request, for whatever reason, and corrects its charges. False if it has
+    /// already ended.
     pub fn finish(&mut self, grant: Grant, used: Used) -> bool {
         let Some(running) = self.running.remove(&grant) else { return false };
         let slot = running.slot;
@@ -226,7 +226,7 @@ impl<T> FairQueue<T> {
         true
     }
 
-    /// Take back a request that waits; `None` when it does not wait any more.
+    /// Removes a queued request; `None` if it is no longer queued.
     pub fn cancel(&mut self, ticket: Ticket) -> Option<T> {
         let (slot, place) = *self.places.get(&ticket)?;
         let waiting = self.take(slot, place)?;
@@ -234,19 +234,19 @@ impl<T> FairQueue<T> {
         Some(waiting.item)
     }
 
-    /// Requests whose time has run out, longest first. Call it on a timer: it costs nothing when
+    /// Requests that have timed out, longest wait first. Call it on a timer: it costs nothing if
     /// there are none.
     pub fn expire(&mut self, now_ms: u64) -> Vec<Dropped<T>> {
         self.drop_late(now_ms);
         std::mem::take(&mut self.dropped)
     }
 
-    /// Whether nobody waits.
+    /// Whether the queue is empty.
     pub fn is_empty(&self) -> bool {
         self.places.is_empty()
     }
 
-    /// Numbers of the whole queue.
+    /// Statistics of the whole queue.
     pub fn stats(&self) -> FairStats {
         FairStats {
             queued: self.places.len(),
@@ -257,7 +257,7 @@ impl<T> FairQueue<T> {
         }
     }
 
-    /// Numbers of every client, in no order.
+    /// Statistics of every client, in no particular order.
     pub fn clients(&self) -> impl Iterator<Item = ClientStats<'_>> {
         self.clients.all().map(|client| ClientStats {
             client: &client.name,
@@ -269,13 +269,13 @@ impl<T> FairQueue<T> {
         })
     }
 
-    /// The counter of `client`; `None` for one that is not remembered.
+    /// The counter of `client`; `None` for an unknown one.
     pub fn counter(&self, client: &str) -> Option<f64> {
         let client = self.clients.at(self.clients.slot(client)?)?;
         Some(client.counter.max(self.floor))
     }
 
-    /// Tokens that the next answer to `client` is expected to have.
+    /// Expected tokens of the next answer to `client`.
     pub fn predicted(&self, client: &str) -> f64 {
         let client = self.clients.slot(client).and_then(|slot| self.clients.at(slot));
         client.map_or(0.0, |client| client.predictor.length())
@@ -288,7 +288,7 @@ impl<T> FairQueue<T> {
         self.clients.change(slot, |client| client.counter = counter);
     }
 
-    /// Prompt tokens that are charged, with cached ones at their share.
+    /// Charged prompt tokens, with cached ones at their share.
     fn chargeable(&self, tokens: u64, cached: u64) -> f64 {
         let cached = cached.min(tokens);
         (tokens - cached) as f64 + cached as f64 * self.config.cached_share
@@ -296,7 +296,7 @@ impl<T> FairQueue<T> {
 
     fn admit_client(&mut self, name: &str) -> Result<u32, Refusal> {
         check_name(name).map_err(Refusal::Name)?;
-        // Those that nobody has fetched yet take room as well.
+        // Timed-out requests that were not fetched yet take room as well.
         if self.places.len() + self.dropped.len() >= self.config.max_queued {
             return Err(Refusal::QueueFull);
         }
@@ -338,7 +338,7 @@ impl<T> FairQueue<T> {
             Refusal::Name(error) => (&mut self.stats.refused_clients_total, error.clone()),
         };
         *count += 1;
-        // By then half of those that wait will have gone.
+        // By then half of the queue will have been admitted.
         let pace_ms = self.pace.map_or(0.0, |(_, mean)| mean);
         let waiting = if own > 0 { own } else { self.places.len() };
         let retry_after_ms = (pace_ms * waiting as f64 / 2.0) as u64;
@@ -346,7 +346,7 @@ impl<T> FairQueue<T> {
         Refused { item, refusal, retry_after_ms, error }
     }
 
-    /// A client whose queue was empty does not bring along credit from the time it was idle.
+    /// A client that was idle must not keep credit from that time.
     fn lift(&mut self, slot: u32) {
         let is_waiting = self.clients.at(slot).is_some_and(|client| !client.queue.is_empty());
         if is_waiting || !self.config.discipline.lifts_on_arrival() {
@@ -362,7 +362,7 @@ impl<T> FairQueue<T> {
         self.stats.lifted_total += u64::from(is_lifted == Some(true));
     }
 
-    /// `vtc-max-fair`: nobody stays behind where service has got to.
+    /// `vtc-max-fair`: raises lower counters to where the service is.
     fn raise_floor(&mut self) {
         if self.config.discipline == Discipline::VtcMaxFair && !self.places.is_empty() {
             let last = self.running.last_key_value().map(|(_, running)| running.started_at);
@@ -379,7 +379,7 @@ impl<T> FairQueue<T> {
         self.highest = self.highest.max(counter.unwrap_or(0.0));
     }
 
-    /// A request stops waiting.
+    /// Removes a waiting request.
     fn take(&mut self, slot: u32, place: Place) -> Option<Waiting<T>> {
         let waiting = self.clients.change(slot, |client| client.queue.remove(&place)).flatten()?;
         let ticket = Ticket(place.1);

@@ -7,7 +7,7 @@ use hashbrown::HashMap;
 use super::order::Standing;
 use super::price::Predictor;
 
-/// A request that waits.
+/// A waiting request.
 #[derive(Debug)]
 pub(super) struct Waiting<T> {
     pub(super) item: T,
@@ -17,7 +17,7 @@ pub(super) struct Waiting<T> {
     pub(super) queued_at_ms: u64,
 }
 
-/// Place in a client's queue: high priorities first, then the order of arrival.
+/// Position in a client's queue: high priorities first, then order of arrival.
 pub(super) type Place = (std::cmp::Reverse<Standing>, u64);
 
 #[derive(Debug)]
@@ -37,10 +37,10 @@ impl<T> Client<T> {
     }
 }
 
-/// Rank and arrival of the first request of a client, and the client.
+/// Rank and arrival of a client's first request, and the client.
 type Key = (u64, u64, u32);
 
-/// All clients by slot and by name; those that wait, and those that are idle, by rank.
+/// All clients by slot and by name; waiting and idle ones by rank.
 #[derive(Debug)]
 pub(super) struct Clients<T> {
     is_ranked: bool,
@@ -52,7 +52,7 @@ pub(super) struct Clients<T> {
 }
 
 impl<T> Clients<T> {
-    /// `is_ranked`: by counter; else in the order of arrival alone.
+    /// `is_ranked`: by counter; otherwise only in order of arrival.
     pub(super) fn new(is_ranked: bool) -> Self {
         Self {
             is_ranked,
@@ -84,12 +84,12 @@ impl<T> Clients<T> {
         self.slots.iter().flatten()
     }
 
-    /// Clients that wait, whose turn comes first first.
+    /// Waiting clients, in the order of their turns.
     pub(super) fn in_turn(&self) -> impl Iterator<Item = u32> {
         self.waiting.iter().map(|&(_, _, slot)| slot)
     }
 
-    /// A client that is new and idle.
+    /// Adds a new, idle client.
     pub(super) fn add(&mut self, name: &str, counter: f64, weight: f64) -> u32 {
         let slot = self.free.pop().unwrap_or(self.slots.len() as u32);
         if slot as usize == self.slots.len() {
@@ -109,7 +109,7 @@ impl<T> Clients<T> {
         slot
     }
 
-    /// Forget the idle client with the lowest counter; its slot.
+    /// Forgets the idle client with the lowest counter; returns its slot.
     pub(super) fn forget_idle(&mut self) -> Option<u32> {
         let &(_, slot) = self.idle.first()?;
         self.leave(slot);
@@ -120,7 +120,7 @@ impl<T> Clients<T> {
         Some(slot)
     }
 
-    /// Change a client, and find its place in the order again.
+    /// Changes a client, and updates its position in the order.
     ///
     /// # Cost
     /// O(log clients).
@@ -154,7 +154,7 @@ impl<T> Clients<T> {
         }
     }
 
-    /// Where a client stands that waits.
+    /// The position of a waiting client.
     fn key(&self, slot: u32) -> Option<Key> {
         let client = self.at(slot)?;
         let (&(_, arrival), _) = client.queue.first_key_value()?;
@@ -162,7 +162,7 @@ impl<T> Clients<T> {
     }
 }
 
-/// The bits of a number that is at least 0 are in its order.
+/// The bits of a non-negative number sort in its order.
 fn rank(counter: f64) -> u64 {
     counter.max(0.0).to_bits()
 }

@@ -1,39 +1,39 @@
-//! What goes into a queue and what comes out.
+//! Inputs and results of a queue.
 
 use super::order::Standing;
 use crate::error::Error;
 
-/// A request that waits.
+/// A waiting request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Ticket(pub(super) u64);
 
-/// A request that was admitted.
+/// An admitted request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Grant(pub(super) u64);
 
-/// What a request is expected to cost.
+/// Expected cost of a request.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Cost {
     /// Tokens of the prompt.
     pub input_tokens: u64,
     /// Of these, tokens that a worker is expected to have cached.
     pub cached_tokens: u64,
-    /// Tokens that the answer is expected to have, where the caller knows better than the
-    /// client's average; the true length for [`VtcOracle`](super::Discipline::VtcOracle).
+    /// Expected tokens of the answer, if the caller has a better estimate than the client's
+    /// average; the true length for [`VtcOracle`](super::Discipline::VtcOracle).
     pub output_tokens: Option<u64>,
 }
 
 /// How a request waits.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Options {
-    /// Requests of the same client with a greater one go first. It gains nothing over other
-    /// clients: weights do that.
+    /// Requests of the same client with a greater value go first. It gains nothing over other
+    /// clients, for which there are weights.
     pub standing: Standing,
-    /// It is given up from this time on; `None` for the queue's own limit.
+    /// Time of its timeout; `None` for the queue's own limit.
     pub deadline_ms: Option<u64>,
 }
 
-/// What an admitted request really used; `None` where that is as it was expected and counted.
+/// Actual usage of an admitted request; `None` if it equals what was expected and counted.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Used {
     /// Tokens of the prompt and, of these, cached ones.
@@ -42,25 +42,25 @@ pub struct Used {
     pub output_tokens: Option<u64>,
 }
 
-/// A request whose turn it is.
+/// A request whose turn has come.
 #[derive(Debug, PartialEq)]
 pub struct Granted<T> {
-    /// The number by which it is charged.
+    /// Its number for charges.
     pub grant: Grant,
-    /// The number it had while it waited.
+    /// Its number while it waited.
     pub ticket: Ticket,
-    /// What was pushed.
+    /// The pushed item.
     pub item: T,
     /// How long it waited, in milliseconds.
     pub waited_ms: u64,
 }
 
-/// A request whose time ran out while it waited.
+/// A request that timed out while it waited.
 #[derive(Debug, PartialEq)]
 pub struct Dropped<T> {
-    /// The number it had.
+    /// Its number.
     pub ticket: Ticket,
-    /// What was pushed.
+    /// The pushed item.
     pub item: T,
     /// How long it waited, in milliseconds.
     pub waited_ms: u64,
@@ -75,19 +75,19 @@ pub enum Refusal {
     ClientQueueFull,
     /// Too many clients have requests.
     TooManyClients,
-    /// The name of the client is too long; trying again does not help.
+    /// The client's name is too long; a retry would not help.
     Name(Error),
 }
 
-/// A request that may not wait, given back.
+/// A refused request, with its item.
 #[derive(Debug)]
 pub struct Refused<T> {
-    /// What was pushed.
+    /// The pushed item.
     pub item: T,
-    /// Why.
+    /// The reason.
     pub refusal: Refusal,
-    /// When it may try again, in milliseconds.
+    /// When it may retry, in milliseconds.
     pub retry_after_ms: u64,
-    /// The same in words: HTTP 429, but for a name that is too long.
+    /// The same as text: HTTP 429, except for a name that is too long.
     pub error: Error,
 }

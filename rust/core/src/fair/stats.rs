@@ -1,17 +1,17 @@
-//! What a queue can say of itself.
+//! Statistics of a queue.
 
-/// Numbers of a whole queue.
+/// Statistics of a whole queue.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct FairStats {
-    /// Requests that wait.
+    /// Waiting requests.
     pub queued: usize,
-    /// Requests that were admitted and have not ended.
+    /// Admitted and unfinished requests.
     pub running: usize,
-    /// Clients that are remembered.
+    /// Remembered clients.
     pub clients: usize,
-    /// Of these, clients with a request that waits.
+    /// Of these, clients with a waiting request.
     pub waiting_clients: usize,
-    /// Requests admitted.
+    /// Admitted requests.
     pub admitted_total: u64,
     /// Requests refused because too many waited.
     pub refused_queue_total: u64,
@@ -19,31 +19,31 @@ pub struct FairStats {
     pub refused_client_queue_total: u64,
     /// Requests refused because there were too many clients.
     pub refused_clients_total: u64,
-    /// Requests whose time ran out while they waited.
+    /// Requests that timed out while they waited.
     pub expired_total: u64,
-    /// Requests taken back while they waited.
+    /// Requests cancelled while they waited.
     pub cancelled_total: u64,
-    /// Clients that were lifted.
+    /// Raised clients.
     pub lifted_total: u64,
-    /// Idle clients that were forgotten to make room.
+    /// Idle clients forgotten to make room.
     pub forgotten_clients_total: u64,
-    /// Time that admitted requests waited, added up, in milliseconds.
+    /// Total waiting time of admitted requests, in milliseconds.
     pub waited_ms_total: u64,
 }
 
-/// Numbers of one client.
+/// Statistics of one client.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ClientStats<'a> {
-    /// Its name; `""` for those without one, who share.
+    /// Its name; `""` for all clients without one.
     pub client: &'a str,
-    /// Service it had, weighted, with what it was lifted by.
+    /// Weighted service, including raises.
     pub counter: f64,
     /// Its weight.
     pub weight: f64,
-    /// Requests that wait.
+    /// Waiting requests.
     pub queued: usize,
-    /// Requests that were admitted and have not ended.
+    /// Admitted and unfinished requests.
     pub running: usize,
-    /// Service it had, weighted, without lifts and before its weight.
+    /// Weighted service, without raises and before its weight.
     pub served: f64,
 }
