@@ -1,19 +1,19 @@
-//! A map of values that can be made again, bounded in bytes: [`SHARD_COUNT`] CLOCK caches.
+//! A map of recomputable values, bounded in bytes: [`SHARD_COUNT`] CLOCK caches.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use hashbrown::HashMap;
 use parking_lot::RwLock;
 
-/// Locks are taken per shard: enough of them that cores seldom meet, few enough that each has a
-/// useful share of the budget.
+/// Locks are per shard: enough shards that cores seldom contend, few enough that each has a useful
+/// share of the budget.
 const SHARD_COUNT: usize = 32;
 
-/// What an entry costs beside its slot and what its value has on the heap: map entry with its load
-/// factor, allocator.
+/// Memory of an entry besides its slot and its value's heap memory: map entry with its load factor,
+/// allocator.
 const ENTRY_OVERHEAD_BYTES: usize = 64;
 
-/// A value whose size on the heap is known, and does not change.
+/// A value with a known and constant size on the heap.
 pub(crate) trait Weighed {
     /// Bytes on the heap.
     fn heap_bytes(&self) -> usize;
@@ -23,7 +23,7 @@ pub(crate) trait Weighed {
 struct Slot<V> {
     key: u128,
     value: V,
-    /// Second chance: set by a hit, taken away by the hand as it passes.
+    /// Second chance: set by a hit, cleared by the hand as it passes.
     is_referenced: AtomicBool,
 }
 
@@ -48,9 +48,9 @@ impl<V> Default for Shard<V> {
 }
 
 impl<V: Weighed> Shard<V> {
-    /// Drop one entry: the first one under the hand that was not used since it last passed.
+    /// Evicts one entry: the first one under the hand without a use since it last passed.
     fn evict(&mut self) {
-        // Two turns at most: the first clears every mark.
+        // Two rounds at most: the first one clears every mark.
         for _ in 0..=2 * self.slots.len() {
             if self.hand >= self.slots.len() {
                 self.hand = 0;
@@ -69,36 +69,36 @@ impl<V: Weighed> Shard<V> {
         if let Some(moved) = self.slots.get(self.hand) {
             self.positions.insert(moved.key, self.hand);
         }
-        // The newest entry has just taken this place: it is owed a whole turn.
+        // The newest entry has just taken this place and is due a whole round.
         self.hand += 1;
     }
 }
 
-/// What a cache holds, and what it dropped.
+/// Contents and evictions of a cache.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Held {
     /// Entries.
     pub(crate) entries: u64,
-    /// Bytes, bookkeeping included.
+    /// Bytes, including bookkeeping.
     pub(crate) bytes: u64,
-    /// Entries dropped so far to make room.
+    /// Entries evicted so far.
     pub(crate) evictions_total: u64,
 }
 
-/// The cache. What was used least recently goes first, as nearly as CLOCK knows it.
+/// The cache. It evicts approximately the least recently used entries, as CLOCK does.
 ///
 /// # Consistency
-/// The value of a key never changes, so a reader sees either nothing or the truth.
+/// The value of a key never changes, so a reader sees either nothing or the correct value.
 #[derive(Debug)]
 pub(crate) struct ClockCache<V> {
     shards: Box<[RwLock<Shard<V>>]>,
     shard_capacity_bytes: usize,
-    // Relaxed: a counter, read by nobody who decides anything.
+    // Relaxed: a statistic.
     evictions: AtomicU64,
 }
 
 impl<V: Weighed> ClockCache<V> {
-    /// An empty cache that holds at most `capacity_bytes`, bookkeeping included.
+    /// An empty cache of at most `capacity_bytes`, including bookkeeping.
     pub(crate) fn new(capacity_bytes: usize) -> Self {
         Self {
             shards: (0..SHARD_COUNT).map(|_| RwLock::default()).collect(),
@@ -107,7 +107,7 @@ impl<V: Weighed> ClockCache<V> {
         }
     }
 
-    /// Whether the cache keeps nothing at all.
+    /// Whether the cache stores nothing at all.
     pub(crate) fn is_off(&self) -> bool {
         self.shard_capacity_bytes == 0
     }
@@ -117,7 +117,8 @@ impl<V: Weighed> ClockCache<V> {
         &self.shards[(key >> 64) as usize % SHARD_COUNT]
     }
 
-    /// What `read` makes of the value of `key`; `None` if there is no such value, or by its word.
+    /// The result of `read` for the value of `key`; `None` without a value, or if `read` returns
+    /// it.
     pub(crate) fn read<R>(&self, key: u128, read: impl FnOnce(&V) -> Option<R>) -> Option<R> {
         let shard = self.shard(key).read();
         let slot = &shard.slots[*shard.positions.get(&key)?];
@@ -129,7 +130,7 @@ impl<V: Weighed> ClockCache<V> {
         Some(found)
     }
 
-    /// Keeps `value` under `key`, dropping others as needed; false if it is too large to be kept.
+    /// Stores `value` under `key`, evicting others as needed; false if it is too large.
     pub(crate) fn insert(&self, key: u128, value: V) -> bool {
         let size_bytes = Slot::size_bytes(&value);
         if size_bytes > self.shard_capacity_bytes {
@@ -138,7 +139,7 @@ impl<V: Weighed> ClockCache<V> {
         let slot = Slot { key, value, is_referenced: AtomicBool::new(false) };
         let mut shard = self.shard(key).write();
         if shard.positions.contains_key(&key) {
-            // Another thread was quicker with the same value.
+            // Another thread has already stored the same value.
             return true;
         }
         let mut evicted = 0;
@@ -155,7 +156,7 @@ impl<V: Weighed> ClockCache<V> {
         true
     }
 
-    /// Sizes, summed shard by shard without stopping anyone.
+    /// Sizes, summed shard by shard without a common lock.
     pub(crate) fn held(&self) -> Held {
         let evictions_total = self.evictions.load(Ordering::Relaxed);
         let mut held = Held { evictions_total, ..Held::default() };

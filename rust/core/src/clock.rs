@@ -1,4 +1,4 @@
-//! Time as the pure rooms see it: milliseconds since an origin, never read from the system by itself.
+//! Time for the pure rooms: milliseconds since an origin, never read from the system implicitly.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
@@ -27,16 +27,16 @@ impl Clock for SystemClock {
     }
 }
 
-/// A clock that moves when it is told to: for tests and simulations.
+/// A clock that moves only on request, for tests and simulations.
 #[derive(Debug, Default)]
 pub struct ManualClock {
     now_ms: AtomicU64,
 }
 
 impl ManualClock {
-    /// Move the clock on by `by_ms` milliseconds.
+    /// Advances the clock by `by_ms` milliseconds.
     pub fn advance(&self, by_ms: u64) {
-        // SeqCst: a test's clock is read from other threads, and nobody minds its cost.
+        // SeqCst: other threads read a test's clock, and its cost does not matter.
         self.now_ms.fetch_add(by_ms, Ordering::SeqCst);
     }
 }

@@ -2,47 +2,47 @@
 
 use thiserror::Error;
 
-/// Result of everything in the core that can fail.
+/// Result of fallible operations of the core.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What went wrong, by what the caller can do about it.
+/// Errors by what the caller can do about them.
 ///
-/// A gap, a duplicate or an unknown parent is an outcome of an event, not an error. Doors answer by
-/// [`kind`](Self::kind) and never by the message.
+/// A gap, a duplicate or an unknown parent is an outcome of an event, not an error. Services
+/// respond by [`kind`](Self::kind) and never by the message.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum Error {
-    /// The configuration cannot work: fix the flag or the file. Names the field and what is legal.
+    /// The configuration is invalid: fix the flag or the file. Names the field and what is legal.
     #[error("{0}")]
     Config(String),
-    /// The call's arguments are wrong: fix the call. Names the field, the limit and what came. HTTP 400.
+    /// The call's arguments are invalid: fix the call. Names the field, the limit and what came.
+    /// HTTP 400.
     #[error("{0}")]
     InvalidArgument(String),
-    /// The bytes are not what they claim to be: drop the frame and count it.
+    /// The bytes do not have the expected format: drop the frame and count it.
     #[error("{reason} at byte {offset}")]
     Decode {
-        /// Where in the frame, in bytes from its start.
+        /// Position in the frame, in bytes from its start.
         offset: usize,
-        /// What was expected and what was found.
+        /// The expected and the actual content.
         reason: String,
     },
     /// No worker can take the request: none registered, none healthy or none allowed. HTTP 503.
     #[error("{0}")]
     NoWorker(String),
-    /// Every worker that could take the request is busy beyond the thresholds in force. HTTP 503 with
-    /// Retry-After.
+    /// Every eligible worker is busier than the thresholds allow. HTTP 503 with Retry-After.
     #[error("{0}")]
     AllBusy(String),
-    /// Every worker that could take the request has as much to prefill as it may: wait until one of
-    /// them has room, and ask again. HTTP 429 with Retry-After for those who can't wait.
+    /// Every eligible worker has as much to prefill as it may: wait until one of them has room, and
+    /// try again. HTTP 429 with Retry-After for callers that can't wait.
     #[error("{0}")]
     MustWait(String),
     /// A named limit is reached; try again later. HTTP 429 with Retry-After.
     #[error("{0}")]
     Overloaded(String),
-    /// The named thing is not there. HTTP 404.
+    /// The named object does not exist. HTTP 404.
     #[error("{0}")]
     NotFound(String),
-    /// The named thing is there already, or contradicts what is there. HTTP 409.
+    /// The named object already exists, or contradicts the existing state. HTTP 409.
     #[error("{0}")]
     Conflict(String),
     /// The other side could not be reached or hung up. HTTP 502.
@@ -59,7 +59,7 @@ impl Error {
         Self::Decode { offset, reason: reason.into() }
     }
 
-    /// The status that HTTP answers it with, and the class of Python's `kvflash.errors` that it is raised as.
+    /// The HTTP status of its response, and its exception class in Python's `kvflash.errors`.
     pub fn kind(&self) -> (u16, &'static str) {
         match self {
             Self::Config(_) => (500, "ConfigError"),
@@ -75,7 +75,7 @@ impl Error {
         }
     }
 
-    /// An argument error; say the field, the limit and what came.
+    /// An argument error; the message names the field, the limit and what came.
     pub fn invalid(message: impl Into<String>) -> Self {
         Self::InvalidArgument(message.into())
     }

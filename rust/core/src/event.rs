@@ -1,4 +1,4 @@
-//! What engines say about their blocks, as the domain means it. The codec makes these from bytes.
+//! Events of engines about their blocks, in terms of the domain. The codec decodes them.
 
 use crate::ids::Tier;
 
@@ -7,24 +7,25 @@ use crate::ids::Tier;
 pub struct Batch {
     /// Wall-clock time at the engine, seconds since 1970.
     pub ts: f64,
-    /// Data-parallel rank, where the engine names one; overrides the rank the publisher was registered with.
+    /// Data-parallel rank, if the engine names one; overrides the rank of the publisher's
+    /// registration.
     pub dp_rank: Option<u32>,
     /// Events in the order the engine saw them.
     pub events: Vec<Event>,
-    /// Events of a type or with content that this version has no use for: skipped, not fatal.
+    /// Events of a type or with content that this version does not need: skipped, not fatal.
     pub skipped: u32,
-    /// Events whose fields are not what they must be: dropped, the others of the batch are kept.
+    /// Events with invalid fields: dropped, the others of the batch are kept.
     pub malformed: u32,
 }
 
-/// A change of what a worker holds.
+/// A change of a worker's blocks.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Event {
     /// Blocks became reusable.
     Stored(Stored),
     /// Blocks were evicted.
     Removed(Removed),
-    /// Everything on the device was dropped; farther tiers keep what they have.
+    /// Everything on the device was dropped; slower tiers keep their content.
     Cleared,
 }
 
@@ -32,41 +33,42 @@ pub enum Event {
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Stored {
     /// The engine's names of the blocks, in chain order. Byte-string hashes keep their last 8 bytes
-    /// (big endian), as engines do themselves when they publish integers; signed ones keep their bits.
-    /// Groups other than full attention leave out blocks that they do not keep.
+    /// (big endian), as in engines that publish integers; signed ones keep their bits. Groups other
+    /// than full attention omit blocks that they do not keep.
     pub block_hashes: Vec<u64>,
     /// The block before the first one; `None` when the chain starts the prompt.
     pub parent: Option<u64>,
-    /// Tokens of all the blocks; shape `[blocks * block_size]`. Or empty: engines that offload name
-    /// blocks of farther tiers by hash alone, without tokens and parent.
+    /// Tokens of all the blocks; shape `[blocks * block_size]`. May be empty: engines that offload
+    /// name blocks of slower tiers by hash alone, without tokens and parent.
     pub token_ids: Vec<u32>,
-    /// Tokens in a block; 0 where an event without tokens does not say.
+    /// Tokens in a block; 0 if an event without tokens does not contain it.
     pub block_size: u32,
-    /// Numeric LoRA id of engines that know no name.
+    /// Numeric LoRA id of engines without adapter names.
     pub lora_id: Option<i64>,
     /// LoRA adapter's name.
     pub lora_name: Option<String>,
     /// Storage medium as the engine spells it; `None` means device.
     pub medium: Option<String>,
-    /// Cache salt, where the engine has a field for it (SGLang).
+    /// Cache salt, if the engine has a field for it (SGLang).
     pub cache_salt: Option<String>,
-    /// Per block, what else entered the engine's hash (vLLM): LoRA name, multimodal items, cache salt.
-    /// Empty when the engine sent none; else shape `[blocks]`.
+    /// Per block, further inputs of the engine's hash (vLLM): LoRA name, multimodal items, cache
+    /// salt. Empty if the engine sent none; otherwise shape `[blocks]`.
     pub extra_keys: Vec<Option<Vec<ExtraKey>>>,
-    /// Cache group of hybrid models; `None` where the engine has one group.
+    /// Cache group of hybrid models; `None` for a single group.
     pub group_idx: Option<u32>,
     /// Kind of attention of the group; `None` and `full_attention` describe reuse of the whole prompt.
     pub spec_kind: Option<String>,
-    /// Tokens that a sliding-window group looks back.
+    /// Tokens that a sliding-window group attends to.
     pub sliding_window: Option<u32>,
     /// `LOCAL` or `REMOTE`, as seen from the publisher.
     pub locality: Option<String>,
-    /// Which store of a farther tier holds the blocks, where the engine names it.
+    /// The store of a slower tier that holds the blocks, if the engine names it.
     pub ownership: Option<String>,
 }
 
 impl Stored {
-    /// Whether the group keeps whole prompts: the engine reuses as much of a prompt as the group holds.
+    /// Whether the group keeps whole prompts: the engine reuses as much of a prompt as the group
+    /// holds.
     pub fn is_full_attention(&self) -> bool {
         matches!(
             self.spec_kind.as_deref(),
@@ -74,12 +76,12 @@ impl Stored {
         )
     }
 
-    /// Where the blocks are; `None` for a medium that is not known.
+    /// Location of the blocks; `None` for an unknown medium.
     pub fn tier(&self) -> Option<Tier> {
         tier_of(self.medium.as_deref())
     }
 
-    /// The store that the worker shares with others, where the blocks are in one.
+    /// The shared store with the blocks, if they are in one.
     pub fn shared_store(&self) -> Option<&str> {
         shared_store(self.locality.as_deref(), self.ownership.as_deref())
     }
@@ -88,7 +90,7 @@ impl Stored {
 /// One entry of a block's extra keys.
 #[derive(Debug, Clone, PartialEq)]
 pub enum ExtraKey {
-    /// A plain string: LoRA name, cache salt or multimodal identifier, told apart by position.
+    /// A plain string: LoRA name, cache salt or multimodal identifier, distinguished by position.
     Text(String),
     /// A multimodal identifier with the offset of its first token.
     Item {
@@ -99,7 +101,7 @@ pub enum ExtraKey {
     },
     /// Digest of a block's prompt embeddings.
     Digest(Vec<u8>),
-    /// Anything else, kept only as a hash of its bytes: it keeps blocks apart and matches nothing.
+    /// Anything else, kept only as a hash of its bytes: it separates blocks and matches nothing.
     Opaque(u64),
 }
 
@@ -114,17 +116,17 @@ pub struct Removed {
     pub group_idx: Option<u32>,
     /// `LOCAL` or `REMOTE`, as seen from the publisher.
     pub locality: Option<String>,
-    /// Which store of a farther tier held the blocks, where the engine names it.
+    /// The store of a slower tier that held the blocks, if the engine names it.
     pub ownership: Option<String>,
 }
 
 impl Removed {
-    /// Where the blocks were; `None` for a medium that is not known.
+    /// Former location of the blocks; `None` for an unknown medium.
     pub fn tier(&self) -> Option<Tier> {
         tier_of(self.medium.as_deref())
     }
 
-    /// The store that the worker shares with others, where the blocks were in one.
+    /// The shared store that held the blocks, if they were in one.
     pub fn shared_store(&self) -> Option<&str> {
         shared_store(self.locality.as_deref(), self.ownership.as_deref())
     }

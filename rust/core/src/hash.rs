@@ -1,11 +1,12 @@
 //! Token ids to local block hashes, local block hashes to sequence hashes.
 //!
-//! A *local* hash names the tokens of one block and what else the engine keeps apart (LoRA adapter,
-//! cache salt, multimodal items). A *sequence* hash names a block together with everything before
-//! it. Only complete blocks have hashes: the tail of a prompt is never reused.
+//! A *local* hash identifies the tokens of one block and everything else that the engine separates
+//! by (LoRA adapter, cache salt, multimodal items). A *sequence* hash identifies a block together
+//! with everything before it. Only complete blocks have hashes: the tail of a prompt is never
+//! reused.
 //!
-//! All of it is XXH3 with 64 bits, over little-endian bytes, so that hashes made on different
-//! machines, and by other routers that follow the same scheme, are equal bit for bit.
+//! All hashes are XXH3 with 64 bits, over little-endian bytes, so that hashes of different
+//! machines, and of other routers with the same scheme, are equal bit for bit.
 
 mod content;
 pub mod engine;
@@ -20,26 +21,26 @@ use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_secret, xxh3_64_with_seed};
 
 use crate::error::{Error, Result};
 
-/// XXH3 uses the seed itself up to this length, and beyond it a secret made of the seed.
+/// XXH3 uses the seed itself up to this length, and above it a secret derived from the seed.
 const SEEDED_BYTES: usize = 240;
 
 /// Seed of every hash of a prompt without LoRA adapter and cache salt, and of every chain step.
 pub const SEED: u64 = 1337;
 
-/// The seed under which a LoRA adapter's or a tenant's blocks are hashed.
+/// The seed for hashing a LoRA adapter's or a tenant's blocks.
 ///
 /// Different identities get different local hashes for the same tokens, so that no match ever
 /// crosses them. An empty name means none.
 pub fn identity_seed(lora_name: Option<&str>, cache_salt: Option<&str>) -> u64 {
     let lora = lora_name.filter(|name| !name.is_empty());
     let salt = cache_salt.filter(|salt| !salt.is_empty());
-    // The two names are hashed under different seeds: an adapter "a" is not a salt "a".
+    // The two names are hashed under different seeds: an adapter "a" differs from a salt "a".
     let lora = lora.map_or(0, |name| xxh3_64(name.as_bytes()));
     let salt = salt.map_or(0, |salt| xxh3_64_with_seed(salt.as_bytes(), 1));
     SEED.wrapping_add(lora).wrapping_add(salt)
 }
 
-/// Checks a block size that came from outside.
+/// Checks a block size from outside.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] for 0.
@@ -59,7 +60,7 @@ pub fn local_hashes(tokens: &[u32], block_size: u32, seed: u64) -> Vec<u64> {
     hashes
 }
 
-/// Appends what [`local_hashes`] returns to `hashes`.
+/// Appends the result of [`local_hashes`] to `hashes`.
 ///
 /// # Cost
 /// One growth of `hashes` at most, nothing allocated per block.
@@ -67,20 +68,22 @@ pub fn local_hashes_into(tokens: &[u32], block_size: u32, seed: u64, hashes: &mu
     append(tokens, block_size, false, seed, hashes);
 }
 
-/// Blocks of a prompt that have a hash: complete ones, and under EAGLE those with a token after them.
+/// Number of blocks of a prompt with a hash: complete ones, and under EAGLE those with a token
+/// after them.
 pub fn block_count(tokens: usize, block_size: u32, is_eagle: bool) -> usize {
     debug_assert!(block_size > 0, "callers check the block size");
     let lookahead = usize::from(is_eagle);
     tokens.saturating_sub(lookahead).checked_div(block_size as usize).unwrap_or(0)
 }
 
-/// Writes what [`local_hashes`] or [`local_hashes_eagle`] returns to the beginning of `out`; how many.
+/// Writes the result of [`local_hashes`] or [`local_hashes_eagle`] to the beginning of `out`;
+/// returns the number of hashes.
 ///
 /// # Panics
-/// When `out` is shorter than [`block_count`].
+/// If `out` is shorter than [`block_count`].
 ///
 /// # Cost
-/// Nothing is allocated: for callers with memory of their own.
+/// Allocates nothing, for callers with their own memory.
 pub fn write_local_hashes(
     tokens: &[u32],
     block_size: u32,
@@ -95,7 +98,8 @@ pub fn write_local_hashes(
     let starts = (0..blocks).map(|block| block * stride);
     let out = out[..blocks].iter_mut().zip(starts);
     if window > SEEDED_BYTES {
-        // Long inputs are hashed under a secret made of the seed: once here, not once a block.
+        // Long inputs are hashed under a secret derived from the seed: computed once, not per
+        // block.
         let secret = const_custom_default_secret(seed);
         out.for_each(|(hash, start)| {
             *hash = xxh3_64_with_secret(&bytes[start..start + window], &secret);
@@ -108,8 +112,8 @@ pub fn write_local_hashes(
     blocks
 }
 
-/// Local hashes of a prompt under EAGLE speculation, where a block's hash covers the token after
-/// it as well; shape `[(tokens - 1) / block_size]`.
+/// Local hashes of a prompt under EAGLE speculation, where a block's hash also covers the token
+/// after it; shape `[(tokens - 1) / block_size]`.
 ///
 /// `block_size` must not be 0 (see [`check_block_size`]); in release builds 0 gives no hashes.
 pub fn local_hashes_eagle(tokens: &[u32], block_size: u32, seed: u64) -> Vec<u64> {
@@ -124,10 +128,10 @@ fn append(tokens: &[u32], block_size: u32, is_eagle: bool, seed: u64, hashes: &m
     write_local_hashes(tokens, block_size, is_eagle, seed, &mut hashes[held..]);
 }
 
-/// Local hash of one block that holds placeholders of multimodal items.
+/// Local hash of one block that contains placeholders of multimodal items.
 ///
-/// The items' hashes enter in ascending order after the tokens; where the placeholders lie in the
-/// block is already said by the tokens. Without items it is the plain local hash.
+/// The items' hashes follow the tokens in ascending order; the tokens already determine the
+/// positions of the placeholders. Without items it equals the plain local hash.
 pub fn local_hash_with_items(tokens_of_block: &[u32], mm_hashes: &[u64], seed: u64) -> u64 {
     let tokens = little_endian(tokens_of_block);
     if mm_hashes.is_empty() {
@@ -155,8 +159,8 @@ pub fn item_hash(identifier: &str) -> u64 {
 
 /// Sequence hash of the block with the local hash `local` after the block `parent`.
 ///
-/// The first block's sequence hash is its local hash. Adapter and salt enter through the local
-/// hashes only.
+/// The first block's sequence hash is its local hash. Adapter and salt are only part of the local
+/// hashes.
 pub fn extend(parent: Option<u64>, local: u64) -> u64 {
     let Some(parent) = parent else { return local };
     let mut bytes = [0; 16];
@@ -176,7 +180,7 @@ pub fn sequence_hashes_into(locals: &[u64], out: &mut Vec<u64>) {
     }));
 }
 
-/// The little-endian bytes of `tokens`: a view where the machine is little-endian, else a copy.
+/// The little-endian bytes of `tokens`: a view on little-endian machines, otherwise a copy.
 fn little_endian(tokens: &[u32]) -> Cow<'_, [u8]> {
     if cfg!(target_endian = "little") {
         Cow::Borrowed(bytemuck::cast_slice(tokens))

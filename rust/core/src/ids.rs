@@ -1,8 +1,8 @@
-//! Who holds what: workers and storage tiers.
+//! Workers and storage tiers.
 
 use std::fmt;
 
-/// One engine instance, as its operator numbers it.
+/// One engine instance, as numbered by its operator.
 pub type InstanceId = u64;
 
 /// One engine instance and data-parallel rank: the unit that holds blocks and takes requests.
@@ -10,7 +10,7 @@ pub type InstanceId = u64;
 pub struct Worker {
     /// The engine instance.
     pub instance_id: InstanceId,
-    /// Data-parallel rank within the instance; 0 where the engine has one rank.
+    /// Data-parallel rank within the instance; 0 for a single rank.
     pub dp_rank: u32,
 }
 
@@ -28,7 +28,7 @@ impl fmt::Display for Worker {
 }
 
 named! {
-    /// Where a worker keeps a block; nearer tiers first.
+    /// Location of a worker's block; faster tiers first.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
     #[repr(u8)]
     pub enum Tier {
@@ -38,14 +38,14 @@ named! {
         Host = "host_pinned",
         /// Local disk.
         Disk = "disk",
-        /// Storage shared with others, reached over a network.
+        /// Storage shared with other workers, over a network.
         External = "external",
     }
 }
 
 impl Tier {
-    /// The tier that an engine's medium name means; `None` for a name nobody has published yet
-    /// (the event is then skipped and counted: unknown input never earns credit).
+    /// The tier of an engine's medium name; `None` for an unknown name (the event is then skipped
+    /// and counted: unknown input never earns credit).
     ///
     /// Source: the medium names of vLLM, SGLang and their offloading connectors.
     pub fn from_medium(medium: &str) -> Option<Tier> {
@@ -55,7 +55,7 @@ impl Tier {
             (&["CPU_TIER2", "DISK", "NVME", "STORAGE", "FS"], Tier::Disk),
             (&["EXTERNAL", "NETWORK", "REMOTE", "SHARED"], Tier::External),
         ];
-        // Every event is asked several times: nothing is allocated for it.
+        // Called several times per event, so it allocates nothing.
         let is_named = |names: &[&str]| names.iter().any(|name| medium.eq_ignore_ascii_case(name));
         MEDIA.into_iter().find_map(|(names, tier)| is_named(names).then_some(tier))
     }

@@ -1,8 +1,8 @@
-//! kvflash's pure core: it knows what workers hold and decides who gets a request. No sockets, no
-//! Python, no tokio: Cargo.toml lists none of them.
+//! kvflash's pure core: it tracks the workers' blocks and decides which worker gets a request. No
+//! sockets, no Python, no tokio: Cargo.toml lists none of them.
 //!
-//! Rooms, lowest first; a room uses the rooms above it in this table only (`tests/all/rooms.rs` checks
-//! it):
+//! Rooms, lowest first; a room may use only the rooms above it in this table (`tests/all/rooms.rs`
+//! checks it):
 //!
 //! | room | what |
 //! |---|---|

@@ -1,12 +1,12 @@
-//! A bound on what one source writes into the log.
+//! Limits the log lines of one source.
 
-/// So many lines of a kind pass at once.
+/// Lines of one kind that pass at once.
 const FIRST: u32 = 5;
 
-/// From then on one line passes in so long.
+/// After that, one line passes in this time.
 const PAUSE_MS: u64 = 60_000;
 
-/// Lets the first lines of one kind pass, then one a minute. A minute without any begins anew.
+/// Passes the first lines of one kind, then one per minute. A minute without any resets it.
 #[derive(Debug, Default, Clone)]
 pub struct LogLimit {
     passed: u32,
@@ -15,7 +15,7 @@ pub struct LogLimit {
 }
 
 impl LogLimit {
-    /// How many lines were held back since the last one that passed; `None`: hold this one back, too.
+    /// Number of lines held back since the last one that passed; `None`: hold this one back, too.
     pub fn pass(&mut self, now_ms: u64) -> Option<u64> {
         let is_due = now_ms >= self.next_ms;
         if !is_due && self.passed >= FIRST {
@@ -42,7 +42,7 @@ mod tests {
         assert_eq!(limit.pass(PAUSE_MS + 4), Some(995));
         assert_eq!(limit.pass(PAUSE_MS + 5), None);
         assert_eq!(limit.pass(2 * PAUSE_MS + 4), Some(1));
-        // A quiet minute: five lines pass again.
+        // After a quiet minute five lines pass again.
         let later = 3 * PAUSE_MS + 4;
         assert!((0..5).all(|at| passed(&mut limit, later + at) == Some(0)));
         assert_eq!(limit.pass(later + 5), None);

@@ -1,4 +1,4 @@
-//! Enums whose variants have names: in configuration, answers, logs and metrics.
+//! Enums with named variants, for configuration, responses, logs and metrics.
 
 /// An enum with `ALL`, `name`, `from_name` and `Display`, of `Variant = "name"` each.
 macro_rules! named {
@@ -10,15 +10,15 @@ macro_rules! named {
         pub enum $enum { $($(#[$doc])* $variant,)* }
 
         impl $enum {
-            /// All of them, in order.
+            /// All variants, in order.
             pub const ALL: [Self; [$($name),*].len()] = [$(Self::$variant),*];
 
-            /// The name in configuration, answers, logs and metrics.
+            /// The name in configuration, responses, logs and metrics.
             pub const fn name(self) -> &'static str {
                 match self { $(Self::$variant => $name,)* }
             }
 
-            /// The one of that [`name`](Self::name).
+            /// The variant with this [`name`](Self::name).
             pub fn from_name(name: &str) -> Option<Self> {
                 Self::ALL.into_iter().find(|one| one.name() == name)
             }

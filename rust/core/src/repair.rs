@@ -1,40 +1,41 @@
-//! The repair of one publisher's lost batches: ask for a replay, check it, give up what does not come.
+//! The repair of one publisher's lost batches: requests a replay, checks it, gives up on missing
+//! batches.
 //!
-//! The machine has no socket and no clock. It is told what came over the subscription, what came as a
-//! replay, of connections and of silence, and says what the door is to do:
+//! The state machine has no socket and no clock. The transport reports frames of the subscription,
+//! frames of a replay, connections and silence; the machine returns what the transport must do:
 //!
-//! - [`Effect::Ask`]: open a connection of its own to the replay endpoint and ask from a number on; close
-//!   the one before, so that late answers to it can't be mistaken.
+//! - [`Effect::Ask`]: open a separate connection to the replay endpoint and ask from a number on;
+//!   close the previous one, so that its late answers can't be confused with the new ones.
 //! - [`Effect::Dismiss`]: close that connection.
-//! - [`Effect::Peek`]: hand over what waits in the subscription now, be it nothing.
-//! - [`Effect::Lost`], [`Effect::Failed`]: tell people.
+//! - [`Effect::Peek`]: pass the frames that wait in the subscription now, even if there are none.
+//! - [`Effect::Lost`], [`Effect::Failed`]: report to people.
 //!
-//! While a replay is under way ([`Repair::wants_live`] is false) the door leaves live frames where they
-//! are: their number is bounded there, and what is dropped beyond it shows as the next gap.
+//! During a replay ([`Repair::wants_live`] is false) the transport leaves live frames in their
+//! socket: it bounds their number, and frames dropped there show as the next gap.
 
 use std::collections::VecDeque;
 
 use crate::log_limit::LogLimit;
 
-/// What became of a frame.
+/// Outcome of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FrameOutcome {
-    /// Taken in (also when some of its events were skipped and counted).
+    /// Applied (even if some of its events were skipped and counted).
     Applied,
     /// Seen before; nothing to do.
     Duplicate,
-    /// Batches `from..=to` are missing. Repair or give up, then offer this frame again.
+    /// Batches `from..=to` are missing. Repair or give up, then pass this frame again.
     Gap {
         /// First missing sequence number.
         from: u64,
         /// Last missing sequence number.
         to: u64,
     },
-    /// The publisher is not registered any more; close the socket.
+    /// The publisher is no longer registered; close the socket.
     Closed,
 }
 
-/// A batch with its number.
+/// A batch with its sequence number.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Frame {
     /// Its number.
@@ -43,74 +44,75 @@ pub struct Frame {
     pub payload: Vec<u8>,
 }
 
-/// Takes the frames, and knows the place in the stream.
+/// Applies the frames, and knows the stream position.
 pub trait Feed {
-    /// Takes a frame that came over the subscription.
+    /// Applies a frame of the subscription.
     fn live(&self, frame: &Frame) -> FrameOutcome;
-    /// Takes a frame that came as a replay.
+    /// Applies a frame of a replay.
     fn replayed(&self, frame: &Frame) -> FrameOutcome;
-    /// Whether a replay from the last applied number shows the stream that was followed; `None`: the
-    /// engine had nothing to replay.
+    /// Whether a replay from the last applied number continues the known stream; `None`: the engine
+    /// had nothing to replay.
     fn verify(&self, first: Option<&Frame>) -> bool;
-    /// The batches before this number will not come.
+    /// Gives up on the batches before this number.
     fn give_up(&self, sequence: u64);
-    /// The number wanted next, and the one applied last.
+    /// The next expected number, and the last applied one.
     fn position(&self) -> (u64, Option<u64>);
-    /// A message that is no frame was passed over.
+    /// Counts a message that is not a frame.
     fn malformed(&self);
-    /// The engine is asked for batches again.
+    /// A replay was requested.
     fn replay_started(&self);
     /// A replay is over, or failed. `is_empty`: it was asked for everything and had nothing.
     fn replay_ended(&self, failure: Option<&str>, is_empty: bool);
 }
 
-/// What the door is to do.
+/// An action for the transport.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Effect {
-    /// Ask the replay endpoint for the batches from this number on.
+    /// Request the batches from this number on from the replay endpoint.
     Ask(u64),
     /// The replay is over.
     Dismiss,
-    /// Hand over the live frames that wait, to [`Repair::live`].
+    /// Pass the waiting live frames to [`Repair::live`].
     Peek,
-    /// These batches were given up, since there is no replay endpoint; so many such lines were held back.
+    /// These batches were given up, because there is no replay endpoint; the number of such lines
+    /// held back.
     Lost(u64, u64, u64),
-    /// The replay from this number failed, and why.
+    /// The replay from this number failed, with the reason.
     Failed(u64, String),
 }
 
-/// A part of the answer to a request for a replay.
+/// A part of the reply to a request for a replay.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Answer {
-    /// What came, in order; `None` stands for a message that is no frame.
+    /// Received messages, in order; `None` stands for a message that is not a frame.
     pub frames: Vec<Option<Frame>>,
     /// Nothing follows.
     pub is_over: bool,
-    /// It ended with the mark of its end.
+    /// Whether it ended with the end marker.
     pub has_ended: bool,
 }
 
-/// A replay under way.
+/// A replay in progress.
 #[derive(Debug)]
 struct Replay {
-    /// The number that was asked for, or up to which everything was given up.
+    /// The requested number, or the one up to which everything was given up.
     first: u64,
     is_verifying: bool,
     has_answered: bool,
     has_ended: bool,
-    /// Frames that wait for a look at the live ones; they begin later than what is wanted.
+    /// Frames that wait until live ones were examined; they begin later than expected.
     stalled: Option<Answer>,
     deadline_ms: u64,
-    /// Something came since the deadline was set, and nothing of it was wanted.
+    /// Whether only unneeded data arrived since the deadline was set.
     is_idle: bool,
-    /// Frames that have come.
+    /// Received frames.
     frames: u64,
 }
 
-/// An answer of more frames is none: engines keep some ten thousand.
+/// Maximum frames of a reply: engines keep some ten thousand.
 const FRAMES_MAX: u64 = 1 << 20;
 
-/// The machine of one publisher.
+/// The state machine of one publisher.
 #[derive(Debug)]
 pub struct Repair {
     has_endpoint: bool,
@@ -121,13 +123,13 @@ pub struct Repair {
     wants_verify: bool,
     is_held: bool,
     effects: Vec<Effect>,
-    /// Lines about batches that are lost, and about replays that fail.
+    /// Limits log lines about lost batches, and about failed replays.
     lost_lines: LogLimit,
     failed_lines: LogLimit,
 }
 
 impl Repair {
-    /// Of a publisher that has a replay endpoint or not. A replay that brings nothing for `timeout_ms` is
+    /// For a publisher with or without a replay endpoint. A replay without data for `timeout_ms` is
     /// given up; while `is_held`, nothing is read.
     pub fn new(has_endpoint: bool, timeout_ms: u64, is_held: bool) -> Self {
         Self {
@@ -143,7 +145,7 @@ impl Repair {
         }
     }
 
-    /// Whether the door is to read the subscription.
+    /// Whether the transport should read the subscription.
     pub fn wants_live(&self) -> bool {
         self.replay.is_none() && !self.is_held
     }
@@ -153,7 +155,7 @@ impl Repair {
         self.is_held
     }
 
-    /// When [`Repair::silent`] is to be called, unless something comes before.
+    /// When to call [`Repair::silent`], unless something arrives before.
     pub fn deadline_ms(&self) -> Option<u64> {
         self.replay.as_ref().map(|replay| replay.deadline_ms)
     }
@@ -169,7 +171,7 @@ impl Repair {
         self.is_held = true;
     }
 
-    /// Read on; what was missed meanwhile is looked for if the subscription `is_connected`.
+    /// Resumes reading; missed batches are requested if the subscription `is_connected`.
     pub fn release(&mut self, feed: &impl Feed, is_connected: bool, now_ms: u64) -> Vec<Effect> {
         self.is_held = false;
         if is_connected && self.replay.is_none() {
@@ -178,7 +180,7 @@ impl Repair {
         self.told()
     }
 
-    /// Live frames came.
+    /// Processes live frames.
     pub fn live(
         &mut self,
         feed: &impl Feed,
@@ -197,8 +199,8 @@ impl Repair {
         self.told()
     }
 
-    /// A part of the answer came. Only what was wanted puts the end of the wait off: an endpoint that sends
-    /// the same batch for ever is silent, too.
+    /// Processes a part of the reply. Only needed data extends the deadline: an endpoint that sends
+    /// the same batch forever counts as silent.
     pub fn answered(&mut self, feed: &impl Feed, answer: Answer, now_ms: u64) -> Vec<Effect> {
         let Some(replay) = &mut self.replay else { return Vec::new() };
         let wanted = feed.position().0;
@@ -220,12 +222,12 @@ impl Repair {
                 return self.told();
             }
             if !feed.verify(first.and_then(Option::as_ref)) {
-                // Another stream: what follows is its tail only, so ask for it from its start.
+                // Another stream: only its tail follows, so request it from its start.
                 self.ask(feed, 0, false, now_ms);
                 return self.told();
             }
         }
-        // The answer to a check begins with a batch that is known.
+        // The reply to a verification begins with a known batch.
         let is_first = !replay.has_answered && !answer.frames.is_empty();
         replay.has_answered |= is_first;
         self.take(feed, answer, false, now_ms);
@@ -238,14 +240,14 @@ impl Repair {
         self.told()
     }
 
-    /// Nothing came until the deadline. `has_more`: it is here, and was not handed over yet.
+    /// Nothing arrived until the deadline. `has_more`: data has arrived and will be passed.
     pub fn silent(&mut self, feed: &impl Feed, has_more: bool, now_ms: u64) -> Vec<Effect> {
         let Some(replay) = &mut self.replay else { return Vec::new() };
         replay.deadline_ms = now_ms + self.timeout_ms;
         let was_idle = std::mem::take(&mut replay.is_idle);
         if !has_more || was_idle {
             if self.has_progressed(feed) {
-                // The end of the answer was lost when the engine's queue overflowed.
+                // The end of the reply was lost when the engine's queue overflowed.
                 self.ask(feed, feed.position().0, false, now_ms);
             } else {
                 let why = format!(
@@ -258,7 +260,7 @@ impl Repair {
         self.told()
     }
 
-    /// The door can't ask.
+    /// The replay endpoint is unreachable.
     pub fn unreachable(&mut self, feed: &impl Feed, why: String, now_ms: u64) -> Vec<Effect> {
         self.end(feed, Some(why), now_ms);
         self.told()
@@ -268,21 +270,21 @@ impl Repair {
         std::mem::take(&mut self.effects)
     }
 
-    /// Looks for what was missed, on a connection that is new.
+    /// Looks for missed batches after a new connection.
     fn check(&mut self, feed: &impl Feed, now_ms: u64) {
-        // While it is held, what is missing is looked for when it reads.
+        // While it is held, missing batches are looked for on release.
         if self.is_held || !self.has_endpoint {
             return;
         }
         if self.replay.is_some() {
-            // It began on the previous connection: check again when it is over.
+            // It began on the previous connection: verify again when it is over.
             self.wants_verify = true;
             return;
         }
         match feed.position() {
-            // Catch up with what was published before the connection.
+            // Catch up with batches from before the connection.
             (wanted, None) => self.ask(feed, wanted, false, now_ms),
-            // The stream may go on, or be another one.
+            // The stream may continue, or be another one.
             (_, Some(last)) => self.ask(feed, last, true, now_ms),
         }
     }
@@ -302,8 +304,8 @@ impl Repair {
         self.effects.push(Effect::Ask(first));
     }
 
-    /// Hands over live frames. What is missing before one of them is asked for; behind a replay from
-    /// `asked` it is given up, unless it begins later: the rest may come when it is asked for.
+    /// Passes live frames. Batches missing before one of them are requested; after a replay from
+    /// `asked` they are given up, unless that began later: then the rest may come on request.
     fn offer(
         &mut self,
         feed: &impl Feed,
@@ -336,7 +338,7 @@ impl Repair {
         }
     }
 
-    /// Hands over replayed frames; `has_looked` at the live ones that wait.
+    /// Passes replayed frames; `has_looked`: the waiting live ones were examined.
     fn take(&mut self, feed: &impl Feed, mut answer: Answer, mut has_looked: bool, now_ms: u64) {
         let mut frames = std::mem::take(&mut answer.frames).into_iter().peekable();
         while let Some(next) = frames.peek() {
@@ -347,12 +349,12 @@ impl Repair {
                 Some(FrameOutcome::Closed) => break,
                 Some(FrameOutcome::Gap { from, to }) => {
                     if self.has_progressed(feed) {
-                        // The engine's queue overflowed in the middle of its answer: ask for the rest.
+                        // The engine's queue overflowed within its reply: request the rest.
                         self.ask(feed, from, false, now_ms);
                         return;
                     }
-                    // The engine's ring begins later than what was asked for. What came live meanwhile
-                    // is not missing, whatever the answer says.
+                    // The engine's ring begins later than requested. Batches that arrived live
+                    // meanwhile are not missing, whatever the reply says.
                     let live = self.waiting.iter().flatten().map(|frame| frame.sequence).next();
                     let Some(replay) = &mut self.replay else { return };
                     if self.waiting.is_empty() && !has_looked {
@@ -380,7 +382,7 @@ impl Repair {
         }
     }
 
-    /// Has the replay brought anything that was wanted? Then asking again ends some time.
+    /// Whether the replay brought any needed batch, so that repeated requests terminate.
     fn has_progressed(&self, feed: &impl Feed) -> bool {
         let wanted = self.replay.as_ref().map(|it| it.first.saturating_add(it.is_verifying.into()));
         wanted.is_some_and(|wanted| feed.position().0 > wanted)

@@ -1,6 +1,6 @@
-//! What an operator can set, each setting declared once, in [`settings!`](crate::settings!): a field with its
-//! default, what is legal, its flags and variables, and its manual. Flags, variables, files, configuration
-//! classes and the tables of the manuals are made of it.
+//! Settings for operators, each declared once, in [`settings!`](crate::settings!): a field with its
+//! default, legal values, flags and variables, and documentation. Flags, variables, files,
+//! configuration classes and the tables of the manuals are generated from it.
 
 use std::time::Duration;
 
@@ -9,23 +9,23 @@ use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
 
-/// What values of a setting are legal, beyond its type.
+/// Legal values of a setting, beyond its type.
 #[derive(Debug, Clone, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Legal {
-    /// Whatever the type can be.
+    /// Any value of the type.
     Any,
-    /// Whole numbers between two, both included.
+    /// Whole numbers in this inclusive range.
     Whole(u64, u64),
-    /// Numbers from the first to the second, if there is one; finite.
+    /// Finite numbers from the first to the second, if there is one.
     Number(f64, Option<f64>),
     /// One of these words.
     Words(&'static [&'static str]),
-    /// One of these words; the flag alone means the second text.
+    /// One of these words; the flag alone means the second value.
     Mode(&'static [&'static str], &'static str),
-    /// Whatever the type can be; the flag alone means this.
+    /// Any value of the type; the flag alone means this.
     Bare(&'static str),
-    /// Bytes of at least this, with or without a unit; 0 as well if the second says so.
+    /// Bytes of at least this, with or without a unit; also 0 if the second is true.
     Bytes(u64, bool),
 }
 
@@ -62,22 +62,22 @@ impl<const N: usize> From<&'static [&'static str; N]> for Legal {
 /// One setting.
 #[derive(Debug, Clone, Serialize)]
 pub struct Setting {
-    /// Its name in the core: the field's.
+    /// Its name in the core, which is the field's name.
     pub key: &'static str,
-    /// The group of the help that it is in.
+    /// Its group in the help.
     pub section: &'static str,
-    /// What its values are: see [`Shape::KIND`].
+    /// Kind of its values: see [`Shape::KIND`].
     pub kind: &'static str,
-    /// It can be `None`.
+    /// Whether it can be `None`.
     pub is_optional: bool,
-    /// What of them is legal.
+    /// Its legal values.
     pub legal: Legal,
-    /// Its flags, what stands for its value in the help, and variables beside the flags' own; the first
-    /// flag is the one that the help shows. Empty: it has no flag.
+    /// Its flags, the placeholder of its value in the help, and variables besides the flags' own;
+    /// the help shows the first flag. Empty without a flag.
     pub spelled: String,
-    /// The value without any.
+    /// The default value.
     pub default: Value,
-    /// One line for the help, then what the manual says beyond that, in Markdown.
+    /// One line for the help, followed by further documentation for the manual, in Markdown.
     pub help: Vec<&'static str>,
 }
 
@@ -86,14 +86,14 @@ pub trait Shape: Sized {
     /// `bool`, `int`, `float`, `text`, `texts` (a list), `shares` (names with weights) or `speed` (a number
     /// or the word auto).
     const KIND: &'static str;
-    /// `None` is one of its values.
+    /// Whether `None` is one of its values.
     const IS_OPTIONAL: bool = false;
 
     /// # Errors
-    /// `InvalidArgument` for a value of another type, `Config` for one that can't be.
+    /// `InvalidArgument` for a value of another type, `Config` for an invalid one.
     fn read(value: Value) -> Result<Self>;
 
-    /// What [`read`](Self::read) makes the same of.
+    /// The value from which [`read`](Self::read) recreates the same.
     fn value(&self) -> Value;
 }
 
@@ -158,12 +158,12 @@ impl Shape for Duration {
     }
 }
 
-/// Settings that a caller gives, by their keys; each is taken once.
+/// Settings given by a caller, by their keys; each is taken once.
 #[derive(Debug, Default)]
 pub struct Given(pub Map<String, Value>);
 
 impl Given {
-    /// Put the value for `key` into `setting`, if there is one.
+    /// Stores the value for `key` in `setting`, if there is one.
     ///
     /// # Errors
     /// As [`Shape::read`]; names the key.
@@ -177,10 +177,10 @@ impl Given {
         Ok(())
     }
 
-    /// Check that everything was taken.
+    /// Checks that all settings were used.
     ///
     /// # Errors
-    /// `InvalidArgument`, naming a setting that there is not.
+    /// `InvalidArgument`, naming an unknown setting.
     pub fn finish(self) -> Result<()> {
         match self.0.keys().next() {
             Some(key) => Err(Error::invalid(format!("unknown setting {key:?}"))),
@@ -194,17 +194,17 @@ pub trait Concern: Sized {
     /// Its settings, in the order of the help.
     fn table() -> Vec<Setting>;
 
-    /// What `given` says, and defaults for the rest.
+    /// Takes the settings from `given`, with defaults for the rest.
     ///
     /// # Errors
     /// As [`Given::take`].
     fn take(given: &mut Given) -> Result<Self>;
 }
 
-/// Declare a struct of settings, which is a [`Concern`] with defaults.
+/// Declares a struct of settings, which is a [`Concern`] with defaults.
 ///
-/// Sections of the help, each with its settings: `key: type = default, legal, "--flag --other-flag WHAT
-/// DYN_VARIABLE";` below the manual's words, of which the first line is that of the help.
+/// Sections of the help contain settings: `key: type = default, legal, "--flag --other-flag WHAT
+/// DYN_VARIABLE";` after the documentation, whose first line is the line of the help.
 #[macro_export]
 macro_rules! settings {
     ($(#[$about:meta])* $name:ident {$($section:literal: {

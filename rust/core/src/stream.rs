@@ -1,31 +1,30 @@
-//! The order of one publisher's batches: what to apply, what is missing, when it started over.
+//! The order of one publisher's batches: which to apply, which are missing, when it restarted.
 //!
 //! A publisher numbers its batches 0, 1, 2, ... and forgets the number when it restarts. Frames
-//! come live, in order but with losses, and by replay, where the publisher still keeps them. The
-//! machine here holds no frames and opens no sockets: it is told of a number and answers with
-//! what the caller is to do.
+//! arrive live, in order but with losses, and by replay, if the publisher still keeps them. This
+//! state machine holds no frames and opens no sockets: the caller passes a number and gets the next
+//! action.
 //!
 //! The caller's loop, for a live frame:
 //!
-//! 1. [`Stream::live`] says [`Step::Apply`]: apply the batch, tell [`Stream::applied`].
-//! 2. [`Step::Gap`]: ask for a replay from `from` and offer what comes to [`Stream::replayed`];
-//!    where no replay comes, [`Stream::skip_to`] the live frame. Then offer the live frame again.
-//! 3. [`Step::Restarted`]: forget what this publisher was known to hold and offer the same frame
-//!    again.
+//! 1. [`Stream::live`] returns [`Step::Apply`]: apply the batch, call [`Stream::applied`].
+//! 2. [`Step::Gap`]: request a replay from `from` and pass its frames to [`Stream::replayed`];
+//!    without a replay, [`Stream::skip_to`] the live frame. Then pass the live frame again.
+//! 3. [`Step::Restarted`]: forget the publisher's blocks and pass the same frame again.
 //! 4. [`Step::Duplicate`], [`Step::Invalid`]: drop the frame.
 //!
-//! A restart shows because live frames never repeat. One hides only when every live frame up to
-//! the number expected next is lost as well; [`Stream::verify`] finds that, too.
+//! A restart is detected because live frames never repeat. A restart goes unnoticed only if every
+//! live frame up to the next expected number is lost as well; [`Stream::verify`] detects that, too.
 
-/// The number that ends a replay; no batch has it.
+/// The number that ends a replay; no batch uses it.
 pub const END_OF_REPLAY: u64 = u64::MAX;
 
-/// What to do with a frame.
+/// The action for a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Step {
     /// It is the next one: apply it.
     Apply,
-    /// Frames before it are missing. Nothing changed: repair or give up, then offer it again.
+    /// Frames before it are missing. Nothing changed: repair or give up, then pass it again.
     Gap {
         /// First missing number.
         from: u64,
@@ -34,23 +33,23 @@ pub enum Step {
     },
     /// It was applied before, or given up: drop it.
     Duplicate,
-    /// The publisher started over. Forget its blocks and offer the frame again; the machine has
+    /// The publisher has restarted. Forget its blocks and pass the frame again; the machine has
     /// reset itself.
     Restarted,
-    /// Its number is [`END_OF_REPLAY`], which no batch has: drop it.
+    /// Its number is [`END_OF_REPLAY`], which no batch uses: drop it.
     Invalid,
 }
 
-/// Sequence machine of one publisher.
+/// The state machine of one publisher.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Stream {
-    /// The number to apply next; everything below it was applied or given up.
+    /// The next number to apply; everything below it was applied or given up.
     next: u64,
-    /// Number and, once told, payload hash of the batch applied last.
+    /// Number and, once known, payload hash of the last applied batch.
     last: Option<(u64, Option<u64>)>,
-    /// The live frame that was taken last. Gaps do not count: their frame is offered again.
+    /// The last accepted live frame. Gaps do not count: their frame is passed again.
     last_live: Option<u64>,
-    /// `next` when a gap was last counted, so that a gap under repair counts once.
+    /// `next` at the last counted gap, so that a gap under repair counts once.
     gap_at: Option<u64>,
     gaps: u64,
     lost: u64,
@@ -59,14 +58,14 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// A machine that has seen nothing.
+    /// A machine without history.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Takes a frame that came live.
+    /// Processes a live frame.
     pub fn live(&mut self, seq: u64) -> Step {
-        // Subscriptions keep order, so a number at or below the last live one is a new count.
+        // Subscriptions keep the order, so a number at or below the last live one means a restart.
         if seq != END_OF_REPLAY && self.last_live.is_some_and(|last| seq <= last) {
             self.restart();
             return Step::Restarted;
@@ -78,14 +77,14 @@ impl Stream {
         step
     }
 
-    /// Takes a frame that came by replay.
+    /// Processes a replayed frame.
     pub fn replayed(&mut self, seq: u64) -> Step {
         self.take(seq)
     }
 
-    /// Gives up what is missing before `seq`: it is expected next. Without effect if nothing is.
+    /// Gives up on frames before `seq`, which is expected next. No effect if none are missing.
     ///
-    /// What the publisher was known to hold may be wrong from here on: evictions were missed.
+    /// The publisher's blocks may be wrong from here on, because evictions were missed.
     pub fn skip_to(&mut self, seq: u64) {
         if seq != END_OF_REPLAY && seq > self.next {
             self.lost = self.lost.saturating_add(seq - self.next);
@@ -93,7 +92,7 @@ impl Stream {
         }
     }
 
-    /// Forgets the position, as after a restart, and keeps the counters.
+    /// Resets the position, as after a restart, and keeps the counters.
     pub fn reset(&mut self) {
         self.next = 0;
         self.last = None;
@@ -101,11 +100,11 @@ impl Stream {
         self.gap_at = None;
     }
 
-    /// Goes on behind batch `sequence`, which was applied before by somebody whose word counts: an
-    /// earlier registration, or another replica whose blocks were taken over.
+    /// Continues after batch `sequence`, which was applied by a trusted source: an earlier
+    /// registration, or another replica whose blocks were taken over.
     ///
-    /// `heard` says that it came live over a subscription of ours, so that a live number up to it is a
-    /// restart; without it such numbers are duplicates that were still on their way.
+    /// `heard` means that it arrived live over our own subscription, so that a live number up to it
+    /// is a restart; otherwise such numbers are duplicates still in transit.
     pub fn resume(&mut self, sequence: u64, payload_hash: Option<u64>, heard: bool) {
         self.reset();
         if sequence == END_OF_REPLAY {
@@ -116,8 +115,9 @@ impl Stream {
         self.last_live = heard.then_some(sequence);
     }
 
-    /// Whether a frame that was called a duplicate is none: it has the number of the batch applied
-    /// last and another payload. Then the publisher restarted, and the machine has reset itself.
+    /// Whether a frame reported as a duplicate is not one: it has the number of the last applied
+    /// batch and another payload. Then the publisher has restarted, and the machine has reset
+    /// itself.
     pub fn contradicts(&mut self, seq: u64, payload_hash: u64) -> bool {
         let is_other = self.last.is_some_and(|(last, hash)| {
             last == seq && hash.is_some_and(|hash| hash != payload_hash)
@@ -128,21 +128,21 @@ impl Stream {
         is_other
     }
 
-    /// Remembers the payload's hash of the batch that was applied last, for [`Stream::verify`].
+    /// Stores the payload hash of the last applied batch, for [`Stream::verify`].
     pub fn applied(&mut self, payload_hash: u64) {
         if let Some((_, hash)) = &mut self.last {
             *hash = Some(payload_hash);
         }
     }
 
-    /// Whether a replayed frame shows that the publisher is still the one we followed.
+    /// Whether a replayed frame shows that this is still the same publisher.
     ///
-    /// Ask for a replay that starts at [`Stream::last`], not after it, and offer its first frame
-    /// here before the rest goes to [`Stream::replayed`]. True for the batch applied last with
-    /// the payload it had then, and while nothing was applied. Anything else counts as a restart:
-    /// the machine has reset itself, the caller forgets the publisher's blocks. That includes a
-    /// publisher that no longer keeps the batch, since nothing else proves that it is the same.
-    /// A replay from `last` that is empty means a restart too: call [`Stream::reset`].
+    /// Request a replay that starts at [`Stream::last`], not after it, and pass its first frame
+    /// here before the rest goes to [`Stream::replayed`]. True for the last applied batch with its
+    /// original payload, and while nothing was applied. Anything else counts as a restart: the
+    /// machine has reset itself, and the caller forgets the publisher's blocks. That includes a
+    /// publisher that no longer keeps the batch, because nothing else proves that it is the same.
+    /// An empty replay from `last` also means a restart: call [`Stream::reset`].
     pub fn verify(&mut self, seq: u64, payload_hash: u64) -> bool {
         let is_same = match self.last {
             None => true,
@@ -154,22 +154,22 @@ impl Stream {
         is_same
     }
 
-    /// The number to apply next.
+    /// The next number to apply.
     pub fn next(&self) -> u64 {
         self.next
     }
 
-    /// The number of the batch applied last; `None` since the start or a restart.
+    /// The number of the last applied batch; `None` since the start or a restart.
     pub fn last(&self) -> Option<u64> {
         self.last.map(|(seq, _)| seq)
     }
 
-    /// The payload's hash of the batch applied last, if [`Stream::applied`] was told.
+    /// The payload hash of the last applied batch, if [`Stream::applied`] was called.
     pub fn last_payload_hash(&self) -> Option<u64> {
         self.last.and_then(|(_, hash)| hash)
     }
 
-    /// Gaps met, each counted once however many frames wait behind it.
+    /// Detected gaps, each counted once however many frames wait behind it.
     pub fn gaps(&self) -> u64 {
         self.gaps
     }
@@ -179,12 +179,12 @@ impl Stream {
         self.lost
     }
 
-    /// Restarts seen, by a live number that repeats or by [`Stream::verify`].
+    /// Restarts, detected by a repeated live number or by [`Stream::verify`].
     pub fn restarts(&self) -> u64 {
         self.restarts
     }
 
-    /// Frames dropped because they were applied or given up before.
+    /// Frames dropped because they were already applied or given up.
     pub fn duplicates(&self) -> u64 {
         self.duplicates
     }
@@ -204,7 +204,7 @@ impl Stream {
             }
             return Step::Gap { from: self.next, to: seq - 1 };
         }
-        // Cannot overflow: END_OF_REPLAY was refused above.
+        // Can't overflow: END_OF_REPLAY was refused above.
         self.next = seq + 1;
         self.last = Some((seq, None));
         Step::Apply

@@ -1,35 +1,34 @@
-//! Local hashes of prompts that more than tokens tell apart: pictures, prompt embeddings.
+//! Local hashes of prompts with content besides tokens: multimodal items, prompt embeddings.
 
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::engine::{Key, MediaItem, media_keys};
 use super::{item_hash, local_hash_with_items, local_hashes};
 
-/// Sets digests of embeddings apart from identifiers.
+/// Separates digests of embeddings from identifiers.
 const EMBEDS_SEED: u64 = 0x656d_6265_6473;
 
-/// What a media item adds to the hash of a block. The place counts: the same picture one token further is
-/// another prompt.
+/// Contribution of a media item to the hash of a block. The position counts: the same image one
+/// token further is another prompt.
 ///
 /// `offset` is the item's first token, counted from the block's; negative before it.
 pub fn media_key(identifier: &str, offset: i64) -> u64 {
     xxh3_64_with_seed(&offset.to_le_bytes(), item_hash(identifier))
 }
 
-/// What the digest of a block's prompt embeddings adds to the hash of the block.
+/// Contribution of the digest of a block's prompt embeddings to the hash of the block.
 pub fn embeds_key(digest: &[u8]) -> u64 {
     xxh3_64_with_seed(digest, EMBEDS_SEED)
 }
 
-/// Local hashes of the complete blocks of `tokens`, with what else tells them apart; shape
-/// `[tokens / block_size]`. Adapter and salt are in `seed`.
+/// Local hashes of the complete blocks of `tokens`, including other content; shape `[tokens /
+/// block_size]`. Adapter and salt are in `seed`.
 ///
-/// None while the block size is not known, which is a `block_size` of 0.
-/// Ends before the first block whose digest of embeddings is missing: an engine that hashes finer blocks
-/// has digests of those.
+/// Empty while the block size is unknown (0). Ends before the first block without a digest of
+/// embeddings: an engine with finer hashes has digests of smaller blocks.
 ///
 /// # Cost
-/// That of [`local_hashes`](super::local_hashes) where there are neither media nor embeddings.
+/// That of [`local_hashes`](super::local_hashes) without media and embeddings.
 pub fn content_hashes(
     tokens: &[u32],
     block_size: u32,
@@ -44,7 +43,7 @@ pub fn content_hashes(
         return local_hashes(tokens, block_size, seed);
     }
     let blocks = tokens.len() / block_size as usize;
-    // As many digests as complete blocks, or one more for the last part of a block.
+    // As many digests as complete blocks, or one more for the last incomplete block.
     let is_of_these_blocks = embeds.is_empty() || embeds.len().saturating_sub(blocks) <= 1;
     let mut media = media;
     let mut items = Vec::new();

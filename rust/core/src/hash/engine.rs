@@ -1,13 +1,13 @@
-//! The block hashes that vLLM itself gives the blocks of a prompt: *names*, here.
+//! vLLM's own block hashes, called *names* here.
 //!
-//! A name is the last 8 bytes of `H((parent digest, token ids, extra keys))`, where the tuple is
-//! serialized as Python would do it. The first block's parent is `H(seed)`. A router that knows the
-//! scheme can look up an engine's events by name, and needs no event to connect names with tokens.
+//! A name is the last 8 bytes of `H((parent digest, token ids, extra keys))`, with the tuple
+//! serialized as in Python. The first block's parent is `H(seed)`. A router that knows the scheme
+//! can look up an engine's events by name, and needs no event to connect names with tokens.
 //!
 //! # Source
 //! vLLM 0.32, `v1/core/kv_cache_utils.py` (`hash_block_tokens`, `generate_block_hash_extra_keys`)
-//! and `utils/hashing.py`. Tags on the extra keys and the adapter's path are as of that version;
-//! older versions give other names to blocks that have extra keys.
+//! and `utils/hashing.py`. Tags on the extra keys and the adapter's path are those of that version;
+//! older versions give other names to blocks with extra keys.
 
 mod cache;
 mod cbor;
@@ -59,19 +59,19 @@ impl NameAlgorithm {
     }
 }
 
-/// What an engine's names depend on besides the prompt and the size of its blocks.
+/// The inputs of an engine's names besides the prompt and the block size.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct NameScheme {
     /// The engine's `--prefix-caching-hash-algo`.
     pub algorithm: NameAlgorithm,
-    /// The engine's `PYTHONHASHSEED`, or [`DEFAULT_SEED`](Self::DEFAULT_SEED) where it is not set.
+    /// The engine's `PYTHONHASHSEED`, or [`DEFAULT_SEED`](Self::DEFAULT_SEED) if it is unset.
     ///
-    /// Without `PYTHONHASHSEED` the xxhash algorithms take a random seed in each process.
+    /// Without `PYTHONHASHSEED` the xxhash algorithms use a random seed in each process.
     pub seed: Arc<str>,
 }
 
 impl NameScheme {
-    /// The seed of an engine that hashes with SHA-256 and has no `PYTHONHASHSEED`.
+    /// The seed of an engine with SHA-256 and without `PYTHONHASHSEED`.
     pub const DEFAULT_SEED: &str = "vllm-none-hash";
 
     /// A scheme of that algorithm and seed.
@@ -81,7 +81,7 @@ impl NameScheme {
 }
 
 impl Default for NameScheme {
-    /// An engine's without any setting.
+    /// The scheme of an engine with default settings.
     fn default() -> Self {
         Self::new(NameAlgorithm::Sha256, Self::DEFAULT_SEED)
     }
@@ -95,7 +95,7 @@ pub struct NameDigest {
 }
 
 impl NameDigest {
-    /// The digest as the engine has it: 32 bytes of SHA-256, or 16 of XXH3.
+    /// The engine's digest: 32 bytes of SHA-256, or 16 of XXH3.
     pub fn as_bytes(&self) -> &[u8] {
         &self.bytes[..self.len.into()]
     }
@@ -107,7 +107,7 @@ impl NameDigest {
     }
 }
 
-/// The chain of a prompt's names: the parent's digest, and a buffer that every block reuses.
+/// The chain of a prompt's names: the parent's digest, and a buffer reused for every block.
 #[derive(Debug, Clone)]
 pub struct Namer {
     algorithm: NameAlgorithm,
@@ -127,7 +127,7 @@ impl Namer {
         Self { algorithm: scheme.algorithm, parent, buffer }
     }
 
-    /// Goes on behind the block of that digest.
+    /// Continues after the block with this digest.
     fn go_on_from(&mut self, digest: NameDigest) {
         self.parent = digest;
     }
@@ -135,7 +135,8 @@ impl Namer {
     /// Name of the next block, which has `tokens` and, in the engine's order, `keys`.
     ///
     /// # Cost
-    /// One digest; nothing is allocated once the buffer has grown, unless a block has more than 8 keys.
+    /// One digest; allocates nothing once the buffer has grown, unless a block has more than 8
+    /// keys.
     pub fn next<'a>(&mut self, tokens: &[u32], keys: impl Iterator<Item = Key<'a>>) -> u64 {
         let keys: SmallVec<[Key<'a>; 8]> = keys.collect();
         let parent = self.parent.as_bytes();
@@ -155,9 +156,9 @@ impl Namer {
 
 /// Appends the names of the complete blocks of `unit` tokens; shape `[tokens / unit]`.
 ///
-/// Returns false when a block's name cannot be known; the names before it were appended. That is
-/// so when the adapter's path is unknown, when a digest of embeddings is missing, and when a pickle
-/// would hold one item's identifier twice: its bytes depend on whether the engine has the
+/// Returns false if a block's name can't be computed; the names before it were appended. That is
+/// the case if the adapter's path is unknown, if a digest of embeddings is missing, and if a pickle
+/// would contain one item's identifier twice: its bytes depend on whether the engine has the
 /// identifier in one string object or in two. `unit` must not be 0.
 pub fn names_into(
     scheme: &NameScheme,
@@ -171,7 +172,7 @@ pub fn names_into(
     append(&mut Namer::new(scheme), tokens, &mut keys, out)
 }
 
-/// Appends the names of the complete blocks in `tokens`, which go on where `namer` and `keys` are.
+/// Appends the names of the complete blocks in `tokens`, continuing at `namer` and `keys`.
 fn append(
     namer: &mut Namer,
     tokens: &[u32],

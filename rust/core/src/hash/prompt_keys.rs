@@ -1,14 +1,14 @@
-//! Limits and order of what clients say of a prompt besides its tokens: `mm` and `embeds`.
+//! Limits and order of a prompt's content besides its tokens: `mm` and `embeds`.
 
 use super::engine::MediaItem;
 use crate::error::{Error, Result};
 
-/// Most items or digests that one request may name.
+/// Maximum items or digests of one request.
 pub const MAX_ITEMS: usize = 65_536;
 /// Longest identifier of an item, and longest digest, in bytes.
 pub const MAX_BYTES: usize = 1_024;
 
-/// Checks the field `mm` and puts its items in ascending order of offset; shape `[items]`.
+/// Checks the field `mm` and sorts its items by offset; shape `[items]`.
 ///
 /// # Errors
 /// `InvalidArgument`, naming the item, the limit and what came.
@@ -32,10 +32,10 @@ pub fn media(mut items: Vec<MediaItem>) -> Result<Vec<MediaItem>> {
     Ok(items)
 }
 
-/// Checks how many elements `field` has, which may be [`MAX_ITEMS`] `things` at most.
+/// Checks the number of elements of `field`, at most [`MAX_ITEMS`] `things`.
 ///
 /// # Errors
-/// `InvalidArgument` for more.
+/// `InvalidArgument` above the limit.
 pub fn check_count(field: &str, things: &str, count: usize) -> Result<()> {
     if count > MAX_ITEMS {
         return Err(Error::invalid(format!(
@@ -45,10 +45,10 @@ pub fn check_count(field: &str, things: &str, count: usize) -> Result<()> {
     Ok(())
 }
 
-/// The bytes of `embeds[at]`, which came in hexadecimal digits.
+/// The bytes of `embeds[at]`, given in hexadecimal digits.
 ///
 /// # Errors
-/// `InvalidArgument` for other characters, half a byte, or a length out of bounds.
+/// `InvalidArgument` for other characters, an odd number of digits, or a length out of bounds.
 pub fn digest(at: usize, hexadecimal: &str) -> Result<Vec<u8>> {
     bytes_of(hexadecimal).ok_or_else(|| {
         Error::invalid(format!(
@@ -57,7 +57,7 @@ pub fn digest(at: usize, hexadecimal: &str) -> Result<Vec<u8>> {
     })
 }
 
-/// Checks the length of `embeds[at]`, which came as bytes.
+/// Checks the length of `embeds[at]`, given as bytes.
 ///
 /// # Errors
 /// `InvalidArgument` for a length out of bounds.

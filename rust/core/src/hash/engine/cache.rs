@@ -1,4 +1,4 @@
-//! Names that are known already: a conversation that comes back pays for its new blocks only.
+//! A cache of names: a returning conversation only pays for its new blocks.
 
 use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,31 +9,32 @@ use super::{Key, KeysOfBlocks, NameDigest, NameKeys, NameScheme, Namer, append, 
 use crate::cache::{ClockCache, Weighed};
 use crate::hash::little_endian;
 
-/// Tokens of a chunk, which is found and dropped as one. Finding 64 blocks of 16 costs a lookup
-/// where computing them costs 64 digests; the blocks behind the last chunk are computed each time.
+/// Tokens of a chunk, which is found and evicted as a whole. Finding 64 blocks of 16 costs a
+/// look-up instead of 64 digests; the blocks after the last chunk are computed each time.
 const CHUNK_TOKENS: usize = 1_024;
 
-/// What a [`NameCache`] has done so far.
+/// Statistics of a [`NameCache`].
 ///
 /// # Consistency
-/// Summed shard by shard without stopping anyone: each figure is exact, their sum is not a moment.
+/// Summed shard by shard without a common lock: each number is exact, but they are not of one
+/// moment.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct NameCacheStats {
-    /// Blocks whose names were found.
+    /// Blocks with names found in the cache.
     pub hit_blocks_total: u64,
-    /// Blocks whose names were computed.
+    /// Blocks with computed names.
     pub missed_blocks_total: u64,
-    /// Chunks dropped to make room.
+    /// Evicted chunks.
     pub evictions_total: u64,
-    /// Bytes held now, bookkeeping included.
+    /// Current bytes, including bookkeeping.
     pub held_bytes: u64,
-    /// Chunks held now.
+    /// Current chunks.
     pub held_chunks: u64,
     /// The limit.
     pub capacity_bytes: u64,
 }
 
-/// Names of a chunk of blocks, and the digest that the next one goes on from.
+/// Names of a chunk of blocks, and the digest from which the next one continues.
 #[derive(Debug)]
 struct Chunk {
     digest: NameDigest,
@@ -46,33 +47,33 @@ impl Weighed for Chunk {
     }
 }
 
-/// [`names_into`] with a memory for prefixes, bounded in bytes; shared by threads.
+/// [`names_into`] with a cache of prefixes, bounded in bytes; shared by threads.
 ///
-/// Chunks are found by a hash over everything that their names depend on, all chunks before them
-/// included, so that one that was dropped costs its own blocks and not those behind it.
+/// The key of a chunk is a hash over all inputs of its names, including all chunks before it. An
+/// evicted chunk therefore costs only its own blocks and not those after it.
 ///
 /// # Cost
-/// A prompt that is known: XXH3 over its tokens, and a lookup for each 1,024 of them.
+/// For a known prompt: XXH3 over its tokens, and a look-up per 1,024 of them.
 #[derive(Debug)]
 pub struct NameCache {
     chunks: ClockCache<Chunk>,
-    /// Drawn at random: nobody outside can make two prompts meet in one key.
+    /// Random, so that clients can't construct two prompts with equal keys.
     seed: u64,
     capacity_bytes: usize,
-    // Relaxed: counters, read by nobody who decides anything.
+    // Relaxed: statistics.
     hits: AtomicU64,
     misses: AtomicU64,
 }
 
 impl Default for NameCache {
-    /// 64 MiB: some 100,000 chunks of 1,024 tokens, at 16 a block.
+    /// 64 MiB: some 100,000 chunks of 1,024 tokens, at 16 per block.
     fn default() -> Self {
         Self::new(64 << 20)
     }
 }
 
 impl NameCache {
-    /// An empty cache that holds at most `capacity_bytes`, bookkeeping included; 0 turns it off.
+    /// An empty cache of at most `capacity_bytes`, including bookkeeping; 0 disables it.
     pub fn new(capacity_bytes: usize) -> Self {
         Self {
             chunks: ClockCache::new(capacity_bytes),
@@ -142,7 +143,7 @@ impl NameCache {
         append(&mut namer, rest, &mut keys, out)
     }
 
-    /// Hash of what all names of a prompt depend on besides its tokens.
+    /// Hash of all inputs of a prompt's names besides its tokens.
     fn key_of_prompt(
         &self,
         scheme: &NameScheme,
@@ -157,7 +158,7 @@ impl NameCache {
         xxh3_128_with_seed(bytes, self.seed)
     }
 
-    /// Makes the key of a chunk from that of the one before; false when names cannot be known.
+    /// Derives the key of a chunk from the previous one; false if names can't be computed.
     fn extend_key(
         &self,
         key: &mut u128,
@@ -174,7 +175,8 @@ impl NameCache {
             let mut keys = keys.clone();
             for block in 0..blocks {
                 let Some(keys) = keys.next() else { return false };
-                // Those of the whole prompt are in the first key: where no others are, prompts with
+                // The first key contains those of the whole prompt: without others, prompts with
+                // and without items share their chunks.
                 // and without items share their chunks.
                 for key in keys.filter(|key| matches!(key, Key::Media(..) | Key::Embeds(_))) {
                     bytes.extend_from_slice(&block.to_le_bytes());
@@ -200,7 +202,7 @@ impl NameCache {
     }
 }
 
-/// Bytes with their length before them, so that no two lists of them are alike.
+/// Bytes with a length prefix, so that different lists never coincide.
 fn put(bytes: &[u8], out: &mut Vec<u8>) {
     out.extend_from_slice(&bytes.len().to_le_bytes());
     out.extend_from_slice(bytes);

@@ -1,4 +1,4 @@
-//! Canonical CBOR as Python's `cbor2` writes it. Nothing is shared: equal strings are written twice.
+//! Canonical CBOR like Python's `cbor2`, without sharing: equal strings are written twice.
 //!
 //! # Source
 //! RFC 8949, section 4.2.1; `cbor2.dumps(value, canonical=True)`.
@@ -67,7 +67,7 @@ fn append_text(text: &str, out: &mut Vec<u8>) {
     out.extend_from_slice(text.as_bytes());
 }
 
-/// A major type with its value or length, in as few bytes as hold it.
+/// A major type with its value or length, in the shortest encoding.
 fn head(major: u8, value: u64, out: &mut Vec<u8>) {
     if value < 24 {
         out.push(major | value as u8);

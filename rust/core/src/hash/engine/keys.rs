@@ -1,21 +1,21 @@
-//! Extra keys: what tells a prompt from another one of the same tokens, block by block.
+//! Extra keys, which distinguish prompts with equal tokens, block by block.
 
 use smallvec::SmallVec;
 
 use super::{NameAlgorithm, pickle};
 
-/// A multimodal item of a prompt, which takes the tokens `offset..offset + length`.
+/// A multimodal item of a prompt, which covers the tokens `offset..offset + length`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct MediaItem {
     /// The engine's identifier; under a LoRA adapter it may begin with the adapter's name.
     pub identifier: String,
-    /// Its first token in the prompt; items ascend by it.
+    /// Its first token in the prompt; items are sorted by it.
     pub offset: u32,
-    /// Tokens.
+    /// Number of tokens.
     pub length: u32,
 }
 
-/// What tells a prompt from another one of the same tokens.
+/// Content of a prompt besides its tokens.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct NameKeys<'a> {
     /// Name and path of the adapter. An empty name means no adapter, an empty path an unknown one.
@@ -24,7 +24,7 @@ pub struct NameKeys<'a> {
     pub cache_salt: Option<&'a str>,
     /// Multimodal items, ascending by offset.
     pub media: &'a [MediaItem],
-    /// Digest of each block's prompt embeddings, for blocks of `unit` tokens; empty for none.
+    /// Digest of each block's prompt embeddings, for blocks of `unit` tokens; may be empty.
     pub embeds: &'a [Vec<u8>],
 }
 
@@ -33,7 +33,7 @@ pub struct NameKeys<'a> {
 pub enum Key<'a> {
     /// The adapter's name and path.
     Lora(&'a str, &'a str),
-    /// An item's identifier, and its first token counted from the block's; negative before it.
+    /// An item's identifier, and its first token relative to the block's; negative before it.
     Media(&'a str, i64),
     /// The cache salt.
     Salt(&'a str),
@@ -52,7 +52,7 @@ impl Key<'_> {
         }
     }
 
-    /// Elements of its tuple, the tag included.
+    /// Number of elements of its tuple, including the tag.
     pub(super) fn len(&self) -> usize {
         match self {
             Self::Lora(..) | Self::Media(..) => 3,
@@ -75,7 +75,7 @@ pub(super) struct KeysOfBlocks<'a> {
 }
 
 impl<'a> KeysOfBlocks<'a> {
-    /// The keys of blocks of `unit` tokens; `None` when no block's keys can be known.
+    /// The keys of blocks of `unit` tokens; `None` if no block's keys can be computed.
     pub(super) fn new(algorithm: NameAlgorithm, unit: u32, keys: &NameKeys<'a>) -> Option<Self> {
         let lora = keys.lora.filter(|(name, _)| !name.is_empty());
         if unit == 0 || lora.is_some_and(|(_, path)| path.is_empty()) {
@@ -102,17 +102,17 @@ impl<'a> KeysOfBlocks<'a> {
         self.lora.into_iter().chain(self.salt)
     }
 
-    /// Whether keys depend on the block's place, not on the prompt alone.
+    /// Whether keys depend on the block's position, not only on the prompt.
     pub(super) fn depend_on_place(&self) -> bool {
         !self.media.is_empty() || !self.embeds.is_empty()
     }
 
-    /// Passes over blocks.
+    /// Skips blocks.
     pub(super) fn skip(&mut self, blocks: usize) {
         self.block += blocks;
     }
 
-    /// Keys of the next block, in vLLM's order; `None` when they cannot be known.
+    /// Keys of the next block, in vLLM's order; `None` if they can't be computed.
     pub(super) fn next(&mut self) -> Option<impl Iterator<Item = Key<'a>> + use<'a>> {
         let (block, start) = (self.block, self.block as u64 * u64::from(self.unit));
         self.block += 1;
@@ -129,8 +129,8 @@ impl<'a> KeysOfBlocks<'a> {
     }
 }
 
-/// The keys of the items that an engine counts to the block of the tokens `start..end`, in its order. Drops
-/// from `media` the leading items that end before the block.
+/// The keys of the items that an engine counts towards the block of the tokens `start..end`, in its
+/// order. Drops the leading items that end before the block from `media`.
 pub(in crate::hash) fn media_keys<'a>(
     media: &mut &'a [MediaItem],
     start: u64,
@@ -139,7 +139,7 @@ pub(in crate::hash) fn media_keys<'a>(
     MediaOfBlock::new(media, start, end)
 }
 
-/// The keys of the items that vLLM counts to a block, in its order.
+/// The keys of the items that vLLM counts towards a block, in its order.
 #[derive(Clone)]
 struct MediaOfBlock<'a> {
     items: std::slice::Iter<'a, MediaItem>,
@@ -148,19 +148,19 @@ struct MediaOfBlock<'a> {
 }
 
 impl<'a> MediaOfBlock<'a> {
-    /// Drops from `media` the leading items that end before the block.
+    /// Drops the leading items that end before the block from `media`.
     fn new(media: &mut &'a [MediaItem], start: u64, end: u64) -> Self {
         while let [first, rest @ ..] = *media
             && first.end() <= start
         {
             *media = rest;
         }
-        // vLLM looks at the last item only, though one before it may reach further.
+        // vLLM checks only the last item, though an earlier one may reach further.
         let is_past = media.last().is_none_or(|last| last.end() <= start);
         Self { items: if is_past { [].iter() } else { media.iter() }, start, end }
     }
 
-    /// Whether two items have one identifier, of which it is not known if it is one object.
+    /// Whether two items have equal identifiers, which may or may not be one object.
     fn has_twins(self) -> bool {
         if self.items.len() < 2 {
             return false;
@@ -182,7 +182,7 @@ impl<'a> Iterator for MediaOfBlock<'a> {
     fn next(&mut self) -> Option<Key<'a>> {
         let item = self.items.find(|item| item.end() > self.start)?;
         let offset = u64::from(item.offset);
-        // An item that reaches into the next block, or begins there, is the last one looked at.
+        // An item that reaches into the next block, or begins there, is the last one examined.
         if offset >= self.end || item.end() > self.end {
             self.items = [].iter();
         }
@@ -192,7 +192,7 @@ impl<'a> Iterator for MediaOfBlock<'a> {
 }
 
 impl MediaItem {
-    /// The token behind the item's last one.
+    /// One more than the item's last token.
     fn end(&self) -> u64 {
         u64::from(self.offset) + u64::from(self.length)
     }

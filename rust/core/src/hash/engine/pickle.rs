@@ -1,8 +1,8 @@
 //! Python's pickle, protocol 5, byte for byte as CPython's C pickler writes it.
 //!
 //! Two details go beyond the opcodes. An object that occurs twice is written once and then fetched
-//! by its index in the memo; tags are constants, so each is one object, and so is, in CPython, every
-//! string of one Latin-1 character. And the stream is cut into frames of about 64 KiB.
+//! by its index in the memo; tags are constants, so each is one object, and in CPython so is every
+//! string of one Latin-1 character. The stream is also split into frames of about 64 KiB.
 //!
 //! # Source
 //! CPython 3.10 to 3.14, `Modules/_pickle.c`.
@@ -18,7 +18,7 @@ const NONE: u8 = b'N';
 const MARK: u8 = b'(';
 const EMPTY_TUPLE: u8 = b')';
 const TUPLE: u8 = b't';
-/// Closes a tuple of 1; those of 2 and 3 elements follow.
+/// Closes a tuple of 1; those for 2 and 3 elements follow.
 const TUPLE1: u8 = 0x85;
 const BININT: u8 = b'J';
 const BININT1: u8 = b'K';
@@ -33,14 +33,14 @@ const TEXT: [u8; 3] = [0x8c, b'X', 0x8d];
 
 /// The opcode and the length of a frame.
 const FRAME_HEADER_BYTES: usize = 9;
-/// A payload below this goes without a frame.
+/// A smaller payload has no frame.
 const FRAME_BYTES_MIN: usize = 4;
-/// A frame ends before the first object at or behind this size; longer data have no frame at all.
+/// A frame ends before the first object at or after this size; longer data has no frame at all.
 const FRAME_BYTES_TARGET: usize = 64 * 1024;
 
 /// Bytes of the widest token: LONG1, above `i32::MAX`.
 const TOKEN_BYTES_MAX: usize = 7;
-/// Tokens that cannot fill a frame, with room for what comes before them.
+/// Tokens that can't fill a frame, with room for the data before them.
 const TOKENS_OF_ONE_FRAME: usize = (FRAME_BYTES_TARGET - 1024) / TOKEN_BYTES_MAX;
 
 /// Replaces `out` with the pickle of `text`.
@@ -63,7 +63,7 @@ pub(super) fn block(parent: &[u8], tokens: &[u32], keys: &[Key<'_>], out: &mut V
     pickle.finish();
 }
 
-/// Whether CPython has one object only for every string like `text`.
+/// Whether CPython has a single object for every string like `text`.
 pub(super) fn is_singleton(text: &str) -> bool {
     let mut chars = text.chars();
     chars.next().is_none_or(|first| first <= '\u{ff}' && chars.next().is_none())
@@ -71,11 +71,11 @@ pub(super) fn is_singleton(text: &str) -> bool {
 
 struct Pickle<'a> {
     out: &'a mut Vec<u8>,
-    /// Where the open frame's header begins.
+    /// Start of the open frame's header.
     frame: Option<usize>,
     /// Objects in the memo.
     memoized: u32,
-    /// Strings that are one object wherever they occur, with their indices in the memo.
+    /// Strings that are always a single object, with their indices in the memo.
     singletons: SmallVec<[(&'a str, u32); 8]>,
 }
 
@@ -114,7 +114,7 @@ impl<'a> Pickle<'a> {
         }
     }
 
-    /// Comes before every object: the only places where a frame may end.
+    /// Called before every object: only there may a frame end.
     fn begin_object(&mut self) {
         let is_full = |start| self.out.len() - start >= FRAME_HEADER_BYTES + FRAME_BYTES_TARGET;
         if self.frame.is_some_and(is_full) {
@@ -194,7 +194,7 @@ impl<'a> Pickle<'a> {
             self.write(&[BININT]);
             self.write(&bytes[..4]);
         } else {
-            // As few bytes as hold the value with its sign.
+            // The shortest encoding that holds the signed value.
             let is_held = |&len: &u32| value << (64 - 8 * len) >> (64 - 8 * len) == value;
             let len = (1..8).find(is_held).unwrap_or(8);
             self.write(&[LONG1, len as u8]);
@@ -211,7 +211,7 @@ impl<'a> Pickle<'a> {
 
     fn close_tuple(&mut self, len: usize) {
         match len {
-            // Nothing is made, so nothing goes to the memo.
+            // No object is created, so nothing goes to the memo.
             0 => return self.write(&[EMPTY_TUPLE]),
             1..=3 => self.write(&[TUPLE1 + len as u8 - 1]),
             _ => self.write(&[TUPLE]),
@@ -257,8 +257,8 @@ impl<'a> Pickle<'a> {
     }
 }
 
-/// Appends the tokens' opcodes. The hot loop: a word of 8 bytes is written and then advanced over by
-/// the opcode's width, so that mixed widths cost no mispredicted branches.
+/// Appends the tokens' opcodes. The hot loop: it writes a word of 8 bytes and then advances by the
+/// opcode's width, so that mixed widths cause no mispredicted branches.
 fn append_tokens(out: &mut Vec<u8>, tokens: &[u32]) {
     let mut at = out.len();
     out.resize(at + tokens.len() * TOKEN_BYTES_MAX + 1, 0);
