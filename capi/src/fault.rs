@@ -1,10 +1,10 @@
-//! What went wrong: a code for programs, a text for people.
+//! Failures: a code for programs, a text for people.
 
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// Result codes; the header gives them their names.
+/// Result codes, with the names of the header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(i32)]
 pub enum Code {
@@ -12,26 +12,26 @@ pub enum Code {
     Error = 1,
     /// An argument is wrong.
     InvalidArgument = 2,
-    /// There is no such publisher, or no longer.
+    /// The publisher does not exist, or no longer.
     NoPublisher = 3,
-    /// A socket or file could not be had.
+    /// A socket or file was unavailable.
     Io = 4,
     /// A limit is reached.
     Limit = 5,
-    /// A mistake of the library's own.
+    /// An error of the library itself.
     Internal = 6,
     /// A part was dropped.
     Partial = 7,
-    /// It took too long.
+    /// A timeout.
     Timeout = 8,
 }
 
-/// An outcome that is not what was asked for.
+/// A failure.
 #[derive(Debug)]
 pub struct Fault {
-    /// What to branch on.
+    /// For branching.
     pub code: Code,
-    /// What to read.
+    /// For display.
     pub text: String,
 }
 
@@ -43,7 +43,7 @@ pub fn fault(code: Code, text: impl Into<String>) -> Fault {
     Fault { code, text: text.into() }
 }
 
-/// An argument that is wrong.
+/// An invalid argument.
 pub fn invalid(text: impl Into<String>) -> Fault {
     fault(Code::InvalidArgument, text)
 }
@@ -62,8 +62,8 @@ thread_local! {
     static LAST: RefCell<CString> = RefCell::default();
 }
 
-/// Runs the body of a function of the library: keeps the text of its fault for this thread, lets no
-/// panic out.
+/// Runs the body of an exported function: keeps the text of its failure for this thread, and
+/// catches panics.
 pub fn guard(body: impl FnOnce() -> Result<()>) -> c_int {
     let outcome = catch_unwind(AssertUnwindSafe(body));
     let fault = match outcome {
@@ -77,7 +77,7 @@ pub fn guard(body: impl FnOnce() -> Result<()>) -> c_int {
 
 fn remember(text: &str) {
     let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
-    // A thread that is ending has no last error any more.
+    // A thread that is ending no longer has a last error.
     let _ = LAST.try_with(|last| {
         if let Ok(mut last) = last.try_borrow_mut() {
             *last = text;
@@ -85,7 +85,7 @@ fn remember(text: &str) {
     });
 }
 
-/// Text of the last fault in this thread; empty if there was none. Stays until the next fault.
+/// Text of the last failure in this thread; empty if there was none. Valid until the next failure.
 pub fn last_error() -> *const c_char {
     const NONE: &CStr = c"";
     let text = LAST.try_with(|last| last.try_borrow().map(|text| text.as_ptr()));

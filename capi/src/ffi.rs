@@ -1,4 +1,4 @@
-//! The functions of `kvflash.h`. Each checks its pointers, and none lets a panic out.
+//! The functions of `kvflash.h`. Each checks its pointers and catches panics.
 
 #![allow(unsafe_code, reason = "pointers of C callers")]
 
@@ -194,13 +194,13 @@ pub extern "C" fn kvflash_publish_cleared(publisher: u64) -> c_int {
     guard(|| handle::find(publisher)?.clear())
 }
 
-/// Waits until what was published is handed to the socket.
+/// Waits until everything published is handed to the socket.
 #[unsafe(no_mangle)]
 pub extern "C" fn kvflash_publisher_flush(publisher: u64, timeout_ms: u32) -> c_int {
     guard(|| handle::find(publisher)?.flush(Duration::from_millis(u64::from(timeout_ms))))
 }
 
-/// Where the events are.
+/// Copies the endpoint of the events.
 ///
 /// # Safety
 /// `buffer` has room for `size` bytes.
@@ -217,7 +217,7 @@ pub unsafe extern "C" fn kvflash_publisher_endpoint(
     })
 }
 
-/// Where the events are replayed.
+/// Copies the endpoint of the replay.
 ///
 /// # Safety
 /// `buffer` has room for `size` bytes.
@@ -270,7 +270,7 @@ pub extern "C" fn kvflash_publisher_destroy(publisher: u64) -> c_int {
     guard(|| handle::take(publisher)?.close())
 }
 
-/// The structure behind a pointer, if it is as large as this library knows it.
+/// The structure behind a pointer, if its size is the one that this library knows.
 ///
 /// # Safety
 /// NULL, or readable, and begins with its own size.
@@ -312,7 +312,7 @@ pub unsafe fn block_list<'a, T>(field: &str, pointer: *const T, count: usize) ->
     unsafe { list(field, pointer, "block_count", count, CALL_BLOCKS_MAX) }
 }
 
-/// A list of the caller's; one without elements may be NULL.
+/// A list of the caller; may be NULL if it is empty.
 ///
 /// # Safety
 /// NULL, or points to as many elements.
@@ -334,7 +334,7 @@ pub unsafe fn list<'a, T>(
     Ok(unsafe { std::slice::from_raw_parts(pointer, count) })
 }
 
-/// A number that may be left out.
+/// An optional number.
 ///
 /// # Safety
 /// NULL, or points to one.
@@ -347,7 +347,7 @@ pub unsafe fn optional(field: &str, pointer: *const u64) -> Result<Option<u64>> 
     Ok(Some(unsafe { pointer.read() }))
 }
 
-/// A string of the caller's; NULL and "" are none.
+/// A string of the caller; NULL and "" mean none.
 ///
 /// # Safety
 /// NULL, or terminated by NUL.

@@ -1,5 +1,5 @@
-//! Numbers that stand for publishers. None is given twice, so that one of a publisher that is gone is
-//! an error and never another publisher.
+//! Publisher handles. A handle is never reused, so that a stale one is an error and never another
+//! publisher.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,13 +8,13 @@ use std::sync::{Arc, LazyLock, PoisonError, RwLock};
 use crate::fault::{Code, Result, fault};
 use crate::publisher::Publisher;
 
-/// Publishers of one process: each has two sockets and three threads.
+/// Maximum publishers of a process: each has two sockets and three threads.
 const PUBLISHERS_MAX: usize = 4_096;
 
 static TABLE: LazyLock<RwLock<HashMap<u64, Arc<Publisher>>>> = LazyLock::new(RwLock::default);
 static NEXT: AtomicU64 = AtomicU64::new(1);
 
-/// Gives a publisher its number.
+/// Assigns a handle to a publisher.
 pub fn add(publisher: Publisher) -> Result<u64> {
     let mut table = TABLE.write().unwrap_or_else(PoisonError::into_inner);
     if table.len() >= PUBLISHERS_MAX {
@@ -27,13 +27,13 @@ pub fn add(publisher: Publisher) -> Result<u64> {
     Ok(handle)
 }
 
-/// The publisher of a number.
+/// The publisher of a handle.
 pub fn find(handle: u64) -> Result<Arc<Publisher>> {
     let table = TABLE.read().unwrap_or_else(PoisonError::into_inner);
     table.get(&handle).cloned().ok_or_else(|| unknown(handle))
 }
 
-/// Takes the publisher out: of several callers one gets it.
+/// Removes the publisher: of several callers one gets it.
 pub fn take(handle: u64) -> Result<Arc<Publisher>> {
     let mut table = TABLE.write().unwrap_or_else(PoisonError::into_inner);
     table.remove(&handle).ok_or_else(|| unknown(handle))

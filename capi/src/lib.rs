@@ -1,15 +1,15 @@
-//! libkvflash: an engine written in any language that can call C tells routers what its KV cache
-//! holds. The manual of the functions is `include/kvflash.h`.
+//! libkvflash: lets an engine in any language with a C interface report its KV cache to routers.
+//! `include/kvflash.h` documents the functions.
 //!
 //! | module | what |
 //! |---|---|
-//! | `ffi`, `older` | the functions: pointers in, result codes out; no panic gets past them |
-//! | `handle` | numbers that stand for publishers and are never given twice |
+//! | `ffi`, `older` | the functions: pointers in, result codes out; panics are caught |
+//! | `handle` | publisher handles, which are never reused |
 //! | `publisher` | one rank of an engine: its stream, its announcement, its counters |
 //! | `stream` | a thread that publishes and replays batches |
-//! | `zmq` | the functions of libzmq that are called |
+//! | `zmq` | bindings of the required libzmq functions |
 //!
-//! What needs neither C nor sockets (checks, encoding, numbers, replay, the announcement) is the crate
+//! Code without C and sockets (checks, encoding, numbers, replay, the announcement) is in the crate
 //! `kvflash-publish`. `unsafe` is in `ffi` and `older` (the callers' pointers) and `zmq`.
 
 mod fault;

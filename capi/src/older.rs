@@ -1,5 +1,5 @@
-//! Functions with one publisher per process, as engines written for older libraries call them. They
-//! answer 0 or 1; `kvflash_last_error` says why.
+//! Functions with one publisher per process, for engines written for older libraries. They return 0
+//! or 1; `kvflash_last_error` has the reason.
 
 #![allow(unsafe_code, reason = "pointers of C callers")]
 
@@ -32,7 +32,7 @@ fn default_publisher() -> Result<std::sync::Arc<Publisher>> {
     handle::find(handle)
 }
 
-/// Older functions know one failure, and take what was published in part for success.
+/// Older functions have a single failure code, and treat partial publication as success.
 fn guard_older(body: impl FnOnce() -> Result<()>) -> c_int {
     match guard(body) {
         0 => 0,

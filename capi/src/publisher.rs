@@ -1,4 +1,4 @@
-//! A publisher with its sockets, announced.
+//! A publisher with its sockets and announcement.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -18,7 +18,7 @@ pub struct Publisher {
 }
 
 impl Publisher {
-    /// Binds, starts, announces.
+    /// Binds, starts and announces.
     pub fn start(block_size: u32, options: Options, place: Option<Place>) -> Result<Self> {
         let dp_rank = options.settings.dp_rank.unwrap_or(0);
         let stream = Stream::start(block_size, options)?;
@@ -58,7 +58,7 @@ impl Publisher {
         Ok(self.stream.publisher.clear()?)
     }
 
-    /// Waits until what was published is handed to ZMQ.
+    /// Waits until everything published is handed to ZMQ.
     pub fn flush(&self, timeout: Duration) -> Result<()> {
         match self.stream.publisher.outbox.flush(timeout)? {
             0 => Ok(()),
@@ -73,10 +73,10 @@ impl Publisher {
         self.stream.publisher.stats()
     }
 
-    /// Withdraws the announcement, sends what is queued, closes.
+    /// Withdraws the announcement, sends queued events, closes.
     ///
     /// # Errors
-    /// In a fork, where nothing is done: the process that created it goes on.
+    /// In a fork, where it has no effect: the process that created it continues.
     pub fn close(&self) -> Result<()> {
         self.stream.publisher.outbox.check_process()?;
         drop(self.announcement.lock().unwrap_or_else(PoisonError::into_inner).take());

@@ -12,10 +12,10 @@ use kvflash_publish::wire::Shape;
 use crate::fault::{Code, Result, fault};
 use crate::zmq::Sockets;
 
-/// Sockets that are closed may still hand over what they have for this long.
+/// How long closed sockets may still send what they hold.
 const LINGER_MS: i32 = 500;
 
-/// What a stream may be told.
+/// Options of a stream.
 #[derive(Debug, Clone)]
 pub struct Options {
     pub host: String,
@@ -25,7 +25,7 @@ pub struct Options {
     pub settings: Settings,
 }
 
-/// A publisher with its thread, as callers see it.
+/// A publisher with its thread, from the callers' view.
 #[derive(Debug)]
 pub struct Stream {
     pub publisher: Arc<Publisher>,
@@ -52,29 +52,29 @@ impl Stream {
         Ok(Self { publisher, thread, endpoint, replay_endpoint })
     }
 
-    /// Sends what is queued and closes the sockets; waits for that.
+    /// Sends queued events and closes the sockets; waits until that is done.
     ///
     /// # Errors
-    /// In a fork, where nothing is done: the process that created it goes on.
+    /// In a fork, where it has no effect: the process that created it continues.
     pub fn close(&self) -> Result<()> {
         self.publisher.outbox.close()?;
         let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(thread) = thread {
-            // It ends by itself; a panic in it was told on stderr.
+            // It ends by itself; a panic in it was printed on stderr.
             let _ = thread.join();
         }
         Ok(())
     }
 }
 
-/// The stream, as its thread sees it.
+/// The stream, from its thread's view.
 struct Worker {
     publisher: Arc<Publisher>,
     sockets: Sockets,
     topic: String,
 }
 
-/// However the thread ends: nobody waits for it any more.
+/// Releases all waiting callers, however the thread ends.
 impl Drop for Worker {
     fn drop(&mut self) {
         self.publisher.outbox.end();
@@ -85,7 +85,7 @@ impl Worker {
     fn run(self) {
         let (outbox, topic) = (&self.publisher.outbox, self.topic.as_bytes());
         while !outbox.is_over() {
-            // Rounded up: zero would mean not to wait at all.
+            // Rounded up, because zero would busy-wait.
             let wait = outbox.wait(Instant::now()).map_or(-1, |wait| {
                 i64::try_from(wait.as_micros().div_ceil(1_000)).unwrap_or(i64::MAX)
             });
@@ -97,7 +97,7 @@ impl Worker {
             for reply in outbox.replies() {
                 self.sockets.answer(&reply.frames(topic));
             }
-            // One in a turn, so that replays have theirs.
+            // One batch per turn, so that replays get theirs.
             if let Some((sequence, payload)) = outbox.take(Instant::now()) {
                 self.sockets.publish(&[topic, &sequence.to_be_bytes(), &payload]);
             }

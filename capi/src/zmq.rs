@@ -1,4 +1,4 @@
-//! Sockets of libzmq, as far as publishing and replaying need them.
+//! libzmq sockets for publishing and replaying.
 
 #![allow(unsafe_code, reason = "libzmq is a C library")]
 
@@ -20,9 +20,9 @@ const MAXMSGSIZE: c_int = 22;
 const DONTWAIT: c_int = 1;
 const SNDMORE: c_int = 2;
 const POLLIN: c_short = 1;
-/// Longest frame that is read whole; requests are shorter, and so is an identity.
+/// Longest frame that is read completely; requests and identities are shorter.
 const FRAME_BYTES_MAX: usize = 256;
-/// Frames of a request that are looked at.
+/// Maximum frames of a request.
 const FRAMES_MAX: usize = 8;
 
 #[repr(C)]
@@ -68,7 +68,7 @@ pub struct Sockets {
 unsafe impl Send for Sockets {}
 
 impl Sockets {
-    /// Makes the sockets; they are bound by [`Sockets::bind_publish`] and [`Sockets::bind_replay`].
+    /// Creates the sockets; [`Sockets::bind_publish`] and [`Sockets::bind_replay`] bind them.
     pub fn new(publish_queue: usize, replay_queue: usize, linger_ms: i32) -> Result<Self> {
         // SAFETY: no arguments; null is checked below.
         let context = unsafe { zmq_ctx_new() };
@@ -89,7 +89,7 @@ impl Sockets {
             set(socket, RCVHWM, clamp(replay_queue))?;
             set(socket, LINGER, linger_ms)?;
         }
-        // Who sends more than a request has is disconnected.
+        // A client that sends more than a request is disconnected.
         set_wide(sockets.replay, MAXMSGSIZE, FRAME_BYTES_MAX as i64)?;
         Ok(sockets)
     }
@@ -104,8 +104,8 @@ impl Sockets {
         bind(self.replay, host, port, "replay_port")
     }
 
-    /// Waits for a request, or for a descriptor to be readable; -1 waits without end. Says whether a
-    /// request came.
+    /// Waits for a request, or for a descriptor to be readable; -1 waits forever. Returns whether a
+    /// request arrived.
     pub fn wait(&self, wake: RawFd, timeout_ms: i64) -> bool {
         let mut items = [
             PollItem { socket: ptr::null_mut(), fd: wake, events: POLLIN, revents: 0 },
@@ -113,21 +113,21 @@ impl Sockets {
         ];
         // SAFETY: two items, as the count says; the socket is open until `drop`.
         let count = unsafe { zmq_poll(items.as_mut_ptr(), 2, timeout_ms as c_long) };
-        // Less than none: a signal; the caller's loop comes back here.
+        // Negative: a signal; the caller's loop will call this again.
         count > 0 && items[1].revents != 0
     }
 
-    /// Publishes a message. Never waits: ZMQ drops for subscribers that do not keep up.
+    /// Publishes a message. Never waits: ZMQ drops messages for slow subscribers.
     pub fn publish(&self, frames: &[&[u8]]) {
         send(self.publish, frames, 0);
     }
 
-    /// Answers a client; without effect if it left or does not read.
+    /// Answers a client; no effect if it disconnected or does not read.
     pub fn answer(&self, frames: &[&[u8]]) {
         send(self.replay, frames, DONTWAIT);
     }
 
-    /// The next request: its frames, or None if there is none. Frames beyond the eighth are left out.
+    /// The next request's frames, or None. Frames beyond the eighth are omitted.
     pub fn request(&self) -> Option<Vec<Vec<u8>>> {
         let mut frames = Vec::new();
         loop {
@@ -211,7 +211,7 @@ fn bind(socket: *mut c_void, host: &str, port: u16, field: &str) -> Result<Strin
     check(status, LAST_ENDPOINT)?;
     let bound = CStr::from_bytes_until_nul(&buffer).unwrap_or_default().to_string_lossy();
     let bound = bound.rsplit(':').next().unwrap_or("0").to_owned();
-    // A wildcard is no address to connect to.
+    // Clients can't connect to a wildcard.
     let reachable = match host {
         "0.0.0.0" | "*" => "127.0.0.1",
         "::" => "[::1]",
@@ -226,7 +226,7 @@ fn send(socket: *mut c_void, frames: &[&[u8]], flags: c_int) {
         // SAFETY: the frame's bytes and length; ZMQ copies them.
         let status = unsafe { zmq_send(socket, frame.as_ptr().cast(), frame.len(), flags | more) };
         if status < 0 {
-            // Only the first frame can be refused; none of a message is sent then.
+            // Only the first frame can be refused; then nothing of the message is sent.
             return;
         }
     }

@@ -1,5 +1,5 @@
-//! A key in the discovery folder, as `kvflash.discovery.file` keeps them, for as long as this process
-//! lives: `keys/<key>` holds the number of a lease and the value, `leases/<number>` is locked by the
+//! A key in the discovery folder of `kvflash.discovery.file`, for as long as this process lives:
+//! `keys/<key>` contains the number of a lease and the value, `leases/<number>` is locked by the
 //! process, and `lock` is held while keys change.
 
 #![allow(unsafe_code, reason = "flock and getuid are C functions")]
@@ -19,7 +19,7 @@ const LOCK_EX: i32 = 2;
 const LOCK_NB: i32 = 4;
 const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 const LOCK_PAUSE: Duration = Duration::from_millis(5);
-/// A file name's length; keys are names of files.
+/// Maximum length of a file name; keys are names of files.
 const NAME_BYTES_MAX: usize = 255;
 
 unsafe extern "C" {
@@ -27,7 +27,7 @@ unsafe extern "C" {
     fn getuid() -> u32;
 }
 
-/// Where a publisher is announced.
+/// The place where a publisher is announced.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Place {
     /// Namespace of the workers.
@@ -38,37 +38,37 @@ pub struct Place {
     pub worker_id: u64,
 }
 
-/// What is announced: how to receive one rank's events.
+/// The announced data: how to receive one rank's events.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Offer<'a> {
-    /// Where events are published.
+    /// Endpoint of the events.
     pub endpoint: &'a str,
-    /// Where they are replayed.
+    /// Endpoint of their replay.
     pub replay_endpoint: &'a str,
     /// The data-parallel rank.
     pub dp_rank: u32,
-    /// Tokens of a block.
+    /// Tokens in a block.
     pub block_size: u32,
 }
 
-/// An announced publisher; dropping it withdraws.
+/// An announced publisher; dropping it withdraws the announcement.
 #[derive(Debug)]
 pub struct Announcement {
     folder: PathBuf,
     key: PathBuf,
     lease: PathBuf,
-    /// Who announced it: a fork withdraws nothing.
+    /// The process that announced it: a fork withdraws nothing.
     process: u32,
     /// Locked as long as it is open.
     _held: File,
 }
 
 impl Announcement {
-    /// Announces a publisher in the folder that the environment names.
+    /// Announces a publisher in the folder set by the environment.
     ///
     /// # Errors
-    /// `InvalidArgument` for a name that cannot be part of a key, and where the environment selects
-    /// another kind of discovery; `Io` if the folder cannot be used.
+    /// `InvalidArgument` for a name that is not valid in a key, and if the environment selects
+    /// another kind of discovery; `Io` if the folder is unusable.
     pub fn put(place: &Place, offer: &Offer<'_>) -> Result<Self> {
         check_discovery()?;
         for (field, name) in [("namespace", &place.namespace), ("component", &place.component)] {
@@ -102,7 +102,7 @@ impl Drop for Announcement {
         if self.process != std::process::id() {
             return;
         }
-        // Without the lock the key would be swept by others once the lease is let go.
+        // Without the lock, others delete the key once the lease is released.
         if let Ok(_lock) = lock(&self.folder) {
             let _ = fs::remove_file(&self.key);
         }
@@ -110,7 +110,7 @@ impl Drop for Announcement {
     }
 }
 
-/// A number for a worker that has none, at least 1.
+/// A random number, at least 1, for a worker without one.
 ///
 /// # Errors
 /// `Io` if the machine has no randomness.
@@ -166,7 +166,7 @@ fn write(folder: &Path, name: &str, value: &str) -> io::Result<Announcement> {
     let id = random_id().map_err(io::Error::other)?;
     let draft = folder.join("new").join(format!("lease-{id:016x}"));
     let held = File::create(&draft)?;
-    // Locked before anybody can see it, so that nobody takes it for dead.
+    // Locked before others can see it, so that they do not take it for dead.
     locked(&held, LOCK_EX | LOCK_NB)?;
     let lease = folder.join("leases").join(format!("{id:016x}"));
     fs::rename(&draft, &lease)?;
@@ -184,7 +184,7 @@ fn write(folder: &Path, name: &str, value: &str) -> io::Result<Announcement> {
     Ok(Announcement { folder: folder.to_owned(), key, lease, process, _held: held })
 }
 
-/// The lease of a key, if its process lives.
+/// The lease of a key, if its process is alive.
 fn living_lease(folder: &Path, key: &Path) -> Option<u64> {
     let content = fs::read(key).ok()?;
     let head = content.split(|&byte| byte == b'\n').next()?;
@@ -193,8 +193,8 @@ fn living_lease(folder: &Path, key: &Path) -> Option<u64> {
     locked(&file, LOCK_SH | LOCK_NB).err().map(|_| id)
 }
 
-/// Holds the folder's lock until dropped. Who has it keeps it for the writing of a file; only a
-/// process that is stopped just then keeps it longer.
+/// Holds the folder's lock until dropped. Its holders keep it while they write a file; only a
+/// process that is stopped at that moment holds it longer.
 fn lock(folder: &Path) -> io::Result<File> {
     let file = File::create(folder.join("lock"))?;
     let end = Instant::now() + LOCK_TIMEOUT;
@@ -220,7 +220,7 @@ fn locked(file: &File, operation: i32) -> io::Result<()> {
     }
 }
 
-/// As Python's `quote(key, safe="")`.
+/// Equals Python's `quote(key, safe="")`.
 fn quoted(key: &str) -> String {
     let mut name = String::with_capacity(key.len() * 2);
     for byte in key.bytes() {

@@ -1,11 +1,11 @@
-//! The blocks of a call: checked, then cut into events that receivers take.
+//! The blocks of a call: validated, then split into events that receivers accept.
 
 use crate::error::{Result, invalid};
 use crate::wire::{self, BLOCKS_MAX, Item, NAME_BYTES_MAX, Shape, Stored, TOKENS_MAX};
 
-/// Blocks of one call; more is a mistake of the caller's.
+/// Maximum blocks of one call; more indicate an error of the caller.
 pub const CALL_BLOCKS_MAX: usize = 1 << 24;
-/// Tokens of one call.
+/// Maximum tokens of one call.
 pub const CALL_TOKENS_MAX: usize = 1 << 28;
 
 /// The blocks of a call.
@@ -13,13 +13,13 @@ pub const CALL_TOKENS_MAX: usize = 1 << 28;
 pub struct Blocks<'a> {
     /// Tokens of all the blocks, in prompt order.
     pub token_ids: &'a [u32],
-    /// Tokens of each block. None: each has as many as a block.
+    /// Tokens of each block. `None`: all blocks are complete.
     pub sizes: Option<&'a [usize]>,
-    /// The engine's names of the blocks, each the continuation of the one before.
+    /// The engine's names of the blocks; each block continues the one before.
     pub block_hashes: &'a [u64],
-    /// The block before the first one; `None` when the first one starts the prompt.
+    /// The block before the first one; `None` if the first one starts the prompt.
     pub parent_hash: Option<u64>,
-    /// The engine's number of the LoRA adapter; 0 for none, as engines count from 1.
+    /// The engine's number of the LoRA adapter; 0 means none, as engines count from 1.
     pub lora_id: u64,
     /// The adapter's name.
     pub lora_name: Option<&'a str>,
@@ -27,26 +27,26 @@ pub struct Blocks<'a> {
     pub cache_salt: Option<&'a str>,
     /// Storage medium; `None` means device.
     pub medium: Option<&'a str>,
-    /// Multimodal items, one entry a block.
+    /// Multimodal items, one entry per block.
     pub items: Option<&'a [Vec<Item>]>,
 }
 
-/// Encoded events, and how many of the call's blocks are in them.
+/// Encoded events, and the number of the call's blocks in them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Encoded {
-    /// Each event's bytes; none where no block fits.
+    /// Each event's bytes; empty if no block fits.
     pub events: Vec<Vec<u8>>,
     /// Blocks in the events: those before the first one of another size.
     pub blocks: usize,
 }
 
 impl Blocks<'_> {
-    /// Encodes the blocks up to the first one of another size than `block_size`, which is at least 1.
-    /// An event of more than `event_bytes_max` bytes has one block only.
+    /// Encodes the blocks up to the first one of a size other than `block_size`, which is at least
+    /// 1. An event of more than `event_bytes_max` bytes contains a single block.
     ///
     /// # Errors
-    /// `InvalidArgument` if the sizes do not add up to the tokens, for a LoRA number that receivers
-    /// cannot read, and for a name that is too long.
+    /// `InvalidArgument` if the sizes do not match the tokens, for a LoRA number that receivers
+    /// can't read, and for a name that is too long.
     pub fn encode(&self, shape: Shape, block_size: u32, event_bytes_max: usize) -> Result<Encoded> {
         let size = block_size as usize;
         let (count, tokens) = (self.block_hashes.len(), self.token_ids.len());
@@ -127,7 +127,7 @@ pub fn removed(
     event_bytes_max: usize,
 ) -> Result<Vec<Vec<u8>>> {
     check_name("medium", medium)?;
-    // Nine bytes each; a long name of the medium has room beside them.
+    // Nine bytes each, with room for a long medium name.
     let step = BLOCKS_MAX.min(event_bytes_max / 16).max(1);
     let encode = |hashes| wire::removed(shape, hashes, medium);
     Ok(block_hashes.chunks(step).map(encode).collect())

@@ -1,15 +1,15 @@
-//! Why something could not be published or announced.
+//! Errors of publishing and announcing.
 
 use std::fmt;
 
-/// A failure by its cause, with a text for people.
+/// A failure by cause, with a text for people.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Error {
     /// An argument is wrong.
     InvalidArgument(String),
     /// A file or folder could not be read or written.
     Io(String),
-    /// The publisher is shut down, or another process's.
+    /// The publisher is shut down, or belongs to another process.
     Closed(&'static str),
 }
 
@@ -27,7 +27,7 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
-/// An argument that is wrong.
+/// An invalid argument.
 pub(crate) fn invalid(text: impl Into<String>) -> Error {
     Error::InvalidArgument(text.into())
 }

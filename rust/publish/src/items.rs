@@ -1,36 +1,37 @@
-//! Where multimodal items begin that engines name block by block.
+//! Finds the start of multimodal items that engines describe block by block.
 //!
-//! An engine says which part of a block an item takes, so that an item of several blocks takes each one
-//! after the first from its beginning. Queries say where the item itself begins. Both hash to the same
-//! only if events tell the true beginning, which lies before these blocks.
+//! An engine reports which part of a block an item covers, so that an item of several blocks starts
+//! at the beginning of each block after the first. Queries contain the true start of the item. Both
+//! give equal hashes only if events contain the true start, which lies before these blocks.
 
 use std::collections::{BTreeMap, HashMap};
 
 use crate::error::{Result, invalid};
 use crate::wire::Item;
 
-/// Blocks that an item reaches beyond, remembered for calls that continue them; the oldest go first.
+/// Blocks whose items continue after them, remembered for later calls; the oldest are dropped
+/// first.
 const OPEN_BLOCKS_MAX: usize = 16_384;
 
-/// The part of a block that an item takes.
+/// The part of a block that an item covers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Part {
-    /// Which of the block's items it is, for messages.
+    /// Index of the item in the block, for messages.
     pub item: usize,
     /// The item's hash.
     pub hash: u64,
-    /// Its first token, counted from the block's; negative where it begins in an earlier block.
+    /// Its first token, relative to the block's; negative if it begins in an earlier block.
     pub start: i64,
-    /// The token behind its last one.
+    /// One more than its last token.
     pub end: i64,
 }
 
-/// Items that reach a block's end: where each begins, counted from the block's first token.
+/// Items that reach a block's end: the start of each, relative to the block's first token.
 type Open = HashMap<u64, i64>;
-/// The items of blocks, and of each block those that reach its end.
+/// The items of blocks, and for each block those that reach its end.
 type Placed = (Option<Vec<Vec<Item>>>, Vec<Open>);
 
-/// The items that calls to come may continue.
+/// The items that later calls may continue.
 #[derive(Debug)]
 pub struct ItemPlaces {
     block_size: i64,
@@ -42,7 +43,7 @@ pub struct ItemPlaces {
 }
 
 impl ItemPlaces {
-    /// Of blocks of `block_size` tokens.
+    /// For blocks of `block_size` tokens.
     pub fn new(block_size: u32) -> Self {
         Self {
             block_size: i64::from(block_size),
@@ -53,11 +54,11 @@ impl ItemPlaces {
         }
     }
 
-    /// Where the items of blocks begin, each the continuation of the one before, which begin behind `parent`.
-    /// Give the second value to [`ItemPlaces::remember`] when the call is accepted.
+    /// The start of each item in consecutive blocks that follow `parent`. Pass the second value to
+    /// [`ItemPlaces::remember`] when the call is accepted.
     ///
     /// # Errors
-    /// `InvalidArgument` for a part outside of its block, and for another number of blocks.
+    /// `InvalidArgument` for a part outside of its block, and if the number of blocks differs.
     pub fn begins(&self, parts: &[Vec<Part>], parent: Option<u64>) -> Result<Placed> {
         let mut before = parent.and_then(|name| self.open.get(&name)).map(|(_, open)| open);
         let mut placed = Vec::with_capacity(parts.len());
@@ -94,18 +95,18 @@ impl ItemPlaces {
         }
     }
 
-    /// Forgets all blocks.
+    /// Drops all blocks.
     pub fn clear(&mut self) {
         self.open.clear();
         self.ages.clear();
     }
 
-    /// Blocks that items reach beyond.
+    /// Number of blocks whose items continue after them.
     pub fn len(&self) -> usize {
         self.open.len()
     }
 
-    /// Whether there are none.
+    /// Whether it is empty.
     pub fn is_empty(&self) -> bool {
         self.open.is_empty()
     }
@@ -132,7 +133,7 @@ impl ItemPlaces {
             if end >= size {
                 reached.insert(hash, begin);
             }
-            // An identifier of 64 hexadecimal digits is taken for the hash that it begins with.
+            // Receivers take an identifier of 64 hexadecimal digits for the hash at its beginning.
             items.push((format!("{hash:016x}{:048}", 0), begin));
         }
         Ok((items, reached))
@@ -147,7 +148,7 @@ mod tests {
         vec![Part { item: 0, hash, start, end }]
     }
 
-    /// Where the only item of each block begins.
+    /// The start of the only item of each block.
     fn begins(
         places: &mut ItemPlaces,
         parts: &[Vec<Part>],

@@ -1,8 +1,9 @@
-//! The way out of one publisher's events: they wait, become numbered batches, and are kept for replay.
+//! The outgoing queue of one publisher: events wait, become numbered batches, and are kept for
+//! replay.
 //!
-//! Callers put events from any thread. One thread of the door's owns the sockets. It waits for
-//! [`Outbox::descriptor`] and for requests, up to [`Outbox::wait`]; then it publishes what
-//! [`Outbox::take`] hands over and answers with [`Outbox::replies`], until [`Outbox::is_over`].
+//! Callers add events from any thread. One thread of the transport owns the sockets. It waits for
+//! [`Outbox::descriptor`] and for requests, up to [`Outbox::wait`]; then it publishes the batches
+//! from [`Outbox::take`] and answers with [`Outbox::replies`], until [`Outbox::is_over`].
 
 use std::collections::VecDeque;
 use std::io::{Read, Write};
@@ -17,24 +18,24 @@ use crate::replay::{Replays, Reply, Request};
 use crate::ring::{Batch, Ring};
 use crate::wire;
 
-/// Batches queued for a slow subscriber; beyond that ZMQ drops them, and it sees a gap. Batches that
-/// callers closed themselves wait for the thread up to the same number.
+/// Batches queued for a slow subscriber; beyond that ZMQ drops them, and the subscriber sees a gap.
+/// Also the maximum of batches closed by callers that wait for the thread.
 pub const PUB_QUEUE_BATCHES: usize = 100_000;
 
-/// What an outbox may be told.
+/// Settings of an outbox.
 #[derive(Debug, Clone)]
 pub struct Settings {
     /// Data-parallel rank in every batch.
     pub dp_rank: Option<u32>,
-    /// How long the first event of a batch waits for more.
+    /// How long the first event of a batch waits for more events.
     pub tick: Duration,
-    /// A batch is closed at this many bytes.
+    /// A batch is closed at this size in bytes.
     pub batch_bytes_max: usize,
-    /// Encoded events that may wait for the thread; beyond it callers wait.
+    /// Encoded events that may wait for the thread, in bytes; above it callers wait.
     pub pending_bytes_max: usize,
     /// Batches kept for replay.
     pub ring_batches: usize,
-    /// Memory that they may take.
+    /// Memory for these batches.
     pub ring_bytes: usize,
 }
 
@@ -54,47 +55,47 @@ impl Default for Settings {
 /// Counters and gauges of an outbox.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Events taken from callers.
+    /// Accepted events.
     pub events: u64,
-    /// Those of them that are not published yet.
+    /// Of these, events that are not published yet.
     pub pending_events: u64,
     /// Their bytes.
     pub pending_bytes: u64,
-    /// Batches numbered.
+    /// Batches that were numbered.
     pub batches: u64,
     /// Batches kept for replay.
     pub ring_batches: u64,
     /// Their bytes.
     pub ring_bytes: u64,
-    /// Replays begun.
+    /// Replays that were started.
     pub replays: u64,
-    /// Requests refused because too many replays were under way.
+    /// Requests refused because of too many concurrent replays.
     pub replays_refused: u64,
 }
 
 #[derive(Debug)]
 struct State {
     pending: Pending,
-    /// Batches that callers closed themselves, with the number of their events.
+    /// Batches closed by callers, with their number of events.
     ready: VecDeque<(Batch, u64)>,
     ring: Ring,
     replays: Replays,
     counts: Counts,
-    /// Events taken, and those of them that are published.
+    /// Accepted events, and published ones.
     taken: u64,
     sent: u64,
-    /// Events of the batch that was handed over last, which is on its way.
+    /// Events of the last batch handed to the thread, which is being sent.
     leaving: u64,
-    /// When the batch of the events that wait is closed.
+    /// When the batch of the waiting events is closed.
     due: Option<Instant>,
-    /// The thread has been told and not yet found everything published.
+    /// The thread was woken and has not yet found everything published.
     is_awake: bool,
-    /// The descriptor is readable.
+    /// Whether the descriptor is readable.
     is_rung: bool,
     is_closing: bool,
 }
 
-/// The way out of one publisher's events.
+/// The outgoing queue of one publisher.
 #[derive(Debug)]
 pub struct Outbox {
     settings: Settings,
@@ -109,7 +110,7 @@ impl Outbox {
     /// An empty outbox of this process.
     ///
     /// # Errors
-    /// `Io` if the process can have no more descriptors.
+    /// `Io` if the process has reached its limit of descriptors.
     pub fn new(settings: Settings) -> Result<Self> {
         let (bell, heard) = UnixStream::pair()
             .map_err(|error| Error::Io(format!("can't have a pair of sockets: {error}")))?;
@@ -134,7 +135,7 @@ impl Outbox {
     /// Queues encoded events, which stay together; waits only while the queue is full.
     ///
     /// # Errors
-    /// `Closed` when it is shut down, and in a fork, which has none of the process's threads.
+    /// `Closed` after the shutdown, and in a fork, which has none of the process's threads.
     pub fn put(&self, events: Vec<Vec<u8>>) -> Result<()> {
         if events.is_empty() {
             return Ok(());
@@ -153,8 +154,8 @@ impl Outbox {
         Ok(())
     }
 
-    /// Closes the batch of the events that wait; never waits. Where the thread doesn't keep up the
-    /// oldest batches go, which subscribers see as a gap.
+    /// Closes the batch of the waiting events; never waits. If the thread is too slow the oldest
+    /// batches are dropped, which subscribers see as a gap.
     pub fn cut(&self) {
         let mut state = self.state();
         let events = state.pending.take_batch();
@@ -166,12 +167,13 @@ impl Outbox {
         while state.ready.len() > PUB_QUEUE_BATCHES {
             state.sent += state.ready.pop_front().map_or(0, |(_, events)| events);
         }
-        // It was told of the events, and waits for the end of their tick.
+        // It was woken for the events, and waits for the end of their tick.
         state.is_awake = false;
         self.wake(&mut state);
     }
 
-    /// Waits until everything that was put before is published. Returns how many events still wait.
+    /// Waits until everything queued before is published. Returns the number of events that still
+    /// wait.
     ///
     /// # Errors
     /// `Closed` in a fork.
@@ -186,10 +188,10 @@ impl Outbox {
         Ok(wanted.saturating_sub(state.sent))
     }
 
-    /// Takes no more; the thread publishes what is queued, and then ends.
+    /// Accepts no more events; the thread publishes queued ones, and then ends.
     ///
     /// # Errors
-    /// `Closed` in a fork, where nothing is done.
+    /// `Closed` in a fork, where it has no effect.
     pub fn close(&self) -> Result<()> {
         self.check_process()?;
         let mut state = self.state();
@@ -200,12 +202,12 @@ impl Outbox {
         Ok(())
     }
 
-    /// Readable when the thread has something to do; nobody else reads it.
+    /// Readable when the thread has work; only the thread reads it.
     pub fn descriptor(&self) -> RawFd {
         self.heard.as_raw_fd()
     }
 
-    /// How long the thread may wait for the descriptor; `None`: without end.
+    /// How long the thread may wait for the descriptor; `None`: forever.
     pub fn wait(&self, now: Instant) -> Option<Duration> {
         let state = self.state();
         let has_more = state.leaving > 0 || state.is_closing || !state.ready.is_empty();
@@ -215,12 +217,12 @@ impl Outbox {
         state.due.map(|due| due.saturating_duration_since(now))
     }
 
-    /// The next batch to publish. The one before counts as published from here on.
+    /// The next batch to publish. The previous one then counts as published.
     pub fn take(&self, now: Instant) -> Option<Batch> {
         let mut state = self.state();
         state.sent += std::mem::take(&mut state.leaving);
         if std::mem::take(&mut state.is_rung) {
-            // One byte is there, so that this returns at once.
+            // One byte is available, so this returns at once.
             let _ = (&self.heard).read(&mut [0]);
         }
         let batch = match state.ready.pop_front() {
@@ -250,11 +252,11 @@ impl Outbox {
 
     fn number(&self, state: &mut State, events: &[Vec<u8>]) -> Batch {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        // First into the ring: a number that was seen can always be asked for.
+        // First into the ring: a number that was published can always be requested.
         state.ring.push(wire::batch(events, now.as_secs_f64(), self.settings.dp_rank))
     }
 
-    /// Takes a request's frames; their replay begins with the next replies.
+    /// Processes a request's frames; its replay begins with the next replies.
     pub fn ask(&self, frames: &[Vec<u8>]) -> Request {
         let mut state = self.state();
         let State { replays, ring, counts, .. } = &mut *state;
@@ -267,7 +269,7 @@ impl Outbox {
         request
     }
 
-    /// What clients that asked are to be sent now.
+    /// The replies to send to clients now.
     pub fn replies(&self) -> Vec<Reply> {
         self.state().replays.next_part()
     }
@@ -278,7 +280,7 @@ impl Outbox {
         state.is_closing && state.pending.is_empty() && state.ready.is_empty()
     }
 
-    /// The thread has ended, however: nobody waits for it any more.
+    /// Releases all waiting calls after the thread has ended, for whatever reason.
     pub fn end(&self) {
         let mut state = self.state();
         state.is_closing = true;
@@ -307,7 +309,7 @@ impl Outbox {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether this process made it: a fork has none of its threads.
+    /// Checks that this process created it: a fork has none of its threads.
     ///
     /// # Errors
     /// `Closed` in a fork.
@@ -318,11 +320,11 @@ impl Outbox {
         Err(Error::Closed("the publisher belongs to the process that created it, not to a fork"))
     }
 
-    /// Tells the thread, once.
+    /// Wakes the thread, once.
     fn wake(&self, state: &mut State) {
         if !std::mem::replace(&mut state.is_awake, true) && !state.is_rung {
             state.is_rung = true;
-            // Both ends live as long as this does.
+            // Both ends live as long as this object.
             let _ = (&self.bell).write_all(&[0]);
         }
     }

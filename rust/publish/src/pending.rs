@@ -1,11 +1,11 @@
-//! Events that wait to be published, oldest first.
+//! Events that wait for publication, oldest first.
 
 use std::collections::VecDeque;
 
-/// A batch is closed at this many events; receivers take 65,536.
+/// A batch is closed at this many events; receivers accept 65,536.
 const BATCH_EVENTS_MAX: usize = 1_024;
 
-/// The events that wait.
+/// The waiting events.
 #[derive(Debug)]
 pub struct Pending {
     events: VecDeque<Vec<u8>>,
@@ -15,19 +15,19 @@ pub struct Pending {
 }
 
 impl Pending {
-    /// Of events that fill a batch at `batch_bytes_max`, and make callers wait beyond `bytes_max`.
+    /// For batches of `batch_bytes_max`; callers wait above `bytes_max`.
     pub fn new(batch_bytes_max: usize, bytes_max: usize) -> Self {
         Self { events: VecDeque::new(), bytes: 0, bytes_max, batch_bytes_max }
     }
 
-    /// Adds events behind those that wait.
+    /// Adds events at the end.
     pub fn put(&mut self, events: Vec<Vec<u8>>) {
         self.bytes += events.iter().map(Vec::len).sum::<usize>();
         self.events.extend(events);
     }
 
-    /// Takes the events of the next batch; none if none wait. An event that is larger than a batch
-    /// is a batch of its own.
+    /// Takes the events of the next batch; empty if none wait. An event that is larger than a batch
+    /// forms its own batch.
     pub fn take_batch(&mut self) -> Vec<Vec<u8>> {
         let mut events = Vec::new();
         let mut size = 0;
@@ -43,23 +43,23 @@ impl Pending {
         events
     }
 
-    /// Forgets the events.
+    /// Drops all events.
     pub fn clear(&mut self) {
         self.events.clear();
         self.bytes = 0;
     }
 
-    /// Bytes that wait.
+    /// Bytes of the waiting events.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Whether nothing waits.
+    /// Whether no event waits.
     pub fn is_empty(&self) -> bool {
         self.events.is_empty()
     }
 
-    /// Whether a batch is full, so that it need not wait for more events.
+    /// Whether a batch is full and need not wait for more events.
     pub fn has_batch(&self) -> bool {
         self.bytes >= self.batch_bytes_max || self.events.len() >= BATCH_EVENTS_MAX
     }

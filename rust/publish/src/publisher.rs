@@ -1,4 +1,5 @@
-//! One data-parallel rank's publisher, up to the sockets: calls are checked, encoded and queued.
+//! One data-parallel rank's publisher, except for the sockets: calls are validated, encoded and
+//! queued.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -9,13 +10,13 @@ use crate::items::{ItemPlaces, Part};
 use crate::outbox::{Counts, Outbox, Settings};
 use crate::wire::{self, Shape};
 
-/// Bytes of an event; receivers take 16 MiB.
+/// Maximum bytes of an event; receivers accept 16 MiB.
 pub const EVENT_BYTES_MAX: usize = 8 << 20;
 
 /// One data-parallel rank of an engine.
 #[derive(Debug)]
 pub struct Publisher {
-    /// What it publishes.
+    /// Its outgoing events.
     pub outbox: Outbox,
     shape: Shape,
     block_size: u32,
@@ -33,11 +34,11 @@ pub struct Stats {
     pub stored_blocks: u64,
     /// Blocks published as removed.
     pub removed_blocks: u64,
-    /// Blocks left out because of another size.
+    /// Blocks dropped because of another size.
     pub dropped_blocks: u64,
-    /// Blocks that multimodal items reach beyond.
+    /// Blocks whose multimodal items continue after them.
     pub open_item_blocks: u64,
-    /// Of the outbox.
+    /// Those of the outbox.
     pub outbox: Counts,
 }
 
@@ -45,7 +46,8 @@ impl Publisher {
     /// A publisher of blocks of `block_size` tokens, in events of up to `event_bytes_max` bytes.
     ///
     /// # Errors
-    /// `InvalidArgument` for a block size of 0, `Io` if the process can have no more descriptors.
+    /// `InvalidArgument` for a block size of 0, `Io` if the process has reached its limit of
+    /// descriptors.
     pub fn new(
         shape: Shape,
         block_size: u32,
@@ -67,12 +69,12 @@ impl Publisher {
         })
     }
 
-    /// Publishes stored blocks, up to the first one of another size; `items` are the multimodal items of
-    /// each block. Returns a text about the blocks that were dropped, if any.
+    /// Publishes stored blocks, up to the first one of another size; `items` are the multimodal
+    /// items of each block. Returns a message about dropped blocks, if any.
     ///
     /// # Errors
-    /// `InvalidArgument` for what [`Blocks::encode`] and [`ItemPlaces::begins`] refuse, `Closed` after the
-    /// end. Nothing of the call is published then.
+    /// `InvalidArgument` for anything that [`Blocks::encode`] and [`ItemPlaces::begins`] refuse,
+    /// `Closed` after the shutdown. Nothing of the call is published then.
     pub fn store(
         &self,
         blocks: &Blocks<'_>,
@@ -123,7 +125,7 @@ impl Publisher {
     /// Publishes that the cache is empty.
     ///
     /// # Errors
-    /// `Closed` after the end.
+    /// `Closed` after the shutdown.
     pub fn clear(&self) -> Result<()> {
         self.items().clear();
         self.outbox.put(vec![wire::cleared(self.shape)])

@@ -1,4 +1,4 @@
-//! Replays: what clients asked for, sent a part at a time.
+//! Replays: batches requested by clients, sent a part at a time.
 //!
 //! A request is `[client, "", start]` with the first number as 8 bytes, big endian. It is answered by
 //! `[client, "", topic, number, payload]` for each batch, then by a number of eight `0xff` bytes.
@@ -10,26 +10,26 @@ use crate::ring::{Batch, Ring};
 
 /// The number that ends a replay.
 pub const END_OF_REPLAY: [u8; 8] = [0xff; 8];
-/// Of each replay this many batches are sent before others get their turn.
+/// Batches sent per replay before others get their turn.
 pub const REPLAY_BURST_BATCHES: usize = 256;
-/// Replays under way at a time; requests beyond that are dropped, their senders ask again.
+/// Maximum concurrent replays; further requests are dropped, and their clients ask again.
 const REPLAYS_MAX: usize = 64;
 
-/// What became of a request.
+/// Outcome of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Request {
-    /// Its replay is under way; an earlier one of the same client is given up.
+    /// Its replay has started; an earlier one of the same client is cancelled.
     Started,
-    /// Too many replays are under way.
+    /// Too many replays are in progress.
     Refused,
-    /// The frames are no request.
+    /// The frames are not a request.
     Malformed,
 }
 
-/// What a client is to be sent, behind its name and an empty frame: number and payload.
+/// A reply to a client, after its identity and an empty frame: number and payload.
 #[derive(Debug, Clone)]
 pub struct Reply {
-    /// The client's name.
+    /// The client's identity.
     pub client: Arc<[u8]>,
     /// The batch's number, or [`END_OF_REPLAY`].
     pub number: [u8; 8],
@@ -45,11 +45,11 @@ impl Reply {
     }
 }
 
-/// Replays under way.
+/// Replays in progress.
 #[derive(Debug, Default)]
 pub struct Replays(Vec<Replay>);
 
-/// What one client is still to be sent.
+/// The rest of one client's replay.
 #[derive(Debug)]
 struct Replay {
     client: Arc<[u8]>,
@@ -57,7 +57,7 @@ struct Replay {
 }
 
 impl Replays {
-    /// Reads a request's frames, and starts its replay.
+    /// Parses a request's frames, and starts its replay.
     pub fn accept(&mut self, frames: &[Vec<u8>], ring: &Ring) -> Request {
         let [client, empty, start] = frames else { return Request::Malformed };
         let Ok(start) = <[u8; 8]>::try_from(&start[..]) else { return Request::Malformed };
@@ -68,13 +68,13 @@ impl Replays {
         if self.0.len() >= REPLAYS_MAX {
             return Request::Refused;
         }
-        // A copy: batches published meanwhile reach the client as they are published.
+        // A copy: batches published meanwhile reach the client live.
         let batches = ring.since(u64::from_be_bytes(start)).into_iter();
         self.0.push(Replay { client: client[..].into(), batches });
         Request::Started
     }
 
-    /// The next part of each replay; replays that end are forgotten.
+    /// The next part of each replay; finished replays are removed.
     pub fn next_part(&mut self) -> Vec<Reply> {
         let mut replies = Vec::new();
         self.0.retain_mut(|replay| {
@@ -93,7 +93,7 @@ impl Replays {
         replies
     }
 
-    /// Whether no replay is under way.
+    /// Whether no replay is in progress.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

@@ -17,14 +17,14 @@ pub struct Ring {
 }
 
 impl Ring {
-    /// A ring that keeps up to `batches_max` batches of `bytes_max` bytes together, and at least the
-    /// latest one.
+    /// A ring that keeps up to `batches_max` batches of `bytes_max` bytes in total, and at least
+    /// the latest one.
     pub fn new(batches_max: usize, bytes_max: usize) -> Self {
         Self { batches: VecDeque::new(), bytes: 0, next_sequence: 0, batches_max, bytes_max }
     }
 
-    /// Numbers a batch and keeps it. Publish it afterwards: a number that was seen can always be
-    /// asked for.
+    /// Numbers a batch and keeps it. Publish it afterwards, so that a published number can always
+    /// be requested.
     pub fn push(&mut self, payload: Vec<u8>) -> Batch {
         let batch = (self.next_sequence, Arc::new(payload));
         self.next_sequence += 1;
@@ -40,17 +40,17 @@ impl Ring {
         batch
     }
 
-    /// The batches from `start` on that are kept.
+    /// The kept batches from `start` on.
     pub fn since(&self, start: u64) -> Vec<Batch> {
         self.batches.iter().filter(|(sequence, _)| *sequence >= start).cloned().collect()
     }
 
-    /// Batches that are kept, and their bytes.
+    /// Number and bytes of the kept batches.
     pub fn size(&self) -> (usize, usize) {
         (self.batches.len(), self.bytes)
     }
 
-    /// The number of the next batch: how many there were.
+    /// The number of the next batch, which equals the number of batches so far.
     pub fn next_sequence(&self) -> u64 {
         self.next_sequence
     }

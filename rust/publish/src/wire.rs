@@ -1,37 +1,37 @@
-//! Events as bytes, in both forms that vLLM has published. A batch is the msgpack array
-//! `[seconds since the epoch, [events], data parallel rank]`.
+//! Encodes events, in both formats that vLLM has published. A batch is the msgpack array `[seconds
+//! since the epoch, [events], data parallel rank]`.
 
 use rmp::encode::{self, RmpWrite};
 
-/// Tokens of one event; receivers take four times as many.
+/// Maximum tokens of one event; receivers accept four times as many.
 pub const TOKENS_MAX: usize = 1 << 20;
-/// Blocks of one event that receivers take.
+/// Maximum blocks of one event at receivers.
 pub const BLOCKS_MAX: usize = 65_536;
-/// Length of a name that receivers take.
+/// Maximum length of a name at receivers.
 pub const NAME_BYTES_MAX: usize = 64 << 10;
 
-/// The shape of events.
+/// The format of events.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Shape {
     /// The tagged maps of vLLM, plus `cache_salt`.
     #[default]
     Own,
-    /// A map with its kind under `type` (vLLM since about 0.27); keys without a value may be absent. A
-    /// salt is among the first block's extra keys.
+    /// A map with its kind under `type` (vLLM since about 0.27); keys without a value may be
+    /// absent. The salt is one of the first block's extra keys.
     Tagged,
     /// An array that begins with its kind (vLLM up to about 0.22).
     Positional,
 }
 
-/// Identifier of a multimodal item, and its first token, counted from the block's.
+/// Identifier of a multimodal item, and its first token, relative to the block's.
 pub type Item = (String, i64);
 
-/// Blocks that were stored, each the continuation of the one before.
+/// Stored blocks; each continues the one before.
 #[derive(Debug, Clone, Copy)]
 pub struct Stored<'a> {
     /// The engine's names of the blocks.
     pub block_hashes: &'a [u64],
-    /// The block before the first one; `None` when the first one starts the prompt.
+    /// The block before the first one; `None` if the first one starts the prompt.
     pub parent_hash: Option<u64>,
     /// Tokens of all the blocks; shape `[blocks * block_size]`.
     pub token_ids: &'a [u32],
@@ -45,11 +45,11 @@ pub struct Stored<'a> {
     pub lora_name: Option<&'a str>,
     /// The cache salt of the request.
     pub cache_salt: Option<&'a str>,
-    /// Multimodal items, one entry a block.
+    /// Multimodal items, one entry per block.
     pub items: Option<&'a [Vec<Item>]>,
 }
 
-/// Writing into a vector can't fail.
+/// Writing to a vector can't fail.
 type Bytes = rmp::encode::ByteBuf;
 
 /// Encodes a stored event.
@@ -62,7 +62,7 @@ pub fn stored(shape: Shape, event: &Stored<'_>) -> Vec<u8> {
     let has_keys = event.items.is_some() || engine_salt.is_some();
     let count = match shape {
         Shape::Positional => 8,
-        // Engines leave these two out rather than write nil.
+        // Engines omit these two rather than write nil.
         Shape::Own | Shape::Tagged => 7 + u32::from(own_salt.is_some()) + u32::from(has_keys),
     };
     let mut out = Fields::new(shape, "BlockStored", count, room);
@@ -118,7 +118,7 @@ pub fn batch(events: &[Vec<u8>], timestamp_s: f64, dp_rank: Option<u32>) -> Vec<
     out.into_vec()
 }
 
-/// The fields of one event, in their order; their names only where the shape has them.
+/// The fields of one event, in order; with names only in formats that have them.
 struct Fields {
     shape: Shape,
     bytes: Bytes,
