@@ -30,10 +30,10 @@ __all__ = [
 
 KEY_FILE = "--service-key-file"
 
-# Responses above this size are cut off; an indexer of 2,000 workers sends some MiB.
+#: Responses above this size are cut off; an indexer of 2,000 workers sends some MiB.
 _ANSWER_BYTES_MAX = 256 * 1024 * 1024
 
-# Time limit of a whole response, as a multiple of the limit for one read.
+#: Time limit of a whole response, as a multiple of the limit for one read.
 _SLOW = 10
 
 

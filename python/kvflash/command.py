@@ -9,7 +9,7 @@ from importlib import import_module
 
 __all__ = ["COMMANDS", "main"]
 
-# Every command with a one-line summary; ``kvflash X`` is ``python -m kvflash.X``.
+#: Every command with a one-line summary; ``kvflash X`` is ``python -m kvflash.X``.
 COMMANDS = {
     "frontend": "Route and forward requests: an OpenAI-compatible HTTP server",
     "router": "Decide which worker gets a request, for gateways that forward themselves",

@@ -15,12 +15,12 @@ from kvflash.config_file import Pairs, pairs_of
 __all__ = ["translate"]
 
 _PROFILE = ("default_policy_family", "policy_classes", "uncached_isl_buckets")
-# Settings of a class, and the equivalent flags.
+#: Settings of a class, and the equivalent flags.
 _SAME = {
     "queue_policy": "router-queue-policy",
     "prefill_busy_threshold_frac": "router-queue-threshold",
 }
-# Settings that only separate classes, or share between them.
+#: Settings that only separate classes, or share between them.
 _OF_ONE_CLASS = ("name", "policy_family", "cache_bucket", "quantum")
 _OTHERS = {
     "models": "start one frontend per model, each with its own settings",

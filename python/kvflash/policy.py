@@ -24,7 +24,7 @@ __all__ = ["AskedPolicy", "Policy", "PolicyCandidate", "PolicyEnded", "PolicyReq
 
 logger = logging.getLogger(__name__)
 
-# Prefix of a Python policy's name in ``--router-mode``.
+#: Prefix of a Python policy's name in ``--router-mode``.
 PREFIX = "python:"
 LOG_INTERVAL_S = 60.0
 CLOSE_S_MAX = 1.0
@@ -102,7 +102,7 @@ class AskedPolicy:
     def __init__(self, policy: Policy, name: str | None = None) -> None:
         self._policy = policy
         self._logged_s = -LOG_INTERVAL_S
-        # The core's interface to it.
+        #: The core's interface to it.
         self.desk = PolicyDesk(
             name or PREFIX + type(policy).__name__,
             deadline_s=float(getattr(policy, "deadline_s", Policy.deadline_s)),

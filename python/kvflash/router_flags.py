@@ -22,7 +22,7 @@ from kvflash.settings import Args, add_settings, table
 
 __all__ = ["RoutingArgs", "parse"]
 
-# Value of ``--use-remote-indexer`` without a URL: the indexer in discovery.
+#: Value of ``--use-remote-indexer`` without a URL: the indexer in discovery.
 FOUND = "discovery"
 
 
@@ -99,7 +99,7 @@ def _policy(text: str) -> str:
     return text
 
 
-# Settings of the cost of ``kv``: setting any of them selects that mode.
+#: Settings of the cost of ``kv``: setting any of them selects that mode.
 _COST_OF_KV = (
     "kv_overlap_score_weight",
     "router_kv_overlap_score_credit",
@@ -113,7 +113,7 @@ _COST_OF_KV = (
     "assume_kv_reuse",
 )
 
-# Settings that ``--load-aware`` expands to.
+#: Settings that ``--load-aware`` expands to.
 _LOAD_AWARE = {
     "router_mode": "kv",
     "router_kv_overlap_score_credit": 0.0,

@@ -1,1 +1,1 @@
-"""Checks indexers and their engines, and names what is wrong: ``python -m kvflash.doctor``."""
+"""Checks indexers and their engines, and reports faults: ``python -m kvflash.doctor``."""

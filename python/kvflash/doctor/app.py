@@ -1,4 +1,4 @@
-"""Asks, checks, prints; the exit status says whether all is well."""
+"""Queries services, checks their answers, and prints findings; the exit status sums them up."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PARALLEL = 16
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """A URL and what its first answers were."""
+    """A URL with its first answers."""
 
     url: str
     workers: Answer
@@ -41,7 +41,7 @@ class _Place:
         body = self.models.json
         has_models = self.models.status == 200 and isinstance(body, dict) and "data" in body
         if has_workers:
-            # Of those that have workers only an indexer decides nothing.
+            # An indexer is the only service that has workers but makes no decisions.
             health = self.health.json if self.health else None
             decides = isinstance(health, dict) and "router_policy" in health
             return "frontend" if has_models else "router" if decides else "indexer"
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _print(findings, is_json=args.is_json, status=int(is_bad))
     except BrokenPipeError:
-        # Whoever read the report has seen enough of it.
+        # The reader of the report has closed the pipe.
         sys.stderr.close()
     return int(is_bad)
 
@@ -74,11 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 class _Doctor:
     def __init__(self, args: DoctorArgs) -> None:
         self._args = args
-        # Services that want a key: an engine is not shown theirs.
+        # Services that take a key; engines must not see it.
         self._locked = set[str]()
 
     def findings(self) -> Iterator[Finding]:
-        """Everything that was found, place by place, in the order of the command line."""
+        """All findings, place by place, in the order of the command line."""
         places = self._parallel(self._meet, self._args.urls)
         indexers = [place.url for place in places if place.kind == "indexer"]
         has_listeners = any(place.kind in ("indexer", "frontend") for place in places)
@@ -103,7 +103,7 @@ class _Doctor:
 
     @staticmethod
     def _guarded(subject: str, found: Iterable[Finding]) -> Iterator[Finding]:
-        """What the other side answers is not ours to trust: a fault in it ends its check only."""
+        """Answers of other services are untrusted: a fault in one ends only its own check."""
         try:
             yield from found
         except Exception as error:
@@ -127,7 +127,7 @@ class _Doctor:
         if workers.status in (401, 403) and self._args.service_key is not None:
             self._locked.add(url)
             workers = self._ask(url, "/workers")
-        # Who does not answer at all is not made to wait for twice.
+        # A service that does not answer at all is not waited for twice.
         models = self._ask(url, "/v1/models", with_key=True) if workers.status else workers
         is_ours = workers.status == 200 and isinstance(workers.json, list)
         health = self._ask(url, "/health") if is_ours else None
@@ -142,7 +142,7 @@ class _Doctor:
             is_indexer = place.kind == "indexer"
             return checks.listeners_of(place.url, place.workers.json) if is_indexer else []
         except Exception:
-            # The same answer is judged, and told of, when its indexer is checked.
+            # The same answer is judged and reported when its indexer is checked.
             return []
 
     def _listen(self, known: Sequence[Listener], heard: dict[str, Heard]) -> Iterator[Finding]:
@@ -156,7 +156,7 @@ class _Doctor:
         self, url: str, listeners: list[Listener], heard: dict[str, Heard]
     ) -> Iterator[Finding]:
         health, ready = self._ask(url, "/health"), self._ask(url, "/ready")
-        # Read anew: what was heard meanwhile is to be in it.
+        # Read again: it must include events that came while we listened.
         workers, metrics = self._ask(url, "/workers"), self._ask(url, "/metrics")
         own = checks.listeners_of(url, workers.json)
         listeners += own
@@ -175,7 +175,7 @@ class _Doctor:
         yield from self._routing(url, "a kvflash frontend", health)
         told = health.json if isinstance(health.json, dict) else {}
         yield from workers.check_parity(url, told)
-        # Read anew: what was heard meanwhile is to be in it.
+        # Read again: it must include events that came while we listened.
         known = workers.workers_of(url, self._ask(url, "/workers").json)
         if not known:
             how = "POST /workers, or start the frontend with --worker or --discovery"
@@ -192,7 +192,7 @@ class _Doctor:
                 yield from workers.check_tokens(worker, tokens[worker.model], engine)
 
     def _tokens(self, url: str, model: str) -> list[int] | None:
-        """The frontend's tokens of a text; the question sends nothing to an engine."""
+        """The frontend's tokens of a text; the query sends nothing to an engine."""
         nvext = {"annotations": ["query_instance_id:"]}
         body = {"model": model, "prompt": workers.SAMPLE_TEXT, "nvext": nvext}
         return workers.token_ids(self._ask(url, "/v1/completions", body=body))
@@ -229,7 +229,7 @@ class _Doctor:
 
     @staticmethod
     def _routing(url: str, what: str, health: Answer) -> Iterator[Finding]:
-        """Who routes knows best what makes its matching fail: only that is told."""
+        """The router knows best why its matching fails, so only its reasons are reported."""
         if health.status == 200:
             yield ok(url, "reachable", what)
         else:

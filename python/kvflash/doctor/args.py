@@ -14,13 +14,13 @@ from kvflash.flags import Flags
 
 __all__ = ["DoctorArgs", "parse_args"]
 
-#: What one call may be asked to look at.
+#: Maximum number of URLs in one call.
 MAX_URLS = 1_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorArgs:
-    """What to look at, and how."""
+    """What to check, and how."""
 
     urls: tuple[str, ...]
     listen: float
@@ -69,7 +69,7 @@ def parse_args(argv: Sequence[str] | None = None) -> DoctorArgs:
     urls = tuple(dict.fromkeys(parse_url(text) for text in args.urls))
     if len(urls) > MAX_URLS:
         raise ConfigError(f"at most {MAX_URLS} URLs may be given, got {len(urls)}")
-    # Not a flag: the command line is seen by everybody on the machine.
+    # Not a flag: every user of the machine can read a command line.
     key = os.environ.get("KVFLASH_WORKER_API_KEY") or None
     given = vars(args)
     path = given.pop("worker_api_key_file")

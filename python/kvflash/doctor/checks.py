@@ -1,4 +1,4 @@
-"""What the facts say: pure functions from what was asked to findings."""
+"""Checks as pure functions: they turn answers into findings."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ __all__ = [
     "listeners_of",
 ]
 
-#: Clocks further apart than this are told of; the Date header has whole seconds.
+#: Clocks further apart than this are reported; the Date header has whole seconds.
 CLOCK_S_MAX = 5.0
-#: From this share of its limit on, an index is called nearly full; it evicts from 15/16 on.
+#: Share of its limit above which an index is called nearly full; it evicts from 15/16 on.
 FULL_SHARE = 0.9
-#: Batches that the indexer may be behind what was heard here.
+#: Batches that the indexer may be behind what this process received.
 LAG_BATCHES_MAX = 100
 
-# Which check a reason against trust belongs to, and what it is called when there is none.
+# The check that a reason belongs to, and the check's name when there is no reason.
 _CHECKS = {
     "connected": ("failed", "never_connected", "disconnected", "paused"),
     "publishes": ("no_events_yet",),
@@ -59,7 +59,7 @@ _CHECKS = {
     "capacity": ("over_capacity",),
 }
 _CHECK_OF = {code: check for check, codes in _CHECKS.items() for code in codes}
-# Codes that make a worker stale: nothing of it can be relied on.
+# Codes that make a worker stale: none of its blocks can be relied on.
 _STALE = {
     "failed",
     "never_connected",
@@ -78,7 +78,7 @@ _UPGRADE = "report engine and version"
 
 @dataclass(frozen=True, kw_only=True)
 class Listener:
-    """One event socket of an indexer, as its GET /workers says."""
+    """One event socket of an indexer, as listed by its GET /workers."""
 
     indexer: str
     instance: int
@@ -106,14 +106,14 @@ class Listener:
 
     @property
     def last_sequence(self) -> int | None:
-        """The last batch that the indexer has applied."""
+        """The last batch that the indexer applied."""
         number = self.entry.get("last_sequence")
         return number if isinstance(number, int) else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """What an engine says of itself; None where it does not."""
+    """What an engine reports about itself; None where it reports nothing."""
 
     url: str
     models: tuple[str, ...]
@@ -143,7 +143,7 @@ def listeners_of(url: str, workers: Any) -> list[Listener]:
 
 
 def check_clock(subject: str, skew_s: float | None) -> Iterator[Finding]:
-    """Compare a clock with ours."""
+    """Compare a service's clock with ours."""
     if skew_s is None:
         return
     if abs(skew_s) > CLOCK_S_MAX:
@@ -156,7 +156,7 @@ def check_clock(subject: str, skew_s: float | None) -> Iterator[Finding]:
 def check_indexer(
     url: str, health: Answer, ready: Answer, metrics: Answer, listeners: Sequence[Listener]
 ) -> Iterator[Finding]:
-    """Check an indexer by itself."""
+    """Check an indexer on its own."""
     if health.status == 200:
         yield ok(url, "reachable", f"an indexer, answered in {health.seconds * 1000:.0f} ms")
     else:
@@ -194,7 +194,7 @@ def _check_metrics(url: str, metrics: Answer) -> Iterator[Finding]:
     else:
         yield ok(url, "memory", "no index is near its limit" if limit else "no limit is set")
     errors = samples(metrics.text, prefix + "errors_total")
-    # GET /ready answers 503 for as long as there is something to wait for: no fault.
+    # GET /ready answers 503 while the indexer waits for something: not a fault.
     failed = sum(
         count
         for labels, count in errors
@@ -208,12 +208,12 @@ def _check_metrics(url: str, metrics: Answer) -> Iterator[Finding]:
 def check_listener(
     listener: Listener, replayed: Replayed | None, heard: Heard | None, timeout_s: float
 ) -> list[Finding]:
-    """Check one event socket: what the indexer knows of it, and what it says itself."""
+    """Check one event socket: the indexer's knowledge of it, and its own answers."""
     found = list(_check_trust(listener))
     found += check_replay(listener, replayed, timeout_s)
     if heard is not None:
         found += check_heard(listener, heard)
-    # What a replay socket says that is no batch is told of above.
+    # A message of a replay socket that is not a batch is reported above.
     if replayed is not None and replayed.contents.batches:
         found += _check_contents(listener, replayed.contents)
     if heard is not None:
@@ -222,7 +222,7 @@ def check_listener(
 
 
 def _without_repetition(found: list[Finding]) -> Iterator[Finding]:
-    """Only the first bad finding of a check, unless they have codes; ok only where none is bad."""
+    """Only the first bad finding of a check, unless they have codes; ok only if none is bad."""
     bad = {finding.check for finding in found if finding.level in (WARN, FAIL)}
     seen: set[tuple[str, str]] = set()
     for finding in found:
@@ -273,7 +273,7 @@ def _check_trust(listener: Listener) -> Iterator[Finding]:
 def check_replay(
     listener: Listener, replayed: Replayed | None, timeout_s: float
 ) -> Iterator[Finding]:
-    """Check what a replay socket answered."""
+    """Check the answer of a replay socket."""
     subject, endpoint, last = listener.subject, listener.replay_endpoint, listener.last_sequence
     if endpoint is None or replayed is None:
         seen = (
@@ -310,7 +310,7 @@ def check_replay(
 
 
 def check_heard(listener: Listener, heard: Heard) -> Iterator[Finding]:
-    """Check what an event socket sent while we listened."""
+    """Check what an event socket sent while this process listened."""
     subject, endpoint = listener.subject, listener.endpoint
     if heard.error:
         seen = f"{endpoint} cannot be used from here: {heard.error}"
@@ -362,7 +362,7 @@ def _check_contents(listener: Listener, contents: Contents) -> Iterator[Finding]
 
 
 def engine_of(url: str, models: Answer, metrics: Answer) -> Engine:
-    """What an engine says in GET /v1/models and GET /metrics."""
+    """An engine's answers to GET /v1/models and GET /metrics."""
     body = models.json
     cards = body.get("data") if isinstance(body, dict) else None
     cards = cards if isinstance(cards, list) else []
@@ -387,7 +387,7 @@ def engine_of(url: str, models: Answer, metrics: Answer) -> Engine:
 
 
 def check_engine(url: str, models: Answer, metrics: Answer) -> Iterator[Finding]:
-    """Check an engine by itself."""
+    """Check an engine on its own."""
     engine = engine_of(url, models, metrics)
     if models.status != 200:
         how = "set KVFLASH_WORKER_API_KEY to the engine's API key"
@@ -417,7 +417,7 @@ def check_engine(url: str, models: Answer, metrics: Answer) -> Iterator[Finding]
 
 
 def check_pairs(engines: Sequence[Engine], listeners: Sequence[Listener]) -> Iterator[Finding]:
-    """Compare engines with what indexers have registered."""
+    """Compare engines with the publishers that indexers have registered."""
     for engine in engines:
         of_host = [entry for entry in listeners if _host(entry.endpoint) == _host(engine.url)]
         of_model = [entry for entry in listeners if entry.model in engine.models]
@@ -468,7 +468,7 @@ def _check_capacity(engine: Engine, listeners: Sequence[Listener]) -> Iterator[F
 
 
 def _host(address: str) -> str:
-    """The host of a URL or endpoint; all names of this host are one."""
+    """The host of a URL or endpoint; all names of this host are treated as one."""
     dialed = dialable(address)
     if dialed.startswith(("ipc://", "inproc://")):
         return "127.0.0.1"

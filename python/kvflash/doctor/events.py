@@ -1,4 +1,4 @@
-"""Looks at engines' event sockets: what the replay socket answers, what the event socket sends."""
+"""Checks engines' event sockets: answers of the replay socket, batches of the event socket."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import zmq
 
 __all__ = ["Contents", "Heard", "Replayed", "ask_replays", "dialable", "listen"]
 
-#: Sockets open at once.
+#: Sockets that are open at once.
 SOCKETS_MAX = 256
 _END = b"\xff" * 8
-#: An engine that keeps nothing from here on answers with its end mark: that is all that is wanted
-#: of one whose position is not known.
+#: An engine that keeps no batch from this number on answers with its end mark only. That is
+#: enough for an engine whose position is unknown.
 NOWHERE = 2**63 - 1
-# Of a stored event that is an array, in the order of its fields; later ones are not looked at.
+# Fields of a stored event that is an array, in order; later fields are ignored.
 _STORED_FIELDS = (
     "hashes",
     "parent",
@@ -30,22 +30,22 @@ _STORED_FIELDS = (
     "extra_keys",
 )
 _FRAME_BYTES_MAX = 16 * 1024 * 1024
-#: Messages of one worker that are looked into.
+#: Messages of one worker that are decoded.
 _LOOKED_INTO_MAX = 1_000
 
 
 @dataclass
 class Contents:
-    """What event batches said.
+    """Contents of event batches.
 
     Attributes:
         batches: Batches that could be read.
-        undecodable: Messages that are none; ``fault`` is what is wrong with the last one.
-        block_sizes: Tokens in a block, by stored events that say so.
+        undecodable: Messages that are not batches; ``fault`` describes the last one.
+        block_sizes: Tokens in a block, from stored events that have it.
         stored: Stored events.
-        named_adapters: Of them, those with an adapter's name.
-        numbered_adapters: Those with an adapter's number only.
-        salted: Those with a cache salt, as far as that can be told.
+        named_adapters: Stored events with an adapter's name.
+        numbered_adapters: Stored events with an adapter's number only.
+        salted: Stored events with a cache salt, as far as that is visible.
     """
 
     batches: int = 0
@@ -58,7 +58,7 @@ class Contents:
     salted: int = 0
 
     def take(self, payload: bytes) -> float | None:
-        """Read one batch; returns the engine's time of it."""
+        """Read one batch; returns its timestamp by the engine's clock."""
         try:
             batch = msgpack.unpackb(
                 payload, raw=False, strict_map_key=False, unicode_errors="replace"
@@ -82,7 +82,7 @@ class Contents:
             return
         self.stored += 1
         size = event.get("block_size")
-        # Offloading connectors name blocks without their tokens, in blocks of 0.
+        # Offloading connectors name blocks without tokens, with a block size of 0.
         if isinstance(size, int) and size > 0:
             self.block_sizes[size] = self.block_sizes.get(size, 0) + 1
         if event.get("lora_name"):
@@ -97,14 +97,14 @@ class Contents:
 
 @dataclass
 class Replayed:
-    """What a replay socket answered.
+    """The answer of a replay socket.
 
     Attributes:
-        has_answered: Anything came.
-        has_ended: With the end mark.
-        first: Number of the first batch that it sent.
-        contents: What the batches said.
-        error: Why the socket cannot be used.
+        has_answered: Whether anything arrived.
+        has_ended: Whether the end mark arrived.
+        first: Number of the first batch in the answer.
+        contents: Contents of the batches.
+        error: Why the socket can't be used.
     """
 
     has_answered: bool = False
@@ -116,16 +116,17 @@ class Replayed:
 
 @dataclass
 class Heard:
-    """What an event socket sent while we listened.
+    """What an event socket sent while this process listened.
 
     Attributes:
-        messages: How many; ``malformed`` of them have no sequence number.
-        first: Number of the first one.
-        last: Number of the last one.
-        holes: Numbers that were left out in between.
-        skew_s: How far the engine's clock is ahead of ours, by the last batch; includes its way.
-        contents: What the batches said.
-        error: Why the socket cannot be used.
+        messages: Number of messages; ``malformed`` of them have no sequence number.
+        first: Number of the first batch.
+        last: Number of the last batch.
+        holes: Numbers missing in between.
+        skew_s: How far the engine's clock is ahead of ours, by the last batch; includes the
+            transfer time.
+        contents: Contents of the batches.
+        error: Why the socket can't be used.
     """
 
     messages: int = 0
@@ -138,7 +139,7 @@ class Heard:
     error: str = ""
 
     def take(self, parts: list[bytes]) -> None:
-        """Take one message in."""
+        """Take one message."""
         self.messages += 1
         if len(parts) < 2 or len(parts[-2]) != 8:
             self.malformed += 1
@@ -154,24 +155,24 @@ class Heard:
 
 
 def dialable(endpoint: str) -> str:
-    """The address to connect to, where the engine gave the one that it binds."""
+    """The address to connect to, where the engine gave its bind address."""
     return endpoint.replace("tcp://*:", "tcp://127.0.0.1:", 1)
 
 
 def _dial(socket: zmq.Socket[bytes], endpoint: str) -> None:
-    # libzmq takes IPv6 addresses, and never reaches them without this.
+    # libzmq accepts IPv6 addresses, but never reaches them without this option.
     socket.setsockopt(zmq.IPV6, int("://[" in endpoint))
     socket.connect(dialable(endpoint))
 
 
 def ask_replays(targets: Sequence[tuple[str, int]], timeout_s: float) -> list[Replayed]:
-    """Ask replay sockets for their batches from a number on, many at once.
+    """Request batches from many replay sockets at once, each from a given number on.
 
-    Only the head of each answer is read: that is enough to know where the ring begins.
+    Only the start of each answer is read: it shows where the ring begins.
 
     Args:
-        targets: Endpoint and first wanted number of each.
-        timeout_s: Longest wait for the sockets of one round.
+        targets: Endpoint and first requested number of each.
+        timeout_s: Time limit for the sockets of one round.
     """
     answers: list[Replayed] = []
     for at in range(0, len(targets), SOCKETS_MAX):
@@ -213,7 +214,7 @@ def _ask_round(targets: Sequence[tuple[str, int]], timeout_s: float) -> list[Rep
 
 
 def _take_answer(answer: Replayed, socket: zmq.Socket[bytes]) -> bool:
-    """Take the head of an answer in; true when nothing more is wanted."""
+    """Take the start of an answer; true when no more is needed."""
     parts = socket.recv_multipart()
     answer.has_answered = True
     if len(parts) < 2 or len(parts[-2]) != 8:
@@ -229,10 +230,10 @@ def _take_answer(answer: Replayed, socket: zmq.Socket[bytes]) -> bool:
 
 
 def listen(endpoints: Iterable[str], seconds: float) -> list[Heard]:
-    """Listen at event sockets for a while, at :data:`SOCKETS_MAX` of them at most.
+    """Listen at event sockets for a while, at most :data:`SOCKETS_MAX` of them.
 
     Returns:
-        What was heard of each; shorter than ``endpoints`` beyond the limit.
+        What each socket sent; shorter than ``endpoints`` above the limit.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     poller = zmq.Poller()
@@ -264,7 +265,7 @@ def listen(endpoints: Iterable[str], seconds: float) -> list[Heard]:
 def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
-    # What overflows here would look as if the engine had left it out.
+    # An overflow here would look as if the engine had skipped batches.
     socket.setsockopt(zmq.RCVHWM, 20_000)
     socket.setsockopt(zmq.MAXMSGSIZE, _FRAME_BYTES_MAX)
     return socket

@@ -1,4 +1,4 @@
-"""What a check says."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Finding:
 
     Attributes:
         level: ``ok``, ``warn`` or ``FAIL``.
-        subject: What was looked at: a URL, or a worker of the indexer there.
-        check: What was asked of it; the same words each time.
-        seen: What was seen.
-        fix: What to do; empty when it is ok.
-        code: The reason's code, where it is one of the indexer's against trusting a worker.
+        subject: What was checked: a URL, or a worker of the indexer there.
+        check: Name of the check, in fixed words.
+        seen: What was observed.
+        fix: What to do; empty for ``ok``.
+        code: The code of the reason, if an indexer gave one for not trusting a worker.
     """
 
     level: str
@@ -36,7 +36,7 @@ def ok(subject: str, check: str, seen: str) -> Finding:
 
 
 def warn(subject: str, check: str, seen: str, fix: str) -> Finding:
-    """It works, but not as well as it could, or nobody can tell."""
+    """It works, but not as well as it could, or that can't be determined."""
     return Finding(level=WARN, subject=subject, check=check, seen=seen, fix=fix)
 
 

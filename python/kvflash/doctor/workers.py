@@ -1,4 +1,4 @@
-"""What a frontend's answers say of its workers: pure functions from what was asked to findings."""
+"""Checks of a frontend's workers, as pure functions from answers to findings."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ __all__ = [
     "workers_of",
 ]
 
-#: What both sides are asked to tokenize: words, code, other scripts and white space.
+#: Text that both sides tokenize: words, code, other scripts and white space.
 SAMPLE_TEXT = (
     "def area(r: float) -> float:\n    return 3.14159 * r ** 2  # naïve, 東京 🙂  doesn't it?"
 )
 
-#: What /health says of an engine that has not reported its reuse.
+#: What /health shows for an engine that has not reported its reuse.
 _REPORT = "vLLM: start it with --enable-prompt-tokens-details; SGLang: with --enable-cache-report"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Worker:
-    """One worker of a frontend, as its GET /workers says."""
+    """One worker of a frontend, as listed by its GET /workers."""
 
     frontend: str
     id: int
@@ -51,7 +51,7 @@ class Worker:
 
     @property
     def is_http(self) -> bool:
-        """It speaks OpenAI's API; workers of the runtime do not."""
+        """Whether it speaks OpenAI's API; workers of the runtime do not."""
         return self.entry.get("loads") is None and self.url.startswith(("http://", "https://"))
 
 
@@ -86,7 +86,7 @@ def workers_of(url: str, workers: Any) -> list[Worker]:
 
 
 def check_reasons(url: str, health: Mapping[str, Any]) -> Iterator[Finding]:
-    """The frontend's own reasons to be degraded, and its other warnings."""
+    """The frontend's own reasons for being degraded, and its other warnings."""
     reasons = [one for one in health.get("reasons") or [] if isinstance(one, dict)]
     messages = tuple(str(reason.get("message")) for reason in reasons)
     for reason in reasons:
@@ -104,7 +104,7 @@ def check_reasons(url: str, health: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def check_parity(url: str, health: Mapping[str, Any]) -> Iterator[Finding]:
-    """What the frontend found when it compared its tokens with those of its engines, by form."""
+    """How the frontend's tokens compare with those of its engines, by API form."""
     parity = health.get("parity")
     for model, versions in sorted(parity.items() if isinstance(parity, dict) else ()):
         for version, record in sorted(versions.items()):
@@ -136,7 +136,7 @@ def check_worker(
     heard: Mapping[str, Heard],
     timeout_s: float,
 ) -> Iterator[Finding]:
-    """Check one worker: its health, its event sockets, and what it reports of its reuse."""
+    """Check one worker: its health, its event sockets, and its reported reuse."""
     if worker.entry.get("healthy"):
         yield ok(worker.subject, "healthy", f"{worker.url} serves {worker.model}")
     else:

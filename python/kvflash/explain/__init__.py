@@ -1,1 +1,1 @@
-"""Shows the decision of a running frontend or router: every candidate with its cost."""
+"""Shows a routing decision of a running frontend or router: every candidate with its cost."""

@@ -1,4 +1,4 @@
-"""Asks for a decision, and prints it."""
+"""Requests a decision, and prints it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PROMPTS = ("prompt", "tokens", "file")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a decision. Returns the exit status: 1 when the service could not be asked."""
+    """Print a decision. Returns the exit status: 1 if the service can't be queried."""
     flags = _flags()
     args = flags.parse(argv)
     given = [name for name in _PROMPTS if getattr(args, name) is not None]
@@ -50,10 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _lines(answer: Any) -> list[str]:
-    """The decision as text.
+    """The decision as lines.
 
     Raises:
-        TransportError: It is none.
+        TransportError: The answer is not a decision.
     """
     try:
         return [*map(printable, lines_of(answer))]
@@ -107,10 +107,10 @@ def _tokens(text: str) -> list[int]:
 
 
 def _body(url: str, args: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    """The question in the form of the service at ``url``.
+    """The request body in the form of the service at ``url``.
 
     Raises:
-        KvflashError: It can't be asked, decides nothing, or needs something else.
+        KvflashError: The service can't be queried, makes no decisions, or needs other arguments.
     """
     body = _file(args.file) if args.file is not None else {}
     if args.prompt is not None:

@@ -27,14 +27,14 @@ class WorkerEntry:
 
 @of_table("indexer")
 class IndexerArgs(Args, FleetFlags):
-    """The indexer's settings, one a flag; see ``--help``.
+    """The indexer's settings, one per flag; see ``--help``.
 
     Attributes:
-        block_size: Tokens in a block of the engines of ``workers`` and ``engines``; None only
-            without any of the former.
-        workers: Engines to subscribe to from the start.
-        engines: Others, as ``--worker`` takes them, names in DNS among them.
-        peers: Indexers to recover from at the start, ``http://host:port``.
+        block_size: Tokens in a block of the engines in ``workers`` and ``engines``; may be None
+            only without ``workers``.
+        workers: Engines to subscribe to at the start.
+        engines: Other engines, in the format of ``--worker``; may be names in DNS.
+        peers: Indexers to recover from at the start, as ``http://host:port``.
         test_endpoints: Serve /test/pause_listener and /test/resume_listener.
     """
 
@@ -44,10 +44,10 @@ class IndexerArgs(Args, FleetFlags):
     test_endpoints: bool = False
 
     def __post_init__(self) -> None:
-        """Check what holds for every caller.
+        """Check the settings that must hold for every caller.
 
         Raises:
-            ConfigError: Names the flag, what is legal and what came.
+            ConfigError: Names the flag, the legal values and the actual value.
         """
         for one in table("indexer"):
             if one.kind == "int":
@@ -76,7 +76,7 @@ def parse_workers(text: str) -> tuple[WorkerEntry, ...]:
     """Parse ``instance_id[:dp_rank]=zmq_address,...``.
 
     Raises:
-        ConfigError: Names the entry at fault.
+        ConfigError: Names the faulty entry.
     """
     entries = []
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -113,7 +113,7 @@ def parse_args(argv: Sequence[str] | None = None) -> IndexerArgs:
     """Parse the command line and the environment.
 
     Raises:
-        ConfigError: Flags that contradict each other.
+        ConfigError: Flags contradict each other.
     """
     flags = Flags(
         "indexer",
@@ -134,7 +134,7 @@ def parse_args(argv: Sequence[str] | None = None) -> IndexerArgs:
     add_config(flags)
     add_settings(flags, table("indexer"), {**PARSERS, "peers": _peers})
     args = flags.parse(argv)
-    # For tests of what is lost while a listener does not read; no flag for operators.
+    # For tests of lost events while a listener does not read; not a flag for operators.
     test_endpoints = os.environ.get("KVFLASH_INDEXER_TEST_ENDPOINTS", "0") not in ("", "0")
     given = {
         **vars(args),

@@ -1,4 +1,4 @@
-"""The indexer in a process of the caller's own: HTTP service, index and event transport."""
+"""The indexer in the caller's process: HTTP service, index and event transport."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["IndexerService"]
 
 
 class IndexerService:
-    """The standalone indexer as an object; ``python -m kvflash.indexer`` is one of these.
+    """The standalone indexer as an object; ``python -m kvflash.indexer`` runs one of these.
 
     ::
 
@@ -27,16 +27,16 @@ class IndexerService:
             indexer.register(1, "tcp://127.0.0.1:5557", model_name="m", block_size=16)
             indexer.query([1, 2, 3], model_name="m")["scores"]
 
-    Several may live in one process. It takes no signals, and leaves the set-up of logging to the
-    process. It starts once and stops once.
+    Several may live in one process. It handles no signals and leaves logging to the process. It can
+    be started and stopped once.
 
     Args:
-        args: Settings; those of a command line come from ``parse_args``.
+        args: Settings; ``parse_args`` makes them from a command line.
         **settings: Fields of ``IndexerArgs``, by name: the flags with ``_`` for ``-``.
 
     Raises:
-        ConfigError: Names the flag that can't work, and what is legal.
-        TypeError: There is no such setting.
+        ConfigError: A flag is invalid; names the flag and the legal values.
+        TypeError: The setting does not exist.
     """
 
     def __init__(self, args: IndexerArgs | None = None, **settings: Any) -> None:
@@ -72,7 +72,7 @@ class IndexerService:
             args,
             replicas=Alone(),
             show_metrics=lambda _text: None,
-            # They are in the log.
+            # They are logged.
             show_warnings=lambda _warnings: None,
             has_shared_ids=True,
         )
@@ -96,7 +96,7 @@ class IndexerService:
 
     @property
     def url(self) -> str:
-        """Where it is reached from this machine.
+        """Its URL on this machine.
 
         Raises:
             ClosedError: Not started yet.
@@ -122,11 +122,11 @@ class IndexerService:
         return self
 
     def announce_stop(self) -> None:
-        """Tell whoever asks for readiness that it is about to stop; requests are still taken."""
+        """Report "not ready" ahead of a stop; requests are still accepted."""
         self._core.announce_stop()
 
     def stop(self) -> None:
-        """Stop serving and receiving; open requests get 5 s. Blocks until done."""
+        """Stop serving and receiving; open requests have 5 s to finish. Blocks until done."""
         if self._announced is not None:
             self._announced.stop()
         self._finder.stop()
@@ -159,24 +159,24 @@ class IndexerService:
         Args:
             instance_id: The engine's number, u64.
             endpoint: Where it publishes: ``tcp://host:port``, ``ipc://path`` or ``inproc://name``.
-            model_name: Model that it serves.
-            block_size: Tokens in a block of its, at least 1.
+            model_name: The model that it serves.
+            block_size: Tokens in a block, at least 1.
             tenant_id: Tenant of the model.
             dp_rank: Data parallel rank, u32.
-            replay_endpoint: Where it replays; None if it does not.
-            lora_name: Adapter of events and queries that name none.
-            additional_salt: Salt of events and queries that name none.
-            capacity_blocks: Blocks that the device of a rank has, at least 1.
-            attention_chunk_size: Tokens of a chunk of the engine's chunked local attention, at
-                least 1. Without it a prefix counts only where all its chunks are held.
+            replay_endpoint: Where it replays; None without replay.
+            lora_name: Adapter of events and queries that name no adapter.
+            additional_salt: Salt of events and queries that name no salt.
+            capacity_blocks: Device blocks of a rank, at least 1.
+            attention_chunk_size: Tokens in a chunk of the engine's chunked local attention, at
+                least 1. Without it a prefix counts only if all its chunks are held.
             offload_chunk: Tokens that the engine copies to a farther tier at once; a multiple of
-                block_size. Without it, the most tokens that one event named there.
+                block_size. Without it, the largest number of tokens in one event of that tier.
 
         Raises:
-            ConflictError: Registered already, or another block size, adapter or salt than the
+            ConflictError: Already registered, or block size, adapter or salt differ from the
                 index's.
-            InvalidArgumentError: Block size or capacity below 1, an endpoint that is none, no
-                model name, or a chunk out of range; names the field.
+            InvalidArgumentError: Block size or capacity below 1, an invalid endpoint, no model
+                name, or a chunk out of range; names the field.
             OverloadedError: The limit of publishers or models is reached.
         """
         self._core.register(
@@ -205,7 +205,7 @@ class IndexerService:
         """Remove an instance or one rank of it, as POST /unregister does.
 
         Raises:
-            NotFoundError: Nothing fits.
+            NotFoundError: No such registration.
         """
         self._core.unregister(
             instance_id, model_name=model_name, tenant_id=tenant_id, dp_rank=dp_rank
@@ -223,15 +223,15 @@ class IndexerService:
         mm: Sequence[Mapping[str, Any]] | None = None,
         embeds: Sequence[str | bytes] | None = None,
     ) -> dict[str, Any]:
-        """The answer of POST /query, without HTTP between.
+        """The answer of POST /query, without HTTP.
 
         Args:
             token_ids: Tokens of the prompt, u32: a list, or any contiguous buffer.
-            model_name: Model to ask about.
+            model_name: The model.
             tenant_id: Its tenant.
             lora_name: Adapter; None = the index's, "" = none.
-            lora_path: Path of the adapter as the engine was given it; needed where blocks are found
-                by the engine's own names.
+            lora_path: Path of the adapter as given to the engine; required where blocks are found
+                by the engine's own hashes.
             cache_salt: Salt; None = the index's, "" = none.
             mm: Multimodal items, mappings with ``identifier`` (text, 1 to 1,024 bytes), ``offset``
                 and ``length`` (tokens of the prompt, u32); shape [items], 65,536 at most.
@@ -239,11 +239,11 @@ class IndexerService:
                 1,024 bytes each; shape [blocks], 65,536 at most.
 
         Returns:
-            ``scores``, ``frequencies`` and ``instances``. Unit: tokens, frequencies workers.
+            ``scores`` and ``instances`` in tokens, ``frequencies`` in workers.
 
         Raises:
-            InvalidArgumentError: A token outside u32, by index, or a wrong item or digest, by index
-                and field.
+            InvalidArgumentError: A token outside u32, with its index, or an invalid item or digest,
+                with index and field.
             NotFoundError: Unknown model and tenant.
         """
         answer = self._core.query(

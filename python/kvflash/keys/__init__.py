@@ -1,1 +1,1 @@
-"""Adds, lists and removes the keys of a service."""
+"""Adds, lists and removes the API keys of a service."""

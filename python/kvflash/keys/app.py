@@ -1,4 +1,4 @@
-"""Makes keys, lists them, and removes them."""
+"""Creates, lists and removes keys."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OPTIONS = ("tenant", "rpm", "tpm", "concurrency", "isolate", "allow")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Change or list a file of keys. Returns the exit status."""
+    """Change or list a key file. Returns the exit status."""
     flags = _flags()
     args = flags.parse(argv)
     name: str = args.keys_file or os.environ.get(variable_of("--keys-file"), "")
@@ -73,7 +73,7 @@ def _add(path: Path, args: argparse.Namespace) -> None:
     key = f"kvf_{secrets.token_urlsafe(32)}"
 
     def hashed(text: str) -> str:
-        # 256 random bits need no slow hash, and one salt for all makes looking for a key one hash.
+        # 256 random bits need no slow hash; with one salt for all keys a lookup takes one hash.
         salt = first_salt(text) or secrets.token_hex(16)
         digest = hashlib.sha256(bytes.fromhex(salt) + key.encode()).hexdigest()
         return line(f"sha256${salt}${digest}")

@@ -1,4 +1,4 @@
-"""The file of keys: one writer at a time, and readers never see half of it."""
+"""The key file: one writer at a time; readers never see a partial file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["append_line", "entries", "first_salt", "remove_line"]
 
 
 def entries(text: str) -> Iterator[tuple[str, str]]:
-    """The id and the line of each key."""
+    """Id and line of each key."""
     for line in text.splitlines():
         stripped = line.strip()
         if stripped and not stripped.startswith("#"):
@@ -24,7 +24,7 @@ def entries(text: str) -> Iterator[tuple[str, str]]:
 
 
 def first_salt(text: str) -> str | None:
-    """The salt of the first key that has one: keys that share it are looked up at once."""
+    """The salt of the first key that has one: keys with the same salt share one lookup."""
     for _, line in entries(text):
         kind, _, rest = line.partition(":")[2].partition("$")
         if kind == "sha256":
@@ -33,10 +33,10 @@ def first_salt(text: str) -> str | None:
 
 
 def append_line(path: Path, make: Callable[[str], str]) -> None:
-    """Add the line that ``make`` makes of the text so far; the file is made with mode 600.
+    """Add the line that ``make`` creates from the current text; a new file has mode 600.
 
     Raises:
-        ConfigError: The file can't be written, or would be none that a service reads.
+        ConfigError: The file can't be written, or no service could read the result.
     """
 
     def added(text: str) -> str:
@@ -50,7 +50,7 @@ def remove_line(path: Path, key_id: str) -> None:
     """Remove a key; comments stay.
 
     Raises:
-        NotFoundError: There is no such key.
+        NotFoundError: The key does not exist.
         ConfigError: The file can't be read or written.
     """
 
@@ -72,7 +72,9 @@ def _change(path: Path, change: Callable[[str], str], *, is_made: bool) -> None:
                 text = change(file.read())
             check_keys(text)
             mode = os.fstat(descriptor).st_mode & 0o777
-            # Its name is its own: whoever waited for the lock may begin as soon as it is in place.
+            # A new file, renamed into place: it has its own random name, as a waiting writer may
+            # start at once.
+            # renamed.
             made, anew = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
             try:
                 os.fchmod(made, mode)
@@ -97,7 +99,7 @@ def _locked(path: Path, *, is_made: bool) -> Iterator[int]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             with contextlib.suppress(FileNotFoundError):
-                # Another writer may have put a new file in its place while this one waited.
+                # Another writer may have replaced the file while this one waited.
                 if os.path.samestat(os.fstat(descriptor), path.stat()):
                     yield descriptor
                     return

@@ -1,4 +1,4 @@
-"""Starts a real engine with its events switched on, and registers it where frontends look."""
+"""Starts an engine with events enabled, and registers it for frontends."""
 
 from kvflash.launcher.command import Arguments, EngineCommand, EventPorts
 from kvflash.launcher.options import LauncherOptions, parse_options

@@ -1,4 +1,4 @@
-"""An engine's process: signals are passed on to it, and its end is waited for."""
+"""An engine's process: forwards signals to it and waits for its end."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Child:
-    """A process in a group of its own.
+    """A process in its own process group.
 
     Attributes:
-        stopping: Set by the first signal that the launcher got.
+        stopping: Set by the first signal that the launcher received.
     """
 
     _process: asyncio.subprocess.Process
@@ -35,7 +35,7 @@ class Child:
 
     @classmethod
     async def start(cls, words: Sequence[str]) -> Child:
-        """Start it; its output goes where ours goes.
+        """Start it; it inherits our output streams.
 
         Raises:
             ConfigError: The program can't be started.
@@ -43,7 +43,7 @@ class Child:
         logger.info("starting %s", " ".join(words))
         child = cls()
         loop = asyncio.get_running_loop()
-        # Before there is anything that a signal would leave behind.
+        # Before anything exists that a signal would leave behind.
         for number in _SIGNALS:
             loop.add_signal_handler(number, child._receive, number)
         try:
@@ -60,16 +60,16 @@ class Child:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended."""
+        """Whether it is still running."""
         return self._process.returncode is None
 
     async def ended(self) -> int:
-        """Wait for its end; its exit status as shells count it, 128 + n after signal n."""
+        """Wait for its end; returns the exit status as shells do: 128 + n after signal n."""
         status = await self._process.wait()
         return status if status >= 0 else 128 - status
 
     async def stop(self, timeout_s: float) -> int:
-        """Pass the signal on and wait; what lasts longer is killed, with all it started."""
+        """Forward the signal and wait; after the time limit the whole group is killed."""
         self._signal(self._received or signal.SIGTERM)
         try:
             return await asyncio.wait_for(asyncio.shield(self.ended()), timeout_s)
@@ -78,14 +78,14 @@ class Child:
             return await self.kill()
 
     async def kill(self) -> int:
-        """End it and all it started, now."""
+        """Kill the whole group now."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         return await self.ended()
 
     def _receive(self, number: signal.Signals) -> None:
         if self.stopping.is_set():
-            # Whoever asks twice means it.
+            # A second signal is forwarded at once.
             self._signal(number)
             return
         logger.info("stopping on %s", number.name)
@@ -93,12 +93,12 @@ class Child:
         self.stopping.set()
 
     def _signal(self, number: signal.Signals) -> None:
-        # To the engine only: it ends what it started in its own order.
+        # To the engine only: it stops its own children in order.
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
 
 
 def _die_with_parent() -> None:
-    """An engine without its launcher would be registered nowhere: it ends, too."""
+    """Stop the engine if the launcher dies: it would no longer be registered anywhere."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The words of an engine's command line, as far as a launcher has to understand them."""
+"""Parses as much of an engine's command line as a launcher needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Arguments", "EngineCommand", "EventPorts"]
 
 
 class Arguments:
-    """Flags that are passed on to an engine, which the launcher may look at and add to."""
+    """Flags for an engine that the launcher may read and extend."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = list(words)
@@ -39,10 +39,10 @@ class Arguments:
         return found
 
     def number(self, *names: str) -> int | None:
-        """The value of a flag, as a number.
+        """The value of a flag as a number.
 
         Raises:
-            ConfigError: It is none.
+            ConfigError: It is not a number.
         """
         value = self.value(*names)
         try:
@@ -51,10 +51,10 @@ class Arguments:
             raise ConfigError(f"{names[0]} must be a number, got {value!r}") from None
 
     def document(self, name: str) -> dict[str, Any] | None:
-        """The value of a flag, as a JSON object.
+        """The value of a flag as a JSON object.
 
         Raises:
-            ConfigError: It is none.
+            ConfigError: It is not a JSON object.
         """
         value = self.value(name)
         if value is None:
@@ -68,16 +68,16 @@ class Arguments:
         return parsed
 
     def has(self, *names: str) -> bool:
-        """Whether a flag is there, with or without a value."""
+        """Whether a flag is present, with or without a value."""
         return any(word.partition("=")[0] in names for word in self.words)
 
     def add(self, name: str, *values: object) -> None:
-        """Append a flag, unless it is there."""
+        """Append a flag unless it is present."""
         if not self.has(name):
             self.words += [name, *map(str, values)]
 
     def drop(self, name: str) -> str | None:
-        """Take a flag with its value out; the value."""
+        """Remove a flag and return its value."""
         value = self.value(name)
         kept: list[str] = []
         words = iter(self.words)
@@ -92,11 +92,11 @@ class Arguments:
 
 @dataclass(frozen=True, kw_only=True)
 class EventPorts:
-    """Where rank 0 publishes; rank r does so r ports further.
+    """Ports where rank 0 publishes; rank r uses ports r higher.
 
     Attributes:
-        port: Of the events.
-        replay_port: Of the replay; None if the engine has none.
+        port: Port of the events.
+        replay_port: Port of the replay; None without replay.
     """
 
     port: int
@@ -108,7 +108,7 @@ class EventPorts:
             **more,
             "publisher": "zmq",
             "topic": "kv-events",
-            # With a star the engine binds; any other host it would connect to.
+            # With a star the engine binds; it would connect to any other host.
             "endpoint": f"tcp://*:{self.port}",
             "replay_endpoint": f"tcp://*:{self.replay_port}",
         }
@@ -116,10 +116,10 @@ class EventPorts:
 
     @staticmethod
     def of(config: dict[str, Any]) -> EventPorts | None:
-        """What an engine's own --kv-events-config says; None if it publishes nothing.
+        """The ports in an engine's own --kv-events-config; None if it publishes nothing.
 
         Raises:
-            ConfigError: It publishes in a way that can't be announced.
+            ConfigError: Its events can't be announced.
         """
         if config.get("publisher") != "zmq" or config.get("enable_kv_cache_events") is False:
             return None
@@ -130,7 +130,7 @@ class EventPorts:
         )
 
     def endpoints(self, host: str, ranks: int) -> list[tuple[str, str | None]]:
-        """For each rank where its events and its replay are reached."""
+        """Addresses of events and replay, for each rank."""
         netloc = f"[{host}]" if ":" in host else host
         return [
             (
@@ -143,19 +143,19 @@ class EventPorts:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCommand:
-    """How an engine is started, and what is known of it before it answers.
+    """How to start an engine, and its properties known before it answers.
 
     Attributes:
-        engine: Its name.
+        engine: Name of the engine.
         words: Program and arguments.
-        host: Interface of its HTTP server; None if it was not said.
+        host: Interface of its HTTP server; None if not given.
         port: Its HTTP port.
-        events: Where it publishes; None if it doesn't.
+        events: Where it publishes; None without events.
         model_path: Its model, a folder or a name.
-        block_size: Tokens in a block, if it was said.
-        ranks: Data-parallel ranks.
-        bootstrap_port: Where decode workers meet a prefill worker of SGLang's.
-        details: Paths to ask the running engine for more.
+        block_size: Tokens in a block, if given.
+        ranks: Number of data-parallel ranks.
+        bootstrap_port: Where decode workers meet an SGLang prefill worker.
+        details: Paths with more details of the running engine.
     """
 
     engine: str

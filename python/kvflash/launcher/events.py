@@ -1,4 +1,4 @@
-"""Where an engine's events are announced: at its own sockets, or at NATS, relayed from there."""
+"""Where an engine's events are announced: its own sockets, or NATS, to which they are relayed."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class EngineEvents:
     """The events of one engine's ranks.
 
     Args:
-        options: How routers hear of them.
-        ports: Where the engine publishes them; None if it doesn't.
-        ranks: Its data-parallel ranks.
-        component: What it serves.
+        options: How the events reach routers.
+        ports: Where the engine publishes them; None without events.
+        ranks: Number of data-parallel ranks.
+        component: The component that it serves.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class EngineEvents:
         self._relays: dict[int, Relay] = {}
 
     async def check(self) -> None:
-        """Ask the server that is needed, before an engine takes minutes to load.
+        """Check the required server before an engine spends minutes loading.
 
         Raises:
-            TransportError: NATS does not answer; says what to start.
+            TransportError: NATS does not answer; the message says what to start.
             ConfigError: NATS refuses the login, or its client is not installed.
         """
         is_nats = self._options.event_plane == "nats"
@@ -70,17 +70,17 @@ class EngineEvents:
         await asyncio.to_thread(check_server, NatsSettings.from_env())
 
     async def announce(self, served: Served, block_size: int | None) -> list[str]:
-        """Announce the events of every rank; over NATS their relays begin. May be called again.
+        """Announce the events of every rank; with NATS start their relays. May be called again.
 
         Args:
-            served: What they are for.
+            served: The model that they belong to.
             block_size: Tokens in a block.
 
         Returns:
-            Where each rank's are.
+            Announced locations, one per rank.
 
         Raises:
-            ConfigError: The block size is not known.
+            ConfigError: The block size is unknown.
             TransportError: NATS or discovery can't be reached.
         """
         if self._ports is None:
@@ -105,7 +105,7 @@ class EngineEvents:
         return places
 
     async def close(self) -> None:
-        """Relay what the engine has said, and end."""
+        """Relay the remaining events, and stop."""
         await asyncio.gather(*(asyncio.to_thread(relay.close) for relay in self._relays.values()))
 
     def _relay(self, rank: int, served: Served, block_size: int) -> Relay:
@@ -123,7 +123,7 @@ class EngineEvents:
                 ),
                 events,
                 replay,
-                # With a prefix of its own the engine's topic is not ours to know.
+                # With a custom prefix the engine's topic is unknown.
                 topic="",
             )
         return self._relays[rank]

@@ -1,4 +1,4 @@
-"""Flags of the launchers; everything else is the engine's."""
+"""Flags of the launchers; all other flags belong to the engine."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ _ATTEMPTS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherOptions:
-    """What a launcher may be told.
+    """Settings of a launcher.
 
     Attributes:
         endpoint: Where the engine is registered, namespace.component.endpoint.
         role: agg, prefill or decode.
         program: Words that start the engine, before its arguments.
-        kv_events: Switch the engine's events on.
-        event_plane: How routers hear of them: ``zmq`` from its sockets, ``nats`` over NATS.
-        enable_local_indexer: With ``nats``: over NATS Core, from an index of the worker's own.
-        ready_timeout_s: Time that the engine gets to load.
-        stop_timeout_s: Time that it gets to end after a signal, before it is killed.
+        kv_events: Enable the engine's events.
+        event_plane: How events reach routers: ``zmq`` from the engine's sockets, ``nats`` over
+            NATS.
+        enable_local_indexer: With ``nats``: over NATS Core, from the worker's local index.
+        ready_timeout_s: Time limit for loading the engine.
+        stop_timeout_s: Time between a signal and a kill.
     """
 
     endpoint: str
@@ -56,7 +57,7 @@ def parse_options(
         argv: Arguments without the program's name.
 
     Raises:
-        SystemExit: A flag of ours is wrong, or help was asked for.
+        SystemExit: A launcher flag is wrong, or help was requested.
     """
     parser = console.Parser(
         prog=console.program(engine),
@@ -140,10 +141,10 @@ def _words(text: str) -> list[str]:
 
 
 def free_ports(count: int) -> int:
-    """The first of so many free ports in a row; they may be taken before they are used.
+    """The first of ``count`` consecutive free ports; other processes may take them before use.
 
     Raises:
-        ConfigError: There are none.
+        ConfigError: No such ports are free.
     """
     for _ in range(_ATTEMPTS):
         with ExitStack() as held:
@@ -160,6 +161,6 @@ def free_ports(count: int) -> int:
 
 
 def event_ports(ranks: int) -> EventPorts:
-    """Free ports for the events and the replay of so many ranks."""
+    """Free ports for the events and the replay of all ranks."""
     first = free_ports(2 * ranks)
     return EventPorts(port=first, replay_port=first + ranks)

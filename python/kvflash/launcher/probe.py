@@ -1,4 +1,4 @@
-"""Asking a running engine what it serves."""
+"""Queries a running engine for its model and cache."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 class EngineStopped(Exception):  # noqa: N818 - an outcome, not an error
-    """The engine ended, or is to end, before it was ready."""
+    """The engine ended, or was told to end, before it was ready."""
 
 
 @dataclass(kw_only=True)
 class Found:
-    """What an engine says of itself; None is unknown.
+    """What an engine reports about itself; None is unknown.
 
     Attributes:
         model_name: Name of the base model.
         lora_names: Adapters.
-        context_length: Longest prompt with its answer; unit tokens.
+        context_length: Longest prompt including its answer; unit tokens.
         block_size: Tokens in a block.
         total_kv_blocks: Blocks of its cache.
         max_num_seqs: Requests in a batch.
@@ -54,7 +54,7 @@ class Found:
 async def wait_until_ready(
     url: str, command: EngineCommand, child: Child, timeout_s: float
 ) -> Found:
-    """Wait until an engine is healthy, then ask it what it serves.
+    """Wait until an engine is healthy, then query what it serves.
 
     Raises:
         EngineStopped: It ended, or a signal came.
@@ -103,7 +103,7 @@ async def _text(session: aiohttp.ClientSession, path: str) -> str:
 
 
 def _models(answer: Any) -> Found:
-    """The base model and its adapters, which name it as their parent."""
+    """The base model and the adapters that name it as their parent."""
     try:
         cards = list(answer["data"])
         base = next((card for card in cards if not card.get("parent")), None)

@@ -1,4 +1,4 @@
-"""A launcher's life: start, wait, register, wait again, leave, end."""
+"""The main loop of a launcher: start, wait, register, wait, unregister, stop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Build", "main"]
 
 logger = logging.getLogger(__name__)
 
-# Between two attempts to register.
+# Pause between two attempts to register.
 REGISTER_PAUSE_S = 1.0
 
 # Builds an engine's command line.
@@ -37,14 +37,14 @@ def main(
     """Run an engine until it ends or a signal comes.
 
     Args:
-        engine: Its name.
+        engine: Name of the engine.
         program: How it is started by default.
-        build: Builds its command line, given options, its own arguments and the host that others
-            reach it at.
+        build: Builds its command line from the options, the engine's arguments, and the host under
+            which others reach it.
         argv: Arguments without the program's name; None means those of the process.
 
     Returns:
-        The engine's exit status; 2 if what was said can't work, 1 if it could not be registered.
+        The engine's exit status; 2 for invalid settings, 1 if it could not be registered.
     """
     options, arguments = parse_options(engine, program, sys.argv[1:] if argv is None else argv)
     handler = logging.StreamHandler(sys.stderr)
@@ -108,7 +108,7 @@ async def _attend(
     for task in (registering, stopping):
         task.cancel()
     await asyncio.gather(registering, stopping, return_exceptions=True)
-    # First nobody finds it any more, then it ends.
+    # Unregister before the engine ends.
     await runtime.close()
     if not ended.done():
         ended.cancel()
@@ -126,7 +126,7 @@ async def _register_patiently(
     url: str,
     events: EngineEvents,
 ) -> list[str]:
-    """Try until it works: an engine that took minutes to load is not given up for that."""
+    """Try until it works: an engine that took minutes to load is kept."""
     while True:
         try:
             return await _register(options, command, found, endpoint, url=url, events=events)

@@ -1,1 +1,1 @@
-"""Sends a recorded trace of prompts to a service at the recorded times, and measures."""
+"""Replays a recorded trace of prompts against a service at the recorded times, and measures."""

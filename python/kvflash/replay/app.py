@@ -1,4 +1,4 @@
-"""Replays a trace, and prints what was measured."""
+"""Replays a trace, and prints the measurements."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvflash.table import printable, table
 
 __all__ = ["main", "report_of"]
 
-# With fewer samples the nearest rank of a percentile is the maximum, and is not given.
+# With fewer samples the nearest rank of a percentile is the maximum, and is not shown.
 _SAMPLES_MIN = {50: 2, 90: 10, 99: 100, 100: 1}
 _WORKERS_SHOWN = 20
 _ERRORS_SHOWN = 5
@@ -101,7 +101,7 @@ def _flags() -> Flags:
 
 
 def report_of(results: Sequence[Result], wall_s: float) -> dict[str, Any]:
-    """The figures of all results; latencies are of requests that were answered."""
+    """The figures of all results; latencies cover answered requests only."""
     good = [one for one in results if one.error is None]
     told = [one for one in good if one.cached_tokens is not None]
     prompt_tokens = sum(one.prompt_tokens for one in told)

@@ -1,4 +1,4 @@
-"""Sends requests at their times, whatever becomes of those before, and notes what came back."""
+"""Sends requests at their times, independent of earlier ones, and records the answers."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _DATA = b"data:"
 
 @dataclass(kw_only=True)
 class Result:
-    """What became of one request.
+    """The outcome of one request.
 
     Attributes:
-        late_s: How long after its time it was sent.
-        first_s: Seconds until the first chunk of the answer; None if none came.
+        late_s: Delay of the send after its scheduled time.
+        first_s: Seconds until the first chunk of the answer; None without a chunk.
         total_s: Seconds until the end of the answer.
-        prompt_tokens: Its prompt tokens, as the engine counts.
-        cached_tokens: Those of them that the engine reused; None if it does not report it.
-        worker: Who answered, where the service names it.
-        error: Why it failed; None if it did not.
+        prompt_tokens: Prompt tokens, as counted by the engine.
+        cached_tokens: Prompt tokens that the engine reused; None if it does not report them.
+        worker: The worker that answered, if the service names it.
+        error: Why it failed; None on success.
     """
 
     late_s: float = 0.0
@@ -51,16 +51,16 @@ async def send(
     in_flight_max: int,
     api_key: str | None = None,
 ) -> list[Result]:
-    """Send all calls; the results are in their order.
+    """Send all calls; the results have the same order.
 
     Args:
         url: The service.
         calls: Requests in the order of their times.
-        model: The model of all of them; None leaves it to each.
+        model: Model of all requests; None uses the model of each.
         speed: Recorded time divided by real time.
-        timeout_s: Longest time of one request.
-        in_flight_max: Requests at a time; one more waits, and is late.
-        api_key: The key of a client; None sends none.
+        timeout_s: Time limit of one request.
+        in_flight_max: Maximum of concurrent requests; further ones wait and are late.
+        api_key: A client's key; None sends no key.
     """
     loop = asyncio.get_running_loop()
     room = asyncio.Semaphore(in_flight_max)
@@ -108,7 +108,7 @@ async def _ask(
                     _take(json.loads(data), result, loop.time() - sent_s)
         if not is_complete and result.error is None:
             result.error = "the answer ended before [DONE]"
-    # ValueError and AttributeError: an event that is not what it should be.
+    # ValueError and AttributeError: a malformed event.
     except (aiohttp.ClientError, asyncio.TimeoutError, ValueError, AttributeError) as error:
         result.error = f"{type(error).__name__}: {error}"[:_ERROR_CHARS_MAX]
     finally:
@@ -116,7 +116,7 @@ async def _ask(
 
 
 def _take(chunk: dict[str, Any], result: Result, since_s: float) -> None:
-    """Note what one event of the answer says."""
+    """Record one event of the answer."""
     if chunk.get("error"):
         result.error = json.dumps(chunk["error"])[:_ERROR_CHARS_MAX]
     if chunk.get("choices") and result.first_s is None:

@@ -1,4 +1,4 @@
-"""A trace of requests: one JSON object a line."""
+"""A trace of requests: one JSON object per line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Call", "read_trace"]
 
 #: Tokens that one of Mooncake's hash ids stands for.
 MOONCAKE_BLOCK = 512
-#: Token ids that are in the vocabulary of about any model, and are no special ones.
+#: Token ids that exist in nearly every vocabulary and are not special tokens.
 _TOKENS = range(1_000, 30_000)
 _ANSWER_TOKENS = 16
 _COMPLETIONS = "/v1/completions"
@@ -27,11 +27,11 @@ class Call:
     """One request.
 
     Attributes:
-        at_s: When it is sent, in seconds after the first one.
-        path: Where to.
-        given: Its body, without the model where the trace names none.
-        blocks: Ids of Mooncake's blocks that stand for its prompt; () where ``given`` has one.
-        prompt_tokens: Tokens of these blocks that are the prompt.
+        at_s: Send time in seconds after the first request.
+        path: Path of the request.
+        given: Its body, without the model if the trace names none.
+        blocks: Ids of the Mooncake blocks of its prompt; () if ``given`` has a prompt.
+        prompt_tokens: Number of prompt tokens in these blocks.
     """
 
     at_s: float
@@ -42,7 +42,7 @@ class Call:
 
     @property
     def body(self) -> dict[str, Any]:
-        """The whole body; tokens are made up only now, as a trace has hundreds of millions."""
+        """The complete body; its tokens are generated here, as a trace has hundreds of millions."""
         if not self.blocks:
             return self.given
         tokens = [token for one in self.blocks for token in _tokens_of(one)]
@@ -50,19 +50,19 @@ class Call:
 
 
 def read_trace(path: str, *, limit: int | None = None) -> list[Call]:
-    """The requests of a file in the order of their times.
+    """The requests of a file, ordered by time.
 
     A line has a time, ``timestamp`` in milliseconds or ``at`` in seconds, and a prompt:
     ``messages``, ``prompt`` (text or token ids), ``token_ids``, or Mooncake's ``hash_ids`` with
-    ``input_length``, for which tokens are made up: equal ids become equal tokens. ``max_tokens`` or
-    ``output_length`` is the length of the answer, ``model`` the model.
+    ``input_length``. For hash ids tokens are generated: equal ids become equal tokens.
+    ``max_tokens`` or ``output_length`` is the length of the answer, ``model`` the model.
 
     Args:
         path: The file.
         limit: Lines to read; None reads all.
 
     Raises:
-        ConfigError: The file can't be read, has no request, or a line is wrong; names the line.
+        ConfigError: The file can't be read, has no request, or has a wrong line; names the line.
     """
     calls: list[Call] = []
     try:

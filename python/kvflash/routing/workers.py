@@ -22,7 +22,7 @@ RANKS_MAX = 1_024
 
 # A worker and a rank of it.
 Rank = tuple[int, int]
-# Begins to serve, with the model's name and tenant if needed; returns where to report from then on.
+#: Starts to serve, with the model's name and tenant if needed; returns where to report after that.
 Serve = Callable[[tuple[str, str] | None], tuple[RouterCore, Cluster]]
 
 
@@ -53,7 +53,7 @@ class Workers:
         # What the core knows of them.
         self._reported: dict[Rank, dict[str, int | None]] = {}
         self._warned: set[int] = set()
-        # Events come over NATS.
+        #: Events come over NATS.
         self.is_brokered = cluster.is_nats and core.uses_events
         self._model: tuple[str, str] | None = None
         self._members: Membership | None = None

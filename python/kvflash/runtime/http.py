@@ -243,7 +243,7 @@ class HttpClient:
         limits: Limits of the runtime.
     """
 
-    # Upper bound for the lifetime of an idle connection, whatever the limits say.
+    #: Upper bound for the lifetime of an idle connection, whatever the limits say.
     idle_s_max = math.inf
 
     def __init__(self, limits: RuntimeLimits) -> None:

@@ -26,7 +26,7 @@ class Instance:
 
     id: int
     transport: dict[str, Any]
-    # It takes no new requests.
+    #: It takes no new requests.
     is_draining: bool = False
 
 

@@ -30,11 +30,11 @@ EVENTS = "text/event-stream"
 RANK = "x-data-parallel-rank"
 # Sent by routers that do not know the model's name.
 UNKNOWN_MODEL = "unknown"
-# Request fields whose options engines accept under the same names.
+#: Request fields whose options engines accept under the same names.
 _OPTIONS = ("stop_conditions", "sampling_options", "output_options", "extra_args")
-# Of these, options that a worker handles itself and an engine must not see.
+#: Of these, options that a worker handles itself and an engine must not see.
 _NOT_SENT = ("stop_token_ids_hidden", "formatted_prompt")
-# Fields that options must not override.
+#: Fields that options must not override.
 _OURS = ("prompt", "stream", "stream_options", "return_token_ids")
 
 _CODES = {
@@ -165,11 +165,11 @@ class OpenAiReply(HttpReply):
         super().__init__(sending, limits)
         self._is_whole = is_whole
         self._line_bytes_max = limits.frame_bytes_max
-        # Pieces of a line that is incomplete.
+        #: Pieces of a line that is incomplete.
         self._rest: list[bytes] = []
         self._rest_bytes = 0
         self._lines: deque[bytes] = deque()
-        # The item with the answer's end; its usage arrives after it.
+        #: The item with the answer's end; its usage arrives after it.
         self._last: dict[str, Any] | None = None
 
     async def _receive(self) -> bytes | None:

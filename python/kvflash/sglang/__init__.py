@@ -1,1 +1,1 @@
-"""Starts SGLang with its KV events on, and registers it."""
+"""Starts SGLang with KV events enabled, and registers it."""

@@ -16,12 +16,12 @@ BOOTSTRAP_PORT = 8998
 
 
 def build(options: LauncherOptions, given: Arguments, host: str) -> EngineCommand:
-    """Add what routing needs to the arguments of SGLang's server; what is said stays.
+    """Add the arguments that routing needs to those of SGLang's server; given arguments stay.
 
     Args:
-        options: The launcher's.
+        options: The launcher's options.
         given: SGLang's arguments.
-        host: Where others reach this machine; SGLang listens there unless it is told otherwise.
+        host: Host under which others reach this machine; SGLang listens there by default.
 
     Raises:
         ConfigError: The model is missing, or an argument can't be announced.

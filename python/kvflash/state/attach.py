@@ -24,7 +24,7 @@ from kvflash.transport.nats_connection import connect
 
 __all__ = ["StateOptions", "StateService", "attach"]
 
-# Opens the discovery, in the event loop that uses it.
+#: Opens the discovery, in the event loop that uses it.
 OpenKeys = Callable[[], Awaitable[Any]]
 
 

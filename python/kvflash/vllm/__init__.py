@@ -1,1 +1,1 @@
-"""Starts vLLM with its KV events on, and registers it."""
+"""Starts vLLM with KV events enabled, and registers it."""

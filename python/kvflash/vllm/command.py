@@ -11,17 +11,17 @@ from kvflash.launcher.options import event_ports, free_ports
 __all__ = ["PROGRAM", "build"]
 
 PROGRAM = ("vllm", "serve")
-# How vLLM's workers hand prompts over when nobody says how.
+# How vLLM's workers transfer prompts by default.
 TRANSFER = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 
 
 def build(options: LauncherOptions, given: Arguments, host: str) -> EngineCommand:
-    """Add what routing needs to the arguments of ``vllm serve``; what is said stays.
+    """Add the arguments that routing needs to those of ``vllm serve``; given arguments stay.
 
     Args:
-        options: The launcher's.
+        options: The launcher's options.
         given: vLLM's arguments: the model first, or ``--model``.
-        host: Where others reach this machine; vLLM listens on all interfaces by itself.
+        host: Host under which others reach this machine; vLLM listens on all interfaces by default.
 
     Raises:
         ConfigError: The model is missing, or an argument can't be announced.

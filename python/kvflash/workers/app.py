@@ -1,4 +1,4 @@
-"""Asks for the workers, and prints a table of them."""
+"""Requests the list of workers, and prints it as a table."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _INDEXER = ("WORKER", "MODEL", "TENANT", "STATE", "BLOCKS", "EVENTS", "TRUST")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the workers, or do what a word before the URL says: ``list``, ``drain``, ``resume``.
+    """Print the workers, or run the command before the URL: ``list``, ``drain``, ``resume``.
 
-    Returns the exit status: 1 when the service could not be asked.
+    Returns the exit status: 1 if the service can't be queried.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     word = argv[0] if argv else ""
@@ -64,10 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def rows_of(workers: Any) -> list[tuple[object, ...]]:
-    """Titles, and a row for each worker of an answer of ``GET /workers``.
+    """Column titles, and one row per worker in an answer of ``GET /workers``.
 
     Raises:
-        TransportError: It is no such answer.
+        TransportError: Not such an answer.
     """
     if not isinstance(workers, list) or not all(isinstance(one, dict) for one in workers):
         raise TransportError("GET /workers: the answer is not a list of workers; --json prints it")
@@ -128,7 +128,7 @@ def _of_indexer(worker: Mapping[str, Any]) -> tuple[object, ...]:
 
 
 def _state(worker: Mapping[str, Any], word: str) -> str:
-    """How it is; of one that takes no new requests, with those that it still has."""
+    """The state of a worker; for a draining one, with its requests in flight."""
     if worker.get("state") != "draining":
         return word
     draining = f"draining ({worker.get('in_flight')} in flight)"
@@ -136,13 +136,13 @@ def _state(worker: Mapping[str, Any], word: str) -> str:
 
 
 def _events(listeners: Any) -> str:
-    """How its event sockets are: one word where all are alike."""
+    """The state of its event sockets: one word if all are the same."""
     states = [str(one.get("status")) for one in listeners or []]
     return ", ".join(sorted(set(states))) if states else "none"
 
 
 def warnings_of(health: Any) -> Iterator[str]:
-    """What an answer of ``GET /health`` warns of."""
+    """The warnings in an answer of ``GET /health``."""
     found = health if isinstance(health, dict) else {}
     yield from map(str, found.get("warnings") or [])
     for reason in filter(lambda one: isinstance(one, dict), found.get("reasons") or []):

@@ -1,4 +1,4 @@
-"""Takes workers out of service, and back into it."""
+"""Drains workers, and puts them back into service."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvflash.table import printable
 
 __all__ = ["STATES", "change"]
 
-#: What a word of the command makes of a worker.
+#: The state that each command sets.
 STATES = {"drain": "draining", "resume": "active"}
 _ABOUT = {
     "drain": "Take workers out of service: no new requests, their blocks stay.",
@@ -26,9 +26,9 @@ _PAUSE_S = 0.5
 
 
 def change(word: str, argv: Sequence[str]) -> int:
-    """Do what ``word`` says to workers. Returns the exit status.
+    """Change the state of workers. Returns the exit status.
 
-    1 when the service could not be asked, or a worker still has requests after ``--wait``.
+    1 if the service can't be queried, or a worker still has requests after ``--wait``.
     """
     flags = Flags(f"workers {word}", _ABOUT[word], has_variables=False)
     flags.add_positionals("url", metavar="URL", summary="A frontend or a router", nargs=None)
@@ -63,7 +63,7 @@ def change(word: str, argv: Sequence[str]) -> int:
 
 
 def _said(worker: str, entry: Any) -> int:
-    """Print what became of a worker; its requests in flight."""
+    """Print a worker's new state; returns its requests in flight."""
     fields = entry if isinstance(entry, dict) else {}
     count = fields.get("in_flight")
     count = count if isinstance(count, int) else 0
@@ -75,7 +75,7 @@ def _said(worker: str, entry: Any) -> int:
 def _wait(
     url: str, left: dict[str, int], *, wait_s: float, timeout_s: float, key: str | None
 ) -> int:
-    """Until no request is in flight at any of them, or the time is over."""
+    """Wait until none of them has a request in flight, or the time is over."""
     end = time.monotonic() + wait_s
     while busy := [path for path, count in left.items() if count]:
         if time.monotonic() >= end:

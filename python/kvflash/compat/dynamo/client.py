@@ -28,19 +28,19 @@ class Client(_Client):
         input: Any = None,  # noqa: A002 - the name that scripts use
         component_id: int | None = None,
     ) -> Stream:
-        """Ask this instance and no other.
+        """Send a request to this instance only.
 
         Args:
             request: The request.
-            instance_id: The number of the instance.
-            request_id: The request's name; random if not given.
-            timeout_s: Time that the whole answer may take.
-            input: Another name of ``request``.
-            component_id: Another name of ``instance_id``.
+            instance_id: Number of the instance.
+            request_id: Name of the request; random if omitted.
+            timeout_s: Time limit of the whole answer.
+            input: Alias of ``request``.
+            component_id: Alias of ``instance_id``.
 
         Raises:
             InvalidArgumentError: The request or the instance is missing or given twice.
-            NotFoundError: The instance is not there.
+            NotFoundError: The instance does not exist.
         """
         payload = _one("request", request, "input", input)
         number = _one("instance_id", instance_id, "component_id", component_id)
@@ -70,7 +70,7 @@ class _Namespace(Namespace):
 
 
 class DistributedRuntime(_DistributedRuntime):
-    """A runtime whose clients are :class:`Client`."""
+    """A runtime that returns clients of :class:`Client`."""
 
     def namespace(self, name: str) -> Namespace:
         """A namespace.
@@ -84,7 +84,7 @@ class DistributedRuntime(_DistributedRuntime):
 def dynamo_worker(
     *_: Any, **__: Any
 ) -> Callable[[Callable[..., Awaitable[T]]], Callable[..., Awaitable[T]]]:
-    """Give a coroutine function a runtime as its first argument, and close it afterwards.
+    """Pass a runtime to a coroutine function as its first argument, and close it afterwards.
 
     Arguments such as ``static`` are accepted and have no effect.
     """

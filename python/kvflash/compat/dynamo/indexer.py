@@ -1,4 +1,4 @@
-"""An index of a component's caches that follows their events by itself."""
+"""An index of a component's caches that follows their events on its own."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Matches(dict[int, int]):
 
 
 class KvIndexer:
-    """Which workers of a component hold how much of a prompt.
+    """Counts which workers of a component hold how much of a prompt.
 
     Args:
-        component: The workers' component; they serve its endpoint ``generate``.
-        kv_block_size: Tokens in a block of theirs.
+        component: The workers' component; its endpoint is ``generate``.
+        kv_block_size: Tokens in a block of these workers.
 
     Raises:
         InvalidArgumentError: The block size is 0 or too large.
@@ -55,7 +55,7 @@ class KvIndexer:
             return found
         for load in await self._router.get_potential_loads(token_ids):
             held = load["overlap_blocks"]
-            # Of several ranks the fullest counts.
+            # Of several ranks the one with the most blocks counts.
             if held > found.get(load["worker_id"], 0):
                 found[load["worker_id"]] = held
         return found

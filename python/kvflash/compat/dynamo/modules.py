@@ -1,4 +1,4 @@
-"""The modules that a script imports, made of kvflash's names."""
+"""The modules that a script imports, filled with kvflash's names."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _RUNTIME: dict[str, Any] = {
     "dynamo_worker": dynamo_worker,
 }
 
-# Each module with its names; a name that is not here is an ImportError.
+# Each module with its names; any other name is an ImportError.
 MODULES: dict[str, dict[str, Any]] = {
     "dynamo.llm": _LLM,
     "dynamo.runtime": _RUNTIME,
@@ -55,7 +55,7 @@ MODULES: dict[str, dict[str, Any]] = {
 
 
 def install() -> None:
-    """Put the modules where ``import`` finds them, in this process."""
+    """Register the modules for ``import`` in this process."""
     package = ModuleType("dynamo", "Dynamo's names, made of kvflash's.")
     package.__path__ = []
     sys.modules["dynamo"] = package

@@ -1,4 +1,4 @@
-"""Runs a script, or a module of Dynamo's, in this process."""
+"""Runs a script, or a module that imports Dynamo, in this process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ classes under these names; or run dynamo.COMMAND as kvflash COMMAND.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run it. Returns the exit status: 2 for bad usage, else what was run decides."""
+    """Run it. Returns its exit status, or 2 for bad usage."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
         print(_USAGE, end="", file=sys.stdout if words else sys.stderr)
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     script = Path(words[0])
     if not script.is_file():
         return _refuse(f"SCRIPT must be a Python file, and {words[0]} is not there")
-    # Here, so that a command does not import what only scripts need.
+    # Imported here, so that the command does not load what only scripts need.
     from kvflash.compat.dynamo.modules import install  # noqa: PLC0415
 
     install()
