@@ -1,1 +1,1 @@
-"""Who the workers are: flags, names in DNS and discovery, told to a core."""
+"""Finds the workers, by flags, names in DNS and discovery, and passes them to a core."""

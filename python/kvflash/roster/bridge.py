@@ -1,4 +1,4 @@
-"""Workers on a plane that the core does not speak, reached through a port of this process."""
+"""Workers on a plane that the core does not support, reached through a port of this process."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["Bridge"]
 
 # endpoint and instance
 Target = tuple[str, int]
-# Nobody serves it: that a worker refuses it says that it lives, at no other cost.
+# No endpoint has this name: a worker that refuses it is alive, and the ping costs nothing else.
 NO_ENDPOINT = ""
-# The core gives a ping up after that.
+# The core gives up a ping after this time.
 PING_TIMEOUT_S = 2.0
 
 
 class _Forwarding(Serving):
-    """Has other instances' requests run by them."""
+    """Forwards requests to other instances."""
 
     def __init__(self, limits: RuntimeLimits) -> None:
         super().__init__(0, limits)
@@ -34,7 +34,7 @@ class _Forwarding(Serving):
         self.ways: dict[Target, tuple[PlaneClient, dict[str, Any]]] = {}
 
     async def is_there(self, ping: bytes) -> bool:
-        """Ask the instance itself: that the bridge lives says nothing of it."""
+        """Ask the instance itself, since the bridge says nothing about it."""
         try:
             whom = unpack(ping)
             client, transport = self.ways[whom["endpoint"], whom["instance_id"]]
@@ -54,10 +54,10 @@ class _Forwarding(Serving):
         return True
 
     def begin(self, request: Request, send: Send) -> Running:
-        """Pass a request on.
+        """Forward a request.
 
         Raises:
-            NotFoundError: The instance is not bridged (any more).
+            NotFoundError: The instance is not bridged, or no longer.
         """
         served = self.targets.get((request.endpoint, request.instance_id))
         if served is None:
@@ -66,9 +66,9 @@ class _Forwarding(Serving):
 
 
 class Bridge:
-    """A tcp plane on the loopback that passes requests on to another plane.
+    """A tcp plane on the loopback interface that forwards requests to another plane.
 
-    It starts with the first instance that needs it, and belongs to that event loop.
+    It starts with the first instance that needs it, in that event loop.
 
     Args:
         limits: Of both sides.
@@ -83,10 +83,10 @@ class Bridge:
     async def open(
         self, endpoint: str, instance_id: int, transport: dict[str, Any]
     ) -> dict[str, Any]:
-        """The transport by which the core reaches an instance.
+        """Return the transport through which the core reaches an instance.
 
         Raises:
-            ConfigError: The plane is unknown, or what it needs is not installed.
+            ConfigError: The plane is unknown, or a package for it is not installed.
         """
         if transport.get("kind") in ("tcp", "http"):
             return transport
@@ -107,7 +107,8 @@ class Bridge:
                     yield unpack(item)
             except FailedError as error:
                 if error.failure.retry and error.failure.code == "unreachable":
-                    # It never had the request: the core may ask any other worker.
+                    # The request did not reach the worker: the core may retry with any other
+                    # worker.
                     raise NotFoundError(error.failure.message) from error
                 raise error.error() from error
             finally:
@@ -120,12 +121,12 @@ class Bridge:
         return {"kind": "tcp", "address": self._server.address}
 
     def forget(self, endpoint: str, instance_id: int) -> None:
-        """The instance is gone; what runs there goes on."""
+        """Remove an instance; its running requests go on."""
         self._forwarding.targets.pop((endpoint, instance_id), None)
         self._forwarding.ways.pop((endpoint, instance_id), None)
 
     async def close(self) -> None:
-        """Close everything."""
+        """Close all clients and the server."""
         if self._server is not None:
             await self._server.close()
         for client in self._clients.values():

@@ -1,4 +1,4 @@
-"""Whom the ways of finding workers tell of them."""
+"""Interfaces that receive the workers found."""
 
 from __future__ import annotations
 
@@ -16,53 +16,53 @@ Component = tuple[str, str]
 
 
 class EngineFleet(Protocol):
-    """A core that takes engines by their addresses."""
+    """A core that takes engines by address."""
 
     def add_worker(self, spec: str) -> int:
-        """Add an engine that speaks OpenAI's API."""
+        """Add an engine with OpenAI's API."""
 
     def remove_worker(self, instance_id: int) -> None:
         """Remove it; its requests go on."""
 
 
 class Fleet(EngineFleet, Protocol):
-    """A core that takes workers of the runtime, too."""
+    """A core that also takes workers of the runtime."""
 
     def put_worker(self, worker: str) -> int:
-        """Add a worker of the runtime or change it."""
+        """Add or change a worker of the runtime."""
 
     def set_worker_state(self, instance_id: int, state: str) -> None:
-        """Take a worker out of service, or back into it."""
+        """Take a worker out of service, or put it back."""
 
 
 class Replicas(Protocol):
-    """Who else routes to these workers; see :class:`kvflash.routing.cluster.Cluster`."""
+    """Other routers of these workers; see :class:`kvflash.routing.cluster.Cluster`."""
 
     def check_events(self, instance_id: int, events: dict[int, dict[str, Any]]) -> None:
-        """Log once if a worker announces events that are not heard here."""
+        """Log once if a worker announces events that this process does not receive."""
 
     def before_worker(
         self, component: Component, instance_id: int, events: dict[int, dict[str, Any]]
     ) -> None:
-        """A worker is about to be told to the core."""
+        """Called before a worker is added to the core."""
 
     def worker_joined(
         self, component: Component, instance_id: int, shared_id: int | None = None
     ) -> None:
-        """The core knows it; between routers it may have another number."""
+        """Called after the core added it; its number between routers may differ."""
 
     def worker_left(self, component: Component, instance_id: int) -> None:
-        """It is gone."""
+        """Called when it has left."""
 
     def worker_gone(self, instance_id: int) -> None:
-        """It takes no requests any more."""
+        """Called when it takes no requests any more."""
 
     def only(self, component_ids: dict[Component, set[int]]) -> None:
-        """Discovery has told all workers."""
+        """Called when discovery has listed all workers."""
 
 
 class Alone:
-    """Nobody else routes: nothing is shared, and only sockets are heard."""
+    """For a single router: nothing is shared, and only events over sockets are received."""
 
     def __init__(self) -> None:
         self._warned: set[int] = set()

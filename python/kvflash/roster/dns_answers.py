@@ -1,4 +1,4 @@
-"""What a name's answers amount to: pure, no sockets and no clock."""
+"""What a name's answers add up to: pure, without sockets and without a clock."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from kvflash.roster.dns_spec import Address
 
 __all__ = ["ADDRESSES_MAX", "EMPTY_MAX", "Answers", "KnownName"]
 
-#: Empty answers in a row after which a name is believed to have no address. One may be wrong, and
-#: would forget what all engines hold.
+#: Empty answers in a row after which a name counts as having no address. A single one may be
+#: wrong, and would make the router forget what all engines hold.
 EMPTY_MAX = 3
 #: Addresses of a name that become workers.
 ADDRESSES_MAX = 4_096
 
 
 class Answers:
-    """What is known of one kind of record.
+    """State of one kind of record.
 
     Attributes:
-        addresses: The last ones that were told, or none once that is believed.
-        is_told: There was an answer that was believed.
+        addresses: The last accepted addresses; none once enough answers were empty.
+        is_told: Whether any answer was accepted.
         empty: Empty answers since the last one with an address.
-        failure: Why the last lookup failed, in words; None: it did not.
+        failure: Why the last lookup failed; None if it succeeded.
         counts: Lookups by outcome: ``answered``, ``empty``, ``failed``.
     """
 
@@ -35,7 +35,7 @@ class Answers:
         self.counts = Counter(answered=0, empty=0, failed=0)
 
     def take(self, found: Iterable[Address]) -> None:
-        """The name server has answered."""
+        """Record an answer of the name server."""
         addresses = frozenset(found)
         self.failure = None
         self.counts["answered" if addresses else "empty"] += 1
@@ -44,17 +44,17 @@ class Answers:
             self.addresses, self.is_told = addresses, True
 
     def fail(self, why: str) -> None:
-        """It has not: what is known stays, and empty answers before are not believed."""
+        """Record a failed lookup: the addresses stay, and the count of empty answers restarts."""
         self.counts["failed"] += 1
         self.failure, self.empty = why, 0
 
 
 class KnownName:
-    """What is known of a name, by all records that it is asked for.
+    """State of a name over all its kinds of records.
 
     Args:
-        label: What it is called in words.
-        records: Such as ``A``.
+        label: The name in messages.
+        records: Kinds of records, such as ``A``.
     """
 
     def __init__(self, label: str, records: Sequence[str]) -> None:
@@ -63,15 +63,15 @@ class KnownName:
 
     @property
     def is_failing(self) -> bool:
-        """The last lookup of a record has failed."""
+        """Whether the last lookup of a record failed."""
         return any(one.failure is not None for one in self.answers.values())
 
     def addresses(self) -> list[Address]:
-        """Those that become workers: the first ones in order, IPv4 before IPv6."""
+        """Addresses that become workers: the first ones in order, IPv4 before IPv6."""
         return sorted(self._all(), key=lambda one: (one.version, int(one)))[:ADDRESSES_MAX]
 
     def failures(self) -> list[str]:
-        """Lookups that fail, in words."""
+        """Messages about lookups that fail."""
         count = len(self._all())
         known = f"the {count} known addresses stay in use" if count else "no address is known"
         return [
@@ -81,7 +81,7 @@ class KnownName:
         ]
 
     def notes(self) -> dict[str, str]:
-        """What else is wrong with what was answered, in words, by what it is."""
+        """Messages about other problems of the answers, by kind."""
         found, count = {}, len(self._all())
         for record, one in self.answers.items():
             if one.empty and one.addresses:

@@ -1,4 +1,4 @@
-"""The workers that names in DNS stand for, kept at the frontend."""
+"""Keeps the frontend's workers equal to the addresses of names in DNS."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ logger = logging.getLogger(__name__)
 
 
 class DnsFleet:
-    """Adds engines that names have got, and removes those that no name has any more.
+    """Adds engines at new addresses of names, and removes those that no name has any more.
 
-    An address that two names have is a worker of the first one, as the flags are ordered. An engine
-    that is registered another way stays what it is. One that is removed by hand stays away until
-    its address has left DNS.
+    An address of two names is a worker of the first name, in the order of the flags. An engine that
+    is registered in another way stays unchanged. One that is removed by hand stays away until its
+    address has left DNS.
 
     Args:
         core: The frontend's core.
-        replicas: Are told who comes and goes.
-        has_shared_ids: Workers have numbers that every process gives them alike, for those who ask
-            an index of another process about them.
+        replicas: Are informed of joins and leaves.
+        has_shared_ids: Whether workers have the same number in every process, for routers that ask
+            the index of another process.
     """
 
     def __init__(
@@ -37,21 +37,21 @@ class DnsFleet:
         self._core, self._replicas = core, replicas
         self._has_shared_ids = has_shared_ids
         self._found: list[tuple[DnsWorkers, list[Address]]] = []
-        # What the core was told, under which number, and for which name: by URL.
+        # Specs in the core, with worker number and name, by URL.
         self._told: dict[str, tuple[str, int, DnsWorkers]] = {}
-        # What it did not take, and why: by URL.
+        # Errors of specs that the core refused, by URL.
         self._refused: dict[str, KvflashError] = {}
-        # What replicas are to know: component and number between them, by number here. They are
-        # found through servers that may be away: nobody waits for them here.
+        # For replicas: component and shared number, by local number. A thread of its own informs
+        # them, because their servers may be down.
         self._shared: dict[int, tuple[Component, int]] = {}
         self._changed, self._is_closed = threading.Event(), False
         threading.Thread(target=self._share, name="kvflash-dns-replicas", daemon=True).start()
 
     def keep(self, found: Iterable[tuple[DnsWorkers, Sequence[Address]]]) -> None:
-        """Make the workers those of these names, at these addresses.
+        """Make the workers equal to these names and addresses.
 
-        Cost: O(addresses) where they have changed or some were refused, and for each that is new
-        what the core takes to add a worker.
+        Cost: O(addresses) if they changed or some were refused, plus for each new address the cost
+        of adding a worker to the core.
         """
         now = [(name, list(addresses)) for name, addresses in found]
         if now == self._found and not self._refused:
@@ -79,7 +79,7 @@ class DnsFleet:
             self._changed.set()
 
     def warnings(self) -> list[str]:
-        """Which engines were not taken, in words; those that are workers already are no trouble."""
+        """Messages about refused engines, except those that are workers already."""
         found: dict[str, list[str]] = {}
         for url, error in self._refused.items():
             if not isinstance(error, ConflictError):
@@ -90,7 +90,7 @@ class DnsFleet:
         ]
 
     def close(self) -> None:
-        """Tell replicas nothing more; workers stay."""
+        """Stop informing replicas; workers stay."""
         self._is_closed = True
         self._changed.set()
 
@@ -107,7 +107,7 @@ class DnsFleet:
 
     def _remove(self, url: str, number: int) -> None:
         logger.info("worker %d: DNS no longer lists %s; its running requests continue", number, url)
-        # DELETE /workers may have been first.
+        # DELETE /workers may have removed it first.
         with contextlib.suppress(NotFoundError):
             self._core.remove_worker(number)
 
@@ -127,7 +127,7 @@ class DnsFleet:
                 logger.exception("replicas could not be told about the engines found by DNS")
 
     def _tell_refused(self, before: dict[str, KvflashError]) -> None:
-        """One line for all that were not refused alike a lookup ago."""
+        """Log one line for all that were not refused in the same way at the last lookup."""
         fresh = [u for u, why in self._refused.items() if str(before.get(u)) != str(why)]
         if fresh:
             first = fresh[0]
@@ -141,11 +141,11 @@ class DnsFleet:
 
 
 def _component(name: DnsWorkers) -> Component:
-    """Where replicas find each other that were given the same name."""
+    """The component under which replicas with the same name find each other."""
     return "workers", "dns-" + hashlib.sha256(name.label.encode()).hexdigest()[:16]
 
 
 def shared_id(url: str) -> int:
-    """An engine's number between replicas, each of which numbers workers as they come."""
-    # Below 2^63, so that every JSON reader takes it.
+    """An engine's number between replicas; each replica numbers workers in order of arrival."""
+    # Below 2^63, so that every JSON parser can read it.
     return int.from_bytes(hashlib.sha256(url.encode()).digest()[:8], "big") >> 1

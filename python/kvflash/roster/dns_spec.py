@@ -1,4 +1,4 @@
-"""A ``--worker`` that stands for every address of a name."""
+"""A ``--worker`` that stands for every address of a DNS name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvflash.roster.flags import DNS_PREFIX
 
 __all__ = ["Address", "DnsWorkers"]
 
-# The record that has the addresses of a family, by what ``ip=`` says.
+# Kind of record for each value of ``ip=``.
 _RECORDS = {"4": "A", "6": "AAAA"}
 _ANY_HOST = "tcp://*:"
 
@@ -23,13 +23,13 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 @dataclass(frozen=True, kw_only=True)
 class DnsWorkers:
-    """Engines that a name in DNS stands for, all of them with the same ports.
+    """Engines behind a DNS name, all with the same ports.
 
     Attributes:
-        label: The URL with the name in it, as logs, ``/health`` and replicas call them.
-        name: What is looked up.
-        records: What is asked for: ``A``, ``AAAA`` or both.
-        template: A worker as ``--worker`` takes it, with ``{host}`` for its address.
+        label: The URL with the name in it, used in logs, ``/health`` and between replicas.
+        name: The name to look up.
+        records: Kinds of records to look up: ``A``, ``AAAA`` or both.
+        template: A worker in the format of ``--worker``, with ``{host}`` for its address.
     """
 
     label: str
@@ -42,7 +42,7 @@ class DnsWorkers:
         """Parse ``dns+http://name:port[,events=tcp://*:port][,replay=tcp://*:port][,ip=4|6]...``.
 
         Raises:
-            ConfigError: Names the field, what is legal and what came.
+            ConfigError: Names the field, the legal values and the actual value.
         """
         url, *options = (part.strip() for part in text.split(","))
         scheme, _, rest = url.removeprefix(DNS_PREFIX).rstrip("/").partition("://")
@@ -75,7 +75,7 @@ class DnsWorkers:
         found = DnsWorkers(
             label=url.rstrip("/"), name=name, records=records, template=",".join(template)
         )
-        # What a worker may be is the core's to say; what it refuses is told with the name.
+        # The core checks the rest of a worker; its errors are reported with the name.
         spec = found._with_host(name)
         try:
             Frontend.check_worker(spec)
@@ -84,7 +84,7 @@ class DnsWorkers:
         return found
 
     def spec(self, address: Address) -> str:
-        """The worker at ``address``, as ``--worker`` takes it."""
+        """The worker at ``address``, in the format of ``--worker``."""
         return self._with_host(f"[{address}]" if address.version == 6 else str(address))
 
     def _with_host(self, host: str) -> str:
@@ -92,17 +92,17 @@ class DnsWorkers:
 
 
 def _check_name(url: str, authority: str, name: str) -> None:
-    """Check that there is a name, and that it can be looked up.
+    """Check that there is a name that can be looked up.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no such name.
     """
     if authority.startswith("[") or _is_address(name):
         raise ConfigError(
             f"{authority} is an address and needs no lookup: give it without {DNS_PREFIX}, "
             f"got {url!r}"
         )
-    # The certificate of an address would not have the name.
+    # An address's certificate would not contain the name.
     if not name or "@" in authority or not url.startswith(f"{DNS_PREFIX}http://"):
         raise ConfigError(f"worker url must be {DNS_PREFIX}http://name:port, got {url!r}")
     try:

@@ -1,4 +1,4 @@
-"""Names in DNS, looked up again and again, and their addresses as the frontend's workers."""
+"""Looks up names in DNS repeatedly, and keeps their addresses as the frontend's workers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["DnsWatch", "Server"]
 
 logger = logging.getLogger(__name__)
 
-# A lookup that takes longer has failed; in between it is the interval.
+# A lookup that takes longer has failed. The limit is the interval, within these bounds.
 LOOKUP_S_MIN, LOOKUP_S_MAX = 3.0, 5.0
 
 #: Address and port of a name server.
@@ -30,21 +30,21 @@ Server = tuple[str, int]
 
 
 class DnsWatch:
-    """Looks names up in a thread of its own, each of their records for itself.
+    """Looks up names in its own thread, each kind of record independently.
 
     Args:
         core: The frontend's core.
-        names: In the order of the flags.
+        names: Names in the order of the flags.
         interval_s: Seconds between two lookups of a record.
-        server: Who is asked; None: as ``/etc/resolv.conf`` says, which is read again after a
+        server: The name server; None: from ``/etc/resolv.conf``, which is read again after a
             failure.
-        replicas: Are told who comes and goes.
+        replicas: Are informed of joins and leaves.
         show_metrics: Takes lines of the OpenMetrics text format.
-        show_warnings: Takes what is wrong, in words.
-        has_shared_ids: Workers have numbers that every process gives them alike.
+        show_warnings: Takes messages about problems.
+        has_shared_ids: Whether workers have the same number in every process.
 
-    Consistency: a lookup's outcome is in workers, metrics and warnings before the next lookup of
-    that record begins.
+    Consistency: workers, metrics and warnings reflect a lookup before the next lookup of that
+    record starts.
     """
 
     def __init__(
@@ -74,16 +74,16 @@ class DnsWatch:
         self._tell()
 
     def start(self) -> None:
-        """Look up in the background."""
+        """Start the lookups in the background."""
         self._background.start()
 
     def stop(self) -> None:
-        """Look up no more; the frontend keeps its workers. Blocks until done."""
+        """Stop the lookups; the frontend keeps its workers. Blocks until done."""
         self._background.stop()
         self._fleet.close()
 
     async def _look_up_all(self) -> None:
-        # A record that hangs holds up no other.
+        # A record that hangs does not block the others.
         await asyncio.gather(
             *(
                 self._look_up_for_ever(name, known, record)
@@ -97,7 +97,7 @@ class DnsWatch:
             try:
                 await self._look_up(name, known, record)
             except Exception as error:
-                # What is known goes on being served, and this task is all that learns more.
+                # Known workers stay in service, and only this task can find new ones.
                 logger.exception("%s: the lookup (%s)", name.label, record)
                 known.answers[record].fail(repr(error))
             try:
@@ -121,17 +121,17 @@ class DnsWatch:
         except (dns.exception.DNSException, OSError) as error:
             answers.fail(str(error))
         if answers.failure is not None:
-            # Other name servers may be named by now.
+            # The file may name other servers by now.
             self._resolver = None
 
     async def _ask(
         self, resolver: dns.asyncresolver.Resolver, name: str, record: str
     ) -> list[Address]:
-        """The name's addresses; none where it does not exist or has no such record.
+        """The name's addresses; none if the name does not exist or has no such record.
 
         Raises:
-            dns.exception.DNSException: No name server has answered that.
-            OSError: It can't be asked.
+            dns.exception.DNSException: No name server answered.
+            OSError: The server can't be queried.
         """
         try:
             answer = await resolver.resolve(
@@ -144,7 +144,7 @@ class DnsWatch:
     def _make_resolver(self) -> dns.asyncresolver.Resolver:
         if self._server is None:
             return dns.asyncresolver.Resolver()
-        # Search domains are those of the machine, where it has any.
+        # Uses the machine's search domains, if any.
         try:
             resolver = dns.asyncresolver.Resolver()
         except dns.resolver.NoResolverConfiguration:
@@ -154,7 +154,7 @@ class DnsWatch:
         return resolver
 
     def _settle(self, known: KnownName) -> None:
-        """Make workers, log, metrics and warnings what is known now."""
+        """Update workers, log, metrics and warnings from the known state."""
         failures, notes = known.failures(), known.notes()
         outage, noted = self._outages[known.label], self._noted[known.label]
         if failures:

@@ -1,4 +1,4 @@
-"""All ways by which a service finds its workers."""
+"""All ways in which a service finds its workers."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 def add_named(core: EngineFleet, flags: FleetFlags) -> dict[int, str]:
-    """Add the engines that flags name by their URLs; their numbers and specs.
+    """Add the engines that flags name by URL; returns their numbers and specs.
 
     Raises:
-        ConfigError: Names the flag and the field at fault.
+        ConfigError: Names the faulty flag and field.
         ConflictError: A worker is given twice.
     """
     found = {}
@@ -41,16 +41,16 @@ def add_named(core: EngineFleet, flags: FleetFlags) -> dict[int, str]:
 
 
 def _names(flags: FleetFlags) -> list[DnsWorkers]:
-    """Those of them that are names in DNS.
+    """The workers among the flags that are names in DNS.
 
     Raises:
-        ConfigError: Names the flag and the field at fault.
+        ConfigError: Names the faulty flag and field.
     """
     found: list[DnsWorkers] = []
     for source, spec, role in flags.named_workers():
         if not spec.startswith(DNS_PREFIX):
             continue
-        # Who names none need not load the client of DNS.
+        # Without names the DNS client need not be loaded.
         from kvflash.roster.dns_spec import DnsWorkers  # noqa: PLC0415
 
         try:
@@ -64,19 +64,19 @@ def _names(flags: FleetFlags) -> list[DnsWorkers]:
 
 
 class Finder:
-    """Follows discovery and names in DNS, each in a thread of its own where it is wanted.
+    """Follows discovery and names in DNS, each in its own thread if used.
 
     Args:
-        core: Is told of workers.
+        core: Receives the workers.
         flags: Where to look.
-        replicas: Who else routes to them.
+        replicas: Other routers of these workers.
         show_metrics: Takes lines of the OpenMetrics text format.
-        show_warnings: Takes what is wrong, in words.
-        report_load: Takes workers' reports of their load; None: the core takes no requests.
-        has_shared_ids: Engines of DNS have numbers that every process gives them alike.
+        show_warnings: Takes messages about problems.
+        report_load: Takes workers' load reports; None: the core takes no requests.
+        has_shared_ids: Whether engines found in DNS have the same number in every process.
 
     Raises:
-        ConfigError: Names the flag at fault.
+        ConfigError: Names the faulty flag.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Finder:
         self._watch: DiscoveryWatch | None = None
         self._dns: DnsWatch | None = None
         if kind is not None:
-            # What can't be is refused now; the watch would try again for ever.
+            # Refuse impossible settings now; the watch would retry for ever.
             open_discovery(kind)
             self._watch = DiscoveryWatch(
                 core,
@@ -119,7 +119,7 @@ class Finder:
             )
 
     def start(self) -> None:
-        """Look in the background."""
+        """Start looking in the background."""
         for watch in (self._watch, self._dns):
             if watch is not None:
                 watch.start()
@@ -127,7 +127,7 @@ class Finder:
             logger.info("waiting for %s", self._waits_for)
 
     def stop(self) -> None:
-        """Look no more; workers stay. Blocks until done."""
+        """Stop looking; workers stay. Blocks until done."""
         for watch in (self._watch, self._dns):
             if watch is not None:
                 watch.stop()

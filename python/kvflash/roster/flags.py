@@ -1,4 +1,4 @@
-"""The flags that say where a service finds its workers."""
+"""Flags that say where a service finds its workers."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from kvflash.runtime.component import check_name
 
 __all__ = ["DNS_PREFIX", "PARSERS", "FleetFlags"]
 
-#: What the URL of a worker begins with that stands for every address of a name.
+#: Prefix of a worker URL that stands for every address of a name.
 DNS_PREFIX = "dns+"
 
 
 class FleetFlags:
-    """What a service's settings say of its fleet: a base of the class that has them.
+    """Settings of a service's fleet; a base class of the service's settings.
 
     Attributes:
-        worker_dns_interval_secs: Seconds between two lookups of a name among them.
-        worker_dns_server: Who is asked for names; None: as ``/etc/resolv.conf`` says.
-        discovery: ``mem``, ``file``, ``etcd`` or ``none``; None: as the service wants.
-        namespace: Only workers of this one; None: of all.
+        worker_dns_interval_secs: Seconds between two lookups of a DNS name.
+        worker_dns_server: Name server for the lookups; None: from ``/etc/resolv.conf``.
+        discovery: ``mem``, ``file``, ``etcd`` or ``none``; None: the service's default.
+        namespace: Only workers of this namespace; None: of all.
     """
 
-    #: Another way in which workers come.
+    #: Another source of workers.
     other_way: ClassVar[str] = "POST /workers"
 
     worker_dns_interval_secs: float
@@ -39,11 +39,11 @@ class FleetFlags:
 
     @property
     def discovery_kind(self) -> str | None:
-        """The discovery that is watched, if any."""
+        """The discovery to watch, if any."""
         return None if self.discovery == "none" else self.discovery
 
     def named_workers(self) -> Iterator[tuple[str, str, str]]:
-        """Workers that flags name: what said so, the worker, and its role to be added to it."""
+        """Workers named by flags: the flag, the worker, and a role to append."""
         raise NotImplementedError
 
     @staticmethod
@@ -51,7 +51,7 @@ class FleetFlags:
         yield from ((source_of(flag, spec), spec, role) for spec in specs)
 
     def check_dns(self) -> None:
-        """Check that a name server has something to do.
+        """Check that a name server is only set together with a name.
 
         Raises:
             ConfigError: No worker is a name.
@@ -64,7 +64,7 @@ class FleetFlags:
             )
 
     def waits_for(self) -> str:
-        """Where workers may come from, in words."""
+        """Where workers may come from, for messages."""
         specs = [spec for _, spec, _ in self.named_workers() if spec.startswith(DNS_PREFIX)]
         ways = [*(f"addresses of {spec.partition(',')[0]}" for spec in specs), self.other_way]
         if self.discovery_kind is not None:
@@ -98,7 +98,7 @@ def _namespace(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-#: What makes values of the settings' texts, by key; see ``kvflash.settings.add_settings``.
+#: Parsers of the settings' strings, by key; see ``kvflash.settings.add_settings``.
 PARSERS: dict[str, Callable[[str], Any]] = {
     "worker_dns_server": _server,
     "namespace": _namespace,

@@ -1,4 +1,4 @@
-"""Indexers in discovery: they announce themselves, and routers that were given no URL find them.
+"""Indexers in discovery: they announce themselves, and routers without a URL find them.
 
 ::
 
@@ -27,13 +27,13 @@ PAUSE_S = 2.0
 
 
 class AnnouncedIndexer:
-    """Announces an indexer as long as its process lives.
+    """Announces an indexer while its process lives.
 
     Args:
         kind: ``mem``, ``file`` or ``etcd``.
-        namespace: Whose workers it follows; None: those of all.
-        host: Where it listens.
-        port: Where it listens.
+        namespace: Namespace of the workers that it follows; None: all.
+        host: Host that it listens on.
+        port: Port that it listens on.
         scheme: ``http`` or ``https``.
     """
 
@@ -45,11 +45,11 @@ class AnnouncedIndexer:
         self._background = Background("kvflash-announce", self._announce)
 
     def start(self) -> None:
-        """Announce it in the background."""
+        """Start announcing in the background."""
         self._background.start()
 
     def stop(self) -> None:
-        """Take it back. Blocks until done."""
+        """Withdraw the announcement. Blocks until done."""
         self._background.stop()
 
     async def _announce(self) -> None:
@@ -71,14 +71,14 @@ class AnnouncedIndexer:
 
 
 class IndexerFinder:
-    """Tells a router where its indexer is: the first one in discovery that follows its workers.
+    """Gives a router its indexer: the first one in discovery that follows its workers.
 
-    One that is there stays the router's until it is gone.
+    The router keeps it until it is gone.
 
     Args:
         kind: ``mem``, ``file`` or ``etcd``.
-        namespace: Whose workers the router has; None: those of all.
-        show: Takes its URL, None while there is none.
+        namespace: Namespace of the router's workers; None: all.
+        show: Takes the indexer's URL, or None without an indexer.
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class IndexerFinder:
         self._background = Background("kvflash-indexers", self._find)
 
     def start(self) -> None:
-        """Look in the background."""
+        """Start looking in the background."""
         self._background.start()
 
     def stop(self) -> None:
-        """Look no more. Blocks until done."""
+        """Stop looking. Blocks until done."""
         self._background.stop()
 
     async def _find(self) -> None:
@@ -106,7 +106,7 @@ class IndexerFinder:
                 finally:
                     await discovery.close()
             except (KvflashError, OSError) as error:
-                # What is known goes on being asked.
+                # The router keeps asking the known indexer.
                 logger.warning("discovery %s: %s; trying again", self._kind, error)
             await asyncio.sleep(PAUSE_S)
 
@@ -121,7 +121,7 @@ class IndexerFinder:
                 elif isinstance(event, Delete):
                     self._urls.pop(event.key, None)
                 else:
-                    # Those that went while discovery was away.
+                    # Indexers that left while discovery was down.
                     self._urls = {key: self._urls[key] for key in self._urls if key in known}
                 self._settle()
 

@@ -1,4 +1,4 @@
-"""What discovery's keys say of workers, checked where it comes in.
+"""Values of workers' keys in discovery, validated on arrival.
 
 ::
 
@@ -22,13 +22,13 @@ __all__ = ["Name", "WorkerKeys", "announced", "is_brokered", "read_key"]
 
 logger = logging.getLogger(__name__)
 
-# A worker's keys come by three watches: what belongs together is there after that, also over the
-# connections to etcd. It bounds how often a large fleet is gone through, too.
+# A worker's keys arrive through three watches: after this pause related keys have all arrived, even
+# over etcd's separate connections. It also limits how often a large fleet is scanned.
 BATCH_S = 0.02
 RESTART_PAUSE_S = 0.5
 PARTS = 6
 NUMBER_MAX, RANK_MAX = 2**64 - 1, 2**32 - 1
-# Fields that are used here, by kind: another type of theirs would be met far from its key.
+# Fields used by this package, by kind: a wrong type would otherwise fail far from its key.
 _TYPES: dict[str, dict[str, type]] = {
     "instances": {"transport": dict, "state": str},
     "models": {
@@ -46,10 +46,10 @@ _TRANSPORT: dict[str, type] = {"kind": str, "address": str, "url": str, "subject
 
 
 def read_key(key: str, value: bytes) -> dict[str, Any]:
-    """A key's value.
+    """Decode a key's value.
 
     Raises:
-        DecodeError: The key names no worker, or the value is not what it should be; says what.
+        DecodeError: The key names no worker, or the value is malformed; the message says why.
     """
     kind = _kind(key)
     try:
@@ -67,10 +67,10 @@ def read_key(key: str, value: bytes) -> dict[str, Any]:
 
 
 def _kind(key: str) -> str:
-    """What a worker's key is about.
+    """The kind of a worker's key.
 
     Raises:
-        DecodeError: It names no worker.
+        DecodeError: The key names no worker.
     """
     parts = key.split("/")
     kind = parts[1] if len(parts) == PARTS else ""
@@ -87,7 +87,7 @@ def _is_number(text: str, number_max: int) -> bool:
 
 
 def _check(fields: dict[str, Any], types: dict[str, type], path: str) -> None:
-    """Refuse fields of another type; each may be missing or null."""
+    """Refuse fields of a wrong type; each field may be missing or null."""
     for name, kind in types.items():
         field = fields.get(name)
         if field is not None and (not isinstance(field, kind) or isinstance(field, bool)):
@@ -102,7 +102,7 @@ def _set(table: dict[Any, dict[str, Any]], key: Any, value: dict[str, Any] | Non
 
 
 def announced(events: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """Where a worker says that its events are, by rank, in the form that the core takes."""
+    """A worker's announced event endpoints, by rank, in the core's format."""
     return {
         str(rank): {key: where.get(key) for key in ("endpoint", "replay_endpoint")}
         for rank, where in events.items()
@@ -114,26 +114,26 @@ def is_brokered(where: dict[str, Any]) -> bool:
     return str(where.get("endpoint")).partition("://")[0] in ("jetstream", "nats")
 
 
-#: namespace/component/endpoint, of events without the endpoint; and the instance's number.
+#: namespace/component/endpoint (events have no endpoint), and the instance's number.
 Name = tuple[str, int]
 
 
 class WorkerKeys:
-    """What discovery says of workers: noted as it comes, settled batch by batch.
+    """Collects workers' keys from discovery, and processes changes in batches.
 
-    A key counts as known until it is seen to be gone, also over a failure of discovery.
+    A key stays known until it is seen to be deleted, even if discovery fails in between.
 
     Args:
         discovery: Where to look.
         scope: ``namespace/component/endpoint``, a namespace, or nothing for all.
-        settle: Makes of the keys what they say, once for all that changed since the last time. It
-            is first called when everything that was there is known, and never twice at once.
+        settle: Processes all keys that changed since its last call. The first call comes when all
+            existing keys are known; calls never overlap.
 
     Attributes:
-        instances: What instances say; with an endpoint those of all of its component, for what is
-            in its stream is of all.
+        instances: Values of instances; with an endpoint those of its whole component, because the
+            component's stream covers them all.
         cards: Model cards.
-        events: Where events are told, by rank, of the whole component.
+        events: Event endpoints by rank, of the whole component.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class WorkerKeys:
         self._changed_names: dict[Name, None] = {}
         names = [f"{name}/" for name in scope.split("/") if name]
         wide, narrow = "".join(names[:2]), "".join(names)
-        # Keys that are believed to be there.
+        # Keys that are believed to exist.
         self._keys: dict[str, set[str]] = {
             f"v1/events/{wide}": set(),
             f"v1/models/{narrow}": set(),
@@ -158,32 +158,32 @@ class WorkerKeys:
         self._tasks: list[asyncio.Task[None]] = []
 
     def served(self) -> Iterator[tuple[int, dict[str, Any], dict[str, Any] | None]]:
-        """The endpoint's instances: number, what it says, and its model card if it has one."""
+        """The endpoint's instances: number, value, and model card if there is one."""
         for name, instance in self.instances.items():
             if name[0] == self._scope:
                 yield name[1], instance, self.cards.get(name)
 
     def events_of(self, name: Name) -> dict[int, dict[str, Any]]:
-        """Where an instance's ranks tell their events, ascending."""
+        """An instance's event endpoints by rank, ascending."""
         return dict(sorted(self.events.get((name[0].rpartition("/")[0], name[1]), {}).items()))
 
     def take_changed(self) -> list[Name]:
-        """Whose keys have changed since the last call, in the order of their first change."""
+        """Names whose keys changed since the last call, in the order of their first change."""
         changed, self._changed_names = self._changed_names, {}
         return list(changed)
 
     def start(self) -> None:
-        """Follow discovery; needs a running event loop."""
+        """Start following discovery; needs a running event loop."""
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._follow(prefix)) for prefix in self._keys]
         self._tasks.append(loop.create_task(self._settle_for_ever()))
 
     def resettle(self) -> None:
-        """Settle again, though no key may have changed."""
+        """Process the keys again, even if none has changed."""
         self._changed.set()
 
     async def synced(self, timeout_s: float) -> None:
-        """Wait until what is there is known and settled.
+        """Wait until existing keys are known and processed.
 
         Raises:
             TransportError: Discovery did not answer in time.
@@ -197,11 +197,11 @@ class WorkerKeys:
         await self._settled.wait()
 
     async def close(self) -> None:
-        """Follow no more."""
+        """Stop following."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        # Whoever waits goes on, with what is there.
+        # Waiting callers continue with what is known.
         self._settled.set()
 
     async def _follow(self, prefix: str) -> None:
@@ -209,17 +209,17 @@ class WorkerKeys:
             try:
                 async with self._discovery.watch(prefix) as watch:
                     seen = set[str]()
-                    # What waits comes without a pause.
+                    # Buffered events come without a pause.
                     async for event in watch:
                         self._hear(prefix, seen, event)
                 return
             except ClosedError:
                 return
             except (KvflashError, OSError) as error:
-                # Backends reconnect by themselves; what they give up on is tried again anyway.
+                # Backends reconnect on their own; after they give up, the watch is restarted here.
                 logger.warning("%s: %s; trying again", prefix, error)
             except Exception:
-                # What is known goes on being served, and this task is all that learns more.
+                # Known workers stay in service, and only this task can find new ones.
                 logger.exception("%s; trying again", prefix)
             await asyncio.sleep(RESTART_PAUSE_S)
 
@@ -241,7 +241,7 @@ class WorkerKeys:
         self._changed.set()
 
     def _take(self, key: str, value: bytes | None) -> None:
-        """Note a key, None where it is gone; one bad key must not hide the others."""
+        """Store a key, or remove it for None; a malformed key must not hide the others."""
         try:
             kind = _kind(key)
             fields = None if value is None else read_key(key, value)
@@ -273,6 +273,6 @@ class WorkerKeys:
             try:
                 await self._settle()
             except Exception:
-                # What is known goes on being served; the next change is settled with this one.
+                # Known workers stay in service; this batch is processed with the next change.
                 logger.exception("workers of %s", self._scope or "all namespaces")
             self._settled.set()

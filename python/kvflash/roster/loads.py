@@ -1,4 +1,4 @@
-"""What workers say of their load, read as they say it."""
+"""Follows workers' load reports."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["LoadReader"]
 
 logger = logging.getLogger(__name__)
 
-# Pauses between two attempts at one worker: the first, and the longest.
+# Pauses between two attempts to reach a worker: the first, and the longest.
 PAUSE_S, PAUSE_S_MAX = 0.5, 10.0
 
 
 class LoadReader:
-    """Follows the load streams of workers. Belongs to one event loop.
+    """Follows the load streams of workers. Bound to one event loop.
 
     Args:
         report: Takes a report's JSON.
@@ -38,13 +38,13 @@ class LoadReader:
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
 
     def follow(self, endpoint: str, instance_id: int, transport: dict[str, Any]) -> None:
-        """Read the load that an endpoint tells, until it is forgotten."""
+        """Read an endpoint's load reports until :meth:`forget`."""
         self.forget(endpoint, instance_id)
         work = self._read_for_ever(endpoint, instance_id, transport)
         self._tasks[endpoint, instance_id] = asyncio.get_running_loop().create_task(work)
 
     def forget(self, endpoint: str, instance_id: int) -> None:
-        """The endpoint is gone."""
+        """Stop reading an endpoint that is gone."""
         task = self._tasks.pop((endpoint, instance_id), None)
         if task is not None:
             task.cancel()
@@ -82,7 +82,8 @@ class LoadReader:
             while (item := await reply.receive()) is not None:
                 fields = unpack(item)
                 if isinstance(fields, dict):
-                    # Before its card is told, a worker's load has nowhere to go: it is asked again.
+                    # Before a worker's card is known its load has no destination; the stream is
+                    # opened again.
                     self._report(json.dumps({**fields, "id": instance_id}))
         finally:
             reply.close()

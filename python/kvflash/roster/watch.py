@@ -1,4 +1,4 @@
-"""What discovery tells of workers, told to the frontend."""
+"""Passes workers in discovery on to the frontend."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ logger = logging.getLogger(__name__)
 
 LOAD_ENDPOINT = "load_metrics"
 _ACTIVE = "active"
-# How a core that takes no requests reaches workers.
+# The address of workers for a core that takes no requests.
 NO_PLANE: dict[str, Any] = {"kind": "tcp", "address": "nowhere:1"}
-# Pauses between two attempts at a discovery that fails.
+# Pauses between two attempts after discovery failed.
 PAUSE_S, PAUSE_S_MAX = 0.2, 5.0
-# What was refused may be taken later: a limit has room again, or a folder can be read.
+# A refused worker may be accepted later, when a limit has room or a folder becomes readable.
 AGAIN_S = 5.0
 
 
 class DiscoveryWatch:
-    """Watches discovery in a thread of its own and keeps a frontend's workers as it says.
+    """Watches discovery in its own thread and keeps a frontend's workers in step with it.
 
-    A worker is told of when both its instance and its model card are there, and taken back when
-    one of them goes. While discovery is away, what is known stays.
+    A worker is added when both its instance and its model card exist, and removed when one of them
+    goes. While discovery is down, known workers stay.
 
     Args:
         fleet: The frontend's core.
         kind: ``mem``, ``file`` or ``etcd``.
-        namespace: Only workers of this one; all without.
-        cluster: What is shared with replicas of the frontend.
-        report_load: Takes workers' reports of their load; None: the core takes no requests.
+        namespace: Only workers of this namespace; None: of all.
+        cluster: State shared with replicas of the frontend.
+        report_load: Takes workers' load reports; None: the core takes no requests.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class DiscoveryWatch:
         self._cluster = cluster
         self._kind, self._scope = kind, namespace or ""
         self._keys: WorkerKeys | None = None
-        # What the core knows: the JSON that it was told, and the endpoint that it is for.
+        # Workers in the core, with the JSON given to it and their endpoint.
         self._told: dict[int, tuple[Name, str]] = {}
-        # Whether a worker takes requests, as the core was told; of others it is active.
+        # Serving states given to the core; a worker without an entry is active.
         self._states: dict[int, str] = {}
-        # Components of the batch whose state has no others than discovery: O(all workers) each.
+        # Components that this batch has compared already; each comparison costs O(all workers).
         self._compared: set[Component] = set()
-        # What the core did not take, and why; these have another chance.
+        # Workers that the core refused, with the reason; they are retried.
         self._refused: dict[Name, str] = {}
         self._has_left, self._is_again = asyncio.Event(), False
         self._has_settled = False
@@ -75,11 +75,11 @@ class DiscoveryWatch:
         self._background = Background("kvflash-discovery", self._work)
 
     def start(self) -> None:
-        """Watch in the background."""
+        """Start watching in the background."""
         self._background.start()
 
     def stop(self) -> None:
-        """Stop watching; the core keeps what it knows. Blocks until done."""
+        """Stop watching; the core keeps its workers. Blocks until done."""
         self._background.stop()
 
     async def _work(self) -> None:
@@ -105,7 +105,7 @@ class DiscoveryWatch:
             pause_s = min(pause_s * 2, PAUSE_S_MAX)
 
     async def _try_again(self, keys: WorkerKeys) -> None:
-        """Those that were refused: when a worker has left, and now and then."""
+        """Retry refused workers when a worker has left, and periodically."""
         while True:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._has_left.wait(), AGAIN_S)
@@ -115,10 +115,10 @@ class DiscoveryWatch:
                 keys.resettle()
 
     async def _settle(self) -> None:
-        """Make the core know of workers what is known here.
+        """Bring the core's workers in line with discovery.
 
-        One worker at a time: what is told takes a while, and the worker may leave meanwhile. Were
-        it taken back beside that, the older word would come last and stay.
+        One worker at a time: adding takes a while, and the worker may leave meanwhile. If it were
+        removed concurrently, the outdated addition could come last and stay.
         """
         assert self._keys is not None
         names = dict.fromkeys(self._keys.take_changed())
@@ -141,7 +141,7 @@ class DiscoveryWatch:
                 await self._tell_safely(self._keys, name)
 
     async def _compare(self) -> None:
-        """Those that only the state knows are gone."""
+        """Remove workers that exist only in the shared state."""
         assert self._keys is not None
         found: dict[Component, set[int]] = {}
         for path, instance_id in self._keys.instances:
@@ -149,12 +149,12 @@ class DiscoveryWatch:
         await asyncio.to_thread(self._cluster.only, found)
 
     async def _tell_safely(self, keys: WorkerKeys, name: Name) -> None:
-        """One worker that is not taken must not hide the others."""
+        """A worker that is refused must not hide the others."""
         try:
             await self._tell(keys, name)
         except Exception as error:
             is_known = isinstance(error, ValueError | LookupError | KvflashError)
-            # Said once; how far a limit is exceeded changes with every other worker.
+            # Logged once; the excess over a limit changes with every other worker.
             reason = "a limit" if isinstance(error, OverloadedError) else str(error)
             if self._refused.get(name) != reason:
                 text = "worker %d at %s: %s; trying again"
@@ -181,7 +181,7 @@ class DiscoveryWatch:
                 del self._told[instance_id]
                 self._states.pop(instance_id, None)
                 logger.info("worker %d left: %s", instance_id, path)
-                # First what is shared: the core forgets its blocks.
+                # Shared state first: the core forgets the worker's blocks.
                 await asyncio.to_thread(self._cluster.worker_left, component, instance_id)
                 await asyncio.to_thread(self._remove, instance_id)
                 self._has_left.set()
@@ -201,7 +201,7 @@ class DiscoveryWatch:
         if instance["transport"].get("kind") == "openai":
             spec = _spec(instance_id, instance["transport"]["url"], card, events)
             tokenizer = card.get("tokenizer")
-            # Chats of other engines are not rendered here.
+            # This process renders chats for vLLM only.
             is_vllm = (card.get("user_data") or {}).get("engine") == "vllm"
             if self._takes_requests and is_vllm and tokenizer and "," not in tokenizer:
                 spec += f",tokenizer={tokenizer}"
@@ -211,7 +211,7 @@ class DiscoveryWatch:
                     await asyncio.to_thread(self._remove, instance_id)
                 await asyncio.to_thread(self._fleet.add_worker, spec)
                 self._told[instance_id] = (name, spec)
-                # It is another one to the core.
+                # For the core it is a different worker.
                 self._states.pop(instance_id, None)
             await self._tell_state(instance_id, instance)
             return
@@ -227,7 +227,7 @@ class DiscoveryWatch:
         }
         text = json.dumps(worker, sort_keys=True)
         if told is None or told[1] != text:
-            # Beside the loop: the first worker of a model loads its tokenizer.
+            # In a thread: the first worker of a model loads its tokenizer.
             await asyncio.to_thread(self._fleet.put_worker, text)
             self._told[instance_id] = (name, text)
         await self._tell_state(instance_id, instance)
@@ -235,14 +235,14 @@ class DiscoveryWatch:
             await asyncio.to_thread(self._cluster.worker_joined, component, instance_id)
 
     async def _tell_state(self, instance_id: int, instance: dict[str, Any]) -> None:
-        """Whether it takes requests: only changes are told, so that an operator's word stays."""
+        """Pass on its serving state; only changes are sent, so that an operator's setting stays."""
         state = instance.get("state") or _ACTIVE
         if state != self._states.get(instance_id, _ACTIVE):
             await asyncio.to_thread(self._fleet.set_worker_state, instance_id, state)
             self._states[instance_id] = state
 
     def _remove(self, instance_id: int) -> None:
-        # DELETE /workers may have been first.
+        # DELETE /workers may have removed it first.
         with contextlib.suppress(NotFoundError):
             self._fleet.remove_worker(instance_id)
 
@@ -250,9 +250,9 @@ class DiscoveryWatch:
 def _spec(
     instance_id: int, url: str, card: dict[str, Any], events: dict[int, dict[str, Any]]
 ) -> str:
-    """An engine that speaks OpenAI's API, as ``--worker`` takes it, with where rank 0's events are.
+    """An engine with OpenAI's API in the format of ``--worker``, with rank 0's event endpoint.
 
-    The core finds those of rank r at port + r, at a broker under its own rank.
+    The core finds rank r at port + r, or at a broker under its own rank.
     """
     fields = {
         "id": instance_id,

@@ -20,8 +20,8 @@ class WorkerSpec:
 
     Attributes:
         worker_id: Its number; None = one above those given before it.
-        url: What gateways reach it by, handed back as it is.
-        dp_size: Its ranks.
+        url: URL for gateways, returned unchanged.
+        dp_size: Number of its ranks.
         events: Address of rank 0's event socket; rank r is at its port + r.
         replay: Address of rank 0's replay socket.
     """
@@ -35,21 +35,22 @@ class WorkerSpec:
 
 @of_table("router")
 class RouterArgs(RoutingArgs):
-    """The router's settings, one a flag; see ``--help``."""
+    """The router's settings, one per flag; see ``--help``."""
 
     workers: tuple[WorkerSpec, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check what holds for every caller.
+        """Check the settings that must hold for every caller.
 
         Raises:
-            ConfigError: Names the flag, what is legal and what came.
+            ConfigError: Names the flag, the legal values and the actual value.
         """
         if self.endpoint is not None:
             parse_endpoint(self.endpoint)
         if not self.model_name:
             raise ConfigError("--model-name must not be empty")
-        # Replicas find each other in the environment's discovery, also without an endpoint there.
+        # Replicas find each other through the environment's discovery, even without an endpoint in
+        # it.
         has_discovery = self.endpoint is not None or self.router_replica_sync
         self.check_cluster(has_discovery=has_discovery, needs="--endpoint")
 
@@ -58,7 +59,7 @@ def parse_endpoint(text: str) -> tuple[str, str, str]:
     """Parse ``namespace.component.endpoint``.
 
     Raises:
-        ConfigError: There are not exactly three parts.
+        ConfigError: Not exactly three parts.
     """
     parts = text.split(".")
     if len(parts) != 3 or not all(parts):
@@ -80,7 +81,7 @@ def parse_worker(text: str) -> WorkerSpec:
     """Parse ``URL[,events=ADDRESS][,replay=ADDRESS][,id=N][,dp=N]``.
 
     Raises:
-        ConfigError: Names the part at fault.
+        ConfigError: Names the faulty part.
     """
     url, *parts = (part.strip() for part in text.split(","))
     if not url or "=" in url.partition("://")[0]:
@@ -119,7 +120,7 @@ def parse_args(argv: Sequence[str] | None = None) -> RouterArgs:
     """Parse the command line and the environment.
 
     Raises:
-        ConfigError: A worker is not well formed.
+        ConfigError: A worker is malformed.
     """
     flags = Flags(
         "router",

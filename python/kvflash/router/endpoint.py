@@ -1,4 +1,4 @@
-"""The router on the request plane: requests go to the workers of an endpoint, items come back."""
+"""The router on the request plane: forwards requests to an endpoint's workers, and items back."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ __all__ = ["EndpointRouter", "EndpointThread"]
 logger = logging.getLogger(__name__)
 
 SYNC_TIMEOUT_S = 10.0
-# Between two attempts to serve.
+# Pause between two attempts to serve.
 PAUSE_S = 2.0
-# What of a request is about routing.
+# Fields of a request that concern routing.
 _ROUTING = (
     *("lora_name", "lora_path", "cache_salt", "mm", "embeds"),
     *("user", "session_key", "priority", "strict_priority", "expected_output_tokens"),
@@ -34,7 +34,7 @@ _ROUTING = (
 
 
 class Router(Registrar, Protocol):
-    """What decides, and keeps account of load."""
+    """Makes decisions and tracks load."""
 
     @property
     def decider(self) -> Decider:
@@ -42,22 +42,22 @@ class Router(Registrar, Protocol):
 
     @property
     def is_slow(self) -> bool:
-        """Whether a decision may wait for somebody else."""
+        """Whether a decision may wait for another process or a policy in Python."""
 
     @property
     def queue_timeout_s(self) -> float:
-        """Time for which a request waits for a worker with room."""
+        """Time limit of a request's wait for a worker with room."""
 
 
 class EndpointRouter:
     """Serves ``namespace.router.generate`` and ``namespace.router.best_worker_id``.
 
     Args:
-        router: What decides, and keeps account of load; also that of its HTTP service.
-        runtime: Where workers are found, and where it is found.
+        router: Makes decisions and tracks load; shared with its HTTP service.
+        runtime: Finds the workers, and announces the router.
         endpoint: ``namespace.component.endpoint`` of the workers.
-        cluster: What is shared with other routers of the component.
-        model_name: Model of workers that announce no card.
+        cluster: State shared with other routers of the component.
+        model_name: Model of workers without a card.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class EndpointRouter:
         self._sender = Sender(self._line, self._client, lambda: self._workers.ids)
 
     async def serve(self) -> None:
-        """Serve until the runtime is shut down; discovery that is away is waited for."""
+        """Serve until the runtime is shut down; waits for discovery if it is down."""
         loop = asyncio.get_running_loop()
         serving = loop.create_task(self._serve())
         shutdown = loop.create_task(self._runtime.wait_for_shutdown())
@@ -111,7 +111,7 @@ class EndpointRouter:
 
     @staticmethod
     async def _patiently(work: Callable[[], Awaitable[None]], what: str) -> None:
-        """Try until it works."""
+        """Retry until it works."""
         while True:
             try:
                 return await work()
@@ -131,10 +131,10 @@ class EndpointRouter:
         yield worker_id
 
     async def generate(self, request: dict[str, Any], context: Context) -> AsyncIterator[Any]:
-        """Pass a request on to the best worker, and its items back.
+        """Forward a request to the best worker, and return its items.
 
-        Before the first item another worker is tried when one can't be reached; afterwards never.
-        The load is given back however the stream ends.
+        If a worker can't be reached before the first item, another one is tried; after it never.
+        The load is released however the stream ends.
         """
         if not isinstance(request, dict):
             raise InvalidArgumentError(f"a request is an object with token_ids, got {request!r}")
@@ -145,13 +145,13 @@ class EndpointRouter:
                 yield item
 
     def _options(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What of a request is the router's business."""
+        """Fields of a request that concern the router."""
         options = override_options(request.get("router_config_override"))
         options |= {field: request.get(field) for field in _ROUTING}
         options["worker_id"] = request.get("backend_instance_id", request.get("worker_id"))
         if options["worker_id"] is not None:
             options["dp_rank"] = request.get("dp_rank")
-        # Where there is one model, requests may call it what they like.
+        # With a single model, requests may use any name for it.
         if len(self._workers.models) > 1:
             options["model_name"] = request.get("model")
         return options
@@ -164,13 +164,13 @@ def _tokens(request: dict[str, Any]) -> Any:
 
 
 class EndpointThread:
-    """An :class:`EndpointRouter` in a thread and an event loop of its own.
+    """An :class:`EndpointRouter` in its own thread and event loop.
 
     Args:
-        router: What decides.
+        router: Makes decisions.
         endpoint: ``namespace.component.endpoint`` of the workers.
-        model_name: Model of workers that announce no card.
-        cluster: What is shared with other routers of the component.
+        model_name: Model of workers without a card.
+        cluster: State shared with other routers of the component.
     """
 
     def __init__(self, router: Router, endpoint: str, *, model_name: str, cluster: Cluster) -> None:
@@ -184,10 +184,10 @@ class EndpointThread:
         self._thread = threading.Thread(target=self._run, name="kvflash-endpoint", daemon=True)
 
     def start(self) -> None:
-        """Begin to follow discovery and to serve.
+        """Start following discovery and serving.
 
         Raises:
-            ConfigError: The environment names a discovery or plane that can't be.
+            ConfigError: The environment names an invalid discovery or plane.
         """
         self._thread.start()
         self._has_begun.wait()
@@ -195,12 +195,12 @@ class EndpointThread:
             raise self._failure
 
     def stop(self) -> None:
-        """Leave discovery, let streams end, and end. Blocks until done."""
+        """Leave discovery, let streams end, and stop. Blocks until done."""
         if self._loop is not None and self._runtime is not None:
             try:
                 self._loop.call_soon_threadsafe(self._runtime.shutdown)
             except RuntimeError:
-                # It has ended by itself.
+                # It has ended on its own.
                 logger.debug("the endpoint's thread has already ended")
         self._thread.join()
 

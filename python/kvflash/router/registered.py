@@ -1,4 +1,4 @@
-"""Workers that gateways register, told to what replicas of the router share."""
+"""Announces workers registered by gateways to replicas of the router."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from kvflash.routing.cluster import Cluster
 
 __all__ = ["COMPONENT", "RegisteredWorkers", "shared_id"]
 
-#: Where routers find each other whose workers are not in discovery.
+#: Where routers without discovered workers find each other.
 COMPONENT = ("routers", "registered")
 
 INTERVAL_S = 0.2
 
 
 class Registry(Protocol):
-    """Who is registered; see :class:`kvflash._core.Router`."""
+    """Registered workers; see :class:`kvflash._core.Router`."""
 
     def worker_changes(self) -> int:
-        """How often a worker came or went."""
+        """Number of joins and leaves so far."""
 
     def registered(self) -> list[tuple[int, str, str, str | None, int]]:
-        """Those that are there."""
+        """The currently registered workers."""
 
 
 class RegisteredWorkers:
-    """Looks who is registered, five times a second.
+    """Polls the registered workers, five times a second.
 
-    Two routers mean the same worker when its number, model, tenant and url are the same at both.
+    Two routers mean the same worker if its number, model, tenant and url are equal at both.
 
     Args:
         registry: The core.
-        cluster: Is told who comes and goes.
+        cluster: Is informed of joins and leaves.
     """
 
     def __init__(self, registry: Registry, cluster: Cluster) -> None:
@@ -45,11 +45,11 @@ class RegisteredWorkers:
         self._thread = threading.Thread(target=self._run, name="kvflash-registered", daemon=True)
 
     def start(self) -> None:
-        """Look in the background."""
+        """Start polling in the background."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Look no more. Blocks until done."""
+        """Stop polling. Blocks until done."""
         self._is_stopped.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -78,7 +78,7 @@ class RegisteredWorkers:
 
 
 def shared_id(worker_id: int, model_name: str, tenant_id: str, url: str | None) -> int:
-    """A worker's number between routers: the same at all that registered it alike."""
+    """A worker's number between routers: equal at all that registered it with the same fields."""
     told = json.dumps([worker_id, model_name, tenant_id, url]).encode()
-    # Below 2^63, so that every JSON reader takes it.
+    # Below 2^63, so that every JSON parser can read it.
     return int.from_bytes(hashlib.sha256(told).digest()[:8], "big") >> 1

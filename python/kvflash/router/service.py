@@ -1,4 +1,4 @@
-"""The router in a process of the caller's own: HTTP service, index and event transport."""
+"""The router in the caller's process: HTTP service, index and event transport."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ __all__ = ["RouterService"]
 
 
 class RouterService:
-    """The standalone router as an object; ``python -m kvflash.router`` is one of these.
+    """The standalone router as an object; ``python -m kvflash.router`` runs one of these.
 
-    With an ``endpoint`` its workers are found through discovery, and requests are routed on the
-    request plane as well. Several may live in one process. It takes no signals, and leaves the
-    set-up of logging to the process. It starts once and stops once.
+    With an ``endpoint`` it finds its workers through discovery, and also routes requests on the
+    request plane. Several may live in one process. It handles no signals and leaves logging to the
+    process. It can be started and stopped once.
 
     Args:
-        args: Settings; those of a command line come from ``parse_args``.
-        policy: Chooses instead of ``router_mode``.
+        args: Settings; ``parse_args`` makes them from a command line.
+        policy: Replaces ``router_mode``.
         **settings: Fields of ``RouterArgs``, by name.
 
     Raises:
-        ConfigError: Names the flag that can't work, and what is legal.
-        TypeError: There is no such setting.
+        ConfigError: A flag is invalid; names the flag and the legal values.
+        TypeError: The setting does not exist.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class RouterService:
             make_receiver=self._cluster.make_receiver,
             is_encrypted=args.tls_cert_path is not None,
         )
-        #: Time for which a request waits for a worker with room, seconds.
+        #: Time limit of a request's wait for a worker with room, seconds.
         self.queue_timeout_s = args.router_queue_timeout
-        #: Whether a decision may wait for somebody else: a remote indexer, or a policy in Python.
+        #: Whether a decision may wait for a remote indexer or a policy in Python.
         self.is_slow = args.use_remote_indexer is not None or self._policy is not None
         self._endpoint: EndpointThread | None = None
         if args.endpoint is not None:
@@ -100,7 +100,7 @@ class RouterService:
 
     @property
     def url(self) -> str:
-        """Where it is reached from this machine.
+        """Its URL on this machine.
 
         Raises:
             ClosedError: Not started yet.
@@ -109,7 +109,7 @@ class RouterService:
 
     @property
     def decider(self) -> Decider:
-        """What books requests in this process, for an event loop of the caller's."""
+        """Books requests in this process, for the caller's event loop."""
         return self._core.decider
 
     def start(self) -> RouterService:
@@ -117,7 +117,7 @@ class RouterService:
 
         Raises:
             ConfigError: The address can't be bound, or NATS refuses the login.
-            TransportError: NATS is needed and does not answer; says what to start.
+            TransportError: NATS is required but does not answer; the message says what to start.
             ClosedError: It was started before.
         """
         self._cluster.check()
@@ -132,7 +132,7 @@ class RouterService:
         return self
 
     def stop(self) -> None:
-        """Stop serving and receiving; open calls get the drain time. Blocks until done."""
+        """Stop serving and receiving; open calls may use the drain time. Blocks until done."""
         if self._endpoint is not None:
             self._endpoint.stop()
         if self._indexers is not None:
@@ -151,17 +151,17 @@ class RouterService:
         self.stop()
 
     def add_worker(self, worker: dict[str, Any]) -> dict[str, Any]:
-        """Register a worker, as POST /workers does; its entry of GET /workers.
+        """Register a worker like POST /workers; returns its entry of GET /workers.
 
         Raises:
-            ConflictError: Registered already, or another block size than the model's.
-            InvalidArgumentError: A field that cannot be, by name.
+            ConflictError: Already registered, or the block size differs from the model's.
+            InvalidArgumentError: An invalid field; names it.
             OverloadedError: The limit of workers or models is reached.
         """
         return dict(self.call("POST", "/workers", worker))
 
     def remove_worker(self, worker_id: int) -> None:
-        """Forget a worker, its blocks and its requests.
+        """Remove a worker, its blocks and its requests.
 
         Raises:
             NotFoundError: It is not registered.
@@ -169,30 +169,30 @@ class RouterService:
         self.call("DELETE", f"/workers/{worker_id}")
 
     def announce_stop(self) -> None:
-        """Tell whoever asks for readiness that it is about to stop; requests are still taken."""
+        """Report "not ready" ahead of a stop; requests are still accepted."""
         self._core.announce_stop()
 
     def set_warnings(self, warnings: list[str]) -> None:
-        """What ``/health`` warns of besides its own findings; replaces what it was told before."""
+        """Set warnings that ``/health`` shows besides its own; replaces those set before."""
         self._core.set_warnings(warnings)
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """Counters of the state that comes over NATS, by namespace.component."""
+        """Counters of the state received over NATS, by namespace.component."""
         return self._cluster.stats()
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
-        """Ask a route without HTTP between; the answer's JSON.
+        """Call a route without HTTP; returns the response's JSON.
 
         Raises:
             InvalidArgumentError, NotFoundError, ConflictError, OverloadedError, NoWorkerError,
-            AllBusyError: What HTTP answers with 400, 404, 409, 429 and 503.
+                AllBusyError: For the HTTP statuses 400, 404, 409, 429 and 503.
         """
         sent = b"" if body is None else json.dumps(body).encode()
         return json.loads(self._core.call(method, path, sent))
 
 
 def _numbered(workers: tuple[WorkerSpec, ...]) -> list[WorkerSpec]:
-    """Give those without a number one that nobody has."""
+    """Give workers without a number an unused one."""
     taken = {worker.worker_id for worker in workers}
     free = (number for number in range(1, 2**16) if number not in taken)
     return [

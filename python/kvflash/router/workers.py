@@ -1,4 +1,4 @@
-"""The workers of an endpoint, as discovery tells them, registered with the router."""
+"""Keeps an endpoint's workers in discovery registered with the router."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["DiscoveredWorkers", "Registrar"]
 
 logger = logging.getLogger(__name__)
 
-# What was refused may be taken later: a limit has room again, or the other model has left.
+# A refused worker may be accepted later, when a limit has room or the other model has left.
 AGAIN_S = 5.0
-# Discovery may show an instance before its card, though that was there first: a folder is read
-# while it changes. Longer than the pause between two looks at it.
+# Discovery may show an instance before its card, although the card was written first, because a
+# folder is read while it changes. Longer than the pause between two reads.
 CARD_S = 2.0
-# Workers that were refused and that /health names; it counts the others.
+# Refused workers that /health names; it counts the others.
 TOLD_MAX = 100
 
 
@@ -29,30 +29,29 @@ class Registrar(Protocol):
     """Where workers are registered."""
 
     def add_worker(self, worker: dict[str, Any]) -> Any:
-        """Register one."""
+        """Register a worker."""
 
     def remove_worker(self, worker_id: int) -> None:
-        """Forget one."""
+        """Remove a worker."""
 
     def set_warnings(self, warnings: list[str]) -> None:
-        """Show these in ``/health`` instead of those before."""
+        """Replace the warnings in ``/health``."""
 
 
 class DiscoveredWorkers:
-    """Keeps the router's workers as discovery has those of one endpoint.
+    """Keeps the router's workers equal to an endpoint's instances in discovery.
 
-    A worker is there as long as its instance is; what its model card and its event sockets say is
-    part of its registration. One that changes what it says is registered anew. A card that goes
-    changes nothing for CARD_S, as the instance is mostly about to go, too; then the worker is let
-    go.
+    A worker lives as long as its instance; its registration includes its model card and event
+    sockets. A worker that changes these is registered again. A removed card has no effect for
+    CARD_S, because its instance is usually about to go as well; after that the worker is removed.
 
     Args:
         router: Where they are registered.
-        discovery: Where to look.
+        discovery: Where they are found.
         path: ``namespace/component/endpoint``.
-        model_name: Model of workers that announce no card, after CARD_S where others have one.
-            Where events come over NATS these wait for one: events are told by model.
-        cluster: What is shared with other routers of the component.
+        model_name: Model of workers without a card; where others have one, only after CARD_S. With
+            events over NATS they wait for a card, because events belong to a model.
+        cluster: State shared with other routers of the component.
     """
 
     def __init__(
@@ -72,36 +71,36 @@ class DiscoveredWorkers:
         self._keys = WorkerKeys(discovery, path, self._settle)
         self._trying: asyncio.Task[None] | None = None
         self._registered: dict[int, dict[str, Any]] = {}
-        # The model cards that these have, or had; who is there without one, and since when.
+        # Current or last cards of the workers; workers without one, and since when.
         self._cards: dict[int, dict[str, Any]] = {}
         self._bare: dict[int, float] = {}
         self._waking: asyncio.TimerHandle | None = None
         self._refused: dict[int, dict[str, Any]] = {}
-        # Why, and what /health says of it.
+        # Reasons for refusals, and the warnings for /health.
         self._reasons: dict[int, str] = {}
         self._warnings: list[str] = []
-        # Those that were refused have another chance.
+        # Refused workers are retried.
         self._is_again = False
 
     @property
     def ids(self) -> list[int]:
-        """Numbers of those that are registered now, ascending."""
+        """Numbers of the registered workers, ascending."""
         return sorted(self._registered)
 
     @property
     def models(self) -> set[tuple[str, str]]:
-        """Models, and their tenants, of those that are registered now."""
+        """Models and tenants of the registered workers."""
         return {(body["model_name"], body["tenant_id"]) for body in self._registered.values()}
 
     async def start(self) -> None:
-        """Follow discovery, when what the component's stream tells is known."""
+        """Follow discovery once the component's stream has been read."""
         if self._cluster.is_nats:
             await self._members.follow()
         self._keys.start()
         self._trying = asyncio.get_running_loop().create_task(self._try_again())
 
     async def synced(self, timeout_s: float) -> None:
-        """Wait until what is there is registered.
+        """Wait until existing workers are registered.
 
         Raises:
             TransportError: Discovery did not answer in time.
@@ -109,7 +108,7 @@ class DiscoveredWorkers:
         await self._keys.synced(timeout_s)
 
     async def close(self) -> None:
-        """Follow no more; workers stay as they are."""
+        """Stop following; workers stay."""
         await self._keys.close()
         if self._trying is not None:
             self._trying.cancel()
@@ -117,7 +116,7 @@ class DiscoveredWorkers:
         self._members.close()
 
     async def _try_again(self) -> None:
-        """Now and then, those that were refused."""
+        """Retry refused workers periodically."""
         while True:
             await asyncio.sleep(AGAIN_S)
             if self._refused:
@@ -125,8 +124,8 @@ class DiscoveredWorkers:
                 self._keys.resettle()
 
     async def _settle(self) -> None:
-        """Register those that came, forget those that left, and both for those that changed."""
-        # First: what it tells is told before the router hears of them.
+        """Register new workers, remove those that left, and register changed ones again."""
+        # First, so that its messages precede the router's changes.
         self._members.settle(number for _, number in self._keys.instances)
         wanted = self._wanted()
         leaving = [i for i, body in self._registered.items() if wanted.get(i) != body]
@@ -137,10 +136,10 @@ class DiscoveredWorkers:
             except KvflashError as error:
                 logger.error("%s", error)
             del self._registered[worker_id]
-            # Who has only changed is away for no turn of the loop.
+            # A changed worker is replaced within one turn of the event loop.
             if (body := wanted.get(worker_id)) is not None:
                 self._register(worker_id, body)
-            # Requests go on between them.
+            # Let requests run in between.
             await asyncio.sleep(0)
         is_again, self._is_again = self._is_again or bool(leaving), False
         self._refused = {i: body for i, body in self._refused.items() if wanted.get(i) == body}
@@ -153,7 +152,7 @@ class DiscoveredWorkers:
         self._warn()
 
     def _warn(self) -> None:
-        """Have /health name the workers that were refused."""
+        """Pass the refused workers to /health."""
         told = [
             f"worker {worker_id} found in discovery is refused: {self._reasons[worker_id]}"
             for worker_id in list(self._refused)[:TOLD_MAX]
@@ -168,7 +167,7 @@ class DiscoveredWorkers:
         try:
             self._router.add_worker(body)
         except KvflashError as error:
-            # Said once.
+            # Logged once.
             if worker_id not in self._refused:
                 logger.error("worker %d: %s; trying again", worker_id, error)
             self._refused[worker_id], self._reasons[worker_id] = body, str(error)
@@ -177,11 +176,11 @@ class DiscoveredWorkers:
         self._reasons.pop(worker_id, None)
         self._registered[worker_id] = body
         self._members.tell(self._cluster.instance_joined, self._component, worker_id)
-        # The first one of a component connects.
+        # The first worker of a component connects.
         self._members.tell(self._cluster.worker_joined, self._component, worker_id)
 
     def _wanted(self) -> dict[int, dict[str, Any]]:
-        """Registrations of the workers that discovery tells of."""
+        """Registrations of the workers in discovery."""
         before, self._cards = self._cards, {}
         bare, self._bare = self._bare, {}
         now_s = asyncio.get_running_loop().time()
@@ -200,21 +199,22 @@ class DiscoveredWorkers:
         return wanted
 
     def _is_kept_out(self, worker_id: int, *, had_card: bool, is_late: bool) -> bool:
-        """Whether a worker that has no card is not to be registered, or not yet."""
+        """Whether a worker without a card must not be registered, or not yet."""
         if not had_card:
-            # Events over NATS are told by model.
+            # Over NATS events belong to a model.
             if self._cluster.is_nats:
                 return True
-            # Where nobody has one there is nothing to wait for.
+            # If no worker has a card, waiting is pointless.
             if worker_id in self._registered or not self._keys.cards:
                 return False
         if not is_late and self._waking is None:
             self._waking = asyncio.get_running_loop().call_later(CARD_S, self._wake)
-        # One that had a card is there for a while longer, one that never had one after a while.
+        # A worker that lost its card stays for CARD_S; one that never had a card joins after
+        # CARD_S.
         return is_late == had_card
 
     def _wake(self) -> None:
-        """Look again at those without a card, once that is too long."""
+        """Check workers without a card again after CARD_S."""
         self._waking = None
         self._keys.resettle()
 
