@@ -1,4 +1,4 @@
-"""Frames in: opaque bytes from the engines' sockets to the core."""
+"""Event transports: opaque bytes from the engines' sockets to the core."""
 
 from kvflash.transport.options import ZmqOptions
 from kvflash.transport.zmq import ZmqReceiver

@@ -1,4 +1,4 @@
-"""Transports of events: receivers that obey the catalog, and logs that replicas share."""
+"""Interfaces of event transports: receivers that obey the catalog, and logs shared by replicas."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = [
     "SilentReceiver",
 ]
 
-#: What ``Catalog.next_order`` returns: kind, publisher, endpoint, replay endpoint.
+#: Returned by ``Catalog.next_order``: kind, publisher, endpoint, replay endpoint.
 Order = tuple[str, int, str, str | None]
 
 
 class Receiver(Protocol):
-    """Feeds a catalog: takes its orders and hands it the frames."""
+    """Feeds a catalog: takes its orders and delivers frames."""
 
     def start(self) -> None:
         """Receive in the background."""
@@ -37,7 +37,7 @@ class Receiver(Protocol):
 
 
 class SilentReceiver:
-    """A :class:`Receiver` of endpoints whose events come by another way."""
+    """A :class:`Receiver` for endpoints whose events arrive in another way."""
 
     def start(self) -> None:
         """See :meth:`Receiver.start`."""
@@ -50,10 +50,10 @@ class SilentReceiver:
 
 
 class Dispatch:
-    """Several receivers as one: an order goes to the one whose scheme its endpoint has.
+    """Combines several receivers: an order goes to the receiver of its endpoint's scheme.
 
     Args:
-        default: Takes what no scheme names.
+        default: Takes orders of all other schemes.
         by_scheme: Receivers by scheme, such as ``nats``.
     """
 
@@ -89,9 +89,9 @@ class Message:
     """One message of a log.
 
     Attributes:
-        sequence: Its number in the log, from 1 and without holes, but for messages that were
-            deleted one by one or lost by the server; purging makes none in between.
-        headers: Whose it is; values as text.
+        sequence: Its number in the log, from 1 and without holes, except for messages that were
+            deleted one by one or lost by the server. Purging makes no holes in between.
+        headers: Identify the publisher; values are strings.
         payload: Opaque bytes.
     """
 
@@ -102,12 +102,12 @@ class Message:
 
 @dataclass(frozen=True)
 class LogState:
-    """Where a log begins and ends.
+    """Bounds of a log.
 
     Attributes:
-        incarnation: Another one when the log was deleted and made again.
-        first: Number of the first message that is there; last + 1 when there is none.
-        last: Number of the last message that was ever written; 0 before the first.
+        incarnation: Changes when the log is deleted and created again.
+        first: Number of the first stored message; last + 1 in an empty log.
+        last: Number of the last message ever written; 0 before the first.
     """
 
     incarnation: str
@@ -116,57 +116,57 @@ class LogState:
 
     @property
     def messages(self) -> int:
-        """Messages that are there."""
+        """Number of stored messages."""
         return self.last - self.first + 1
 
 
 class Reader(Protocol):
-    """A durable reader of a log: what it acknowledged is known to others as its floor."""
+    """A durable reader of a log: others see its last acknowledged message as its floor."""
 
     async def fetch(self, timeout_s: float) -> Sequence[Message]:
-        """The next messages, in order; empty after ``timeout_s``. Some may be missing or repeated.
+        """The next messages in order; empty after ``timeout_s``. Some may be missing or repeated.
 
         Raises:
             TransportError: The reader or its log is gone, or the server can't be reached.
         """
 
     async def ack(self, sequence: int) -> None:
-        """Everything up to this message was applied."""
+        """Acknowledge all messages up to this one."""
 
     async def close(self) -> None:
-        """Read no more. The floor stays."""
+        """Stop reading. The floor stays."""
 
 
 class Log(Protocol):
-    """A stream of messages that a server keeps, numbered in the order in which it stored them.
+    """A stream of messages on a server, numbered in the order of storage.
 
     All methods raise TransportError when the server can't be reached.
     """
 
     async def ensure(self) -> None:
-        """Make the log if it is not there."""
+        """Create the log if it does not exist."""
 
     async def state(self) -> LogState:
-        """Where it begins and ends."""
+        """The log's bounds."""
 
     async def append(self, headers: Mapping[str, str], payload: bytes, *, key: str) -> int:
-        """Store a message; the same ``key`` again stores nothing. Returns its number.
+        """Store a message; the same ``key`` is stored only once. Returns its number.
 
         Raises:
-            InvalidArgumentError: It is larger than the server ever takes.
+            InvalidArgumentError: It is larger than the server accepts.
         """
 
     async def open_reader(self, name: str, start: int) -> Reader:
-        """A reader from message ``start`` on; takes the place of one of this name."""
+        """Create a reader from message ``start`` on; replaces a reader of the same name."""
 
     async def floors(self) -> dict[str, int]:
-        """Readers by name, with the last message that each has acknowledged."""
+        """Last acknowledged message of each reader, by name."""
 
     async def drop_reader(self, name: str) -> None:
-        """Delete a reader; no error if there is none."""
+        """Delete a reader; no error if it does not exist."""
 
     async def age_s(self, sequence: int) -> float | None:
-        """How long ago a message was stored; None when it is not there."""
+        """Age of a message; None if it does not exist."""
 
     async def purge(self, last: int) -> None:
         """Delete all messages up to ``last``."""
@@ -174,15 +174,15 @@ class Log(Protocol):
 
 @dataclass(frozen=True)
 class Pointer:
-    """Which snapshot counts.
+    """Identifies the current snapshot.
 
     Attributes:
         sequence: The snapshot covers the log up to this message.
-        incarnation: Of the log that it covers.
-        blob: Name of the snapshot; None: whoever starts here starts empty.
+        incarnation: Incarnation of that log.
+        blob: Name of the snapshot; None: there is none, and readers start empty.
         digest: SHA-256 of the snapshot, hexadecimal.
-        token: Grows with every flip.
-        taken_s: When it was flipped, seconds since the epoch.
+        token: Grows with every change of the pointer.
+        taken_s: Time of the change, seconds since the epoch.
     """
 
     sequence: int
@@ -194,13 +194,13 @@ class Pointer:
 
 
 class Blobs(Protocol):
-    """Where snapshots are, and which one counts.
+    """Storage of snapshots and of the pointer to the current one.
 
     All methods raise TransportError when the server can't be reached.
     """
 
     async def ensure(self) -> None:
-        """Make the store if it is not there."""
+        """Create the store if it does not exist."""
 
     async def put(self, name: str, chunks: Iterable[bytes]) -> str:
         """Store a blob. ``chunks`` is read in a thread. Returns its SHA-256 in hexadecimal."""
@@ -209,17 +209,17 @@ class Blobs(Protocol):
         """Its chunks, in order.
 
         Raises:
-            NotFoundError: There is none of this name, or it is cut.
+            NotFoundError: There is no blob of this name, or it is truncated.
         """
 
     async def names(self) -> list[str]:
-        """All blobs."""
+        """Names of all blobs."""
 
     async def delete(self, name: str) -> None:
-        """Delete a blob; no error if there is none."""
+        """Delete a blob; no error if it does not exist."""
 
     async def pointer(self) -> tuple[Pointer | None, int]:
-        """The pointer and its revision, which is 0 when there is no pointer yet."""
+        """The pointer and its revision; revision 0 without a pointer."""
 
     async def flip(self, pointer: Pointer, revision: int) -> bool:
-        """Set the pointer if its revision is still this one; False if it is not."""
+        """Set the pointer if its revision is unchanged; False otherwise."""

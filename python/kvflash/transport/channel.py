@@ -1,4 +1,4 @@
-"""Small messages from one to all of a group: the protocol, and ZMQ without a broker."""
+"""Small messages to all members of a group: the interface, and ZMQ without a broker."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ _QUEUE_MESSAGES = 10_000
 
 
 class Channel(Protocol):
-    """Sends to all others of a group, without waiting for them, and hears what they send.
+    """Sends to all other members without waiting for them, and receives their messages.
 
     Attributes:
-        endpoint: Where others have to connect to; None where they need not.
+        endpoint: Where other members must connect; None if they need not.
     """
 
     endpoint: str | None
 
     async def open(self, on_message: Callable[[bytes], None]) -> None:
-        """Hear from now on."""
+        """Start receiving."""
 
     async def send(self, data: bytes) -> None:
-        """Send; raises TransportError when it can't."""
+        """Send a message; raises TransportError if that fails."""
 
     def follow(self, endpoints: set[str]) -> None:
-        """Who is there now."""
+        """Set the endpoints of the other members."""
 
     async def close(self) -> None:
-        """Hear no more."""
+        """Stop receiving."""
 
 
 class ZmqChannel:
-    """A PUB socket of one's own, and a SUB socket at everybody else's; see :class:`Channel`.
+    """A PUB socket, with a SUB socket connected to all other members; see :class:`Channel`.
 
     Args:
-        host: Address that others reach this process at.
+        host: Address under which others reach this process.
     """
 
     endpoint: str | None
@@ -66,16 +66,16 @@ class ZmqChannel:
         self._is_closed = False
 
     async def open(self, on_message: Callable[[bytes], None]) -> None:
-        """See :meth:`Channel.open`: it hears while :meth:`hear` runs."""
+        """See :meth:`Channel.open`: messages arrive while :meth:`hear` runs."""
         self._on_message = on_message
 
     async def hear(self) -> None:
-        """Hand over what comes, until cancelled."""
+        """Deliver messages until cancelled."""
         while not self._is_closed:
             self._on_message(await self._sub.recv())
 
     async def send(self, data: bytes) -> None:
-        """See :meth:`Channel.send`: whoever is too slow loses it."""
+        """See :meth:`Channel.send`: a receiver that is too slow loses the message."""
         await self._pub.send(data)
 
     def follow(self, endpoints: set[str]) -> None:

@@ -1,4 +1,4 @@
-"""Receiving without Python between the messages, where libzmq's functions can be found."""
+"""Receiving without Python between messages, where libzmq's functions can be found."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 def find_drain() -> ZmqDrain | None:
-    """Receiving without Python, of the libzmq that pyzmq has loaded."""
+    """The native receiver, from the libzmq that pyzmq has loaded; None if not found."""
     try:
         from zmq.backend.cython import _zmq  # noqa: PLC0415
 

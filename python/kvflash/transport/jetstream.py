@@ -24,34 +24,34 @@ __all__ = ["JetStreamLog", "JetStreamReader", "reaching"]
 
 logger = logging.getLogger(__name__)
 
-# How long the server remembers what it stored, so that a message sent twice is kept once.
+# How long the server detects duplicates, so that a message sent twice is stored once.
 _DUPLICATE_WINDOW_S = 120.0
-# Messages and bytes asked for at a time; twice that is on its way at most.
+# Limits of one pull request; at most twice as much is in flight.
 _PULL_MESSAGES = 512
 _PULL_BYTES = 16 * 1024 * 1024
-# What was received and not fetched: what was asked for, and what the server says beside. Beyond it
-# the client drops messages, which shows as a hole, and they are read again.
+# Received messages that were not fetched yet: pulled messages and the server's status messages.
+# Above the limits the client drops messages, which shows as a hole, and they are read again.
 _WAITING_MESSAGES_MAX = 4 * _PULL_MESSAGES
 _WAITING_BYTES_MAX = 4 * _PULL_BYTES
 _PULL_EXPIRES_S = 30.0
 _HEARTBEAT_S = 5.0
-# Unacknowledged messages after which the server sends no more.
+# Unacknowledged messages after which the server stops sending.
 _ACK_PENDING_MAX = 20_000
 _ACK_WAIT_S = 30.0
-# A reader whose process died without a word is deleted by the server after this time at last.
+# The server deletes a reader of a dead process after this time.
 _INACTIVE_S = 3_600.0
 
 _NOT_FOUND = nats.js.errors.NotFoundError
-# The stream's own limit of a message, where it was made with one.
+# Error code of the stream's own message limit, if it was created with one.
 _TOO_LARGE = 10054
 
 
 @contextlib.asynccontextmanager
 async def reaching(what: str) -> Any:
-    """Turn the client's errors into ours.
+    """Convert the client's errors to ours.
 
     Raises:
-        TransportError: Says what could not be done.
+        TransportError: The message says what failed.
     """
     try:
         yield
@@ -63,8 +63,8 @@ class JetStreamLog:
     """The stream of a component; see :class:`kvflash.transport.base.Log`.
 
     Args:
-        client: A connection.
-        name: The stream's name; its subjects are ``name.*``.
+        name: Name of the stream; its subjects are ``name.*``.
+        settings: Retention and replicas. An existing stream keeps its own settings.
         settings: How long and how often it is kept. A stream that is there keeps its own settings.
     """
 
@@ -94,7 +94,8 @@ class JetStreamLog:
                 try:
                     await self._js.add_stream(config)
                 except nats.js.errors.BadRequestError:
-                    # Made by somebody else meanwhile, with other settings; or it really can't be.
+                    # Another process created it meanwhile with other settings, or creation is
+                    # impossible.
                     await self._js.stream_info(self.name)
 
     async def state(self) -> LogState:
@@ -132,7 +133,7 @@ class JetStreamLog:
             durable_name=name,
             deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
             opt_start_seq=max(1, start),
-            # One acknowledgement stands for all before it: messages are applied in order.
+            # One acknowledgement covers all earlier messages: they are applied in order.
             ack_policy=api.AckPolicy.ALL,
             ack_wait=_ACK_WAIT_S,
             max_ack_pending=_ACK_PENDING_MAX,
@@ -160,7 +161,7 @@ class JetStreamLog:
         """See :meth:`Log.drop_reader`."""
         async with reaching(f"consumer {name} of stream {self.name}"):
             if not self._client.is_connected:
-                # Who leaves does not wait for a server to come back.
+                # A reader that leaves does not wait for a server to come back.
                 raise ConnectionError("the server is away")
             with contextlib.suppress(_NOT_FOUND):
                 await self._js.delete_consumer(self.name, name)
@@ -169,7 +170,7 @@ class JetStreamLog:
         """See :meth:`Log.age_s`."""
         async with reaching(f"stream {self.name}"):
             request = json.dumps({"seq": sequence}).encode()
-            # The client leaves the time out.
+            # The client leaves out the timestamp.
             answer = await self._client.request(
                 f"$JS.API.STREAM.MSG.GET.{self.name}", request, timeout=5.0
             )
@@ -182,8 +183,8 @@ class JetStreamLog:
             answer = await self._client.request(
                 f"$JS.API.STREAM.INFO.{self.name}", b"", timeout=5.0
             )
-        # By the clock that stamped the message: this machine's may be an hour off, or leap by one.
-        # Servers before 2.10 do not tell theirs.
+        # By the clock that stamped the message: this machine's clock may be an hour off, or jump.
+        # Servers before 2.10 do not report theirs.
         now = json.loads(answer.data).get("ts")
         now_s = datetime.now(timezone.utc).timestamp() if now is None else _seconds(now)
         return max(0.0, now_s - _seconds(stored))
@@ -191,24 +192,24 @@ class JetStreamLog:
     async def purge(self, last: int) -> None:
         """See :meth:`Log.purge`."""
         async with reaching(f"stream {self.name}"):
-            # The server takes the first number that stays.
+            # The server takes the first number to keep.
             await self._js.purge_stream(self.name, seq=last + 1)
 
 
 def _seconds(time: str) -> float:
-    """Seconds since the epoch of a server's time, to the second."""
-    # To where every Python reads it, with an offset that it reads.
+    """A server's timestamp in seconds since the epoch, to the second."""
+    # Cut to a length and an offset that every supported Python parses.
     return datetime.fromisoformat(time[:19] + "+00:00").timestamp()
 
 
 def _floor(info: api.ConsumerInfo) -> int:
-    """The last message that a reader has done with, also before its first acknowledgement."""
+    """The last message that a reader has processed, even before its first acknowledgement."""
     acked = info.ack_floor.stream_seq if info.ack_floor else 0
     return max(acked, (info.config.opt_start_seq or 1) - 1)
 
 
 class JetStreamReader:
-    """A durable pull consumer with messages on their way while others are applied."""
+    """A durable pull consumer that prefetches messages while others are applied."""
 
     def __init__(self, client: Client, stream: str, name: str) -> None:
         self._client = client
@@ -223,7 +224,7 @@ class JetStreamReader:
         self._broken: TransportError | None = None
 
     async def start(self) -> None:
-        """Subscribe; nothing is asked for before the first fetch."""
+        """Subscribe; the first pull request is sent by the first fetch."""
 
         async def put(message: Msg) -> None:
             await self._waiting.put(message)
@@ -261,7 +262,7 @@ class JetStreamReader:
                 except TransportError as error:
                     if not messages:
                         raise
-                    # First what came before it, so that the next reader begins behind that.
+                    # Return earlier messages first, so that the next reader starts after them.
                     self._broken = error
                     break
         return messages
@@ -299,12 +300,12 @@ class JetStreamReader:
         if status is not None:
             text = headers.get("Description", "")
             is_over = status in {"404", "408"} or (
-                # All of it was sent; or its bytes were; or too many were asked for.
+                # The batch is complete, or a limit of bytes or requests was reached.
                 status == "409" and ("max" in text.lower() or text == "Batch Completed")
             )
             if not is_over:
                 raise TransportError(f"consumer {self._name}: {status} {text}")
-            # The request has ended; what was not sent is asked for again.
+            # The request has ended; the unsent rest is pulled again.
             left = int(headers.get("Nats-Pending-Messages", self._wanted))
             self._wanted = max(0, self._wanted - left)
             return

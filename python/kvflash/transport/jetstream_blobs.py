@@ -1,4 +1,4 @@
-"""Snapshots in a JetStream object store, and the key that says which one counts."""
+"""Snapshots in a JetStream object store, and the key that names the current one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _READ_PAUSE_S_MAX = 10.0
 
 
 class _Stream:
-    """Chunks as a file that the object store reads, in a thread; counts what it hands out."""
+    """Chunks as a file for the object store, read in a thread; counts the bytes read."""
 
     def __init__(self, chunks: Iterable[bytes]) -> None:
         self._chunks: Iterator[bytes] = iter(chunks)
@@ -64,9 +64,9 @@ class JetStreamBlobs:
 
     Args:
         client: A connection.
-        bucket: The object store's name.
-        pointer_bucket: Name of the bucket with the pointer.
-        settings: How often both are kept.
+        bucket: Name of the object store.
+        pointer_bucket: Name of the pointer's bucket.
+        settings: Number of replicas of both.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A publisher's batches into a stream, one after the other, each stored once."""
+"""Writes a publisher's batches to a stream, in order and each once."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _RETRY_S_MAX = 2.0
 class JetStreamWriter:
     """Writes batches to a component's stream, in the background.
 
-    One is on its way at a time, so that the stream has a publisher's batches in their order; one
-    that was not acknowledged is sent again under the same key, which stores it once. A server that
-    is away or refuses us is asked again for as long as it takes. One that is larger than the server
-    takes goes, is counted, and is a gap to those who read.
+    One batch is in flight at a time, so that the stream keeps the publisher's order. A batch
+    without an acknowledgement is sent again under the same key, which is stored once. If the server
+    is down or refuses the login, the writer retries without limit. A batch above the server's limit
+    is dropped and counted; readers see a gap.
 
     Args:
-        stream: The stream's name.
+        stream: Name of the stream.
         headers: Headers of a batch by its sequence number.
         key: Its key by its sequence number.
         settings: Which server; default: what the environment says.
-        waiting_bytes_max: Payloads that may wait while the server is away or slow. Beyond it the
-            oldest go, are counted, and are a gap to those who read.
+        waiting_bytes_max: Payloads that may wait while the server is down or slow. Above it the
+            oldest are dropped and counted; readers see a gap.
     """
 
     def __init__(
@@ -67,17 +67,17 @@ class JetStreamWriter:
         self._background.start()
 
     def put(self, sequence: int, payload: bytes) -> None:
-        """Queue a batch; returns at once. From any thread, in the order of the numbers.
+        """Queue a batch; returns at once. Call in the order of the numbers, from any thread.
 
         Raises:
-            ClosedError: It is closed.
+            ClosedError: The writer is closed.
         """
         with self._changed:
             if self._is_closed:
                 raise ClosedError("the writer is closed")
             self._waiting.append((sequence, payload))
             self._waiting_bytes += len(payload)
-            # The first one may be on its way already.
+            # The first one may be in flight.
             while self._waiting_bytes > self._waiting_bytes_max and len(self._waiting) > 2:
                 dropped = self._waiting[1]
                 del self._waiting[1]
@@ -86,12 +86,12 @@ class JetStreamWriter:
         self._background.call_soon(self._news.set)
 
     def flush(self, timeout_s: float = 10.0) -> bool:
-        """Wait until everything that was put is stored; False if that took longer."""
+        """Wait until all queued batches are stored; False if that took longer."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._waiting, timeout_s)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Store what waits, for as long as ``timeout_s``, and end."""
+        """Store queued batches within ``timeout_s``, and close."""
         self.flush(timeout_s)
         with self._changed:
             if self._is_closed:
@@ -113,7 +113,7 @@ class JetStreamWriter:
                     if self._is_closed:
                         return
                     self._news.clear()
-                    # Something may have come before the clear.
+                    # A batch may have been queued before the clear.
                     if not self._waiting and not self._is_closed:
                         await self._news.wait()
                     continue
@@ -138,7 +138,7 @@ class JetStreamWriter:
                         f"(NATS_SERVER: {self._settings.where})",
                         kind=isinstance(error, ConfigError),
                     )
-                    # It may have been deleted: then it is made again.
+                    # The stream may have been deleted; then it is created again.
                     log = None
                     await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, _RETRY_S_MAX)

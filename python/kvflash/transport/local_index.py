@@ -1,11 +1,11 @@
-"""A worker's own index with its last batches, and the answers to questions about it.
+"""A worker's own index with its last batches, and the answers to queries about it.
 
-A question is msgpack ``{"start": int | None, "end": int | None}``, both inclusive; an answer comes
-in parts, each ``{"kind", "part", "parts", ...}``, small enough for any broker:
+A query is msgpack ``{"start": int | None, "end": int | None}``, both inclusive. An answer has
+several parts, each ``{"kind", "part", "parts", ...}``, small enough for any broker:
 
 - ``events``: ``batches`` [[number, payload], ...]
-- ``dump``: ``data``, a piece of the catalog's dump, with ``last``, the last batch that is in it
-- ``too_new``: ``start``, ``end``, ``newest``; the worker has not come that far
+- ``dump``: ``data``, a piece of the catalog's dump, and ``last``, the last batch included
+- ``too_new``: ``start``, ``end``, ``newest``; the worker has not reached ``start``
 - ``invalid_range``: ``start``, ``end``
 - ``error``: ``message``
 
@@ -33,24 +33,24 @@ RING_BYTES = 64 * 1024 * 1024
 
 
 def question(start: int | None = None, end: int | None = None) -> bytes:
-    """Ask for batches ``start..=end``; without a start, for everything held."""
+    """Query batches ``start..=end``; without a start, everything."""
     return bytes(msgpack.packb({"start": start, "end": end}))
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a worker answers.
+    """An answer of a worker.
 
     Attributes:
         kind: events, dump, too_new, invalid_range or error.
-        epoch: The publisher's life that answers.
-        batches: Of events: (number, payload), in order.
-        data: Of a dump: what ``Catalog.restore`` takes.
-        last: Of a dump: the last batch that is in it; None before the first.
-        newest: Of too_new: the last batch that there is.
-        start: Of too_new and invalid_range: what was asked for.
-        end: Likewise.
-        message: Of an error.
+        epoch: The publisher's epoch.
+        batches: For events: (number, payload), in order.
+        data: For a dump: input of ``Catalog.restore``.
+        last: For a dump: the last batch included; None before the first.
+        newest: For too_new: the latest batch.
+        start: For too_new and invalid_range: the requested start.
+        end: For too_new and invalid_range: the requested end.
+        message: For an error.
     """
 
     kind: str
@@ -65,10 +65,10 @@ class Answer:
 
 
 def join(parts: list[dict[str, Any]]) -> Answer:
-    """An answer from all of its parts.
+    """Join the parts of an answer.
 
     Raises:
-        DecodeError: They are not one.
+        DecodeError: They do not form one answer.
     """
     try:
         parts = sorted(parts, key=lambda part: int(part["part"]))
@@ -90,19 +90,19 @@ def join(parts: list[dict[str, Any]]) -> Answer:
 
 
 class LocalIndex:
-    """What one publisher has told, and its last batches.
+    """Index of one publisher, with its last batches.
 
     Args:
-        instance_id: Whose events they are.
-        dp_rank: Their rank.
-        epoch: The publisher's life.
-        model_name: The index that they are for.
+        instance_id: Instance of the publisher.
+        dp_rank: Its data parallel rank.
+        epoch: Its epoch.
+        model_name: Model of the index.
         block_size: Tokens in a block.
-        tenant_id: The index's tenant.
-        ring_batches: Batches kept as they were sent.
-        ring_bytes: Memory that they may take; the oldest go first.
+        tenant_id: Tenant of the index.
+        ring_batches: Batches kept in their sent form.
+        ring_bytes: Memory limit for these batches; the oldest are dropped first.
 
-    Consistency: safe to use from many threads; a dump and its ``last`` are of one moment.
+    Consistency: thread-safe; a dump and its ``last`` are from the same moment.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class LocalIndex:
         self._lock = threading.Lock()
 
     def record(self, sequence: int, payload: bytes) -> None:
-        """A batch was numbered; before it is sent."""
+        """Record a numbered batch; call before it is sent."""
         with self._lock:
             frame = [sequence.to_bytes(8, "big"), payload]
             _, outcome, _, last = self._catalog.take(self._publisher, [frame], replayed=True)
@@ -148,7 +148,7 @@ class LocalIndex:
                 self._ring_bytes -= len(self._ring.popleft()[1])
 
     def answer(self, start: int | None = None, end: int | None = None) -> Answer:
-        """Batches ``start..=end`` if they are still here, else everything held."""
+        """Batches ``start..=end`` if they are still kept, else a dump."""
         with self._lock:
             if start is not None and end is not None and end < start:
                 return Answer("invalid_range", self._epoch, start=start, end=end)
@@ -165,7 +165,7 @@ class LocalIndex:
             return Answer("events", self._epoch, batches=list(found))
 
     def respond(self, request: bytes) -> list[bytes]:
-        """The parts of the answer to a question, whatever that is."""
+        """Encode the answer to an arbitrary query as parts."""
         try:
             asked = msgpack.unpackb(request)
             start, end = asked.get("start"), asked.get("end")

@@ -33,21 +33,21 @@ def bucket_name(namespace: str, component: str) -> str:
 
 
 def pointer_bucket_name(namespace: str, component: str) -> str:
-    """The bucket of the key that says which snapshot counts."""
+    """The bucket of the key that names the current snapshot."""
     return _slug(f"{_component(namespace, component)}.radix-pointer")
 
 
 def replica_sync_subject(namespace: str, component: str) -> str:
-    """Where routers tell each other of active requests."""
+    """The subject of active requests between routers."""
     return f"{_component(namespace, component)}.active_sequences_events"
 
 
 def event_subject(namespace: str, component: str) -> str:
-    """Where workers with an index of their own publish events."""
+    """The subject of events of workers with a local index."""
     return f"{_component(namespace, component)}.kv-events"
 
 
 def query_subject(namespace: str, component: str, instance_id: int, dp_rank: int) -> str:
-    """Where a worker answers questions about its index."""
+    """The subject of queries to a worker's local index."""
     base = _component(namespace, component)
     return f"{base}.worker_kv_indexer_query_dp{dp_rank}.{instance_id}"

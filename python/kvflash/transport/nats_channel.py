@@ -1,4 +1,4 @@
-"""Small messages from one to all of a group, over NATS Core."""
+"""Small messages to all members of a group, over NATS Core."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class NatsChannel:
 
     Args:
         client: A connection; closed with the channel if it ``is_owned``.
-        subject: Where all of the group send and hear.
-        is_owned: Nobody else uses the connection.
+        subject: Subject of the group.
+        is_owned: Whether the connection belongs to this channel.
     """
 
     endpoint: str | None = None
@@ -45,7 +45,7 @@ class NatsChannel:
             await self._client.publish(self._subject, data)
 
     def follow(self, endpoints: set[str]) -> None:
-        """See :meth:`Channel.follow`: the server knows."""
+        """See :meth:`Channel.follow`: no effect, since the server knows the members."""
 
     async def close(self) -> None:
         """See :meth:`Channel.close`."""

@@ -1,4 +1,4 @@
-"""Events over NATS Core of any number of components."""
+"""Receives events over NATS Core of any number of components."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ __all__ = ["NatsComponentsReceiver", "worker_endpoint"]
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 2.0
-# Four for each publisher that a catalog takes; beyond it the catalog's own thread waits.
+# Four for each publisher in a catalog; above it the catalog's own thread waits.
 _ORDERS_MAX = 4 * 65_536
 _SUBJECT = re.compile(r"namespace\.([^./]+)\.component\.([^./]+)\.kv-events")
 
 
 def worker_endpoint(namespace: str, component: str, instance_id: int, dp_rank: int) -> str:
-    """Under which a worker's events are announced."""
+    """The announced endpoint of a worker's events."""
     return f"nats://{names.event_subject(namespace, component)}/{instance_id}/{dp_rank}"
 
 
 class NatsComponentsReceiver:
-    """A :class:`Receiver` of endpoints ``nats://SUBJECT/INSTANCE/RANK``, connected by component.
+    """A :class:`Receiver` of ``nats://SUBJECT/INSTANCE/RANK``, with a connection per component.
 
     Args:
         catalog: Where frames go.
@@ -46,7 +46,7 @@ class NatsComponentsReceiver:
         self._thread = threading.Thread(target=self._run, name="kvflash-nats", daemon=True)
 
     def start(self) -> None:
-        """See :meth:`Receiver.start`. It connects with the first endpoint of a component."""
+        """See :meth:`Receiver.start`. It connects on the first endpoint of a component."""
         self._thread.start()
 
     def obey(self, order: Order) -> None:
@@ -66,7 +66,7 @@ class NatsComponentsReceiver:
 
     @property
     def stats(self) -> dict[str, int]:
-        """Counters of all components together."""
+        """Counters, summed over all components."""
         total: dict[str, int] = {}
         for receiver in list(self._receivers.values()):
             for name, count in receiver.stats.items():

@@ -1,4 +1,4 @@
-"""One way to connect to NATS: logged in, again for ever, one clear line when it is not there."""
+"""Connects to NATS: with login, reconnects, and one clear message if no server answers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["Client", "check_server", "connect", "message_bytes"]
 logger = logging.getLogger(__name__)
 
 _RECONNECT_WAIT_S = 0.25
-# What may wait to be sent while the server is away; beyond it publishing fails.
+# Limit of unsent data while the server is down; above it publishing fails.
 _PENDING_BYTES_MAX = 16 * 1024 * 1024
-# Failed attempts whose reasons are looked at.
+# Failed attempts whose reasons are examined.
 _SAID_MAX = 16
 _OTHERWISE = (
     "start one (nats-server -js), set NATS_SERVER, or use --event-plane zmq, which needs no server"
@@ -35,11 +35,11 @@ async def connect(
     on_reconnect: Callable[[], Awaitable[None]] | None = None,
     timeout_s: float = 5.0,
 ) -> Client:
-    """Connect; afterwards the client connects again by itself, for as long as it takes.
+    """Connect; afterwards the client reconnects on its own, without limit.
 
     Raises:
-        TransportError: No server answers; says which one to start.
-        ConfigError: The server refuses who we are.
+        TransportError: No server answers; the message says which one to start.
+        ConfigError: The server refuses the login.
     """
     said = deque[Exception](maxlen=_SAID_MAX)
     is_connected = False
@@ -51,10 +51,11 @@ async def connect(
             said.append(error)
         made = failure(settings, [error], _OTHERWISE)
         if is_connected and isinstance(made, ConfigError) and str(made) != refusal:
-            # Once: only somebody can mend that.
+            # Logged once: only an operator can fix it.
             refusal = str(made)
             logger.warning("NATS (%s): %s; trying again", name, refusal)
-        # The client tells every failed attempt; who waits for an answer hears of it anyway.
+        # The client reports every failed attempt; callers waiting for an answer get the error
+        # anyway.
         logger.debug("NATS (%s): %s", name, error)
 
     async def on_disconnected() -> None:
@@ -74,9 +75,9 @@ async def connect(
             **login_options(settings),
             name=name,
             connect_timeout=max(1, int(timeout_s)),
-            # Of the first connection only; afterwards it may take as long as it takes.
+            # Of the first connection only; reconnecting has no time limit.
             max_reconnect_attempts=1,
-            # Said to be whole seconds; it takes parts of them as well.
+            # Documented as whole seconds; fractions work as well.
             reconnect_time_wait=_RECONNECT_WAIT_S,  # type: ignore[arg-type]
             pending_size=_PENDING_BYTES_MAX,
             error_cb=on_error,
@@ -84,7 +85,7 @@ async def connect(
             reconnected_cb=on_reconnected,
         )
     except (nats.errors.Error, OSError, asyncio.TimeoutError) as error:
-        # The client says the reason of each attempt there, and in the end only that it gave up.
+        # The client reports each attempt's reason there, and in the end only that it gave up.
         raise failure(settings, list(said) or [error], _OTHERWISE) from None
     is_connected = True
     client.options["max_reconnect_attempts"] = -1
@@ -92,20 +93,20 @@ async def connect(
 
 
 def message_bytes(headers: Mapping[str, str], payload: bytes) -> int:
-    """What the server compares with its ``max_payload``: headers count, too."""
+    """The size that the server compares with its ``max_payload``: headers count, too."""
     lines = sum(len(name) + len(value.encode()) + 4 for name, value in headers.items())
     return len("NATS/1.0\r\n\r\n") + lines + len(payload)
 
 
 def check_server(settings: NatsSettings) -> int:
-    """Connect and hang up, in a thread of its own: with or without an event loop.
+    """Connect and disconnect, in its own thread: works with or without an event loop.
 
     Returns:
-        Bytes of the largest message that the server takes, with its headers.
+        Largest message that the server accepts, with its headers; unit bytes.
 
     Raises:
-        TransportError: No server answers; says which one to start.
-        ConfigError: The server refuses who we are.
+        TransportError: No server answers; the message says which one to start.
+        ConfigError: The server refuses the login.
     """
 
     async def ask() -> int:

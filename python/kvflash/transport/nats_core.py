@@ -1,9 +1,9 @@
-"""Events over NATS Core, repaired from the workers' own indexes.
+"""Events over NATS Core, with repair from the workers' own indexes.
 
-A worker publishes to its component's subject and answers questions; nothing is kept between. A
-router takes everything that a worker holds when it hears of it, then follows; what is missing is
-asked for once, and given up if the worker has it no more; when it does not answer, a dump is taken
-once it does.
+A worker publishes to its component's subject and answers queries; the server stores nothing. When a
+router learns of a worker, it takes a dump of everything that the worker holds, then follows.
+Missing batches are requested once, and given up if the worker no longer has them. If the worker
+does not answer, a dump is taken as soon as it does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 PUBLISHER = "Kvflash-Publisher"
 SEQUENCE = "Kvflash-Sequence"
 
-#: Asks a worker, (instance id, dp rank), for batches start..=end, or for everything.
+#: Queries a worker, (instance id, dp rank), for batches start..=end, or for everything.
 Ask = Callable[[int, int, int | None, int | None], Awaitable[Answer]]
 
 _ASK_S_MAX = 5.0
@@ -58,10 +58,10 @@ class _Worker:
 
 @dataclass
 class CoreStats:
-    """What became of messages and questions.
+    """Counters of messages and queries.
 
     Attributes:
-        counts: By name.
+        counts: Counters by name.
     """
 
     counts: dict[str, int] = field(
@@ -78,14 +78,14 @@ class CoreStats:
 
 
 class CoreFollower:
-    """Follows workers that have an index of their own; the protocol, without a network.
+    """Follows workers with a local index: the protocol, without a network.
 
     Args:
-        catalog: Where frames go.
-        ask: Asks a worker.
+        catalog: Takes the frames.
+        ask: Queries a worker.
         sleep: Waits.
 
-    Consistency: one event loop; the messages of one worker are applied one at a time, in order.
+    Consistency: bound to one event loop; one worker's messages are applied in order, one at a time.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class CoreFollower:
         self.stats = CoreStats()
 
     def join(self, publisher: int, instance_id: int, dp_rank: int) -> None:
-        """A worker is registered: take what it holds, then follow."""
+        """Follow a newly registered worker: take its dump first."""
         self.leave(publisher)
         worker = _Worker(publisher, instance_id, dp_rank, asyncio.Queue(_WAITING_MESSAGES_MAX))
         self._workers[instance_id, dp_rank] = worker
@@ -105,13 +105,13 @@ class CoreFollower:
         worker.task = asyncio.get_running_loop().create_task(self._follow(worker))
 
     def leave(self, publisher: int) -> None:
-        """It is unregistered."""
+        """Stop following an unregistered worker."""
         worker = self._workers.pop(self._of.pop(publisher, (-1, -1)), None)
         if worker is not None and worker.task is not None:
             worker.task.cancel()
 
     async def close(self) -> None:
-        """Follow nobody any more."""
+        """Stop following all workers."""
         left = {worker.task for worker in self._workers.values() if worker.task is not None}
         while left:
             # Before Python 3.12 asyncio.wait_for may swallow a cancellation.
@@ -120,7 +120,7 @@ class CoreFollower:
             _, left = await asyncio.wait(left, timeout=0.5)
 
     def heard(self, headers: dict[str, str] | None, payload: bytes) -> None:
-        """A message came. Of workers that are not registered it is dropped: it is in their dump."""
+        """Handle a message. From an unregistered worker it is dropped: its dump will include it."""
         self.stats.counts["messages"] += 1
         try:
             instance_id, dp_rank, epoch = map(int, (headers or {})[PUBLISHER].split("/"))
@@ -136,7 +136,7 @@ class CoreFollower:
         try:
             worker.waiting.put_nowait((epoch, sequence, payload))
         except asyncio.QueueFull:
-            # All of it comes with the dump that is taken instead.
+            # The dump that is taken instead contains all of them.
             self.stats.counts["overflows"] += 1
             worker.has_overflowed = True
             while not worker.waiting.empty():
@@ -158,7 +158,7 @@ class CoreFollower:
                 await self._take(worker, epoch, sequence, payload)
             except Exception:
                 logger.exception("following worker %d failed; going on", worker.instance_id)
-                # All of it comes with a dump.
+                # A dump contains all of it.
                 worker.is_known = False
                 await self._sleep(_RETRY_S)
 
@@ -172,9 +172,9 @@ class CoreFollower:
         gap = self._offer(worker, [frame])
         if gap is None:
             return
-        # Asked once: what an answer does not bring will not come.
+        # Asked once: batches missing from the answer will not come.
         if not await self._repair(worker, *gap):
-            # No answer: it may have been the question that was lost. All of it comes with a dump.
+            # The query may have been lost. A dump contains everything.
             worker.is_known = False
             return
         gap = self._offer(worker, [frame])
@@ -184,17 +184,17 @@ class CoreFollower:
             self._offer(worker, [frame])
 
     def _offer(self, worker: _Worker, frames: list[list[bytes]]) -> tuple[int, int] | None:
-        """Hand frames over; what is missing before one of them, if any."""
+        """Pass frames to the catalog; returns the gap before one of them, if any."""
         _, outcome, first, last = self._catalog.take(worker.publisher, frames, replayed=True)
         return (first, last) if outcome == "gap" else None
 
     async def _repair(self, worker: _Worker, first: int, last: int) -> bool:
-        """Ask for what is missing; False when nobody answered."""
+        """Request missing batches; False without an answer."""
         answer = await self._ask_worker(worker, first, last)
         if answer is None:
             return False
         if answer.epoch != worker.epoch:
-            # Another life answers: its events tell so themselves.
+            # An answer of another epoch: that epoch's events will show it.
             return True
         if answer.kind == "events":
             self.stats.counts["ranges"] += 1
@@ -218,8 +218,8 @@ class CoreFollower:
         self.stats.counts["dumps"] += 1
         self._catalog.forget(worker.instance_id, worker.dp_rank)
         if answer.last is not None:
-            # Its place is in it, so that what comes twice is dropped and what is missing shows.
-            # Without one it is empty: taken over it would make whatever comes first its place.
+            # The dump includes the position, so that duplicates are dropped and gaps are seen.
+            # Without a position it is empty: restoring it would make any next batch the position.
             self._catalog.restore(answer.data)
 
     async def _ask_worker(
@@ -235,11 +235,11 @@ class CoreFollower:
 
 
 def nats_ask(client: Client, subject_of: Callable[[int, int], str]) -> Ask:
-    """Ask over NATS.
+    """Make a function that queries workers over NATS.
 
     Args:
         client: A connection.
-        subject_of: Where a worker, instance id and dp rank, answers.
+        subject_of: Query subject of a worker, by instance id and dp rank.
     """
 
     async def ask(instance_id: int, dp_rank: int, start: int | None, end: int | None) -> Answer:
@@ -281,16 +281,16 @@ class _Looped(ABC):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Connect, and work in the background.
+        """Connect, and run in the background.
 
         Raises:
-            TransportError: NATS does not answer; says what to start.
+            TransportError: NATS does not answer; the message says what to start.
         """
         self._thread.start()
         self._ready.result()
 
     def stop(self) -> None:
-        """End; blocks until done."""
+        """Stop; blocks until done."""
         if self._thread.is_alive() and self._end is not None:
             self._loop.call_soon_threadsafe(self._end.set)
         self._thread.join()
@@ -325,18 +325,18 @@ class _Looped(ABC):
 
     @abstractmethod
     async def _closing(self, client: Client) -> None:
-        """End what was begun; the connection is closed afterwards."""
+        """Stop what was started; the connection is closed afterwards."""
 
 
 class NatsCorePublisher(_Looped):
-    """A worker's side: publishes batches as they come and answers questions about its index.
+    """The worker's side: publishes batches and answers queries about its index.
 
     Args:
-        subject: Of the component's events.
-        query_subject: Where this worker answers.
-        index: What it answers from.
+        subject: Subject of the component's events.
+        query_subject: Subject of queries to this worker.
+        index: Source of the answers.
         headers: Headers of a batch by its number.
-        settings: Which server; default: what the environment says.
+        settings: The server; default: from the environment.
     """
 
     def __init__(
@@ -355,21 +355,21 @@ class NatsCorePublisher(_Looped):
         self.counts: dict[str, int] = {}
 
     def flush(self, timeout_s: float = 10.0) -> bool:
-        """Nothing is stored that could be waited for."""
+        """Nothing is stored, so there is nothing to wait for."""
         return True
 
     def close(self) -> None:
-        """End; blocks until done."""
+        """Stop; blocks until done."""
         self.stop()
 
     def put(self, sequence: int, payload: bytes) -> None:
-        """Publish a batch; returns at once. From any thread, in the order of the numbers."""
-        # First into the index: what others miss they can ask for.
+        """Publish a batch; returns at once. Call in the order of the numbers, from any thread."""
+        # Into the index first: a reader that misses the message can query it.
         self._index.record(sequence, payload)
         asyncio.run_coroutine_threadsafe(self._publish(sequence, payload), self._loop)
 
     async def _opened(self, client: Client) -> None:
-        """Answer from now on."""
+        """Start answering."""
         self._client = client
 
         async def respond(message: Any) -> None:
@@ -379,27 +379,27 @@ class NatsCorePublisher(_Looped):
         await client.subscribe(self._query_subject, cb=respond)
 
     async def _closing(self, client: Client) -> None:
-        """Hand over what waits."""
+        """Send queued batches."""
         with contextlib.suppress(nats.errors.Error, OSError):
             await client.flush()
 
     async def _publish(self, sequence: int, payload: bytes) -> None:
         headers, client = self._headers(sequence), self._client
-        # What is too large would end the connection. Routers see the gap, as they do where it is
-        # lost while the server is away, and have it from a dump.
+        # A message above the limit would end the connection. Routers see the gap, as they do for
+        # messages lost while the server is down, and take a dump.
         if client is not None and message_bytes(headers, payload) <= client.max_payload:
             with contextlib.suppress(nats.errors.Error, OSError):
                 await client.publish(self._subject, payload, headers=headers)
 
 
 class NatsCoreReceiver(_Looped):
-    """A router's side: a :class:`Receiver` of endpoints ``nats://SUBJECT/INSTANCE/RANK``.
+    """The router's side: a :class:`Receiver` of endpoints ``nats://SUBJECT/INSTANCE/RANK``.
 
     Args:
-        catalog: Where frames go.
-        subject: Of the component's events.
-        subject_of: Where a worker, instance id and dp rank, answers questions.
-        settings: Which server; default: what the environment says.
+        catalog: Takes the frames.
+        subject: Subject of the component's events.
+        subject_of: Query subject of a worker, by instance id and dp rank.
+        settings: The server; default: from the environment.
     """
 
     def __init__(
@@ -419,7 +419,7 @@ class NatsCoreReceiver(_Looped):
         return {} if self._follower is None else dict(self._follower.stats.counts)
 
     def obey(self, order: Order) -> None:
-        """See :meth:`Receiver.obey`. Holding and pausing are for sockets: they do nothing here."""
+        """See :meth:`Receiver.obey`. Orders to hold or pause are for sockets and have no effect."""
         kind, publisher, endpoint, _ = order
         if kind in ("subscribe", "hold"):
             self._loop.call_soon_threadsafe(self._join, publisher, endpoint)
@@ -427,7 +427,7 @@ class NatsCoreReceiver(_Looped):
             self._loop.call_soon_threadsafe(self._leave, publisher)
 
     async def _opened(self, client: Client) -> None:
-        """Hear from now on."""
+        """Start receiving."""
         follower = CoreFollower(self._catalog, nats_ask(client, self._subject_of))
         self._follower = follower
 
@@ -437,7 +437,7 @@ class NatsCoreReceiver(_Looped):
         await client.subscribe(self._subject, cb=hear)
 
     async def _closing(self, client: Client) -> None:
-        """Follow nobody."""
+        """Stop following all workers."""
         if self._follower is not None:
             await self._follower.close()
 

@@ -1,4 +1,4 @@
-"""What the event transport may be told."""
+"""Settings of the event transport."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ class ZmqOptions:
     """Limits of the event transport.
 
     Attributes:
-        receive_queue_messages: Messages that may wait on one socket.
-        message_bytes_max: Largest frame; a publisher that sends a larger one is disconnected.
-        batch_messages: Messages handed to the core at once.
+        receive_queue_messages: Messages that may wait in one socket.
+        message_bytes_max: Largest frame; a publisher of a larger one is disconnected.
+        batch_messages: Messages passed to the core at once.
         replay_timeout_s: Time without progress after which a replay is given up.
         reconnect_ms_max: Longest pause between two attempts to connect.
-        is_native: Receive without Python where libzmq's functions can be found; as fast as it gets.
+        is_native: Receive without Python where libzmq's functions can be found; the fastest way.
     """
 
     receive_queue_messages: int = 4_096

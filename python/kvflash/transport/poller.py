@@ -1,7 +1,7 @@
-"""Waiting for many ZMQ sockets at the cost of those that have something.
+"""Waits for many ZMQ sockets at the cost of the active ones.
 
-``zmq.Poller`` looks at every socket in every turn: with thousands of publishers a turn takes a
-millisecond, whoever has spoken. Here the operating system says whose turn it is.
+``zmq.Poller`` checks every socket in every turn: with thousands of publishers a turn takes a
+millisecond, however few are active. Here the operating system reports the active ones.
 """
 
 from __future__ import annotations
@@ -14,50 +14,50 @@ __all__ = ["Poller"]
 
 
 class Poller:
-    """Tells which of its sockets can be received from.
+    """Finds its sockets with messages.
 
-    A ZMQ socket's descriptor says when to look at the socket, not what there is: it is readable
-    until somebody looks, whatever is left to receive then. So a socket that had something is looked
-    at again before the next wait, until it has nothing.
+    A ZMQ socket's descriptor says when to check the socket, not that it has a message: it is
+    readable until the socket is checked, whatever remains to be received. So a socket that had a
+    message is checked again before the next wait, until it has none.
 
-    Sockets are used by one thread, and once registered only between a ``poll`` that returned them
-    and the next: what they take in meanwhile, nobody would be told. Register a socket again to have
-    it looked at, or ask :meth:`look_at`.
+    Sockets are used by one thread. Once registered, a socket may be used only between a ``poll``
+    that returned it and the next one: otherwise messages it takes in meanwhile go unnoticed.
+    Register a socket again to have it checked, or call :meth:`look_at`.
 
     Source: ``ZMQ_FD`` in zmq_getsockopt(3).
     """
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
-        # In the order in which they came up.
+        # In the order in which they became ready.
         self._looked_at: dict[zmq.Socket[bytes], None] = {}
 
     def register(self, socket: zmq.Socket[bytes]) -> None:
-        """Watch a socket from now on."""
+        """Start watching a socket."""
         self._selector.register(socket.fileno(), selectors.EVENT_READ, socket)
-        # What it took in before showed in its descriptor before.
+        # Messages that it took in earlier were signalled before the registration.
         self._looked_at[socket] = None
 
     def unregister(self, socket: zmq.Socket[bytes]) -> None:
-        """Watch it no more. Must come before its close."""
+        """Stop watching a socket. Call before closing it."""
         self._selector.unregister(socket.fileno())
         self._looked_at.pop(socket, None)
 
     def look_at(self, socket: zmq.Socket[bytes]) -> bool:
-        """Can this registered socket be received from? Then the next ``poll`` returns it."""
+        """Whether this registered socket has a message; then the next ``poll`` returns it."""
         is_readable = _is_readable(socket)
         if is_readable:
             self._looked_at[socket] = None
         return is_readable
 
     def poll(self, timeout_ms: int | None) -> list[zmq.Socket[bytes]]:
-        """Wait until sockets can be received from.
+        """Wait until sockets have messages.
 
         Args:
-            timeout_ms: Longest wait, None = until something comes.
+            timeout_ms: Longest wait; None = no limit.
 
         Returns:
-            Who can be received from; empty after ``timeout_ms``.
+            Sockets that have messages; empty after ``timeout_ms``.
 
         Cost: O(sockets that have or had something).
         """
@@ -72,7 +72,7 @@ class Poller:
                 return ready
 
     def close(self) -> None:
-        """Free the selector; the sockets are their owner's."""
+        """Close the selector; the sockets stay open."""
         self._selector.close()
 
 

@@ -1,7 +1,7 @@
 """Engine events over ZMQ: SUB for the stream, DEALER for its repair.
 
-One thread serves all publishers. It moves messages: the core takes them, and each publisher's
-:class:`kvflash._core.Repair` says what to do about those that are missing.
+One thread serves all publishers. It moves messages into the core, and follows each publisher's
+:class:`kvflash._core.Repair` for missing ones.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ __all__ = ["ZmqReceiver"]
 
 logger = logging.getLogger(__name__)
 
-#: What a repair wants: kind, first and last number, why.
+#: An effect of a repair: kind, first and last number, reason.
 RepairEffect = tuple[str, int, int, str]
-#: A part of a message: copied, or as the socket's own buffer.
+#: A part of a message: copied, or the socket's own buffer.
 _Part = bytes | zmq.Frame
 
-# ZMQ does not connect again after a protocol violation, such as a frame above the limit. It says
-# so by saying nothing: of every other attempt it tells at once.
+# ZMQ does not reconnect after a protocol violation, such as a frame above the limit. The only sign
+# is that the monitor reports no new attempt, since it reports any other one at once.
 _RECONNECT_GRACE_S = 1.0
 
-# Open files may come free: what found none tries again.
+# Other users may close files; subscriptions without one are retried.
 _REOPEN_S = 5.0
-# A publisher whose frames break the protocol again and again is told of once in so long.
+# Interval between log lines about a publisher that keeps violating the protocol.
 _BREACH_LINE_S = 60.0
 
 
 @dataclass
 class _Unopened:
-    """A subscription that found no open file."""
+    """A subscription without an open file."""
 
     endpoint: str
     replay_endpoint: str | None
@@ -69,7 +69,7 @@ class _Subscription:
     repair: Repair
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
-    #: Of the replay under way: one of its own, so that late answers to another can't be mistaken.
+    #: Socket of the current replay; a new one each time, so that late answers are not mixed up.
     replay: zmq.Socket[bytes] | None = None
     is_connected: bool = False
     reconnect_at: float | None = None
@@ -81,7 +81,7 @@ class ZmqReceiver:
     """Feeds a catalog from the engines' ZMQ sockets.
 
     Args:
-        catalog: Where frames go.
+        catalog: Takes the frames.
         options: Limits.
     """
 
@@ -101,14 +101,14 @@ class ZmqReceiver:
         self._poller = Poller()
         self._subscriptions: dict[int, _Subscription] = {}
         self._unopened: dict[int, _Unopened] = {}
-        # Those that may have a deadline: looked at in every turn, so that the others need not be.
+        # Subscriptions that may have a deadline; only these are checked in every turn.
         self._timed: dict[int, _Subscription] = {}
         self._handlers: dict[zmq.Socket[bytes], Callable[[], None]] = {}
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="kvflash-zmq", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; the catalog takes as many publishers as there are open files for."""
+        """Start the thread; the open files of the process limit the number of publishers."""
         self._catalog.limit_sockets(most_streams())
         self._thread.start()
 
@@ -123,8 +123,8 @@ class ZmqReceiver:
 
     def _order(self, order: Callable[[], None] | None) -> None:
         self._orders.put(order)
-        # A full wake-up socket means that the thread is about to look anyway, a closed one that it
-        # has ended: what it reported then is all there is to say.
+        # A full wake-up socket means that the thread is about to check the orders; a closed one,
+        # that it has ended and needs no order.
         with self._wake_lock, contextlib.suppress(zmq.ZMQError):
             self._wake.send(b"", zmq.NOBLOCK)
 
@@ -137,7 +137,7 @@ class ZmqReceiver:
         try:
             while not self._is_stopping:
                 for ready in self._poller.poll(self._poll_timeout_ms()):
-                    # A handler may have closed a socket that is still on this list.
+                    # A handler may have closed a socket that is still in this list.
                     handler = self._handlers.get(ready)
                     if handler is not None:
                         self._call(handler)
@@ -159,7 +159,7 @@ class ZmqReceiver:
         try:
             handler()
         except Exception:
-            # One publisher's trouble must not end the others' service.
+            # An error of one publisher must not end the service of the others.
             logger.exception("handling a socket failed; going on")
 
     def _add(self, socket: zmq.Socket[bytes], handler: Callable[[], None]) -> None:
@@ -288,11 +288,12 @@ class ZmqReceiver:
             self._catalog.set_status(publisher, "failed", f"can't connect to {endpoint}: {error}")
             return
         if endpoint.startswith("inproc://"):
-            # Within a process there is no handshake to wait for.
+            # inproc connections have no handshake to wait for.
             self._catalog.set_status(publisher, "active")
 
     def _reopen_broken(self, subscription: _Subscription) -> None:
-        # A turn may have taken longer than the grace: what was told meanwhile comes first.
+        # This turn may have taken longer than the grace period: handle pending monitor events
+        # first.
         self._on_monitor(subscription)
         now = time.monotonic()
         if subscription.reconnect_at is None or subscription.reconnect_at > now:
@@ -380,12 +381,12 @@ class ZmqReceiver:
         return messages
 
     def _silent(self, subscription: _Subscription) -> None:
-        # It may be the turn that took so long: then the answer is here.
+        # This turn itself may have taken so long; then the answer has arrived already.
         has_more = subscription.replay is not None and self._poller.look_at(subscription.replay)
         self._follow(subscription, subscription.repair.silent(has_more))
 
     def _follow(self, subscription: _Subscription, effects: list[RepairEffect]) -> None:
-        """Do what the repair says, and read the stream as long as it wants that."""
+        """Carry out a repair's effects, and read the stream as long as it requests that."""
         for kind, first, last, why in effects:
             if kind == "ask":
                 self._ask(subscription, first)

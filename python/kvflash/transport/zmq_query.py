@@ -1,4 +1,4 @@
-"""The questions of ``local_index`` over ZMQ, without a broker."""
+"""The queries of ``local_index`` over ZMQ, without a broker."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ __all__ = ["ZmqQueryServer", "take_dump", "zmq_ask"]
 logger = logging.getLogger(__name__)
 
 _QUESTION_BYTES_MAX = 4_096
-# Parts that wait for one router that reads slowly; beyond it the rest of its answer is dropped.
+# Parts that wait for a router that reads slowly; above it the rest of its answer is dropped.
 _QUEUE_PARTS = 100_000
 
 
 class ZmqQueryServer:
-    """Answers routers from a worker's own index, in a thread of its own.
+    """Answers routers from a worker's local index, in its own thread.
 
     Args:
-        index: What it answers from.
+        index: Source of the answers.
         host: Interface to bind to.
-        port: Port; 0 takes a free one.
+        port: Port; 0 picks a free one.
 
     Attributes:
-        endpoint: Where it answers.
+        endpoint: Address where it answers.
 
     Raises:
         ConfigError: The address can't be bound.
@@ -58,7 +58,7 @@ class ZmqQueryServer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Answer no more; blocks until done."""
+        """Stop answering; blocks until done."""
         self._is_closed.set()
         self._thread.join()
 
@@ -71,7 +71,7 @@ class ZmqQueryServer:
                 logger.warning("dropped a question of %d frames", len(frames))
                 continue
             for part in self._index.respond(frames[2]):
-                # A router that left is no error.
+                # The router left, which is no error.
                 with contextlib.suppress(zmq.ZMQError):
                     self._socket.send_multipart([frames[0], b"", part], zmq.NOBLOCK)
         self._context.destroy(0)
@@ -80,16 +80,16 @@ class ZmqQueryServer:
 def zmq_ask(
     endpoint: str, start: int | None = None, end: int | None = None, *, timeout_s: float = 5.0
 ) -> Answer:
-    """Ask a worker; blocks.
+    """Query a worker; blocks.
 
     Args:
-        endpoint: Where it answers.
-        start: First batch wanted; None = everything held.
-        end: Last batch wanted.
+        endpoint: Address of the worker.
+        start: First requested batch; None = everything.
+        end: Last requested batch.
         timeout_s: Time without progress after which it is given up.
 
     Raises:
-        TransportError: It does not answer in time, or nonsense.
+        TransportError: It does not answer in time, or the answer is malformed.
     """
     context: zmq.Context[Any] = zmq.Context()
     socket = context.socket(zmq.DEALER)
@@ -115,22 +115,21 @@ def zmq_ask(
 
 
 def take_dump(catalog: Catalog, endpoint: str, *, timeout_s: float = 5.0) -> int:
-    """Take everything that a worker holds into a catalog; blocks.
+    """Restore everything that a worker holds into a catalog; blocks.
 
-    Call it before the worker is registered: its registration then goes on from the last batch of
-    the dump,
-    and its replay socket brings what came since.
+    Call it before the worker is registered: its registration then continues from the last batch of
+    the dump, and its replay socket supplies later batches.
 
     Returns:
-        Blocks taken over.
+        Number of restored blocks.
 
     Raises:
-        TransportError: It does not answer in time, or answers with something else.
+        TransportError: It does not answer in time, or the answer is not a dump.
     """
     answer = zmq_ask(endpoint, timeout_s=timeout_s)
     if answer.kind != "dump":
         raise TransportError(f"{endpoint} answers with {answer.kind}: {answer.message}")
     if answer.last is None:
-        # It has numbered nothing: then its first batch is 0, and whatever else comes shows a gap.
+        # No batch has a number yet, so its first batch is 0; any other number shows a gap.
         return 0
     return catalog.restore(answer.data)[1]

@@ -1,4 +1,4 @@
-"""Sockets towards an engine, as the event transport wants them."""
+"""Sockets for engines, configured for the event transport."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _MONITORED = (
 def open_stream(
     context: zmq.Context[zmq.Socket[bytes]], options: ZmqOptions
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """A SUB socket for everything, not connected yet, and its monitor.
+    """A SUB socket for all topics, not connected yet, and its monitor.
 
     Raises:
-        zmq.ZMQError: The process can have no more sockets.
+        zmq.ZMQError: The process can't open more sockets.
     """
     socket = context.socket(zmq.SUB)
     try:
@@ -56,10 +56,10 @@ def open_stream(
 def open_replay(
     context: zmq.Context[zmq.Socket[bytes]], options: ZmqOptions, endpoint: str, first: int
 ) -> zmq.Socket[bytes]:
-    """A DEALER socket that has asked ``endpoint`` for the batches from ``first`` on.
+    """A DEALER socket that has requested the batches from ``first`` on from ``endpoint``.
 
     Raises:
-        zmq.ZMQError: The process can have no more sockets, or the endpoint is none.
+        zmq.ZMQError: The process can't open more sockets, or the endpoint is invalid.
     """
     socket = context.socket(zmq.DEALER)
     try:
@@ -78,28 +78,28 @@ def dial(socket: zmq.Socket[Any], endpoint: str) -> None:
     """Connect to an engine's socket.
 
     Raises:
-        zmq.ZMQError: The endpoint is none.
+        zmq.ZMQError: The endpoint is invalid.
     """
-    # libzmq takes IPv6 addresses, and never reaches them without this; where a name is given it
-    # would look for IPv6 first.
+    # libzmq accepts IPv6 addresses, but never reaches them without this option; for a name it would
+    # look up IPv6 first.
     socket.setsockopt(zmq.IPV6, int("://[" in endpoint))
     socket.connect(dialable(endpoint))
 
 
 def netloc(socket: zmq.Socket[Any], host: str) -> str:
-    """``host`` as it stands in the address that ``socket`` is about to bind."""
+    """``host`` as written in the address that ``socket`` is about to bind."""
     is_ipv6 = ":" in host
     socket.setsockopt(zmq.IPV6, int(is_ipv6))
     return f"[{host}]" if is_ipv6 else host
 
 
 def dialable(endpoint: str) -> str:
-    """The address to connect to, where the engine gave the one that it binds."""
+    """The address to connect to, where the engine gave its bind address."""
     return endpoint.replace("tcp://*:", "tcp://127.0.0.1:", 1)
 
 
 def most_streams() -> int:
-    """How many streams this process may have, of three open files each; others need some too."""
+    """Maximum of streams in this process, with three open files each and some left for others."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         limit = 1 << 20
@@ -107,12 +107,12 @@ def most_streams() -> int:
 
 
 def is_exhausted(error: zmq.ZMQError) -> bool:
-    """Whether the process has as many open files as it may; some may come free."""
+    """Whether the process has reached its limit of open files; some may be closed later."""
     return error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def explain(error: zmq.ZMQError) -> str:
-    """The error in words, with what to do about it where that is known."""
+    """The error's message, with advice on the fix if one is known."""
     if not is_exhausted(error):
         return str(error)
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
