@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit status: 0 after SIGTERM or SIGINT, 2 if the workers could not start.
     """
     config, log_level = parse_args(argv)
-    # Standard output is for the ready lines.
+    # Standard output is reserved for the ready lines.
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LogLine("%(levelname)5s %(name)s: %(message)s"))
     logging.basicConfig(level=log_level.upper(), handlers=[handler])

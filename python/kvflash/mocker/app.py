@@ -1,4 +1,4 @@
-"""Workers in one process: start them, say where they are, end them."""
+"""Starts and stops workers in one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvflash.mocker.worker import RuntimeWorker
 
 logger = logging.getLogger(__name__)
 
-# Connections that wait to be accepted; the default of 128 refuses bursts a benchmark sends.
+# Backlog of connections; the default of 128 refuses bursts that benchmarks send.
 BACKLOG = 1024
 DRAIN_S_MIN = 0.001
 
@@ -32,7 +32,7 @@ class Worker:
         url: Base URL of the OpenAI API.
         events_url: ZMQ endpoint of its events, or None.
         replay_url: ZMQ endpoint of its replay, or None.
-        engine: The engine, to look at.
+        engine: The engine, for inspection.
     """
 
     def __init__(self, index: int, config: MockerConfig, tokenizer: Tokenizer) -> None:
@@ -64,13 +64,13 @@ class Worker:
             build_app(self.engine, config, tokenizer, self._handover),
             handler_cancellation=True,
             access_log=None,
-            # aiohttp takes 0 for "wait for ever".
+            # For aiohttp 0 means no timeout.
             shutdown_timeout=max(config.drain_timeout_s, DRAIN_S_MIN),
         )
         self._running: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Let the startup time go by, then serve.
+        """Wait for the startup time, then serve.
 
         Raises:
             OSError: The HTTP port is taken.
@@ -99,7 +99,7 @@ class Worker:
             await self._publisher.close()
 
     def ready_line(self) -> str:
-        """One line of JSON that says where the worker is."""
+        """One line of JSON with the worker's addresses."""
         return json.dumps(
             {
                 "event": "ready",
@@ -115,15 +115,15 @@ class Mocker:
     """The running workers of one `serve`; an async context manager that closes them.
 
     Attributes:
-        workers: They, in order of their index.
+        workers: The workers, in order of their index.
     """
 
     def __init__(self, workers: list[Worker | RuntimeWorker]) -> None:
-        """Take over workers that have been started."""
+        """Take ownership of started workers."""
         self.workers = workers
 
     async def close(self) -> None:
-        """End all workers; requests that run get the drain timeout to end."""
+        """Stop all workers; running requests may use the drain timeout."""
         await asyncio.gather(*(worker.close() for worker in self.workers))
 
     async def __aenter__(self) -> Mocker:
@@ -139,10 +139,10 @@ async def serve(config: MockerConfig) -> Mocker:
     """Start the workers of a configuration in the running event loop.
 
     Args:
-        config: What to start.
+        config: Settings of the workers.
 
     Returns:
-        Workers that are ready; close() them.
+        Ready workers; close() them.
 
     Raises:
         ConfigError: The tokenizer folder is not usable.
@@ -153,7 +153,7 @@ async def serve(config: MockerConfig) -> Mocker:
     starts: list[asyncio.Task[None]] = []
     try:
         for index in range(config.num_workers):
-            # One by one: if the next cannot bind, those before it are known and get closed.
+            # One by one: if one can't bind, those before it are known and get closed.
             kind = Worker if config.endpoint is None else RuntimeWorker
             worker = kind(index, config, tokenizer)
             workers.append(worker)
@@ -172,7 +172,7 @@ async def run(config: MockerConfig) -> None:
     """Serve until SIGTERM or SIGINT; prints one line of JSON on stdout per worker once ready.
 
     Args:
-        config: What to start.
+        config: Settings of the workers.
 
     Raises:
         ConfigError: The tokenizer folder is not usable.
@@ -197,12 +197,13 @@ async def run(config: MockerConfig) -> None:
         await stopping
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
-            # Not even as KeyboardInterrupt, which asyncio waits with.
+            # The default action ends the process at once; asyncio would wait after a
+            # KeyboardInterrupt.
             signal.signal(number, signal.SIG_DFL)
         logger.info("draining for up to %g s; a second signal ends it now", config.drain_timeout_s)
     logger.info("stopped")
 
 
 def _shift(port: PortChoice, index: int) -> PortChoice:
-    """Port of a worker, given the first one; 0 and "auto" stay what they are."""
+    """The port of a worker, from the first one; 0 and "auto" stay."""
     return port if port in (0, "auto") or isinstance(port, str) else port + index

@@ -18,7 +18,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> tuple[MockerConfig, str]:
-    """Parse the command line; on an error print what is legal and exit with status 2.
+    """Parse the command line; on an error print the legal values and exit with status 2.
 
     Args:
         argv: Arguments without the program's name; None means those of the process.
@@ -37,7 +37,7 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[MockerConfig, str]:
         values[name] = tuple(values[name])
     try:
         if values["event_plane"] is None:
-            # Without an endpoint the environment does not count.
+            # Without an endpoint the environment is ignored.
             values["event_plane"] = "zmq" if values["endpoint"] is None else plane_of_events()
         return MockerConfig(**values), log_level
     except ConfigError as error:
@@ -46,7 +46,7 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[MockerConfig, str]:
 
 
 def _role_of(values: dict[str, Any], flags: Flags) -> str:
-    """The role that one of three flags names."""
+    """The role set by one of three flags."""
     said = {
         "--is-prefill-worker": "prefill" if values.pop("is_prefill_worker") else None,
         "--is-decode-worker": "decode" if values.pop("is_decode_worker") else None,
@@ -74,7 +74,7 @@ def _flags() -> Flags:
             "--zmq-events-port",
             "--speedup-ratio",
         ),
-        # It runs beside the services that KVFLASH_PORT and the others are meant for.
+        # The mocker runs beside the services that KVFLASH_PORT and the others are meant for.
         has_variables=False,
     )
     add_config(flags)
@@ -94,7 +94,7 @@ def _flags() -> Flags:
 
 
 def _add(flags: Flags, section: str) -> None:
-    """Add the flags of a section, each of the kind and with the default of its option."""
+    """Add the flags of a section, with the type and default of each option."""
     flags.section(section)
     for line in _TABLE[section].strip().splitlines():
         spelled, _, summary = line.strip().partition(": ")
@@ -166,7 +166,7 @@ def _port_choice(text: str) -> PortChoice:
         raise argparse.ArgumentTypeError(f"must be a port, 0 or auto, got {text!r}") from None
 
 
-# Flags and what stands for their values, by section; options say their kinds and defaults.
+# Flags and their metavars, by section; options define types and defaults.
 _TABLE = {
     "Server and log": """
         --host ADDRESS: Address of the HTTP and ZMQ sockets

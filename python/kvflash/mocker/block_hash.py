@@ -1,8 +1,8 @@
 """Token ids to chained block hashes.
 
-A block's hash covers its own tokens and, through its parent's hash, everything before it. What
-separates prompts of equal tokens (LoRA adapter, cache salt) goes into the root of the chain, so
-that no block of one ever matches a block of the other.
+A block's hash covers its own tokens and, through its parent's hash, everything before it. Anything
+else that distinguishes prompts of equal tokens (LoRA adapter, cache salt) goes into the root of the
+chain, so their blocks never match.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def extend_hashes(hashes: list[int], root: int, token_ids: Sequence[int], block_
 
 
 def output_seed(lora_name: str | None, token_ids: Sequence[int]) -> int:
-    """Seed of the output of a prompt: equal for equal prompts, whatever their salts."""
+    """Seed of a prompt's output: equal for equal prompts, independent of salts."""
     root = root_hash(lora_name, None)
     digest = blake2b(root.to_bytes(8, "big"), digest_size=8, person=b"output")
     digest.update(_token_bytes(token_ids))
@@ -71,5 +71,5 @@ def output_seed(lora_name: str | None, token_ids: Sequence[int]) -> int:
 
 
 def _token_bytes(token_ids: Sequence[int]) -> bytes:
-    # Byte order is the machine's: hashes are compared only within the engine that made them.
+    # Native byte order: hashes are compared only within the engine that made them.
     return array("I", token_ids).tobytes()

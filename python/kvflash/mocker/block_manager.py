@@ -1,14 +1,14 @@
-"""The paged KV cache of one engine: which blocks exist, who uses them, which go first.
+"""The paged KV cache of one engine: its blocks, their users, and the order of eviction.
 
 A block is in one of three states:
 
-- *partial*: reserved by one request, its tokens not all computed yet; it has no hash and nobody
-  else can find it.
+- *partial*: reserved by one request and not fully computed; it has no hash, so no other request can
+  find it.
 - *active*: full, found by its hash, used by one or more requests (reference counted).
-- *inactive*: full, found by its hash, used by nobody; the least recently used one is evicted
-  when room is needed.
+- *inactive*: full, found by its hash, unused; the least recently used one is evicted when room is
+  needed.
 
-Everything else of the capacity is free. Pure: no clock, no sockets, no randomness.
+The rest of the capacity is free. Pure: no clock, no sockets, no randomness.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class BlockManager:
     """Block accounting with prefix caching and LRU eviction.
 
     Consistency: for every cached block its parent is cached too, as long as callers use and
-    dereference whole prefixes: a tail is freed before what it continues, so it is evicted first.
+    dereference whole prefixes: a tail is freed before its prefix, so it is evicted first.
     Cost: O(blocks named in the call) for every method.
     """
 
@@ -30,7 +30,7 @@ class BlockManager:
         """Create an empty cache.
 
         Args:
-            capacity_blocks: Blocks there are, >= 1.
+            capacity_blocks: Total number of blocks, >= 1.
 
         Raises:
             InvalidArgumentError: capacity_blocks below 1.
@@ -40,13 +40,13 @@ class BlockManager:
         self._capacity_blocks = capacity_blocks
         self._partial_blocks = 0
         self._active: dict[int, int] = {}
-        # Insertion order is the order of eviction: dicts keep it, and first-in is next(iter()).
+        # Insertion order is the order of eviction: dicts keep it, and the first-in is next(iter()).
         self._inactive: dict[int, None] = {}
         self._evicted: list[int] = []
 
     @property
     def capacity_blocks(self) -> int:
-        """Blocks there are."""
+        """Total number of blocks."""
         return self._capacity_blocks
 
     @property
@@ -73,22 +73,22 @@ class BlockManager:
         return count
 
     def growth(self, block_hashes: Iterable[int], partial: int = 0) -> int:
-        """Count by how many blocks `use` with the same arguments would raise `used_blocks`."""
+        """Count the blocks by which `use` with the same arguments would raise `used_blocks`."""
         return partial + sum(block_hash not in self._active for block_hash in block_hashes)
 
     def use(self, block_hashes: Sequence[int], partial: int = 0) -> bool:
         """Take a reference on every hash and reserve partial blocks: all of it or nothing.
 
-        An active block gets one reference more, an inactive one is revived, an unknown one is
-        allocated as full and active. Where the cache is full, inactive blocks are evicted, least
-        recently used first, never one that this call names.
+        An active block gets one more reference, an inactive one is revived, an unknown one is
+        allocated as full and active. If the cache is full, inactive blocks are evicted, least
+        recently used first, but never one named in this call.
 
         Args:
             block_hashes: Distinct hashes, in prompt order.
             partial: Blocks to reserve without a hash, >= 0.
 
         Returns:
-            False, with nothing changed, if more blocks would be used than there are.
+            False, with nothing changed, if the capacity does not suffice.
         """
         if self.used_blocks + self.growth(block_hashes, partial) > self._capacity_blocks:
             return False
@@ -97,7 +97,7 @@ class BlockManager:
             if block_hash in self._active:
                 self._active[block_hash] += 1
                 continue
-            # Reviving before anything is evicted is what protects the blocks of this very call.
+            # Blocks are revived before any is evicted, which protects the blocks of this call.
             if block_hash in self._inactive:
                 del self._inactive[block_hash]
             else:
@@ -115,8 +115,8 @@ class BlockManager:
     def deref(self, block_hashes: Sequence[int]) -> None:
         """Drop one reference of every hash, the last one first.
 
-        A block that nobody uses any more becomes inactive. The tail goes first, so that it is
-        evicted before the prefix it continues.
+        A block without references becomes inactive. The tail goes first, so that it is evicted
+        before its prefix.
 
         Args:
             block_hashes: Active hashes, in prompt order.
@@ -133,7 +133,7 @@ class BlockManager:
                 self._inactive[block_hash] = None
 
     def destroy(self, block_hashes: Iterable[int]) -> None:
-        """Forget active blocks at once, whoever uses them; they count as evicted.
+        """Forget active blocks at once, regardless of their users; they count as evicted.
 
         Raises:
             KeyError: A hash is not active.
@@ -179,7 +179,7 @@ class BlockManager:
         self._partial_blocks -= partial
 
     def drain_evicted(self) -> list[int]:
-        """Hand over the hashes evicted since the last call, in order of eviction."""
+        """Return the hashes evicted since the last call, in order of eviction."""
         evicted, self._evicted = self._evicted, []
         return evicted
 

@@ -1,4 +1,4 @@
-"""Every option of the mocker, its default and what is legal."""
+"""Every option of the mocker, with its default and legal values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 from kvflash.errors import ConfigError
 
 EventEra = Literal["positional", "tagged"]
-# What an engine does of a request: all of it, its prompt, or its answer.
+# Which part of a request an engine computes: all of it, its prompt, or its answer.
 Role = Literal["both", "prefill", "decode"]
 PortChoice = int | Literal["auto"]
 
@@ -17,7 +17,7 @@ PORT_MAX = 65535
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MockerConfig:
-    """Options of one mocker process; every worker in it gets the same ones.
+    """Options of one mocker process, shared by all its workers.
 
     Attributes:
         host: Interface the HTTP and ZMQ sockets bind to.
@@ -28,7 +28,7 @@ class MockerConfig:
         num_gpu_blocks: Capacity of the KV cache of one worker. Unit: blocks.
         max_num_seqs: Requests that run at the same time.
         max_num_batched_tokens: Tokens computed in one pass.
-        max_model_len: Prompt plus output tokens of one request; None means what the cache holds.
+        max_model_len: Prompt plus output tokens of one request; None means the size of the cache.
         watermark: Share of the cache that admission keeps free for decoding, in [0, 1).
         speedup_ratio: Modelled time divided by real time, > 0.
         enable_prefix_caching: Reuse full blocks across requests and publish block events.
@@ -42,16 +42,18 @@ class MockerConfig:
         data_parallel_rank: Rank written into every event batch.
         startup_time_s: Real seconds before a worker is ready, as loading weights would take.
         tokenizer: Folder of a Hugging Face tokenizer; None means UTF-8 bytes.
-        lora_adapters: Names of LoRA adapters that can be asked for as a model.
-        drain_timeout_s: Real seconds that running requests get to end after SIGTERM.
+        lora_adapters: Names of LoRA adapters that requests may name as their model.
+        drain_timeout_s: Real seconds for running requests to end after SIGTERM.
         endpoint: Endpoint of the runtime to serve, namespace.component.endpoint; None serves HTTP.
-        event_plane: How they go, with `endpoint`: "zmq", or "nats" for the component's stream.
-        enable_local_indexer: With nats: from an index of the worker's own instead.
-        kv_events: Publish block events (with `endpoint`; without it the ports say so).
-        data_parallel_size: Ranks of one worker, each a cache and a scheduler; needs `endpoint`.
-        role: What each worker does of a request.
+        event_plane: Transport of events with `endpoint`: "zmq", or "nats" for the component's
+            stream.
+        enable_local_indexer: With nats: use the worker's local index instead of the stream.
+        kv_events: Publish block events (with `endpoint`; without it the ports decide).
+        data_parallel_size: Ranks of one worker, each with its own cache and scheduler; needs
+            `endpoint`.
+        role: The part of a request that each worker computes.
         bootstrap_ports: A port for each prefill worker, where decode workers wait for its results;
-            none: results are handed over in answers.
+            without ports, results are handed over in answers.
     """
 
     host: str = "127.0.0.1"
@@ -90,7 +92,7 @@ class MockerConfig:
         """Check every option.
 
         Raises:
-            ConfigError: An option is out of its range; names the flag and what is legal.
+            ConfigError: An option is out of range; names the flag and its legal values.
         """
         for name, least in _AT_LEAST:
             value = getattr(self, name)
@@ -121,12 +123,12 @@ class MockerConfig:
 
     @property
     def admissible_blocks(self) -> int:
-        """Blocks that admission may fill, the watermark kept free."""
+        """Blocks that admission may fill, excluding the watermark."""
         return int((1.0 - self.watermark) * self.num_gpu_blocks)
 
     @property
     def model_len(self) -> int:
-        """Longest prompt plus output of one request that is accepted. Unit: tokens."""
+        """Longest accepted sum of prompt and output of one request. Unit: tokens."""
         if self.max_model_len is not None:
             return self.max_model_len
         return self._longest_request()
@@ -180,7 +182,7 @@ class MockerConfig:
                 f"--watermark {self.watermark} leaves no block of --num-gpu-blocks "
                 f"{self.num_gpu_blocks} to admit a request into"
             )
-        # A longer request could never be admitted, and would block the queue behind it for ever.
+        # A longer request could never be admitted, and would block the queue for ever.
         longest = self._longest_request()
         if self.max_model_len is not None and self.max_model_len > longest:
             limits = "--num-gpu-blocks, --block-size and --watermark"
@@ -193,7 +195,7 @@ class MockerConfig:
 
 
 def flag(name: str) -> str:
-    """Name of the command line flag of an option."""
+    """Name of an option's command line flag."""
     return "--" + _FLAGS.get(name, name).replace("_", "-")
 
 

@@ -1,4 +1,4 @@
-"""The asyncio loop that gives the scheduler a clock and hands tokens to those who wait for them."""
+"""The asyncio loop that drives the scheduler in time and delivers tokens to their requests."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kvflash.mocker.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-# Timers of event loops are no finer than this; shorter steps are saved up and slept in one.
+# The resolution of event loop timers; shorter steps are accumulated and slept in one.
 TIMER_RESOLUTION_S = 0.001
-# An engine that is late may catch up by this much; more would turn a stall into a burst.
+# Limit of the delay that a late engine may catch up; more would turn a stall into a burst.
 CATCH_UP_S_MAX = 0.02
 
 
 class Generation:
-    """One request, as the one who waits for its tokens sees it."""
+    """One request, as seen by the coroutine that waits for its tokens."""
 
     def __init__(self, request: Request, *, is_streaming: bool) -> None:
         """Wrap a request.
@@ -40,7 +40,7 @@ class Generation:
 
     @property
     def is_finished(self) -> bool:
-        """Whether all tokens have been generated; some may not be taken yet."""
+        """Whether all tokens have been generated; some may not have been taken yet."""
         return self.request.is_finished
 
     async def take(self) -> list[int]:
@@ -62,12 +62,12 @@ class Generation:
         return token_ids
 
     def notify(self) -> None:
-        """Tell the waiter that there is a new token."""
+        """Signal a new token to the waiter."""
         if self._is_streaming or self.request.is_finished:
             self._changed.set()
 
     def fail(self, error: ClosedError) -> None:
-        """Tell the waiter that no more tokens come."""
+        """Signal to the waiter that no more tokens come."""
         self._error = error
         self._changed.set()
 
@@ -76,7 +76,7 @@ class Engine:
     """One worker: a scheduler, its clock and its event publisher."""
 
     def __init__(self, config: MockerConfig, publisher: EventPublisher | None) -> None:
-        """Create an engine; `run` makes it work.
+        """Create an engine; start it with `run`.
 
         Args:
             config: Its options.
@@ -90,17 +90,17 @@ class Engine:
         self._wake = asyncio.Event()
         self._due_s = 0.0
         self._error: ClosedError | None = None
-        # Called after each pass, for those who report the load.
+        # Called after each pass, for load reports.
         self.on_pass: Callable[[Scheduler], None] | None = None
 
     @property
     def scheduler(self) -> Scheduler:
-        """The scheduler, to look at."""
+        """The scheduler, for inspection."""
         return self._scheduler
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are still being worked on."""
+        """Whether the engine still works on requests."""
         return self._error is None
 
     def submit(
@@ -120,11 +120,11 @@ class Engine:
             planned_ids: Tokens of the answer.
             lora: LoRA adapter, or None.
             cache_salt: Cache salt, or None.
-            is_streaming: Hand out every token as it comes.
+            is_streaming: Deliver every token as it comes.
             is_transferred: The KV of the prompt came from a prefill worker.
 
         Raises:
-            OverloadedError: Too many requests wait.
+            OverloadedError: Too many requests are waiting.
             InvalidArgumentError: The request is empty or too long.
             ClosedError: The engine has stopped.
         """
@@ -164,7 +164,7 @@ class Engine:
         return True
 
     async def run(self) -> None:
-        """Work until cancelled; then every generation that waits gets an ClosedError."""
+        """Work until cancelled; then every waiting generation fails with ClosedError."""
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -183,18 +183,19 @@ class Engine:
             self._stop(ClosedError("the engine was stopped"))
 
     async def _pace(self, planned: Pass) -> None:
-        """Let the modelled time of a pass go by."""
+        """Wait for the modelled time of a pass."""
         modelled_ms = pass_ms(planned.prefill_tokens, planned.decode_count, planned.kv_usage)
         now_s = asyncio.get_running_loop().time()
         self._due_s = max(self._due_s, now_s - CATCH_UP_S_MAX)
         self._due_s += modelled_ms / 1000 / self._config.speedup_ratio
         delay_s = self._due_s - now_s
-        # Even a step too short to sleep yields once, for requests and aborts to come in.
+        # Even a step too short to sleep yields once, so that requests and aborts can come in.
         await asyncio.sleep(delay_s if delay_s >= TIMER_RESOLUTION_S else 0)
 
     def _finish(self, planned: Pass) -> None:
         result = self._scheduler.complete(planned)
-        # Events before tokens: who has the answer can rely on its blocks having been published.
+        # Events before tokens: a client with the answer can rely on its blocks having been
+        # published.
         if self._publisher is not None:
             self._publisher.publish(result.events)
         for request in result.advanced:

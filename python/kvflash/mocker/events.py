@@ -1,4 +1,4 @@
-"""Block events as the scheduler means them."""
+"""Block events of the scheduler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MEDIUM_GPU = "GPU"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockStored:
-    """Full blocks, each the continuation of the one before, that can now be reused.
+    """Full, reusable blocks, each the continuation of the one before.
 
     Attributes:
         block_hashes: Hashes in prompt order; u64.
@@ -21,7 +21,7 @@ class BlockStored:
         block_size: Tokens per block.
         lora_id: Number of the LoRA adapter, from 1, or None.
         lora_name: Name of the LoRA adapter, or None.
-        cache_salt: Salt of the prompt, where the first block begins it; or None.
+        cache_salt: Salt of the prompt, if the first block starts the prompt; or None.
         medium: Where the blocks are.
     """
 
@@ -45,14 +45,14 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """The cache was reset: no block is left."""
+    """The cache was reset: all blocks are gone."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 def put(outbox: EventOutbox, events: Sequence[Event]) -> None:
-    """Queue the events of one pass as a batch of their own."""
+    """Queue the events of one pass as a separate batch."""
     for event in events:
         if isinstance(event, BlockStored):
             outbox.store(

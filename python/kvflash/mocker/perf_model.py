@@ -1,8 +1,8 @@
-"""How long one pass of the engine takes, in modelled milliseconds.
+"""The duration of one engine pass, in modelled milliseconds.
 
 The base curves are polynomials fitted to a real GPU by the authors of NVIDIA Dynamo's mocker.
-Theirs make decoding cost the same for one request as for 256; here a decode step also grows with
-its batch, so that spreading load over workers pays off as it does on real hardware.
+Theirs make decoding cost the same for one request as for 256. Here a decode step also grows with
+its batch, so that spreading load over workers pays off as on real hardware.
 Pure: no clock.
 """
 
@@ -13,8 +13,8 @@ PREFILL_MS = (4.209989e-07, 1.518344e-02, 16.50142)
 # Milliseconds per cache usage squared, per usage (0..1), and per pass.
 DECODE_MS = (-25.74, 54.01, 5.74)
 DECODE_MS_MIN = 1.0
-# Each further request of a batch adds 0.5 % to its decode step: 256 requests take 2.3 times as
-# long as one, i.e. batching still raises throughput more than a hundredfold.
+# Each further request of a batch adds 0.5 % to its decode step: 256 requests take 2.3 times as long
+# as one, so batching still raises throughput more than a hundredfold.
 BATCH_COST = 0.005
 
 
@@ -34,7 +34,7 @@ def prefill_ms(new_tokens: int) -> float:
 
 
 def decode_ms(kv_usage: float) -> float:
-    """Base time of a decode step, whatever its batch size.
+    """Base time of a decode step, independent of its batch size.
 
     Args:
         kv_usage: Share of the KV cache in use; above 1 counts as 1.

@@ -1,4 +1,4 @@
-"""Carries event batches out: over the sockets of a publisher, or over NATS."""
+"""Sends event batches: over the sockets of a publisher, or over NATS."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvflash.publisher.stream import EventStream, reachable
 __all__ = ["BrokerPublisher", "EventPublisher", "reachable"]
 
 _FIELDS = ("--host, or KVFLASH_HOST with --endpoint", "--zmq-events-port", "--zmq-replay-port")
-# A pass says itself when its batch is complete.
+# Each pass closes its batch explicitly.
 _TICK_MS = 1_000.0
 
 
@@ -34,7 +34,7 @@ class EventPublisher:
         dp_rank: int,
         block_size: int,
     ) -> None:
-        """Bind the sockets, and answer replay requests from now on.
+        """Bind the sockets, and start answering replay requests.
 
         Args:
             host: Interface to bind to.
@@ -47,7 +47,7 @@ class EventPublisher:
             block_size: Tokens in a block.
 
         Raises:
-            ConfigError: A port is taken or the host is not ours.
+            ConfigError: A port is taken or the host is not local.
         """
         self._stream = EventStream(
             host=host,
@@ -57,7 +57,7 @@ class EventPublisher:
             dp_rank=dp_rank,
             tick_ms=_TICK_MS,
             ring_batches=replay_buffer,
-            # As engines, which count batches only.
+            # Like engines, which only limit batches.
             ring_bytes=1 << 40,
             block_size=block_size,
             shape=era,
@@ -66,12 +66,12 @@ class EventPublisher:
 
     @property
     def kind(self) -> str:
-        """Of what is announced."""
+        """The announced kind."""
         return self._stream.kind
 
     @property
     def events_url(self) -> str:
-        """Where the events are."""
+        """Where the events are published."""
         return self._stream.endpoint
 
     @property
@@ -80,22 +80,22 @@ class EventPublisher:
         return self._stream.replay_endpoint
 
     def publish(self, events: Sequence[Event]) -> None:
-        """Send one batch; without effect for no events.
+        """Send one batch; without events, do nothing.
 
-        Never waits: a subscriber that does not keep up loses batches and sees a gap.
+        Never waits: a subscriber that is too slow loses batches and sees a gap.
         """
         if events:
             put(self._stream.outbox, events)
 
     async def close(self) -> None:
-        """Send what waits, and end."""
-        # It waits for the thread, so not in the event loop.
+        """Send queued batches, and close."""
+        # It waits for its thread, so it must not run in the event loop.
         await asyncio.to_thread(self._stream.close)
 
 
 class BrokerPublisher(EventPublisher):
-    """The same over NATS; what is stored there needs no replay."""
+    """Publishes over NATS instead; batches stored there need no replay."""
 
     def __init__(self, outlet: BrokerOutlet, *, era: EventEra, dp_rank: int) -> None:
-        """Publish to an outlet, in a wire shape and with a rank in every batch."""
+        """Publish to an outlet, with a wire shape and a rank for every batch."""
         self._stream = BrokerStream(outlet, dp_rank=dp_rank, tick_ms=_TICK_MS, shape=era)

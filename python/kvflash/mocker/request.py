@@ -1,6 +1,6 @@
-"""A request on its way through the engine, and what the passes of the engine say about it.
+"""A request in the engine, and the results of passes.
 
-Words only: the scheduler is the one that changes a request.
+Data only: the scheduler alone changes a request.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ class Lora:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
-    """One request on its way through the scheduler.
+    """One request in the scheduler.
 
     Attributes:
-        request_id: Distinct among the requests of a scheduler.
+        request_id: Unique among the requests of a scheduler.
         prompt_ids: Tokens of the prompt, at least one.
-        planned_ids: Tokens the engine will answer with, at least one.
+        planned_ids: Tokens of the answer, at least one.
         lora: LoRA adapter, or None.
         cache_salt: Separates the cache of tenants, or None.
-        is_transferred: Whether its KV comes from a prefill worker: only the last token of the
+        is_transferred: Whether its KV comes from a prefill worker: then only the last token of the
             prompt is computed here.
         tokens: The prompt and the answer so far.
         cached_tokens: Prompt tokens found in the cache at admission; None before.
         root: Root of its chain of block hashes.
-        block_hashes: Hashes of the full blocks of `tokens`, as far as they were needed.
-        stored_blocks: Leading blocks it holds by their hash.
-        partial_blocks: Blocks it holds beyond them.
+        block_hashes: Hashes of the full blocks of `tokens`, as far as needed.
+        stored_blocks: Leading blocks that it holds by hash.
+        partial_blocks: Blocks that it holds beyond these.
         computed_tokens: Leading tokens whose KV is in those blocks.
         is_aborted: Whether it was ended early.
     """
@@ -58,7 +58,7 @@ class Request:
     is_aborted: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        """Start with the prompt, nothing of it computed."""
+        """Start with the prompt, not computed."""
         self.tokens = list(self.prompt_ids)
         self.root = root_hash(self.lora.name if self.lora else None, self.cache_salt)
 
@@ -70,7 +70,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What one pass computes.
+    """The work of one pass.
 
     Attributes:
         chunks: Requests and how many tokens of each are computed.
@@ -87,11 +87,11 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class PassResult:
-    """What a pass brought.
+    """The result of a pass.
 
     Attributes:
         advanced: Requests that got one output token.
-        events: Block events in the order they happened.
+        events: Block events in order.
     """
 
     advanced: Sequence[Request]

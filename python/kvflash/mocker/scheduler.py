@@ -1,11 +1,11 @@
-"""Continuous batching over the block manager: what every pass of the engine computes.
+"""Continuous batching over the block manager: the work of every engine pass.
 
-A pass is planned by `schedule` and takes effect in `complete`; between the two the engine lets
-the modelled time go by. Running requests come first, oldest first, then waiting ones in order of
-arrival. A request computes its prompt (in chunks, if a pass has no room for all of it), then one
-token per pass. All blocks of a prompt are reserved when it is admitted; a block for decoding is
-reserved when it is needed, and where none is left the youngest running request is preempted: it
-gives its blocks back and starts again from the front of the queue, with what is still cached.
+`schedule` plans a pass and `complete` applies it; in between the engine waits for the modelled
+time. Running requests come first, oldest first, then waiting ones in order of arrival. A request
+computes its prompt (in chunks, if a pass has no room for all of it), then one token per pass. All
+blocks of a prompt are reserved at admission. A block for decoding is reserved when needed. If none
+is left, the youngest running request is preempted: it releases its blocks and starts again from the
+front of the queue, with what is still cached.
 
 Pure: no clock, no sockets, no randomness.
 """
@@ -51,21 +51,21 @@ class Scheduler:
 
     @property
     def prefill_tokens(self) -> int:
-        """Tokens of prompts that are still to be computed, of waiting requests too."""
+        """Prompt tokens that remain to be computed, including waiting requests."""
         running = (len(r.prompt_ids) - r.computed_tokens for r in self._running)
         waiting = (0 if r.is_transferred else len(r.prompt_ids) for r in self._waiting)
         return sum(max(0, left) for left in running) + sum(waiting)
 
     @property
     def blocks(self) -> BlockManager:
-        """The KV cache, to look at."""
+        """The KV cache, for inspection."""
         return self._blocks
 
     def add(self, request: Request) -> None:
         """Put a request at the end of the queue.
 
         Raises:
-            OverloadedError: max_waiting requests wait already.
+            OverloadedError: max_waiting requests are waiting already.
             InvalidArgumentError: The request is empty, or longer than a worker can hold.
         """
         total = len(request.prompt_ids) + len(request.planned_ids)
@@ -83,7 +83,7 @@ class Scheduler:
     def abort(self, request: Request) -> None:
         """End a request early; without effect if it has ended.
 
-        Its blocks are free at once, or at the end of the pass if one is under way.
+        Its blocks are free at once, or at the end of the current pass.
         """
         if request.is_aborted or request.is_finished:
             return
@@ -119,8 +119,9 @@ class Scheduler:
                 break
             chunks.append((request, count))
             budget -= count
-        # What was just preempted does not come straight back: it needs at least the blocks it gave
-        # up, and one of them has been taken. Being first in the queue, it holds back the others.
+        # A request that was just preempted is not admitted again at once: it needs at least the
+        # blocks it released, and one of them has been taken. As the first in the queue it holds
+        # back the others.
         while budget and (admitted := self._admit(budget)):
             chunks.append(admitted)
             budget -= admitted[1]
@@ -137,14 +138,14 @@ class Scheduler:
         return Pass(chunks, tokens - decodes, decodes, self.kv_usage)
 
     def complete(self, done: Pass) -> PassResult:
-        """Let a pass take effect: blocks become visible, tokens come out, requests end.
+        """Apply a pass: blocks become visible, tokens come out, requests end.
 
         Args:
             done: The pass that the last `schedule` returned.
 
         Returns:
-            What happened. Blocks evicted for the pass were gone when it began, blocks it computed
-            are there when it ends: removals come before stores.
+            The result. Removals come before stores: evicted blocks were gone when the pass began,
+                and computed blocks exist when it ends.
         """
         assert self._is_in_pass, "schedule() comes before complete()"
         self._is_in_pass = False
@@ -164,14 +165,14 @@ class Scheduler:
                 advanced.append(request)
         self.counters.generation_tokens += len(advanced)
         self._sweep()
-        # A disabled cache is never looked at, so nobody is told about it.
+        # A disabled cache is never searched, so no events are published.
         return PassResult(advanced, events if self._config.enable_prefix_caching else ())
 
     def _reserve(self, request: Request, count: int) -> bool:
-        """Give a running request the blocks for `count` more tokens, preempting younger ones.
+        """Reserve the blocks for `count` more tokens of a running request, preempting younger ones.
 
         Returns:
-            False if it was the youngest and has been preempted itself.
+            False if it was the youngest and was preempted itself.
         """
         missing = (
             self._block_count(request.computed_tokens + count)
@@ -191,7 +192,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self._free(request)
         request.computed_tokens = 0
-        # What came from elsewhere is gone with the blocks.
+        # Transferred KV is gone with the blocks.
         request.is_transferred = False
         self._waiting.appendleft(request)
         self.counters.preemptions += 1
@@ -224,7 +225,7 @@ class Scheduler:
         request.stored_blocks = len(hits)
         request.partial_blocks = partial
         request.computed_tokens = computed
-        # A preempted request comes by again; what counts is what it found the first time.
+        # A preempted request is admitted again; only its first hit counts.
         if request.cached_tokens is None:
             request.cached_tokens = cached
             self.counters.prompt_tokens += len(request.prompt_ids)
@@ -241,7 +242,7 @@ class Scheduler:
         return usable[: self._blocks.cached_prefix(usable)]
 
     def _store(self, request: Request) -> BlockStored | None:
-        """Make the blocks visible that a request has filled in this pass."""
+        """Make the blocks visible that a request filled in this pass."""
         block_size = self._config.block_size
         full = request.computed_tokens // block_size
         first = request.stored_blocks
@@ -251,7 +252,7 @@ class Scheduler:
         new = [self._blocks.promote(block_hash) for block_hash in request.block_hashes[first:full]]
         request.stored_blocks = full
         request.partial_blocks -= full - first
-        # Another request may have stored the first ones meanwhile; then it stored them first.
+        # Another request may have stored the first ones meanwhile.
         first += new.count(False)
         assert all(new[first - full :]) or first == full, "a cached block's parent is cached"
         if first == full:
@@ -267,7 +268,7 @@ class Scheduler:
         )
 
     def _sweep(self) -> None:
-        """Free what has finished or was aborted during the pass."""
+        """Free requests that finished or were aborted during the pass."""
         ended = [r for r in self._running if r.is_aborted or r.is_finished]
         if not ended:
             return

@@ -1,4 +1,4 @@
-"""Requests of the runtime, which come as token ids, to what the engine needs."""
+"""Converts requests of the runtime, which contain token ids, to engine parameters."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["TokenRequest", "parse_tokens", "request_room"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRequest:
-    """A checked request.
+    """A validated request.
 
     Attributes:
         token_ids: Tokens of the prompt.
         max_tokens: Output tokens.
         lora: LoRA adapter, or None.
         cache_salt: Cache salt, or None.
-        dp_rank: Rank that has to take it, or None.
-        transfer: What the prefill worker answered with, or None.
+        dp_rank: Rank that must take it, or None.
+        transfer: The transfer parameters of the prefill worker, or None.
     """
 
     token_ids: list[int]
@@ -38,13 +38,13 @@ class TokenRequest:
 
 
 def parse_tokens(request: Mapping[str, Any], config: MockerConfig) -> TokenRequest:
-    """Check a request.
+    """Validate a request.
 
     Raises:
         InvalidArgumentError: A field is wrong; names it.
     """
     token_ids = request.get("token_ids")
-    # type() and not isinstance(): true is no token id.
+    # type() and not isinstance(): true is not a token id.
     if not isinstance(token_ids, list) or not all(
         type(token_id) is int and 0 <= token_id <= TOKEN_ID_MAX for token_id in token_ids
     ):
@@ -84,7 +84,7 @@ def request_room(request: Any) -> Room | None:
     """Where the prompt's KV is handed over, or None.
 
     Raises:
-        InvalidArgumentError: It is no request, or the room is none.
+        InvalidArgumentError: Not a request, or not a valid room.
     """
     if not isinstance(request, Mapping):
         raise InvalidArgumentError(f"the request must be a map, got {type(request).__name__}")

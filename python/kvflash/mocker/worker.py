@@ -44,7 +44,7 @@ class RuntimeWorker:
         """Bind the event sockets of one worker; `start` does the rest.
 
         Raises:
-            ConfigError: The endpoint is no name of one.
+            ConfigError: The endpoint's name is invalid.
             OSError: A port is taken.
         """
         assert config.endpoint is not None, "without an endpoint it is a Worker"
@@ -97,7 +97,7 @@ class RuntimeWorker:
         )
 
     async def start(self) -> None:
-        """Let the startup time go by, then announce everything and serve.
+        """Wait for the startup time, then announce everything and serve.
 
         Raises:
             OSError: A bootstrap port is taken.
@@ -126,7 +126,7 @@ class RuntimeWorker:
             await publisher.close()
 
     def ready_line(self) -> str:
-        """One line of JSON that says where the worker is."""
+        """One line of JSON with the worker's addresses."""
         return json.dumps(
             {
                 "event": "ready",
@@ -195,9 +195,9 @@ class RuntimeWorker:
     async def generate(self, request: Any, context: Context) -> AsyncIterator[dict[str, Any]]:
         """Answer one request; the handler of the endpoint."""
         if isinstance(request, list):
-            # Clients that have nothing else to say send the prompt's tokens alone.
+            # Clients without other fields send the prompt's tokens alone.
             request = {"token_ids": request}
-        # First of all: whatever else is wrong with the request, nobody shall wait for it.
+        # Read first: if anything else is wrong, the waiting decode worker must be informed.
         room = request_room(request)
         generation: Generation | None = None
         watching: asyncio.Task[None] | None = None
@@ -253,7 +253,7 @@ class RuntimeWorker:
         return range(first, first + self._config.data_parallel_size)
 
     def _rank_index(self, dp_rank: int | None) -> int:
-        """Which engine takes a request: the rank that it names, or the one with the least to do."""
+        """Select the engine of a request: the requested rank, or the one with the least load."""
         if dp_rank is None:
             loads = [
                 engine.scheduler.running_count + engine.scheduler.waiting_count
@@ -280,12 +280,12 @@ class RuntimeWorker:
 
 
 async def _stop_with(context: Context, engine: Engine, generation: Generation) -> None:
-    """End a request whose client has gone at once, not with its next token."""
+    """End a request as soon as its client is gone, not at its next token."""
     await context.async_killed_or_stopped()
     engine.abort(generation)
     generation.fail(ClosedError("the request was cancelled"))
 
 
 def _port(port: PortChoice, offset: int) -> PortChoice:
-    """Port of a rank, given the first one; without one a free one, since discovery tells it."""
+    """The port of a rank, from the first one; else a free one, as discovery announces it."""
     return "auto" if port in (0, "auto") or isinstance(port, str) else port + offset
