@@ -1,4 +1,4 @@
-"""What routers ask an engine for beside answers: its models, tokens, health and metrics."""
+"""Routes besides answers: models, tokens, health and metrics."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from kvflash.mocker.tokenizer import Tokenizer
 
 
 class Admin:
-    """The handlers of one worker that generate nothing."""
+    """The handlers of one worker that do not generate."""
 
     def __init__(self, engine: Engine, config: MockerConfig, tokenizer: Tokenizer) -> None:
-        """Keep what the handlers need."""
+        """Store the handlers' dependencies."""
         self._engine = engine
         self._config = config
         self._tokenizer = tokenizer
         self._started_s = int(time.time())
 
     def routes(self) -> list[web.RouteDef]:
-        """The paths that it serves."""
+        """The routes that it serves."""
         return [
             web.get("/v1/models", self.models),
             web.get("/health", self.health),

@@ -1,4 +1,4 @@
-"""The answer to one request in the form of its API: as a whole, or event by event."""
+"""The answer to a request in the form of its API: as a whole, or event by event."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Answer(Protocol):
     """Builds an answer; the bytes are events of a stream."""
 
     def whole(self, choices: Sequence[Choice]) -> Any:
-        """The body of an answer that is not streamed."""
+        """The body of a non-streamed answer."""
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
         """Events before the first step."""
@@ -29,7 +29,7 @@ class Answer(Protocol):
         """Events after the last step."""
 
     def failure(self, error: ApiError) -> bytes:
-        """Events that end a stream whose engine has failed."""
+        """Events that end a stream after an engine failure."""
 
 
 def event(body: Body, name: str | None = None) -> bytes:
@@ -51,12 +51,12 @@ def usage(*requests: Request) -> Body:
 
 
 def usage_of(choices: Sequence[Choice]) -> Body:
-    """The usage of answers that are over."""
+    """The usage of finished answers."""
     return usage(*(choice.request for choice in choices))
 
 
 class ErrorAndDone:
-    """What all APIs but those of named events have in common: how a stream fails and ends."""
+    """Common base of all APIs without named events: the error and end of a stream."""
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
         """Nothing."""
@@ -77,7 +77,7 @@ class TokensAnswer(ErrorAndDone):
         self._model = model
 
     def whole(self, choices: Sequence[Choice]) -> Body:
-        """The body of an answer that is not streamed."""
+        """The body of a non-streamed answer."""
         told = [_tokens_choice(one, 0, len(one.plan.token_ids), is_last=True) for one in choices]
         used = usage_of(choices)
         return {**self._head, "model": self._model, "choices": told, "usage": used}
@@ -100,7 +100,7 @@ def _tokens_choice(choice: Choice, start: int, end: int, *, is_last: bool) -> Bo
 
 
 class GenerateAnswer(ErrorAndDone):
-    """SGLang's `/generate`: every event has the whole text so far."""
+    """SGLang's `/generate`: every event contains the whole text so far."""
 
     def __init__(self, answer_id: str) -> None:
         """Start an answer."""
@@ -108,12 +108,12 @@ class GenerateAnswer(ErrorAndDone):
         self._text = ""
 
     def whole(self, choices: Sequence[Choice]) -> Body:
-        """The body of an answer that is not streamed."""
+        """The body of a non-streamed answer."""
         (choice,) = choices
         return self._body(choice, choice.plan.text, len(choice.plan.token_ids), is_last=True)
 
     def piece(self, choice: Choice, step: Step) -> bytes:
-        """The text so far; the last one comes with what was cached, when the answer is over."""
+        """The text so far; the last event is left to `closing`, with the cached tokens."""
         self._text += "".join(delta.text for delta in step.deltas)
         if step.is_last:
             return b""

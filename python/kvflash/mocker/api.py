@@ -41,9 +41,9 @@ from kvflash.mocker.refusal import ApiError, Body, refuse
 from kvflash.mocker.responses import ResponseAnswer, ResponseStore
 from kvflash.mocker.tokenizer import Tokenizer, pieces
 
-# A prompt of a million token ids fits; anything larger is a mistake.
+# A prompt of a million token ids fits; larger bodies are mistakes.
 BODY_BYTES_MAX = 32 * 1024 * 1024
-# The text of a request with this header ends by itself after so many tokens.
+# With this header the text of an answer ends by itself after that many tokens.
 LENGTH_HEADER = "x-mocker-tokens"
 
 Pooling = Callable[[Body, str, Tokenizer], Body]
@@ -61,8 +61,8 @@ def build_app(
         handover: Its part in disaggregated serving.
 
     Returns:
-        An application; run it with handler cancellation on, so that a client that leaves ends its
-        request.
+        An application; run it with handler cancellation enabled, so that a disconnecting client
+        ends its request.
     """
     api = Api(engine, config, tokenizer, handover)
     app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[errors])
@@ -97,12 +97,12 @@ def build_app(
 
 
 class Api:
-    """The handlers of one worker that answer prompts."""
+    """The generating handlers of one worker."""
 
     def __init__(
         self, engine: Engine, config: MockerConfig, tokenizer: Tokenizer, handover: Handover
     ) -> None:
-        """Keep what the handlers need."""
+        """Store the handlers' dependencies."""
         self._handover = handover
         self._config = config
         self._tokenizer = tokenizer
@@ -118,7 +118,7 @@ class Api:
         return await self._openai(request, is_chat=False)
 
     async def response(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/responses: kept for the next turn, unless `store` is false."""
+        """POST /v1/responses: stored for the next turn, unless `store` is false."""
         body = parse_json(await request.read())
         chat = responses.as_chat(body, self._store)
         params = self._params(request, chat, is_chat=True)
@@ -140,7 +140,7 @@ class Api:
         return web.json_response(self._store.delete(request.match_info["id"]))
 
     async def cancel_response(self, request: web.Request) -> web.Response:
-        """POST /v1/responses/{id}/cancel: refused, none of them runs in the background."""
+        """POST /v1/responses/{id}/cancel: refused, since no response runs in the background."""
         self._store.response(request.match_info["id"])
         refuse("Cannot cancel a synchronous response.", "response_id")
 
@@ -159,7 +159,7 @@ class Api:
         return web.json_response({"input_tokens": len(rendered["token_ids"])})
 
     async def render_chat(self, request: web.Request) -> web.Response:
-        """POST /v1/chat/completions/render: the tokens that a chat is asked for with."""
+        """POST /v1/chat/completions/render: the prompt tokens of a chat."""
         return web.json_response(self._rendered(parse_json(await request.read()), is_chat=True))
 
     async def render_completion(self, request: web.Request) -> web.Response:
@@ -168,7 +168,7 @@ class Api:
         return web.json_response([rendered])
 
     async def render_response(self, request: web.Request) -> web.Response:
-        """POST /v1/responses/render: the tokens that a response is asked for with."""
+        """POST /v1/responses/render: the prompt tokens of a response."""
         body = parse_json(await request.read())
         if body.get("previous_response_id") is not None:
             refuse("previous_response_id cannot be rendered", "previous_response_id")
@@ -176,7 +176,7 @@ class Api:
         return web.json_response(self._rendered(chat, is_chat=True))
 
     async def render_message(self, request: web.Request) -> web.Response:
-        """POST /v1/messages/render: the tokens that a message is asked for with."""
+        """POST /v1/messages/render: the prompt tokens of a message."""
         chat = messages.as_chat(parse_json(await request.read()))
         return web.json_response(self._rendered(chat, is_chat=True))
 
@@ -190,7 +190,7 @@ class Api:
         return await self._generator.answer(request, params, answer)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """POST /generate: {text} or {input_ids}, as SGLang has it."""
+        """POST /generate: {text} or {input_ids}, as in SGLang."""
         body = parse_json(await request.read())
         prompt = body.get("text")
         if body.get("input_ids") is not None:
@@ -210,7 +210,7 @@ class Api:
         return await self._sound(request, is_translated=True)
 
     async def speech(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/audio/speech: at once."""
+        """POST /v1/audio/speech: answered at once."""
         body = parse_json(await request.read())
         parse_model(body, self._config)
         sound, kind = audio.speak(body)
@@ -246,7 +246,7 @@ class Api:
 
     async def _openai(self, request: web.Request, *, is_chat: bool) -> web.StreamResponse:
         body = parse_json(await request.read())
-        # First of all: whatever else is wrong with the request, nobody shall wait for it.
+        # Read first: if anything else is wrong, the waiting decode worker must be informed.
         room = parse_bootstrap(body)
         try:
             params = self._params(request, body, is_chat=is_chat)
@@ -284,7 +284,7 @@ class Api:
 
 
 def _completion(body: Body, prompt: object, limit: str) -> Body:
-    """The completion that a request for tokens is."""
+    """The completion request that a request for tokens stands for."""
     sampling = body.get("sampling_params") or {}
     if not isinstance(sampling, dict):
         refuse("sampling_params must be an object", "sampling_params")

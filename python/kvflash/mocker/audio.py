@@ -1,4 +1,4 @@
-"""Sound: uploads to requests for a text, and texts to sound. Nothing is heard, nothing is said."""
+"""Audio: uploads to transcription requests, and text to sound. No speech is recognized or made."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvflash.mocker.answer import DONE, ErrorAndDone, event, usage_of
 from kvflash.mocker.choice import Choice, Step
 from kvflash.mocker.refusal import Body, refuse
 
-# Sound of speech as phones carry it: 16,000 bytes a second, which is what uploads are taken for.
+# Telephone audio: 16,000 bytes a second; uploads are assumed to have this rate.
 SAMPLE_RATE = 8_000
 SAMPLE_BYTES = 2
 SOUND_BYTES_PER_S = SAMPLE_RATE * SAMPLE_BYTES
-# Three words a second, up to what Whisper's decoder holds.
+# Three words a second, up to the limit of Whisper's decoder.
 TOKENS_PER_S = 3
 TOKENS_MAX = 400
 SPEECH_CHARS_MAX = 4_096
@@ -31,13 +31,13 @@ TEXT_FORMATS = ("json", "text", "verbose_json")
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """A sound, and how its text is to be told.
+    """An audio upload, and the form of its transcription.
 
     Attributes:
         fields: The other fields of the upload.
-        sound: Its bytes.
+        sound: The audio bytes.
         form: One of TEXT_FORMATS.
-        is_translated: Whether the text is to be in English.
+        is_translated: Whether to translate to English.
     """
 
     fields: dict[str, str]
@@ -47,11 +47,11 @@ class Upload:
 
     @property
     def seconds(self) -> int:
-        """How long it lasts."""
+        """Duration in seconds."""
         return max(1, math.ceil(len(self.sound) / SOUND_BYTES_PER_S))
 
     def as_completion(self, digest: str) -> Body:
-        """The completion that stands for it: a short prompt, which differs with the sound."""
+        """The equivalent completion request: a short prompt that depends on the audio."""
         task = "translate" if self.is_translated else "transcribe"
         told = self.fields
         prompt = f"<|{told.get('language', 'en')}|><|{task}|>{told.get('prompt', '')}{digest}"
@@ -68,8 +68,8 @@ async def read_upload(request: web.Request, *, is_translated: bool) -> Upload:
     """Read an upload of sound.
 
     Raises:
-        ApiError: It is none, or a field is wrong.
-        web.HTTPRequestEntityTooLarge: It is larger than the application takes.
+        ApiError: Not such an upload, or a field is wrong.
+        web.HTTPRequestEntityTooLarge: It is larger than the application's limit.
     """
     if request.content_type != "multipart/form-data":
         refuse(f"content-type must be multipart/form-data, got {request.content_type!r:.80}")
@@ -88,7 +88,7 @@ async def read_upload(request: web.Request, *, is_translated: bool) -> Upload:
 
 
 class SoundAnswer(ErrorAndDone):
-    """A transcription or a translation, as vLLM tells it."""
+    """A transcription or translation in vLLM's form."""
 
     def __init__(self, answer_id: str, model: str, upload: Upload) -> None:
         """Start an answer."""
@@ -111,7 +111,7 @@ class SoundAnswer(ErrorAndDone):
         return {**told, "segments": [segment], "usage": used}
 
     def respond(self, body: Body) -> web.Response:
-        """The response of a text that is not streamed."""
+        """The response of a non-streamed text."""
         if self._upload.form == "text":
             return web.Response(text=body["text"])
         return web.json_response(body)
@@ -124,7 +124,7 @@ class SoundAnswer(ErrorAndDone):
         return event({**self._head, "choices": [told]})
 
     def closing(self, choices: Sequence[Choice]) -> bytes:
-        """The usage, if it was asked for, and the end."""
+        """The usage, if requested, and the end."""
         is_wanted = self._upload.fields.get("stream_include_usage", "").lower() == "true"
         if not is_wanted:
             return DONE
@@ -132,7 +132,7 @@ class SoundAnswer(ErrorAndDone):
 
 
 def speak(body: Body) -> tuple[bytes, str]:
-    """A text as sound, a tone for each character: its bytes and their type.
+    """Convert text to audio, a tone for each character; returns bytes and content type.
 
     Raises:
         ApiError: A field is wrong.

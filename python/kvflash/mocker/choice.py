@@ -1,4 +1,4 @@
-"""One answer to a prompt on its way to the client, and the steps in which it goes there."""
+"""One answer to a prompt, and the steps in which it reaches the client."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from kvflash.mocker.request import Request
 
 
 class Step(NamedTuple):
-    """What one step of the engine adds to an answer.
+    """The part of an answer that one step of the engine adds.
 
     Attributes:
-        deltas: What a client is told of it.
-        start: Tokens of the answer before it.
-        end: Tokens of the answer with it.
-        chars: Characters that were generated before it.
-        is_last: Whether the answer is over.
+        deltas: The visible part of it.
+        start: Tokens of the answer before the step.
+        end: Tokens of the answer after the step.
+        chars: Characters generated before the step.
+        is_last: Whether the answer is complete.
     """
 
     deltas: Sequence[Delta]
@@ -28,17 +28,17 @@ class Step(NamedTuple):
 
 
 class Choice:
-    """One answer to a prompt on its way to the client.
+    """One answer to a prompt while it is sent to the client.
 
     Attributes:
         index: Its number among the answers to the prompt.
-        plan: What it will be.
+        plan: Its planned content.
         request: Its request in the engine.
-        is_told: Whether all of it has been handed out.
+        is_told: Whether all of it has been returned.
     """
 
     def __init__(self, index: int, plan: Plan, request: Request) -> None:
-        """Nothing of it is told."""
+        """Start before the first token."""
         self.index = index
         self.plan = plan
         self.request = request
@@ -47,7 +47,7 @@ class Choice:
         self._chars = 0
 
     def step(self, count: int) -> Step:
-        """Hand out the next tokens."""
+        """Return the next tokens."""
         start, end, chars = self._tokens, self._tokens + count, self._chars
         self._tokens = end
         self._chars += sum(map(len, self.plan.pieces[start:end]))

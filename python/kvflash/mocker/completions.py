@@ -17,11 +17,11 @@ from kvflash.mocker.refusal import Body
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Telling:
-    """What a client wants to be told beside the text.
+    """What a client requests besides the text.
 
     Attributes:
         has_usage_chunk: The stream ends with a chunk of usage.
-        has_token_ids: The tokens of the answer.
+        has_token_ids: Include the tokens of the answer.
         logprobs: Their log probabilities, or None.
     """
 
@@ -32,14 +32,14 @@ class Telling:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt that is told again: its tokens, and the text of each."""
+    """An echoed prompt: its tokens, and the text of each."""
 
     token_ids: Sequence[int]
     pieces: Sequence[str]
 
 
 class _OpenAiAnswer(ErrorAndDone, ABC):
-    """What chats and completions have in common."""
+    """Common base of chats and completions."""
 
     def __init__(self, answer_id: str, model: str, kinds: tuple[str, str], told: Telling) -> None:
         self._head: Body = {"id": answer_id, "created": int(time.time()), "model": model}
@@ -47,13 +47,13 @@ class _OpenAiAnswer(ErrorAndDone, ABC):
         self._told = told
 
     def whole(self, choices: Sequence[Choice]) -> Body:
-        """The body of an answer that is not streamed."""
+        """The body of a non-streamed answer."""
         told = [self._choice(one, self._content(one.plan)) for one in choices]
         used = usage_of(choices)
         return {**self._head, "object": self._kind, "choices": told, "usage": used}
 
     def piece(self, choice: Choice, step: Step) -> bytes:
-        """Chunks of a step: none for marks that a client does not see."""
+        """Chunks of a step; marks that clients do not see have no chunk."""
         contents = [self._delta(choice.plan, delta) for delta in step.deltas]
         has_more = self._told.has_token_ids or self._told.logprobs is not None
         if not contents and (step.is_last or has_more):
@@ -68,7 +68,7 @@ class _OpenAiAnswer(ErrorAndDone, ABC):
         return b"".join(map(event, chunks))
 
     def closing(self, choices: Sequence[Choice]) -> bytes:
-        """The usage, if it was asked for, and the end."""
+        """The usage, if requested, and the end."""
         if not self._told.has_usage_chunk:
             return DONE
         head = {**self._head, "object": self._chunk_kind}
@@ -85,7 +85,7 @@ class _OpenAiAnswer(ErrorAndDone, ABC):
         return {**self._head, "object": self._chunk_kind, "choices": [choice]}
 
     def _beside(self, plan: Plan, start: int, end: int, chars: int) -> Body:
-        """Tokens and log probabilities, as far as they were asked for."""
+        """Tokens and log probabilities, as requested."""
         beside: Body = {}
         if self._told.has_token_ids:
             beside["token_ids"] = plan.token_ids[start:end]
@@ -110,7 +110,7 @@ class ChatAnswer(_OpenAiAnswer):
     """A chat."""
 
     def __init__(self, answer_id: str, model: str, told: Telling) -> None:
-        """Start an answer; its id is without the prefix that says what kind it is."""
+        """Start an answer; the id comes without the prefix of its kind."""
         kinds = ("chat.completion", "chat.completion.chunk")
         super().__init__("chatcmpl-" + answer_id, model, kinds, told)
 
@@ -146,14 +146,14 @@ class CompletionAnswer(_OpenAiAnswer):
     def __init__(
         self, answer_id: str, model: str, told: Telling, *, echo: Echo | None = None
     ) -> None:
-        """Start an answer; its id is without the prefix that says what kind it is."""
+        """Start an answer; the id comes without the prefix of its kind."""
         kinds = ("text_completion", "text_completion")
         super().__init__("cmpl-" + answer_id, model, kinds, told)
         self._echo = echo
         self._prompt = "" if echo is None else "".join(echo.pieces)
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
-        """The prompt, where it is to be told again."""
+        """The prompt, if it is echoed."""
         if self._echo is None:
             return b""
         chunks = []
@@ -193,7 +193,7 @@ class CompletionAnswer(_OpenAiAnswer):
 
 
 def assistant_message(plan: Plan) -> Body:
-    """The message that an answer is, as the next turn of the chat repeats it."""
+    """The answer as a message, in the form in which the chat's next turn repeats it."""
     calls = plan.told_calls
     message: dict[str, Any] = {
         "role": "assistant",

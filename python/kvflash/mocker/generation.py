@@ -27,7 +27,7 @@ class Generator:
     """Answers the requests of one worker."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, handover: Handover) -> None:
-        """Take the engine that computes, and its part in disaggregated serving."""
+        """Store the engine, and its part in disaggregated serving."""
         self._engine = engine
         self._tokenizer = tokenizer
         self._handover = handover
@@ -46,17 +46,17 @@ class Generator:
 
         Args:
             request: The request.
-            params: What it asks for.
+            params: Its parameters.
             answer: Builds the bodies.
             room: Where the prompt's KV is handed over, or None.
-            on_plan: Called with the answer when it is over, before its end is told.
-            respond: Makes the response of a body that is not streamed.
+            on_plan: Called with the finished answer, before its end is sent.
+            respond: Makes the response of a non-streamed body.
 
         Raises:
             ApiError: The request can't be answered.
             ClosedError: The engine stopped before the answer was complete.
-            OverloadedError: Too many requests wait.
-            TransportError: The prefill elsewhere failed.
+            OverloadedError: Too many requests are waiting.
+            TransportError: The prefill at another worker failed.
         """
         running: list[tuple[Choice, Generation]] = []
         is_done = False
@@ -78,7 +78,8 @@ class Generator:
             return response
         finally:
             for _, generation in running:
-                # The handler is cancelled when its client leaves; a finished request stays so.
+                # The handler is cancelled when its client disconnects; a finished request stays
+                # finished.
                 self._engine.abort(generation)
             self._handover.finish(room, is_done=is_done)
 
@@ -113,31 +114,31 @@ async def _stream(
     try:
         async with aclosing(_steps(running)) as steps:
             async for choice, step in steps:
-                # Headers go out with the first token: until then an error can have its status.
+                # Headers go out with the first token: until then an error can have its own status.
                 if not response.prepared:
                     await response.prepare(request)
                     await _write(response, answer.opening(choices))
                 await _write(response, answer.piece(choice, step))
-        # Kept before the end is told: the next turn may come at once.
+        # Stored before the end is sent: the next turn may come at once.
         on_plan(choices[0].plan)
         await _write(response, answer.closing(choices))
     except ClosedError as error:
         if not response.prepared:
             raise
-        # The status is out already; the client must not take a part for the whole.
+        # The status has been sent; the client must not take a partial answer for a complete one.
         failed = ApiError(503, "ServiceUnavailableError", str(error))
         await _write(response, answer.failure(failed))
     except ConnectionError:
-        # The client left between two writes; nobody is there to be told.
+        # The client disconnected between two writes; there is no one to answer.
         return response
     await response.write_eof()
     return response
 
 
 async def _steps(running: Running) -> AsyncGenerator[tuple[Choice, Step], None]:
-    """The steps of answers, in the order in which they come."""
+    """The steps of all answers, in order of arrival."""
     if len(running) == 1:
-        # Without the tasks that waiting for several takes.
+        # A single answer needs no tasks.
         ((choice, generation),) = running
         while not choice.is_told:
             yield choice, choice.step(len(await generation.take()))

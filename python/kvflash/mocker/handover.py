@@ -1,9 +1,9 @@
-"""How a prompt that one worker computed comes to the one that answers it.
+"""Transfer of a prompt from the worker that computed it to the one that answers it.
 
-Two ways, as engines have them: vLLM's prefill worker answers with where its blocks are, and the
-answer goes along with the request to the decode worker; with SGLang's both get the request at
-once, with the number of a room, and the decode worker waits at the prefill worker's port until the
-room is done. Nothing is carried here but the word that it is done.
+As engines do it, in two ways. vLLM's prefill worker answers with the location of its blocks, and
+that answer accompanies the request to the decode worker. With SGLang both workers get the request
+at once, with a room number, and the decode worker waits at the prefill worker's port until the room
+is done. Only the message that it is done is transferred here.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _ROOM_MAX = (1 << 64) - 1
 
 
 def is_handed_over(params: object) -> bool:
-    """Whether transfer parameters say that the prompt is computed elsewhere.
+    """Whether transfer parameters say that another worker computes the prompt.
 
     Raises:
-        InvalidArgumentError: They are not what a prefill worker answers with.
+        InvalidArgumentError: They are not those of a prefill worker.
     """
     if params is None:
         return False
@@ -52,7 +52,7 @@ def is_handed_over(params: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """Where a decode worker waits for a prompt, in SGLang's words."""
+    """Where a decode worker waits for a prompt, in SGLang's terms."""
 
     host: str
     port: int
@@ -63,7 +63,7 @@ def parse_room(fields: Mapping[str, Any]) -> Room | None:
     """The room of a request, from bootstrap_host, bootstrap_port and bootstrap_room.
 
     Raises:
-        InvalidArgumentError: One of them is missing or out of its range.
+        InvalidArgumentError: One of them is missing or out of range.
     """
     host, port, number = (fields.get(f"bootstrap_{name}") for name in ("host", "port", "room"))
     if host is None and port is None and number is None:
@@ -78,14 +78,14 @@ def parse_room(fields: Mapping[str, Any]) -> Room | None:
 
 
 class Handover:
-    """One worker's part in it: what it takes over, or gives away."""
+    """One worker's part in transfers: what it receives or provides."""
 
     def __init__(self, role: Role, host: str, block_size: int) -> None:
         """Choose an engine id.
 
         Args:
-            role: What the worker does of a request.
-            host: Where others reach it.
+            role: The part of a request that the worker computes.
+            host: Host under which others reach it.
             block_size: Tokens in a block.
         """
         self._role = role
@@ -97,32 +97,32 @@ class Handover:
 
     @property
     def is_prefill(self) -> bool:
-        """Whether the worker computes prompts only."""
+        """Whether the worker only computes prompts."""
         return self._role == "prefill"
 
     async def open(self, port: int) -> None:
         """Let decode workers wait at a port.
 
         Raises:
-            OSError: It is taken.
+            OSError: The port is taken.
         """
         self._rooms = Rooms()
         await self._rooms.open(self._host, port)
         self.bootstrap_port = port
 
     async def close(self) -> None:
-        """Hang up on those who wait."""
+        """Disconnect waiting workers."""
         if self._rooms is not None:
             await self._rooms.close()
 
     async def receive(self, params: object, room: Room | None) -> bool:
-        """Wait for the KV of a prompt, if it is computed elsewhere.
+        """Wait for the KV of a prompt if another worker computes it.
 
         Returns:
-            Whether it was: then nothing of the prompt is left to compute.
+            True if so: then nothing of the prompt remains to be computed.
 
         Raises:
-            InvalidArgumentError: The parameters are not what a prefill worker answers with.
+            InvalidArgumentError: The parameters are not those of a prefill worker.
             TransportError: The prefill failed, or its worker can't be reached.
         """
         is_ready = is_handed_over(params)
@@ -134,7 +134,7 @@ class Handover:
         return is_ready
 
     def params(self, prompt_tokens: int) -> dict[str, Any] | None:
-        """What a prefill worker's answer says of a prompt; goes to the decode worker as it is."""
+        """A prefill worker's transfer parameters; passed unchanged to the decode worker."""
         if not self.is_prefill:
             return None
         return {
@@ -147,17 +147,18 @@ class Handover:
         }
 
     def finish(self, room: Room | None, *, is_done: bool) -> None:
-        """Tell who waits in a room that its prompt is computed, or that it never will be."""
+        """Report to a room's waiters that its prompt is computed, or has failed."""
         if self._rooms is not None and room is not None:
             self._rooms.finish(room.number, is_done=is_done)
 
 
 class Rooms:
-    """The rooms of a prefill worker, and the port where decode workers ask for them."""
+    """The rooms of a prefill worker, and the port where decode workers query them."""
 
     def __init__(self) -> None:
-        """Without a room, and closed."""
-        # True: done, False: failed, an event: somebody waits. The oldest go at the limit.
+        """Create it without rooms, closed."""
+        # True: done, False: failed, an event: a worker is waiting. The oldest are dropped at the
+        # limit.
         self._rooms: OrderedDict[int, bool | asyncio.Event] = OrderedDict()
         self._server: asyncio.Server | None = None
         self._answers: set[asyncio.Task[Any]] = set()
@@ -177,7 +178,7 @@ class Rooms:
             raise OSError(error.errno, text) from error
 
     async def close(self) -> None:
-        """Stop listening; who waits is hung up on."""
+        """Stop listening and disconnect waiting workers."""
         if self._server is not None:
             self._server.close()
         for answer in list(self._answers):
@@ -185,7 +186,7 @@ class Rooms:
         await asyncio.gather(*self._answers, return_exceptions=True)
 
     def finish(self, number: int, *, is_done: bool) -> None:
-        """Say that the prompt of a room is computed, or that it never will be."""
+        """Report that the prompt of a room is computed, or has failed."""
         waiting = self._rooms.get(number)
         self._rooms[number] = is_done
         self._rooms.move_to_end(number)
@@ -208,7 +209,7 @@ class Rooms:
         except (ValueError, KeyError, TypeError, ConnectionError, asyncio.TimeoutError) as error:
             logger.warning("a decode worker was refused: %r", error)
         except asyncio.CancelledError:
-            # Being hung up on is answer enough.
+            # Disconnecting is the answer.
             pass
         finally:
             self._answers.discard(task)
@@ -219,7 +220,7 @@ async def meet(room: Room) -> None:
     """Wait until the prefill worker has computed the prompt of a room.
 
     Raises:
-        TransportError: It can't be reached, hung up, failed or took too long.
+        TransportError: It can't be reached, disconnected, failed or took too long.
     """
     where = f"room {room.number} at {room.host}:{room.port}"
 

@@ -1,4 +1,4 @@
-"""Log probabilities, made from the tokens: in the form of chats, and in that of completions."""
+"""Log probabilities, derived from the tokens: in the form of chats, and in that of completions."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from kvflash.mocker.refusal import Body
 from kvflash.mocker.tokenizer import Tokenizer
 
-# The token that was generated is always the likeliest; others follow at this distance.
+# The generated token is always the likeliest; others follow at this distance.
 STEP = 0.5
 
 
 class Logprobs:
-    """The log probabilities of an answer's tokens, each with so many likely ones."""
+    """The log probabilities of an answer's tokens, each with ``count`` likely ones."""
 
     def __init__(self, tokenizer: Tokenizer, count: int) -> None:
-        """Take the tokenizer, of which likely tokens are, and how many there shall be."""
+        """Store the tokenizer, which supplies likely tokens, and their number."""
         self._tokenizer = tokenizer
         self._count = count
 
     def chat(self, token_ids: Sequence[int], pieces: Sequence[str]) -> list[Body]:
-        """As chats and responses have them: an entry for each token."""
+        """In the form of chats and responses: an entry for each token."""
         entries = []
         for token_id, piece in zip(token_ids, pieces, strict=True):
             likely = [_entry(text, chance) for text, chance in self._likely(token_id, piece)]
@@ -35,13 +35,13 @@ class Logprobs:
         offset: int,
         is_prompt: bool = False,
     ) -> Body:
-        """As completions have them: lists, with the places of the tokens in the text.
+        """In the form of completions: lists, with the offsets of the tokens in the text.
 
         Args:
             token_ids: The tokens.
             pieces: The text of each.
             offset: Characters before the first one.
-            is_prompt: Whether the text begins with them: nothing foretells its first token.
+            is_prompt: Whether the text starts with them: then its first token has no probability.
         """
         chances: list[float | None] = [_chance(token_id) for token_id in token_ids]
         tops: list[dict[str, float] | None] | None = None
@@ -64,7 +64,7 @@ class Logprobs:
         }
 
     def _likely(self, token_id: int, piece: str) -> list[tuple[str, float]]:
-        """The token itself, then others that the answer could have gone on with."""
+        """The token itself, then alternatives."""
         if self._count == 0:
             return []
         others = self._tokenizer.plan_output(token_id, 4 * self._count)

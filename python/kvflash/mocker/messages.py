@@ -1,4 +1,4 @@
-"""Anthropic's Messages: requests to chats, answers to messages and their events."""
+"""Anthropic's Messages: requests to chats, and answers to messages with their events."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvflash.mocker.protocol import content_of, shared
 from kvflash.mocker.refusal import ApiError, Body, refuse
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-# Claude Code begins its system prompt with a block that differs from request to request.
+# Claude Code starts its system prompt with a block that differs between requests.
 BILLING = "x-anthropic-billing-header"
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def as_chat(body: Body, *, needs_max_tokens: bool = True) -> Body:
-    """The chat that a request for a message is.
+    """Convert a message request to a chat.
 
     Raises:
         ApiError: A field is wrong.
@@ -57,7 +57,7 @@ def error_body(error: ApiError) -> Body:
 
 
 def _turns(message: Body) -> list[Body]:
-    """The messages of a chat that one with calls, or with their results, is."""
+    """Convert a message with tool calls or results to messages of a chat."""
     content, role = message.get("content"), message.get("role")
     said = content_of(_texts(content, "messages.content"))
     blocks = content if isinstance(content, list) else []
@@ -85,7 +85,7 @@ def _call(block: Body) -> Body:
 
 
 def _texts(content: object, param: str) -> list[str]:
-    """The texts of a content: a string, or blocks of which those with a text count."""
+    """The texts of a content: a string, or blocks, of which those with text count."""
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
@@ -104,7 +104,7 @@ def _response_format(body: Body) -> Body | None:
 def _tools(told: Any) -> list[Body]:
     if not isinstance(told, list) or not all(isinstance(tool, dict) for tool in told):
         refuse("tools must be a list of objects", "tools")
-    # Those with another type run on a server, and have no schema.
+    # Tools of another type run on a server, and have no schema.
     return [
         {
             "type": "function",
@@ -135,7 +135,7 @@ class MessageAnswer:
     """Builds a message, or the events of its stream."""
 
     def __init__(self, answer_id: str, model: str, prompt_tokens: int) -> None:
-        """Start an answer to a prompt of so many tokens."""
+        """Start an answer to a prompt of ``prompt_tokens`` tokens."""
         self._prompt_tokens = prompt_tokens
         self._blocks = 0
         self._head = {
@@ -170,7 +170,7 @@ class MessageAnswer:
         return _event("message_start", message={**self._head, **empty})
 
     def piece(self, choice: Choice, step: Step) -> bytes:
-        """More of the open block, or a further one."""
+        """More of the open block, or a new one."""
         return b"".join(self._piece(choice.plan, delta) for delta in step.deltas)
 
     def closing(self, choices: Sequence[Choice]) -> bytes:
@@ -224,7 +224,7 @@ def _ending(plan: Plan) -> Body:
 
 
 def _input(arguments: str) -> Any:
-    """The arguments, or nothing where they are cut."""
+    """The parsed arguments, or an empty object if they are cut off."""
     try:
         return json.loads(arguments)
     except ValueError:

@@ -10,7 +10,7 @@ from kvflash.mocker.scheduler import Scheduler
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-#: When this process started, near enough: the module is imported first.
+#: Approximate start time of this process: the module is imported first.
 _STARTED_S = time.time()
 
 

@@ -1,4 +1,4 @@
-"""Every refusal as an error body of its API: the one table of statuses."""
+"""Converts every refusal to an error body of its API: the only table of statuses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvflash.mocker import messages
 from kvflash.mocker.refusal import ApiError, refuse
 
 RETRY_AFTER_S = 1
-# A request with this header gets the status that it names.
+# A request with this header is answered with the status in it.
 ERROR_HEADER = "x-mocker-status"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -20,7 +20,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @web.middleware
 async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn every refusal into an error body of its API: the one table of statuses."""
+    """Convert every refusal to an error body of its API: the only table of statuses."""
     headers: dict[str, str] = {}
     try:
         if status := request.headers.get(ERROR_HEADER):
@@ -32,20 +32,20 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         answer = ApiError(429, "TooManyRequestsError", str(error))
         headers["Retry-After"] = str(RETRY_AFTER_S)
     except TransportError as error:
-        # SGLang's decode worker answers so when the prefill it waits for fails.
+        # SGLang's decode worker answers this way when its prefill fails.
         answer = ApiError(500, "InternalServerError", str(error))
     except ClosedError as error:
         answer = ApiError(503, "ServiceUnavailableError", str(error))
     except web.HTTPRequestEntityTooLarge as error:
         answer = ApiError(413, "BadRequestError", error.text or "the body is too large")
     except web.RequestPayloadError as error:
-        # Such as a plain body that is said to be compressed: where it ends is not known any more.
+        # For example a plain body declared as compressed: its end can't be found any more.
         request.content.feed_eof()
         headers["Connection"] = "close"
         reason = str(error).splitlines()[-1].strip()
         answer = ApiError(400, "BadRequestError", f"the body cannot be read: {reason}")
     except web.HTTPNotFound:
-        answer = ApiError(404, "NotFoundError", "Not Found")  # as vLLM says
+        answer = ApiError(404, "NotFoundError", "Not Found")  # as in vLLM
     except web.HTTPMethodNotAllowed as error:
         answer = ApiError(405, "BadRequestError", f"{request.path} does not take {error.method}")
         headers["Allow"] = error.headers["Allow"]

@@ -1,6 +1,6 @@
-"""What an answer has to be like: calls of tools, a schema, where it stops, log probabilities.
+"""Requirements on an answer: tool calls, a schema, where it stops, log probabilities.
 
-Read from the fields of a chat or a completion; the requests of other APIs are turned into these.
+Read from the fields of a chat or a completion; requests of other APIs are converted to these.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class AnswerOptions:
     """Options of an answer.
 
     Attributes:
-        tools: Tools to call one of; none: the answer is text.
+        tools: Tools of which one is called; none: the answer is text.
         calls_each: Call the first tools, each once, instead of one of all.
-        is_named: The tool was named by the request: then the answer ends with `stop`.
+        is_named: The request named the tool: then the answer ends with `stop`.
         schema: JSON schema of the text, or None.
         stop: Texts that end the answer.
         stop_token_ids: Tokens that end it.
-        has_stop: The text that ended the answer is part of it.
-        seed: Draws another answer, or None.
-        choices: Answers to the prompt.
-        logprobs: Log probabilities of each token and of so many likely ones; None: none at all.
+        has_stop: The stop text is part of the answer.
+        seed: Selects another answer, or None.
+        choices: Number of answers to the prompt.
+        logprobs: Number of likely tokens besides each token; None: no log probabilities.
         has_echo: The prompt is part of the answer.
-        text_tokens: Tokens after which text ends by itself; None: at the limit of tokens only.
+        text_tokens: Tokens after which text ends by itself; None: only at the limit of tokens.
     """
 
     tools: Sequence[Tool] = ()
@@ -73,7 +73,7 @@ def parse_options(body: Body, *, is_chat: bool, text_tokens: int | None) -> Answ
     tools, is_named = _tools_to_call(body) if is_chat else ((), False)
     return AnswerOptions(
         tools=tools,
-        # A client that leaves the choice open gets one call, which any client understands.
+        # A client that does not force a tool gets a single call, which any client understands.
         calls_each=body.get("parallel_tool_calls") is True and not is_named,
         is_named=is_named,
         schema=_schema(body),
@@ -89,10 +89,10 @@ def parse_options(body: Body, *, is_chat: bool, text_tokens: int | None) -> Answ
 
 
 def boolean(body: Mapping[str, Any], name: str, default: bool) -> bool:
-    """A field that is true or false.
+    """A boolean field.
 
     Raises:
-        ApiError: It is neither.
+        ApiError: It is not a boolean.
     """
     value = body.get(name)
     if value is None:
@@ -154,7 +154,7 @@ def _tools_to_call(body: Body) -> tuple[Sequence[Tool], bool]:
 
 
 def _has_results(body: Body) -> bool:
-    """Whether the chat goes on with what its tools found: then text is due, so that agents end."""
+    """Whether the chat continues after tool results; then the answer is text, so agents end."""
     for message in reversed(body["messages"]):
         if message["role"] == "assistant":
             return False
@@ -210,7 +210,7 @@ def _seed(told: object) -> int | None:
 
 def _logprobs(body: Body, *, is_chat: bool) -> int | None:
     if not is_chat:
-        # Completions have the number in the field itself; 0: the token alone.
+        # In completions the field itself is the number; 0: the token alone.
         has_any = body.get("logprobs") is not None
         return _integer(body, "logprobs", 0, 0, LOGPROBS_MAX) if has_any else None
     count = _integer(body, "top_logprobs", 0, 0, LOGPROBS_MAX)

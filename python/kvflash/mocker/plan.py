@@ -1,7 +1,7 @@
-"""What an answer will be, token by token, before the first one is generated.
+"""The content of an answer, token by token, planned before the first one is generated.
 
-It is words, a value of a schema, or calls of tools. A client is told the text, and of calls the
-arguments; the marks around them, and a text that ends the answer, are generated and not told.
+It is words, a value of a schema, or tool calls. A client sees the text, and the arguments of calls;
+the marks around them, and a text that ends the answer, are generated but hidden.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvflash.mocker.tokenizer import CALL_END, Tokenizer, call_text, pieces
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool; the arguments are JSON."""
+    """A tool call; the arguments are JSON."""
 
     call_id: str
     name: str
@@ -30,12 +30,12 @@ class ToolCall:
 
 
 class Delta(NamedTuple):
-    """More of an answer.
+    """A piece of an answer.
 
     Attributes:
         text: More text, or more of a call's arguments.
-        call: Number of that call among the answer's, or None for text.
-        is_first: Whether the call begins here.
+        call: Number of that call in the answer, or None for text.
+        is_first: Whether the call starts here.
     """
 
     text: str
@@ -44,7 +44,7 @@ class Delta(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Characters of the generated text that a client is told: text, or the arguments of a call."""
+    """Characters of the generated text that clients see: text, or the arguments of a call."""
 
     start: int
     end: int
@@ -53,15 +53,15 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """An answer.
+    """The plan of an answer.
 
     Attributes:
         token_ids: Tokens that are generated.
-        pieces: The text of each.
-        raw: All of it, with the marks around calls and what ended it.
-        spans: What a client is told of it, in order; the rest is left out.
-        calls: Calls of tools.
-        finish_reason: stop, length or tool_calls, in OpenAI's words.
+        pieces: The text of each token.
+        raw: The whole text, with the marks around calls and the text that ended it.
+        spans: The visible parts in order; the rest is hidden.
+        calls: Tool calls.
+        finish_reason: stop, length or tool_calls, in OpenAI's terms.
         stop_reason: The text or the token that ended it, or None.
     """
 
@@ -74,7 +74,7 @@ class Plan:
     stop_reason: str | int | None = None
 
     def deltas(self, start: int, end: int) -> list[Delta]:
-        """What a client is told when the characters from `start` to `end` are there."""
+        """What a client sees once the characters from `start` to `end` are generated."""
         told = []
         for span in self.spans:
             low, high = max(span.start, start), min(span.end, end)
@@ -90,7 +90,7 @@ class Plan:
 
     @property
     def told_calls(self) -> list[ToolCall]:
-        """The calls as far as they came: the arguments of the last one may be cut."""
+        """The calls generated so far: the arguments of the last one may be cut off."""
         whole = self.deltas(0, len(self.raw))
         told = [(self.calls[delta.call], delta.text) for delta in whole if delta.call is not None]
         return [ToolCall(call.call_id, call.name, arguments) for call, arguments in told]
@@ -99,17 +99,17 @@ class Plan:
 def plan_answer(
     options: AnswerOptions, tokenizer: Tokenizer, *, seed: int, index: int, max_tokens: int
 ) -> Plan:
-    """Plan one of the answers to a prompt: a function of the arguments.
+    """Plan one of the answers to a prompt; deterministic in its arguments.
 
     Args:
-        options: What it has to be like.
+        options: Requirements on the answer.
         tokenizer: Makes its tokens.
-        seed: Seed that the prompt gives.
+        seed: Seed derived from the prompt.
         index: Number among the answers to the prompt.
-        max_tokens: Most tokens.
+        max_tokens: Maximum of tokens.
 
     Raises:
-        ApiError: No value was found for a schema.
+        ApiError: No value of the schema was found.
     """
     if options.seed is not None or index:
         mixed = blake2b(f"{seed} {options.seed} {index}".encode(), digest_size=8)
@@ -134,7 +134,7 @@ def plan_answer(
     words = pieces(tokenizer, token_ids, raw)
     reason = "length" if len(token_ids) > max_tokens else "stop"
     if calls and reason == "stop" and not options.is_named:
-        reason = "tool_calls"  # A call that was asked for by name ends with `stop`.
+        reason = "tool_calls"  # A call to a named tool ends with `stop`.
     token_ids, words = token_ids[:max_tokens], words[:max_tokens]
     raw = "".join(words)
     plan = Plan(
@@ -144,7 +144,7 @@ def plan_answer(
 
 
 def _calls(options: AnswerOptions, rng: random.Random) -> tuple[str, list[Span], list[ToolCall]]:
-    """The text of calls, where their arguments are in it, and the calls."""
+    """The text of calls, the spans of their arguments, and the calls."""
     tools = options.tools[:CALLS_MAX] if options.calls_each else [rng.choice(options.tools)]
     raw, spans, calls = "", [], []
     for number, tool in enumerate(tools):
@@ -168,7 +168,7 @@ def _instance(schema: object, rng: random.Random, where: str) -> object:
 
 
 def _stopped(plan: Plan, options: AnswerOptions) -> Plan:
-    """The plan up to what ends it first: a token, or a text that is complete with one."""
+    """The plan, cut at the first stop: a token, or a text that a token completes."""
     count, end, reason = len(plan.token_ids), len(plan.raw), plan.stop_reason
     found = [
         (at + len(stop), at, stop) for stop in options.stop if (at := plan.raw.find(stop)) >= 0
@@ -196,7 +196,7 @@ def _stopped(plan: Plan, options: AnswerOptions) -> Plan:
 
 
 def _tokens_of(words: Sequence[str], chars: int) -> int:
-    """How many tokens have so many characters."""
+    """The number of tokens that cover ``chars`` characters."""
     for count, word in enumerate(words, start=1):
         chars -= len(word)
         if chars <= 0:

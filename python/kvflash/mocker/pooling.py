@@ -1,4 +1,4 @@
-"""Embeddings, ranks and classes: figures that are functions of the tokens, at no cost."""
+"""Embeddings, ranks and classes: figures derived from the tokens, at no cost."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def embeddings(body: Body, model: str, tokenizer: Tokenizer) -> Body:
 
 
 def rerank(body: Body, model: str, tokenizer: Tokenizer) -> Body:
-    """The answer of /rerank: the best first.
+    """The answer of /rerank, best first.
 
     Raises:
         ApiError: A field is wrong.
@@ -65,7 +65,7 @@ def rerank(body: Body, model: str, tokenizer: Tokenizer) -> Body:
 
 
 def score(body: Body, model: str, tokenizer: Tokenizer) -> Body:
-    """The answer of /score: of `text_1` with each of `text_2`.
+    """The answer of /score: `text_1` against each of `text_2`.
 
     Raises:
         ApiError: A field is wrong.

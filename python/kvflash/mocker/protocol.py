@@ -1,6 +1,6 @@
-"""OpenAI request bodies to what the engine needs.
+"""Converts OpenAI request bodies to engine parameters.
 
-Sampling options change nothing here, and are ignored as unknown fields are.
+Sampling options have no effect; they are ignored like unknown fields.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from kvflash.mocker.refusal import ApiError, Body, refuse
 from kvflash.mocker.request import Lora
 from kvflash.mocker.tokenizer import Tokenizer
 
-# Output tokens of a request that names no limit: a completion is cut there, a chat's text ends.
+# Output tokens of a request without a limit: a completion is cut there, a chat's text ends.
 COMPLETION_TOKENS = 16
 CHAT_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationParams:
-    """A checked request for an answer.
+    """A validated request for an answer.
 
     Attributes:
-        model: Name it was asked for.
+        model: Requested model name.
         prompt_ids: Tokens of the prompt.
         max_tokens: Output tokens.
         lora: LoRA adapter, or None.
         cache_salt: Cache salt, or None.
         is_streaming: Answer with server-sent events.
         has_usage_chunk: End the stream with a chunk of usage.
-        has_token_ids: Tell the tokens of the answer beside its text.
+        has_token_ids: Include the tokens of the answer.
         transfer: kv_transfer_params, or None.
-        options: What the answer has to be like.
+        options: Requirements on the answer.
     """
 
     model: str
@@ -61,7 +61,7 @@ def parse_json(data: bytes) -> Body:
     """
     try:
         body = json.loads(data)
-    # RecursionError: a few kilobytes of brackets are enough.
+    # RecursionError: a few kilobytes of brackets suffice.
     except (ValueError, RecursionError) as error:
         refuse(f"the request body is not JSON: {error}")
     if not isinstance(body, dict):
@@ -75,13 +75,13 @@ def parse_json(data: bytes) -> Body:
 
 
 def shared(body: Body) -> Body:
-    """The fields that all APIs with a generated answer have in common."""
+    """The fields that all generating APIs have in common."""
     names = ("model", "stream", "cache_salt", "seed")
     return {name: body[name] for name in names if name in body}
 
 
 def content_of(texts: list[str]) -> str | list[Body]:
-    """The content of a message with these texts: several are parts, and empty ones do not count."""
+    """The content of a message with these texts: several become parts; empty ones are dropped."""
     texts = [text for text in texts if text]
     if len(texts) > 1:
         return [{"type": "text", "text": text} for text in texts]
@@ -89,10 +89,10 @@ def content_of(texts: list[str]) -> str | list[Body]:
 
 
 def parse_model(body: Body, config: MockerConfig) -> tuple[str, Lora | None]:
-    """Name of the model that is asked for, and its LoRA adapter.
+    """The requested model name, and its LoRA adapter.
 
     Raises:
-        ApiError: 404, there is no such model.
+        ApiError: 404, no such model.
     """
     model = body.get("model")
     if model is None or model == config.model_name:
@@ -160,7 +160,7 @@ def parse_bootstrap(body: Body) -> Room | None:
     """Where the prompt's KV is handed over, or None.
 
     Raises:
-        ApiError: It is no room.
+        ApiError: Not a valid room.
     """
     try:
         return parse_room(body)
@@ -205,7 +205,7 @@ def parse_prompt(body: Body, *, is_chat: bool, tokenizer: Tokenizer) -> list[int
 
 
 def _reused_ids(body: Body) -> list[int] | None:
-    """The ids that a chat brings beside its messages, as vLLM takes them."""
+    """Token ids that a chat sends besides its messages, as in vLLM."""
     transfer = body.get("kv_transfer_params")
     given = transfer.get("prompt_token_ids") if isinstance(transfer, dict) else None
     if given is None:
@@ -214,12 +214,12 @@ def _reused_ids(body: Body) -> list[int] | None:
 
 
 def parse_token_ids(value: object, param: str) -> list[int]:
-    """Check a list of token ids.
+    """Validate a list of token ids.
 
     Raises:
-        ApiError: It is something else.
+        ApiError: Not a list of token ids.
     """
-    # type() and not isinstance(): true is no token id.
+    # type() and not isinstance(): true is not a token id.
     if not isinstance(value, list) or not all(
         type(token_id) is int and 0 <= token_id <= TOKEN_ID_MAX for token_id in value
     ):
@@ -244,7 +244,7 @@ def _is_call(call: object) -> bool:
 def _max_tokens(
     body: Body, prompt_tokens: int, *, is_chat: bool, config: MockerConfig
 ) -> int | None:
-    """The limit of tokens that the request names."""
+    """The token limit of the request."""
     room = config.model_len - prompt_tokens
     if prompt_tokens == 0:
         refuse("the prompt must have at least one token", "messages" if is_chat else "prompt")

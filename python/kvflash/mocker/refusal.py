@@ -16,7 +16,7 @@ class ApiError(Exception):
     """
 
     def __init__(self, status: int, kind: str, message: str, param: str | None = None) -> None:
-        """Describe the refusal; `param` names the field at fault."""
+        """Describe the refusal; `param` names the faulty field."""
         super().__init__(message)
         self.status = status
         self.body: Body = {

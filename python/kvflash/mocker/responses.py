@@ -1,4 +1,4 @@
-"""OpenAI's Responses: requests to chats, answers and their events, and those that are kept."""
+"""OpenAI's Responses: requests to chats, answers with their events, and stored responses."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from kvflash.mocker.plan import Delta, Plan
 from kvflash.mocker.protocol import content_of, shared
 from kvflash.mocker.refusal import ApiError, Body, refuse
 
-# Responses that are kept; the oldest ones go.
+# Maximum of stored responses; the oldest ones are dropped.
 STORE_MAX = 1024
 
 
 class ResponseStore:
-    """Past responses and the conversations behind them, by the id of each."""
+    """Past responses and their conversations, by id."""
 
     def __init__(self) -> None:
         """Start empty."""
         self._kept: OrderedDict[str, tuple[ResponseAnswer, list[Body]]] = OrderedDict()
 
     def keep(self, answer: ResponseAnswer, messages: list[Body]) -> None:
-        """Keep a response and its conversation, the answer included."""
+        """Store a response and its conversation, including the answer."""
         self._kept[answer.id] = (answer, messages)
         while len(self._kept) > STORE_MAX:
             self._kept.popitem(last=False)
@@ -36,23 +36,23 @@ class ResponseStore:
         """The conversation that ends with this response.
 
         Raises:
-            ApiError: 404, it is not kept here.
+            ApiError: 404, not stored here.
         """
         return self._find(response_id, "previous_response_id")[1]
 
     def response(self, response_id: str) -> Body:
-        """The response as it is now.
+        """The response in its current state.
 
         Raises:
-            ApiError: 404, it is not kept here.
+            ApiError: 404, not stored here.
         """
         return self._find(response_id, "response_id")[0].told()
 
     def delete(self, response_id: str) -> Body:
-        """Forget a response; what is answered to that.
+        """Delete a response; returns the body that confirms it.
 
         Raises:
-            ApiError: 404, it is not kept here.
+            ApiError: 404, not stored here.
         """
         self._find(response_id, "response_id")
         del self._kept[response_id]
@@ -66,10 +66,10 @@ class ResponseStore:
 
 
 def as_chat(body: Body, store: ResponseStore) -> Body:
-    """The chat that a request for a response is.
+    """Convert a request for a response to a chat.
 
     Raises:
-        ApiError: A field is wrong, or the previous response is not kept here.
+        ApiError: A field is wrong, or the previous response is not stored here.
     """
     messages: list[Body] = []
     if instructions := body.get("instructions"):
@@ -88,7 +88,7 @@ def as_chat(body: Body, store: ResponseStore) -> Body:
     chat["response_format"] = _response_format(body.get("text"))
     if tools := body.get("tools"):
         chat["tools"] = _tools(tools)
-        # Without functions there is nothing to choose: tools that servers run are not run here.
+        # Without functions there is no choice: tools that servers run are not supported here.
         if chat["tools"]:
             chat["tool_choice"] = _tool_choice(body.get("tool_choice"))
     chat["parallel_tool_calls"] = body.get("parallel_tool_calls")
@@ -99,7 +99,7 @@ def as_chat(body: Body, store: ResponseStore) -> Body:
 
 
 def _turns(items: list[Any]) -> list[Body]:
-    """The items as messages: what the assistant thinks, says and calls in a row is one message."""
+    """The items as messages: consecutive items of the assistant become one message."""
     turns: list[Body] = []
 
     def said(name: str, value: Any) -> None:
@@ -198,7 +198,7 @@ class ResponseAnswer:
         }
 
     def told(self) -> Body:
-        """The response as it is now."""
+        """The response in its current state."""
         begun = {**self._head, "status": "in_progress", "output": self._items, "usage": None}
         return self._whole or begun
 
@@ -221,7 +221,7 @@ class ResponseAnswer:
         return created + self._event("response.in_progress", response=begun)
 
     def piece(self, choice: Choice, step: Step) -> bytes:
-        """More of the open item, or a further one."""
+        """More of the open item, or a new one."""
         return b"".join(self._take(choice.plan, delta, step) for delta in step.deltas)
 
     def closing(self, choices: Sequence[Choice]) -> bytes:
@@ -259,7 +259,7 @@ class ResponseAnswer:
         return self._whole
 
     def _take(self, plan: Plan, delta: Delta, step: Step | None = None) -> bytes:
-        """Put more into the open item, or into a further one; what a stream tells of that."""
+        """Add to the open item or start a new one; returns the stream's events."""
         events = b""
         if delta.is_first:
             events = self._finish() + self._begin(plan, delta)
@@ -291,7 +291,7 @@ class ResponseAnswer:
         return added + self._event("response.content_part.added", **self._place(), part=part)
 
     def _finish(self) -> bytes:
-        """End the open item."""
+        """Close the open item."""
         if not self._items:
             return b""
         item = self._items[-1]

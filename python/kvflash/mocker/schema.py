@@ -1,7 +1,7 @@
-"""A JSON schema to a small value that it allows: what a model under structured output answers.
+"""Makes a small value that a JSON schema allows: the answer of a model with structured output.
 
-It knows type, enum, const, $ref into the schema itself, allOf, anyOf, oneOf, and the limits of
-objects, arrays, numbers and texts. It writes required properties only. It ignores not, if,
+It supports type, enum, const, $ref into the schema itself, allOf, anyOf, oneOf, and the limits of
+objects, arrays, numbers and strings. It writes required properties only. It ignores not, if,
 contains, patternProperties and propertyNames: a value may violate them.
 """
 
@@ -16,13 +16,13 @@ from typing import Any
 from kvflash.errors import InvalidArgumentError
 from kvflash.mocker.schema_text import text
 
-# Values, nested ones included, that are tried for one schema.
+# Values, including nested ones, that are tried for one schema.
 VALUES_MAX = 10_000
-# The depths of values that are tried one after the other: the flattest value is found first.
+# Depths of values, tried in this order: the flattest value is found first.
 DEPTHS = (1, 2, 3, 5, 8, 16, 32)
-# Tries for one item of an array of distinct items.
+# Tries for one item of an array of unique items.
 TRIES = 64
-# Numbers are drawn from so many.
+# Numbers are drawn from a range of this size.
 SPREAD = 100
 
 _TYPES = {
@@ -34,14 +34,14 @@ _TYPES = {
 
 
 class _DeadEndError(Exception):
-    """Nothing here; another branch may do."""
+    """No value on this branch; another one may have one."""
 
 
 def instance(schema: object, rng: random.Random) -> Any:
-    """A small value that a schema allows: a function of the arguments.
+    """Make a small value that a schema allows; deterministic in its arguments.
 
     Raises:
-        InvalidArgumentError: None was found; says why.
+        InvalidArgumentError: No value was found; the message says why.
     """
     maker = _Maker(schema, rng)
     reason = "too deep"
@@ -67,7 +67,7 @@ class _Maker:
         self._left = VALUES_MAX
 
     def make(self, schema: object, depth: int) -> Any:
-        """A value of at most this depth."""
+        """Make a value of at most this depth."""
         if self._left == 0:
             raise InvalidArgumentError(f"the schema needs more than {VALUES_MAX} values")
         self._left -= 1
@@ -89,7 +89,7 @@ class _Maker:
         raise _DeadEndError(reasons[-1] if reasons else "its parts contradict each other")
 
     def _flat(self, schema: dict[str, Any], seen: set[str]) -> Iterator[dict[str, Any]]:
-        """The schema without references and alternatives, in each of its ways."""
+        """Each variant of the schema without references and alternatives."""
         for key in ("anyOf", "oneOf"):
             if key in schema:
                 rest = {name: value for name, value in schema.items() if name != key}
@@ -191,7 +191,7 @@ class _Maker:
         if high is None:
             high = max(low, Fraction(0)) + SPREAD * step
         if is_integer and step.denominator != 1:
-            step = Fraction(step.numerator)  # The least whole number among its multiples.
+            step = Fraction(step.numerator)  # The least integer among its multiples.
         first, last = math.ceil(low / step), math.floor(high / step)
         first += is_low_out and first * step == low
         last -= is_high_out and last * step == high
@@ -207,7 +207,7 @@ class _Maker:
 
 
 def _merged(one: object, other: object) -> dict[str, Any]:
-    """A schema that allows what both allow, as far as it can be written as one."""
+    """The intersection of two schemas, as far as a single schema can express it."""
     for schema in (one, other):
         if schema is False:
             return {"enum": []}
@@ -272,14 +272,14 @@ def _figure(schema: dict[str, Any], key: str) -> Fraction | None:
         raise InvalidArgumentError(f"{key} must be a number, got {value!r:.80}")
     if key == "multipleOf" and value <= 0:
         raise InvalidArgumentError(f"multipleOf must be above 0, got {value!r}")
-    # As it is written: 0.1 is a tenth.
+    # By its decimal notation: 0.1 is a tenth.
     return Fraction(str(value))
 
 
 def _bound(
     schema: dict[str, Any], inclusive: str, exclusive: str, tighter: Any
 ) -> tuple[Fraction | None, bool]:
-    """A limit, and whether it is itself left out."""
+    """A limit, and whether it is exclusive."""
     limits = [(_figure(schema, inclusive), False), (_figure(schema, exclusive), True)]
     known = [(limit, is_out) for limit, is_out in limits if limit is not None]
     if not known:

@@ -1,4 +1,4 @@
-"""Texts that a JSON schema allows: by length, by format, by pattern."""
+"""Strings that a JSON schema allows: by length, by format, by pattern."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any
 
 from kvflash.errors import InvalidArgumentError
 
-# A schema that asks for a longer text is a mistake, or an attack.
+# Longest string; a schema that requires a longer one is a mistake or an attack.
 TEXT_CHARS_MAX = 65_536
 WORD_LENGTHS = (3, 8)
-# Steps through a pattern, those of repetitions included.
+# Steps through a pattern, including its repetitions.
 STEPS_MAX = 200_000
-# Texts of other lengths that are tried for a pattern.
+# Strings of other lengths that are tried for a pattern.
 TRIES = 8
 
-# The parser of `re`, whose tree says what a pattern matches.
+# The parser of `re`; its tree describes what a pattern matches.
 _PARSER: Any = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
 _PRINTABLE = string.digits + string.ascii_letters + string.punctuation + " "
 _CATEGORIES = {
@@ -43,14 +43,14 @@ _FORMATS = {
 
 
 def text(schema: dict[str, Any], rng: random.Random) -> str:
-    """A short text that a schema allows.
+    """Make a short string that a schema allows.
 
     Args:
-        schema: minLength, maxLength, pattern and format count.
+        schema: minLength, maxLength, pattern and format are used.
         rng: Picks the letters.
 
     Raises:
-        InvalidArgumentError: No text found; names what is in the way.
+        InvalidArgumentError: No string was found; names the obstacle.
     """
     least, most = schema.get("minLength", 0), schema.get("maxLength", TEXT_CHARS_MAX)
     if type(least) is not int or type(most) is not int or not 0 <= least <= TEXT_CHARS_MAX:
@@ -73,7 +73,7 @@ def text(schema: dict[str, Any], rng: random.Random) -> str:
 
 
 def _matching(pattern: object, least: int, most: int, rng: random.Random) -> str:
-    """A text that matches a pattern, the shortest repetitions first."""
+    """Make a string that matches a pattern, trying few repetitions first."""
     if not isinstance(pattern, str):
         raise InvalidArgumentError(f"pattern must be text, got {pattern!r:.80}")
     try:
@@ -82,7 +82,7 @@ def _matching(pattern: object, least: int, most: int, rng: random.Random) -> str
         raise InvalidArgumentError(f"pattern {pattern!r:.80} is not valid: {error}") from error
     drawer = _Drawer(rng)
     shortest, longer = (len(drawer.draw(tree, more)) for more in (0, 1))
-    # What repeats adds about so many characters each time; branches may add more or fewer.
+    # Each repetition adds about this many characters; branches may add more or fewer.
     enough = -(-(least - shortest) // max(1, longer - shortest))
     for more in (0, 1, *range(max(2, enough - TRIES), enough + TRIES)):
         found = drawer.draw(tree, more)
@@ -94,14 +94,14 @@ def _matching(pattern: object, least: int, most: int, rng: random.Random) -> str
 
 
 class _Drawer:
-    """Draws texts that match the tree of a pattern."""
+    """Draws strings that match the tree of a pattern."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._left = STEPS_MAX
 
     def draw(self, tree: Iterable[Any], more: int) -> str:
-        """A matching text; what repeats does so `more` often than it has to."""
+        """Make a matching string; repetitions occur `more` often than required."""
         return "".join(self._pieces(tree, more))
 
     def _pieces(self, tree: Iterable[Any], more: int) -> Iterator[str]:
