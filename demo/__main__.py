@@ -11,8 +11,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo.
 
     Returns:
-        Exit status: 0 when auto reused more than round-robin and no request failed, 1 when not,
-        2 when it could not be tried, 130 after Ctrl-C.
+        Exit status: 0 if auto reused more than round-robin and no request failed, 1 if not, 2 if it
+            could not be tried, 130 after Ctrl-C.
     """
     args = parse_args(argv)
     wanted = ["rich"] if args.no_plot else ["rich", "matplotlib"]
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    # Imported when it is known that it can be.
+    # Imported once its dependencies are known to be installed.
     from demo.app import run_demo  # noqa: PLC0415
 
     return run_demo(args)

@@ -1,4 +1,4 @@
-"""Seed after seed, all modes side by side, then the answer."""
+"""Runs seed by seed, all modes in parallel, then shows the result."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run_demo(args: DemoArgs) -> int:
 
 
 async def _until_signal(args: DemoArgs) -> int:
-    """Run; the first signal ends it in order, a second one at once."""
+    """Run; the first signal stops it in order, a second one at once."""
     console = Console()
     children = Children(args.out)
     work = asyncio.ensure_future(_run(args, console, children))
@@ -134,7 +134,7 @@ async def _send(
     fleets: Mapping[str, Fleet],
     workload: Workload,
 ) -> list[ArmRun]:
-    """Send the workload to all fleets at once: what else this machine does meets them alike."""
+    """Send the workload to all fleets at once: other load of this machine affects them equally."""
     with screen.progress(
         console, fleets, seed=workload.options.seed, total=workload.request_count
     ) as on_record:
@@ -157,7 +157,7 @@ async def _send(
 def _tell(
     args: DemoArgs, console: Console, workloads: Sequence[Workload], runs: list[ArmRun]
 ) -> bool:
-    """Show and store the result. Returns whether it is the wanted one."""
+    """Show and store the result. Returns whether it is as expected."""
     verdict = judge(runs)
     screen.show_table(console, list(summarize(runs).values()))
     screen.show_verdict(console, verdict)
@@ -191,7 +191,7 @@ def _store(args: DemoArgs, runs: list[ArmRun], result: object) -> list[Path]:
     files[1].write_text("\n".join(lines) + "\n")
     files[2].write_text(markdown(summarize(runs)))
     if not args.no_plot:
-        # Only now: matplotlib takes a second to import, and --no-plot does without it.
+        # Imported here: matplotlib takes a second to load, and --no-plot needs none of it.
         from demo.plot import draw  # noqa: PLC0415
 
         caption = (
@@ -208,10 +208,10 @@ async def _keep(console: Console, children: Children, fleet: Fleet) -> None:
     """Leave the fleet running until a signal.
 
     Raises:
-        ChildError: It ended by itself.
+        ChildError: It ended on its own.
     """
     console.print("\n[bold]The auto fleet is running; try:[/bold]\n")
-    # Copied by hand: not wrapped, not coloured.
+    # For copying by hand: without wrapping and colours.
     print(screen.examples(fleet.url, MODEL), flush=True)
     console.print("\nCtrl-C stops it.")
     try:

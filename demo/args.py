@@ -12,7 +12,7 @@ __all__ = ["DemoArgs", "parse_args"]
 
 T = TypeVar("T", int, float)
 
-# What --quick runs instead of the defaults: enough to see the effect, in a few seconds.
+# Values of --quick instead of the defaults: enough to see the effect, in a few seconds.
 _QUICK = {"applications": 6, "conversations": 18, "turns": 3, "speedup_ratio": 2.0, "seeds": 1}
 _FULL = {"applications": 12, "conversations": 36, "turns": 5, "speedup_ratio": 1.0, "seeds": 3}
 
@@ -47,7 +47,7 @@ def parse_args(argv: Sequence[str] | None = None) -> DemoArgs:
         allow_abbrev=False,
     )
     for name, parse, default, summary in (
-        # With one engine there is nothing to choose.
+        # With one engine there is no choice.
         ("workers", _within(int, 2, 64), 4, "mock engines (default: 4)"),
         ("block-size", _within(int, 1, 1_024), 16, "tokens in a KV block (default: 16)"),
         (

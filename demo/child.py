@@ -1,4 +1,4 @@
-"""Processes of our own: started, watched, and stopped whatever happens."""
+"""Child processes: started, watched, and stopped in any case."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 READY_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 5.0
 TAIL_LINES = 15
-# A ready line is short; what is longer goes to the log in pieces.
+# A ready line is short; a longer one goes to the log in pieces.
 LINE_BYTES_MAX = 64 * 1024
 
 
@@ -32,12 +32,12 @@ class Child:
     """``python -m MODULE ARGS``; stdout and stderr go to a log, ready lines also to the caller.
 
     Attributes:
-        name: What it is called in messages.
+        name: Its name in messages.
         log: Its log.
     """
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path) -> None:
-        """Take over a process that has just been started."""
+        """Take ownership of a process that was just started."""
         self.name = name
         self.log = log
         self._process = process
@@ -49,20 +49,20 @@ class Child:
         """Wait for ready lines.
 
         Args:
-            count: How many.
+            count: Number of lines.
 
         Raises:
-            ChildError: It ended before, or took longer than READY_TIMEOUT_S.
+            ChildError: It ended earlier, or took longer than READY_TIMEOUT_S.
         """
         return await self.within(
             self._take(count), READY_TIMEOUT_S, f"{count} ready lines on its standard output"
         )
 
     async def within(self, wanted: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
-        """Await something that needs this process alive.
+        """Await something that needs this process to run.
 
         Raises:
-            ChildError: It ended before, or the time is over.
+            ChildError: It ended earlier, or the time is over.
         """
         work = asyncio.ensure_future(wanted)
         try:
@@ -80,12 +80,12 @@ class Child:
         )
 
     async def ended(self, timeout_s: float | None = None) -> bool:
-        """Wait for its end, at most so long; returns whether it has ended."""
+        """Wait for its end up to a time limit; returns whether it has ended."""
         await asyncio.wait({self._end}, timeout=timeout_s)
         return self._end.done()
 
     def death(self) -> ChildError:
-        """The error that says how it ended."""
+        """The error that describes its end."""
         return ChildError(
             f"{self.name} ended with status {self._process.returncode}; "
             f"the end of {self.log}:\n{self.tail()}"
@@ -102,7 +102,7 @@ class Child:
             self._process.kill()
 
     async def stop(self) -> None:
-        """SIGTERM, then SIGKILL when it takes longer than STOP_TIMEOUT_S."""
+        """Send SIGTERM, then SIGKILL after STOP_TIMEOUT_S."""
         if self._process.returncode is None:
             self._process.terminate()
         if not await self.ended(STOP_TIMEOUT_S):
@@ -114,7 +114,7 @@ class Child:
         return [await self._ready.get() for _ in range(count)]
 
     async def _read(self) -> None:
-        """Copy stdout to the log: a pipe that nobody reads would stop the process."""
+        """Copy stdout to the log: a pipe without a reader would stop the process."""
         stdout = self._process.stdout
         assert stdout is not None, "started with a pipe"
         with self.log.open("ab", buffering=0) as log:
@@ -122,7 +122,7 @@ class Child:
                 try:
                     line = await stdout.readline()
                 except ValueError:
-                    # Over LINE_BYTES_MAX: the stream has dropped it.
+                    # Above LINE_BYTES_MAX: the stream has dropped it.
                     continue
                 if not line:
                     return
@@ -139,10 +139,10 @@ class Child:
 
 
 class Children:
-    """All processes of the demo: an async context manager that leaves none behind."""
+    """All processes of the demo: an async context manager that stops all of them."""
 
     def __init__(self, logs: Path) -> None:
-        """Keep logs in a folder that exists."""
+        """Keep logs in an existing folder."""
         self._logs = logs
         self._running: list[Child] = []
 
@@ -150,13 +150,13 @@ class Children:
         """Start ``python -m MODULE ARGS``; its log is ``NAME.log``."""
         log = self._logs / f"{name}.log"
         log.write_bytes(b"")
-        # Appending: the process writes its stderr to the same file as we its stdout.
+        # Appending: the process writes its stderr to the file that receives its stdout.
         with log.open("ab") as errors:
             spawning = asyncio.ensure_future(_spawn(module, args, errors))
             try:
                 process = await asyncio.shield(spawning)
             except asyncio.CancelledError:
-                # It may have come to life meanwhile: who started it has to know it.
+                # It may have started meanwhile, so its owner must know it.
                 self._running.append(Child(name, await spawning, log))
                 raise
         child = Child(name, process, log)
@@ -164,7 +164,7 @@ class Children:
         return child
 
     async def watch(self, wanted: Coroutine[Any, Any, T]) -> T:
-        """Await something that needs all of them alive.
+        """Await something that needs all of them to run.
 
         Raises:
             ChildError: One ended.
@@ -173,7 +173,7 @@ class Children:
         ends = {asyncio.ensure_future(child.ended()): child for child in self._running}
         try:
             await asyncio.wait({work, *ends}, return_when=asyncio.FIRST_COMPLETED)
-            # Looked at first: with an engine gone, the work fails for a reason that explains less.
+            # Checked first: without an engine the work fails for a reason that explains less.
             for end, child in ends.items():
                 if end.done():
                     raise child.death()
@@ -182,12 +182,12 @@ class Children:
             await _cancel(work, *ends)
 
     async def stop(self, *children: Child) -> None:
-        """Stop these, all at once."""
+        """Stop these processes, all at once."""
         await asyncio.gather(*(child.stop() for child in children))
         self._running = [child for child in self._running if child not in children]
 
     def kill(self) -> None:
-        """End all at once, for a user who has lost patience."""
+        """Kill all at once, after a second signal."""
         for child in self._running:
             child.kill()
 
@@ -196,12 +196,12 @@ class Children:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Stop all that still run."""
+        """Stop all running processes."""
         await self.stop(*self._running)
 
 
 async def together(*wanted: Coroutine[Any, Any, T]) -> list[T]:
-    """Await all side by side. When one fails, the others have ended before it is raised."""
+    """Await all in parallel. If one fails, the others have ended before the error is raised."""
     works = [asyncio.ensure_future(one) for one in wanted]
     try:
         return await asyncio.gather(*works)
@@ -212,7 +212,7 @@ async def together(*wanted: Coroutine[Any, Any, T]) -> list[T]:
 async def _spawn(
     module: str, args: tuple[str, ...], errors: IO[bytes]
 ) -> asyncio.subprocess.Process:
-    # What is set for the services of this machine must not change the demo.
+    # Settings for the services of this machine must not change the demo.
     env = {name: value for name, value in os.environ.items() if not name.startswith("KVFLASH_")}
     return await asyncio.create_subprocess_exec(
         sys.executable,
@@ -224,7 +224,7 @@ async def _spawn(
         stderr=errors,
         env=env,
         limit=LINE_BYTES_MAX,
-        # Ctrl-C in the terminal is for us, who then stop them in order.
+        # Ctrl-C in the terminal goes to this process, which stops the others in order.
         start_new_session=True,
     )
 

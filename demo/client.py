@@ -1,4 +1,4 @@
-"""The users: they send a workload through a frontend and write down what they saw."""
+"""The users: they send a workload through a frontend and measure the answers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from demo.workload import Conversation, Workload, fingerprint
 __all__ = ["REQUEST_TIMEOUT_S", "send_workload"]
 
 REQUEST_TIMEOUT_S = 60.0
-# Time between the arrivals of two users.
+# Interval between the arrivals of two users.
 ARRIVAL_MS = 200
 WORKER_HEADER = "x-kvflash-worker"
-# An error's text in a record; an engine's page of HTML is not wanted there.
+# Maximum of an error's text in a record; an engine may answer with a page of HTML.
 ERROR_CHARS_MAX = 300
 
 _DATA = b"data: "
@@ -28,7 +28,7 @@ _DATA = b"data: "
 
 @dataclass
 class _Answer:
-    """What has come of an answer so far."""
+    """The parts of an answer so far."""
 
     worker: str = ""
     text: str = ""
@@ -38,7 +38,7 @@ class _Answer:
 
 
 class _AnswerError(Exception):
-    """An answer that is not one; the message says why."""
+    """A malformed answer; the message says why."""
 
 
 async def send_workload(
@@ -52,20 +52,20 @@ async def send_workload(
     worker_count: int,
     on_record: Callable[[Record], None],
 ) -> ArmRun:
-    """Send every conversation, some at a time, each turn after the answer to the one before.
+    """Send every conversation, some in parallel, each turn after the answer to the previous one.
 
     Args:
         session: HTTP.
         url: The frontend.
-        workload: What is said.
+        workload: The conversations.
         model: Name of the model.
         mode: The frontend's router mode, for the result.
-        concurrency: Users at a time.
+        concurrency: Concurrent users.
         worker_count: Engines, for the result.
         on_record: Called after every request.
 
     Returns:
-        What was measured. A failed request ends its conversation, and nothing else.
+        The measurements. A failed request ends its conversation, and nothing else.
     """
     loop = asyncio.get_running_loop()
     records: list[Record] = []
@@ -73,12 +73,12 @@ async def send_workload(
     start_s = loop.time()
 
     async def user(number: int) -> None:
-        # They don't all come in the same moment.
+        # Users arrive one after the other.
         await asyncio.sleep(number * ARRIVAL_MS / 1000)
         for conversation in waiting:
             answers: list[str] = []
             for turn in conversation.turns:
-                # The user reads and types: part of the workload, not a wait for something.
+                # The user reads and types: a part of the workload.
                 await asyncio.sleep(turn.think_ms / 1000)
                 record, text = await _ask(
                     session, url, conversation, answers, model=model, arm_start_s=start_s
@@ -118,7 +118,7 @@ async def _ask(
     model: str,
     arm_start_s: float,
 ) -> tuple[Record, str]:
-    """Send one turn. Returns what was seen, and the text of the answer."""
+    """Send one turn. Returns its record, and the text of the answer."""
     loop = asyncio.get_running_loop()
     messages = conversation.messages(answers)
     body = {
@@ -135,7 +135,7 @@ async def _ask(
         await _stream(session, f"{url}/v1/chat/completions", body, answer)
     except _AnswerError as caught:
         error = str(caught)[:ERROR_CHARS_MAX]
-    # ValueError and KeyError: an event that is not what it should be.
+    # ValueError and KeyError: a malformed event.
     except (aiohttp.ClientError, asyncio.TimeoutError, ValueError, KeyError) as caught:
         error = f"{type(caught).__name__}: {caught}"[:ERROR_CHARS_MAX]
     usage = answer.usage or {}
@@ -175,7 +175,7 @@ async def _stream(
                 continue
             data = line[len(_DATA) :].strip()
             if data == b"[DONE]":
-                # Read on to the end of the body: who hangs up here is a client that left early.
+                # Read to the end of the body: otherwise the frontend sees a client that left early.
                 answer.is_complete = True
             else:
                 _take(json.loads(data), answer, loop.time())

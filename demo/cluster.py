@@ -1,8 +1,8 @@
-"""``python -m demo.cluster``: replicas on real servers, and what a crash costs.
+"""``python -m demo.cluster``: replicas on real servers, and the cost of a crash.
 
 It starts NATS and etcd from their wheels, two frontends that share state and load, and mock
-workers; sends conversations through both frontends; kills a worker and brings one back; kills a
-frontend and starts it again. The table says what the caches' knowledge was worth at each step.
+workers. It sends conversations through both frontends, kills a worker and starts one again, then
+kills a frontend and starts it again. The table shows the reuse at each step.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ ENDPOINT = "demo.backend.generate"
 
 
 class _DemoError(KvflashError):
-    """Something did not come to be in time."""
+    """Something did not happen in time."""
 
 
 @dataclass
 class _Phase:
-    """What the requests of a phase saw."""
+    """Measurements of a phase's requests."""
 
     blocks: int = 0
     reused: int = 0
@@ -60,7 +60,7 @@ class _Phase:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run it. Returns the exit status: 1 when the restarted frontend had forgotten, 2 on errors."""
+    """Run it. Returns the exit status: 1 if the restarted frontend lost its state, 2 on errors."""
     parser = argparse.ArgumentParser(prog="python -m demo.cluster", description=__doc__)
     parser.add_argument("--tokenizer", required=True, help="folder with a tokenizer.json")
     parser.add_argument("--workers", type=int, default=4, help="mock workers (default 4)")
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Processes:
-    """Everything that was started; ended with the block."""
+    """All started processes; stopped at the end of the block."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -96,7 +96,7 @@ class _Processes:
                 process.stdout.close()
 
     def start(self, name: str, command: Sequence[str]) -> subprocess.Popen[str]:
-        """Start a program; what it says on stderr is in ``NAME.log``."""
+        """Start a program; its stderr goes to ``NAME.log``."""
         with (self.folder / f"{name}.log").open("a") as log:
             process = subprocess.Popen(
                 list(command),
@@ -109,7 +109,7 @@ class _Processes:
         return process
 
     def module(self, name: str, module: str, *flags: str) -> tuple[Any, dict[str, Any]]:
-        """Start one of ours and wait for its ready line."""
+        """Start one of kvflash's modules and wait for its ready line."""
         process = self.start(name, [sys.executable, "-m", module, "--log-level", "error", *flags])
         assert process.stdout is not None
         for line in process.stdout:
@@ -190,7 +190,7 @@ def _report(rows: list[tuple[str, _Phase, str]]) -> int:
 
 
 def _send(urls: list[str], requests: int, turn: int) -> _Phase:
-    """Conversations that go on: each turn has the blocks of the one before, and some of its own."""
+    """Continued conversations: each turn has the blocks of the previous one, and some new ones."""
     phase, lock, is_done = _Phase(), threading.Lock(), threading.Event()
 
     def ask(number: int) -> None:

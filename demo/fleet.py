@@ -14,21 +14,21 @@ __all__ = ["MODEL", "Fleet", "FleetOptions", "start_fleet"]
 
 MODEL = "mock-model"
 
-# Time between two looks at /health; the process's end is seen at once.
+# Interval of checks of /health; the end of the process is noticed at once.
 POLL_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
 class FleetOptions:
-    """What every arm's fleet is like.
+    """Settings shared by all fleets.
 
     Attributes:
-        workers: Engines.
+        workers: Number of engines.
         block_size: Tokens in a block.
         cache_blocks: Blocks of one engine's cache.
         speedup_ratio: Modelled time / real time.
-        seed: Of the frontend's choices between equals.
-        flags: What else the frontend is told.
+        seed: Seed of the frontend's choices between equals.
+        flags: Further flags of the frontend.
     """
 
     workers: int
@@ -57,11 +57,11 @@ class Fleet:
 async def start_fleet(
     children: Children, session: aiohttp.ClientSession, mode: str, options: FleetOptions
 ) -> Fleet:
-    """Start cold engines and a frontend; returns when every engine is known to be healthy.
+    """Start cold engines and a frontend; returns when the frontend knows every engine as healthy.
 
     Args:
-        children: Who stops them; logs are named by mode and seed.
-        session: To ask the frontend how it is.
+        children: Stops them; logs are named by mode and seed.
+        session: Client for the frontend's health.
         mode: The frontend's --router-mode.
         options: The fleet.
 
@@ -96,7 +96,7 @@ async def start_fleet(
 
 
 async def _healthy(session: aiohttp.ClientSession, url: str, frontend: Child, workers: int) -> None:
-    """Ask until all workers are healthy and the sockets of their events are connected."""
+    """Poll until all workers are healthy and the sockets of their events are connected."""
     while True:
         async with session.get(f"{url}/health") as response:
             is_healthy = (await response.json())["healthy_workers"] == workers
@@ -105,7 +105,7 @@ async def _healthy(session: aiohttp.ClientSession, url: str, frontend: Child, wo
                 if all(_is_heard(entry) for entry in await response.json()):
                     return
         if await frontend.ended(POLL_S):
-            # `within` says it better.
+            # `within` has the better message.
             await asyncio.Event().wait()
 
 

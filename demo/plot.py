@@ -19,22 +19,22 @@ from kvflash.percentile import percentile
 
 __all__ = ["draw"]
 
-# Told apart by everybody, also in print: colour, and line style.
+# Distinguishable for everyone, also in print: by colour and line style.
 STYLES = {"round-robin": ("#b35806", "--"), "kv": ("#2166ac", ":"), "auto": ("#1a7837", "-")}
 
 
 def draw(runs: Sequence[ArmRun], folder: Path, *, caption: str) -> tuple[Path, ...]:
     """Draw time to first token and reuse over time.
 
-    Times of all seeds of a mode are one line; each seed's reuse is a line of its own.
+    Times of all seeds of a mode are one line; each seed's reuse is a separate line.
 
     Args:
-        runs: Of all modes and seeds.
-        folder: Where the files go.
-        caption: What the figures were measured on.
+        runs: Runs of all modes and seeds.
+        folder: Folder of the files.
+        caption: The measured system.
 
     Returns:
-        The files.
+        Paths of the files.
     """
     with plt.rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
         figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.8), layout="constrained")

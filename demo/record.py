@@ -1,4 +1,4 @@
-"""What the client saw of a request."""
+"""The client's measurements of a request."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Record:
         conversation: Its conversation's number.
         turn: Its place in the conversation, from 0.
         request: Fingerprint of its messages.
-        worker: Worker that answered, as the frontend names it; empty when none did.
-        start_s: When it was sent, after the start of the arm.
-        end_s: When its answer was complete, after the start of the arm.
-        ttft_ms: From sending to the first text; None when it failed.
-        prompt_tokens: As the engine counts.
-        cached_tokens: Of these, reused from its cache, as the engine says.
-        error: Why it failed; None when it did not.
+        worker: Worker that answered, as the frontend names it; empty without an answer.
+        start_s: Send time, after the start of the arm.
+        end_s: End of the answer, after the start of the arm.
+        ttft_ms: Time from sending to the first text; None if it failed.
+        prompt_tokens: Count of the engine.
+        cached_tokens: Prompt tokens reused from its cache, as the engine reports.
+        error: Why it failed; None on success.
     """
 
     conversation: int
@@ -39,16 +39,16 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class ArmRun:
-    """Everything measured of one router mode.
+    """All measurements of one router mode.
 
     Attributes:
         mode: The frontend's --router-mode.
-        seed: Of the workload.
-        records: In order of their ends.
-        planned_requests: Requests of the workload; more than records when one failed, because the
-            rest of its conversation can't be asked.
-        worker_count: Workers there were, whether they got a request or not.
-        wall_s: From the first request to the end of the last answer.
+        seed: Seed of the workload.
+        records: Records in order of their ends.
+        planned_requests: Requests of the workload; more than records after a failure, because the
+            rest of that conversation can't be sent.
+        worker_count: Number of workers, including those without a request.
+        wall_s: Time from the first request to the end of the last answer.
         stage_tokens: The frontend's kvflash_tokens_total by stage, after the run.
     """
 

@@ -1,4 +1,4 @@
-"""The records of one run to figures. Pure."""
+"""Computes the figures of a run from its records. Pure."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ AUTO = "auto"
 # In the order of the table.
 MODES = (BASELINE, "kv", AUTO)
 
-# With fewer samples the nearest rank of the 99th percentile is the maximum, and is not called p99.
+# With fewer samples the nearest rank of the 99th percentile is the maximum, so p99 is omitted.
 P99_SAMPLES_MIN = 100
-# Requests that one point of the reuse curve looks back on.
+# Requests in the window of a point of the reuse curve.
 REUSE_WINDOW_REQUESTS = 40
 
 _STAGE = re.compile(r'^kvflash_tokens_total\{stage="(\w+)"\} (\S+)$', re.MULTILINE)
@@ -37,27 +37,27 @@ _STAGE = re.compile(r'^kvflash_tokens_total\{stage="(\w+)"\} (\S+)$', re.MULTILI
 
 @dataclass(frozen=True, kw_only=True)
 class ArmFigures:
-    """What one mode did with the workload of one seed.
+    """Figures of one mode for the workload of one seed.
 
     Attributes:
         mode: The router mode.
-        seed: Of the workload.
-        requests: Requests that were answered in full.
-        failures: Requests that were not, and those that could then not be sent.
-        prompt_tokens: Of the answered requests, as the engines count.
-        reused_tokens: Of these, found in the engines' caches, as the engines say.
+        seed: Seed of the workload.
+        requests: Completely answered requests.
+        failures: Failed requests, and those that could not be sent after them.
+        prompt_tokens: Of the answered requests, as counted by the engines.
+        reused_tokens: Prompt tokens found in the engines' caches, as the engines report.
         reuse_percent: 100 * reused / prompt.
         computed_tokens: Prompt tokens that had to be computed.
         ttft_ms_p50: Time to first token, median; None without samples.
         ttft_ms_p99: 99th percentile; None with fewer than P99_SAMPLES_MIN samples.
-        ttft_ms_max: The slowest one.
+        ttft_ms_max: Maximum.
         wall_s: Duration of the arm.
-        requests_by_worker: Answered requests of every worker that had one.
+        requests_by_worker: Answered requests of every worker with at least one.
         busiest_ratio: Requests of the busiest worker / mean of all workers; 1 is even.
-        available_tokens: What the best worker held for each request, as the router saw it; None
-            where the router does not look.
-        selected_tokens: What the chosen worker held, as the router saw it; None as above.
-        delivered_tokens: What the engines reported back to the router.
+        available_tokens: Tokens that the best worker held for each request, as seen by the router;
+            None if the router does not look.
+        selected_tokens: Tokens that the chosen worker held, as seen by the router; None as above.
+        delivered_tokens: Reused tokens that the engines reported to the router.
     """
 
     mode: str
@@ -80,7 +80,7 @@ class ArmFigures:
 
 
 def stage_tokens(metrics: str) -> dict[str, float]:
-    """Tokens by stage out of the frontend's /metrics."""
+    """Tokens by stage, from the frontend's /metrics."""
     return {stage: float(value) for stage, value in _STAGE.findall(metrics)}
 
 
@@ -122,11 +122,11 @@ def figures(run: ArmRun) -> ArmFigures:
 def reuse_over_time(
     records: Sequence[Record], window: int = REUSE_WINDOW_REQUESTS
 ) -> tuple[list[float], list[float]]:
-    """How much of the prompts was reused, answer by answer.
+    """Share of the prompts that was reused, answer by answer.
 
     Args:
-        records: Of one arm, in order of their ends.
-        window: Answers that one point looks back on; the first points have fewer.
+        records: Records of one arm, in order of their ends.
+        window: Answers in the window of a point; the first points have fewer.
 
     Returns:
         Times in seconds, and the percentage of prompt tokens reused in the window that ends there.

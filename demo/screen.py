@@ -1,4 +1,4 @@
-"""What the terminal shows."""
+"""The terminal output."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def progress(
 
 
 def show_table(console: Console, columns: Sequence[ModeFigures]) -> None:
-    """The figures of all seeds, the modes side by side."""
+    """Show the figures of all seeds, the modes side by side."""
     table = Table(box=HORIZONTALS, show_edge=False, pad_edge=False, header_style="bold")
     table.add_column("")
     for column in columns:
@@ -100,7 +100,7 @@ def _percent(tokens: int | None, of: ArmFigures) -> float | None:
 
 
 def show_verdict(console: Console, verdict: Verdict) -> None:
-    """What the figures say."""
+    """Show the verdict."""
     color = "green" if verdict.is_good else "red"
     console.print()
     for sentence in verdict.sentences:
@@ -108,7 +108,7 @@ def show_verdict(console: Console, verdict: Verdict) -> None:
 
 
 def show_notes(console: Console, notes: Sequence[str]) -> None:
-    """What to know before believing the figures."""
+    """Show the limits of the figures."""
     console.print()
     for note in notes:
         grid = Table.grid(padding=(0, 1))
@@ -117,8 +117,8 @@ def show_notes(console: Console, notes: Sequence[str]) -> None:
 
 
 def examples(url: str, model: str) -> str:
-    """Commands to copy, for a frontend that is left running."""
-    # Long enough for some blocks: asked again, it is explained by what the first answer left.
+    """Commands to copy, for a frontend that keeps running."""
+    # Long enough for some blocks: a repeated request shows the blocks of the first answer.
     question = "Which worker holds the blocks of this prompt, and how does the router know it?"
     ask = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "{question}"}}]}}'
     json_header = "-H 'Content-Type: application/json'"

@@ -1,4 +1,4 @@
-"""The figures of all seeds to means, a table and a verdict. Pure."""
+"""Combines the figures of all seeds to means, a table and a verdict. Pure."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Spread:
-    """A figure of several seeds.
+    """A figure over several seeds.
 
     Attributes:
-        mean: Of the seeds.
-        off: How far the farthest seed is from the mean; None for one seed.
+        mean: Mean over the seeds.
+        off: Distance of the farthest seed from the mean; None for one seed.
     """
 
     mean: float
     off: float | None
 
     def text(self, digits: int = 0) -> str:
-        """``mean ± off``, each with so many decimal places."""
+        """``mean ± off``, each with ``digits`` decimal places."""
         mean = f"{self.mean:,.{digits}f}"
         return mean if self.off is None else f"{mean} ± {self.off:,.{digits}f}"
 
 
 @dataclass(frozen=True)
 class ModeFigures:
-    """What one mode did, seed by seed.
+    """Figures of one mode, seed by seed.
 
     Attributes:
         mode: The router mode.
@@ -68,10 +68,10 @@ class Headline:
     """A column of the short table.
 
     Attributes:
-        title: Its head, with the unit.
-        figure: What it shows of a run.
+        title: Its title, with the unit.
+        figure: The figure of a run.
         digits: Decimal places.
-        is_more_better: Whether the highest mean is the best.
+        is_more_better: Whether the highest mean is best.
     """
 
     title: str
@@ -80,7 +80,7 @@ class Headline:
     is_more_better: bool = False
 
 
-# The first one is what the verdict goes by.
+# The verdict uses the first one.
 HEADLINES = (
     Headline(
         title="prompt tokens reused (%)",
@@ -95,12 +95,12 @@ HEADLINES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What the figures say.
+    """The conclusion from the figures.
 
     Attributes:
         is_good: No request failed, all modes got the same requests, and auto reused more than
             round-robin.
-        sentences: Why, or why not, plainly.
+        sentences: The reasons.
     """
 
     is_good: bool
@@ -168,7 +168,7 @@ def _losses(modes: Mapping[str, ModeFigures]) -> list[str]:
 
 
 def markdown(modes: Mapping[str, ModeFigures]) -> str:
-    """The short table, a row a mode, in Markdown; ends with a newline."""
+    """The short table, one row per mode, in Markdown; ends with a newline."""
     rows = [["", *(headline.title for headline in HEADLINES)], ["---"] * (1 + len(HEADLINES))]
     for mode, found in modes.items():
         rows.append([mode, *(_mean(found, headline) for headline in HEADLINES)])
@@ -178,12 +178,12 @@ def markdown(modes: Mapping[str, ModeFigures]) -> str:
 def notes(
     *, seeds: int, shared_tokens: int, cache_tokens: int, speedup_ratio: float
 ) -> tuple[str, ...]:
-    """What a reader must know before they believe the figures.
+    """The limits of the figures, for readers.
 
     Args:
         seeds: Workloads that every mode ran.
-        shared_tokens: Of all different system prompts of one workload together.
-        cache_tokens: Of one engine.
+        shared_tokens: Tokens of all different system prompts of one workload together.
+        cache_tokens: Size of one engine's cache.
         speedup_ratio: Modelled time / real time.
     """
     pace = "in real time" if speedup_ratio == 1 else f"{speedup_ratio:g} times as fast as modelled"

@@ -1,8 +1,8 @@
-"""Conversations of several applications, all of them a function of a seed.
+"""Generates conversations of several applications from a seed.
 
-Every application has a long system prompt of its own, and every conversation of it begins with
-that prompt and then grows turn by turn: the two kinds of prefix that real traffic shares. Pure: no
-clock, no sockets, randomness from the seed only.
+Every application has its own long system prompt. Every conversation starts with its application's
+prompt and then grows turn by turn: these are the two kinds of prefix that real traffic shares.
+Pure: no clock, no sockets, randomness from the seed only.
 """
 
 from __future__ import annotations
@@ -183,14 +183,14 @@ class WorkloadOptions:
     """Size and shape of a workload; lengths are ranges, both ends included.
 
     Attributes:
-        applications: Different system prompts.
+        applications: Number of different system prompts.
         conversations: Conversations of all applications together.
         turns: Requests in a conversation.
         system_chars: Length of a system prompt. Unit: characters, all ASCII.
         question_chars: Length of a user's message.
-        answer_tokens: Tokens asked for in an answer.
+        answer_tokens: Requested tokens of an answer.
         think_ms: Time between an answer and the next question of its user.
-        seed: Of everything.
+        seed: Seed of all random choices.
     """
 
     applications: int
@@ -205,11 +205,11 @@ class WorkloadOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One request of a conversation, without what came before it.
+    """One request of a conversation, without the earlier turns.
 
     Attributes:
         question: The user's message.
-        answer_tokens: Tokens to ask for.
+        answer_tokens: Requested tokens.
         think_ms: Pause before it; 0 for the first turn.
     """
 
@@ -220,13 +220,13 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """What one user says to one application.
+    """The conversation of one user with one application.
 
     Attributes:
-        number: Its place in the workload, from 0; conversations begin in this order.
-        application: Which application, from 0.
+        number: Its position in the workload, from 0; conversations start in this order.
+        application: Number of the application, from 0.
         system: The application's system prompt.
-        turns: In order.
+        turns: The requests in order.
     """
 
     number: int
@@ -238,7 +238,7 @@ class Conversation:
         """The messages of the turn that follows these answers.
 
         Args:
-            answers: What the engines answered so far; fewer than there are turns.
+            answers: The engines' answers so far; fewer than turns.
         """
         messages: list[Message] = [{"role": "system", "content": self.system}]
         for turn, answer in zip(self.turns, answers, strict=False):
@@ -250,7 +250,7 @@ class Conversation:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """All conversations, in the order in which they begin."""
+    """All conversations, in order of their starts."""
 
     options: WorkloadOptions
     conversations: tuple[Conversation, ...]
@@ -267,10 +267,10 @@ class Workload:
 
 
 def generate(options: WorkloadOptions) -> Workload:
-    """Make the workload of a seed: the same options give the same characters."""
+    """Generate the workload of a seed: equal options give equal characters."""
     rng = random.Random(options.seed)
     systems = [_system(rng, number, options) for number in range(options.applications)]
-    # Every application gets its share; the order in which they come is mixed.
+    # Every application gets its share; their order is shuffled.
     applications = [number % len(systems) for number in range(options.conversations)]
     rng.shuffle(applications)
     conversations = []
@@ -292,7 +292,7 @@ def generate(options: WorkloadOptions) -> Workload:
 
 
 def fingerprint(value: Any) -> str:
-    """A short name for a JSON value: equal values have equal ones."""
+    """A short name for a JSON value: equal values have equal names."""
     data = json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
     return hashlib.sha256(data).hexdigest()[:16]
 
@@ -308,7 +308,7 @@ def _system(rng: random.Random, number: int, options: WorkloadOptions) -> str:
 def _prose(rng: random.Random, length: int) -> str:
     """Sentences of exactly `length` >= 1 ASCII characters."""
     pieces: list[str] = []
-    # The last sentence has no space behind it.
+    # The last sentence has no trailing space.
     size = -1
     while size < length:
         words = " ".join(rng.choices(_WORDS, k=rng.randint(5, 12)))
