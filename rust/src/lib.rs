@@ -1,7 +1,7 @@
 //! The fence between kvflash and Python: the extension module `kvflash._core`.
 //!
-//! Without the feature `python` there is nothing in here. What it calls is in `kvflash-core`, which
-//! decides, and `kvflash-serve`, which listens.
+//! Without the feature `python` there is nothing in here. It calls `kvflash-core`, which decides,
+//! and `kvflash-serve`, which listens.
 
 #[cfg(feature = "python")]
 mod py;

@@ -108,7 +108,7 @@ def _note(candidate: Mapping[str, Any]) -> str:
 
 
 def _outcome(decision: Mapping[str, Any]) -> str:
-    """What became of a request."""
+    """The outcome of a request."""
     parts = [f"outcome: {str(decision.get('outcome')).replace('_', ' ')}"]
     for name, words in (("first_token_ms", "first token after"), ("ended_ms", "ended after")):
         if decision.get(name) is not None:

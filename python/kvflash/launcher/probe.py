@@ -25,7 +25,7 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 class EngineStopped(Exception):  # noqa: N818 - an outcome, not an error
-    """The engine ended, or was told to end, before it was ready."""
+    """The engine ended, or a signal came, before it was ready."""
 
 
 @dataclass(kw_only=True)

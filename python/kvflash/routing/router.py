@@ -255,9 +255,10 @@ class KvPushRouter:
     ) -> BestWorker:
         """Choose the worker for a prompt.
 
-        Without ``request_id`` nothing is booked, and each call draws anew where chance decides: at
-        a temperature above 0, and between equal costs. With ``request_id`` the same step also books
-        the request, and the caller must call :meth:`mark_prefill_complete` and :meth:`free`.
+        Without ``request_id`` nothing is booked, and each call makes a new draw where chance
+        decides: at a temperature above 0, and between equal costs. With ``request_id`` the same
+        step also books the request, and the caller must call :meth:`mark_prefill_complete` and
+        :meth:`free`.
 
         Args:
             token_ids: The prompt.

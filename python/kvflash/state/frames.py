@@ -178,7 +178,7 @@ class CatalogSink:
         }
 
     def endpoint(self, instance_id: int, dp_rank: int) -> str:
-        """The endpoint under which a worker registers: the same, whoever registers it first."""
+        """The endpoint under which a worker registers: the same from every process."""
         return f"{self._scheme}/{instance_id}/{dp_rank}"
 
     def apply(self, messages: Sequence[Message]) -> None:
@@ -297,7 +297,7 @@ class CatalogSink:
         """Set aside a departed worker's blocks: they do not count and are kept for a while."""
         told = self._epochs.keys() | self._publishers.keys()
         if all(worker[0] != instance_id for worker in told):
-            # Its events arrive another way, if at all; whoever registered it manages it.
+            # Its events arrive another way, if at all; the process that registered it manages it.
             return
         self._moves += 1
         self._beside.expel(instance_id)

@@ -10,7 +10,7 @@ use kvflash_core::settings::{Concern, Legal, Setting};
 use crate::metrics::PREFIX;
 
 settings! {
-    /// What every process that serves logs.
+    /// Settings of every service's log.
     LogSettings { "Server and log": {
         /// error, warn, info, debug or trace
         ///
@@ -23,7 +23,7 @@ settings! {
 }
 
 settings! {
-    /// Where a frontend or an indexer finds its workers. Nothing of it is the core's.
+    /// Where a frontend or an indexer finds its workers. The core uses none of these.
     FleetSettings { "Workers": {
         /// Engine URLs; dns+http://NAME stands for every address of the name
         ///
@@ -47,7 +47,7 @@ settings! {
 }
 
 settings! {
-    /// What only a frontend can be told.
+    /// Settings of frontends only.
     FrontendSettings { "Server and log": {
         /// Address to listen on
         ///
@@ -209,7 +209,7 @@ settings! {
 }
 
 settings! {
-    /// What only a standalone router can be told.
+    /// Settings of standalone routers only.
     RouterSettings { "Server and log": {
         /// Address to listen on
         ///
@@ -254,7 +254,7 @@ settings! {
 }
 
 settings! {
-    /// What every service bounds, connections and the bodies that come over them; and what it keeps of them.
+    /// Settings of every service's connections: limits, saved registrations, keys and ports.
     HttpSettings { "Connections": {
         /// Longest time for a request's body to arrive
         ///
@@ -362,7 +362,7 @@ settings! {
 }
 
 settings! {
-    /// What an indexer can be told, beside the limits of its index.
+    /// Settings of indexers, besides the limits of the index.
     IndexerOptions { "Server and log": {
         /// Address to listen on
         host: String = "0.0.0.0".to_owned(), (), "--host ADDRESS";

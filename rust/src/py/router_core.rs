@@ -344,7 +344,7 @@ impl RouterCore {
         self.selector.busy.set_thresholds(thresholds).or_raise(py)
     }
 
-    /// The worker that would be selected now, drawn anew where chance decides; books nothing.
+    /// The worker that would be selected now, with a new draw where chance decides; books nothing.
     ///
     /// Returns:
     ///     Instance, rank, overlap in blocks, and the seed of the draw: passed as the option

@@ -487,7 +487,7 @@ mod tests {
         Holder::Worker(Worker::new(id, 0), Tier::Device)
     }
 
-    /// Who holds a name: holders with the groups.
+    /// The holders of a name, with their groups.
     fn holders(index: &GroupIndex, name: u64, all: &[Holder]) -> BTreeMap<Holder, GroupBits> {
         let mut found = HashMap::new();
         index.find(name, |seat, groups| {

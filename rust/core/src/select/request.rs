@@ -25,7 +25,7 @@ pub struct Request {
     pub text: Arc<[u8]>,
     /// The request's user.
     pub user: Option<Arc<str>>,
-    /// The worker of its session, as the client was told.
+    /// The worker of its session, as returned to the client.
     pub session_worker: Option<Worker>,
     /// A key that all requests of its session share.
     pub session_key: Option<Arc<str>>,

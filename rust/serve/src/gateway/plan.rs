@@ -214,7 +214,7 @@ impl Plan {
     }
 
     /// Calls `act` with the selector's input. Workers come and go during tokenization and attempts,
-    /// so they are read anew each time.
+    /// so they are read again each time.
     pub fn ask<T>(
         &self,
         part: Part<'_>,

@@ -72,7 +72,7 @@ impl<T> Array<T> {
     }
 
     /// # Safety
-    /// Nobody reads the array any more, through any copy of its name, and it is not freed twice.
+    /// No thread reads the array any more, through any copy of its name, and it is not freed twice.
     pub unsafe fn free(self) {
         let (first, bits) = (self.first(), self.bits());
         // Safety: made by `allocate` with this length and layout; the caller promises the rest.

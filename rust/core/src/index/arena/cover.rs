@@ -297,7 +297,7 @@ pub(in crate::index) unsafe fn heap_bytes(word: u64) -> usize {
 /// Frees a word's block.
 ///
 /// # Safety
-/// `word` was made by [`encode`], was not freed before, and nobody reads it any more.
+/// `word` was made by [`encode`], was not freed before, and no thread reads it any more.
 pub(in crate::index) unsafe fn free(word: u64) {
     // Safety: the caller's promise is passed on.
     if let Cover::Block(block) = unsafe { Cover::read(word, PhantomData) } {
@@ -305,8 +305,8 @@ pub(in crate::index) unsafe fn free(word: u64) {
             std::ptr::with_exposed_provenance_mut::<u64>(word as usize),
             block.0.len(),
         );
-        // Safety: `encode` made the block with `Box::into_raw`, its length is what its head says, and
-        // nobody reads it any more.
+        // Safety: `encode` made the block with `Box::into_raw`, its head has its length, and no
+        // thread reads it any more.
         drop(unsafe { Box::from_raw(whole) });
     }
 }

@@ -41,7 +41,7 @@ pub struct Edges {
 }
 
 // Safety: `books` is reached through `&mut Writing` (alone), or `&Writing` (reading), of which each
-// table has one; the rest is atomic or never changes. What it owns can be freed on any thread.
+// table has one; the rest is atomic or never changes. Its parts can be freed on any thread.
 unsafe impl Sync for Edges {}
 
 /// The exclusive right to change one table, created with it.
@@ -184,7 +184,8 @@ impl Edges {
 
     fn read_books<'w>(&'w self, writing: &'w Writing) -> &'w Books {
         assert_eq!(writing.id, self.id, "the right to write to another table");
-        // Safety: there is one `Writing` with this id, so nobody has it alone while `'w` shares it.
+        // Safety: there is one `Writing` with this id, so no thread has it exclusively while `'w`
+        // shares it.
         unsafe { &*self.books.0.get() }
     }
 }
@@ -196,8 +197,8 @@ impl Drop for Edges {
         let mut all = turn.everything();
         turn.books.retired.drain_all(|garbage| all.push(garbage));
         for garbage in all {
-            // Safety: `&mut self` proves that no reader is in the table; `everything` is what is current,
-            // the others were replaced, so nothing is there twice.
+            // Safety: `&mut self` proves that no reader is in the table. `everything` returns the
+            // current parts and the others were replaced, so no part is freed twice.
             turn.books.allocated -= unsafe { garbage.free() };
         }
         debug_assert_eq!(turn.books.allocated, 0);

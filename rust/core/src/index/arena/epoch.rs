@@ -155,7 +155,7 @@ impl Epochs {
         let mut page = link.load(Acquire);
         if page.is_null() {
             let fresh = Box::into_raw(Box::new(Page::new()));
-            // Release: whoever finds the page finds it filled.
+            // Release: a thread that finds the page finds it filled.
             match link.compare_exchange(ptr::null_mut(), fresh, AcqRel, Acquire) {
                 Ok(_) => page = fresh,
                 Err(other) => {
@@ -212,7 +212,7 @@ impl Drop for Epochs {
         // Relaxed: `&mut self` proves that readers, which borrow the domain, are gone.
         let mut page = self.first.load(Relaxed);
         while !page.is_null() {
-            // Safety: made by `Box::into_raw`, in the list once, and nobody can reach it any more.
+            // Safety: made by `Box::into_raw`, in the list once, and out of reach of all threads.
             let owned = unsafe { Box::from_raw(page) };
             page = owned.next.load(Relaxed);
         }

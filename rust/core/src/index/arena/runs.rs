@@ -90,7 +90,7 @@ fn new_labels(room: u32) -> *mut u64 {
 }
 
 /// # Safety
-/// `labels` came from [`new_labels`] with this `room`, and nobody reads it any more.
+/// `labels` came from [`new_labels`] with this `room`, and no thread reads it any more.
 unsafe fn free_labels(labels: *mut u64, room: u32) {
     let whole =
         std::ptr::slice_from_raw_parts_mut(labels.cast::<MaybeUninit<u64>>(), room as usize);
@@ -228,7 +228,7 @@ impl Runs {
             let larger = (new_len + spare).min(MAX_RUN) as u32;
             let fresh = new_labels(larger);
             if room > 0 {
-                // Safety: the old array has `len` words that nobody writes, the new one is larger.
+                // Safety: no thread writes the `len` words of the old array; the new one is larger.
                 unsafe { std::ptr::copy_nonoverlapping(labels, fresh, len) };
                 writing.retired.push(Garbage::Labels(labels, room));
                 writing.parts.labels -= room as usize * 8;
@@ -420,7 +420,7 @@ impl Drop for RunsWriting {
     /// Dropped with its [`Runs`], with the index: no reader is left.
     fn drop(&mut self) {
         self.retired.drain_all(|garbage| match garbage {
-            // Safety: replaced before they were retired, so in no header; nobody reads them any more.
+            // Safety: replaced before they were retired, so in no header; no thread reads them.
             Garbage::Labels(labels, room) => unsafe { free_labels(labels, room) },
             // Safety: as above.
             Garbage::Cover(word) => unsafe { cover::free(word) },

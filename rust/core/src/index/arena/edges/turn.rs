@@ -119,7 +119,7 @@ impl Books {
     ) -> Array<Bucket> {
         let array = Array::allocate(bits, |_| Bucket::vacant());
         self.allocated += array.bytes();
-        // Safety: freed by nobody before it is published and retired.
+        // Safety: it is not freed before it is published and retired.
         let buckets: &[Bucket] = unsafe { array.as_slice() };
         for (tag, child) in entries {
             let vacancy = segment::vacancy(buckets, tag).expect("sized for its entries");
