@@ -49,7 +49,7 @@ class Mutant:
 SEED = "self.agreement.seed(lora_name, cache_salt)"
 UNAVAILABLE = "parts.status == StatusCode::SERVICE_UNAVAILABLE"
 MUTANTS = [
-    # What is the same prompt.
+    # Identity of prompts.
     Mutant(
         "salt_is_no_identity",
         CORE + "catalog/model.rs",
@@ -68,7 +68,7 @@ MUTANTS = [
         "(self.isl_tokens.max(1) - 1) / u64::from(size)",
         "self.isl_tokens / u64::from(size)",
     ),
-    # Who may take it.
+    # Eligible workers.
     Mutant(
         "pins_are_ignored",
         CORE + "select/ask.rs",
@@ -100,7 +100,7 @@ MUTANTS = [
         "one.worker == place.worker",
         "one.worker != place.worker",
     ),
-    # What it weighs there.
+    # Effects on the load.
     Mutant(
         "bookings_stay",
         CORE + "select/reservation.rs",
@@ -113,7 +113,7 @@ MUTANTS = [
         "self.router.first_token(self.request);",
         "let _ = self.request;",
     ),
-    # Who is tried, and how often.
+    # Retries: candidates and number.
     Mutant("tried_again", FRONTEND + "pool.rs", "!tried.contains(&worker.instance_id)", "true"),
     Mutant(
         "tried_without_end",
@@ -313,7 +313,7 @@ def build() -> list[str]:
 
 
 def first_failure(number: int, programs: list[str]) -> str | None:
-    """What noticed the mutant."""
+    """The check that noticed the mutant."""
     env = {**os.environ, VARIABLE: str(number), "CARGO_MANIFEST_DIR": ""}
     for program in programs:
         room = "serve" if "serve" in Path(program).name else "core"
@@ -353,7 +353,7 @@ def folder_of(program: str) -> Path:
 
 
 def play_python(mutant: Mutant) -> str | None:
-    """What noticed a mutant of a Python file."""
+    """The check that noticed a mutant of a Python file."""
     source = (ROOT / mutant.path).read_text(encoding="utf-8")
     (extension,) = (ROOT / PYTHON).glob("_core*.so")
     write(COPY / PYTHON / extension.name, extension.read_bytes())

@@ -37,7 +37,7 @@ SERVICES = ("frontend", "router", "indexer")
 # Requests that are sent before their answers are read.
 AT_ONCE = 16
 CONNECTIONS = 4
-# Of loopback, where nobody listens: the services ask what they are given.
+# On loopback, without a listener: the services connect to the given addresses.
 NOWHERE = "http://127.0.0.1:9"
 DEAD_SOCKET = "tcp://127.0.0.1:9"
 
@@ -217,7 +217,7 @@ def changed(body: Any, dice: random.Random) -> Any:
 
 
 def text_of(body: Any, dice: random.Random) -> bytes:
-    """JSON of it, now and then with a key twice or with bytes that are none of it."""
+    """JSON of it, sometimes with a duplicate key or with corrupt bytes."""
     data = json.dumps(body, ensure_ascii=dice.random() < 0.8).encode(errors="surrogatepass")
     what = dice.randrange(12)
     if what == 0 and data.startswith(b'{"'):
@@ -272,7 +272,7 @@ def request(seed: Seed, dice: random.Random) -> tuple[bytes, bool]:
 
 @dataclass
 class Found:
-    """What came back.
+    """The results.
 
     Attributes:
         statuses: Answers by service and status.
@@ -408,7 +408,7 @@ def start(service: str, engine_url: str) -> Process:
 
 
 def prepare(service: str, http: Http, engine_url: str) -> None:
-    """What most requests are about is there, and what others left is gone."""
+    """Create the objects that most requests need, and remove leftovers of others."""
     if service == "router":
         http.call("POST", "/workers", {**WORKER, "worker_id": 1})
     elif service == "indexer":

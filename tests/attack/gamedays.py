@@ -63,7 +63,7 @@ class Balancer:
                 (self._ready.add if is_ready else self._ready.discard)(url)
 
     def connect(self) -> http.client.HTTPConnection:
-        """A connection to one of them; raises when nobody takes any."""
+        """A connection to one of them; raises if all refuse."""
         urls = [url for url in self._urls if url in self._ready] or self._urls
         for _ in range(2 * len(urls)):
             connection = _connection(urls[next(self._turn) % len(urls)], TIMEOUT_S)
@@ -157,12 +157,12 @@ class Load:
 
 @dataclass
 class Day:
-    """One fault: what happened in it.
+    """The outcome of one fault.
 
     Attributes:
-        noticed_s: From the fault until a frontend knew of it; requests may wait so long.
-        back_s: Until everything served again.
-        may_lose: What had been accepted by a process that is killed is lost with it.
+        noticed_s: Time from the fault until a frontend knew of it; requests may wait that long.
+        back_s: Time until everything served again.
+        may_lose: Whether requests that a killed process had accepted may be lost.
     """
 
     load: Load

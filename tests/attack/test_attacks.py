@@ -1,4 +1,4 @@
-"""What one client could do to everybody: each attack once. ``make attack`` takes minutes."""
+"""Attacks by one client on all others, each run once. ``make attack`` takes minutes."""
 
 from __future__ import annotations
 

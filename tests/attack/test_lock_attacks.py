@@ -1,4 +1,4 @@
-"""What others could do to a service: add workers, read keys, write from web pages."""
+"""Attacks on a service: adding workers, reading keys, writing from web pages."""
 
 from __future__ import annotations
 

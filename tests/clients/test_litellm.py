@@ -17,7 +17,7 @@ USER = [{"role": "user", "content": "How is the weather?"}]
 
 @pytest.fixture
 def openai_api(frontend: Frontend) -> dict[str, Any]:
-    """What names the frontend as an endpoint with OpenAI's APIs."""
+    """Registers the frontend as an endpoint with OpenAI's APIs."""
     return {"api_base": frontend.url + "/v1", "api_key": "none", "model": "openai/m"}
 
 

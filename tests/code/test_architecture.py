@@ -1,4 +1,4 @@
-"""What ARCHITECTURE.md says of crates and of the core's rooms, compared with the tree."""
+"""Statements in ARCHITECTURE.md on crates and the core's rooms agree with the tree."""
 
 from __future__ import annotations
 

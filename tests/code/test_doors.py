@@ -34,7 +34,7 @@ def rooms_of(cell: str) -> list[str]:
 # A room is a file or folder right below the package. It imports from lower floors only; rooms of
 # one floor never see each other (but for floor 0).
 FLOORS = {room: int(floor) for floor, cell in rows("floor") for room in rooms_of(cell)}
-# What a room may import of the package, where its floor would allow more.
+# Allowed imports of rooms whose floor would allow more.
 NARROW = {room: set(rooms_of(allowed)) for cell, allowed in rows("room") for room in rooms_of(cell)}
 
 PROCESS_STARTERS = {"process", "launcher"}
@@ -112,7 +112,7 @@ SOURCES = load()
 
 
 def faults(source: Source) -> list[str]:
-    """What is wrong with the imports of one file."""
+    """Wrong imports of one file."""
     own = source.room
     allowed = NARROW.get(own)
     wrong = []

@@ -50,7 +50,7 @@ def test_lock_files_agree(lock: Path) -> None:
 
 
 def dev_only(name: str) -> set[str]:
-    """What only a crate's tests and benches use."""
+    """Dependencies of a crate's tests and benches only."""
     for manifest in [*ROOT.glob("rust/*/Cargo.toml"), ROOT / "Cargo.toml"]:
         read = tomllib.loads(manifest.read_text())
         if read["package"]["name"] == name:

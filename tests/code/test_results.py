@@ -1,4 +1,4 @@
-"""What scripts write into benches/RESULTS.md: their section, and nothing beside it."""
+"""Scripts change their own section of benches/RESULTS.md only."""
 
 from __future__ import annotations
 

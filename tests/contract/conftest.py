@@ -14,8 +14,8 @@ from servers import EtcdServer, NatsServer
 from service import Http
 from support_runtime import WorkerProcess
 
-# What must be true of them all; those that only live within one process are left out where
-# processes are to die.
+# Must hold for all of them; implementations within one process are left out of tests that kill
+# processes.
 DISCOVERIES = ("mem", "file", "etcd")
 SHARED_DISCOVERIES = ("file", "etcd")
 PLANES = ("tcp", "http", "nats")

@@ -1,4 +1,4 @@
-"""What a runtime announces and withdraws, where discovery fails or takes its time."""
+"""A runtime's announcements and withdrawals while discovery fails or is slow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENDPOINT = "t.workers.run"
 
 
 class Shaky(MemoryDiscovery):
-    """Fails when it is told to, and answers when its gate is open."""
+    """Fails on request, and answers when its gate is open."""
 
     def __init__(self) -> None:
         super().__init__(is_shared=False)

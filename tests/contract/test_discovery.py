@@ -1,4 +1,4 @@
-"""What every discovery does."""
+"""The contract of every discovery."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only etcd can do: be away, come back, and let leases run out."""
+"""Tests for etcd only: outages, reconnects, expiring leases."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_watch_and_a_lease_go_on_when_etcd_comes_back(
         with pytest.raises(TransportError, match="etcd can't be reached"):
             await mine.put("k/3", b"3")
         server.start()
-        # What did not change is not told again, what changed is, once.
+        # An unchanged key is not reported again; a changed one is reported once.
         await mine.put("k/3", b"3")
         assert await asyncio.wait_for(anext(watch), 30) == Put("k/3", b"3")
         await mine.delete("k/2")
@@ -251,7 +251,7 @@ def test_a_watch_whose_way_is_cut_without_a_word_goes_another_one(
         assert [await anext(watch) for _ in range(2)] == [Put("k/1", b"1"), Synced()]
         wire.freeze()
         await other.put("k/1", b"2")
-        # What did not change is not told again.
+        # An unchanged key is not reported again.
         assert await asyncio.wait_for(anext(watch), 30) == Put("k/1", b"2")
         await other.delete("k/1")
         assert await asyncio.wait_for(anext(watch), 30) == Delete("k/1")

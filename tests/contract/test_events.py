@@ -1,4 +1,4 @@
-"""What every way of a worker's events to a router does: sockets, a stream, an index of its own."""
+"""The contract of all transports from a worker to a router: sockets, a stream, a local index."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from servers import NatsServer
 from support_runtime import eventually, run
 
 SIZE = 4
-# How routers are told, and whether workers keep an index of their own.
+# The transport to routers, and whether workers keep a local index.
 WAYS = {"zmq": ("zmq", False), "jetstream": ("nats", False), "nats": ("nats", True)}
 _NAMES = count()
 Held = dict[int, list[int]]
@@ -68,7 +68,7 @@ class Stage:
 
 
 class Worker:
-    """Serves nothing, and publishes what it is told to hold."""
+    """Serves nothing; publishes the blocks that a test requests."""
 
     def __init__(self, path: str, has_index: bool, open_: AsyncExitStack) -> None:
         self._path, self._has_index, self._open = path, has_index, open_
@@ -96,7 +96,7 @@ class Worker:
         )
 
     def store(self, names: list[int], parent: int | None = None) -> None:
-        """Blocks whose tokens are as their names say."""
+        """Blocks with tokens that follow from their names."""
         tokens = [name * 100 + at for name in names for at in range(SIZE)]
         self.publisher.publish_stored(tokens, [SIZE] * len(names), names, parent)
 
@@ -108,7 +108,7 @@ class Worker:
 
 
 async def held(router: KvPushRouter) -> Held:
-    """What the router knows: names of blocks by worker, ascending."""
+    """The router's knowledge: names of blocks by worker, ascending."""
     found: Held = {}
     for event in json.loads(await router.dump_events()):
         for block in event["event"]["data"]["stored"]["blocks"]:
@@ -131,7 +131,7 @@ async def staged(way: str, name: str) -> AsyncIterator[Stage]:
 
 @pytest.fixture
 def play(way: str, request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Run a scenario on a stage whose namespace no other test has."""
+    """Run a scenario on a stage with a namespace of its own."""
 
     def make(scenario: Callable[[Stage], Any]) -> None:
         async def work() -> None:

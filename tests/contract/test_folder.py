@@ -1,4 +1,4 @@
-"""What only the folder does: locks that forks do not keep, sweeping, who may use it."""
+"""Tests for the folder only: locks that forks do not keep, sweeping, permissions."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_watch_goes_on_while_somebody_has_the_lock_that_sweeping_needs(
         (file,) = (one.file for one in dead.leases)
         file.release()
         assert await asyncio.wait_for(anext(watch), 30) == Delete("k/dead")
-        # What the one with the lock does is seen all the same.
+        # Changes by the process with the lock are seen nevertheless.
         other._folder.write("k/new", b"2", 0)
         assert await asyncio.wait_for(anext(watch), 30) == Put("k/new", b"2")
         assert len([*(tmp_path / "keys").iterdir()]) == 2

@@ -1,4 +1,4 @@
-"""What every request plane does, between two runtimes that are alive and well."""
+"""The contract of every request plane, between two healthy runtimes."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_an_error_reaches_the_client_as_what_it_is(
                         items.append(item)
                 assert str(caught.value) == text
                 assert items == list(range(after))
-            # What failed leaves the connections usable, and was asked once each.
+            # Failed requests leave the connections usable, and were sent once each.
             stats = pair.server.stats()["t/pair/run"]
             assert (stats["requests_total"], stats["failed_total"]) == (7, 7)
 
@@ -249,7 +249,7 @@ def test_the_worker_ends_what_is_over_its_deadline(plane: str, environment: Envi
     async def scenario() -> None:
         probe = Probe()
         async with Pair(probe.hang, limits=RuntimeLimits(cancel_grace_s=0.05)) as pair:
-            # What the client sends: the worker knows by itself.
+            # The client sends its time limit; the worker enforces it on its own.
             stream = await pair.client.generate(1, timeout_s=1.0)
             assert await anext(stream) == 0
             await asyncio.wait_for(probe.cancelled.wait(), 30)
@@ -364,11 +364,11 @@ def test_another_process_at_the_same_address_is_not_taken_for_the_one_meant(
         async with Pair(count) as pair:
             known = pair.client._instances
             there = known.by_id[pair.server.instance_id]
-            # What a reused port looks like: the address of one instance, the number of another.
+            # A reused port: the address of one instance with the number of another.
             known.by_id = {77: Instance(77, there.transport)}
             with pytest.raises(NotFoundError, match="instance 77 is not here"):
                 items = [item async for item in await pair.client.direct(1, 77)]
-            # With another one to ask, nobody notices.
+            # With another worker to retry, the client does not notice.
             known.by_id = {77: replace(there, id=77), there.id: there}
             for _ in range(4):
                 items = [item async for item in await pair.client.round_robin(1)]

@@ -23,7 +23,7 @@ from support_runtime import WorkerProcess, eventually, known, run, status
 Environment = Callable[..., dict[str, str]]
 Start = Callable[..., WorkerProcess]
 
-# What a plane without connections needs to notice a silence, for those that wait for one.
+# Time in which planes without connections detect a silent peer.
 QUICK = {"cancel_grace_s": 0.1, "peer_silence_s": 3.0, "lease_ttl_s": 3.0}
 CALM = {"cancel_grace_s": 0.1}
 
@@ -189,7 +189,7 @@ def test_sigterm_lets_streams_end_whole_and_sends_new_requests_elsewhere(
             for _ in range(6):
                 answer = await items(client, {"do": "count", "n": 1})
                 assert answer[0]["worker"] == str(staying.instance_id)
-            # Who has not heard of it yet is refused, or sent elsewhere if it may be.
+            # A client that has not heard of it yet is refused, or is retried elsewhere if allowed.
             instances = client._instances
             instances.by_id[leaving.instance_id] = stale
             with pytest.raises(ClosedError, match="is draining"):

@@ -46,7 +46,7 @@ async def serve(
 
 
 class Raw:
-    """A TCP connection that sends what it is told."""
+    """A TCP connection that sends given bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer

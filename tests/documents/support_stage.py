@@ -33,7 +33,7 @@ SCRIPT_S_MAX = 60.0
 
 @dataclass(frozen=True)
 class Ran:
-    """What a command or script left."""
+    """The result of a command or script."""
 
     command: str
     output: str

@@ -108,7 +108,7 @@ def test_a_worker_of_ones_own_is_found_and_its_cache_known(stage: Stage) -> None
         workers = http.get("/workers")
         return [one["active_decode_blocks"] for w in workers for one in w["loads"].values()]
 
-    # What is only cached is no load: it would shut the worker off where there is a threshold.
+    # Cached blocks are no load: counting them would shut the worker off at a threshold.
     until(lambda: active() == [0, 0], "the end of its load")
 
 

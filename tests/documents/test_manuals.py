@@ -51,7 +51,7 @@ PAGES = (
         )
     ),
 )
-# What the README says to do first: in a checkout, or from PyPI.
+# The README's first commands: in a checkout, or from PyPI.
 INSTALLS = settings_tables.INSTALL[IS_RELEASED].partition("    ")[2].splitlines()[0]
 
 NOT_RUN = {
@@ -100,7 +100,7 @@ def test_a_policy_of_your_own_in_python(stage: Stage, blocks: list[Block]) -> No
 
 @pytest.mark.parametrize("is_released", [False, True])
 def test_the_readme_installs(is_released: bool) -> None:
-    """What can't run without a network names what is there."""
+    """Commands that can't run without a network must at least name existing things."""
     text = (ROOT / "README.md").read_text()
     assert settings_tables.installing(text) == text, "make settings"
     shown = settings_tables.installing(text, is_released)

@@ -102,7 +102,7 @@ def test_scripts_run_to_their_end(stage: Stage, block: Block) -> None:
 
 @pytest.mark.parametrize("name", FILES if FOLDER else ())
 def test_lines_run_one_after_the_other(stage: Stage, name: str) -> None:
-    """What one block leaves is there for the next, as a reader types them in."""
+    """Later blocks see the results of earlier ones, as if a reader typed them in."""
     found = [block for block in BLOCKS if block.path.name == name and is_lines(block)]
     assert len(found) >= 1
     stage.mocker(BACKEND, model="model-name")
@@ -147,7 +147,7 @@ async def run_lines(block: Block, names: dict[str, Any]) -> None:
 
 
 async def check_client(client: Any) -> None:
-    """What a document says of a client: four ways to ask."""
+    """The document's description of a client: four ways to send requests."""
     first, second = sorted(await client.wait_for_instances(10))
     request = {"token_ids": TOKENS, "stop_conditions": {"max_tokens": 3}}
     asked = [await way(request) for way in (client.generate, client.random)]
@@ -160,7 +160,7 @@ async def check_client(client: Any) -> None:
     assert [stream.instance_id for stream in asked[4:]] == [second, first]
 
 
-# What a worker's own program has before and after the lines of the document.
+# Lines of a worker's own program before and after those of the document.
 BEFORE = """\
 import asyncio, json, sys
 from dynamo.llm import ModelInput, ModelType, register_llm

@@ -1,8 +1,8 @@
 """Models and tenants are apart: random registrations, events and queries against plain dicts.
 
-All engines tell of the same tokens under the same names, so that nothing but the model and tenant
-of a registration keeps their blocks apart. After every step every pair is asked, and its answer
-must be the twin's: nobody of another pair, nobody who has gone, nobody missing.
+All engines publish the same tokens under the same names, so only the model and tenant of a
+registration keep their blocks apart. After every step every pair is queried. Its answer must equal
+the twin's: without workers of another pair, without removed workers, and complete.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ FORM = st.sampled_from(sorted(FORMS))
 
 
 class Worker:
-    """What one worker holds, by first principles."""
+    """Blocks that one worker holds, by first principles."""
 
     def __init__(self):
         self.place = {}  # name -> the contents from the prompt's start

@@ -19,7 +19,7 @@ LOCALS = st.integers(1, 4).map(lambda n: 2**64 - n)
 
 
 class Worker:
-    """What one worker holds, by first principles: name -> the contents from the prompt's start."""
+    """Blocks of one worker, by first principles: name -> contents from the prompt's start."""
 
     def __init__(self):
         self.held = {}

@@ -191,7 +191,7 @@ class Player:
             elif repair == "replay the end":
                 ring = ring[-keeps:]
             self.replay(ring)
-        # What the replay did not bring is given up.
+        # Batches that the replay did not supply are given up.
         while left:
             consumed, outcome, first, last = self.take(left, replayed=False)
             if outcome != "gap":

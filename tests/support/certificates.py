@@ -37,7 +37,7 @@ class Authority:
 
 
 class NatsOperator:
-    """An operator with two accounts, and users whose tokens the server has never seen."""
+    """An operator with two accounts, and users with tokens that the server has never seen."""
 
     def __init__(self) -> None:
         self._key = _pair("operator", nkeys.PREFIX_BYTE_OPERATOR)
@@ -46,7 +46,7 @@ class NatsOperator:
         }
 
     def config(self) -> str:
-        """What the server has to know."""
+        """Certificates and keys that the server needs."""
         everything = dict.fromkeys(
             ("subs", "data", "payload", "imports", "exports", "conn", "leaf", "disk_storage",
              "mem_storage", "streams", "consumer"), -1

@@ -1,4 +1,4 @@
-"""A name server on a free port, whose answers a test changes while it runs."""
+"""A name server on a free port, with answers that a test can change while it runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import dns.rrset
 
 from service import until
 
-# What a name may do instead of answering.
+# Faults of a name, instead of an answer.
 SERVFAIL, SILENCE, GARBAGE = "servfail", "silence", "garbage"
 
 
@@ -25,10 +25,10 @@ class DnsServer:
 
     Attributes:
         names: Addresses by name; a name that is not there does not exist.
-        trouble: What they do instead, by name, or by name and record.
-        once: What a name has first, by name: each is said once, None that it does not exist.
-        is_truncating: Over UDP nothing fits into an answer.
-        asked: Questions by name, record and transport.
+        trouble: Faults instead of answers, by name, or by name and record.
+        once: First answers of a name, by name: each is given once; None: it does not exist.
+        is_truncating: Answers never fit into UDP.
+        asked: Queries by name, record and transport.
     """
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class DnsServer:
         once = self.once.get(name)
         addresses = once.pop(0) if once else self.names.get(name)
         fitting = [one for one in addresses or () if (":" in one) == (record == "AAAA")]
-        # Counted last: whoever waits for a lookup changes what the next one says, not this one.
+        # Counted last: a test that waits for this lookup must change only the next answer.
         self.asked[name, record, transport] += 1
         if trouble == SILENCE:
             return None

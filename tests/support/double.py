@@ -48,7 +48,7 @@ METRICS = 'vllm:cache_config_info{block_size="16"} 1\n'
 LOOK_S = 0.01
 DRIP_S = 0.5
 DRIPS = 5
-# A flapping one stays no longer: nobody need have found it so soon.
+# A flapping worker stays no longer than this; no router has to find it that soon.
 STAY_S_MAX = 5.0
 
 

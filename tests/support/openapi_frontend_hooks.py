@@ -1,4 +1,4 @@
-"""What schemathesis has to know of the frontend and no schema can say."""
+"""Rules for schemathesis on the frontend that a schema can't express."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import openapi_hooks  # noqa: F401 - registers a hook that keeps whole numbers a
 
 @schemathesis.hook
 def before_call(ctx: schemathesis.HookContext, case: schemathesis.Case, kwargs: Any) -> None:
-    """Workers are looked for on this machine, where nobody is; uploads have another type."""
+    """Workers are searched on this machine, which has none; uploads have another type."""
     if case.path == "/explain" and "/audio/" in str((case.query or {}).get("path")):
         case.query["path"] = "/v1/embeddings"
     if case.path == "/workers" and isinstance(case.body, dict):

@@ -1,4 +1,4 @@
-"""What schemathesis has to know of the indexer: how to write msgpack, and whom not to dial."""
+"""Rules for schemathesis on the indexer: how to write msgpack, and addresses not to dial."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _plain(value: Any) -> Any:
 
 @schemathesis.hook
 def map_body(ctx: schemathesis.HookContext, body: Any) -> Any:
-    """Whole numbers as such: to a schema 1.0 is an integer, to the API it is none."""
+    """Send integers as such: 1.0 is an integer for a schema, but not for the API."""
     return _whole(body)
 
 
@@ -43,15 +43,16 @@ def _whole(value: Any) -> Any:
         return [_whole(item) for item in value]
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    # What is no double is no number of JSON's readers.
+    # JSON parsers do not accept numbers outside of doubles.
     is_number = isinstance(value, int) and not isinstance(value, bool)
     return max(-_LARGEST, min(value, _LARGEST)) if is_number else value
 
 
 @schemathesis.hook
 def before_call(ctx: schemathesis.HookContext, case: schemathesis.Case, kwargs: Any) -> None:
-    """What a schema can't say: two names of one salt agree, sums and multiples, lengths in bytes.
-    And engines of legal addresses are looked for on this machine, where nobody is.
+    """Rules beyond the schema: salts that agree, sums and multiples, lengths in bytes.
+
+    Legal addresses of engines are searched on this machine, which has none.
     """
     if isinstance(case.body, dict):
         fit_media(case.body)

@@ -1,4 +1,4 @@
-"""What schemathesis has to know of the router: how to write msgpack, and what no schema can say."""
+"""Rules for schemathesis on the router: how to write msgpack, and rules beyond the schema."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OF_A_ROUTER = {
 
 @schemathesis.hook
 def before_call(ctx: schemathesis.HookContext, case: schemathesis.Case, kwargs: Any) -> None:
-    """Addresses are looked for on this machine, where nobody is; fields go with others."""
+    """Addresses are searched on this machine, which has none; fields depend on each other."""
     body = case.body
     if not isinstance(body, dict):
         return

@@ -21,7 +21,7 @@ __all__ = ["EtcdServer", "NatsServer", "free_port"]
 
 
 def free_port() -> int:
-    """A port that nobody listens on just now."""
+    """A port without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -181,7 +181,7 @@ class Process:
 # -- engines as the event transport sees them
 
 STORED_FIELDS = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id")
-# What vLLM appended, in its order.
+# Messages that vLLM appended, in order.
 STORED_EXTRAS = ("medium", "lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind")
 END_OF_REPLAY = b"\xff" * 8
 
@@ -225,9 +225,9 @@ class Engine:
     """An engine's PUB socket and the ROUTER that replays its ring, on ports that survive a restart.
 
     Attributes:
-        asked: First sequence numbers of the replays that were asked for.
+        asked: First sequence numbers of the requested replays.
         gate: Replays wait until it is set.
-        answer: What a replay from a sequence number sends: messages without their envelope, or
+        answer: Returns a replay's messages from a sequence number on, without their envelope, or
             None for silence. The default is the ring's content and the end mark.
     """
 
@@ -396,12 +396,12 @@ def wait_for_sequence(http: Http, instance: int, sequence: int, rank: int = 0) -
 
 
 def dumped_blocks(http: Http, model: str = "m:default") -> set[tuple[int, int, str, int, int]]:
-    """What GET /dump says is held: (instance, rank, tier, name, sequence hash)."""
+    """Held blocks by GET /dump: (instance, rank, tier, name, sequence hash)."""
     return played(http.get("/dump")[model]["events"])
 
 
 def played(events: Iterable[dict[str, Any]]) -> set[tuple[int, int, str, int, int]]:
-    """What is held after these router events: (instance, rank, tier, name, sequence hash)."""
+    """Held blocks after these router events: (instance, rank, tier, name, sequence hash)."""
     copies: Counter[tuple[int, int, str, int, int]] = Counter()
     places: dict[tuple[int, int, int], int] = {}
     for event in events:

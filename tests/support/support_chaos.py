@@ -1,4 +1,4 @@
-"""A cluster whose processes are killed while clients ask, and what became of every request."""
+"""A cluster with processes that are killed while clients send, and the outcome of every request."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ class Member(FrontendProcess):
 
 @dataclass
 class Outcome:
-    """How a request ended.
+    """The end of a request.
 
     Attributes:
-        kind: whole; worker lost (an error that says so); router lost (with the connection, when the
+        kind: whole; worker lost (an error that says so); router lost (with the connection, if the
             router was killed meanwhile); anything else is wrong.
-        text: What was said.
+        text: Text of the answer or error.
     """
 
     kind: str
@@ -194,10 +194,10 @@ def tokens_of(family: int, blocks: int, ending: int) -> list[int]:
 
 
 def judged(answer: Answer, *, is_stream: bool) -> Outcome:
-    """What a whole answer amounts to."""
+    """The complete answer."""
     text = answer.body.decode(errors="replace")
     if answer.status == 502 or (answer.status == 200 and is_stream and '"error"' in text):
-        # Its worker was killed behind the first token; the client is told.
+        # Its worker was killed after the first token; the client gets an error.
         return Outcome("worker lost", text[-300:])
     if answer.status != 200:
         return Outcome("wrong", f"{answer.status} {text[:300]}")
@@ -290,9 +290,9 @@ class ChaosCluster:
         self.workers[at] = self._new_workers()
 
     def wait_equal(self) -> float:
-        """Wait until all frontends hold what a new one finds; until when they changed, in seconds.
+        """Wait until all frontends hold what a new one finds; returns seconds to their last change.
 
-        Call it when nobody asks: the time begins when all have been told of the workers.
+        Call it without running requests: the time starts when all know the workers.
         """
         for member in self.members:
             self.wait_known(member)

@@ -17,7 +17,7 @@ REMOTE = "kvflash_sync_bookings_remote_requests"
 
 
 def prompt(family: int, blocks: int = 8) -> list[int]:
-    """Tokens of a prompt whose blocks no other family has; a token more than whole blocks."""
+    """Tokens of a prompt that shares no block with other families; one token over whole blocks."""
     return [family * 1_000 + at for at in range(blocks * BLOCK + 1)]
 
 

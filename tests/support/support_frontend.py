@@ -433,7 +433,7 @@ def close_at_once(exchange: Exchange) -> None:
 
 
 def head_only(exchange: Exchange) -> None:
-    """A 200 whose body never comes."""
+    """A 200 with a body that never comes."""
     exchange.send(
         b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 90\r\n\r\n"
     )
@@ -475,7 +475,7 @@ class FakeEngine:
     render: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     health: int = 200
     host: str = "127.0.0.1"
-    #: What SGLang says of itself; other engines say nothing.
+    #: SGLang's server info; other engines have none.
     server_info: dict[str, Any] | None = None
     received: list[Exchange] = field(default_factory=list)
 
@@ -581,7 +581,7 @@ def prompt_of(model: str, **more: Any) -> dict[str, Any]:
 
 
 class Typist:
-    """An engine's behaviour: a stream of as many tokens as it is told, one event each."""
+    """An engine's behaviour: a stream of a given number of tokens, one event each."""
 
     def __init__(self) -> None:
         self._typed = threading.Semaphore(0)

@@ -67,7 +67,7 @@ MANNERS: dict[str, Answer] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a client sees: workers are counted from 0."""
+    """The client's view: workers are counted from 0."""
 
     status: int
     end: str
@@ -151,7 +151,7 @@ class OpenAi:
 
 
 class Decision:
-    """The decision service: its client sends the request itself, to nobody here."""
+    """The decision service: its client sends the request itself; here it goes nowhere."""
 
     def __init__(self, workers: Workers, settings: dict[str, Any], _folder: Path) -> None:
         local = ("--host", "127.0.0.1", "--port", "0", "--seed", "1")
@@ -260,7 +260,7 @@ class Plane:
         status, end, _ = self._loop.do(outcome_of(begin))
         if status != 200:
             return Outcome(status, end)
-        # Items do not say whose they are: the last one that had the prompt.
+        # Items do not name their request: it is the last one with the prompt.
         refused = (MANNERS["closes"], MANNERS["refuses"])
         for at, fake in enumerate(self._workers.fakes):
             payloads = [one.payload for one in fake.received if fake.answer not in refused]

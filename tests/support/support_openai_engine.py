@@ -40,7 +40,7 @@ async def say(response: web.StreamResponse, events: list[dict[str, Any]]) -> Non
 
 
 class Engine:
-    """Answers as it is told to: with events, or a refusal; announced as launchers do it."""
+    """Answers as configured, with events or a refusal; announced like launchers do it."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = WHOLE

@@ -1,4 +1,4 @@
-"""What the tests of each service's GET /openapi.json share: routes in the source, schemathesis."""
+"""Common parts of the tests of GET /openapi.json: routes in the source, schemathesis."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def check_references(document: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Conformed:
-    """What schemathesis looked at."""
+    """Operations that schemathesis tested."""
 
     operations: int
     cases: int

@@ -39,7 +39,7 @@ async def eventually(check: Callable[[], Awaitable[Any]], what: str) -> Any:
 
 
 class Worker:
-    """Answers with its own number, token by token; publishes what it is told to hold."""
+    """Answers with its own number, token by token; publishes the blocks that a test requests."""
 
     def __init__(self, runtime: DistributedRuntime) -> None:
         self.runtime = runtime

@@ -1,4 +1,4 @@
-"""Runtime workers that do what a test says, and a frontend that is told of them directly."""
+"""Runtime workers controlled by a test, and a frontend that gets them directly."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Worker:
         yield request
 
     async def status(self, request: dict[str, Any]) -> AsyncIterator[Any]:
-        """What became of the requests; `open` opens the gate."""
+        """Outcomes of the requests; `open` opens the gate."""
         if request.get("open"):
             self.gate.set()
         names = ("began", "ended", "stopped", "cancelled", "yielded")

@@ -16,7 +16,7 @@ TURN = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_t
 
 @pytest.fixture(scope="module")
 def silent() -> Iterator[Mocker]:
-    """Three workers whose events nobody hears."""
+    """Three workers; their events are not received."""
     with Mocker("--speedup-ratio", "1000", workers=3) as mocker:
         yield mocker
 
@@ -76,7 +76,7 @@ def test_an_id_that_is_no_address_is_a_key(silent: Mocker) -> None:
             ("chat-17", 1),
             ("Y29udmVyc2F0aW9uLTE=", 1),  # conversation-1
             ("YWJj", 1),
-            ("MTAuOTkuOTkuOTk6ODAwMA==", 3),  # 10.99.99.99:8000, whose worker is nobody's
+            ("MTAuOTkuOTkuOTk6ODAwMA==", 3),  # 10.99.99.99:8000, an unknown worker
         ):
             answers = [ask(frontend.url, CHAT, TURN, {"x-session-id": name}) for _ in range(6)]
             assert len({answer.worker for answer in answers}) == workers, name

@@ -1,4 +1,4 @@
-"""Sessions that stay where they were: the standalone router, and routers of one's own process."""
+"""Sessions that stay on their worker: the standalone router, and routers in the own process."""
 
 from __future__ import annotations
 

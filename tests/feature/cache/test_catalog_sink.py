@@ -1,4 +1,4 @@
-"""What a log's messages do to a catalog: workers that leave, and come back or do not."""
+"""Effects of a log's messages on a catalog: workers that leave, with or without a return."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers whose engines contradict their events: found, reported, and believed again once right."""
+"""Engines that contradict their events: detected, reported, and trusted again once correct."""
 
 from __future__ import annotations
 

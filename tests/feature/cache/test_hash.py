@@ -472,7 +472,7 @@ def test_memory_that_will_not_do_is_refused():
 
 
 def test_two_prompts_of_one_length_never_share_a_key():
-    """What once went wrong elsewhere: a key made of how many tokens there are."""
+    """A bug of other projects: a key derived from the number of tokens."""
     prompts = [[start + n for n in range(64)] for start in range(0, 64_000, 64)]
     keys = {compute_block_hash_for_seq(tokens, 16)[-1] for tokens in prompts}
     sequences = {compute_sequence_hashes(compute_block_hash_for_seq(p, 16))[-1] for p in prompts}

@@ -69,7 +69,7 @@ def test_a_damaged_part_costs_its_worker_only(tmp_path):
     assert (loaded["workers"], loaded["cut"]) == (2, True)
     assert loaded["lost"] == [(7, 0, "the snapshot is truncated")]
 
-    # What a worker said itself is newer; a limit is not broken by a load.
+    # A worker's own events are newer than a snapshot; restoring respects the limit.
     path.write_bytes(whole)
     fresh = KvIndexer(SIZE, max_blocks=3)
     fresh.store(1, [19], LOCALS[:1])

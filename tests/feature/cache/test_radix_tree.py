@@ -52,7 +52,7 @@ def scores(tree, sequence, *, early_exit=False):
 
 
 def facts(tree):
-    """What a dump says is held."""
+    """The held blocks in a dump."""
     return played(map(json.loads, tree.dump_tree_as_events()))
 
 

@@ -155,7 +155,7 @@ def test_lost_batches_until_the_engine_clears(http, engine):
     register(http, made)
     wait(http, made, one(1))
     made.publish(one(2), is_sent=False)
-    # What comes behind the clearing in the same batch counts.
+    # Events after the clearing in the same batch count.
     wait(http, made, batch(cleared(), stored([4], (4, 4), 3, block_size=SIZE)))
     assert trust(http) == ("degraded", "orphaned_stores")
     wait(http, made, batch(cleared()))
@@ -370,7 +370,7 @@ def test_what_gets_worse_is_logged_once_and_so_is_its_end(run, client, engine):
     assert not logged("exact about a worker again")
     wait(http, made, batch(cleared()))
     until(lambda: logged("exact about a worker again"), "the end of it")
-    # What only a look into the index tells is logged when somebody looks.
+    # Findings that require a search of the index are logged by that search.
     for name in (4, 5, 6, 7):
         wait(http, made, one(name))
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""What every command does alike: --version, a refusal in two lines, lines of the log."""
+"""Common behaviour of all commands: --version, two-line refusals, log lines."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_what_is_not_closed_ends_with_its_program(tmp_path: Path, program: str) 
     assert (ran.returncode, ran.stderr) == (0, "")
 
 
-# What it sets for SIGINT is its own matter, also where a runtime serves in its loop.
+# Its SIGINT handler stays, even where a runtime serves in its loop.
 OWN_HANDLER = """
 import asyncio, json, os, signal
 from kvflash import DistributedRuntime

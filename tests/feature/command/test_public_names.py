@@ -1,4 +1,4 @@
-"""What ``import kvflash`` offers: one sorted list, and a word of documentation for each name."""
+"""The public names of ``import kvflash``: one sorted list, each name documented."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_all_is_sorted_and_equals_the_public_names() -> None:
 
 
 def test_importing_the_package_is_light() -> None:
-    """What only some need is imported when it is asked for: import kvflash needs no broker."""
+    """Optional parts are imported on demand: import kvflash needs no broker."""
     heavy = ("asyncio", "aiohttp", "msgpack", "zmq", "grpc", "aetcd", "nats", "numpy")
     script = f"""import sys, kvflash
 found = [name for name in {heavy!r} if name in sys.modules]

@@ -202,7 +202,7 @@ def test_a_worker_that_drains_is_passed_over_for_the_others(router):
                         stream = await client.random({"token_ids": IDS})
                         assert len([item async for item in stream]) == 3
                     assert len(second.asked) == 3
-            # There is nobody else.
+            # There is no other worker.
             with pytest.raises(ClosedError, match="is draining"):
                 _ = [item async for item in await client.random({"token_ids": IDS})]
             assert load(Loads(router), first.id) == load(Loads(router), second.id) == (0, 0, 0)
@@ -242,7 +242,7 @@ def test_an_engine_that_speaks_openai_only_is_asked_as_a_worker_is(monkeypatch, 
 
 @pytest.fixture
 def queueing(monkeypatch, tmp_path):
-    """A router whose requests wait while the worker prefills anything."""
+    """A router that lets requests wait while the worker prefills."""
     monkeypatch.setenv("KVFLASH_DISCOVERY", "file")
     monkeypatch.setenv("KVFLASH_DISCOVERY_DIR", str(tmp_path))
     made = RouterService(**LOCAL, endpoint=ENDPOINT, router_queue_threshold=0.0).start()
@@ -256,7 +256,7 @@ def pending(router):
 
 
 def test_requests_wait_for_room_and_the_endpoint_goes_on(queueing):
-    """Whoever waits holds up neither the event loop nor those who make room."""
+    """Waiting requests block neither the event loop nor requests that free workers."""
 
     async def work():
         worker = await Worker().start()

@@ -88,7 +88,7 @@ def test_flags_have_their_names_and_variables(monkeypatch):
 
 
 def test_every_flag_is_in_the_manual():
-    # What all routers share is in the manuals of routing and of replicas.
+    # Flags of all routers are documented in the manuals of routing and of replicas.
     pages = ("router", "routing", "cluster")
     manual = "".join((MANUAL.parent / f"{page}.md").read_text("utf-8") for page in pages)
     flags = {flag for one in table("router") for flag in one.flags}

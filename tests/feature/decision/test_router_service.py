@@ -71,7 +71,7 @@ def test_the_worker_that_holds_the_prompt_is_selected(http, engine):
     assert (answer["isl_tokens"], answer["expected_cached_tokens"]) == (16, 12)
     assert answer["reason"] == "lowest_cost"
     assert "request_id" not in answer
-    # Whose blocks are removed with it is credited no more.
+    # A removed worker loses its credit together with its blocks.
     http.call("DELETE", "/workers/2")
     assert ask(http)["worker_id"] == 1
 
@@ -258,7 +258,7 @@ def test_a_hundred_reservations_at_once_spread(http):
         thread.join()
     assert chosen.total() == 100
     assert len(chosen) == workers
-    # Nobody has twice its share.
+    # No client gets twice its share.
     assert max(chosen.values()) <= 25, chosen
     assert sum(load(http, number)[0] for number in range(1, workers + 1)) == 100
 
@@ -432,7 +432,7 @@ def test_without_workers_there_is_nobody(http):
 
 def test_workers_that_cannot_be_are_refused_by_field(service, client):
     http = client(service(max_workers=2).url)
-    # What a refused one says of the block size is not taken for true.
+    # The block size of a refused worker is not adopted.
     http.post("/workers", {**new_worker(2), "block_size": 64, "endpoint": "nowhere"}, expect=400)
     ipc = {"endpoint": "ipc:///tmp/x", "dp_size": 2}
     http.post("/workers", {**new_worker(2), "block_size": 64, **ipc}, expect=400)
@@ -596,7 +596,7 @@ def test_a_remote_indexer_tells_what_workers_hold(service, client, engine):
         assert (explained[2]["device_blocks"], explained[1]["device_blocks"]) == (4, 0)
         lookups = 'kvflash_remote_indexer_lookups_total{outcome="answered"}'
         assert metric(http, lookups) == 2
-        # A worker that it does not know is nobody's.
+        # An unknown worker id belongs to no worker.
         assert http.post("/select", {"model_name": "m", "isl_tokens": 3})["best_blocks"] == 0
         assert metric(http, lookups) == 2
     finally:
@@ -648,7 +648,7 @@ def test_messages_book_and_free_by_name(http):
     for method in ("mark_prefill", "mark_free"):
         assert http.post("/", {"method": method, "request_id": "r"})["success"] is False
         assert "request_id" in http.post("/", {"method": method}, expect=400)["error"]
-    # Without a name nothing is booked: nobody could free it.
+    # Without a name nothing is booked, as it could not be freed.
     http.post("/", {"method": "new", "tokens": IDS})
     assert load(http, 1) == (0, 0, 0)
     assert "method" in http.post("/", {"method": "other"}, expect=400)["error"]

@@ -67,7 +67,7 @@ def test_auto_reuses_more_and_the_result_says_so(tmp_path: Path) -> None:
     for column in columns:
         assert (column["requests"], column["failures"]) == (18 * 3, 0)
         assert sum(column["requests_by_worker"].values()) == column["requests"]
-        # What engines tell the client is what they tell the frontend.
+        # Engines report the same to the client and to the frontend.
         assert column["delivered_tokens"] == column["reused_tokens"]
         assert column["computed_tokens"] + column["reused_tokens"] == column["prompt_tokens"]
         assert 0 < column["ttft_ms_p50"] <= column["ttft_ms_max"]

@@ -1,4 +1,4 @@
-"""What deploy/ asks Prometheus for is what a running indexer exposes, with the labels used."""
+"""Metrics used in deploy/ for Prometheus are exposed by a running indexer, with their labels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from service import EmbeddedIndexer, Engine, batch, listener, stored, until, wai
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 PREFIX = "kvflash_kvindexer_"
-# What the scrape adds.
+# Labels added by the scrape.
 SCRAPED = {"job", "instance"}
 # Label values that only an indexer in trouble shows.
 RARE = {"status_class": {"4xx", "5xx"}, "endpoint": {"/ready"}}

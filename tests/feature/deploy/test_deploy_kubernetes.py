@@ -1,4 +1,4 @@
-"""What deploy/kubernetes says: flags that are taken; ports, names, probes, times that agree."""
+"""deploy/kubernetes is consistent: accepted flags; matching ports, names, probes and times."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def frontend_args() -> FrontendArgs:
 
 @pytest.fixture(scope="module")
 def frontend() -> Iterator[Http]:
-    """A frontend with the Deployment's flags, of whose engines nothing is known yet."""
+    """A frontend with the Deployment's flags that knows nothing of its engines yet."""
     core: Frontend = make_frontend(frontend_args())
     http = Http(f"http://127.0.0.1:{core.start('127.0.0.1', 0)}")
     yield http
@@ -112,7 +112,7 @@ def test_selectors_and_ports_agree(kind: str, name: str) -> None:
     opened = {port["name"]: port["containerPort"] for port in container(kind, name)["ports"]}
     assert {port["targetPort"] for port in service["ports"]} == set(opened)
     if service.get("clusterIP") == "None":
-        # Nobody stands between: the port of a Service is the engine's.
+        # No proxy in between: the port of a Service is the engine's.
         assert {port["name"]: port["port"] for port in service["ports"]} == opened
     if kind == "StatefulSet":
         assert workload["serviceName"] == name

@@ -36,7 +36,7 @@ def frontend() -> Iterator[EmbeddedFrontend]:
 
 
 def hand_over(ask: Ask) -> bool:
-    """What a prefill worker does: one token and the transfer parameters."""
+    """A prefill worker's answer: one token and the transfer parameters."""
     ask.item(40, finish="length", disaggregated_params=PARAMS)
     return ask.end()
 
@@ -224,7 +224,7 @@ def test_a_client_that_leaves_ends_both(frontend: EmbeddedFrontend) -> None:
 
 
 def test_a_decode_that_fails_leaves_its_prefill_worker_to_the_next_one() -> None:
-    """Also where it is the only one, and nobody may decode alone."""
+    """Even if it is the only worker, and none may decode alone."""
 
     def prefill(ask: Ask) -> bool:
         ask.item(40, finish="length")
@@ -243,7 +243,7 @@ def test_explain_tells_who_would_prefill_and_who_decode(frontend: EmbeddedFronte
         pinned = {"decode_worker_id": 43, "prefill_worker_id": 42}
         explained = frontend.explain({**BODY, "nvext": pinned})
         assert (explained["worker"], explained["prefill"]["worker"]) == ("43:0", "42:0")
-        # What the decode worker has cached is of no use: the blocks come from elsewhere.
+        # The decode worker's cache has no effect: the blocks come from the prefill worker.
         (chosen,) = (one for one in explained["candidates"] if one["worker"] == "43:0")
         assert chosen["price"]["queue"] == 0, chosen
         (chosen,) = explained["prefill"]["candidates"]

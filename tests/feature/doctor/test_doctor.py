@@ -112,7 +112,7 @@ def doctor(capsys):
 
 
 def bad(findings):
-    """What is not ok: (level, check, code)."""
+    """Findings other than ok: (level, check, code)."""
     return [(f["level"], f["check"], f["code"]) for f in findings if f["level"] != "ok"]
 
 

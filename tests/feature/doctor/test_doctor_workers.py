@@ -1,4 +1,4 @@
-"""What the doctor makes of a frontend's answers about its workers."""
+"""The doctor's findings from a frontend's answers about its workers."""
 
 from __future__ import annotations
 

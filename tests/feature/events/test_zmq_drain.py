@@ -161,14 +161,14 @@ def test_only_sockets_with_something_are_told_until_they_have_nothing(pairs):
     assert poller.poll(None) == [a]
     poller.unregister(a)
     assert poller.poll(0) == []
-    # What it has is told when it comes back.
+    # Its messages are reported when it comes back.
     poller.register(a)
     assert poller.poll(5_000) == [a]
     poller.close()
 
 
 def test_nothing_is_overlooked_while_messages_come(pairs):
-    """A sender beside the receiver: whatever is between two looks is told by one of them."""
+    """With a concurrent sender, every message between two checks is reported by one of them."""
     poller, count = Poller(), 20_000
     made = [pairs() for _ in range(3)]
     for near, _ in made:

@@ -524,7 +524,7 @@ def test_unsubscribing_while_a_replay_runs(http, engine):
     assert {fact[3] for fact in dumped_blocks(http) if fact[0] == 1} == {1, 2}
 
 
-# -- frames that are none
+# -- malformed frames
 
 
 @pytest.mark.parametrize(

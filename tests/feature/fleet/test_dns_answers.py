@@ -1,4 +1,4 @@
-"""What a name's answers amount to: failures keep, empty ones are doubted, too many are cut."""
+"""Answers for a DNS name: failures keep addresses, empty answers are doubted, too many are cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names that are looked up at a real name server, and what the frontend's core is told of them."""
+"""Names looked up at a real name server, and their effects on the frontend's core."""
 
 from __future__ import annotations
 
@@ -296,7 +296,7 @@ def test_search_domains_complete_a_name(world: World, monkeypatch: pytest.Monkey
 
 
 def test_no_name_server_at_all(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody listens there."""
+    """The port has no listener."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
         silent.bind(("127.0.0.1", 0))
         monkeypatch.setattr(world.server, "port", silent.getsockname()[1])

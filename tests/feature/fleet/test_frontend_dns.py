@@ -1,4 +1,4 @@
-"""A frontend whose engines are the addresses of a name: real processes and a real name server."""
+"""A frontend with engines at the addresses of a name: real processes, a real name server."""
 
 from __future__ import annotations
 

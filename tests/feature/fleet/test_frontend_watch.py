@@ -1,4 +1,4 @@
-"""What the frontend is told while workers come, change and go; with a fleet that takes its time."""
+"""Calls to the frontend's core while workers come, change and go, with a slow core."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EVENTS = {"endpoint": "tcp://10.0.0.7:5557", "replay_endpoint": "tcp://10.0.0.7:
 
 
 class SlowFleet:
-    """Notes what it was told; a worker is taken in when the gate is open."""
+    """Records its calls; adding a worker waits for the gate."""
 
     watch: DiscoveryWatch
 

@@ -1,4 +1,4 @@
-"""What a core is asked to do when many workers of KvPushRouter come, change and go at once."""
+"""Calls to a core when many workers of KvPushRouter come, change and go at once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Core:
     def set_workers(self, workers: list[tuple[int, int]]) -> None:
         self.asked["set_workers"] += 1
         now = {worker for worker, _ in workers}
-        # Who leaves is told to others first.
+        # Replicas learn of a departure first.
         assert self.ids - now <= self.left
         self.ids = now
 
@@ -45,7 +45,7 @@ class Core:
         return True
 
     def subscribe(self, worker: int, _rank: int, _endpoint: str, _replay: str | None) -> None:
-        # The worker comes first: what it holds would be nobody's.
+        # The worker comes first: blocks without a worker would be lost.
         assert worker in self.ids
         self.asked["subscribe"] += 1
         self.sockets.add(worker)
@@ -113,7 +113,7 @@ def test_each_core_call_is_made_once_for_all_that_came_or_went_at_once() -> None
         assert workers.ids == list(NUMBERS)
         assert core.sockets == set(NUMBERS)
         assert core.asked == {"set_workers": 1, "report": 40, "subscribe": 40}
-        # What changes is told, and nothing else.
+        # Only changes are passed on.
         await put("models/ns/backend/generate/7", {"total_kv_blocks": 200})
         await eventually(lambda: core.asked["report"] == 41, "the card to be told")
         assert core.asked["set_workers"] == 1

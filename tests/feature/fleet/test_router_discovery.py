@@ -263,7 +263,7 @@ def test_where_others_have_a_card_one_that_is_seen_before_its_own_is_waited_for(
 
     async def work() -> None:
         async with followed() as (registry, discovery):
-            # Where nobody has one it is not.
+            # If no worker has one, it is not waited for.
             await put(discovery, "instances/ns/backend/generate/1", INSTANCE)
             await eventually(lambda: set(registry.workers) == {1}, "one without")
             await put(discovery, "models/ns/backend/generate/2", {"model_name": "x"})

@@ -42,7 +42,7 @@ def unregister(http: Http, number: int) -> None:
     http.post("/unregister", {"instance_id": number, "model_name": "m"})
 
 
-#: What adds a worker, what removes it, and what its number is called.
+#: Routes that add and remove a worker, and the name of its number.
 CALLS = {
     "frontend": (add_engine, remove, "id"),
     "router": (add_worker, remove, "worker_id"),

@@ -18,7 +18,7 @@ LONG = "x" * 280_000
 USER = [{"role": "user", "content": "hi"}]
 MULTIPART = {"content-type": "multipart/form-data; boundary=b"}
 
-# Of each path: a request that is right, its prompt's field, and values that are none.
+# For each path: a valid request, its prompt's field, and invalid values.
 FORMS: dict[str, tuple[dict[str, Any], str, list[Any]]] = {
     "/v1/chat/completions": ({"messages": USER}, "messages", [5, [], [1], [{"role": 1}], None]),
     "/v1/completions": ({"prompt": "a"}, "prompt", [5, {}, [1.5], [-1], None]),
@@ -211,7 +211,7 @@ def test_huge_bodies(frontend: Frontend, path: str, is_chunked: bool) -> None:
             raw.send(f"{head}Transfer-Encoding: chunked\r\n\r\n{length:x}\r\n".encode())
             raw.send(b" " * length)
         else:
-            # What is announced is refused before it comes.
+            # A body is refused by its announced length, before it arrives.
             raw.send(f"{head}Content-Length: {length}\r\n\r\n".encode())
         status, _, body = raw.read_answer()
     error = error_of(path, status, json.loads(body))

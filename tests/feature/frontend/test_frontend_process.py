@@ -142,7 +142,7 @@ def test_environment_sets_flags_and_the_command_line_wins() -> None:
 
 
 class Held:
-    """An engine whose stream goes on when it is told to."""
+    """An engine with a stream that continues on request."""
 
     def __init__(self) -> None:
         self.release = threading.Event()

@@ -1,6 +1,6 @@
-"""What a router of this kind is expected to do, over real processes: two frontends, mock workers.
+"""Expectations of a KV-aware router, with real processes: two frontends, mock workers.
 
-The workers are found through discovery, tell their cache by events, and compute real block
+The workers are found through discovery, publish events of their caches, and compute real block
 management; only the model's time is modelled.
 """
 
@@ -250,7 +250,7 @@ def test_a_router_in_python_gets_exactly_the_tokens_it_asks_for(cluster: Cluster
 
 @pytest.mark.parametrize("end", ["terminate", "kill"])
 def test_workers_that_come_and_go_disturb_nobody(cluster: Cluster, end: str) -> None:
-    """One worker stays; those that leave take no request along that nobody had begun to answer."""
+    """One worker stays; no request is lost with the others unless its answer had begun."""
     frontends = [cluster.frontend(), cluster.frontend()]
     cluster.workers(1)
     stop = threading.Event()
@@ -280,7 +280,7 @@ def test_workers_that_come_and_go_disturb_nobody(cluster: Cluster, end: str) -> 
         for thread in threads:
             thread.join()
     assert len(statuses) > 40
-    # What broke off amid its answer can't be repeated.
+    # An answer that broke off can't be retried.
     allowed = {200} if end == "terminate" else {200, 502}
     assert set(statuses) <= allowed
     assert statuses.count(200) > len(statuses) - 8

@@ -99,7 +99,7 @@ def test_the_certificate_is_shown_and_http_1_1_agreed_on(
     ):
         assert encrypted.selected_alpn_protocol() == "http/1.1"
         assert encrypted.version() in ("TLSv1.2", "TLSv1.3")
-    # Who does not trust the authority says so.
+    # A client that does not trust the authority says so.
     with (
         socket.create_connection(address, timeout=DEADLINE_S) as plain,
         pytest.raises(ssl.SSLCertVerificationError),

@@ -1,4 +1,4 @@
-"""What /health, the log and refusals say when requests can't be served, or not by cache."""
+"""/health, log and refusals while requests can't be served, or not by cache."""
 
 from __future__ import annotations
 

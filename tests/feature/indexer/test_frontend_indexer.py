@@ -63,7 +63,7 @@ def test_both_at_once_make_no_sense() -> None:
 
 
 def test_an_indexer_is_found_in_discovery(tmp_path: Path) -> None:
-    """It follows the same workers by the same flags, and is asked though nobody names it."""
+    """It follows the same workers by the same flags, and is used without being named."""
     env = {"KVFLASH_DISCOVERY_DIR": str(tmp_path)}
     mocker = Mocker()
     worker = ("--worker", mocker.spec(id=1), "--discovery", "file")

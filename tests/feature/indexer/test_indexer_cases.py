@@ -22,7 +22,7 @@ TOKENS = list(range(1, 1 + 4 * SIZE))
 
 
 def cases(area, *fields):
-    """The cases of an area whose input has these fields."""
+    """The cases of an area with these input fields."""
     found = [c for c in CASES if c["area"] == area and all(f in c["input"] for f in fields)]
     assert found, (area, fields)
     return pytest.mark.parametrize("case", found, ids=[c["id"].split("/", 1)[1] for c in found])
@@ -69,7 +69,7 @@ def test_cli(case):
 def test_endpoint(http, case):
     body = {"instance_id": 1, "model_name": "m", "block_size": 1, **case["input"]}
     status = http.call("POST", "/register", body)[0]
-    # Sockets of this machine's own files and threads are for flags: nobody may name them over HTTP.
+    # Local files and threads may be named by flags, but not over HTTP.
     is_remote = not case["input"]["endpoint"].startswith(("ipc://", "inproc://"))
     assert status == (201 if case["expected"]["valid"] and is_remote else 400)
 
@@ -152,7 +152,7 @@ def test_a_query_has_the_recorded_shape(http, engines, case):
     "case", [c for c in CASES if c["area"] == "indexer-status"], ids=lambda case: case["id"]
 )
 def test_the_worst_listener_gives_the_status(http, engines, case):
-    """What sockets can bring about; the order of all four is a test of the core's."""
+    """Outcomes that sockets can cause; the core has a test of the order of all four."""
     reachable = {"active": engines[0].endpoint, "pending": None, "failed": "tcp://127.0.0.1:*"}
     engines[1].pub.close(0)
     reachable["pending"] = engines[1].endpoint

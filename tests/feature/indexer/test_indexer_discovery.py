@@ -1,4 +1,4 @@
-"""The indexer's workers where nobody registers them, and how routers find the indexer."""
+"""The indexer's workers from discovery, and how routers find the indexer."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_engines_of_flags_are_followed(service, client, engine):
 
 @pytest.fixture
 def find():
-    """Follows the indexers of a namespace; the URLs that were told, the last one last."""
+    """Follows the indexers of a namespace; the reported URLs, the last one last."""
     made = []
 
     def make(namespace: str | None) -> Callable[[], list[str | None]]:

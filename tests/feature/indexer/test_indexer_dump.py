@@ -62,7 +62,7 @@ def test_a_dump_round_trips_by_worker(http, engine, model):
                 (2, 1): found.get((2, 1), 0),
             }
     assert query(http, model, ids)["scores"] == {"1": {"0": 12}, "2": {"1": 12}}
-    # What lies behind the hole is in the dump as well: filling it brings the rest back.
+    # Blocks behind the hole are in the dump as well: filling the hole brings them back.
     [fourth] = compute_block_hash_for_seq(ids[12:16], SIZE)
     [sixth] = compute_block_hash_for_seq(ids[20:24], SIZE)
     for name, local, parent in ((4, fourth, 3), (6, sixth, 5)):
@@ -96,7 +96,7 @@ def test_a_dump_says_tiers_and_what_lies_behind_a_hole(http, engine, model):
 
 
 def test_a_salted_chain_goes_on_after_a_load(http, engine, model):
-    """Engines name the salt with the first block only: the dump has to keep whose chain it is."""
+    """Engines name the salt with the first block only, so the dump must keep the chain's owner."""
     made = engine(replay=False)
     register(http, made, model)
     publish(http, made, stored([1, 2], IDS[:8], block_size=SIZE, cache_salt="tenant"))

@@ -29,7 +29,7 @@ def test_what_an_index_says_holds_for_events_and_queries_that_say_nothing(
 
     assert score() == score(**{asked: "a"}) == score(**{asked: None}) == 8
     assert score(**{asked: "b"}) == score(**{asked: ""}) == 0
-    # Whoever hashes on their own hashes under it.
+    # Clients that hash on their own use it for hashing.
     for salt, wanted in (("a", 8), (None, 0)):
         hashes = compute_block_hash_for_seq(IDS, SIZE, **{asked: salt})
         body = {"model_name": model, "block_hashes": hashes}
@@ -71,7 +71,7 @@ def test_the_first_registration_decides_and_the_last_unregistration_forgets(
     register(http, second, model, 2, dp_rank=1, is_awaited=False, **{field: "a"})
     publish(http, second, stored([1], IDS[:4], block_size=SIZE), instance=2)
     assert query(http, model, **{asked: "a"})["scores"]["2"]["0"] == 4
-    # Another tenant of the model is none of its business.
+    # Another tenant of the model is not affected.
     register(http, engine(replay=False), model, 3, tenant_id="other", **{field: "b"})
     for instance in (1, 2):
         http.post("/unregister", {"instance_id": instance, "model_name": model})

@@ -1,4 +1,4 @@
-"""What GET /metrics of the indexer says: names, labels, and figures against what was done."""
+"""GET /metrics of the indexer: names, labels, and values against the performed operations."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def engine():
 
 
 def worker(engine, instance=1, rank=0, model=MODEL, **fields):
-    """What Indexer.register takes."""
+    """Arguments of Indexer.register."""
     return {
         "instance_id": instance,
         "endpoint": engine.endpoint,
@@ -141,7 +141,7 @@ def test_a_replica_takes_over_what_its_peer_holds(replica, engine):
     assert listener(b.http, 1)["last_sequence"] == 2
     assert b.http.get("/workers")[0]["dynamic_dp_ranks"] == [1]
 
-    # What comes now is applied once by both, without a gap.
+    # Later batches are applied once by both, without a gap.
     source.wait_for_subscriber()
     source.publish(batch(chain(300, 2, 104), removed([201], medium="GPU"), dp_rank=1))
     for indexer in (a, b):
@@ -366,7 +366,7 @@ def test_a_peer_of_another_make(replica, peer_of, engine):
         ("device", 2),
         ("disk", 3),
     }
-    # Nobody said how far these go: a stream from its start replaces them, a later one goes on.
+    # Their last batch is unknown: a stream from its start replaces them, a later one continues.
     source.wait_for_subscriber()
     source.publish(batch(chain(100, 2)))
     wait_for_sequence(b.http, 1, 0)

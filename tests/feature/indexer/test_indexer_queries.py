@@ -233,7 +233,7 @@ def test_reuse_ends_where_every_group_can_go_on(http, engine, model):
     # A state is needed at the end of the prefix only.
     publish(http, made, removed([2], group_idx=1))
     assert query(http, model)["scores"] == {"1": {"0": 4}}
-    # A window whose length nobody told may be any: all of it must be there.
+    # A window of unknown length may be any: all of it must be held.
     entry = publish(http, made, removed([1], group_idx=0))
     assert query(http, model)["scores"] == {"1": {"0": 0}}
     assert entry["events"]["other_group"] == 5

@@ -110,7 +110,7 @@ def test_replicas_converge_under_churn_losses_and_kills(run, closing, seed):
         proxy.share = 0.0
 
     def converged():
-        # What was lost last shows with the next frame only.
+        # The loss of the last frame shows only with the next one.
         for churn in churns:
             churn.engine.publish(batch())
         digests = [

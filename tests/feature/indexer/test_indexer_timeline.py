@@ -14,7 +14,7 @@ import zmq
 from service import VECTORS, until
 
 BLOCK_SIZE = 32
-# What these engines were started with.
+# Start parameters of these engines.
 CAPACITY_BLOCKS = 160
 
 

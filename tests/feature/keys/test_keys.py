@@ -38,7 +38,7 @@ def test_keys_close_a_frontend_and_are_read_again(tmp_path: Path) -> None:
         assert status("GET", "/workers", None) == 401
         assert status("GET", "/workers", "bob") == 403
         assert status("GET", "/workers", "ann") == 200
-        # What can't be used changes nothing.
+        # An unusable file changes nothing.
         path.write_text("ann")
         until(
             lambda: (

@@ -1,4 +1,4 @@
-"""What running requests count: blocks that they generate, prompts that are worked on."""
+"""The load of running requests: generated blocks, and prompts in prefill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker says of its load, over the runtime."""
+"""A worker's load reports, over the runtime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What parts of the frontend say beside the core is put together, whoever spoke last."""
+"""Reports of the frontend's parts besides the core are combined, in any order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What counts beside blocks on devices and prompts: other tiers, generated blocks."""
+"""Load besides device blocks and prompts: other tiers, generated blocks."""
 
 from __future__ import annotations
 

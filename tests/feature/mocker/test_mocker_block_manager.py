@@ -114,7 +114,7 @@ def test_clear_only_when_nothing_is_used() -> None:
     blocks.deref([1])
     assert blocks.clear()
     assert not blocks.is_cached(1)
-    # What is cleared is not evicted: nobody hears of it twice.
+    # Cleared blocks are not evicted, so they are not reported twice.
     assert blocks.drain_evicted() == []
 
 

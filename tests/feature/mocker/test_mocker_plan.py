@@ -1,4 +1,4 @@
-"""Plans of answers: where they end, what a client is told, and what a seed changes."""
+"""Plans of answers: their ends, the visible part, and the effect of a seed."""
 
 from __future__ import annotations
 

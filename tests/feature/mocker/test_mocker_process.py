@@ -291,7 +291,7 @@ def test_taken_ports_are_named() -> None:
 
 
 class EventReader:
-    """Subscribes to a worker, asks for replays, and believes what it is told."""
+    """Subscribes to a worker, requests replays, and trusts the answers."""
 
     def __init__(self, worker: dict[str, Any], era: str) -> None:
         self.era = era
@@ -437,7 +437,7 @@ def test_live_events_are_those_of_the_replay(era: str) -> None:
         assert reader.replay(sent - 2) == live[-2:]
         assert reader.replay(sent) == []
         assert reader.replay(2**64 - 1) == []
-        # Malformed requests are dropped, and hurt nobody.
+        # Malformed requests are dropped without an effect on others.
         for frames in ([b"x"], [b"", b"short"], [b"", END, b"more"]):
             reader.dealer.send_multipart(frames)
         assert reader.replay(sent - 1) == live[-1:]

@@ -35,7 +35,7 @@ class BruteIndex:
                 self.held.clear()
             elif isinstance(event, BlockRemoved):
                 for block in event.block_hashes:
-                    # The tail goes first, so nobody's parent ever goes.
+                    # The tail goes first, so a parent never goes before its child.
                     removed = self.held.pop(block)
                     assert not any(other[0] == removed for other in self.held.values())
             else:

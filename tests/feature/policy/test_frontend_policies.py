@@ -1,4 +1,4 @@
-"""Who gets which request: policies, adapters, salts and bursts."""
+"""Routing by policies, adapters, salts and bursts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ POLICIES = ("kv", "round-robin", "random", "least-loaded", "power-of-two")
 
 
 class Gate:
-    """Engines that answer when they are told to."""
+    """Engines that answer on request."""
 
     def __init__(self) -> None:
         self.open = threading.Event()

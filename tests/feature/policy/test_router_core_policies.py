@@ -1,4 +1,4 @@
-"""Policies beside the built-in ones, in routers of one's own process."""
+"""Custom policies besides the built-in ones, in routers of the own process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OTHERS = (
 
 
 class Last(Policy):
-    """Chooses the last one, and remembers what it is told."""
+    """Chooses the last one, and records its input."""
 
     deadline_s = 30.0
 
@@ -108,7 +108,7 @@ def test_every_policy_chooses_beside_shadows(policy: str) -> None:
         # Of 10 blocks it is believed to keep 9: the last prompt, and half of the one before.
         ({}, 3),
         ({"policy": "auto"}, 3),
-        # Who gives a time means it, and kv has its own one.
+        # A given time takes precedence, and kv has its own.
         ({"router_ttl_s": 60.0}, 6),
         ({"is_router_ttl_meant": True}, 6),
         ({"policy": "kv"}, 6),
@@ -225,7 +225,7 @@ def test_kv_chooses_for_a_policy_that_is_stuck_and_nobody_piles_up(
     made = core(policy_desk=asked(Stuck()).desk)
     for n in range(20):
         made.book([n, *IDS])
-    # Nobody waits again for one that has not come back.
+    # No request waits again for one that has not come back.
     answers = {
         name: sample(made, "outside_policy_answers_total", name) for name in ("late", "stuck")
     }

@@ -171,7 +171,7 @@ def test_sessions_stay_with_the_worker_that_is_named_or_belongs_to_the_key(http)
         id_ = base64.b64encode(f"worker-{worker_id}".encode()).decode()
         found = ask(router, session_id=id_, session_key="k")
         assert (found["worker_id"], found["reason"]) == (worker_id, "session_header")
-    # Ranks are told apart; a rank or worker that is not there names nobody.
+    # Ranks are distinct; an unknown rank or worker matches none.
     add(router, 9, dp_size=2)
     for id_, wanted in (("worker-9/1", (9, 1)), ("worker-9/2", None), ("elsewhere", None)):
         found = ask(router, session_id=base64.b64encode(id_.encode()).decode(), session_key="k")
@@ -186,7 +186,7 @@ def test_engines_figures_are_reported_and_stay(http):
     for worker_id, usage in ((1, 0.5), (2, 0.125), (3, 0.75)):
         router.post("/report_load", {"worker_id": worker_id, "gpu_kv_usage": usage})
     assert ask(router)["worker_id"] == 2
-    # What is left out stays as it was; thresholds' figures are no policy's.
+    # Omitted settings keep their values; thresholds belong to no policy.
     router.post("/report_load", {"worker_id": 2, "kv_used_blocks": 5})
     router.post("/report_load", {"worker_id": 2, "running_requests": 3, "cpu_kv_usage": 0})
     assert ask(router)["worker_id"] == 2

@@ -43,7 +43,7 @@ OTHERS = (
 
 @pytest.fixture(scope="module")
 def silent() -> Iterator[Mocker]:
-    """Three workers whose events nobody hears."""
+    """Three workers; their events are not received."""
     with Mocker("--speedup-ratio", "1000", workers=3) as mocker:
         yield mocker
 
@@ -121,7 +121,7 @@ def test_prefix_cache_keeps_conversations_together_without_events(silent: Mocker
         turns = {talk: [f"{talk} says " * 40] for talk in range(9)}
         for talk, said in turns.items():
             homes[talk] = ask(frontend.url, CHAT, chat(*said)).worker
-        # Nobody is busy: chance alone spreads nine conversations over three workers.
+        # No worker is busy: chance alone spreads nine conversations over three workers.
         assert len(set(homes.values())) > 1
         for _ in range(3):
             for talk, said in turns.items():
@@ -220,7 +220,7 @@ def test_sessions_stay_and_move_when_their_worker_dies() -> None:
             assert set(homes.values()) == {1, 2, 3}
             for key, worker in homes.items():
                 assert home(x_session_key=key)[0] == worker
-            # The client names the worker, and is told it again.
+            # The client names the worker, and gets it back.
             for at, mocker in enumerate(mockers):
                 told = session_id(mocker.url)
                 assert home(x_session_id=told) == (at + 1, told)

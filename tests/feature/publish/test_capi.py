@@ -153,7 +153,7 @@ def test_what_a_c_program_publishes_is_what_matches(http, engine, model, run_pro
     program.go_on()
     wait_for_sequence(http, 1, program.said()["batches"] - 1)
     assert scores(http, model, 100, 4) == {"1": 4}
-    # Who registers late gets all of it from the ring.
+    # A late subscriber gets all of it from the ring.
     late = {**places[1], "instance_id": 2, "dp_rank": 1}
     http.post("/register", {**late, "model_name": model, "block_size": SIZE}, expect=201)
     until(lambda: listener(http, 2, 1)["last_sequence"] == 0, "the replay")
@@ -188,7 +188,7 @@ def test_misuse_is_answered_and_harms_nothing(engine, run_program):
 
 
 def found(folder):
-    """What Python's discovery finds."""
+    """Entries that Python's discovery finds."""
 
     async def look():
         discovery = open_discovery("file", folder=folder)

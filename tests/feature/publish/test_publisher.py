@@ -111,7 +111,7 @@ def test_adapter_and_salt_keep_blocks_apart(http, publisher, model):
 
 
 def media(number, start, end):
-    """What an engine says of an item that takes a part of a block."""
+    """An engine's item that covers a part of a block."""
     return {"mm_objects": [{"mm_hash": number, "offsets": [[start, end]]}]}
 
 

@@ -22,7 +22,7 @@ from support_publisher import SIZE, store, tokens_of
 
 
 async def announced(runtime):
-    """What discovery says of events: key and value."""
+    """Entries of events in discovery: key and value."""
     found = await runtime.discovery.get_prefix("v1/events/")
     return {key: json.loads(value) for key, value in found.items()}
 

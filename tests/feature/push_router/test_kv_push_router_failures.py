@@ -52,7 +52,7 @@ def test_what_went_wrong_is_raised_when_nobody_else_is_allowed() -> None:
     async def work() -> None:
         async with Stage() as stage:
             await stage.worker()
-            # Nobody listens there while the socket is bound.
+            # The socket is bound without listening.
             with socket.socket() as silent:
                 silent.bind(("127.0.0.1", 0))
                 address = f"127.0.0.1:{silent.getsockname()[1]}"

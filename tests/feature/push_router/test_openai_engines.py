@@ -104,7 +104,7 @@ def test_a_request_becomes_a_completion_and_its_events_items() -> None:
             (decision,) = json.loads(await router.why("r-1"))
             assert (decision["outcome"], decision["cached_tokens"]) == ("complete", 8)
             assert is_idle(router)
-            # An adapter is a model of its own; who was told no model's name says none.
+            # An adapter is a separate model; an engine without a model's name announces none.
             assert await text_of(router, model="m", lora_name="sql") == "abcd"
             assert await text_of(router) == "abcd"
             assert [body.get("model") for body, _ in engine.asked] == ["m", "sql", None]
@@ -340,7 +340,7 @@ def test_what_is_handed_over_comes_in_a_whole_answer() -> None:
             body, _ = engine.asked[0]
             assert body["stream"] is False
             assert "stream_options" not in body
-            # What a decode worker of the runtime is given goes on to an engine.
+            # Fields for a decode worker of the runtime are passed on to an engine.
             engine.refusal = None
             request = {"token_ids": TOKENS, "prefill_result": item}
             stream = await router.generate_from_request(request)

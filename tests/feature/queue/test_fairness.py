@@ -1,4 +1,4 @@
-"""Clients take turns before real engines that answer when they are told to."""
+"""Clients take turns before real engines that answer on request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Turnstile:
     """An engine's behaviour: every answer waits until it is let through.
 
     Attributes:
-        users: Whose requests came, in order.
+        users: Users of the requests, in order of arrival.
     """
 
     def __init__(self) -> None:

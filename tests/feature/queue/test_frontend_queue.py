@@ -18,7 +18,7 @@ LENGTH = 40
 
 @contextmanager
 def one_engine(*flags: str) -> Iterator[tuple[Frontend, Turnstile]]:
-    """An engine for one prompt at a time: whoever comes while it prefills waits."""
+    """An engine for one prompt at a time: a request that comes during a prefill waits."""
     turnstile = Turnstile()
     common = ("--router-queue-threshold", "0.5", "--router-queue-batched-tokens", "20")
     with Frontend(*common, *flags) as frontend, engines(frontend, FakeEngine("m", turnstile)):
@@ -86,7 +86,7 @@ def test_those_that_wait_go_in_the_order_of_the_policy(policy: str, expected: st
     with one_engine("--router-queue-policy", policy) as (frontend, turnstile):
         sender = Sender(frontend, turnstile)
         sender.send("a", body())
-        # b is long and nobody's hurry; c came before d and is shorter.
+        # b is long and has no urgency; c came before d and is shorter.
         length = {"fcfs": 40, "lcfs": 40, "wspt": 80}[policy]
         last = {} if policy == "wspt" else {"x-dynamo-request-priority": "1000"}
         sender.send("b", body(length))

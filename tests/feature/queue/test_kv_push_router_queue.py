@@ -29,7 +29,7 @@ async def full(count: int = 1, **settings: Any) -> AsyncIterator[tuple[Stage, Kv
     """Workers that take a batch of one prompt, each of which has one to prefill (r-0, r-1, ...)."""
     async with Stage() as stage:
         workers = [await stage.worker(max_num_batched_tokens=len(TOKENS)) for _ in range(count)]
-        # What was sent a moment ago is not counted as cached: every prompt is prefilled whole.
+        # A recently sent prompt does not count as cached: every prompt is prefilled whole.
         settings = {"router_queue_threshold": 0.5, "router_predicted_ttl_secs": None} | settings
         router = await stage.router(count, **settings)
         for number, worker in enumerate(workers):
@@ -75,7 +75,7 @@ def test_generate_waits_for_room_and_goes_when_there_is(event: str) -> None:
             task = await line_up(router)
             assert router.queue_stats()["pending_isl_tokens"] == len(TOKENS)
             assert router.totals()["requests"] == 1
-            # Who only asks does not wait, nor does who books by hand.
+            # Previews and manual bookings do not wait.
             assert (await router.best_worker(TOKENS))[0] == worker.id
             await router.best_worker(TOKENS, request_id="by hand")
             await router.free("by hand")
@@ -214,7 +214,7 @@ def test_one_that_fails_before_its_first_item_waits_again() -> None:
 
 
 def test_room_that_comes_without_a_word_is_seen() -> None:
-    """A prompt that is being prefilled counts less and less; nobody says so."""
+    """A prompt in prefill counts less and less, without a report."""
 
     async def work() -> None:
         async with full(router_prefill_tokens_per_second=8.0) as (stage, router):
@@ -237,7 +237,7 @@ class Last(Policy):
 def test_a_policy_of_your_own_is_asked_before_the_wait_and_heard_after_it() -> None:
     async def work() -> None:
         async with full(2, router_mode=Last()) as (stage, router):
-            # Nobody asks it where there is one worker only: for r-0 and r-1.
+            # With a single worker it is not called: for r-0 and r-1.
             task = await line_up(router, user="u")
             await router.free("r-0")
             await router.free("r-1")

@@ -18,7 +18,7 @@ TOKENS = len(IDS)
 
 @contextmanager
 def router(**settings) -> Iterator[Http]:
-    """A router whose workers take a batch of one prompt."""
+    """A router of workers that take a batch of one prompt."""
     service = RouterService(
         host="127.0.0.1", port=0, seed=1, router_queue_threshold=0.5, **settings
     ).start()
@@ -77,7 +77,7 @@ def test_reservations_wait_for_room_and_leave_in_order():
             wait_pending(http, count)
         by_method = http.post("/", {"method": "potential_loads", "tokens": IDS})
         assert (by_method["pending_count"], by_method["pending_isl_tokens"]) == (3, 3 * TOKENS)
-        # Who only asks does not wait.
+        # Previews do not wait.
         assert ask(http)["worker_id"] == 1
         text = http.get("/metrics").decode()
         label = '{model="m",tenant="default"}'
@@ -114,7 +114,7 @@ def test_a_message_waits_in_the_same_line_and_says_how_urgent_it_is():
             assert http.post("/free", {"request_id": name})["freed"]
             wait_pending(http, count)
         assert late.finish()["worker_id"] == 1
-        # Without a name nothing is booked, and nobody waits.
+        # Without a name nothing is booked, and no request waits.
         assert http.post("/", {**new, "priority": 1})["worker_id"] == 1
         for field in ({"priority": "high"}, {"strict_priority": -1}):
             http.post("/", {**new, **field}, expect=400)

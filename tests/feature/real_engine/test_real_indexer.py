@@ -29,7 +29,7 @@ def engines(tmp_path_factory):
 
 @dataclass
 class Count:
-    """What one phase compared; predictions are one a request and replica."""
+    """Comparisons of one phase; one prediction per request and replica."""
 
     phase: str
     requests: int = 0

@@ -1,4 +1,4 @@
-"""What frontends know of caches outlives them: in JetStream, and in the workers' own indexes."""
+"""Frontends' cache state survives them: in JetStream, and in the workers' local indexes."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def test_a_third_frontend_knows_every_prefix_after_two_were_killed(cluster: Clus
     for frontend in (one, two):
         frontend.process.kill()
     third = cluster.frontend(workers, *flags)
-    # Its first requests: what it was told by the snapshot and the stream, and by nothing else.
+    # Its first requests: it knows only the snapshot and the stream.
     assert [overlap(third, family) for family in range(1, 13)] == [8] * 12
-    # Figures are told twice a second.
+    # Figures are updated twice a second.
     until(lambda: third.metric(f"kvflash_state_is_complete{{{LABEL}}}") == 1, "the figures")
     assert third.metric(f"kvflash_state_restores_total{{{LABEL}}}") == 1
     assert third.metric(f"kvflash_state_lost_messages_total{{{LABEL}}}") == 0

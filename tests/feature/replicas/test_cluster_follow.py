@@ -1,4 +1,4 @@
-"""What a router does while the state of a component is being restored."""
+"""A router while the state of a component is being restored."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Restoring:
         return is_ready
 
     def stop(self) -> None:
-        # Whoever waits then would wait for ever.
+        # Without this, waiting callers would wait for ever.
         assert not self.is_waited_for
         self.is_stopped = True
 

@@ -48,7 +48,7 @@ def ask_etcd(etcd: EtcdServer, path: str, fields: dict[str, Any]) -> dict[str, A
 
 
 def end_lease(etcd: EtcdServer, worker: int) -> None:
-    """What a partition between a worker and etcd does when it lasts."""
+    """Act like a lasting partition between a worker and etcd."""
     key, end = "v1/instances/ns/backend/generate/", "v1/instances/ns/backend/generate0"
     span = {"key": key, "range_end": end}
     rows = ask_etcd(

@@ -151,7 +151,7 @@ def test_workers_that_only_prefill_earn_credit(
     until(lambda: late.workers() == set(workers.ids), "the workers")
     until(late.knows_all, "what was sent before")
     assert {one["tenant_id"] for one in late.http.get("/workers")} == {"prefill"}
-    # Beside others of their model a request that names nobody is not theirs.
+    # A request without a model is not theirs if there are other models.
     decode = cluster.workers(*NATS, *kind, count=1)
     for made in (one, late):
         until(lambda made=made: made.workers() == {*workers.ids, *decode.ids}, "all workers")

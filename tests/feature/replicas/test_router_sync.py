@@ -143,7 +143,7 @@ def test_workers_that_gateways_register_alike_are_the_same(cluster: Cluster) -> 
     one, two = Router(cluster, SYNC), Router(cluster, SYNC)
     for router in (one, two):
         router.register(1, 2)
-    # What is sent to a worker before it is shared is told as well: what is active then.
+    # Requests sent before their worker is shared are shared later, if still active.
     one.reserve("z", 9)
     busy = one.reserve("a", 1)
     one.http.post("/prefill_complete", {"request_id": "a"})

@@ -16,7 +16,7 @@ COMPONENT = ("ns", "backend")
 
 
 def test_what_is_booked_before_it_is_connected_is_told_when_it_is(tmp_path) -> None:
-    """The first requests come before discovery has answered, and are told like all others."""
+    """Requests that come before discovery has answered are shared like all others."""
     is_there = threading.Event()
 
     def discovery() -> Discovery:

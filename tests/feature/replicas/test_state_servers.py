@@ -431,7 +431,7 @@ def test_a_worker_that_left_takes_its_blocks_along_and_brings_them_back(worker, 
     attached.worker_left(1)
     assert blocks(catalog) == {2: 20}
     assert attached.stats()["away_workers"] == 1
-    # What it publishes meanwhile does not count yet.
+    # Batches that it publishes meanwhile do not count yet.
     one.store(1)
     two.store(1)
     until(lambda: blocks(catalog) == {2: 24}, "the other's event")

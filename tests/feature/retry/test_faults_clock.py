@@ -60,7 +60,7 @@ def booked(one: Site) -> float:
 def test_requests_workers_and_load_outlive_a_leap(
     site: Callable[..., Site], clock: WallClock, kind: str, seconds: int
 ) -> None:
-    """Predictions of two seconds run out behind it; what is told to live longer does not."""
+    """Predictions of two seconds expire at the leap; predictions with a longer lifetime do not."""
     one = site(kind, "--router-mode", "kv", "--no-kv-events", "--router-ttl", "2")
     one.start("anna", "bert")
     for name in ("anna", "bert"):
@@ -80,7 +80,7 @@ def test_requests_workers_and_load_outlive_a_leap(
         one.untell(name, "hold")
     assert {end_of(call) for call in calls} <= {"anna", "bert"}
     has_leapt(one, seconds)
-    # Who comes is found, and who dies is missed.
+    # New workers are found, and dead ones are missed.
     one.start("carl")
     one.processes["carl"].kill()
     one.wait_left("carl")

@@ -1,4 +1,4 @@
-"""Workers that come and go while requests run, and one whose host is gone without a word."""
+"""Workers that come and go while requests run, and a host that disappears silently."""
 
 from __future__ import annotations
 

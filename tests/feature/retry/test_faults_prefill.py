@@ -45,7 +45,7 @@ def test_killed_while_it_prefills(site: Site) -> None:
 
 
 def test_killed_between_prefill_and_decode(site: Site) -> None:
-    """What it has handed on is the decode worker's matter: the request ends once, as that says."""
+    """After the handover the decode worker decides: the request ends once, as it says."""
     site.tell("dora", "mute")
     calls = [site.call(body) for body in (STREAM, STREAM)]
     site.wait_running("dora", 2)

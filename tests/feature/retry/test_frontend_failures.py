@@ -85,7 +85,7 @@ def test_another_worker_takes_over(
     bad, good = FakeEngine("over", behaviour), FakeEngine("over")
     before = failed(frontend, cause)
     with engines(frontend, bad, good) as (bad_id, good_id):
-        # Two requests, so that one of them meets the bad engine whoever's turn it is.
+        # Two requests, so that one of them reaches the bad engine in any order.
         for n in range(2):
             frontend.wait_healthy(bad_id, good_id)
             got = ask(frontend.url, COMPLETIONS, prompt_of("over", n=n))
@@ -213,7 +213,7 @@ def test_limit_of_concurrent_requests() -> None:
                 head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
                 large.send(head.encode() + b"\r\n" + body)
                 assert large.read_answer()[0] == 429
-            # What operators ask is not refused.
+            # Operators' requests are not refused.
             assert frontend.http.get("/health")["requests_in_flight"] == 2
             release.set()
             assert [call.finish().status for call in calls] == [200, 200]
@@ -221,7 +221,7 @@ def test_limit_of_concurrent_requests() -> None:
             assert len(fake.received) == 3
 
 
-# -- after the first byte: the client is told
+# -- after the first byte: the client gets an error
 
 
 def test_stream_that_breaks_ends_with_an_error_event(frontend: Frontend) -> None:
@@ -493,7 +493,7 @@ def test_client_that_leaves_while_the_prompt_is_tokenized() -> None:
         call.hang_up()
         kv.wait_idle()
         release.set()
-        # Nobody waits for an answer any more, so the engine is not asked for one.
+        # The client no longer waits for an answer, so no engine is asked for one.
         assert fake.received == []
         assert kv.metric("kvflash_clients_gone_total") == 1
 

@@ -1,4 +1,4 @@
-"""What the log says of a server that is away."""
+"""Log messages about a server that is down."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_an_outage_is_told_once_then_now_and_then_and_its_end(
         f"away at {1 + REMIND_S:g}",
     ]
     caplog.clear()
-    # What needs somebody to mend it is not covered by what came before.
+    # A problem that an operator must fix is not hidden by earlier messages.
     outage.lasts("refused", kind=True)
     outage.ends()
     outage.ends()

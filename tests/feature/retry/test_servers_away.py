@@ -1,4 +1,4 @@
-"""NATS that is away: what is said of it, and that whoever ends meanwhile ends cleanly."""
+"""NATS is down: the messages about it, and a clean exit in the meantime."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_connection_whose_server_is_away_closes_with_all_its_tasks(server: Nat
         await client.flush()
         server.kill()
         await asyncio.to_thread(until, lambda: not client.is_connected, "the end to be seen")
-        # It waits to be sent, and nobody will take it.
+        # A queued message that no server will take.
         await client.publish("s", b"x")
         with pytest.raises(TransportError, match="the server is away"):
             await log.drop_reader("r")
@@ -90,7 +90,7 @@ def test_the_broker_of_requests_tells_once_that_it_is_away(
         await client.close()
 
     asyncio.run(scenario())
-    # How the connection ended, and that there is none.
+    # The end of the connection and its absence are logged.
     *first, gone = told(logging.WARNING)
     [back] = told(logging.INFO)
     assert len(first) <= 1

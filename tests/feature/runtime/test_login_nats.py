@@ -68,7 +68,7 @@ def refusal(env: dict[str, str]) -> KvflashError:
 
 
 async def ask_as_a_client() -> None:
-    """Over the request plane, served by nobody but ourselves."""
+    """Over the request plane, between our own processes only."""
     async with DistributedRuntime("mem", "nats") as runtime:
         endpoint = runtime.endpoint("t.login.run")
 
@@ -258,7 +258,7 @@ def test_who_is_thrown_out_comes_back_with_its_subscriptions(
         assert not client.is_connected
         await asyncio.to_thread(reload, server, login("p"))
         while heard.empty():
-            # What is said while it is away waits, or goes as it comes back.
+            # Messages sent while it is down wait, or are sent when it comes back.
             await client.publish("news", b"x")
             await asyncio.sleep(0.02)
         await client.close()

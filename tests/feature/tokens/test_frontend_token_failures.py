@@ -221,7 +221,7 @@ def test_one_in_doubt_comes_back_with_a_ping(frontend: EmbeddedFrontend) -> None
 
 
 def test_a_port_that_takes_nothing_is_given_up(impatient: EmbeddedFrontend) -> None:
-    """Half open: the connection stands, but nobody reads or answers."""
+    """Half open: the connection stands without a reader or a writer."""
     with socket.create_server(("127.0.0.1", 0), backlog=16) as silent:
         with FakeWorker(31) as model:
             spec = model.spec()

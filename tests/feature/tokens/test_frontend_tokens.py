@@ -219,7 +219,7 @@ def test_text_workers_get_the_body_and_answer_in_chunks(frontend: EmbeddedFronte
         assert worker.received[0].payload == body
         events = ask(frontend.url, CHAT, chat(stream=True)).events
         assert text_of(events) == "one two"
-        # What such a worker can do is for it to say.
+        # Such a worker must announce its abilities itself.
         body = chat(n=2, logprobs=True, response_format={"type": "structural_tag"})
         assert ask(frontend.url, CHAT, body).status == 200
         assert worker.received[-1].payload == body

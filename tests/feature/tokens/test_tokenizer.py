@@ -16,7 +16,7 @@ from service import VECTORS
 
 TINY = VECTORS / "tiny-llama"
 GOLDEN = json.loads((VECTORS / "text" / "golden.json").read_text())
-# What the Python class takes; the others need fields that only requests have.
+# Fields that the Python class supports; the others exist only in requests.
 TAKEN = {"messages", "tools", "add_generation_prompt"}
 
 

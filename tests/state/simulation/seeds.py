@@ -23,14 +23,14 @@ _ALONE_MAX = 500
 
 
 def play_all(play: Callable[[int], T], file: str) -> Iterator[T]:
-    """What each seed's world came to.
+    """Play worlds, one per seed; returns their results.
 
     Args:
-        play: Plays one; raises when something does not hold. A function of a module.
-        file: Whose test it is, to be told how to see a failure again.
+        play: Plays one world; raises if an invariant fails. A function of a module.
+        file: The test's file, for the message on how to repeat a failure.
 
     Raises:
-        AssertionError: Some seeds failed; each was printed with how to play it again.
+        AssertionError: Some seeds failed; each was printed with the command that repeats it.
     """
     if ONE_SEED is not None:
         yield play(ONE_SEED)

@@ -27,7 +27,7 @@ STEPS = 60
 
 
 class Link:
-    """What every message, question and answer goes over."""
+    """The network of all messages, queries and answers."""
 
     def __init__(self, dice: random.Random) -> None:
         self.dice = dice
@@ -73,7 +73,7 @@ class Worker:
 
 
 class Router:
-    """A router process: a catalog and who fills it. What it does after its death is lost."""
+    """A router process: a catalog and its follower. Actions after its death have no effect."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -212,7 +212,7 @@ def play(seed: int) -> Counter[str]:
             router.cut_until = 0.0
         # A question that is under way may take its five seconds, and be asked again.
         await asyncio.sleep(30)
-        # What was lost last of all shows with the next batch.
+        # The loss of the very last batch shows with the next one.
         for worker in world.workers.values():
             world.publish(worker)
         await asyncio.sleep(5)
@@ -223,7 +223,7 @@ def play(seed: int) -> Counter[str]:
                 own = held(worker.index._catalog)
                 known = [one for one in held(router.catalog) if one[0] == instance_id]
                 assert known == own, f"seed {seed}: worker {instance_id}"
-                # What the engine holds, without any code of ours.
+                # Blocks that the engine holds, computed without our code.
                 assert sum(blocks for _, blocks, _ in own) == len(worker.engine.held)
         for _ in range(3):
             for worker in world.workers.values():

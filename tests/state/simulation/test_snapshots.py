@@ -81,7 +81,7 @@ class Router:
 
 
 def held(catalog: Catalog, gone: Collection[int] = frozenset()) -> list[tuple[int, int, int, int]]:
-    """What a catalog holds of workers that are there, whatever the way it came there."""
+    """Entries of a catalog for existing workers, from any source."""
     return [
         (i, rank, blocks, digest)
         for _, i, rank, blocks, digest, _ in catalog.digests()
@@ -90,14 +90,14 @@ def held(catalog: Catalog, gone: Collection[int] = frozenset()) -> list[tuple[in
 
 
 def truth(world: World, gone: Collection[int] = frozenset()) -> list[tuple[int, int, int, int]]:
-    """What all that was ever acknowledged amounts to."""
+    """Combined state of all acknowledged messages."""
     catalog = Catalog(max_blocks=0)
     CatalogSink(catalog).apply(world.history)
     return held(catalog, gone)
 
 
 def recovered(world: World, gone: Collection[int] = frozenset()) -> list[tuple[int, int, int, int]]:
-    """What a new replica would find in the snapshot and the log."""
+    """State that a new replica would find in the snapshot and the log."""
     catalog = Catalog(max_blocks=0)
     sink = CatalogSink(catalog)
     pointer, _ = world.flipped
@@ -143,7 +143,7 @@ def play(seed: int) -> Counter[str]:
         seen["purges"] += 1
         if seen["deletions"]:
             return
-        # Raised in a node's task nobody would hear of it.
+        # An exception raised in a node's task would go unnoticed.
         try:
             assert recovered(world, gone) == truth(world, gone), "a purge took what no snapshot has"
         except AssertionError as error:
@@ -215,13 +215,13 @@ def play(seed: int) -> Counter[str]:
             seen["blind_purges"] += 1
             return
         if seen["deletions"]:
-            # What was only in there is lost, until its engines tell anew.
+            # State that was only in there is lost until its engines publish it again.
             for engine in engines:
                 engine.restart()
                 await engine.publish(log, dice)
             alive = await settle()
         if is_quiet:
-            # Nobody says anything until the log has forgotten all.
+            # No engine publishes until the log has forgotten everything.
             await asyncio.sleep(world.max_age_s + 1)
             world.expire()
             assert world.first == world.last + 1
@@ -234,7 +234,7 @@ def play(seed: int) -> Counter[str]:
             assert not gone & {instance_id for instance_id, _, _, _ in held(router.catalog)}
         is_reset = any("Kvflash-Kind" in message.headers for message in world.history)
         if not is_reset or seen["deletions"]:
-            # What the engines hold, without any code of ours.
+            # Blocks that the engines hold, computed without our code.
             engines_hold = {engine.instance_id: len(engine.held) for engine in engines}
             said = {instance_id: blocks for instance_id, _, blocks, _ in wanted}
             assert said == {i: n for i, n in engines_hold.items() if n}, f"seed {seed}"

@@ -113,7 +113,7 @@ class World:
         self.history = [message for message in self.history if message.sequence != sequence]
 
     def delete_log(self) -> None:
-        """Somebody deletes the stream; whoever finds it missing makes another one."""
+        """Delete the stream; a process that finds it missing creates a new one."""
         self.note("the log is deleted")
         self.incarnation += "a"
         self.first, self.last = 1, 0
@@ -460,7 +460,7 @@ def run_world(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     try:
         loop.run_until_complete(work())
     finally:
-        # What a dead node does on its way out waits for ever again.
+        # The cleanup of a dead node waits for ever again, so it is cancelled repeatedly.
         while left := asyncio.all_tasks(loop):
             for task in left:
                 task.cancel()

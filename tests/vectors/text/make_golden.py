@@ -3,8 +3,9 @@
     python -m venv venv && venv/bin/pip install transformers jinja2 tokenizers
     venv/bin/python tests/vectors/text/make_golden.py
 
-Every template meets every conversation. What the template raises is recorded as "error". Messages
-are prepared here the plain way: parts joined by a line feed or kept, arguments parsed, as vLLM does.
+Every template is applied to every conversation. An exception of the template is recorded as
+"error". Messages are prepared in the plain way, as vLLM does: parts joined by a line feed or kept,
+arguments parsed.
 """
 
 import copy
@@ -417,7 +418,7 @@ CONVERSATIONS = {
         ],
         "tools": TOOLS,
     },
-    # Floats whose last digit a reader that rounds twice gets wrong.
+    # Floats with a last digit that a parser with double rounding gets wrong.
     "floats": {
         "messages": [
             {"role": "user", "content": "Where?"},
@@ -479,7 +480,7 @@ CONVERSATIONS = {
 
 
 def prepared(messages, form):
-    """What vLLM makes of the client's messages."""
+    """vLLM's form of the client's messages."""
     out = []
     for message in copy.deepcopy(messages):
         content, role = message["content"], message["role"]
