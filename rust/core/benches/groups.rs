@@ -1,7 +1,7 @@
-//! What cache groups cost: a recorded hybrid engine, as many times over as a fleet has workers.
+//! The cost of cache groups: a recorded hybrid engine, repeated for the size of a fleet.
 //!
-//! `cargo bench --profile fast --bench groups`: memory of the index, with and without the further groups, and
-//! the time of a query.
+//! `cargo bench --profile fast --bench groups`: memory of the index, with and without the further
+//! groups, and the time of a query.
 #![allow(clippy::unwrap_used)]
 
 use std::fs;

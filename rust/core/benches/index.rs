@@ -1,5 +1,5 @@
-//! What the index costs: queries, events, bytes. Prints the median and the best of many rounds; each
-//! round is a mean over calls, short enough to fit between two interruptions.
+//! The cost of the index: queries, events, bytes. Prints the median and the best of many rounds;
+//! each round is a mean over calls, short enough to fit between two interruptions.
 //!
 //! `cargo bench --bench index`
 

@@ -1,8 +1,8 @@
-//! What a decision costs with 1,000 workers and 10,000 clients: policies, and the fair queue. Prints
-//! the median and the 99th percentile of single calls.
+//! The cost of a decision with 1,000 workers and 10,000 clients: policies, and the fair queue.
+//! Prints the median and the 99th percentile of single calls.
 //!
-//! `cargo bench --bench policy`, or `-- prefix-cache` behind it for what begins with that. `-- decision` compares
-//! `auto` with `kv`: they take turns at the same requests.
+//! `cargo bench --bench policy`, or with `-- prefix-cache` for benches with that prefix.
+//! `-- decision` compares `auto` with `kv`: they take turns at the same requests.
 
 use std::collections::VecDeque;
 use std::hint::black_box;
@@ -78,7 +78,7 @@ fn main() {
         stage: Stage::Both,
     };
     let users: Vec<String> = (0..CLIENTS).map(|id| format!("client {id}")).collect();
-    // A beginning that all share, and an end of one's own: 16 KB, 125 blocks of 128.
+    // A common start and a distinct end: 16 KB, 125 blocks of 128.
     let prompts: Vec<Vec<u8>> = (0..256_u64)
         .map(|id| {
             let mut own = SmallRng::seed_from_u64(id);
@@ -148,7 +148,7 @@ fn main() {
     }
 }
 
-/// What workers hold of the prompts that come, and what they are busy with.
+/// The workers' blocks of the prompts, and their load.
 fn fleet(workers: u64, blocks: u32, rng: &mut SmallRng) -> Vec<Candidate> {
     let held = |rng: &mut SmallRng| match rng.random_range(0..10) {
         // The system prompt that all have; parts of conversations; nothing at all.

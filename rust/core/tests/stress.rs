@@ -80,7 +80,7 @@ fn remove(index: &dyn BlockIndex, worker: Worker, tier: Tier, from: u64, to: u64
     assert_eq!(index.remove(worker, tier, &names).unknown, 0);
 }
 
-/// What one writer did to its worker: (call began, call ended, depth before, depth after).
+/// The changes of one writer to its worker: (call began, call ended, depth before, depth after).
 type Log = Vec<(u64, u64, u32, u32)>;
 
 /// The least and the most a worker could have held at some moment of `[from, to]`.
@@ -320,9 +320,9 @@ fn a_recycled_slot_never_credits_another_worker() {
                         remove(index, worker, tier, 0, held(worker));
                         store(index, worker, tier, 0, held(worker));
                     }
-                    // What is evicted is no longer predicted: only now.
+                    // Predict last: an eviction also ends the block's prediction.
                     index.predict(worker, 1337, &prompt(held(worker)));
-                    // What its slot's last owner left behind, or takes away late, shows here.
+                    // Leftovers of a slot's last owner, or its late removals, show here.
                     index.find_matches(&query, &mut out);
                     let own = out.as_slice().iter().find(|found| found.worker == worker);
                     let own = own.map(|m| (u64::from(m.external), u64::from(m.predicted)));

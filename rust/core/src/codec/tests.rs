@@ -1,4 +1,4 @@
-//! What becomes of batches: good ones, odd ones and bad ones.
+//! Decoding of batches: good ones, odd ones and bad ones.
 #![allow(clippy::unwrap_used)]
 
 mod round_trip;
@@ -200,7 +200,7 @@ fn the_types_of_trailing_fields_tell_whose_they_are() {
     // Nothing tells: a block under a name that no request has is never matched.
     let either = with_tail(vec![text("a"), Nil, Nil]);
     assert_eq!((either.lora_name.as_deref(), either.cache_salt), (Some("a"), None));
-    // Types that nobody has published yet.
+    // Types that no engine has published yet.
     let future = with_tail(vec![Nil, Float(1.0), Map(vec![("a", Nil)]), Int(3), Int(4)]);
     assert_eq!(future.extra_keys, []);
     assert_eq!((future.group_idx, future.spec_kind), (None, None));

@@ -267,7 +267,7 @@ fn time_runs_out_and_requests_are_taken_back() {
     queue.push("a", 2, cost(1), at(5_000), 10).unwrap();
     let ticket = queue.push("b", 3, cost(1), Options::default(), 20).unwrap();
     assert_eq!(queue.expire(49), []);
-    // Time that ran out is found by whoever comes first.
+    // The next call, whichever it is, finds the expired request.
     assert!(queue.pop(50, |_| false).is_none());
     let dropped = queue.expire(50);
     assert_eq!((dropped.len(), dropped[0].item, dropped[0].waited_ms), (1, 1, 40));

@@ -276,7 +276,7 @@ struct TwinRequest {
 struct Twin {
     workers: BTreeMap<Worker, u64>,
     requests: Vec<TwinRequest>,
-    /// What a shared block counts as, where that is not 1.
+    /// The count of a shared block, where it is not 1.
     fractions: BTreeMap<(Worker, u64), f64>,
     bookings: u64,
 }

@@ -1,11 +1,11 @@
-//! Scenarios: what comes, and after `->` what the door is told to do.
+//! Scenarios: an input, and after `->` the expected effects.
 
 use std::cell::RefCell;
 
 use super::*;
 use crate::stream::{END_OF_REPLAY, Step, Stream};
 
-/// An index by first principles: the numbers that it took, and what it was told.
+/// An index by first principles: the numbers that it accepted, and the calls that it received.
 #[derive(Default)]
 struct Log(RefCell<Taken>);
 
@@ -83,8 +83,8 @@ impl Feed for Log {
     }
 }
 
-/// Frames of numbers; `x` is a message that is none, `'` behind a number says that another life of the
-/// engine wrote it.
+/// Frames of numbers; `x` is a malformed message, `'` after a number marks another epoch of the
+/// engine.
 fn frames(words: &[&str]) -> Vec<Option<Frame>> {
     let frame = |word: &&str| {
         let payload = vec![u8::from(word.ends_with('\''))];

@@ -1,4 +1,4 @@
-//! What a selector promises beyond its router.
+//! Guarantees of a selector beyond its router.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeMap;

@@ -376,8 +376,8 @@ proptest! {
                 Happening::Publish { is_lost } => {
                     let seq = published.len() as u64;
                     published.push(life << 32 | seq);
-                    // The one loss that cannot be seen: a new life whose frames are all lost
-                    // until the number that the old one would have had next.
+                    // The only loss that cannot be seen: a new epoch loses all frames up to the old
+                    // one's next number.
                     let hides = consumer.stream.last_live.is_some_and(|last| seq > last)
                         && seq <= consumer.stream.next()
                         && consumer.applied.last().is_some_and(|last| last >> 32 != life);

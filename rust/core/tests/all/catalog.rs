@@ -1,4 +1,4 @@
-//! Who is registered, whose blocks are whose, and what a recovery brings: over the catalog's own calls.
+//! Registrations, ownership of blocks, and results of recoveries, by the catalog's own calls.
 #![allow(clippy::unwrap_used)]
 
 use std::io::Read;
@@ -87,7 +87,7 @@ fn publishers_with_a_socket_are_as_many_as_there_are_files_for() {
     }
     let error = add(16, "tcp://c:1").map(drop).unwrap_err();
     assert!(matches!(&error, Error::Overloaded(why) if why.contains("ulimit -n")), "{error}");
-    // What a broker carries needs no socket of its own.
+    // Events from a broker need no socket.
     add(16, "nats://subject/16/0").unwrap();
     catalog.unregister(15, "m", None, None).unwrap();
     add(17, "tcp://c:1").unwrap();

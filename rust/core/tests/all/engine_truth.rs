@@ -17,7 +17,7 @@ use kvflash_core::ids::Worker;
 use kvflash_core::index::Matches;
 use rmpv::Value;
 
-/// What a file's predictions came to.
+/// Totals of a file's predictions.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 struct Score {
     requests: u32,
@@ -157,7 +157,7 @@ impl Replay {
     }
 }
 
-/// What was recorded first, and what happened then.
+/// The recorded start, and the events after it.
 fn read(name: &str) -> (Value, Vec<Value>) {
     let path = Path::new("../../tests/vectors/engine_truth").join(name).with_extension("msgpack");
     let bytes = fs::read(&path).unwrap();

@@ -22,7 +22,7 @@ struct Case {
     #[serde(default)]
     limit: Option<usize>,
     steps: Vec<Vec<String>>,
-    /// What names stand for at the end; null = they are not served.
+    /// The workers of names at the end; null = the name is not served.
     #[serde(default)]
     names: BTreeMap<String, Option<String>>,
 }

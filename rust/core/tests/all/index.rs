@@ -18,7 +18,7 @@ fn copies() -> Options {
     Options { count_mode: CountMode::Copies, ..Options::default() }
 }
 
-/// Blocks whose local hash is `id` and whose name is `100 * id`.
+/// Blocks with the local hash `id` and the name `100 * id`.
 fn blocks(ids: &[u64]) -> Vec<Block> {
     ids.iter().map(|id| Block { engine_hash: id * 100, local_hash: *id }).collect()
 }
@@ -83,7 +83,7 @@ fn a_hole_hides_what_is_behind_it_until_it_heals() {
         assert_eq!(index.remove(W, Tier::Device, &[200]).removed, 1);
         assert_eq!(depths(&*index, &[1, 2, 3, 4]), [(1, 1)]);
         assert_eq!(index.blocks(W), 3);
-        // The parent is gone: nobody knows where its children would be.
+        // The parent is gone, so the place of its children is unknown.
         assert_eq!(store(&*index, W, &[9], Some(2)).rejected, Some(Rejection::Orphan));
         // One behind the hole has a place, out of sight.
         assert_eq!(store(&*index, W, &[9], Some(3)).added, 1);
@@ -317,7 +317,7 @@ fn predictions_are_no_facts_and_end() {
         assert_eq!(foretold(&*index, &[1, 2, 3]), [(1, 1)]);
         assert_eq!((index.advance_to(3), index.advance_to(14)), (0, 0));
         assert_eq!(index.remove(W, Tier::Device, &[100]).removed, 1);
-        // What the engine evicted is no longer predicted either; what lies behind waits for its time.
+        // Evicted blocks are no longer predicted either; later blocks wait for their time.
         assert_eq!(foretold(&*index, &[1, 7]), []);
         assert_eq!(index.advance_to(15), 1);
         assert_eq!(matches(&*index, &[1, 7]), []);
@@ -338,7 +338,8 @@ fn blocks_run_out_unless_they_are_stored_again() {
         store(&*index, Worker::new(2, 0), &[1, 2], None);
         index.copy(W, Tier::Host, &[100, 200, 300]);
         index.advance_to(1_050);
-        // What goes on from a block renews it and all above, in every tier, but nothing behind it.
+        // A continuation of a block renews it and all blocks above, in every tier, but none after
+        // it.
         assert_eq!(store(&*index, W, &[9], Some(2)).added, 1);
         assert_eq!(index.advance_to(1_099), 0);
         assert_eq!(depths(&*index, &[1, 2, 3, 4]), [(1, 4), (2, 2)]);
@@ -352,7 +353,7 @@ fn blocks_run_out_unless_they_are_stored_again() {
         index.remove(W, Tier::Device, &[900]);
         assert_eq!((index.advance_to(1_149), index.advance_to(1_150)), (0, 4));
         assert_eq!(store(&*index, W, &[5], Some(2)).rejected, Some(Rejection::Orphan));
-        // However long nobody told the time.
+        // After any time without a clock update.
         store(&*index, W, &[1, 2], None);
         let late = 1 << 41;
         assert_eq!(index.advance_to(late), 2);
@@ -521,7 +522,7 @@ fn an_index_stays_within_its_bytes() {
         let ids: Vec<u64> = (n * 1_000..n * 1_000 + 200).collect();
         let worker = Worker::new(n % 7, 0);
         store(&index, worker, &ids, None);
-        // What is let go is free once every reader has gone on, those of other tests in this process, too.
+        // Retired memory is free once all readers have moved on, including those of other tests.
         let end = Instant::now() + Duration::from_secs(30);
         while depths(&index, &ids).is_empty() && Instant::now() < end {
             std::thread::yield_now();
@@ -529,7 +530,7 @@ fn an_index_stays_within_its_bytes() {
         }
         let stats = index.stats();
         assert!(stats.bytes <= max_bytes, "event {n}: {stats:?}");
-        // What just came is the last to go.
+        // The newest block is the last to go.
         assert_eq!(depths(&index, &ids), [(n % 7, 200)], "event {n}: {stats:?}");
     }
     let stats = index.stats();

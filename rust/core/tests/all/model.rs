@@ -18,7 +18,8 @@ mod streams;
 use pair::{Op, Pair, Plan, Seen, are_many, events, run, seeds};
 use streams::{Calls, Engine, Eviction, Naming, Prompts, Space};
 
-/// A stream that met too little proves nothing. Of many seeds some always do: these are told, not failed.
+/// A stream with too little variety proves nothing. Some of many seeds always lack it: they are
+/// reported, and do not fail.
 macro_rules! covers {
     ($seen:expr, $($met:expr),+ $(,)?) => {
         $(if !$met {
@@ -101,7 +102,8 @@ fn chaos_within_tight_limits() {
     }
 }
 
-/// What is not stored again goes: at once, soon, and so late that time is counted in ticks.
+/// Predictions that are not renewed expire: at once, soon, and so late that time is counted in
+/// ticks.
 #[test]
 fn chaos_of_blocks_that_run_out() {
     for seed in seeds(9) {
@@ -360,7 +362,7 @@ fn churn_leaves_nothing_behind() {
     // By then the tables have seen enough churn to have their final size.
     let baseline = (0..500).map(&mut churn).max().unwrap_or(0);
     (500..1_000).for_each(|cycle| _ = churn(cycle));
-    // What readers of other tests hold back is freed when they have gone on.
+    // Memory held back by readers of other tests is freed when they have moved on.
     let is_back = |bytes: usize| bytes <= baseline + baseline / 20;
     assert!((1_000..5_000).any(|cycle| is_back(churn(cycle))), "{baseline} -> {:?}", index.stats());
     index.audit();

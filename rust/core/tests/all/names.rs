@@ -202,7 +202,7 @@ impl Timeline {
             if lora != event.lora_name.as_ref() || tokens[..shared] != event.token_ids[..shared] {
                 return false;
             }
-            // Another prompt of the same first tokens, whose embeddings end before the event does.
+            // Another prompt with the same first tokens; its embeddings end before the event does.
             let Some(names) = keys.names(&self.scheme, &event.token_ids, self.unit) else {
                 return false;
             };

@@ -9,7 +9,7 @@ use kvflash_core::text::{
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-/// What becomes of a conversation before it is sent again.
+/// A change of a conversation before it is sent again.
 #[derive(Debug, Clone)]
 enum Turn {
     Say(String),

@@ -44,7 +44,7 @@ fn loaded(index: &dyn BlockIndex, mut bytes: &[u8]) -> Result<Loaded, LoadError>
 
 type Held = BTreeMap<Worker, Vec<Membership>>;
 
-/// What workers hold, those aside that hold nothing.
+/// Blocks of all workers that hold any.
 fn held(index: &dyn BlockIndex) -> Held {
     let all = index.workers().into_iter().map(|worker| (worker, index.memberships(worker)));
     all.filter(|(_, held)| !held.is_empty()).collect()
@@ -57,7 +57,7 @@ fn seed_of(first: u64) -> u64 {
 
 /// Random events: all tiers, copies, further names, moved names, holes, predictions.
 fn play(index: &dyn BlockIndex, rng: &mut SmallRng, events: usize, names: u64) {
-    // What each worker's names were stored under, to keep seeds with their content.
+    // The seed of each worker's names, to keep seeds with their content.
     let mut seeds: BTreeMap<(Worker, u64), u64> = BTreeMap::new();
     for _ in 0..events {
         let worker = Worker::new(rng.random_range(0..4), rng.random_range(0..2));
@@ -169,7 +169,7 @@ fn small() -> (RadixIndex, Vec<u8>) {
     (index, bytes)
 }
 
-/// What is loaded is what was saved, but for the workers that are said to be lost.
+/// A load restores everything saved, except for workers reported as lost.
 fn check_damaged(index: &RadixIndex, bytes: &[u8]) -> Option<Loaded> {
     let copy = RadixIndex::default();
     let result = match loaded(&copy, bytes) {
@@ -314,7 +314,7 @@ fn a_section_that_the_index_refuses_is_taken_back() {
     assert_eq!(result.lost[1].cause, Cause::Refused("no more workers"));
     assert_eq!((result.lost.len(), copy.workers().len()), (2, 1));
     copy.audit();
-    // What a worker said itself is newer.
+    // A worker's own events are newer.
     let result = loaded(&copy, &bytes).unwrap();
     assert_eq!(result.lost[0].cause, Cause::Held(per_worker));
     assert_eq!(copy.blocks(Worker::new(1, 0)), per_worker);
@@ -422,7 +422,7 @@ fn saved_beside_a_writer() {
         let _stop = Stop(&stop);
         let (mut blocks, mut saves) = (0, 0);
         let deadline = Instant::now() + Duration::from_secs(60);
-        // From then on nobody new becomes known between a save and a count.
+        // From then on no new worker appears between a save and a count.
         while index.workers().len() < workers.len() && Instant::now() < deadline {
             std::thread::yield_now();
         }

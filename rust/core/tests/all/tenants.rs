@@ -1,8 +1,8 @@
-//! No query ever gets a block that was stored under another identity: random engines against a simple one.
+//! A query never gets a block stored under another identity: random engines against a simple one.
 //!
-//! Engines store the same few prompts under random mixes of cache salts, adapters, pictures and embeddings,
-//! copy blocks to host memory in events that carry no keys, evict and clear. What the catalog predicts is
-//! held against sets of the engines' own names.
+//! Engines store the same few prompts under random mixes of cache salts, adapters, pictures and
+//! embeddings, copy blocks to host memory in events without keys, evict and clear. Predictions of
+//! the catalog are compared with sets of the engines' own names.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeSet;
@@ -22,7 +22,7 @@ const SIZE: u32 = 4;
 /// An adapter and a salt of one name, and others.
 const NAMES: [&str; 3] = ["a", "b", "c"];
 
-/// Who asks, and with what beside tokens.
+/// The identity of a query, besides its tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Asker {
     lora: Option<&'static str>,

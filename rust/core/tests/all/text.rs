@@ -34,7 +34,7 @@ impl Folder {
 
 impl Drop for Folder {
     fn drop(&mut self) {
-        // What is left over lies in cargo's target folder.
+        // Leftovers are in cargo's target folder.
         let _ = fs::remove_dir_all(&self.0);
     }
 }
@@ -780,7 +780,7 @@ impl Prompts {
         text
     }
 
-    /// Words that nobody has seen.
+    /// Words outside of all vocabularies.
     fn strange(&mut self, chars: usize) -> String {
         let mut text = String::new();
         while text.len() < chars {

@@ -33,7 +33,7 @@ struct Request {
     hash_ids: Vec<u64>,
 }
 
-/// Conversations that all begin with one block, whose turns repeat what was said before.
+/// Conversations that all start with the same block; their turns repeat the earlier text.
 fn made_up(requests: usize) -> Vec<Request> {
     const OPEN: usize = 120;
     let mut rng = SmallRng::seed_from_u64(7);
@@ -153,12 +153,12 @@ enum Way {
     Router(Policy),
     /// `kv` for workers that only prefill, as these do.
     Prefilling {
-        /// What a cached block saves.
+        /// The saving of a cached block.
         credit: f64,
         /// How fast they are: what they have done of a prompt counts no more.
         speed: PrefillSpeed,
     },
-    /// Whoever holds most, the first of equals.
+    /// The worker that holds most, the first among equals.
     LongestMatch,
 }
 

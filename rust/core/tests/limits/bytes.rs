@@ -157,7 +157,7 @@ fn a_budget_of_bytes_holds_after_every_event() {
     }
 }
 
-/// What one event brings may be larger than everything.
+/// The effect of a single event may be larger than the limit.
 #[test]
 fn events_of_65_536_blocks_fit_any_budget() {
     let _alone = alone();
@@ -188,7 +188,7 @@ fn events_of_65_536_blocks_fit_any_budget() {
     }
 }
 
-/// Idle workers' blocks go before those of busy ones, whoever has more.
+/// Blocks of idle workers go before those of busy ones, whichever have more.
 #[test]
 fn the_idle_give_way() {
     let _alone = alone();

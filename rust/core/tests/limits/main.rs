@@ -1,5 +1,5 @@
-//! The index within its limits: blocks per worker, bytes, age. What must hold is checked after every
-//! event, what an index says it occupies against an allocator that counts.
+//! The index within its limits: blocks per worker, bytes, age. Invariants are checked after every
+//! event, and the index's reported size against a counting allocator.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -75,7 +75,7 @@ fn prompts(rng: &mut SmallRng, count: usize, longest: usize) -> Vec<Vec<u64>> {
     all
 }
 
-/// What a worker holds, by chain; checks that no block is held without the one before it.
+/// The blocks of a worker, by chain; checks that no block is held without its parent.
 fn held_chains(index: &RadixIndex, who: Worker, prompts: &[Vec<u64>]) -> BTreeSet<u64> {
     let held: BTreeSet<u64> = index.memberships(who).iter().map(|m| m.chain).collect();
     for prompt in prompts {
@@ -237,7 +237,7 @@ fn what_was_used_last_stays_longest() {
     // The end goes first.
     store(&chain(500, 3), None);
     assert_eq!([100, 300, 400, 500].map(|first| depth(first, 10)), [10, 7, 10, 3]);
-    // What follows a block uses it: the whole chain above is as young as its last block.
+    // A following block counts as a use: the whole chain above is as young as its last block.
     let long: Vec<Block> = chain(100, 14);
     store(&long[10..], Some(long[9].engine_hash));
     assert_eq!([100, 300, 400, 500].map(|first| depth(first, 14)), [14, 3, 10, 3]);
@@ -420,7 +420,7 @@ fn repeated_predictions_do_not_pile_up() {
     index.audit();
 }
 
-/// What limits cost beside the blocks themselves: at runs of 50 blocks, with everything switched on.
+/// The cost of limits besides the blocks: with runs of 50 blocks and all limits enabled.
 #[test]
 fn order_and_age_cost_less_than_two_bytes_a_block() {
     let _alone = alone();

@@ -18,7 +18,7 @@ use parking_lot::Mutex;
 /// A path of local hashes from the root, by the number it got when it was first named.
 type Content = usize;
 
-/// What path a number stands for, one step at a time.
+/// The path that a number stands for, one step at a time.
 struct Step {
     parent: Option<Content>,
     local: u64,
@@ -57,7 +57,7 @@ impl Paths {
     }
 }
 
-/// What a worker's name stands for, and how often it is held where.
+/// The path that a worker's name stands for, and the count of its holdings by place.
 struct Name {
     content: Content,
     seed: u64,
@@ -70,7 +70,7 @@ struct Prediction {
     number: u64,
 }
 
-/// What one worker holds, and what is predicted of it.
+/// The blocks of one worker, and its predictions.
 #[derive(Default)]
 struct Held {
     names: BTreeMap<u64, Name>,

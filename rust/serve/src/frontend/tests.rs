@@ -1,5 +1,5 @@
-//! What operators ask of a frontend with many workers, and what workers cost it that only tell again what
-//! they serve.
+//! Operators' requests to a frontend with many workers, and the cost of workers that only repeat
+//! their lists of models.
 #![allow(clippy::unwrap_used)]
 
 use std::future::Future;
@@ -30,7 +30,7 @@ use crate::{Caller, Shutdown};
 /// Whatever takes longer does not come.
 const DEADLINE: Duration = Duration::from_secs(30);
 
-/// A frontend whose engines, numbered from 1, have told that they serve `m`; nobody checks them.
+/// A frontend with engines, numbered from 1, that serve `m`; without health checks.
 fn frontend(engines: usize) -> (Arc<App>, Vec<Arc<Engine>>) {
     let threshold = QueueThreshold { batches: 1.0, batched_tokens: 1 };
     let max_wait = Duration::from_secs(60);
@@ -54,7 +54,7 @@ fn frontend(engines: usize) -> (Arc<App>, Vec<Arc<Engine>>) {
     (Arc::clone(&made.app), engines)
 }
 
-/// What an engine tells that serves `m` and these adapters.
+/// The model list of an engine that serves `m` and these adapters.
 fn serving(adapters: &[&str]) -> EngineNotes {
     let adapters = adapters.iter().map(|name| ((*name).to_owned(), Some("m".to_owned())));
     let models = std::iter::once(("m".to_owned(), None)).chain(adapters).collect();
@@ -142,7 +142,7 @@ fn answers_of_every_worker_hold_up_no_connection() {
     hold_up(&runtime, admin::workers(state()), notes.lock());
     hold_up(&runtime, admin::health(state()), notes.lock());
     hold_up(&runtime, admin::models(state()), notes.lock());
-    // Who serves the adapter is asked of each engine.
+    // Each engine is asked for its adapters.
     let asked = Body::from(r#"{"model": "a", "prompt": "b"}"#);
     hold_up(
         &runtime,
@@ -167,7 +167,7 @@ fn answers_of_every_worker_hold_up_no_connection() {
 fn an_engine_that_tells_again_what_it_serves_asks_no_other_one() {
     let (app, engines) = frontend(3);
     app.fleet.learned(&engines[2], serving(&["a"])).unwrap();
-    // Whoever looks at the first engine waits for ever.
+    // A request to the first engine waits for ever.
     let held = engines[0].notes.lock();
     let (told, is_told) = mpsc::channel();
     let last = (Arc::clone(&app), Arc::clone(&engines[2]));
@@ -209,7 +209,7 @@ fn by_events() -> Arc<App> {
     Arc::clone(&made.app)
 }
 
-/// Worker 2 answers a new prompt, `cached` of whose tokens it has reused.
+/// Worker 2 answers a new prompt and reports `cached` reused tokens.
 fn answer(app: &App, at: u32, cached: Option<u64>) {
     let pool = app.fleet.pools().remove(0);
     let tokens: Vec<u32> = (at * 100..at * 100 + 41).collect();

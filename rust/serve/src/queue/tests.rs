@@ -116,7 +116,7 @@ fn those_that_wait_leave_in_their_order_one_for_each_place() {
             }
             let stats = bench.queue.stats();
             assert_eq!((stats.pending, stats.pending_isl_tokens, stats.placed_total), (0, 0, 4));
-            // With room nobody waits.
+            // With room no request waits.
             bench.workers.give(1, &bench.queue);
             let mut one = [Some(bench.plain(None))];
             assert_eq!(poll(&mut one), [(0, Ok(1))]);
@@ -186,14 +186,14 @@ fn whoever_leaves_passes_its_try_on() {
         let bench = Bench::new(LineOrder::Fcfs, 10, LONG);
         let mut requests: Vec<_> = (0..3).map(|_| Some(bench.plain(None))).collect();
         assert!(poll(&mut requests).is_empty());
-        // The first one is told, and gone before it hears of it.
+        // The first one is woken, but has left before that.
         bench.workers.give(0, &bench.queue);
         requests[0] = None;
         assert_eq!(poll(&mut requests), [(1, Ok(0))]);
         requests[2] = None;
         let stats = bench.queue.stats();
         assert_eq!((stats.pending, stats.placed_total, stats.left_total), (0, 1, 2));
-        // Nobody waits, nobody tries: the next one goes straight through.
+        // No request waits or tries: the next one passes at once.
         bench.workers.give(0, &bench.queue);
         assert_eq!(poll(&mut [Some(bench.plain(None))]), [(0, Ok(0))]);
     });

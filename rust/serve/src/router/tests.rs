@@ -106,7 +106,7 @@ fn a_draining_worker_is_registered_and_not_chosen() {
         let selection = pool.selector.query(&Ask { pin, ..Ask::new(&prompt) }).unwrap();
         assert_eq!(selection.worker.instance_id, 1);
     }
-    // What a file of registrations keeps says it, too.
+    // A registration from the file includes the state, too.
     let kept = json!({ "worker_id": 3, "model_name": "m", "state": "draining" });
     app.fleet.add(serde_json::from_value(kept).unwrap()).unwrap();
     draining(&[2, 3]);

@@ -85,7 +85,7 @@ async fn responses_and_messages_are_what_the_engine_renders() {
     let messages = json!({ "model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "hello"}] });
     let answer = stage.post(MESSAGES, &messages).await;
     assert_eq!((answer.worker(), answer.overlap()), (worker, 4));
-    // Nobody outside the engine knows what stands before, or what the template makes of it.
+    // The text before it and the template's output are unknown outside the engine.
     let stored = with(responses, json!({ "previous_response_id": "resp_1" }));
     assert_eq!(stage.post(RESPONSES, &stored).await.overlap(), 0);
     let silent = with(messages, json!({ "thinking": {"type": "disabled"} }));
@@ -421,7 +421,7 @@ async fn an_alias_that_shadows_a_model_has_one_card() {
     let stage = Stage::new(|options| options.own.model_alias = aliases);
     let _engine = stage.add(Engine::start(&["a"]).await, json!({})).await;
     let models = stage.get("/v1/models").await;
-    // Requests for `a` go to a model that nobody serves, whatever the engine calls its adapter.
+    // Requests for `a` go to a model without workers, whatever the engine calls its adapter.
     let ids: Vec<_> = models["data"].as_array().unwrap().iter().map(|card| &card["id"]).collect();
     assert_eq!(ids, ["m"]);
     assert_eq!(stage.get("/v1/models/m").await, models["data"][0]);

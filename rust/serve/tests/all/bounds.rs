@@ -96,7 +96,7 @@ async fn a_prompt_is_refused_by_its_length_before_it_is_read() {
     assert_eq!(refused.status, 400, "{}", refused.text());
     assert_eq!(engine.count(), 0);
     assert_eq!(stage.ask(&text(60_000)).await.status, 200);
-    // What an engine is to see is no text.
+    // A picture does not count as text.
     let picture = json!({ "type": "image_url", "image_url": { "url": "a".repeat(100_000) } });
     let chat = json!({ "model": "m", "messages": [{ "role": "user", "content": [picture] }] });
     assert_eq!(stage.post("/v1/chat/completions", &chat).await.status, 200);

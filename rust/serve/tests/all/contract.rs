@@ -11,7 +11,7 @@ use super::stage::{Answer, Stage, until, with};
 const BODY_BYTES: usize = 2_000;
 const MULTIPART: &str = "multipart/form-data; boundary=b";
 
-/// In whose form an API refuses, streams and counts.
+/// The API form in which a path refuses, streams and counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Form {
     OpenAi,
@@ -94,7 +94,7 @@ impl Row {
         stage.upload_beside(self.path, self.kind(), body)
     }
 
-    /// What an engine says that it used of 9 tokens, 6 of them from its cache.
+    /// An engine's usage of 9 tokens, 6 of them from its cache.
     fn usage(&self) -> Value {
         match self.form {
             OpenAi => {

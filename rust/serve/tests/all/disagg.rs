@@ -50,7 +50,7 @@ async fn a_prefill_that_fails_goes_to_another_and_then_the_decoder_does_all() {
     let answer = stage.ask(&body()).await;
     assert_eq!((answer.status, answer.header(PREFILLER)), (200, None));
     assert!(decode.bodies()[2].get("kv_transfer_params").is_none());
-    // The request itself is wrong: nobody else is asked.
+    // The request itself is wrong: no other worker is tried.
     good.answers(400, json!({ "error": "bad prompt" }));
     bad.answers(400, json!({ "error": "bad prompt" }));
     assert_eq!((stage.ask(&body()).await.status, decode.count()), (400, 3));

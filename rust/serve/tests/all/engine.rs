@@ -13,7 +13,7 @@ use tokio::task::{JoinHandle, JoinSet};
 
 use super::stage::{BLOCK, DEADLINE};
 
-/// What an engine does with a request.
+/// An engine's reaction to a request.
 #[derive(Clone)]
 enum Manner {
     /// The test answers.
@@ -45,7 +45,7 @@ struct State {
     bodies: Mutex<Vec<Value>>,
     paths: Mutex<Vec<String>>,
     methods: Mutex<Vec<String>>,
-    /// What its renderer makes of any request; without it there is none.
+    /// Its renderer's answer to any request; `None`: it has no renderer.
     rendered: Mutex<Option<Value>>,
     sender: UnboundedSender<Asked>,
 }
@@ -247,7 +247,7 @@ async fn converse(mut stream: TcpStream, state: Arc<State>) {
             None => (404, json!({ "detail": "Not Found" }).to_string()),
         },
         _ => {
-            // An upload is no JSON.
+            // An upload is not JSON.
             let body: Value = serde_json::from_slice(&body).unwrap_or_default();
             let renderer = state.renderer.lock().clone().filter(|_| path == "/tokenize");
             if let Some(render) = renderer {

@@ -1,4 +1,4 @@
-//! What requests weigh at their workers, and from when on one is busy.
+//! The load of requests at their workers, and the busy thresholds.
 
 use kvflash_core::policy::Policy;
 use serde_json::json;

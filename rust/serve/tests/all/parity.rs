@@ -53,7 +53,7 @@ fn with_tools(text: &str) -> Value {
     body
 }
 
-/// What `/health` says of a form.
+/// The entry of a form in `/health`.
 async fn form(stage: &Stage, name: &str) -> (String, String) {
     let form = &stage.get("/health").await["parity"]["m"]["1.2.3"]["forms"][name];
     let text = |field: &str| form[field].as_str().unwrap().to_owned();

@@ -56,7 +56,7 @@ async fn the_line_goes_in_its_order() {
         for (n, length) in [80, 41, 42].into_iter().enumerate() {
             let from = 1_000 * (n as u32 + 1);
             asking.push(waits(&stage, WAITING, "a", prompt(from..from + length)).await);
-            // Who came first is known by the clock.
+            // The clock shows which one came first.
             stage.skip(Duration::from_millis(10)).await;
         }
         assert_eq!(order_of(&mut engine, 3).await, expected, "{order:?}");
@@ -141,7 +141,7 @@ fn turns(change: impl FnOnce(&mut FairnessOptions)) -> Stage {
     })
 }
 
-/// Whose requests an engine gets; `count` of them.
+/// The users of the next `count` requests at an engine.
 async fn served(engine: &mut Engine, count: usize) -> Vec<String> {
     let mut users = Vec::new();
     for _ in 0..count {

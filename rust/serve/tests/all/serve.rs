@@ -280,7 +280,8 @@ async fn an_open_question_is_answered_after_the_stop() {
     assert!(TcpStream::connect(server.address).await.is_err());
 }
 
-/// One thread, and nothing awaited between connecting and the stop: the server has accepted nobody yet.
+/// One thread, and no await between connecting and the stop: the server has accepted no connection
+/// yet.
 #[tokio::test]
 async fn who_had_been_queued_at_the_stop_is_not_reset() {
     let service = IndexerApp::service(catalog(), options(), &Http::default()).unwrap();

@@ -196,7 +196,7 @@ impl Stage {
         self.call(Method::POST, COMPLETIONS, headers, Some(body)).await
     }
 
-    /// The same beside the test; whoever aborts it is a client that leaves.
+    /// The same in a task of its own; aborting it is like a client that leaves.
     pub fn send(&self, user: &str, body: Value) -> JoinHandle<Answer> {
         let (router, user) = (self.router.clone(), user.to_owned());
         tokio::spawn(async move {

@@ -157,7 +157,7 @@ async fn turns_go_by_the_key_whatever_a_client_calls_itself() {
     }
 }
 
-/// What controls an engine, in a body and in headers.
+/// Fields and headers that control an engine.
 fn controls() -> (Value, Vec<(&'static str, &'static str)>) {
     let fields = json!({
         "kv_transfer_params": { "remote_host": "10.0.0.9", "remote_block_ids": [1] },
@@ -307,7 +307,7 @@ async fn no_match_ever_crosses_isolated_tenants() {
         let answer = stage.ask_as(&clients[client], &[], &body).await;
         assert_eq!((answer.status, answer.overlap()), (200, wanted), "{identity:?}");
         matches += wanted;
-        // The engine keeps them apart by what it is told.
+        // The engine separates them by its input.
         let seen = engine.bodies().last().unwrap()["cache_salt"].clone();
         match clients[client].is_isolated {
             true => assert_eq!(seen.as_str().unwrap().len(), 64),

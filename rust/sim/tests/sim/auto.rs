@@ -1,4 +1,4 @@
-//! What `auto` does before engines, over time.
+//! The behaviour of `auto` before engines, over time.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use rand::{Rng, SeedableRng};
 
 const BLOCK: u64 = 16;
 
-/// `workers` engines of `tokens_per_ms` each, whose caches never fill.
+/// `workers` engines of `tokens_per_ms` each, with caches that never fill.
 fn fleet(workers: usize, tokens_per_ms: f64) -> Fleet {
     let timing = Timing {
         step_us: 10_000.0,

@@ -1,4 +1,4 @@
-//! What fair turns cost and what they bring, and that a run depends on its seeds alone.
+//! The cost and benefit of fair turns; a run depends on its seeds alone.
 
 use kvflash_core::fair::Discipline;
 use kvflash_sim::play::{Fleet, play};

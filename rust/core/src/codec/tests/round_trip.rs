@@ -205,8 +205,8 @@ fn batch() -> impl Strategy<Value = Batch> {
     })
 }
 
-/// What arrays have no place for: a salt beside a group, a name of nothing that tells the engine, and which
-/// store holds the blocks.
+/// Fields without a place in arrays: a salt beside a group, a name of nothing that identifies the
+/// engine, and the store that holds the blocks.
 fn without_what_arrays_cannot_say(mut batch: Batch) -> Batch {
     for event in &mut batch.events {
         match event {

@@ -6,7 +6,7 @@ use super::super::*;
 use super::config;
 use super::server::{Job, Server, Swing};
 
-/// Who asks for what: shortest and longest prompt, shortest and longest answer.
+/// Sizes of a client's requests: shortest and longest prompt, shortest and longest answer.
 #[derive(Debug, Clone, Copy)]
 struct Shape {
     input: (u64, u64),
@@ -29,7 +29,7 @@ fn scatter(seed: u64) -> u64 {
     x ^ (x >> 31)
 }
 
-/// What came of a run: how far two clients were apart in any interval, at most.
+/// The result of a run: the largest difference between two clients in any interval.
 #[derive(Debug)]
 struct Run {
     /// In intervals in which the engine always had something to do.
@@ -58,7 +58,7 @@ fn run(config: FairConfig, shapes: &[Shape], memory: u64, pause: u64, seed: u64)
     let longest = shapes.iter().map(|shape| shape.input.1).max().unwrap();
     for step in 0..600 {
         for (client, shape) in shapes.iter().enumerate() {
-            // More than a step can admit: nobody's queue is ever empty.
+            // More than a step can admit: no queue is ever empty.
             while server.waiting(client) <= memory as usize / 2 {
                 server.push(shape.job(client, next()));
             }
@@ -198,8 +198,8 @@ fn without_fairness_the_bound_does_not_hold() {
     assert!(run.widest > of_predictions, "{run:?}, {of_predictions}");
 }
 
-/// What a client gets more than one that was busy all along, after it was idle for 400 steps:
-/// `is_crowded` has the busy one always wait, else its requests run at once.
+/// The surplus of a client that was idle for 400 steps over one that was always busy: with
+/// `is_crowded` the busy one always waits, else its requests run at once.
 fn burst(discipline: Discipline, is_crowded: bool) -> (f64, f64) {
     let shape = Shape { input: (4, 8), output: (8, 16) };
     let mut server = Server::new(config(discipline), 100, 2);
@@ -212,7 +212,7 @@ fn burst(discipline: Discipline, is_crowded: bool) -> (f64, f64) {
     // Both are known: the second one had a request long ago.
     push(&mut server, 1);
     for step in 0..800 {
-        // The one that comes back is first: uncrowded, nobody waits at that moment.
+        // The returning client goes first: uncrowded, no other waits at that moment.
         while step >= 400 && server.waiting(1) < 40 {
             push(&mut server, 1);
         }
@@ -248,8 +248,8 @@ fn a_client_that_was_idle_has_no_credit() {
 
 #[test]
 fn fairness_costs_no_throughput() {
-    // Tokens that an overloaded engine generates. All clients ask for the same kind of requests:
-    // other mixes fill the memory differently, whoever is served.
+    // Tokens that an overloaded engine generates. All clients send the same kind of requests: other
+    // mixes fill the memory differently, in any order of service.
     let generated = |discipline| {
         let shape = Shape { input: (1, 60), output: (1, 60) };
         let price = Price { input: 0.0, output: 1.0 };

@@ -14,7 +14,7 @@ fn wish(of: &Value) -> Wish {
     }
 }
 
-/// What the best worker that may take it holds, as the case tells.
+/// The blocks of the best eligible worker, as given in the case.
 fn cached_tokens(input: &Value) -> u64 {
     let overlaps = input["overlap_blocks"].as_object().unwrap();
     let pin = input["pinned_worker"].as_u64().map(|id| id.to_string());

@@ -1,4 +1,4 @@
-//! What the price promises, whatever the numbers.
+//! Invariants of the price for all numbers.
 #![allow(clippy::unwrap_used)]
 
 mod properties;

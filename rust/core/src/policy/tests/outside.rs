@@ -60,7 +60,7 @@ fn who_leaves_takes_the_question_along() {
     let in_hand = asked(&desk);
     desk.withdraw(left.0);
     assert_eq!(left.1.recv().unwrap(), Err(Failure::Closed));
-    // In hand it stays there, and nobody is stuck for it: there was time.
+    // A call in progress stays, and no request is stuck because of it: there was time.
     desk.withdraw(first.0);
     in_hand.answer(Ok(Advice::default()));
     asked(&desk).answer(Ok(Advice::default()));
@@ -165,7 +165,7 @@ fn questions_and_news_have_limits_of_their_own() {
     for _ in 0..MAX_QUESTIONS {
         drop(asked(&desk));
     }
-    // Who does not want to know is not told.
+    // Events without an interested policy are not delivered.
     let deaf = self::desk(Interests::default());
     deaf.tell(|| unreachable!("nobody asks"), |wanted| wanted.routed);
     deaf.close();
@@ -182,7 +182,7 @@ fn what_there_is_instead_of_advice_is_counted() {
     assert_eq!(counts, [2.0, 0.0, 1.0, 0.0, 0.0]);
 }
 
-/// Who is chosen among those with so many requests, all others being gone.
+/// The choice among workers with these request counts, after all others have left.
 fn chosen(advice: Option<&Advice>, left: &[(usize, u32)]) -> (u64, Reason, Option<f64>) {
     let outside = Outside::new(desk(ALL));
     let list: Vec<_> = left.iter().map(|&(id, requests)| candidate(id, Some(requests))).collect();
@@ -241,7 +241,7 @@ fn what_really_happened_is_told_in_order_and_followed_advice_is_counted() {
     }
     let Some(Task::Note(News::Removed(worker))) = desk.next() else { panic!() };
     assert_eq!(worker, Worker::new(1, 0));
-    // When the policy goes nobody waits at its desk any more.
+    // When the policy goes, no request waits at its desk any more.
     drop(outside);
     assert!(desk.next().is_none());
 }

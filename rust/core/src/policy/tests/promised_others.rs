@@ -1,4 +1,4 @@
-//! What the other policies, the registry, the settings and the shadow promise.
+//! Guarantees of the other policies, the registry, the settings and the shadow.
 
 use std::sync::Arc;
 

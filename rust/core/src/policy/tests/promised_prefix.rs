@@ -1,4 +1,4 @@
-//! What `prefix-cache` promises beyond the recorded cases.
+//! Guarantees of `prefix-cache` beyond the recorded cases.
 
 use std::collections::BTreeSet;
 
@@ -32,7 +32,7 @@ fn worker(id: u64) -> Worker {
     Worker::new(id, 0)
 }
 
-/// What each of the first `count` workers holds of `hashes`, in percent.
+/// The share of `hashes` that each of the first `count` workers holds, in percent.
 fn percents(table: &mut PrefixTable, hashes: &[u64], count: u64, now_ms: u64) -> Vec<Option<u32>> {
     let mut percents = vec![None; count as usize];
     let allowed = vec![true; count as usize];
@@ -151,7 +151,7 @@ proptest! {
                 prop_assert!(found <= all, "never more than was sent: {:?}, {:?}", found, all);
             }
         }
-        // Nothing is held whose beginning is forgotten.
+        // A chain without its start is not held.
         let present: Vec<bool> = wanted
             .iter()
             .map(|&hash| percents(&mut table, &[hash], 6, now_ms).iter().any(Option::is_some))

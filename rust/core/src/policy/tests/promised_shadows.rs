@@ -1,4 +1,4 @@
-//! What shadows with settings of their own promise.
+//! Guarantees of shadows with their own settings.
 
 use super::*;
 
@@ -29,7 +29,7 @@ fn busy_and_idle() -> [Candidate; 2] {
     [held, candidate(1, ActiveLoad::default())]
 }
 
-/// What a shadow would have chosen for a prompt of four blocks.
+/// The choice of a shadow for a prompt of four blocks.
 fn wanted(text: &str) -> u64 {
     let list = busy_and_idle();
     let request = RequestTerms { isl_tokens: 64, block_size: 16, tracked_blocks: 4, ..REQUEST };
@@ -166,7 +166,7 @@ fn faults_name_the_parameter_and_what_is_legal() {
         assert!(error.contains(&wanted), "{texts:?}: {error}");
     }
     assert_eq!(shadows(&["kv:temperature=1", "kv:temperature=2", "kv"]).unwrap().len(), 3);
-    // What the router does not count can be left out, but not counted.
+    // Counts that the router does not keep can be left out, but not added.
     let counted = Counted { active_blocks: false, ..Counted::default() };
     let made = |text| counting(&[text], counted, &Settings::default());
     assert!(made("kv:track_active_blocks=false").is_ok());
@@ -175,7 +175,7 @@ fn faults_name_the_parameter_and_what_is_legal() {
         error.contains("track_active_blocks must be false, because the router does not"),
         "{error}"
     );
-    // What a profile would replace by a default is an error here.
+    // Values that a profile would replace by a default are errors here.
     let compat = Settings::new(Profile::AibrixCompat);
     let text = "prefix-cache:prefix_cache_block_size=x";
     assert!(counting(&[text], Counted::default(), &compat).is_err());

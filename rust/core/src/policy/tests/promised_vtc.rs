@@ -1,4 +1,4 @@
-//! What `vtc-basic` promises beyond the recorded cases.
+//! Guarantees of `vtc-basic` beyond the recorded cases.
 
 use proptest::prelude::*;
 use rand::SeedableRng;
@@ -160,7 +160,7 @@ fn what_was_charged_late_is_taken_back_whole() {
     tracker.charge("a", 10.0, 0.0, 1_000).unwrap();
     tracker.refund("a", 10.0, 0.0, 1_000);
     assert_eq!(tracker.total("a", 1_003), 0.0);
-    // What has left the window is not taken of what came since.
+    // Usage that has left the window is not subtracted from later usage.
     tracker.charge("a", 7.0, 0.0, 1_100).unwrap();
     tracker.refund("a", 7.0, 0.0, 1_003);
     assert_eq!(tracker.total("a", 1_100), 7.0);

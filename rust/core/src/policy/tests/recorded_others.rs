@@ -96,7 +96,7 @@ fn recorded_sessions_hold() {
         let names: Vec<String> =
             ready.iter().map(|address| address.as_str().unwrap().to_owned()).collect();
         let list: Vec<_> = (0..names.len()).map(|at| candidate(at, Some(0))).collect();
-        // What the door does: an address is looked up among the workers it knows.
+        // As the service does: it looks up an address among the known workers.
         let told = case["input"]["x-session-id"].as_str().map(|id| {
             let (address, rank) = session::read_session_id(id).unwrap();
             assert_eq!((rank, session::session_id(&address, rank).as_str()), (0, id));

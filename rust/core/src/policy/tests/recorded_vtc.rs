@@ -40,7 +40,7 @@ fn recorded_estimates_hold() {
     }
 }
 
-/// What the operations of a case give: totals, ranges, and whether the last one failed.
+/// Results of a case's operations: totals, ranges, and whether the last one failed.
 fn play(case: &Value, is_compat: bool) -> Value {
     let mut tracker = TokenTracker::new(&VtcSettings { is_compat, ..settings(&case["input"]) });
     let mut now_ms = 1_000_000;

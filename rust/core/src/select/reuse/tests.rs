@@ -223,7 +223,8 @@ impl ToyEngine {
     }
 }
 
-/// What came of a worker: its informative answers, from its first report on, when it was first distrusted and when it had no credit.
+/// The history of a worker: its informative answers from its first report on, when it was first
+/// distrusted, and when it had no credit.
 #[derive(Default)]
 struct Fate {
     trust: ReuseTrust,
@@ -251,7 +252,7 @@ fn fleet(heard_as: [usize; 2], seed: u64, requests: u32) -> [Fate; 2] {
         };
         let predicted = if is_known[worker] { 10 } else { 0 };
         let (was_held, events) = engines[worker].serve(prompt);
-        // What came since the decision explains reuse.
+        // Events after the decision explain reuse.
         let is_on_its_way =
             late.iter().any(|(heard, events)| *heard == worker && events.contains(&(prompt, true)));
         late.push_back((heard_as[worker], events));

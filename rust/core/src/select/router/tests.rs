@@ -1,4 +1,4 @@
-//! What the router promises beyond the policies: one step, one guard, no trace of a preview.
+//! Guarantees of the router beyond the policies: one step, one guard, no trace of a preview.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeMap;

@@ -150,7 +150,7 @@ fn busy_workers_get_nothing_whatever_the_policy() {
         let nobody = |_: Worker| false;
         let none = bench.selector.select(&Ask { allowed: Some(&nobody), ..ask }).err().unwrap();
         assert!(matches!(none, Error::NoWorker(_)), "nobody is allowed, busy or not: {none:?}");
-        // Unset, nobody is busy any more.
+        // Without the threshold no worker is busy.
         bench.selector.busy.set_thresholds(Thresholds::default()).unwrap();
         assert!(bench.selector.select(&ask).is_ok());
     }
@@ -330,7 +330,7 @@ proptest! {
                 }
             }
             if !limits.is_any() {
-                // Nobody asks then, and nothing latches or clears.
+                // No decisions are made then, and nothing latches or clears.
                 prop_assert!(table.busy(loads).is_empty());
                 continue;
             }

@@ -90,7 +90,7 @@ fn the_lifetime_stands_until_the_size_is_known() {
     bench.send(1, &early);
     bench.pass(119_000);
     assert_eq!(bench.known(&early), BTreeMap::from([(1, PROMPT)]));
-    // What was believed for a time is forgotten with the first prompt after that.
+    // Time-limited assumptions are dropped with the first prompt after the report.
     bench.report(1, CAPACITY);
     bench.send(1, &late);
     assert!(bench.known(&early).is_empty());

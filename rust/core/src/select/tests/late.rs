@@ -24,7 +24,7 @@ impl Bench {
         all.into_iter().map(|(worker, why)| (worker.instance_id, why)).collect()
     }
 
-    /// An engine whose first seven batches were published before anybody listened.
+    /// An engine that published its first seven batches before any subscription.
     fn begun_late(&self, at: Worker) -> Arc<Publisher> {
         let publisher = self.publisher(at);
         publisher.set_status(ListenerStatus::Active, None);

@@ -1,4 +1,4 @@
-//! Overlap of workers whose engines contradict their events.
+//! Overlap of workers with engines that contradict their events.
 
 use super::*;
 
@@ -39,7 +39,7 @@ fn broken_promises_cost_a_worker_its_overlap_until_they_are_kept() {
         let told = record.decision();
         let credit = |at: usize| told["candidates"][at]["reuse_credit"].as_f64();
         assert_eq!((credit(0), credit(1)), (None, Some(0.0)));
-        // What is compared is what the events say, not what it counts.
+        // The comparison uses the blocks in the events, independent of their credit.
         assert_eq!(told["candidates"][1]["device_blocks"], 12);
         assert_eq!(selection.best_blocks, 12);
         let mut changes = Vec::new();
@@ -129,7 +129,7 @@ fn a_promise_that_was_evicted_before_the_engine_began_is_not_broken() {
     }
     let view = bench.selector.reuse.views()[&engine];
     assert_eq!((view.finding, view.credit), (None, 1.0));
-    // What was evicted before the decision excuses nothing.
+    // Evictions before the decision excuse nothing.
     let mut changes = (100..120).filter_map(|at| pressed(at, at as usize % 4, true, true));
     assert_eq!(changes.next(), Some(ReuseChange::Distrusted(ReuseFinding::EventsNotReused)));
 }

@@ -1,4 +1,4 @@
-//! Who must wait: nobody has room to prefill.
+//! Requests that must wait: no worker has room to prefill.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -30,11 +30,11 @@ fn requests_wait_when_every_worker_that_may_take_them_has_more_than_its_room() {
     let Error::MustWait(text) = &refused else { panic!("{refused:?}") };
     assert!(text.contains("all 2 workers") && text.contains("router_queue_threshold"), "{text}");
     assert_eq!(bench.selector.totals().requests, 4, "nothing was booked");
-    // Who can't wait is not held up, and neither is who only asks.
+    // Requests that can't wait are not held up, and neither are previews.
     drop(bench.selector.select(&Ask::new(&small)).unwrap());
     bench.selector.preview(&ask).unwrap();
     assert_eq!(bench.selector.potential_loads(&ask).unwrap().len(), 2);
-    // Room at a worker that may not take it is none.
+    // Room at an ineligible worker does not count.
     let free = held[0].worker();
     for one in held.iter().chain(&more).filter(|one| one.worker() == free) {
         one.first_token();

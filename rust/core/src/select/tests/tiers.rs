@@ -1,4 +1,4 @@
-//! What blocks are worth that are not on the device.
+//! The value of blocks outside the device.
 
 use super::*;
 use crate::select::TierWeights;

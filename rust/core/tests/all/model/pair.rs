@@ -36,7 +36,7 @@ pub enum Op {
         locals: Vec<u64>,
         history_blocks: Option<usize>,
     },
-    /// Time passes; a step back is told to the index and must change nothing.
+    /// Advance the time; a step back is passed to the index and must change nothing.
     Advance(i64),
     Clear(Worker),
     ClearTier(Worker, Tier),
@@ -76,7 +76,7 @@ pub fn chains(locals: &[u64]) -> Vec<u64> {
     all
 }
 
-/// What a run came across; a test asserts that it met what it is there for.
+/// Situations of a run; a test asserts that its own has occurred.
 #[derive(Debug, Default)]
 pub struct Seen {
     pub events: usize,
@@ -297,7 +297,7 @@ impl Pair {
         for worker in twin.workers() {
             index.names_along(worker, locals, &mut names);
             twin.names_along(worker, locals, &mut wanted);
-            // The twin remembers contents that nobody holds any more.
+            // The twin remembers contents that no worker holds any more.
             names.resize(names.len().max(wanted.len()), None);
             wanted.resize(names.len(), None);
             for (name, wanted) in names.iter().zip(&wanted) {

@@ -11,7 +11,7 @@ use rand::seq::{IndexedRandom, SliceRandom};
 
 use super::pair::{Op, chains};
 
-/// What a chaotic stream is drawn from.
+/// Parameters of a chaotic stream.
 #[derive(Clone, Copy)]
 pub struct Space {
     pub instances: u64,
@@ -220,7 +220,7 @@ pub enum Eviction {
     Random,
 }
 
-/// What an engine calls its blocks.
+/// An engine's names of its blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Calls {
     /// By a permuted chain hash.

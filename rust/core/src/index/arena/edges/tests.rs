@@ -113,7 +113,7 @@ fn agrees_with_a_map_while_it_grows_and_shrinks() {
     assert_eq!(counted_bytes(&edges, &mut writing), 64 + 8);
 }
 
-/// Entries whose tags the test chooses: no hash could be asked to clash like this.
+/// Entries with tags chosen by the test: no hash function would collide like this.
 fn check_tags(tags: impl Fn(u32) -> u32, count: u32, bytes_max: usize) {
     let (edges, mut writing) = Edges::new(0);
     for child in 1..=count {

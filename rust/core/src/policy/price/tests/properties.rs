@@ -1,4 +1,4 @@
-//! What holds for whatever was learned before, and whatever the numbers.
+//! Properties that hold for any history and any numbers.
 
 use proptest::sample::select;
 
@@ -11,7 +11,7 @@ fn hash(at: u64) -> u64 {
     (at + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
-/// What a policy learned before it is asked.
+/// A policy's history before the question.
 #[derive(Debug, Clone)]
 struct Past {
     /// By worker: its time for a token, over that of the others.
@@ -183,8 +183,8 @@ proptest! {
             ..Context::new(request(isl_tokens), "m", 1_000)
         };
         let unknown = choose(&PricePolicy::default(), &context, &list);
-        // Answers of 200 tokens, workers that are equally fast, nobody who wants the prompt, and gaps between
-        // turns beside caches that have room.
+        // Answers of 200 tokens, equally fast workers, no other request for the prompt, and gaps
+        // between turns with caches that have room.
         let ids: Vec<u64> = list.iter().map(|one| one.worker.instance_id).collect();
         let past = Past {
             slowness: vec![1.0; ids.len()],

@@ -25,7 +25,7 @@ struct Bench {
     clock: Arc<ManualClock>,
 }
 
-/// A router of three workers whose policy is `name`.
+/// A router of three workers with the policy `name`.
 fn bench(name: &str) -> Bench {
     let affinity = Arc::new(Affinity::new(TTL_SECS).unwrap());
     let mut policies = Policies { affinity: Some(Arc::clone(&affinity)), ..Policies::default() };
@@ -143,7 +143,7 @@ fn a_session_is_forgotten_so_long_after_its_last_request() {
         assert_eq!(bench.route(&of_session("a")), (home, Reason::SessionAffinity));
     }
     bench.clock.advance(TTL_SECS * 1_000);
-    // Also where nobody cleaned up.
+    // Even without a cleanup.
     let mut considered = Considered::default();
     let preview = bench.router.preview(&of_session("a"), &mut considered).unwrap();
     assert_eq!(preview.reason, Reason::Turn);

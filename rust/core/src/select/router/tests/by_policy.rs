@@ -1,4 +1,4 @@
-//! When policies beside those that are built in are asked, and what they are told.
+//! When custom policies are called, and their input.
 
 use std::sync::{OnceLock, Weak};
 
@@ -208,7 +208,7 @@ fn a_policy_outside_is_asked_about_those_that_may_take_it_and_its_scores_choose(
     let allowed = |worker: Worker| worker.instance_id != 2;
     let late = Ask { allowed: Some(&allowed), advice, ..ask };
     assert_eq!(router.preview(&late, &mut considered).unwrap().worker.instance_id, 1);
-    // One is no choice, and a fault is told by the routing itself.
+    // A single worker is no choice, and the routing itself reports a fault.
     let allowed = |worker: Worker| worker.instance_id == 1;
     assert!(router.question(&Ask { allowed: Some(&allowed), ..ask }).unwrap().is_none());
     assert!(router.question(&request(0, &[])).is_err());

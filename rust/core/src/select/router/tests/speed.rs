@@ -13,7 +13,7 @@ use crate::ids::Worker;
 const PROMPT_BLOCKS: u64 = 100;
 const BLOCK_SIZE: u32 = 16;
 
-/// What prompts have in common.
+/// The common part of the prompts.
 #[derive(Clone, Copy, Debug)]
 enum Traffic {
     /// Nothing.
