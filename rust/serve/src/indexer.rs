@@ -15,7 +15,7 @@
 //! let catalog = Arc::new(Catalog::default());
 //! let shutdown = Shutdown::default();
 //!
-//! Registrations become orders: open a socket, and pass its messages to `Publisher::live`.
+//! // Registrations become orders: open a socket, and pass its messages to `Publisher::live`.
 //! let orders = Arc::clone(&catalog);
 //! std::thread::spawn(move || {
 //!     // Ends with `orders.commands.close()`.
@@ -25,7 +25,7 @@
 //!                 subscribe(&orders, publisher, &endpoint);
 //!             }
 //!             Command::Unsubscribe { publisher } => close(publisher),
-//!             Without peers nothing is held or paused.
+//!             // Without peers nothing is held or paused.
 //!             Command::Resume { .. } | Command::Pause { .. } => {}
 //!         }
 //!     }
