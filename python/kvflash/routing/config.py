@@ -51,8 +51,8 @@ class KvRouterConfig:
 
     Attributes:
         router_mode: The routing policy: a name, several with weights, or your own class. Default:
-            ``KVFLASH_ROUTING_ALGORITHM`` in the environment, else ``auto``, or ``kv`` if one of its cost
-            settings is not the default.
+            ``KVFLASH_ROUTING_ALGORITHM`` in the environment, else ``auto``, or ``kv`` if one of its
+            cost settings is not the default.
         policy_profile: Defaults of policies: ``document`` or ``aibrix-compat``.
         shadow_policies: Policies that run alongside and are only counted; at most four. A policy
             may have its own settings: ``kv:overlap_score_weight=8,temperature=0.5``.
