@@ -1,10 +1,10 @@
-//! Connections to engines, indexers and peers: plain or over TLS; link-local addresses are excluded
-//! for names.
+//! Connections to engines, indexers and peers: plain or over TLS, never to link-local addresses by a name, and to
+//! workers that somebody added only where those may be.
 
 use std::fmt;
 use std::future::Future;
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Arc;
@@ -29,7 +29,7 @@ use tower_service::Service;
 use crate::HttpSettings;
 use crate::reread::{Reread, bytes_of, fault};
 use crate::tls::{certificates, private_key};
-use crate::worker_allow::is_link_local;
+use crate::worker_allow::WorkerAllow;
 
 const CA_FLAG: &str = "--tls-ca-path";
 const CERT_FLAG: &str = "--tls-client-cert-path";
@@ -78,12 +78,29 @@ impl Outbound {
 
     /// The connector of a client.
     pub fn connector(&self, connect_timeout: Duration) -> Connector {
-        let mut http = HttpConnector::new_with_resolver(Names(GaiResolver::new()));
+        self.connect_by(connect_timeout, WorkerAllow::default(), false)
+    }
+
+    /// What a client connects with to workers that were added over HTTP: each connection is held to `allow`, whatever
+    /// the worker's name meant when it was added.
+    pub fn connector_within(&self, allow: WorkerAllow, connect_timeout: Duration) -> Connector {
+        self.connect_by(connect_timeout, allow, true)
+    }
+
+    fn connect_by(
+        &self,
+        connect_timeout: Duration,
+        allow: WorkerAllow,
+        checks_addresses: bool,
+    ) -> Connector {
+        let names = Names { source: Source::System(GaiResolver::new()), allow };
+        let mut http = HttpConnector::new_with_resolver(names.clone());
         http.enforce_http(false);
         http.set_nodelay(true);
         http.set_connect_timeout(Some(connect_timeout));
         http.set_keepalive(Some(Duration::from_secs(30)));
-        Connector { http, outbound: self.clone(), connect_timeout }
+        let literals = checks_addresses.then_some(names.allow);
+        Connector { http, literals, outbound: self.clone(), connect_timeout }
     }
 }
 
@@ -117,9 +134,20 @@ fn config(ca: &Path, is_named: bool, own: Option<(&Path, &Path)>) -> Result<Clie
     Ok(config)
 }
 
-/// Resolves names; link-local addresses, such as those of cloud metadata, are ignored.
+/// Looks names up; addresses where no worker may be, such as those of cloud metadata, are no answer.
 #[derive(Debug, Clone)]
-pub(crate) struct Names(GaiResolver);
+pub(crate) struct Names {
+    source: Source,
+    allow: WorkerAllow,
+}
+
+#[derive(Debug, Clone)]
+enum Source {
+    System(GaiResolver),
+    /// What a test says now of every name.
+    #[cfg(test)]
+    Told(Arc<parking_lot::Mutex<Vec<SocketAddr>>>),
+}
 
 impl Service<Name> for Names {
     type Response = std::vec::IntoIter<SocketAddr>;
@@ -127,19 +155,53 @@ impl Service<Name> for Names {
     type Future = BoxFuture<'static, io::Result<Self::Response>>;
 
     fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.0.poll_ready(context)
+        match &mut self.source {
+            Source::System(system) => system.poll_ready(context),
+            #[cfg(test)]
+            Source::Told(_) => Poll::Ready(Ok(())),
+        }
     }
 
     fn call(&mut self, name: Name) -> Self::Future {
-        let found = self.0.call(name);
-        Box::pin(async move {
-            let mut addresses: Vec<SocketAddr> = found.await?.collect();
-            addresses.retain(|address| !is_link_local(address.ip()));
-            if addresses.is_empty() {
-                return Err(io::Error::other("the name has link-local addresses only"));
+        let found = match &mut self.source {
+            Source::System(system) => system.call(name.clone()),
+            #[cfg(test)]
+            Source::Told(told) => {
+                return Box::pin(std::future::ready(allowed(
+                    &self.allow,
+                    &name,
+                    told.lock().clone(),
+                )));
             }
-            Ok(addresses.into_iter())
-        })
+        };
+        let allow = self.allow.clone();
+        Box::pin(async move { allowed(&allow, &name, found.await?.collect()) })
+    }
+}
+
+/// Those of a name's addresses that may be connected to.
+///
+/// # Errors
+/// None of them may, with the reason.
+fn allowed(
+    allow: &WorkerAllow,
+    name: &Name,
+    mut addresses: Vec<SocketAddr>,
+) -> io::Result<std::vec::IntoIter<SocketAddr>> {
+    let mut refused = None;
+    addresses.retain(|address| {
+        let objection = allow.objection(address.ip());
+        let is_allowed = objection.is_none();
+        refused = objection.or(refused.take());
+        is_allowed
+    });
+    match refused.filter(|_| addresses.is_empty()) {
+        None => Ok(addresses.into_iter()),
+        Some(why) => {
+            let what =
+                format!("{:?} now has no address that may be connected to: {why}", name.as_str());
+            Err(io::Error::new(io::ErrorKind::PermissionDenied, what))
+        }
     }
 }
 
@@ -149,6 +211,8 @@ type AnyError = Box<dyn std::error::Error + Send + Sync>;
 #[derive(Clone)]
 pub(crate) struct Connector {
     http: HttpConnector<Names>,
+    /// What addresses in URLs are held to, which no name stands for; `None` where they may be any.
+    literals: Option<WorkerAllow>,
     outbound: Outbound,
     connect_timeout: Duration,
 }
@@ -169,6 +233,12 @@ impl Service<Uri> for Connector {
     }
 
     fn call(&mut self, uri: Uri) -> Self::Future {
+        if let Some(allow) = &self.literals
+            && let Ok(address) = bare_host(&uri).parse::<IpAddr>()
+            && let Some(why) = allow.objection(address)
+        {
+            return Box::pin(async { Err(why.into()) });
+        }
         let connecting = self.http.call(uri.clone());
         if uri.scheme_str() != Some("https") {
             return Box::pin(async { Ok(Stream::Plain(connecting.await?)) });
@@ -178,8 +248,7 @@ impl Service<Uri> for Connector {
             let config = config.ok_or(
                 "https needs trusted CA certificates, and this machine has none: set --tls-ca-path",
             )?;
-            let host = uri.host().unwrap_or_default().trim_start_matches('[').trim_end_matches(']');
-            let name = ServerName::try_from(host.to_owned())?;
+            let name = ServerName::try_from(bare_host(&uri).to_owned())?;
             let stream = connecting.await?.into_inner();
             let connector = TlsConnector::from(config.current());
             let encrypted = tokio::time::timeout(limit, connector.connect(name, stream)).await;
@@ -187,6 +256,11 @@ impl Service<Uri> for Connector {
             Ok(Stream::Encrypted(Box::new(TokioIo::new(stream))))
         })
     }
+}
+
+/// The host of a URL, an IPv6 address without its brackets.
+fn bare_host(uri: &Uri) -> &str {
+    uri.host().unwrap_or_default().trim_start_matches('[').trim_end_matches(']')
 }
 
 /// A connection.
@@ -259,5 +333,84 @@ impl Write for Stream {
             Self::Plain(stream) => Pin::new(stream).poll_write_vectored(context, pieces),
             Self::Encrypted(stream) => Pin::new(stream).poll_write_vectored(context, pieces),
         }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use parking_lot::Mutex;
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    const TIMEOUT: Duration = Duration::from_secs(30);
+
+    /// Connect, and tell what became of it: the address, or every reason.
+    async fn connect(connector: &mut Connector, url: &str) -> std::result::Result<IpAddr, String> {
+        match connector.call(url.parse().unwrap()).await {
+            Ok(Stream::Plain(stream)) => {
+                Ok(stream.inner().peer_addr().unwrap().ip().to_canonical())
+            }
+            Ok(Stream::Encrypted(_)) => Err("encrypted".to_owned()),
+            Err(error) => {
+                let mut text = error.to_string();
+                let mut source = error.source();
+                while let Some(inner) = source {
+                    text = format!("{text}: {inner}");
+                    source = inner.source();
+                }
+                Err(text)
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn a_name_that_has_moved_is_held_to_what_is_allowed_now() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let named = format!("http://worker.test:{port}/v1");
+        let at = |text: &str| SocketAddr::new(text.parse().unwrap(), 0);
+        let told = Arc::new(Mutex::new(vec![at("127.0.0.1")]));
+        let connector = |allow: &str| {
+            let allow = WorkerAllow::parse(allow).unwrap();
+            let mut connector = Outbound::default().connector_within(allow.clone(), TIMEOUT);
+            let names = Names { source: Source::Told(Arc::clone(&told)), allow };
+            connector.http = HttpConnector::new_with_resolver(names);
+            connector
+        };
+        let local: IpAddr = "127.0.0.1".parse().unwrap();
+        let mut added = connector("127.0.0.1");
+        assert_eq!(connect(&mut added, &named).await, Ok(local));
+        // The name is another one's now.
+        *told.lock() = vec![at("10.0.0.7")];
+        let refused = connect(&mut added, &named).await.unwrap_err();
+        assert!(
+            refused.contains(
+                "\"worker.test\" now has no address that may be connected to: 10.0.0.7 is not among"
+            ) && refused.contains("--worker-allow"),
+            "{refused}"
+        );
+        // Of several, those that are allowed are tried.
+        *told.lock() = vec![at("10.0.0.7"), at("::ffff:127.0.0.1"), at("169.254.169.254")];
+        assert_eq!(connect(&mut added, &named).await, Ok(local));
+        *told.lock() = vec![at("169.254.169.254")];
+        let mut any = connector("");
+        let refused = connect(&mut any, &named).await.unwrap_err();
+        assert!(refused.contains("169.254.169.254 is link-local"), "{refused}");
+    }
+
+    #[tokio::test]
+    async fn an_address_without_a_name_is_held_to_it_too() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let allow = WorkerAllow::parse("10.0.0.0/8").unwrap();
+        let mut added = Outbound::default().connector_within(allow, TIMEOUT);
+        let refused = connect(&mut added, &url).await.unwrap_err();
+        assert_eq!(refused, "127.0.0.1 is not among the addresses of --worker-allow");
+        let refused = connect(&mut added, "http://[::1]:1").await.unwrap_err();
+        assert_eq!(refused, "::1 is not among the addresses of --worker-allow");
+        let mut flags = Outbound::default().connector(TIMEOUT);
+        assert!(connect(&mut flags, &url).await.is_ok());
     }
 }

@@ -18,8 +18,8 @@ const LOOK_UP_TIME: Duration = Duration::from_secs(2);
 /// A cloud's metadata service with an address that is not link-local.
 const METADATA_V6: Ipv6Addr = Ipv6Addr::new(0xfd00, 0x0ec2, 0, 0, 0, 0, 0, 0x0254);
 
-/// Whether an address is link-local, which no worker's is, but a cloud's metadata service's is.
-pub(crate) fn is_link_local(address: IpAddr) -> bool {
+/// Whether an address is one of the link's only, which no worker has and a cloud's metadata service does.
+fn is_link_local(address: IpAddr) -> bool {
     match address.to_canonical() {
         IpAddr::V4(address) => address.is_link_local(),
         IpAddr::V6(address) => address.is_unicast_link_local() || address == METADATA_V6,
@@ -97,15 +97,22 @@ impl WorkerAllow {
     }
 
     fn check_address(&self, field: &str, address: IpAddr) -> std::result::Result<(), Reject> {
+        match self.objection(address) {
+            None => Ok(()),
+            Some(why) => Err(Reject::new(StatusCode::FORBIDDEN, format!("{field}: {why}"))),
+        }
+    }
+
+    /// Why no worker may be at this address, in words; `None` where one may.
+    pub fn objection(&self, address: IpAddr) -> Option<String> {
         let address = address.to_canonical();
-        let what = if is_link_local(address) {
-            format!("{field}: {address} is link-local, which is not allowed for workers")
+        if is_link_local(address) {
+            Some(format!("{address} is link-local, which is not allowed for workers"))
         } else if !self.nets.is_empty() && !self.nets.iter().any(|net| net.contains(&address)) {
-            format!("{field}: {address} is not among the addresses of {FLAG}")
+            Some(format!("{address} is not among the addresses of {FLAG}"))
         } else {
-            return Ok(());
-        };
-        Err(Reject::new(StatusCode::FORBIDDEN, what))
+            None
+        }
     }
 }
 

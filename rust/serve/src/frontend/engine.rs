@@ -200,7 +200,12 @@ impl EngineSpec {
         Ok(())
     }
 
-    /// The event endpoints of its ranks.
+    /// Whether somebody added it over HTTP, now or before the last start: only such a worker is not shown our key.
+    pub fn is_added(&self) -> bool {
+        self.key != WorkerKey::Ours
+    }
+
+    /// Where its ranks publish.
     pub fn event_specs(&self) -> BTreeMap<u32, EventSpec> {
         EventSpec::of_ranks(self.events.as_deref(), self.replay.as_deref(), self.dp_size)
     }

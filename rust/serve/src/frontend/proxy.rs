@@ -27,7 +27,10 @@ const MAX_INFORMATIONAL: usize = 16;
 #[derive(Debug, Clone)]
 pub(crate) struct Upstream {
     client: Client<Connector, Full<Bytes>>,
-    /// Authorization for the frontend's own calls.
+    /// For workers that were added over HTTP. They have connections of their own: kept ones of the others were not
+    /// held to `--worker-allow`.
+    client_of_added: Client<Connector, Full<Bytes>>,
+    /// Authorization of the frontend's own calls.
     authorization: Option<HeaderValue>,
 }
 
@@ -56,52 +59,29 @@ impl Upstream {
                 Some(value)
             }
         };
-        let connector = options.http.outbound().connector(options.connect_timeout);
-        let client = Client::builder(TokioExecutor::new())
-            .pool_timer(TokioTimer::new())
-            // Common engines close idle connections after 5 s; close ours earlier, so that no
-            // request uses a closed one.
-            .pool_idle_timeout(Duration::from_secs(4))
-            .pool_max_idle_per_host(1_024)
-            .build(connector);
-        Ok(Self { client, authorization })
+        let (outbound, limit) = (options.http.outbound(), options.connect_timeout);
+        let allow = options.http.worker_allow().clone();
+        let client = client_with(outbound.connector(limit));
+        let client_of_added = client_with(outbound.connector_within(allow, limit));
+        Ok(Self { client, client_of_added, authorization })
     }
 
-    /// Sends a request; returns at the response head.
+    /// Send a request to a worker of the runtime; returns at the answer's head.
     pub async fn send(
         &self,
-        mut request: Request<Full<Bytes>>,
+        request: Request<Full<Bytes>>,
     ) -> Result<Response<Incoming>, AttemptError> {
-        let count = AtomicUsize::new(0);
-        let (told, endless) = oneshot::channel();
-        let told = Mutex::new(Some(told));
-        on_informational(&mut request, move |_| {
-            if count.fetch_add(1, Ordering::Relaxed) == MAX_INFORMATIONAL
-                && let Some(told) = told.lock().take()
-            {
-                let _gone = told.send(());
-            }
-        });
-        let answered = tokio::select! {
-            biased;
-            answered = self.client.request(request) => answered,
-            Ok(()) = endless => {
-                let message = format!("more than {MAX_INFORMATIONAL} answers of status 1xx");
-                return Err(AttemptError { cause: "not_an_answer", message, is_sent: true });
-            }
-        };
-        answered.map_err(|error| {
-            let is_sent = !error.is_connect();
-            let cause = if is_sent { "no_answer" } else { "connect" };
-            // The outermost error is only "client error"; the operator needs the root cause.
-            let mut message = error.to_string();
-            let mut source = std::error::Error::source(&error);
-            while let Some(inner) = source {
-                message = format!("{message}: {inner}");
-                source = inner.source();
-            }
-            AttemptError { cause, message, is_sent }
-        })
+        send_with(&self.client, request).await
+    }
+
+    /// Send a request to an engine; returns at the answer's head.
+    pub async fn send_to(
+        &self,
+        engine: &Engine,
+        request: Request<Full<Bytes>>,
+    ) -> Result<Response<Incoming>, AttemptError> {
+        let client = if engine.spec.is_added() { &self.client_of_added } else { &self.client };
+        send_with(client, request).await
     }
 
     /// The key sent to an engine: the frontend's own, or one specific to the engine.
@@ -148,7 +128,7 @@ impl Upstream {
         if let Some(authorization) = self.authorization(engine) {
             request.headers_mut().insert(header::AUTHORIZATION, authorization.clone());
         }
-        let response = self.send(request).await.map_err(|error| error.message)?;
+        let response = self.send_to(engine, request).await.map_err(|error| error.message)?;
         let status = response.status();
         let body = Limited::new(response.into_body(), limit);
         let bytes = body.collect().await.map_err(|error| error.to_string())?.to_bytes();
@@ -156,7 +136,52 @@ impl Upstream {
     }
 }
 
-/// Headers about one connection, not about the request or response.
+fn client_with(connector: Connector) -> Client<Connector, Full<Bytes>> {
+    Client::builder(TokioExecutor::new())
+        .pool_timer(TokioTimer::new())
+        // Common engines close idle connections after 5 s; be first, so that no request meets a closed one.
+        .pool_idle_timeout(Duration::from_secs(4))
+        .pool_max_idle_per_host(1_024)
+        .build(connector)
+}
+
+async fn send_with(
+    client: &Client<Connector, Full<Bytes>>,
+    mut request: Request<Full<Bytes>>,
+) -> Result<Response<Incoming>, AttemptError> {
+    let count = AtomicUsize::new(0);
+    let (told, endless) = oneshot::channel();
+    let told = Mutex::new(Some(told));
+    on_informational(&mut request, move |_| {
+        if count.fetch_add(1, Ordering::Relaxed) == MAX_INFORMATIONAL
+            && let Some(told) = told.lock().take()
+        {
+            let _gone = told.send(());
+        }
+    });
+    let answered = tokio::select! {
+        biased;
+        answered = client.request(request) => answered,
+        Ok(()) = endless => {
+            let message = format!("more than {MAX_INFORMATIONAL} answers of status 1xx");
+            return Err(AttemptError { cause: "not_an_answer", message, is_sent: true });
+        }
+    };
+    answered.map_err(|error| {
+        let is_sent = !error.is_connect();
+        let cause = if is_sent { "no_answer" } else { "connect" };
+        // The outermost text only says "client error"; the operator needs the root of it.
+        let mut message = error.to_string();
+        let mut source = std::error::Error::source(&error);
+        while let Some(inner) = source {
+            message = format!("{message}: {inner}");
+            source = inner.source();
+        }
+        AttemptError { cause, message, is_sent }
+    })
+}
+
+/// Headers that speak about one connection, not about the request or answer.
 fn is_hop_by_hop(name: &HeaderName) -> bool {
     matches!(
         name.as_str(),

@@ -8,7 +8,7 @@ use kvflash_core::fleet::{EventSpec, port_of};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::engine::{Engine, WorkerKey};
+use super::engine::Engine;
 use super::notes::ServerNotes;
 use super::proxy::Upstream;
 
@@ -52,7 +52,7 @@ pub(crate) async fn ask(
         if let Ok(Ok((200, body))) = answer
             && let Some(mut notes) = read(&host, path, &body)
         {
-            if engine.spec.key != WorkerKey::Ours {
+            if engine.spec.is_added() {
                 notes.keep_events_at(&host);
             }
             return Some(notes);

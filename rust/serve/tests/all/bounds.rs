@@ -174,3 +174,33 @@ async fn a_compressed_body_is_refused_by_name() {
     let answer = stage.ask_with(&[("content-encoding", "Identity")], &prompt(0..40)).await;
     assert_eq!(answer.status, 200, "{}", answer.text());
 }
+
+#[tokio::test]
+async fn a_worker_that_is_kept_is_connected_to_where_workers_may_be_now() {
+    let name = format!("kvflash-kept-{}", std::process::id());
+    let path = std::env::temp_dir().join(name);
+    let kept = |allow: &str| {
+        let (worker_allow, state_file) = (allow.to_owned(), Some(path.clone()));
+        Stage::new(|options| {
+            let settings = HttpSettings { worker_allow, state_file, ..HttpSettings::default() };
+            bounded(options, settings);
+        })
+    };
+    let mut engine = Engine::start(&[]).await;
+    engine.url = engine.url.replace("127.0.0.1", "localhost");
+    let stage = kept("127.0.0.1, ::1");
+    let engine = stage.add(engine, json!({})).await;
+    drop(stage);
+    let asked = engine.count();
+    let stage = kept("10.0.0.0/8");
+    let mut error = serde_json::Value::Null;
+    until("the refusal", async || {
+        error = stage.get("/workers").await[0]["last_error"].take();
+        !error.is_null()
+    })
+    .await;
+    let error = error.as_str().unwrap();
+    assert!(error.contains("not among the addresses of --worker-allow"), "{error}");
+    assert_eq!((stage.ask(&prompt(0..40)).await.status, engine.count()), (503, asked));
+    std::fs::remove_file(&path).unwrap();
+}

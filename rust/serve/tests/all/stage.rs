@@ -103,7 +103,9 @@ impl Stage {
             clock.clone(),
             shutdown.clone(),
         );
-        Self { router: app.unwrap().router(), clock, shutdown }
+        let app = app.unwrap();
+        app.restore().unwrap();
+        Self { router: app.router(), clock, shutdown }
     }
 
     /// An engine that serves `m`, healthy.

@@ -230,7 +230,7 @@ fn refuses(status: StatusCode) -> bool {
 fn send<'a>(
     app: &'a App,
     call: &Call,
-    choice: &Choice,
+    choice: &'a Choice,
     path: &str,
     headers: &HeaderMap,
     body: Bytes,
@@ -250,7 +250,7 @@ fn send<'a>(
     {
         request.headers_mut().insert(header::AUTHORIZATION, key.clone());
     }
-    let sent = app.upstream.send(request);
+    let sent = app.upstream.send_to(engine, request);
     Ok(async {
         sent.await.map_err(|error| {
             let failed = Failed::new(error.cause, error.message, StatusCode::BAD_GATEWAY).fault();
