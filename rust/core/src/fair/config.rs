@@ -35,6 +35,11 @@ impl Discipline {
         matches!(self, Self::VtcFair | Self::VtcPred | Self::VtcOracle)
     }
 
+    /// Whether a client is lifted among those of its group when its first request waits.
+    pub(super) const fn lifts_within_groups(self) -> bool {
+        self.lifts_on_arrival() || matches!(self, Self::VtcMaxFair)
+    }
+
     /// Whether output is charged at admission.
     pub(super) const fn is_predictive(self) -> bool {
         matches!(self, Self::VtcPred | Self::VtcOracle)

@@ -6,15 +6,20 @@ use std::collections::{BTreeMap, BTreeSet};
 use hashbrown::HashMap;
 
 use super::config::{Discipline, FairConfig};
-use super::ready::{Clients, Place, Waiting};
-use super::request::{Cost, Dropped, Grant, Granted, Options, Refusal, Refused, Ticket, Used};
+use super::ready::{Client, Clients, Place, Waiting};
+use super::request::{
+    ClientName, Cost, Dropped, Grant, Granted, Options, Refusal, Refused, Ticket, Used,
+};
 use super::stats::{ClientStats, FairStats};
 use crate::error::{Error, Result};
 
 /// Longest name of a client, in bytes.
 const MAX_NAME_BYTES: usize = 256;
 
-/// Maximum clients with a configured weight.
+/// Part of the requests that wait which one group may have: parts of a whole.
+const GROUP_SHARE: (usize, usize) = (3, 4);
+
+/// Most clients with a weight of their own.
 const MAX_WEIGHTS: usize = 65_536;
 
 /// Bounds of the time after which a refused client should retry, in milliseconds.
@@ -28,7 +33,7 @@ struct Running {
     predicted: f64,
     /// Charged to its client so far, before its weight.
     paid: f64,
-    /// The counter of its client just before its admission.
+    /// The counter of its client, or group, just before it was admitted.
     started_at: f64,
 }
 
@@ -46,9 +51,7 @@ pub struct FairQueue<T> {
     deadlines: BTreeSet<(u64, Ticket)>,
     running: BTreeMap<Grant, Running>,
     dropped: Vec<Dropped<T>>,
-    /// The client that waited last, while none waits.
-    last_waiting: Option<u32>,
-    /// The lowest counter that counts (`vtc-max-fair`).
+    /// Nobody's counter counts as lower (`vtc-max-fair`).
     floor: f64,
     /// The highest counter.
     highest: f64,
@@ -75,7 +78,6 @@ impl<T> FairQueue<T> {
             deadlines: BTreeSet::new(),
             running: BTreeMap::new(),
             dropped: Vec::new(),
-            last_waiting: None,
             floor: 0.0,
             highest: 0.0,
             next_ticket: 0,
@@ -107,26 +109,25 @@ impl<T> FairQueue<T> {
             return Err(Error::invalid(format!("more than {MAX_WEIGHTS} clients with weights")));
         }
         self.weights.insert(client.into(), weight);
-        if let Some(slot) = self.clients.slot(client) {
-            self.clients.change(slot, |client| client.weight = weight);
-        }
+        self.clients.set_weight(client, weight);
         Ok(())
     }
 
-    /// Queues a request. `client` may be `""`, which all clients without a name share.
+    /// Have a request wait.
     ///
     /// # Errors
     /// Returns the item if too many wait, with the time after which to retry.
     // A refusal carries the item back; boxing it would not make it smaller for the caller.
     #[allow(clippy::result_large_err)]
-    pub fn push(
+    pub fn push<'a>(
         &mut self,
-        client: &str,
+        client: impl Into<ClientName<'a>>,
         item: T,
         cost: Cost,
         options: Options,
         now_ms: u64,
     ) -> Result<Ticket, Refused<T>> {
+        let client = client.into();
         let slot = match self.admit_client(client) {
             Ok(slot) => slot,
             Err(refusal) => return Err(self.refuse(client, item, refusal)),
@@ -150,8 +151,9 @@ impl<T> FairQueue<T> {
         Ok(ticket)
     }
 
-    /// The next request, if it fits: the one of the client with the lowest counter. `fits` is
-    /// called with it first, and with at most `skip_limit` requests of other clients after it.
+    /// The next request, if it fits: the one of the client with the lowest counter, where a group counts as
+    /// one client and has its own clients take turns likewise. `fits` sees it first, and at most `skip_limit`
+    /// requests of other clients after it.
     ///
     /// Its client is charged for the prompt and, with predictions, for the answer.
     pub fn pop(&mut self, now_ms: u64, mut fits: impl FnMut(&T) -> bool) -> Option<Granted<T>> {
@@ -167,12 +169,10 @@ impl<T> FairQueue<T> {
         let client = self.clients.at(slot)?;
         let expected = waiting.predicted.unwrap_or(client.predictor.length());
         let predicted = if self.config.discipline.is_predictive() { expected } else { 0.0 };
-        let started_at = client.counter.max(self.floor);
+        let started_at = self.clients.counter(slot).max(self.floor);
         let paid = self.config.price.total(waiting.input, predicted);
-        self.clients.change(slot, |client| {
-            client.counter = started_at;
-            client.running += 1;
-        });
+        self.clients.change(slot, |client| client.running += 1);
+        self.clients.change_counter(slot, |counter| *counter = started_at);
         self.charge(slot, paid);
         let grant = Grant(self.next_grant);
         self.next_grant += 1;
@@ -261,7 +261,7 @@ impl<T> FairQueue<T> {
     pub fn clients(&self) -> impl Iterator<Item = ClientStats<'_>> {
         self.clients.all().map(|client| ClientStats {
             client: &client.name,
-            counter: client.counter.max(self.floor),
+            counter: self.told(client),
             weight: client.weight,
             queued: client.queue.len(),
             running: client.running,
@@ -269,36 +269,46 @@ impl<T> FairQueue<T> {
         })
     }
 
-    /// The counter of `client`; `None` for an unknown one.
-    pub fn counter(&self, client: &str) -> Option<f64> {
-        let client = self.clients.at(self.clients.slot(client)?)?;
-        Some(client.counter.max(self.floor))
+    /// The counter of `client`; `None` for one that is not remembered.
+    pub fn counter<'a>(&self, client: impl Into<ClientName<'a>>) -> Option<f64> {
+        let client = self.clients.at(self.clients.slot(client.into())?)?;
+        Some(self.told(client))
     }
 
-    /// Expected tokens of the next answer to `client`.
-    pub fn predicted(&self, client: &str) -> f64 {
-        let client = self.clients.slot(client).and_then(|slot| self.clients.at(slot));
+    /// Tokens that the next answer to `client` is expected to have.
+    pub fn predicted<'a>(&self, client: impl Into<ClientName<'a>>) -> f64 {
+        let client = self.clients.slot(client.into()).and_then(|slot| self.clients.at(slot));
         client.map_or(0.0, |client| client.predictor.length())
     }
 
     #[cfg(test)]
     pub(super) fn set_counter(&mut self, client: &str, counter: f64) {
-        let known = self.clients.slot(client);
-        let slot = known.unwrap_or_else(|| self.clients.add(client, 0.0, 1.0));
+        let known = self.clients.slot(client.into());
+        let slot = known.unwrap_or_else(|| self.clients.add(client.into(), 0.0, 1.0));
         self.clients.change(slot, |client| client.counter = counter);
     }
 
-    /// Charged prompt tokens, with cached ones at their share.
+    /// The counter of a client; within a group, among those of the group.
+    fn told(&self, client: &Client<T>) -> f64 {
+        let floor = if client.group.is_none() { self.floor } else { 0.0 };
+        client.counter.max(floor)
+    }
+
+    /// Prompt tokens that are charged, with cached ones at their share.
     fn chargeable(&self, tokens: u64, cached: u64) -> f64 {
         let cached = cached.min(tokens);
         (tokens - cached) as f64 + cached as f64 * self.config.cached_share
     }
 
-    fn admit_client(&mut self, name: &str) -> Result<u32, Refusal> {
-        check_name(name).map_err(Refusal::Name)?;
-        // Timed-out requests that were not fetched yet take room as well.
+    fn admit_client(&mut self, name: ClientName<'_>) -> Result<u32, Refusal> {
+        check_name(name.client).map_err(Refusal::Name)?;
+        name.group.map_or(Ok(()), check_name).map_err(Refusal::Name)?;
+        // Those that nobody has fetched yet take room as well.
         if self.places.len() + self.dropped.len() >= self.config.max_queued {
             return Err(Refusal::QueueFull);
+        }
+        if name.group.is_some_and(|group| self.clients.queued_of(group) >= self.most_of_group()) {
+            return Err(Refusal::ClientQueueFull);
         }
         if let Some(slot) = self.clients.slot(name) {
             let queued = self.clients.at(slot).map_or(0, |client| client.queue.len());
@@ -306,16 +316,23 @@ impl<T> FairQueue<T> {
             return if is_full { Err(Refusal::ClientQueueFull) } else { Ok(slot) };
         }
         if self.clients.len() >= self.config.max_clients {
-            let forgotten = self.clients.forget_idle().ok_or(Refusal::TooManyClients)?;
+            if !self.clients.forget_idle() {
+                return Err(Refusal::TooManyClients);
+            }
             self.stats.forgotten_clients_total += 1;
-            self.last_waiting = self.last_waiting.filter(|&slot| slot != forgotten);
         }
-        let weight = self.weights.get(name).copied().unwrap_or(1.0);
+        let weight = self.weights.get(name.client).copied().unwrap_or(1.0);
         Ok(self.clients.add(name, self.floor, weight))
     }
 
-    fn refuse(&mut self, client: &str, item: T, refusal: Refusal) -> Refused<T> {
-        let slot = self.clients.slot(client).and_then(|slot| self.clients.at(slot));
+    /// Most requests of a group that wait: with endless clients it leaves room for others all the same.
+    fn most_of_group(&self) -> usize {
+        let (parts, whole) = GROUP_SHARE;
+        (self.config.max_queued.saturating_mul(parts) / whole).max(1)
+    }
+
+    fn refuse(&mut self, name: ClientName<'_>, item: T, refusal: Refusal) -> Refused<T> {
+        let slot = self.clients.slot(name).and_then(|slot| self.clients.at(slot));
         let own = slot.map_or(0, |client| client.queue.len());
         let (count, error) = match &refusal {
             Refusal::QueueFull => {
@@ -325,9 +342,17 @@ impl<T> FairQueue<T> {
             }
             Refusal::ClientQueueFull => {
                 let limit = self.config.max_queued_per_client;
-                let error = format!(
-                    "{own} requests of client {client:?} wait; max_queued_per_client is {limit}"
-                );
+                let error = match name.group.filter(|_| own < limit) {
+                    None => format!(
+                        "{own} requests of client {:?} wait; max_queued_per_client is {limit}",
+                        name.client
+                    ),
+                    Some(group) => format!(
+                        "{} requests of {group} wait, whatever names they have; the limit is three quarters of \
+                         max_queued",
+                        self.clients.queued_of(group)
+                    ),
+                };
                 (&mut self.stats.refused_client_queue_total, Error::Overloaded(error))
             }
             Refusal::TooManyClients => {
@@ -348,18 +373,15 @@ impl<T> FairQueue<T> {
 
     /// A client that was idle must not keep credit from that time.
     fn lift(&mut self, slot: u32) {
-        let is_waiting = self.clients.at(slot).is_some_and(|client| !client.queue.is_empty());
-        if is_waiting || !self.config.discipline.lifts_on_arrival() {
+        if self.clients.at(slot).is_some_and(|client| !client.queue.is_empty()) {
             return;
         }
-        let level = self.clients.in_turn().next().or(self.last_waiting);
-        let level = level.and_then(|slot| self.clients.at(slot)).map_or(0.0, |c| c.counter);
-        let is_lifted = self.clients.change(slot, |client| {
-            let is_lower = client.counter < level;
-            client.counter = client.counter.max(level);
-            is_lower
-        });
-        self.stats.lifted_total += u64::from(is_lifted == Some(true));
+        if self.config.discipline.lifts_within_groups() {
+            self.clients.lift_within(slot);
+        }
+        if !self.clients.is_waiting(slot) && self.config.discipline.lifts_on_arrival() {
+            self.stats.lifted_total += u64::from(self.clients.lift(slot));
+        }
     }
 
     /// `vtc-max-fair`: raises lower counters to where the service is.
@@ -371,12 +393,7 @@ impl<T> FairQueue<T> {
     }
 
     fn charge(&mut self, slot: u32, service: f64) {
-        let counter = self.clients.change(slot, |client| {
-            client.served = (client.served + service).max(0.0);
-            client.counter = (client.counter + service / client.weight).max(0.0);
-            client.counter
-        });
-        self.highest = self.highest.max(counter.unwrap_or(0.0));
+        self.highest = self.highest.max(self.clients.charge(slot, service));
     }
 
     /// Removes a waiting request.
@@ -385,9 +402,7 @@ impl<T> FairQueue<T> {
         let ticket = Ticket(place.1);
         self.places.remove(&ticket);
         self.deadlines.remove(&(waiting.deadline_ms, ticket));
-        if self.places.is_empty() {
-            self.last_waiting = Some(slot);
-        }
+        self.clients.has_left(slot);
         Some(waiting)
     }
 

@@ -3,7 +3,29 @@
 use super::order::Standing;
 use crate::error::Error;
 
-/// A waiting request.
+/// The client of a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ClientName<'a> {
+    /// Clients of one group have the turns of one client together, and take turns for these. `None` for a client
+    /// that takes its own.
+    pub group: Option<&'a str>,
+    /// `""` for those without a name, who share one.
+    pub client: &'a str,
+}
+
+impl<'a> From<&'a str> for ClientName<'a> {
+    fn from(client: &'a str) -> Self {
+        Self { group: None, client }
+    }
+}
+
+impl<'a> From<&'a String> for ClientName<'a> {
+    fn from(client: &'a String) -> Self {
+        Self { group: None, client }
+    }
+}
+
+/// A request that waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Ticket(pub(super) u64);
 
@@ -71,7 +93,7 @@ pub struct Dropped<T> {
 pub enum Refusal {
     /// Too many requests wait.
     QueueFull,
-    /// Too many requests of this client wait.
+    /// Too many requests of this client, or of its group, wait.
     ClientQueueFull,
     /// Too many clients have requests.
     TooManyClients,

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod bound;
+mod group;
 mod line;
 mod server;
 mod twin;

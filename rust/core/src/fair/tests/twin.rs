@@ -52,44 +52,94 @@ struct Running {
     paid: f64,
 }
 
+/// Who takes turns with the others: the only group, or a client beside it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Taker {
+    Group,
+    Client(usize),
+}
+
 #[derive(Default)]
 struct Twin {
+    /// The first so many clients are of the group.
+    grouped: usize,
     counters: BTreeMap<usize, f64>,
+    of_group: f64,
     waiting: Vec<Waiting>,
     running: Vec<Running>,
-    last_waiting: Option<usize>,
+    last_waiting: Option<Taker>,
+    last_of_group: Option<usize>,
 }
 
 impl Twin {
-    fn lift(&mut self, client: usize, lifts: bool) {
-        let own = *self.counters.entry(client).or_insert(0.0);
-        if !lifts || self.waiting.iter().any(|one| one.client == client) {
-            return;
-        }
-        let others = self.waiting.iter().map(|one| self.counters[&one.client]);
-        let lowest = others.min_by(f64::total_cmp);
-        let level = lowest.or(self.last_waiting.map(|last| self.counters[&last]));
-        self.counters.insert(client, own.max(level.unwrap_or(0.0)));
+    fn taker(&self, client: usize) -> Taker {
+        if client < self.grouped { Taker::Group } else { Taker::Client(client) }
     }
 
-    /// Of the client with the lowest counter, then the earliest first request: its first request.
-    fn next(&self) -> Option<usize> {
-        let first = |client: usize| {
+    fn counter(&mut self, taker: Taker) -> &mut f64 {
+        match taker {
+            Taker::Group => &mut self.of_group,
+            Taker::Client(client) => self.counters.entry(client).or_insert(0.0),
+        }
+    }
+
+    fn lift(&mut self, client: usize, lifts: bool) {
+        self.counters.entry(client).or_insert(0.0);
+        let waiting: Vec<usize> = self.waiting.iter().map(|one| one.client).collect();
+        if !lifts || waiting.contains(&client) {
+            return;
+        }
+        let taker = self.taker(client);
+        if taker == Taker::Group {
+            let others = waiting.iter().filter(|&&other| other < self.grouped);
+            let lowest = others.map(|other| self.counters[other]).min_by(f64::total_cmp);
+            let level = lowest.or(self.last_of_group.map(|last| self.counters[&last]));
+            let own = self.counters.entry(client).or_insert(0.0);
+            *own = own.max(level.unwrap_or(0.0));
+        }
+        if waiting.iter().any(|&other| self.taker(other) == taker) {
+            return;
+        }
+        let others = waiting.iter().map(|&other| *self.counter(self.taker(other)));
+        let lowest = others.min_by(f64::total_cmp);
+        let level = lowest.or(self.last_waiting.map(|last| *self.counter(last)));
+        let own = self.counter(taker);
+        *own = own.max(level.unwrap_or(0.0));
+    }
+
+    /// Of the taker with the lowest counter, of it the client with the lowest one, then the earliest first request.
+    fn next(&mut self) -> Option<usize> {
+        let mut clients: Vec<usize> = self.waiting.iter().map(|one| one.client).collect();
+        clients.sort_unstable();
+        clients.dedup();
+        let firsts = clients.into_iter().map(|client| {
             let own = (0..self.waiting.len()).filter(|&at| self.waiting[at].client == client);
-            own.min_by_key(|&at| (-self.waiting[at].priority, self.waiting[at].ticket))
-        };
-        let firsts = self.counters.keys().filter_map(|&client| first(client));
-        firsts.min_by(|&a, &b| {
-            let key =
-                |at: usize| (self.counters[&self.waiting[at].client], self.waiting[at].ticket);
-            key(a).partial_cmp(&key(b)).unwrap()
-        })
+            own.min_by_key(|&at| (-self.waiting[at].priority, self.waiting[at].ticket)).unwrap()
+        });
+        let mut best = BTreeMap::new();
+        for at in firsts {
+            let Waiting { client, ticket, .. } = self.waiting[at];
+            let taker = (client >= self.grouped).then_some(client);
+            let key = (self.counters[&client], ticket, at);
+            let known = best.entry(taker).or_insert(key);
+            if key.partial_cmp(known).unwrap().is_lt() {
+                *known = key;
+            }
+        }
+        let of_takers = best.into_values().map(|(_, ticket, at)| {
+            (*self.counter(self.taker(self.waiting[at].client)), ticket, at)
+        });
+        let first = of_takers.min_by(|a, b| a.partial_cmp(b).unwrap());
+        first.map(|(_, _, at)| at)
     }
 
     fn remove(&mut self, at: usize) -> Waiting {
         let gone = self.waiting.remove(at);
+        if gone.client < self.grouped && !self.waiting.iter().any(|one| one.client < self.grouped) {
+            self.last_of_group = Some(gone.client);
+        }
         if self.waiting.is_empty() {
-            self.last_waiting = Some(gone.client);
+            self.last_waiting = Some(self.taker(gone.client));
         }
         gone
     }
@@ -111,6 +161,9 @@ impl Twin {
     fn charge(&mut self, client: usize, service: f64) {
         let counter = self.counters.get_mut(&client).unwrap();
         *counter = (*counter + service).max(0.0);
+        if client < self.grouped {
+            self.of_group = (self.of_group + service).max(0.0);
+        }
     }
 }
 
@@ -118,10 +171,15 @@ proptest! {
     #[test]
     fn the_queue_does_as_its_twin(
         discipline in prop::sample::select(vec![Discipline::VtcFair, Discipline::Lcf]),
+        grouped in 0..4_usize,
         steps in prop::collection::vec(step(), 1..120),
     ) {
         let mut queue: FairQueue<u32> = FairQueue::new(config(discipline)).unwrap();
-        let mut twin = Twin::default();
+        let mut twin = Twin { grouped, ..Twin::default() };
+        let names: Vec<String> = (0..5).map(|client| client.to_string()).collect();
+        let name = |client: usize| {
+            ClientName { group: (client < grouped).then_some("g"), client: &names[client] }
+        };
         let (mut now_ms, mut item) = (0, 0);
         let price = Price::default();
         for step in steps {
@@ -135,8 +193,7 @@ proptest! {
                     let options = Options { standing, deadline_ms: Some(deadline_ms) };
                     let cost =
                         Cost { input_tokens: input, cached_tokens: cached, output_tokens: None };
-                    let ticket =
-                        queue.push(&client.to_string(), item, cost, options, now_ms).unwrap();
+                    let ticket = queue.push(name(client), item, cost, options, now_ms).unwrap();
                     let input = input.saturating_sub(cached) as f64;
                     twin.waiting.push(Waiting {
                         ticket, client, item, input, priority, deadline_ms,
@@ -185,7 +242,7 @@ proptest! {
                 _ => {}
             }
             for (client, &counter) in &twin.counters {
-                prop_assert_eq!(queue.counter(&client.to_string()), Some(counter));
+                prop_assert_eq!(queue.counter(name(*client)), Some(counter));
             }
             let stats = queue.stats();
             prop_assert_eq!(stats.running, twin.running.len());
