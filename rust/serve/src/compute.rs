@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use kvflash_core::clock::Clock;
 use kvflash_core::error::Result;
-use kvflash_core::fair::{Cost, FairConfig, Options};
+use kvflash_core::fair::{ClientName, Cost, FairConfig, Options};
 use parking_lot::Mutex;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
@@ -71,7 +71,7 @@ impl Compute {
     /// [`Busy`].
     pub async fn run<T: Send>(
         &self,
-        client: &str,
+        client: ClientName<'_>,
         bytes: usize,
         job: impl FnOnce() -> T + Send,
     ) -> Result<T, Busy> {
@@ -178,7 +178,7 @@ mod tests {
                         begun.send(()).unwrap();
                         drop(gate.lock());
                     };
-                    compute.run("a client", 60_000, job).await.unwrap();
+                    compute.run("a client".into(), 60_000, job).await.unwrap();
                 })
             })
             .collect();
@@ -202,7 +202,7 @@ mod tests {
     async fn threads_without_work_end() {
         let clock = Arc::new(ManualClock::default());
         let compute = Compute::new(DEADLINE, clock, &mut Registry::default()).unwrap();
-        let run = || compute.run("", 60_000, rayon::current_thread_index);
+        let run = || compute.run("".into(), 60_000, rayon::current_thread_index);
         let is_started = || compute.threads.pool.lock().is_some();
         assert!(!is_started());
         for _ in 0..2 {

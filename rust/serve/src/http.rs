@@ -1,10 +1,12 @@
 //! HTTP limits of a service: settings and the related metrics.
 
+use std::net::{IpAddr, SocketAddr};
 use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use axum::http::HeaderMap;
 use ipnet::IpNet;
 use kvflash_core::error::{Error, Result};
 use prometheus_client::metrics::counter::Counter;
@@ -82,7 +84,30 @@ impl Http {
         self.tls.as_ref()
     }
 
-    /// Limits of its server; requests get `drain_timeout` after the stop.
+    /// The address of a request's client: that of its connection, or of those that `--trusted-proxies` name what the
+    /// last one of them says in `X-Forwarded-For`.
+    pub(crate) fn client_of(&self, peer: IpAddr, headers: &HeaderMap) -> IpAddr {
+        let peer = peer.to_canonical();
+        let is_proxy =
+            |address: &IpAddr| self.trusted_proxies.iter().any(|net| net.contains(address));
+        if !is_proxy(&peer) {
+            return peer;
+        }
+        // Each proxy adds the one that it was asked by: the rest is what the client says.
+        let lines = headers.get_all("x-forwarded-for").iter().rev();
+        let said = lines.flat_map(|line| line.to_str().unwrap_or_default().rsplit(','));
+        let known = said.map_while(|text| address_in(text.trim()));
+        let mut client = peer;
+        for address in known {
+            client = address;
+            if !is_proxy(&address) {
+                break;
+            }
+        }
+        client
+    }
+
+    /// What its server obeys; requests get `drain_timeout` after the stop.
     pub fn limits(&self, drain_timeout: Duration) -> ServeLimits {
         ServeLimits {
             lock: self.lock.clone(),
@@ -156,5 +181,45 @@ impl Http {
             tls.register(registry);
         }
         Intake::new(max_bytes, self.body_timeout, self.max_buffered_bytes, &self.large, registry)
+    }
+}
+
+/// An address, with or without a port and brackets.
+fn address_in(text: &str) -> Option<IpAddr> {
+    let bare = text.trim_start_matches('[').trim_end_matches(']');
+    let address = bare.parse().or_else(|_| text.parse::<SocketAddr>().map(|place| place.ip()));
+    address.ok().map(|address: IpAddr| address.to_canonical())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_client_is_where_its_connection_or_a_trusted_proxy_says() {
+        let settings =
+            HttpSettings { trusted_proxies: "10.0.0.0/8".to_owned(), ..HttpSettings::default() };
+        let http = Http::of(settings, Face::Api).unwrap();
+        for (peer, lines, client) in [
+            ("192.0.2.1", &[][..], "192.0.2.1"),
+            // Anybody can send the header.
+            ("192.0.2.1", &["198.51.100.7"], "192.0.2.1"),
+            ("::ffff:192.0.2.1", &[], "192.0.2.1"),
+            ("10.0.0.1", &[], "10.0.0.1"),
+            ("10.0.0.1", &["198.51.100.7"], "198.51.100.7"),
+            ("10.0.0.1", &["6.6.6.6, 198.51.100.7, 10.0.0.2"], "198.51.100.7"),
+            ("10.0.0.1", &["6.6.6.6", "198.51.100.7:4711"], "198.51.100.7"),
+            ("10.0.0.1", &["[2001:db8::1]:80"], "2001:db8::1"),
+            ("10.0.0.1", &["198.51.100.7, unknown"], "10.0.0.1"),
+            ("10.0.0.1", &["198.51.100.7, unknown, 10.0.0.2"], "10.0.0.2"),
+        ] {
+            let mut headers = HeaderMap::new();
+            for line in lines {
+                headers.append("x-forwarded-for", line.parse().unwrap());
+            }
+            let found = http.client_of(peer.parse().unwrap(), &headers);
+            assert_eq!(found.to_string(), client, "{peer} {lines:?}");
+        }
     }
 }

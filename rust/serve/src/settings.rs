@@ -289,6 +289,8 @@ settings! {
         /// 0: no limit
         max_connections_per_address: usize = 2_048, 0..=1_000_000, "--max-connections-per-address";
         /// Addresses with any number of connections, such as 10.0.0.0/8 of the balancers
+        ///
+        /// Their `X-Forwarded-For` names the client that --fairness counts
         trusted_proxies: String = String::new(), (), "--trusted-proxies ADDRESS[/BITS],...";
         /// Keep what is registered over HTTP in this file, for the next start
         ///

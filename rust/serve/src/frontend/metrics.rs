@@ -114,6 +114,10 @@ metrics! {
             "Requests of a model that were queued for their turn, by outcome";
         pub turns_waiting: Family<ModelNameLabel, Gauge> = "turns_waiting",
             "Requests of a model that wait for their turn";
+        pub turn_clients: Family<ModelNameLabel, Gauge> = "turn_clients",
+            "Clients of a model with counted turns; each name that a client uses counts as one";
+        pub turn_clients_forgotten: Family<ModelNameLabel, Counter> = "turn_clients_forgotten",
+            "Idle clients of a model that were forgotten to make room for others";
         pub queue_seconds: Histogram = "queue_wait",
             [Seconds] "Time that requests took to get a worker, refused ones included (--router-queue-threshold)",
             seconds_histogram();

@@ -160,11 +160,17 @@ fn tell_turns(app: &App) {
     let metrics = &app.metrics;
     metrics.turns.clear();
     metrics.turns_waiting.clear();
+    metrics.turn_clients.clear();
+    metrics.turn_clients_forgotten.clear();
     for pool in app.fleet.pools() {
         let Some(room) = &pool.waiting else { continue };
         let (stats, model) = (room.stats(), escape(&pool.name));
         let waiting = metrics.turns_waiting.get_or_create(&ModelNameLabel { model: model.clone() });
         waiting.set(stats.queued as i64);
+        let label = ModelNameLabel { model: model.clone() };
+        metrics.turn_clients.get_or_create(&label).set(stats.clients as i64);
+        let forgotten = metrics.turn_clients_forgotten.get_or_create(&label);
+        forgotten.inner().store(stats.forgotten_clients_total, Ordering::Relaxed);
         for (outcome, count) in [
             ("granted", stats.admitted_total),
             ("refused_queue", stats.refused_queue_total),

@@ -136,7 +136,9 @@ impl FrontendApp {
                             peer: Option<Extension<Peer>>,
                             caller: Caller,
                             body: Body| {
-                    let address = peer.map(|Extension(Peer(address))| address.ip().to_string());
+                    let http = &app.options.http;
+                    let address =
+                        peer.map(|Extension(Peer(peer))| http.client_of(peer.ip(), &headers));
                     forward(app, row, Head { uri, headers, address, caller }, body).await
                 },
             )

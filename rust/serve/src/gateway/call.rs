@@ -1,5 +1,6 @@
 //! A client's request, parsed once.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use axum::http::header::CONTENT_ENCODING;
@@ -12,7 +13,7 @@ use super::api::{Api, Row, Weight};
 use super::body::Body;
 use super::envelope::Envelope;
 use super::foreign;
-use super::identity::Identity;
+use super::identity::{Client, Identity};
 use super::nvext::Nvext;
 use crate::compute::Busy;
 use crate::frontend::app::App;
@@ -34,18 +35,18 @@ pub(crate) struct Head {
     pub uri: Uri,
     pub headers: HeaderMap,
     /// The client's address.
-    pub address: Option<String>,
-    /// The owner of its key.
+    pub address: Option<IpAddr>,
+    /// Whose key it came with.
     pub caller: Caller,
 }
 
 impl Head {
     /// The client that is charged for a request with the name `user`: the owner of its key, if it
     /// has one.
-    pub fn client(&self, user: Option<&str>, identity: &Identity) -> String {
+    pub fn client(&self, user: Option<&str>, identity: &Identity) -> Client {
         match self.caller.key() {
-            Some(key) => key.id.clone(),
-            None => identity.name(user, &self.headers, self.address.as_deref()),
+            Some(key) => Client::known(&key.id),
+            None => identity.client(user, &self.headers, self.address),
         }
     }
 
@@ -140,7 +141,8 @@ impl Call {
         if len <= LONG_BODY_BYTES {
             return parse();
         }
-        let done = app.compute.run(&head.client(None, &Identity::default()), len, parse).await;
+        let client = head.client(None, &Identity::default());
+        let done = app.compute.run(client.as_name(), len, parse).await;
         done.unwrap_or_else(|Busy| {
             app.refused("tokenizer");
             let what = "all cores are busy with long requests; try again".to_owned();

@@ -246,7 +246,7 @@ async fn beside<T: Send>(
         return Ok(read());
     }
     let client = call.head.client(None, &Identity::default());
-    let done = app.compute.run(&client, bytes, read).await;
+    let done = app.compute.run(client.as_name(), bytes, read).await;
     done.map_err(|Busy| Untokenized::Unknown("tokenizer_busy"))
 }
 

@@ -1,12 +1,14 @@
 //! Which client is charged for a request.
 
 use std::hash::BuildHasher;
+use std::net::{IpAddr, Ipv6Addr};
 use std::str::FromStr;
 use std::sync::OnceLock;
 
 use axum::http::header::AUTHORIZATION;
 use axum::http::{HeaderMap, HeaderName};
 use kvflash_core::error::{Error, Result};
+use kvflash_core::fair::ClientName;
 
 /// Longest name in a header, in bytes; a longer one is truncated.
 const MAX_NAME_BYTES: usize = 256;
@@ -42,10 +44,14 @@ impl FromStr for Identity {
 }
 
 impl Identity {
-    /// The name of the client of a request with this `user`.
-    pub fn name(&self, user: Option<&str>, headers: &HeaderMap, address: Option<&str>) -> String {
-        // Random per process, so that clients can't construct a key that shares another client's
-        // turns.
+    /// The client of a request that calls itself `user`.
+    pub(crate) fn client(
+        &self,
+        user: Option<&str>,
+        headers: &HeaderMap,
+        address: Option<IpAddr>,
+    ) -> Client {
+        // Drawn anew by each process, so that nobody can make a key that shares another one's turns.
         static KEYS: OnceLock<std::hash::RandomState> = OnceLock::new();
         let hashed = |bytes: &[u8]| {
             let hash = KEYS.get_or_init(std::hash::RandomState::new).hash_one(bytes);
@@ -62,10 +68,43 @@ impl Identity {
                 text[..end].to_owned()
             }),
         };
-        first
-            .or_else(|| headers.get(AUTHORIZATION).map(|value| hashed(value.as_bytes())))
-            .or_else(own)
-            .unwrap_or_else(|| address.unwrap_or_default().to_owned())
+        if let Some(name) = first {
+            return Client { group: None, name };
+        }
+        let said = headers.get(AUTHORIZATION).map(|value| hashed(value.as_bytes())).or_else(own);
+        let name = said.or_else(|| address.map(|address| address.to_string()));
+        Client { group: address.map(network), name: name.unwrap_or_default() }
+    }
+}
+
+/// Whose turn is charged for a request.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Client {
+    /// Where it comes from, if that is all that is certain: names that a client may choose share the turns of one
+    /// client.
+    group: Option<String>,
+    name: String,
+}
+
+impl Client {
+    /// The owner of a key of this server.
+    pub fn known(id: &str) -> Self {
+        Self { group: None, name: id.to_owned() }
+    }
+
+    pub fn as_name(&self) -> ClientName<'_> {
+        ClientName { group: self.group.as_deref(), client: &self.name }
+    }
+}
+
+/// The network that one client has the addresses of: with IPv6 the first 64 bits.
+fn network(address: IpAddr) -> String {
+    match address.to_canonical() {
+        IpAddr::V4(address) => address.to_string(),
+        IpAddr::V6(address) => {
+            let bits = address.to_bits() & !u128::from(u64::MAX);
+            format!("{}/64", Ipv6Addr::from_bits(bits))
+        }
     }
 }
 
@@ -78,7 +117,7 @@ mod tests {
         let headers =
             headers.iter().map(|(name, value)| (name.parse().unwrap(), value.parse().unwrap()));
         let identity: Identity = identity.parse().unwrap();
-        identity.name(user, &headers.collect(), Some("10.0.0.1"))
+        identity.client(user, &headers.collect(), Some("10.0.0.1".parse().unwrap())).name
     }
 
     #[test]
@@ -99,6 +138,30 @@ mod tests {
         assert_eq!(name("header:x-tenant", &key, Some("u")), own);
         let long = "ü".repeat(200);
         assert_eq!(name("header:x-tenant", &[("x-tenant", &long)], None), "ü".repeat(128));
+    }
+
+    #[test]
+    fn names_that_a_client_chooses_are_in_the_group_of_its_network() {
+        let group = |identity: &str, headers: &[(&'static str, &str)], address: &str| {
+            let headers =
+                headers.iter().map(|(name, value)| (name.parse().unwrap(), value.parse().unwrap()));
+            let identity: Identity = identity.parse().unwrap();
+            let address = Some(address.parse().unwrap());
+            identity.client(Some("u"), &headers.collect(), address).group
+        };
+        let of = |text: &str| Some(text.to_owned());
+        for headers in [&[][..], &[("authorization", "Bearer a")]] {
+            assert_eq!(group("authorization", headers, "10.0.0.1"), of("10.0.0.1"));
+            assert_eq!(group("authorization", headers, "::ffff:10.0.0.1"), of("10.0.0.1"));
+            let v6 = ["2001:db8:0:1::7", "2001:db8:0:1:ffff::"];
+            let networks = v6.map(|address| group("authorization", headers, address));
+            assert_eq!(networks, [of("2001:db8:0:1::/64"), of("2001:db8:0:1::/64")]);
+            assert_eq!(group("header:x-tenant", headers, "10.0.0.1"), of("10.0.0.1"));
+            // What a gateway says is certain.
+            assert_eq!(group("user", headers, "10.0.0.1"), None);
+        }
+        assert_eq!(group("header:x-tenant", &[("x-tenant", "t")], "10.0.0.1"), None);
+        assert_eq!(Identity::default().client(None, &HeaderMap::new(), None).group, None);
     }
 
     #[test]

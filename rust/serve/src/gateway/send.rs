@@ -100,7 +100,7 @@ async fn respond(
         let workers = plan.route.pool.serving();
         let waited = Instant::now();
         let cost = plan.cost(room.cached_share);
-        let turn = room.turn(&client, cost, plan.urgency.turn(), workers).await;
+        let turn = room.turn(client.as_name(), cost, plan.urgency.turn(), workers).await;
         app.metrics.turn_seconds.observe(waited.elapsed().as_secs_f64());
         in_flight.turn = Some(turn.inspect_err(|_| app.refused("no_turn"))?);
     }

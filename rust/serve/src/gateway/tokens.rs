@@ -71,11 +71,10 @@ pub(super) async fn tokens(
             let parse = || Prompt::parse(raw.get());
             let parsed = match is_long {
                 false => parse(),
-                true => app
-                    .compute
-                    .run(&call.head.client(None, &Identity::default()), bytes, parse)
-                    .await
-                    .map_err(busy)?,
+                true => {
+                    let client = call.head.client(None, &Identity::default());
+                    app.compute.run(client.as_name(), bytes, parse).await.map_err(busy)?
+                }
             };
             match parsed.map_err(Untokenized::Refused)? {
                 Prompt::Tokens(tokens) => return Ok(tokens.into()),
@@ -115,7 +114,7 @@ pub(super) async fn tokens(
         Ok(text::Prompt::Costly) => {
             let whole = || local(Effort { text_bytes, is_quick: false });
             let client = call.head.client(None, &Identity::default());
-            app.compute.run(&client, bytes, whole).await.map_err(busy)?
+            app.compute.run(client.as_name(), bytes, whole).await.map_err(busy)?
         }
         found => found,
     };

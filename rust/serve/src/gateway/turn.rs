@@ -7,7 +7,7 @@ use std::time::Duration;
 use kvflash_core::clock::Clock;
 use kvflash_core::error::{Error, Result};
 use kvflash_core::fair::{
-    Cost, FairConfig, FairQueue, FairStats, Grant, Options, Refusal, Ticket, Used,
+    ClientName, Cost, FairConfig, FairQueue, FairStats, Grant, Options, Refusal, Ticket, Used,
 };
 use kvflash_core::select::Usage;
 use parking_lot::Mutex;
@@ -118,7 +118,7 @@ impl WaitingRoom {
     /// long.
     pub async fn turn(
         self: &Arc<Self>,
-        client: &str,
+        client: ClientName<'_>,
         cost: Cost,
         options: Options,
         workers: usize,

@@ -206,6 +206,36 @@ async fn a_client_with_a_fresh_name_for_each_request_is_one_client() {
 }
 
 #[tokio::test]
+async fn a_client_with_a_fresh_key_for_each_request_is_one_client_of_its_address() {
+    let stage = turns(|_| ());
+    let mut engine = stage.engine().await.by_hand();
+    let hog = |n: u32| {
+        // With IPv6 a client has more addresses than it can use.
+        let (address, key) = (format!("2001:db8::{n:x}"), format!("Bearer fresh-{n}"));
+        stage.send_from(&address, &[("authorization", &key), ("user", "hog")], prompt(n..n + 40))
+    };
+    let mut asking = vec![hog(1)];
+    stage.until_metric("turns_total{model=\"m\",outcome=\"granted\"}", 1.0).await;
+    for n in 2..9 {
+        asking.push(hog(n));
+        stage.until_metric(TURNS, f64::from(n - 1)).await;
+    }
+    for n in 0..3 {
+        let headers = [("authorization", "Bearer honest"), ("user", "honest")];
+        asking.push(stage.send_from("192.0.2.7", &headers, prompt(100 + n..140 + n)));
+        stage.until_metric(TURNS, f64::from(8 + n)).await;
+    }
+    let users = served(&mut engine, 11).await;
+    let last = users.iter().rposition(|user| user == "honest").unwrap();
+    assert!(last <= 6, "{users:?}");
+    assert_eq!(stage.metric("turn_clients{model=\"m\"}").await, 9.0);
+    for one in asking {
+        assert_eq!(one.await.unwrap().status, 200);
+    }
+    stage.until_idle().await;
+}
+
+#[tokio::test]
 async fn weights_are_shares() {
     let stage = turns(|fairness| fairness.weights = vec![("paying".to_owned(), 3.0)]);
     let mut engine = stage.engine().await.by_hand();

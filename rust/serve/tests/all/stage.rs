@@ -1,5 +1,6 @@
 //! A frontend in this process, its engines, and time that a test moves on.
 
+use std::net::SocketAddr;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,7 +17,7 @@ use kvflash_core::clock::ManualClock;
 use kvflash_core::policy::Policy;
 use kvflash_core::select::Overlap;
 use kvflash_serve::frontend::{FrontendApp, FrontendOptions};
-use kvflash_serve::{Caller, Key, Shutdown};
+use kvflash_serve::{Caller, Key, Peer, Shutdown};
 use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 
@@ -216,6 +217,23 @@ impl Stage {
                 headers.iter().map(|(name, value)| (&**name, &**value)).collect();
             call(router, Method::POST, COMPLETIONS, &headers, Some(&body)).await
         })
+    }
+
+    /// A completion from an address, beside the test.
+    pub fn send_from(
+        &self,
+        address: &str,
+        headers: &[(&str, &str)],
+        body: Value,
+    ) -> JoinHandle<Answer> {
+        let peer = Peer(SocketAddr::new(address.parse().unwrap(), 4_711));
+        let mut request = Request::builder().method(Method::POST).uri(COMPLETIONS);
+        request = request.extension(peer).header("content-type", "application/json");
+        for (name, value) in headers {
+            request = request.header(*name, *value);
+        }
+        let request = request.body(Body::from(body.to_string())).unwrap();
+        tokio::spawn(answer_to(self.router.clone(), request))
     }
 
     /// A request of the owner of a key.
