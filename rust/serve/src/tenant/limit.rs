@@ -12,7 +12,8 @@ use parking_lot::Mutex;
 use super::bucket::Bucket;
 use crate::{Key, Reject};
 
-/// Maximum keys in a file; above it, keys with untouched limits are dropped.
+/// As many keys as a file may have; beyond them those whose limits are untouched are forgotten, and where there are
+/// none further clients are refused.
 const MAX_METERS: usize = 10_000;
 
 /// Admitted and refused requests, by reason.
@@ -76,10 +77,11 @@ impl Meters {
         Self { clock, table: Mutex::default() }
     }
 
-    fn meter(&self, id: &str) -> Arc<Mutex<State>> {
+    /// Nothing for one more client than are counted.
+    fn meter(&self, id: &str) -> Option<Arc<Mutex<State>>> {
         let mut table = self.table.lock();
         if let Some(meter) = table.get(id) {
-            return Arc::clone(meter);
+            return Some(Arc::clone(meter));
         }
         if table.len() >= MAX_METERS {
             let now_ms = self.clock.now_ms();
@@ -88,8 +90,11 @@ impl Meters {
                 state.fill(now_ms);
                 !state.is_idle()
             });
+            if table.len() >= MAX_METERS {
+                return None;
+            }
         }
-        Arc::clone(table.entry(id.to_owned()).or_default())
+        Some(Arc::clone(table.entry(id.to_owned()).or_default()))
     }
 
     /// Admits a request of `key`, and holds a slot for it until the result is dropped.
@@ -98,7 +103,11 @@ impl Meters {
     /// 429 with the limit, and when to retry.
     pub fn begin(&self, key: &Key) -> Result<Running, Reject> {
         let now_ms = self.clock.now_ms();
-        let meter = self.meter(&key.id);
+        let meter = self.meter(&key.id).ok_or_else(|| {
+            let what =
+                format!("{MAX_METERS} other clients use their limits, the most that are counted");
+            refusal(&key.id, &what, 1_000)
+        })?;
         {
             let mut state = meter.lock();
             state.refresh(key, now_ms);
@@ -129,7 +138,7 @@ impl Meters {
         if key.rpm.is_none() && key.tpm.is_none() {
             return;
         }
-        let meter = self.meter(&key.id);
+        let Some(meter) = self.meter(&key.id) else { return };
         let mut state = meter.lock();
         state.refresh(key, self.clock.now_ms());
         for (bucket, names) in
@@ -354,5 +363,28 @@ mod tests {
         let ids: Vec<String> = meters.all().into_iter().map(|(id, ..)| id).collect();
         assert!(ids.len() == 2 && ids.contains(&"used".to_owned()), "{ids:?}");
         clock.advance(60_000);
+    }
+
+    #[test]
+    fn one_more_client_than_are_counted_is_refused() {
+        let (meters, clock) = meters();
+        let limited = |n: usize| Key { rpm: Some(60), ..key(&n.to_string()) };
+        for n in 0..MAX_METERS {
+            drop(meters.begin(&limited(n)).unwrap());
+        }
+        let reject = meters.begin(&limited(MAX_METERS)).err().unwrap();
+        assert_eq!((reject.status.as_u16(), reject.retry_after_s), (429, Some(1)));
+        assert!(
+            reject.message.contains("10000 other clients use their limits"),
+            "{}",
+            reject.message
+        );
+        let mut headers = HeaderMap::new();
+        meters.tell(&limited(MAX_METERS), &mut headers);
+        assert!(headers.is_empty() && meters.all().len() == MAX_METERS);
+        // Those that are counted go on, and one that has not asked for long makes room.
+        drop(meters.begin(&limited(0)).unwrap());
+        clock.advance(1_000);
+        drop(meters.begin(&limited(MAX_METERS)).unwrap());
     }
 }
