@@ -304,6 +304,17 @@ settings! {
         /// A key of a client closes the public API, one of an admin closes everything else, and one of the role
         /// metrics closes `/metrics` and `/health`, each to callers without such a key. See [keys](security.md#keys)
         keys_file: Option<PathBuf> = None, (), "--keys-file FILE";
+        /// File of the public keys (JWKS) by which callers' tokens (JWT) are checked; read again when it changes
+        ///
+        /// Needs --jwt-issuer and --jwt-audience. Closes everything but `/live` and `/ready` to callers without a token
+        /// or a key. See [tokens](security.md#tokens)
+        jwt_jwks_file: Option<PathBuf> = None, (), "--jwt-jwks-file FILE";
+        /// Issuer that tokens must name (iss)
+        jwt_issuer: Option<String> = None, (), "--jwt-issuer NAME";
+        /// Audience that tokens must name (aud)
+        jwt_audience: Option<String> = None, (), "--jwt-audience NAME";
+        /// Claim of tokens that has the role: admin, client or metrics
+        jwt_role_claim: String = "kvflash_role".to_owned(), (), "--jwt-role-claim NAME";
         /// File with a secret that hides block hashes in `/dump` and `/digest`
         ///
         /// See [hashes that tell nothing](tenants.md#hashes-that-tell-nothing)

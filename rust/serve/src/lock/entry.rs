@@ -19,6 +19,7 @@ use tokio::sync::Semaphore;
 use super::audit::Audit;
 use super::caller::Caller;
 use super::credential::Credential;
+use super::jwt::{Tokens, is_token, now_s};
 use super::keys::{Found, KEYS_FLAG, Key, Keys, KeysFile, Role};
 use super::rules::{Face, Rules};
 use super::side::{Side, form_of};
@@ -64,6 +65,7 @@ struct Reach {
 struct Shared {
     rules: Option<Rules>,
     keys: Option<Arc<KeysFile>>,
+    tokens: Option<Tokens>,
     credential: Credential,
     comparing: Semaphore,
     waiting: Semaphore,
@@ -78,6 +80,7 @@ impl Default for Shared {
         Self {
             rules: None,
             keys: None,
+            tokens: None,
             credential: Credential::default(),
             comparing: Semaphore::new(COMPARISONS_AT_ONCE),
             waiting: Semaphore::new(COMPARISONS_WAITING),
@@ -157,10 +160,12 @@ impl Refusal {
     }
 }
 
-/// A key that a request carries, or what its connection's certificate stands for.
+/// A key or token that a request carries, or what its connection's certificate stands for.
 enum Presented {
     Nothing,
     Unknown,
+    /// A token, and what is wrong with it.
+    Invalid(String),
     Known(Arc<Key>),
     Certified(Arc<Key>),
 }
@@ -173,8 +178,9 @@ impl Lock {
     pub fn new(settings: &HttpSettings, face: Face) -> Result<Self> {
         let rules = Some(Rules::of(settings, face)?);
         let keys = settings.keys_file.as_deref().map(Keys::open).transpose()?.map(Arc::new);
+        let tokens = Tokens::open(settings)?;
         let credential = Credential::open(settings.service_key_file.as_deref())?;
-        let shared = Arc::new(Shared { rules, keys, credential, ..Shared::default() });
+        let shared = Arc::new(Shared { rules, keys, tokens, credential, ..Shared::default() });
         Ok(Self { shared, reach: Reach::default() })
     }
 
@@ -196,9 +202,10 @@ impl Lock {
         Some((host, *port))
     }
 
-    /// Whether the file of keys has one of this role now: that closes the side of the role.
+    /// Whether the side of this role is closed: the file of keys has one of the role now, or tokens may have it.
     pub fn has(&self, role: Role) -> bool {
-        self.shared.keys.as_ref().is_some_and(|keys| keys.current().has(role))
+        self.shared.tokens.is_some()
+            || self.shared.keys.as_ref().is_some_and(|keys| keys.current().has(role))
     }
 
     /// # Errors
@@ -270,7 +277,13 @@ impl Lock {
                 credential.keep_renewing().await;
             }
         };
-        tokio::join!(keys, credential);
+        let tokens = self.shared.tokens.as_ref().map(|tokens| Arc::clone(&tokens.jwks));
+        let tokens = async {
+            if let Some(tokens) = tokens {
+                tokens.keep_renewing().await;
+            }
+        };
+        tokio::join!(keys, credential, tokens);
     }
 
     /// Have refusals and changes of keys counted in `registry`.
@@ -288,13 +301,17 @@ impl Lock {
                 "Reloads of --keys-file, by outcome; the log has the reasons",
             );
         }
+        if let Some(tokens) = &self.shared.tokens {
+            tokens.register(registry);
+        }
     }
 
     /// What becomes of a request from `peer`, by its path and headers, and by the DNS names of the certificate that its
     /// connection has shown. A key counts before a certificate.
     ///
     /// # Cost
-    /// Without a file of keys a look at path and headers; else a hash for each salt of the file, too.
+    /// Without a file of keys a look at path and headers; else a hash for each salt of the file, too. A token that is
+    /// not known yet costs a signature.
     pub(crate) fn look<B>(
         &self,
         request: &Request<B>,
@@ -310,15 +327,20 @@ impl Lock {
         {
             return Verdict::Answered(answer);
         }
-        let presented = match self.shared.keys.as_ref().filter(|_| side != Side::Probe) {
-            None => Presented::Nothing,
-            Some(keys) => match key_of(request.headers()) {
-                Err(refusal) => return Verdict::Refused(refusal),
-                Ok(None) => keys
-                    .current()
-                    .find_certified(certified)
-                    .map_or(Presented::Nothing, Presented::Certified),
-                Ok(Some(key)) => match keys.current().find(key) {
+        let (keys, tokens) = (self.shared.keys.as_ref(), self.shared.tokens.as_ref());
+        let is_open = side == Side::Probe || (keys.is_none() && tokens.is_none());
+        let shown = if is_open { Ok(None) } else { key_of(request.headers()) };
+        let presented = match shown {
+            Err(refusal) => return Verdict::Refused(refusal),
+            Ok(None) => keys
+                .filter(|_| !is_open)
+                .and_then(|keys| keys.current().find_certified(certified))
+                .map_or(Presented::Nothing, Presented::Certified),
+            Ok(Some(key)) => match tokens.filter(|_| is_token(key)) {
+                Some(tokens) => {
+                    tokens.check(key, now_s()).map_or_else(Presented::Invalid, Presented::Known)
+                }
+                None => match keys.map_or(Found::Nothing, |keys| keys.current().find(key)) {
                     Found::Key(key) => Presented::Known(key),
                     Found::Slow => return Verdict::Slow(Bytes::copy_from_slice(key)),
                     Found::Nothing => Presented::Unknown,
@@ -367,14 +389,18 @@ impl Lock {
         presented: Presented,
     ) -> std::result::Result<Admitted, Refusal> {
         let side = Side::of(request.uri().path());
-        let is_unknown = matches!(presented, Presented::Unknown);
+        let wrong = match &presented {
+            Presented::Unknown => Some(("unknown_key", self.unknown())),
+            Presented::Invalid(why) => Some(("token", format!("{why}; send another one"))),
+            _ => None,
+        };
         // Browsers send no key by themselves, so that whoever sent one knew it; certificates they do send.
         let is_deliberate = matches!(presented, Presented::Known(_));
         let caller = match presented {
             Presented::Known(key) | Presented::Certified(key) => Caller::Known(key),
-            Presented::Nothing | Presented::Unknown => Caller::Anonymous,
+            Presented::Nothing | Presented::Unknown | Presented::Invalid(_) => Caller::Anonymous,
         };
-        self.check_role(side, &caller, is_unknown)?;
+        self.check_role(side, &caller, wrong)?;
         let Some(rules) = &self.shared.rules else {
             return Ok(Admitted { caller, origin: None, audit: None });
         };
@@ -406,7 +432,7 @@ impl Lock {
         &self,
         side: Side,
         caller: &Caller,
-        is_unknown: bool,
+        wrong: Option<(&'static str, String)>,
     ) -> std::result::Result<(), Refusal> {
         let wanted = match side {
             Side::Probe => return Ok(()),
@@ -428,17 +454,33 @@ impl Lock {
                 ),
             )),
             None => {
-                let (cause, what) = match is_unknown {
-                    true => ("unknown_key", "the key is not in"),
-                    false => ("no_key", "send a key of"),
-                };
+                let (cause, why) =
+                    wrong.unwrap_or_else(|| ("no_key", format!("send {}", self.wanted())));
                 let what = format!(
-                    "{what} this server's {KEYS_FLAG}: Authorization: Bearer KEY, or x-api-key: KEY, \
-                     of the role {}",
+                    "{why}: Authorization: Bearer KEY, or x-api-key: KEY, of the role {}",
                     wanted.name()
                 );
                 Err(Refusal::new(cause, StatusCode::UNAUTHORIZED, what))
             }
+        }
+    }
+
+    /// What is wrong with a key that is not known.
+    fn unknown(&self) -> String {
+        match self.shared.keys {
+            Some(_) => format!("the key is not in this server's {KEYS_FLAG}"),
+            None => format!("the key is not a token (JWT): send {}", self.wanted()),
+        }
+    }
+
+    /// What a request may show.
+    fn wanted(&self) -> String {
+        let token = self.shared.tokens.as_ref().map(|one| format!("a token of {}", one.issuer()));
+        let key = format!("a key of this server's {KEYS_FLAG}");
+        match token {
+            None => key,
+            Some(token) if self.shared.keys.is_none() => token,
+            Some(token) => format!("{key} or {token}"),
         }
     }
 
@@ -520,4 +562,4 @@ fn key_of(headers: &HeaderMap) -> std::result::Result<Option<&[u8]>, Refusal> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

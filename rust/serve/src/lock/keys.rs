@@ -41,6 +41,11 @@ impl Role {
     const ALL: [(&str, Self); 3] =
         [("admin", Self::Admin), ("client", Self::Client), ("metrics", Self::Metrics)];
 
+    /// Of the word for it, in the file and in tokens.
+    pub(super) fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|(known, _)| *known == name).map(|(_, role)| role)
+    }
+
     /// As it is written in the file.
     pub fn name(self) -> &'static str {
         match self {
@@ -321,8 +326,7 @@ fn parse_line(line: &str) -> std::result::Result<(Key, Secret), String> {
         return Err("must be id:HASH:ROLE[:option=value,...]; `kvflash keys add` writes one".into());
     };
     check_name("id", id)?;
-    let known = Role::ALL.into_iter().find(|(name, _)| *name == role);
-    let (_, role) = known
+    let role = Role::from_name(role)
         .ok_or_else(|| format!("role must be admin, client or metrics, got {:?}", short(role)))?;
     let secret = Secret::parse(hash).map_err(|why| format!("hash: {why}"))?;
     let mut key = Key::new(id, role);
@@ -340,7 +344,11 @@ fn parse_line(line: &str) -> std::result::Result<(Key, Secret), String> {
     Ok((key, secret))
 }
 
-fn set_option(key: &mut Key, name: &str, value: &str) -> std::result::Result<(), String> {
+pub(super) fn set_option(
+    key: &mut Key,
+    name: &str,
+    value: &str,
+) -> std::result::Result<(), String> {
     const NAMES: &str = "tenant, rpm, tpm, concurrency, isolate, allow";
     if key.role != Role::Client && NAMES.split(", ").any(|known| known == name) {
         return Err(format!("option {name} is only for clients, the role is {}", key.role.name()));
@@ -401,7 +409,7 @@ fn check_name(field: &str, text: &str) -> std::result::Result<(), String> {
     ))
 }
 
-fn short(text: &str) -> String {
+pub(super) fn short(text: &str) -> String {
     text.chars().take(MAX_NAME_BYTES).collect()
 }
 

@@ -4,6 +4,7 @@ mod audit;
 mod caller;
 mod credential;
 mod entry;
+mod jwt;
 mod keys;
 mod rules;
 mod secret;
