@@ -25,6 +25,8 @@ use crate::HttpSettings;
 use crate::reread::{Reread, bytes_of, fault};
 
 mod signature;
+#[cfg(test)]
+pub(super) mod tests;
 
 pub(super) const JWKS_FLAG: &str = "--jwt-jwks-file";
 

@@ -37,6 +37,21 @@ async fn outcome(lock: &Lock, path: &str, headers: &[(&str, &str)]) -> String {
     tell(lock, PEER, &request(path, headers)).await
 }
 
+/// The same, and the words of a refusal; a slow comparison is not made.
+pub(in crate::lock) fn told(
+    lock: &Lock,
+    peer: SocketAddr,
+    request: &Request<()>,
+) -> (String, String) {
+    match lock.look(request, peer, &[]) {
+        Verdict::Open(admitted) => (admitted.caller.name().to_owned(), String::new()),
+        Verdict::Refused(Refusal { cause, reject }) => {
+            (format!("{} {cause}", reject.status.as_u16()), reject.message)
+        }
+        Verdict::Answered(_) | Verdict::Slow(_) => ("beside".to_owned(), String::new()),
+    }
+}
+
 async fn tell(lock: &Lock, peer: ([u8; 4], u16), request: &Request<()>) -> String {
     let told = |refusal: Refusal| format!("{} {}", refusal.reject.status.as_u16(), refusal.cause);
     match lock.look(request, peer.into(), &[]) {

@@ -123,3 +123,49 @@ impl JwtVerifier for RingVerifier {
         self.algorithm
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use base64::Engine;
+    use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+
+    use super::*;
+
+    /// # Source
+    /// RFC 7515, appendix A.2.
+    #[test]
+    fn an_rsa_signature_of_the_standard_is_right() {
+        const MODULUS: &str = concat!(
+            "ofgWCuLjybRlzo0tZWJjNiuSfb4p4fAkd_wWJcyQoTbji9k0l8W26mPddxHmfHQp-Vaw-4qPCJrcS2mJPMEzP1Pt",
+            "0Bm4d4QlL-yRT-SFd2lZS-pCgNMsD1W_YpRPEwOWvG6b32690r2jZ47soMZo9wGzjb_7OMg0LOL-bSf63kpaSHSX",
+            "ndS5z5rexMdbBYUsLA9e-KXBdQOS-UTo7WTBEMa2R2CapHg665xsmtdVMTBQY4uDZlxvb3qCo5ZwKh9kG4LT6_I5",
+            "IhlJH7aGhyxXFvUK-DWNmoudF8NAco9_h9iaGNj8q2ethFkMLs91kzk2PAcDTW9gb54h4FRWyuXpoQ"
+        );
+        const MESSAGE: &str = concat!(
+            "eyJhbGciOiJSUzI1NiJ9.eyJpc3MiOiJqb2UiLA0KICJleHAiOjEzMDA4MTkzODAsDQogImh0dHA6Ly9leGFtcGx",
+            "lLmNvbS9pc19yb290Ijp0cnVlfQ"
+        );
+        const SIGNATURE: &str = concat!(
+            "cC4hiUPoj9Eetdgtv3hF80EGrhuB__dzERat0XF9g2VtQgr9PJbu3XOiZj5RZmh7AAuHIm4Bh-0Qc_lF5YKt_O8W",
+            "2Fp5jujGbds9uJdbF9CUAr7t1dnZcAcQjbKBYNX4BAynRFdiuB--f_nZLgrnbyTyWzO75vRK5h6xBArLIARNPvkS",
+            "jtQBMHlb1L07Qe7K0GarZRmB_eSN9383LcOLn6_dO--xi12jzDwusC-eOkHWEsqtFZESc6BfI7noOPqvhJ1phCnv",
+            "Wh6IeYI2w9QOYEUipUTI8np6LbgGY9Fs98rqVt5AXLIhWkWywlVmtVrBp0igcN_IoypGlUPQGe77Rw"
+        );
+        let key = DecodingKey::from_rsa_components(MODULUS, "AQAB").unwrap();
+        let signature = URL_SAFE_NO_PAD.decode(SIGNATURE).unwrap();
+        for (algorithm, is_right) in
+            [(Algorithm::RS256, true), (Algorithm::RS384, false), (Algorithm::PS256, false)]
+        {
+            check(algorithm, &key).unwrap();
+            let verifier = verifier(&algorithm, &key).unwrap();
+            assert_eq!(verifier.verify(MESSAGE.as_bytes(), &signature).is_ok(), is_right);
+        }
+        let right = verifier(&Algorithm::RS256, &key).unwrap();
+        assert!(right.verify(format!("{MESSAGE}x").as_bytes(), &signature).is_err());
+        let small = DecodingKey::from_rsa_components("AQAB", "AQAB").unwrap();
+        assert!(check(Algorithm::RS256, &small).unwrap_err().contains("2048 to 8192 bits, got 24"));
+        let secret = DecodingKey::from_secret(b"a secret");
+        assert!(check(Algorithm::HS256, &secret).unwrap_err().contains("HS256 is not supported"));
+    }
+}
