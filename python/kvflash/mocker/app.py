@@ -91,7 +91,7 @@ class Worker:
     async def close(self) -> None:
         """Stop accepting, wait for running requests up to the drain timeout, then close all."""
         await self._runner.cleanup()
-        await self._handover.close()
+        await self._handover.close(self._config.drain_timeout_s)
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)

@@ -9,6 +9,7 @@ is done. Only the message that it is done is transferred here.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import uuid
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 ROOMS_MAX = 65_536
 MEET_TIMEOUT_S = 60.0
+# A decode worker that has not asked for a computed prompt by then has died, or its client left.
+FETCH_S_MAX = 5.0
 _LINE_BYTES_MAX = 1_024
 _ROOM_MAX = (1 << 64) - 1
 
@@ -110,9 +113,14 @@ class Handover:
         await self._rooms.open(self._host, port)
         self.bootstrap_port = port
 
-    async def close(self) -> None:
-        """Disconnect waiting workers."""
+    async def close(self, timeout_s: float) -> None:
+        """Hang up on those who wait.
+
+        Args:
+            timeout_s: Time for decode workers to fetch what is computed for them; 5 s at most.
+        """
         if self._rooms is not None:
+            await self._rooms.drain(min(timeout_s, FETCH_S_MAX))
             await self._rooms.close()
 
     async def receive(self, params: object, room: Room | None) -> bool:
@@ -162,6 +170,7 @@ class Rooms:
         self._rooms: OrderedDict[int, bool | asyncio.Event] = OrderedDict()
         self._server: asyncio.Server | None = None
         self._answers: set[asyncio.Task[Any]] = set()
+        self._answered = asyncio.Event()
 
     async def open(self, host: str, port: int) -> None:
         """Listen.
@@ -176,6 +185,22 @@ class Rooms:
         except OSError as error:
             text = f"--bootstrap-ports {port} on {host}: {error.strerror}"
             raise OSError(error.errno, text) from error
+
+    async def drain(self, timeout_s: float) -> None:
+        """Wait until every computed prompt has been asked for, and every answer is sent."""
+
+        async def fetched() -> None:
+            while self._is_owed():
+                self._answered.clear()
+                await self._answered.wait()
+
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(fetched(), timeout_s)
+
+    def _is_owed(self) -> bool:
+        """Whether a decode worker has an answer to come, other than of a prompt never computed."""
+        waiting = sum(isinstance(room, asyncio.Event) for room in self._rooms.values())
+        return len(self._answers) > waiting or True in self._rooms.values()
 
     async def close(self) -> None:
         """Stop listening and disconnect waiting workers."""
@@ -213,6 +238,7 @@ class Rooms:
             pass
         finally:
             self._answers.discard(task)
+            self._answered.set()
             writer.close()
 
 

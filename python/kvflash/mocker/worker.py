@@ -118,7 +118,7 @@ class RuntimeWorker:
     async def close(self) -> None:
         """Leave discovery, wait for running requests up to the drain timeout, then close all."""
         await self._runtime.close()
-        await self._handover.close()
+        await self._handover.close(self._config.drain_timeout_s)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -11,6 +11,7 @@ import pytest
 
 from kvflash import DistributedRuntime, InvalidArgumentError, TransportError
 from kvflash.discovery import open_discovery
+from kvflash.mocker.handover import Handover, Room, meet
 from service import EmbeddedIndexer, until, wait_for_sequence
 
 FAST = ("--speedup-ratio", "1000", "--block-size", "4", "--num-gpu-blocks", "512")
@@ -317,3 +318,39 @@ def test_the_openai_api_hands_over_as_sglang_does(run, client, free_port):
     assert f"room 6 at 127.0.0.1:{port}: the prefill failed" in answer["error"]["message"]
     status, answer, _ = decode.call("POST", "/v1/completions", {**body, "bootstrap_port": 0})
     assert (status, answer["error"]["param"]) == (400, "bootstrap_port")
+
+
+def test_computed_prompts_are_fetched_before_a_prefill_worker_ends(free_port):
+    async def check():
+        port = free_port()
+        handover = Handover("prefill", "127.0.0.1", 16)
+        await handover.open(port)
+        rooms = [Room(host="127.0.0.1", port=port, number=number) for number in range(3)]
+        early = asyncio.create_task(meet(rooms[0]))
+        never = asyncio.create_task(meet(rooms[2]))
+        for room in rooms[:2]:
+            handover.finish(room, is_done=True)
+        closing = asyncio.create_task(handover.close(30.0))
+        await early
+        assert not closing.done()
+        # Its decode worker comes only now.
+        await meet(rooms[1])
+        await closing
+        with pytest.raises(TransportError, match="no prefill from room 2"):
+            await never
+
+    asyncio.run(check())
+
+
+def test_a_computed_prompt_that_nobody_fetches_holds_nothing_up(free_port):
+    async def check():
+        port = free_port()
+        handover = Handover("prefill", "127.0.0.1", 16)
+        await handover.open(port)
+        room = Room(host="127.0.0.1", port=port, number=1)
+        handover.finish(room, is_done=True)
+        await asyncio.wait_for(handover.close(0.01), 30)
+        with pytest.raises(TransportError, match="no prefill from room 1"):
+            await meet(room)
+
+    asyncio.run(check())
