@@ -21,7 +21,13 @@ def main() -> None:
         "--zmq-replay-port": str(urlsplit(config.get("replay_endpoint", "tcp://*:0")).port),
     }
     words = ["--port", value("--port", "0"), "--block-size", value("--block-size", "16")]
-    words += ["--model-name", value("--served-model-name", "fake"), "--speedup-ratio", "1000"]
+    words += [
+        "--model-name",
+        value("--served-model-name", "fake"),
+        "--speedup-ratio",
+        value("--speed", "1000"),
+    ]
+    words += ["--drain-timeout", value("--engine-drain", "20")]
     words += ["--num-gpu-blocks", "300", "--lora-adapters", "sql"]
     for flag, port in ports.items():
         words += [flag, port]

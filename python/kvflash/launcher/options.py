@@ -28,12 +28,12 @@ class LauncherOptions:
         endpoint: Where the engine is registered, namespace.component.endpoint.
         role: agg, prefill or decode.
         program: Words that start the engine, before its arguments.
-        kv_events: Enable the engine's events.
-        event_plane: How events reach routers: ``zmq`` from the engine's sockets, ``nats`` over
-            NATS.
-        enable_local_indexer: With ``nats``: over NATS Core, from the worker's local index.
-        ready_timeout_s: Time limit for loading the engine.
-        stop_timeout_s: Time between a signal and a kill.
+        kv_events: Switch the engine's events on.
+        event_plane: How routers hear of them: ``zmq`` from its sockets, ``nats`` over NATS.
+        enable_local_indexer: With ``nats``: over NATS Core, from an index of the worker's own.
+        ready_timeout_s: Time that the engine gets to load.
+        drain_timeout_s: Time that its requests get after a signal, before it gets that signal.
+        stop_timeout_s: Time that it gets to end after that, before it is killed.
     """
 
     endpoint: str
@@ -43,6 +43,7 @@ class LauncherOptions:
     event_plane: str = "zmq"
     enable_local_indexer: bool = False
     ready_timeout_s: float = 3600.0
+    drain_timeout_s: float = 30.0
     stop_timeout_s: float = 60.0
 
 
@@ -95,10 +96,17 @@ def parse_options(
         "--ready-timeout", type=float, default=3600.0, help="seconds for the engine to load"
     )
     parser.add_argument(
+        "--drain-timeout",
+        type=float,
+        default=30.0,
+        help="seconds for its requests to finish after a signal, before it gets the signal; "
+        "0: it gets the signal at once",
+    )
+    parser.add_argument(
         "--stop-timeout",
         type=float,
         default=60.0,
-        help="seconds to wait for it to exit after a signal",
+        help="seconds to wait for it to exit after it got the signal",
     )
     roles = parser.add_mutually_exclusive_group()
     for role in ("prefill", "decode"):
@@ -113,6 +121,8 @@ def parse_options(
     for flag in ("ready_timeout", "stop_timeout"):
         if not 0 < getattr(known, flag) < float("inf"):
             parser.error(f"--{flag.replace('_', '-')} must be above 0")
+    if not 0 <= known.drain_timeout < float("inf"):
+        parser.error("--drain-timeout must be at least 0")
     try:
         event_plane = plane_of_events(known.event_plane)
     except ConfigError as error:
@@ -125,6 +135,7 @@ def parse_options(
         event_plane=event_plane,
         enable_local_indexer=known.enable_local_indexer,
         ready_timeout_s=known.ready_timeout,
+        drain_timeout_s=known.drain_timeout,
         stop_timeout_s=known.stop_timeout,
     )
     return options, Arguments([word for word in rest if word != "--"])

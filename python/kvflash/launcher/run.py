@@ -12,6 +12,7 @@ from kvflash.console import LogLine, refuse
 from kvflash.errors import ConfigError, KvflashError, OverloadedError, TransportError
 from kvflash.launcher.child import Child
 from kvflash.launcher.command import Arguments, EngineCommand
+from kvflash.launcher.drain import wait_until_idle
 from kvflash.launcher.events import EngineEvents
 from kvflash.launcher.options import LauncherOptions, parse_options
 from kvflash.launcher.probe import EngineStopped, Found, wait_until_ready
@@ -108,10 +109,11 @@ async def _attend(
     for task in (registering, stopping):
         task.cancel()
     await asyncio.gather(registering, stopping, return_exceptions=True)
-    # Unregister before the engine ends.
+    # First no router finds it any more, then its requests end, then it does.
     await runtime.close()
     if not ended.done():
         ended.cancel()
+        await wait_until_idle(url, child, options.drain_timeout_s)
         return await child.stop(options.stop_timeout_s)
     logger.error("the engine ended with status %d", ended.result())
     return ended.result()

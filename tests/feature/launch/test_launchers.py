@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.client
 import json
 import os
 import signal
 import sys
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
 from kvflash import DistributedRuntime, KvPushRouter, KvRouterConfig, NotFoundError
 from kvflash.discovery import open_discovery
+from kvflash.launcher.drain import requests_in
 from servers import NatsServer, free_port
 from service import SUPPORT, EmbeddedIndexer, Http, until
 from support_frontend import COMPLETIONS, FrontendProcess, ask
@@ -163,6 +167,55 @@ def test_an_engine_is_kept_while_discovery_fails_and_registered_when_it_is_back(
         assert child_of(process) == pid
     assert process.terminate() == 0
     assert gone(pid)
+
+
+def streaming(url, tokens):
+    """A stream of an engine that has begun."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
+    body = {"prompt": "a", "max_tokens": tokens, "stream": True}
+    connection.request("POST", "/v1/completions", json.dumps(body))
+    response = connection.getresponse()
+    assert response.status == 200 and response.readline().startswith(b"data: ")
+    return connection, response
+
+
+def test_requests_of_an_engine_end_before_it_is_told_to(launch, folder):
+    # As vLLM it cuts its requests off at the signal.
+    process = launch("vllm", "m", "--speed", "5", "--engine-drain", "0")
+    line = ready(process, "vllm")
+    connection, response = streaming(line["url"], 1_000)
+    process.popen.send_signal(signal.SIGTERM)
+    until(lambda: found(folder) == {}, "nothing to be announced")
+    # Of a router that has not heard of it yet.
+    late, second = streaming(line["url"], 5)
+    assert second.read().endswith(b"data: [DONE]\n\n")
+    assert response.read().endswith(b"data: [DONE]\n\n")
+    assert process.popen.wait(30) == 0
+    connection.close()
+    late.close()
+
+
+def test_requests_that_last_longer_than_the_drain_are_cut_off(launch):
+    process = launch("vllm", "m", "--speed", "0.01", "--engine-drain", "0",
+                     "--drain-timeout", "0.2")  # fmt: skip
+    connection, response = streaming(ready(process, "vllm")["url"], 1_000)
+    assert process.terminate() == 0
+    with contextlib.suppress(http.client.IncompleteRead, ConnectionError):
+        assert not response.read().endswith(b"data: [DONE]\n\n")
+    until(lambda: "still had requests after 0.2 s" in "".join(process.errors), "the log")
+    connection.close()
+
+
+def test_the_requests_of_an_engine_are_counted_in_its_words():
+    vllm = (
+        "# HELP vllm:num_requests_running Number of requests\n"
+        'vllm:num_requests_running{engine="0",model_name="m"} 2.0\n'
+        'vllm:num_requests_running{engine="1",model_name="m"} 1.0\n'
+        'vllm:num_requests_waiting{engine="0",model_name="m"} 4.0\n'
+        'vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 4.0\n'
+    )
+    sglang = 'sglang:num_running_reqs{tp_rank="0"} 3.0\nsglang:num_queue_reqs{tp_rank="0"} 0.0\n'
+    assert [requests_in(text) for text in (vllm, sglang, "", "other 1")] == [7, 3, None, None]
 
 
 def test_a_program_that_is_not_there_is_named(run, folder):
