@@ -27,6 +27,7 @@ pub mod router;
 mod secret_file;
 mod serve;
 mod settings;
+mod spelling;
 mod state_file;
 mod tenant;
 mod timer;

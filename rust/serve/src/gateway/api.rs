@@ -8,15 +8,13 @@ use axum::routing::MethodFilter;
 use serde_json::json;
 
 use crate::Reject;
+use crate::spelling::nearest;
 
 /// Without tokens a prompt's length is estimated from its bytes: English text has about four per
 /// token.
 const TEXT_BYTES_PER_TOKEN: usize = 4;
 /// The same for audio: about 16 KiB per second, of which an encoder makes some tens of tokens.
 const SOUND_BYTES_PER_TOKEN: usize = 1_024;
-
-/// Maximum differing letters for a path to be suggested.
-const MAX_TYPOS: usize = 2;
 
 /// How the prompt of a request is found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -284,26 +282,7 @@ impl Row {
 /// # Cost
 /// Nothing for a path longer than all served ones.
 fn near(path: &str) -> Option<&'static str> {
-    let path = path.trim_end_matches('/').as_bytes();
-    let far = |served: &str| path.len().abs_diff(served.len()) > MAX_TYPOS;
-    let rows = ROWS.iter().map(|row| row.path).filter(|served| !far(served));
-    let rows = rows.map(|served| (typos(path, served.as_bytes()), served));
-    rows.filter(|(count, _)| *count <= MAX_TYPOS).min().map(|(_, served)| served)
-}
-
-/// Edit distance: letters to add, drop or change.
-fn typos(one: &[u8], other: &[u8]) -> usize {
-    let mut row: Vec<usize> = (0..=other.len()).collect();
-    for (at, a) in one.iter().enumerate() {
-        let mut before = at;
-        row[0] = at + 1;
-        for (to, b) in other.iter().enumerate() {
-            let changed = before + usize::from(a != b);
-            before = row[to + 1];
-            row[to + 1] = changed.min(before + 1).min(row[to] + 1);
-        }
-    }
-    row[other.len()]
+    nearest(path.trim_end_matches('/'), ROWS.iter().map(|row| row.path))
 }
 
 #[cfg(test)]
