@@ -18,6 +18,10 @@ pub(crate) mod spec;
 mod stop;
 mod tcp;
 pub(crate) mod texts;
+#[cfg(test)]
+mod tool_call;
+#[cfg(test)]
+mod tool_format;
 mod web;
 pub(crate) mod wording;
 pub(crate) mod writing;
