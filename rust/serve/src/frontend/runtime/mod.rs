@@ -13,6 +13,8 @@ pub(crate) mod item;
 pub(super) mod liveness;
 pub(crate) mod member;
 pub(crate) mod plane;
+#[cfg(test)]
+mod reasoning;
 pub(super) mod registry;
 pub(crate) mod spec;
 mod stop;
