@@ -51,15 +51,18 @@ class ModelType(Flag):
 
 @dataclass(kw_only=True)
 class ModelRuntimeConfig:
-    """Capacity of a worker's engine. None means unknown.
+    """What a worker's engine has room for, and how its model writes. None is unknown.
 
     Attributes:
         total_kv_blocks: Blocks of its cache, per dp rank.
-        max_num_seqs: Maximum requests in a batch.
-        max_num_batched_tokens: Maximum tokens in a batch.
-        data_parallel_size: Number of dp ranks.
-        bootstrap_host: Host where an SGLang prefill worker hands over; requires bootstrap_port.
-        bootstrap_port: Port of the same; requires bootstrap_host.
+        max_num_seqs: Requests in a batch.
+        max_num_batched_tokens: Tokens in a batch.
+        data_parallel_size: dp ranks.
+        bootstrap_host: Where a prefill worker of SGLang's kind hands over, with bootstrap_port.
+        bootstrap_port: See bootstrap_host.
+        reasoning_parser: How the model marks its reasoning, a name that the frontend's
+            --reasoning-parser takes; for workers that return tokens.
+        tool_call_parser: How it writes tool calls, a name that --tool-call-parser takes.
     """
 
     total_kv_blocks: int | None = None
@@ -68,13 +71,15 @@ class ModelRuntimeConfig:
     data_parallel_size: int = 1
     bootstrap_host: str | None = None
     bootstrap_port: int | None = None
+    reasoning_parser: str | None = None
+    tool_call_parser: str | None = None
 
     def check(self) -> None:
         """Validate the numbers.
 
         Raises:
-            InvalidArgumentError: A number is out of range, or only half of the bootstrap address is
-                given.
+            InvalidArgumentError: One is out of its range, only half of the bootstrap is given, or
+                a parser's name is not a string.
         """
         for name in ("total_kv_blocks", "max_num_seqs", "max_num_batched_tokens"):
             _in_range(name, getattr(self, name), 1, TOKENS_MAX)
@@ -85,6 +90,10 @@ class ModelRuntimeConfig:
                 "bootstrap_host and bootstrap_port go together, got "
                 f"{self.bootstrap_host!r} and {self.bootstrap_port!r}"
             )
+        for name in ("reasoning_parser", "tool_call_parser"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise InvalidArgumentError(f"{name} must be a string, got {value!r}")
 
 
 def model_key(endpoint: Endpoint) -> str:
@@ -159,6 +168,8 @@ async def register_llm(  # noqa: PLR0917 - the order that workers know
         "dp_size": config.data_parallel_size,
         "lora_names": list(lora_names or []),
         "bootstrap": bootstrap,
+        "reasoning_parser": config.reasoning_parser,
+        "tool_call_parser": config.tool_call_parser,
         "user_data": user_data,
     }
     await endpoint.runtime.announce(model_key(endpoint), card)

@@ -303,6 +303,12 @@ def test_a_worker_and_its_client(
     ]
 
 
+@runs(("runtime.md", "kvflash frontend --reasoning-parser"))
+def test_a_frontend_that_parses_answers(stage: Stage, blocks: list[Block]) -> None:
+    (frontend,) = stage.console(stage.localized(blocks[0].text))
+    assert frontend.json[0]["service"] == "frontend"
+
+
 @runs(("routing.md", "{"))
 def test_settings_in_a_file(blocks: list[Block], tmp_path: Path) -> None:
     path = tmp_path / "policy.json"

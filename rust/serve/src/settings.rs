@@ -95,6 +95,17 @@ settings! {
         ///
         /// Three quarters are for tokens. The least recently used entries are dropped
         tokenizer_cache: usize = 256 * 1024 * 1024, Legal::Bytes(1, false), "--tokenizer-cache --text-cache-bytes SIZE";
+        /// Format of the reasoning in chats of runtime workers that return tokens; none: it is content
+        ///
+        /// The parser takes it out of the content and into `reasoning_content`. A name that a worker's card gives
+        /// comes before this one. An unknown name is refused with the list of known ones. See
+        /// [reasoning and tool calls](runtime.md#reasoning-and-tool-calls)
+        reasoning_parser: Option<String> = None, (), "--reasoning-parser NAME";
+        /// Format of tool calls in their chats: hermes, llama3_json or mistral; none: they are content
+        ///
+        /// For requests with `tools`. A name that a worker's card gives comes before this one. See
+        /// [reasoning and tool calls](runtime.md#reasoning-and-tool-calls)
+        tool_call_parser: Option<String> = None, (), "--tool-call-parser NAME";
         /// Time between comparisons of the tokens made here with the engines' own; 0: never
         ///
         /// See [the same tokens as the engine's](frontend.md#the-same-tokens-as-the-engines)

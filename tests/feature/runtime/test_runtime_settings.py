@@ -123,6 +123,8 @@ def test_the_model_card(tmp_path: Any) -> None:
                 "dp_size": 1,
                 "lora_names": [],
                 "bootstrap": None,
+                "reasoning_parser": None,
+                "tool_call_parser": None,
                 "user_data": None,
             }
             # A second call replaces the first.
@@ -133,6 +135,8 @@ def test_the_model_card(tmp_path: Any) -> None:
                 data_parallel_size=2,
                 bootstrap_host="10.0.0.1",
                 bootstrap_port=8998,
+                reasoning_parser="qwen3",
+                tool_call_parser="hermes",
             )
             await register_llm(
                 ModelInput.Text,
@@ -160,6 +164,8 @@ def test_the_model_card(tmp_path: Any) -> None:
                 "dp_size": 2,
                 "lora_names": ["x"],
                 "bootstrap": {"host": "10.0.0.1", "port": 8998},
+                "reasoning_parser": "qwen3",
+                "tool_call_parser": "hermes",
                 "user_data": {"a": [1]},
             }
             await unregister_llm(endpoint)
@@ -188,6 +194,10 @@ def test_the_model_card(tmp_path: Any) -> None:
         ({"runtime_config": ModelRuntimeConfig(max_num_seqs=0)}, "max_num_seqs must be in"),
         ({"runtime_config": ModelRuntimeConfig(data_parallel_size=1025)}, "data_parallel_size"),
         ({"runtime_config": ModelRuntimeConfig(bootstrap_port=1)}, "go together, got None and 1"),
+        (
+            {"runtime_config": ModelRuntimeConfig(tool_call_parser=1)},  # type: ignore[arg-type]
+            "tool_call_parser must be a string, got 1",
+        ),
     ],
 )
 def test_a_model_card_that_can_not_be_is_refused(changed: dict[str, Any], text: str) -> None:

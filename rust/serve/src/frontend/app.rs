@@ -22,6 +22,7 @@ use super::parity::Parity;
 use super::pool::{Pool, Route};
 use super::proxy::Upstream;
 use super::runtime::member::{ModelText, Tokenizers};
+use super::runtime::message::Formats;
 use super::runtime::texts::ModelTexts;
 use crate::aside::Aside;
 use crate::body::Intake;
@@ -64,7 +65,9 @@ pub(crate) struct App {
     /// Tokenizers named by `--tokenizer`.
     pub texts: ModelTexts,
     pub tokenizers: Tokenizers,
-    /// Whether the engines compute the same tokens.
+    /// Those that `--reasoning-parser` and `--tool-call-parser` name.
+    pub formats: Formats,
+    /// Whether the engines make the same tokens.
     pub parity: Parity,
     /// Whether clients receive a session id that returns them to their worker.
     pub keeps_sessions: bool,
@@ -117,6 +120,10 @@ impl App {
         options.check()?;
         let tokenizers = Tokenizers::default();
         let texts = ModelTexts::open(&options.tokenizer, &tokenizers, options.tokenizer_cache)?;
+        let formats = Formats::of_flags(
+            options.reasoning_parser.as_deref(),
+            options.tool_call_parser.as_deref(),
+        )?;
         let (common, mut registry) = CommonMetrics::new();
         let metrics = FrontendMetrics::register(&mut registry);
         let policy_metrics = PolicyMetrics {
@@ -150,6 +157,7 @@ impl App {
             catalog,
             texts,
             tokenizers,
+            formats,
             parity: Parity::default(),
             common,
             metrics,

@@ -16,12 +16,15 @@ use serde_json::{Value, json};
 use super::api::Api;
 use super::backend::handoff::Handoff;
 use super::backend::plane::{Opened, failed};
+use super::generation;
 use super::plan::Plan;
 use super::relay::Delivery;
 use crate::Reject;
 use crate::frontend::metrics::OutcomeLabel;
 use crate::frontend::runtime::chunks::{self, Collected};
 use crate::frontend::runtime::item::Item;
+use crate::frontend::runtime::member::{Member, ModelText};
+use crate::frontend::runtime::message::{Formats, Message, Parsing, Part};
 use crate::frontend::runtime::plane::{Cause, Items, PlaneError};
 use crate::frontend::runtime::spec::ModelInput;
 use crate::frontend::runtime::wording::{DONE, Usage, Wording};
@@ -30,7 +33,10 @@ use crate::frontend::runtime::writing::{Ending, Writing};
 /// Maximum items written to the client at once.
 const MAX_BATCH: usize = 64;
 
-/// Time limit for a worker to end a stream after its last item.
+/// Tokens at the end of a prompt in which its template may have opened the reasoning.
+const PROMPT_END_TOKENS: usize = 16;
+
+/// Time that a worker has to end a stream whose last item has come.
 const LAST_FRAME_TIME: Duration = Duration::from_secs(1);
 
 /// How an answer ended.
@@ -60,6 +66,8 @@ pub(super) struct Answer {
     items: Option<Items>,
     first: Option<Bytes>,
     content: Content,
+    /// What its text is taken apart with, where it is a chat.
+    parsing: Option<Box<Parsing>>,
     wording: Wording,
     usage: Usage,
     /// Chunks of a text worker; `usage` has its token counts once they are known.
@@ -95,10 +103,14 @@ impl Answer {
         handoff: Handoff,
         opened: Opened,
     ) -> Result<Self, Reject> {
-        let generation = plan.generation.clone().unwrap_or_default();
+        let mut generation = plan.generation.clone().unwrap_or_default();
+        let mut parsing = None;
         let content = match (opened.member.spec.card.model_input, &opened.member.text) {
             (ModelInput::Text, _) => Content::Text,
             (ModelInput::Tokens, Some(text)) => {
+                parsing = parsing_of(plan, &opened.member, text)?;
+                generation.keeps_special_tokens |=
+                    parsing.is_some() && opened.member.formats.needs_special_tokens();
                 Content::Tokens(Box::new(Writing::new(Arc::clone(text), &generation)))
             }
             (ModelInput::Tokens, None) => {
@@ -119,6 +131,7 @@ impl Answer {
             items: Some(opened.items),
             first: Some(opened.first),
             content,
+            parsing: parsing.map(Box::new),
             is_plain: false,
             is_opened: false,
             end: End::Open,
@@ -143,10 +156,10 @@ impl Answer {
     /// # Errors
     /// 502 or 504 if the worker fails.
     async fn whole(mut self) -> Result<Response, Reject> {
-        let (mut text, mut collected) = (String::new(), Collected::default());
+        let (mut message, mut collected) = (Message::default(), Collected::default());
         while self.end == End::Open {
             let outcome = match self.next().await {
-                Ok(payload) => self.gather(payload, &mut text, &mut collected),
+                Ok(payload) => self.gather(payload, &mut message, &mut collected),
                 Err(error) => Err(error),
             };
             if let Err(error) = outcome {
@@ -160,8 +173,8 @@ impl Answer {
         self.complete();
         let answer = match &self.content {
             Content::Tokens(writing) => {
-                let ending = writing.ending.clone().unwrap_or_default();
-                Some(self.wording.whole(&text, &ending, self.usage))
+                let ending = self.ending(writing);
+                Some(self.wording.whole(&message, &ending, self.usage))
             }
             Content::Text => collected.finish(self.api),
         };
@@ -184,6 +197,9 @@ impl Answer {
                 Err(error) => Err(error),
             };
             if let Err(error) = outcome {
+                for part in self.parsing.iter_mut().flat_map(|parsing| parsing.finish()) {
+                    self.wording.part(&part, &mut out);
+                }
                 self.broken(&error);
                 let status = failed(&self.delivery.engine, error.clone()).status.as_u16();
                 let message = format!(
@@ -212,11 +228,12 @@ impl Answer {
     fn gather(
         &mut self,
         payload: Option<Bytes>,
-        text: &mut String,
+        message: &mut Message,
         collected: &mut Collected,
     ) -> Result<(), PlaneError> {
         if let Content::Tokens(_) = self.content {
-            text.push_str(&self.write(payload.as_deref())?);
+            let text = self.write(payload.as_deref())?;
+            self.parts(text).into_iter().for_each(|part| message.add(part));
             return Ok(());
         }
         let Some(payload) = payload else {
@@ -277,19 +294,39 @@ impl Answer {
         if !std::mem::replace(&mut self.is_opened, true) {
             self.wording.opening(out);
         }
-        if !text.is_empty() {
-            self.wording.piece(&text, out);
+        for part in self.parts(text) {
+            self.wording.part(&part, out);
         }
         if self.end == End::Complete
             && let Content::Tokens(writing) = &self.content
-            && let Some(ending) = &writing.ending
         {
-            self.wording.closing(ending, self.includes_usage.then_some(self.usage), out);
+            let usage = self.includes_usage.then_some(self.usage);
+            self.wording.closing(&self.ending(writing), usage, out);
         }
         Ok(())
     }
 
-    /// Processes a token worker's item, or its end; returns the resulting text.
+    /// The parts of the message that a piece of the text brings, at the end all that are left.
+    fn parts(&mut self, text: String) -> Vec<Part> {
+        let Some(parsing) = &mut self.parsing else {
+            return if text.is_empty() { Vec::new() } else { vec![Part::Content(text)] };
+        };
+        let mut parts = parsing.push(text);
+        if self.end == End::Complete {
+            parts.extend(parsing.finish());
+        }
+        parts
+    }
+
+    fn ending(&self, writing: &Writing) -> Ending {
+        let ending = writing.ending.clone().unwrap_or_default();
+        match &self.parsing {
+            None => ending,
+            Some(parsing) => parsing.ending(ending),
+        }
+    }
+
+    /// Take a token worker's item, or its end; the text that comes of it.
     fn write(&mut self, payload: Option<&[u8]>) -> Result<String, PlaneError> {
         let Content::Tokens(writing) = &mut self.content else { return Ok(String::new()) };
         let wrong =
@@ -392,7 +429,27 @@ impl Drop for Answer {
     }
 }
 
-/// Reads the end of a stream after its last item, so that its connection can be reused.
+/// What a chat's text is taken apart with, where its worker's model has a format for that.
+///
+/// # Errors
+/// 400 if the tokenizer's decoder fails on the prompt.
+fn parsing_of(plan: &Plan, member: &Member, text: &ModelText) -> Result<Option<Parsing>, Reject> {
+    let formats = &member.formats;
+    if plan.call.api() != Api::Chat || *formats == Formats::default() {
+        return Ok(None);
+    }
+    let tools = match formats.tools {
+        None => Vec::new(),
+        Some(_) => generation::tool_names(&plan.call.body)?,
+    };
+    let prompt = plan.tokens.as_deref().map(Vec::as_slice).unwrap_or_default();
+    let prompt_end = &prompt[prompt.len().saturating_sub(PROMPT_END_TOKENS)..];
+    let prompt_end = text.model.tokenizer.decode(prompt_end, false)?;
+    let parsing = Parsing::new(formats, &prompt_end, tools);
+    Ok((!parsing.is_idle()).then_some(parsing))
+}
+
+/// Read the end of a stream whose last item has come, so that its connection serves again.
 fn drain(items: Option<Items>) {
     let Some(mut items) = items else { return };
     tokio::spawn(async move {

@@ -212,6 +212,26 @@ impl Generation {
     }
 }
 
+/// The names of the tools that a chat's answer may call; what is no tool has none.
+///
+/// # Errors
+/// 400 for a field that is no JSON.
+pub(crate) fn tool_names(body: &Body) -> Result<Vec<String>, Reject> {
+    #[derive(Deserialize)]
+    struct Fields {
+        #[serde(default)]
+        tools: Value,
+        #[serde(default)]
+        tool_choice: Value,
+    }
+    let Fields { tools, tool_choice } = body.read()?;
+    if tool_choice == "none" {
+        return Ok(Vec::new());
+    }
+    let name = |tool: &Value| tool.pointer("/function/name")?.as_str().map(str::to_owned);
+    Ok(tools.as_array().into_iter().flatten().filter_map(name).collect())
+}
+
 impl Fields {
     /// The fields that constrain the answer; those outside of `nvext` take precedence here, too.
     fn guides<'a>(&'a self) -> Guides<'a> {
@@ -377,6 +397,21 @@ mod tests {
         open.fit(6, None).unwrap();
         assert_eq!(open.limits.max_tokens, None);
         assert_eq!(parse(Api::Completions, json!({})).unwrap().limits.max_tokens, Some(16));
+    }
+
+    #[test]
+    fn tools_have_names_unless_none_may_be_called() {
+        let tool = |name: &str| json!({"type": "function", "function": {"name": name}});
+        for (body, wanted) in [
+            (json!({}), vec![]),
+            (json!({"tools": [tool("f"), tool("g"), 1, {"name": "h"}]}), vec!["f", "g"]),
+            (json!({"tools": [tool("f")], "tool_choice": "auto"}), vec!["f"]),
+            (json!({"tools": [tool("f")], "tool_choice": "none"}), vec![]),
+            (json!({"tools": "f"}), vec![]),
+        ] {
+            let names = tool_names(&Body::parse(body.to_string().into()).unwrap()).unwrap();
+            assert_eq!(names, wanted, "{body}");
+        }
     }
 
     #[test]

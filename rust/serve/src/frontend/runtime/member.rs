@@ -10,6 +10,7 @@ use parking_lot::Mutex;
 use serde_json::{Value, json};
 
 use super::super::notes::EngineNotes;
+use super::message::Formats;
 use super::plane::Plane;
 use super::spec::{LoadReport, ModelInput, WorkerSpec};
 
@@ -22,6 +23,7 @@ pub(crate) struct Member {
     pub spec: WorkerSpec,
     pub plane: Plane,
     pub text: Option<Arc<ModelText>>,
+    pub formats: Formats,
     /// Its last report of each rank.
     pub loads: Mutex<BTreeMap<u32, LoadReport>>,
 }

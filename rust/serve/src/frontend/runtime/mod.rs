@@ -4,6 +4,7 @@
 //! - `spec`, `member`, `registry`, `liveness`: who a worker is, what the frontend keeps of it, how it comes
 //!   and goes, whether it lives
 //! - `stop`, `writing`, `wording`: from the worker's tokens to an OpenAI answer
+//! - `reasoning`, `tool_call`, `message`: from the text to a message of reasoning, content and calls
 //! - `texts`: which tokenizers the operator names, by model
 //! - `chunks`: answers of workers that take and give text
 
@@ -12,17 +13,15 @@ mod frames;
 pub(crate) mod item;
 pub(super) mod liveness;
 pub(crate) mod member;
+pub(crate) mod message;
 pub(crate) mod plane;
-#[cfg(test)]
 mod reasoning;
 pub(super) mod registry;
 pub(crate) mod spec;
 mod stop;
 mod tcp;
 pub(crate) mod texts;
-#[cfg(test)]
 mod tool_call;
-#[cfg(test)]
 mod tool_format;
 mod web;
 pub(crate) mod wording;

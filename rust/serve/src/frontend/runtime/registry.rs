@@ -53,14 +53,21 @@ fn take(app: &Arc<App>, spec: WorkerSpec) -> Result<InstanceId> {
         other => {
             // Loaded before the old one goes: a card that can't be served changes nothing.
             let text = text(app, &spec)?;
+            let (formats, wrong) = app.formats.of_card(&spec.card);
             let state = app.fleet.state_of(id);
             if other.is_some() {
                 // NotFound only says that it left by itself.
                 let _ = app.fleet.remove(id);
             }
             let plane = Plane::new(&spec, app.options.connect_timeout, &app.upstream);
-            let member = Arc::new(Member { plane, text, loads: Mutex::new(BTreeMap::new()), spec });
+            let loads = Mutex::new(BTreeMap::new());
+            let member = Arc::new(Member { plane, text, formats, loads, spec });
             let engine = app.fleet.add_member(Arc::clone(&member))?;
+            if let Some(error) = wrong {
+                // It serves without: the text of its answers is whole, and only not taken apart.
+                tracing::warn!(worker = id, %error, "cannot parse its answers");
+                engine.notes.lock().last_error = Some(error.to_string());
+            }
             // Another card does not bring it back into service.
             app.fleet.set_state(id, state)?;
             let interval = app.options.health_interval;

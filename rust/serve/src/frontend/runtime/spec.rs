@@ -66,6 +66,11 @@ pub(crate) struct Card {
     pub lora_names: Vec<String>,
     #[serde(default)]
     pub bootstrap: Option<Bootstrap>,
+    /// How its model marks its reasoning, and its tool calls.
+    #[serde(default)]
+    pub reasoning_parser: Option<String>,
+    #[serde(default)]
+    pub tool_call_parser: Option<String>,
     /// Not read here; two cards that differ in it are two cards.
     #[serde(default)]
     pub user_data: Value,

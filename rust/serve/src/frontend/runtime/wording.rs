@@ -4,6 +4,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde_json::{Value, json};
 
+use super::message::{Message, NamedCall, Part};
 use super::writing::Ending;
 use crate::gateway::api::Api;
 
@@ -80,6 +81,20 @@ impl Wording {
         out.push_str(after);
     }
 
+    /// The event of a part of a chat's message.
+    pub fn part(&self, part: &Part, out: &mut String) {
+        let delta = match part {
+            Part::Content(text) => return self.piece(text, out),
+            Part::Reasoning(text) => json!({ "reasoning_content": text }),
+            Part::Call(call) => {
+                let mut told = call.json();
+                told["index"] = call.index.into();
+                json!({ "tool_calls": [told] })
+            }
+        };
+        self.event(out, &json!([{ "index": 0, "delta": delta, "finish_reason": null }]));
+    }
+
     /// A piece of text as a chunk of its own.
     pub fn chunk(&self, text: &str) -> Value {
         let choice = match self.api {
@@ -117,14 +132,14 @@ impl Wording {
     }
 
     /// The whole answer.
-    pub fn whole(&self, text: &str, ending: &Ending, usage: Usage) -> Value {
+    pub fn whole(&self, message: &Message, ending: &Ending, usage: Usage) -> Value {
         let (reason, stop_reason) = (&ending.reason, &ending.stop_reason);
         let (object, choice) = match self.api {
             Api::Chat => (
                 "chat.completion",
                 json!({
                     "index": 0,
-                    "message": { "role": "assistant", "content": text },
+                    "message": told(message),
                     "logprobs": null,
                     "finish_reason": reason,
                     "stop_reason": stop_reason,
@@ -134,7 +149,7 @@ impl Wording {
                 "text_completion",
                 json!({
                     "index": 0,
-                    "text": text,
+                    "text": message.content,
                     "logprobs": null,
                     "finish_reason": reason,
                     "stop_reason": stop_reason,
@@ -152,10 +167,70 @@ impl Wording {
     }
 }
 
+/// A chat's message. Without content beside calls or reasoning that is null.
+fn told(message: &Message) -> Value {
+    let Message { reasoning, content, calls } = message;
+    let is_silent = content.is_empty() && !(calls.is_empty() && reasoning.is_empty());
+    let content = if is_silent { Value::Null } else { json!(content) };
+    let mut told = json!({ "role": "assistant", "content": content });
+    if !reasoning.is_empty() {
+        told["reasoning_content"] = json!(reasoning);
+    }
+    if !calls.is_empty() {
+        told["tool_calls"] = calls.iter().map(NamedCall::json).collect();
+    }
+    told
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use super::super::tool_format::Call;
     use super::*;
+
+    fn call() -> NamedCall {
+        let call = Call { name: "f".into(), arguments: "{\"a\": \"\"}".into() };
+        NamedCall { index: 1, id: "call_1".into(), call }
+    }
+
+    #[test]
+    fn reasoning_and_calls_have_fields_of_their_own() {
+        let wording = Wording::new(Api::Chat, "r", "m");
+        let delta = |part: Part| -> Value {
+            let mut out = String::new();
+            wording.part(&part, &mut out);
+            let event: Value =
+                serde_json::from_str(out.trim().strip_prefix("data: ").unwrap()).unwrap();
+            event["choices"][0]["delta"].clone()
+        };
+        let function = json!({"name": "f", "arguments": "{\"a\": \"\"}"});
+        assert_eq!(delta(Part::Reasoning("a\n".into())), json!({"reasoning_content": "a\n"}));
+        assert_eq!(delta(Part::Content("a\n".into())), json!({"content": "a\n"}));
+        assert_eq!(
+            delta(Part::Call(call())),
+            json!({"tool_calls": [
+                {"id": "call_1", "type": "function", "function": function, "index": 1}
+            ]})
+        );
+        let whole = |message: Message| {
+            let ending = Ending::plain("stop");
+            wording.whole(&message, &ending, Usage::default())["choices"][0]["message"].clone()
+        };
+        let mut message = Message::default();
+        assert_eq!(whole(message), json!({"role": "assistant", "content": ""}));
+        message = Message { calls: vec![call()], ..Message::default() };
+        assert_eq!(
+            whole(message),
+            json!({"role": "assistant", "content": null, "tool_calls": [
+                {"id": "call_1", "type": "function", "function": function}
+            ]})
+        );
+        message = Message { reasoning: "r".into(), content: "c".into(), calls: vec![] };
+        assert_eq!(
+            whole(message),
+            json!({"role": "assistant", "content": "c", "reasoning_content": "r"})
+        );
+    }
 
     #[test]
     fn every_event_is_json_of_its_own() {
