@@ -109,9 +109,11 @@ impl Answer {
             (ModelInput::Text, _) => Content::Text,
             (ModelInput::Tokens, Some(text)) => {
                 parsing = parsing_of(plan, &opened.member, text)?;
+                let tags = parsing.as_ref().map_or(&[][..], |parsing| parsing.tags());
                 generation.keeps_special_tokens |=
                     parsing.is_some() && opened.member.formats.needs_special_tokens();
-                Content::Tokens(Box::new(Writing::new(Arc::clone(text), &generation)))
+                let writing = Writing::new(Arc::clone(text), &generation).showing(tags)?;
+                Content::Tokens(Box::new(writing))
             }
             (ModelInput::Tokens, None) => {
                 let message = format!("worker {} has no tokenizer", opened.engine.id);

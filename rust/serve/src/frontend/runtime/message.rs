@@ -142,6 +142,11 @@ impl Parsing {
         self.reasoning.is_none() && self.tools.is_none()
     }
 
+    /// Tags that must be in the text even where they are special tokens.
+    pub fn tags(&self) -> &'static [&'static str] {
+        self.tools.as_ref().map_or(&[], |(format, _)| format.tags())
+    }
+
     /// Take a piece of the text; the parts that are known now.
     pub fn push(&mut self, text: String) -> Vec<Part> {
         let mut parts = Vec::new();

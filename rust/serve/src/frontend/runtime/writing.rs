@@ -46,6 +46,8 @@ pub(crate) struct Writing {
     stop: StopStrings,
     limits: Limits,
     text: Arc<ModelText>,
+    /// Special tokens that are in the text all the same.
+    shown: Vec<(u32, &'static str)>,
     /// Tokens generated so far.
     pub tokens: u64,
     pub ending: Option<Ending>,
@@ -62,9 +64,26 @@ impl Writing {
             stop: StopStrings::new(limits.stop.clone(), limits.is_stop_included),
             limits,
             text,
+            shown: Vec::new(),
             tokens: 0,
             ending: None,
         }
+    }
+
+    /// The same, with these tags in the text even where they are special tokens.
+    ///
+    /// # Errors
+    /// As [`Self::take`].
+    pub fn showing(mut self, tags: &[&'static str]) -> Result<Self> {
+        let tokenizer = &self.text.model.tokenizer;
+        for tag in tags {
+            if let Some(id) = tokenizer.token_to_id(tag)
+                && tokenizer.decode(&[id], true)?.is_empty()
+            {
+                self.shown.push((id, tag));
+            }
+        }
+        Ok(self)
     }
 
     /// Take an item; the text that may be given out with it.
@@ -120,7 +139,10 @@ impl Writing {
         if may_stop && !self.limits.ignore_eos && self.text.eos_token_ids.contains(&id) {
             return self.finish(Ending::plain("stop"), out);
         }
-        let piece = self.detokenizer.push(id)?;
+        let piece = match self.shown.iter().find(|(shown, _)| *shown == id) {
+            Some((_, tag)) => self.detokenizer.finish()? + tag,
+            None => self.detokenizer.push(id)?,
+        };
         if may_stop {
             self.scan(piece, out);
         } else {
@@ -223,6 +245,38 @@ mod tests {
             let limits = Limits { max_tokens: Some(3), ..Limits::default() };
             let (_, ending, tokens) = write(&ids, at_once, limits);
             assert_eq!((ending.reason.as_str(), tokens), ("length", 3));
+        }
+    }
+
+    #[test]
+    fn tags_are_in_the_text_where_they_are_special_tokens() {
+        let tiny = Path::new("../../tests/vectors/tiny-llama");
+        let folder = std::env::temp_dir().join(format!("kvflash-writing-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let file = std::fs::read(tiny.join("tokenizer.json")).unwrap();
+        let mut tokenizer: serde_json::Value = serde_json::from_slice(&file).unwrap();
+        let id = model().model.tokenizer.vocabulary_size();
+        for (at, tag) in ["[TOOL_CALLS]", "[ARGS]"].into_iter().enumerate() {
+            let token = json!({
+                "id": id + at, "content": tag, "single_word": false, "lstrip": false,
+                "rstrip": false, "normalized": false, "special": true,
+            });
+            tokenizer["added_tokens"].as_array_mut().unwrap().push(token);
+        }
+        std::fs::write(folder.join("tokenizer.json"), tokenizer.to_string()).unwrap();
+        let text = Arc::new(ModelText::load(&folder, 1 << 20).unwrap());
+        std::fs::remove_dir_all(&folder).unwrap();
+        let ids = text.model.tokenizer.encode("Say[TOOL_CALLS]one[ARGS]{}", false).unwrap();
+        for (tags, wanted) in [
+            (&[][..], "Sayone{}"),
+            (&["[TOOL_CALLS]", "Say", "[MISSING]"], "Say[TOOL_CALLS]one{}"),
+            (&["[TOOL_CALLS]", "[ARGS]"], "Say[TOOL_CALLS]one[ARGS]{}"),
+        ] {
+            let writing = Writing::new(Arc::clone(&text), &Generation::default());
+            let mut writing = writing.showing(tags).unwrap();
+            let mut said = writing.take(&item(json!({ "token_ids": ids }))).unwrap();
+            said.push_str(&writing.end().unwrap());
+            assert_eq!(said, wanted);
         }
     }
 
