@@ -39,6 +39,8 @@ def _decision(decision: Mapping[str, Any]) -> Iterator[str]:
     about = f"{decision.get('isl_tokens')} prompt tokens"
     if decision.get("block_size"):
         about += f" ({decision.get('request_blocks')} blocks of {decision['block_size']})"
+    if decision.get("prompt_source") == "taught":
+        about += ", blocks as an engine told them with an earlier answer"
     yield f"{model}: {about}, policy {decision.get('policy')}"
     worker = decision.get("worker")
     reason = str(decision.get("reason")).replace("_", " ")

@@ -8,20 +8,34 @@ use crate::hash;
 use crate::ids::{InstanceId, Worker};
 use crate::policy::{Advice, EngineMetrics, Session};
 
-/// A prompt as selection needs it: hashed once, even if several workers are tried.
+named! {
+    /// How far the tokens of a prompt are known.
+    #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+    pub enum TokenSource {
+        /// Not at all: its length is a guess.
+        #[default]
+        Unknown = "unknown",
+        /// Those that it begins with, which an engine told with its answer to an earlier turn: its length is a guess.
+        Taught = "taught",
+        /// All of them.
+        Known = "known",
+    }
+}
+
+/// A prompt as selection needs it: hashed once, however often a worker is chosen for it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Prompt {
     /// Length in tokens; at least 1.
     pub isl_tokens: u64,
-    /// Whether the length is exact, not estimated.
-    pub are_tokens_known: bool,
-    /// Tokens in a block when it was hashed; 0 if unknown.
+    /// How far its tokens are known: the length is counted, or guessed.
+    pub source: TokenSource,
+    /// Tokens in a block when it was hashed; 0 when that was not known.
     pub block_size: u32,
     /// Identity in the local hashes.
     pub seed: u64,
-    /// Local hashes of its full blocks.
+    /// Local hashes of its full blocks, as far as its tokens are known.
     pub locals: Vec<u64>,
-    /// Sequence hashes of its full blocks.
+    /// Sequence hashes of the same blocks.
     pub sequence_hashes: Vec<u64>,
     /// Names of its blocks at engines with several cache groups.
     pub names: PromptNames,
@@ -56,7 +70,7 @@ impl Prompt {
         let names = PromptNames::default();
         Self {
             isl_tokens,
-            are_tokens_known: true,
+            source: TokenSource::Known,
             block_size,
             seed,
             locals,
@@ -65,7 +79,12 @@ impl Prompt {
         }
     }
 
-    /// Blocks of an overlap that an engine can reuse: it always recomputes the last token.
+    /// Whether all of its tokens are known, and its length is counted.
+    pub fn are_tokens_known(&self) -> bool {
+        self.source == TokenSource::Known
+    }
+
+    /// Blocks of an overlap that an engine can reuse: the last token is always computed anew.
     ///
     /// # Source
     /// vLLM v1 caps its hit at `prompt_tokens - 1`.

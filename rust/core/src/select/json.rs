@@ -21,6 +21,7 @@ impl Record {
             "margin": self.margin,
             "score": self.score,
             "seed": self.seed,
+            "prompt_source": self.prompt_source.name(),
             "isl_tokens": self.request.isl_tokens,
             "block_size": (self.request.block_size > 0).then_some(self.request.block_size),
             "request_blocks": self.request_blocks,

@@ -31,7 +31,7 @@ mod selector;
 mod settings;
 mod start;
 
-pub use ask::{Ask, Known, Pin, Prompt};
+pub use ask::{Ask, Known, Pin, Prompt, TokenSource};
 pub use busy::{BusyTable, DEFAULT_BATCHED_TOKENS, Report, Share};
 pub use config::{DEFAULT_JOURNAL_BYTES, Overlap, QueueThreshold, SelectorConfig, Thresholds};
 pub use draining::{Diverted, DrainTable, Wanted};

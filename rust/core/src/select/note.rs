@@ -103,6 +103,7 @@ impl Selector {
             seed: decision.seed,
             score: decision.score,
             request: decision.request,
+            prompt_source: ask.prompt.source,
             request_blocks: ask.prompt.sequence_hashes.len() as u32,
             overlap_blocks: self.selection(decision, matches).overlap_blocks,
             diverted: self.diverted(ask, ask.known.unpinned),

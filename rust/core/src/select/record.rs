@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::ask::TokenSource;
 use super::draining::Diverted;
 use crate::ids::Worker;
 use crate::policy::{Reason, RequestTerms, Terms};
@@ -78,7 +79,9 @@ pub struct Record {
     pub score: Option<f64>,
     /// The request as the policy saw it.
     pub request: RequestTerms,
-    /// Full blocks of the prompt.
+    /// How far the prompt's tokens were known.
+    pub prompt_source: TokenSource,
+    /// Full blocks of the prompt, as far as its tokens were known.
     pub request_blocks: u32,
     /// Leading blocks that the chosen worker was credited with.
     pub overlap_blocks: u32,

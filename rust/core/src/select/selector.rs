@@ -463,7 +463,6 @@ impl Selector {
     /// Whether the workers' overlaps come from events; only computed for policies that need it.
     fn is_indexed(&self, ask: &Ask<'_>) -> bool {
         self.needs_facts()
-            && ask.prompt.are_tokens_known
             && ask.prompt.block_size > 0
             && self.overlap != Overlap::Predictions
             && (!self.model.workers().is_empty()

@@ -322,7 +322,7 @@ impl Plan {
     /// Tokens of the prompt, if known and not estimated.
     pub fn prompt_tokens(&self) -> Option<u64> {
         let prompt = &self.request.prompt;
-        prompt.are_tokens_known.then_some(prompt.isl_tokens)
+        prompt.are_tokens_known().then_some(prompt.isl_tokens)
     }
 
     /// The expected reuse to compare the chosen worker's answer with; `None` unless the overlap

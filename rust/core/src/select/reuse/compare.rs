@@ -12,7 +12,7 @@ impl Selector {
     /// Whether answers to `prompt` can be compared with events: the index was used for it.
     pub fn is_comparable(&self, prompt: &Prompt) -> bool {
         self.overlap != Overlap::Predictions
-            && prompt.are_tokens_known
+            && prompt.are_tokens_known()
             && self.uses_overlaps(&RouteOverride::default(), prompt)
     }
 

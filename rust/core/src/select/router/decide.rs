@@ -168,7 +168,7 @@ impl Router {
                 )
             }
         };
-        let is_hashed = ask.prompt.are_tokens_known && ask.prompt.block_size > 0;
+        let is_hashed = ask.prompt.block_size > 0;
         Context {
             prompt: ask.text,
             token_ids: ask.token_ids,
