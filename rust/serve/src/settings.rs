@@ -116,6 +116,12 @@ settings! {
         /// Each engine is asked when it starts; only prompts that are known to give the engine's own tokens
         /// are sent this way. See [tokenized once](frontend.md#tokenized-once)
         send_token_ids: bool = true, (), "--send-token-ids --no-send-token-ids";
+        /// Memory for token ids that engines return for chats without a tokenizer; 0: never ask for them
+        ///
+        /// Without a tokenizer and without an engine's own `/tokenize`, chats are sent with `return_token_ids`, and
+        /// the next turn is matched by the ids of the last one. The least recently used conversations are dropped. See
+        /// [taught by answers](frontend.md#taught-by-answers)
+        taught_cache: usize = 64 * 1024 * 1024, Legal::Bytes(1, true), "--taught-cache SIZE";
         /// Key for the frontend's own calls to workers; better in a file or in the environment
         ///
         /// For health, models and `/tokenize`, and for requests of clients that have a key of --keys-file; other

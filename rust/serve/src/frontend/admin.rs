@@ -348,6 +348,7 @@ pub(super) fn entry(
         "capacity_blocks": notes.capacity_blocks,
         "blocks": blocks,
         "token_ids": engine.ids.view(),
+        "tells_token_ids": engine.tells_ids(),
         "requests": engine.requests.load(Ordering::Relaxed),
         "failures": engine.failures.load(Ordering::Relaxed),
         "listeners": listeners,

@@ -24,6 +24,7 @@ use super::proxy::Upstream;
 use super::runtime::member::{ModelText, Tokenizers};
 use super::runtime::message::Formats;
 use super::runtime::texts::ModelTexts;
+use super::taught::Taught;
 use crate::aside::Aside;
 use crate::body::Intake;
 use crate::compute::Compute;
@@ -69,7 +70,9 @@ pub(crate) struct App {
     pub formats: Formats,
     /// Whether the engines make the same tokens.
     pub parity: Parity,
-    /// Whether clients receive a session id that returns them to their worker.
+    /// What engines told of conversations that are not tokenized here.
+    pub taught: Taught,
+    /// Clients are told how to come back to their worker.
     pub keeps_sessions: bool,
     pub common: CommonMetrics,
     pub metrics: FrontendMetrics,
@@ -153,6 +156,7 @@ impl App {
             fleet: Fleet::new(options.clone(), Arc::clone(&catalog), clock),
             upstream: Upstream::new(&options, options.api_key()?.as_deref())?,
             aliases: Aliases::parse(&options.model_alias)?,
+            taught: Taught::new(options.taught_cache),
             options,
             catalog,
             texts,

@@ -17,6 +17,7 @@ use tokio::sync::Notify;
 use super::ids::TakesIds;
 use super::notes::{EngineNotes, Inspection};
 use super::runtime::member::{Member, ModelText};
+use super::teaches::Teaches;
 
 /// An address for display, without its login.
 fn without_login(url: &str) -> String {
@@ -258,7 +259,9 @@ pub(crate) struct Engine {
     pub notes: Mutex<EngineNotes>,
     /// Whether it accepts token ids.
     pub ids: TakesIds,
-    /// Results for its sockets and tokenizer.
+    /// Whether it tells the ids of its prompts.
+    pub teaches: Teaches,
+    /// What was found of its sockets and tokenizer.
     pub inspection: Mutex<Inspection>,
     /// Its runtime data, if it is a worker of the runtime.
     pub member: Option<Arc<Member>>,
@@ -288,6 +291,7 @@ impl Engine {
             failures: AtomicU64::new(0),
             notes: Mutex::default(),
             ids: TakesIds::default(),
+            teaches: Teaches::default(),
             inspection: Mutex::default(),
             member: None,
             text: OnceLock::new(),

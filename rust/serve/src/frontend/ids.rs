@@ -172,9 +172,7 @@ pub(super) fn ask_once(app: &Arc<App>, engine: &Arc<Engine>) {
     let pool = app.fleet.pool_of(engine.id);
     let Some(pool) = pool.filter(|pool| pool.selector.needs_tokens()) else { return };
     let Some(text) = app.text_of(&pool) else { return };
-    let started_s = engine.notes.lock().started_s;
-    // An engine that does not report its start may have restarted after an outage.
-    let start = started_s.map_or_else(|| engine.failures.load(Ordering::Relaxed), f64::to_bits);
+    let start = engine.start();
     {
         let mut notes = engine.ids.notes.lock();
         if notes.asked.replace(start) == Some(start) {

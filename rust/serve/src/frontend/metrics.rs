@@ -90,6 +90,15 @@ metrics! {
             "Prompt tokens sent as ids, which engines need not tokenize again";
         pub ids_given_up: Family<CauseLabel, Counter> = "token_ids_given_up",
             "Engines that no longer get token ids, by cause";
+        pub taught: Family<OutcomeLabel, Counter> = "taught_prompts",
+            "Chats routed without a tokenizer, by what engines told of them: learned = the ids of the prompt; matched = \
+             those of an earlier turn; corrected = others than an earlier turn promised";
+        pub taught_given_up: Family<CauseLabel, Counter> = "taught_given_up",
+            "Engines that are no longer asked for the token ids of prompts, by cause";
+        pub taught_evictions: Counter = "taught_cache_evictions",
+            "Conversations evicted from the memory of what engines told";
+        pub taught_bytes: Gauge = "taught_cache", [Bytes]
+            "Memory of what engines told of conversations";
         pub attempts_failed: Family<CauseLabel, Counter> = "attempts_failed",
             "Attempts at a worker that failed before the first byte, by cause";
         pub refused: Family<CauseLabel, Counter> = "refused_requests",

@@ -23,8 +23,8 @@ pub(crate) mod runtime;
 mod scrape;
 mod server_info;
 mod service;
-#[cfg_attr(not(test), expect(dead_code, reason = "used by the next change"))]
 pub(crate) mod taught;
+mod teaches;
 
 pub use engine::EngineSpec;
 pub use options::{EnforceDisagg, FrontendOptions};

@@ -75,6 +75,9 @@ fn refill(app: &App) {
     metrics.journal_records.set(journal.records as i64);
     metrics.journal_dropped.inner().store(journal.dropped_total, Ordering::Relaxed);
     tell_tokenizers(app);
+    let (taught_bytes, evictions_total) = app.taught.held();
+    metrics.taught_bytes.set(taught_bytes as i64);
+    metrics.taught_evictions.inner().store(evictions_total, Ordering::Relaxed);
 }
 
 /// Loaded tokenizers, their caches, and the results of their checks.

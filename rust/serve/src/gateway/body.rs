@@ -123,13 +123,23 @@ impl Body {
         self.fields.iter().any(|field| *field.name == *name)
     }
 
-    /// The value of a field; the last one if it is repeated.
+    /// All fields with their JSON, in the order in which they came.
+    pub fn fields(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.fields.iter().map(|field| (&*field.name, self.text(&field.place)))
+    }
+
+    /// The JSON of a field, the last one of that name.
+    pub fn text_of(&self, name: &str) -> Option<&str> {
+        let field = self.fields.iter().rfind(|field| *field.name == *name);
+        field.map(|field| self.text(&field.place))
+    }
+
+    /// The value of a field, the last one of that name.
     ///
     /// # Errors
     /// 400 for a value that is nested too deeply.
     pub fn value(&self, name: &str) -> Result<Option<Value>, Reject> {
-        let field = self.fields.iter().rfind(|field| *field.name == *name);
-        let value = field.map(|field| serde_json::from_str(self.text(&field.place)));
+        let value = self.text_of(name).map(serde_json::from_str);
         value.transpose().map_err(|error| Reject::bad_request(format!("{name}: {error}")))
     }
 

@@ -26,6 +26,7 @@ pub(crate) mod generation;
 mod guide;
 pub(crate) mod identity;
 mod ids;
+mod lesson;
 mod nvext;
 pub(crate) mod plan;
 mod query;
@@ -34,7 +35,6 @@ pub(crate) mod render;
 pub(crate) mod send;
 mod stored;
 mod tokens;
-#[cfg_attr(not(test), expect(dead_code, reason = "used by the next change"))]
 mod told_ids;
 pub(crate) mod turn;
 mod upload;

@@ -10,7 +10,7 @@ use kvflash_core::fair::Cost;
 use kvflash_core::hash::engine::{MediaItem, NameKeys};
 use kvflash_core::ids::{InstanceId, Worker};
 use kvflash_core::policy::Advice;
-use kvflash_core::select::{self, Ask, Pin, Request, RouteOverride, Selection};
+use kvflash_core::select::{self, Ask, Pin, Request, RouteOverride, Selection, TokenSource};
 use kvflash_core::text::Tokens;
 use serde::Deserialize;
 use serde_json::json;
@@ -24,6 +24,7 @@ use super::evidence::Expectation;
 use super::foreign;
 use super::generation::Generation;
 use super::ids::Replaceable;
+use super::lesson::{self, Lesson};
 use super::render::Known;
 use super::stored::Kept;
 use super::tokens::{Untokenized, tokens};
@@ -53,7 +54,9 @@ pub(crate) struct Plan {
     pub generation: Option<Generation>,
     /// Whether its tokens may be sent instead of its text.
     pub replaceable: Option<Replaceable>,
-    /// Non-text items of the prompt.
+    /// What its answer teaches, and earlier ones taught, where its tokens are not known.
+    pub lesson: Option<Arc<Lesson>>,
+    /// What stands in the prompt beside text.
     media: Arc<[MediaItem]>,
     /// The response that it continues.
     kept: Option<Arc<Kept>>,
@@ -123,7 +126,7 @@ impl Plan {
         let cache_salt = envelope.cache_salt.as_deref().map(str::to_owned);
         let (headers, nvext) = (&call.head.headers, &call.nvext);
         let urgency = Urgency::read(headers, nvext, envelope.priority, pool.is_queued())?;
-        let known = understand(app, &call, &envelope, &pool).await?;
+        let known = understand(app, &call, &envelope, &pool, &model).await?;
         let request = Request {
             request_id: Some(call.request_id.clone()),
             overrides: RouteOverride { seed: nvext.seed(), ..RouteOverride::default() },
@@ -138,6 +141,7 @@ impl Plan {
             tokens: None,
             media: Arc::default(),
             replaceable: known.replaceable,
+            lesson: known.lesson.map(Arc::new),
             call: Arc::clone(&call),
             route,
             request,
@@ -174,6 +178,7 @@ impl Plan {
             cache_salt: self.cache_salt.clone(),
             generation: self.generation.clone(),
             replaceable: None,
+            lesson: self.lesson.clone(),
             media: Arc::default(),
             kept: None,
         };
@@ -182,22 +187,30 @@ impl Plan {
         plan
     }
 
-    /// Hashes the prompt like its pool's workers; without tokens its length is estimated.
+    /// Hash the prompt as its pool's workers do, as far as its tokens are known; without them its length is a guess.
     fn look_up(&mut self, tokens: Option<Arc<Tokens>>, media: Arc<[MediaItem]>) {
         let selector = &self.route.pool.selector;
-        let mut prompt = match &tokens {
-            None => {
+        let hashed = |tokens: &[u32]| {
+            // No list of models tells an adapter's path.
+            let lora = self.route.lora_name.as_deref().map(|name| (name, ""));
+            let cache_salt = self.cache_salt.as_deref();
+            let keys = NameKeys { lora, cache_salt, media: &media, ..NameKeys::default() };
+            selector.prompt(tokens, &keys)
+        };
+        let lesson = self.lesson.as_ref().filter(|_| selector.needs_tokens());
+        let taught = lesson.and_then(|lesson| Some((lesson, lesson.beginning.as_ref()?)));
+        let mut prompt = match (&tokens, taught) {
+            (Some(tokens), _) if selector.needs_tokens() => hashed(tokens),
+            (Some(tokens), _) => select::Prompt::of_tokens(tokens, 0, 0),
+            (None, Some((lesson, beginning))) => select::Prompt {
+                isl_tokens: lesson.guessed_tokens(),
+                source: TokenSource::Taught,
+                ..hashed(beginning.ids())
+            },
+            (None, None) => {
                 let bytes = self.call.body.bytes().len();
                 select::Prompt::unknown(self.call.row.weight.tokens(bytes))
             }
-            Some(tokens) if selector.needs_tokens() => {
-                // Lists of models do not contain an adapter's path.
-                let lora = self.route.lora_name.as_deref().map(|name| (name, ""));
-                let cache_salt = self.cache_salt.as_deref();
-                let keys = NameKeys { lora, cache_salt, media: &media, ..NameKeys::default() };
-                selector.prompt(tokens, &keys)
-            }
-            Some(tokens) => select::Prompt::of_tokens(tokens, 0, 0),
         };
         prompt.isl_tokens = prompt.isl_tokens.max(1);
         self.request.prompt = Arc::new(prompt);
@@ -206,9 +219,9 @@ impl Plan {
         self.media = media;
     }
 
-    /// Queries a remote indexer for the overlaps of a prompt with known tokens.
+    /// Have a remote indexer tell what workers hold of blocks that are known.
     async fn ask_remote(&mut self, app: &App) {
-        if let (Some(remote), Some(_)) = (&app.remote, &self.tokens) {
+        if let Some(remote) = &app.remote {
             remote.look_up(&self.route.pool.selector, &mut self.request).await;
         }
     }
@@ -339,9 +352,11 @@ impl Plan {
 
     /// Counts the stages of the prompt's tokens.
     pub fn count(&self, app: &App, selection: &Selection) {
-        let Some(prompt_tokens) = self.prompt_tokens() else { return };
         let (metrics, prompt) = (&app.metrics, &self.request.prompt);
-        metrics.input.inc_by(prompt_tokens);
+        // Where they are not counted here, the engine tells at the end.
+        if let Some(prompt_tokens) = self.prompt_tokens() {
+            metrics.input.inc_by(prompt_tokens);
+        }
         metrics.available.inc_by(prompt.reusable_tokens(selection.best_blocks));
         metrics.selected.inc_by(prompt.reusable_tokens(selection.overlap_blocks));
     }
@@ -375,6 +390,7 @@ async fn understand(
     call: &Call,
     envelope: &Envelope<'_>,
     pool: &Pool,
+    model: &str,
 ) -> Result<Known, Reject> {
     let known = match call.api() {
         api @ (Api::Chat | Api::Completions) => tokens(app, call, api, envelope, pool).await,
@@ -384,8 +400,15 @@ async fn understand(
         Ok(known) => Ok(known),
         Err(Untokenized::Refused(error)) => Err(error.into()),
         Err(Untokenized::Unknown(cause)) => {
-            app.metrics.untokenized.get_or_create(&CauseLabel { cause }).inc();
-            Ok(Known::default())
+            let is_taught = call.api() == Api::Chat && pool.selector.needs_tokens();
+            let lesson = is_taught.then(|| Lesson::of(app, call, envelope, model)).flatten();
+            match lesson.as_ref().is_some_and(|lesson| lesson.beginning.is_some()) {
+                true => lesson::count(app, "matched"),
+                false => {
+                    app.metrics.untokenized.get_or_create(&CauseLabel { cause }).inc();
+                }
+            }
+            Ok(Known { lesson, ..Known::default() })
         }
     }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use axum::BoxError;
-use axum::http::header;
+use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::Response;
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
@@ -16,11 +16,13 @@ use tokio::time::{Instant, Sleep};
 
 use super::admit::InFlight;
 use super::api::{Api, Form, Row};
-use super::backend::openai::Opened;
+use super::backend::openai::{More, Opened};
 use super::book::Choice;
 use super::event_stream::WholeLines;
 use super::evidence::Expectation;
+use super::lesson::Lesson;
 use super::plan::Plan;
+use super::told_ids::ToldIds;
 use super::usage::UsageScanner;
 use crate::frontend::app::App;
 use crate::frontend::engine::Engine;
@@ -35,7 +37,9 @@ pub(super) struct Delivery {
     counted: Option<u64>,
     /// The requested API, for a request whose tokens may be sent as ids, and whether they were.
     pub ids: Option<(Api, bool)>,
-    /// The reuse to compare with the engine's report at the end.
+    /// What the answer teaches of a prompt whose tokens were not known.
+    lesson: Option<Arc<Lesson>>,
+    /// What the engine's own figures are compared with at the end.
     expected: Option<Expectation>,
 }
 
@@ -52,7 +56,43 @@ impl Delivery {
         let Choice { engine, booking, .. } = choice;
         let (app, counted) = (Arc::clone(app), plan.prompt_tokens());
         let ids = plan.replaceable.map(|_| (plan.call.api(), false));
-        Self { app, engine, booking, in_flight, counted, ids, expected }
+        let lesson = plan.lesson.clone();
+        Self { app, engine, booking, in_flight, counted, ids, lesson, expected }
+    }
+
+    /// What reads the ids that an answer may tell, which was asked for them here or by its client.
+    fn told(
+        &self,
+        status: StatusCode,
+        headers: &HeaderMap,
+        is_event_stream: bool,
+        is_asked_here: bool,
+    ) -> Option<ToldIds> {
+        let lesson = self.lesson.as_ref().filter(|_| status.is_success())?;
+        if !is_asked_here && !lesson.is_asked {
+            return None;
+        }
+        if headers.contains_key(header::CONTENT_ENCODING) {
+            if is_asked_here {
+                self.untold("encoded", "its answer is compressed without having been asked");
+            }
+            return None;
+        }
+        let most_ids = self.app.taught.most_ids();
+        Some(ToldIds::new(is_event_stream, is_asked_here, most_ids))
+    }
+
+    /// The engine told the ids of the prompt.
+    fn learn(&self, ids: &[u32]) {
+        self.engine.has_taught();
+        if let Some(lesson) = &self.lesson {
+            lesson.learn(&self.app, ids);
+        }
+    }
+
+    /// The engine did not.
+    fn untold(&self, cause: &'static str, why: &str) {
+        self.engine.teaches_no_more(&self.app, cause, why);
     }
 
     /// Data has arrived; sets the number of tokens generated so far.
@@ -139,7 +179,9 @@ struct Relay {
     is_event_stream: bool,
     form: Form,
     scanner: UsageScanner,
-    /// Held-back data of an incomplete line of an event stream.
+    /// The ids of its prompt, where they are told.
+    told: Option<ToldIds>,
+    /// What came of a line of an event stream that is not whole yet.
     lines: WholeLines,
     end: End,
     /// Start of the current wait for the engine; `None` while it sends as fast as the client reads.
@@ -151,9 +193,12 @@ struct Relay {
 
 /// Passes an engine's answer through.
 pub(super) fn relay(mut delivery: Delivery, row: &Row, opened: Opened) -> Response {
-    let Opened { status, headers, is_event_stream, first, upstream, has_ids } = opened;
-    let is_taken = has_ids && status.is_success();
+    let Opened { status, headers, is_event_stream, first, upstream, more } = opened;
+    let is_taken = more == Some(More::Ids) && status.is_success();
     delivery.ids = delivery.ids.map(|(api, _)| (api, is_taken));
+    let is_asked_here = more == Some(More::Question);
+    let told = delivery.told(status, &headers, is_event_stream, is_asked_here);
+    let is_shorter = told.as_ref().is_some_and(ToldIds::is_hiding);
     let mut relay = Relay {
         delivery,
         upstream,
@@ -161,6 +206,7 @@ pub(super) fn relay(mut delivery: Delivery, row: &Row, opened: Opened) -> Respon
         is_event_stream,
         form: row.form,
         scanner: UsageScanner::of(row),
+        told,
         lines: WholeLines::default(),
         end: End::Open,
         waits_since: None,
@@ -172,8 +218,8 @@ pub(super) fn relay(mut delivery: Delivery, row: &Row, opened: Opened) -> Respon
     let mut response = Response::new(axum::body::Body::new(relay));
     *response.status_mut() = status;
     *response.headers_mut() = headers;
-    if is_event_stream {
-        // An interrupted stream ends with one more event than the engine announced.
+    if is_event_stream || is_shorter {
+        // A stream that breaks ends with an event more than its engine announced.
         response.headers_mut().remove(header::CONTENT_LENGTH);
     }
     response
@@ -184,7 +230,18 @@ impl Relay {
     fn pass(&mut self, chunk: Bytes) -> Option<Bytes> {
         self.scanner.feed(&chunk);
         self.delivery.generated(self.scanner.events);
+        let chunk = match &mut self.told {
+            None => chunk,
+            Some(told) => {
+                let (chunk, ids) = told.take(chunk);
+                ids.into_iter().for_each(|ids| self.delivery.learn(&ids));
+                chunk
+            }
+        };
         let mut ready = if self.is_event_stream { self.lines.take(chunk) } else { chunk };
+        if let Some(told) = self.told.as_mut().filter(|_| self.is_event_stream) {
+            ready = told.without_empty(ready);
+        }
         if self.upstream.is_end_stream() {
             self.finish();
             ready = self.lines.end(ready);
@@ -194,6 +251,10 @@ impl Relay {
 
     fn finish(&mut self) {
         self.end = End::Complete;
+        let is_silent = |told: &ToldIds| told.is_hiding() && told.has_choices && !told.has_told;
+        if self.told.as_ref().is_some_and(is_silent) {
+            self.delivery.untold("absent", "its answer has no ids");
+        }
         self.delivery.complete(Usage { output_tokens: None, ..self.scanner.usage() });
     }
 
@@ -282,8 +343,8 @@ impl Body for Relay {
     }
 
     fn size_hint(&self) -> SizeHint {
-        if self.is_event_stream {
-            // An interrupted stream ends with one more event than the engine announced.
+        if self.is_event_stream || self.told.as_ref().is_some_and(ToldIds::is_hiding) {
+            // A stream that breaks ends with an event more than its engine announced.
             return SizeHint::new();
         }
         let rest = self.upstream.size_hint();

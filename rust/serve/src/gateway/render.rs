@@ -14,6 +14,7 @@ use serde_json::{Map, Value, json};
 
 use super::envelope::Envelope;
 use super::ids::Replaceable;
+use super::lesson::Lesson;
 use crate::frontend::app::App;
 use crate::frontend::pool::Pool;
 
@@ -29,11 +30,13 @@ pub(super) struct Known {
     pub media: Arc<[MediaItem]>,
     /// The tokens are the engines' own for sure, and may be sent instead of the text.
     pub replaceable: Option<Replaceable>,
+    /// What its answer teaches, where there are no tokens.
+    pub lesson: Option<Lesson>,
 }
 
 impl From<Tokens> for Known {
     fn from(tokens: Tokens) -> Self {
-        Self { tokens: Some(tokens), media: Arc::default(), replaceable: None }
+        Self { tokens: Some(tokens), ..Self::default() }
     }
 }
 

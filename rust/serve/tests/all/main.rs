@@ -16,4 +16,5 @@ mod retry;
 mod serve;
 mod stage;
 mod stored;
+mod taught;
 mod tenants;

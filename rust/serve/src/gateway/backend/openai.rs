@@ -1,5 +1,6 @@
 //! Requests to engines with OpenAI's API.
 
+use std::borrow::Cow;
 use std::sync::atomic::Ordering;
 
 use axum::http::{HeaderMap, StatusCode, Uri, header};
@@ -19,6 +20,7 @@ use crate::gateway::body::Body;
 use crate::gateway::book::Choice;
 use crate::gateway::call::{Call, REQUEST_ID_HEADER};
 use crate::gateway::ids::body_with;
+use crate::gateway::lesson::{FIELD, Lesson};
 use crate::gateway::plan::Plan;
 use crate::gateway::stored;
 use crate::tenant::pass::engine_headers;
@@ -43,8 +45,45 @@ pub(crate) struct Opened {
     /// The chunk that was awaited before the head is forwarded.
     pub first: Option<Bytes>,
     pub upstream: Incoming,
-    /// Whether the request contained token ids.
-    pub has_ids: bool,
+    /// What the request had that its client did not write.
+    pub more: Option<More>,
+}
+
+/// What a request tells an engine, or asks it, beyond what its client wrote.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum More {
+    /// The ids of its prompt.
+    Ids,
+    /// The engine is to tell these.
+    Question,
+}
+
+impl More {
+    /// With the body that has it.
+    fn of(plan: &Plan, choice: &Choice) -> Option<(Self, Bytes)> {
+        if let Some(body) = with_ids(plan, choice) {
+            return Some((Self::Ids, body));
+        }
+        let lesson = plan.lesson.as_ref()?;
+        let is_asked = !lesson.is_asked && choice.engine.may_teach();
+        is_asked.then(|| (Self::Question, Lesson::question(&plan.call)))
+    }
+
+    /// The engine has `refused` it, and accepted the request without it.
+    fn refused(self, app: &App, plan: &Plan, choice: &Choice, refused: StatusCode) {
+        match self {
+            Self::Ids => {
+                let why = format!("it answered {refused} to token ids, but accepted the text");
+                choice.engine.gets_no_ids(app, plan.call.api(), "refused", &why);
+            }
+            Self::Question => {
+                let why = format!(
+                    "it answered {refused} to {FIELD}, but accepted the request without it"
+                );
+                choice.engine.teaches_no_more(app, "refused", &why);
+            }
+        }
+    }
 }
 
 impl Backend for OpenAi {
@@ -61,8 +100,10 @@ impl Backend for OpenAi {
             Handoff::Done { params, .. } => decode_changes(params)?,
             _ => Vec::new(),
         };
-        let with_ids = if handoff.is_alone() { with_ids(plan, choice) } else { None };
-        let mut has_ids = with_ids.is_some();
+        let (mut more, sent) = match handoff.is_alone().then(|| More::of(plan, choice)).flatten() {
+            Some((more, body)) => (Some(more), Some(body)),
+            None => (None, None),
+        };
         let id = choice.engine.id;
         changes.extend(stored::changes(&plan.call, &choice.engine, choice.booking.worker()));
         let body = match changes.as_slice() {
@@ -70,20 +111,24 @@ impl Backend for OpenAi {
             changes => plan.call.body.with(changes),
         };
         let path = plan.call.head.uri.path_and_query().map_or("/", |path| path.as_str());
-        let headers = &plan.call.head.headers;
-        let upstream =
-            send(app, &plan.call, choice, path, headers, with_ids.unwrap_or_else(|| body.clone()));
+        let mut headers = Cow::Borrowed(&plan.call.head.headers);
+        if more == Some(More::Question) {
+            // What an engine compresses cannot be read.
+            headers.to_mut().remove(header::ACCEPT_ENCODING);
+        }
+        let headers = &*headers;
+        let sent = sent.unwrap_or_else(|| body.clone());
+        let upstream = send(app, &plan.call, choice, path, headers, sent);
         let to_first_byte = async {
             let mut answer = upstream?.await?;
-            if has_ids && refuses(answer.status()) {
-                // The cause may be the ids or the request itself, so it is sent once more, as the
-                // client wrote it.
+            if refuses(answer.status())
+                && let Some(more) = more.take()
+            {
+                // By what was added, or by the request itself? It is asked once more, as the client wrote it.
                 let refused = answer.status();
-                has_ids = false;
                 answer = send(app, &plan.call, choice, path, headers, body)?.await?;
                 if answer.status().is_success() {
-                    let why = format!("it answered {refused} to token ids, but accepted the text");
-                    choice.engine.gets_no_ids(app, plan.call.api(), "refused", &why);
+                    more.refused(app, plan, choice, refused);
                 }
             }
             let (parts, mut upstream) = answer.into_parts();
@@ -138,7 +183,7 @@ impl Backend for OpenAi {
                     .is_some_and(|value| value.as_bytes().starts_with(b"text/event-stream"));
             let headers = client_headers(parts.headers);
             let status = parts.status;
-            Ok(Opened { status, headers, is_event_stream, first, upstream, has_ids })
+            Ok(Opened { status, headers, is_event_stream, first, upstream, more })
         };
         within(app, to_first_byte, || format!("worker {id} sent no byte")).await
     }
