@@ -256,6 +256,7 @@ class Api:
         told = Telling(
             has_usage_chunk=params.has_usage_chunk,
             has_token_ids=params.has_token_ids,
+            prompt_ids=params.prompt_ids,
             logprobs=self._logprobs(params),
         )
         answer_id = uuid.uuid4().hex

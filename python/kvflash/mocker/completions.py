@@ -21,12 +21,14 @@ class Telling:
 
     Attributes:
         has_usage_chunk: The stream ends with a chunk of usage.
-        has_token_ids: Include the tokens of the answer.
+        has_token_ids: The tokens of the answer.
+        prompt_ids: The tokens of the prompt, told with the former.
         logprobs: Their log probabilities, or None.
     """
 
     has_usage_chunk: bool = False
     has_token_ids: bool = False
+    prompt_ids: Sequence[int] = ()
     logprobs: Logprobs | None = None
 
 
@@ -117,7 +119,16 @@ class ChatAnswer(_OpenAiAnswer):
     def opening(self, choices: Sequence[Choice]) -> bytes:
         """The role."""
         role = {"delta": {"role": "assistant", "content": ""}}
-        return b"".join(event(self._chunk(choice.index, role, None)) for choice in choices)
+        chunks = [self._chunk(choice.index, role, None) for choice in choices]
+        return b"".join(event({**chunk, **self._prompt_ids()}) for chunk in chunks)
+
+    def whole(self, choices: Sequence[Choice]) -> Body:
+        """The body of an answer that is not streamed."""
+        return {**super().whole(choices), **self._prompt_ids()}
+
+    def _prompt_ids(self) -> Body:
+        """The tokens of the prompt, as vLLM tells them."""
+        return {"prompt_token_ids": self._told.prompt_ids} if self._told.has_token_ids else {}
 
     def _content(self, plan: Plan) -> Body:
         return {"message": assistant_message(plan)}
