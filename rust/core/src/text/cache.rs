@@ -1,10 +1,9 @@
 //! Token ids of pieces of text, bounded in bytes.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-
 use xxhash_rust::xxh3::xxh3_128_with_seed;
 
-use crate::cache::{ClockCache, Weighed};
+use super::counted::{CacheStats, CountedCache};
+use crate::cache::Weighed;
 
 /// Limits of the segment cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -18,28 +17,6 @@ impl Default for CacheOptions {
     fn default() -> Self {
         Self { capacity_bytes: 64 << 20 }
     }
-}
-
-/// What the segment cache has done so far.
-///
-/// # Consistency
-/// Summed shard by shard without stopping anyone: each figure is exact, their sum is not a moment.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct CacheStats {
-    /// Pieces found.
-    pub hits_total: u64,
-    /// Pieces not found, and then tokenized.
-    pub misses_total: u64,
-    /// Pieces dropped to make room.
-    pub evictions_total: u64,
-    /// Pieces too large to be kept at all.
-    pub oversized_total: u64,
-    /// Bytes held now, bookkeeping included.
-    pub held_bytes: u64,
-    /// Pieces held now.
-    pub held_pieces: u64,
-    /// The limit.
-    pub capacity_bytes: u64,
 }
 
 /// In which surroundings a piece was tokenized: the same text may have other ids elsewhere.
@@ -88,24 +65,13 @@ impl Weighed for Piece {
 /// A piece's ids never change, so a reader sees either nothing or the truth.
 #[derive(Debug)]
 pub(super) struct PieceCache {
-    pieces: ClockCache<Piece>,
-    capacity_bytes: usize,
-    // Relaxed everywhere: counters, read by nobody who decides anything.
-    hits: AtomicU64,
-    misses: AtomicU64,
-    oversized: AtomicU64,
+    pieces: CountedCache<Piece>,
 }
 
 impl PieceCache {
     /// An empty cache.
     pub(super) fn new(options: CacheOptions) -> Self {
-        Self {
-            pieces: ClockCache::new(options.capacity_bytes),
-            capacity_bytes: options.capacity_bytes,
-            hits: AtomicU64::new(0),
-            misses: AtomicU64::new(0),
-            oversized: AtomicU64::new(0),
-        }
+        Self { pieces: CountedCache::new(options.capacity_bytes) }
     }
 
     /// Whether the cache keeps nothing at all.
@@ -118,31 +84,18 @@ impl PieceCache {
         let found = self.pieces.read(key.hash, |piece| {
             (piece.length_bytes == key.length_bytes).then(|| out.extend_from_slice(&piece.ids))
         });
-        let counter = if found.is_some() { &self.hits } else { &self.misses };
-        counter.fetch_add(1, Ordering::Relaxed);
         found.is_some()
     }
 
     /// Keep `ids` under `key`, dropping others as needed.
     pub(super) fn insert(&self, key: Key, ids: &[u32]) {
         let piece = Piece { length_bytes: key.length_bytes, ids: ids.into() };
-        if !self.pieces.insert(key.hash, piece) {
-            self.oversized.fetch_add(1, Ordering::Relaxed);
-        }
+        self.pieces.insert(key.hash, piece);
     }
 
     /// Counters and sizes.
     pub(super) fn stats(&self) -> CacheStats {
-        let held = self.pieces.held();
-        CacheStats {
-            hits_total: self.hits.load(Ordering::Relaxed),
-            misses_total: self.misses.load(Ordering::Relaxed),
-            evictions_total: held.evictions_total,
-            oversized_total: self.oversized.load(Ordering::Relaxed),
-            held_bytes: held.bytes,
-            held_pieces: held.entries,
-            capacity_bytes: self.capacity_bytes as u64,
-        }
+        self.pieces.stats()
     }
 }
 

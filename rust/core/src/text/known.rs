@@ -1,15 +1,14 @@
 //! Messages that came before, as the template gets them: bounded in bytes.
 
 use std::hash::{BuildHasher, RandomState};
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use minijinja::Value;
 use serde_json::Value as Json;
 use xxhash_rust::xxh3::xxh3_128_with_seed;
 
-use super::cache::CacheStats;
 use super::content::ContentFormat;
-use crate::cache::{ClockCache, Weighed};
+use super::counted::{CacheStats, CountedCache};
+use crate::cache::Weighed;
 
 /// Shorter messages are read each time, which takes less than a microsecond.
 const SHORT_BYTES: usize = 64;
@@ -45,27 +44,15 @@ pub(super) struct Key(Option<u128>);
 /// A message's value never changes, so a reader sees either nothing or the truth.
 #[derive(Debug)]
 pub(super) struct MessageCache {
-    values: ClockCache<Prepared>,
-    capacity_bytes: usize,
+    values: CountedCache<Prepared>,
     /// Drawn at random: nobody outside can make two messages meet in one key.
     seed: u64,
-    // Relaxed everywhere: counters, read by nobody who decides anything.
-    hits: AtomicU64,
-    misses: AtomicU64,
-    oversized: AtomicU64,
 }
 
 impl MessageCache {
     /// An empty cache that holds at most `capacity_bytes`, bookkeeping included; 0 turns it off.
     pub(super) fn new(capacity_bytes: usize) -> Self {
-        Self {
-            values: ClockCache::new(capacity_bytes),
-            capacity_bytes,
-            seed: RandomState::new().hash_one(0),
-            hits: AtomicU64::new(0),
-            misses: AtomicU64::new(0),
-            oversized: AtomicU64::new(0),
-        }
+        Self { values: CountedCache::new(capacity_bytes), seed: RandomState::new().hash_one(0) }
     }
 
     /// The key of the message that `json` is, for templates that want `format`. Messages of short chats are not worth
@@ -83,10 +70,7 @@ impl MessageCache {
     /// The value of the message `json`, if it is known.
     pub(super) fn find(&self, key: Key, json: &str) -> Option<Value> {
         let read = |one: &Prepared| (one.length_bytes == json.len()).then(|| one.value.clone());
-        let found = self.values.read(key.0?, read);
-        let counter = if found.is_some() { &self.hits } else { &self.misses };
-        counter.fetch_add(1, Ordering::Relaxed);
-        found
+        self.values.read(key.0?, read)
     }
 
     /// The value of the message `json`, which was prepared just now; others are dropped as needed.
@@ -96,25 +80,14 @@ impl MessageCache {
             let length_bytes = json.len();
             let heap_bytes = heap_bytes(message);
             let prepared = Prepared { length_bytes, heap_bytes, value: value.clone() };
-            if !self.values.insert(key, prepared) {
-                self.oversized.fetch_add(1, Ordering::Relaxed);
-            }
+            self.values.insert(key, prepared);
         }
         value
     }
 
     /// Counters and sizes.
     pub(super) fn stats(&self) -> CacheStats {
-        let held = self.values.held();
-        CacheStats {
-            hits_total: self.hits.load(Ordering::Relaxed),
-            misses_total: self.misses.load(Ordering::Relaxed),
-            evictions_total: held.evictions_total,
-            oversized_total: self.oversized.load(Ordering::Relaxed),
-            held_bytes: held.bytes,
-            held_pieces: held.entries,
-            capacity_bytes: self.capacity_bytes as u64,
-        }
+        self.values.stats()
     }
 }
 

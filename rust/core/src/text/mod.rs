@@ -14,6 +14,7 @@
 mod cache;
 mod config;
 mod content;
+mod counted;
 mod cut;
 mod detokenize;
 mod encoder;
@@ -31,8 +32,9 @@ mod source;
 mod template;
 mod tokenizer;
 
-pub use cache::{CacheOptions, CacheStats};
+pub use cache::CacheOptions;
 pub use content::ContentFormat;
+pub use counted::CacheStats;
 pub use cut::CutMode;
 pub use detokenize::Detokenizer;
 pub use encoder::EncoderReport;

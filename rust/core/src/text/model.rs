@@ -2,8 +2,9 @@
 
 use std::path::Path;
 
-use super::cache::{CacheOptions, CacheStats};
+use super::cache::CacheOptions;
 use super::config::FolderConfig;
+use super::counted::CacheStats;
 use super::message::Dialect;
 use super::request::{ChatRequest, Effort};
 use super::template::{ChatTemplate, Rendered, TemplateOptions};
