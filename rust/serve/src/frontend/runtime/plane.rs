@@ -110,7 +110,7 @@ impl From<ErrorFrame> for PlaneError {
 #[derive(Debug)]
 pub(crate) enum Plane {
     Tcp(Arc<TcpPlane>),
-    Web(WebPlane),
+    Web(Box<WebPlane>),
 }
 
 impl Plane {
@@ -120,7 +120,7 @@ impl Plane {
                 Self::Tcp(Arc::new(TcpPlane::new(address.clone(), connect_timeout)))
             }
             PlaneSpec::Http { url } => {
-                Self::Web(WebPlane::new(url, &spec.endpoint, upstream.clone()))
+                Self::Web(Box::new(WebPlane::new(url, &spec.endpoint, upstream.clone())))
             }
         }
     }
