@@ -1,4 +1,4 @@
-"""Waiting for an engine's requests before it is told to end: vLLM aborts them when it is."""
+"""Wait for an engine's requests before SIGTERM ends it: vLLM aborts those that still run."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ pub struct FairQueue<T> {
     deadlines: BTreeSet<(u64, Ticket)>,
     running: BTreeMap<Grant, Running>,
     dropped: Vec<Dropped<T>>,
-    /// Nobody's counter counts as lower (`vtc-max-fair`).
+    /// The least value that a counter counts as (`vtc-max-fair`).
     floor: f64,
     /// The highest counter.
     highest: f64,
@@ -303,7 +303,7 @@ impl<T> FairQueue<T> {
     fn admit_client(&mut self, name: ClientName<'_>) -> Result<u32, Refusal> {
         check_name(name.client).map_err(Refusal::Name)?;
         name.group.map_or(Ok(()), check_name).map_err(Refusal::Name)?;
-        // Those that nobody has fetched yet take room as well.
+        // Dropped requests that were not fetched yet take room, too.
         if self.places.len() + self.dropped.len() >= self.config.max_queued {
             return Err(Refusal::QueueFull);
         }

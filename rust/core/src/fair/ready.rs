@@ -55,7 +55,7 @@ struct Group {
 /// Rank and arrival of the first request of a client, and the client.
 type Key = (u64, u64, u32);
 
-/// Who takes turns with the others: a client without a group, or a group.
+/// Takes turns with the others: a client without a group, or a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Taker {
     Client(u32),
@@ -75,7 +75,7 @@ pub(super) struct Clients<T> {
     by_group: HashMap<Box<str>, u32>,
     waiting: BTreeSet<(u64, u64, Taker)>,
     waiting_len: usize,
-    /// Who waited last, while nobody waits.
+    /// The last taker that waited, while none waits.
     last_waiting: Option<Taker>,
     idle: BTreeSet<(u64, u32)>,
 }

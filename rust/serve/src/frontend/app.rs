@@ -72,7 +72,7 @@ pub(crate) struct App {
     pub parity: Parity,
     /// What engines told of conversations that are not tokenized here.
     pub taught: Taught,
-    /// Clients are told how to come back to their worker.
+    /// Answers carry the header that leads a client back to its worker.
     pub keeps_sessions: bool,
     pub common: CommonMetrics,
     pub metrics: FrontendMetrics,

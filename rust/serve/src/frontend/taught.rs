@@ -83,7 +83,7 @@ impl Beginning {
 /// All conversations.
 ///
 /// # Consistency
-/// A prompt that is told is found by every look-up that begins afterwards.
+/// Every look-up that begins after a prompt was learned finds it.
 #[derive(Debug)]
 pub(crate) struct Taught {
     state: Mutex<State>,

@@ -215,7 +215,7 @@ impl Generation {
 /// The names of the tools that a chat's answer may call; what is no tool has none.
 ///
 /// # Errors
-/// 400 for a field that is no JSON.
+/// 400 for a field that is not JSON.
 pub(crate) fn tool_names(body: &Body) -> Result<Vec<String>, Reject> {
     #[derive(Deserialize)]
     struct Fields {

@@ -51,7 +51,7 @@ impl Identity {
         headers: &HeaderMap,
         address: Option<IpAddr>,
     ) -> Client {
-        // Drawn anew by each process, so that nobody can make a key that shares another one's turns.
+        // Each process draws its own seed, so that a client cannot choose a key that shares another's turns.
         static KEYS: OnceLock<std::hash::RandomState> = OnceLock::new();
         let hashed = |bytes: &[u8]| {
             let hash = KEYS.get_or_init(std::hash::RandomState::new).hash_one(bytes);

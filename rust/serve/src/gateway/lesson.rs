@@ -15,7 +15,7 @@ use crate::frontend::metrics::OutcomeLabel;
 use crate::frontend::taught::Beginning;
 use crate::tenant::pass;
 
-/// A chat of more messages is routed as if nothing was told.
+/// A chat of more messages is routed as if the engine had told nothing.
 const MAX_MESSAGES: usize = 4_096;
 
 /// A text without tokens is guessed to have so many bytes a token.
@@ -71,7 +71,7 @@ const NOT_OF_THE_PROMPT: [&str; 34] = [
 pub(crate) struct Lesson {
     /// One for the first message, one for the first two, and so on.
     keys: Vec<u128>,
-    /// What was told of an earlier turn.
+    /// What the engine told of an earlier turn.
     pub beginning: Option<Beginning>,
     /// Bytes of the messages of which nothing is known.
     new_bytes: usize,
@@ -91,7 +91,7 @@ impl Lesson {
         if places.is_empty() || places.len() > MAX_MESSAGES {
             return None;
         }
-        // Drawn at random: nobody outside can make two conversations meet in one key.
+        // Random, so that no client can make two conversations share a key.
         static SEED: LazyLock<u64> = LazyLock::new(|| RandomState::new().hash_one(0));
         let mut hasher = Xxh3::with_seed(*SEED);
         let mut add = |bytes: &[u8]| {

@@ -179,7 +179,7 @@ struct Relay {
     is_event_stream: bool,
     form: Form,
     scanner: UsageScanner,
-    /// The ids of its prompt, where they are told.
+    /// The ids of its prompt, if the engine tells them.
     told: Option<ToldIds>,
     /// What came of a line of an event stream that is not whole yet.
     lines: WholeLines,

@@ -22,7 +22,7 @@ enum List {
 
 /// Reads an answer byte by byte; nothing of it is held back.
 ///
-/// In the place of a list its client sees `null`, as where nobody asked.
+/// Its client sees `null` in place of a list, as in an answer to a request without the field.
 ///
 /// # Source
 /// vLLM 0.32 `OpenAIServingChat`: `prompt_token_ids` of the answer and of a stream's first chunk, `token_ids` of each
@@ -272,7 +272,7 @@ mod tests {
     const ANSWER: &str = r#"{"id":"token_ids","choices":[{"index":0,"message":{"content":"\"token_ids\":[1]","token_ids":[7]},"token_ids":[5, 6],"x":{"token_ids":[1]},"z":"\",\"token_ids\":[1]"}],"usage":{"a":{"token_ids":[2]}},"prompt_token_ids":[11,12 ,4294967295],"y":[{"prompt_token_ids":[3],"token_ids":[4]}]}"#;
     const SEEN: &str = r#"{"id":"token_ids","choices":[{"index":0,"message":{"content":"\"token_ids\":[1]","token_ids":[7]},"token_ids":null,"x":{"token_ids":[1]},"z":"\",\"token_ids\":[1]"}],"usage":{"a":{"token_ids":[2]}},"prompt_token_ids":null,"y":[{"prompt_token_ids":[3],"token_ids":[4]}]}"#;
 
-    /// What a client sees of an answer in chunks of so many bytes, and what is told.
+    /// The bytes that a client sees of an answer in chunks of `size` bytes, and the ids that are read from it.
     fn read(told: &mut ToldIds, answer: &str, size: usize) -> (String, Vec<Vec<u32>>) {
         let (mut seen, mut ids) = (Vec::new(), Vec::new());
         for chunk in answer.as_bytes().chunks(size) {
