@@ -116,7 +116,7 @@ settings! {
         /// Each engine is asked when it starts; only prompts that are known to give the engine's own tokens
         /// are sent this way. See [tokenized once](frontend.md#tokenized-once)
         send_token_ids: bool = true, (), "--send-token-ids --no-send-token-ids";
-        /// Memory for token ids that engines return for chats without a tokenizer; 0: never ask for them
+        /// Memory for token ids that engines return for chats without a tokenizer; 0: never ask
         ///
         /// Without a tokenizer and without an engine's own `/tokenize`, chats are sent with `return_token_ids`, and
         /// the next turn is matched by the ids of the last one. The least recently used conversations are dropped. See
@@ -321,7 +321,7 @@ settings! {
         /// A key of a client closes the public API, one of an admin closes everything else, and one of the role
         /// metrics closes `/metrics` and `/health`, each to callers without such a key. See [keys](security.md#keys)
         keys_file: Option<PathBuf> = None, (), "--keys-file FILE";
-        /// File of the public keys (JWKS) by which callers' tokens (JWT) are checked; read again when it changes
+        /// File of public keys (JWKS) that check tokens (JWT) of callers; read again when it changes
         ///
         /// Needs --jwt-issuer and --jwt-audience. Closes everything but `/live` and `/ready` to callers without a token
         /// or a key. See [tokens](security.md#tokens)
