@@ -81,7 +81,7 @@ impl FastEncoder {
         if text.contains(REFUSED) {
             return Err(Fault::Refused);
         }
-        if long_words_bytes(text) <= LONG_WORDS_MOST {
+        if text.len() <= LONG_WORDS_MOST || long_words_bytes(text) <= LONG_WORDS_MOST {
             return self.encode_here(text);
         }
         // The table of words ends with the thread.
