@@ -119,7 +119,7 @@ impl Message {
 #[derive(Debug, Default)]
 pub(crate) struct Parsing {
     reasoning: Option<Reasoning>,
-    tools: Option<(ToolFormat, ToolCalls)>,
+    tools: Option<ToolCalls>,
     /// Calls so far.
     calls: usize,
 }
@@ -132,7 +132,7 @@ impl Parsing {
         let format = formats.tools.filter(|_| !tools.is_empty());
         Self {
             reasoning: reasoning.map(|format| Reasoning::new(format, prompt_end)),
-            tools: format.map(|format| (format, ToolCalls::new(format, tools))),
+            tools: format.map(|format| ToolCalls::new(format, tools)),
             calls: 0,
         }
     }
@@ -144,7 +144,7 @@ impl Parsing {
 
     /// Tags that must be in the text even where they are special tokens.
     pub fn tags(&self) -> &'static [&'static str] {
-        self.tools.as_ref().map_or(&[], |(format, _)| format.tags())
+        self.tools.as_ref().map_or(&[], |calls| calls.format().tags())
     }
 
     /// Take a piece of the text; the parts that are known now.
@@ -165,8 +165,8 @@ impl Parsing {
             let content = told(reasoning.finish(), &mut parts);
             self.content(content, &mut parts);
         }
-        if let Some((format, calls)) = &mut self.tools {
-            let (format, found) = (*format, calls.finish());
+        if let Some(calls) = &mut self.tools {
+            let (format, found) = (calls.format(), calls.finish());
             self.found(format, found, &mut parts);
         }
         parts
@@ -186,8 +186,8 @@ impl Parsing {
         }
         match &mut self.tools {
             None => parts.push(Part::Content(content)),
-            Some((format, calls)) => {
-                let (format, found) = (*format, calls.push(&content));
+            Some(calls) => {
+                let (format, found) = (calls.format(), calls.push(&content));
                 self.found(format, found, parts);
             }
         }

@@ -71,6 +71,10 @@ impl ToolCalls {
         }
     }
 
+    pub fn format(&self) -> ToolFormat {
+        self.format
+    }
+
     /// Take a piece of the text; what is known of it now.
     pub fn push(&mut self, piece: &str) -> Vec<Found> {
         self.held.push_str(piece);
