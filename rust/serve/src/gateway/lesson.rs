@@ -94,26 +94,20 @@ impl Lesson {
         // Random, so that no client can make two conversations share a key.
         static SEED: LazyLock<u64> = LazyLock::new(|| RandomState::new().hash_one(0));
         let mut hasher = Xxh3::with_seed(*SEED);
-        let mut add = |bytes: &[u8]| {
-            hasher.update(&bytes.len().to_le_bytes());
-            hasher.update(bytes);
-        };
         let tenant = pass::client(&call.head.caller).map_or("", |key| &*key.tenant);
         for text in [model, tenant, envelope.cache_salt.as_deref().unwrap_or_default()] {
-            add(text.as_bytes());
+            add(&mut hasher, text.as_bytes());
         }
         for (name, json) in call.body.fields() {
             if !NOT_OF_THE_PROMPT.contains(&name) {
-                add(name.as_bytes());
-                add(json.as_bytes());
+                add(&mut hasher, name.as_bytes());
+                add(&mut hasher, json.as_bytes());
             }
         }
         let keys: Vec<u128> = places
             .iter()
             .map(|place| {
-                let bytes = &messages.as_bytes()[place.clone()];
-                hasher.update(&bytes.len().to_le_bytes());
-                hasher.update(bytes);
+                add(&mut hasher, &messages.as_bytes()[place.clone()]);
                 hasher.digest128()
             })
             .collect();
@@ -146,6 +140,12 @@ impl Lesson {
         count(app, "learned");
         app.taught.learn(&self.keys, ids);
     }
+}
+
+/// Hash one part, apart from those before and behind it.
+fn add(hasher: &mut Xxh3, part: &[u8]) {
+    hasher.update(&part.len().to_le_bytes());
+    hasher.update(part);
 }
 
 /// Count what became of a chat.
