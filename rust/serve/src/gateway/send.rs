@@ -1,5 +1,6 @@
 //! Handles a request up to the head of its answer; `relay` and `answer` continue from there.
 
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -158,14 +159,18 @@ async fn send(app: &Arc<App>, plan: &Arc<Plan>, mut prefill: Prefill) -> Result<
     while tries.may_go_on() {
         // A concurrent prefill that has begun is useless for another worker.
         if !prefill.is_idle() && !matches!(handoff, Handoff::Done { .. }) {
-            handoff = prefill.hand_off(app).await?;
+            handoff = Box::pin(prefill.hand_off(app)).await?;
             tries.is_decode_only = !handoff.is_alone();
         }
         let choice = match tries.next().await {
             Ok(choice) => choice,
             Err(error) => return Err(tries.refusal(Some(error))),
         };
-        match choice.watched(worker::open(app, plan, &choice, &handoff)).await {
+        let opened = {
+            let open = pin!(worker::open(app, plan, &choice, &handoff));
+            choice.watched(open).await
+        };
+        match opened {
             Ok(opened) => {
                 tries.answered();
                 // An answer after other workers were tried, or with a prefill elsewhere, is no

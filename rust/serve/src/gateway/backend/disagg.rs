@@ -1,5 +1,6 @@
 //! Disaggregated serving: one worker prefills, another one decodes.
 
+use std::pin::pin;
 use std::sync::Arc;
 
 use axum::http::StatusCode;
@@ -161,7 +162,10 @@ async fn begin(app: &Arc<App>, plan: &Arc<Plan>, choice: Choice) -> Result<Hando
     let worker = choice.booking.worker();
     let member = choice.engine.member.as_ref();
     let Some(bootstrap) = member.and_then(|member| member.spec.card.bootstrap.as_ref()) else {
-        let params = choice.watched(worker::prefill(app, plan, &choice)).await?;
+        let params = {
+            let prefill = pin!(worker::prefill(app, plan, &choice));
+            choice.watched(prefill).await?
+        };
         return Ok(Handoff::Done { worker, params });
     };
     let info = BootstrapInfo {

@@ -1,6 +1,7 @@
 //! Requests to engines with OpenAI's API.
 
 use std::borrow::Cow;
+use std::pin::pin;
 use std::sync::atomic::Ordering;
 
 use axum::http::{HeaderMap, StatusCode, Uri, header};
@@ -119,7 +120,7 @@ impl Backend for OpenAi {
         let headers = &*headers;
         let sent = sent.unwrap_or_else(|| body.clone());
         let upstream = send(app, &plan.call, choice, path, headers, sent);
-        let to_first_byte = async {
+        let to_first_byte = pin!(async {
             let mut answer = upstream?.await?;
             if refuses(answer.status())
                 && let Some(more) = more.take()
@@ -184,7 +185,7 @@ impl Backend for OpenAi {
             let headers = client_headers(parts.headers);
             let status = parts.status;
             Ok(Opened { status, headers, is_event_stream, first, upstream, more })
-        };
+        });
         within(app, to_first_byte, || format!("worker {id} sent no byte")).await
     }
 
@@ -203,7 +204,7 @@ impl Backend for OpenAi {
             headers.insert(REQUEST_ID_HEADER.clone(), id);
         }
         let upstream = send(app, call, choice, call.row.path, &headers, body);
-        let whole = async {
+        let whole = pin!(async {
             let response = upstream?.await.map_err(|failed| Failed {
                 message: format!("prefill at worker {id}: {}", failed.message),
                 ..failed
@@ -215,7 +216,7 @@ impl Backend for OpenAi {
                 Failed::new("no_answer", message, StatusCode::BAD_GATEWAY).fault().died()
             })?;
             Ok((status, body.to_bytes()))
-        };
+        });
         let (status, body) =
             within(app, whole, || format!("worker {id} did not finish the prefill")).await?;
         if !status.is_success() {

@@ -1,5 +1,7 @@
 //! Dispatches to the kind of worker that was chosen.
 
+use std::pin::pin;
+
 use axum::http::StatusCode;
 
 use super::Backend;
@@ -34,7 +36,7 @@ pub(in crate::gateway) async fn open(
     choice: &Choice,
     handoff: &Handoff,
 ) -> Result<Opened, Failed> {
-    let opened = async {
+    let opened = pin!(async {
         let Some(plane) = Plane::of(choice) else {
             return OpenAi.open(app, plan, choice, handoff).await.map(Opened::OpenAi);
         };
@@ -43,7 +45,7 @@ pub(in crate::gateway) async fn open(
             opened = plane.open(app, plan, choice, handoff) => opened.map(Opened::Plane),
             why = handoff.failure() => Err(Failed::new("prefill_failed", why, StatusCode::BAD_GATEWAY)),
         }
-    };
+    });
     while_well(choice, opened).await
 }
 
@@ -66,11 +68,11 @@ pub(in crate::gateway) async fn prefill(
     plan: &Plan,
     choice: &Choice,
 ) -> Result<rmpv::Value, Failed> {
-    let prefilled = async {
+    let prefilled = pin!(async {
         match Plane::of(choice) {
             Some(plane) => plane.prefill(app, plan, choice).await,
             None => OpenAi.prefill(app, plan, choice).await,
         }
-    };
+    });
     while_well(choice, prefilled).await
 }
