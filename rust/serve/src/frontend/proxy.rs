@@ -75,13 +75,13 @@ impl Upstream {
     }
 
     /// Send a request to an engine; returns at the answer's head.
-    pub async fn send_to(
+    pub fn send_to(
         &self,
         engine: &Engine,
         request: Request<Full<Bytes>>,
-    ) -> Result<Response<Incoming>, AttemptError> {
+    ) -> impl Future<Output = Result<Response<Incoming>, AttemptError>> {
         let client = if engine.spec.is_added() { &self.client_of_added } else { &self.client };
-        send_with(client, request).await
+        send_with(client, request)
     }
 
     /// The key sent to an engine: the frontend's own, or one specific to the engine.

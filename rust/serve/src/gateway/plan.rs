@@ -394,7 +394,8 @@ async fn understand(
 ) -> Result<Known, Reject> {
     let known = match call.api() {
         api @ (Api::Chat | Api::Completions) => tokens(app, call, api, envelope, pool).await,
-        _ => foreign::known(app, call, envelope, pool).await,
+        // Larger than all other ways together.
+        _ => Box::pin(foreign::known(app, call, envelope, pool)).await,
     };
     match known {
         Ok(known) => Ok(known),

@@ -4,10 +4,10 @@ use std::borrow::Cow;
 use std::pin::pin;
 use std::sync::atomic::Ordering;
 
-use axum::http::{HeaderMap, StatusCode, Uri, header};
+use axum::http::{HeaderMap, Request, StatusCode, Uri, header};
 use bytes::Bytes;
 use http_body::Body as _;
-use http_body_util::{BodyExt, Limited};
+use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
 use serde_json::{Value, json};
 
@@ -119,15 +119,14 @@ impl Backend for OpenAi {
         }
         let headers = &*headers;
         let sent = sent.unwrap_or_else(|| body.clone());
-        let upstream = send(app, &plan.call, choice, path, headers, sent);
         let to_first_byte = pin!(async {
-            let mut answer = upstream?.await?;
+            let mut answer = send(app, &plan.call, choice, path, headers, sent).await?;
             if refuses(answer.status())
                 && let Some(more) = more.take()
             {
                 // By what was added, or by the request itself? It is asked once more, as the client wrote it.
                 let refused = answer.status();
-                answer = send(app, &plan.call, choice, path, headers, body)?.await?;
+                answer = send(app, &plan.call, choice, path, headers, body).await?;
                 if answer.status().is_success() {
                     more.refused(app, plan, choice, refused);
                 }
@@ -203,9 +202,9 @@ impl Backend for OpenAi {
         if let Ok(id) = call.request_id.parse() {
             headers.insert(REQUEST_ID_HEADER.clone(), id);
         }
-        let upstream = send(app, call, choice, call.row.path, &headers, body);
         let whole = pin!(async {
-            let response = upstream?.await.map_err(|failed| Failed {
+            let sent = send(app, call, choice, call.row.path, &headers, body).await;
+            let response = sent.map_err(|failed| Failed {
                 message: format!("prefill at worker {id}: {}", failed.message),
                 ..failed
             })?;
@@ -273,14 +272,33 @@ fn refuses(status: StatusCode) -> bool {
 ///
 /// # Errors
 /// Its address is invalid, or the response head did not arrive.
-fn send<'a>(
-    app: &'a App,
+async fn send(
+    app: &App,
     call: &Call,
-    choice: &'a Choice,
+    choice: &Choice,
     path: &str,
     headers: &HeaderMap,
     body: Bytes,
-) -> Result<impl Future<Output = Result<axum::http::Response<Incoming>, Failed>> + 'a, Failed> {
+) -> Result<axum::http::Response<Incoming>, Failed> {
+    let request = request_for(app, call, choice, path, headers, body)?;
+    app.upstream.send_to(&choice.engine, request).await.map_err(|error| {
+        let failed = Failed::new(error.cause, error.message, StatusCode::BAD_GATEWAY).fault();
+        if error.is_sent { failed.died() } else { failed.unsent() }
+    })
+}
+
+/// The client's request with this body, for the chosen engine.
+///
+/// # Errors
+/// The engine's address is invalid.
+fn request_for(
+    app: &App,
+    call: &Call,
+    choice: &Choice,
+    path: &str,
+    headers: &HeaderMap,
+    body: Bytes,
+) -> Result<Request<Full<Bytes>>, Failed> {
     let engine = &choice.engine;
     engine.requests.fetch_add(1, Ordering::Relaxed);
     let target = format!("{}{path}", engine.base).parse::<Uri>().map_err(|error| {
@@ -296,13 +314,7 @@ fn send<'a>(
     {
         request.headers_mut().insert(header::AUTHORIZATION, key.clone());
     }
-    let sent = app.upstream.send_to(engine, request);
-    Ok(async {
-        sent.await.map_err(|error| {
-            let failed = Failed::new(error.cause, error.message, StatusCode::BAD_GATEWAY).fault();
-            if error.is_sent { failed.died() } else { failed.unsent() }
-        })
-    })
+    Ok(request)
 }
 
 /// Waits for a worker for the time it may take to begin; `what` is the failed action.
