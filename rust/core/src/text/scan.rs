@@ -286,11 +286,31 @@ type Found = (Range<usize>, Option<Vec<Range<usize>>>);
 
 /// The first quote, backslash or control character at `from` or behind it.
 fn special(bytes: &[u8], from: usize) -> Option<usize> {
+    const BLOCK: usize = 64;
+    let rest = bytes.get(from..)?;
+    // Names end within these; texts go on, and whole blocks of them are checked with vector instructions.
+    let (head, tail) = rest.split_at(rest.len().min(16));
+    if let Some(at) = special_in_words(head) {
+        return Some(from + at);
+    }
+    let is_clean = |block: &&[u8; BLOCK]| {
+        block.iter().fold(0, |found, byte| found | u8::from(is_special(byte))) == 0
+    };
+    let clean = BLOCK * tail.as_chunks::<BLOCK>().0.iter().take_while(is_clean).count();
+    special_in_words(&tail[clean..]).map(|at| from + head.len() + clean + at)
+}
+
+fn is_special(byte: &u8) -> bool {
+    matches!(byte, b'"' | b'\\' | 0..0x20)
+}
+
+/// The first such byte, looking at eight bytes at a time.
+fn special_in_words(bytes: &[u8]) -> Option<usize> {
     const ONES: u64 = u64::MAX / 255;
     // Bytes below `limit`; behind the first one it may name others, too.
     let below = |word: u64, limit: u64| word.wrapping_sub(ONES * limit) & !word & (ONES << 7);
-    let (words, _) = bytes.get(from..)?.as_chunks::<8>();
-    let mut at = from;
+    let (words, _) = bytes.as_chunks::<8>();
+    let mut at = 0;
     for word in words {
         let word = u64::from_le_bytes(*word);
         let quote = below(word ^ (ONES * u64::from(b'"')), 1);
@@ -301,7 +321,6 @@ fn special(bytes: &[u8], from: usize) -> Option<usize> {
         }
         at += 8;
     }
-    let is_special = |byte: &u8| matches!(byte, b'"' | b'\\' | 0..0x20);
     bytes[at..].iter().position(is_special).map(|rest| at + rest)
 }
 
