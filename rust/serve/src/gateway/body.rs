@@ -4,6 +4,7 @@ use std::fmt;
 use std::ops::Range;
 
 use bytes::Bytes;
+use bytestring::ByteString;
 use kvflash_core::text::{Field, Scan};
 use serde::de::value::MapDeserializer;
 use serde::de::{Deserialize, Deserializer, IntoDeserializer, MapAccess, Visitor};
@@ -16,6 +17,8 @@ use crate::Reject;
 #[derive(Debug, Clone)]
 pub(crate) struct Body {
     bytes: Bytes,
+    /// The same as text; empty if it is not JSON.
+    text: ByteString,
     fields: Vec<Field>,
     /// Position of each message in its field.
     messages: Option<Vec<Range<usize>>>,
@@ -33,19 +36,21 @@ impl Body {
         if bytes.trim_ascii_start().first() == Some(&b'[') {
             return Err(Reject::bad_request("the body must be a JSON object, got a list"));
         }
-        let scan = std::str::from_utf8(&bytes).ok().and_then(Scan::of);
-        let Some(Scan { fields, mut messages }) = scan else { return Err(complaint(&bytes)) };
+        let text = ByteString::try_from(bytes.clone()).unwrap_or_default();
+        let Some(Scan { fields, mut messages }) = Scan::of(&text) else {
+            return Err(complaint(&bytes));
+        };
         let field = fields.iter().rfind(|field| &*field.name == "messages");
         let start = field.map_or(0, |field| field.place.start);
         for place in messages.iter_mut().flatten() {
             *place = place.start - start..place.end - start;
         }
-        Ok(Self { bytes, fields, messages })
+        Ok(Self { bytes, text, fields, messages })
     }
 
     /// A body that is not JSON: it has no fields.
     pub fn opaque(bytes: Bytes) -> Self {
-        Self { bytes, fields: Vec::new(), messages: None }
+        Self { bytes, text: ByteString::new(), fields: Vec::new(), messages: None }
     }
 
     /// The object as received.
@@ -73,7 +78,7 @@ impl Body {
     }
 
     fn text(&self, place: &Range<usize>) -> &str {
-        std::str::from_utf8(&self.bytes[place.clone()]).expect("it was read as JSON before")
+        &self.text[place.clone()]
     }
 
     /// The object with changed values: `None` removes a field.
