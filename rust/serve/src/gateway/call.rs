@@ -23,7 +23,7 @@ use crate::{Caller, Reject};
 pub(crate) static REQUEST_ID_HEADER: HeaderName = HeaderName::from_static("x-request-id");
 
 /// A client's limit of the workers that its request may try.
-const MAX_ATTEMPTS_HEADER: &str = "x-kvflash-max-attempts";
+static MAX_ATTEMPTS_HEADER: HeaderName = HeaderName::from_static("x-kvflash-max-attempts");
 
 /// Size from which a body is parsed on other threads than those that serve, in bytes: about a
 /// millisecond.
@@ -156,7 +156,7 @@ impl Call {
 /// # Errors
 /// 400 for anything but a number of at least 1.
 fn max_attempts(headers: &HeaderMap) -> Result<Option<usize>, Reject> {
-    let Some(value) = headers.get(MAX_ATTEMPTS_HEADER) else { return Ok(None) };
+    let Some(value) = headers.get(&MAX_ATTEMPTS_HEADER) else { return Ok(None) };
     let text = value.to_str().unwrap_or("no text").trim();
     // A number above every setting means no limit.
     let number = text.parse::<u64>().ok().filter(|attempts| *attempts > 0);

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use axum::http::HeaderMap;
+use axum::http::{HeaderMap, HeaderName};
 use kvflash_core::ids::Worker;
 use kvflash_core::policy::session::{read_session_id, session_id};
 use kvflash_core::select::Request;
@@ -17,14 +17,16 @@ use crate::frontend::pool::Members;
 use crate::tenant::pass;
 
 /// Header that names the worker of a session; responses contain it with `session-affinity`.
-pub(crate) const SESSION_HEADER: &str = "x-session-id";
+pub(crate) static SESSION_HEADER: HeaderName = HeaderName::from_static("x-session-id");
 /// Headers with a session's key; the first one counts.
-const KEY_HEADERS: [&str; 2] = ["x-aibrix-session-key", "x-session-key"];
+static KEY_HEADERS: [HeaderName; 2] =
+    [HeaderName::from_static("x-aibrix-session-key"), HeaderName::from_static("x-session-key")];
+static USER_HEADER: HeaderName = HeaderName::from_static("user");
 
 /// The key of a request's session, from its headers.
 pub(super) fn session_key(headers: &HeaderMap) -> Option<&str> {
-    let header = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
-    let named = KEY_HEADERS.into_iter().chain([SESSION_HEADER]).find_map(header);
+    let header = |name| headers.get(name).and_then(|value| value.to_str().ok());
+    let named = KEY_HEADERS.iter().chain([&SESSION_HEADER]).find_map(header);
     named.filter(|text| !text.is_empty())
 }
 
@@ -36,17 +38,17 @@ pub(super) fn read(
     needs_text: bool,
 ) -> Request {
     let headers = &call.head.headers;
-    let header = |name: &str| {
+    let header = |name: &HeaderName| {
         headers.get(name).and_then(|value| value.to_str().ok()).filter(|text| !text.is_empty())
     };
     // A key identifies its owner, and the header `user` takes precedence over OpenAI's field.
     let owner = call.head.caller.key().map(|key| key.id.clone());
     let field = envelope.user.and_then(|raw| serde_json::from_str::<String>(raw.get()).ok());
     let user = owner
-        .or_else(|| header("user").map(str::to_owned))
+        .or_else(|| header(&USER_HEADER).map(str::to_owned))
         .or(field)
         .filter(|user| !user.is_empty());
-    let id = header(SESSION_HEADER);
+    let id = header(&SESSION_HEADER);
     let named = id.and_then(read_session_id);
     let session_worker = named.as_ref().and_then(|(address, rank)| {
         let engine = members.all().find(|engine| address_of(&engine.base) == address)?;
@@ -57,7 +59,7 @@ pub(super) fn read(
         address.rsplit_once(':').is_some_and(|(_, port)| port.parse::<u16>().is_ok())
     });
     let own_id = id.filter(|_| !is_address);
-    let key = KEY_HEADERS.into_iter().find_map(header).or(own_id);
+    let key = KEY_HEADERS.iter().find_map(header).or(own_id);
     // Equal names of different tenants are different sessions.
     let key = key.map(|key| match pass::client(&call.head.caller) {
         Some(client) => format!("{}/{key}", client.tenant).into(),

@@ -217,6 +217,6 @@ fn tell(
 fn tell_session(app: &App, response: &mut Response, engine: &Engine, worker: Worker) {
     let session = app.keeps_sessions.then(|| session_id_of(engine, worker.dp_rank));
     if let Some(Ok(value)) = session.map(HeaderValue::try_from) {
-        response.headers_mut().insert(HeaderName::from_static(SESSION_HEADER), value);
+        response.headers_mut().insert(SESSION_HEADER.clone(), value);
     }
 }

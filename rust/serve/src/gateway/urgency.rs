@@ -1,17 +1,18 @@
 //! The urgency of a request, the same for every queue.
 
 use super::body::Raw;
-use axum::http::HeaderMap;
+use axum::http::{HeaderMap, HeaderName};
 use kvflash_core::fair::{Options, Standing, Wish};
 
 use super::nvext::Nvext;
 use crate::Reject;
 
 /// Lower is earlier, as in the field `priority` of vLLM's bodies.
-const NICE_HEADER: &str = "x-kvflash-priority";
+static NICE_HEADER: HeaderName = HeaderName::from_static("x-kvflash-priority");
 /// Higher is earlier, as in `nvext.agent_hints.priority`.
-const PRIORITY_HEADER: &str = "x-dynamo-request-priority";
-const STRICT_PRIORITY_HEADER: &str = "x-dynamo-request-strict-priority";
+static PRIORITY_HEADER: HeaderName = HeaderName::from_static("x-dynamo-request-priority");
+static STRICT_PRIORITY_HEADER: HeaderName =
+    HeaderName::from_static("x-dynamo-request-strict-priority");
 
 /// The urgency of a request.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -35,13 +36,16 @@ impl Urgency {
         field: Option<Raw<'_>>,
         is_plain_heard: bool,
     ) -> Result<Self, Reject> {
-        let header =
-            |name| headers.get(name).map(|value| value.to_str().unwrap_or("no text").trim());
-        let nice = header(NICE_HEADER).filter(|_| is_plain_heard);
-        let nice = nice.map(|text| earliness_of(NICE_HEADER, text)).transpose()?;
-        let jump = header(PRIORITY_HEADER).map(|text| number(PRIORITY_HEADER, text)).transpose()?;
-        let strict = header(STRICT_PRIORITY_HEADER)
-            .map(|text| number(STRICT_PRIORITY_HEADER, text))
+        let header = |name: &HeaderName| {
+            headers.get(name).map(|value| value.to_str().unwrap_or("no text").trim())
+        };
+        let nice = header(&NICE_HEADER).filter(|_| is_plain_heard);
+        let nice = nice.map(|text| earliness_of(NICE_HEADER.as_str(), text)).transpose()?;
+        let jump = header(&PRIORITY_HEADER)
+            .map(|text| number(PRIORITY_HEADER.as_str(), text))
+            .transpose()?;
+        let strict = header(&STRICT_PRIORITY_HEADER)
+            .map(|text| number(STRICT_PRIORITY_HEADER.as_str(), text))
             .transpose()?;
         let of_body = || {
             let text = field.map(Raw::get).filter(|text| is_plain_heard && *text != "null");
@@ -117,17 +121,17 @@ mod tests {
     #[test]
     fn one_answer_from_all_that_says_how_urgent_it_is() {
         let hints = r#"{"agent_hints": {"priority": 10, "strict_priority": 2}}"#;
-        let (dynamo, own) = ((PRIORITY_HEADER, "2.5"), (NICE_HEADER, "-7"));
+        let (dynamo, own) = ((PRIORITY_HEADER.as_str(), "2.5"), (NICE_HEADER.as_str(), "-7"));
         assert_eq!(read(&[], "{}", "null"), (0, 0.0));
         assert_eq!(read(&[], "{}", "-3"), (0, 3.0));
         assert_eq!(read(&[], "{}", "4"), (0, -4.0));
         assert_eq!(read(&[], hints, "-3"), (2, 10.0));
         assert_eq!(read(&[dynamo], hints, "-3"), (2, 2.5));
         assert_eq!(read(&[dynamo, own], hints, "-3"), (2, 7.0));
-        assert_eq!(read(&[(STRICT_PRIORITY_HEADER, "5")], hints, "null"), (5, 10.0));
+        assert_eq!(read(&[(STRICT_PRIORITY_HEADER.as_str(), "5")], hints, "null"), (5, 10.0));
         let older = r#"{"agent_hints": {"latency_sensitivity": -1.5}}"#;
         assert_eq!(read(&[], older, "null"), (0, -1.5));
-        assert_eq!(read(&[(PRIORITY_HEADER, "inf")], hints, "null"), (2, 0.0));
+        assert_eq!(read(&[(PRIORITY_HEADER.as_str(), "inf")], hints, "null"), (2, 0.0));
         assert!(read(&[], "{}", "0").1.is_sign_positive());
         // Without a queue the field belongs to the engine; ignore it.
         let unheard = read_where(false, &[own], "{}", r#""soon""#).unwrap();
@@ -137,9 +141,17 @@ mod tests {
     #[test]
     fn what_is_no_number_is_named() {
         for (headers, field, text) in [
-            (vec![(STRICT_PRIORITY_HEADER, "-1")], "null", STRICT_PRIORITY_HEADER),
-            (vec![(PRIORITY_HEADER, "soon")], "null", "must be a number, got \"soon\""),
-            (vec![(NICE_HEADER, "1.5")], "null", "x-kvflash-priority: must be an integer in"),
+            (
+                vec![(STRICT_PRIORITY_HEADER.as_str(), "-1")],
+                "null",
+                STRICT_PRIORITY_HEADER.as_str(),
+            ),
+            (vec![(PRIORITY_HEADER.as_str(), "soon")], "null", "must be a number, got \"soon\""),
+            (
+                vec![(NICE_HEADER.as_str(), "1.5")],
+                "null",
+                "x-kvflash-priority: must be an integer in",
+            ),
             (vec![], "[1]", "priority: must be an integer in -2147483648..=2147483647, got [1]"),
         ] {
             let error = read_where(true, &headers, "{}", field).unwrap_err();

@@ -1,6 +1,9 @@
 //! Extracts the engine's token counts from a passing answer, without parsing it.
 
+use std::sync::LazyLock;
+
 use kvflash_core::select::Usage;
+use memchr::memmem::Finder;
 
 use super::api::{Form, Row};
 
@@ -59,10 +62,13 @@ static ANTHROPIC: Names = Names {
     created: Some(b"\"cache_creation_input_tokens\""),
 };
 /// The last event of Anthropic's streams: the first one already has counts, which are not final.
-const STOP: &[u8] = b"\"message_stop\"";
+static STOP: LazyLock<Finder<'_>> = LazyLock::new(|| Finder::new(b"\"message_stop\""));
+/// How the names of all counts end, and how much may be before that.
+static COUNT: LazyLock<Finder<'_>> = LazyLock::new(|| Finder::new(b"_tokens\""));
+const LONGEST: usize = 32;
 
 /// Inside generated text the quote would be escaped.
-const EVENT: &[u8] = b"data: {\"";
+static EVENT: LazyLock<Finder<'_>> = LazyLock::new(|| Finder::new(b"data: {\""));
 
 impl UsageScanner {
     /// For answers to this row's requests.
@@ -88,7 +94,7 @@ impl UsageScanner {
         if self.names.is_none() {
             return;
         }
-        self.events += memchr::memmem::find_iter(chunk, EVENT).count() as u64;
+        self.events += EVENT.find_iter(chunk).count() as u64;
         if self.carry.is_empty() {
             self.scan(chunk);
         } else {
@@ -110,13 +116,12 @@ impl UsageScanner {
 
     fn scan(&mut self, bytes: &[u8]) {
         let Some(Names { prompt, cached, completion, created }) = self.names else { return };
-        if created.is_some() && memchr::memmem::find(bytes, STOP).is_some() {
+        if created.is_some() && STOP.find(bytes).is_some() {
             self.is_stopped = true;
         }
-        // Nearly every chunk has no usage at all: one search decides.
-        if memchr::memmem::find(bytes, b"_tokens\"").is_none() {
-            return;
-        }
+        // Nearly every chunk has no usage at all: one search decides. Text before it has no counts.
+        let Some(first) = COUNT.find(bytes) else { return };
+        let bytes = &bytes[first.saturating_sub(LONGEST)..];
         for (name, count) in [
             (*prompt, &mut self.prompt_tokens),
             (*cached, &mut self.cached_tokens),
