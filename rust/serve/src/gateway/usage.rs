@@ -63,9 +63,8 @@ static ANTHROPIC: Names = Names {
 };
 /// The last event of Anthropic's streams: the first one already has counts, which are not final.
 static STOP: LazyLock<Finder<'_>> = LazyLock::new(|| Finder::new(b"\"message_stop\""));
-/// How the names of all counts end, and how much may be before that.
+/// How the names of all counts end.
 static COUNT: LazyLock<Finder<'_>> = LazyLock::new(|| Finder::new(b"_tokens\""));
-const LONGEST: usize = 32;
 
 /// Inside generated text the quote would be escaped.
 static EVENT: LazyLock<Finder<'_>> = LazyLock::new(|| Finder::new(b"data: {\""));
@@ -119,18 +118,19 @@ impl UsageScanner {
         if created.is_some() && STOP.find(bytes).is_some() {
             self.is_stopped = true;
         }
-        // Nearly every chunk has no usage at all: one search decides. Text before it has no counts.
-        let Some(first) = COUNT.find(bytes) else { return };
-        let bytes = &bytes[first.saturating_sub(LONGEST)..];
-        for (name, count) in [
-            (*prompt, &mut self.prompt_tokens),
-            (*cached, &mut self.cached_tokens),
-            (*completion, &mut self.completion_tokens),
-        ] {
-            *count = last_number(bytes, name).or(*count);
-        }
-        if let Some(created) = created {
-            self.created_tokens = last_number(bytes, created).or(self.created_tokens);
+        // Nearly every chunk has no usage at all.
+        for at in COUNT.find_iter(bytes) {
+            let (before, after) = bytes.split_at(at + COUNT.needle().len());
+            for (name, count) in [
+                (Some(*prompt), &mut self.prompt_tokens),
+                (Some(*cached), &mut self.cached_tokens),
+                (Some(*completion), &mut self.completion_tokens),
+                (*created, &mut self.created_tokens),
+            ] {
+                if name.is_some_and(|name| before.ends_with(name)) {
+                    *count = number(after).or(*count);
+                }
+            }
         }
     }
 
@@ -160,10 +160,8 @@ impl UsageScanner {
     }
 }
 
-/// The complete number after the last `name:`; `None` if it is truncated, null or missing.
-fn last_number(bytes: &[u8], name: &[u8]) -> Option<u64> {
-    let at = memchr::memmem::rfind(bytes, name)?;
-    let rest = &bytes[at + name.len()..];
+/// The complete number after a name and its colon; `None` if it is truncated, null or missing.
+fn number(rest: &[u8]) -> Option<u64> {
     let colon = rest.iter().position(|b| *b == b':')?;
     let rest = &rest[colon + 1..];
     let start = rest.iter().position(|b| !b.is_ascii_whitespace())?;
