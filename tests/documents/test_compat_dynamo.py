@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -11,12 +12,14 @@ from pathlib import Path
 import pytest
 from support_stage import Stage
 
+from kvflash import command
 from kvflash.compat.dynamo import main
 from kvflash.compat.dynamo.modules import MODULES
 from service import until
 
 ROOT = Path(__file__).parents[2]
 THROUGH = "kvflash.compat.dynamo"
+LOGS = "KVFLASH_LOG_DECISIONS"
 
 SCRIPT = """\
 import asyncio, json, sys
@@ -74,6 +77,31 @@ def test_a_command_runs_under_its_other_name(stage: Stage) -> None:
     assert ready.json[0]["service"] == "frontend"
     http = stage.http(8001)
     assert until(lambda: http.get("/v1/models"), "the models")["data"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "wanted"),
+    [
+        ("frontend", {}, "1"),
+        ("router", {}, "1"),
+        ("mocker", {}, None),
+        ("frontend", {"KVFLASH_LOG_DECISIONS": "0"}, "0"),
+    ],
+)
+def test_commands_have_dynamos_defaults_until_something_else_is_chosen(
+    name: str,
+    given: dict[str, str],
+    wanted: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    environment = {key: text for key, text in os.environ.items() if key in ("PATH", "HOME")}
+    monkeypatch.setattr(os, "environ", environment | given)
+    seen = []
+    monkeypatch.setattr(
+        command, "main", lambda words: seen.append((words, os.environ.get(LOGS))) or 0
+    )
+    assert main(["-m", f"dynamo.{name}", "--port", "1"]) == 0
+    assert seen == [([name, "--port", "1"], wanted)]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -46,6 +47,9 @@ def _run_command(words: Sequence[str]) -> int:
     if package != "dynamo" or name not in command.COMMANDS:
         known = ", ".join(f"dynamo.{name}" for name in command.COMMANDS)
         return _refuse(f"-m takes one of {known}; got {' '.join(words[:1]) or 'nothing'}")
+    if name in ("frontend", "router"):
+        # Dynamo's routers log each worker's cost, too.
+        os.environ.setdefault("KVFLASH_LOG_DECISIONS", "1")
     return command.main([name, *words[1:]])
 
 
