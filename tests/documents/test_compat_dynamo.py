@@ -19,7 +19,6 @@ from service import until
 
 ROOT = Path(__file__).parents[2]
 THROUGH = "kvflash.compat.dynamo"
-LOGS = "KVFLASH_LOG_DECISIONS"
 
 SCRIPT = """\
 import asyncio, json, sys
@@ -82,26 +81,29 @@ def test_a_command_runs_under_its_other_name(stage: Stage) -> None:
 @pytest.mark.parametrize(
     ("name", "given", "wanted"),
     [
-        ("frontend", {}, "1"),
-        ("router", {}, "1"),
-        ("mocker", {}, None),
-        ("frontend", {"KVFLASH_LOG_DECISIONS": "0"}, "0"),
+        ("frontend", {}, (None, "1")),
+        ("router", {"NATS_SERVER": "nats://n"}, ("nats", "1")),
+        ("mocker", {"NATS_SERVER": "nats://n"}, ("nats", None)),
+        ("frontend", {"NATS_SERVER": "n", "KVFLASH_EVENT_PLANE": "zmq"}, ("zmq", "1")),
+        ("frontend", {"NATS_SERVER": "n", "DYN_EVENT_PLANE": "zmq"}, (None, "1")),
+        ("frontend", {"KVFLASH_LOG_DECISIONS": "0"}, (None, "0")),
     ],
 )
 def test_commands_have_dynamos_defaults_until_something_else_is_chosen(
     name: str,
     given: dict[str, str],
-    wanted: str | None,
+    wanted: tuple[str | None, str | None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    names = ("KVFLASH_EVENT_PLANE", "KVFLASH_LOG_DECISIONS")
     environment = {key: text for key, text in os.environ.items() if key in ("PATH", "HOME")}
     monkeypatch.setattr(os, "environ", environment | given)
     seen = []
     monkeypatch.setattr(
-        command, "main", lambda words: seen.append((words, os.environ.get(LOGS))) or 0
+        command, "main", lambda words: seen.append((words, [*map(os.environ.get, names)])) or 0
     )
     assert main(["-m", f"dynamo.{name}", "--port", "1"]) == 0
-    assert seen == [([name, "--port", "1"], wanted)]
+    assert seen == [([name, "--port", "1"], list(wanted))]
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(_USAGE, end="", file=sys.stdout if words else sys.stderr)
         return 0 if words else 2
+    _choose_event_plane()
     if words[0] == "-m":
         return _run_command(words[1:])
     script = Path(words[0])
@@ -51,6 +52,12 @@ def _run_command(words: Sequence[str]) -> int:
         # Dynamo's routers log each worker's cost, too.
         os.environ.setdefault("KVFLASH_LOG_DECISIONS", "1")
     return command.main([name, *words[1:]])
+
+
+def _choose_event_plane() -> None:
+    """As in Dynamo, events go over NATS where its server is named; another choice stays."""
+    if os.environ.get("NATS_SERVER") and not os.environ.get("DYN_EVENT_PLANE"):
+        os.environ.setdefault("KVFLASH_EVENT_PLANE", "nats")
 
 
 def _refuse(problem: str) -> int:
