@@ -10,7 +10,7 @@ from kvflash.errors import ConfigError
 from kvflash.launcher.command import EventPorts
 from kvflash.launcher.options import LauncherOptions
 from kvflash.publisher.announce import events_key
-from kvflash.publisher.brokered import BrokerOutlet, Served
+from kvflash.publisher.brokered import UNUSED_LOCAL_INDEXER, BrokerOutlet, Served
 from kvflash.publisher.relay import Relay
 from kvflash.runtime import Component
 from kvflash.servers import NatsSettings, missing_nats, unused_server
@@ -53,10 +53,7 @@ class EngineEvents:
         """
         is_nats = self._options.event_plane == "nats"
         if self._options.enable_local_indexer and not is_nats:
-            logger.warning(
-                "--enable-local-indexer has no effect without --event-plane nats: routers hear of "
-                "events from the engine's own sockets and ask its replay for what they missed"
-            )
+            logger.warning("%s", UNUSED_LOCAL_INDEXER)
         if self._ports is None:
             return
         if not is_nats:

@@ -16,6 +16,7 @@ from kvflash.mocker.handover import Handover
 from kvflash.mocker.publisher import EventPublisher, reachable
 from kvflash.mocker.tokenizer import Tokenizer, load
 from kvflash.mocker.worker import RuntimeWorker
+from kvflash.publisher.brokered import UNUSED_LOCAL_INDEXER
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +149,8 @@ async def serve(config: MockerConfig) -> Mocker:
         ConfigError: The tokenizer folder is not usable.
         OSError: A port is taken; nothing is left running.
     """
+    if config.enable_local_indexer and config.event_plane != "nats":
+        logger.warning("%s", UNUSED_LOCAL_INDEXER)
     tokenizer = load(config.tokenizer)
     workers: list[Worker | RuntimeWorker] = []
     starts: list[asyncio.Task[None]] = []

@@ -18,9 +18,22 @@ from kvflash.runtime import Component
 from kvflash.servers import NatsSettings, missing_nats, plane_of_events
 from kvflash.transport import names
 
-__all__ = ["BrokerOutlet", "BrokerStream", "Served", "plane_of_events", "served_of"]
+__all__ = [
+    "UNUSED_LOCAL_INDEXER",
+    "BrokerOutlet",
+    "BrokerStream",
+    "Served",
+    "plane_of_events",
+    "served_of",
+]
 
 logger = logging.getLogger(__name__)
+
+#: The warning of workers with this flag whose events go over ZMQ.
+UNUSED_LOCAL_INDEXER = (
+    "--enable-local-indexer has no effect without --event-plane nats: routers hear of events from "
+    "the engine's own sockets and ask its replay for what they missed"
+)
 
 _POLL_S = 0.05
 _UNNAMED_S = 10.0

@@ -52,6 +52,15 @@ def test_workers_are_independent_and_close() -> None:
     run(scenario())
 
 
+def test_a_local_index_without_nats_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        for is_set in (False, True):
+            async with await serve(replace(CONFIG, enable_local_indexer=is_set)):
+                assert ("--enable-local-indexer has no effect" in caplog.text) is is_set
+
+    run(scenario())
+
+
 def test_many_at_once_each_get_exactly_their_tokens() -> None:
     async def scenario() -> None:
         # Too few blocks for all: some wait, some are preempted, all are answered.
