@@ -10,14 +10,30 @@ const DECODE: &str = "active_decode_blocks_threshold";
 const PREFILL: &str = "active_prefill_tokens_threshold";
 const PREFILL_FRAC: &str = "active_prefill_tokens_threshold_frac";
 
-/// A model's thresholds, as in GET and in POST for the named model.
-pub(super) fn answer(model: &str, thresholds: &Thresholds) -> Value {
-    json!({
+/// The answer to GET: the models with a threshold, by name.
+pub(super) fn list<'a>(tables: impl IntoIterator<Item = (&'a str, &'a BusyTable)>) -> Value {
+    let mut entries: Vec<Value> = tables
+        .into_iter()
+        .filter(|(_, table)| table.is_any_set())
+        .map(|(model, table)| answer(model, &table.thresholds()))
+        .collect();
+    // A model's tenants have equal entries, unless they joined at different times.
+    entries.dedup();
+    json!({ "thresholds": entries })
+}
+
+/// A model's thresholds. Only the share of a batch is absent while it is unset: Dynamo's first
+/// versions do not have it, and name the others with null.
+fn answer(model: &str, thresholds: &Thresholds) -> Value {
+    let mut answer = json!({
         "model": model,
         DECODE: thresholds.active_decode_blocks,
         PREFILL: thresholds.active_prefill_tokens,
-        PREFILL_FRAC: thresholds.active_prefill_tokens_frac,
-    })
+    });
+    if let Some(share) = thresholds.active_prefill_tokens_frac {
+        answer[PREFILL_FRAC] = share.into();
+    }
+    answer
 }
 
 /// The change requested by POST. The outer `None` keeps a threshold, the inner one removes it.
@@ -157,6 +173,23 @@ mod tests {
         assert_eq!(table.thresholds(), wanted);
         assert_eq!(post(r#"{"model": "m"}"#, Some(&table)).unwrap(), answer("m", &wanted));
         assert_eq!(table.thresholds(), wanted);
+    }
+
+    #[test]
+    fn answers_have_what_is_set_and_lists_the_models_that_have_any() {
+        let [one, other] = [BusyTable::default(), BusyTable::default()];
+        let listed = || list([("m", &one), ("m", &one), ("n", &other)])["thresholds"].clone();
+        assert_eq!(listed(), json!([]));
+        let share = json!({ "model": "m", DECODE: null, PREFILL: null, PREFILL_FRAC: 0.5 });
+        let body = format!(r#"{{"model": "m", "{PREFILL_FRAC}": 0.5}}"#);
+        assert_eq!(post(&body, Some(&one)).unwrap(), share);
+        assert_eq!(listed(), json!([share]));
+        let body = format!(r#"{{"model": "m", "{PREFILL_FRAC}": null, "{DECODE}": 0.85}}"#);
+        let decode = json!({ "model": "m", DECODE: 0.85, PREFILL: null });
+        assert_eq!(post(&body, Some(&one)).unwrap(), decode);
+        assert_eq!(listed(), json!([decode]));
+        let unset = json!({ "model": "m", DECODE: null, PREFILL: null });
+        assert_eq!(post(r#"{"model": "m"}"#, None).unwrap(), unset);
     }
 
     #[test]

@@ -9,19 +9,17 @@ use axum::http::HeaderMap;
 use axum::response::{IntoResponse, Response};
 use kvflash_core::ids::Worker;
 use kvflash_core::select::Report;
-use serde_json::{Value, json};
 
-use super::super::busy::{Change, answer};
+use super::super::busy::{Change, list};
 use super::app::App;
 use super::engine::Engine;
 use super::pool::Pool;
 
 /// GET /busy_threshold: the current thresholds, by model.
-pub(super) async fn list(State(app): State<Arc<App>>) -> Response {
+pub(super) async fn thresholds(State(app): State<Arc<App>>) -> Response {
     let pools = app.fleet.pools();
-    let thresholds: Vec<Value> =
-        pools.iter().map(|pool| answer(&pool.name, &pool.selector.busy.thresholds())).collect();
-    Json(json!({ "thresholds": thresholds })).into_response()
+    let tables = pools.iter().map(|pool| (pool.name.as_str(), &pool.selector.busy));
+    Json(list(tables)).into_response()
 }
 
 /// POST /busy_threshold {model, thresholds...}: an absent field is kept, an explicit null removes

@@ -161,7 +161,7 @@ impl FrontendApp {
             )
             .route("/explain", post(admin::explain))
             .route("/why/{id}", get(admin::why))
-            .route("/busy_threshold", get(busy::list).post(busy::change))
+            .route("/busy_threshold", get(busy::thresholds).post(busy::change))
             .route("/openapi.json", get(openapi::frontend))
             .fallback(async |uri: Uri, mut body: Body| {
                 body::discard(&mut body).await;

@@ -22,7 +22,7 @@ use serde_json::json;
 
 use super::super::aside::Aside;
 use super::super::body;
-use super::super::busy::{Change, answer};
+use super::super::busy::{Change, list};
 use super::super::indexer::form::{Form, Params};
 use super::super::indexer::query_routes;
 use super::super::lock::Subject;
@@ -443,13 +443,8 @@ async fn report_load(State(app): State<Arc<App>>, headers: HeaderMap, body: Body
 
 async fn thresholds(State(app): State<Arc<App>>) -> Response {
     let pools = app.fleet.pools();
-    let mut entries: Vec<_> = pools
-        .iter()
-        .map(|pool| answer(&pool.key.model_name, &pool.selector.busy.thresholds()))
-        .collect();
-    // A model's tenants have equal entries, unless they joined at different times.
-    entries.dedup();
-    reply(&json!({ "thresholds": entries }))
+    let tables = pools.iter().map(|pool| (pool.key.model_name.as_str(), &pool.selector.busy));
+    reply(&list(tables))
 }
 
 async fn set_thresholds(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
