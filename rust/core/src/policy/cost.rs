@@ -172,6 +172,13 @@ impl RequestTerms {
         self.isl_tokens.saturating_sub(saved)
     }
 
+    /// Whether blocks that a worker holds can lower its `kv` cost.
+    pub(super) fn weighs_overlap(&self) -> bool {
+        self.overlap_score_weight > 0.0
+            && self.scale.overlap_score_credit > 0.0
+            && self.scale.prefill_load_scale > 0.0
+    }
+
     /// The cost of this request on `candidate`.
     ///
     /// `kv`: `overlap_score_weight * prefill_blocks + decode_blocks`; while the block size is

@@ -13,7 +13,8 @@ use super::softmax;
 ///
 /// Ties are exact: costs that differ in the last bit do not tie. Among equal `kv` costs, a worker
 /// to which the prompt was just sent wins while it has at most one request: its computation need
-/// not be repeated, and a burst of equal prompts still spreads. The generator is used only where
+/// not be repeated, and a burst of equal prompts still spreads. Without a weight for caches it has
+/// no precedence. The generator is used only where
 /// chance decides: for ties, above temperature 0, for `random` and for `power_of_two`.
 ///
 /// # Cost
@@ -35,7 +36,7 @@ pub fn select<'a>(
     match policy {
         // The most common policy has its own loop, which also finds the lowest cost.
         Policy::Kv => request.fill(Policy::Kv, candidates, costs, |index, candidate, cost| {
-            all.see(index, cost, || rank(Policy::Kv, candidate));
+            all.see(index, cost, || rank(Policy::Kv, &request, candidate));
         }),
         _ => request.fill(policy, candidates, costs, |_, _, _| {}),
     }
@@ -43,7 +44,7 @@ pub fn select<'a>(
     let lowest_of = |indices: &mut dyn Iterator<Item = usize>| {
         let mut lowest = Lowest::new();
         for index in indices {
-            let rank = || rank(policy, &candidates[index]);
+            let rank = || rank(policy, &request, &candidates[index]);
             lowest.see(index, value(policy, &costs[index]), rank);
         }
         lowest
@@ -63,12 +64,12 @@ pub fn select<'a>(
             let second = if second < first { second } else { second + 1 };
             let drawn = [first, second];
             let lowest = lowest_of(&mut drawn.into_iter());
-            settle(policy, lowest, drawn.into_iter(), candidates, costs, rng)
+            settle(policy, &request, lowest, drawn.into_iter(), candidates, costs, rng)
         }
-        (Policy::Kv, count) => settle(policy, all, 0..count, candidates, costs, rng),
+        (Policy::Kv, count) => settle(policy, &request, all, 0..count, candidates, costs, rng),
         (Policy::RoundRobin | Policy::LeastLoaded, count) => {
             let lowest = lowest_of(&mut (0..count));
-            settle(policy, lowest, 0..count, candidates, costs, rng)
+            settle(policy, &request, lowest, 0..count, candidates, costs, rng)
         }
     };
     Some(Decision::new(Some(policy), request, candidates, costs, &choice))
@@ -81,11 +82,12 @@ fn value(policy: Policy, cost: &CandidateCost) -> f64 {
 
 /// The value that it minimizes among equals.
 #[inline(always)]
-fn rank(policy: Policy, candidate: &Candidate) -> u64 {
+fn rank(policy: Policy, request: &RequestTerms, candidate: &Candidate) -> u64 {
     let requests = candidate.load.as_ref().map_or(0, |load| load.requests);
     match policy {
         Policy::Kv => {
-            let is_twin = candidate.predicted_blocks > 0 && requests <= 1;
+            let is_twin =
+                candidate.predicted_blocks > 0 && requests <= 1 && request.weighs_overlap();
             u64::from(!is_twin)
         }
         Policy::Random => 0,
@@ -115,6 +117,7 @@ pub(super) fn among_equals(
 /// One of the `lowest` among the candidates at `indices`, which are at least two.
 fn settle(
     policy: Policy,
+    request: &RequestTerms,
     lowest: Lowest,
     indices: impl Iterator<Item = usize>,
     candidates: &[Candidate],
@@ -126,7 +129,8 @@ fn settle(
         return Choice::plain(lowest.index, 1, Reason::Turn);
     }
     let is_tied = |at: usize| {
-        value(policy, &costs[at]) == lowest.value && rank(policy, &candidates[at]) == lowest.rank
+        value(policy, &costs[at]) == lowest.value
+            && rank(policy, request, &candidates[at]) == lowest.rank
     };
     among_equals(lowest, indices, is_tied, rng)
 }

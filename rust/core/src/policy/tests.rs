@@ -454,6 +454,31 @@ fn a_prompt_that_was_just_sent_somewhere_goes_there_again_but_not_in_crowds() {
     assert_eq!((terms(0), terms(3)), (48, 39));
 }
 
+#[test]
+fn a_prompt_that_was_just_sent_somewhere_ties_where_caches_have_no_weight() {
+    let load = ActiveLoad::default();
+    let twin = Candidate { overlap_blocks: 3, predicted_blocks: 3, ..candidate(1, load) };
+    let candidates = [candidate(2, load), twin];
+    let scale = |change: fn(&mut KvScale)| {
+        let mut scale = KvScale::PLAIN;
+        change(&mut scale);
+        scale
+    };
+    let request = RequestTerms { isl_tokens: 30, block_size: 10, ..REQUEST };
+    for request in [
+        RequestTerms { overlap_score_weight: 0.0, ..request },
+        RequestTerms { scale: scale(|scale| scale.overlap_score_credit = 0.0), ..request },
+        RequestTerms { scale: scale(|scale| scale.prefill_load_scale = 0.0), ..request },
+    ] {
+        let chosen = |seed| {
+            let mut rng = SmallRng::seed_from_u64(seed);
+            select(Policy::Kv, &request, &candidates, &mut Vec::new(), &mut rng).unwrap().worker
+        };
+        let first = (0..64).filter(|&seed| chosen(seed) == Worker::new(1, 0)).count();
+        assert!((10..54).contains(&first), "{request:?}: {first} of 64");
+    }
+}
+
 proptest! {
     #[test]
     fn the_same_inputs_give_the_same_decision(
