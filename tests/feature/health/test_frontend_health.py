@@ -70,7 +70,7 @@ def test_workers_that_are_not_taken_are_told_until_they_leave() -> None:
         with pytest.raises(ConfigError, match="pass the model's folder to register_llm"):
             frontend.put(worker)
         (told,) = warnings(frontend)
-        assert "worker 43: its card names no tokenizer folder" in told
+        assert "worker 43 in discovery is not accepted: its card names no tokenizer folder" in told
         frontend.put(worker, tokenizer=str(TINY_LLAMA))
         assert "not taken" not in str(warnings(frontend))
         frontend.core.remove_worker(43)

@@ -132,7 +132,7 @@ fn warnings(app: &App, reasons: &[WorkerReason]) -> Vec<String> {
     let engines: BTreeMap<_, _> =
         app.fleet.engines().into_iter().map(|engine| (engine.id, engine)).collect();
     warnings.extend(reasons.iter().map(|reason| format!("{} Fix: {}", reason.message, reason.fix)));
-    warnings.extend(app.refused_workers.lock().values().cloned());
+    warnings.extend(app.fleet.refused());
     warnings.extend(app.parity.warnings());
     for model in app.fleet.without_decode() {
         warnings.push(format!("model {model} has prefill workers, but no decode worker"));

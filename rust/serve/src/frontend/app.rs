@@ -1,6 +1,6 @@
 //! Shared state of the frontend: options, fleet, metrics.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -9,7 +9,6 @@ use axum::Router;
 use kvflash_core::catalog::Catalog;
 use kvflash_core::clock::Clock;
 use kvflash_core::error::{Error, Result};
-use kvflash_core::ids::InstanceId;
 use kvflash_core::select::StartGate;
 use parking_lot::{Mutex, RwLock};
 use tokio::time::Instant;
@@ -78,8 +77,6 @@ pub(crate) struct App {
     pub metrics: FrontendMetrics,
     /// The caller's warnings about failed matching.
     pub outside_warnings: RwLock<Vec<String>>,
-    /// Why workers of discovery were refused, by id.
-    pub refused_workers: Mutex<BTreeMap<InstanceId, String>>,
     /// Metrics of other parts, as text.
     pub more_metrics: RwLock<String>,
     /// Builds responses that list every worker.
@@ -166,7 +163,6 @@ impl App {
             common,
             metrics,
             outside_warnings: RwLock::default(),
-            refused_workers: Mutex::default(),
             more_metrics: RwLock::default(),
             aside: Aside::default(),
             compute,

@@ -43,6 +43,10 @@ pub(crate) fn unhealthy<'a>(engines: impl Iterator<Item = &'a Arc<Engine>>) -> S
     if down.is_empty() { String::new() } else { format!("; unhealthy: {}", down.join("; ")) }
 }
 
+fn refusal(id: InstanceId, why: &str) -> String {
+    format!("worker {id} in discovery is not accepted: {why}")
+}
+
 /// All engines and models of a frontend.
 ///
 /// # Consistency
@@ -59,6 +63,9 @@ pub(crate) struct Fleet {
     pub outbox: Arc<Outbox>,
     /// Served models that ever had a prefill worker.
     had_prefill: Mutex<BTreeSet<String>>,
+    /// Why workers of discovery are not accepted, by id.
+    refused: Mutex<BTreeMap<InstanceId, String>>,
+    max_workers: usize,
     next_id: AtomicU64,
 }
 
@@ -71,13 +78,24 @@ impl Fleet {
             true => Hearing::Sockets,
             false => Hearing::Nothing,
         };
-        let roster = Roster::new(hearing, options.max_workers);
+        let max_workers = options.max_workers;
+        let roster = Roster::new(hearing, max_workers);
         let (waits_for, block_size) = (options.waits_for.clone(), options.router.block_size);
         let (thresholds, predicts) = (options.thresholds, options.overlap == Overlap::Predictions);
         let make = move |key: &ModelKey| parts(&options, &common, key);
         let fleet = fleet::Fleet::new(catalog, roster, thresholds, predicts, make);
-        let (had_prefill, next_id) = (Mutex::default(), AtomicU64::new(1));
-        Self { fleet, waits_for, block_size, clock, journal, outbox, had_prefill, next_id }
+        Self {
+            fleet,
+            waits_for,
+            block_size,
+            clock,
+            journal,
+            outbox,
+            had_prefill: Mutex::default(),
+            refused: Mutex::default(),
+            max_workers,
+            next_id: AtomicU64::new(1),
+        }
     }
 
     /// Adds an engine; it serves once a health check has reported its models.
@@ -291,9 +309,11 @@ impl Fleet {
         let count = tables.members.len();
         let told = tables.members.values().filter(|engine| engine.is_healthy()).count();
         if told > 0 {
-            return Error::NoWorker(format!(
+            let mut message = format!(
                 "{told} of {count} workers are healthy, but all of them only prefill: add a decode worker"
-            ));
+            );
+            message.push_str(&self.refused_briefly());
+            return Error::NoWorker(message);
         }
         let mut message = format!("no worker has reported its models yet ({count} registered)");
         if count == 0 && !self.waits_for.is_empty() {
@@ -301,7 +321,34 @@ impl Fleet {
             message.push_str(&self.waits_for);
         }
         message.push_str(&unhealthy(tables.members.values()));
+        message.push_str(&self.refused_briefly());
         Error::NoWorker(message)
+    }
+
+    /// Why workers of discovery are not accepted, for people.
+    pub fn refused(&self) -> Vec<String> {
+        let refused = self.refused.lock();
+        refused.iter().map(|(id, why)| refusal(*id, why)).collect()
+    }
+
+    /// The first of these, as the end of a message.
+    fn refused_briefly(&self) -> String {
+        let refused = self.refused.lock();
+        refused.iter().take(5).map(|(id, why)| format!("; {}", refusal(*id, why))).collect()
+    }
+
+    /// Records that a worker of discovery is not accepted; `None` if it is, or has left. Whether a
+    /// refusal was recorded before.
+    pub fn note_refused(&self, id: InstanceId, why: Option<&Error>) -> bool {
+        let mut refused = self.refused.lock();
+        match why {
+            None => refused.remove(&id).is_some(),
+            // Bounded, as discovery's words are.
+            Some(why) if refused.len() < self.max_workers || refused.contains_key(&id) => {
+                refused.insert(id, why.to_string()).is_some()
+            }
+            Some(_) => false,
+        }
     }
 
     pub fn engines(&self) -> Vec<Arc<Engine>> {

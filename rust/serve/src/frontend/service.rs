@@ -80,7 +80,7 @@ impl FrontendApp {
     /// # Errors
     /// `NotFound`.
     pub fn remove_worker(&self, id: InstanceId) -> Result<()> {
-        let was_refused = self.app.refused_workers.lock().remove(&id).is_some();
+        let was_refused = self.app.fleet.note_refused(id, None);
         match self.app.fleet.remove(id) {
             Err(Error::NotFound(_)) if was_refused => Ok(()),
             removed => removed.map(|_| ()),

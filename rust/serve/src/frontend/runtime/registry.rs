@@ -23,15 +23,7 @@ pub(crate) fn put(app: &Arc<App>, json: &str) -> Result<InstanceId> {
     let spec = WorkerSpec::parse(json)?;
     let id = spec.id;
     let taken = take(app, spec);
-    let mut refused = app.refused_workers.lock();
-    match &taken {
-        Ok(_) => drop(refused.remove(&id)),
-        // Bounded, as discovery's words are.
-        Err(error) if refused.len() < app.options.max_workers || refused.contains_key(&id) => {
-            refused.insert(id, format!("worker {id} in discovery is not accepted: {error}"));
-        }
-        Err(_) => {}
-    }
+    app.fleet.note_refused(id, taken.as_ref().err());
     taken
 }
 
@@ -109,11 +101,11 @@ fn text(app: &App, spec: &WorkerSpec) -> Result<Option<Arc<ModelText>>> {
         // Only text that is cut into tokens here needs a tokenizer here.
         (_, None) if spec.is_prefill() || spec.card.model_input == ModelInput::Text => Ok(None),
         (Some(Err(error)), None) => Err(error),
-        (None, None) => Err(Error::Config(format!(
-            "worker {}: its card names no tokenizer folder, and the frontend has no --tokenizer: pass the \
-             model's folder to register_llm (model_path), or set --tokenizer",
-            spec.id
-        ))),
+        (None, None) => Err(Error::Config(
+            "its card names no tokenizer folder, and the frontend has no --tokenizer: pass the model's folder to \
+             register_llm (model_path), or set --tokenizer"
+                .to_owned(),
+        )),
     }
 }
 

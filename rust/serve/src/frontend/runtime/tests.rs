@@ -156,6 +156,31 @@ fn a_worker_whose_ranks_do_not_fit_is_refused_and_comes_when_others_left() {
     assert_eq!(frontend.warnings(), "[]");
 }
 
+#[test]
+fn a_request_for_a_model_without_a_decode_worker_is_told_why_one_is_not_accepted() {
+    let frontend = Frontend::new(FrontendOptions::default());
+    let put = |id: u64, model_type: &[&str]| {
+        let _guard = frontend.runtime.enter();
+        let worker = json!({
+            "id": id, "plane": {"kind": "tcp", "address": "127.0.0.1:9"}, "endpoint": "n/c/e",
+            "card": {"model_name": "m", "model_type": model_type},
+        });
+        frontend.app.put_worker(&worker.to_string())
+    };
+    let refusal = || match frontend.app.app.fleet.route("m") {
+        Err(error @ Error::NoWorker(_)) => error.to_string(),
+        _ => panic!("no worker decodes"),
+    };
+    put(7, &["chat"]).unwrap_err();
+    let why = "; worker 7 in discovery is not accepted: its card names no tokenizer folder";
+    assert!(refusal().contains(why), "{}", refusal());
+    put(8, &["prefill"]).unwrap();
+    let both = format!("add a decode worker{why}");
+    assert!(refusal().contains(&both), "{}", refusal());
+    frontend.app.remove_worker(7).unwrap();
+    assert!(refusal().ends_with("add a decode worker"), "{}", refusal());
+}
+
 /// Of one that discovery has taken away, too: its lease ends before anybody knows why.
 #[test]
 fn requests_do_not_wait_for_a_worker_that_is_frozen() {
