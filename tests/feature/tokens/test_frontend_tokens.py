@@ -97,6 +97,16 @@ def test_whole_and_streamed_answers_say_the_same(frontend: EmbeddedFrontend) -> 
                 assert streamed.worker == 12
 
 
+def test_the_time_between_items_with_tokens_is_measured(frontend: EmbeddedFrontend) -> None:
+    text, name = "one two three four", "kvflash_inter_token_seconds_count"
+    tokens = len(TOKENIZER.encode(text, add_special_tokens=False))
+    with workers(frontend, FakeWorker(15, say(text))):
+        for is_stream in (True, False):
+            before = frontend.metric(name)
+            assert ask(frontend.url, CHAT, chat(stream=is_stream)).status == 200
+            assert frontend.metric(name) - before == tokens - 1
+
+
 def test_a_stop_string_over_tokens_ends_the_worker_too(frontend: EmbeddedFrontend) -> None:
     def endless(ask: Ask) -> None:
         ids = TOKENIZER.encode("one two three four five six", add_special_tokens=False)

@@ -116,6 +116,9 @@ metrics! {
             seconds_histogram();
         pub first_byte_seconds: Histogram = "first_byte",
             [Seconds] "Time from a request's body to its answer's first byte", seconds_histogram();
+        pub inter_token_seconds: Histogram = "inter_token",
+            [Seconds] "Time from one chunk of an answer with new tokens to the next, as the worker sends them",
+            seconds_histogram();
         pub turn_seconds: Histogram = "turn_wait",
             [Seconds] "Time that requests waited for their turn, refused ones included",
             seconds_histogram();

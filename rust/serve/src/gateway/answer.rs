@@ -367,7 +367,7 @@ impl Answer {
     }
 
     async fn next(&mut self) -> Result<Option<Bytes>, PlaneError> {
-        self.delivery.generated(self.usage.completion_tokens.max(self.pieces));
+        self.note_generated();
         if let Some(first) = self.first.take() {
             return Ok(Some(first));
         }
@@ -384,8 +384,14 @@ impl Answer {
         }
     }
 
+    /// Counts the tokens so far.
+    fn note_generated(&mut self) {
+        self.delivery.generated(self.usage.completion_tokens.max(self.pieces));
+    }
+
     /// The answer was sent completely.
     fn complete(&mut self) {
+        self.note_generated();
         self.handoff.complete();
         // Notifies a worker that does not know yet that the answer is complete.
         self.items = None;

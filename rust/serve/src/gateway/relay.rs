@@ -41,6 +41,9 @@ pub(super) struct Delivery {
     lesson: Option<Arc<Lesson>>,
     /// What the engine's own figures are compared with at the end.
     expected: Option<Expectation>,
+    /// Tokens generated so far, and when the last of them came.
+    tokens: u64,
+    last_token: Option<Instant>,
 }
 
 impl Delivery {
@@ -57,7 +60,8 @@ impl Delivery {
         let (app, counted) = (Arc::clone(app), plan.prompt_tokens());
         let ids = plan.replaceable.map(|_| (plan.call.api(), false));
         let lesson = plan.lesson.clone();
-        Self { app, engine, booking, in_flight, counted, ids, lesson, expected }
+        let (tokens, last_token) = (0, None);
+        Self { app, engine, booking, in_flight, counted, ids, lesson, expected, tokens, last_token }
     }
 
     /// What reads the ids that an answer may tell, which was asked for them here or by its client.
@@ -96,10 +100,17 @@ impl Delivery {
     }
 
     /// Data has arrived; sets the number of tokens generated so far.
-    pub fn generated(&self, tokens: u64) {
+    pub fn generated(&mut self, tokens: u64) {
         self.in_flight.generated(tokens);
         self.booking.generated(tokens);
         self.booking.touch();
+        if tokens > self.tokens {
+            self.tokens = tokens;
+            let now = Instant::now();
+            if let Some(last) = self.last_token.replace(now) {
+                self.app.metrics.inter_token_seconds.observe((now - last).as_secs_f64());
+            }
+        }
     }
 
     /// The answer is complete; records the engine's usage.

@@ -329,6 +329,26 @@ async fn a_client_that_leaves_frees_its_booking_and_its_engine() {
 }
 
 #[tokio::test]
+async fn the_time_between_the_chunks_of_a_stream_is_measured() {
+    let stage = stage();
+    let mut engine = stage.engine().await.by_hand();
+    let asking = stage
+        .send_to("/v1/completions", json!({ "model": "m", "prompt": "hello", "stream": true }));
+    let mut asked = engine.next().await;
+    asked.begin().await;
+    for chunk in 0..3 {
+        asked.event(r#"{"choices": [{"text": "a"}]}"#).await;
+        stage.until_metric("first_byte_seconds_count", 1.0).await;
+        stage.until_metric("inter_token_seconds_count", f64::from(chunk)).await;
+    }
+    // It has no tokens.
+    asked.write(": a comment\n\n").await;
+    asked.end().await;
+    assert_eq!(asking.await.unwrap().status, 200);
+    assert_eq!(stage.metric("inter_token_seconds_count").await, 2.0);
+}
+
+#[tokio::test]
 async fn a_wrong_request_is_refused_in_its_apis_form_and_sent_to_nobody() {
     for row in rows() {
         let stage = stage();
