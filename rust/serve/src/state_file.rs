@@ -80,10 +80,11 @@ impl Registrations {
         }
     }
 
-    /// Removes all registrations with this key prefix.
-    pub fn remove_all(&self, prefix: &str) {
+    /// Removes the registrations with this key prefix and a body that `is_meant` selects.
+    pub fn remove_where(&self, prefix: &str, is_meant: impl Fn(Value) -> bool) {
         if let Some(state) = self.0.get() {
-            for key in state.keys_from(prefix) {
+            let keys = state.keys_from(prefix).into_iter();
+            for key in keys.filter(|key| state.body(key).is_some_and(&is_meant)) {
                 state.remove(&key);
             }
         }
@@ -301,7 +302,8 @@ mod tests {
         registrations.put("worker/3", &json!({"url": "u"}));
         registrations.amend("worker/3", "state", "draining");
         registrations.amend("worker/4", "state", "draining");
-        registrations.remove_all("worker/1");
+        registrations.put("worker/5", &json!({"url": "v"}));
+        registrations.remove_where("worker/", |body| body == json!(1) || body["url"] == "v");
         let wanted = [("worker/3".to_owned(), json!({"url": "u", "state": "draining"}))];
         assert_eq!(StateFile::open(&path).unwrap().1, wanted);
     }

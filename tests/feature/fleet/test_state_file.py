@@ -77,6 +77,27 @@ def test_what_was_registered_is_there_after_a_restart(run, tmp_path, service):
         assert known(http) == {kept[2]}
 
 
+def test_an_instance_of_two_tenants_is_there_twice(run, tmp_path):
+    path = tmp_path / "state.jsonl"
+
+    def restart() -> Http:
+        return Http(start(run, "indexer", path)[1])
+
+    def known(http: Http) -> list[str]:
+        return [worker["tenant_id"] for worker in http.get("/workers")]
+
+    body = {"instance_id": 1, "endpoint": ENDPOINT, "model_name": "m", "block_size": 16}
+    with closing(restart()) as http:
+        for tenant in ("a", "b"):
+            http.post("/register", {**body, "tenant_id": tenant}, expect=201)
+    with closing(restart()) as http:
+        assert known(http) == ["a", "b"]
+        unregister = {"instance_id": 1, "model_name": "m", "tenant_id": "a"}
+        http.post("/unregister", unregister)
+    with closing(restart()) as http:
+        assert known(http) == ["b"]
+
+
 def test_a_file_of_something_else_is_refused(run, tmp_path):
     path = tmp_path / "kvflash.toml"
     path.write_text("[server]\n")

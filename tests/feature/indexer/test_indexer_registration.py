@@ -7,6 +7,7 @@ import socket
 import pytest
 
 from service import (
+    batch,
     listener,
     stored,
     until,
@@ -25,15 +26,27 @@ def test_registering_twice_is_a_conflict(http, engine, model):
     register(http, second, model, dp_rank=1)
 
 
-def test_an_instance_belongs_to_one_model_and_tenant(http, engine, model):
-    made = engine(replay=False)
-    register(http, made, model)
-    for other in ({"model_name": f"{model}-2"}, {"tenant_id": "b"}):
-        error = register(http, made, model, expect=409, dp_rank=1, **other)["error"]
-        assert "instance_id 1" in error
-        assert model in error
-    # A refused registration makes no index.
-    assert http.post("/query", {"token_ids": [], "model_name": f"{model}-2"}, expect=404)["error"]
+def test_an_instance_of_several_models_and_tenants(http, engine, model):
+    engines = {
+        place: engine(replay=False) for place in ((model, "a"), (model, "b"), ("other", "a"))
+    }
+    for (name, tenant), made in engines.items():
+        register(http, made, name, tenant_id=tenant)
+    entries = {(one["model_name"], one["tenant_id"]): one for one in http.get("/workers")}
+    assert set(entries) == set(engines)
+    assert {one["instance_id"] for one in entries.values()} == {1}
+    for place, made in engines.items():
+        assert entries[place]["endpoints"] == {"0": made.endpoint}
+    made = engines[model, "a"]
+    made.publish(batch(stored([1], IDS[:4], block_size=SIZE)))
+    held = {"1": {"0": 4}}
+    until(lambda: query(http, model, tenant_id="a")["scores"] == held, "the block of one tenant")
+    for name, tenant in ((model, "b"), ("other", "a")):
+        assert query(http, name, tenant_id=tenant)["scores"] == {"1": {"0": 0}}
+    # Without a tenant it leaves all tenants of the model, and no other model.
+    http.post("/unregister", {"instance_id": 1, "model_name": model})
+    assert [one["model_name"] for one in http.get("/workers")] == ["other"]
+    http.post("/unregister", {"instance_id": 1, "model_name": model}, expect=404)
 
 
 def test_a_model_has_one_block_size(http, engine, model):

@@ -32,7 +32,7 @@ const HISTORY_SHARE: f64 = 0.9;
 const FULL_PERCENT: u64 = 95;
 
 /// The scope of an index: no match ever crosses it.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ModelKey {
     /// The model's name for clients.
     pub model_name: String,

@@ -65,13 +65,17 @@ impl Default for CatalogOptions {
     }
 }
 
+/// A worker in one model and tenant.
+pub(super) type Seat = (Worker, ModelKey);
+
 #[derive(Default)]
 pub(super) struct Tables {
     models: HashMap<ModelKey, Arc<ModelIndex>>,
     publishers: BTreeMap<PublisherId, Arc<Publisher>>,
-    pub(super) workers: BTreeMap<Worker, PublisherId>,
+    /// An instance may serve several models and tenants, each with a publisher of its own.
+    pub(super) workers: BTreeMap<Seat, PublisherId>,
     /// Workers without a publisher: see [`Past`].
-    pub(super) past: BTreeMap<Worker, Past>,
+    pub(super) past: BTreeMap<Seat, Past>,
     /// Whether new publishers must not read yet.
     is_held: bool,
     /// Maximum publishers with a socket.
@@ -204,9 +208,9 @@ impl Catalog {
     /// stream may already be registered; then that one is returned.
     ///
     /// # Errors
-    /// `Conflict`: the worker is already registered, its instance belongs to another model or
-    /// tenant, or block size, adapter or salt differ from the index's. `InvalidArgument`: an
-    /// invalid endpoint, model name or block size. `Overloaded`: a limit is reached.
+    /// `Conflict`: the worker is already registered for this model and tenant, or block size,
+    /// adapter or salt differ from the index's. `InvalidArgument`: an invalid endpoint, model name
+    /// or block size. `Overloaded`: a limit is reached.
     pub fn register(&self, registration: Registration) -> Result<Arc<Publisher>> {
         let Registration {
             worker,
@@ -230,25 +234,17 @@ impl Catalog {
         if capacity_blocks == Some(0) {
             return Err(Error::invalid("capacity_blocks must be at least 1, got 0"));
         }
+        let seat = (worker, key.clone());
         let mut tables = self.tables.write();
-        if let Some(publisher) =
-            tables.workers.get(&worker).and_then(|id| tables.publishers.get(id))
+        if let Some(publisher) = tables.workers.get(&seat).and_then(|id| tables.publishers.get(id))
         {
-            let is_same = publisher.endpoint == endpoint && publisher.model.key == key;
-            if is_same && is_brokered(&endpoint) {
+            if publisher.endpoint == endpoint && is_brokered(&endpoint) {
                 publisher.model.agreement.check(&identity, &key)?;
                 return Ok(Arc::clone(publisher));
             }
             return Err(Error::Conflict(format!(
-                "instance_id {} dp_rank {} is already registered",
-                worker.instance_id, worker.dp_rank
-            )));
-        }
-        if let Some(other) = tables.of_instance(worker.instance_id).find(|p| p.model.key != key) {
-            return Err(Error::Conflict(format!(
-                "instance_id {} is already registered under model={} tenant={}; instance ids are unique across \
-                 models and tenants",
-                worker.instance_id, other.model.key.model_name, other.model.key.tenant_id
+                "instance_id {} dp_rank {} is already registered for model={} tenant={}",
+                worker.instance_id, worker.dp_rank, key.model_name, key.tenant_id
             )));
         }
         if tables.publishers.len() >= self.options.max_publishers {
@@ -264,7 +260,7 @@ impl Catalog {
             model.agreement.check(&identity, &key)?;
         }
         let model = self.model_in(&mut tables, &key, block_size, None)?;
-        let past = tables.past.remove(&worker);
+        let past = tables.past.remove(&seat);
         model.agreement.settle(identity);
         // Relaxed: the table's lock orders everything else.
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
@@ -273,7 +269,6 @@ impl Catalog {
         let publisher = Arc::new(publisher);
         match past {
             None => {}
-            Some(past) if past.model.key != key => past.drop_blocks(worker.instance_id),
             Some(past) => match past.kind {
                 PastKind::Recovered => publisher.go_on_from(&past.place),
                 // Another address means another process.
@@ -284,7 +279,7 @@ impl Catalog {
             },
         }
         tables.publishers.insert(id, Arc::clone(&publisher));
-        tables.workers.insert(worker, id);
+        tables.workers.insert(seat, id);
         let is_held = tables.is_held;
         self.commands.push(Command::Subscribe {
             publisher: id,
@@ -327,12 +322,10 @@ impl Catalog {
         let gone: Vec<(Arc<Publisher>, Place)> =
             gone.into_iter().filter_map(|p| p.close().map(|place| (p, place))).collect();
         let mut tables = self.tables.write();
-        let recovered: Vec<Worker> = tables
-            .past
-            .range(Worker::new(instance_id, 0)..=Worker::new(instance_id, u32::MAX))
-            .filter(|(_, past)| past.kind == PastKind::Recovered && is_meant(&past.model.key))
-            .filter(|(worker, _)| dp_rank.is_none_or(|rank| worker.dp_rank == rank))
-            .map(|(worker, _)| *worker)
+        let recovered: Vec<Seat> = seats_of(&tables.past, instance_id)
+            .filter(|((_, key), past)| past.kind == PastKind::Recovered && is_meant(key))
+            .filter(|((worker, _), _)| dp_rank.is_none_or(|rank| worker.dp_rank == rank))
+            .map(|(seat, _)| seat.clone())
             .collect();
         if gone.is_empty() && recovered.is_empty() && dropped == 0 {
             let rank = dp_rank.map(|rank| format!(" dp_rank={rank}")).unwrap_or_default();
@@ -343,15 +336,15 @@ impl Catalog {
         }
         let count = gone.len() + recovered.len() + dropped;
         let mut left = Vec::new();
-        for worker in recovered {
-            if let Some(past) = tables.past.remove(&worker) {
+        for seat in recovered {
+            if let Some(past) = tables.past.remove(&seat) {
                 past.drop_blocks(instance_id);
                 left.push(past.model);
             }
         }
         for (publisher, place) in gone {
             tables.publishers.remove(&publisher.id);
-            tables.workers.remove(&publisher.worker);
+            tables.workers.remove(&(publisher.worker, publisher.model.key.clone()));
             let kind = PastKind::Left { endpoint: publisher.endpoint.clone() };
             let past = Past { model: Arc::clone(&publisher.model), place, kind };
             tables.remember(publisher.worker, past, self.options.max_publishers);
@@ -385,30 +378,34 @@ impl Catalog {
         }
     }
 
-    /// Pauses or resumes reading for the registered rank of an instance, for tests of lost events.
+    /// Pauses or resumes reading for the registered rank of an instance, in every model and tenant,
+    /// for tests of lost events.
     ///
     /// # Errors
     /// `NotFound` for an unregistered worker; `Conflict` if it is already in that state.
     pub fn pause(&self, worker: Worker, is_paused: bool) -> Result<()> {
-        let Some(publisher) = self.publisher_of(worker) else {
+        let mut publishers = self.publishers_of(worker);
+        if publishers.is_empty() {
             return Err(Error::NotFound(format!(
                 "instance_id {} dp_rank {} is not registered",
                 worker.instance_id, worker.dp_rank
             )));
-        };
-        if (publisher.view().status == ListenerStatus::Paused) == is_paused {
+        }
+        publishers.retain(|other| (other.view().status == ListenerStatus::Paused) != is_paused);
+        if publishers.is_empty() {
             let state = if is_paused { "paused already" } else { "not paused" };
             return Err(Error::Conflict(format!(
                 "the listener of instance_id {} dp_rank {} is {state}",
                 worker.instance_id, worker.dp_rank
             )));
         }
-        let publisher = publisher.id;
-        self.commands.push(if is_paused {
-            Command::Pause { publisher }
-        } else {
-            Command::Resume { publisher }
-        });
+        for publisher in publishers.iter().map(|publisher| publisher.id) {
+            self.commands.push(if is_paused {
+                Command::Pause { publisher }
+            } else {
+                Command::Resume { publisher }
+            });
+        }
         Ok(())
     }
 
@@ -420,7 +417,7 @@ impl Catalog {
         let tables = self.tables.read();
         let mut last = None;
         let is_new =
-            |worker: &&Worker| last.replace(worker.instance_id) != Some(worker.instance_id);
+            |(worker, _): &&Seat| last.replace(worker.instance_id) != Some(worker.instance_id);
         tables.workers.keys().filter(is_new).count()
     }
 
@@ -429,7 +426,7 @@ impl Catalog {
         let tables = self.tables.read();
         let recovered = tables.past.iter().filter(|(_, past)| past.kind == PastKind::Recovered);
         recovered
-            .map(|(worker, past)| (Arc::clone(&past.model), *worker, past.place.clone()))
+            .map(|((worker, _), past)| (Arc::clone(&past.model), *worker, past.place.clone()))
             .collect()
     }
 
@@ -437,11 +434,11 @@ impl Catalog {
     pub fn drop_recovered(&self) -> usize {
         let mut tables = self.tables.write();
         let is_recovered = |past: &Past| past.kind == PastKind::Recovered;
-        let recovered: Vec<Worker> =
-            tables.past.iter().filter(|(_, past)| is_recovered(past)).map(|(w, _)| *w).collect();
-        for worker in &recovered {
-            if let Some(past) = tables.past.remove(worker) {
-                past.drop_blocks(worker.instance_id);
+        let held = tables.past.iter().filter(|(_, past)| is_recovered(past));
+        let recovered: Vec<Seat> = held.map(|(seat, _)| seat.clone()).collect();
+        for seat in &recovered {
+            if let Some(past) = tables.past.remove(seat) {
+                past.drop_blocks(seat.0.instance_id);
                 tables.forget_unused(&past.model);
             }
         }
@@ -458,16 +455,23 @@ impl Catalog {
         }
     }
 
-    /// The publisher registered as `worker`.
-    pub(super) fn publisher_of(&self, worker: Worker) -> Option<Arc<Publisher>> {
+    /// The publisher registered as `worker` for this model and tenant.
+    pub(super) fn publisher_of(&self, worker: Worker, key: &ModelKey) -> Option<Arc<Publisher>> {
         let tables = self.tables.read();
-        tables.workers.get(&worker).and_then(|id| tables.publishers.get(id)).cloned()
+        let id = tables.workers.get(&(worker, key.clone()))?;
+        tables.publishers.get(id).cloned()
+    }
+
+    /// The publishers registered as `worker`, one for each model and tenant.
+    pub(super) fn publishers_of(&self, worker: Worker) -> Vec<Arc<Publisher>> {
+        let tables = self.tables.read();
+        tables.of_instance(worker.instance_id).filter(|p| p.worker == worker).cloned().collect()
     }
 
     /// Keeps `past` until its worker registers. False if it has registered meanwhile.
     pub(super) fn remember_recovered(&self, worker: Worker, past: Past) -> bool {
         let mut tables = self.tables.write();
-        let is_free = !tables.workers.contains_key(&worker);
+        let is_free = !tables.workers.contains_key(&(worker, past.model.key.clone()));
         if is_free {
             tables.remember(worker, past, self.options.max_publishers);
         }
@@ -570,22 +574,30 @@ impl Tables {
         if self.past.len() >= limit {
             let left =
                 self.past.iter().find(|(_, past)| matches!(past.kind, PastKind::Left { .. }));
-            match left.map(|(worker, _)| *worker) {
+            match left.map(|(seat, _)| seat.clone()) {
                 Some(other) => drop(self.past.remove(&other)),
                 None => return past.drop_blocks(worker.instance_id),
             }
         }
-        self.past.insert(worker, past);
+        self.past.insert((worker, past.model.key.clone()), past);
     }
 
     pub(super) fn of_instance(
         &self,
         instance_id: InstanceId,
     ) -> impl Iterator<Item = &Arc<Publisher>> {
-        self.workers
-            .range(Worker::new(instance_id, 0)..=Worker::new(instance_id, u32::MAX))
-            .filter_map(|(_, id)| self.publishers.get(id))
+        seats_of(&self.workers, instance_id).filter_map(|(_, id)| self.publishers.get(id))
     }
+}
+
+/// The entries of an instance's ranks, in every model and tenant.
+pub(super) fn seats_of<T>(
+    table: &BTreeMap<Seat, T>,
+    instance_id: InstanceId,
+) -> impl Iterator<Item = (&Seat, &T)> {
+    table
+        .range((Worker::new(instance_id, 0), ModelKey::default())..)
+        .take_while(move |((worker, _), _)| worker.instance_id == instance_id)
 }
 
 /// An endpoint without its port.

@@ -2,7 +2,7 @@
 //! dump.
 
 use super::past::PastKind;
-use super::registry::Catalog;
+use super::registry::{Catalog, Seat, seats_of};
 use crate::error::Error;
 use crate::ids::{InstanceId, Worker};
 
@@ -11,44 +11,39 @@ impl Catalog {
     pub fn known_workers(&self) -> Vec<Worker> {
         let tables = self.tables.read();
         let recovered = tables.past.iter().filter(|(_, past)| past.kind == PastKind::Recovered);
-        let mut workers: Vec<Worker> =
-            tables.workers.keys().copied().chain(recovered.map(|(worker, _)| *worker)).collect();
+        let seats = tables.workers.keys().chain(recovered.map(|(seat, _)| seat));
+        let mut workers: Vec<Worker> = seats.map(|(worker, _)| *worker).collect();
         workers.sort_unstable();
+        workers.dedup();
         workers
     }
 
-    /// Drops a worker's blocks and stream position, so that a dump can replace them, for all ranks
-    /// of its publisher. False if it is unknown.
+    /// Drops a worker's blocks and stream positions, so that a dump can replace them, in every
+    /// model and tenant, for all ranks of its publishers. False if it is unknown.
     ///
     /// # Consistency
     /// Until the dump is loaded the worker holds nothing.
     pub fn forget_worker(&self, worker: Worker) -> bool {
-        if let Some(publisher) = self.publisher_of(worker) {
-            publisher.start_over();
-            return true;
-        }
+        let publishers = self.publishers_of(worker);
+        publishers.iter().for_each(|publisher| publisher.start_over());
         let mut tables = self.tables.write();
-        match tables.past.remove(&worker) {
-            Some(past) if past.kind == PastKind::Recovered => {
-                past.drop_blocks(worker.instance_id);
-                true
-            }
-            // Its last endpoint does not matter for shared state.
-            Some(past) => {
-                tables.past.insert(worker, past);
-                false
-            }
-            None => false,
+        // The positions of unregistered workers do not matter for shared state.
+        let recovered: Vec<Seat> = seats_of(&tables.past, worker.instance_id)
+            .filter(|((held, _), past)| *held == worker && past.kind == PastKind::Recovered)
+            .map(|(seat, _)| seat.clone())
+            .collect();
+        for past in recovered.iter().filter_map(|seat| tables.past.remove(seat)) {
+            past.drop_blocks(worker.instance_id);
         }
+        !publishers.is_empty() || !recovered.is_empty()
     }
 
     /// Unregisters an instance, or one rank of it, in any model. Returns whether it existed.
     pub fn expel(&self, instance_id: InstanceId, dp_rank: Option<u32>) -> bool {
         let models: Vec<_> = {
             let tables = self.tables.read();
-            let all = Worker::new(instance_id, 0)..=Worker::new(instance_id, u32::MAX);
-            let mut models: Vec<_> =
-                tables.past.range(all).map(|(_, past)| past.model.key.clone()).collect();
+            let past = seats_of(&tables.past, instance_id);
+            let mut models: Vec<_> = past.map(|((_, key), _)| key.clone()).collect();
             let publishers = tables.of_instance(instance_id);
             models.extend(publishers.map(|publisher| publisher.model.key.clone()));
             models.sort();

@@ -87,13 +87,15 @@ pub fn parts(catalog: &Catalog) -> Vec<Part> {
         owner: Owner::Recovered(place),
     }));
     parts.sort_by(|a, b| (&a.model.key, a.worker).cmp(&(&b.model.key, b.worker)));
-    // Ranks of one instance are adjacent.
-    let workers: Vec<Worker> = parts.iter().map(|part| part.worker).collect();
-    for (at, part) in parts.iter_mut().enumerate() {
-        let same = |worker: &&Worker| worker.instance_id == part.worker.instance_id;
-        let before = workers[..at].iter().rev().take_while(same);
-        let after = workers[at + 1..].iter().take_while(same);
-        part.others = before.chain(after).map(|worker| worker.dp_rank).collect();
+    // Ranks of one instance are adjacent within a model.
+    let is_same = |a: &Part, b: &Part| {
+        a.worker.instance_id == b.worker.instance_id && a.model.key == b.model.key
+    };
+    for ranks in parts.chunk_by_mut(is_same) {
+        let all: Vec<u32> = ranks.iter().map(|part| part.worker.dp_rank).collect();
+        for (at, part) in ranks.iter_mut().enumerate() {
+            part.others = [&all[..at], &all[at + 1..]].concat();
+        }
     }
     parts
 }
@@ -481,9 +483,6 @@ pub(super) fn model_of(
     catalog.model_for(key, block_size)
 }
 
-/// Why a worker's blocks are refused.
-pub(super) const OTHERS: &str = "it is registered for another model or tenant here";
-
 /// Passes the blocks that `load` loads, and the position it returns, to the worker's publisher, or
 /// keeps them until it is registered.
 pub(super) fn adopt(
@@ -492,10 +491,7 @@ pub(super) fn adopt(
     worker: Worker,
     load: impl FnOnce() -> Place,
 ) -> Result<(), &'static str> {
-    if let Some(publisher) = catalog.publisher_of(worker) {
-        if publisher.model.key != model.key {
-            return Err(OTHERS);
-        }
+    if let Some(publisher) = catalog.publisher_of(worker, &model.key) {
         return publisher.take_over(load);
     }
     let place = load();
@@ -508,7 +504,7 @@ pub(super) fn adopt(
     }
     if !catalog.remember_recovered(worker, past) {
         // It has registered meanwhile, and waits.
-        if let Some(publisher) = catalog.publisher_of(worker) {
+        if let Some(publisher) = catalog.publisher_of(worker, &model.key) {
             publisher.go_on_from(&place);
         }
     }

@@ -12,7 +12,7 @@ use super::dump::apply_router_event;
 use super::model::{ModelIndex, ModelKey};
 use super::registration::Place;
 use super::registry::Catalog;
-use super::transfer::{OTHERS, Progress, TransferError, Watermark, adopt, model_of};
+use super::transfer::{Progress, TransferError, Watermark, adopt, model_of};
 use crate::codec::router::RouterEvent;
 use crate::ids::Worker;
 
@@ -134,17 +134,14 @@ impl<'a, 'b> Entry<'a, 'b> {
     fn apply(&mut self, event: &RouterEvent) {
         let worker = event.worker();
         let model = self.model();
-        let (catalog, progress) = (self.dump.catalog, &mut *self.dump.progress);
+        let progress = &mut *self.dump.progress;
         let is_taken = *self.workers.entry(worker).or_insert_with(|| {
             let Some(model) = &model else { return false };
             let held = model.index.blocks(worker);
-            let fault = match catalog.publisher_of(worker) {
-                Some(publisher) if publisher.model.key != model.key => OTHERS.to_owned(),
-                _ if held > 0 => format!("the worker holds {held} blocks already"),
-                _ => return true,
-            };
-            progress.skip(format!("worker {worker}: {fault}"));
-            false
+            if held > 0 {
+                progress.skip(format!("worker {worker}: the worker holds {held} blocks already"));
+            }
+            held == 0
         });
         let Some(model) = model.filter(|_| is_taken) else { return };
         if let Err(error) = apply_router_event(model.index.as_ref(), event) {
@@ -157,7 +154,7 @@ impl<'a, 'b> Entry<'a, 'b> {
         let Some(model) = &self.model else { return };
         let taken = self.workers.iter().filter(|(_, is_taken)| **is_taken);
         for (worker, _) in taken {
-            if self.dump.catalog.publisher_of(*worker).is_some() {
+            if self.dump.catalog.publisher_of(*worker, &model.key).is_some() {
                 model.clear_worker(*worker);
             } else {
                 model.remove_worker(*worker);

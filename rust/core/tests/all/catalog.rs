@@ -213,7 +213,43 @@ fn a_place_that_promises_too_much_is_none() {
 }
 
 #[test]
-fn blocks_of_a_worker_of_another_model_are_left_out() {
+fn an_instance_of_two_tenants_has_blocks_in_each() {
+    let catalog = Catalog::default();
+    let rank = Worker::new(1, 0);
+    let of = |tenant: &str| ModelKey { tenant_id: tenant.into(), ..key("m") };
+    let add = |tenant: &str| {
+        catalog.register(Registration { key: of(tenant), ..registration(rank, "m") })
+    };
+    let (first, second) = (add("a").unwrap(), add("b").unwrap());
+    register(&catalog, 1, 1);
+    let error = add("a").map(drop).unwrap_err().to_string();
+    assert!(error.contains("already registered for model=m tenant=a"), "{error}");
+    hold(&first, rank, 1..4);
+    let held = || [&first, &second].map(|publisher| publisher.model.index.blocks(rank));
+    assert_eq!((held(), catalog.instance_count()), ([3, 0], 1));
+    hold(&second, rank, 11..16);
+    assert_eq!(catalog.known_workers(), [rank, Worker::new(1, 1)]);
+    // Another replica keeps them apart, too, before the registrations and after them.
+    let copy = Catalog::default();
+    let progress = restore(&copy, &mut binary(&catalog).as_slice(), &mut |_| {}).unwrap();
+    assert_eq!((progress.publishers, progress.blocks, progress.skipped_count), (3, 8, 0));
+    let copied = ["a", "b"].map(|tenant| copy.model("m", tenant).unwrap().index.blocks(rank));
+    assert_eq!(copied, [3, 5]);
+    // A restart of one engine drops nothing of the other tenant.
+    first.restarted();
+    assert_eq!(held(), [0, 5]);
+    hold(&first, rank, 1..4);
+    assert_eq!(catalog.unregister(1, "m", Some("a"), None), Ok(1));
+    assert_eq!(held(), [0, 5]);
+    hold(&add("a").unwrap(), rank, 1..4);
+    assert_eq!(held(), [3, 5]);
+    assert_eq!(catalog.unregister(1, "m", None, Some(0)), Ok(2), "of every tenant");
+    assert_eq!((held(), catalog.known_workers()), ([0, 0], vec![Worker::new(1, 1)]));
+    assert_eq!(copy.unregister(1, "m", None, None), Ok(3));
+}
+
+#[test]
+fn a_dump_s_blocks_stay_in_their_model() {
     let source = Catalog::default();
     hold(&register(&source, 7, 0), Worker::new(7, 0), 1..4);
     hold(&register(&source, 8, 0), Worker::new(8, 0), 1..4);
@@ -223,8 +259,9 @@ fn blocks_of_a_worker_of_another_model_are_left_out() {
     catalog.register(registration(Worker::new(7, 0), "other")).unwrap();
     let progress = restore_json(&catalog, &mut dump.as_bytes(), &mut |_| {}).unwrap();
     let model = catalog.model("m", "t").unwrap();
-    assert_eq!(model.index.workers(), [Worker::new(8, 0)]);
-    assert!(progress.skipped[0].contains("registered for another model"), "{progress:?}");
+    assert_eq!(model.index.workers(), [Worker::new(7, 0), Worker::new(8, 0)]);
+    assert!(catalog.model("other", "t").unwrap().index.workers().is_empty());
+    assert_eq!(progress.skipped_count, 0, "{progress:?}");
     // No number of a batch is the mark of a replay's end, wherever the stream may be.
     let publisher = register(&catalog, 8, 0);
     assert_eq!(publisher.live(u64::MAX, &OF_RANK_1), FrameOutcome::Duplicate);

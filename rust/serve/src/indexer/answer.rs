@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use kvflash_core::catalog::{
-    Catalog, EventCounts, ListenerStatus, ModelIndex, Reason, Report, Trust, TrustState,
+    Catalog, EventCounts, ListenerStatus, ModelIndex, ModelKey, Reason, Report, Trust, TrustState,
 };
 use kvflash_core::ids::{InstanceId, Worker};
 use serde::Serialize;
@@ -87,17 +87,18 @@ impl InstanceTrust {
     }
 }
 
-/// All instances, optionally of one model, by id.
+/// All instances, optionally of one model, by id; an instance in several models or tenants has an
+/// entry in each.
 pub(super) fn worker_entries(catalog: &Catalog, model_name: Option<&str>) -> Vec<WorkerEntry> {
-    let mut instances: BTreeMap<InstanceId, Vec<Report>> = BTreeMap::new();
+    let mut instances: BTreeMap<(InstanceId, ModelKey), Vec<Report>> = BTreeMap::new();
     let wants = |model: &ModelIndex| model_name.is_none_or(|name| model.key.model_name == name);
     for report in catalog.reports(wants) {
-        instances.entry(report.view.worker.instance_id).or_default().push(report);
+        let entry = (report.view.worker.instance_id, report.model.key.clone());
+        instances.entry(entry).or_default().push(report);
     }
     instances
         .into_iter()
-        .map(|(instance_id, reports)| {
-            // A registration belongs to one model and tenant, and so does an instance.
+        .map(|((instance_id, key), reports)| {
             let model = &reports[0].model;
             let mut ranks: Vec<u32> =
                 reports.iter().flat_map(|report| report.view.ranks.clone()).collect();
@@ -109,8 +110,8 @@ pub(super) fn worker_entries(catalog: &Catalog, model_name: Option<&str>) -> Vec
                 source: "zmq",
                 status: aggregate(reports.iter().map(|report| report.view.status)),
                 trust: InstanceTrust::of(&reports),
-                model_name: model.key.model_name.clone(),
-                tenant_id: model.key.tenant_id.clone(),
+                model_name: key.model_name,
+                tenant_id: key.tenant_id,
                 block_size: model.block_size(),
                 blocks: ranks
                     .iter()

@@ -339,11 +339,13 @@ async fn register(State(app): State<Arc<App>>, body: Body) -> Response {
         if let Some(replay) = &request.replay_endpoint {
             app.worker_allow.check_socket("replay_endpoint", replay).await?;
         }
-        let key = format!("{}/{}", request.instance_id, request.dp_rank);
+        let worker = format!("{}/{}", request.instance_id, request.dp_rank);
+        // Quoted, so that no name of a model can look like another with a tenant.
+        let key = format!("{worker}/{:?}/{:?}", request.model_name, request.tenant_id);
         register_at(&app.catalog, request.clone())?;
         app.registrations.put(&key, &request);
         let response = json_response(StatusCode::CREATED, &serde_json::json!({"status": "ok"}));
-        Ok::<_, Reject>(Subject::mark(response, &key, &request.endpoint))
+        Ok::<_, Reject>(Subject::mark(response, &worker, &request.endpoint))
     };
     registered.await.unwrap_or_else(Reject::plain)
 }
@@ -377,10 +379,10 @@ async fn unregister(State(app): State<Arc<App>>, body: Body) -> Response {
             request.tenant_id.as_deref(),
             request.dp_rank,
         )?;
-        match request.dp_rank {
-            Some(rank) => app.registrations.remove(&format!("{}/{rank}", request.instance_id)),
-            None => app.registrations.remove_all(&format!("{}/", request.instance_id)),
-        }
+        let is_meant = |body: serde_json::Value| {
+            serde_json::from_value(body).is_ok_and(|body| request.means(&body))
+        };
+        app.registrations.remove_where(&format!("{}/", request.instance_id), is_meant);
         Ok(json_response(StatusCode::OK, &serde_json::json!({"status": "ok"})))
     })
     .await

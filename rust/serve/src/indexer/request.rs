@@ -188,6 +188,16 @@ pub(super) struct Unregister {
     pub dp_rank: Option<u32>,
 }
 
+impl Unregister {
+    /// Whether it ends this registration.
+    pub fn means(&self, other: &Register) -> bool {
+        self.instance_id == other.instance_id
+            && self.model_name == other.model_name
+            && self.tenant_id.as_ref().is_none_or(|tenant| *tenant == other.tenant_id)
+            && self.dp_rank.is_none_or(|rank| rank == other.dp_rank)
+    }
+}
+
 /// POST /query
 #[derive(Debug, PartialEq, Eq, Deserialize)]
 pub(super) struct Query {
