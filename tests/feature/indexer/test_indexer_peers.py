@@ -178,7 +178,7 @@ def test_frames_that_came_during_the_recovery_are_applied_once(replica, peer_of,
     status, dump, headers = a.http.call("GET", "/dump?format=snapshot")
     assert status == 200
     gate = threading.Event()
-    peer = peer_of(dump, headers["content-type"], gate)
+    peer = peer_of(dump, headers["content-type"], gate=gate)
     b = replica(peer.url, workers=[worker(source)])
     source.wait_for_subscriber()
     peer.asked.wait(30)
@@ -195,9 +195,11 @@ def test_frames_that_came_during_the_recovery_are_applied_once(replica, peer_of,
 
 
 class Peer:
-    """A peer that answers /dump with bytes of the test's choice."""
+    """A peer that answers /dump with bytes of the test's choice, and a query with ``no_query``."""
 
-    def __init__(self, dump, kind="application/json", gate=None, ready=404, length=None):
+    def __init__(
+        self, dump, kind="application/json", *, gate=None, ready=404, length=None, no_query=None
+    ):
         outer = self
         self.asked = threading.Event()
 
@@ -205,6 +207,8 @@ class Peer:
             def do_GET(self):
                 if self.path.startswith("/ready"):
                     return self.send_error(ready)
+                if no_query is not None and self.path != "/dump":
+                    return self.send_error(no_query)
                 outer.asked.set()
                 if gate is not None:
                     assert gate.wait(30)
@@ -338,7 +342,8 @@ def test_any_flipped_byte_of_a_dump_is_harmless(replica, peer_of, engine):
         EmbeddedIndexer.close(b)
 
 
-def test_a_peer_of_another_make(replica, peer_of, engine):
+@pytest.mark.parametrize("no_query", [None, 400, 404])
+def test_a_peer_of_another_make(replica, peer_of, engine, no_query):
     # The published form: no watermarks, the name split at a colon that may be in it.
     def event(number, data, tier=None):
         extra = {"storage_tier": tier} if tier else {}
@@ -355,7 +360,7 @@ def test_a_peer_of_another_make(replica, peer_of, engine):
         "org/model:v2:default": {"block_size": SIZE, "events": events},
         "x:y": {"error": "busy"},
     }
-    peer = peer_of(json.dumps(dump).encode())
+    peer = peer_of(json.dumps(dump).encode(), no_query=no_query)
     source = engine(replay=False)
     b = replica(peer.url, workers=[worker(source)])
     answer = ready(b)["recovery"]

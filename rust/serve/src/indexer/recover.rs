@@ -222,7 +222,11 @@ async fn load(
     catalog: &Arc<Catalog>,
     startup: &Arc<Startup>,
 ) -> Result<Progress, String> {
-    let response = get(client, peer, "/dump?format=snapshot").await?;
+    let mut response = get(client, peer, "/dump?format=snapshot").await?;
+    if matches!(response.status(), StatusCode::BAD_REQUEST | StatusCode::NOT_FOUND) {
+        // Another system's indexer may refuse the query.
+        response = get(client, peer, "/dump").await?;
+    }
     if response.status() != StatusCode::OK {
         let hint = match response.status() {
             StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
