@@ -22,6 +22,7 @@ from service import (
     until,
     wait_for_sequence,
 )
+from support_indexer import metric
 
 SIZE = 4
 MODEL = "org/model:v2"
@@ -187,10 +188,13 @@ def test_frames_that_came_during_the_recovery_are_applied_once(replica, peer_of,
     source.publish(batch(chain(200, 3, 103)))
     source.publish(batch(removed([202])))
     wait_for_sequence(a.http, 1, 2)
-    assert listener(b.http, 1)["last_sequence"] is None
+    # Connected, and it reads nothing yet.
+    entry = listener(b.http, 1)
+    assert (entry["last_sequence"], entry["status"]) == (None, "pending")
+    assert metric(b.http, "kvflash_kvindexer_listeners")['{status="pending"}'] == 1
     gate.set()
     ready(b)
-    wait_for_sequence(b.http, 1, 2)
+    assert wait_for_sequence(b.http, 1, 2)["status"] == "active"
     assert digests(a) == digests(b)
 
 
@@ -378,7 +382,8 @@ def test_a_peer_of_another_make(replica, peer_of, engine, no_query):
     assert {fact[3] for fact in dumped_blocks(b.http, KEY)} == {100, 101}
 
 
-def test_blocks_without_a_watermark_stay_when_the_stream_goes_on(replica, peer_of, engine):
+@pytest.mark.parametrize("first", [0, 41])
+def test_blocks_without_a_watermark_stay_when_the_stream_goes_on(replica, peer_of, engine, first):
     stored_one = {"parent_hash": None, "blocks": [{"block_hash": 9, "tokens_hash": 9}]}
     events = [
         {"worker_id": 1, "event": {"event_id": 0, "data": {"stored": stored_one}, "dp_rank": 0}}
@@ -388,11 +393,14 @@ def test_blocks_without_a_watermark_stay_when_the_stream_goes_on(replica, peer_o
     b = replica(peer.url, workers=[worker(source)])
     ready(b)
     source.wait_for_subscriber()
-    source.sequence = 41
-    source.publish(batch(chain(100, 2)))
-    events = wait_for_sequence(b.http, 1, 41)["events"]
+    source.sequence = first
+    # A stream from its start goes on only if it continues a copied block: see the test above.
+    source.publish(batch(chain(100, 2, parent=None if first else 9)))
+    entry = wait_for_sequence(b.http, 1, first)
     assert {fact[3] for fact in dumped_blocks(b.http, KEY)} == {9, 100, 101}
-    assert events["lost_batches"] == 0
+    assert entry["events"]["lost_batches"] == 0
+    codes = [reason["code"] for reason in entry["trust"]["reasons"]]
+    assert codes == ["recovered_without_watermark"]
 
 
 def test_a_peers_doubts_are_taken_over(replica, engine):

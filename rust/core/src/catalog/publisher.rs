@@ -152,7 +152,7 @@ impl Publisher {
         if state.closed {
             return FrameOutcome::Closed;
         }
-        self.settle_unplaced(&mut state, sequence);
+        self.settle_unplaced(&mut state, sequence, payload);
         let gaps = state.stream.gaps();
         let mut step = state.stream.live(sequence);
         if step == Step::Duplicate && state.stream.contradicts(sequence, xxh3_64(payload)) {
@@ -177,7 +177,7 @@ impl Publisher {
         if state.closed {
             return FrameOutcome::Closed;
         }
-        self.settle_unplaced(&mut state, sequence);
+        self.settle_unplaced(&mut state, sequence, payload);
         let step = state.stream.replayed(sequence);
         self.take(&mut state, step, sequence, payload, true)
     }

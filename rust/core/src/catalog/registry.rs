@@ -76,8 +76,8 @@ pub(super) struct Tables {
     pub(super) workers: BTreeMap<Seat, PublisherId>,
     /// Workers without a publisher: see [`Past`].
     pub(super) past: BTreeMap<Seat, Past>,
-    /// Whether new publishers must not read yet.
-    is_held: bool,
+    /// Whether publishers must not read yet.
+    pub(super) is_held: bool,
     /// Maximum publishers with a socket.
     max_sockets: Option<usize>,
     /// Counters of publishers that are no longer registered.

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::model::ModelIndex;
 use super::publisher::{Publisher, PublisherView};
+use super::registration::ListenerStatus;
 use super::registry::Catalog;
 use super::trust::Trust;
 use crate::ids::{InstanceId, Tier, Worker};
@@ -20,7 +21,8 @@ pub struct Report {
 }
 
 impl Catalog {
-    /// The publishers of all models selected by `wants`, by model, in order of registration.
+    /// The publishers of all models selected by `wants`, by model, in order of registration. While
+    /// they are held, connected ones are pending: they do not read yet.
     ///
     /// # Cost
     /// The statistics of each index once, and O(1) per publisher and rank.
@@ -36,6 +38,7 @@ impl Catalog {
     fn reports_where(&self, wants: impl Fn(&Publisher) -> bool) -> Vec<Report> {
         // By address: all publishers of a model share it.
         let mut evicted: HashMap<*const ModelIndex, u64> = HashMap::new();
+        let is_held = self.tables.read().is_held;
         self.publishers()
             .into_iter()
             .filter(|publisher| wants(publisher))
@@ -52,6 +55,9 @@ impl Catalog {
                 let device_blocks = fullest.max().unwrap_or(0);
                 publisher.complete(&mut view, evicted, device_blocks);
                 let trust = Trust::of(&view.evidence, view.last_error.as_deref());
+                if is_held && view.status == ListenerStatus::Active {
+                    view.status = ListenerStatus::Pending;
+                }
                 Report { view, model, trust }
             })
             .collect()

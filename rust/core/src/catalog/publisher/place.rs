@@ -1,11 +1,15 @@
 //! The position of a publisher's stream: passed to another replica, and taken over from one.
 
+use std::collections::HashSet;
+
 use super::super::cache_groups::CacheGroups;
 use super::super::code::{Code, TrustState};
 use super::super::registration::Place;
 use super::super::trust;
 use super::{MAX_RANKS, Publisher, State};
-use crate::ids::Worker;
+use crate::codec::decode_batch;
+use crate::event::Event;
+use crate::ids::{Tier, Worker};
 use crate::index::snapshot::Cursor;
 use crate::stream::END_OF_REPLAY;
 
@@ -81,19 +85,43 @@ impl Publisher {
         self.tell(state);
     }
 
-    /// Handles blocks without a stream position: if the stream can be replayed from its start they
-    /// are dropped, because they would count twice; otherwise it continues from its first batch.
-    pub(super) fn settle_unplaced(&self, state: &mut State, sequence: u64) {
+    /// Handles blocks without a stream position. A stream that begins here, at 0, is complete, and
+    /// its engine held nothing before: the blocks are those of an earlier process, or would count
+    /// twice, so they are dropped. They are kept, and the stream continues, if its first batch
+    /// has another number, or continues one of them: a process that has just started could not.
+    pub(super) fn settle_unplaced(&self, state: &mut State, sequence: u64, payload: &[u8]) {
         // The end marker is not a batch number, and says nothing about the stream position.
         if sequence == END_OF_REPLAY || !std::mem::take(&mut state.is_unplaced) {
             return;
         }
-        if sequence == 0 {
+        if let Some(before) = sequence.checked_sub(1) {
+            state.stream.resume(before, None, false);
+        } else if !self.continues_blocks(payload) {
             self.clear_ranks(state);
             state.standing.recovered(true, true);
-        } else {
-            state.stream.resume(sequence - 1, None, false);
         }
+    }
+
+    /// Whether the batch stores blocks on the device behind one that the worker holds there and
+    /// that the batch itself did not store.
+    fn continues_blocks(&self, payload: &[u8]) -> bool {
+        let Ok(batch) = decode_batch(payload, &self.limits) else { return false };
+        let dp_rank = batch.dp_rank.unwrap_or(self.worker.dp_rank);
+        let worker = Worker::new(self.worker.instance_id, dp_rank);
+        let stored = batch.events.iter().filter_map(|event| match event {
+            Event::Stored(stored) if stored.tier() == Some(Tier::Device) => Some(stored),
+            _ => None,
+        });
+        let mut own: HashSet<u64> = HashSet::new();
+        for event in stored {
+            if let Some(parent) = event.parent.filter(|parent| !own.contains(parent))
+                && self.model.index.holds_all(worker, Tier::Device, &[parent])
+            {
+                return true;
+            }
+            own.extend(&event.block_hashes);
+        }
+        false
     }
 
     /// Reads position and blocks of one moment: no frame is applied while `read` runs.
