@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import resource
@@ -25,6 +26,9 @@ from kvflash.transport.base import Receiver
 __all__ = ["FedService", "run_until_stopped", "start_logging"]
 
 logger = logging.getLogger(__name__)
+
+#: How often an incomplete start is looked at again, seconds.
+_GATE_PERIOD_S = 0.05
 
 
 class Core(Protocol):
@@ -203,8 +207,9 @@ def run_until_stopped(
     name: str,
     drain_s: float | None = None,
     lame_duck: tuple[float, Callable[[], None]] | None = None,
+    is_ready: Callable[[], bool] | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; prints one line with the address once it listens.
+    """Serve until SIGTERM or SIGINT; prints a line with the address, ``ready``, once it listens.
 
     A second signal ends the process at once.
 
@@ -214,6 +219,8 @@ def run_until_stopped(
         drain_s: Time that ``stop`` gives running requests, for the log.
         lame_duck: Seconds between SIGTERM and ``stop``, and a function that tells load balancers to
             send no more.
+        is_ready: Whether its start is complete. Before that the line is ``listening``; ``ready``
+            follows. None: once it listens.
 
     Raises:
         ConfigError: The address can't be bound.
@@ -241,7 +248,20 @@ def run_until_stopped(
     # The system may deliver the signal to any thread; one that waits for a lock would not wake up.
     signal.set_wakeup_fd(ring.fileno(), warn_on_full_buffer=False)
     service.start()
-    print(json.dumps({"event": "ready", "service": name, "url": service.url}), flush=True)
+
+    def tell(event: str) -> None:
+        print(json.dumps({"event": event, "service": name, "url": service.url}), flush=True)
+
+    if is_ready is not None and not is_ready():
+        # The address is needed before: engines may have to be registered over HTTP first.
+        tell("listening")
+        heard.settimeout(_GATE_PERIOD_S)
+        while not stopped and not is_ready():
+            with contextlib.suppress(TimeoutError):
+                heard.recv(1)
+        heard.settimeout(None)
+    if not stopped:
+        tell("ready")
     while not stopped:
         heard.recv(1)
     if lame_duck is not None and stopped[0] == signal.SIGTERM:

@@ -148,14 +148,14 @@ class Process:
         assert self.popen.stderr is not None
         self.errors.extend(self.popen.stderr)
 
-    def ready(self) -> dict[str, Any]:
-        """The next ready line."""
+    def ready(self, event: str = "ready") -> dict[str, Any]:
+        """The next line of this event."""
         end = time.monotonic() + DEADLINE_S
         while True:
             line = self._lines.get(timeout=max(0.0, end - time.monotonic()))
             if line is None:
                 raise AssertionError("the process ended early: " + "".join(self.errors))
-            if line.startswith("{") and json.loads(line).get("event") == "ready":
+            if line.startswith("{") and json.loads(line).get("event") == event:
                 return dict(json.loads(line))
 
     def kill(self) -> None:

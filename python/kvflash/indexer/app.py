@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         service = IndexerService(args)
         lame_duck = (args.lame_duck_timeout, service.announce_stop)
-        run_until_stopped(service, name="indexer", lame_duck=lame_duck)
+        run_until_stopped(service, name="indexer", lame_duck=lame_duck, is_ready=service.is_ready)
     except KvflashError as error:
         return refuse("indexer", error, failure=2)
     return 0

@@ -121,6 +121,10 @@ class IndexerService:
             self._announced.start()
         return self
 
+    def is_ready(self) -> bool:
+        """Whether it has recovered from a peer and has its initial workers, as GET /ready says."""
+        return self._core.is_ready()
+
     def announce_stop(self) -> None:
         """Report "not ready" ahead of a stop; requests are still accepted."""
         self._core.announce_stop()

@@ -1,13 +1,13 @@
 //! The indexer service.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use kvflash_core::catalog::{self, CatalogOptions, EngineFacts, Identity, ModelKey, Registration};
 use kvflash_core::clock::SystemClock;
 use kvflash_core::ids::Worker;
 use kvflash_core::select::IndexSettings;
 use kvflash_core::settings::Concern;
-use kvflash_serve::indexer::{IndexerApp, IndexerOptions, query_tokens};
+use kvflash_serve::indexer::{IndexerApp, IndexerOptions, IndexerService, query_tokens};
 use kvflash_serve::{Face, Http, HttpSettings, TlsSettings};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
@@ -29,6 +29,8 @@ pub(super) struct Indexer {
     options: IndexerOptions,
     http: Http,
     service: Service,
+    /// Set by the start.
+    app: OnceLock<IndexerService>,
 }
 
 #[pymethods]
@@ -54,7 +56,7 @@ impl Indexer {
         }
         let drain = options.drain_timeout_s;
         let service = Service::new(options.threads, &http, drain).or_raise(py)?;
-        Ok(Self { catalog, options, http, service })
+        Ok(Self { catalog, options, http, service, app: OnceLock::new() })
     }
 
     /// The catalog of its models, engines and their blocks.
@@ -73,9 +75,16 @@ impl Indexer {
             let app = self.service.enter(|| {
                 IndexerApp::service(Arc::clone(&self.catalog), self.options.clone(), &self.http)
             })?;
+            // It starts once.
+            let _ = self.app.set(app.clone());
             self.service.start(host, port, app).map(|address| address.port())
         })
         .or_raise(py)
+    }
+
+    /// Whether it has recovered from a peer and has its initial workers, as GET /ready reports it.
+    fn is_ready(&self, py: Python<'_>) -> bool {
+        py.detach(|| self.app.get().is_some_and(IndexerService::is_ready))
     }
 
     /// Report in the readiness check that it is about to stop; it still accepts requests.

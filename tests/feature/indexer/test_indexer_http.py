@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import select
 import socket
+from contextlib import closing
 
 import pytest
 
-from service import (
-    stored,
-)
+from service import Http, stored
 from support_indexer import IDS, REQUIRED, SIZE, metric, publish, query, register
 
 # -- health, metrics, routes
@@ -211,3 +210,18 @@ def test_a_port_in_use_is_refused_by_name(run, embedded):
     process.close()
     assert port in "".join(process.errors)
     assert "--port" in "".join(process.errors)
+
+
+def test_an_indexer_is_ready_with_its_initial_workers(run):
+    flags = ("--port", "0", "--host", "127.0.0.1", "--min-initial-workers", "1")
+    process = run("kvflash.indexer", *flags, "--lame-duck-timeout", "0")
+    listening = process.ready("listening")
+    with closing(Http(listening["url"])) as http:
+        assert http.call("GET", "/ready")[0] == 503
+        http.post("/register", {**REQUIRED["/register"], "model_name": "m"}, expect=201)
+        assert process.ready() == {**listening, "event": "ready"}
+        assert http.call("GET", "/ready")[0] == 200
+    # A signal ends the wait.
+    process = run("kvflash.indexer", *flags, "--lame-duck-timeout", "0")
+    process.ready("listening")
+    assert process.terminate() == 0

@@ -192,6 +192,13 @@ pub struct IndexerService {
     router: TowerToHyperService<Router>,
 }
 
+impl IndexerService {
+    /// Whether the start is complete, as GET /ready reports it.
+    pub fn is_ready(&self) -> bool {
+        self.app.startup.is_ready(&self.app.catalog)
+    }
+}
+
 impl crate::App for IndexerService {
     type Service = Self;
 
