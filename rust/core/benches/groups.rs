@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvflash_core::catalog::{
-    Catalog, CatalogOptions, EngineFacts, Identity, ModelKey, Registration,
+    Catalog, CatalogOptions, EngineFacts, Identity, ModelKey, Registration, Source,
 };
 use kvflash_core::clock::ManualClock;
 use kvflash_core::hash::engine::NameKeys;
@@ -69,6 +69,7 @@ fn main() {
                     capacity_blocks: None,
                     identity: Identity::default(),
                     facts: EngineFacts::default(),
+                    source: Source::Zmq,
                 })
                 .unwrap();
             // Every other worker lives the life of the other recorded engine.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kvflash_core::catalog::{
-    Catalog, CatalogOptions, EngineFacts, Identity, ModelKey, Registration,
+    Catalog, CatalogOptions, EngineFacts, Identity, ModelKey, Registration, Source,
 };
 use kvflash_core::clock::ManualClock;
 use kvflash_core::fair::Discipline;
@@ -161,6 +161,7 @@ impl Row {
                 capacity_blocks: None,
                 identity: Identity::default(),
                 facts: EngineFacts::default(),
+                source: Source::Zmq,
             };
             catalog.register(registration).expect("each registers once");
         }

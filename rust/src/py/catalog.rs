@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use kvflash_core::catalog::{
     self, CatalogOptions, Command, EngineFacts, FrameOutcome, Identity, ListenerStatus, MAGIC,
-    ModelKey, Part, Publisher, Registration,
+    ModelKey, Part, Publisher, Registration, Source,
 };
 use kvflash_core::clock::SystemClock;
 use kvflash_core::error::Error;
@@ -153,6 +153,7 @@ impl Catalog {
             capacity_blocks: None,
             identity: Identity::default(),
             facts: EngineFacts::default(),
+            source: Source::Zmq,
         };
         py.detach(|| self.inner.register(registration)).or_raise(py).map(|publisher| publisher.id)
     }

@@ -2,7 +2,9 @@
 
 use std::sync::{Arc, OnceLock};
 
-use kvflash_core::catalog::{self, CatalogOptions, EngineFacts, Identity, ModelKey, Registration};
+use kvflash_core::catalog::{
+    self, CatalogOptions, EngineFacts, Identity, ModelKey, Registration, Source,
+};
 use kvflash_core::clock::SystemClock;
 use kvflash_core::ids::Worker;
 use kvflash_core::select::IndexSettings;
@@ -143,6 +145,7 @@ impl Indexer {
             capacity_blocks,
             identity: Identity { lora_name, cache_salt: additional_salt },
             facts: EngineFacts { attention_chunk_size, offload_chunk },
+            source: Source::Zmq,
         };
         py.detach(|| self.catalog.register(registration)).or_raise(py).map(|_| ())
     }

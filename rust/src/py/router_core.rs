@@ -3,7 +3,9 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use kvflash_core::catalog::{self, EngineFacts, Identity, ModelKey, Registration, dump_events};
+use kvflash_core::catalog::{
+    self, EngineFacts, Identity, ModelKey, Registration, Source, dump_events,
+};
 use kvflash_core::clock::{Clock, SystemClock};
 use kvflash_core::error::Error;
 use kvflash_core::ids::Worker;
@@ -251,6 +253,7 @@ impl RouterCore {
             capacity_blocks: None,
             identity: Identity::default(),
             facts: EngineFacts::default(),
+            source: Source::Zmq,
         };
         py.detach(|| self.catalog.register(registration)).or_raise(py)?;
         Ok(())

@@ -41,7 +41,7 @@ pub use legal::check_is_socket;
 pub use model::{ModelIndex, ModelKey};
 pub use naming::Naming;
 pub use publisher::{Publisher, PublisherView};
-pub use registration::{ListenerStatus, Place, PublisherId, Registration};
+pub use registration::{ListenerStatus, Place, PublisherId, Registration, Source};
 pub use registry::{Catalog, CatalogOptions, DEFAULT_MAX_BLOCKS};
 pub use report::Report;
 pub use reuse::{Layouts, PromptNames, Question, Reuse};

@@ -12,7 +12,7 @@ use super::code::{Code, Codes};
 use super::counters::{EventCounters, EventCounts, add};
 use super::ingest::Ingest;
 use super::model::ModelIndex;
-use super::registration::{ListenerStatus, Place, PublisherId, Registration};
+use super::registration::{ListenerStatus, Place, PublisherId, Registration, Source};
 use super::standing::Standing;
 use super::trust::{self, Evidence};
 use super::unheard::Unheard;
@@ -66,6 +66,8 @@ pub struct Publisher {
     pub capacity_blocks: Option<u64>,
     /// Properties of the engine that no event contains.
     pub facts: EngineFacts,
+    /// How it became known.
+    pub source: Source,
     counters: EventCounters,
     limits: Limits,
     clock: Arc<dyn Clock>,
@@ -79,6 +81,8 @@ pub struct PublisherView {
     pub worker: Worker,
     /// Ranks named by its batches, including the registered one.
     pub ranks: Vec<u32>,
+    /// How it became known.
+    pub source: Source,
     /// Address of the PUB socket.
     pub endpoint: String,
     /// Address of the replay socket.
@@ -108,8 +112,9 @@ impl Publisher {
         limits: Limits,
         clock: Arc<dyn Clock>,
     ) -> Self {
-        let Registration { worker, endpoint, replay_endpoint, capacity_blocks, facts, .. } =
-            registration;
+        let Registration {
+            worker, endpoint, replay_endpoint, capacity_blocks, facts, source, ..
+        } = registration;
         let standing = Standing::new(model.index.evicted_blocks_total());
         model.roster.add(worker);
         let unheard = Some(Unheard::Silent);
@@ -122,6 +127,7 @@ impl Publisher {
             replay_endpoint,
             capacity_blocks,
             facts,
+            source,
             counters: EventCounters::default(),
             limits,
             clock,
@@ -279,6 +285,7 @@ impl Publisher {
         PublisherView {
             worker: self.worker,
             ranks: state.ranks.clone(),
+            source: self.source,
             endpoint: self.endpoint.clone(),
             replay_endpoint: self.replay_endpoint.clone(),
             capacity_blocks: self.capacity_blocks,

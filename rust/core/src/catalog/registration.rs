@@ -24,6 +24,17 @@ pub enum ListenerStatus {
     Failed,
 }
 
+/// How a publisher became known, as GET /workers names it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Source {
+    /// Its socket's address was given, over HTTP or by a flag.
+    #[default]
+    Zmq,
+    /// Its worker was found in discovery.
+    Discovery,
+}
+
 /// Data of a publisher's registration.
 #[derive(Debug, Clone)]
 pub struct Registration {
@@ -43,6 +54,8 @@ pub struct Registration {
     pub identity: Identity,
     /// Properties of the engine that no event contains.
     pub facts: EngineFacts,
+    /// How it became known.
+    pub source: Source,
 }
 
 /// How far a publisher's events were applied, and for which ranks: another replica, or a later

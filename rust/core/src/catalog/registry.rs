@@ -221,6 +221,7 @@ impl Catalog {
             capacity_blocks,
             identity,
             facts,
+            ..
         } = registration.clone();
         check_endpoint("endpoint", &endpoint)?;
         if let Some(replay) = &replay_endpoint {

@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 use super::events::{EventSpec, Hearing};
 use super::name::Names;
-use crate::catalog::{EngineFacts, Identity, ModelKey, Registration};
+use crate::catalog::{EngineFacts, Identity, ModelKey, Registration, Source};
 use crate::error::{Error, Result};
 use crate::ids::{InstanceId, Worker};
 use crate::load::MAX_WORKERS as MAX_RANKS;
@@ -131,13 +131,22 @@ pub struct Card {
     pub capacity_blocks: Option<u64>,
     /// The initial report of its ranks.
     pub report: Report,
+    /// How it became known.
+    pub source: Source,
 }
 
 impl Card {
     /// The card of a worker that only names its model.
     pub fn new(key: ModelKey) -> Self {
         let report = Report::default();
-        Self { key, names: Vec::new(), block_size: None, capacity_blocks: None, report }
+        Self {
+            key,
+            names: Vec::new(),
+            block_size: None,
+            capacity_blocks: None,
+            report,
+            source: Source::Zmq,
+        }
     }
 }
 
@@ -370,6 +379,7 @@ impl Roster {
                 capacity_blocks: card.capacity_blocks,
                 identity: Identity::default(),
                 facts: EngineFacts::default(),
+                source: card.source,
             })
         };
         heard.map(subscribe).collect()

@@ -8,7 +8,9 @@ use std::sync::Arc;
 use serde_json::Value;
 
 use super::*;
-use crate::catalog::{Catalog, CatalogOptions, EngineFacts, Identity, ModelKey, Registration};
+use crate::catalog::{
+    Catalog, CatalogOptions, EngineFacts, Identity, ModelKey, Registration, Source,
+};
 use crate::clock::{Clock, ManualClock};
 use crate::error::Error;
 use crate::hash::engine::NameKeys;
@@ -101,6 +103,7 @@ impl Bench {
                     capacity_blocks: None,
                     identity: Identity::default(),
                     facts: EngineFacts::default(),
+                    source: Source::Zmq,
                 })
                 .unwrap();
         }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use kvflash_core::catalog::{
     Catalog, CatalogOptions, EngineFacts, FrameOutcome, Identity, ListenerStatus, MAGIC, ModelKey,
-    Publisher, Registration, TransferError, parts, restore, restore_json,
+    Publisher, Registration, Source, TransferError, parts, restore, restore_json,
 };
 use kvflash_core::clock::ManualClock;
 use kvflash_core::error::Error;
@@ -33,6 +33,7 @@ fn registration(worker: Worker, model: &str) -> Registration {
         capacity_blocks: None,
         identity: Identity::default(),
         facts: EngineFacts::default(),
+        source: Source::Zmq,
     }
 }
 

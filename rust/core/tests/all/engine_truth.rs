@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use kvflash_core::catalog::{
     Catalog, CatalogOptions, EngineFacts, FrameOutcome, Identity, ListenerStatus, MAGIC, ModelKey,
-    Publisher, Registration, Trust, TrustState, parts, restore,
+    Publisher, Registration, Source, Trust, TrustState, parts, restore,
 };
 use kvflash_core::clock::ManualClock;
 use kvflash_core::hash::engine::{MediaItem, NameKeys};
@@ -85,6 +85,7 @@ impl Replay {
                     capacity_blocks: None,
                     identity: Identity::default(),
                     facts,
+                    source: Source::Zmq,
                 });
                 let publisher = publisher.unwrap();
                 publisher.set_status(ListenerStatus::Active, None);

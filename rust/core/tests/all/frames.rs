@@ -5,7 +5,8 @@
 use std::sync::Arc;
 
 use kvflash_core::catalog::{
-    Catalog, CatalogOptions, EngineFacts, FrameOutcome, Identity, ModelKey, Publisher, Registration,
+    Catalog, CatalogOptions, EngineFacts, FrameOutcome, Identity, ModelKey, Publisher,
+    Registration, Source,
 };
 use kvflash_core::clock::ManualClock;
 use kvflash_core::ids::Worker;
@@ -89,6 +90,7 @@ fn broken_frames_cost_nothing_but_themselves() {
             capacity_blocks: None,
             identity: Identity::default(),
             facts: EngineFacts::default(),
+            source: Source::Zmq,
         };
         catalog.register(registration).unwrap()
     };

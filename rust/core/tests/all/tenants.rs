@@ -9,7 +9,8 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use kvflash_core::catalog::{
-    Catalog, CatalogOptions, EngineFacts, FrameOutcome, Identity, ModelKey, Publisher, Registration,
+    Catalog, CatalogOptions, EngineFacts, FrameOutcome, Identity, ModelKey, Publisher,
+    Registration, Source,
 };
 use kvflash_core::clock::ManualClock;
 use kvflash_core::hash::engine::{MediaItem, NameAlgorithm, NameKeys, NameScheme, names_into};
@@ -251,6 +252,7 @@ fn engine(catalog: &Catalog, seed: &str) -> Engine {
         capacity_blocks: None,
         identity: Identity::default(),
         facts: EngineFacts::default(),
+        source: Source::Zmq,
     });
     Engine {
         scheme: NameScheme::new(NameAlgorithm::Sha256, seed),

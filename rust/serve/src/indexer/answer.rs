@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 
 use kvflash_core::catalog::{
-    Catalog, EventCounts, ListenerStatus, ModelIndex, ModelKey, Reason, Report, Trust, TrustState,
+    Catalog, EventCounts, ListenerStatus, ModelIndex, ModelKey, Reason, Report, Source, Trust,
+    TrustState,
 };
 use kvflash_core::ids::{InstanceId, Worker};
 use serde::Serialize;
@@ -31,7 +32,7 @@ struct Listener {
 #[derive(Debug, Serialize)]
 pub(super) struct WorkerEntry {
     instance_id: InstanceId,
-    source: &'static str,
+    source: Source,
     status: ListenerStatus,
     trust: InstanceTrust,
     model_name: String,
@@ -107,7 +108,8 @@ pub(super) fn worker_entries(catalog: &Catalog, model_name: Option<&str>) -> Vec
             let registered: Vec<u32> = reports.iter().map(|r| r.view.worker.dp_rank).collect();
             WorkerEntry {
                 instance_id,
-                source: "zmq",
+                // An instance whose ranks became known differently has the first one's.
+                source: reports[0].view.source,
                 status: aggregate(reports.iter().map(|report| report.view.status)),
                 trust: InstanceTrust::of(&reports),
                 model_name: key.model_name,

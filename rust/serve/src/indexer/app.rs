@@ -16,7 +16,7 @@ use futures_util::future::{BoxFuture, Either};
 use hyper::body::Incoming;
 use hyper_util::service::{TowerToHyperService, TowerToHyperServiceFuture};
 use kvflash_core::catalog::{
-    Catalog, EngineFacts, Identity, ModelKey, Registration, check_is_socket,
+    Catalog, EngineFacts, Identity, ModelKey, Registration, Source, check_is_socket,
 };
 use kvflash_core::error::{Error, Result as KvResult};
 use kvflash_core::hash::engine::NameKeys;
@@ -374,6 +374,7 @@ fn register_at(catalog: &Catalog, request: Register) -> KvResult<()> {
             attention_chunk_size: request.attention_chunk_size,
             offload_chunk: request.offload_chunk,
         },
+        source: Source::Zmq,
     });
     registered.map(drop)
 }

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use kvflash_core::catalog::{Catalog, ModelKey};
+use kvflash_core::catalog::{Catalog, ModelKey, Source};
 use kvflash_core::error::Result;
 use kvflash_core::fleet::{Card, Change, Hearing, Roster};
 use kvflash_core::ids::InstanceId;
@@ -86,6 +86,7 @@ impl FoundWorkers {
         let card = Card {
             block_size: spec.card.kv_cache_block_size,
             capacity_blocks: spec.card.total_kv_blocks.filter(|blocks| *blocks > 0),
+            source: Source::Discovery,
             ..Card::new(ModelKey { model_name, tenant_id: tenant.to_owned() })
         };
         self.join(&mut tables, Change::Joined { id, ranks, events, registrant: None }, card)?;
@@ -146,7 +147,11 @@ mod tests {
     fn listened(found: &FoundWorkers) -> Vec<String> {
         let line = |publisher: Arc<Publisher>| {
             let view = publisher.view();
-            format!("{} {} {}", view.worker, publisher.model.key, view.endpoint)
+            let of = match view.source {
+                Source::Zmq => "",
+                Source::Discovery => " found",
+            };
+            format!("{} {} {}{of}", view.worker, publisher.model.key, view.endpoint)
         };
         found.catalog.publishers().into_iter().map(line).collect()
     }
@@ -180,10 +185,10 @@ mod tests {
         let card = json!({"model_name": "n", "kv_cache_block_size": 32});
         found.put(&worker(5, card.clone(), "tcp://h:1")).unwrap();
         found.put(&worker(5, card.clone(), "tcp://h:9")).unwrap();
-        assert_eq!(listened(&found), ["5:0 n:default tcp://h:9"]);
+        assert_eq!(listened(&found), ["5:0 n:default tcp://h:9 found"]);
         let other = json!({"model_name": "n", "model_type": ["prefill"]});
         found.put(&worker(5, other, "tcp://h:9")).unwrap();
-        assert_eq!(listened(&found), ["5:0 n:prefill tcp://h:9"]);
+        assert_eq!(listened(&found), ["5:0 n:prefill tcp://h:9 found"]);
         // Events available only over a broker are not received, and invalid workers are not
         // followed.
         found.put(&worker(6, card.clone(), "nats://s/6/0")).unwrap();
@@ -193,6 +198,6 @@ mod tests {
         found.put(&worker(5, sizes[0].clone(), "tcp://h:1")).unwrap();
         let error = found.put(&worker(6, sizes[1].clone(), "tcp://h:2")).unwrap_err();
         assert!(matches!(error, Error::Conflict(_)), "{error}");
-        assert_eq!(listened(&found), ["5:0 n:default tcp://h:1"]);
+        assert_eq!(listened(&found), ["5:0 n:default tcp://h:1 found"]);
     }
 }

@@ -232,7 +232,7 @@ fn is_of_name(byte: u8) -> bool {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use kvflash_core::catalog::{EngineFacts, Identity, ModelKey, Registration};
+    use kvflash_core::catalog::{EngineFacts, Identity, ModelKey, Registration, Source};
     use kvflash_core::ids::Worker;
 
     fn register(catalog: &Catalog, instance_id: u64) {
@@ -250,6 +250,7 @@ mod tests {
             capacity_blocks: None,
             identity: Identity::default(),
             facts: EngineFacts::default(),
+            source: Source::Zmq,
         };
         catalog.register(registration).unwrap();
     }

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvflash_core::catalog::{Catalog, EngineFacts, Identity, ModelKey, Registration};
+use kvflash_core::catalog::{Catalog, EngineFacts, Identity, ModelKey, Registration, Source};
 use kvflash_core::hash::{SEED, local_hashes};
 use kvflash_core::ids::{Tier, Worker};
 use kvflash_core::index::Block;
@@ -29,6 +29,7 @@ fn catalog() -> Arc<Catalog> {
         capacity_blocks: None,
         identity: Identity::default(),
         facts: EngineFacts::default(),
+        source: Source::Zmq,
     };
     catalog.register(registration).unwrap();
     catalog
