@@ -147,12 +147,19 @@ impl RoutePolicy for PrefixCache {
         counts.extend((0..candidates.len()).map(|index| i64::from(candidates.requests(index))));
         let lowest = counts.iter().copied().min()?;
         allowed.clear();
-        if is_imbalanced(counts, self.settings.imbalance_abs_count) {
+        let is_imbalanced = is_imbalanced(counts, self.settings.imbalance_abs_count);
+        if is_imbalanced {
             allowed.extend(counts.iter().map(|&count| count == lowest));
         } else {
             allowed.resize(counts.len(), true);
         }
-        self.percents(&mut state, context, candidates);
+        if is_imbalanced && !self.settings.is_compat {
+            // The document ignores matches then, even of the least used workers.
+            state.scratch.percents.clear();
+            state.scratch.percents.resize(candidates.len(), None);
+        } else {
+            self.percents(&mut state, context, candidates);
+        }
         let Scratch { counts, percents, values, .. } = &mut state.scratch;
         let factor = self.settings.standard_deviation_factor;
         if let Some(index) = select_matched(counts, percents, factor, rng) {
