@@ -16,12 +16,14 @@ pub const MAX_TIKTOKEN_BYTES: usize = 1 << 18;
 /// Cuts prompts into blocks and hashes them.
 pub struct BlockHasher {
     tokenizer: Tokenizer,
-    block_bytes: usize,
+    /// Bytes of a block; characters of one with [`Tokenizer::Character`].
+    block_len: usize,
     seed: u64,
     id: u64,
 }
 
 enum Tokenizer {
+    Byte,
     Character,
     Tiktoken(&'static CoreBPE),
     Model,
@@ -30,25 +32,26 @@ enum Tokenizer {
 impl BlockHasher {
     /// Cuts blocks as configured, with hashes that start at `seed`.
     ///
-    /// In `document` a block is a number of tokens, where a character is one byte of UTF-8. In
-    /// `aibrix-compat` it is a number of bytes of the tokenizer's output, 4 per token id.
+    /// In `document` a block is a number of tokens or characters. In `aibrix-compat` it is a number
+    /// of bytes of the tokenizer's output, 4 per token id; characters are bytes of UTF-8.
     ///
     /// # Errors
     /// None today; reserved for a tokenizer file that is missing.
     pub fn new(settings: &PrefixSettings, seed: u64) -> Result<Self> {
         let tokenizer = match settings.tokenizer {
+            TokenizerKind::Character if settings.is_compat => Tokenizer::Byte,
             TokenizerKind::Character => Tokenizer::Character,
             // The vocabulary is compiled in.
             TokenizerKind::Tiktoken => Tokenizer::Tiktoken(tiktoken_rs::cl100k_base_singleton()),
             TokenizerKind::Model => Tokenizer::Model,
         };
-        let is_bytes = settings.is_compat || settings.tokenizer == TokenizerKind::Character;
-        let token_bytes = if is_bytes { 1 } else { size_of::<u32>() };
-        let block_bytes = (settings.block_size as usize).max(1) * token_bytes;
+        let is_single = settings.is_compat || settings.tokenizer == TokenizerKind::Character;
+        let token_len = if is_single { 1 } else { size_of::<u32>() };
+        let block_len = (settings.block_size as usize).max(1) * token_len;
         let mut id = Xxh64::new(seed);
-        id.update(&(block_bytes as u64).to_le_bytes());
-        id.update(&[settings.tokenizer as u8]);
-        Ok(Self { tokenizer, block_bytes, seed, id: id.digest() })
+        id.update(&(block_len as u64).to_le_bytes());
+        id.update(&[settings.tokenizer as u8, u8::from(settings.is_compat)]);
+        Ok(Self { tokenizer, block_len, seed, id: id.digest() })
     }
 
     /// Equal for hashers that compute equal hashes.
@@ -62,7 +65,8 @@ impl BlockHasher {
     /// One pass over the prompt; with tiktoken also tokenization, some microseconds per kilobyte.
     pub fn hashes(&self, context: &Context<'_>) -> Vec<u64> {
         match &self.tokenizer {
-            Tokenizer::Character => self.chain(context.prompt),
+            Tokenizer::Byte => self.chain(context.prompt),
+            Tokenizer::Character => self.chain_blocks(self.characters(context.prompt)),
             Tokenizer::Tiktoken(tokenizer) => {
                 let text = &context.prompt[..context.prompt.len().min(MAX_TIKTOKEN_BYTES)];
                 self.tokens(&tokenizer.encode_ordinary(&String::from_utf8_lossy(text)))
@@ -78,8 +82,22 @@ impl BlockHasher {
 
     /// `hash[i] = XXH64(seed; hash[i - 1] in little-endian, block[i])`, the seed before the first.
     pub fn chain(&self, bytes: &[u8]) -> Vec<u64> {
+        self.chain_blocks(bytes.chunks_exact(self.block_len))
+    }
+
+    /// The full blocks of a text, each a number of its characters.
+    fn characters<'a>(&self, text: &'a [u8]) -> impl Iterator<Item = &'a [u8]> {
+        // UTF-8: every character has one byte that does not continue another.
+        let begins = |at: &usize| text[*at] & 0b1100_0000 != 0b1000_0000;
+        let ends = (1..text.len()).filter(begins).chain((!text.is_empty()).then_some(text.len()));
+        let mut from = 0;
+        ends.skip(self.block_len - 1)
+            .step_by(self.block_len)
+            .map(move |to| &text[std::mem::replace(&mut from, to)..to])
+    }
+
+    fn chain_blocks<'a>(&self, blocks: impl Iterator<Item = &'a [u8]>) -> Vec<u64> {
         let mut parent = self.seed;
-        let blocks = bytes.chunks_exact(self.block_bytes);
         blocks
             .map(|block| {
                 let mut hash = Xxh64::new(self.seed);
@@ -95,13 +113,14 @@ impl BlockHasher {
 impl fmt::Debug for BlockHasher {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let tokenizer = match self.tokenizer {
+            Tokenizer::Byte => "byte",
             Tokenizer::Character => "character",
             Tokenizer::Tiktoken(_) => "tiktoken",
             Tokenizer::Model => "model",
         };
         f.debug_struct("BlockHasher")
             .field("tokenizer", &tokenizer)
-            .field("block_bytes", &self.block_bytes)
+            .field("block_len", &self.block_len)
             .finish_non_exhaustive()
     }
 }

@@ -269,6 +269,19 @@ fn tokenizers_cut_prompts_each_in_its_way() {
     let count = |kind, profile, block_size| hashes(kind, profile, block_size, &context).len();
     use Profile::{AibrixCompat, Document};
     assert_eq!(count(TokenizerKind::Character, Document, 90), 4);
+    // 1 to 4 bytes a character.
+    let prompt = "a\u{e9}\u{20ac}\u{1f600}".repeat(8);
+    let characters = |size, profile, bytes: &[u8]| {
+        let context = Context { prompt: bytes, ..self::context(0) };
+        hashes(TokenizerKind::Character, profile, size, &context)
+    };
+    let all = characters(4, Document, prompt.as_bytes());
+    assert_eq!((all.len(), characters(5, Document, prompt.as_bytes()).len()), (8, 6));
+    assert_eq!(all, characters(10, AibrixCompat, prompt.as_bytes()), "the same text in each block");
+    assert!(characters(32, Document, &prompt.as_bytes()[..76]).is_empty());
+    assert_eq!(characters(32, Document, prompt.as_bytes()).len(), 1);
+    assert!(characters(1, Document, b"").is_empty());
+    assert_eq!(characters(1, Document, b"\x80\x80a").len(), 2, "not UTF-8");
     assert_eq!(count(TokenizerKind::Model, Document, 16), 2);
     assert_eq!(count(TokenizerKind::Model, AibrixCompat, 16), 10, "4 bytes a token");
     // 10 tokens a sentence; the last space is a token of its own.
