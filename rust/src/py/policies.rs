@@ -1,5 +1,6 @@
 //! Creates policies from names and the environment.
 
+use std::iter::once;
 use std::sync::Arc;
 
 use kvflash_core::error::{Error, Result};
@@ -71,14 +72,16 @@ impl Chosen {
         let profile = profile.map(str::to_owned).or_else(|| named.into_iter().find_map(lookup));
         let profile = profile.map_or(Ok(Profile::default()), |name| name.parse())?;
         let settings = Settings::read(profile, lookup)?;
-        for warning in settings.warnings.iter().chain(&settings.without_effect(has_events)) {
-            tracing::warn!("{warning}");
-        }
         let mut rng = SmallRng::seed_from_u64(seed);
         let affinity = affinity_ttl_secs.map(Affinity::new).transpose()?.map(Arc::new);
         let mut policies = Policies { affinity, ..Policies::default() };
         let named = policy.or(settings.algorithm.as_deref()).unwrap_or(default).trim();
         let strategy = desk.map_or(named, |desk| desk.inner.name());
+        let all: Vec<&str> = once(strategy).chain(shadows.iter().map(String::as_str)).collect();
+        let unused = settings.without_effect(&all, has_events);
+        for warning in settings.warnings.iter().chain(&unused) {
+            tracing::warn!("{warning}");
+        }
         let built_in = match desk {
             Some(desk) => {
                 policies.active = Some(Arc::new(Outside::new(Arc::clone(&desk.inner))));

@@ -245,6 +245,7 @@ def test_decisions_are_logged_with_the_cost_of_every_worker_when_asked_for() -> 
 
 def test_variables_without_effect_are_named_at_the_start() -> None:
     env = {
+        "AIBRIX_ROUTING_ALGORITHM": "prefix-cache,vtc-basic",
         "AIBRIX_PREFIX_CACHE_BLOCK_SIZE": "64",
         "AIBRIX_ROUTER_VTC_TOKEN_TRACKER_MIN_TOKENS": "10",
         "KVFLASH_ROUTER_VTC_TOKEN_TRACKER_MAX_TOKENS": "20",
@@ -253,9 +254,16 @@ def test_variables_without_effect_are_named_at_the_start() -> None:
     with FrontendProcess("--log-level", "warn", env=env) as frontend:
         lines = frontend.process.errors
         until(lambda: sum("has no effect" in line for line in lines) == 3, "three warnings")
-        for name in list(env)[:3]:
+        for name in list(env)[1:4]:
             (line,) = (line for line in lines if f"{name} has no effect" in line)
             assert "WARN" in line
+    del env["AIBRIX_ROUTING_ALGORITHM"]
+    with FrontendProcess("--log-level", "warn", env=env) as frontend:
+        lines = frontend.process.errors
+        until(lambda: sum("has no effect" in line for line in lines) == 4, "four warnings")
+        told = "AIBRIX_PREFIX_CACHE_BLOCK_NUMBER has no effect without AIBRIX_ROUTING_ALGORITHM="
+        assert any(f"{told}prefix-cache" in line for line in lines)
+    env["AIBRIX_ROUTING_ALGORITHM"] = "prefix-cache,vtc-basic"
     env["AIBRIX_POLICY_PROFILE"] = "aibrix-compat"
     env["AIBRIX_PREFIX_CACHE_KV_EVENT_SYNC_ENABLED"] = "false"
     with FrontendProcess("--log-level", "warn", env=env) as frontend:

@@ -211,9 +211,10 @@ impl Settings {
     /// Variables that are set without effect, each with the setting that would give it one.
     ///
     /// # Arguments
+    /// * `strategies` - The strategy to route by, and those of shadows.
     /// * `has_events` - Whether engines' events are received.
-    pub fn without_effect(&self, has_events: bool) -> Vec<String> {
-        read::without_effect(self, has_events)
+    pub fn without_effect(&self, strategies: &[&str], has_events: bool) -> Vec<String> {
+        read::without_effect(self, strategies, has_events)
     }
 
     /// The seed of the prefix hashes: the configured one, or one from `rng`.

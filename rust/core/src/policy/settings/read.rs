@@ -103,7 +103,26 @@ pub(super) fn settings(
     })
 }
 
-pub(super) fn without_effect(settings: &Settings, has_events: bool) -> Vec<String> {
+/// The policy that reads a variable, if it is of one only.
+fn reader_of(name: &str) -> Option<&'static str> {
+    match name {
+        "STATESYNC_ENABLED" => Some("prefix-cache"),
+        "SESSION_MAX_SESSIONS" => Some("session-affinity"),
+        _ if name.starts_with("PREFIX_CACHE_") => Some("prefix-cache"),
+        _ if name.starts_with("ROUTER_VTC_") => Some("vtc-basic"),
+        _ => None,
+    }
+}
+
+pub(super) fn without_effect(
+    settings: &Settings,
+    strategies: &[&str],
+    has_events: bool,
+) -> Vec<String> {
+    // A strategy may weigh several policies, and a shadow may have settings of its own.
+    let plain = |text: &&str| text.replace('_', "-").to_ascii_lowercase().replace("aware", "cache");
+    let plain: Vec<String> = strategies.iter().map(plain).collect();
+    let is_used = |policy: &str| plain.iter().any(|strategy| strategy.contains(policy));
     let is_indexed = match settings.prefix.source {
         PrefixSource::Auto => has_events,
         PrefixSource::Table => false,
@@ -113,6 +132,13 @@ pub(super) fn without_effect(settings: &Settings, has_events: bool) -> Vec<Strin
     let unused = |origin: &Origin| {
         let full = origin.read_from.as_ref()?;
         let prefix = full.strip_suffix(origin.name)?;
+        if let Some(policy) = reader_of(origin.name).filter(|policy| !is_used(policy)) {
+            let used = strategies.join(", ");
+            return Some(format!(
+                "{full} has no effect without {prefix}ROUTING_ALGORITHM={policy} or --router-mode {policy}: \
+                 the policy is {used}"
+            ));
+        }
         Some(match origin.name {
             "PREFIX_CACHE_BLOCK_SIZE" if is_indexed => format!(
                 "{full} has no effect on models with engines that publish KV events: prefix-cache counts \

@@ -323,7 +323,8 @@ fn variables_that_change_nothing_are_named_with_what_lets_them_count() {
             };
             Some(value.to_owned())
         };
-        Settings::read(profile, lookup).unwrap().without_effect(has_events)
+        let strategies = ["prefix_cache:2,vtc-basic"];
+        Settings::read(profile, lookup).unwrap().without_effect(&strategies, has_events)
     };
     let size = "AIBRIX_PREFIX_CACHE_BLOCK_SIZE has no effect on models with engines that publish KV \
                 events: prefix-cache counts the engines' own blocks there; \
@@ -345,8 +346,37 @@ fn variables_that_change_nothing_are_named_with_what_lets_them_count() {
     assert_eq!(without_effect(Profile::AibrixCompat, "auto", true), [size]);
     assert!(without_effect(Profile::AibrixCompat, "false", true).is_empty());
     for profile in Profile::ALL {
-        assert!(Settings::new(profile).without_effect(true).is_empty());
+        assert!(Settings::new(profile).without_effect(&["auto"], true).is_empty());
     }
+}
+
+#[test]
+fn variables_of_a_policy_that_is_not_used_are_named() {
+    let lookup = |name: &str| {
+        let value = match name {
+            "AIBRIX_PREFIX_CACHE_BLOCK_SIZE" | "AIBRIX_SESSION_MAX_SESSIONS" => "16",
+            "KVFLASH_ROUTER_VTC_BASIC_MAX_POD_LOAD" => "50",
+            _ => return None,
+        };
+        Some(value.to_owned())
+    };
+    let settings = Settings::read(Profile::Document, lookup).unwrap();
+    let unused = |strategies: &[&str]| settings.without_effect(strategies, false);
+    let all = unused(&["auto"]);
+    assert_eq!(
+        all,
+        [
+            ("AIBRIX_PREFIX_CACHE_BLOCK_SIZE", "AIBRIX_", "prefix-cache"),
+            ("KVFLASH_ROUTER_VTC_BASIC_MAX_POD_LOAD", "KVFLASH_", "vtc-basic"),
+            ("AIBRIX_SESSION_MAX_SESSIONS", "AIBRIX_", "session-affinity"),
+        ]
+        .map(|(full, prefix, policy)| format!(
+            "{full} has no effect without {prefix}ROUTING_ALGORITHM={policy} or --router-mode {policy}: \
+             the policy is auto"
+        ))
+    );
+    assert_eq!(unused(&["Prefix_Aware"]).len(), 2);
+    assert_eq!(unused(&["vtc-basic:2,least-request", "session-affinity"]).len(), 1);
 }
 
 #[test]
