@@ -81,7 +81,7 @@ def parse(
     add_settings(flags, routing, {"policy": _policy, **parsers})
     flags.preset("load_aware", _LOAD_AWARE)
     flags.preset("durable_kv_events", {"event_plane": "nats"})
-    flags.mark("is_kv_meant", _COST_OF_KV)
+    flags.mark("is_kv_meant", [one.dest for one in routing if one.is_of_formula])
     flags.mark("is_router_ttl_meant", ("router_ttl",))
     return _settle(vars(flags.parse(argv)))
 
@@ -98,20 +98,6 @@ def _policy(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
 
-
-#: Settings of the cost of ``kv``: setting any of them selects that mode.
-_COST_OF_KV = (
-    "kv_overlap_score_weight",
-    "router_kv_overlap_score_credit",
-    "router_kv_overlap_score_credit_decay",
-    "router_prefill_load_scale",
-    "router_prefill_tokens_per_second",
-    "router_active_request_weight",
-    "track_active_blocks",
-    "track_output_blocks",
-    "track_prefill_tokens",
-    "assume_kv_reuse",
-)
 
 #: Settings that ``--load-aware`` expands to.
 _LOAD_AWARE = {

@@ -45,6 +45,19 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _SIZES = {(1, False): byte_count, (1, True): size_or_zero, (2**20, True): memory_limit}
+# Settings of kv's formula, by key: giving any of them, even its default, makes kv the default.
+_OF_FORMULA = (
+    "overlap_score_weight",
+    "overlap_score_credit",
+    "overlap_score_credit_decay",
+    "prefill_load_scale",
+    "prefill_tokens_per_s",
+    "active_request_weight",
+    "track_active_blocks",
+    "track_output_blocks",
+    "track_prefill_tokens",
+    "assume_kv_reuse",
+)
 # Settings outside of the core: locations of workers, replica sync, Python's log.
 _OUR_SECTIONS = ("Workers", "Replicas")
 _OUR_KEYS = ("log_level", "log_format")
@@ -94,6 +107,11 @@ class Setting:
         """The attribute that its flags set."""
         is_named = self.kind not in ("bool", "texts") and self.flags
         return _field(self.flags[0]) if is_named else self.key
+
+    @property
+    def is_of_formula(self) -> bool:
+        """Whether giving it makes ``kv`` the default policy."""
+        return self.key in _OF_FORMULA
 
     @property
     def names(self) -> set[str]:

@@ -13,11 +13,12 @@ import pytest
 from support_stage import Stage
 
 from kvflash import command
-from kvflash.compat.dynamo import main
+from kvflash.compat.dynamo import KvRouterConfig, main
 from kvflash.compat.dynamo.modules import MODULES
 from service import until
 
 ROOT = Path(__file__).parents[2]
+BLOCK = 16
 THROUGH = "kvflash.compat.dynamo"
 
 SCRIPT = """\
@@ -67,6 +68,27 @@ def test_a_script_runs_with_names_of_arguments_and_results(stage: Stage) -> None
         "direct() takes instance_id or component_id, and one is missing",
         "direct() takes request or input, and one is given twice",
     ]
+
+
+def test_the_formula_of_the_documents_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their example: prefill 8, 5 and 2 blocks, decode 10, 5 and 9, so cost 18, 10 and 11."""
+    for name in ("KVFLASH_ROUTING_ALGORITHM", "ROUTING_ALGORITHM"):
+        monkeypatch.delenv(name, raising=False)
+    core = KvRouterConfig(use_kv_events=False).make_core(BLOCK)
+    core.set_workers([(1, 0), (2, 0), (3, 0)])
+    prompt = list(range(10 * BLOCK))
+    for worker, cached, active in ((1, 2, 10), (2, 5, 5), (3, 8, 9)):
+        core.reserve(prompt[: cached * BLOCK], f"cached-{worker}", {"worker_id": worker})
+        core.free(f"cached-{worker}")
+        other = [1_000 * worker + at for at in range(active * BLOCK)]
+        core.reserve(other, f"active-{worker}", {"worker_id": worker})
+        core.mark_prefill_complete(f"active-{worker}")
+    chosen = [core.query(prompt) for _ in range(20)]
+    assert {(worker, overlap) for worker, _, overlap, _ in chosen} == {(2, 5)}
+    assert KvRouterConfig().make_core(BLOCK).policy == "kv"
+    assert KvRouterConfig(router_mode="random").make_core(BLOCK).policy == "random"
+    monkeypatch.setenv("KVFLASH_ROUTING_ALGORITHM", "least-request")
+    assert KvRouterConfig().make_core(BLOCK).policy == "least-request"
 
 
 def test_a_command_runs_under_its_other_name(stage: Stage) -> None:

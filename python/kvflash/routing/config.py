@@ -51,8 +51,8 @@ class KvRouterConfig:
 
     Attributes:
         router_mode: The routing policy: a name, several with weights, or your own class. Default:
-            ``KVFLASH_ROUTING_ALGORITHM`` in the environment, else ``auto``, or ``kv`` if one of its
-            cost settings is not the default.
+            ``KVFLASH_ROUTING_ALGORITHM`` in the environment, else ``auto``, or ``kv`` if a setting
+            of its cost is given, even with its default.
         policy_profile: Defaults of policies: ``document`` or ``aibrix-compat``.
         shadow_policies: Policies that run alongside and are only counted; at most four. A policy
             may have its own settings: ``kv:overlap_score_weight=8,temperature=0.5``.
@@ -161,6 +161,8 @@ class KvRouterConfig:
     durable_kv_events: bool = False
     router_replica_sync: bool = False
     router_reset_states: bool = False
+    # Whether kv is the default of router_mode.
+    _is_kv_meant = False
 
     def __new__(cls, *_: object, **settings: object) -> KvRouterConfig:
         """Refuse an unknown setting, and suggest the closest known one."""
@@ -170,7 +172,12 @@ class KvRouterConfig:
                 raise TypeError(
                     f"{cls.__name__} has no setting {name!r}{did_you_mean(name, known)}"
                 )
-        return super().__new__(cls)
+        config = super().__new__(cls)
+        # dataclasses.replace() gives every setting: then only the core, by their values, decides.
+        is_copy = len(settings) == len(known)
+        if not is_copy and any(_settings()[name].is_of_formula for name in settings):
+            object.__setattr__(config, "_is_kv_meant", True)
+        return config
 
     def __post_init__(self) -> None:
         for name, setting in _settings().items():
@@ -252,6 +259,7 @@ class KvRouterConfig:
             if setting.section != "Replicas"
         }
         settings["policy"] = self.router_mode if isinstance(self.router_mode, str) else None
+        settings["is_kv_meant"] = self._is_kv_meant
         settings["min_initial_workers"] = self._min_initial_workers()
         return RouterCore(
             block_size=block_size,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -70,6 +72,27 @@ def core(**settings: Any) -> RouterCore:
     made = RouterCore(block_size=4, seed=1, **settings)
     made.set_workers([(1, 0), (2, 0), (3, 0)])
     return made
+
+
+@pytest.mark.parametrize(
+    ("given", "policy"),
+    [
+        ({}, "auto"),
+        ({"overlap_score_weight": 1.0}, "kv"),
+        ({"overlap_score_credit": 1.0}, "kv"),
+        ({"router_track_active_blocks": True}, "kv"),
+        ({"router_temperature": 0.5}, "auto"),
+        ({"use_kv_events": False}, "auto"),
+        ({"overlap_score_weight": 1.0, "router_mode": "auto"}, "auto"),
+    ],
+    ids=str,
+)
+def test_a_setting_of_the_formula_selects_it(given: dict[str, Any], policy: str) -> None:
+    config = KvRouterConfig(**given)
+    assert config.make_core(4).policy == policy
+    assert copy.copy(config).make_core(4).policy == policy
+    # A copy with changes gives every setting, so that only values other than the defaults count.
+    assert replace(KvRouterConfig(), log_decisions=True).make_core(4).policy == "auto"
 
 
 def sample(made: RouterCore, name: str, value: str = "") -> float:

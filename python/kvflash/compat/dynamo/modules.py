@@ -6,9 +6,10 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from kvflash import _core, llm, publisher, routing, runtime
+from kvflash import _core, llm, publisher, runtime
 from kvflash.compat.dynamo.client import Client, DistributedRuntime, dynamo_worker
 from kvflash.compat.dynamo.indexer import KvIndexer
+from kvflash.compat.dynamo.router import KvPushRouter, KvRouterConfig
 
 __all__ = ["MODULES", "install"]
 
@@ -17,8 +18,8 @@ _LLM: dict[str, Any] = {
     "ForwardPassMetrics": publisher.ForwardPassMetrics,
     "KvEventPublisher": publisher.KvEventPublisher,
     "KvIndexer": KvIndexer,
-    "KvPushRouter": routing.KvPushRouter,
-    "KvRouterConfig": routing.KvRouterConfig,
+    "KvPushRouter": KvPushRouter,
+    "KvRouterConfig": KvRouterConfig,
     "KvStats": publisher.KvStats,
     "ModelInput": llm.ModelInput,
     "ModelRuntimeConfig": llm.ModelRuntimeConfig,
