@@ -131,7 +131,8 @@ class KvPushRouter:
             sampling_options: Passed on: temperature, top_p, ...
             output_options: Passed on.
             router_config_override: For this request only: overlap_score_weight,
-                overlap_score_credit, prefill_load_scale, router_temperature, assume_kv_reuse.
+                overlap_score_credit, prefill_load_scale, router_temperature, assume_kv_reuse. All
+                but the temperature are of kv's formula, which decides this request under auto.
             worker_id: The worker that must take the request; its load is booked all the same.
             dp_rank: The rank that must take it.
             extra_args: Passed on.

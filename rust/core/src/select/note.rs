@@ -15,7 +15,7 @@ macro_rules! log_decision {
     ($level:ident, $selector:expr, $ask:expr, $decision:expr) => {
         tracing::$level!(
             model = $selector.model.key.model_name, request_id = $ask.request_id,
-            worker = %$decision.worker, policy = %$selector.policy_name, reason = %$decision.reason,
+            worker = %$decision.worker, policy = %$selector.decided_by($decision), reason = %$decision.reason,
             isl_tokens = $ask.prompt.isl_tokens, overlap_blocks = $decision.overlap_blocks,
             predicted_blocks = $decision.terms().predicted_blocks, cost = $decision.terms().cost,
             ties = $decision.ties, margin = $decision.margin,
@@ -95,7 +95,7 @@ impl Selector {
             model: Arc::clone(&self.name),
             alias: ask.alias.map(Arc::from),
             decided_at_ms: self.clock.now_ms(),
-            policy: Arc::clone(&self.policy_name),
+            policy: self.decided_by(decision),
             worker: decision.worker,
             reason: decision.reason,
             ties: decision.ties,
@@ -115,11 +115,19 @@ impl Selector {
         }
     }
 
+    /// The policy that chose, which for a single request may be the built-in one instead of `auto`.
+    fn decided_by(&self, decision: &Decision<'_>) -> Arc<str> {
+        match decision.policy {
+            Some(policy) if &*self.policy_name == AUTO => policy.name().into(),
+            _ => Arc::clone(&self.policy_name),
+        }
+    }
+
     /// One line for the decision, and one for each candidate's cost: complete at level debug; short
     /// at level info, if decisions are logged.
     pub(super) fn log(&self, ask: &Ask<'_>, decision: &Decision<'_>) {
         let is_kv = decision.policy == Some(Policy::Kv);
-        let is_auto = &*self.policy_name == AUTO;
+        let is_auto = !is_kv && &*self.policy_name == AUTO;
         let prices = || decision.all_terms().filter(|_| is_auto);
         if self.logs_decisions && tracing::enabled!(tracing::Level::INFO) {
             log_decision!(info, self, ask, decision);

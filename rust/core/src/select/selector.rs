@@ -456,8 +456,13 @@ impl Selector {
 
     /// Whether the workers' overlaps with `prompt` affect the decision.
     pub fn uses_overlaps(&self, overrides: &RouteOverride, prompt: &Prompt) -> bool {
-        let is_asked = self.is_kv() && self.weight(overrides) > 0.0;
-        (is_asked || self.router.policies().needs_tokens()) && !prompt.locals.is_empty()
+        let (router, shadows) = (&self.router, &self.router.policies().shadows);
+        let is_needed = match router.decider(overrides) {
+            Some(policy) => policy.needs_tokens(),
+            None => router.config().policy == Policy::Kv && self.weight(overrides) > 0.0,
+        };
+        (is_needed || shadows.iter().any(|shadow| shadow.policy().needs_tokens()))
+            && !prompt.locals.is_empty()
     }
 
     /// Whether the workers' overlaps come from events; only computed for policies that need it.

@@ -165,6 +165,14 @@ pub struct RouteOverride {
 }
 
 impl RouteOverride {
+    /// Whether it replaces a setting of the formula of [`Policy::Kv`].
+    pub(super) const fn is_of_formula(&self) -> bool {
+        self.overlap_score_weight.is_some()
+            || self.overlap_score_credit.is_some()
+            || self.prefill_load_scale.is_some()
+            || self.assume_kv_reuse.is_some()
+    }
+
     pub(super) fn validate(&self) -> Result<()> {
         let fields = [
             ("overlap_score_weight", self.overlap_score_weight),

@@ -11,8 +11,8 @@ use super::route::{Router, State};
 use crate::error::{Error, Result};
 use crate::load::{ActiveSequences, Assignment, RequestId};
 use crate::policy::{
-    self, Candidate, Choice, Context, Decision, OutsideCandidate, OutsideRequest, Policy, Question,
-    RequestTerms,
+    self, AUTO, Candidate, Choice, Context, Decision, OutsideCandidate, OutsideRequest, Policy,
+    Question, RequestTerms, RoutePolicy,
 };
 use crate::select::ask::Ask;
 use crate::select::reservation::Reservation;
@@ -64,7 +64,8 @@ impl Router {
             (id, choice, seed)
         };
         self.policies.routed(&context, &considered.found(), &choice);
-        let decision = self.decision(&context, considered, &choice).drawn_from(seed);
+        let decision =
+            self.decision(&ask.overrides, &context, considered, &choice).drawn_from(seed);
         let told = !self.policies.is_empty();
         let tail = told.then(|| Box::new(Tail::new(ask, now_ms, context.memo.into_ticket())));
         Ok((Reservation::new(Arc::clone(self), id, decision.worker, now_ms, tail), decision))
@@ -92,7 +93,7 @@ impl Router {
             let choice = self.choose(&mut state, ask, &mut context, considered, &mut rng)?;
             (choice, seed)
         };
-        Ok(self.decision(&context, considered, &choice).drawn_from(seed))
+        Ok(self.decision(&ask.overrides, &context, considered, &choice).drawn_from(seed))
     }
 
     /// A decision about the current load, with a separate random draw: where chance decides,
@@ -142,14 +143,26 @@ impl Router {
         active.unseen_prefill_ms(context.model, context.request.uncached_tokens(chosen))
     }
 
+    /// The policy that decides about a request with these overrides, if it is not built in. Under
+    /// `auto` a request that overrides a setting of the formula, which `auto` does not have, is
+    /// decided by the formula.
+    pub(in crate::select) fn decider(
+        &self,
+        overrides: &RouteOverride,
+    ) -> Option<&Arc<dyn RoutePolicy>> {
+        let is_formula = |name| name == AUTO && overrides.is_of_formula();
+        self.policies.active.as_ref().filter(|active| !is_formula(active.name()))
+    }
+
     /// Converts `choice` to a decision.
     fn decision<'a>(
         &self,
+        overrides: &RouteOverride,
         context: &Context<'_>,
         considered: &'a Considered,
         choice: &Choice,
     ) -> Decision<'a> {
-        let built_in = self.policies.active.is_none().then_some(self.config.policy);
+        let built_in = self.decider(overrides).is_none().then_some(self.config.policy);
         let Considered { candidates, costs, .. } = considered;
         Decision::new(built_in, context.request, candidates, costs, choice)
     }
@@ -209,7 +222,7 @@ impl Router {
     ) -> Result<Choice> {
         self.gather(state, ask, context, considered)?;
         let (found, costs) = considered.parts();
-        let choice = match &self.policies.active {
+        let choice = match self.decider(&ask.overrides) {
             Some(active) => active.choose(context, &found, costs, rng),
             None => {
                 let decision =

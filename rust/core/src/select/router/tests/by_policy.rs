@@ -214,3 +214,41 @@ fn a_policy_outside_is_asked_about_those_that_may_take_it_and_its_scores_choose(
     assert!(router.question(&request(0, &[])).is_err());
     assert!(super::router(sized(4), [1, 2]).question(&request(8, &[])).unwrap().is_none());
 }
+
+#[test]
+fn under_auto_the_formula_decides_where_one_of_its_settings_is_overridden() {
+    let mut rng = SmallRng::seed_from_u64(1);
+    let active = registry::build("auto", &Settings::default(), &mut rng).unwrap();
+    let policies = Policies { active: Some(active), ..Policies::default() };
+    let clock = Arc::new(ManualClock::default());
+    let auto = Arc::new(Router::with_policies(sized(4), policies, clock).unwrap());
+    auto.set_workers(&workers([1, 2])).unwrap();
+    let formula = router(sized(4), [1, 2]);
+    let overlaps = [(Worker::new(2, 0), 2)];
+    let known = Known { overlaps: &overlaps, ..Known::default() };
+    let plain = Ask { known, ..request(16, &[1, 2, 3, 4]) };
+    let mut considered = Considered::default();
+    let warmer = RouteOverride { temperature: Some(0.5), ..RouteOverride::default() };
+    for overrides in [RouteOverride::default(), warmer] {
+        let asked = Ask { overrides, ..plain };
+        assert_eq!(auto.preview(&asked, &mut considered).unwrap().policy, None);
+    }
+    let (weight, no_reuse) = (Some(5.0), Some(false));
+    for overrides in [
+        RouteOverride { overlap_score_weight: weight, ..RouteOverride::default() },
+        RouteOverride { overlap_score_credit: weight, ..RouteOverride::default() },
+        RouteOverride { prefill_load_scale: weight, ..RouteOverride::default() },
+        RouteOverride { assume_kv_reuse: no_reuse, ..RouteOverride::default() },
+    ] {
+        let mut found = [&auto, &formula].map(|router| {
+            let mut considered = Considered::default();
+            let asked = Ask { overrides, ..plain };
+            let (_booking, decision) = router.route(&asked, &mut considered).unwrap();
+            let costs: Vec<f64> = decision.costs.iter().map(|one| one.cost).collect();
+            (decision.policy, decision.choice(), costs)
+        });
+        let by_formula = std::mem::take(&mut found[1].2);
+        assert_eq!((found[0].0, found[1].0), (Some(Policy::Kv), Some(Policy::Kv)));
+        assert_eq!((found[0].1, &found[0].2), (found[1].1, &by_formula), "{overrides:?}");
+    }
+}
