@@ -32,7 +32,8 @@ _ROUTING = (
 class KvPushRouter:
     """Sends each request to the worker that can serve it at the lowest cost.
 
-    Workers, ranks and event sockets come from the runtime's discovery, from the first call on. With
+    Workers, ranks and event sockets come from the runtime's discovery, from the first call on; that
+    call waits up to a second until the workers have replayed their earlier events. With
     KVFLASH_EVENT_PLANE=nats events come from the workers' stream, or from their local indexes.
     Several routers may live in one process; each has its own index and bookings. A call takes
     microseconds of the event loop, and some more for long prompts.

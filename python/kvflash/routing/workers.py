@@ -19,6 +19,8 @@ __all__ = ["Workers"]
 logger = logging.getLogger(__name__)
 
 RANKS_MAX = 1_024
+# Longest wait for the first replays, and the pause between two looks at them.
+REPLAY_S_MAX, REPLAY_STEP_S = 1.0, 0.002
 
 # A worker and a rank of it.
 Rank = tuple[int, int]
@@ -58,6 +60,7 @@ class Workers:
         self._model: tuple[str, str] | None = None
         self._members: Membership | None = None
         self._is_serving = False
+        self._replays_end_s: float | None = None
         # Unless it is running already.
         self._attached = asyncio.Event()
         self._attached.set()
@@ -78,12 +81,27 @@ class Workers:
     async def synced(self, timeout_s: float) -> None:
         """Wait until the current instances are known.
 
+        The first calls also wait until the instances have replayed their earlier events, for up to
+        a second, because their caches would count as empty until then.
+
         Raises:
             TransportError: Discovery did not answer in time.
         """
         await self._keys.synced(timeout_s)
         # Ends by itself once they are known.
         await self._attached.wait()
+        await self._caught_up()
+
+    async def _caught_up(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._replays_end_s is None:
+            self._replays_end_s = loop.time() + REPLAY_S_MAX
+        # The core's threads have no event to wait for, so this looks again every 2 ms.
+        while loop.time() < self._replays_end_s:
+            if self._core.is_caught_up:
+                self._replays_end_s = 0.0
+                return
+            await asyncio.sleep(REPLAY_STEP_S)
 
     async def close(self) -> None:
         """Stop following."""

@@ -213,6 +213,12 @@ impl RouterCore {
         self.uses_events
     }
 
+    /// Whether the first replay of every subscription is over, or can't come.
+    #[getter]
+    fn is_caught_up(&self, py: Python<'_>) -> bool {
+        py.detach(|| self.catalog.is_caught_up())
+    }
+
     /// Set the workers as (instance, rank); all others are forgotten.
     ///
     /// Raises:

@@ -24,6 +24,7 @@ class Core:
     """Counts what it is asked, and notes who is there."""
 
     uses_events = True
+    is_caught_up = True
     block_size = 4
 
     def __init__(self) -> None:

@@ -421,6 +421,29 @@ def test_without_weight_or_credit_nobody_listens() -> None:
     assert not KvRouterConfig(overlap_score_credit=0.0).make_core(16).uses_events
 
 
+def test_the_first_call_knows_what_the_workers_hold() -> None:
+    """Their replay takes a moment, which the first call waits for, up to its limit."""
+
+    async def work() -> None:
+        async with Stage() as stage:
+            home, silent = await stage.worker(), await stage.worker()
+            assert home.engine is not None
+            assert silent.engine is not None
+            home.hold(TOKENS)
+            silent.engine.gate.clear()
+            endpoint = stage.runtime().endpoint(PATH)
+            async with KvPushRouter(endpoint, BLOCK) as router:
+                assert await router.best_worker(TOKENS) == (home.id, 0, 4)
+                assert not router._core.is_caught_up
+            silent.engine.gate.set()
+            async with KvPushRouter(endpoint, BLOCK) as router:
+                assert await router.best_worker(TOKENS) == (home.id, 0, 4)
+                assert router._core.is_caught_up
+
+
+    run(work())
+
+
 def test_requests_are_refused_until_enough_workers_were_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -273,6 +273,16 @@ impl Publisher {
         self.state.lock().standing.has_connected()
     }
 
+    /// Whether what it published before the registration has been replayed, or can't be: it has no
+    /// replay endpoint, or the first replay failed.
+    pub(super) fn is_caught_up(&self) -> bool {
+        let evidence = self.evidence(&self.state.lock());
+        let codes = trust::findings(&evidence);
+        let can_replay = evidence.has_replay && self.counters.read().failed_replays == 0;
+        let awaits_replay = codes.has(Code::NoEventsYet) && can_replay;
+        !(codes.has(Code::NeverConnected) || codes.has(Code::CatchingUp) || awaits_replay)
+    }
+
     /// Reads the counters.
     pub fn counts(&self) -> EventCounts {
         self.counters.read()

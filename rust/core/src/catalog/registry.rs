@@ -489,6 +489,12 @@ impl Catalog {
         self.tables.read().publishers.values().cloned().collect()
     }
 
+    /// Whether the first replay of every publisher is over; see [`Unheard`](super::Unheard) for one
+    /// of them that is behind.
+    pub fn is_caught_up(&self) -> bool {
+        self.publishers().iter().all(|publisher| publisher.is_caught_up())
+    }
+
     /// Counters of all events since the start, including those of departed publishers.
     pub fn event_counts(&self) -> EventCounts {
         let tables = self.tables.read();

@@ -93,19 +93,21 @@ impl Bench {
     /// Events of these workers are heard from now on.
     fn register(&self, workers: u64) {
         for id in 0..workers {
-            self.catalog
-                .register(Registration {
-                    worker: worker(id),
-                    key: self.selector.model().key.clone(),
-                    block_size: self.selector.model().block_size(),
-                    endpoint: format!("tcp://127.0.0.1:{}", 5_000 + id),
-                    replay_endpoint: None,
-                    capacity_blocks: None,
-                    identity: Identity::default(),
-                    facts: EngineFacts::default(),
-                    source: Source::Zmq,
-                })
-                .unwrap();
+            self.catalog.register(self.registration(worker(id))).unwrap();
+        }
+    }
+
+    fn registration(&self, at: Worker) -> Registration {
+        Registration {
+            worker: at,
+            key: self.selector.model().key.clone(),
+            block_size: self.selector.model().block_size(),
+            endpoint: format!("tcp://127.0.0.1:{}", 5_000 + at.instance_id),
+            replay_endpoint: None,
+            capacity_blocks: None,
+            identity: Identity::default(),
+            facts: EngineFacts::default(),
+            source: Source::Zmq,
         }
     }
 

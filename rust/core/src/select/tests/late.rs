@@ -83,6 +83,33 @@ fn a_replay_is_not_known_before_its_end() {
 }
 
 #[test]
+fn the_first_replay_is_over_when_it_ended_or_can_not_come() {
+    let bench = plain(1);
+    assert!(bench.catalog.is_caught_up());
+    let subscribe = |replay: Option<&str>| {
+        let _gone = bench.catalog.unregister(0, "m", None, None);
+        let registration = Registration {
+            replay_endpoint: replay.map(str::to_owned),
+            ..bench.registration(worker(0))
+        };
+        let publisher = bench.catalog.register(registration).unwrap();
+        assert!(!bench.catalog.is_caught_up(), "it has not connected yet");
+        publisher.set_status(ListenerStatus::Active, None);
+        publisher
+    };
+    subscribe(None);
+    assert!(bench.catalog.is_caught_up());
+    for end in [(None, true), (Some("silent"), false)] {
+        let publisher = subscribe(Some("tcp://127.0.0.1:6000"));
+        assert!(!bench.catalog.is_caught_up(), "it is about to be asked");
+        publisher.replay_started();
+        assert!(!bench.catalog.is_caught_up());
+        publisher.replay_ended(end.0, end.1);
+        assert!(bench.catalog.is_caught_up(), "{end:?}");
+    }
+}
+
+#[test]
 fn what_an_engine_stored_before_it_was_heard_of_is_no_lie() {
     let bench = plain(2);
     bench.register(2);
