@@ -96,12 +96,13 @@ class KvRouterConfig:
         router_queue_policy: Order of the queue: ``fcfs`` (first come, first served), ``lcfs`` (last
             come, first served) or ``wspt`` (least left to prefill first).
         router_queue_limit: Maximum queued requests.
-        router_queue_timeout: Longest wait in the queue; unit seconds.
+        router_queue_timeout: Longest wait in the queue, and for min_initial_workers; unit seconds.
         router_queue_batched_tokens: Batch size assumed for workers that do not report one; unit
             tokens.
         max_requests: Maximum concurrent requests.
         min_initial_workers: Workers that must have been present at once before the first request is
-            accepted; until then requests are refused with NoWorkerError. None: from the environment
+            routed. Requests wait for them for up to router_queue_timeout; NoWorkerError after that.
+            None: from the environment
             (KVFLASH_MIN_INITIAL_WORKERS, KVFLASH_ROUTER_MIN_INITIAL_WORKERS,
             DYN_ROUTER_MIN_INITIAL_WORKERS), else 0.
         decision_journal_bytes: Memory for past decisions, for :meth:`KvPushRouter.why`.
@@ -213,7 +214,12 @@ class KvRouterConfig:
             router_reset_states=self.router_reset_states,
         )
 
-    def _min_initial_workers(self) -> int:
+    def workers_to_wait_for(self) -> int:
+        """``min_initial_workers``, or what the environment says.
+
+        Raises:
+            ConfigError: A variable is not a number of workers; names it.
+        """
         if self.min_initial_workers is not None:
             return self.min_initial_workers
         name, text = agreed(*_MIN_INITIAL_WORKERS) or ("", "0")
@@ -260,7 +266,7 @@ class KvRouterConfig:
         }
         settings["policy"] = self.router_mode if isinstance(self.router_mode, str) else None
         settings["is_kv_meant"] = self._is_kv_meant
-        settings["min_initial_workers"] = self._min_initial_workers()
+        settings["min_initial_workers"] = self.workers_to_wait_for()
         return RouterCore(
             block_size=block_size,
             model_name=model_name,

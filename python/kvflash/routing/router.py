@@ -56,6 +56,7 @@ class KvPushRouter:
         self.endpoint = endpoint
         self.block_size = block_size
         self.config = kv_router_config or KvRouterConfig()
+        self._min_workers = self.config.workers_to_wait_for()
         self._policy = self.config.make_policy()
         self._core = self.config.make_core(block_size, policy=self._policy)
         self._client = endpoint.client()
@@ -222,7 +223,7 @@ class KvPushRouter:
     async def _send(
         self, request: dict[str, Any], options: dict[str, Any], request_id: str | None
     ) -> RoutedStream:
-        await self._started()
+        await self._opened()
         name = request_id or secrets.token_hex(16)
         options |= {"lora_name": request.get("lora_name"), "cache_salt": request.get("cache_salt")}
         if not options["expected_output_tokens"]:
@@ -294,7 +295,7 @@ class KvPushRouter:
             AllBusyError: All of these are busy.
             ConflictError: A request of that name is active.
         """
-        await self._started()
+        await self._opened()
         options = override_options(router_config_override)
         options |= {
             "worker_id": worker_id,
@@ -509,6 +510,14 @@ class KvPushRouter:
             self._starting = None
             raise
         await self._workers.synced(SYNC_TIMEOUT_S)
+
+    async def _opened(self) -> None:
+        """As :meth:`_started`, and wait for the workers that must be there before any request."""
+        await self._started()
+        # The core refuses the request if they did not come in time.
+        await self._workers.wait_for(self._min_workers, self.config.router_queue_timeout)
+        if self._is_closed:
+            raise ClosedError("the router was closed while a request waited for workers")
 
     async def _start(self) -> None:
         # Without events no server is needed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -61,6 +62,10 @@ class Workers:
         self._members: Membership | None = None
         self._is_serving = False
         self._replays_end_s: float | None = None
+        self._is_closed = False
+        # The most instances that were present at once, and a pulse when that changes.
+        self._ids_max = 0
+        self._grew = asyncio.Event()
         # Unless it is running already.
         self._attached = asyncio.Event()
         self._attached.set()
@@ -92,6 +97,19 @@ class Workers:
         await self._attached.wait()
         await self._caught_up()
 
+    async def wait_for(self, count: int, timeout_s: float) -> None:
+        """Wait until so many instances have been present at once, or for the time, or the end."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._have_been(count), timeout_s)
+
+    async def _have_been(self, count: int) -> None:
+        while self._ids_max < count and not self._is_closed:
+            await self._grew.wait()
+
+    def _pulse(self) -> None:
+        self._grew.set()
+        self._grew.clear()
+
     async def _caught_up(self) -> None:
         loop = asyncio.get_running_loop()
         if self._replays_end_s is None:
@@ -105,6 +123,8 @@ class Workers:
 
     async def close(self) -> None:
         """Stop following."""
+        self._is_closed = True
+        self._pulse()
         await self._keys.close()
         if self._members is not None:
             self._members.close()
@@ -160,6 +180,9 @@ class Workers:
                 self._core.set_workers(workers)
                 before, self._workers = set(self.ids), workers
                 self._share(before, set(self.ids))
+                if len(self.ids) > self._ids_max:
+                    self._ids_max = len(self.ids)
+                    self._pulse()
         except KvflashError as error:
             logger.error("the router refused some workers: %s", error)
             return

@@ -12,6 +12,7 @@ import pytest
 
 from kvflash import (
     AllBusyError,
+    ClosedError,
     ConfigError,
     ConflictError,
     InvalidArgumentError,
@@ -440,35 +441,34 @@ def test_the_first_call_knows_what_the_workers_hold() -> None:
                 assert await router.best_worker(TOKENS) == (home.id, 0, 4)
                 assert router._core.is_caught_up
 
-
     run(work())
 
 
-def test_requests_are_refused_until_enough_workers_were_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_requests_wait_until_enough_workers_were_there(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         async with Stage() as stage:
             first = await stage.worker()
-            router = await stage.router(1)
+            hasty = await stage.router(1, router_queue_timeout=0.01)
             wanted = "starting: 1 of the 2 workers that must be there first"
             for refused in (
-                router.generate(TOKENS),
-                router.best_worker(TOKENS),
-                router.best_worker(TOKENS, request_id="r"),
+                hasty.generate(TOKENS),
+                hasty.best_worker(TOKENS),
+                hasty.best_worker(TOKENS, request_id="r"),
             ):
                 with pytest.raises(NoWorkerError, match=wanted):
                     await refused
-            assert is_idle(router)
+            assert is_idle(hasty)
+            router, closed = await stage.router(1), await stage.router(1)
+            waiting = asyncio.gather(router.generate(TOKENS), router.best_worker(TOKENS))
+            given_up = asyncio.ensure_future(closed.generate(TOKENS))
+            assert not (await asyncio.wait([waiting, given_up], timeout=0.05))[0]
+            await closed.aclose()
+            with pytest.raises(ClosedError, match="while a request waited for workers"):
+                await given_up
             second = await stage.worker()
-
-            async def is_open() -> bool:
-                try:
-                    return bool(await router.best_worker(TOKENS))
-                except NoWorkerError:
-                    return False
-
-            await eventually(is_open, "the second worker")
+            stream, best = await waiting
+            assert {stream.worker_id, best.worker_id} <= {first.id, second.id}
+            assert len([item async for item in stream]) == 4
             await second.stop()
 
             async def is_alone() -> bool:
