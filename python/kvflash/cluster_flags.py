@@ -38,15 +38,18 @@ class ClusterFlags:
                     f"{flag} needs {needs}: replicas find each other and their workers there"
                 )
 
-    def without_effect(self, setting: str) -> list[str]:
+    def without_effect(self, setting: str, *, uses_events: bool = True) -> list[str]:
         """Settings that have no effect without NATS, each with the reason and the missing setting.
 
         Args:
             setting: The setting that would select events over NATS; a flag makes the others flags
                 too.
+            uses_events: Whether the router follows engines' events at all.
         """
         if self.event_plane == "nats":
-            return []
+            if uses_events or not self.router_reset_states:
+                return []
+            return ["the workers' stream is not reset: the router does not follow their events"]
         is_flag = setting.startswith("--")
         found = []
         for field_name, is_set, why in (

@@ -99,6 +99,7 @@ class _Watched:
             frontend.catalog,
             frontend.bookings,
             args,
+            uses_events=frontend.uses_events,
             open_discovery=lambda: open_discovery(kind),
             show_metrics=reports.metrics_of("cluster"),
             show_warnings=reports.warnings_of("cluster"),

@@ -60,6 +60,7 @@ class RouterService:
             self._core.catalog,
             self._core.bookings,
             args,
+            uses_events=self._core.uses_events,
             open_discovery=open_discovery,
             show_metrics=self._core.set_more_metrics,
             is_strict=True,

@@ -36,6 +36,7 @@ class Cluster:
         catalog: Receives the events.
         bookings: The router's bookings; None: there are none to share.
         flags: What to share, and how.
+        uses_events: Whether the router follows engines' events at all.
         open_discovery: Opens the discovery that lists workers, in the event loop that uses it.
         show_metrics: Called twice a second with lines in the OpenMetrics text format.
         show_warnings: Called as often with the reasons why the state is incomplete, as text.
@@ -49,6 +50,7 @@ class Cluster:
         bookings: Bookings | None,
         flags: ClusterFlags,
         *,
+        uses_events: bool = True,
         open_discovery: Callable[[], Discovery],
         show_metrics: Callable[[str], None] | None = None,
         show_warnings: Callable[[list[str]], None] | None = None,
@@ -58,7 +60,9 @@ class Cluster:
         self._catalog, self._flags, self._make_discovery = catalog, flags, open_discovery
         self._show_warnings, self._setting = show_warnings, setting
         self._is_strict = is_strict
-        self.is_nats = flags.event_plane == "nats"
+        self._uses_events = uses_events
+        #: Whether events come over NATS.
+        self.is_nats = uses_events and flags.event_plane == "nats"
         self._sharing: Sharing | None = None
         if flags.router_replica_sync and bookings is not None:
             self._sharing = Sharing(
@@ -87,9 +91,10 @@ class Cluster:
             TransportError: NATS or the discovery does not answer; the message says what to start.
             ConfigError: NATS refuses the login, or its client is not installed.
         """
-        for text in self._flags.without_effect(self._setting):
+        for text in self._flags.without_effect(self._setting, uses_events=self._uses_events):
             logger.warning("%s", text)
-        if not self.is_nats:
+        shares_by_nats = self._sharing is not None and self._flags.event_plane == "nats"
+        if not (self.is_nats or shares_by_nats):
             return
         try:
             from kvflash.transport.nats_connection import check_server  # noqa: PLC0415
@@ -136,7 +141,8 @@ class Cluster:
         """Log once if a worker announces events that this router does not receive."""
         for where in events.values():
             endpoint = str(where.get("endpoint"))
-            if self.is_nats or not is_brokered(where) or instance_id in self._warned:
+            is_received = self.is_nats or not self._uses_events or not is_brokered(where)
+            if is_received or instance_id in self._warned:
                 continue
             self._warned.add(instance_id)
             logger.error(

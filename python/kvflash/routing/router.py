@@ -475,6 +475,7 @@ class KvPushRouter:
             self._core.catalog,
             self._core.bookings,
             self._flags,
+            uses_events=self._core.uses_events,
             open_discovery=self._discovery.twin,
             setting="KVFLASH_EVENT_PLANE=nats",
             is_strict=True,
@@ -520,8 +521,6 @@ class KvPushRouter:
             raise ClosedError("the router was closed while a request waited for workers")
 
     async def _start(self) -> None:
-        # Without events no server is needed.
-        if self._workers.is_brokered or not self._cluster.is_nats:
-            await asyncio.to_thread(self._cluster.check)
+        await asyncio.to_thread(self._cluster.check)
         self._is_started = True
         self._workers.start()

@@ -57,7 +57,7 @@ class Workers:
         self._reported: dict[Rank, dict[str, int | None]] = {}
         self._warned: set[int] = set()
         #: Events come over NATS.
-        self.is_brokered = cluster.is_nats and core.uses_events
+        self.is_brokered = cluster.is_nats
         self._model: tuple[str, str] | None = None
         self._members: Membership | None = None
         self._is_serving = False

@@ -34,6 +34,7 @@ use super::settings::{finish, given};
 pub(super) struct Frontend {
     catalog: Arc<catalog::Catalog>,
     app: FrontendApp,
+    uses_events: bool,
     service: Service,
 }
 
@@ -80,6 +81,7 @@ impl Frontend {
             http,
             own,
         };
+        let uses_events = options.uses_events();
         let (threads, drain, http) = (options.threads, options.drain_timeout, options.http.clone());
         let clock = Arc::new(SystemClock::default());
         let catalog = Arc::new(catalog::Catalog::new(routing.limits, clock.clone()));
@@ -87,7 +89,7 @@ impl Frontend {
             let shutdown = http.shutdown().clone();
             let app = FrontendApp::new(options, Arc::clone(&catalog), clock, shutdown)?;
             let service = Service::new(threads, &http, drain)?;
-            Ok(Self { catalog, app, service })
+            Ok(Self { catalog, app, uses_events, service })
         })
         .or_raise(py)
     }
@@ -96,6 +98,13 @@ impl Frontend {
     #[getter]
     fn catalog(&self) -> Catalog {
         Catalog { inner: Arc::clone(&self.catalog) }
+    }
+
+    /// Whether engines' events are followed: they are on, caches have a weight, and no other indexer
+    /// is asked.
+    #[getter]
+    fn uses_events(&self) -> bool {
+        self.uses_events
     }
 
     /// The bookings shared with replicas.

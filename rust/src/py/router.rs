@@ -35,6 +35,7 @@ use super::settings::{finish, given};
 pub(super) struct Router {
     catalog: Arc<catalog::Catalog>,
     app: RouterApp,
+    uses_events: bool,
     service: Arc<Service>,
 }
 
@@ -102,13 +103,14 @@ impl Router {
             http,
             own,
         };
+        let uses_events = options.follows_events();
         let (threads, drain, http) = (options.threads, options.drain_timeout, options.http.clone());
         let clock = Arc::new(SystemClock::default());
         let catalog = Arc::new(catalog::Catalog::new(routing.limits, clock.clone()));
         py.detach(|| {
             let app = RouterApp::new(options, Arc::clone(&catalog), clock)?;
             let service = Service::new(threads, &http, drain)?;
-            Ok(Self { catalog, app, service: Arc::new(service) })
+            Ok(Self { catalog, app, uses_events, service: Arc::new(service) })
         })
         .or_raise(py)
     }
@@ -117,6 +119,13 @@ impl Router {
     #[getter]
     fn catalog(&self) -> Catalog {
         Catalog { inner: Arc::clone(&self.catalog) }
+    }
+
+    /// Whether engines' events are followed: they are on, caches have a weight, and no other indexer
+    /// is asked.
+    #[getter]
+    fn uses_events(&self) -> bool {
+        self.uses_events
     }
 
     /// The bookings shared with replicas.

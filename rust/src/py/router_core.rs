@@ -142,16 +142,13 @@ impl RouterCore {
         let Routing { selector: mut config, policies, queue, limits, .. } = routing;
         let block_size = index::block_size(py, block_size)?;
         (config.router.block_size, config.router.max_requests) = (block_size, max_requests);
-        let router = &config.router;
-        let weighs_overlap =
-            router.overlap_score_weight > 0.0 && router.scale.overlap_score_credit > 0.0;
+        let uses_events = routing.uses_events && config.router.weighs_overlap();
         let clock = Arc::new(SystemClock::default());
         let catalog = Arc::new(catalog::Catalog::new(limits, clock.clone()));
         let key = ModelKey { model_name: model_name.to_owned(), tenant_id: tenant_id.to_owned() };
         let model = catalog.model_or_create(&key, Some(block_size)).or_raise(py)?;
         let selector =
             Selector::with_policies(config, policies, model, clock.clone()).or_raise(py)?;
-        let uses_events = routing.uses_events && weighs_overlap;
         let selector = Arc::new(selector);
         queue.as_ref().map_or(Ok(()), QueueOptions::check).or_raise(py)?;
         let component = Component {

@@ -10,7 +10,7 @@ import pickle
 
 import pytest
 
-from kvflash import KvRouterConfig
+from kvflash import KvRouterConfig, _core
 from kvflash.cluster_flags import ClusterFlags
 from kvflash.config import bounded_float, bounded_int, byte_count, optional
 from kvflash.errors import ConfigError
@@ -558,6 +558,20 @@ def test_settings_of_nats_without_it_are_named_with_what_to_add(monkeypatch):
     assert server.startswith("NATS_SERVER has no effect on KV events without --event-plane nats")
     nats = ClusterFlags(event_plane="nats", router_reset_states=True, router_snapshot_threshold=5)
     assert nats.without_effect(flag) == []
+    (reset,) = nats.without_effect(flag, uses_events=False)
+    assert reset.startswith("the workers' stream is not reset")
+
+
+@pytest.mark.parametrize("make", [_core.Frontend, _core.Router])
+def test_events_are_followed_only_if_they_can_matter(make):
+    assert make().uses_events
+    for off in (
+        {"use_kv_events": False},
+        {"overlap_score_weight": 0.0},
+        {"overlap_score_credit": 0.0},
+        {"remote_indexer": "http://127.0.0.1:9"},
+    ):
+        assert not make(**off).uses_events
 
 
 def test_a_setting_that_is_not_known_is_refused_with_what_was_meant():

@@ -12,6 +12,7 @@ import pytest
 
 from kvflash import ConfigError, DistributedRuntime
 from kvflash.router import RouterService
+from kvflash.transport.names import stream_name
 from servers import NatsServer, free_port
 from service import Http, Process, until
 from support_cluster import MODEL, Cluster, overlap, prompt
@@ -198,6 +199,40 @@ def test_an_index_of_the_workers_own_tells_a_new_router_all(
     one = router()
     until(lambda: one.workers() == set(workers.ids), "the workers")
     until(one.knows_all, "the workers' dumps")
+
+
+@pytest.mark.parametrize("off", [("--no-kv-events",), ("--kv-overlap-score-weight", "0")], ids=str)
+def test_without_events_nothing_reads_the_stream(
+    cluster: Cluster, router: Callable[..., Router], off: tuple[str, ...]
+) -> None:
+    workers = cluster.workers(*NATS)
+    frontend = cluster.frontend(workers, *NATS, *off)
+    for family in FAMILIES:
+        assert overlap(frontend, family) == 0
+    one = router(*off)
+    until(lambda: one.workers() == set(workers.ids), "the workers")
+    assert {one.known(family) for family in FAMILIES} == {0}
+    assert consumers(cluster) == []
+    # Without events and replicas, no server is needed either.
+    cluster.env["NATS_SERVER"] = f"nats://127.0.0.1:{free_port()}"
+    router(*off)
+    assert overlap(cluster.frontend(workers, *NATS, *off), 1) == 0
+
+
+def consumers(cluster: Cluster) -> list[str]:
+    """The readers of the component's stream."""
+
+    async def look() -> list[str]:
+        import nats  # noqa: PLC0415
+
+        client = await nats.connect(cluster.env["NATS_SERVER"])
+        try:
+            found = await client.jetstream().consumers_info(stream_name("ns", "backend"))
+            return [one.name for one in found]
+        finally:
+            await client.close()
+
+    return asyncio.run(look())
 
 
 def test_what_is_missing_is_named(cluster: Cluster) -> None:

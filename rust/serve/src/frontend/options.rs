@@ -141,8 +141,7 @@ impl FrontendOptions {
     pub fn uses_events(&self) -> bool {
         self.overlap != Overlap::Predictions
             && self.remote_indexer.is_none()
-            && self.router.overlap_score_weight > 0.0
-            && self.router.scale.overlap_score_credit > 0.0
+            && self.router.weighs_overlap()
     }
 
     /// Checks what the types can't express.

@@ -87,6 +87,6 @@ impl RouterOptions {
     /// Whether engines' events are followed: only if they are used.
     pub fn follows_events(&self) -> bool {
         let is_own = self.use_kv_events && self.remote_indexer.is_none();
-        is_own && self.selector.router.overlap_score_weight > 0.0
+        is_own && self.selector.router.weighs_overlap()
     }
 }

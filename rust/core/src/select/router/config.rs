@@ -133,6 +133,11 @@ impl RouterConfig {
         fault.map_or(Ok(()), |fault| Err(Error::Config(fault)))
     }
 
+    /// Whether caches count at all.
+    pub fn weighs_overlap(&self) -> bool {
+        self.overlap_score_weight > 0.0 && self.scale.overlap_score_credit > 0.0
+    }
+
     /// `estimates_queue`: see [`LoadConfig::estimates_queue`].
     pub(super) fn load(&self, estimates_queue: bool) -> LoadConfig {
         LoadConfig {
