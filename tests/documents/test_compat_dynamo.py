@@ -14,6 +14,7 @@ from support_stage import Stage
 
 from kvflash import command
 from kvflash.compat.dynamo import KvRouterConfig, main
+from kvflash.compat.dynamo.flags import translate
 from kvflash.compat.dynamo.modules import MODULES
 from service import until
 
@@ -95,6 +96,14 @@ def test_a_command_runs_under_its_other_name(stage: Stage) -> None:
     assert ready.json[0]["service"] == "frontend"
     http = stage.http(8001)
     assert until(lambda: http.get("/v1/models"), "the models")["data"] == []
+
+
+def test_the_indexers_metrics_have_their_documented_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("KVFLASH_METRICS_PREFIX", "DYN_METRICS_PREFIX"):
+        monkeypatch.delenv(name, raising=False)
+    assert translate("indexer", ["--port", "1"]) == ["--metrics-prefix", "dynamo", "--port", "1"]
+    monkeypatch.setenv("DYN_METRICS_PREFIX", "mine")
+    assert translate("indexer", ["--port", "1"]) == ["--port", "1"]
 
 
 @pytest.mark.parametrize(

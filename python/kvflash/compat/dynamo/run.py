@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvflash import command
+from kvflash.compat.dynamo.flags import translate
+from kvflash.errors import ConfigError
 
 __all__ = ["main"]
 
@@ -51,7 +53,10 @@ def _run_command(words: Sequence[str]) -> int:
     if name in ("frontend", "router"):
         # Dynamo's routers log each worker's cost, too.
         os.environ.setdefault("KVFLASH_LOG_DECISIONS", "1")
-    return command.main([name, *words[1:]])
+    try:
+        return command.main([name, *translate(name, words[1:])])
+    except ConfigError as error:
+        return _refuse(f"dynamo.{name}: {error}")
 
 
 def _choose_event_plane() -> None:
