@@ -393,7 +393,8 @@ class Flags:
         """The variable that sets a flag, and its value; refused if two variables differ."""
         variable = self._variable(name)
         names = (variable, *others) if self._has_variables else ()
-        found = {n: os.environ[n] for n in names if n in os.environ}
+        # A variable that is set but empty counts as unset, as in a file of a container's variables.
+        found = {n: os.environ[n] for n in names if os.environ.get(n)}
         if name == "--port":
             # Kubernetes sets these for pods when a Service is named kvflash or kvflash-http.
             found = {n: text for n, text in found.items() if not text.startswith("tcp://")}

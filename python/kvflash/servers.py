@@ -123,6 +123,7 @@ class NatsSettings:
         Raises:
             ConfigError: A variable is invalid; names it.
         """
+        env = _filled(env)
         user, password = env.get("NATS_AUTH_USERNAME"), env.get("NATS_AUTH_PASSWORD")
         if (user is None) != (password is None):
             raise ConfigError("NATS_AUTH_USERNAME and NATS_AUTH_PASSWORD go together; one is set")
@@ -179,6 +180,7 @@ class EtcdSettings:
         Raises:
             ConfigError: A variable is invalid; names it.
         """
+        env = _filled(env)
         user, password = env.get("ETCD_AUTH_USERNAME"), env.get("ETCD_AUTH_PASSWORD")
         if (user is None) != (password is None):
             raise ConfigError("ETCD_AUTH_USERNAME and ETCD_AUTH_PASSWORD go together; one is set")
@@ -222,6 +224,11 @@ class EtcdSettings:
                     "ETCD_AUTH_CLIENT_CERT is set: nothing is sent in the clear then"
                 )
         return found
+
+
+def _filled(env: Environment) -> Environment:
+    """Without variables that are set but empty, which count as unset."""
+    return {name: value for name, value in env.items() if value}
 
 
 def agreed(*names: str) -> tuple[str, str] | None:

@@ -15,6 +15,9 @@ from kvflash.settings import Args, add_settings, of_table, table
 
 __all__ = ["IndexerArgs", "WorkerEntry", "parse_args", "parse_workers"]
 
+# Each serves /test/pause_listener and /test/resume_listener, for tests of lost events.
+_TEST_ENDPOINTS = ("KVFLASH_INDEXER_TEST_ENDPOINTS", "DYN_KV_INDEXER_TEST_ENDPOINTS")
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerEntry:
@@ -134,8 +137,8 @@ def parse_args(argv: Sequence[str] | None = None) -> IndexerArgs:
     add_config(flags)
     add_settings(flags, table("indexer"), {**PARSERS, "peers": _peers})
     args = flags.parse(argv)
-    # For tests of lost events while a listener does not read; not a flag for operators.
-    test_endpoints = os.environ.get("KVFLASH_INDEXER_TEST_ENDPOINTS", "0") not in ("", "0")
+    # Not a flag for operators.
+    test_endpoints = any(os.environ.get(name, "0") not in ("", "0") for name in _TEST_ENDPOINTS)
     given = {
         **vars(args),
         "workers": parse_workers(args.workers),

@@ -18,6 +18,7 @@ from kvflash.flags import Flags
 from kvflash.frontend import args as frontend
 from kvflash.frontend.app import main as run_frontend
 from kvflash.frontend.app import make_frontend
+from kvflash.indexer import args as indexer
 from kvflash.indexer.app import main
 from kvflash.indexer.args import IndexerArgs, WorkerEntry, parse_args, parse_workers
 from kvflash.router import args as router
@@ -538,6 +539,28 @@ def test_the_address_to_listen_on_goes_before_the_one_that_others_reach(monkeypa
         monkeypatch.delenv("KVFLASH_HOST")
         assert parse([]).host == "0.0.0.0"
         monkeypatch.delenv("KVFLASH_HTTP_HOST")
+
+
+@pytest.mark.parametrize("module", [frontend, router, indexer])
+def test_a_variable_that_is_empty_counts_as_unset(monkeypatch, module):
+    wanted = module.parse_args([])
+    for name in (
+        *("KVFLASH_PORT", "KVFLASH_MIN_INITIAL_WORKERS", "DYN_ROUTER_MIN_INITIAL_WORKERS"),
+        *("KVFLASH_ROUTER_MODE", "DYN_ROUTER_TEMPERATURE", "KVFLASH_WORKER", "KVFLASH_KV_EVENTS"),
+        *("KVFLASH_USE_REMOTE_INDEXER", "DYN_STORE_KV", "DYN_METRICS_PREFIX"),
+    ):
+        monkeypatch.setenv(name, "")
+    assert module.parse_args([]) == wanted
+    # Beside one with a value it is no contradiction.
+    monkeypatch.setenv("DYN_ROUTER_MIN_INITIAL_WORKERS", "2")
+    assert module.parse_args([]).min_initial_workers == 2
+
+
+@pytest.mark.parametrize("name", ["KVFLASH", "DYN_KV"])
+def test_paths_for_tests_of_an_indexer_are_served_on_request(monkeypatch, name):
+    for value, wanted in (("1", True), ("0", False), ("", False)):
+        monkeypatch.setenv(f"{name}_INDEXER_TEST_ENDPOINTS", value)
+        assert indexer.parse_args([]).test_endpoints is wanted
 
 
 def test_settings_of_nats_without_it_are_named_with_what_to_add(monkeypatch):

@@ -91,3 +91,11 @@ def test_files_that_are_no_certificates_are_named(tmp_path: Path, prefix: str) -
         TlsFiles(ca=str(file)).context(prefix)
     with pytest.raises(ConfigError, match=f"{prefix}(CLIENT_)?CERT and .*KEY must name .*x.pem"):
         TlsFiles(cert=str(file)).context(prefix)
+
+
+def test_variables_that_are_empty_count_as_unset() -> None:
+    names = ("USERNAME", "PASSWORD", "TOKEN", "NKEY", "CREDENTIALS_FILE")
+    nats = {f"NATS_AUTH_{name}": "" for name in names} | {"NATS_TLS_KEY": "", "NATS_SERVER": ""}
+    assert NatsSettings.from_env(nats) == NatsSettings()
+    names = ("USERNAME", "PASSWORD", "CA", "CLIENT_CERT", "CLIENT_KEY")
+    assert EtcdSettings.from_env({f"ETCD_AUTH_{name}": "" for name in names}) == EtcdSettings()
