@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 from support_stage import Stage
 
-from kvflash import command
+from kvflash import ConfigError, command
 from kvflash.compat.dynamo import KvRouterConfig, main
 from kvflash.compat.dynamo.flags import translate
 from kvflash.compat.dynamo.modules import MODULES
+from kvflash.discovery.opening import discovery_kind
+from kvflash.mocker.args import parse_args as parse_mocker
+from kvflash.runtime.settings import plane_name
 from service import until
 
 ROOT = Path(__file__).parents[2]
@@ -98,12 +101,97 @@ def test_a_command_runs_under_its_other_name(stage: Stage) -> None:
     assert until(lambda: http.get("/v1/models"), "the models")["data"] == []
 
 
-def test_the_indexers_metrics_have_their_documented_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("KVFLASH_METRICS_PREFIX", "DYN_METRICS_PREFIX"):
-        monkeypatch.delenv(name, raising=False)
-    assert translate("indexer", ["--port", "1"]) == ["--metrics-prefix", "dynamo", "--port", "1"]
-    monkeypatch.setenv("DYN_METRICS_PREFIX", "mine")
-    assert translate("indexer", ["--port", "1"]) == ["--port", "1"]
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """A process's environment of its own."""
+    kept = {n: v for n, v in os.environ.items() if not n.startswith(("KVFLASH_", "DYN_"))}
+    monkeypatch.setattr(os, "environ", kept)
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "wanted"),
+    [
+        ("indexer", "--port 1", "--metrics-prefix dynamo --port 1"),
+        ("router", "--endpoint a.b.c --namespace a --enforce-disagg", "--endpoint a.b.c"),
+        ("frontend", "--router-mode kv --model-name m", "--router-mode kv --model-name m"),
+        ("frontend", "--static-endpoint a.b.c", "--namespace a --router-mode round-robin"),
+        (
+            "frontend",
+            "--port 1 --static-endpoint a.b.c --router-mode random --model-name m --model-path p",
+            "--namespace a --router-mode random --port 1",
+        ),
+        (
+            "mocker",
+            "--num-workers 2 --zmq-kv-events-ports 5557,5558 --zmq-replay-ports 6557,6558",
+            "--num-workers 2 --zmq-events-port 5557 --zmq-replay-port 6557",
+        ),
+        (
+            "mocker",
+            "--num-workers 2 --data-parallel-size 2 --zmq-kv-events-ports 5557,5559",
+            "--num-workers 2 --data-parallel-size 2 --zmq-events-port 5557",
+        ),
+        ("mocker", "--durable-kv-events --endpoint a.b.c", "--endpoint a.b.c --event-plane nats"),
+        ("mocker", "--planner-profile-data profile.npz --port 1", "--port 1"),
+        ("vllm", "--store-kv etcd", "--store-kv etcd"),
+    ],
+)
+@pytest.mark.usefixtures("environment")
+def test_flags_of_commands_are_translated(command: str, given: str, wanted: str) -> None:
+    assert translate(command, given.split()) == wanted.split()
+
+
+@pytest.mark.parametrize("command", ["router", "mocker"])
+def test_flags_for_discovery_and_requests_are_variables_here(
+    command: str, environment: dict[str, str]
+) -> None:
+    environment.update(DYN_STORE_KV="etcd", KVFLASH_REQUEST_PLANE="tcp")
+    words = ["--store-kv", "file", "--request-plane", "http", "--port", "1"]
+    assert translate(command, words) == ["--port", "1"]
+    assert (discovery_kind(), plane_name()) == ("file", "http")
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "wanted"),
+    [
+        ("frontend", "--static-endpoint a.b", "--static-endpoint must be namespace.component"),
+        ("frontend", "--static-endpoint a.b.c --router-mode kv", "excludes --router-mode kv"),
+        ("mocker", "--zmq-kv-events-ports x", "must be ports with commas, got 'x'"),
+        ("mocker", "--zmq-kv-events-ports 1,2", "one port for each of 1 workers"),
+        ("mocker", "--num-workers 2 --zmq-replay-ports 5,7", "must be ports 1 apart"),
+        ("mocker", "--extra-engine-args /none", "must be a JSON file; /none: "),
+        ("router", "--store-kv zookeeper", "invalid choice: 'zookeeper'"),
+    ],
+)
+@pytest.mark.usefixtures("environment")
+def test_flags_that_can_not_be_followed_say_why(
+    command: str, given: str, wanted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["-m", f"dynamo.{command}", *given.split()]) == 2
+    assert wanted in capsys.readouterr().err
+
+
+def test_variables_outrank_the_names_of_metrics_and_modes(environment: dict[str, str]) -> None:
+    environment["DYN_METRICS_PREFIX"] = "mine"
+    assert translate("indexer", []) == []
+    environment["DYN_ROUTER_MODE"] = "kv"
+    with pytest.raises(ConfigError, match="excludes --router-mode kv"):
+        translate("frontend", ["--static-endpoint", "a.b.c"])
+
+
+def test_a_file_of_engine_settings_outranks_the_mockers_flags(tmp_path: Path) -> None:
+    path = tmp_path / "args.json"
+    settings = {
+        "num_gpu_blocks": 100, "block_size": 16, "dp_size": 2, "speedup_ratio": 10.0,
+        "enable_prefix_caching": False, "is_prefill": True, "is_decode": False,
+        "startup_time": None,
+    }  # fmt: skip
+    path.write_text(json.dumps(settings))
+    words = ["--num-gpu-blocks", "7", "--endpoint", "a.b.c", "--extra-engine-args", str(path)]
+    config, _ = parse_mocker(translate("mocker", words))
+    assert (config.num_gpu_blocks, config.block_size, config.data_parallel_size) == (100, 16, 2)
+    assert (config.speedup_ratio, config.role) == (10.0, "prefill")
+    assert not config.enable_prefix_caching
 
 
 @pytest.mark.parametrize(
