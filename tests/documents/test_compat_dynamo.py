@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support_stage import Stage
 
-from kvflash import ConfigError, command
+from kvflash import ConfigError, InvalidArgumentError, command
 from kvflash.compat.dynamo import KvRouterConfig, main
 from kvflash.compat.dynamo.flags import translate
 from kvflash.compat.dynamo.modules import MODULES
@@ -192,6 +192,17 @@ def test_a_file_of_engine_settings_outranks_the_mockers_flags(tmp_path: Path) ->
     assert (config.num_gpu_blocks, config.block_size, config.data_parallel_size) == (100, 16, 2)
     assert (config.speedup_ratio, config.role) == (10.0, "prefill")
     assert not config.enable_prefix_caching
+
+
+def test_newer_names_are_there() -> None:
+    names = MODULES["dynamo.llm"]
+    assert names["KvRouter"] is names["KvPushRouter"]
+    config = names["RouterConfig"](names["RouterMode"].Random, names["KvRouterConfig"]())
+    assert config.make_core(BLOCK).policy == "random"
+    assert names["RouterConfig"](overlap_score_weight=2.0).make_core(BLOCK).policy == "kv"
+    assert names["RouterConfigOverride"](router_temperature=0.5) == {"router_temperature": 0.5}
+    with pytest.raises(InvalidArgumentError, match="unknown setting 'shared_cache_multiplier'"):
+        names["RouterConfigOverride"](shared_cache_multiplier=1.0)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,13 @@ from typing import Any
 from kvflash import _core, llm, publisher, runtime
 from kvflash.compat.dynamo.client import Client, DistributedRuntime, dynamo_worker
 from kvflash.compat.dynamo.indexer import KvIndexer
-from kvflash.compat.dynamo.router import KvPushRouter, KvRouterConfig
+from kvflash.compat.dynamo.router import (
+    KvPushRouter,
+    KvRouterConfig,
+    RouterConfig,
+    RouterConfigOverride,
+    RouterMode,
+)
 
 __all__ = ["MODULES", "install"]
 
@@ -19,6 +25,7 @@ _LLM: dict[str, Any] = {
     "KvEventPublisher": publisher.KvEventPublisher,
     "KvIndexer": KvIndexer,
     "KvPushRouter": KvPushRouter,
+    "KvRouter": KvPushRouter,
     "KvRouterConfig": KvRouterConfig,
     "KvStats": publisher.KvStats,
     "ModelInput": llm.ModelInput,
@@ -26,6 +33,9 @@ _LLM: dict[str, Any] = {
     "ModelType": llm.ModelType,
     "OverlapScores": _core.OverlapScores,
     "RadixTree": _core.RadixTree,
+    "RouterConfig": RouterConfig,
+    "RouterConfigOverride": RouterConfigOverride,
+    "RouterMode": RouterMode,
     "SpecDecodeStats": publisher.SpecDecodeStats,
     "WorkerMetricsPublisher": publisher.WorkerMetricsPublisher,
     "WorkerStats": publisher.WorkerStats,

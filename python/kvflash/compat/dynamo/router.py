@@ -1,12 +1,17 @@
-"""The router, with Dynamo's default of its policy."""
+"""The router, with Dynamo's names and its default of the policy."""
 
 from __future__ import annotations
 
+import dataclasses
+from enum import Enum
+from typing import Any
+
 from kvflash.routing import KvPushRouter as _KvPushRouter
 from kvflash.routing import KvRouterConfig as _KvRouterConfig
+from kvflash.routing.config import override_options
 from kvflash.runtime import Endpoint
 
-__all__ = ["KvPushRouter", "KvRouterConfig"]
+__all__ = ["KvPushRouter", "KvRouterConfig", "RouterConfig", "RouterConfigOverride", "RouterMode"]
 
 
 class KvRouterConfig(_KvRouterConfig):
@@ -38,3 +43,44 @@ class KvPushRouter(_KvPushRouter):
         kv_router_config: _KvRouterConfig | None = None,
     ) -> None:
         super().__init__(endpoint, block_size, kv_router_config or KvRouterConfig())
+
+
+class RouterMode(Enum):
+    """Dynamo's routing modes; each value is the policy's name here."""
+
+    RoundRobin = "round-robin"
+    Random = "random"
+    PowerOfTwoChoices = "power-of-two"
+    LeastLoaded = "least-loaded"
+    KV = "kv"
+
+
+def RouterConfig(  # noqa: N802 - the name that scripts call
+    mode: RouterMode | None = None, config: _KvRouterConfig | None = None, **settings: Any
+) -> _KvRouterConfig:
+    """Combine a mode and settings.
+
+    Args:
+        mode: The mode; None: that of ``config``.
+        config: Settings; None: the defaults.
+        **settings: Fields of :class:`KvRouterConfig` that replace those of ``config``.
+
+    Raises:
+        ConfigError: A setting is out of range or contradicts another.
+        TypeError: The setting does not exist.
+    """
+    if mode is not None:
+        settings["router_mode"] = mode.value
+    return dataclasses.replace(config or KvRouterConfig(), **settings)
+
+
+class RouterConfigOverride(dict[str, Any]):
+    """A ``router_config_override``: ``RouterConfigOverride(overlap_score_weight=2.0)``.
+
+    Raises:
+        InvalidArgumentError: An unknown setting; names the known ones.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        override_options(settings)
+        super().__init__(settings)
