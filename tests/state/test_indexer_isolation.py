@@ -35,12 +35,14 @@ ranks = st.sampled_from(RANKS)
 
 
 class Isolation(RuleBasedStateMachine):
-    """The twin: who is registered where, which ranks they named, how often each holds a block."""
+    """The twin: who is registered where, which ranks they named, how often each holds a block.
+
+    All of it is kept by instance, pair and rank: an instance may serve several pairs.
+    """
 
     @initialize()
     def start(self):
         self.indexer = Indexer(threads=1, drain_timeout_s=0.1)
-        self.pair_of = {}
         self.publishers = {}
         self.named = {}
         self.held = {}
@@ -57,18 +59,17 @@ class Isolation(RuleBasedStateMachine):
             fields = {"model_name": pair[0], "tenant_id": pair[1], "block_size": SIZE}
             self.indexer.register(instance, "tcp://127.0.0.1:1", dp_rank=rank, **fields)
 
-        is_foreign = self.pair_of.get(instance, pair) != pair
-        if is_foreign or (instance, rank) in self.publishers:
+        key = (instance, pair, rank)
+        if key in self.publishers:
             with pytest.raises(ConflictError):
                 call()
             return
         call()
         kind, publisher, _, _ = self.indexer.catalog.next_order(5.0)
         assert kind == "subscribe"
-        self.pair_of[instance] = pair
         self.known.add(pair)
-        self.publishers[instance, rank] = [publisher, 0]
-        self.named[instance, rank] = {rank}
+        self.publishers[key] = [publisher, 0]
+        self.named[key] = {rank}
         self.check()
 
     @precondition(lambda self: self.publishers)
@@ -76,10 +77,11 @@ class Isolation(RuleBasedStateMachine):
         data=st.data(), rank=st.none() | ranks, what=st.sampled_from(["store", "remove", "clear"])
     )
     def publish(self, data, rank, what):
-        instance, own = data.draw(st.sampled_from(sorted(self.publishers)))
-        speaker = self.publishers[instance, own]
+        key = data.draw(st.sampled_from(sorted(self.publishers)))
+        instance, pair, own = key
+        speaker = self.publishers[key]
         named = own if rank is None else rank
-        blocks = self.held.setdefault((instance, named), Counter())
+        blocks = self.held.setdefault((instance, pair, named), Counter())
         block = data.draw(st.integers(1, BLOCKS))
         if what == "store":
             event = stored(range(1, block + 1), TOKENS[: block * SIZE], block_size=SIZE)
@@ -90,7 +92,7 @@ class Isolation(RuleBasedStateMachine):
         else:
             event = cleared()
             blocks.clear()
-        self.named[instance, own].add(named)
+        self.named[key].add(named)
         payload = batch(event, dp_rank=rank, ts=float(next(self.times)))
         message = [b"", speaker[1].to_bytes(8, "big"), payload]
         assert self.indexer.catalog.take(speaker[0], [message])[1] == "applied"
@@ -99,10 +101,11 @@ class Isolation(RuleBasedStateMachine):
 
     @rule(pair=pairs, instance=instances, rank=st.none() | ranks, has_tenant=st.booleans())
     def unregister(self, pair, instance, rank, has_tenant):
-        fits = self.pair_of.get(instance, (None, None))
-        is_meant = fits[0] == pair[0] and (not has_tenant or fits[1] == pair[1])
-        own = [key for key in self.publishers if key[0] == instance] if is_meant else []
-        gone = [key for key in own if rank is None or key[1] == rank]
+        def is_meant(at):
+            return at == pair if has_tenant else at[0] == pair[0]
+
+        own = [key for key in self.publishers if key[0] == instance and is_meant(key[1])]
+        gone = [key for key in own if rank is None or key[2] == rank]
         # Of a rank that only events have named the publisher stays.
         losing = [key for key in own if key not in gone and rank in self.named[key]]
 
@@ -120,19 +123,17 @@ class Isolation(RuleBasedStateMachine):
             assert self.indexer.catalog.next_order(5.0)[0] == "unsubscribe"
             del self.publishers[key]
             for named in self.named.pop(key):
-                self.forget(instance, named)
+                self.forget(key, named)
         for key in losing:
             self.named[key].discard(rank)
-            self.forget(instance, rank)
-        if not any(key[0] == instance for key in self.publishers):
-            del self.pair_of[instance]
+            self.forget(key, rank)
         self.check()
 
-    def forget(self, instance, rank):
+    def forget(self, gone, rank):
         # Where another publisher speaks for the rank, too, its blocks are that one's.
-        spoken_for = (ranks for key, ranks in self.named.items() if key[0] == instance)
+        spoken_for = (ranks for key, ranks in self.named.items() if key[:2] == gone[:2])
         if not any(rank in ranks for ranks in spoken_for):
-            self.held.pop((instance, rank), None)
+            self.held.pop((*gone[:2], rank), None)
 
     def check(self):
         for pair in PAIRS:
@@ -143,11 +144,12 @@ class Isolation(RuleBasedStateMachine):
                 continue
             answer = json.loads(self.indexer.query(TOKENS, **fields))
             wanted = {}
-            for (instance, own), named in self.named.items():
-                assert (instance, own) in self.publishers
-                if self.pair_of[instance] == pair:
+            for key, named in self.named.items():
+                assert key in self.publishers
+                instance, at, _ = key
+                if at == pair:
                     for rank in named:
-                        blocks = self.held.get((instance, rank), Counter())
+                        blocks = self.held.get((instance, pair, rank), Counter())
                         depth = next(n for n in range(BLOCKS + 1) if not blocks[n + 1])
                         wanted.setdefault(str(instance), {})[str(rank)] = depth * SIZE
             assert answer["scores"] == wanted, pair
