@@ -171,11 +171,17 @@ pub struct RouteOverride {
 
 impl RouteOverride {
     /// Whether it replaces a setting of the formula of [`Policy::Kv`].
-    pub(super) const fn is_of_formula(&self) -> bool {
-        self.overlap_score_weight.is_some()
-            || self.overlap_score_credit.is_some()
+    pub(super) fn is_of_formula(&self) -> bool {
+        let is_weighed = self.overlap_score_weight.is_some() || self.assume_kv_reuse.is_some();
+        self.overlap_score_credit.is_some()
             || self.prefill_load_scale.is_some()
-            || self.assume_kv_reuse.is_some()
+            || (is_weighed && !self.is_prefilled_elsewhere())
+    }
+
+    /// Whether it says, as decode workers are asked for, that the prompt is prefilled elsewhere:
+    /// every policy knows that.
+    fn is_prefilled_elsewhere(&self) -> bool {
+        self.overlap_score_weight == Some(0.0) && self.assume_kv_reuse == Some(false)
     }
 
     pub(super) fn validate(&self) -> Result<()> {

@@ -229,7 +229,12 @@ fn under_auto_the_formula_decides_where_one_of_its_settings_is_overridden() {
     let plain = Ask { known, ..request(16, &[1, 2, 3, 4]) };
     let mut considered = Considered::default();
     let warmer = RouteOverride { temperature: Some(0.5), ..RouteOverride::default() };
-    for overrides in [RouteOverride::default(), warmer] {
+    let elsewhere = RouteOverride {
+        overlap_score_weight: Some(0.0),
+        assume_kv_reuse: Some(false),
+        ..RouteOverride::default()
+    };
+    for overrides in [RouteOverride::default(), warmer, elsewhere] {
         let asked = Ask { overrides, ..plain };
         assert_eq!(auto.preview(&asked, &mut considered).unwrap().policy, None);
     }
