@@ -280,10 +280,8 @@ def test_workers_that_come_and_go_disturb_nobody(cluster: Cluster, end: str) -> 
         for thread in threads:
             thread.join()
     assert len(statuses) > 40
-    # An answer that broke off can't be retried.
-    allowed = {200} if end == "terminate" else {200, 502}
-    assert set(statuses) <= allowed
-    assert statuses.count(200) > len(statuses) - 8
+    # Whole answers that break off are made again by another worker.
+    assert set(statuses) == {200}
     for frontend in frontends:
         frontend.wait_idle()
         assert len(frontend.workers()) == 1

@@ -131,6 +131,25 @@ def test_after_it_the_client_hears_of_it_once(bad: Answer) -> None:
         assert set(frontend.outcomes()) == {"broken"}
 
 
+@pytest.mark.parametrize("answers_pings", [True, False])
+@pytest.mark.parametrize(
+    "bad", [die, hang, refuse("internal"), garbage(BAD_FRAMES["half a frame"])]
+)
+def test_a_whole_answer_that_breaks_is_made_by_another_worker(
+    bad: Answer, answers_pings: bool
+) -> None:
+    flags = IMPATIENT if bad is hang and answers_pings else ()
+    bad_one = FakeWorker(31, two_items_then(bad), answers_pings=answers_pings)
+    good = FakeWorker(32)
+    with EmbeddedFrontend(*flags) as frontend, workers(frontend, bad_one, good):
+        while not bad_one.received:
+            answer = ask(frontend.url, CHAT, BODY)
+            assert (answer.status, answer.worker) == (200, 32), answer.body
+            assert answer.json["choices"][0]["message"]["content"] == "hello"
+        assert frontend.outcomes() == {"broken": 1, "complete": len(good.received)}
+        frontend.wait_idle()
+
+
 TEXT: dict[str, Any] = {"model_input": "text", "tokenizer": None}
 
 

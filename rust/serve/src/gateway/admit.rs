@@ -117,6 +117,11 @@ impl Waiting {
     pub fn over(&mut self) {
         self.is_over = true;
     }
+
+    /// The client waits for another worker.
+    pub fn again(&mut self) {
+        self.is_over = false;
+    }
 }
 
 impl Drop for Waiting {

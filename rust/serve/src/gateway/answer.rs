@@ -1,6 +1,7 @@
 //! Relays a runtime worker's answer to the client.
 
 use std::convert::Infallible;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,6 +15,7 @@ use kvflash_core::select;
 use serde_json::{Value, json};
 
 use super::api::Api;
+use super::backend::failed::Failed;
 use super::backend::handoff::Handoff;
 use super::backend::plane::{Opened, failed};
 use super::generation;
@@ -73,6 +75,8 @@ pub(super) struct Answer {
     /// Chunks of a text worker; `usage` has its token counts once they are known.
     pieces: u64,
     includes_usage: bool,
+    /// The client gets it in one piece, once it is complete.
+    is_whole: bool,
     /// The worker yields plain strings, so only this side can tell that its text is complete.
     is_plain: bool,
     is_opened: bool,
@@ -82,42 +86,43 @@ pub(super) struct Answer {
 /// Converts a worker's answer to the client's format: a stream, or a whole.
 ///
 /// # Errors
-/// 502, 503 or 504 if it is requested as a whole and the worker fails.
+/// It is requested as a whole, and the worker fails before that is complete: nothing has reached
+/// the client, so another worker may be tried.
 pub(super) async fn answer(
     delivery: Delivery,
     plan: &Plan,
     handoff: Handoff,
     opened: Opened,
-) -> Result<Response, Reject> {
+) -> Result<Response, Failed> {
     let answer = Answer::new(delivery, plan, handoff, opened)?;
-    let is_stream = plan.generation.as_ref().is_some_and(|generation| generation.is_stream);
-    if is_stream { Ok(answer.stream()) } else { answer.whole().await }
+    if answer.is_whole { answer.whole().await } else { Ok(answer.stream()) }
 }
 
 impl Answer {
     /// # Errors
-    /// 503 for a token worker without a tokenizer.
+    /// 503 for a token worker without a tokenizer; 400 if its decoder fails on the prompt.
     fn new(
         delivery: Delivery,
         plan: &Plan,
         handoff: Handoff,
         opened: Opened,
-    ) -> Result<Self, Reject> {
+    ) -> Result<Self, Failed> {
         let mut generation = plan.generation.clone().unwrap_or_default();
         let mut parsing = None;
         let content = match (opened.member.spec.card.model_input, &opened.member.text) {
             (ModelInput::Text, _) => Content::Text,
             (ModelInput::Tokens, Some(text)) => {
-                parsing = parsing_of(plan, &opened.member, text)?;
+                parsing = parsing_of(plan, &opened.member, text).map_err(Failed::invalid)?;
                 let tags = parsing.as_ref().map_or(&[][..], |parsing| parsing.tags());
                 generation.keeps_special_tokens |=
                     parsing.is_some() && opened.member.formats.needs_special_tokens();
-                let writing = Writing::new(Arc::clone(text), &generation).showing(tags)?;
+                let writing = Writing::new(Arc::clone(text), &generation).showing(tags);
+                let writing = writing.map_err(|error| Failed::invalid(error.into()))?;
                 Content::Tokens(Box::new(writing))
             }
             (ModelInput::Tokens, None) => {
                 let message = format!("worker {} has no tokenizer", opened.engine.id);
-                return Err(Reject::new(StatusCode::SERVICE_UNAVAILABLE, message));
+                return Err(Failed::new("not_ready", message, StatusCode::SERVICE_UNAVAILABLE));
             }
         };
         let api = plan.call.api();
@@ -129,6 +134,7 @@ impl Answer {
             usage: Usage { prompt_tokens, ..Usage::default() },
             pieces: 0,
             includes_usage: generation.includes_usage,
+            is_whole: !generation.is_stream,
             handoff,
             items: Some(opened.items),
             first: Some(opened.first),
@@ -156,8 +162,8 @@ impl Answer {
     /// The complete answer in one piece.
     ///
     /// # Errors
-    /// 502 or 504 if the worker fails.
-    async fn whole(mut self) -> Result<Response, Reject> {
+    /// The worker fails.
+    async fn whole(mut self) -> Result<Response, Failed> {
         let (mut message, mut collected) = (Message::default(), Collected::default());
         while self.end == End::Open {
             let outcome = match self.next().await {
@@ -166,10 +172,9 @@ impl Answer {
             };
             if let Err(error) = outcome {
                 self.broken(&error);
-                let status = failed(&self.delivery.engine, error.clone()).status;
-                let message =
-                    format!("worker {} failed: {}", self.delivery.engine.id, error.message);
-                return Err(Reject::new(status, message));
+                // That noted whose fault it is.
+                let failed = failed(&self.delivery.engine, error);
+                return Err(Failed { is_engine_at_fault: false, ..failed });
             }
         }
         self.complete();
@@ -182,7 +187,7 @@ impl Answer {
         };
         answer.map(|answer| Json(answer).into_response()).ok_or_else(|| {
             let message = format!("worker {} sent an empty answer", self.delivery.engine.id);
-            Reject::new(StatusCode::BAD_GATEWAY, message)
+            Failed::new("no_answer", message, StatusCode::BAD_GATEWAY).lost()
         })
     }
 
@@ -373,9 +378,20 @@ impl Answer {
         }
         let Some(items) = &mut self.items else { return Ok(None) };
         let timeout = self.delivery.app.options.stream_idle_timeout;
+        let mut item = pin!(tokio::time::timeout(timeout, items.next()));
+        let item = async {
+            if !self.is_whole {
+                return item.await;
+            }
+            // Another worker can still take over where this one fails its checks.
+            self.delivery.engine.while_well(item.as_mut()).await.unwrap_or_else(|| {
+                let message = "it failed its health checks before its answer was complete";
+                Ok(Err(PlaneError::new(Cause::Broken, message)))
+            })
+        };
         tokio::select! {
             biased;
-            item = tokio::time::timeout(timeout, items.next()) => item.unwrap_or_else(|_| {
+            item = item => item.unwrap_or_else(|_| {
                 let seconds = timeout.as_secs_f64();
                 let message = format!("no item for {seconds} s (--stream-idle-timeout)");
                 Err(PlaneError::new(Cause::Broken, message))

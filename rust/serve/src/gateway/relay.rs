@@ -32,7 +32,7 @@ pub(super) struct Delivery {
     pub app: Arc<App>,
     pub engine: Arc<Engine>,
     pub booking: Reservation,
-    in_flight: InFlight,
+    in_flight: Arc<InFlight>,
     /// Tokens of the prompt as routing counted them; `None` if unknown.
     counted: Option<u64>,
     /// The requested API, for a request whose tokens may be sent as ids, and whether they were.
@@ -53,7 +53,7 @@ impl Delivery {
         app: &Arc<App>,
         plan: &Plan,
         choice: Choice,
-        in_flight: InFlight,
+        in_flight: Arc<InFlight>,
         expected: Option<Expectation>,
     ) -> Self {
         let Choice { engine, booking, .. } = choice;

@@ -87,7 +87,7 @@ async fn respond(
     app.metrics.route_seconds.observe(began.elapsed().as_secs_f64());
     // It was neither too long nor invalid: the next large body may be read.
     drop(turn);
-    let prefill = Prefill::of(app, &plan).await?;
+    let mut prefill = Prefill::of(app, &plan).await?;
     if plan.call.nvext.is_query() {
         return query::answer(&plan, &prefill).await;
     }
@@ -106,36 +106,51 @@ async fn respond(
         in_flight.turn = Some(turn.inspect_err(|_| app.refused("no_turn"))?);
     }
     let plan = Arc::new(plan);
-    let sent = send(app, &plan, prefill).await?;
-    // From here on the answer counts a client that leaves.
-    waiting.over();
-    app.metrics.first_byte_seconds.observe(began.elapsed().as_secs_f64());
-    let Sent { choice, handoff, opened, is_evidence } = sent;
-    if opened.is_success() {
-        choice.booking.first_token();
-        let prompt = &plan.request.prompt;
-        let cached_tokens = prompt.reusable_tokens(choice.selection.overlap_blocks);
-        in_flight.answered(prompt.isl_tokens.saturating_sub(cached_tokens));
-        plan.count(app, &choice.selection);
+    let in_flight = Arc::new(in_flight);
+    let mut tries = Tries::new(app, Arc::clone(&plan));
+    loop {
+        let sent = send(app, &plan, tries, &mut prefill).await?;
+        // From here on the answer counts a client that leaves.
+        waiting.over();
+        app.metrics.first_byte_seconds.observe(began.elapsed().as_secs_f64());
+        let Sent { tries: left, choice, handoff, opened, is_evidence } = sent;
+        tries = left;
+        if opened.is_success() {
+            choice.booking.first_token();
+            let prompt = &plan.request.prompt;
+            let cached_tokens = prompt.reusable_tokens(choice.selection.overlap_blocks);
+            in_flight.answered(prompt.isl_tokens.saturating_sub(cached_tokens));
+            plan.count(app, &choice.selection);
+        }
+        let expected = if is_evidence { plan.expectation(app, choice.selection) } else { None };
+        let overlap = plan.request.prompt.reusable_blocks(choice.selection.overlap_blocks);
+        let (engine, worker) = (Arc::clone(&choice.engine), choice.booking.worker());
+        let (prefiller, is_alone) = (handoff.worker(), handoff.is_alone());
+        let delivery = Delivery::new(app, &plan, choice, Arc::clone(&in_flight), expected);
+        let answered = match opened {
+            Opened::OpenAi(opened) => Ok(relay(delivery, plan.call.row, opened)),
+            Opened::Plane(opened) => Box::pin(answer(delivery, &plan, handoff, opened)).await,
+        };
+        let mut response = match answered {
+            Ok(response) => response,
+            // What was prefilled for the worker is gone with it.
+            Err(failed) if !is_alone => return Err(failed.into()),
+            Err(failed) => {
+                tries.failed(&engine, failed)?;
+                waiting.again();
+                continue;
+            }
+        };
+        let caller = &plan.call.head.caller;
+        pass::clean_answer(caller, response.headers_mut());
+        if pass::client(caller).is_none() || app.options.expose_overlap {
+            tell(app, &mut response, &engine, worker, prefiller);
+            response.headers_mut().insert(OVERLAP_HEADER.clone(), overlap.into());
+        } else {
+            tell_session(app, &mut response, &engine, worker);
+        }
+        return Ok(response);
     }
-    let expected = if is_evidence { plan.expectation(app, choice.selection) } else { None };
-    let overlap = plan.request.prompt.reusable_blocks(choice.selection.overlap_blocks);
-    let (engine, worker) = (Arc::clone(&choice.engine), choice.booking.worker());
-    let prefiller = handoff.worker();
-    let delivery = Delivery::new(app, &plan, choice, in_flight, expected);
-    let mut response = match opened {
-        Opened::OpenAi(opened) => relay(delivery, plan.call.row, opened),
-        Opened::Plane(opened) => answer(delivery, &plan, handoff, opened).await?,
-    };
-    let caller = &plan.call.head.caller;
-    pass::clean_answer(caller, response.headers_mut());
-    if pass::client(caller).is_none() || app.options.expose_overlap {
-        tell(app, &mut response, &engine, worker, prefiller);
-        response.headers_mut().insert(OVERLAP_HEADER.clone(), overlap.into());
-    } else {
-        tell_session(app, &mut response, &engine, worker);
-    }
-    Ok(response)
 }
 
 /// Whether the number of computed tokens must be known before it is sent.
@@ -145,6 +160,8 @@ fn has_token_limit(plan: &Plan) -> bool {
 
 /// A request that a worker has begun to answer.
 struct Sent {
+    /// For another worker, if this one fails before anything reached the client.
+    tries: Tries,
     choice: Choice,
     handoff: Handoff,
     opened: Opened,
@@ -153,8 +170,12 @@ struct Sent {
 }
 
 /// Sends the request to one worker after the other, until one of them begins to answer.
-async fn send(app: &Arc<App>, plan: &Arc<Plan>, mut prefill: Prefill) -> Result<Sent, Reject> {
-    let mut tries = Tries::new(app, Arc::clone(plan));
+async fn send(
+    app: &Arc<App>,
+    plan: &Plan,
+    mut tries: Tries,
+    prefill: &mut Prefill,
+) -> Result<Sent, Reject> {
     let mut handoff = Handoff::Alone;
     while tries.may_go_on() {
         // A concurrent prefill that has begun is useless for another worker.
@@ -176,7 +197,7 @@ async fn send(app: &Arc<App>, plan: &Arc<Plan>, mut prefill: Prefill) -> Result<
                 // An answer after other workers were tried, or with a prefill elsewhere, is no
                 // evidence.
                 let is_evidence = plan.call.reuses_prefix && tries.is_first() && handoff.is_alone();
-                return Ok(Sent { choice, handoff, opened, is_evidence });
+                return Ok(Sent { tries, choice, handoff, opened, is_evidence });
             }
             Err(failed) => {
                 let is_prefill = failed.cause == "prefill_failed";

@@ -61,6 +61,12 @@ impl Failed {
         Self { reach: Reach::Lost { is_death: true }, ..self }
     }
 
+    /// The request itself is invalid.
+    pub fn invalid(reject: Reject) -> Self {
+        let Reject { status, message, param, .. } = reject;
+        Self { param, is_final: true, ..Self::new("invalid", message, status) }
+    }
+
     /// Counts it, and marks the engine as suspect if it is at fault.
     pub fn note(&self, app: &App, engine: &Engine, what: &'static str) {
         let Self { cause, message, .. } = self;
