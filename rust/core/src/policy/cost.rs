@@ -49,6 +49,11 @@ impl KvScale {
     pub fn is_plain(&self) -> bool {
         *self == Self::PLAIN
     }
+
+    /// Whether blocks that workers hold count, at this weight of the overlap.
+    pub fn weighs_overlap(&self, overlap_score_weight: f64) -> bool {
+        overlap_score_weight > 0.0 && self.overlap_score_credit > 0.0
+    }
 }
 
 /// The part of a request that the chosen worker does.
@@ -174,9 +179,7 @@ impl RequestTerms {
 
     /// Whether blocks that a worker holds can lower its `kv` cost.
     pub(super) fn weighs_overlap(&self) -> bool {
-        self.overlap_score_weight > 0.0
-            && self.scale.overlap_score_credit > 0.0
-            && self.scale.prefill_load_scale > 0.0
+        self.scale.weighs_overlap(self.overlap_score_weight) && self.scale.prefill_load_scale > 0.0
     }
 
     /// The cost of this request on `candidate`.

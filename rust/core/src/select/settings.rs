@@ -324,7 +324,7 @@ impl CostSettings {
 
     /// Whether caches count at all.
     pub fn weighs_overlap(&self) -> bool {
-        self.overlap_score_weight > 0.0 && self.overlap_score_credit > 0.0
+        self.scale().weighs_overlap(self.overlap_score_weight)
     }
 
     /// The default policy: `auto`, or `kv` if a setting of its cost was changed.

@@ -135,7 +135,7 @@ impl RouterConfig {
 
     /// Whether caches count at all.
     pub fn weighs_overlap(&self) -> bool {
-        self.overlap_score_weight > 0.0 && self.scale.overlap_score_credit > 0.0
+        self.scale.weighs_overlap(self.overlap_score_weight)
     }
 
     /// `estimates_queue`: see [`LoadConfig::estimates_queue`].
