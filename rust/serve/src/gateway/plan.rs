@@ -93,7 +93,7 @@ impl Plan {
             body = Call::body(app, row, &head, cleaned).await?;
         }
         let is_upload = row.is_some_and(|row| row.weight == Weight::Sound);
-        let kept = Kept::of(app, row, head.uri.path(), &body)?.map(Arc::new);
+        let kept = Kept::of(app, row, head.uri.path(), &body, &head.caller)?.map(Arc::new);
         let alias = resolve(app, is_upload, &head, &body, kept.as_deref())?;
         if let Some((_, renamed)) = &alias {
             // From here on it is a request for that model: workers do not know aliases.

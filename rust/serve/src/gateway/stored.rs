@@ -1,5 +1,6 @@
 //! Responses kept by an engine for the next turn: their ids contain the worker's name, so that any
-//! replica finds it, also after a restart.
+//! replica finds it, also after a restart, and the tenant of a client with a key, so that no other
+//! tenant gets or continues them.
 
 use std::sync::Arc;
 
@@ -10,18 +11,23 @@ use kvflash_core::ids::{InstanceId, Worker};
 use kvflash_core::select::Pin;
 use serde::Deserialize;
 use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::api::{Api, Row};
 use super::body::Body;
 use super::call::Call;
-use crate::Reject;
 use crate::frontend::app::App;
 use crate::frontend::engine::{Engine, address_of};
 use crate::frontend::pool::Route;
+use crate::tenant::pass;
+use crate::{Caller, Reject};
 
 /// Separates a response's own id from its worker's name.
 const MARK: &str = "_kv";
+
+/// Separates a response's own id from its tenant's mark, which [`MARK`] follows.
+const TENANT_MARK: &str = "_kt";
 
 /// The field that sets a response's id at engines.
 ///
@@ -58,21 +64,23 @@ pub(crate) struct Kept {
 }
 
 impl Kept {
-    /// The response that a request refers to: named in its path, or continued by `body`, if its id
-    /// contains a worker's name.
+    /// The response that a request of `caller` refers to: named in its path, or continued by
+    /// `body`, if its id contains a worker's name.
     ///
     /// # Errors
-    /// 400 for an id that is not a string; 404 for a worker that is gone, or an id in a path
-    /// without a worker; 503 for a worker that is unhealthy or draining.
+    /// 400 for an id that is not a string; 404 for a response of another tenant, a worker that is
+    /// gone, or an id in a path without a worker; 503 for a worker that is unhealthy or draining.
     pub fn of(
         app: &App,
         row: Option<&Row>,
         path: &str,
         body: &Body,
+        caller: &Caller,
     ) -> Result<Option<Self>, Reject> {
         let Some(row) = row else { return Ok(None) };
         if row.names_response() {
             let id = row.response_of(path).unwrap_or_default();
+            check_tenant(id, IN_PATH, caller)?;
             return Self::named(app, id.to_owned(), IN_PATH)?.map(Some).ok_or_else(|| {
                 gone(id, IN_PATH, "it has no worker's name, so nothing tells who keeps it")
             });
@@ -80,7 +88,10 @@ impl Kept {
         match row.api {
             Api::Responses => match id_before(body)? {
                 // Without a worker's name, the engine decides whether the response exists.
-                Some(id) => Self::named(app, id, BEFORE),
+                Some(id) => {
+                    check_tenant(&id, BEFORE, caller)?;
+                    Self::named(app, id, BEFORE)
+                }
                 None => Ok(None),
             },
             _ => Ok(None),
@@ -173,6 +184,26 @@ impl Kept {
     }
 }
 
+/// Checks that a client with a key asks for a response of its tenant. An engine finds a response
+/// by its whole id, so a changed mark finds none.
+///
+/// # Errors
+/// 404, which does not tell whether the response exists.
+fn check_tenant(id: &str, param: &'static str, caller: &Caller) -> Result<(), Reject> {
+    let Some(key) = pass::client(caller) else { return Ok(()) };
+    let own = id.rsplit_once(MARK).and_then(|(own, _)| own.rsplit_once(TENANT_MARK));
+    if own.is_some_and(|(_, mark)| mark == mark_of(&key.tenant)) {
+        return Ok(());
+    }
+    Err(gone(id, param, &format!("tenant {:?} has no such response", key.tenant)))
+}
+
+/// A tenant's mark in the ids of its responses: 64 bits of a cryptographic hash, since an issuer of
+/// tokens may let callers choose their tenant's name, also one with another tenant's mark.
+fn mark_of(tenant: &str) -> String {
+    Sha256::digest(tenant)[..8].iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
 /// The id of the response that a request continues.
 ///
 /// # Errors
@@ -196,7 +227,11 @@ pub(super) fn changes(
         return None;
     }
     let (id, name) = (rand::random::<u128>(), name_of(engine));
-    Some((ID_FIELD, Some(json!(format!("resp_{id:032x}{MARK}{name:016x}{}", worker.dp_rank)))))
+    let tenant = pass::client(&call.head.caller)
+        .map(|key| format!("{TENANT_MARK}{}", mark_of(&key.tenant)))
+        .unwrap_or_default();
+    let id = format!("resp_{id:032x}{tenant}{MARK}{name:016x}{}", worker.dp_rank);
+    Some((ID_FIELD, Some(json!(id))))
 }
 
 /// The meaning of an engine's 404 for a request that continues a response.

@@ -342,3 +342,39 @@ async fn an_isolated_tenant_is_refused_where_engines_take_no_salt() {
     }
     assert_eq!(engine.count(), 0);
 }
+
+#[tokio::test]
+async fn a_kept_response_is_continued_by_its_tenant_alone() {
+    let stage = kv();
+    let engine = stage.engine().await;
+    let path = "/v1/responses";
+    let owner = Key { tenant: "red".to_owned(), ..key("a") };
+    let mate = Key { tenant: "red".to_owned(), ..key("b") };
+    let other = Key { tenant: "blue".to_owned(), ..key("c") };
+    let next = |id: &str| json!({ "model": "m", "input": "x", "previous_response_id": id });
+    let started = stage.post_as(&owner, path, &[], &json!({ "model": "m", "input": "x" })).await;
+    assert_eq!(started.status, 200, "{}", started.text());
+    let id = engine.bodies()[0]["request_id"].as_str().unwrap().to_owned();
+    for key in [&owner, &mate, &Key::new("root", Role::Admin)] {
+        let answer = stage.post_as(key, path, &[], &next(&id)).await;
+        assert_eq!(answer.status, 200, "{}: {}", key.id, answer.text());
+    }
+    let asked = engine.count();
+    let unmarked = "resp_1".to_owned();
+    let misplaced = id.replace("_kt", "_ku");
+    for id in [&id, &unmarked, &misplaced] {
+        let answer = stage.post_as(&other, path, &[], &next(id)).await;
+        let error = &answer.json()["error"];
+        assert_eq!((answer.status, &error["param"]), (404, &json!("previous_response_id")));
+        let message = error["message"].as_str().unwrap();
+        assert!(message.contains("tenant \"blue\" has no such response"), "{message}");
+        let cancel = format!("{path}/{id}/cancel");
+        let answer = stage.post_as(&other, &cancel, &[], &json!({})).await;
+        let error = &answer.json()["error"];
+        assert_eq!((answer.status, &error["param"]), (404, &json!("response_id")));
+    }
+    // A client's own name for a response never reaches an engine, so it names none later on.
+    assert_eq!(stage.post_as(&owner, path, &[], &next(&unmarked)).await.status, 404);
+    assert_eq!(engine.count(), asked);
+    stage.until_idle().await;
+}
