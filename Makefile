@@ -4,18 +4,25 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Outside the checkout, so that a fresh clone does not build the dependencies again.
 export CARGO_TARGET_DIR ?= $(HOME)/.cache/kvflash/target
-# One profile for lint, tests and the package in place, so that dependencies compile once. Measurements take `fast`.
-PROFILE ?= dev
+# The package in place is built by `make dev` with the profile fast, which measurements need, too; by `make quick`, or by the
+# first `make demo` or `make test`, with the profile dev, which compiles several times faster. What is built already stays.
+DEV_PROFILE := $(if $(filter undefined,$(origin PROFILE)),fast,$(PROFILE))
+PROFILE ?= $(or $(patsubst $(VENV)/.built-%,%,$(firstword $(wildcard $(VENV)/.built-*))),dev)
 PYTEST_FLAGS ?=
+# Demo and tests start hundreds of processes, which would all compile the same modules.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-cluster test lint bench against policies settings site dev capi wheel fuzz loom sanitize soak attack gamedays mutants clients peers audit clean
+.PHONY: help demo demo-cluster test lint bench against policies settings site dev quick built capi wheel fuzz loom sanitize soak attack gamedays mutants clients peers audit clean
 help:
-	@echo "make demo | demo-cluster | test | lint | bench | against | policies | settings | site | dev | capi | wheel | fuzz | loom | sanitize | soak | attack | gamedays | mutants | clients | peers | audit | clean"
+	@echo "make demo | demo-cluster | test | lint | bench | against | policies | settings | site | dev | quick | capi | wheel | fuzz | loom | sanitize | soak | attack | gamedays | mutants | clients | peers | audit | clean"
 
 $(VENV)/.ready:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip "maturin>=1.9,<2"
+	$(BIN)/python -m pip install --quiet --upgrade pip "maturin>=1.9,<2" "uv>=0.9"
 	@touch $@
+
+# What installs the tools: uv takes a tenth of pip's time. INSTALLER= takes pip, with its settings.
+INSTALLER ?= --uv
 
 # The package in place (editable) with its tools; rebuilt when a Rust source or pyproject.toml changes.
 RUST_SOURCES := $(shell find rust/src rust/core/src rust/publish/src rust/serve/src -name '*.rs' -o -name '*.json') \
@@ -23,23 +30,29 @@ RUST_SOURCES := $(shell find rust/src rust/core/src rust/publish/src rust/serve/
 BUILT := $(VENV)/.built-$(PROFILE)
 $(BUILT): $(VENV)/.ready $(RUST_SOURCES)
 	@echo "building the Rust core (some minutes the first time) ..."
-	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --quiet --profile $(PROFILE) --extras dev
+	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --quiet $(INSTALLER) --profile $(PROFILE) --extras dev
 	@rm -f $(VENV)/.built-*
 	@touch $@
 
-dev: $(BUILT)
+built: $(BUILT)
 
-demo: dev
+dev:
+	@$(MAKE) --no-print-directory built PROFILE=$(DEV_PROFILE)
+
+quick:
+	@$(MAKE) --no-print-directory built PROFILE=dev
+
+demo: built
 	$(BIN)/python -m demo $(DEMO_FLAGS)
 
 # Replicas on a real NATS and etcd: one worker and one frontend are killed and come back.
-demo-cluster: dev
+demo-cluster: built
 	$(BIN)/python -m demo.cluster --tokenizer tests/vectors/tiny-llama $(DEMO_FLAGS)
 
 # As maturin sets them: pyo3 is compiled again whenever they change.
 PYO3 = PYO3_PYTHON=$(abspath $(BIN)/python) PYO3_BUILD_EXTENSION_MODULE=1 PYO3_ENVIRONMENT_SIGNATURE=$$($(BIN)/python -c \
 	'import sys; print("%s-%d.%d-%dbit" % (sys.implementation.name, *sys.version_info[:2], sys.maxsize.bit_length() + 1))')
-lint: dev
+lint: built
 	cargo fmt --all --check
 	$(PYO3) cargo clippy --quiet --locked --all-targets --features kvflash/python -- -D warnings
 	$(CAPI) clippy --quiet --locked --package kvflash-capi -- -D warnings
@@ -63,8 +76,7 @@ test: lint
 	cargo test --quiet --locked
 	$(BIN)/python -m pytest $(or $(PYTEST_FLAGS),$(TESTS))
 
-bench:
-	$(MAKE) dev PROFILE=fast
+bench: dev
 	$(BIN)/python -m pytest benches --benchmark-only $(PYTEST_FLAGS)
 	$(BIN)/python -m pytest benches/test_index_gates.py $(PYTEST_FLAGS)
 	PROFILE=fast $(BIN)/python -m pytest benches/test_policy_gates.py $(PYTEST_FLAGS)
@@ -73,7 +85,7 @@ bench:
 # Another commit and this one, built alike and measured in turns: ratios that must hold. Needs wrk and nginx.
 BASE ?= 3912177
 OTHER ?= HEAD
-against: dev
+against: built
 	$(BIN)/python benches/peers/against.py $(BASE) $(OTHER) $(AGAINST_FLAGS)
 
 # The tables of docs/policies.md: the matrix of workloads and fleets, then every policy on one trace. TRACE= and
@@ -86,7 +98,7 @@ policies:
 	$(POLICIES) tables --trace "$(abspath $(TRACE))" --seed $(SEED) --write docs/policies.md
 
 # The manuals' tables of flags, from the settings that the core declares; a test compares them.
-settings: dev
+settings: built
 	$(BIN)/python tests/settings_tables.py
 
 # The documentation as a site in dist/site; a link that leads nowhere, or a page that is in no menu, fails. In an
@@ -104,7 +116,7 @@ wheel: $(VENV)/.ready
 	$(PYTHON) deploy/third_party_licenses.py
 	$(BIN)/maturin build --release --out dist
 
-fuzz: dev
+fuzz: built
 	KVFLASH_SCHEMA_EXAMPLES=$(or $(EXAMPLES),1000) $(BIN)/python -m pytest tests/feature/indexer/test_indexer_openapi.py --timeout 0
 	cd fuzz && for target in decode_batch load_snapshot; do \
 		CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 RUSTC_BOOTSTRAP=1 cargo fuzz run $$target -- -max_total_time=$(or $(SECONDS),300) || exit 1; \
@@ -148,11 +160,11 @@ gamedays: dev
 	$(BIN)/python tests/attack/gamedays.py $(DAYS_FLAGS)
 
 # Breaks one rule of the request path after the other: each time a test must fail. NAMES= takes some of them.
-mutants: dev
+mutants: built
 	$(BIN)/python tests/mutants.py $(NAMES)
 
 # LiteLLM, LangChain and the openai package of npm before two mockers; the first two have an environment of their own.
-clients: dev
+clients: built
 	$(PYTHON) -m venv $(VENV)/clients
 	$(VENV)/clients/bin/python -m pip install --quiet "tomli>=2"
 	$(VENV)/clients/bin/python -c 'import sys, tomli; project = tomli.load(sys.stdin.buffer)["project"]; \

@@ -82,7 +82,9 @@ async def start_fleet(
         f"{mode}-{options.seed}-frontend",
         "kvflash.frontend",
         *("--router-mode", mode, "--host", "127.0.0.1", "--port", "0"),
-        *("--seed", str(options.seed), "--drain-timeout", "1", *options.flags),
+        # The clients have their answers before the frontend ends.
+        *("--lame-duck-timeout", "0", "--drain-timeout", "1"),
+        *("--seed", str(options.seed), *options.flags),
         *(part for spec in specs for part in ("--worker", spec)),
     )
     (ready,) = await frontend.ready(1)

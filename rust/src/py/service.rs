@@ -113,6 +113,12 @@ impl Service {
         }
         let address = self.listen("--host, --port", host, port, lock.clone(), app)?;
         lock.announce(address);
+        if cfg!(debug_assertions) {
+            tracing::warn!(
+                "this build is hardly optimised: requests cost several times as much as after make dev or \
+                 pip install ."
+            );
+        }
         let (http, mut large, mut seconds) = (self.http.clone(), 0, 0);
         self.every_second(move || {
             (large, seconds) = (large + http.take_large_bytes(), seconds + 1);

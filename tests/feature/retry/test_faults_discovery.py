@@ -13,7 +13,7 @@ import pytest
 from service import SUPPORT, Process, until
 from support_faults import BODY, IMPATIENT, STREAM, Site, end_of
 
-FLAPS = 50
+FLAPS = 20
 
 
 @pytest.fixture
