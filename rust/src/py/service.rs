@@ -1,8 +1,10 @@
 //! A service in the background of a Python process: a tokio runtime, a listener, a stop.
 
+use std::cell::Cell;
 use std::future::Future;
 use std::net::SocketAddr;
 use std::sync::Once;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use kvflash_core::error::{Error, Result};
@@ -18,30 +20,18 @@ use tokio::task::JoinHandle;
 const TRIM_BYTES: u64 = 16 * 1024 * 1024;
 const TRIM_SECONDS: u32 = 10;
 
-/// Larger allocations come directly from the system and return to it, bytes; also the limit of free
-/// memory at the end of an arena. By default glibc raises both to the largest freed size.
-const LARGE_BYTES: i32 = 1024 * 1024;
-const FREE_BYTES: i32 = 2 * 1024 * 1024;
+/// Bursts of large requests that have ended; see [`give_back_memory`].
+static BURSTS: AtomicU64 = AtomicU64::new(0);
 
-/// Make the allocator keep little free memory, from now on.
-#[allow(unsafe_code, reason = "settings of the allocator are C functions")]
-fn keep_little_memory() {
-    #[cfg(all(target_os = "linux", target_env = "gnu"))]
-    // SAFETY: both take numbers and may be called at any time, from any thread.
-    unsafe {
-        libc::mallopt(libc::M_MMAP_THRESHOLD, LARGE_BYTES);
-        libc::mallopt(libc::M_TRIM_THRESHOLD, FREE_BYTES);
-    }
-}
-
-/// Make the allocator return free memory to the system. glibc keeps what a burst of large requests
-/// needed, in an arena per thread.
-#[allow(unsafe_code, reason = "settings of the allocator are C functions")]
+/// Give the free memory of this thread back to the system, once after each burst: the allocator does
+/// it by itself only for threads that go on allocating.
+#[allow(unsafe_code, reason = "the allocator's interface is in C")]
 fn give_back_memory() {
-    #[cfg(all(target_os = "linux", target_env = "gnu"))]
-    // SAFETY: it takes a number and may be called at any time, from any thread.
-    unsafe {
-        libc::malloc_trim(0);
+    thread_local!(static DONE: Cell<u64> = const { Cell::new(0) });
+    let bursts = BURSTS.load(Ordering::Relaxed);
+    if DONE.replace(bursts) != bursts {
+        // SAFETY: it may be called at any time, from any thread.
+        unsafe { libmimalloc_sys::mi_collect(true) }
     }
 }
 
@@ -81,11 +71,11 @@ impl Service {
         if !(1..=1_024).contains(&threads) {
             return Err(Error::Config(format!("--threads must be in 1..=1024, got {threads}")));
         }
-        keep_little_memory();
         log_panics();
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(threads)
             .thread_name("kvflash-http")
+            .on_thread_park(give_back_memory)
             .enable_all()
             .build()
             .map_err(|error| Error::Config(format!("could not start threads: {error}")))?;
@@ -120,12 +110,17 @@ impl Service {
             );
         }
         let (http, mut large, mut seconds) = (self.http.clone(), 0, 0);
+        let threads = self.handle.metrics().num_workers();
         self.every_second(move || {
             (large, seconds) = (large + http.take_large_bytes(), seconds + 1);
             tokio::task::block_in_place(|| http.renew());
             if large >= TRIM_BYTES && seconds >= TRIM_SECONDS {
                 (large, seconds) = (0, 0);
-                tokio::task::block_in_place(give_back_memory);
+                BURSTS.fetch_add(1, Ordering::Relaxed);
+                // Idle threads are woken, so that they park again.
+                for _ in 0..4 * threads {
+                    tokio::spawn(tokio::task::yield_now());
+                }
             }
         });
         Ok(address)
