@@ -104,7 +104,7 @@ impl Service {
         let address = self.listen("--host, --port", host, port, lock.clone(), app)?;
         lock.announce(address);
         if cfg!(debug_assertions) {
-            tracing::warn!(
+            tracing::info!(
                 "this build is hardly optimised: requests cost several times as much as after make dev or \
                  pip install ."
             );

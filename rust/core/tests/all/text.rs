@@ -392,7 +392,7 @@ fn fragment() -> impl Strategy<Value = String> {
 fn cached_ids_are_the_ids() {
     let twins = twins();
     assert_eq!(twins.len(), 11);
-    let mut runner = proptest::test_runner::TestRunner::new(ProptestConfig::with_cases(96));
+    let mut runner = proptest::test_runner::TestRunner::new(ProptestConfig::with_cases(256));
     let texts = prop::collection::vec(fragment(), 0..24).prop_map(|parts| parts.concat());
     let result = runner.run(&texts, |text| {
         for twin in &twins {
@@ -719,7 +719,7 @@ fn increments_make_up_the_text() {
         prop_assert_eq!(text, tokenizer.decode(ids, skip).expect("text"));
         Ok(())
     };
-    let mut runner = proptest::test_runner::TestRunner::new(ProptestConfig::with_cases(96));
+    let mut runner = proptest::test_runner::TestRunner::new(ProptestConfig::with_cases(256));
     let ids = prop::collection::vec(0..size, 0..60);
     let texts = prop::collection::vec(fragment(), 0..8).prop_map(|parts| parts.concat());
     let result = runner.run(&(ids, texts, any::<bool>()), |(ids, text, skip)| {
