@@ -9,6 +9,8 @@ export CARGO_TARGET_DIR ?= $(HOME)/.cache/kvflash/target
 DEV_PROFILE := $(if $(filter undefined,$(origin PROFILE)),fast,$(PROFILE))
 PROFILE ?= $(or $(patsubst $(VENV)/.built-%,%,$(firstword $(wildcard $(VENV)/.built-*))),dev)
 PYTEST_FLAGS ?=
+# Compiler's notes for the next edit cost a quarter of the first build: only after `make quick` are they kept.
+export CARGO_INCREMENTAL ?= $(if $(wildcard $(VENV)/.incremental),1,0)
 # Demo and tests start hundreds of processes, which would all compile the same modules.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -17,8 +19,8 @@ help:
 	@echo "make demo | demo-cluster | test | lint | bench | against | policies | settings | site | dev | quick | capi | wheel | fuzz | loom | sanitize | soak | attack | gamedays | mutants | clients | peers | audit | clean"
 
 $(VENV)/.ready:
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip "maturin>=1.9,<2" "uv>=0.9"
+	cargo fetch --quiet --locked & \
+		$(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet "maturin>=1.9,<2" "uv>=0.9" && wait
 	@touch $@
 
 # What installs the tools: uv takes a tenth of pip's time. INSTALLER= takes pip, with its settings.
@@ -39,8 +41,9 @@ built: $(BUILT)
 dev:
 	@$(MAKE) --no-print-directory built PROFILE=$(DEV_PROFILE)
 
-quick:
-	@$(MAKE) --no-print-directory built PROFILE=dev
+quick: $(VENV)/.ready
+	@touch $(VENV)/.incremental
+	@$(MAKE) --no-print-directory built PROFILE=dev CARGO_INCREMENTAL=1
 
 demo: built
 	$(BIN)/python -m demo $(DEMO_FLAGS)
