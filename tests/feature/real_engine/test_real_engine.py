@@ -32,10 +32,8 @@ def measure(run, client, engines, mode, *, seed, salt=None):
         "--tokenizer", str(VECTORS / "tiny-llama"), "--seed", "1", *workers,
     )  # fmt: skip
     frontend = client(process.ready()["url"])
-    until(
-        lambda: frontend.call("GET", "/health")[1].get("healthy_workers") == len(engines),
-        "both engines healthy",
-    )
+    # Until then the events of before are on their way, and what they tell earns no credit.
+    until(lambda: frontend.call("GET", "/ready")[0] == 200, "both engines to be known", 60)
     prompt = cached = agreed = asked = 0
     for _, talk, question in conversations(seed):
         talk.append({"role": "user", "content": question})
