@@ -4,7 +4,10 @@
 ``PROGRAM HTTP_PORT EVENTS_PORT REPLAY_PORT BLOCKS FOLDER``. It serves the model in FOLDER
 (tests/vectors/tiny-llama or tiny-hermes) by the folder's name, with block size 32, prefix caching,
 KV events, ``--enable-prompt-tokens-details``, ``--enable-scale-out``, and for tools
-``--enable-auto-tool-choice --tool-call-parser hermes`` (docs/events.md has the command line).
+``--enable-auto-tool-choice --tool-call-parser hermes`` (docs/events.md has the command line); for
+clients' structured output
+``--structured-outputs-config '{"backend": "xgrammar", "disable_any_whitespace": true}'``, because
+random weights would write spaces without end, and ``VLLM_ENABLE_RESPONSES_API_STORE=1``.
 ``VLLM_SERVER_DEV_MODE=1`` lets tests clear its cache.
 """
 

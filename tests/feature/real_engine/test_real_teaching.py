@@ -1,4 +1,4 @@
-"""A real vLLM that neither tokenizes nor renders teaches by its answers: opt-in, see support_engines.py."""
+"""A real vLLM without /tokenize teaches by its answers: opt-in, see support_engines.py."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def without_tokenizing(url: str) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(answer)
 
-        do_POST = do_GET
+        do_POST = do_GET  # noqa: N815
 
         def log_message(self, *_: object) -> None:
             pass
@@ -90,7 +90,11 @@ def test_what_an_answer_teaches_is_what_the_engine_reuses(engine, run, client):
             talk.append({"role": "assistant", "content": text})
         metrics = frontend.get("/metrics").decode()
         print(json.dumps(rows))
-        print("\n".join(line for line in metrics.splitlines() if "_taught_" in line and "#" not in line))
+        print(
+            "\n".join(
+                line for line in metrics.splitlines() if "_taught_" in line and "#" not in line
+            )
+        )
         assert process.terminate() == 0
     later = [row for row in rows if row[0] > 1]
     assert all(predicted <= reused for _, _, predicted, reused in rows), rows
