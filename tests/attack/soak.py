@@ -2,9 +2,9 @@
 
     python tests/attack/soak.py --seconds 300 --clients 64
 
-With ``--baseline`` nginx stands in the frontend's place: what remains is the machine's, on which
-attackers, proxy and engine share the cores. Needs the package and this folder's neighbours; prints
-one JSON object, and fails where a bound is broken.
+With ``--baseline`` the attacks go to a second frontend with engines of its own: what the honest
+clients of the first then feel is the machine's, whose cores all of them share. Needs the package
+and this folder's neighbours; prints one JSON object, and fails where a bound is broken.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from servers import free_port
 from service import rss, until
 from support_frontend import FrontendProcess
 
@@ -245,19 +244,6 @@ http {{
 
 
 @contextmanager
-def nginx(folder: Path, engine: int) -> Iterator[tuple[str, int]]:
-    """nginx before one engine: its URL and its process."""
-    config, port = folder / "nginx.conf", free_port()
-    config.write_text(NGINX.format(folder=folder, engine=engine, port=port), encoding="utf-8")
-    process = subprocess.Popen(["nginx", "-c", str(config)])
-    try:
-        yield f"http://127.0.0.1:{port}", process.pid
-    finally:
-        process.terminate()
-        process.wait()
-
-
-@contextmanager
 def kvflash(folder: Path, engines: list[int]) -> Iterator[tuple[str, int]]:
     """A frontend before these engines: its URL and its process."""
     workers = ("--worker", *(f"http://127.0.0.1:{port}" for port in engines))
@@ -282,7 +268,7 @@ def main() -> int:
     )
     parser.add_argument("--only", default="", help="one kind of attack alone")
     parser.add_argument("--settle", type=float, default=30.0, help="until memory must be back")
-    parser.add_argument("--baseline", action="store_true", help="nginx instead of kvflash")
+    parser.add_argument("--baseline", action="store_true", help="attack a second frontend")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--engine", default="", help=argparse.SUPPRESS)
     parser.add_argument("--besiege", default="", help=argparse.SUPPRESS)
@@ -294,43 +280,44 @@ def main() -> int:
         besiege(given.besiege, attacks, given.clients, given.seed)
     servers = [
         subprocess.Popen([sys.executable, __file__, "--engine", model], stdout=subprocess.PIPE)
-        for model in ("m", "endless")
+        for model in ("m", "endless") * (1 + given.baseline)
     ]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         ports = [int(server.stdout.readline()) for server in servers if server.stdout]
-        place = Path(folder)
-        made = nginx(place, ports[0]) if given.baseline else kvflash(place, ports)
-        with made as (url, process_id):
-            target = Target(url, given.seed)
-            until(lambda: serves(target), "the first answer")
-            quiet, failed_before = honest(target, given.quiet, 50)
-            before, is_over = rss(process_id), threading.Event()
-            # In processes of their own, of low priority: their work is not the service's.
-            hostile = [
-                subprocess.Popen(
-                    (
-                        *(sys.executable, __file__, "--besiege", url),
-                        *("--only", kind.__name__),
-                        *("--clients", str(given.clients), "--seed", str(given.seed)),
-                    )
+        url, process_id = stack.enter_context(kvflash(Path(folder), ports[:2]))
+        attacked = url
+        if given.baseline:
+            attacked, _ = stack.enter_context(kvflash(Path(folder), ports[2:]))
+        target = Target(url, given.seed)
+        until(lambda: serves(target), "the first answer")
+        quiet, failed_before = honest(target, given.quiet, 50)
+        before, is_over = rss(process_id), threading.Event()
+        # In processes of their own, of low priority: their work is not the service's.
+        hostile = [
+            subprocess.Popen(
+                (
+                    *(sys.executable, __file__, "--besiege", attacked),
+                    *("--only", kind.__name__),
+                    *("--clients", str(given.clients), "--seed", str(given.seed)),
                 )
-                for kind in attacks
-            ]
-            peaks: list[int] = []
+            )
+            for kind in attacks
+        ]
+        peaks: list[int] = []
 
-            def watch() -> None:
-                while not is_over.is_set():
-                    peaks.append(rss(process_id))
-                    time.sleep(0.05)
+        def watch() -> None:
+            while not is_over.is_set():
+                peaks.append(rss(process_id))
+                time.sleep(0.05)
 
-            threading.Thread(target=watch, daemon=True).start()
-            besieged, failed = honest(target, given.seconds, 50)
-            is_over.set()
-            for one in hostile:
-                one.kill()
-                one.wait()
-            time.sleep(given.settle)
-            after = rss(process_id)
+        threading.Thread(target=watch, daemon=True).start()
+        besieged, failed = honest(target, given.seconds, 50)
+        is_over.set()
+        for one in hostile:
+            one.kill()
+            one.wait()
+        time.sleep(given.settle)
+        after = rss(process_id)
         for server in servers:
             server.kill()
             server.wait()
