@@ -73,7 +73,7 @@ capi:
 	$(CAPI) build --quiet --profile $(CAPI_PROFILE) --locked --package kvflash-capi
 
 # Several files side by side: tests mostly wait, for processes and for clocks. tests/conftest.py has the order.
-TESTS = -n 3 --dist loadfile --no-loadscope-reorder --reruns 2 --reruns-delay 1
+TESTS = -n 4 --dist loadfile --no-loadscope-reorder --reruns 2 --reruns-delay 1
 test: lint
 	$(MAKE) --no-print-directory capi CAPI_PROFILE=dev
 	cargo test --quiet --locked
@@ -147,6 +147,7 @@ soak: dev
 	KVFLASH_SIM_SEEDS=10000 $(BIN)/python -m pytest tests/state/simulation -s --timeout 0
 	KVFLASH_STRESS_SECONDS=30 cargo test --release --quiet --test stress
 	KVFLASH_MODEL_SEEDS=210 cargo test --release --quiet --test all model:: -- --nocapture
+	KVFLASH_TOKEN_CASES=10000 cargo test --release --quiet --test all text::cached_ids_are_the_ids
 	KVFLASH_CHURN_BLOCKS=100000000 cargo test --release --quiet --test limits churn -- --nocapture --test-threads=1
 	KVFLASH_FUZZ_FRAMES=10000000 cargo test --release --quiet --test all frames::
 	KVFLASH_CHAOS_SECONDS=600 $(BIN)/python -m pytest tests/feature/retry/test_chaos.py -s --timeout 0
