@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,19 @@ def modules() -> Path:
             pytest.skip(message)
         (folder / "installed").touch()
     return folder
+
+
+@pytest.fixture(scope="module")
+def node(modules: Path) -> Callable[..., list[str]]:
+    """Runs a script of npm/ with a base URL and more arguments: the names of its checks."""
+
+    def run(script: str, url: str, *arguments: str) -> list[str]:
+        command = ["node", str(HERE / script), url, str(modules), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 0, done.stderr
+        return list(json.loads(done.stdout))
+
+    return run
 
 
 @pytest.fixture(scope="module")

@@ -72,6 +72,11 @@ class VllmEngine:
                 stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
 
+    def worker(self, url: str = "") -> str:
+        """The value of --worker for it; behind a proxy at `url` if given."""
+        events = f"events={self.endpoint},replay={self.replay_endpoint}"
+        return f"{url or self.url},{events}"
+
     def wait_until_up(self) -> None:
         def is_up() -> bool:
             assert self._process.poll() is None, f"the engine ended, see {self.log}"

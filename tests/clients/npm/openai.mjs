@@ -1,13 +1,9 @@
 // The openai package against a frontend: node openai.mjs BASE_URL FOLDER, where FOLDER has node_modules.
-// Every check that fails ends the process with its name.
 import assert from "node:assert/strict";
-import { createRequire } from "node:module";
+import { client, messages, openai, run } from "./checks.mjs";
 
-const [baseURL, folder] = process.argv.slice(2);
-const { OpenAI, NotFoundError, BadRequestError } = createRequire(`${folder}/x.js`)("openai");
-const client = new OpenAI({ baseURL, apiKey: "none", maxRetries: 0 });
+const { NotFoundError, BadRequestError } = openai;
 const model = "m";
-const messages = [{ role: "user", content: "How is the weather?" }];
 const parameters = {
   type: "object",
   properties: { city: { type: "string" } },
@@ -88,12 +84,4 @@ const checks = {
   },
 };
 
-for (const [name, check] of Object.entries(checks)) {
-  try {
-    await check();
-  } catch (error) {
-    console.error(`${name}: ${error.stack}`);
-    process.exit(1);
-  }
-}
-console.log(JSON.stringify(Object.keys(checks)));
+await run(checks);

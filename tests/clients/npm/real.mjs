@@ -1,12 +1,9 @@
 // The openai package against real engines: node real.mjs BASE_URL FOLDER MODEL, where FOLDER has node_modules.
-// Every check that fails ends the process with its name.
 import assert from "node:assert/strict";
-import { createRequire } from "node:module";
+import { client, messages, openai, run } from "./checks.mjs";
 
-const [baseURL, folder, model] = process.argv.slice(2);
-const { OpenAI, NotFoundError } = createRequire(`${folder}/x.js`)("openai");
-const client = new OpenAI({ baseURL, apiKey: "none", maxRetries: 0 });
-const messages = [{ role: "user", content: "How is the weather?" }];
+const { NotFoundError } = openai;
+const model = process.argv[4];
 
 const checks = {
   async chat() {
@@ -51,12 +48,4 @@ const checks = {
   },
 };
 
-for (const [name, check] of Object.entries(checks)) {
-  try {
-    await check();
-  } catch (error) {
-    console.error(`${name}: ${error.stack}`);
-    process.exit(1);
-  }
-}
-console.log(JSON.stringify(Object.keys(checks)));
+await run(checks);

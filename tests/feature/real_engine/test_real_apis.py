@@ -83,7 +83,7 @@ def reused(path: str, usage: dict[str, Any]) -> int:
 @pytest.mark.parametrize("by", ["template", "engine"])
 def test_predictions_are_what_the_engine_reuses_by_every_api(engine, run, client, by):
     engine.clear()
-    worker = f"{engine.url},events={engine.endpoint},replay={engine.replay_endpoint}"
+    worker = engine.worker()
     tokenizer = ("--tokenizer", str(VECTORS / MODEL)) if by == "template" else ()
     process = run(
         "kvflash.frontend", "--port", "0", "--host", "127.0.0.1", "--router-mode", "kv",

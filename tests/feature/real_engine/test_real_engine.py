@@ -22,14 +22,10 @@ def measure(run, client, engines, mode, *, seed, salt=None):
     """Reuse as the engines count it, and the frontend's four stages, over one cold run."""
     for engine in engines:
         engine.clear()
-    workers = [
-        part
-        for each in engines
-        for part in ("--worker", f"{each.url},events={each.endpoint},replay={each.replay_endpoint}")
-    ]
+    workers = [each.worker() for each in engines]
     process = run(
         "kvflash.frontend", "--port", "0", "--host", "127.0.0.1", "--router-mode", mode,
-        "--tokenizer", str(VECTORS / "tiny-llama"), "--seed", "1", *workers,
+        "--tokenizer", str(VECTORS / "tiny-llama"), "--seed", "1", "--worker", *workers,
     )  # fmt: skip
     frontend = client(process.ready()["url"])
     # Until then the events of before are on their way, and what they tell earns no credit.

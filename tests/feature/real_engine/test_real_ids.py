@@ -29,7 +29,7 @@ def usage_of(answer: dict[str, Any], headers: dict[str, str]) -> tuple[int, int,
 
 
 def test_ids_change_neither_answers_nor_reuse(engine, run, client):
-    worker = f"{engine.url},events={engine.endpoint},replay={engine.replay_endpoint}"
+    worker = engine.worker()
     texts, sent = {}, {}
     for flag in ("--send-token-ids", "--no-send-token-ids"):
         engine.clear()

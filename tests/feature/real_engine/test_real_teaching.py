@@ -68,8 +68,7 @@ def test_what_an_answer_teaches_is_what_the_engine_reuses(engine, run, client):
     with without_tokenizing(engine.url) as url:
         process = run(
             "kvflash.frontend", "--port", "0", "--host", "127.0.0.1", "--router-mode", "kv",
-            "--seed", "1", "--worker",
-            f"{url},events={engine.endpoint},replay={engine.replay_endpoint}",
+            "--seed", "1", "--worker", engine.worker(url),
         )  # fmt: skip
         frontend = client(process.ready()["url"])
         until(lambda: frontend.call("GET", "/ready")[0] == 200, "the engine to be known", 60)
@@ -88,13 +87,7 @@ def test_what_an_answer_teaches_is_what_the_engine_reuses(engine, run, client):
             rows.append((turn, usage["prompt_tokens"], predicted, reused))
             text = answer["choices"][0]["message"]["content"]
             talk.append({"role": "assistant", "content": text})
-        metrics = frontend.get("/metrics").decode()
         print(json.dumps(rows))
-        print(
-            "\n".join(
-                line for line in metrics.splitlines() if "_taught_" in line and "#" not in line
-            )
-        )
         assert process.terminate() == 0
     later = [row for row in rows if row[0] > 1]
     assert all(predicted <= reused for _, _, predicted, reused in rows), rows
