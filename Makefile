@@ -9,7 +9,7 @@ export CARGO_TARGET_DIR ?= $(HOME)/.cache/kvflash/target
 DEV_PROFILE := $(if $(filter undefined,$(origin PROFILE)),fast,$(PROFILE))
 PROFILE ?= $(or $(patsubst $(VENV)/.built-%,%,$(firstword $(wildcard $(VENV)/.built-*))),dev)
 PYTEST_FLAGS ?=
-# Compiler's notes for the next edit cost a quarter of the first build: only after `make quick` are they kept.
+# Incremental data makes a first build a quarter slower: it is kept only in a checkout where `make quick` was run.
 export CARGO_INCREMENTAL ?= $(if $(wildcard $(VENV)/.incremental),1,0)
 # Demo and tests start hundreds of processes, which would all compile the same modules.
 unexport PYTHONDONTWRITEBYTECODE

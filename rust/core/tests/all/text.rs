@@ -393,7 +393,7 @@ fn cached_ids_are_the_ids() {
     let twins = twins();
     assert_eq!(twins.len(), 11);
     let cases =
-        std::env::var("KVFLASH_TOKEN_CASES").map_or(64, |count| count.parse().expect("a number"));
+        std::env::var("KVFLASH_TOKEN_CASES").map_or(96, |count| count.parse().expect("a number"));
     let mut runner = proptest::test_runner::TestRunner::new(ProptestConfig::with_cases(cases));
     let texts = prop::collection::vec(fragment(), 0..24).prop_map(|parts| parts.concat());
     let result = runner.run(&texts, |text| {
@@ -419,11 +419,7 @@ fn cached_ids_are_the_ids() {
             assert_eq!(twin.cramped.encode(&text, false).expect("ids"), plain.get_ids());
         }
         let (roomy, cramped) = (twin.roomy.cache_stats(), twin.cramped.cache_stats());
-        assert!(
-            roomy.hits_total > cases.into() && roomy.evictions_total == 0,
-            "{} {roomy:?}",
-            twin.name
-        );
+        assert!(roomy.hits_total > 256 && roomy.evictions_total == 0, "{} {roomy:?}", twin.name);
         assert!(cramped.held_bytes <= cramped.capacity_bytes, "{} {cramped:?}", twin.name);
         assert!(cramped.evictions_total > 0, "{}: no pressure", twin.name);
     }
