@@ -1,5 +1,7 @@
 //! Request bodies: read within limits of bytes, time and memory, or discarded.
 
+mod rest;
+
 use std::fs;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,6 +19,7 @@ use prometheus_client::registry::{Registry, Unit};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, timeout_at};
 
+pub(crate) use self::rest::{Forwarded, Rest};
 use super::Reject;
 use super::metrics::CauseLabel;
 
@@ -67,12 +70,14 @@ pub(crate) struct Intake {
     turns: Arc<Semaphore>,
 }
 
-/// A completely read body.
+/// A body that was read, or its beginning.
 #[derive(Debug)]
 pub(crate) struct Received {
     pub bytes: Bytes,
     /// The turn of a large body; keep it until the request is known to proceed.
     pub turn: Option<OwnedSemaphorePermit>,
+    /// What was not read yet, if `bytes` are only the beginning.
+    pub rest: Option<Arc<Rest>>,
 }
 
 /// Why a body could not be read.
@@ -186,7 +191,27 @@ impl Intake {
     where
         B: Body<Data = Bytes> + Unpin,
     {
-        self.within(self.max_bytes, body).await
+        self.within(self.max_bytes, body, |_| false).await.map(|(received, _)| received)
+    }
+
+    /// Reads the whole body, or of a large one only the beginning, if that `is_enough` to forward
+    /// the rest as it comes.
+    ///
+    /// # Errors
+    /// As [`whole`](Self::whole).
+    pub async fn beginning(
+        &self,
+        body: axum::body::Body,
+        is_enough: impl Fn(&[u8]) -> bool,
+    ) -> Result<Received, Reject> {
+        let fits = body.size_hint().lower() <= self.max_bytes as u64;
+        let is_enough = |bytes: &[u8]| fits && is_enough(bytes);
+        let (mut received, body) = self.within(self.max_bytes, body, is_enough).await?;
+        if let Some(body) = body {
+            let left = self.max_bytes - received.bytes.len();
+            received.rest = Some(Rest::new(body, self.clone(), left));
+        }
+        Ok(received)
     }
 
     /// Reads the whole body of a request that changes a setting or a worker: at most 64 KiB.
@@ -197,18 +222,25 @@ impl Intake {
     where
         B: Body<Data = Bytes> + Unpin,
     {
-        Ok(self.within(CONTROL_BYTES.min(self.max_bytes), body).await?.bytes)
+        let limit = CONTROL_BYTES.min(self.max_bytes);
+        Ok(self.within(limit, body, |_| false).await?.0.bytes)
     }
 
-    async fn within<B>(&self, limit: usize, mut body: B) -> Result<Received, Reject>
+    /// Reads a body of up to `limit` bytes; returns it as well if it goes on after what was read.
+    async fn within<B>(
+        &self,
+        limit: usize,
+        mut body: B,
+        is_enough: impl Fn(&[u8]) -> bool,
+    ) -> Result<(Received, Option<B>), Reject>
     where
         B: Body<Data = Bytes> + Unpin,
     {
         if self.refuses_unread && body.size_hint().lower() > limit as u64 {
             return Err(self.refuse(&Unreadable::TooLarge, limit));
         }
-        match self.read(&mut body, limit).await {
-            Ok(received) => Ok(received),
+        match self.read(&mut body, limit, is_enough).await {
+            Ok((received, is_whole)) => Ok((received, Some(body).filter(|_| !is_whole))),
             Err(why) => {
                 if matches!(why, Unreadable::TooLarge | Unreadable::Full) {
                     discard(&mut body).await;
@@ -218,8 +250,13 @@ impl Intake {
         }
     }
 
-    /// A body in a single piece is not copied.
-    async fn read<B>(&self, body: &mut B, limit: usize) -> Result<Received, Unreadable>
+    /// Returns what was read, and whether it is all. A body in a single piece is not copied.
+    async fn read<B>(
+        &self,
+        body: &mut B,
+        limit: usize,
+        is_enough: impl Fn(&[u8]) -> bool,
+    ) -> Result<(Received, bool), Unreadable>
     where
         B: Body<Data = Bytes> + Unpin,
     {
@@ -229,7 +266,21 @@ impl Intake {
         let mut rested_at = 0;
         let mut count = Count { buffered: self.buffered.clone(), bytes: 0 };
         let (mut first, mut joined, mut received) = (Bytes::new(), BytesMut::new(), 0);
+        let mut is_whole = true;
         while !body.is_end_stream() {
+            if received >= LARGE_BYTES && turn.is_none() {
+                let beginning = if joined.is_empty() { &first[..] } else { &joined[..] };
+                if is_enough(beginning) {
+                    is_whole = false;
+                    break;
+                }
+                let kib = (declared.min(LARGE_AT_ONCE) / 1_024).max(1) as u32;
+                let its_turn = Arc::clone(&self.turns).acquire_many_owned(kib);
+                let its_turn = tokio::time::timeout(self.timeout, its_turn).await;
+                turn = its_turn.map_err(|_| Unreadable::Full)?.ok();
+                // Its time begins when it is read.
+                (began, before_turn, rate) = (Instant::now(), received, LARGE_RATE);
+            }
             let in_turn = (received - before_turn) as f64;
             let slow = began + SLOW_START + Duration::from_secs_f64(in_turn / rate);
             let late = began + self.timeout;
@@ -244,14 +295,6 @@ impl Intake {
             if received > limit {
                 self.large.fetch_add(received as u64, Ordering::Relaxed);
                 return Err(Unreadable::TooLarge);
-            }
-            if received >= LARGE_BYTES && turn.is_none() {
-                let kib = (declared.min(LARGE_AT_ONCE) / 1_024).max(1) as u32;
-                let its_turn = Arc::clone(&self.turns).acquire_many_owned(kib);
-                let its_turn = tokio::time::timeout(self.timeout, its_turn).await;
-                turn = its_turn.map_err(|_| Unreadable::Full)?.ok();
-                // Its time begins when it is read.
-                (began, before_turn, rate) = (Instant::now(), received, LARGE_RATE);
             }
             if let Some(turn) = &turn
                 && received - rested_at > PACE_BYTES
@@ -277,11 +320,13 @@ impl Intake {
             joined.extend_from_slice(&data);
         }
         let bytes = if joined.is_empty() { first } else { joined.freeze() };
-        if count.bytes == 0 {
-            return Ok(Received { bytes, turn });
-        }
-        self.large.fetch_add(count.bytes as u64, Ordering::Relaxed);
-        Ok(Received { bytes: Bytes::from_owner(Held { bytes, _count: count }), turn })
+        let bytes = if count.bytes == 0 {
+            bytes
+        } else {
+            self.large.fetch_add(count.bytes as u64, Ordering::Relaxed);
+            Bytes::from_owner(Held { bytes, _count: count })
+        };
+        Ok((Received { bytes, turn, rest: None }, is_whole))
     }
 
     fn refuse(&self, why: &Unreadable, limit: usize) -> Reject {

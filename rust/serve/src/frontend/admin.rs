@@ -589,7 +589,7 @@ pub(super) async fn explain(
         let _running = pass::client(&caller).map(|key| app.meters.begin(key)).transpose()?;
         let bytes = app.intake.whole(body).await?.bytes;
         let head = Head { uri: Uri::default(), headers, address: None, caller };
-        let plan = Plan::make(&app, row, head, String::new(), bytes).await?;
+        let plan = Plan::make(&app, row, head, String::new(), bytes, None).await?;
         let prefill = Prefill::of(&app, &plan).await?.explain(&app).await;
         let part = Part { is_decode_only: prefill.is_some(), ..Part::default() };
         let decision = plan.explain(&app, part).await.map_err(Reject::from)?;

@@ -7,7 +7,7 @@ use axum::http::{
     HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Uri, header,
 };
 use bytes::Bytes;
-use http_body_util::{BodyExt, Full, Limited};
+use http_body_util::{BodyExt, Either, Full, Limited};
 use hyper::body::Incoming;
 use hyper::ext::on_informational;
 use hyper_util::client::legacy::Client;
@@ -18,18 +18,27 @@ use tokio::sync::oneshot;
 
 use super::engine::{Engine, WorkerKey};
 use super::options::FrontendOptions;
+use crate::body::Forwarded;
 use crate::outbound::Connector;
 
 /// Maximum 1xx responses before the final one: an engine with more never answers.
 const MAX_INFORMATIONAL: usize = 16;
 
+/// The body of a request to an engine: held, or an upload forwarded as it comes.
+pub(crate) type Outgoing = Either<Full<Bytes>, Forwarded>;
+
+/// A body that is held.
+pub(crate) fn held(body: impl Into<Bytes>) -> Outgoing {
+    Outgoing::Left(Full::new(body.into()))
+}
+
 /// HTTP/1 to the engines, with persistent connections.
 #[derive(Debug, Clone)]
 pub(crate) struct Upstream {
-    client: Client<Connector, Full<Bytes>>,
+    client: Client<Connector, Outgoing>,
     /// For workers that were added over HTTP. They have connections of their own: kept ones of the others were not
     /// held to `--worker-allow`.
-    client_of_added: Client<Connector, Full<Bytes>>,
+    client_of_added: Client<Connector, Outgoing>,
     /// Authorization of the frontend's own calls.
     authorization: Option<HeaderValue>,
 }
@@ -69,7 +78,7 @@ impl Upstream {
     /// Send a request to a worker of the runtime; returns at the answer's head.
     pub async fn send(
         &self,
-        request: Request<Full<Bytes>>,
+        request: Request<Outgoing>,
     ) -> Result<Response<Incoming>, AttemptError> {
         send_with(&self.client, request).await
     }
@@ -78,7 +87,7 @@ impl Upstream {
     pub fn send_to(
         &self,
         engine: &Engine,
-        request: Request<Full<Bytes>>,
+        request: Request<Outgoing>,
     ) -> impl Future<Output = Result<Response<Incoming>, AttemptError>> {
         let client = if engine.spec.is_added() { &self.client_of_added } else { &self.client };
         send_with(client, request)
@@ -100,7 +109,7 @@ impl Upstream {
         url: &str,
         limit: usize,
     ) -> Result<(u16, Bytes), String> {
-        let request = Request::get(url).body(Full::default()).map_err(|e| e.to_string())?;
+        let request = Request::get(url).body(held(Bytes::new())).map_err(|e| e.to_string())?;
         self.whole(engine, request, limit).await.map(|(status, bytes)| (status.as_u16(), bytes))
     }
 
@@ -114,7 +123,7 @@ impl Upstream {
     ) -> Result<(StatusCode, Bytes), String> {
         let request = Request::post(url)
             .header(header::CONTENT_TYPE, "application/json")
-            .body(Full::from(body))
+            .body(held(body))
             .map_err(|e| e.to_string())?;
         self.whole(engine, request, limit).await
     }
@@ -122,7 +131,7 @@ impl Upstream {
     async fn whole(
         &self,
         engine: &Engine,
-        mut request: Request<Full<Bytes>>,
+        mut request: Request<Outgoing>,
         limit: usize,
     ) -> Result<(StatusCode, Bytes), String> {
         if let Some(authorization) = self.authorization(engine) {
@@ -136,7 +145,7 @@ impl Upstream {
     }
 }
 
-fn client_with(connector: Connector) -> Client<Connector, Full<Bytes>> {
+fn client_with(connector: Connector) -> Client<Connector, Outgoing> {
     Client::builder(TokioExecutor::new())
         .pool_timer(TokioTimer::new())
         // Common engines close idle connections after 5 s; be first, so that no request meets a closed one.
@@ -146,8 +155,8 @@ fn client_with(connector: Connector) -> Client<Connector, Full<Bytes>> {
 }
 
 async fn send_with(
-    client: &Client<Connector, Full<Bytes>>,
-    mut request: Request<Full<Bytes>>,
+    client: &Client<Connector, Outgoing>,
+    mut request: Request<Outgoing>,
 ) -> Result<Response<Incoming>, AttemptError> {
     let count = AtomicUsize::new(0);
     let (told, endless) = oneshot::channel();
@@ -214,9 +223,9 @@ pub(crate) fn upstream_request(
     uri: Uri,
     headers: &HeaderMap,
     dp_rank: Option<u32>,
-    body: Bytes,
-) -> Request<Full<Bytes>> {
-    let mut request = Request::new(Full::new(body));
+    body: Outgoing,
+) -> Request<Outgoing> {
+    let mut request = Request::new(body);
     *request.method_mut() = method.clone();
     *request.uri_mut() = uri;
     let out = request.headers_mut();

@@ -4,12 +4,14 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use axum::body::Body;
+use axum::http::HeaderMap;
 use kvflash_core::error::Error;
 use kvflash_core::select::Usage;
 use tokio::time::Instant;
 
 use super::api::{Row, Weight};
 use super::turn::Turn;
+use super::upload::names_model;
 use crate::Reject;
 use crate::body::{self, Received};
 use crate::frontend::app::App;
@@ -63,7 +65,7 @@ impl Drop for InFlight {
 }
 
 /// Reads a request's body, then takes a slot among those in flight, so that slow uploads occupy
-/// none. The body of a refused request is read and discarded: otherwise a client that is still
+/// none; of a large upload only its beginning. The body of a refused request is read and discarded: otherwise a client that is still
 /// sending might see a connection reset instead of the response.
 ///
 /// # Errors
@@ -71,6 +73,7 @@ impl Drop for InFlight {
 pub(super) async fn admit(
     app: &Arc<App>,
     row: &Row,
+    headers: &HeaderMap,
     mut body: Body,
 ) -> Result<(InFlight, Received), Reject> {
     let limit = app.options.max_concurrent_requests;
@@ -86,7 +89,9 @@ pub(super) async fn admit(
         return Err(error.into());
     }
     let received = match row.weight {
-        Weight::Sound => app.uploads.whole(body).await?,
+        Weight::Sound => {
+            app.uploads.beginning(body, |beginning| names_model(headers, beginning)).await?
+        }
         Weight::Text | Weight::Nothing => app.intake.whole(body).await?,
     };
     let before = app.in_flight.fetch_add(1, Ordering::Relaxed);

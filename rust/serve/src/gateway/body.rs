@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::ops::Range;
+use std::sync::Arc;
 
 use bytes::Bytes;
 use bytestring::ByteString;
@@ -12,6 +13,7 @@ use serde_json::Value;
 use serde_json::value::RawValue;
 
 use crate::Reject;
+use crate::body::Rest;
 
 /// A JSON object as received, with the position of each field's value.
 #[derive(Debug, Clone)]
@@ -22,6 +24,8 @@ pub(crate) struct Body {
     fields: Vec<Field>,
     /// Position of each message in its field.
     messages: Option<Vec<Range<usize>>>,
+    /// What its client still sends.
+    rest: Option<Arc<Rest>>,
 }
 
 impl Body {
@@ -45,12 +49,28 @@ impl Body {
         for place in messages.iter_mut().flatten() {
             *place = place.start - start..place.end - start;
         }
-        Ok(Self { bytes, text, fields, messages })
+        Ok(Self { bytes, text, fields, messages, rest: None })
     }
 
     /// A body that is not JSON: it has no fields.
     pub fn opaque(bytes: Bytes) -> Self {
-        Self { bytes, text: ByteString::new(), fields: Vec::new(), messages: None }
+        let (text, fields, messages) = (ByteString::new(), Vec::new(), None);
+        Self { bytes, text, fields, messages, rest: None }
+    }
+
+    /// An upload that begins with `bytes`.
+    pub fn upload(bytes: Bytes, rest: Arc<Rest>) -> Self {
+        Self { rest: Some(rest), ..Self::opaque(bytes) }
+    }
+
+    /// What its client still sends, of an upload.
+    pub fn rest(&self) -> Option<&Arc<Rest>> {
+        self.rest.as_ref()
+    }
+
+    /// Its length, with what is still to come as far as that is declared.
+    pub fn declared_bytes(&self) -> usize {
+        self.bytes.len() + self.rest.as_ref().map_or(0, |rest| rest.declared_bytes())
     }
 
     /// The object as received.

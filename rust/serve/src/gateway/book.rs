@@ -20,6 +20,9 @@ use crate::{Reject, queue};
 /// error.
 const MAX_CHOICES: usize = 8;
 
+/// What the log says of the last attempt.
+const NO_OTHER: &str = "attempt failed before the first byte; no other worker is tried";
+
 /// The worker that takes a request, with its booking.
 pub(crate) struct Choice {
     pub engine: Arc<Engine>,
@@ -111,11 +114,21 @@ impl Tries {
         if failed.is_final {
             return Err(failed.into());
         }
+        if let Some(rest) = self.plan.call.body.rest().filter(|rest| rest.has_begun()) {
+            // Of an upload that its client breaks off, no worker is at fault.
+            if let Some(reject) = rest.refused() {
+                return Err(reject);
+            }
+            self.is_over = Some("the upload is sent on as it comes, and can't be sent twice");
+            failed.note(&self.app, engine, NO_OTHER);
+            self.last = Some(failed);
+            return Ok(());
+        }
         let (body, in_flight) = (self.plan.call.body.bytes(), self.app.in_flight());
         self.is_over = self.attempts.failed(&failed, body, in_flight);
         let what = match self.is_over {
             None => "attempt failed before the first byte; trying another worker",
-            Some(_) => "attempt failed before the first byte; no other worker is tried",
+            Some(_) => NO_OTHER,
         };
         failed.note(&self.app, engine, what);
         self.last = Some(failed);
@@ -145,10 +158,14 @@ impl Tries {
                 let failed =
                     last.unwrap_or_else(|| Failed::new("none", "", StatusCode::BAD_GATEWAY));
                 let (tried, why) = (self.tried, failed.message);
-                let end = self.is_over.map(|why| format!("; {why}")).unwrap_or_default();
-                let message = format!(
-                    "no worker answered; tried {tried:?}, the last one failed with: {why}{end}"
-                );
+                let message = if failed.status == StatusCode::NOT_IMPLEMENTED {
+                    format!("{why} (tried {tried:?})")
+                } else {
+                    let end = self.is_over.map(|why| format!("; {why}")).unwrap_or_default();
+                    format!(
+                        "no worker answered; tried {tried:?}, the last one failed with: {why}{end}"
+                    )
+                };
                 Reject::last_failure(failed.status, message)
             }
         }

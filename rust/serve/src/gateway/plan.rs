@@ -30,6 +30,7 @@ use super::stored::Kept;
 use super::tokens::{Untokenized, tokens};
 use super::upload;
 use super::urgency::Urgency;
+use crate::body::Rest;
 use crate::frontend::app::App;
 use crate::frontend::engine::Engine;
 use crate::frontend::fleet::unhealthy;
@@ -72,7 +73,7 @@ pub(crate) struct Part<'a> {
 }
 
 impl Plan {
-    /// Plans a request with the body `bytes`; `row` is derived from its fields if the path does not
+    /// Plans a request with the body `bytes`, which the `rest` of an upload follows; `row` is derived from its fields if the path does not
     /// determine it.
     ///
     /// # Errors
@@ -84,6 +85,7 @@ impl Plan {
         mut head: Head,
         request_id: String,
         bytes: Bytes,
+        rest: Option<Arc<Rest>>,
     ) -> Result<Self, Reject> {
         let count = |kind| app.dropped(kind);
         pass::clean_headers(&head.caller, &mut head.headers, count);
@@ -100,6 +102,9 @@ impl Plan {
             body = Call::body(app, row, &head, renamed.clone()).await?;
         }
         let alias = alias.map(|(alias, _)| alias);
+        if let Some(rest) = rest {
+            body = Arc::new(Body::upload(body.bytes().clone(), rest));
+        }
         let mut envelope: Envelope<'_> = body.read()?;
         if is_upload {
             envelope.model = upload::model(&head.headers, body.bytes())?.map(Cow::Borrowed);
@@ -208,7 +213,7 @@ impl Plan {
                 ..hashed(beginning.ids())
             },
             (None, None) => {
-                let bytes = self.call.body.bytes().len();
+                let bytes = self.call.body.declared_bytes();
                 select::Prompt::unknown(self.call.row.weight.tokens(bytes))
             }
         };

@@ -76,10 +76,12 @@ async fn respond(
             return Err(reject);
         }
     };
-    let (mut in_flight, Received { bytes, turn }) = admit(app, row, body).await?;
+    let (mut in_flight, received) = admit(app, row, &head.headers, body).await?;
+    let Received { bytes, turn, rest } = received;
     in_flight.running = running;
     let began = Instant::now();
-    let plan = Plan::make(app, Some(row), head, request_id, bytes).await.inspect_err(|reject| {
+    let plan = Plan::make(app, Some(row), head, request_id, bytes, rest).await;
+    let plan = plan.inspect_err(|reject| {
         if reject.status.as_u16() == 503 {
             app.refused("no_worker");
         }

@@ -14,6 +14,16 @@ const MAX_PART_HEAD_BYTES: usize = 4_096;
 /// # Errors
 /// 400 for a body without parts, or a model that is not a string.
 pub(super) fn model<'a>(headers: &HeaderMap, body: &'a [u8]) -> Result<Option<&'a str>, Reject> {
+    Ok(find_model(headers, body)?.map(|(name, _)| name))
+}
+
+/// Whether the beginning of an upload names its model.
+pub(super) fn names_model(headers: &HeaderMap, beginning: &[u8]) -> bool {
+    matches!(find_model(headers, beginning), Ok(Some((_, true))))
+}
+
+/// The field `model`, and whether its end was found.
+fn find_model<'a>(headers: &HeaderMap, body: &'a [u8]) -> Result<Option<(&'a str, bool)>, Reject> {
     let kind = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
     let Some(boundary) = kind.and_then(boundary) else {
         let got = kind.unwrap_or("none");
@@ -32,9 +42,9 @@ pub(super) fn model<'a>(headers: &HeaderMap, body: &'a [u8]) -> Result<Option<&'
             continue;
         }
         let value = &part[end + 4..];
-        let len = memmem::find(value, b"\r\n").unwrap_or(value.len());
-        return match std::str::from_utf8(&value[..len]) {
-            Ok(name) => Ok(Some(name)),
+        let end = memmem::find(value, b"\r\n");
+        return match std::str::from_utf8(&value[..end.unwrap_or(value.len())]) {
+            Ok(name) => Ok(Some((name, end.is_some()))),
             Err(_) => Err(Reject::bad_request("model: must be UTF-8 text")),
         };
     }

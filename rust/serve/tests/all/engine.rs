@@ -42,6 +42,8 @@ struct State {
     renderer: Mutex<Option<Renderer>>,
     /// Requests to `/tokenize` that it answered.
     tokenized: AtomicUsize,
+    /// Bytes of bodies that have arrived.
+    arrived: AtomicUsize,
     bodies: Mutex<Vec<Value>>,
     paths: Mutex<Vec<String>>,
     methods: Mutex<Vec<String>>,
@@ -96,6 +98,7 @@ impl Engine {
             models: json!({ "object": "list", "data": models }),
             renderer: Mutex::default(),
             tokenized: AtomicUsize::new(0),
+            arrived: AtomicUsize::new(0),
             bodies: Mutex::default(),
             paths: Mutex::default(),
             methods: Mutex::default(),
@@ -120,6 +123,11 @@ impl Engine {
     /// How often it did.
     pub fn tokenized(&self) -> usize {
         self.state.tokenized.load(Ordering::SeqCst)
+    }
+
+    /// Bytes of bodies that have arrived so far, also of those that go on; with the lengths of chunks.
+    pub fn arrived(&self) -> usize {
+        self.state.arrived.load(Ordering::SeqCst)
     }
 
     pub fn answers(&self, status: u16, body: Value) {
@@ -236,7 +244,10 @@ async fn accept(listener: TcpListener, state: Arc<State>) {
 }
 
 async fn converse(mut stream: TcpStream, state: Arc<State>) {
-    let Some(Request { method, path, headers, body }) = read(&mut stream).await else { return };
+    let Some(Request { method, path, headers, body }) = read(&mut stream, &state.arrived).await
+    else {
+        return;
+    };
     let (status, answer) = match path.as_str() {
         "/health" => (state.health.load(Ordering::SeqCst), "{}".to_owned()),
         "/v1/models" => (200, state.models.to_string()),
@@ -295,7 +306,7 @@ struct Request {
 }
 
 /// A request; `None` where the connection ends before.
-async fn read(stream: &mut TcpStream) -> Option<Request> {
+async fn read(stream: &mut TcpStream, arrived: &AtomicUsize) -> Option<Request> {
     let mut bytes = Vec::new();
     let end = loop {
         if let Some(at) = bytes.windows(4).position(|four| four == b"\r\n\r\n") {
@@ -313,10 +324,17 @@ async fn read(stream: &mut TcpStream) -> Option<Request> {
         .filter_map(|line| line.split_once(':'))
         .map(|(name, value)| (name.to_ascii_lowercase(), value.trim().to_owned()))
         .collect();
-    let length = headers.get("content-length").map_or(0, |length| length.parse().unwrap());
+    let length = headers.get("content-length").map(|length| length.parse::<usize>().unwrap());
+    let is_chunked = headers.contains_key("transfer-encoding");
     let mut body = bytes.split_off(end + 4);
-    while body.len() < length {
-        if stream.read_buf(&mut body).await.ok()? == 0 {
+    arrived.fetch_add(body.len(), Ordering::SeqCst);
+    while match is_chunked {
+        true => !body.ends_with(b"0\r\n\r\n"),
+        false => body.len() < length.unwrap_or(0),
+    } {
+        let bytes = stream.read_buf(&mut body).await.ok()?;
+        arrived.fetch_add(bytes, Ordering::SeqCst);
+        if bytes == 0 {
             return None;
         }
     }

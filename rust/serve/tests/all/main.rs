@@ -18,3 +18,4 @@ mod stage;
 mod stored;
 mod taught;
 mod tenants;
+mod uploads;

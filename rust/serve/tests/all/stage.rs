@@ -9,6 +9,7 @@ use axum::Router;
 use axum::body::Body;
 use axum::http::{HeaderMap, Method, Request};
 use bytes::Bytes;
+use futures_util::stream;
 use http_body_util::BodyExt;
 use hyper::service::Service;
 use hyper_util::service::TowerToHyperService;
@@ -19,6 +20,7 @@ use kvflash_core::select::Overlap;
 use kvflash_serve::frontend::{FrontendApp, FrontendOptions};
 use kvflash_serve::{Caller, Key, Peer, Shutdown};
 use serde_json::{Value, json};
+use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::task::JoinHandle;
 
 use super::engine::Engine;
@@ -69,6 +71,9 @@ impl Answer {
         self.header("x-kvflash-overlap-blocks").unwrap().parse().unwrap()
     }
 }
+
+/// A piece of an upload, or the end of its client.
+pub type Part = Result<Vec<u8>, std::io::Error>;
 
 /// A completion of these tokens for the model `m`.
 pub fn prompt(tokens: Range<u32>) -> Value {
@@ -184,6 +189,24 @@ impl Stage {
             let headers = [("content-type", kind.as_str())];
             call_with(router, Method::POST, &path, &headers, body.into()).await
         })
+    }
+
+    /// An upload of what is sent to the channel, until that is closed.
+    pub fn upload_slowly(
+        &self,
+        path: &str,
+        kind: &str,
+    ) -> (UnboundedSender<Part>, JoinHandle<Answer>) {
+        let (sender, receiver) = unbounded_channel::<Part>();
+        let parts = stream::unfold(receiver, |mut receiver| async {
+            receiver.recv().await.map(|part| (part, receiver))
+        });
+        let (router, path, kind) = (self.router.clone(), path.to_owned(), kind.to_owned());
+        let answer = tokio::spawn(async move {
+            let headers = [("content-type", kind.as_str())];
+            call_with(router, Method::POST, &path, &headers, Body::from_stream(parts)).await
+        });
+        (sender, answer)
     }
 
     pub async fn post_with(&self, path: &str, headers: &[(&str, &str)], body: &Value) -> Answer {

@@ -2,10 +2,10 @@
 
 use axum::http::{Request, StatusCode, header};
 use bytes::{Bytes, BytesMut};
-use http_body_util::{BodyExt, Full, Limited};
+use http_body_util::{BodyExt, Limited};
 use hyper::body::Incoming;
 
-use super::super::proxy::Upstream;
+use super::super::proxy::{Upstream, held};
 use super::frames::{self, Frame, MAX_FRAME_BYTES};
 use super::plane::{Cause, ErrorFrame, PING_TIME, PlaneError};
 
@@ -41,7 +41,7 @@ impl WebPlane {
             .header(header::CONTENT_TYPE, "application/msgpack")
             .header("x-kvflash-instance", instance_id)
             .header("x-kvflash-request-id", id)
-            .body(Full::from(body))
+            .body(held(body))
             .map_err(|error| PlaneError::new(Cause::Protocol, error.to_string()))?;
         let response = self.upstream.send(request).await.map_err(|error| {
             let cause = if error.cause == "connect" { Cause::Connect } else { Cause::Broken };
@@ -76,7 +76,7 @@ impl WebPlane {
     pub async fn ping(&self) -> Result<(), PlaneError> {
         let told = |why: &str| format!("no answer from {}: {why}", self.target);
         let cannot = |why: String| PlaneError::new(Cause::Connect, told(&why));
-        let request = Request::get(&self.target).body(Full::default());
+        let request = Request::get(&self.target).body(held(Bytes::new()));
         let request = request.map_err(|error| cannot(error.to_string()))?;
         match tokio::time::timeout(PING_TIME, self.upstream.send(request)).await {
             Ok(Ok(_)) => Ok(()),

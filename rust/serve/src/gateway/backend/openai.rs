@@ -2,20 +2,22 @@
 
 use std::borrow::Cow;
 use std::pin::pin;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use axum::http::{HeaderMap, Request, StatusCode, Uri, header};
 use bytes::Bytes;
 use http_body::Body as _;
-use http_body_util::{BodyExt, Full, Limited};
+use http_body_util::{BodyExt, Limited};
 use hyper::body::Incoming;
 use serde_json::{Value, json};
 
 use super::Backend;
 use super::failed::Failed;
 use super::handoff::Handoff;
+use crate::body::Forwarded;
 use crate::frontend::app::App;
-use crate::frontend::proxy::{client_headers, upstream_request};
+use crate::frontend::proxy::{Outgoing, client_headers, held, upstream_request};
 use crate::gateway::api::Row;
 use crate::gateway::body::Body;
 use crate::gateway::book::Choice;
@@ -298,7 +300,7 @@ fn request_for(
     path: &str,
     headers: &HeaderMap,
     body: Bytes,
-) -> Result<Request<Full<Bytes>>, Failed> {
+) -> Result<Request<Outgoing>, Failed> {
     let engine = &choice.engine;
     engine.requests.fetch_add(1, Ordering::Relaxed);
     let target = format!("{}{path}", engine.base).parse::<Uri>().map_err(|error| {
@@ -307,6 +309,10 @@ fn request_for(
     let rank = (engine.spec.dp_size > 1).then(|| choice.booking.worker().dp_rank);
     let Call { head, request_id, .. } = call;
     let headers = engine_headers(&head.caller, headers, request_id);
+    let body = match call.body.rest() {
+        None => held(body),
+        Some(rest) => Outgoing::Right(Forwarded::new(body, Arc::clone(rest))),
+    };
     let mut request = upstream_request(&call.row.verb.method(), target, &headers, rank, body);
     // The key of a client with one of our keys is not meant for the engine.
     if head.caller.key().is_some()
