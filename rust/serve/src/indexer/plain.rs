@@ -103,6 +103,7 @@ impl<'a> Rest<'a> {
         // instead.
         let mut out = Vec::with_capacity((self.0.len() / 16).min(MAX_TOKEN_IDS));
         loop {
+            self.short_integers(&mut out);
             self.skip_space();
             out.push(self.integer()?);
             if out.len() > MAX_TOKEN_IDS {
@@ -114,6 +115,26 @@ impl<'a> Rest<'a> {
                 _ => return None,
             }
         }
+    }
+
+    /// Integers of up to seven digits, each with a comma and at most one space after it, as long as
+    /// there are any: nearly all of a list.
+    fn short_integers(&mut self, out: &mut Vec<u32>) {
+        let mut rest = self.0;
+        while let Some(chunk) = rest.first_chunk()
+            && out.len() < MAX_TOKEN_IDS
+        {
+            let word = u64::from_le_bytes(*chunk);
+            let (count, digits) = digits(word);
+            let has_leading_zero = count > 1 && chunk[0] == b'0';
+            if count == 0 || count == 8 || has_leading_zero || rest[count] != b',' {
+                break;
+            }
+            out.push(number(count, digits) as u32);
+            let has_space = rest.get(count + 1) == Some(&b' ');
+            rest = &rest[count + 1 + usize::from(has_space)..];
+        }
+        self.0 = rest;
     }
 
     fn integer(&mut self) -> Option<u32> {
@@ -135,8 +156,7 @@ impl<'a> Rest<'a> {
 
     /// Up to eight digits, and their number.
     fn eight_digits(&mut self) -> (u64, usize) {
-        const ZEROS: u64 = u64::from_le_bytes([b'0'; 8]);
-        let word = match self.0.first_chunk::<8>() {
+        let word = match self.0.first_chunk() {
             Some(chunk) => u64::from_le_bytes(*chunk),
             None => {
                 let mut chunk = [0; 8];
@@ -144,22 +164,35 @@ impl<'a> Rest<'a> {
                 u64::from_le_bytes(chunk)
             }
         };
-        // Digits become 0 to 9, all other bytes larger values. Carries of the sum only affect bytes
-        // after one of those.
-        let digits = word ^ ZEROS;
-        let others = (digits.wrapping_add(0x7676_7676_7676_7676) | digits) & 0x8080_8080_8080_8080;
-        let count = (others.trailing_zeros() / 8) as usize;
+        let (count, digits) = digits(word);
         if count == 0 {
             return (0, 0);
         }
         self.0 = &self.0[count..];
-        // Leading zeros, then pairs, pairs of pairs, and their sum.
-        let digits = digits << (64 - 8 * count);
-        let pairs = digits.wrapping_mul(10).wrapping_add(digits >> 8);
-        let low = (pairs & 0x0000_00ff_0000_00ff).wrapping_mul(0x000f_4240_0000_0064);
-        let high = ((pairs >> 16) & 0x0000_00ff_0000_00ff).wrapping_mul(0x0000_2710_0000_0001);
-        (low.wrapping_add(high) >> 32, count)
+        (number(count, digits), count)
     }
+}
+
+/// How many of eight characters are digits, up to the first other one, and their values.
+#[inline(always)]
+fn digits(word: u64) -> (usize, u64) {
+    const ZEROS: u64 = u64::from_le_bytes([b'0'; 8]);
+    // Digits become 0 to 9, all other bytes larger values. Carries of the sum only affect bytes
+    // after one of those.
+    let digits = word ^ ZEROS;
+    let others = (digits.wrapping_add(0x7676_7676_7676_7676) | digits) & 0x8080_8080_8080_8080;
+    ((others.trailing_zeros() / 8) as usize, digits)
+}
+
+/// The number that the first `count` of these digits write; `count` is 1 to 8.
+#[inline(always)]
+fn number(count: usize, digits: u64) -> u64 {
+    // Leading zeros, then pairs, pairs of pairs, and their sum.
+    let digits = digits << (64 - 8 * count);
+    let pairs = digits.wrapping_mul(10).wrapping_add(digits >> 8);
+    let low = (pairs & 0x0000_00ff_0000_00ff).wrapping_mul(0x000f_4240_0000_0064);
+    let high = ((pairs >> 16) & 0x0000_00ff_0000_00ff).wrapping_mul(0x0000_2710_0000_0001);
+    low.wrapping_add(high) >> 32
 }
 
 /// Powers of ten, by exponent.
