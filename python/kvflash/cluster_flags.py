@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from kvflash.errors import ConfigError
-from kvflash.servers import unused_server
 
-__all__ = ["ClusterFlags"]
+__all__ = ["ClusterFlags", "unused_server"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,3 +68,17 @@ class ClusterFlags:
             if is_set:
                 found.append(f"{name} has no effect without {setting}: {why}; add {setting}")
         return found + unused_server(setting)
+
+
+def unused_server(setting: str) -> list[str]:
+    """Why ``NATS_SERVER`` has no effect on events without NATS, if it is set.
+
+    Args:
+        setting: The setting that would select events over NATS.
+    """
+    if not os.environ.get("NATS_SERVER"):
+        return []
+    return [
+        f"NATS_SERVER has no effect on KV events without {setting}: they go from the engines' own "
+        f"sockets to the routers; add {setting} to routers and workers"
+    ]

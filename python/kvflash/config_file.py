@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kvflash.errors import ConfigError
@@ -229,6 +228,9 @@ def _content(path: str) -> Pairs:
     Raises:
         ValueError: The file can't be read, or is not a mapping.
     """
+    # Here, because few services have such a file.
+    from pathlib import Path  # noqa: PLC0415
+
     try:
         with Path(path).open("rb") as file:
             data = file.read(FILE_BYTES_MAX + 1)

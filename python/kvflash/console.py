@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import argparse
 import logging
-import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from pathlib import Path
+from functools import partial
 from typing import Any, NoReturn
 
 from kvflash.errors import ConfigError, ConflictError, InvalidArgumentError, KvflashError
 from kvflash.spelling import did_you_mean
 
-__all__ = ["Help", "LogLine", "Parser", "program", "refuse", "utc"]
+__all__ = ["NARROW", "Help", "LogLine", "Parser", "program", "refuse", "utc"]
 
 # Column at which a flag's description begins; longer names get their own line.
 _COLUMN = 38
 _WIDTH_MIN = 60
 
+#: Formatter of parsers whose own help is not shown: without a width argparse would measure the
+#: terminal for every flag.
+NARROW = partial(argparse.HelpFormatter, width=_WIDTH_MIN)
+
 
 def program(command: str) -> str:
     """How a command was called: ``kvflash NAME``, or ``python -m kvflash.NAME``."""
-    called = Path(sys.argv[0])
-    is_module = called.name == "__main__.py" and called.parent.name == command
+    is_module = sys.argv[0].endswith(f"/{command}/__main__.py")
     return f"python -m kvflash.{command}" if is_module else f"kvflash {command}"
 
 
@@ -59,6 +61,9 @@ class Help:
 
     def text(self, prog: str) -> str:
         """The whole text, as wide as the terminal."""
+        # Here, because it is slow to load, and few ask for help.
+        import shutil  # noqa: PLC0415
+
         width = max(shutil.get_terminal_size().columns, _WIDTH_MIN)
         lines = [f"usage: {prog} {self.usage}", "", *textwrap.wrap(self.about, width)]
         for title, flags in self.sections.items():
@@ -84,6 +89,8 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, *, prog: str, manual: Help | None = None, **settings: Any) -> None:
+        if manual is not None:
+            settings.setdefault("formatter_class", NARROW)
         # An abbreviation that works today could break with the next flag.
         super().__init__(prog=prog, allow_abbrev=False, **settings)
         self.manual = manual

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from kvflash.config_file import Setting, Translate, one_value, read_settings, texts, truth
-from kvflash.console import Help, Parser, program
+from kvflash.console import NARROW, Help, Parser, program
 from kvflash.errors import ConfigError
 
 __all__ = ["Flags", "source_of", "variable_of"]
@@ -358,7 +358,9 @@ class Flags:
 
     def _read_files(self, argv: Sequence[str] | None) -> None:
         """Use the files' values as defaults of their flags."""
-        first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        first = argparse.ArgumentParser(
+            add_help=False, allow_abbrev=False, exit_on_error=False, formatter_class=NARROW
+        )
         for file in self._files:
             first.add_argument(file.name, dest=file.dest, default=file.path)
         paths = {file.dest: file.path for file in self._files}

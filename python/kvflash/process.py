@@ -14,14 +14,16 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvflash._core import Catalog, init_logging
 from kvflash.console import LogLine, utc
 from kvflash.errors import ClosedError
 from kvflash.settings import warn_of_misspelt
-from kvflash.transport import ZmqOptions, ZmqReceiver
-from kvflash.transport.base import Receiver
+
+if TYPE_CHECKING:
+    from kvflash.transport import ZmqOptions, ZmqReceiver
+    from kvflash.transport.base import Receiver
 
 __all__ = ["FedService", "run_until_stopped", "start_logging"]
 
@@ -89,7 +91,7 @@ class FedService:
         self._wanted_port = port
         self._scheme = "https" if is_encrypted else "http"
         self._port: int | None = None
-        self._make_receiver = make_receiver or (lambda catalog: ZmqReceiver(catalog, options))
+        self._make_receiver = make_receiver or (lambda catalog: _sockets(catalog, options))
         self._receiver: Receiver | None = None
         self._is_stopped = False
         self._thread = threading.Thread(target=self._obey, name="kvflash-orders", daemon=True)
@@ -123,6 +125,8 @@ class FedService:
         Raises:
             ClosedError: It has not started yet, or uses another transport.
         """
+        from kvflash.transport import ZmqReceiver  # noqa: PLC0415
+
         if not isinstance(self._receiver, ZmqReceiver):
             raise ClosedError("the service has no sockets before it is started")
         return self._receiver
@@ -161,6 +165,13 @@ class FedService:
         catalog, receiver = self._core.catalog, self._receiver
         while receiver is not None and (order := catalog.next_order()) is not None:
             receiver.obey(order)
+
+
+def _sockets(catalog: Catalog, options: ZmqOptions | None) -> ZmqReceiver:
+    # Here, so that services with another transport need not wait for ZMQ.
+    from kvflash.transport import ZmqReceiver  # noqa: PLC0415
+
+    return ZmqReceiver(catalog, options)
 
 
 class _JsonFormatter(logging.Formatter):

@@ -26,7 +26,7 @@ __all__ = ["RoutingArgs", "parse"]
 FOUND = "discovery"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(init=False, frozen=True, kw_only=True)
 class RoutingArgs(Args, ClusterFlags):
     """Values of these flags; see ``--help``."""
 

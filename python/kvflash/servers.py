@@ -19,7 +19,6 @@ __all__ = [
     "agreed",
     "missing_nats",
     "plane_of_events",
-    "unused_server",
 ]
 
 EVENT_PLANES = ("zmq", "nats")
@@ -255,20 +254,6 @@ def plane_of_events(named: str | None = None) -> str:
     if value not in EVENT_PLANES:
         raise ConfigError(f"{name} must be one of {', '.join(EVENT_PLANES)}, got {value!r}")
     return value
-
-
-def unused_server(setting: str) -> list[str]:
-    """Why ``NATS_SERVER`` has no effect on events without NATS, if it is set.
-
-    Args:
-        setting: The setting that would select events over NATS.
-    """
-    if not os.environ.get("NATS_SERVER"):
-        return []
-    return [
-        f"NATS_SERVER has no effect on KV events without {setting}: they go from the engines' own "
-        f"sockets to the routers; add {setting} to routers and workers"
-    ]
 
 
 def _addresses(name: str, value: str) -> tuple[str, ...]:

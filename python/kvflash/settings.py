@@ -12,7 +12,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from kvflash._core import settings_table
@@ -271,8 +271,23 @@ class Args:
     if TYPE_CHECKING:
         __dataclass_fields__: ClassVar[dict[str, Any]]
 
-        def __init__(self, **settings: Any) -> None: ...
         def __getattr__(self, name: str) -> Any: ...
+
+    def __init__(self, **settings: Any) -> None:
+        """Set every field. A constructor with a hundred arguments would be slow to compile.
+
+        Raises:
+            TypeError: There is no such field.
+        """
+        for one in fields(self):
+            default = one.default if one.default_factory is MISSING else one.default_factory()
+            object.__setattr__(self, one.name, settings.pop(one.name, default))
+        if settings:
+            raise TypeError(f"{type(self).__name__} has no setting {next(iter(settings))!r}")
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        """Check the fields; there is nothing to check here."""
 
     def core_settings(self) -> dict[str, Any]:
         """The values for the core, under its keys."""
@@ -296,7 +311,7 @@ def of_table(service: str) -> Callable[[type[_T]], type[_T]]:
                 cls.__annotations__[one.dest] = Any
                 is_list = isinstance(one.default, list)
                 setattr(cls, one.dest, field(default_factory=list) if is_list else one.default)
-        return dataclass(frozen=True, kw_only=True)(cls)
+        return dataclass(init=False, frozen=True, kw_only=True)(cls)
 
     return made
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 __all__ = ["did_you_mean", "nearest"]
@@ -16,6 +15,9 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | No
         known: The valid names.
         cutoff: Required similarity, from 0 to 1.
     """
+    # Here, because most names are known.
+    import difflib  # noqa: PLC0415
+
     return next(iter(difflib.get_close_matches(name, list(known), 1, cutoff)), None)
 
 

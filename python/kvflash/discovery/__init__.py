@@ -1,9 +1,29 @@
 """Discovery: keys by which processes find each other, deleted when their process ends."""
 
-from kvflash.discovery.base import Delete, Discovery, Lease, Put, Synced, Watch
-from kvflash.discovery.file import FileDiscovery
-from kvflash.discovery.memory import MemoryDiscovery
+from typing import TYPE_CHECKING
+
 from kvflash.discovery.opening import open_discovery
+from kvflash.lazy import lazy_dir, lazy_names
+
+if TYPE_CHECKING:
+    from kvflash.discovery.base import Delete, Discovery, Lease, Put, Synced, Watch
+    from kvflash.discovery.file import FileDiscovery
+    from kvflash.discovery.memory import MemoryDiscovery
+else:
+    # Imported on first use: asyncio, for which a service without discovery need not wait.
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "Delete": "kvflash.discovery.base",
+            "Discovery": "kvflash.discovery.base",
+            "FileDiscovery": "kvflash.discovery.file",
+            "Lease": "kvflash.discovery.base",
+            "MemoryDiscovery": "kvflash.discovery.memory",
+            "Put": "kvflash.discovery.base",
+            "Synced": "kvflash.discovery.base",
+            "Watch": "kvflash.discovery.base",
+        },
+    )
 
 __all__ = [
     "Delete",
@@ -16,3 +36,5 @@ __all__ = [
     "Watch",
     "open_discovery",
 ]
+
+__dir__ = lazy_dir(__name__, __all__)

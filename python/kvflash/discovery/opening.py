@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from importlib import import_module
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kvflash.discovery.base import Discovery
-from kvflash.discovery.file import FileDiscovery
-from kvflash.discovery.memory import MemoryDiscovery
 from kvflash.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvflash.discovery.base import Discovery
 
 __all__ = ["KINDS", "discovery_kind", "open_discovery"]
 
@@ -53,9 +55,14 @@ def open_discovery(
         ConfigError: An unknown kind, an unusable folder, or a client that is not installed.
     """
     kind = kind or discovery_kind()
+    # Each is imported on first use: they need asyncio.
     if kind == "mem":
+        from kvflash.discovery.memory import MemoryDiscovery  # noqa: PLC0415
+
         return MemoryDiscovery()
     if kind == "file":
+        from kvflash.discovery.file import FileDiscovery  # noqa: PLC0415
+
         return FileDiscovery(folder)
     if kind == "etcd":
         # The client is heavy and need not be installed.

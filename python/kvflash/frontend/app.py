@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import threading
 from collections.abc import Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvflash._core import Frontend, PolicyDesk, model_folder
 from kvflash.console import refuse
@@ -19,8 +18,10 @@ from kvflash.frontend.reports import Reports
 from kvflash.policy import PREFIX, AskedPolicy, load
 from kvflash.process import FedService, run_until_stopped, start_logging
 from kvflash.roster.finder import Finder, add_named
-from kvflash.roster.indexers import IndexerFinder
 from kvflash.routing.cluster import Cluster
+
+if TYPE_CHECKING:
+    from kvflash.roster.indexers import IndexerFinder
 
 __all__ = ["main", "make_frontend"]
 
@@ -53,6 +54,9 @@ def make_frontend(args: FrontendArgs, fleet: dict[int, str] | None = None) -> Fr
 
 
 def _check_tokenizer(named: str) -> None:
+    # Here, because few frontends have such a folder.
+    from pathlib import Path  # noqa: PLC0415
+
     model, sign, folder = named.partition("=")
     if not (model and sign) or Path(named).is_dir():
         folder = named
@@ -64,6 +68,9 @@ def _check_tokenizer(named: str) -> None:
 
 def _component(fleet: dict[int, str]) -> tuple[str, str]:
     """The sharing group of routers with exactly the same workers under the same numbers."""
+    # Here, because a frontend without replicas has no group.
+    import hashlib  # noqa: PLC0415
+
     workers = [[number, spec.partition(",")[0]] for number, spec in sorted(fleet.items())]
     return "workers", hashlib.sha256(json.dumps(workers).encode()).hexdigest()[:16]
 
@@ -85,6 +92,7 @@ class _Watched:
         fleet: dict[int, str],
     ) -> None:
         self._fleet, self._frontend = fleet, frontend
+        self._is_shared = args.router_replica_sync
         reports = Reports(frontend)
         kind = args.discovery_kind
         args.check_cluster(has_discovery=kind is not None, needs="--discovery")
@@ -94,6 +102,9 @@ class _Watched:
                 raise ConfigError(
                     "--use-remote-indexer without a URL needs --discovery: it is found there"
                 )
+            # Without it asyncio need not be loaded.
+            from kvflash.roster.indexers import IndexerFinder  # noqa: PLC0415
+
             self._indexers = IndexerFinder(kind, args.namespace, frontend.set_remote_indexer)
         self._cluster = Cluster(
             frontend.catalog,
@@ -129,8 +140,9 @@ class _Watched:
         self._cluster.check()
         self._service.start()
         self._cluster.start()
-        # Their servers may be away: serving does not wait for them.
-        threading.Thread(target=self._share_fleet, name="kvflash-fleet", daemon=True).start()
+        if self._is_shared:
+            # Their servers may be away: serving does not wait for them.
+            threading.Thread(target=self._share_fleet, name="kvflash-fleet", daemon=True).start()
         self._finder.start()
         if self._indexers is not None:
             self._indexers.start()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvflash._core import FoundWorkers, Indexer
 from kvflash.errors import ConfigError, ConflictError, InvalidArgumentError
@@ -13,7 +13,9 @@ from kvflash.indexer.args import IndexerArgs
 from kvflash.process import FedService
 from kvflash.roster.core import Alone
 from kvflash.roster.finder import Finder, add_named
-from kvflash.roster.indexers import AnnouncedIndexer
+
+if TYPE_CHECKING:
+    from kvflash.roster.indexers import AnnouncedIndexer
 
 __all__ = ["IndexerService"]
 
@@ -114,6 +116,9 @@ class IndexerService:
         self._finder.start()
         args, kind = self._args, self._args.discovery_kind
         if kind is not None:
+            # Without discovery asyncio need not be loaded.
+            from kvflash.roster.indexers import AnnouncedIndexer  # noqa: PLC0415
+
             scheme = self.url.partition(":")[0]
             self._announced = AnnouncedIndexer(
                 kind, args.namespace, args.host, self.port, scheme=scheme

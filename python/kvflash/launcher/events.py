@@ -6,6 +6,7 @@ import asyncio
 import logging
 from typing import Any
 
+from kvflash.cluster_flags import unused_server
 from kvflash.errors import ConfigError
 from kvflash.launcher.command import EventPorts
 from kvflash.launcher.options import LauncherOptions
@@ -13,7 +14,7 @@ from kvflash.publisher.announce import events_key
 from kvflash.publisher.brokered import UNUSED_LOCAL_INDEXER, BrokerOutlet, Served
 from kvflash.publisher.relay import Relay
 from kvflash.runtime import Component
-from kvflash.servers import NatsSettings, missing_nats, unused_server
+from kvflash.servers import NatsSettings, missing_nats
 
 __all__ = ["EngineEvents"]
 

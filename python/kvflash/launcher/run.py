@@ -7,19 +7,21 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from kvflash.console import LogLine, refuse
 from kvflash.errors import ConfigError, KvflashError, OverloadedError, TransportError
 from kvflash.launcher.child import Child
 from kvflash.launcher.command import Arguments, EngineCommand
-from kvflash.launcher.drain import wait_until_idle
 from kvflash.launcher.events import EngineEvents
 from kvflash.launcher.options import LauncherOptions, parse_options
-from kvflash.launcher.probe import EngineStopped, Found, wait_until_ready
 from kvflash.llm import ModelInput, ModelRuntimeConfig, ModelType, register_llm
 from kvflash.publisher.brokered import Served
 from kvflash.runtime import DistributedRuntime, Endpoint
 from kvflash.settings import warn_of_misspelt
+
+if TYPE_CHECKING:
+    from kvflash.launcher.probe import Found
 
 __all__ = ["Build", "main"]
 
@@ -83,6 +85,10 @@ async def _attend(
     endpoint: Endpoint,
     events: EngineEvents,
 ) -> int:
+    # Here, so that the HTTP client is loaded while the engine starts.
+    from kvflash.launcher.drain import wait_until_idle  # noqa: PLC0415
+    from kvflash.launcher.probe import EngineStopped, wait_until_ready  # noqa: PLC0415
+
     runtime = endpoint.runtime
     host = runtime.host if command.host in (None, "0.0.0.0", "::", "*", "") else command.host
     netloc = f"[{host}]" if ":" in str(host) else host

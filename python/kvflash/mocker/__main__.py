@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from kvflash.console import LogLine, program
 from kvflash.errors import KvflashError
-from kvflash.mocker.app import run
 from kvflash.mocker.args import parse_args
 from kvflash.settings import warn_of_misspelt
 
@@ -26,6 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     handler.setFormatter(LogLine("%(levelname)5s %(name)s: %(message)s"))
     logging.basicConfig(level=log_level.upper(), handlers=[handler])
     warn_of_misspelt()
+    # Here, so that a refused flag does not wait for the server's packages.
+    from kvflash.mocker.app import run  # noqa: PLC0415
+
     try:
         asyncio.run(run(config))
     except (OSError, KvflashError) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from importlib.metadata import PackageNotFoundError, version
 
 from aiohttp import web
 
@@ -60,6 +59,9 @@ class Admin:
 
     async def version(self, _request: web.Request) -> web.Response:
         """GET /version: the version of the kvflash package."""
+        # Here, because it is slow to load, and few ask for it.
+        from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415
+
         try:
             text = version("kvflash")
         except PackageNotFoundError:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import signal
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
@@ -13,10 +14,12 @@ from kvflash.mocker.api import build_app
 from kvflash.mocker.config import MockerConfig, PortChoice
 from kvflash.mocker.engine import Engine
 from kvflash.mocker.handover import Handover
-from kvflash.mocker.publisher import EventPublisher, reachable
 from kvflash.mocker.tokenizer import Tokenizer, load
-from kvflash.mocker.worker import RuntimeWorker
-from kvflash.publisher.brokered import UNUSED_LOCAL_INDEXER
+from kvflash.publisher.address import reachable
+
+if TYPE_CHECKING:
+    from kvflash.mocker.publisher import EventPublisher
+    from kvflash.mocker.worker import RuntimeWorker
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +50,9 @@ class Worker:
         self._config = config
         self._publisher: EventPublisher | None = None
         if config.zmq_events_port != 0:
+            # Without events ZMQ need not be loaded.
+            from kvflash.mocker.publisher import EventPublisher  # noqa: PLC0415
+
             self._publisher = EventPublisher(
                 host=config.host,
                 events_port=_shift(config.zmq_events_port, index),
@@ -136,6 +142,15 @@ class Mocker:
         await self.close()
 
 
+def _make_worker(index: int, config: MockerConfig, tokenizer: Tokenizer) -> Worker | RuntimeWorker:
+    if config.endpoint is None:
+        return Worker(index, config, tokenizer)
+    # Here, so that workers without an endpoint need not wait for the runtime.
+    from kvflash.mocker.worker import RuntimeWorker  # noqa: PLC0415
+
+    return RuntimeWorker(index, config, tokenizer)
+
+
 async def serve(config: MockerConfig) -> Mocker:
     """Start the workers of a configuration in the running event loop.
 
@@ -150,6 +165,8 @@ async def serve(config: MockerConfig) -> Mocker:
         OSError: A port is taken; nothing is left running.
     """
     if config.enable_local_indexer and config.event_plane != "nats":
+        from kvflash.publisher.brokered import UNUSED_LOCAL_INDEXER  # noqa: PLC0415
+
         logger.warning("%s", UNUSED_LOCAL_INDEXER)
     tokenizer = load(config.tokenizer)
     workers: list[Worker | RuntimeWorker] = []
@@ -157,9 +174,7 @@ async def serve(config: MockerConfig) -> Mocker:
     try:
         for index in range(config.num_workers):
             # One by one: if one can't bind, those before it are known and get closed.
-            kind = Worker if config.endpoint is None else RuntimeWorker
-            worker = kind(index, config, tokenizer)
-            workers.append(worker)
+            workers.append(_make_worker(index, config, tokenizer))
         starts += [asyncio.create_task(worker.start()) for worker in workers]
         await asyncio.gather(*starts)
     except BaseException:

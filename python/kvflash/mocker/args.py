@@ -12,7 +12,6 @@ from kvflash.config_file import joined
 from kvflash.errors import ConfigError
 from kvflash.flags import Flags
 from kvflash.mocker.config import EventEra, MockerConfig, PortChoice
-from kvflash.publisher.brokered import plane_of_events
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -37,12 +36,21 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[MockerConfig, str]:
         values[name] = tuple(values[name])
     try:
         if values["event_plane"] is None:
-            # Without an endpoint the environment is ignored.
-            values["event_plane"] = "zmq" if values["endpoint"] is None else plane_of_events()
+            values["event_plane"] = _plane_of(values["endpoint"])
         return MockerConfig(**values), log_level
     except ConfigError as error:
         flags.error(str(error))
         raise
+
+
+def _plane_of(endpoint: str | None) -> str:
+    """The event plane of the environment, which counts only with an endpoint."""
+    if endpoint is None:
+        return "zmq"
+    # Here, so that workers without an endpoint need not wait for the runtime.
+    from kvflash.publisher.brokered import plane_of_events  # noqa: PLC0415
+
+    return plane_of_events()
 
 
 def _role_of(values: dict[str, Any], flags: Flags) -> str:

@@ -6,13 +6,16 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from itertools import count
+from typing import TYPE_CHECKING
 
 from kvflash.errors import ClosedError
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.perf_model import pass_ms
-from kvflash.mocker.publisher import EventPublisher
 from kvflash.mocker.request import Lora, Pass, Request
 from kvflash.mocker.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from kvflash.mocker.publisher import EventPublisher
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ from typing import NamedTuple
 from kvflash.errors import InvalidArgumentError
 from kvflash.mocker.options import CALLS_MAX, AnswerOptions, Tool
 from kvflash.mocker.refusal import refuse
-from kvflash.mocker.schema import instance
 from kvflash.mocker.tokenizer import CALL_END, Tokenizer, call_text, pieces
 
 
@@ -161,6 +160,9 @@ def _arguments(tool: Tool, rng: random.Random) -> object:
 
 
 def _instance(schema: object, rng: random.Random, where: str) -> object:
+    # Here, because few requests have a schema.
+    from kvflash.mocker.schema import instance  # noqa: PLC0415
+
     try:
         return instance(schema, rng)
     except InvalidArgumentError as error:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from kvflash.mocker.config import EventEra, PortChoice
 from kvflash.mocker.events import Event, put
-from kvflash.publisher.brokered import BrokerOutlet, BrokerStream
-from kvflash.publisher.stream import EventStream, reachable
+from kvflash.publisher.stream import EventStream
 
-__all__ = ["BrokerPublisher", "EventPublisher", "reachable"]
+if TYPE_CHECKING:
+    from kvflash.publisher.brokered import BrokerOutlet, BrokerStream
+
+__all__ = ["BrokerPublisher", "EventPublisher"]
 
 _FIELDS = ("--host, or KVFLASH_HOST with --endpoint", "--zmq-events-port", "--zmq-replay-port")
 # Each pass closes its batch explicitly.
@@ -98,4 +101,7 @@ class BrokerPublisher(EventPublisher):
 
     def __init__(self, outlet: BrokerOutlet, *, era: EventEra, dp_rank: int) -> None:
         """Publish to an outlet, with a wire shape and a rank for every batch."""
+        # Here, so that publishers with sockets need not wait for the runtime.
+        from kvflash.publisher.brokered import BrokerStream  # noqa: PLC0415
+
         self._stream = BrokerStream(outlet, dp_rank=dp_rank, tick_ms=_TICK_MS, shape=era)

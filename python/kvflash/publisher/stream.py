@@ -18,9 +18,10 @@ import zmq
 
 from kvflash._core import EventOutbox
 from kvflash.errors import ClosedError, ConfigError
+from kvflash.publisher.address import reachable
 from kvflash.transport.zmq_socket import netloc
 
-__all__ = ["EventOutbox", "EventStream", "Sender", "reachable"]
+__all__ = ["EventOutbox", "EventStream", "Sender"]
 
 logger = logging.getLogger(__name__)
 
@@ -218,9 +219,3 @@ def _bind(socket: zmq.Socket[Any], host: str, port: int, fields: tuple[str, str]
         raise ConfigError(f"{name}: can't bind {value} on {host}: {error.strerror}") from error
     bound = socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
     return f"tcp://{reachable(host)}:{bound}"
-
-
-def reachable(host: str) -> str:
-    """Host part of a URL to an interface; a wildcard becomes the loopback address."""
-    host = {"0.0.0.0": "127.0.0.1", "*": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"[{host}]" if ":" in host else host

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any, Protocol
 
-from kvflash.roster.keys import is_brokered
+from kvflash.roster.endpoint import is_brokered
 
 __all__ = ["Alone", "Component", "EngineFleet", "Fleet", "Replicas"]
 

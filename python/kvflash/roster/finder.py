@@ -10,11 +10,11 @@ from kvflash.discovery import open_discovery
 from kvflash.errors import ConfigError, InvalidArgumentError
 from kvflash.roster.core import EngineFleet, Fleet, Replicas
 from kvflash.roster.flags import DNS_PREFIX, FleetFlags
-from kvflash.roster.watch import DiscoveryWatch
 
 if TYPE_CHECKING:
     from kvflash.roster.dns_spec import DnsWorkers
     from kvflash.roster.dns_watch import DnsWatch
+    from kvflash.roster.watch import DiscoveryWatch
 
 __all__ = ["Finder", "add_named"]
 
@@ -97,6 +97,9 @@ class Finder:
         if kind is not None:
             # Refuse impossible settings now; the watch would retry for ever.
             open_discovery(kind)
+            # Without discovery its event loop need not be loaded.
+            from kvflash.roster.watch import DiscoveryWatch  # noqa: PLC0415
+
             self._watch = DiscoveryWatch(
                 core,
                 kind=kind,

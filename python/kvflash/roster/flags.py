@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ipaddress
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
-from urllib.parse import urlsplit
 
 from kvflash.errors import ConfigError, InvalidArgumentError
 from kvflash.flags import source_of
-from kvflash.runtime.component import check_name
 
 __all__ = ["DNS_PREFIX", "PARSERS", "FleetFlags"]
 
@@ -75,6 +72,10 @@ class FleetFlags:
 
 def _server(text: str) -> tuple[str, int]:
     """Parse ``ADDRESS`` or ``ADDRESS:PORT`` of a name server, IPv6 in brackets before a port."""
+    # Here, because few services have a name server of their own.
+    import ipaddress  # noqa: PLC0415
+    from urllib.parse import urlsplit  # noqa: PLC0415
+
     host, port = text, 53
     with contextlib.suppress(ValueError):
         parts = urlsplit(f"//{text}")
@@ -92,6 +93,9 @@ def _server(text: str) -> tuple[str, int]:
 
 
 def _namespace(text: str) -> str:
+    # Here, so that only users of a namespace wait for the runtime.
+    from kvflash.runtime.component import check_name  # noqa: PLC0415
+
     try:
         return check_name("a namespace", text)
     except InvalidArgumentError as error:

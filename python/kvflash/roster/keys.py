@@ -18,7 +18,7 @@ from typing import Any
 from kvflash.discovery import Delete, Discovery, Put, Synced
 from kvflash.errors import ClosedError, DecodeError, KvflashError, TransportError
 
-__all__ = ["Name", "WorkerKeys", "announced", "is_brokered", "read_key"]
+__all__ = ["Name", "WorkerKeys", "read_key"]
 
 logger = logging.getLogger(__name__)
 
@@ -99,19 +99,6 @@ def _set(table: dict[Any, dict[str, Any]], key: Any, value: dict[str, Any] | Non
         table.pop(key, None)
     else:
         table[key] = value
-
-
-def announced(events: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """A worker's announced event endpoints, by rank, in the core's format."""
-    return {
-        str(rank): {key: where.get(key) for key in ("endpoint", "replay_endpoint")}
-        for rank, where in events.items()
-    }
-
-
-def is_brokered(where: dict[str, Any]) -> bool:
-    """Whether a broker carries these events."""
-    return str(where.get("endpoint")).partition("://")[0] in ("jetstream", "nats")
 
 
 #: namespace/component/endpoint (events have no endpoint), and the instance's number.

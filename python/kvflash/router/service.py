@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvflash._core import Decider, Router
 from kvflash.discovery import open_discovery
@@ -12,11 +12,13 @@ from kvflash.discovery.opening import discovery_kind
 from kvflash.errors import ConfigError, KvflashError
 from kvflash.policy import PREFIX, AskedPolicy, Policy, load
 from kvflash.process import FedService
-from kvflash.roster.indexers import IndexerFinder
 from kvflash.router.args import RouterArgs, WorkerSpec, parse_endpoint
-from kvflash.router.endpoint import EndpointThread
-from kvflash.router.registered import RegisteredWorkers
 from kvflash.routing.cluster import Cluster
+
+if TYPE_CHECKING:
+    from kvflash.roster.indexers import IndexerFinder
+    from kvflash.router.endpoint import EndpointThread
+    from kvflash.router.registered import RegisteredWorkers
 
 __all__ = ["RouterService"]
 
@@ -66,9 +68,14 @@ class RouterService:
             is_strict=True,
         )
         if args.router_replica_sync and args.endpoint is None:
+            from kvflash.router.registered import RegisteredWorkers  # noqa: PLC0415
+
             self._registered = RegisteredWorkers(self._core, self._cluster)
         self._indexers: IndexerFinder | None = None
         if args.finds_indexer:
+            # Without discovery asyncio need not be loaded, here and below.
+            from kvflash.roster.indexers import IndexerFinder  # noqa: PLC0415
+
             namespace = None if args.endpoint is None else parse_endpoint(args.endpoint)[0]
             self._indexers = IndexerFinder(
                 discovery_kind(), namespace, self._core.set_remote_indexer
@@ -86,6 +93,8 @@ class RouterService:
         self.is_slow = args.use_remote_indexer is not None or self._policy is not None
         self._endpoint: EndpointThread | None = None
         if args.endpoint is not None:
+            from kvflash.router.endpoint import EndpointThread  # noqa: PLC0415
+
             self._endpoint = EndpointThread(
                 self, args.endpoint, model_name=args.model_name, cluster=self._cluster
             )

@@ -7,16 +7,18 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvflash._core import Bookings, Catalog
 from kvflash.cluster_flags import ClusterFlags
-from kvflash.discovery import Discovery
 from kvflash.errors import KvflashError
-from kvflash.roster.keys import announced, is_brokered
-from kvflash.routing.sharing import Component, Sharing
-from kvflash.servers import NatsSettings, missing_nats
-from kvflash.transport.base import Dispatch, Receiver, SilentReceiver
+from kvflash.roster.endpoint import announced, is_brokered
+from kvflash.transport.late import LateReceiver
+
+if TYPE_CHECKING:
+    from kvflash.discovery import Discovery
+    from kvflash.routing.sharing import Component, Sharing
+    from kvflash.transport.base import Receiver
 
 __all__ = ["Cluster"]
 
@@ -65,6 +67,9 @@ class Cluster:
         self.is_nats = uses_events and flags.event_plane == "nats"
         self._sharing: Sharing | None = None
         if flags.router_replica_sync and bookings is not None:
+            # Without replicas asyncio need not be loaded.
+            from kvflash.routing.sharing import Sharing  # noqa: PLC0415
+
             self._sharing = Sharing(
                 bookings, open_discovery=open_discovery, event_plane=flags.event_plane
             )
@@ -96,6 +101,8 @@ class Cluster:
         shares_by_nats = self._sharing is not None and self._flags.event_plane == "nats"
         if not (self.is_nats or shares_by_nats):
             return
+        from kvflash.servers import NatsSettings, missing_nats  # noqa: PLC0415
+
         try:
             from kvflash.transport.nats_connection import check_server  # noqa: PLC0415
         except ImportError as error:
@@ -104,12 +111,10 @@ class Cluster:
 
     def make_receiver(self, catalog: Catalog) -> Receiver:
         """The receiver of the core's orders: sockets, and events over a broker."""
-        # Imported here, so that a router without events does not need ZMQ.
-        from kvflash.transport import ZmqReceiver  # noqa: PLC0415
-
-        sockets = ZmqReceiver(catalog)
+        sockets = LateReceiver(catalog)
         if not self.is_nats:
             return sockets
+        from kvflash.transport.base import Dispatch, SilentReceiver  # noqa: PLC0415
         from kvflash.transport.nats_components import NatsComponentsReceiver  # noqa: PLC0415
 
         brokered: dict[str, Receiver] = {"jetstream": SilentReceiver()}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import dataclass
 
-__all__ = ["ZmqOptions"]
+__all__ = ["ZmqOptions", "most_streams"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,3 +27,11 @@ class ZmqOptions:
     replay_timeout_s: float = 5.0
     reconnect_ms_max: int = 2_000
     is_native: bool = True
+
+
+def most_streams() -> int:
+    """Maximum of streams in this process, with three open files each and some left for others."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        limit = 1 << 20
+    return max(limit // 4, limit // 3 - 1_000)

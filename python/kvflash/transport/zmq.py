@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,18 +17,16 @@ from dataclasses import dataclass
 from functools import partial
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from kvflash._core import Catalog, Repair
 from kvflash.transport.base import Order
 from kvflash.transport.drain import find_drain
-from kvflash.transport.options import ZmqOptions
+from kvflash.transport.options import ZmqOptions, most_streams
 from kvflash.transport.poller import Poller
 from kvflash.transport.zmq_socket import (
     dial,
     explain,
     is_exhausted,
-    most_streams,
     open_replay,
     open_stream,
 )
@@ -337,8 +336,9 @@ class ZmqReceiver:
 
     def _on_monitor(self, subscription: _Subscription) -> None:
         while subscription.monitor.poll(0):
-            event = parse_monitor_message(subscription.monitor.recv_multipart())
-            kind = event["event"]
+            # Its number, its value, then an address. Not read by pyzmq, which would load asyncio.
+            # Source: zmq_socket_monitor(3).
+            kind = int.from_bytes(subscription.monitor.recv_multipart()[0][:2], sys.byteorder)
             subscription.is_connected = kind == zmq.EVENT_HANDSHAKE_SUCCEEDED
             subscription.reconnect_at = None
             if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:

@@ -15,7 +15,6 @@ __all__ = [
     "dialable",
     "explain",
     "is_exhausted",
-    "most_streams",
     "netloc",
     "open_replay",
     "open_stream",
@@ -96,14 +95,6 @@ def netloc(socket: zmq.Socket[Any], host: str) -> str:
 def dialable(endpoint: str) -> str:
     """The address to connect to, where the engine gave its bind address."""
     return endpoint.replace("tcp://*:", "tcp://127.0.0.1:", 1)
-
-
-def most_streams() -> int:
-    """Maximum of streams in this process, with three open files each and some left for others."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit == resource.RLIM_INFINITY:
-        limit = 1 << 20
-    return max(limit // 4, limit // 3 - 1_000)
 
 
 def is_exhausted(error: zmq.ZMQError) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
-from importlib import metadata
+from importlib import import_module, metadata
 from types import ModuleType
 
 import pytest
@@ -41,6 +41,29 @@ assert not found, found"""
         [sys.executable, "-c", script], check=False, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("service", ["frontend", "router", "indexer"])
+def test_a_service_imports_packages_when_it_uses_them(service: str) -> None:
+    heavy = ("asyncio", "aiohttp", "msgpack", "zmq", "nats", "ssl", "yaml", "importlib.metadata")
+    script = f"""import sys, kvflash.{service}.app
+found = [name for name in {heavy!r} if name in sys.modules]
+assert not found, found"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "path", ["compat.dynamo", "discovery", "publisher", "routing", "transport"]
+)
+def test_names_that_are_imported_later_are_all_there(path: str) -> None:
+    lobby = import_module(f"kvflash.{path}")
+    assert lobby.__all__ == sorted(lobby.__all__)
+    assert set(lobby.__all__) <= set(dir(lobby))
+    for name in lobby.__all__:
+        assert getattr(lobby, name).__name__ == name
 
 
 def test_dir_and_the_version_are_complete_before_anything_is_loaded() -> None:
