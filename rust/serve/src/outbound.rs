@@ -5,9 +5,9 @@ use std::fmt;
 use std::future::Future;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -46,7 +46,41 @@ const SYSTEM_CA_FILES: [&str; 4] = [
 /// TLS identity and trusted authorities of this service. The files are reloaded when they change.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Outbound {
-    config: Option<Arc<Reread<ClientConfig>>>,
+    config: Option<Arc<Trust>>,
+}
+
+/// Files, read when they are first needed: the system's many authorities take longer to read than
+/// all else at the start.
+struct Trust {
+    files: Files,
+    read: OnceLock<Result<Reread<ClientConfig>>>,
+}
+
+#[derive(Debug, Clone)]
+struct Files {
+    ca: PathBuf,
+    is_named: bool,
+    own: Option<(PathBuf, PathBuf)>,
+}
+
+impl Trust {
+    /// # Errors
+    /// `Config` with flag and file: unreadable or invalid.
+    fn config(&self) -> Result<&Reread<ClientConfig>> {
+        let read = || {
+            let files = self.files.clone();
+            let own = files.own.iter().flat_map(|(cert, key)| [cert.clone(), key.clone()]);
+            let paths = std::iter::once(files.ca.clone()).chain(own).collect();
+            Reread::new(paths, move || config(&files))
+        };
+        self.read.get_or_init(read).as_ref().map_err(Clone::clone)
+    }
+}
+
+impl fmt::Debug for Trust {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Trust").field("files", &self.files).finish_non_exhaustive()
+    }
 }
 
 impl Outbound {
@@ -61,17 +95,19 @@ impl Outbound {
             (None, Some(_)) => return Err(Error::Config(format!("{KEY_FLAG} needs {CERT_FLAG}"))),
             _ => {}
         }
-        let named = ca.is_some();
+        let is_named = ca.is_some();
         let Some(ca) = ca.or_else(system_authorities) else { return Ok(Self::default()) };
-        let paths =
-            [Some(&ca), cert.as_ref(), key.as_ref()].into_iter().flatten().cloned().collect();
-        let read = move || config(&ca, named, cert.as_deref().zip(key.as_deref()));
-        Ok(Self { config: Some(Arc::new(Reread::new(paths, read)?)) })
+        let files = Files { ca, is_named, own: cert.zip(key) };
+        let trust = Trust { files, read: OnceLock::new() };
+        if is_named || trust.files.own.is_some() {
+            trust.config()?;
+        }
+        Ok(Self { config: Some(Arc::new(trust)) })
     }
 
-    /// Reloads the files if they have changed.
+    /// Reloads the files if they were read and have changed.
     pub fn renew(&self) {
-        if let Some(config) = &self.config {
+        if let Some(Ok(config)) = self.config.as_ref().and_then(|trust| trust.read.get()) {
             config.renew();
         }
     }
@@ -110,13 +146,14 @@ fn system_authorities() -> Option<PathBuf> {
     named.into_iter().chain(known).find(|path| path.is_file())
 }
 
-fn config(ca: &Path, is_named: bool, own: Option<(&Path, &Path)>) -> Result<ClientConfig> {
+fn config(files: &Files) -> Result<ClientConfig> {
+    let Files { ca, is_named, own } = files;
     let mut roots = RootCertStore::empty();
     let bytes = bytes_of(CA_FLAG, ca)?;
     let (_, _unusable) = roots.add_parsable_certificates(
         CertificateDer::pem_slice_iter(&bytes).filter_map(std::result::Result::ok),
     );
-    if roots.is_empty() && is_named {
+    if roots.is_empty() && *is_named {
         return Err(fault(CA_FLAG, ca, "holds no certificate in PEM"));
     }
     let provider = Arc::new(rustls::crypto::ring::default_provider());
@@ -250,7 +287,7 @@ impl Service<Uri> for Connector {
             )?;
             let name = ServerName::try_from(bare_host(&uri).to_owned())?;
             let stream = connecting.await?.into_inner();
-            let connector = TlsConnector::from(config.current());
+            let connector = TlsConnector::from(config.config()?.current());
             let encrypted = tokio::time::timeout(limit, connector.connect(name, stream)).await;
             let stream = encrypted.map_err(|_| "the TLS handshake took too long")??;
             Ok(Stream::Encrypted(Box::new(TokioIo::new(stream))))

@@ -121,18 +121,20 @@ impl<'a> Rest<'a> {
     /// there are any: nearly all of a list.
     fn short_integers(&mut self, out: &mut Vec<u32>) {
         let mut rest = self.0;
-        while let Some(chunk) = rest.first_chunk()
+        while let Some(chunk) = rest.first_chunk::<16>()
+            && let Some((word, _)) = chunk.split_first_chunk()
             && out.len() < MAX_TOKEN_IDS
         {
-            let word = u64::from_le_bytes(*chunk);
-            let (count, digits) = digits(word);
-            let has_leading_zero = count > 1 && chunk[0] == b'0';
-            if count == 0 || count == 8 || has_leading_zero || rest[count] != b',' {
+            let (count, digits) = digits(u64::from_le_bytes(*word));
+            let has_leading_zero = count > 1 && word[0] == b'0';
+            if count == 0 || count == 8 || has_leading_zero || chunk[count] != b',' {
                 break;
             }
             out.push(number(count, digits) as u32);
-            let has_space = rest.get(count + 1) == Some(&b' ');
-            rest = &rest[count + 1 + usize::from(has_space)..];
+            // A branch: lists are with or without spaces, so it is foreseen, and the next number
+            // need not wait for it.
+            let end = count + 1;
+            rest = if chunk[end] == b' ' { &rest[end + 1..] } else { &rest[end..] };
         }
         self.0 = rest;
     }
