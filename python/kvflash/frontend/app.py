@@ -21,7 +21,7 @@ from kvflash.roster.finder import Finder, add_named
 from kvflash.routing.cluster import Cluster
 
 if TYPE_CHECKING:
-    from kvflash.roster.indexers import IndexerFinder
+    from kvflash.roster.indexers import AnnouncedIndexer, IndexerFinder
 
 __all__ = ["main", "make_frontend"]
 
@@ -91,11 +91,12 @@ class _Watched:
         args: FrontendArgs,
         fleet: dict[int, str],
     ) -> None:
-        self._fleet, self._frontend = fleet, frontend
+        self._fleet, self._frontend, self._args = fleet, frontend, args
         self._is_shared = args.router_replica_sync
         reports = Reports(frontend)
         kind = args.discovery_kind
         args.check_cluster(has_discovery=kind is not None, needs="--discovery")
+        self._announced: AnnouncedIndexer | None = None
         self._indexers: IndexerFinder | None = None
         if args.finds_indexer:
             if kind is None:
@@ -129,7 +130,7 @@ class _Watched:
             replicas=self._cluster,
             show_metrics=reports.metrics_of("dns"),
             show_warnings=reports.warnings_of("dns"),
-            has_shared_ids=args.use_remote_indexer is not None,
+            has_shared_ids=args.use_remote_indexer is not None or args.serve_indexer,
         )
 
     @property
@@ -146,6 +147,12 @@ class _Watched:
         self._finder.start()
         if self._indexers is not None:
             self._indexers.start()
+        args, kind = self._args, self._args.discovery_kind
+        if args.serve_indexer and kind is not None:
+            from kvflash.roster.indexers import AnnouncedIndexer  # noqa: PLC0415
+
+            self._announced = AnnouncedIndexer(kind, args.namespace, args.host, self.url)
+            self._announced.start()
 
     def _share_fleet(self) -> None:
         for number in self._fleet:
@@ -155,6 +162,8 @@ class _Watched:
         self._frontend.announce_stop()
 
     def stop(self) -> None:
+        if self._announced is not None:
+            self._announced.stop()
         self._finder.stop()
         if self._indexers is not None:
             self._indexers.stop()

@@ -119,10 +119,7 @@ class IndexerService:
             # Without discovery asyncio need not be loaded.
             from kvflash.roster.indexers import AnnouncedIndexer  # noqa: PLC0415
 
-            scheme = self.url.partition(":")[0]
-            self._announced = AnnouncedIndexer(
-                kind, args.namespace, args.host, self.port, scheme=scheme
-            )
+            self._announced = AnnouncedIndexer(kind, args.namespace, args.host, self.url)
             self._announced.start()
         return self
 

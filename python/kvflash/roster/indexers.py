@@ -27,21 +27,18 @@ PAUSE_S = 2.0
 
 
 class AnnouncedIndexer:
-    """Announces an indexer while its process lives.
+    """Announces a process that answers an indexer's questions, while it lives.
 
     Args:
         kind: ``mem``, ``file`` or ``etcd``.
         namespace: Namespace of the workers that it follows; None: all.
         host: Host that it listens on.
-        port: Port that it listens on.
-        scheme: ``http`` or ``https``.
+        url: Its URL on this machine.
     """
 
-    def __init__(
-        self, kind: str, namespace: str | None, host: str, port: int, *, scheme: str = "http"
-    ) -> None:
-        self._kind, self._namespace, self._host, self._port = kind, namespace, host, port
-        self._scheme = scheme
+    def __init__(self, kind: str, namespace: str | None, host: str, url: str) -> None:
+        self._kind, self._namespace, self._host = kind, namespace, host
+        self._scheme, self._port = url.partition(":")[0], url.rpartition(":")[2]
         self._background = Background("kvflash-announce", self._announce)
 
     def start(self) -> None:

@@ -16,7 +16,7 @@ from kvflash.router.args import RouterArgs, WorkerSpec, parse_endpoint
 from kvflash.routing.cluster import Cluster
 
 if TYPE_CHECKING:
-    from kvflash.roster.indexers import IndexerFinder
+    from kvflash.roster.indexers import AnnouncedIndexer, IndexerFinder
     from kvflash.router.endpoint import EndpointThread
     from kvflash.router.registered import RegisteredWorkers
 
@@ -71,14 +71,16 @@ class RouterService:
             from kvflash.router.registered import RegisteredWorkers  # noqa: PLC0415
 
             self._registered = RegisteredWorkers(self._core, self._cluster)
+        self._args = args
+        self._namespace = None if args.endpoint is None else parse_endpoint(args.endpoint)[0]
+        self._announced: AnnouncedIndexer | None = None
         self._indexers: IndexerFinder | None = None
         if args.finds_indexer:
             # Without discovery asyncio need not be loaded, here and below.
             from kvflash.roster.indexers import IndexerFinder  # noqa: PLC0415
 
-            namespace = None if args.endpoint is None else parse_endpoint(args.endpoint)[0]
             self._indexers = IndexerFinder(
-                discovery_kind(), namespace, self._core.set_remote_indexer
+                discovery_kind(), self._namespace, self._core.set_remote_indexer
             )
         self._service = FedService(
             self._core,
@@ -139,10 +141,19 @@ class RouterService:
             self._indexers.start()
         if self._endpoint is not None:
             self._endpoint.start()
+        if self._args.serve_indexer and self._namespace is not None:
+            from kvflash.roster.indexers import AnnouncedIndexer  # noqa: PLC0415
+
+            self._announced = AnnouncedIndexer(
+                discovery_kind(), self._namespace, self._args.host, self.url
+            )
+            self._announced.start()
         return self
 
     def stop(self) -> None:
         """Stop serving and receiving; open calls may use the drain time. Blocks until done."""
+        if self._announced is not None:
+            self._announced.stop()
         if self._endpoint is not None:
             self._endpoint.stop()
         if self._indexers is not None:

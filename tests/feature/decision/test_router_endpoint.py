@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 
 import pytest
@@ -39,8 +40,15 @@ def router(monkeypatch, tmp_path):
 
 
 async def eventually(check, what):
+    async def checked():
+        return check()
+
+    return await eventually_in(checked, what)
+
+
+async def eventually_in(check, what):
     end = time.monotonic() + DEADLINE_S
-    while not (answer := check()):
+    while not (answer := await check()):
         assert time.monotonic() < end, f"waited for {what}"
         await asyncio.sleep(0.01)
     return answer
@@ -238,6 +246,21 @@ def test_an_engine_that_speaks_openai_only_is_asked_as_a_worker_is(monkeypatch, 
 
     with RouterService(**LOCAL, endpoint="dynamo.backend.generate") as router:
         run(work(router))
+
+
+def test_a_router_that_serves_its_index_is_found_as_an_indexer(monkeypatch, tmp_path):
+    monkeypatch.setenv("KVFLASH_DISCOVERY_DIR", str(tmp_path))
+
+    async def announced():
+        discovery = open_discovery("file")
+        found = await discovery.get_prefix("v1/indexers/")
+        await discovery.close()
+        return [json.loads(value) for value in found.values()]
+
+    with RouterService(**LOCAL, endpoint=ENDPOINT, serve_indexer=True) as router:
+        (indexer,) = asyncio.run(eventually_in(announced, "the announcement"))
+        assert indexer == {"url": router.url, "namespace": "ns"}
+    assert asyncio.run(announced()) == []
 
 
 @pytest.fixture

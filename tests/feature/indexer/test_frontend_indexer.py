@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from service import Process, until
 from support_frontend import COMPLETIONS, FrontendProcess, Mocker, ask
 
@@ -62,16 +64,17 @@ def test_both_at_once_make_no_sense() -> None:
     assert "--serve-indexer and --use-remote-indexer exclude each other" in "".join(process.errors)
 
 
-def test_an_indexer_is_found_in_discovery(tmp_path: Path) -> None:
+INDEXER = ("kvflash.indexer", "--block-size", "16", "--model-name", "m")
+FRONTEND = ("kvflash.frontend", "--serve-indexer")
+
+
+@pytest.mark.parametrize("service", [INDEXER, FRONTEND], ids=["indexer", "frontend"])
+def test_an_indexer_is_found_in_discovery(tmp_path: Path, service: tuple[str, ...]) -> None:
     """It follows the same workers by the same flags, and is used without being named."""
     env = {"KVFLASH_DISCOVERY_DIR": str(tmp_path)}
     mocker = Mocker()
     worker = ("--worker", mocker.spec(id=1), "--discovery", "file")
-    indexer = Process(
-        *("kvflash.indexer", "--port", "0", "--host", "127.0.0.1", "--block-size", "16"),
-        *("--model-name", "m", *worker),
-        env=env,
-    )
+    indexer = Process(*service, "--port", "0", "--host", "127.0.0.1", *worker, env=env)
     remote = ("--use-remote-indexer", "--remote-indexer-deadline", "30")
     try:
         indexer.ready()
