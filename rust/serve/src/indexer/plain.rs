@@ -103,7 +103,6 @@ impl<'a> Rest<'a> {
         // instead.
         let mut out = Vec::with_capacity((self.0.len() / 16).min(MAX_TOKEN_IDS));
         loop {
-            self.short_integers(&mut out);
             self.skip_space();
             out.push(self.integer()?);
             if out.len() > MAX_TOKEN_IDS {
@@ -115,28 +114,6 @@ impl<'a> Rest<'a> {
                 _ => return None,
             }
         }
-    }
-
-    /// Integers of up to seven digits, each with a comma and at most one space after it, as long as
-    /// there are any: nearly all of a list.
-    fn short_integers(&mut self, out: &mut Vec<u32>) {
-        let mut rest = self.0;
-        while let Some(chunk) = rest.first_chunk::<16>()
-            && let Some((word, _)) = chunk.split_first_chunk()
-            && out.len() < MAX_TOKEN_IDS
-        {
-            let (count, digits) = digits(u64::from_le_bytes(*word));
-            let has_leading_zero = count > 1 && word[0] == b'0';
-            if count == 0 || count == 8 || has_leading_zero || chunk[count] != b',' {
-                break;
-            }
-            out.push(number(count, digits) as u32);
-            // A branch: lists are with or without spaces, so it is foreseen, and the next number
-            // need not wait for it.
-            let end = count + 1;
-            rest = if chunk[end] == b' ' { &rest[end + 1..] } else { &rest[end..] };
-        }
-        self.0 = rest;
     }
 
     fn integer(&mut self) -> Option<u32> {
@@ -158,7 +135,8 @@ impl<'a> Rest<'a> {
 
     /// Up to eight digits, and their number.
     fn eight_digits(&mut self) -> (u64, usize) {
-        let word = match self.0.first_chunk() {
+        const ZEROS: u64 = u64::from_le_bytes([b'0'; 8]);
+        let word = match self.0.first_chunk::<8>() {
             Some(chunk) => u64::from_le_bytes(*chunk),
             None => {
                 let mut chunk = [0; 8];
@@ -166,35 +144,22 @@ impl<'a> Rest<'a> {
                 u64::from_le_bytes(chunk)
             }
         };
-        let (count, digits) = digits(word);
+        // Digits become 0 to 9, all other bytes larger values. Carries of the sum only affect bytes
+        // after one of those.
+        let digits = word ^ ZEROS;
+        let others = (digits.wrapping_add(0x7676_7676_7676_7676) | digits) & 0x8080_8080_8080_8080;
+        let count = (others.trailing_zeros() / 8) as usize;
         if count == 0 {
             return (0, 0);
         }
         self.0 = &self.0[count..];
-        (number(count, digits), count)
+        // Leading zeros, then pairs, pairs of pairs, and their sum.
+        let digits = digits << (64 - 8 * count);
+        let pairs = digits.wrapping_mul(10).wrapping_add(digits >> 8);
+        let low = (pairs & 0x0000_00ff_0000_00ff).wrapping_mul(0x000f_4240_0000_0064);
+        let high = ((pairs >> 16) & 0x0000_00ff_0000_00ff).wrapping_mul(0x0000_2710_0000_0001);
+        (low.wrapping_add(high) >> 32, count)
     }
-}
-
-/// How many of eight characters are digits, up to the first other one, and their values.
-#[inline(always)]
-fn digits(word: u64) -> (usize, u64) {
-    const ZEROS: u64 = u64::from_le_bytes([b'0'; 8]);
-    // Digits become 0 to 9, all other bytes larger values. Carries of the sum only affect bytes
-    // after one of those.
-    let digits = word ^ ZEROS;
-    let others = (digits.wrapping_add(0x7676_7676_7676_7676) | digits) & 0x8080_8080_8080_8080;
-    ((others.trailing_zeros() / 8) as usize, digits)
-}
-
-/// The number that the first `count` of these digits write; `count` is 1 to 8.
-#[inline(always)]
-fn number(count: usize, digits: u64) -> u64 {
-    // Leading zeros, then pairs, pairs of pairs, and their sum.
-    let digits = digits << (64 - 8 * count);
-    let pairs = digits.wrapping_mul(10).wrapping_add(digits >> 8);
-    let low = (pairs & 0x0000_00ff_0000_00ff).wrapping_mul(0x000f_4240_0000_0064);
-    let high = ((pairs >> 16) & 0x0000_00ff_0000_00ff).wrapping_mul(0x0000_2710_0000_0001);
-    low.wrapping_add(high) >> 32
 }
 
 /// Powers of ten, by exponent.
