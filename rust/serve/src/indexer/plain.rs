@@ -1,6 +1,6 @@
 //! Parses queries in the form that nearly all clients use, without serde: a flat JSON object of one
-//! list of integers and a few strings. A query consists mostly of its list, which this parses eight
-//! digits at a time.
+//! list of integers and a few strings. A query consists mostly of its list, which this parses 64
+//! characters at a time.
 //!
 //! Its results equal those of serde_json; everything else, including all errors, is left to
 //! serde_json.
@@ -103,6 +103,7 @@ impl<'a> Rest<'a> {
         // instead.
         let mut out = Vec::with_capacity((self.0.len() / 16).min(MAX_TOKEN_IDS));
         loop {
+            self.short_integers(&mut out);
             self.skip_space();
             out.push(self.integer()?);
             if out.len() > MAX_TOKEN_IDS {
@@ -113,6 +114,35 @@ impl<'a> Rest<'a> {
                 b']' => return Some(out),
                 _ => return None,
             }
+        }
+    }
+
+    /// Integers of up to seven digits, each with a comma and at most one space after it, as long as
+    /// there are any: nearly all of a list.
+    fn short_integers(&mut self, out: &mut Vec<u32>) {
+        while let Some(block) = self.0.first_chunk()
+            && out.len() < MAX_TOKEN_IDS - BLOCK
+        {
+            // Of many numbers at once, so that none waits for the one before it.
+            let mut others = others_in(block);
+            let mut start = 0;
+            while let Some(word) = block[start..].first_chunk() {
+                let end = others.trailing_zeros() as usize;
+                let count = end - start;
+                let has_leading_zero = count > 1 && block[start] == b'0';
+                if count == 0 || count > 7 || has_leading_zero || block[end] != b',' {
+                    break;
+                }
+                out.push(number(count, u64::from_le_bytes(*word) ^ ZEROS) as u32);
+                (others, start) = (others & (others - 1), end + 1);
+                if block.get(start) == Some(&b' ') {
+                    (others, start) = (others & (others - 1), start + 1);
+                }
+            }
+            if start == 0 {
+                return;
+            }
+            self.0 = &self.0[start..];
         }
     }
 
@@ -135,7 +165,6 @@ impl<'a> Rest<'a> {
 
     /// Up to eight digits, and their number.
     fn eight_digits(&mut self) -> (u64, usize) {
-        const ZEROS: u64 = u64::from_le_bytes([b'0'; 8]);
         let word = match self.0.first_chunk::<8>() {
             Some(chunk) => u64::from_le_bytes(*chunk),
             None => {
@@ -144,22 +173,48 @@ impl<'a> Rest<'a> {
                 u64::from_le_bytes(chunk)
             }
         };
-        // Digits become 0 to 9, all other bytes larger values. Carries of the sum only affect bytes
-        // after one of those.
         let digits = word ^ ZEROS;
-        let others = (digits.wrapping_add(0x7676_7676_7676_7676) | digits) & 0x8080_8080_8080_8080;
-        let count = (others.trailing_zeros() / 8) as usize;
+        let count = (others_of(digits).trailing_zeros() / 8) as usize;
         if count == 0 {
             return (0, 0);
         }
         self.0 = &self.0[count..];
-        // Leading zeros, then pairs, pairs of pairs, and their sum.
-        let digits = digits << (64 - 8 * count);
-        let pairs = digits.wrapping_mul(10).wrapping_add(digits >> 8);
-        let low = (pairs & 0x0000_00ff_0000_00ff).wrapping_mul(0x000f_4240_0000_0064);
-        let high = ((pairs >> 16) & 0x0000_00ff_0000_00ff).wrapping_mul(0x0000_2710_0000_0001);
-        (low.wrapping_add(high) >> 32, count)
+        (number(count, digits), count)
     }
+}
+
+/// Characters that are looked at together.
+const BLOCK: usize = 64;
+const ZEROS: u64 = u64::from_le_bytes([b'0'; 8]);
+
+/// A bit for each character that is no digit.
+#[inline(always)]
+fn others_in(block: &[u8; BLOCK]) -> u64 {
+    let (words, _) = block.as_chunks::<8>();
+    let bits = words.iter().enumerate().map(|(at, word)| {
+        let others = others_of(u64::from_le_bytes(*word) ^ ZEROS) >> 7;
+        // The lowest bits of all bytes, side by side in the highest byte.
+        (others.wrapping_mul(0x0102_0408_1020_4080) >> 56) << (8 * at)
+    });
+    bits.fold(0, |all, bits| all | bits)
+}
+
+/// The highest bit of each byte above 9.
+#[inline(always)]
+fn others_of(digits: u64) -> u64 {
+    let sum = (digits & 0x7f7f_7f7f_7f7f_7f7f) + 0x7676_7676_7676_7676;
+    (sum | digits) & 0x8080_8080_8080_8080
+}
+
+/// The number that the first `count` of these digits write; `count` is 1 to 8.
+#[inline(always)]
+fn number(count: usize, digits: u64) -> u64 {
+    // Leading zeros, then pairs, pairs of pairs, and their sum.
+    let digits = digits << (64 - 8 * count);
+    let pairs = digits.wrapping_mul(10).wrapping_add(digits >> 8);
+    let low = (pairs & 0x0000_00ff_0000_00ff).wrapping_mul(0x000f_4240_0000_0064);
+    let high = ((pairs >> 16) & 0x0000_00ff_0000_00ff).wrapping_mul(0x0000_2710_0000_0001);
+    low.wrapping_add(high) >> 32
 }
 
 /// Powers of ten, by exponent.
@@ -259,7 +314,7 @@ mod tests {
             1 => Just(r#","lora_name":"l","cache_salt":"\u00e9""#),
             1 => Just(r#","lora_name":3"#),
         ];
-        (prop::collection::vec((piece, space), 0..6), field).prop_map(|(pieces, field)| {
+        (prop::collection::vec((piece, space), 0..16), field).prop_map(|(pieces, field)| {
             let list = pieces.iter().map(|(piece, space)| format!("{space}{piece}{space}"));
             let list = list.collect::<Vec<_>>().join(",");
             format!(r#"{{"token_ids":[{list}],"model_name":"m"{field}}}"#)
@@ -275,7 +330,7 @@ mod tests {
         }
 
         #[test]
-        fn numbers_of_any_length_are_read(numbers in prop::collection::vec((any::<u32>(), 0..32_u32), 1..9)) {
+        fn numbers_of_any_length_are_read(numbers in prop::collection::vec((any::<u32>(), 0..32_u32), 1..40)) {
             let wanted: Vec<u32> = numbers.iter().map(|(number, shift)| number >> shift).collect();
             prop_assert_eq!(list(&format!("{wanted:?}")), Some(wanted));
         }
