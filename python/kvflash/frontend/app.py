@@ -92,7 +92,6 @@ class _Watched:
         fleet: dict[int, str],
     ) -> None:
         self._fleet, self._frontend, self._args = fleet, frontend, args
-        self._is_shared = args.router_replica_sync
         reports = Reports(frontend)
         kind = args.discovery_kind
         args.check_cluster(has_discovery=kind is not None, needs="--discovery")
@@ -141,7 +140,7 @@ class _Watched:
         self._cluster.check()
         self._service.start()
         self._cluster.start()
-        if self._is_shared:
+        if self._args.router_replica_sync:
             # Their servers may be away: serving does not wait for them.
             threading.Thread(target=self._share_fleet, name="kvflash-fleet", daemon=True).start()
         self._finder.start()

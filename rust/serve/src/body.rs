@@ -281,14 +281,8 @@ impl Intake {
                 // Its time begins when it is read.
                 (began, before_turn, rate) = (Instant::now(), received, LARGE_RATE);
             }
-            let in_turn = (received - before_turn) as f64;
-            let slow = began + SLOW_START + Duration::from_secs_f64(in_turn / rate);
-            let late = began + self.timeout;
-            let frame = timeout_at(slow.min(late), body.frame()).await;
-            let frame = frame.map_err(|_| match late <= slow {
-                true => Unreadable::Late,
-                false => Unreadable::Slow,
-            })?;
+            let (time, why) = self.time_for(received - before_turn, rate);
+            let frame = timeout_at(began + time, body.frame()).await.map_err(|_| why)?;
             let Some(frame) = frame else { break };
             let Ok(data) = frame.map_err(|_| Unreadable::CutOff)?.into_data() else { continue };
             received += data.len();
@@ -327,6 +321,17 @@ impl Intake {
             Bytes::from_owner(Held { bytes, _count: count })
         };
         Ok((Received { bytes, turn, rest: None }, is_whole))
+    }
+
+    /// How long the next bytes may take from the start on, after `bytes` at this minimum `rate`; and
+    /// the reason if they take longer.
+    fn time_for(&self, bytes: usize, rate: f64) -> (Duration, Unreadable) {
+        let slow = SLOW_START + Duration::from_secs_f64(bytes as f64 / rate);
+        if self.timeout <= slow {
+            (self.timeout, Unreadable::Late)
+        } else {
+            (slow, Unreadable::Slow)
+        }
     }
 
     fn refuse(&self, why: &Unreadable, limit: usize) -> Reject {

@@ -51,6 +51,7 @@ pub(crate) struct Outbound {
 
 /// Files, read when they are first needed: the system's many authorities take longer to read than
 /// all else at the start.
+#[derive(Debug)]
 struct Trust {
     files: Files,
     read: OnceLock<Result<Reread<ClientConfig>>>,
@@ -74,12 +75,6 @@ impl Trust {
             Reread::new(paths, move || config(&files))
         };
         self.read.get_or_init(read).as_ref().map_err(Clone::clone)
-    }
-}
-
-impl fmt::Debug for Trust {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Trust").field("files", &self.files).finish_non_exhaustive()
     }
 }
 

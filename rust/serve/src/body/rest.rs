@@ -12,7 +12,7 @@ use http_body::{Body, Frame, SizeHint};
 use parking_lot::Mutex;
 use tokio::time::{Instant, Sleep, sleep};
 
-use super::{Intake, LARGE_RATE, SLOW_START, Unreadable};
+use super::{Intake, LARGE_RATE, Unreadable};
 use crate::Reject;
 
 /// What a client still sends of an upload whose beginning was read.
@@ -65,10 +65,8 @@ impl Rest {
 impl State {
     /// How much longer its client may take for the next bytes, and the reason if it takes longer.
     fn patience(&self) -> (Duration, Unreadable) {
-        let slow = SLOW_START + Duration::from_secs_f64(self.received as f64 / LARGE_RATE);
-        let (late, slow) =
-            [self.intake.timeout, slow].map(|at| at.saturating_sub(self.waited)).into();
-        if late <= slow { (late, Unreadable::Late) } else { (slow, Unreadable::Slow) }
+        let (time, why) = self.intake.time_for(self.received, LARGE_RATE);
+        (time.saturating_sub(self.waited), why)
     }
 
     fn refuse(&mut self, why: &Unreadable) -> BoxError {

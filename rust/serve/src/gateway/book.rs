@@ -20,9 +20,6 @@ use crate::{Reject, queue};
 /// error.
 const MAX_CHOICES: usize = 8;
 
-/// What the log says of the last attempt.
-const NO_OTHER: &str = "attempt failed before the first byte; no other worker is tried";
-
 /// The worker that takes a request, with its booking.
 pub(crate) struct Choice {
     pub engine: Arc<Engine>,
@@ -114,21 +111,19 @@ impl Tries {
         if failed.is_final {
             return Err(failed.into());
         }
-        if let Some(rest) = self.plan.call.body.rest().filter(|rest| rest.has_begun()) {
-            // Of an upload that its client breaks off, no worker is at fault.
-            if let Some(reject) = rest.refused() {
-                return Err(reject);
-            }
-            self.is_over = Some("the upload is sent on as it comes, and can't be sent twice");
-            failed.note(&self.app, engine, NO_OTHER);
-            self.last = Some(failed);
-            return Ok(());
+        let body = &self.plan.call.body;
+        if let Some(reject) = body.rest().and_then(|rest| rest.refused()) {
+            // The client broke off its upload: the worker is not at fault.
+            return Err(reject);
         }
-        let (body, in_flight) = (self.plan.call.body.bytes(), self.app.in_flight());
-        self.is_over = self.attempts.failed(&failed, body, in_flight);
+        self.is_over = if body.rest().is_some_and(|rest| rest.has_begun()) {
+            Some("it had received part of an upload, which can't be sent twice")
+        } else {
+            self.attempts.failed(&failed, body.bytes(), self.app.in_flight())
+        };
         let what = match self.is_over {
             None => "attempt failed before the first byte; trying another worker",
-            Some(_) => NO_OTHER,
+            Some(_) => "attempt failed before the first byte; no other worker is tried",
         };
         failed.note(&self.app, engine, what);
         self.last = Some(failed);
