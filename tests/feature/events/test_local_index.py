@@ -11,15 +11,13 @@ import msgpack
 import pytest
 
 from kvflash._core import Catalog
-from kvflash.errors import TransportError
 from kvflash.servers import NatsSettings
 from kvflash.state.frames import Origin, event_headers
-from kvflash.transport import ZmqReceiver, names
+from kvflash.transport import names
 from kvflash.transport.local_index import LocalIndex, join, question
 from kvflash.transport.nats_core import NatsCorePublisher, NatsCoreReceiver
-from kvflash.transport.zmq_query import ZmqQueryServer, take_dump, zmq_ask
 from servers import NatsServer
-from service import VECTORS, Engine, needs_ipv6, until
+from service import VECTORS, until
 
 BLOCK = 4
 SUBJECT = names.event_subject("ns", "backend")
@@ -244,51 +242,12 @@ def test_a_worker_that_does_not_answer_is_followed_all_the_same(settings, closin
     until(lambda: router.held() == 4, "the worker to be there")
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
-def test_over_zmq_without_a_broker_what_no_ring_has_comes_with_the_dump(host: str) -> None:
-    """The engine's replay begins at batch 8; the dump has what was before."""
-    index = local_index(ring=4)
-    for number in range(10):
-        index.record(number, batch(number))
-    server = ZmqQueryServer(index, host=host)
-    engine = Engine()
-    catalog = Catalog()
-    receiver = ZmqReceiver(catalog)
-    receiver.start()
-    try:
-        assert zmq_ask(server.endpoint, 7, 8).batches == [(7, batch(7)), (8, batch(8))]
-        assert take_dump(catalog, server.endpoint) == 10
-        for number in range(8, 13):
-            # Its ring has what the local index has no more, and what came since.
-            engine.ring.append((number, batch(number)))
-        publisher = catalog.register(
-            1,
-            engine.endpoint,
-            model_name="m",
-            block_size=BLOCK,
-            replay_endpoint=engine.replay_endpoint,
-        )
-        order = catalog.next_order(0)
-        assert order is not None
-        receiver.obey(order)
-        until(lambda: catalog.position(publisher) == (13, 12), "what came since the dump")
-        assert catalog.digests()[0][3] == 13
-    finally:
-        receiver.stop()
-        engine.close()
-        server.stop()
-    with pytest.raises(TransportError, match="sent nothing for"):
-        zmq_ask(server.endpoint, timeout_s=0.2)
-
-
-def test_the_dump_of_a_worker_that_has_told_nothing_hides_no_gap() -> None:
-    index = local_index()
-    server = ZmqQueryServer(index)
-    try:
-        catalog = Catalog()
-        assert take_dump(catalog, server.endpoint) == 0
-    finally:
-        server.stop()
-    publisher = catalog.register(1, "tcp://127.0.0.1:1", model_name="m", block_size=BLOCK)
-    frame = [(2).to_bytes(8, "big"), batch(2)]
-    assert catalog.take(publisher, [frame]) == (0, "gap", 0, 1)
+def test_the_dump_of_a_worker_that_has_told_nothing_hides_no_gap(settings, closing) -> None:
+    worker = Worker(settings)
+    closing.append(worker.publisher)
+    router = Router(settings)
+    closing.append(router.receiver)
+    until(lambda: router.receiver.stats["dumps"] == 1, "the empty dump")
+    worker.store(1, is_silent=True)
+    worker.store(1)
+    until(lambda: router.held() == 2, "the batch before the first that came")
