@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvflash._core import Frontend, PolicyDesk, model_folder
@@ -14,7 +14,6 @@ from kvflash.discovery import open_discovery
 from kvflash.errors import ConfigError, KvflashError
 from kvflash.flags import source_of
 from kvflash.frontend.args import FrontendArgs, parse_args
-from kvflash.frontend.reports import Reports
 from kvflash.policy import PREFIX, AskedPolicy, load
 from kvflash.process import FedService, run_until_stopped, start_logging
 from kvflash.roster.finder import Finder, add_named
@@ -23,7 +22,7 @@ from kvflash.routing.cluster import Cluster
 if TYPE_CHECKING:
     from kvflash.roster.indexers import AnnouncedIndexer, IndexerFinder
 
-__all__ = ["main", "make_frontend"]
+__all__ = ["Reports", "main", "make_frontend"]
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +79,40 @@ def _desk(router_mode: str | None) -> PolicyDesk | None:
     if router_mode is None or not router_mode.startswith(PREFIX):
         return None
     return AskedPolicy(load(router_mode), router_mode).desk
+
+
+class Reports:
+    """Combines the last report of each part. Callable from any thread.
+
+    Args:
+        core: Receives the combined reports.
+    """
+
+    def __init__(self, core: Frontend) -> None:
+        self._core = core
+        self._lock = threading.Lock()
+        self._metrics: dict[str, str] = {}
+        self._warnings: dict[str, list[str]] = {}
+
+    def metrics_of(self, part: str) -> Callable[[str], None]:
+        """Return a function that takes a part's lines in the OpenMetrics text format."""
+
+        def show(text: str) -> None:
+            with self._lock:
+                self._metrics[part] = text
+                self._core.set_more_metrics("".join(self._metrics.values()))
+
+        return show
+
+    def warnings_of(self, part: str) -> Callable[[list[str]], None]:
+        """Return a function that takes a part's warnings."""
+
+        def show(warnings: list[str]) -> None:
+            with self._lock:
+                self._warnings[part] = warnings
+                self._core.set_warnings([text for part in self._warnings.values() for text in part])
+
+        return show
 
 
 class _Watched:

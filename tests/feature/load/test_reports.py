@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvflash.frontend.reports import Reports
+from kvflash.frontend.app import Reports
 
 
 class Core:
