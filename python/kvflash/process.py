@@ -16,7 +16,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
-from kvflash._core import Catalog, init_logging
+from kvflash._core import Catalog, Frontend, Indexer, Router, init_logging
 from kvflash.console import LogLine, utc
 from kvflash.errors import ClosedError
 from kvflash.settings import warn_of_misspelt
@@ -33,18 +33,8 @@ logger = logging.getLogger(__name__)
 _GATE_PERIOD_S = 0.05
 
 
-class Core(Protocol):
-    """A service of the core."""
-
-    @property
-    def catalog(self) -> Catalog:
-        """Its catalog, with orders and frames."""
-
-    def start(self, host: str, port: int) -> int:
-        """Serve in the background; returns the port."""
-
-    def stop(self) -> None:
-        """Stop serving."""
+#: A service of the core.
+Core = Frontend | Indexer | Router
 
 
 class Service(Protocol):

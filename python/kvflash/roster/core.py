@@ -1,38 +1,33 @@
-"""Interfaces that receive the workers found."""
+"""What receives the workers found: the core, and replicas of the service."""
 
 from __future__ import annotations
 
 import logging
 from typing import Any, Protocol
 
-from kvflash.roster.endpoint import is_brokered
+from kvflash._core import FoundWorkers, Frontend
 
-__all__ = ["Alone", "Component", "EngineFleet", "Fleet", "Replicas"]
+__all__ = ["Alone", "Component", "Fleet", "Replicas", "announced", "is_brokered"]
 
 logger = logging.getLogger(__name__)
 
 #: Namespace and component.
 Component = tuple[str, str]
+#: A core that takes workers: the frontend, or what an indexer follows.
+Fleet = Frontend | FoundWorkers
 
 
-class EngineFleet(Protocol):
-    """A core that takes engines by address."""
-
-    def add_worker(self, spec: str) -> int:
-        """Add an engine with OpenAI's API."""
-
-    def remove_worker(self, instance_id: int) -> None:
-        """Remove it; its requests go on."""
+def announced(events: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """A worker's announced event endpoints, by rank, in the core's format."""
+    return {
+        str(rank): {key: where.get(key) for key in ("endpoint", "replay_endpoint")}
+        for rank, where in events.items()
+    }
 
 
-class Fleet(EngineFleet, Protocol):
-    """A core that also takes workers of the runtime."""
-
-    def put_worker(self, worker: str) -> int:
-        """Add or change a worker of the runtime."""
-
-    def set_worker_state(self, instance_id: int, state: str) -> None:
-        """Take a worker out of service, or put it back."""
+def is_brokered(where: dict[str, Any]) -> bool:
+    """Whether a broker carries these events."""
+    return str(where.get("endpoint")).partition("://")[0] in ("jetstream", "nats")
 
 
 class Replicas(Protocol):

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterable, Sequence
 
 from kvflash.errors import ConflictError, KvflashError, NotFoundError
-from kvflash.roster.core import Component, EngineFleet, Replicas
+from kvflash.roster.core import Component, Fleet, Replicas
 from kvflash.roster.dns_spec import Address, DnsWorkers
 
 __all__ = ["DnsFleet", "shared_id"]
@@ -31,9 +31,7 @@ class DnsFleet:
             the index of another process.
     """
 
-    def __init__(
-        self, core: EngineFleet, replicas: Replicas, *, has_shared_ids: bool = False
-    ) -> None:
+    def __init__(self, core: Fleet, replicas: Replicas, *, has_shared_ids: bool = False) -> None:
         self._core, self._replicas = core, replicas
         self._has_shared_ids = has_shared_ids
         self._found: list[tuple[DnsWorkers, list[Address]]] = []

@@ -13,7 +13,7 @@ import dns.resolver
 
 from kvflash.background import Background
 from kvflash.outage import Outage
-from kvflash.roster.core import EngineFleet, Replicas
+from kvflash.roster.core import Fleet, Replicas
 from kvflash.roster.dns_answers import KnownName
 from kvflash.roster.dns_fleet import DnsFleet
 from kvflash.roster.dns_spec import Address, DnsWorkers
@@ -49,7 +49,7 @@ class DnsWatch:
 
     def __init__(
         self,
-        core: EngineFleet,
+        core: Fleet,
         names: Sequence[DnsWorkers],
         *,
         interval_s: float,

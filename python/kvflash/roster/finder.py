@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvflash.discovery import open_discovery
 from kvflash.errors import ConfigError, InvalidArgumentError
-from kvflash.roster.core import EngineFleet, Fleet, Replicas
+from kvflash.roster.core import Fleet, Replicas
 from kvflash.roster.flags import DNS_PREFIX, FleetFlags
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ __all__ = ["Finder", "add_named"]
 logger = logging.getLogger(__name__)
 
 
-def add_named(core: EngineFleet, flags: FleetFlags) -> dict[int, str]:
+def add_named(core: Fleet, flags: FleetFlags) -> dict[int, str]:
     """Add the engines that flags name by URL; returns their numbers and specs.
 
     Raises:

@@ -13,8 +13,7 @@ from kvflash.background import Background
 from kvflash.discovery import Discovery, open_discovery
 from kvflash.errors import ConflictError, KvflashError, NotFoundError, OverloadedError
 from kvflash.roster.bridge import Bridge
-from kvflash.roster.core import Component, Fleet, Replicas
-from kvflash.roster.endpoint import announced
+from kvflash.roster.core import Component, Fleet, Replicas, announced
 from kvflash.roster.keys import Name, WorkerKeys
 from kvflash.roster.loads import LoadReader
 from kvflash.runtime.limits import RuntimeLimits

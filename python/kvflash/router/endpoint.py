@@ -7,17 +7,19 @@ import functools
 import logging
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from kvflash._core import Decider
 from kvflash.errors import ClosedError, InvalidArgumentError, TransportError
-from kvflash.router.workers import DiscoveredWorkers, Registrar
+from kvflash.router.workers import DiscoveredWorkers
 from kvflash.routing.cluster import Cluster
 from kvflash.routing.config import override_options
 from kvflash.routing.line import WaitingLine
 from kvflash.routing.stream import Sender
 from kvflash.runtime import Client, Context, DistributedRuntime
 from kvflash.runtime.serving import Handler
+
+if TYPE_CHECKING:
+    from kvflash.router.service import RouterService
 
 __all__ = ["EndpointRouter", "EndpointThread"]
 
@@ -33,22 +35,6 @@ _ROUTING = (
 )
 
 
-class Router(Registrar, Protocol):
-    """Makes decisions and tracks load."""
-
-    @property
-    def decider(self) -> Decider:
-        """Books requests."""
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether a decision may wait for another process or a policy in Python."""
-
-    @property
-    def queue_timeout_s(self) -> float:
-        """Time limit of a request's wait for a worker with room."""
-
-
 class EndpointRouter:
     """Serves ``namespace.router.generate`` and ``namespace.router.best_worker_id``.
 
@@ -62,7 +48,7 @@ class EndpointRouter:
 
     def __init__(
         self,
-        router: Router,
+        router: RouterService,
         runtime: DistributedRuntime,
         endpoint: str,
         *,
@@ -173,7 +159,9 @@ class EndpointThread:
         cluster: State shared with other routers of the component.
     """
 
-    def __init__(self, router: Router, endpoint: str, *, model_name: str, cluster: Cluster) -> None:
+    def __init__(
+        self, router: RouterService, endpoint: str, *, model_name: str, cluster: Cluster
+    ) -> None:
         self._router, self._cluster = router, cluster
         self._endpoint = endpoint
         self._model_name = model_name

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from typing import Protocol
 
+from kvflash._core import Router
 from kvflash.routing.cluster import Cluster
 
 __all__ = ["COMPONENT", "RegisteredWorkers", "shared_id"]
@@ -15,16 +15,6 @@ __all__ = ["COMPONENT", "RegisteredWorkers", "shared_id"]
 COMPONENT = ("routers", "registered")
 
 INTERVAL_S = 0.2
-
-
-class Registry(Protocol):
-    """Registered workers; see :class:`kvflash._core.Router`."""
-
-    def worker_changes(self) -> int:
-        """Number of joins and leaves so far."""
-
-    def registered(self) -> list[tuple[int, str, str, str | None, int]]:
-        """The currently registered workers."""
 
 
 class RegisteredWorkers:
@@ -37,7 +27,7 @@ class RegisteredWorkers:
         cluster: Is informed of joins and leaves.
     """
 
-    def __init__(self, registry: Registry, cluster: Cluster) -> None:
+    def __init__(self, registry: Router, cluster: Cluster) -> None:
         self._registry, self._cluster = registry, cluster
         self._seen = 0
         self._known: dict[int, tuple[int, int]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kvflash.discovery import Discovery
 from kvflash.errors import KvflashError
@@ -12,7 +12,10 @@ from kvflash.roster.keys import WorkerKeys
 from kvflash.routing.cluster import Cluster
 from kvflash.routing.membership import Membership, tenant_of
 
-__all__ = ["DiscoveredWorkers", "Registrar"]
+if TYPE_CHECKING:
+    from kvflash.router.service import RouterService
+
+__all__ = ["DiscoveredWorkers"]
 
 logger = logging.getLogger(__name__)
 
@@ -23,19 +26,6 @@ AGAIN_S = 5.0
 CARD_S = 2.0
 # Refused workers that /health names; it counts the others.
 TOLD_MAX = 100
-
-
-class Registrar(Protocol):
-    """Where workers are registered."""
-
-    def add_worker(self, worker: dict[str, Any]) -> Any:
-        """Register a worker."""
-
-    def remove_worker(self, worker_id: int) -> None:
-        """Remove a worker."""
-
-    def set_warnings(self, warnings: list[str]) -> None:
-        """Replace the warnings in ``/health``."""
 
 
 class DiscoveredWorkers:
@@ -56,7 +46,7 @@ class DiscoveredWorkers:
 
     def __init__(
         self,
-        router: Registrar,
+        router: RouterService,
         discovery: Discovery,
         path: str,
         *,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvflash._core import Bookings, Catalog
 from kvflash.cluster_flags import ClusterFlags
 from kvflash.errors import KvflashError
-from kvflash.roster.endpoint import announced, is_brokered
+from kvflash.roster.core import announced, is_brokered
 from kvflash.transport.late import LateReceiver
 
 if TYPE_CHECKING:

@@ -16,11 +16,13 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-__all__ = ["DIGEST_S", "LoadSink", "ReplicaSync", "SyncLimits"]
+from kvflash._core import Bookings
+
+__all__ = ["DIGEST_S", "CoreSink", "ReplicaSync", "SyncLimits"]
 
 DIGEST_S = 2.0
 # Pause between two requests for the same router's state.
@@ -33,10 +35,18 @@ _U64_MAX = (1 << 64) - 1
 Worker = tuple[int, int]
 
 
-class LoadSink(Protocol):
-    """Counts other routers' requests. Its methods never wait."""
+class CoreSink:
+    """Counts other routers' bookings in the core. Its methods never wait.
 
-    def add(  # noqa: PLR0917 - called with positions by the core
+    Args:
+        bookings: Bookings of the frontend or the router.
+        local_of: This router's worker numbers, by the shared number where the two differ.
+    """
+
+    def __init__(self, bookings: Bookings, local_of: Mapping[int, int] | None = None) -> None:
+        self._bookings, self._local_of = bookings, {} if local_of is None else local_of
+
+    def add(  # noqa: PLR0917 - called with positions
         self,
         router_id: int,
         request_id: str,
@@ -47,6 +57,8 @@ class LoadSink(Protocol):
     ) -> None:
         """Another router has sent a request to a worker, (instance id, dp rank).
 
+        A request at a worker that is unknown here does not count yet.
+
         Args:
             router_id: The other router.
             request_id: Unique at that router.
@@ -55,18 +67,25 @@ class LoadSink(Protocol):
             isl: Tokens in its prompt.
             overlap: Blocks of the prompt that the worker held.
         """
+        known = None if hashes is None else list(hashes)
+        worker = (self._local_of.get(worker[0], worker[0]), worker[1])
+        self._bookings.remote_add(router_id, request_id, worker, known, isl, overlap)
 
     def mark(self, router_id: int, request_id: str) -> None:
         """The request's prompt is computed."""
+        self._bookings.remote_prefilled(router_id, request_id)
 
     def free(self, router_id: int, request_id: str) -> None:
         """The request has ended."""
+        self._bookings.remote_free(router_id, request_id)
 
     def drop_router(self, router_id: int) -> None:
         """All requests of a router have ended."""
+        self._bookings.remote_drop_router(router_id)
 
     def heard(self, router_id: int) -> None:
         """A router reports that all of its requests that are known here are still active."""
+        self._bookings.remote_heard(router_id)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +187,7 @@ class ReplicaSync:
     + a round trip.
     """
 
-    def __init__(self, router_id: int, sink: LoadSink, limits: SyncLimits | None = None) -> None:
+    def __init__(self, router_id: int, sink: CoreSink, limits: SyncLimits | None = None) -> None:
         self.router_id = router_id
         self._sink = sink
         self._limits = limits or SyncLimits()

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 from kvflash._core import Bookings
 from kvflash.discovery import Discovery
-from kvflash.routing.replica_sync import Worker
+from kvflash.routing.replica_sync import CoreSink
 from kvflash.routing.sync_service import ReplicaSyncService
 from kvflash.runtime.settings import host_address
 from kvflash.servers import NatsSettings
 from kvflash.transport import names
 from kvflash.transport.channel import Channel, ZmqChannel
 
-__all__ = ["CoreSink", "Sharing", "open_channel"]
+__all__ = ["Sharing", "open_channel"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,48 +28,6 @@ _Tiding = tuple[object, ...]
 
 #: Namespace and component.
 Component = tuple[str, str]
-
-
-class CoreSink:
-    """Counts other routers' bookings in the core; see :class:`LoadSink`.
-
-    Args:
-        bookings: Bookings of the frontend or the router.
-        local_of: This router's worker numbers, by the shared number where the two differ.
-    """
-
-    def __init__(self, bookings: Bookings, local_of: Mapping[int, int] | None = None) -> None:
-        self._bookings, self._local_of = bookings, {} if local_of is None else local_of
-
-    def add(  # noqa: PLR0917 - called with positions
-        self,
-        router_id: int,
-        request_id: str,
-        worker: Worker,
-        hashes: Sequence[int] | None,
-        isl: int,
-        overlap: int,
-    ) -> None:
-        """See :meth:`LoadSink.add`. Requests at a worker that is unknown here do not count yet."""
-        known = None if hashes is None else list(hashes)
-        worker = (self._local_of.get(worker[0], worker[0]), worker[1])
-        self._bookings.remote_add(router_id, request_id, worker, known, isl, overlap)
-
-    def mark(self, router_id: int, request_id: str) -> None:
-        """See :meth:`LoadSink.mark`."""
-        self._bookings.remote_prefilled(router_id, request_id)
-
-    def free(self, router_id: int, request_id: str) -> None:
-        """See :meth:`LoadSink.free`."""
-        self._bookings.remote_free(router_id, request_id)
-
-    def drop_router(self, router_id: int) -> None:
-        """See :meth:`LoadSink.drop_router`."""
-        self._bookings.remote_drop_router(router_id)
-
-    def heard(self, router_id: int) -> None:
-        """See :meth:`LoadSink.heard`."""
-        self._bookings.remote_heard(router_id)
 
 
 async def open_channel(event_plane: str, component: Component, *, is_local: bool) -> Channel:
@@ -169,7 +127,7 @@ class Sharing:
                 service = ReplicaSyncService(
                     *component,
                     CoreSink(self._bookings, self._local_of),
-                    open_discovery=self._open_discovery,
+                    open_discovery=self._make_discovery,
                     open_channel=lambda: self._open_channel(component),
                     lease_ttl_s=self._lease_ttl_s,
                 )
@@ -197,9 +155,6 @@ class Sharing:
             counts[f"bookings_{name}"] = count
         counts["bookings_dropped_total"] += self._untold_dropped
         return counts
-
-    async def _open_discovery(self) -> Discovery:
-        return self._make_discovery()
 
     async def _open_channel(self, component: Component) -> Channel:
         discovery = self._make_discovery()

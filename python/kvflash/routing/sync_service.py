@@ -14,7 +14,7 @@ from functools import partial
 from kvflash.background import Background
 from kvflash.discovery import Delete, Discovery, Put, Synced
 from kvflash.errors import KvflashError
-from kvflash.routing.replica_sync import LoadSink, ReplicaSync, SyncLimits
+from kvflash.routing.replica_sync import CoreSink, ReplicaSync, SyncLimits
 from kvflash.transport.channel import Channel, ZmqChannel
 
 __all__ = ["ReplicaSyncService"]
@@ -48,9 +48,9 @@ class ReplicaSyncService:
         self,
         namespace: str,
         component: str,
-        sink: LoadSink,
+        sink: CoreSink,
         *,
-        open_discovery: Callable[[], Awaitable[Discovery]],
+        open_discovery: Callable[[], Discovery],
         open_channel: Callable[[], Awaitable[Channel]],
         limits: SyncLimits | None = None,
         lease_ttl_s: float = 10.0,
@@ -82,7 +82,7 @@ class ReplicaSyncService:
         self._background.stop()
 
     async def _serve(self) -> None:
-        discovery = await self._open_discovery()
+        discovery = self._open_discovery()
         channel: Channel | None = None
         try:
             channel = await self._open_channel()

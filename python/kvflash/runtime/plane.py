@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from kvflash.errors import KvflashError
 from kvflash.runtime.frame import Failure, Request
-from kvflash.runtime.limits import RuntimeLimits
 
-__all__ = ["Begins", "FailedError", "GoneError", "PlaneClient", "PlaneServer", "Reply", "Runs"]
+__all__ = ["FailedError", "GoneError", "PlaneClient", "PlaneServer", "Reply"]
 
 
 class FailedError(Exception):
@@ -43,40 +40,6 @@ class Reply(Protocol):
 
     def close(self) -> None:
         """Close; if the handler still runs, it is notified. Call it in the event loop's thread."""
-
-
-class Runs(Protocol):
-    """A request that runs."""
-
-    @property
-    def task(self) -> asyncio.Task[None]:
-        """Ends when everything is sent."""
-
-    def abandon(self) -> None:
-        """Note that the client is gone."""
-
-
-class Begins(Protocol):
-    """Runs requests: the runtime's endpoints, or a bridge to other workers."""
-
-    @property
-    def limits(self) -> RuntimeLimits:
-        """Limits of a connection."""
-
-    async def is_there(self, ping: bytes) -> bool:
-        """Whether the instance named in a ping's payload is alive."""
-
-    def begin(self, request: Request, send: Callable[[bytes], Awaitable[None]]) -> Runs:
-        """Run a request; pass its frames up to End or Error to ``send``.
-
-        ``send`` waits while the reader is slow, and raises GoneError if the client is gone.
-
-        Raises:
-            NotFoundError: Not served here, or meant for another instance.
-            ClosedError: The process is shutting down.
-            OverloadedError: The request limit is reached.
-            InvalidArgumentError: The endpoint's name is invalid.
-        """
 
 
 class PlaneServer(Protocol):

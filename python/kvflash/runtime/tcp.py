@@ -24,7 +24,8 @@ from kvflash.errors import (
 from kvflash.runtime.connection import Connection
 from kvflash.runtime.frame import Failure, Kind, Request, frame, unpack
 from kvflash.runtime.limits import RuntimeLimits
-from kvflash.runtime.plane import Begins, FailedError, GoneError
+from kvflash.runtime.plane import FailedError, GoneError
+from kvflash.runtime.serving import Serving
 
 __all__ = ["TcpClient", "TcpServer", "make_client", "make_server"]
 
@@ -44,7 +45,7 @@ class TcpServer:
         bind: Address to listen on.
     """
 
-    def __init__(self, serving: Begins, *, host: str, port: int, bind: str) -> None:
+    def __init__(self, serving: Serving, *, host: str, port: int, bind: str) -> None:
         self._serving = serving
         self._limits = serving.limits
         self._host = host

@@ -7,13 +7,13 @@ import contextlib
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvflash._core import Catalog
 from kvflash.background import Background
 from kvflash.errors import ClosedError
 from kvflash.servers import NatsSettings
-from kvflash.state.discovered import DiscoveredLock, DiscoveredRoster, Keys
+from kvflash.state.discovered import DiscoveredLock, DiscoveredRoster
 from kvflash.state.frames import CatalogSink
 from kvflash.state.replica import Replica
 from kvflash.state.snapshot import SnapshotOptions, Snapshots
@@ -22,10 +22,14 @@ from kvflash.transport.jetstream import JetStreamLog
 from kvflash.transport.jetstream_blobs import JetStreamBlobs
 from kvflash.transport.nats_connection import connect
 
+if TYPE_CHECKING:
+    from kvflash.discovery import Discovery
+
 __all__ = ["StateOptions", "StateService", "attach"]
 
+
 #: Opens the discovery, in the event loop that uses it.
-OpenKeys = Callable[[], Awaitable[Any]]
+OpenKeys = Callable[[], Awaitable["Discovery"]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +74,7 @@ def attach(
         catalog: Catalog to fill.
         namespace: Namespace of the component.
         component: Component of the workers to follow.
-        open_keys: Opens the discovery, such as ``lambda: aopen_discovery("etcd")``; called in the
-            loop that uses it. Its ``close`` is awaited at the end.
+        open_keys: Opens the discovery, in the loop that uses it; closed at the end.
         options: Options of the replica.
 
     Raises:
@@ -191,7 +194,7 @@ class StateService:
         options, settings = self._options, self._options.settings
         client = await connect(settings, name=self.name)
         self._is_connected = lambda: bool(client.is_connected)
-        keys: Keys | None = None
+        keys: Discovery | None = None
         try:
             keys = await self._open_keys()
             where = (self._namespace, self._component)
@@ -245,8 +248,6 @@ class StateService:
                 task.result()
         finally:
             if keys is not None:
-                close = getattr(keys, "close", None)
-                if close is not None:
-                    await close()
+                await keys.close()
             with contextlib.suppress(Exception):
                 await client.close()

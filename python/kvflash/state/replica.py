@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvflash.errors import DecodeError, KvflashError, NotFoundError, TransportError
-from kvflash.state.base import Clock, Roster, Sink, SystemClock
+from kvflash.state.discovered import DiscoveredRoster
+from kvflash.state.frames import CatalogSink
 from kvflash.transport.base import Blobs, Log, Message, Pointer, Reader
 
-__all__ = ["Replica", "ReplicaStats"]
+__all__ = ["Clock", "Replica", "ReplicaStats", "SystemClock"]
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +24,28 @@ _RETRY_S = 0.2
 _RETRY_S_MAX = 5.0
 # The snapshot that the pointer names does not exist: it has just been replaced, so look again.
 _RESTORE_ATTEMPTS = 10
+
+
+class Clock(Protocol):
+    """Time."""
+
+    def now_s(self) -> float:
+        """Seconds since the epoch."""
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait."""
+
+
+class SystemClock:
+    """The machine's time."""
+
+    def now_s(self) -> float:
+        """See :meth:`Clock.now_s`."""
+        return time.time()
+
+    async def sleep(self, seconds: float) -> None:
+        """See :meth:`Clock.sleep`."""
+        await asyncio.sleep(seconds)
 
 
 @dataclass
@@ -69,8 +94,8 @@ class Replica:
         *,
         log: Log,
         blobs: Blobs,
-        roster: Roster,
-        sink: Sink,
+        roster: DiscoveredRoster,
+        sink: CatalogSink,
         clock: Clock | None = None,
     ) -> None:
         self.name = name

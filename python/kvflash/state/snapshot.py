@@ -29,9 +29,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvflash.errors import KvflashError, NotFoundError, TransportError
-from kvflash.state.base import Clock, Grant, Lock, Roster, Sink, SystemClock
-from kvflash.state.frames import reset_headers
-from kvflash.state.replica import Replica
+from kvflash.state.discovered import DiscoveredGrant, DiscoveredLock, DiscoveredRoster
+from kvflash.state.frames import CatalogSink, reset_headers
+from kvflash.state.replica import Clock, Replica, SystemClock
 from kvflash.transport.base import Blobs, Log, LogState, Pointer
 
 __all__ = ["Outcome", "SnapshotOptions", "SnapshotStats", "Snapshots"]
@@ -74,13 +74,11 @@ class SnapshotStats:
         taken_total: Flipped pointers.
         purged_messages_total: Messages deleted from the log.
         orphans_total: Deleted readers of dead routers.
-        outcomes: Attempts by outcome.
     """
 
     taken_total: int = 0
     purged_messages_total: int = 0
     orphans_total: int = 0
-    outcomes: dict[str, int] | None = None
 
 
 class Snapshots:
@@ -104,14 +102,14 @@ class Snapshots:
         *,
         log: Log,
         blobs: Blobs,
-        roster: Roster,
-        sink: Sink,
-        lock: Lock,
+        roster: DiscoveredRoster,
+        sink: CatalogSink,
+        lock: DiscoveredLock,
         options: SnapshotOptions | None = None,
         clock: Clock | None = None,
         is_complete: Callable[[], bool] = lambda: True,
     ) -> None:
-        self.stats = SnapshotStats(outcomes={})
+        self.stats = SnapshotStats()
         self._replica = replica
         self._log, self._blobs, self._roster, self._sink = log, blobs, roster, sink
         self._lock = lock
@@ -160,16 +158,13 @@ class Snapshots:
         """
         grant = await self._lock.acquire()
         if grant is None:
-            outcome = Outcome.HELD
-        else:
-            logger.debug("state of %s: locked", self._replica.name)
-            try:
-                outcome = await self._take(grant)
-            finally:
-                await grant.release()
-            logger.debug("state of %s: unlocked", self._replica.name)
-        if self.stats.outcomes is not None:
-            self.stats.outcomes[outcome.value] = self.stats.outcomes.get(outcome.value, 0) + 1
+            return Outcome.HELD
+        logger.debug("state of %s: locked", self._replica.name)
+        try:
+            outcome = await self._take(grant)
+        finally:
+            await grant.release()
+        logger.debug("state of %s: unlocked", self._replica.name)
         return outcome
 
     async def reset(self) -> None:
@@ -250,7 +245,7 @@ class Snapshots:
         # A deleted message has no age: a snapshot moves past it.
         return age_s is None or age_s > self._options.age_s_max
 
-    async def _take(self, grant: Grant) -> Outcome:
+    async def _take(self, grant: DiscoveredGrant) -> Outcome:
         replica = self._replica
         pointer, revision = await self._blobs.pointer()
         state = await self._log.state()

@@ -11,8 +11,7 @@ import pytest
 
 from kvflash._core import RouterCore
 from kvflash.discovery import open_discovery
-from kvflash.routing.replica_sync import ReplicaSync, SyncLimits
-from kvflash.routing.sharing import CoreSink
+from kvflash.routing.replica_sync import CoreSink, ReplicaSync, SyncLimits
 from kvflash.routing.sync_service import ReplicaSyncService
 from kvflash.servers import NatsSettings
 from kvflash.transport import names
@@ -68,7 +67,7 @@ def router(
         nats_server, etcd = NatsServer(tmp_path), EtcdServer(tmp_path)
         monkeypatch.setenv("ETCD_ENDPOINTS", etcd.url)
 
-    async def discovery() -> Any:
+    def discovery() -> Any:
         return open_discovery("file" if etcd is None else "etcd", folder=tmp_path / "keys")
 
     async def channel() -> Any:
