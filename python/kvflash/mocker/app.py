@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from kvflash.mocker.api import build_app
-from kvflash.mocker.config import MockerConfig, PortChoice
+from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.engine import Engine
 from kvflash.mocker.handover import Handover
 from kvflash.mocker.tokenizer import Tokenizer, load
 from kvflash.publisher.address import reachable
 
 if TYPE_CHECKING:
-    from kvflash.mocker.publisher import EventPublisher
     from kvflash.mocker.worker import RuntimeWorker
+    from kvflash.publisher.stream import EventStream
 
 logger = logging.getLogger(__name__)
 
@@ -48,24 +48,16 @@ class Worker:
         self.index = index
         self.url = ""
         self._config = config
-        self._publisher: EventPublisher | None = None
+        self._stream: EventStream | None = None
         if config.zmq_events_port != 0:
             # Without events ZMQ need not be loaded.
-            from kvflash.mocker.publisher import EventPublisher  # noqa: PLC0415
+            from kvflash.mocker.publisher import open_stream  # noqa: PLC0415
 
-            self._publisher = EventPublisher(
-                host=config.host,
-                events_port=_shift(config.zmq_events_port, index),
-                replay_port=_shift(config.zmq_replay_port, index),
-                topic=config.event_topic,
-                era=config.event_era,
-                replay_buffer=config.replay_buffer,
-                dp_rank=config.data_parallel_rank,
-                block_size=config.block_size,
-            )
-        self.events_url = self._publisher.events_url if self._publisher else None
-        self.replay_url = self._publisher.replay_url if self._publisher else None
-        self.engine = Engine(config, self._publisher)
+            rank = config.data_parallel_rank
+            self._stream = open_stream(config, config.host, offset=index, dp_rank=rank)
+        self.events_url = self._stream.endpoint if self._stream else None
+        self.replay_url = self._stream.replay_endpoint if self._stream else None
+        self.engine = Engine(config, self._stream)
         self._handover = Handover(config.role, reachable(config.host), config.block_size)
         self._runner = web.AppRunner(
             build_app(self.engine, config, tokenizer, self._handover),
@@ -87,8 +79,8 @@ class Worker:
         await asyncio.sleep(self._config.startup_time_s)
         self._running = asyncio.create_task(self.engine.run())
         await self._runner.setup()
-        host, port = self._config.host, _shift(self._config.port, self.index)
-        assert port != "auto", "only ZMQ ports can be auto"
+        host, first = self._config.host, self._config.port
+        port = first + self.index if first else 0
         try:
             await web.TCPSite(self._runner, host, port, backlog=BACKLOG).start()
         except OSError as error:
@@ -102,8 +94,9 @@ class Worker:
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
-        if self._publisher is not None:
-            await self._publisher.close()
+        if self._stream is not None:
+            # It waits for its thread, so it must not run in the event loop.
+            await asyncio.to_thread(self._stream.close)
 
     def ready_line(self) -> str:
         """One line of JSON with the worker's addresses."""
@@ -220,8 +213,3 @@ async def run(config: MockerConfig) -> None:
             signal.signal(number, signal.SIG_DFL)
         logger.info("draining for up to %g s; a second signal ends it now", config.drain_timeout_s)
     logger.info("stopped")
-
-
-def _shift(port: PortChoice, index: int) -> PortChoice:
-    """The port of a worker, from the first one; 0 and "auto" stay."""
-    return port if port in (0, "auto") or isinstance(port, str) else port + index

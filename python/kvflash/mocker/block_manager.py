@@ -24,6 +24,10 @@ class BlockManager:
     Consistency: for every cached block its parent is cached too, as long as callers use and
     dereference whole prefixes: a tail is freed before its prefix, so it is evicted first.
     Cost: O(blocks named in the call) for every method.
+
+    Attributes:
+        capacity_blocks: Total number of blocks.
+        partial_blocks: Blocks reserved and not full yet.
     """
 
     def __init__(self, capacity_blocks: int) -> None:
@@ -37,27 +41,17 @@ class BlockManager:
         """
         if capacity_blocks < 1:
             raise InvalidArgumentError(f"capacity_blocks must be at least 1, got {capacity_blocks}")
-        self._capacity_blocks = capacity_blocks
-        self._partial_blocks = 0
+        self.capacity_blocks = capacity_blocks
+        self.partial_blocks = 0
         self._active: dict[int, int] = {}
         # Insertion order is the order of eviction: dicts keep it, and the first-in is next(iter()).
         self._inactive: dict[int, None] = {}
         self._evicted: list[int] = []
 
     @property
-    def capacity_blocks(self) -> int:
-        """Total number of blocks."""
-        return self._capacity_blocks
-
-    @property
     def used_blocks(self) -> int:
         """Blocks that a request holds: active and partial. Never above the capacity."""
-        return len(self._active) + self._partial_blocks
-
-    @property
-    def partial_blocks(self) -> int:
-        """Blocks reserved and not full yet."""
-        return self._partial_blocks
+        return len(self._active) + self.partial_blocks
 
     def is_cached(self, block_hash: int) -> bool:
         """Whether a full block of this hash exists, active or inactive."""
@@ -90,7 +84,7 @@ class BlockManager:
         Returns:
             False, with nothing changed, if the capacity does not suffice.
         """
-        if self.used_blocks + self.growth(block_hashes, partial) > self._capacity_blocks:
+        if self.used_blocks + self.growth(block_hashes, partial) > self.capacity_blocks:
             return False
         allocated = partial
         for block_hash in block_hashes:
@@ -103,8 +97,8 @@ class BlockManager:
             else:
                 allocated += 1
             self._active[block_hash] = 1
-        self._partial_blocks += partial
-        excess = self.used_blocks + len(self._inactive) - self._capacity_blocks
+        self.partial_blocks += partial
+        excess = self.used_blocks + len(self._inactive) - self.capacity_blocks
         assert excess <= allocated, "only an allocation can make an eviction necessary"
         for _ in range(excess):
             block_hash = next(iter(self._inactive))
@@ -172,11 +166,11 @@ class BlockManager:
         Raises:
             InvalidArgumentError: Fewer blocks than that are partial.
         """
-        if not 0 <= partial <= self._partial_blocks:
+        if not 0 <= partial <= self.partial_blocks:
             raise InvalidArgumentError(
-                f"cannot release {partial} of {self._partial_blocks} partial blocks"
+                f"cannot release {partial} of {self.partial_blocks} partial blocks"
             )
-        self._partial_blocks -= partial
+        self.partial_blocks -= partial
 
     def drain_evicted(self) -> list[int]:
         """Return the hashes evicted since the last call, in order of eviction."""

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 from kvflash.errors import ClosedError
 from kvflash.mocker.config import MockerConfig
+from kvflash.mocker.events import put
 from kvflash.mocker.perf_model import pass_ms
 from kvflash.mocker.request import Lora, Pass, Request
 from kvflash.mocker.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from kvflash.mocker.publisher import EventPublisher
+    from kvflash.publisher.stream import Sender
 
 logger = logging.getLogger(__name__)
 
@@ -76,18 +77,19 @@ class Generation:
 
 
 class Engine:
-    """One worker: a scheduler, its clock and its event publisher."""
+    """One worker: a scheduler, its clock and its event stream."""
 
-    def __init__(self, config: MockerConfig, publisher: EventPublisher | None) -> None:
+    def __init__(self, config: MockerConfig, stream: Sender | None) -> None:
         """Create an engine; start it with `run`.
 
         Args:
             config: Its options.
-            publisher: Takes block events, or None.
+            stream: Takes block events, or None.
         """
         self._config = config
-        self._publisher = publisher
-        self._scheduler = Scheduler(config)
+        self._stream = stream
+        #: For inspection.
+        self.scheduler = Scheduler(config)
         self._generations: dict[int, Generation] = {}
         self._ids = count()
         self._wake = asyncio.Event()
@@ -95,11 +97,6 @@ class Engine:
         self._error: ClosedError | None = None
         # Called after each pass, for load reports.
         self.on_pass: Callable[[Scheduler], None] | None = None
-
-    @property
-    def scheduler(self) -> Scheduler:
-        """The scheduler, for inspection."""
-        return self._scheduler
 
     @property
     def is_alive(self) -> bool:
@@ -141,7 +138,7 @@ class Engine:
             cache_salt=cache_salt,
             is_transferred=is_transferred,
         )
-        self._scheduler.add(request)
+        self.scheduler.add(request)
         generation = Generation(request, is_streaming=is_streaming)
         self._generations[request.request_id] = generation
         self._wake.set()
@@ -150,7 +147,7 @@ class Engine:
     def abort(self, generation: Generation) -> None:
         """End a request early and free its blocks; without effect if it has ended."""
         if self._generations.pop(generation.request.request_id, None) is not None:
-            self._scheduler.abort(generation.request)
+            self.scheduler.abort(generation.request)
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache and publish that.
@@ -158,12 +155,12 @@ class Engine:
         Returns:
             False, with nothing changed, while a request holds a block.
         """
-        cleared = self._scheduler.reset()
+        cleared = self.scheduler.reset()
         if cleared is None:
             return False
         # No request runs, so every earlier pass has ended and published its events.
-        if self._publisher is not None and self._config.enable_prefix_caching:
-            self._publisher.publish([cleared])
+        if self._stream is not None and self._config.enable_prefix_caching:
+            put(self._stream.outbox, [cleared])
         return True
 
     async def run(self) -> None:
@@ -171,7 +168,7 @@ class Engine:
         loop = asyncio.get_running_loop()
         try:
             while True:
-                planned = self._scheduler.schedule()
+                planned = self.scheduler.schedule()
                 if planned is None:
                     self._wake.clear()
                     await self._wake.wait()
@@ -196,18 +193,18 @@ class Engine:
         await asyncio.sleep(delay_s if delay_s >= TIMER_RESOLUTION_S else 0)
 
     def _finish(self, planned: Pass) -> None:
-        result = self._scheduler.complete(planned)
+        result = self.scheduler.complete(planned)
         # Events before tokens: a client with the answer can rely on its blocks having been
         # published.
-        if self._publisher is not None:
-            self._publisher.publish(result.events)
+        if self._stream is not None:
+            put(self._stream.outbox, result.events)
         for request in result.advanced:
             generation = self._generations[request.request_id]
             if request.is_finished:
                 del self._generations[request.request_id]
             generation.notify()
         if self.on_pass is not None:
-            self.on_pass(self._scheduler)
+            self.on_pass(self.scheduler)
 
     def _stop(self, error: ClosedError) -> None:
         if self._error is not None:

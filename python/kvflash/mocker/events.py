@@ -54,7 +54,12 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 def put(outbox: EventOutbox, events: Sequence[Event]) -> None:
-    """Queue the events of one pass as a separate batch."""
+    """Queue the events of one pass as a separate batch; without events, do nothing.
+
+    Never waits: a subscriber that is too slow loses batches and sees a gap.
+    """
+    if not events:
+        return
     for event in events:
         if isinstance(event, BlockStored):
             outbox.store(

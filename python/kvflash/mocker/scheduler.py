@@ -29,7 +29,8 @@ class Scheduler:
         """Create an idle scheduler with an empty cache."""
         self.counters = Counters()
         self._config = config
-        self._blocks = BlockManager(config.num_gpu_blocks)
+        #: The KV cache, for inspection.
+        self.blocks = BlockManager(config.num_gpu_blocks)
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._is_in_pass = False
@@ -47,7 +48,7 @@ class Scheduler:
     @property
     def kv_usage(self) -> float:
         """Share of the KV cache that requests hold, 0..1."""
-        return self._blocks.used_blocks / self._blocks.capacity_blocks
+        return self.blocks.used_blocks / self.blocks.capacity_blocks
 
     @property
     def prefill_tokens(self) -> int:
@@ -55,11 +56,6 @@ class Scheduler:
         running = (len(r.prompt_ids) - r.computed_tokens for r in self._running)
         waiting = (0 if r.is_transferred else len(r.prompt_ids) for r in self._waiting)
         return sum(max(0, left) for left in running) + sum(waiting)
-
-    @property
-    def blocks(self) -> BlockManager:
-        """The KV cache, for inspection."""
-        return self._blocks
 
     def add(self, request: Request) -> None:
         """Put a request at the end of the queue.
@@ -101,7 +97,7 @@ class Scheduler:
         Returns:
             The event to publish, or None, with nothing changed, while a request holds a block.
         """
-        return AllBlocksCleared() if self._blocks.clear() else None
+        return AllBlocksCleared() if self.blocks.clear() else None
 
     def schedule(self) -> Pass | None:
         """Plan the next pass and reserve its blocks.
@@ -150,7 +146,7 @@ class Scheduler:
         assert self._is_in_pass, "schedule() comes before complete()"
         self._is_in_pass = False
         events: list[Event] = []
-        if evicted := self._blocks.drain_evicted():
+        if evicted := self.blocks.drain_evicted():
             events.append(BlockRemoved(block_hashes=evicted))
         advanced: list[Request] = []
         for request, count in done.chunks:
@@ -181,7 +177,7 @@ class Scheduler:
         )
         if missing <= 0:
             return True
-        while not self._blocks.use((), missing):
+        while not self.blocks.use((), missing):
             victim = self._running.pop()
             self._preempt(victim)
             if victim is request:
@@ -215,10 +211,10 @@ class Scheduler:
                 return None
             count = budget
         partial = self._block_count(len(request.tokens)) - len(hits)
-        used = self._blocks.used_blocks + self._blocks.growth(hits, partial)
+        used = self.blocks.used_blocks + self.blocks.growth(hits, partial)
         if used > self._config.admissible_blocks:
             return None
-        is_used = self._blocks.use(hits, partial)
+        is_used = self.blocks.use(hits, partial)
         assert is_used, "the watermark is below the capacity"
         self._waiting.popleft()
         self._running.append(request)
@@ -239,7 +235,7 @@ class Scheduler:
         extend_hashes(request.block_hashes, request.root, request.tokens, block_size)
         # The last token is always computed: its result is the next token.
         usable = request.block_hashes[: (len(request.tokens) - 1) // block_size]
-        return usable[: self._blocks.cached_prefix(usable)]
+        return usable[: self.blocks.cached_prefix(usable)]
 
     def _store(self, request: Request) -> BlockStored | None:
         """Make the blocks visible that a request filled in this pass."""
@@ -249,7 +245,7 @@ class Scheduler:
         if full == first or not self._config.enable_prefix_caching:
             return None
         extend_hashes(request.block_hashes, request.root, request.tokens, block_size)
-        new = [self._blocks.promote(block_hash) for block_hash in request.block_hashes[first:full]]
+        new = [self.blocks.promote(block_hash) for block_hash in request.block_hashes[first:full]]
         request.stored_blocks = full
         request.partial_blocks -= full - first
         # Another request may have stored the first ones meanwhile.
@@ -278,8 +274,8 @@ class Scheduler:
             self.counters.finished_requests += request.is_finished
 
     def _free(self, request: Request) -> None:
-        self._blocks.release(request.partial_blocks)
-        self._blocks.deref(request.block_hashes[: request.stored_blocks])
+        self.blocks.release(request.partial_blocks)
+        self.blocks.deref(request.block_hashes[: request.stored_blocks])
         request.stored_blocks = request.partial_blocks = 0
 
     def _block_count(self, tokens: int) -> int:

@@ -5,23 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from kvflash.errors import ClosedError, ConfigError, InvalidArgumentError
 from kvflash.llm import ModelInput, ModelRuntimeConfig, ModelType, register_llm
 from kvflash.mocker.answer import usage
 from kvflash.mocker.block_hash import output_seed
-from kvflash.mocker.config import MockerConfig, PortChoice
+from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.engine import Engine, Generation
 from kvflash.mocker.handover import Handover
-from kvflash.mocker.publisher import BrokerPublisher, EventPublisher
+from kvflash.mocker.publisher import TICK_MS, open_stream
 from kvflash.mocker.scheduler import Scheduler
 from kvflash.mocker.tokenizer import Tokenizer
 from kvflash.mocker.tokens import TokenRequest, parse_tokens, request_room
 from kvflash.publisher import WorkerMetricsPublisher
 from kvflash.publisher.announce import events_key
-from kvflash.publisher.brokered import BrokerOutlet, Served
+from kvflash.publisher.brokered import BrokerOutlet, BrokerStream, Served
+from kvflash.publisher.stream import Sender
 from kvflash.runtime import Context, DistributedRuntime, RuntimeLimits
 
 __all__ = ["RuntimeWorker"]
@@ -59,42 +60,30 @@ class RuntimeWorker:
             self._endpoint = self._runtime.endpoint(config.endpoint)
         except InvalidArgumentError as error:
             raise ConfigError(f"--endpoint: {error}") from error
-        self._publishers: list[EventPublisher] = []
+        self._streams: list[Sender] = []
         if config.kv_events and config.enable_prefix_caching:
-            for rank in range(config.data_parallel_size):
-                self._publishers.append(self._publisher(rank))
-        publishers: list[EventPublisher | None] = [*self._publishers]
-        publishers = publishers or [None] * config.data_parallel_size
-        self.engines = [Engine(config, publisher) for publisher in publishers]
+            self._streams += map(self._stream, self._ranks())
+        streams: Sequence[Sender | None] = self._streams or [None] * config.data_parallel_size
+        self.engines = [Engine(config, stream) for stream in streams]
         self._handover = Handover(config.role, self._runtime.host, config.block_size)
         self._metrics = WorkerMetricsPublisher()
         self._tasks: list[asyncio.Task[None]] = []
 
-    def _publisher(self, rank: int) -> EventPublisher:
+    def _stream(self, rank: int) -> Sender:
         config = self._config
         if config.event_plane == "nats":
-            dp_rank = config.data_parallel_rank + rank
             served = Served(config.model_name, config.role == "prefill")
             outlet = BrokerOutlet(
                 self._endpoint.component,
                 instance_id=self.instance_id,
-                dp_rank=dp_rank,
+                dp_rank=rank,
                 block_size=config.block_size,
                 served=lambda: served,
                 has_local_index=config.enable_local_indexer,
             )
-            return BrokerPublisher(outlet, era=config.event_era, dp_rank=dp_rank)
-        offset = self.index * config.data_parallel_size + rank
-        return EventPublisher(
-            host=self._runtime.host,
-            events_port=_port(config.zmq_events_port, offset),
-            replay_port=_port(config.zmq_replay_port, offset),
-            topic=config.event_topic,
-            era=config.event_era,
-            replay_buffer=config.replay_buffer,
-            dp_rank=config.data_parallel_rank + rank,
-            block_size=config.block_size,
-        )
+            return BrokerStream(outlet, dp_rank=rank, tick_ms=TICK_MS, shape=config.event_era)
+        offset = self.index * config.data_parallel_size + rank - config.data_parallel_rank
+        return open_stream(config, self._runtime.host, offset=offset, dp_rank=rank)
 
     async def start(self) -> None:
         """Wait for the startup time, then announce everything and serve.
@@ -122,8 +111,9 @@ class RuntimeWorker:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for publisher in self._publishers:
-            await publisher.close()
+        for stream in self._streams:
+            # It waits for its thread, so it must not run in the event loop.
+            await asyncio.to_thread(stream.close)
 
     def ready_line(self) -> str:
         """One line of JSON with the worker's addresses."""
@@ -133,19 +123,19 @@ class RuntimeWorker:
                 "worker": self.index,
                 "endpoint": self._endpoint.path.replace("/", "."),
                 "instance_id": self.instance_id,
-                "events": [publisher.events_url for publisher in self._publishers],
-                "replay": [publisher.replay_url for publisher in self._publishers],
+                "events": [stream.endpoint for stream in self._streams],
+                "replay": [stream.replay_endpoint for stream in self._streams],
             }
         )
 
     async def _announce(self) -> None:
         config = self._config
         component = self._endpoint.component
-        for publisher, rank in zip(self._publishers, self._ranks(), strict=False):
+        for stream, rank in zip(self._streams, self._ranks(), strict=False):
             where = {
-                "kind": publisher.kind,
-                "endpoint": publisher.events_url,
-                "replay_endpoint": publisher.replay_url,
+                "kind": stream.kind,
+                "endpoint": stream.endpoint,
+                "replay_endpoint": stream.replay_endpoint,
                 "block_size": config.block_size,
             }
             await self._runtime.announce(events_key(component, self.instance_id, rank), where)
@@ -284,8 +274,3 @@ async def _stop_with(context: Context, engine: Engine, generation: Generation) -
     await context.async_killed_or_stopped()
     engine.abort(generation)
     generation.fail(ClosedError("the request was cancelled"))
-
-
-def _port(port: PortChoice, offset: int) -> PortChoice:
-    """The port of a rank, from the first one; else a free one, as discovery announces it."""
-    return "auto" if port in (0, "auto") or isinstance(port, str) else port + offset
