@@ -20,7 +20,7 @@ from kvflash._core import (
 )
 from kvflash.errors import ConfigError
 
-__all__ = ["AskedPolicy", "Policy", "PolicyCandidate", "PolicyEnded", "PolicyRequest", "load"]
+__all__ = ["Policy", "PolicyCandidate", "PolicyEnded", "PolicyRequest", "asked_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -155,6 +155,13 @@ class AskedPolicy:
         if now - self._logged_s >= LOG_INTERVAL_S:
             self._logged_s = now
             logger.warning("%s", message, exc_info=error)
+
+
+def asked_of(mode: str | Policy | None) -> AskedPolicy | None:
+    """The policy in Python that a routing mode selects, if any; errors as of :func:`load`."""
+    if isinstance(mode, str):
+        return AskedPolicy(load(mode), mode) if mode.startswith(PREFIX) else None
+    return None if mode is None else AskedPolicy(mode)
 
 
 def _overrides(policy: Policy, event: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -25,15 +24,13 @@ def discovery_kind() -> str:
     Raises:
         ConfigError: Another kind, or two variables that differ.
     """
-    found = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
-    if len(set(found.values())) > 1:
-        said = " and ".join(f"{name}={value}" for name, value in found.items())
-        raise ConfigError(f"environment variables contradict each other: {said}")
-    for name, value in found.items():
-        if value not in KINDS:
-            raise ConfigError(f"{name} must be one of {', '.join(KINDS)}, got {value!r}")
-        return value
-    return "file"
+    # Here, so that services that name their discovery need not wait for it.
+    from kvflash.servers import agreed  # noqa: PLC0415
+
+    name, value = agreed(*VARIABLES) or ("", "file")
+    if value not in KINDS:
+        raise ConfigError(f"{name} must be one of {', '.join(KINDS)}, got {value!r}")
+    return value
 
 
 def open_discovery(

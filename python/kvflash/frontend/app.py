@@ -8,13 +8,13 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from kvflash._core import Frontend, PolicyDesk, model_folder
+from kvflash._core import Frontend, model_folder
 from kvflash.console import refuse
 from kvflash.discovery import open_discovery
 from kvflash.errors import ConfigError, KvflashError
 from kvflash.flags import source_of
 from kvflash.frontend.args import FrontendArgs, parse_args
-from kvflash.policy import PREFIX, AskedPolicy, load
+from kvflash.policy import asked_of
 from kvflash.process import FedService, run_until_stopped, start_logging
 from kvflash.roster.finder import Finder, add_named
 from kvflash.routing.cluster import Cluster
@@ -40,9 +40,10 @@ def make_frontend(args: FrontendArgs, fleet: dict[int, str] | None = None) -> Fr
     """
     for named in args.tokenizer:
         _check_tokenizer(named)
+    policy = asked_of(args.router_mode)
     frontend = Frontend(
         **args.core_settings(),
-        policy_desk=_desk(args.router_mode),
+        policy_desk=None if policy is None else policy.desk,
         has_broker_events=args.event_plane == "nats",
         waits_for=args.waits_for(),
     )
@@ -72,13 +73,6 @@ def _component(fleet: dict[int, str]) -> tuple[str, str]:
 
     workers = [[number, spec.partition(",")[0]] for number, spec in sorted(fleet.items())]
     return "workers", hashlib.sha256(json.dumps(workers).encode()).hexdigest()[:16]
-
-
-def _desk(router_mode: str | None) -> PolicyDesk | None:
-    """Create the desk that asks a policy in Python, if one is set."""
-    if router_mode is None or not router_mode.startswith(PREFIX):
-        return None
-    return AskedPolicy(load(router_mode), router_mode).desk
 
 
 class Reports:

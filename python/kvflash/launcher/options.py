@@ -14,9 +14,9 @@ from kvflash.errors import ConfigError
 from kvflash.launcher.command import Arguments, EventPorts
 from kvflash.servers import EVENT_PLANES, plane_of_events
 
-__all__ = ["LauncherOptions", "free_ports", "parse_options"]
+__all__ = ["LauncherOptions", "engine_events", "http_port", "parse_options"]
 
-ROLES = {"agg": "agg", "prefill": "prefill", "decode": "decode"}
+ROLES = ("agg", "decode", "prefill")
 _ATTEMPTS = 100
 
 
@@ -113,7 +113,7 @@ def parse_options(
         flag = f"--is-{role}-worker"
         roles.add_argument(flag, dest="role", action="store_const", const=role, help="its role")
     roles.add_argument(
-        "--disaggregation-mode", dest="role", choices=sorted(ROLES), help="the role, as one flag"
+        "--disaggregation-mode", dest="role", choices=ROLES, help="the role, as one flag"
     )
     known, rest = parser.parse_known_args(list(argv))
     role = known.role or "agg"
@@ -171,7 +171,29 @@ def free_ports(count: int) -> int:
     raise ConfigError(f"no {count} free ports in a row")
 
 
-def event_ports(ranks: int) -> EventPorts:
-    """Free ports for the events and the replay of all ranks."""
+def http_port(arguments: Arguments) -> int:
+    """The engine's HTTP port: as given, or a free one."""
+    port = arguments.number("--port")
+    if port is None:
+        port = free_ports(1)
+        arguments.add("--port", port)
+    return port
+
+
+def engine_events(
+    options: LauncherOptions, arguments: Arguments, ranks: int, **more: object
+) -> EventPorts | None:
+    """Where the engine publishes: as given, or at free ports, with ``more`` for its config.
+
+    Raises:
+        ConfigError: The given events can't be announced, or no ports are free.
+    """
+    said = arguments.document("--kv-events-config")
+    if not options.kv_events:
+        return None
+    if said is not None:
+        return EventPorts.of(said)
     first = free_ports(2 * ranks)
-    return EventPorts(port=first, replay_port=first + ranks)
+    events = EventPorts(port=first, replay_port=first + ranks)
+    arguments.add("--kv-events-config", events.config(**more))
+    return events

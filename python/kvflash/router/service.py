@@ -10,7 +10,7 @@ from kvflash._core import Decider, Router
 from kvflash.discovery import open_discovery
 from kvflash.discovery.opening import discovery_kind
 from kvflash.errors import ConfigError, KvflashError
-from kvflash.policy import PREFIX, AskedPolicy, Policy, load
+from kvflash.policy import Policy, asked_of
 from kvflash.process import FedService
 from kvflash.router.args import RouterArgs, WorkerSpec, parse_endpoint
 from kvflash.routing.cluster import Cluster
@@ -44,10 +44,7 @@ class RouterService:
         self, args: RouterArgs | None = None, *, policy: Policy | None = None, **settings: Any
     ) -> None:
         args = dataclasses.replace(args or RouterArgs(), **settings)
-        name = None
-        if policy is None and args.router_mode is not None and args.router_mode.startswith(PREFIX):
-            policy, name = load(args.router_mode), args.router_mode
-        self._policy = None if policy is None else AskedPolicy(policy, name)
+        self._policy = asked_of(policy or args.router_mode)
         self._core = Router(
             **args.core_settings(),
             policy_desk=None if self._policy is None else self._policy.desk,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from kvflash._core import RouterCore, check_policy, check_shadow_policies
 from kvflash.cluster_flags import ClusterFlags
 from kvflash.errors import ConfigError, InvalidArgumentError
-from kvflash.policy import PREFIX, AskedPolicy, Policy, load
+from kvflash.policy import PREFIX, AskedPolicy, Policy, asked_of
 from kvflash.servers import agreed, plane_of_events
 from kvflash.settings import Setting, table
 from kvflash.spelling import did_you_mean
@@ -233,10 +233,7 @@ class KvRouterConfig:
         Raises:
             ConfigError: The class does not exist.
         """
-        mode = self.router_mode
-        if isinstance(mode, str) and mode.startswith(PREFIX):
-            return AskedPolicy(load(mode), mode)
-        return None if mode is None or isinstance(mode, str) else AskedPolicy(mode)
+        return asked_of(self.router_mode)
 
     def make_core(
         self,

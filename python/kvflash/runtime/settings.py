@@ -6,6 +6,7 @@ import os
 import socket
 
 from kvflash.errors import ConfigError
+from kvflash.servers import agreed
 
 __all__ = ["PLANES", "host_address", "listen_address", "plane_name", "runtime_port"]
 
@@ -21,17 +22,11 @@ def plane_name(named: str | None = None) -> str:
         ConfigError: Not one of PLANES, or two variables that differ.
     """
     variables = ("KVFLASH_REQUEST_PLANE", "DYN_REQUEST_PLANE")
-    found = {name: os.environ[name] for name in variables if os.environ.get(name)}
-    if named is not None:
-        found = {"request_plane": named}
-    if len(set(found.values())) > 1:
-        said = " and ".join(f"{name}={value}" for name, value in found.items())
-        raise ConfigError(f"environment variables contradict each other: {said}")
-    for name, value in found.items():
-        if value not in PLANES:
-            raise ConfigError(f"{name} must be one of {', '.join(PLANES)}, got {value!r}")
-        return value
-    return "tcp"
+    found = agreed(*variables) if named is None else None
+    name, value = found or ("request_plane", "tcp" if named is None else named)
+    if value not in PLANES:
+        raise ConfigError(f"{name} must be one of {', '.join(PLANES)}, got {value!r}")
+    return value
 
 
 def host_address(*, is_local: bool) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from kvflash.errors import ConfigError
-from kvflash.launcher import Arguments, EngineCommand, EventPorts, LauncherOptions
-from kvflash.launcher.options import event_ports, free_ports
+from kvflash.launcher.command import Arguments, EngineCommand
+from kvflash.launcher.options import LauncherOptions, engine_events, http_port
 
 __all__ = ["PROGRAM", "build"]
 
@@ -31,19 +31,10 @@ def build(options: LauncherOptions, given: Arguments, host: str) -> EngineComman
     if model is None:
         raise ConfigError("SGLang needs a model: python -m kvflash.sglang --model-path MODEL")
     ranks = arguments.number("--dp-size", "--data-parallel-size", "--dp") or 1
-    port = arguments.number("--port")
-    if port is None:
-        port = free_ports(1)
-        arguments.add("--port", port)
+    port = http_port(arguments)
     arguments.add("--host", host)
     arguments.add("--enable-cache-report")
-    said = arguments.document("--kv-events-config")
-    events: EventPorts | None = None
-    if said is not None:
-        events = EventPorts.of(said) if options.kv_events else None
-    elif options.kv_events:
-        events = event_ports(ranks)
-        arguments.add("--kv-events-config", events.config())
+    events = engine_events(options, arguments, ranks)
     bootstrap_port = None
     if options.role != "agg":
         arguments.add("--disaggregation-mode", options.role)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 from kvflash.errors import ConfigError
-from kvflash.launcher import Arguments, EngineCommand, EventPorts, LauncherOptions
-from kvflash.launcher.options import event_ports, free_ports
+from kvflash.launcher.command import Arguments, EngineCommand
+from kvflash.launcher.options import LauncherOptions, engine_events, http_port
 
 __all__ = ["PROGRAM", "build"]
 
@@ -34,18 +34,9 @@ def build(options: LauncherOptions, given: Arguments, host: str) -> EngineComman
     if not arguments.words or arguments.words[0].startswith("-"):
         raise ConfigError("vLLM needs a model: python -m kvflash.vllm MODEL, or --model MODEL")
     ranks = arguments.number("--data-parallel-size", "-dp") or 1
-    port = arguments.number("--port")
-    if port is None:
-        port = free_ports(1)
-        arguments.add("--port", port)
+    port = http_port(arguments)
     arguments.add("--enable-prompt-tokens-details")
-    said = arguments.document("--kv-events-config")
-    events: EventPorts | None = None
-    if said is not None:
-        events = EventPorts.of(said) if options.kv_events else None
-    elif options.kv_events:
-        events = event_ports(ranks)
-        arguments.add("--kv-events-config", events.config(enable_kv_cache_events=True))
+    events = engine_events(options, arguments, ranks, enable_kv_cache_events=True)
     if options.role != "agg":
         arguments.add("--kv-transfer-config", json.dumps(TRANSFER))
     return EngineCommand(

@@ -13,7 +13,7 @@ from kvflash.console import LogLine
 from kvflash.doctor.args import parse_args as doctor
 from kvflash.frontend.args import parse_args as frontend
 from kvflash.indexer.args import parse_args as indexer
-from kvflash.launcher import parse_options
+from kvflash.launcher.options import parse_options
 from kvflash.mocker.args import parse_args as mocker
 from kvflash.router import parse_args as router
 

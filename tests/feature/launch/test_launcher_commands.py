@@ -7,7 +7,8 @@ import json
 import pytest
 
 from kvflash.errors import ConfigError
-from kvflash.launcher import Arguments, EventPorts, parse_options
+from kvflash.launcher.command import Arguments, EventPorts
+from kvflash.launcher.options import parse_options
 from kvflash.sglang import command as sglang
 from kvflash.vllm import command as vllm
 
