@@ -17,17 +17,6 @@ from kvflash.config import bounded_float
 from kvflash.errors import ConfigError, NotFoundError, TransportError
 from kvflash.flags import Flags, variable_of
 
-__all__ = [
-    "Answer",
-    "add_key_file",
-    "add_timeout",
-    "ask",
-    "demand",
-    "parse_url",
-    "read_key",
-    "samples",
-]
-
 KEY_FILE = "--service-key-file"
 
 #: Responses above this size are cut off; an indexer of 2,000 workers sends some MiB.

@@ -9,8 +9,6 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
-__all__ = ["Background"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from kvflash.errors import ConfigError
 
-__all__ = ["ClusterFlags", "unused_server"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterFlags:

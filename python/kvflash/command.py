@@ -7,8 +7,6 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-__all__ = ["COMMANDS", "main"]
-
 #: Every command with a one-line summary; ``kvflash X`` is ``python -m kvflash.X``.
 COMMANDS = {
     "frontend": "Route and forward requests: an OpenAI-compatible HTTP server",

@@ -9,17 +9,6 @@ from typing import Literal, TypeVar
 
 from kvflash.flags import Flags
 
-__all__ = [
-    "add_config",
-    "bounded_float",
-    "bounded_int",
-    "byte_count",
-    "memory_limit",
-    "number_or_auto",
-    "optional",
-    "size_or_zero",
-]
-
 _T = TypeVar("_T")
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}

@@ -13,18 +13,6 @@ from typing import Any
 from kvflash.errors import ConfigError
 from kvflash.spelling import did_you_mean
 
-__all__ = [
-    "FILE_BYTES_MAX",
-    "Pairs",
-    "Setting",
-    "joined",
-    "one_value",
-    "pairs_of",
-    "read_settings",
-    "texts",
-    "truth",
-]
-
 FILE_BYTES_MAX = 1024 * 1024
 
 # The words of YAML 1.2 that are not strings. PyYAML follows YAML 1.1, where off, no and 1:30 have

@@ -15,8 +15,6 @@ from typing import Any, NoReturn
 from kvflash.errors import ConfigError, ConflictError, InvalidArgumentError, KvflashError
 from kvflash.spelling import did_you_mean
 
-__all__ = ["NARROW", "Help", "LogLine", "Parser", "program", "refuse", "utc"]
-
 # Column at which a flag's description begins; longer names get their own line.
 _COLUMN = 38
 _WIDTH_MIN = 60

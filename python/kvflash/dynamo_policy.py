@@ -12,8 +12,6 @@ from typing import Any
 
 from kvflash.config_file import Pairs, pairs_of
 
-__all__ = ["translate"]
-
 _PROFILE = ("default_policy_family", "policy_classes", "uncached_isl_buckets")
 #: Settings of a class, and the equivalent flags.
 _SAME = {

@@ -13,8 +13,6 @@ from kvflash.config_file import Setting, Translate, one_value, read_settings, te
 from kvflash.console import NARROW, Help, Parser, program
 from kvflash.errors import ConfigError
 
-__all__ = ["Flags", "source_of", "variable_of"]
-
 _T = TypeVar("_T")
 
 _TRUE = ("1", "true", "yes", "on")

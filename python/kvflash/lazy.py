@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
-__all__ = ["lazy_dir", "lazy_names"]
-
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """Create a module's ``__getattr__`` that imports a name from its module and keeps it.

@@ -13,16 +13,6 @@ from kvflash.errors import ConfigError, InvalidArgumentError
 from kvflash.runtime.component import Endpoint
 from kvflash.runtime.distributed import MODELS
 
-__all__ = [
-    "BLOCK_SIZE",
-    "ModelInput",
-    "ModelRuntimeConfig",
-    "ModelType",
-    "model_key",
-    "register_llm",
-    "unregister_llm",
-]
-
 BLOCK_SIZE = 16
 BLOCK_SIZE_MAX = 65_536
 TOKENS_MAX = 2**31 - 1

@@ -20,8 +20,6 @@ from nats.aio.transport import TcpTransport
 from kvflash.errors import ConfigError, TransportError
 from kvflash.servers import NatsSettings
 
-__all__ = ["Client", "failure", "login_options"]
-
 # How long a connection may take to close.
 CLOSE_S_MAX = 1.0
 NO_TLS = "the server offers no TLS"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["percentile"]
-
 
 def percentile(samples: Sequence[float], percent: float) -> float | None:
     """The nearest-rank percentile: always one of the samples.

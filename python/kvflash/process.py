@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from kvflash.transport import ZmqOptions, ZmqReceiver
     from kvflash.transport.base import Receiver
 
-__all__ = ["FedService", "run_until_stopped", "start_logging"]
-
 logger = logging.getLogger(__name__)
 
 #: How often an incomplete start is looked at again, seconds.

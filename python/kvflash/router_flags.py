@@ -20,8 +20,6 @@ from kvflash.errors import ConfigError
 from kvflash.flags import Flags
 from kvflash.settings import Args, add_settings, table
 
-__all__ = ["RoutingArgs", "parse"]
-
 #: Value of ``--use-remote-indexer`` without a URL: the indexer in discovery.
 FOUND = "discovery"
 

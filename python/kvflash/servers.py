@@ -11,16 +11,6 @@ from pathlib import Path
 
 from kvflash.errors import ConfigError
 
-__all__ = [
-    "EVENT_PLANES",
-    "EtcdSettings",
-    "NatsSettings",
-    "TlsFiles",
-    "agreed",
-    "missing_nats",
-    "plane_of_events",
-]
-
 EVENT_PLANES = ("zmq", "nats")
 
 Environment = Mapping[str, str]

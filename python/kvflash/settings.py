@@ -30,17 +30,6 @@ from kvflash.errors import ConfigError
 from kvflash.flags import Flags, variable_of
 from kvflash.spelling import nearest
 
-__all__ = [
-    "Args",
-    "Setting",
-    "add_settings",
-    "known_variables",
-    "misspelt",
-    "of_table",
-    "table",
-    "warn_of_misspelt",
-]
-
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["did_you_mean", "nearest"]
-
 
 def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """The known name that is closest to ``name``; None if none is close.

@@ -2,8 +2,6 @@
 
 from importlib import metadata
 
-__all__ = ["IS_RELEASED", "__version__", "install_command"]
-
 __version__ = metadata.version("kvflash")
 
 # Set this to True in the commit that publishes the first release to PyPI, then run `make settings`:

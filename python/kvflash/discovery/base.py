@@ -13,23 +13,6 @@ from typing import ClassVar, Protocol
 
 from kvflash.errors import ClosedError, InvalidArgumentError
 
-__all__ = [
-    "KEY_BYTES_MAX",
-    "LEASE_TTL_S",
-    "VALUE_BYTES_MAX",
-    "Delete",
-    "Discovery",
-    "Event",
-    "Lease",
-    "Put",
-    "Synced",
-    "Watch",
-    "check_key",
-    "check_open",
-    "check_value",
-    "new_lease_id",
-]
-
 KEY_BYTES_MAX = 200
 VALUE_BYTES_MAX = 1024 * 1024
 LEASE_TTL_S = 10.0

@@ -33,8 +33,6 @@ from kvflash.errors import ConfigError, InvalidArgumentError, KvflashError, Tran
 from kvflash.outage import Outage
 from kvflash.servers import EtcdSettings
 
-__all__ = ["EtcdDiscovery"]
-
 logger = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 5.0

@@ -27,8 +27,6 @@ from kvflash.discovery.folder import Folder, LeaseFile
 from kvflash.errors import InvalidArgumentError, KvflashError, TransportError
 from kvflash.outage import Outage
 
-__all__ = ["FileDiscovery", "default_folder"]
-
 logger = logging.getLogger(__name__)
 
 # The poll interval while there is a watch or a lease, and the share of a core that polling may

@@ -24,8 +24,6 @@ from urllib.parse import quote, unquote
 from kvflash.discovery.base import check_key, check_value, new_lease_id
 from kvflash.errors import ConfigError, InvalidArgumentError, OverloadedError
 
-__all__ = ["Folder", "LeaseFile"]
-
 KEYS_MAX = 65_536
 NAME_BYTES_MAX = 255
 _LEASES = "leases"

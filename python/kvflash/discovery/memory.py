@@ -19,8 +19,6 @@ from kvflash.discovery.base import (
 )
 from kvflash.errors import InvalidArgumentError, OverloadedError
 
-__all__ = ["MemoryDiscovery"]
-
 KEYS_MAX = 65_536
 
 

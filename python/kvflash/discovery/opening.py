@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from kvflash.discovery.base import Discovery
 
-__all__ = ["KINDS", "discovery_kind", "open_discovery"]
-
 KINDS = ("mem", "file", "etcd")
 VARIABLES = ("KVFLASH_DISCOVERY", "KVFLASH_STORE_KV", "DYN_STORE_KV")
 

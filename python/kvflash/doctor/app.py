@@ -20,8 +20,6 @@ from kvflash.doctor.finding import FAIL, OK, WARN, Finding, fail, ok, warn
 from kvflash.errors import KvflashError
 from kvflash.table import printable
 
-__all__ = ["main"]
-
 _PARALLEL = 16
 
 

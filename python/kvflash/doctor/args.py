@@ -12,8 +12,6 @@ from kvflash.config import bounded_float
 from kvflash.errors import ConfigError
 from kvflash.flags import Flags
 
-__all__ = ["DoctorArgs", "parse_args"]
-
 #: Maximum number of URLs in one call.
 MAX_URLS = 1_000
 

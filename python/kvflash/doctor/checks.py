@@ -11,21 +11,6 @@ from kvflash.ask import Answer, samples
 from kvflash.doctor.events import Contents, Heard, Replayed, dialable
 from kvflash.doctor.finding import FAIL, WARN, Finding, fail, ok, warn
 
-__all__ = [
-    "PROMPT_HINT",
-    "Engine",
-    "Listener",
-    "check_clock",
-    "check_engine",
-    "check_heard",
-    "check_indexer",
-    "check_listener",
-    "check_pairs",
-    "check_replay",
-    "engine_of",
-    "listeners_of",
-]
-
 #: Clocks further apart than this are reported; the Date header has whole seconds.
 CLOCK_S_MAX = 5.0
 #: Share of its limit above which an index is called nearly full; it evicts from 15/16 on.

@@ -10,8 +10,6 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped,unused-ignore]
 import zmq
 
-__all__ = ["Contents", "Heard", "Replayed", "ask_replays", "dialable", "listen"]
-
 #: Sockets that are open at once.
 SOCKETS_MAX = 256
 _END = b"\xff" * 8

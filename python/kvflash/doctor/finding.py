@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["FAIL", "OK", "WARN", "Finding", "fail", "ok", "warn"]
-
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 
 

@@ -12,17 +12,6 @@ from kvflash.doctor.checks import PROMPT_HINT, Listener, check_heard, check_repl
 from kvflash.doctor.events import Heard, Replayed
 from kvflash.doctor.finding import FAIL, Finding, fail, ok, warn
 
-__all__ = [
-    "SAMPLE_TEXT",
-    "Worker",
-    "check_parity",
-    "check_reasons",
-    "check_tokens",
-    "check_worker",
-    "token_ids",
-    "workers_of",
-]
-
 #: Text that both sides tokenize: words, code, other scripts and white space.
 SAMPLE_TEXT = (
     "def area(r: float) -> float:\n    return 3.14159 * r ** 2  # naïve, 東京 🙂  doesn't it?"

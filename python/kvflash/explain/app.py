@@ -17,8 +17,6 @@ from kvflash.explain.decision import lines_of
 from kvflash.flags import Flags
 from kvflash.table import printable
 
-__all__ = ["main"]
-
 _PROMPTS = ("prompt", "tokens", "file")
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from kvflash.table import table
 
-__all__ = ["CANDIDATES_MAX", "lines_of"]
-
 #: Candidates that are printed, the cheapest ones; ``--json`` has all.
 CANDIDATES_MAX = 20
 

@@ -22,8 +22,6 @@ from kvflash.routing.cluster import Cluster
 if TYPE_CHECKING:
     from kvflash.roster.indexers import AnnouncedIndexer, IndexerFinder
 
-__all__ = ["Reports", "main", "make_frontend"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -11,8 +11,6 @@ from kvflash.roster.flags import PARSERS, FleetFlags
 from kvflash.router_flags import RoutingArgs, parse
 from kvflash.settings import of_table
 
-__all__ = ["FrontendArgs", "parse_args"]
-
 
 @of_table("frontend")
 class FrontendArgs(RoutingArgs, FleetFlags):

@@ -11,8 +11,6 @@ from kvflash.indexer.args import parse_args
 from kvflash.indexer.service import IndexerService
 from kvflash.process import run_until_stopped, start_logging
 
-__all__ = ["main"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -13,8 +13,6 @@ from kvflash.flags import Flags
 from kvflash.roster.flags import PARSERS, FleetFlags
 from kvflash.settings import Args, add_settings, of_table, table
 
-__all__ = ["IndexerArgs", "WorkerEntry", "parse_args", "parse_workers"]
-
 # Each serves /test/pause_listener and /test/resume_listener, for tests of lost events.
 _TEST_ENDPOINTS = ("KVFLASH_INDEXER_TEST_ENDPOINTS", "DYN_KV_INDEXER_TEST_ENDPOINTS")
 

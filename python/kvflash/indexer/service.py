@@ -17,8 +17,6 @@ from kvflash.roster.finder import Finder, add_named
 if TYPE_CHECKING:
     from kvflash.roster.indexers import AnnouncedIndexer
 
-__all__ = ["IndexerService"]
-
 
 class IndexerService:
     """The standalone indexer as an object; ``python -m kvflash.indexer`` runs one of these.

@@ -17,8 +17,6 @@ from kvflash.flags import Flags, variable_of
 from kvflash.keys.file import append_line, entries, first_salt, remove_line
 from kvflash.table import table
 
-__all__ = ["main"]
-
 _ACTIONS = ("add", "list", "remove")
 _OPTIONS = ("tenant", "rpm", "tpm", "concurrency", "isolate", "allow")
 

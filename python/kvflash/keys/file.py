@@ -12,8 +12,6 @@ from pathlib import Path
 from kvflash._core import check_keys
 from kvflash.errors import ConfigError, NotFoundError
 
-__all__ = ["append_line", "entries", "first_salt", "remove_line"]
-
 
 def entries(text: str) -> Iterator[tuple[str, str]]:
     """Id and line of each key."""

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 
 from kvflash.errors import ConfigError
 
-__all__ = ["Child"]
-
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1

@@ -10,8 +10,6 @@ from urllib.parse import urlsplit
 
 from kvflash.errors import ConfigError
 
-__all__ = ["Arguments", "EngineCommand", "EventPorts"]
-
 
 class Arguments:
     """Flags for an engine that the launcher may read and extend."""

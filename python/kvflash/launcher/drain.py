@@ -10,8 +10,6 @@ import aiohttp
 
 from kvflash.launcher.child import Child
 
-__all__ = ["requests_in", "wait_until_idle"]
-
 logger = logging.getLogger(__name__)
 
 # Requests that run and that wait, in vLLM's words and in SGLang's; a line for each rank.

@@ -16,8 +16,6 @@ from kvflash.publisher.relay import Relay
 from kvflash.runtime import Component
 from kvflash.servers import NatsSettings, missing_nats
 
-__all__ = ["EngineEvents"]
-
 logger = logging.getLogger(__name__)
 
 # The engine is a child of this process.

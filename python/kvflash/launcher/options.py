@@ -14,8 +14,6 @@ from kvflash.errors import ConfigError
 from kvflash.launcher.command import Arguments, EventPorts
 from kvflash.servers import EVENT_PLANES, plane_of_events
 
-__all__ = ["LauncherOptions", "engine_events", "http_port", "parse_options"]
-
 ROLES = ("agg", "decode", "prefill")
 _ATTEMPTS = 100
 

@@ -14,8 +14,6 @@ from kvflash.errors import ConfigError, DeadlineError
 from kvflash.launcher.child import Child
 from kvflash.launcher.command import EngineCommand
 
-__all__ = ["EngineStopped", "Found", "wait_until_ready"]
-
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.25

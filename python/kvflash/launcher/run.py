@@ -23,8 +23,6 @@ from kvflash.settings import warn_of_misspelt
 if TYPE_CHECKING:
     from kvflash.launcher.probe import Found
 
-__all__ = ["Build", "main"]
-
 logger = logging.getLogger(__name__)
 
 # Pause between two attempts to register.

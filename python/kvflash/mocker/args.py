@@ -47,8 +47,8 @@ def _plane_of(endpoint: str | None) -> str:
     """The event plane of the environment, which counts only with an endpoint."""
     if endpoint is None:
         return "zmq"
-    # Here, so that workers without an endpoint need not wait for the runtime.
-    from kvflash.publisher.brokered import plane_of_events  # noqa: PLC0415
+    # Here, because few workers have an endpoint.
+    from kvflash.servers import plane_of_events  # noqa: PLC0415
 
     return plane_of_events()
 

@@ -21,8 +21,6 @@ from typing import Any
 from kvflash.errors import InvalidArgumentError, TransportError
 from kvflash.mocker.config import Role
 
-__all__ = ["Handover", "Room", "is_handed_over", "parse_room"]
-
 logger = logging.getLogger(__name__)
 
 ROOMS_MAX = 65_536

@@ -5,8 +5,6 @@ from __future__ import annotations
 from kvflash.mocker.config import MockerConfig, PortChoice
 from kvflash.publisher.stream import EventStream
 
-__all__ = ["TICK_MS", "open_stream"]
-
 _FIELDS = ("--host, or KVFLASH_HOST with --endpoint", "--zmq-events-port", "--zmq-replay-port")
 # Each pass closes its batch explicitly.
 TICK_MS = 1_000.0

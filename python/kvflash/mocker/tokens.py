@@ -13,8 +13,6 @@ from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.handover import Room, parse_room
 from kvflash.mocker.request import Lora
 
-__all__ = ["TokenRequest", "parse_tokens", "request_room"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRequest:

@@ -25,8 +25,6 @@ from kvflash.publisher.brokered import BrokerOutlet, BrokerStream, Served
 from kvflash.publisher.stream import Sender
 from kvflash.runtime import Context, DistributedRuntime, RuntimeLimits
 
-__all__ = ["RuntimeWorker"]
-
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["reachable"]
-
 
 def reachable(host: str) -> str:
     """Host part of a URL to an interface; a wildcard becomes the loopback address."""

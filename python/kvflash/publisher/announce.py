@@ -16,8 +16,6 @@ from typing import Any
 from kvflash.errors import InvalidArgumentError, KvflashError
 from kvflash.runtime import Component
 
-__all__ = ["announce_events", "events_key"]
-
 logger = logging.getLogger(__name__)
 
 # How long a thread waits for discovery. The event loop's own thread never waits.

@@ -6,8 +6,6 @@ import operator
 
 from kvflash.errors import InvalidArgumentError
 
-__all__ = ["check_range"]
-
 
 def check_range(field: str, value: object, least: int, most: int) -> int:
     """An integer within its limits.

@@ -15,17 +15,8 @@ from kvflash.errors import ClosedError, KvflashError
 from kvflash.outage import Outage
 from kvflash.publisher.stream import Sender
 from kvflash.runtime import Component
-from kvflash.servers import NatsSettings, missing_nats, plane_of_events
+from kvflash.servers import NatsSettings, missing_nats
 from kvflash.transport import names
-
-__all__ = [
-    "UNUSED_LOCAL_INDEXER",
-    "BrokerOutlet",
-    "BrokerStream",
-    "Served",
-    "plane_of_events",
-    "served_of",
-]
 
 logger = logging.getLogger(__name__)
 

@@ -14,18 +14,11 @@ from kvflash._core import EventOutbox
 from kvflash.errors import ClosedError, ConflictError, InvalidArgumentError
 from kvflash.publisher.announce import announce_events
 from kvflash.publisher.arguments import check_range
-from kvflash.publisher.brokered import (
-    BrokerOutlet,
-    BrokerStream,
-    Served,
-    plane_of_events,
-    served_of,
-)
+from kvflash.publisher.brokered import BrokerOutlet, BrokerStream, Served, served_of
 from kvflash.publisher.relay import Relay
 from kvflash.publisher.stream import EventStream
 from kvflash.runtime import Component
-
-__all__ = ["KvEventPublisher", "ZmqKvEventPublisher", "ZmqKvEventPublisherConfig"]
+from kvflash.servers import plane_of_events
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,6 @@ from kvflash.errors import InvalidArgumentError
 from kvflash.publisher.arguments import check_range
 from kvflash.transport.zmq_socket import dial
 
-__all__ = ["ZmqKvEventListener"]
-
 _FRAME_BYTES_MAX = 16 << 20
 _EVENTS_MAX = 4_096
 _U64 = (1 << 64) - 1

@@ -13,15 +13,6 @@ from kvflash.errors import OverloadedError
 from kvflash.publisher.arguments import check_range
 from kvflash.runtime import Component
 
-__all__ = [
-    "ENDPOINT",
-    "ForwardPassMetrics",
-    "KvStats",
-    "SpecDecodeStats",
-    "WorkerMetricsPublisher",
-    "WorkerStats",
-]
-
 logger = logging.getLogger(__name__)
 
 # Name of the endpoint that reports the load.

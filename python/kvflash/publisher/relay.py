@@ -16,8 +16,6 @@ from kvflash.publisher.brokered import BrokerOutlet
 from kvflash.transport.options import ZmqOptions
 from kvflash.transport.zmq_socket import dial, open_replay
 
-__all__ = ["Relay"]
-
 logger = logging.getLogger(__name__)
 
 _POLL_MS = 100

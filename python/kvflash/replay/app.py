@@ -19,8 +19,6 @@ from kvflash.replay.send import Result, send
 from kvflash.replay.trace import read_trace
 from kvflash.table import printable, table
 
-__all__ = ["main", "report_of"]
-
 # With fewer samples the nearest rank of a percentile is the maximum, and is not shown.
 _SAMPLES_MIN = {50: 2, 90: 10, 99: 100, 100: 1}
 _WORKERS_SHOWN = 20

@@ -12,8 +12,6 @@ import aiohttp
 
 from kvflash.replay.trace import Call
 
-__all__ = ["Result", "send"]
-
 _ERROR_CHARS_MAX = 200
 _DATA = b"data:"
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from kvflash.errors import ConfigError
 
-__all__ = ["Call", "read_trace"]
-
 #: Tokens that one of Mooncake's hash ids stands for.
 MOONCAKE_BLOCK = 512
 #: Token ids that exist in nearly every vocabulary and are not special tokens.

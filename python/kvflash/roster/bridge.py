@@ -15,8 +15,6 @@ from kvflash.runtime.planes import make_client
 from kvflash.runtime.serving import Running, Send, Served, Serving
 from kvflash.runtime.tcp import TcpServer
 
-__all__ = ["Bridge"]
-
 # endpoint and instance
 Target = tuple[str, int]
 # No endpoint has this name: a worker that refuses it is alive, and the ping costs nothing else.

@@ -7,8 +7,6 @@ from typing import Any, Protocol
 
 from kvflash._core import FoundWorkers, Frontend
 
-__all__ = ["Alone", "Component", "Fleet", "Replicas", "announced", "is_brokered"]
-
 logger = logging.getLogger(__name__)
 
 #: Namespace and component.

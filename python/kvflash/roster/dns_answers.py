@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 
 from kvflash.roster.dns_spec import Address
 
-__all__ = ["ADDRESSES_MAX", "EMPTY_MAX", "Answers", "KnownName"]
-
 #: Empty answers in a row after which a name counts as having no address. A single one may be
 #: wrong, and would make the router forget what all engines hold.
 EMPTY_MAX = 3

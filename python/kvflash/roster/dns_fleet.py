@@ -12,8 +12,6 @@ from kvflash.errors import ConflictError, KvflashError, NotFoundError
 from kvflash.roster.core import Component, Fleet, Replicas
 from kvflash.roster.dns_spec import Address, DnsWorkers
 
-__all__ = ["DnsFleet", "shared_id"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -12,8 +12,6 @@ from kvflash._core import Frontend
 from kvflash.errors import ConfigError
 from kvflash.roster.flags import DNS_PREFIX
 
-__all__ = ["Address", "DnsWorkers"]
-
 # Kind of record for each value of ``ip=``.
 _RECORDS = {"4": "A", "6": "AAAA"}
 _ANY_HOST = "tcp://*:"

@@ -18,8 +18,6 @@ from kvflash.roster.dns_answers import KnownName
 from kvflash.roster.dns_fleet import DnsFleet
 from kvflash.roster.dns_spec import Address, DnsWorkers
 
-__all__ = ["DnsWatch", "Server"]
-
 logger = logging.getLogger(__name__)
 
 # A lookup that takes longer has failed. The limit is the interval, within these bounds.

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from kvflash.roster.dns_watch import DnsWatch
     from kvflash.roster.watch import DiscoveryWatch
 
-__all__ = ["Finder", "add_named"]
-
 logger = logging.getLogger(__name__)
 
 

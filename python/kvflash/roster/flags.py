@@ -10,8 +10,6 @@ from typing import Any, ClassVar
 from kvflash.errors import ConfigError, InvalidArgumentError
 from kvflash.flags import source_of
 
-__all__ = ["DNS_PREFIX", "PARSERS", "FleetFlags"]
-
 #: Prefix of a worker URL that stands for every address of a name.
 DNS_PREFIX = "dns+"
 

@@ -18,8 +18,6 @@ from kvflash.discovery import Delete, Put, open_discovery
 from kvflash.errors import KvflashError
 from kvflash.runtime import DistributedRuntime
 
-__all__ = ["AnnouncedIndexer", "IndexerFinder"]
-
 logger = logging.getLogger(__name__)
 
 PREFIX = "v1/indexers/"

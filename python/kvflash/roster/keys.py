@@ -18,8 +18,6 @@ from typing import Any
 from kvflash.discovery import Delete, Discovery, Put, Synced
 from kvflash.errors import ClosedError, DecodeError, KvflashError, TransportError
 
-__all__ = ["Name", "WorkerKeys", "read_key"]
-
 logger = logging.getLogger(__name__)
 
 # A worker's keys arrive through three watches: after this pause related keys have all arrived, even

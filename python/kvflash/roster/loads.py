@@ -15,8 +15,6 @@ from kvflash.runtime.limits import RuntimeLimits
 from kvflash.runtime.plane import FailedError, PlaneClient
 from kvflash.runtime.planes import make_client
 
-__all__ = ["LoadReader"]
-
 logger = logging.getLogger(__name__)
 
 # Pauses between two attempts to reach a worker: the first, and the longest.

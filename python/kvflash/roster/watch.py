@@ -18,8 +18,6 @@ from kvflash.roster.keys import Name, WorkerKeys
 from kvflash.roster.loads import LoadReader
 from kvflash.runtime.limits import RuntimeLimits
 
-__all__ = ["DiscoveryWatch"]
-
 logger = logging.getLogger(__name__)
 
 LOAD_ENDPOINT = "load_metrics"

@@ -10,8 +10,6 @@ from kvflash.process import run_until_stopped, start_logging
 from kvflash.router.args import parse_args
 from kvflash.router.service import RouterService
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the router until a signal. Returns the exit status."""

@@ -11,8 +11,6 @@ from kvflash.flags import Flags, source_of
 from kvflash.router_flags import RoutingArgs, parse
 from kvflash.settings import of_table
 
-__all__ = ["RouterArgs", "WorkerSpec", "parse_args", "parse_worker"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpec:

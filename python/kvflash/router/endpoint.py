@@ -21,8 +21,6 @@ from kvflash.runtime.serving import Handler
 if TYPE_CHECKING:
     from kvflash.router.service import RouterService
 
-__all__ = ["EndpointRouter", "EndpointThread"]
-
 logger = logging.getLogger(__name__)
 
 SYNC_TIMEOUT_S = 10.0

@@ -9,8 +9,6 @@ import threading
 from kvflash._core import Router
 from kvflash.routing.cluster import Cluster
 
-__all__ = ["COMPONENT", "RegisteredWorkers", "shared_id"]
-
 #: Where routers without discovered workers find each other.
 COMPONENT = ("routers", "registered")
 

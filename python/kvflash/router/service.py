@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from kvflash.router.endpoint import EndpointThread
     from kvflash.router.registered import RegisteredWorkers
 
-__all__ = ["RouterService"]
-
 
 class RouterService:
     """The standalone router as an object; ``python -m kvflash.router`` runs one of these.

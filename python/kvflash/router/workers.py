@@ -15,8 +15,6 @@ from kvflash.routing.membership import Membership, tenant_of
 if TYPE_CHECKING:
     from kvflash.router.service import RouterService
 
-__all__ = ["DiscoveredWorkers"]
-
 logger = logging.getLogger(__name__)
 
 # A refused worker may be accepted later, when a limit has room or the other model has left.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["BestWorker"]
-
 
 class _Fields(NamedTuple):
     worker_id: int

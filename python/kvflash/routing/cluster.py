@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from kvflash.routing.sharing import Component, Sharing
     from kvflash.transport.base import Receiver
 
-__all__ = ["Cluster"]
-
 logger = logging.getLogger(__name__)
 
 READY_S_MAX = 60.0

@@ -15,8 +15,6 @@ from kvflash.servers import agreed, plane_of_events
 from kvflash.settings import Setting, table
 from kvflash.spelling import did_you_mean
 
-__all__ = ["KvRouterConfig", "override_options"]
-
 _WORKERS_MAX = 65_535
 # Environment variables of the flag of this name.
 _MIN_INITIAL_WORKERS = (

@@ -14,8 +14,6 @@ from kvflash._core import Catalog, RouterCore
 if TYPE_CHECKING:
     from kvflash.transport.base import Receiver
 
-__all__ = ["Feed"]
-
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.5

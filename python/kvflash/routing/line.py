@@ -10,8 +10,6 @@ from typing import Any
 from kvflash._core import Decider, RouterBooking
 from kvflash.errors import ClosedError
 
-__all__ = ["WaitingLine"]
-
 
 class WaitingLine:
     """A queue for requests that wait for a worker with room; the core decides their order.

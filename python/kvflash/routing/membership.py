@@ -12,8 +12,6 @@ from kvflash.errors import KvflashError
 from kvflash.routing.cluster import Cluster
 from kvflash.routing.sharing import Component
 
-__all__ = ["Membership", "tenant_of"]
-
 logger = logging.getLogger(__name__)
 
 

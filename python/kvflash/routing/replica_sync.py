@@ -22,8 +22,6 @@ from typing import Any
 
 from kvflash._core import Bookings
 
-__all__ = ["DIGEST_S", "CoreSink", "ReplicaSync", "SyncLimits"]
-
 DIGEST_S = 2.0
 # Pause between two requests for the same router's state.
 _ASK_S = 1.0

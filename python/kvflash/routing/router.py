@@ -19,8 +19,6 @@ from kvflash.routing.stream import RoutedStream, Sender
 from kvflash.routing.workers import Workers
 from kvflash.runtime import Endpoint
 
-__all__ = ["KvPushRouter"]
-
 SYNC_TIMEOUT_S = 10.0
 # Request fields that only the router uses.
 _ROUTING = (

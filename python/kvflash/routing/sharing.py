@@ -15,8 +15,6 @@ from kvflash.servers import NatsSettings
 from kvflash.transport import names
 from kvflash.transport.channel import Channel, ZmqChannel
 
-__all__ = ["Sharing", "open_channel"]
-
 logger = logging.getLogger(__name__)
 
 _TAKE_S = 0.2

@@ -18,8 +18,6 @@ from kvflash.errors import (
 from kvflash.routing.line import WaitingLine
 from kvflash.runtime import Client, Stream
 
-__all__ = ["RoutedStream", "Sender"]
-
 logger = logging.getLogger(__name__)
 
 ATTEMPTS_MAX = 5

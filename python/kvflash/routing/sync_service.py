@@ -17,8 +17,6 @@ from kvflash.errors import KvflashError
 from kvflash.routing.replica_sync import CoreSink, ReplicaSync, SyncLimits
 from kvflash.transport.channel import Channel, ZmqChannel
 
-__all__ = ["ReplicaSyncService"]
-
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.05

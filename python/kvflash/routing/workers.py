@@ -15,8 +15,6 @@ from kvflash.roster.keys import WorkerKeys
 from kvflash.routing.cluster import Cluster
 from kvflash.routing.membership import Membership, tenant_of
 
-__all__ = ["Workers"]
-
 logger = logging.getLogger(__name__)
 
 RANKS_MAX = 1_024

@@ -26,8 +26,6 @@ from kvflash.runtime.plane import FailedError, Reply
 if TYPE_CHECKING:
     from kvflash.runtime.component import Endpoint
 
-__all__ = ["Client", "Stream"]
-
 SYNC_TIMEOUT_S = 10.0
 
 # Picks the next instance; those in the set have failed already.

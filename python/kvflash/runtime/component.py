@@ -12,8 +12,6 @@ from kvflash.runtime.serving import Handler
 if TYPE_CHECKING:
     from kvflash.runtime.distributed import DistributedRuntime
 
-__all__ = ["Component", "Endpoint", "Namespace", "check_name"]
-
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,48}")
 
 

@@ -12,8 +12,6 @@ from kvflash.runtime.frame import FrameReader
 from kvflash.runtime.limits import RuntimeLimits
 from kvflash.runtime.plane import GoneError
 
-__all__ = ["Connection", "watch_socket"]
-
 # A peer whose machine is gone answers no probe: detected after about 10 + 3 * 5 seconds.
 KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 # Kernel buffer for a slow reader. The default would be megabytes per stream.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-__all__ = ["Context"]
-
 
 class Context:
     """A request's name, and whether its answer is still wanted.

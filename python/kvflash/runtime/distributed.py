@@ -25,8 +25,6 @@ from kvflash.runtime.serving import Handler, Served, Serving
 from kvflash.runtime.settings import host_address, plane_name, runtime_port
 from kvflash.runtime.signals import Signals
 
-__all__ = ["INSTANCES", "MODELS", "DistributedRuntime"]
-
 logger = logging.getLogger(__name__)
 
 INSTANCES = "v1/instances/"

@@ -27,17 +27,6 @@ from kvflash.errors import (
     WorkerError,
 )
 
-__all__ = [
-    "FRAME_BYTES_MAX",
-    "Failure",
-    "FrameReader",
-    "Kind",
-    "Request",
-    "frame",
-    "pack",
-    "unpack",
-]
-
 FRAME_BYTES_MAX = 32 * 1024 * 1024
 MESSAGE_CHARS_MAX = 4_096
 _HEAD = struct.Struct(">IB")

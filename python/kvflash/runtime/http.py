@@ -38,8 +38,6 @@ from kvflash.runtime.limits import RuntimeLimits
 from kvflash.runtime.plane import FailedError, GoneError
 from kvflash.runtime.serving import Running, Serving
 
-__all__ = ["HttpClient", "HttpServer", "id_in_header", "make_client", "make_server"]
-
 logger = logging.getLogger(__name__)
 
 INSTANCE = "x-kvflash-instance"

@@ -13,8 +13,6 @@ from typing import Any
 from kvflash.discovery import Delete, Discovery, Put, Synced
 from kvflash.errors import ClosedError, KvflashError, TransportError
 
-__all__ = ["Instance", "Instances"]
-
 logger = logging.getLogger(__name__)
 
 RESTART_PAUSE_S = 0.5

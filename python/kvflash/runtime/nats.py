@@ -40,8 +40,6 @@ from kvflash.runtime.limits import RuntimeLimits
 from kvflash.runtime.plane import FailedError, GoneError
 from kvflash.runtime.serving import Running, Serving
 
-__all__ = ["NatsClient", "NatsServer", "make_client", "make_server"]
-
 logger = logging.getLogger(__name__)
 
 WINDOW_BYTES = 256 * 1024

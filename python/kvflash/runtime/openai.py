@@ -24,8 +24,6 @@ from kvflash.runtime.http import HttpClient, HttpReply, id_in_header
 from kvflash.runtime.limits import RuntimeLimits
 from kvflash.runtime.plane import FailedError
 
-__all__ = ["OpenAiClient", "completion", "make_client"]
-
 EVENTS = "text/event-stream"
 RANK = "x-data-parallel-rank"
 # Sent by routers that do not know the model's name.

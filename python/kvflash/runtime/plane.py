@@ -7,8 +7,6 @@ from typing import Any, Protocol
 from kvflash.errors import KvflashError
 from kvflash.runtime.frame import Failure, Request
 
-__all__ = ["FailedError", "GoneError", "PlaneClient", "PlaneServer", "Reply"]
-
 
 class FailedError(Exception):
     """An Error frame arrived; used only between a plane and its stream."""

@@ -10,8 +10,6 @@ from kvflash.runtime.plane import PlaneClient, PlaneServer
 from kvflash.runtime.serving import Serving
 from kvflash.runtime.settings import PLANES, listen_address
 
-__all__ = ["make_client", "make_server"]
-
 # The transport that launchers announce for their engines.
 OPENAI = "openai"
 

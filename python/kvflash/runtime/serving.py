@@ -25,8 +25,6 @@ from kvflash.runtime.frame import Failure, Kind, Request, frame, pack
 from kvflash.runtime.limits import RuntimeLimits
 from kvflash.runtime.plane import GoneError
 
-__all__ = ["Handler", "Running", "Served", "Serving"]
-
 logger = logging.getLogger(__name__)
 
 # An async generator function, or a coroutine function that returns one item or an async iterator;

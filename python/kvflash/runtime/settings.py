@@ -8,8 +8,6 @@ import socket
 from kvflash.errors import ConfigError
 from kvflash.servers import agreed
 
-__all__ = ["PLANES", "host_address", "listen_address", "plane_name", "runtime_port"]
-
 PLANES = ("tcp", "http", "nats")
 # Used only to look up a route; no packet is sent.
 ROUTED_ADDRESS = ("192.0.2.1", 9)

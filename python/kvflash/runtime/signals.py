@@ -10,8 +10,6 @@ import signal
 import threading
 from collections.abc import Callable
 
-__all__ = ["Signals"]
-
 logger = logging.getLogger(__name__)
 
 _OURS = (signal.SIGTERM, signal.SIGINT)

@@ -27,8 +27,6 @@ from kvflash.runtime.limits import RuntimeLimits
 from kvflash.runtime.plane import FailedError, GoneError
 from kvflash.runtime.serving import Serving
 
-__all__ = ["TcpClient", "TcpServer", "make_client", "make_server"]
-
 logger = logging.getLogger(__name__)
 
 BACKLOG = 4_096

@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 
 from kvflash.runtime.distributed import DistributedRuntime
 
-__all__ = ["kvflash_worker"]
-
 T = TypeVar("T")
 
 

@@ -8,8 +8,6 @@ from kvflash.errors import ConfigError
 from kvflash.launcher.command import Arguments, EngineCommand
 from kvflash.launcher.options import LauncherOptions, engine_events, http_port
 
-__all__ = ["PROGRAM", "build"]
-
 PROGRAM = (sys.executable, "-m", "sglang.launch_server")
 # SGLang's own default.
 BOOTSTRAP_PORT = 8998

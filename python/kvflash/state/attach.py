@@ -25,9 +25,6 @@ from kvflash.transport.nats_connection import connect
 if TYPE_CHECKING:
     from kvflash.discovery import Discovery
 
-__all__ = ["StateOptions", "StateService", "attach"]
-
-
 #: Opens the discovery, in the event loop that uses it.
 OpenKeys = Callable[[], Awaitable["Discovery"]]
 

@@ -11,8 +11,6 @@ from kvflash.errors import ConfigError, KvflashError, TransportError
 if TYPE_CHECKING:
     from kvflash.discovery import Discovery, Lease
 
-__all__ = ["DiscoveredGrant", "DiscoveredLock", "DiscoveredRoster"]
-
 # Members publish nothing besides their name.
 _VALUE = b"{}"
 

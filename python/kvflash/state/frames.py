@@ -17,8 +17,6 @@ from kvflash._core import Catalog
 from kvflash.errors import DecodeError, KvflashError, TransportError
 from kvflash.transport.base import Message
 
-__all__ = ["CatalogSink", "Origin", "event_headers", "event_key", "reset_headers"]
-
 logger = logging.getLogger(__name__)
 
 _PUBLISHER = "Kvflash-Publisher"

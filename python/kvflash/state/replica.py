@@ -15,8 +15,6 @@ from kvflash.state.discovered import DiscoveredRoster
 from kvflash.state.frames import CatalogSink
 from kvflash.transport.base import Blobs, Log, Message, Pointer, Reader
 
-__all__ = ["Clock", "Replica", "ReplicaStats", "SystemClock"]
-
 logger = logging.getLogger(__name__)
 
 _FETCH_S = 1.0

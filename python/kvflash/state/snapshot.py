@@ -34,8 +34,6 @@ from kvflash.state.frames import CatalogSink, reset_headers
 from kvflash.state.replica import Clock, Replica, SystemClock
 from kvflash.transport.base import Blobs, Log, LogState, Pointer
 
-__all__ = ["Outcome", "SnapshotOptions", "SnapshotStats", "Snapshots"]
-
 logger = logging.getLogger(__name__)
 
 _TICK_S = 1.0

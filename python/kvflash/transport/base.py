@@ -6,19 +6,6 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-__all__ = [
-    "Blobs",
-    "Dispatch",
-    "Log",
-    "LogState",
-    "Message",
-    "Order",
-    "Pointer",
-    "Reader",
-    "Receiver",
-    "SilentReceiver",
-]
-
 #: Returned by ``Catalog.next_order``: kind, publisher, endpoint, replay endpoint.
 Order = tuple[str, int, str, str | None]
 

@@ -12,8 +12,6 @@ import zmq.asyncio
 
 from kvflash.transport.zmq_socket import dial, netloc
 
-__all__ = ["Channel", "ZmqChannel"]
-
 logger = logging.getLogger(__name__)
 
 _MESSAGE_BYTES_MAX = 16 * 1024 * 1024

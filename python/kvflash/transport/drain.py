@@ -6,8 +6,6 @@ import logging
 
 from kvflash._core import ZmqDrain
 
-__all__ = ["find_drain"]
-
 logger = logging.getLogger(__name__)
 
 

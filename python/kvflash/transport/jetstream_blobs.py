@@ -14,12 +14,10 @@ import nats.js.errors
 from nats.js import JetStreamContext, api
 
 from kvflash.errors import NotFoundError
+from kvflash.nats_login import Client
 from kvflash.servers import NatsSettings
 from kvflash.transport.base import Pointer
 from kvflash.transport.jetstream import reaching
-from kvflash.transport.nats_connection import Client
-
-__all__ = ["JetStreamBlobs"]
 
 logger = logging.getLogger(__name__)
 

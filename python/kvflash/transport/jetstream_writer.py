@@ -15,8 +15,6 @@ from kvflash.servers import NatsSettings
 from kvflash.transport.jetstream import JetStreamLog
 from kvflash.transport.nats_connection import connect
 
-__all__ = ["JetStreamWriter"]
-
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.1

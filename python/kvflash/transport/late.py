@@ -10,8 +10,6 @@ from kvflash.transport.options import most_streams
 if TYPE_CHECKING:
     from kvflash.transport.base import Order, Receiver
 
-__all__ = ["LateReceiver"]
-
 
 class LateReceiver:
     """A :class:`ZmqReceiver` for services whose workers may have no events.

@@ -25,8 +25,6 @@ import msgpack  # type: ignore[import-untyped,unused-ignore]
 from kvflash._core import Catalog
 from kvflash.errors import DecodeError
 
-__all__ = ["Answer", "LocalIndex", "join", "question"]
-
 _PART_BYTES = 256 * 1024
 RING_BATCHES = 1_024
 RING_BYTES = 64 * 1024 * 1024

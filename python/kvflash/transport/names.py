@@ -4,15 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = [
-    "bucket_name",
-    "event_subject",
-    "pointer_bucket_name",
-    "query_subject",
-    "replica_sync_subject",
-    "stream_name",
-]
-
 
 def _slug(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9-]", "-", name)

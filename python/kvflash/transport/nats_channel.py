@@ -8,10 +8,8 @@ from typing import Any
 
 import nats.errors
 
+from kvflash.nats_login import Client
 from kvflash.transport.jetstream import reaching
-from kvflash.transport.nats_connection import Client
-
-__all__ = ["NatsChannel"]
 
 
 class NatsChannel:

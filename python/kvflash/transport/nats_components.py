@@ -15,8 +15,6 @@ from kvflash.transport import names
 from kvflash.transport.base import Order
 from kvflash.transport.nats_core import NatsCoreReceiver
 
-__all__ = ["NatsComponentsReceiver", "worker_endpoint"]
-
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 2.0

@@ -14,8 +14,6 @@ from kvflash.errors import ConfigError
 from kvflash.nats_login import Client, failure, login_options
 from kvflash.servers import NatsSettings
 
-__all__ = ["Client", "check_server", "connect", "message_bytes"]
-
 logger = logging.getLogger(__name__)
 
 _RECONNECT_WAIT_S = 0.25

@@ -23,13 +23,12 @@ import nats.errors
 
 from kvflash._core import Catalog
 from kvflash.errors import KvflashError, TransportError
+from kvflash.nats_login import Client
 from kvflash.servers import NatsSettings
 from kvflash.transport.base import Order
 from kvflash.transport.jetstream import reaching
 from kvflash.transport.local_index import Answer, LocalIndex, join, question
-from kvflash.transport.nats_connection import Client, connect, message_bytes
-
-__all__ = ["Ask", "CoreFollower", "NatsCorePublisher", "NatsCoreReceiver", "nats_ask"]
+from kvflash.transport.nats_connection import connect, message_bytes
 
 logger = logging.getLogger(__name__)
 

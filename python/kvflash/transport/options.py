@@ -5,8 +5,6 @@ from __future__ import annotations
 import resource
 from dataclasses import dataclass
 
-__all__ = ["ZmqOptions", "most_streams"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ZmqOptions:

@@ -10,8 +10,6 @@ import selectors
 
 import zmq
 
-__all__ = ["Poller"]
-
 
 class Poller:
     """Finds its sockets with messages.

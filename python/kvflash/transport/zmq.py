@@ -31,8 +31,6 @@ from kvflash.transport.zmq_socket import (
     open_stream,
 )
 
-__all__ = ["ZmqReceiver"]
-
 logger = logging.getLogger(__name__)
 
 #: An effect of a repair: kind, first and last number, reason.

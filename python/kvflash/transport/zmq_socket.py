@@ -10,16 +10,6 @@ import zmq
 
 from kvflash.transport.options import ZmqOptions
 
-__all__ = [
-    "dial",
-    "dialable",
-    "explain",
-    "is_exhausted",
-    "netloc",
-    "open_replay",
-    "open_stream",
-]
-
 _MONITORED = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_DISCONNECTED

@@ -8,8 +8,6 @@ from kvflash.errors import ConfigError
 from kvflash.launcher.command import Arguments, EngineCommand
 from kvflash.launcher.options import LauncherOptions, engine_events, http_port
 
-__all__ = ["PROGRAM", "build"]
-
 PROGRAM = ("vllm", "serve")
 # How vLLM's workers transfer prompts by default.
 TRANSFER = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}

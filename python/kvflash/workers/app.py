@@ -13,8 +13,6 @@ from kvflash.flags import Flags
 from kvflash.table import printable, table
 from kvflash.workers.state import STATES, change
 
-__all__ = ["main", "rows_of", "warnings_of"]
-
 _FRONTEND = ("WORKER", "URL", "MODEL", "ROLE", "STATE", "REQUESTS", "BLOCKS", "EVENTS", "NOTE")
 _ROUTER = ("WORKER", "URL", "MODEL", "TENANT", "STATE", "REQUESTS", "BLOCKS", "EVENTS")
 _INDEXER = ("WORKER", "MODEL", "TENANT", "STATE", "BLOCKS", "EVENTS", "TRUST")

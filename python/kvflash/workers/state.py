@@ -14,8 +14,6 @@ from kvflash.errors import KvflashError
 from kvflash.flags import Flags
 from kvflash.table import printable
 
-__all__ = ["STATES", "change"]
-
 #: The state that each command sets.
 STATES = {"drain": "draining", "resume": "active"}
 _ABOUT = {

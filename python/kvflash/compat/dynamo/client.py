@@ -10,8 +10,6 @@ from kvflash.runtime import Client as _Client
 from kvflash.runtime import Component, Endpoint, Namespace, Stream, kvflash_worker
 from kvflash.runtime import DistributedRuntime as _DistributedRuntime
 
-__all__ = ["Client", "DistributedRuntime", "dynamo_worker"]
-
 T = TypeVar("T")
 
 

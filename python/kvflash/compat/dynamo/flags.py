@@ -13,8 +13,6 @@ from typing import Any, NoReturn
 from kvflash.discovery.opening import VARIABLES as DISCOVERY
 from kvflash.errors import ConfigError
 
-__all__ = ["translate"]
-
 _MODE = ("KVFLASH_ROUTER_MODE", "DYN_ROUTER_MODE")
 _METRICS_PREFIX = ("KVFLASH_METRICS_PREFIX", "DYN_METRICS_PREFIX")
 _REQUEST_PLANE = ("KVFLASH_REQUEST_PLANE", "DYN_REQUEST_PLANE")

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from kvflash.routing import KvPushRouter, KvRouterConfig
 from kvflash.runtime import Component
 
-__all__ = ["KvIndexer", "Matches"]
-
 
 class Matches(dict[int, int]):
     """Leading blocks that each worker holds, by worker id; workers without any are left out."""

@@ -17,8 +17,6 @@ from kvflash.compat.dynamo.router import (
     RouterMode,
 )
 
-__all__ = ["MODULES", "install"]
-
 _LLM: dict[str, Any] = {
     "ApproxKvIndexer": _core.ApproxKvIndexer,
     "ForwardPassMetrics": publisher.ForwardPassMetrics,

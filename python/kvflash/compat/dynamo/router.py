@@ -11,8 +11,6 @@ from kvflash.routing import KvRouterConfig as _KvRouterConfig
 from kvflash.routing.config import override_options
 from kvflash.runtime import Endpoint
 
-__all__ = ["KvPushRouter", "KvRouterConfig", "RouterConfig", "RouterConfigOverride", "RouterMode"]
-
 
 class KvRouterConfig(_KvRouterConfig):
     """Settings whose ``router_mode`` is ``kv`` by default.

@@ -12,8 +12,6 @@ from kvflash import command
 from kvflash.compat.dynamo.flags import translate
 from kvflash.errors import ConfigError
 
-__all__ = ["main"]
-
 _USAGE = """\
 usage: python -m kvflash.compat.dynamo SCRIPT [ARG ...]
        python -m kvflash.compat.dynamo -m dynamo.COMMAND [--flag VALUE ...]
