@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import Any
 
 #: Every command with a one-line summary; ``kvflash X`` is ``python -m kvflash.X``.
 COMMANDS = {
@@ -41,10 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"kvflash: error: {_unknown(name)} (see kvflash --help)", file=sys.stderr)
         return 2
-    run = import_module(f"kvflash.{name}.__main__").main
+    run = main_of(name)
     try:
         try:
-            return int(run(words))
+            return run(words)
         finally:
             # Flush here: a closed pipe would otherwise be reported when the interpreter ends.
             sys.stdout.flush()
@@ -54,6 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has closed the pipe; discard what is left in the buffer.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def main_of(name: str) -> Callable[[Sequence[str]], int]:
+    """The function that runs a command; a command of several files has it in __main__.py."""
+    module: Any = import_module(f"kvflash.{name}")
+    if not hasattr(module, "main"):
+        module = import_module(f"kvflash.{name}.__main__")
+    return module.main  # type: ignore[no-any-return]
 
 
 def _overview() -> str:

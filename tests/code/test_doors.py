@@ -185,10 +185,10 @@ def is_for_a_lobby(node: ast.stmt) -> bool:
     [
         ("errors.py", "from kvflash.transport import ZmqReceiver", "imports transport"),
         ("transport/zmq.py", "from kvflash.frontend.args import parse_args", "imports frontend"),
-        ("transport/zmq.py", "import kvflash.indexer.app", "imports indexer"),
+        ("transport/zmq.py", "import kvflash.indexer.args", "imports indexer"),
         ("transport/zmq.py", "from ..process import Service", "imports process"),
         ("state/replica.py", "from kvflash.process import FedService", "imports process"),
-        ("frontend/app.py", "from kvflash.indexer.app import main", "imports indexer"),
+        ("frontend/app.py", "from kvflash.indexer.args import main", "imports indexer"),
         ("indexer/app.py", "from kvflash import frontend", "imports frontend"),
         ("mocker/app.py", "from kvflash.process import start_logging", "imports process"),
         ("config.py", "from kvflash import RadixTree", "imports the lobby"),

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from kvflash.ask import Answer, ask
+from kvflash.ask import Answer, add_key_file, add_timeout, ask, parse_url, read_key
+from kvflash.config import bounded_float
 from kvflash.console import program, refuse
 from kvflash.doctor import checks, workers
-from kvflash.doctor.args import DoctorArgs, parse_args
 from kvflash.doctor.checks import Engine, Listener
 from kvflash.doctor.events import NOWHERE, SOCKETS_MAX, Heard, Replayed, ask_replays, listen
 from kvflash.doctor.finding import FAIL, OK, WARN, Finding, fail, ok, warn
-from kvflash.errors import KvflashError
+from kvflash.errors import ConfigError, KvflashError
+from kvflash.flags import Flags
 from kvflash.table import printable
 
 _PARALLEL = 16
+#: Maximum number of URLs in one call.
+MAX_URLS = 1_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +75,59 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(is_bad)
 
 
+def parse_args(argv: Sequence[str] | None = None) -> Namespace:
+    """Parse the command line and the environment.
+
+    Raises:
+        ConfigError: An address is not well formed.
+    """
+    flags = Flags(
+        "doctor",
+        "Check frontends, indexers and engines: what is wrong, and what to do about it. Exit "
+        "status: 0 all is well, 1 failures, 2 bad usage.",
+    )
+    flags.add_positionals(
+        "urls",
+        metavar="URL",
+        summary="A frontend, a router, an indexer or an engine; the doctor finds out which",
+    )
+    flags.add(
+        "--listen",
+        parse=bounded_float(0, 3_600),
+        default=0.0,
+        metavar="SECONDS",
+        summary="Listen to the workers' event sockets for so long; 0: do not",
+    )
+    add_timeout(flags)
+    flags.add_switch("--json", dest="is_json", value=True, summary="Print one JSON object")
+    flags.add_switch("--strict", dest="is_strict", value=True, summary="Treat warnings as failures")
+    flags.add(
+        "--worker-api-key-file",
+        parse=str,
+        default=None,
+        metavar="FILE",
+        summary="File with the key for engines, else KVFLASH_WORKER_API_KEY",
+    )
+    add_key_file(flags)
+    args = flags.parse(argv)
+    urls = tuple(dict.fromkeys(parse_url(text) for text in args.urls))
+    if len(urls) > MAX_URLS:
+        raise ConfigError(f"at most {MAX_URLS} URLs may be given, got {len(urls)}")
+    # Not a flag: every user of the machine can read a command line.
+    key = os.environ.get("KVFLASH_WORKER_API_KEY") or None
+    path = args.worker_api_key_file
+    if path is not None:
+        try:
+            key = Path(path).read_text().strip()
+        except OSError as error:
+            raise ConfigError(f"--worker-api-key-file {path}: {error.strerror}") from None
+    args.urls, args.worker_api_key = urls, key
+    args.service_key = read_key(args.service_key_file)
+    return args
+
+
 class _Doctor:
-    def __init__(self, args: DoctorArgs) -> None:
+    def __init__(self, args: Namespace) -> None:
         self._args = args
         # Services that take a key; engines must not see it.
         self._locked = set[str]()

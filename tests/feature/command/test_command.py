@@ -6,14 +6,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib import import_module, metadata
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvflash import command, console
-from kvflash.command import COMMANDS, main
+from kvflash.command import COMMANDS, main, main_of
 from kvflash.frontend.args import parse_args as frontend
 from kvflash.indexer.args import parse_args as indexer
 from kvflash.mocker.args import parse_args as mocker
@@ -41,7 +41,7 @@ def test_alone_it_lists_every_command(argv: list[str], capsys: pytest.CaptureFix
 def test_every_command_has_a_main_and_its_own_help(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert callable(import_module(f"kvflash.{name}.__main__").main)
+    assert callable(main_of(name))
     for argv in ([name, "--help"], ["help", name]):
         with pytest.raises(SystemExit) as ended:
             main(argv)
@@ -76,6 +76,7 @@ def test_a_command_is_named_as_it_was_called(monkeypatch: pytest.MonkeyPatch) ->
         ("/usr/bin/kvflash", "kvflash router"),
         ("/lib/kvflash/__main__.py", "kvflash router"),
         ("/lib/kvflash/router/__main__.py", "python -m kvflash.router"),
+        ("/lib/kvflash/router.py", "python -m kvflash.router"),
     ):
         monkeypatch.setattr(sys, "argv", [called, "router"])
         assert console.program("router") == wanted

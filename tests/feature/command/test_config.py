@@ -19,7 +19,7 @@ from kvflash.frontend import args as frontend
 from kvflash.frontend.app import main as run_frontend
 from kvflash.frontend.app import make_frontend
 from kvflash.indexer import args as indexer
-from kvflash.indexer.app import main
+from kvflash.indexer.__main__ import main
 from kvflash.indexer.args import IndexerArgs, WorkerEntry, parse_args, parse_workers
 from kvflash.router import args as router
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvflash.console import LogLine
-from kvflash.doctor.args import parse_args as doctor
+from kvflash.doctor.app import parse_args as doctor
 from kvflash.frontend.args import parse_args as frontend
 from kvflash.indexer.args import parse_args as indexer
 from kvflash.launcher.options import parse_options

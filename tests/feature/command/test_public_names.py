@@ -46,7 +46,7 @@ assert not found, found"""
 @pytest.mark.parametrize("service", ["frontend", "router", "indexer"])
 def test_a_service_imports_packages_when_it_uses_them(service: str) -> None:
     heavy = ("asyncio", "aiohttp", "msgpack", "zmq", "nats", "ssl", "yaml", "importlib.metadata")
-    script = f"""import sys, kvflash.{service}.app
+    script = f"""import sys, kvflash.{service}.__main__
 found = [name for name in {heavy!r} if name in sys.modules]
 assert not found, found"""
     done = subprocess.run(

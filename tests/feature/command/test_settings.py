@@ -12,7 +12,7 @@ import settings_tables
 
 from kvflash import KvRouterConfig, flags, settings
 from kvflash.cluster_flags import ClusterFlags
-from kvflash.doctor.args import parse_args as doctor
+from kvflash.doctor.app import parse_args as doctor
 from kvflash.errors import ConfigError
 from kvflash.frontend.args import parse_args as frontend
 from kvflash.indexer.args import parse_args as indexer

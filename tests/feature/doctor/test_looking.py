@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from kvflash.explain.app import main as explain
-from kvflash.explain.decision import CANDIDATES_MAX, lines_of
+from kvflash.explain import CANDIDATES_MAX, lines_of
+from kvflash.explain import main as explain
 from kvflash.table import table
-from kvflash.workers.app import main as workers
+from kvflash.workers import main as workers
 
 LISTENER = {"status": "active"}
 OF_FRONTEND = [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvflash.workers.app import main as workers
+from kvflash.workers import main as workers
 from service import until
 from support_frontend import CHAT, Frontend
 

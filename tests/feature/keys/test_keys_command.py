@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvflash.command import main
-from kvflash.keys.file import append_line, entries
+from kvflash.keys import append_line, entries
 
 
 @pytest.fixture

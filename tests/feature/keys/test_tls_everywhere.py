@@ -13,7 +13,7 @@ from certificates import Authority
 from kvflash.errors import ConfigError
 from kvflash.indexer import IndexerService
 from kvflash.indexer.args import parse_args as indexer_args
-from kvflash.keys.app import main as keys_command
+from kvflash.keys import main as keys_command
 from service import Http, until
 from spy import Spy
 from support_frontend import CHAT, Frontend

@@ -1,1 +1,0 @@
-"""Shows a routing decision of a running frontend or router: every candidate with its cost."""

@@ -1,1 +1,0 @@
-"""Adds, lists and removes the API keys of a service."""
