@@ -104,8 +104,6 @@ def add_key_file(flags: Flags) -> None:
     """Add the flag for the file that contains the service's key."""
     flags.add(
         KEY_FILE,
-        parse=str,
-        default=None,
         metavar="FILE",
         summary=f"File with the key for the service, else that of {variable_of(KEY_FILE)}",
     )

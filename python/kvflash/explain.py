@@ -72,23 +72,15 @@ def _flags() -> Flags:
         summary="x-request-id of a past request, instead of a prompt",
         nargs="?",
     )
-    flags.add("--prompt", parse=str, default=None, metavar="TEXT", summary="A prompt")
-    flags.add(
-        "--tokens", parse=_tokens, default=None, metavar="ID,...", summary="Token ids of a prompt"
-    )
+    flags.add("--prompt", metavar="TEXT", summary="A prompt")
+    flags.add("--tokens", parse=_tokens, metavar="ID,...", summary="Token ids of a prompt")
     flags.add(
         "--file",
-        parse=str,
-        default=None,
         metavar="FILE",
         summary="A request body in JSON, or a prompt as plain text; - reads standard input",
     )
     flags.add(
-        "--model",
-        parse=str,
-        default=None,
-        metavar="NAME",
-        summary="The model; may be left out where only one is served",
+        "--model", metavar="NAME", summary="The model; may be left out where only one is served"
     )
     flags.add_switch("--json", dest="is_json", value=True, summary="Print the answer unchanged")
     add_timeout(flags)

@@ -7,13 +7,11 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from kvflash.config_file import Setting, Translate, one_value, read_settings, texts, truth
 from kvflash.console import NARROW, Help, Parser, program
 from kvflash.errors import ConfigError
-
-_T = TypeVar("_T")
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("", "0", "false", "no", "off")
@@ -46,7 +44,6 @@ class _File:
     path: str | None
     translate: Translate | None
     settings: list[Setting] = field(default_factory=list)
-    is_open: bool = True
 
 
 class Flags:
@@ -87,23 +84,23 @@ class Flags:
     def add(
         self,
         *names: str,
-        parse: Callable[[str], _T | None],
-        default: _T | None,
         summary: str,
+        parse: Callable[[str], Any] = str,
+        default: Any = None,
         metavar: str | None = None,
-        choices: Sequence[_T] | None = None,
+        choices: Sequence[Any] | None = None,
         variables: Sequence[str] = (),
         dest: str | None = None,
         in_file: Callable[[str, Any], Any] | None = None,
-        bare: _T | None = None,
+        bare: Any = None,
     ) -> None:
         """Add a flag with one value.
 
         Args:
             names: Its names; each has its variable.
+            summary: One line for the help.
             parse: Converts a string to a value; raises ``argparse.ArgumentTypeError``.
             default: The value without the flag.
-            summary: One line for the help.
             metavar: Placeholder for the value in the help.
             choices: The legal values, if there are few.
             variables: Further variables.
@@ -111,7 +108,7 @@ class Flags:
             in_file: Reads the value from a file; default: as on the command line.
             bare: The value of the flag without an argument; None: it needs an argument.
         """
-        variable, text = self._setting(names[0], (*map(self._variable, names[1:]), *variables))
+        variable, text = self._setting(names[0], (*map(variable_of, names[1:]), *variables))
         shown = "" if default in (None, ()) or default == [] else f" [{_shown(default, metavar)}]"
         if text is not None:
             try:
@@ -168,8 +165,8 @@ class Flags:
         """
         said: dict[str, bool] = {}
         for variable, is_on in [
-            *((self._variable(name), True) for name in on),
-            *((self._variable(name), False) for name in off),
+            *((variable_of(name), True) for name in on),
+            *((variable_of(name), False) for name in off),
             *((variable, True) for variable in variables),
         ]:
             text = os.environ.get(variable) if self._has_variables else None
@@ -302,10 +299,6 @@ class Flags:
         self._can_be_in_file((name,), dest, one_value(str, None), text is not None)
         self._files.append(_File(name=name, dest=dest, path=text, translate=translate))
 
-    def end_of_file(self) -> None:
-        """End the group of flags that the last added file may set."""
-        self._files[-1].is_open = False
-
     def mark(self, dest: str, dests: Iterable[str]) -> None:
         """Set ``dest`` to whether any of ``dests`` is given, even with its default value."""
         self._marks[dest] = frozenset(dests)
@@ -351,8 +344,7 @@ class Flags:
         if is_given:
             self._in_environment.add(dest)
         for file in self._files:
-            if file.is_open:
-                file.settings.append(Setting(names=names, dest=dest, read=read, is_given=is_given))
+            file.settings.append(Setting(names=names, dest=dest, read=read, is_given=is_given))
 
     def _read_files(self, argv: Sequence[str] | None) -> None:
         """Use the files' values as defaults of their flags."""
@@ -391,7 +383,7 @@ class Flags:
 
     def _setting(self, name: str, others: Sequence[str]) -> tuple[str, str | None]:
         """The variable that sets a flag, and its value; refused if two variables differ."""
-        variable = self._variable(name)
+        variable = variable_of(name)
         names = (variable, *others) if self._has_variables else ()
         # A variable that is set but empty counts as unset, as in a file of a container's variables.
         found = {n: os.environ[n] for n in names if os.environ.get(n)}
@@ -416,10 +408,6 @@ class Flags:
                 f"{', '.join((*_TRUE, *_FALSE[1:]))}, got {text!r}"
             )
         return word in _TRUE
-
-    @staticmethod
-    def _variable(name: str) -> str:
-        return variable_of(name)
 
 
 def _shown(default: Any, metavar: str | None) -> str:

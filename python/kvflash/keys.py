@@ -111,48 +111,33 @@ def _flags() -> Flags:
     flags.add_positionals("id", metavar="ID", summary="The key's name in logs", nargs="?")
     flags.add(
         "--keys-file",
-        parse=str,
-        default=None,
         metavar="FILE",
         summary="The file; else that of KVFLASH_KEYS_FILE. Made with mode 600 if it is not there",
     )
-    flags.add(
-        "--role",
-        parse=str,
-        choices=("admin", "client", "metrics"),
-        default=None,
-        summary="Role of the key",
-    )
+    flags.add("--role", choices=("admin", "client", "metrics"), summary="Role of the key")
     flags.add_switch(
         "--certificate",
         dest="certificate",
         value=True,
         summary="Make no key: the client shows a certificate with ID among its DNS names",
     )
-    flags.add("--tenant", parse=str, default=None, metavar="NAME", summary="Tenant of the client")
+    flags.add("--tenant", metavar="NAME", summary="Tenant of the client")
     positive = bounded_int(1, 2**63 - 1)
-    flags.add("--rpm", parse=positive, default=None, metavar="COUNT", summary="Requests a minute")
+    flags.add("--rpm", parse=positive, metavar="COUNT", summary="Requests a minute")
     flags.add(
         "--tpm",
         parse=positive,
-        default=None,
         metavar="TOKENS",
         summary="Prompt tokens a minute that no cache held",
     )
     flags.add(
-        "--concurrency",
-        parse=positive,
-        default=None,
-        metavar="COUNT",
-        summary="Requests in flight at once",
+        "--concurrency", parse=positive, metavar="COUNT", summary="Requests in flight at once"
     )
     flags.add_switch(
         "--isolate", dest="isolate", value=True, summary="Share no cached block with other tenants"
     )
     flags.add(
         "--allow",
-        parse=str,
-        default=None,
         metavar="FIELD|...",
         summary="Fields that pass through to engines, such as kv_transfer_params|priority",
     )

@@ -103,8 +103,6 @@ def parse_args(argv: Sequence[str] | None = None) -> Namespace:
     flags.add_switch("--strict", dest="is_strict", value=True, summary="Treat warnings as failures")
     flags.add(
         "--worker-api-key-file",
-        parse=str,
-        default=None,
         metavar="FILE",
         summary="File with the key for engines, else KVFLASH_WORKER_API_KEY",
     )

@@ -92,7 +92,6 @@ def _flags() -> Flags:
     flags.section("Server and log")
     flags.add(
         "--log-level",
-        parse=str,
         choices=LOG_LEVELS,
         default="info",
         metavar="LEVEL",
@@ -129,9 +128,7 @@ def _add(flags: Flags, section: str) -> None:
 def _add_roles(flags: Flags) -> None:
     flags.add(
         "--event-plane",
-        parse=str,
         choices=("zmq", "nats"),
-        default=None,
         summary="With --endpoint: transport of events; default: KVFLASH_EVENT_PLANE, else zmq",
     )
     for role, summary in (
@@ -145,7 +142,6 @@ def _add_roles(flags: Flags) -> None:
         "--disaggregation-mode",
         dest="role",
         parse=_role,
-        default=None,
         metavar="agg|prefill|decode",
         summary="The role, as one flag",
     )

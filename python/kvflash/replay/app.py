@@ -65,9 +65,7 @@ def _flags() -> Flags:
         summary="A file of JSON lines, see docs/command.md; Mooncake's traces are such files",
         nargs=None,
     )
-    flags.add(
-        "--model", parse=str, default=None, metavar="NAME", summary="The model of all requests"
-    )
+    flags.add("--model", metavar="NAME", summary="The model of all requests")
     flags.add(
         "--speed",
         parse=bounded_float(0.001, 1e6),
@@ -77,7 +75,6 @@ def _flags() -> Flags:
     flags.add(
         "--max-requests",
         parse=bounded_int(1, 10**7),
-        default=None,
         summary="Replay only the first lines of the trace",
     )
     flags.add(
