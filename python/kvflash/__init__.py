@@ -50,7 +50,9 @@ if TYPE_CHECKING:
         ZmqKvEventPublisher,
         ZmqKvEventPublisherConfig,
     )
-    from kvflash.routing import KvPushRouter, KvRouterConfig, RoutedStream
+    from kvflash.routing.config import KvRouterConfig
+    from kvflash.routing.router import KvPushRouter
+    from kvflash.routing.stream import RoutedStream
     from kvflash.runtime import (
         Client,
         Component,
@@ -77,8 +79,8 @@ else:
             "ForwardPassMetrics": "kvflash.publisher",
             "KvEventPublisher": "kvflash.publisher",
             "KvStats": "kvflash.publisher",
-            "KvPushRouter": "kvflash.routing",
-            "KvRouterConfig": "kvflash.routing",
+            "KvPushRouter": "kvflash.routing.router",
+            "KvRouterConfig": "kvflash.routing.config",
             "ModelInput": "kvflash.llm",
             "ModelRuntimeConfig": "kvflash.llm",
             "ModelType": "kvflash.llm",
@@ -87,7 +89,7 @@ else:
             "PolicyCandidate": "kvflash.policy",
             "PolicyEnded": "kvflash.policy",
             "PolicyRequest": "kvflash.policy",
-            "RoutedStream": "kvflash.routing",
+            "RoutedStream": "kvflash.routing.stream",
             "RuntimeLimits": "kvflash.runtime",
             "SpecDecodeStats": "kvflash.publisher",
             "Stream": "kvflash.runtime",

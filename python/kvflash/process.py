@@ -22,7 +22,6 @@ from kvflash.errors import ClosedError
 from kvflash.settings import warn_of_misspelt
 
 if TYPE_CHECKING:
-    from kvflash.transport import ZmqOptions, ZmqReceiver
     from kvflash.transport.base import Receiver
 
 logger = logging.getLogger(__name__)
@@ -59,7 +58,6 @@ class FedService:
         core: The service.
         host: Address to listen on.
         port: Port to listen on; 0 picks a free one.
-        options: Limits of the transport.
         make_receiver: Creates another transport than plain sockets.
         is_encrypted: It serves HTTPS.
     """
@@ -70,7 +68,6 @@ class FedService:
         *,
         host: str,
         port: int,
-        options: ZmqOptions | None = None,
         make_receiver: Callable[[Catalog], Receiver] | None = None,
         is_encrypted: bool = False,
     ) -> None:
@@ -79,7 +76,7 @@ class FedService:
         self._wanted_port = port
         self._scheme = "https" if is_encrypted else "http"
         self._port: int | None = None
-        self._make_receiver = make_receiver or (lambda catalog: _sockets(catalog, options))
+        self._make_receiver = make_receiver or _sockets
         self._receiver: Receiver | None = None
         self._is_stopped = False
         self._thread = threading.Thread(target=self._obey, name="kvflash-orders", daemon=True)
@@ -105,19 +102,6 @@ class FedService:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
         name = f"[{host}]" if ":" in host else host
         return f"{self._scheme}://{name}:{self.port}"
-
-    @property
-    def receiver(self) -> ZmqReceiver:
-        """Its event transport, if that uses plain sockets only.
-
-        Raises:
-            ClosedError: It has not started yet, or uses another transport.
-        """
-        from kvflash.transport import ZmqReceiver  # noqa: PLC0415
-
-        if not isinstance(self._receiver, ZmqReceiver):
-            raise ClosedError("the service has no sockets before it is started")
-        return self._receiver
 
     def start(self) -> None:
         """Serve and receive in the background.
@@ -155,11 +139,11 @@ class FedService:
             receiver.obey(order)
 
 
-def _sockets(catalog: Catalog, options: ZmqOptions | None) -> ZmqReceiver:
+def _sockets(catalog: Catalog) -> Receiver:
     # Here, so that services with another transport need not wait for ZMQ.
-    from kvflash.transport import ZmqReceiver  # noqa: PLC0415
+    from kvflash.transport.zmq import ZmqReceiver  # noqa: PLC0415
 
-    return ZmqReceiver(catalog, options)
+    return ZmqReceiver(catalog)
 
 
 class _JsonFormatter(logging.Formatter):

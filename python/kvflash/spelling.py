@@ -19,7 +19,7 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | No
     return next(iter(difflib.get_close_matches(name, list(known), 1, cutoff)), None)
 
 
-def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of an error message: ``; did you mean 'port'?``, or nothing."""
-    found = nearest(name, known, cutoff=cutoff)
+    found = nearest(name, known)
     return f"; did you mean {found!r}?" if found else ""

@@ -183,7 +183,7 @@ def is_for_a_lobby(node: ast.stmt) -> bool:
 @pytest.mark.parametrize(
     ("path", "text", "wanted"),
     [
-        ("errors.py", "from kvflash.transport import ZmqReceiver", "imports transport"),
+        ("errors.py", "from kvflash.transport.zmq import ZmqReceiver", "imports transport"),
         ("transport/zmq.py", "from kvflash.frontend.args import parse_args", "imports frontend"),
         ("transport/zmq.py", "import kvflash.indexer.args", "imports indexer"),
         ("transport/zmq.py", "from ..process import Service", "imports process"),

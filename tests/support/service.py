@@ -26,7 +26,8 @@ import zmq
 from kvflash import compute_sequence_hashes
 from kvflash._core import Indexer
 from kvflash.process import FedService
-from kvflash.transport import ZmqOptions
+from kvflash.transport.options import ZmqOptions
+from kvflash.transport.zmq import ZmqReceiver
 
 T = TypeVar("T")
 
@@ -373,9 +374,11 @@ class EmbeddedIndexer:
         for worker in workers:
             indexer.register(**worker)
         self.catalog = indexer.catalog
-        self._service = FedService(indexer, host="127.0.0.1", port=0, options=options)
+        self.receiver = ZmqReceiver(indexer.catalog, options)
+        self._service = FedService(
+            indexer, host="127.0.0.1", port=0, make_receiver=lambda _: self.receiver
+        )
         self._service.start()
-        self.receiver = self._service.receiver
         self.http = Http(self._service.url)
 
     def close(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -21,8 +20,6 @@ from kvflash.routing.cluster import Cluster
 
 if TYPE_CHECKING:
     from kvflash.roster.indexers import AnnouncedIndexer, IndexerFinder
-
-logger = logging.getLogger(__name__)
 
 
 def make_frontend(args: FrontendArgs, fleet: dict[int, str] | None = None) -> Frontend:

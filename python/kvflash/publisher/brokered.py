@@ -121,11 +121,6 @@ class BrokerOutlet:
         self._thread = threading.Thread(target=self._open, name="kvflash-outlet", daemon=True)
         self._thread.start()
 
-    @property
-    def next_sequence(self) -> int:
-        """Number of batches so far."""
-        return self._next_sequence
-
     def put(self, payload: bytes) -> None:
         """Send an encoded batch; returns at once.
 

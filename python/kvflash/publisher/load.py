@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -76,20 +75,6 @@ class ForwardPassMetrics:
     spec_decode_stats: SpecDecodeStats | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Load:
-    dp_rank: int
-    active_decode_blocks: int | None = None
-    active_prefill_tokens: int | None = None
-    kv_used_blocks: int | None = None
-    kv_total_blocks: int | None = None
-    max_num_batched_tokens: int | None = None
-
-    def item(self) -> dict[str, int]:
-        """The fields to send: those that are known."""
-        return {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
-
-
 class WorkerMetricsPublisher:
     """Reports an engine's load at the endpoint `load_metrics` of its component.
 
@@ -100,7 +85,8 @@ class WorkerMetricsPublisher:
     """
 
     def __init__(self) -> None:
-        self._loads: dict[int, _Load] = {}
+        # Known fields of each rank, as they are sent.
+        self._loads: dict[int, dict[str, int]] = {}
         self._version = 0
         self._versions: dict[int, int] = {}
         self._waiting: set[asyncio.Event] = set()
@@ -180,7 +166,7 @@ class WorkerMetricsPublisher:
         before = self._loads.get(rank)
         if before is None and len(self._loads) >= _RANKS_MAX:
             raise OverloadedError(f"loads of {_RANKS_MAX} ranks are published already")
-        now = dataclasses.replace(before or _Load(dp_rank=rank), **known)
+        now = {"dp_rank": rank, **(before or {}), **known}
         if now == before:
             return
         self._loads[rank] = now
@@ -204,7 +190,7 @@ class WorkerMetricsPublisher:
                 for rank, version in list(self._versions.items()):
                     if seen.get(rank) != version:
                         seen[rank] = version
-                        yield self._loads[rank].item()
+                        yield self._loads[rank]
                 if isinstance(request, dict) and request.get("once"):
                     return
                 await news.wait()

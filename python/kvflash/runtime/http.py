@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import logging
 import math
 import socket
 import weakref
@@ -37,8 +36,6 @@ from kvflash.runtime.frame import Failure, FrameReader, Kind, Request, pack, unp
 from kvflash.runtime.limits import RuntimeLimits
 from kvflash.runtime.plane import FailedError, GoneError
 from kvflash.runtime.serving import Running, Serving
-
-logger = logging.getLogger(__name__)
 
 INSTANCE = "x-kvflash-instance"
 REQUEST_ID = "x-kvflash-request-id"

@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +43,6 @@ class Instances:
         self._is_closed = False
         self._suspects: dict[int, float] = {}
         self.by_id: dict[int, Instance] = {}
-        self.on_change: list[Callable[[], None]] = []
 
     def start(self) -> None:
         """Start following; further calls do nothing."""
@@ -126,8 +124,6 @@ class Instances:
         else:
             self._synced.set()
         self._changed.set()
-        for call in self.on_change:
-            call()
 
 
 def _parse(event: Put) -> Instance | None:

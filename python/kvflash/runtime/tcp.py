@@ -6,7 +6,6 @@ TCP itself provides back-pressure; closing the connection cancels a request.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 import weakref
 from collections import deque
@@ -26,8 +25,6 @@ from kvflash.runtime.frame import Failure, Kind, Request, frame, unpack
 from kvflash.runtime.limits import RuntimeLimits
 from kvflash.runtime.plane import FailedError, GoneError
 from kvflash.runtime.serving import Serving
-
-logger = logging.getLogger(__name__)
 
 BACKLOG = 4_096
 _PONG = frame(Kind.PONG)

@@ -64,7 +64,6 @@ class JetStreamLog:
     Args:
         name: Name of the stream; its subjects are ``name.*``.
         settings: Retention and replicas. An existing stream keeps its own settings.
-        settings: How long and how often it is kept. A stream that is there keeps its own settings.
     """
 
     def __init__(self, client: Client, name: str, settings: NatsSettings) -> None:

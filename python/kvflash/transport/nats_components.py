@@ -23,11 +23,6 @@ _ORDERS_MAX = 4 * 65_536
 _SUBJECT = re.compile(r"namespace\.([^./]+)\.component\.([^./]+)\.kv-events")
 
 
-def worker_endpoint(namespace: str, component: str, instance_id: int, dp_rank: int) -> str:
-    """The announced endpoint of a worker's events."""
-    return f"nats://{names.event_subject(namespace, component)}/{instance_id}/{dp_rank}"
-
-
 class NatsComponentsReceiver:
     """A :class:`Receiver` of ``nats://SUBJECT/INSTANCE/RANK``, with a connection per component.
 
@@ -61,15 +56,6 @@ class NatsComponentsReceiver:
             self._thread.join()
         for receiver in self._receivers.values():
             receiver.stop()
-
-    @property
-    def stats(self) -> dict[str, int]:
-        """Counters, summed over all components."""
-        total: dict[str, int] = {}
-        for receiver in list(self._receivers.values()):
-            for name, count in receiver.stats.items():
-                total[name] = total.get(name, 0) + count
-        return total
 
     def _run(self) -> None:
         while (order := self._orders.get()) is not None and not self._is_stopped.is_set():

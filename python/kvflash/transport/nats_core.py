@@ -15,7 +15,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped,unused-ignore]
@@ -42,6 +42,11 @@ _ASK_S_MAX = 5.0
 _RETRY_S = 1.0
 _WAITING_MESSAGES_MAX = 10_000
 
+_COUNTS = (
+    *("messages", "undecodable", "dumps", "ranges"),
+    *("failed_questions", "lost_batches", "overflows"),
+)
+
 
 @dataclass
 class _Worker:
@@ -53,27 +58,6 @@ class _Worker:
     is_known: bool = False
     has_overflowed: bool = False
     task: asyncio.Task[None] | None = None
-
-
-@dataclass
-class CoreStats:
-    """Counters of messages and queries.
-
-    Attributes:
-        counts: Counters by name.
-    """
-
-    counts: dict[str, int] = field(
-        default_factory=lambda: {
-            "messages": 0,
-            "undecodable": 0,
-            "dumps": 0,
-            "ranges": 0,
-            "failed_questions": 0,
-            "lost_batches": 0,
-            "overflows": 0,
-        }
-    )
 
 
 class CoreFollower:
@@ -93,7 +77,8 @@ class CoreFollower:
         self._catalog, self._ask, self._sleep = catalog, ask, sleep
         self._workers: dict[tuple[int, int], _Worker] = {}
         self._of: dict[int, tuple[int, int]] = {}
-        self.stats = CoreStats()
+        #: Counters of messages and queries.
+        self.stats = dict.fromkeys(_COUNTS, 0)
 
     def join(self, publisher: int, instance_id: int, dp_rank: int) -> None:
         """Follow a newly registered worker: take its dump first."""
@@ -120,14 +105,14 @@ class CoreFollower:
 
     def heard(self, headers: dict[str, str] | None, payload: bytes) -> None:
         """Handle a message. From an unregistered worker it is dropped: its dump will include it."""
-        self.stats.counts["messages"] += 1
+        self.stats["messages"] += 1
         try:
             instance_id, dp_rank, epoch = map(int, (headers or {})[PUBLISHER].split("/"))
             sequence = int((headers or {})[SEQUENCE])
             if not 0 <= sequence < 1 << 64:
                 raise ValueError
         except (KeyError, ValueError):
-            self.stats.counts["undecodable"] += 1
+            self.stats["undecodable"] += 1
             return
         worker = self._workers.get((instance_id, dp_rank))
         if worker is None:
@@ -136,7 +121,7 @@ class CoreFollower:
             worker.waiting.put_nowait((epoch, sequence, payload))
         except asyncio.QueueFull:
             # The dump that is taken instead contains all of them.
-            self.stats.counts["overflows"] += 1
+            self.stats["overflows"] += 1
             worker.has_overflowed = True
             while not worker.waiting.empty():
                 worker.waiting.get_nowait()
@@ -178,7 +163,7 @@ class CoreFollower:
             return
         gap = self._offer(worker, [frame])
         if gap is not None:
-            self.stats.counts["lost_batches"] += gap[1] - gap[0] + 1
+            self.stats["lost_batches"] += gap[1] - gap[0] + 1
             self._catalog.give_up(worker.publisher, gap[1] + 1)
             self._offer(worker, [frame])
 
@@ -196,12 +181,12 @@ class CoreFollower:
             # An answer of another epoch: that epoch's events will show it.
             return True
         if answer.kind == "events":
-            self.stats.counts["ranges"] += 1
+            self.stats["ranges"] += 1
             self._offer(worker, [[n.to_bytes(8, "big"), data] for n, data in answer.batches])
         elif answer.kind == "dump":
             self._restore(worker, answer)
         else:
-            self.stats.counts["failed_questions"] += 1
+            self.stats["failed_questions"] += 1
         return True
 
     async def _take_dump(self, worker: _Worker) -> bool:
@@ -214,7 +199,7 @@ class CoreFollower:
         return True
 
     def _restore(self, worker: _Worker, answer: Answer) -> None:
-        self.stats.counts["dumps"] += 1
+        self.stats["dumps"] += 1
         self._catalog.forget(worker.instance_id, worker.dp_rank)
         if answer.last is not None:
             # The dump includes the position, so that duplicates are dropped and gaps are seen.
@@ -227,7 +212,7 @@ class CoreFollower:
         try:
             return await self._ask(worker.instance_id, worker.dp_rank, start, end)
         except KvflashError as error:
-            self.stats.counts["failed_questions"] += 1
+            self.stats["failed_questions"] += 1
             message = f"its index does not answer: {error}"
             self._catalog.set_status(worker.publisher, "pending", message)
             return None
@@ -415,7 +400,7 @@ class NatsCoreReceiver(_Looped):
     @property
     def stats(self) -> dict[str, int]:
         """Counters."""
-        return {} if self._follower is None else dict(self._follower.stats.counts)
+        return {} if self._follower is None else dict(self._follower.stats)
 
     def obey(self, order: Order) -> None:
         """See :meth:`Receiver.obey`. Orders to hold or pause are for sockets and have no effect."""

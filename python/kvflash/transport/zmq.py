@@ -18,9 +18,8 @@ from functools import partial
 
 import zmq
 
-from kvflash._core import Catalog, Repair
+from kvflash._core import Catalog, Repair, ZmqDrain
 from kvflash.transport.base import Order
-from kvflash.transport.drain import find_drain
 from kvflash.transport.options import ZmqOptions, most_streams
 from kvflash.transport.poller import Poller
 from kvflash.transport.zmq_socket import (
@@ -46,6 +45,17 @@ _RECONNECT_GRACE_S = 1.0
 _REOPEN_S = 5.0
 # Interval between log lines about a publisher that keeps violating the protocol.
 _BREACH_LINE_S = 60.0
+
+
+def find_drain() -> ZmqDrain | None:
+    """The native receiver, from the libzmq that pyzmq has loaded; None if not found."""
+    try:
+        from zmq.backend.cython import _zmq  # noqa: PLC0415
+
+        return ZmqDrain(_zmq.__file__)
+    except (ImportError, ConnectionError) as error:
+        logger.warning("events are received in Python, which is slower: %s", error)
+        return None
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import zmq
 
-from kvflash.transport import ZmqOptions
+from kvflash.transport.options import ZmqOptions
 from service import (
     EmbeddedIndexer,
     batch,

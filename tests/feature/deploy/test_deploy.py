@@ -11,7 +11,7 @@ import promql_parser
 import pytest
 import yaml
 
-from kvflash.transport import ZmqOptions
+from kvflash.transport.options import ZmqOptions
 from service import EmbeddedIndexer, Engine, batch, listener, stored, until, wait_for_sequence
 
 DEPLOY = Path(__file__).parents[3] / "deploy"

@@ -16,7 +16,7 @@ import pytest
 
 from kvflash.doctor.app import main
 from kvflash.router import RouterService
-from kvflash.transport import ZmqOptions
+from kvflash.transport.options import ZmqOptions
 from service import (
     END_OF_REPLAY,
     EmbeddedIndexer,

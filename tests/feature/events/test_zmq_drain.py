@@ -9,8 +9,8 @@ import zmq
 
 from kvflash import errors
 from kvflash._core import Indexer, ZmqDrain
-from kvflash.transport.drain import find_drain
 from kvflash.transport.poller import Poller
+from kvflash.transport.zmq import find_drain
 from service import batch, stored, until
 
 

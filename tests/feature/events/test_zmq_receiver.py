@@ -18,7 +18,8 @@ import zmq
 
 from kvflash import compute_block_hash_for_seq, compute_sequence_hashes
 from kvflash.doctor.events import ask_replays
-from kvflash.transport import ZmqOptions, ZmqReceiver
+from kvflash.transport.options import ZmqOptions
+from kvflash.transport.zmq import ZmqReceiver
 from service import (
     END_OF_REPLAY,
     EmbeddedIndexer,

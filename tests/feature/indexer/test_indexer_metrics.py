@@ -9,7 +9,7 @@ import pytest
 
 from kvflash import ConfigError
 from kvflash.indexer import IndexerService
-from kvflash.transport import ZmqOptions
+from kvflash.transport.options import ZmqOptions
 from service import EmbeddedIndexer, Engine, batch, listener, stored, until, wait_for_sequence
 
 SIZE = 2

@@ -231,7 +231,7 @@ def play(seed: int) -> Counter[str]:
             await asyncio.sleep(20)
         assert [router.questions for router in world.routers] == asked, f"seed {seed}: a loop"
         for router in world.routers:
-            world.seen.update(router.follower.stats.counts)
+            world.seen.update(router.follower.stats)
             await router.follower.close()
 
     # So that a few messages are too many.

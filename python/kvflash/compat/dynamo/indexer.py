@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvflash.routing import KvPushRouter, KvRouterConfig
+from kvflash.routing.config import KvRouterConfig
+from kvflash.routing.router import KvPushRouter
 from kvflash.runtime import Component
 
 

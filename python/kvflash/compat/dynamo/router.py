@@ -6,9 +6,9 @@ import dataclasses
 from enum import Enum
 from typing import Any
 
-from kvflash.routing import KvPushRouter as _KvPushRouter
-from kvflash.routing import KvRouterConfig as _KvRouterConfig
+from kvflash.routing.config import KvRouterConfig as _KvRouterConfig
 from kvflash.routing.config import override_options
+from kvflash.routing.router import KvPushRouter as _KvPushRouter
 from kvflash.runtime import Endpoint
 
 
