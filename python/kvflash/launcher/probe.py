@@ -1,4 +1,7 @@
-"""Queries a running engine for its model and cache."""
+"""Queries a running engine: its model and cache, and before its end the requests it still has.
+
+vLLM aborts requests that still run when SIGTERM ends it.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,15 @@ _POLL_S = 0.25
 _ANSWER_S_MAX = 5.0
 _CACHE_INFO = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
+# Requests that run and that wait, in vLLM's words and in SGLang's; a line for each rank.
+_REQUESTS = re.compile(
+    r"^(?:vllm:num_requests_(?:running|waiting)|sglang:num_(?:running|queue)_reqs)"
+    r"(?:\{.*\})? (\S+)",
+    re.MULTILINE,
+)
+_IDLE_POLL_S = 0.1
+# Routers learn within this time that the engine has left discovery; until then they may send more.
+SETTLE_S = 1.0
 
 
 class EngineStopped(Exception):  # noqa: N818 - an outcome, not an error
@@ -135,3 +147,45 @@ def _add_details(found: Found, path: str, text: str) -> None:
 
 def _count(text: str | None) -> int | None:
     return int(text) if text is not None and text.isdigit() and int(text) > 0 else None
+
+
+async def wait_until_idle(url: str, child: Child, timeout_s: float) -> None:
+    """Wait until an engine has had no request for a second, ``timeout_s`` at most.
+
+    Returns at once when it has ended, or does not tell how many requests it has.
+    """
+    clock = asyncio.get_running_loop().time
+    end_s = clock() + timeout_s
+    idle_since_s: float | None = None
+    limit = aiohttp.ClientTimeout(total=min(timeout_s, _ANSWER_S_MAX) or None)
+    async with aiohttp.ClientSession(url, timeout=limit) as session:
+        while child.is_running and clock() < end_s:
+            count = await _requests(session)
+            if count is None:
+                logger.info("the engine does not tell how many requests it has: not waiting")
+                return
+            if count:
+                idle_since_s = None
+            elif idle_since_s is None:
+                idle_since_s = clock()
+            elif clock() - idle_since_s >= SETTLE_S:
+                return
+            await asyncio.sleep(_IDLE_POLL_S)
+    if child.is_running and idle_since_s is None and timeout_s > 0:
+        logger.warning(
+            "the engine still had requests after %g s (--drain-timeout); stopping it", timeout_s
+        )
+
+
+async def _requests(session: aiohttp.ClientSession) -> float | None:
+    try:
+        async with session.get("/metrics") as response:
+            return requests_in(await response.text()) if response.status == 200 else None
+    except (aiohttp.ClientError, OSError, asyncio.TimeoutError):
+        return None
+
+
+def requests_in(text: str) -> float | None:
+    """How many requests an engine's metrics count, or None if they do not tell."""
+    counts = [float(count) for count in _REQUESTS.findall(text)]
+    return sum(counts) if counts else None

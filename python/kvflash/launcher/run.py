@@ -84,8 +84,11 @@ async def _attend(
     events: EngineEvents,
 ) -> int:
     # Here, so that the HTTP client is loaded while the engine starts.
-    from kvflash.launcher.drain import wait_until_idle  # noqa: PLC0415
-    from kvflash.launcher.probe import EngineStopped, wait_until_ready  # noqa: PLC0415
+    from kvflash.launcher.probe import (  # noqa: PLC0415
+        EngineStopped,
+        wait_until_idle,
+        wait_until_ready,
+    )
 
     runtime = endpoint.runtime
     host = runtime.host if command.host in (None, "0.0.0.0", "::", "*", "") else command.host

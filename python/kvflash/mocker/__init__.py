@@ -15,11 +15,11 @@ The modules, from the lowest layer up; a file imports only from files above it i
 - ``handover``: transfer of a prompt's KV to another worker.
 - ``refusal``, ``options``, ``protocol``: request bodies to engine parameters.
 - ``schema_text``, ``schema``: JSON schemas to values that they allow (pure).
-- ``plan``, ``choice``: the tokens of an answer, and the part that clients see (pure).
+- ``plan``: the tokens of an answer, and the part that clients see (pure).
 - ``logprobs``, ``answer``, ``completions``, ``responses``, ``messages``, ``audio``, ``pooling``:
   answers in the form of each API.
 - ``generation``: runs a request and writes its answer.
-- ``metrics``, ``admin``, ``middleware``, ``api``: the HTTP paths.
+- ``admin``, ``middleware``, ``api``: the HTTP paths.
 - ``tokens``, ``worker``: requests of the runtime instead.
 - ``app``, ``args``, ``__main__``: workers in one process, the command line.
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from kvflash.mocker.choice import Choice, Step
+from kvflash.mocker.plan import Choice, Step
 from kvflash.mocker.refusal import ApiError, Body
 from kvflash.mocker.request import Request
 

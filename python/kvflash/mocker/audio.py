@@ -13,7 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from kvflash.mocker.answer import DONE, ErrorAndDone, event, usage_of
-from kvflash.mocker.choice import Choice, Step
+from kvflash.mocker.plan import Choice, Step
 from kvflash.mocker.refusal import Body, refuse
 
 # Telephone audio: 16,000 bytes a second; uploads are assumed to have this rate.

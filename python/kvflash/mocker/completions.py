@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvflash.mocker.answer import DONE, ErrorAndDone, event, usage_of
-from kvflash.mocker.choice import Choice, Step
 from kvflash.mocker.logprobs import Logprobs
-from kvflash.mocker.plan import Delta, Plan, ToolCall
+from kvflash.mocker.plan import Choice, Delta, Plan, Step, ToolCall
 from kvflash.mocker.refusal import Body
 
 

@@ -12,10 +12,9 @@ from aiohttp import web
 from kvflash.errors import ClosedError
 from kvflash.mocker.answer import Answer
 from kvflash.mocker.block_hash import output_seed
-from kvflash.mocker.choice import Choice, Step
 from kvflash.mocker.engine import Engine, Generation
 from kvflash.mocker.handover import Handover, Room
-from kvflash.mocker.plan import Plan, plan_answer
+from kvflash.mocker.plan import Choice, Plan, Step, plan_answer
 from kvflash.mocker.protocol import GenerationParams
 from kvflash.mocker.refusal import ApiError
 from kvflash.mocker.tokenizer import Tokenizer

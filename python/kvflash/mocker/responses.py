@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvflash.mocker.answer import event, usage_of
-from kvflash.mocker.choice import Choice, Step
 from kvflash.mocker.logprobs import Logprobs
-from kvflash.mocker.plan import Delta, Plan
+from kvflash.mocker.plan import Choice, Delta, Plan, Step
 from kvflash.mocker.protocol import content_of, shared
 from kvflash.mocker.refusal import ApiError, Body, refuse
 

@@ -10,8 +10,7 @@ from kvflash.errors import DecodeError, KvflashError, NotFoundError
 from kvflash.runtime.context import Context
 from kvflash.runtime.frame import Request, unpack
 from kvflash.runtime.limits import RuntimeLimits
-from kvflash.runtime.plane import FailedError, PlaneClient
-from kvflash.runtime.planes import make_client
+from kvflash.runtime.plane import FailedError, PlaneClient, make_client
 from kvflash.runtime.serving import Running, Send, Served, Serving
 from kvflash.runtime.tcp import TcpServer
 

@@ -12,8 +12,7 @@ from typing import Any
 from kvflash.errors import KvflashError
 from kvflash.runtime.frame import Request, unpack
 from kvflash.runtime.limits import RuntimeLimits
-from kvflash.runtime.plane import FailedError, PlaneClient
-from kvflash.runtime.planes import make_client
+from kvflash.runtime.plane import FailedError, PlaneClient, make_client
 
 logger = logging.getLogger(__name__)
 

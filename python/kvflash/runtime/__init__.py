@@ -3,9 +3,8 @@
 from kvflash.runtime.client import Client, Stream
 from kvflash.runtime.component import Component, Endpoint, Namespace
 from kvflash.runtime.context import Context
-from kvflash.runtime.distributed import DistributedRuntime
+from kvflash.runtime.distributed import DistributedRuntime, kvflash_worker
 from kvflash.runtime.limits import RuntimeLimits
-from kvflash.runtime.worker import kvflash_worker
 
 __all__ = [
     "Client",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 from kvflash.discovery import Discovery, Lease, open_discovery
 from kvflash.discovery.base import new_lease_id
@@ -19,13 +21,14 @@ from kvflash.errors import (
 from kvflash.runtime.component import Endpoint, Namespace
 from kvflash.runtime.instances import Instances
 from kvflash.runtime.limits import RuntimeLimits
-from kvflash.runtime.plane import PlaneClient, PlaneServer
-from kvflash.runtime.planes import make_client, make_server
+from kvflash.runtime.plane import PlaneClient, PlaneServer, make_client, make_server
 from kvflash.runtime.serving import Handler, Served, Serving
 from kvflash.runtime.settings import host_address, plane_name, runtime_port
 from kvflash.runtime.signals import Signals
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 INSTANCES = "v1/instances/"
 MODELS = "v1/models/"
@@ -383,3 +386,30 @@ class DistributedRuntime:
             await asyncio.wait_for(self._lease.revoke(), LEAVE_TIMEOUT_S)
         except (KvflashError, OSError, asyncio.TimeoutError) as error:
             logger.warning("instance %d could not withdraw its lease: %s", self.instance_id, error)
+
+
+def kvflash_worker(
+    open_runtime: Callable[[], DistributedRuntime] = DistributedRuntime.detached,
+) -> Callable[[Callable[..., Awaitable[T]]], Callable[..., Awaitable[T]]]:
+    """Pass a coroutine function a runtime as its first argument, and close it afterwards.
+
+    ::
+
+        @kvflash_worker()
+        async def worker(runtime): ...
+
+        asyncio.run(worker())
+
+    Args:
+        open_runtime: Creates the runtime.
+    """
+
+    def wrap(function: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T]]:
+        @functools.wraps(function)
+        async def run(*args: Any, **options: Any) -> T:
+            async with open_runtime() as runtime:
+                return await function(runtime, *args, **options)
+
+        return run
+
+    return wrap

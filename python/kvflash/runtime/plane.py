@@ -1,11 +1,20 @@
-"""The interfaces of a request plane, for servers and clients."""
+"""The interfaces of a request plane, for servers and clients, and the planes by name."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
 
-from kvflash.errors import KvflashError
+from kvflash.errors import ConfigError, KvflashError
 from kvflash.runtime.frame import Failure, Request
+from kvflash.runtime.limits import RuntimeLimits
+from kvflash.runtime.settings import PLANES, listen_address
+
+if TYPE_CHECKING:
+    from kvflash.runtime.serving import Serving
+
+# The transport that launchers announce for their engines.
+OPENAI = "openai"
 
 
 class FailedError(Exception):
@@ -71,3 +80,30 @@ class PlaneClient(Protocol):
 
     async def close(self) -> None:
         """Close all connections; unfinished answers end with an error."""
+
+
+def make_server(plane: str, serving: Serving, *, host: str, port: int) -> PlaneServer:
+    """Create a server; it is not started yet.
+
+    Raises:
+        ConfigError: The plane is unknown, or its dependencies are not installed.
+    """
+    if plane not in PLANES:
+        raise ConfigError(f"request plane must be one of {', '.join(PLANES)}, got {plane!r}")
+    module = import_module(f"kvflash.runtime.{plane}")
+    server: PlaneServer = module.make_server(
+        serving, host=host, port=port, bind=listen_address(host)
+    )
+    return server
+
+
+def make_client(plane: str, limits: RuntimeLimits) -> PlaneClient:
+    """Create a client for a plane, or for engines that speak only OpenAI's API.
+
+    Raises:
+        ConfigError: The plane is unknown, or its dependencies are not installed.
+    """
+    if plane not in (*PLANES, OPENAI):
+        raise ConfigError(f"request plane must be one of {', '.join(PLANES)}, got {plane!r}")
+    client: PlaneClient = import_module(f"kvflash.runtime.{plane}").make_client(limits)
+    return client

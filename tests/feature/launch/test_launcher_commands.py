@@ -6,11 +6,10 @@ import json
 
 import pytest
 
+from kvflash import sglang, vllm
 from kvflash.errors import ConfigError
 from kvflash.launcher.command import Arguments, EventPorts
 from kvflash.launcher.options import parse_options
-from kvflash.sglang import command as sglang
-from kvflash.vllm import command as vllm
 
 BUILDERS = {"vllm": vllm, "sglang": sglang}
 

@@ -17,7 +17,7 @@ import pytest
 
 from kvflash import DistributedRuntime, KvPushRouter, KvRouterConfig, NotFoundError
 from kvflash.discovery import open_discovery
-from kvflash.launcher.drain import requests_in
+from kvflash.launcher.probe import requests_in
 from servers import NatsServer, free_port
 from service import SUPPORT, EmbeddedIndexer, Http, until
 from support_frontend import COMPLETIONS, FrontendProcess, ask

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from kvflash.mocker.admin import render
 from kvflash.mocker.config import MockerConfig
-from kvflash.mocker.metrics import render
 from kvflash.mocker.options import AnswerOptions
 from kvflash.mocker.protocol import GenerationParams, parse_generation, parse_json
 from kvflash.mocker.refusal import ApiError

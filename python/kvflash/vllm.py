@@ -1,10 +1,13 @@
-"""The command line of vLLM's server."""
+"""Starts vLLM with KV events enabled, and registers it."""
 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Sequence
 
 from kvflash.errors import ConfigError
+from kvflash.launcher import run
 from kvflash.launcher.command import Arguments, EngineCommand
 from kvflash.launcher.options import LauncherOptions, engine_events, http_port
 
@@ -48,3 +51,12 @@ def build(options: LauncherOptions, given: Arguments, host: str) -> EngineComman
         ranks=ranks,
         details=["/metrics"],
     )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the engine until it ends. Returns the exit status."""
+    return run.main("vllm", PROGRAM, build, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,10 +1,12 @@
-"""The command line of SGLang's server."""
+"""Starts SGLang with KV events enabled, and registers it."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from kvflash.errors import ConfigError
+from kvflash.launcher import run
 from kvflash.launcher.command import Arguments, EngineCommand
 from kvflash.launcher.options import LauncherOptions, engine_events, http_port
 
@@ -50,3 +52,12 @@ def build(options: LauncherOptions, given: Arguments, host: str) -> EngineComman
         bootstrap_port=bootstrap_port,
         details=["/get_server_info"],
     )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the engine until it ends. Returns the exit status."""
+    return run.main("sglang", PROGRAM, build, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""Starts SGLang with KV events enabled, and registers it."""

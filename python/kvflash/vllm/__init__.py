@@ -1,1 +1,0 @@
-"""Starts vLLM with KV events enabled, and registers it."""
