@@ -7,33 +7,25 @@ from types import ModuleType
 from typing import Any
 
 from kvflash import _core, llm, publisher, runtime
-from kvflash.compat.dynamo.client import Client, DistributedRuntime, dynamo_worker
-from kvflash.compat.dynamo.indexer import KvIndexer
-from kvflash.compat.dynamo.router import (
-    KvPushRouter,
-    KvRouterConfig,
-    RouterConfig,
-    RouterConfigOverride,
-    RouterMode,
-)
+from kvflash.compat.dynamo import classes
 
 _LLM: dict[str, Any] = {
     "ApproxKvIndexer": _core.ApproxKvIndexer,
     "ForwardPassMetrics": publisher.ForwardPassMetrics,
     "KvEventPublisher": publisher.KvEventPublisher,
-    "KvIndexer": KvIndexer,
-    "KvPushRouter": KvPushRouter,
-    "KvRouter": KvPushRouter,
-    "KvRouterConfig": KvRouterConfig,
+    "KvIndexer": classes.KvIndexer,
+    "KvPushRouter": classes.KvPushRouter,
+    "KvRouter": classes.KvPushRouter,
+    "KvRouterConfig": classes.KvRouterConfig,
     "KvStats": publisher.KvStats,
     "ModelInput": llm.ModelInput,
     "ModelRuntimeConfig": llm.ModelRuntimeConfig,
     "ModelType": llm.ModelType,
     "OverlapScores": _core.OverlapScores,
     "RadixTree": _core.RadixTree,
-    "RouterConfig": RouterConfig,
-    "RouterConfigOverride": RouterConfigOverride,
-    "RouterMode": RouterMode,
+    "RouterConfig": classes.RouterConfig,
+    "RouterConfigOverride": classes.RouterConfigOverride,
+    "RouterMode": classes.RouterMode,
     "SpecDecodeStats": publisher.SpecDecodeStats,
     "WorkerMetricsPublisher": publisher.WorkerMetricsPublisher,
     "WorkerStats": publisher.WorkerStats,
@@ -46,13 +38,13 @@ _LLM: dict[str, Any] = {
     "unregister_llm": llm.unregister_llm,
 }
 _RUNTIME: dict[str, Any] = {
-    "Client": Client,
+    "Client": classes.Client,
     "Component": runtime.Component,
     "Context": runtime.Context,
-    "DistributedRuntime": DistributedRuntime,
+    "DistributedRuntime": classes.DistributedRuntime,
     "Endpoint": runtime.Endpoint,
     "Namespace": runtime.Namespace,
-    "dynamo_worker": dynamo_worker,
+    "dynamo_worker": classes.dynamo_worker,
 }
 
 # Each module with its names; any other name is an ImportError.
