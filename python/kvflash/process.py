@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from kvflash._core import Catalog, Frontend, Indexer, Router, init_logging
 from kvflash.console import LogLine, utc
@@ -22,6 +22,8 @@ from kvflash.errors import ClosedError
 from kvflash.settings import warn_of_misspelt
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from kvflash.transport.base import Receiver
 
 logger = logging.getLogger(__name__)
@@ -34,25 +36,11 @@ _GATE_PERIOD_S = 0.05
 Core = Frontend | Indexer | Router
 
 
-class Service(Protocol):
-    """A service that :func:`run_until_stopped` can run."""
-
-    @property
-    def url(self) -> str:
-        """Its URL after the start."""
-
-    def start(self) -> object:
-        """Serve in the background."""
-
-    def stop(self) -> None:
-        """Stop serving."""
-
-
 class FedService:
     """A core service with the transport that feeds it, in their own threads.
 
     Several may live in one process, each with its own sockets. A service starts once and stops
-    once.
+    once; as a context manager it does both.
 
     Args:
         core: The service.
@@ -103,8 +91,8 @@ class FedService:
         name = f"[{host}]" if ":" in host else host
         return f"{self._scheme}://{name}:{self.port}"
 
-    def start(self) -> None:
-        """Serve and receive in the background.
+    def start(self) -> Self:
+        """Serve and receive in the background; returns itself.
 
         Raises:
             ConfigError: The address can't be bound.
@@ -118,14 +106,28 @@ class FedService:
         self._thread.start()
         # Stop before the interpreter ends: a thread that returns from the core later would abort
         # it.
-        atexit.register(self.stop)
+        atexit.register(self._end)
+        return self
 
     def stop(self) -> None:
         """Stop serving and receiving; open requests get the drain time. Blocks until done."""
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def announce_stop(self) -> None:
+        """Report "not ready" ahead of a stop; requests are still accepted."""
+        self._core.announce_stop()
+
+    def _end(self) -> None:
         if self._is_stopped:
             return
         self._is_stopped = True
-        atexit.unregister(self.stop)
+        atexit.unregister(self._end)
         self._core.stop()
         self._core.catalog.close_orders()
         if self._receiver is not None:
@@ -185,7 +187,7 @@ def _allow_open_files() -> None:
 
 
 def run_until_stopped(
-    service: Service,
+    service: FedService,
     *,
     name: str,
     drain_s: float | None = None,

@@ -19,6 +19,8 @@ from kvflash.roster.finder import Finder, add_named
 from kvflash.routing.cluster import Cluster
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from kvflash.roster.indexers import AnnouncedIndexer, IndexerFinder
 
 
@@ -104,7 +106,7 @@ class Reports:
         return show
 
 
-class _Watched:
+class _Watched(FedService):
     """The service, with its watches of discovery and DNS."""
 
     def __init__(
@@ -113,7 +115,7 @@ class _Watched:
         args: FrontendArgs,
         fleet: dict[int, str],
     ) -> None:
-        self._fleet, self._frontend, self._args = fleet, frontend, args
+        self._fleet, self._args = fleet, args
         reports = Reports(frontend)
         kind = args.discovery_kind
         args.check_cluster(has_discovery=kind is not None, needs="--discovery")
@@ -137,7 +139,7 @@ class _Watched:
             show_metrics=reports.metrics_of("cluster"),
             show_warnings=reports.warnings_of("cluster"),
         )
-        self._service = FedService(
+        super().__init__(
             frontend,
             host=args.host,
             port=args.port,
@@ -154,13 +156,9 @@ class _Watched:
             has_shared_ids=args.use_remote_indexer is not None or args.serve_indexer,
         )
 
-    @property
-    def url(self) -> str:
-        return self._service.url
-
-    def start(self) -> None:
+    def start(self) -> Self:
         self._cluster.check()
-        self._service.start()
+        super().start()
         self._cluster.start()
         if self._args.router_replica_sync:
             # Their servers may be away: serving does not wait for them.
@@ -174,13 +172,11 @@ class _Watched:
 
             self._announced = AnnouncedIndexer(kind, args.namespace, args.host, self.url)
             self._announced.start()
+        return self
 
     def _share_fleet(self) -> None:
         for number in self._fleet:
             self._cluster.worker_joined(_component(self._fleet), number)
-
-    def announce_stop(self) -> None:
-        self._frontend.announce_stop()
 
     def stop(self) -> None:
         if self._announced is not None:
@@ -189,7 +185,7 @@ class _Watched:
         if self._indexers is not None:
             self._indexers.stop()
         # Streams may go on for a while, and their load is shared until they end.
-        self._service.stop()
+        super().stop()
         self._cluster.stop()
 
 

@@ -15,10 +15,12 @@ from kvflash.roster.core import Alone
 from kvflash.roster.finder import Finder, add_named
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from kvflash.roster.indexers import AnnouncedIndexer
 
 
-class IndexerService:
+class IndexerService(FedService):
     """The standalone indexer as an object; ``python -m kvflash.indexer`` runs one of these.
 
     ::
@@ -38,6 +40,8 @@ class IndexerService:
         ConfigError: A flag is invalid; names the flag and the legal values.
         TypeError: The setting does not exist.
     """
+
+    _core: Indexer
 
     def __init__(self, args: IndexerArgs | None = None, **settings: Any) -> None:
         args = dataclasses.replace(args or IndexerArgs(), **settings)
@@ -78,39 +82,21 @@ class IndexerService:
         )
         self._args = args
         self._announced: AnnouncedIndexer | None = None
-        self._service = FedService(
+        super().__init__(
             self._core,
             host=args.host,
             port=args.port,
             is_encrypted=args.tls_cert_path is not None,
         )
 
-    @property
-    def port(self) -> int:
-        """The bound port.
-
-        Raises:
-            ClosedError: Not started yet.
-        """
-        return self._service.port
-
-    @property
-    def url(self) -> str:
-        """Its URL on this machine.
-
-        Raises:
-            ClosedError: Not started yet.
-        """
-        return self._service.url
-
-    def start(self) -> IndexerService:
+    def start(self) -> Self:
         """Serve HTTP and receive events in the background.
 
         Raises:
             ConfigError: The address can't be bound.
             ClosedError: It was started before.
         """
-        self._service.start()
+        super().start()
         self._finder.start()
         args, kind = self._args, self._args.discovery_kind
         if kind is not None:
@@ -125,22 +111,12 @@ class IndexerService:
         """Whether it has recovered from a peer and has its initial workers, as GET /ready says."""
         return self._core.is_ready()
 
-    def announce_stop(self) -> None:
-        """Report "not ready" ahead of a stop; requests are still accepted."""
-        self._core.announce_stop()
-
     def stop(self) -> None:
         """Stop serving and receiving; open requests have 5 s to finish. Blocks until done."""
         if self._announced is not None:
             self._announced.stop()
         self._finder.stop()
-        self._service.stop()
-
-    def __enter__(self) -> IndexerService:
-        return self.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+        super().stop()
 
     def register(
         self,

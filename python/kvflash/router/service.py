@@ -16,12 +16,14 @@ from kvflash.router.args import RouterArgs, WorkerSpec, parse_endpoint
 from kvflash.routing.cluster import Cluster
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from kvflash.roster.indexers import AnnouncedIndexer, IndexerFinder
     from kvflash.router.endpoint import EndpointThread
     from kvflash.router.registered import RegisteredWorkers
 
 
-class RouterService:
+class RouterService(FedService):
     """The standalone router as an object; ``python -m kvflash.router`` runs one of these.
 
     With an ``endpoint`` it finds its workers through discovery, and also routes requests on the
@@ -37,6 +39,8 @@ class RouterService:
         ConfigError: A flag is invalid; names the flag and the legal values.
         TypeError: The setting does not exist.
     """
+
+    _core: Router
 
     def __init__(
         self, args: RouterArgs | None = None, *, policy: Policy | None = None, **settings: Any
@@ -77,7 +81,7 @@ class RouterService:
             self._indexers = IndexerFinder(
                 discovery_kind(), self._namespace, self._core.set_remote_indexer
             )
-        self._service = FedService(
+        super().__init__(
             self._core,
             host=args.host,
             port=args.port,
@@ -97,29 +101,11 @@ class RouterService:
             )
 
     @property
-    def port(self) -> int:
-        """The bound port.
-
-        Raises:
-            ClosedError: Not started yet.
-        """
-        return self._service.port
-
-    @property
-    def url(self) -> str:
-        """Its URL on this machine.
-
-        Raises:
-            ClosedError: Not started yet.
-        """
-        return self._service.url
-
-    @property
     def decider(self) -> Decider:
         """Books requests in this process, for the caller's event loop."""
         return self._core.decider
 
-    def start(self) -> RouterService:
+    def start(self) -> Self:
         """Serve HTTP and receive events in the background.
 
         Raises:
@@ -128,7 +114,7 @@ class RouterService:
             ClosedError: It was started before.
         """
         self._cluster.check()
-        self._service.start()
+        super().start()
         self._cluster.start()
         if self._registered is not None:
             self._registered.start()
@@ -155,16 +141,10 @@ class RouterService:
             self._indexers.stop()
         if self._registered is not None:
             self._registered.stop()
-        self._service.stop()
+        super().stop()
         self._cluster.stop()
         if self._policy is not None:
             self._policy.close()
-
-    def __enter__(self) -> RouterService:
-        return self.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
     def add_worker(self, worker: dict[str, Any]) -> dict[str, Any]:
         """Register a worker like POST /workers; returns its entry of GET /workers.
@@ -183,10 +163,6 @@ class RouterService:
             NotFoundError: It is not registered.
         """
         self.call("DELETE", f"/workers/{worker_id}")
-
-    def announce_stop(self) -> None:
-        """Report "not ready" ahead of a stop; requests are still accepted."""
-        self._core.announce_stop()
 
     def set_warnings(self, warnings: list[str]) -> None:
         """Set warnings that ``/health`` shows besides its own; replaces those set before."""
