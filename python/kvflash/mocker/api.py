@@ -16,7 +16,6 @@ from kvflash.mocker.completions import (
     ChatAnswer,
     CompletionAnswer,
     Echo,
-    Telling,
     assistant_message,
 )
 from kvflash.mocker.config import MockerConfig
@@ -253,19 +252,14 @@ class Api:
         except ApiError:
             self._handover.finish(room, is_done=False)
             raise
-        told = Telling(
-            has_usage_chunk=params.has_usage_chunk,
-            has_token_ids=params.has_token_ids,
-            prompt_ids=params.prompt_ids,
-            logprobs=self._logprobs(params),
-        )
+        logprobs = self._logprobs(params)
         answer_id = uuid.uuid4().hex
         answer: Answer
         if is_chat:
-            answer = ChatAnswer(answer_id, params.model, told)
+            answer = ChatAnswer(answer_id, params, logprobs)
         else:
             echo = self._echo(body, params) if params.options.has_echo else None
-            answer = CompletionAnswer(answer_id, params.model, told, echo=echo)
+            answer = CompletionAnswer(answer_id, params, logprobs, echo=echo)
         return await self._generator.answer(request, params, answer, room=room)
 
     def _echo(self, body: Body, params: GenerationParams) -> Echo:

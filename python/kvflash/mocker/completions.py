@@ -11,24 +11,8 @@ from typing import Any
 from kvflash.mocker.answer import DONE, ErrorAndDone, event, usage_of
 from kvflash.mocker.logprobs import Logprobs
 from kvflash.mocker.plan import Choice, Delta, Plan, Step, ToolCall
+from kvflash.mocker.protocol import GenerationParams
 from kvflash.mocker.refusal import Body
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Telling:
-    """What a client requests besides the text.
-
-    Attributes:
-        has_usage_chunk: The stream ends with a chunk of usage.
-        has_token_ids: The tokens of the answer.
-        prompt_ids: The tokens of the prompt, told with the former.
-        logprobs: Their log probabilities, or None.
-    """
-
-    has_usage_chunk: bool = False
-    has_token_ids: bool = False
-    prompt_ids: Sequence[int] = ()
-    logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +26,17 @@ class Echo:
 class _OpenAiAnswer(ErrorAndDone, ABC):
     """Common base of chats and completions."""
 
-    def __init__(self, answer_id: str, model: str, kinds: tuple[str, str], told: Telling) -> None:
-        self._head: Body = {"id": answer_id, "created": int(time.time()), "model": model}
+    def __init__(
+        self,
+        answer_id: str,
+        params: GenerationParams,
+        kinds: tuple[str, str],
+        logprobs: Logprobs | None,
+    ) -> None:
+        self._head: Body = {"id": answer_id, "created": int(time.time()), "model": params.model}
         self._kind, self._chunk_kind = kinds
-        self._told = told
+        self._params = params
+        self._told_logprobs = logprobs
 
     def whole(self, choices: Sequence[Choice]) -> Body:
         """The body of a non-streamed answer."""
@@ -56,7 +47,7 @@ class _OpenAiAnswer(ErrorAndDone, ABC):
     def piece(self, choice: Choice, step: Step) -> bytes:
         """Chunks of a step; marks that clients do not see have no chunk."""
         contents = [self._delta(choice.plan, delta) for delta in step.deltas]
-        has_more = self._told.has_token_ids or self._told.logprobs is not None
+        has_more = self._params.has_token_ids or self._told_logprobs is not None
         if not contents and (step.is_last or has_more):
             contents = [self._delta(choice.plan, None)]
         chunks = [self._chunk(choice.index, content, None) for content in contents]
@@ -70,7 +61,7 @@ class _OpenAiAnswer(ErrorAndDone, ABC):
 
     def closing(self, choices: Sequence[Choice]) -> bytes:
         """The usage, if requested, and the end."""
-        if not self._told.has_usage_chunk:
+        if not self._params.has_usage_chunk:
             return DONE
         head = {**self._head, "object": self._chunk_kind}
         return event({**head, "choices": [], "usage": usage_of(choices)}) + DONE
@@ -88,11 +79,11 @@ class _OpenAiAnswer(ErrorAndDone, ABC):
     def _beside(self, plan: Plan, start: int, end: int, chars: int) -> Body:
         """Tokens and log probabilities, as requested."""
         beside: Body = {}
-        if self._told.has_token_ids:
+        if self._params.has_token_ids:
             beside["token_ids"] = plan.token_ids[start:end]
-        if self._told.logprobs is not None:
+        if self._told_logprobs is not None:
             token_ids, pieces = plan.token_ids[start:end], plan.pieces[start:end]
-            beside["logprobs"] = self._logprobs(self._told.logprobs, token_ids, pieces, chars)
+            beside["logprobs"] = self._logprobs(self._told_logprobs, token_ids, pieces, chars)
         return beside
 
     @abstractmethod
@@ -110,10 +101,10 @@ class _OpenAiAnswer(ErrorAndDone, ABC):
 class ChatAnswer(_OpenAiAnswer):
     """A chat."""
 
-    def __init__(self, answer_id: str, model: str, told: Telling) -> None:
+    def __init__(self, answer_id: str, params: GenerationParams, logprobs: Logprobs | None) -> None:
         """Start an answer; the id comes without the prefix of its kind."""
         kinds = ("chat.completion", "chat.completion.chunk")
-        super().__init__("chatcmpl-" + answer_id, model, kinds, told)
+        super().__init__("chatcmpl-" + answer_id, params, kinds, logprobs)
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
         """The role."""
@@ -127,7 +118,7 @@ class ChatAnswer(_OpenAiAnswer):
 
     def _prompt_ids(self) -> Body:
         """The tokens of the prompt, as vLLM tells them."""
-        return {"prompt_token_ids": self._told.prompt_ids} if self._told.has_token_ids else {}
+        return {"prompt_token_ids": self._params.prompt_ids} if self._params.has_token_ids else {}
 
     def _content(self, plan: Plan) -> Body:
         return {"message": assistant_message(plan)}
@@ -154,11 +145,16 @@ class CompletionAnswer(_OpenAiAnswer):
     """A completion."""
 
     def __init__(
-        self, answer_id: str, model: str, told: Telling, *, echo: Echo | None = None
+        self,
+        answer_id: str,
+        params: GenerationParams,
+        logprobs: Logprobs | None,
+        *,
+        echo: Echo | None = None,
     ) -> None:
         """Start an answer; the id comes without the prefix of its kind."""
         kinds = ("text_completion", "text_completion")
-        super().__init__("cmpl-" + answer_id, model, kinds, told)
+        super().__init__("cmpl-" + answer_id, params, kinds, logprobs)
         self._echo = echo
         self._prompt = "" if echo is None else "".join(echo.pieces)
 
@@ -169,15 +165,15 @@ class CompletionAnswer(_OpenAiAnswer):
         chunks = []
         for choice in choices:
             chunk = self._chunk(choice.index, {"text": self._prompt}, None)
-            if self._told.logprobs is not None:
-                chunk["choices"][0]["logprobs"] = self._echoed(self._told.logprobs)
+            if self._told_logprobs is not None:
+                chunk["choices"][0]["logprobs"] = self._echoed(self._told_logprobs)
             chunks.append(event(chunk))
         return b"".join(chunks)
 
     def _choice(self, choice: Choice, content: Body) -> Body:
         told = super()._choice(choice, content)
-        if self._echo is not None and self._told.logprobs is not None:
-            prompt, answer = self._echoed(self._told.logprobs), told["logprobs"]
+        if self._echo is not None and self._told_logprobs is not None:
+            prompt, answer = self._echoed(self._told_logprobs), told["logprobs"]
             told["logprobs"] = {
                 key: None if answer[key] is None else prompt[key] + answer[key] for key in answer
             }

@@ -111,6 +111,10 @@ _CODES: tuple[tuple[str, type[KvflashError]], ...] = (
 )
 
 
+#: Why a request is refused before its handler sees it.
+REFUSALS = (InvalidArgumentError, DecodeError, NotFoundError, ClosedError, OverloadedError)
+
+
 @dataclass(frozen=True)
 class Failure:
     """Content of an Error frame.
@@ -134,6 +138,13 @@ class Failure:
             if isinstance(error, kind):
                 return cls(code, str(error), retry)
         return cls("internal", f"{type(error).__name__}: {error}", retry)
+
+    @classmethod
+    def refusing(cls, error: KvflashError) -> Failure:
+        """One of REFUSALS; a malformed request would be refused by any instance."""
+        if isinstance(error, InvalidArgumentError | DecodeError):
+            return cls("invalid", str(error))
+        return cls.of(error, retry=True)
 
     def pack(self) -> bytes:
         """Encode the frame."""

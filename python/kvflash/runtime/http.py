@@ -27,15 +27,13 @@ from kvflash.errors import (
     DecodeError,
     InvalidArgumentError,
     KvflashError,
-    NotFoundError,
-    OverloadedError,
     TransportError,
 )
 from kvflash.runtime.connection import watch_socket
-from kvflash.runtime.frame import Failure, FrameReader, Kind, Request, pack, unpack
+from kvflash.runtime.frame import REFUSALS, Failure, FrameReader, Kind, Request, pack, unpack
 from kvflash.runtime.limits import RuntimeLimits
-from kvflash.runtime.plane import FailedError, GoneError
-from kvflash.runtime.serving import Running, Serving
+from kvflash.runtime.plane import FailedError, GoneError, PlaneClient, PlaneServer
+from kvflash.runtime.serving import Running
 
 INSTANCE = "x-kvflash-instance"
 REQUEST_ID = "x-kvflash-request-id"
@@ -58,24 +56,11 @@ REQUEST_MARGIN_BYTES = 1_024
 READ_BYTES = 64 * 1024
 
 
-class HttpServer:
-    """Serves a runtime's endpoints over HTTP/1.1 on one port.
+class HttpServer(PlaneServer):
+    """Serves a runtime's endpoints over HTTP/1.1 on one port."""
 
-    Args:
-        serving: Endpoints to serve.
-        host: Address at which others reach this process.
-        port: Port to listen on; 0 picks a free one.
-        bind: Address to listen on.
-    """
-
-    def __init__(self, serving: Serving, *, host: str, port: int, bind: str) -> None:
-        self._serving = serving
-        self._limits = serving.limits
-        self._host = host
-        self._wanted_port = port
-        self._bind = bind
-        self._runner: web.AppRunner | None = None
-        self.url = ""
+    url = ""
+    _runner: web.AppRunner | None = None
 
     async def start(self) -> None:
         """Listen.
@@ -121,10 +106,8 @@ class HttpServer:
         try:
             request = await _request(http, self._limits)
             running = self._serving.begin(request, answer.send)
-        except (InvalidArgumentError, DecodeError) as error:
-            return _refusal(Failure("invalid", str(error)))
-        except (NotFoundError, ClosedError, OverloadedError) as error:
-            return _refusal(Failure.of(error, retry=True))
+        except REFUSALS as error:
+            return _refusal(Failure.refusing(error))
         await _wait_for(running)
         return await answer.end()
 
@@ -231,18 +214,14 @@ def id_in_header(request_id: str) -> str:
     return request_id
 
 
-class HttpClient:
-    """Calls instances over HTTP.
-
-    Args:
-        limits: Limits of the runtime.
-    """
+class HttpClient(PlaneClient):
+    """Calls instances over HTTP."""
 
     #: Upper bound for the lifetime of an idle connection, whatever the limits say.
     idle_s_max = math.inf
 
     def __init__(self, limits: RuntimeLimits) -> None:
-        self.limits = limits
+        super().__init__(limits)
         self._session: aiohttp.ClientSession | None = None
         self._replies: weakref.WeakSet[HttpReply] = weakref.WeakSet()
 

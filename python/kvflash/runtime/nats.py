@@ -30,14 +30,13 @@ from kvflash.errors import (
     ClosedError,
     DecodeError,
     InvalidArgumentError,
-    NotFoundError,
     OverloadedError,
     TransportError,
 )
 from kvflash.runtime.broker import NatsConnection, NatsError, connect
-from kvflash.runtime.frame import Failure, FrameReader, Kind, Request, unpack
+from kvflash.runtime.frame import REFUSALS, Failure, FrameReader, Kind, Request, unpack
 from kvflash.runtime.limits import RuntimeLimits
-from kvflash.runtime.plane import FailedError, GoneError
+from kvflash.runtime.plane import FailedError, GoneError, PlaneClient, PlaneServer
 from kvflash.runtime.serving import Running, Serving
 
 logger = logging.getLogger(__name__)
@@ -60,24 +59,26 @@ def silence_s(limits: RuntimeLimits) -> float:
     return min(limits.peer_silence_s, SILENCE_S_MAX)
 
 
-class NatsServer:
-    """Serves a runtime's endpoints, each at its own subject.
+async def _leave(connection: NatsConnection | None) -> None:
+    """Leave the broker once it has received everything sent."""
+    if connection is None:
+        return
+    try:
+        await connection.flush()
+    except (NatsError, OSError, asyncio.TimeoutError) as error:
+        logger.warning("nats: %s", error)
+    await connection.close()
 
-    Args:
-        serving: Endpoints to serve.
-        host: Unused: peers connect to the broker.
-        port: Unused.
-        bind: Unused.
-    """
+
+class NatsServer(PlaneServer):
+    """Serves a runtime's endpoints, each at its own subject; addresses are the broker's."""
 
     def __init__(self, serving: Serving, *, host: str, port: int, bind: str) -> None:
-        self._serving = serving
-        self._limits = serving.limits
+        super().__init__(serving, host=host, port=port, bind=bind)
         self._connection: NatsConnection | None = None
         self._partial: dict[bytes, _Partial] = {}
         self._answers: dict[bytes, _Answer] = {}
         self._ticking: asyncio.Task[None] | None = None
-        del host, port, bind
 
     async def start(self) -> None:
         """Connect to the broker.
@@ -108,12 +109,7 @@ class NatsServer:
         if self._ticking is not None:
             self._ticking.cancel()
             await asyncio.gather(self._ticking, return_exceptions=True)
-        if self._connection is not None:
-            try:
-                await self._connection.flush()
-            except (NatsError, OSError, asyncio.TimeoutError) as error:
-                logger.warning("nats: %s", error)
-            await self._connection.close()
+        await _leave(self._connection)
 
     async def _receive(self, message: Any) -> None:
         data = message.data
@@ -149,13 +145,9 @@ class NatsServer:
                 raise DecodeError("a request arrived in parts that do not fit together")
             request = Request.parse(unpack(frames[0][1]))
             answer.running = self._serving.begin(request, answer.send)
-        except (InvalidArgumentError, DecodeError) as error:
+        except REFUSALS as error:
             self._partial.pop(name, None)
-            await answer.refuse(Failure("invalid", str(error)))
-            return
-        except (NotFoundError, ClosedError, OverloadedError) as error:
-            self._partial.pop(name, None)
-            await answer.refuse(Failure.of(error, retry=True))
+            await answer.refuse(Failure.refusing(error))
             return
         self._answers[name] = answer
         answer.running.task.add_done_callback(lambda _: self._answers.pop(name, None))
@@ -273,15 +265,11 @@ class _Answer:
         await self._server.publish(self._reply, _NUMBER.pack(number) + part)
 
 
-class NatsClient:
-    """Calls instances through the broker.
-
-    Args:
-        limits: Limits of the runtime.
-    """
+class NatsClient(PlaneClient):
+    """Calls instances through the broker."""
 
     def __init__(self, limits: RuntimeLimits) -> None:
-        self.limits = limits
+        super().__init__(limits)
         self._connection: NatsConnection | None = None
         self._connecting = asyncio.Lock()
         self._inbox = f"_INBOX.kvflash.{secrets.token_hex(12)}"
@@ -321,12 +309,7 @@ class NatsClient:
         if self._ticking is not None:
             self._ticking.cancel()
             await asyncio.gather(self._ticking, *self._sending, return_exceptions=True)
-        if self._connection is not None:
-            try:
-                await self._connection.flush()
-            except (NatsError, OSError, asyncio.TimeoutError) as error:
-                logger.warning("nats: %s", error)
-            await self._connection.close()
+        await _leave(self._connection)
 
     async def publish(self, subject: str, data: bytes, reply: str = "") -> None:
         """Send a message.

@@ -109,11 +109,7 @@ def _map(request: Mapping[str, Any], field: str) -> Mapping[str, Any]:
 
 
 class OpenAiClient(HttpClient):
-    """Calls engines over OpenAI's API.
-
-    Args:
-        limits: Limits of the runtime.
-    """
+    """Calls engines over OpenAI's API."""
 
     # Common engines close idle connections after 5 s; close ours earlier.
     idle_s_max = 4.0

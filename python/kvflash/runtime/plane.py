@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -49,9 +50,22 @@ class Reply(Protocol):
         """Close; if the handler still runs, it is notified. Call it in the event loop's thread."""
 
 
-class PlaneServer(Protocol):
-    """Brings requests to a :class:`kvflash.runtime.serving.Serving`."""
+class PlaneServer(ABC):
+    """Brings requests to a runtime's endpoints.
 
+    Args:
+        serving: Endpoints to serve.
+        host: Address at which others reach this process.
+        port: Port to listen on; 0 picks a free one.
+        bind: Address to listen on.
+    """
+
+    def __init__(self, serving: Serving, *, host: str, port: int, bind: str) -> None:
+        self._serving = serving
+        self._limits = serving.limits
+        self._host, self._wanted_port, self._bind = host, port, bind
+
+    @abstractmethod
     async def start(self) -> None:
         """Listen.
 
@@ -60,16 +74,26 @@ class PlaneServer(Protocol):
             TransportError: The broker can't be reached.
         """
 
+    @abstractmethod
     async def open(self, endpoint: str) -> dict[str, Any]:
         """Accept requests for an endpoint; returns how its instance is announced."""
 
+    @abstractmethod
     async def close(self) -> None:
         """Stop listening and close what is left."""
 
 
-class PlaneClient(Protocol):
-    """Sends requests to instances with one kind of transport."""
+class PlaneClient(ABC):
+    """Sends requests to instances with one kind of transport.
 
+    Args:
+        limits: Limits of the runtime.
+    """
+
+    def __init__(self, limits: RuntimeLimits) -> None:
+        self.limits = limits
+
+    @abstractmethod
     async def ask(self, transport: dict[str, Any], request: Request) -> Reply:
         """Send a request.
 
@@ -78,6 +102,7 @@ class PlaneClient(Protocol):
             InvalidArgumentError: The request is too large or can't be encoded.
         """
 
+    @abstractmethod
     async def close(self) -> None:
         """Close all connections; unfinished answers end with an error."""
 

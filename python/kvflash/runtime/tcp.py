@@ -16,36 +16,24 @@ from kvflash.errors import (
     ConfigError,
     DecodeError,
     InvalidArgumentError,
-    NotFoundError,
     OverloadedError,
     TransportError,
 )
 from kvflash.runtime.connection import Connection
-from kvflash.runtime.frame import Failure, Kind, Request, frame, unpack
+from kvflash.runtime.frame import REFUSALS, Failure, Kind, Request, frame, unpack
 from kvflash.runtime.limits import RuntimeLimits
-from kvflash.runtime.plane import FailedError, GoneError
+from kvflash.runtime.plane import FailedError, GoneError, PlaneClient, PlaneServer
 from kvflash.runtime.serving import Serving
 
 BACKLOG = 4_096
 _PONG = frame(Kind.PONG)
 
 
-class TcpServer:
-    """Serves a runtime's endpoints on one port.
-
-    Args:
-        serving: Endpoints to serve.
-        host: Address at which others reach this process.
-        port: Port to listen on; 0 picks a free one.
-        bind: Address to listen on.
-    """
+class TcpServer(PlaneServer):
+    """Serves a runtime's endpoints on one port; see :class:`PlaneServer`."""
 
     def __init__(self, serving: Serving, *, host: str, port: int, bind: str) -> None:
-        self._serving = serving
-        self._limits = serving.limits
-        self._host = host
-        self._wanted_port = port
-        self._bind = bind
+        super().__init__(serving, host=host, port=port, bind=bind)
         self._server: asyncio.Server | None = None
         self._tasks: dict[Connection, asyncio.Task[None]] = {}
         self.address = ""
@@ -131,11 +119,8 @@ class TcpServer:
         try:
             request = Request.parse(unpack(payload))
             running = self._serving.begin(request, connection.send)
-        except (InvalidArgumentError, DecodeError) as error:
-            await connection.send(Failure("invalid", str(error)).pack())
-            return True
-        except (NotFoundError, ClosedError, OverloadedError) as error:
-            await connection.send(Failure.of(error, retry=True).pack())
+        except REFUSALS as error:
+            await connection.send(Failure.refusing(error).pack())
             return True
         connection.on_lost, connection.is_answering = running.abandon, True
         if connection.is_lost:
@@ -145,15 +130,11 @@ class TcpServer:
         return not connection.is_lost
 
 
-class TcpClient:
-    """Calls instances, over connections that are kept between requests.
-
-    Args:
-        limits: Limits of the runtime.
-    """
+class TcpClient(PlaneClient):
+    """Calls instances, over connections that are kept between requests."""
 
     def __init__(self, limits: RuntimeLimits) -> None:
-        self.limits = limits
+        super().__init__(limits)
         self._idle: dict[str, deque[tuple[Connection, float]]] = {}
         self._is_closed = False
         self._replies: weakref.WeakSet[TcpReply] = weakref.WeakSet()

@@ -203,20 +203,10 @@ class StateService:
             lock = DiscoveredLock(
                 keys, f"v1/locks/{where[0]}/{where[1]}/snapshot", ttl_s=options.lease_ttl_s
             )
-            replica = Replica(
-                self.name,
-                log=log,
-                blobs=blobs,
-                roster=roster,
-                sink=self.sink,
-            )
+            replica = Replica(self.name, log=log, blobs=blobs, roster=roster, sink=self.sink)
             age_s = options.snapshot_age_s
             snapshots = Snapshots(
                 replica,
-                log=log,
-                blobs=blobs,
-                roster=roster,
-                sink=self.sink,
                 lock=lock,
                 options=SnapshotOptions(
                     threshold_messages=options.snapshot_threshold,

@@ -98,8 +98,8 @@ class Replica:
     ) -> None:
         self.name = name
         self.stats = ReplicaStats()
-        self._log, self._blobs, self._roster, self._sink = log, blobs, roster, sink
-        self._clock = clock or SystemClock()
+        self.log, self.blobs, self.roster, self.sink = log, blobs, roster, sink
+        self.clock = clock or SystemClock()
         self._reader: Reader | None = None
         self._incarnation = ""
         # The next message has not arrived.
@@ -125,7 +125,7 @@ class Replica:
             try:
                 await self._follow()
                 pause_s, said = _RETRY_S, ""
-                await self._clock.sleep(pause_s)
+                await self.clock.sleep(pause_s)
             except Exception as error:
                 self.stats.errors_total += 1
                 # Continue also after an unexpected exception, with its traceback logged once: an
@@ -140,23 +140,23 @@ class Replica:
                 )
                 said = repr(error)
                 await self._close_reader()
-                await self._clock.sleep(pause_s)
+                await self.clock.sleep(pause_s)
                 pause_s = min(2 * pause_s, _RETRY_S_MAX)
 
     async def stop(self) -> None:
         """Leave without a floor or a name. Call it after the task of :meth:`run` has ended."""
         await self._close_reader()
         try:
-            await self._log.drop_reader(self.name)
-            await self._roster.leave()
+            await self.log.drop_reader(self.name)
+            await self.roster.leave()
         except KvflashError as error:
             # The other routers notice when the lease ends.
             logger.warning("state of %s: can't withdraw: %s", self.name, error)
 
     async def keep_listed(self) -> None:
         """Join the roster again after a lost lease; others detect messages purged meanwhile."""
-        if self.name not in await self._roster.members():
-            await self._roster.join(self.name)
+        if self.name not in await self.roster.members():
+            await self.roster.join(self.name)
 
     async def wait_applied(self, sequence: int, incarnation: str, timeout_s: float) -> bool:
         """Wait until message ``sequence`` is applied; False after the timeout or in another log."""
@@ -178,12 +178,12 @@ class Replica:
 
     async def _follow(self) -> None:
         """Open, and continue until messages are missing or an error occurs."""
-        await self._log.ensure()
-        await self._blobs.ensure()
-        await self._roster.join(self.name)
+        await self.log.ensure()
+        await self.blobs.ensure()
+        await self.roster.join(self.name)
         logger.debug("state of %s: listed", self.name)
         await self._open()
-        target = (await self._log.state()).last
+        target = (await self.log.state()).last
         was_behind = False
         while True:
             reader = self._reader
@@ -220,14 +220,14 @@ class Replica:
         if fresh:
             # In a thread, so that the connection stays served meanwhile.
             loop = asyncio.get_running_loop()
-            await loop.run_in_executor(None, self._sink.apply, fresh)
+            await loop.run_in_executor(None, self.sink.apply, fresh)
             self.stats.applied = applied
             self._moved.set()
         return not any(message.sequence > applied for message in messages)
 
     async def _look_after(self) -> bool:
         """While no messages arrive: check whether the log is still the same, and has no more."""
-        state = await self._log.state()
+        state = await self.log.state()
         if state.incarnation != self._incarnation or state.first > self.stats.applied + 1:
             raise TransportError(f"log {state.incarnation} is not the one that was followed")
         return state.last > self.stats.applied
@@ -236,8 +236,8 @@ class Replica:
         """Align the applied state with the log, then read on from there."""
         await self._close_reader()
         for _ in range(_RESTORE_ATTEMPTS):
-            state = await self._log.state()
-            pointer, _ = await self._blobs.pointer()
+            state = await self.log.state()
+            pointer, _ = await self.blobs.pointer()
             is_same = state.incarnation == self._incarnation
             applied = self.stats.applied if is_same else 0
             is_behind = state.first > applied + 1 or not self._incarnation
@@ -251,7 +251,7 @@ class Replica:
             found = max(state.first, applied + 1)
             if found == applied + 1 and self._is_missing:
                 found = await self._find(found, state.last)
-                after = await self._log.state()
+                after = await self.log.state()
                 if after.incarnation != state.incarnation or after.first > applied + 1:
                     # Purged meanwhile: a snapshot has them.
                     continue
@@ -265,8 +265,8 @@ class Replica:
             self.stats.applied = applied
             self._moved.set()
             logger.debug("state of %s: restored", self.name)
-            self._reader = await self._log.open_reader(self.name, applied + 1)
-            after = await self._log.state()
+            self._reader = await self.log.open_reader(self.name, applied + 1)
+            after = await self.log.state()
             if after.incarnation == state.incarnation and after.first <= applied + 1:
                 self._is_missing = False
                 return
@@ -276,7 +276,7 @@ class Replica:
 
     async def _find(self, sequence: int, last: int) -> int:
         """The first existing message from this one on; last + 1 if there is none."""
-        while sequence <= last and await self._log.age_s(sequence) is None:
+        while sequence <= last and await self.log.age_s(sequence) is None:
             sequence += 1
         return sequence
 
@@ -285,13 +285,13 @@ class Replica:
         # A snapshot of this replica that is in progress is invalid from here on.
         self.generation += 1
         if pointer.blob is None:
-            self._sink.clear()
+            self.sink.clear()
             self.stats.is_complete = True
             return True
         try:
-            chunks = [chunk async for chunk in self._blobs.read(pointer.blob)]
+            chunks = [chunk async for chunk in self.blobs.read(pointer.blob)]
         except NotFoundError:
-            current, _ = await self._blobs.pointer()
+            current, _ = await self.blobs.pointer()
             if current is not None and current.blob == pointer.blob:
                 raise
             return False
@@ -300,7 +300,7 @@ class Replica:
             raise TransportError(f"snapshot {pointer.blob} is damaged: its digest is another one")
         try:
             reasons = await asyncio.get_running_loop().run_in_executor(
-                None, self._sink.restore, snapshot
+                None, self.sink.restore, snapshot
             )
         except DecodeError as error:
             logger.error("state of %s: snapshot %s: %s", self.name, pointer.blob, error)

@@ -29,10 +29,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvflash.errors import KvflashError, NotFoundError, TransportError
-from kvflash.state.discovered import DiscoveredGrant, DiscoveredLock, DiscoveredRoster
-from kvflash.state.frames import CatalogSink, reset_headers
-from kvflash.state.replica import Clock, Replica, SystemClock
-from kvflash.transport.base import Blobs, Log, LogState, Pointer
+from kvflash.state.discovered import DiscoveredGrant, DiscoveredLock
+from kvflash.state.frames import reset_headers
+from kvflash.state.replica import Replica
+from kvflash.transport.base import LogState, Pointer
 
 logger = logging.getLogger(__name__)
 
@@ -84,13 +84,8 @@ class Snapshots:
 
     Args:
         replica: The replica to take them of.
-        log: The events.
-        blobs: Storage of snapshots.
-        roster: The list of live routers.
-        sink: The replica's sink.
         lock: Keeps replicas from doing it twice.
         options: When to take a snapshot.
-        clock: Time.
         is_complete: Whether the sink accepted everything.
     """
 
@@ -98,21 +93,16 @@ class Snapshots:
         self,
         replica: Replica,
         *,
-        log: Log,
-        blobs: Blobs,
-        roster: DiscoveredRoster,
-        sink: CatalogSink,
         lock: DiscoveredLock,
         options: SnapshotOptions | None = None,
-        clock: Clock | None = None,
         is_complete: Callable[[], bool] = lambda: True,
     ) -> None:
         self.stats = SnapshotStats()
         self._replica = replica
-        self._log, self._blobs, self._roster, self._sink = log, blobs, roster, sink
+        self._log, self._blobs, self._roster = replica.log, replica.blobs, replica.roster
+        self._sink, self._clock = replica.sink, replica.clock
         self._lock = lock
         self._options = options or SnapshotOptions()
-        self._clock = clock or SystemClock()
         self._is_complete = is_complete
 
     async def run(self) -> None:

@@ -59,7 +59,6 @@ class Router:
         self.replica = Replica(name, **shared)
         self.snapshots = Snapshots(
             self.replica,
-            **shared,
             lock=DiscoveredLock(keys, "v1/locks/ns/c/snapshot"),
             options=SnapshotOptions(
                 threshold_messages=None if is_quiet else 15,
@@ -356,7 +355,7 @@ def test_a_message_that_was_deleted_hides_no_age() -> None:
     async def script(
         world: World, one: Router, two: Router, publish: Callable[..., object]
     ) -> None:
-        await one.replica._roster.join("slow")
+        await one.replica.roster.join("slow")
         world.readers["slow"] = StoredReader(8, 7)
         assert await one.snapshots.take() == Outcome.DONE
         await publish(5)  # type: ignore[misc]
@@ -389,7 +388,7 @@ def test_what_nobody_thought_of_ends_neither_the_following_nor_the_snapshots(
     async def script(
         world: World, one: Router, two: Router, publish: Callable[..., object]
     ) -> None:
-        log = one.replica._log
+        log = one.replica.log
         log.state = failing(log.state, 3)  # type: ignore[method-assign]
         one.snapshots.tick = failing(one.snapshots.tick, 3)  # type: ignore[method-assign]
         one.node.spawn(one.snapshots.run())
@@ -431,7 +430,7 @@ def test_nothing_is_purged_while_somebody_is_starting() -> None:
         world: World, one: Router, two: Router, publish: Callable[..., object]
     ) -> None:
         # Listed, and about to read the log from a pointer that is old by now.
-        await one.replica._roster.join("new")
+        await one.replica.roster.join("new")
         assert await one.snapshots.take() == Outcome.DONE
         assert world.first == 1
         world.readers["new"] = StoredReader(8, 7)
