@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
@@ -68,6 +68,16 @@ async def _until(end: asyncio.Event) -> None:
 _THREAD = _Thread()
 
 
+async def cancel(tasks: Collection[asyncio.Task[None]]) -> None:
+    """Cancel tasks, and wait for their ends."""
+    left = set(tasks)
+    while left:
+        # Before Python 3.12 asyncio.wait_for may swallow a cancellation.
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=0.5)
+
+
 class Background:
     """A coroutine in this process's background loop, from its start to its stop.
 
@@ -105,8 +115,24 @@ class Background:
         self._is_ready.set_result(None)
 
     def wait_ready(self) -> None:
-        """Wait until the work has called :meth:`ready`; raises the work's earlier exception."""
-        self._is_ready.result()
+        """Wait until the work has called :meth:`ready`.
+
+        Stops it, and raises its exception, if it fails before.
+        """
+        try:
+            self._is_ready.result()
+        except BaseException:
+            self.stop()
+            raise
+
+    async def run_until_ending(self, works: Iterable[Coroutine[Any, Any, None]]) -> None:
+        """Called by the work: it is ready, and runs these until the stop, or one of them fails."""
+        tasks = {asyncio.ensure_future(one) for one in (*works, self._ending())}
+        self.ready()
+        done, left = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await cancel(left)
+        for task in done:
+            task.result()
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run another coroutine in its loop, from another thread; returns the result."""
@@ -128,9 +154,12 @@ class Background:
         wait([done], STOP_TIMEOUT_S if self._is_cancelled else None)
         _THREAD.leave()
 
+    async def _ending(self) -> None:
+        await self.ending.wait()
+
     async def _run(self) -> None:
         work = asyncio.ensure_future(self._work())
-        ending = asyncio.ensure_future(self.ending.wait())
+        ending = asyncio.ensure_future(self._ending())
         try:
             if self._is_cancelled:
                 await asyncio.wait({work, ending}, return_when=asyncio.FIRST_COMPLETED)

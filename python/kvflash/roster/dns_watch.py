@@ -27,7 +27,7 @@ LOOKUP_S_MIN, LOOKUP_S_MAX = 3.0, 5.0
 Server = tuple[str, int]
 
 
-class DnsWatch:
+class DnsWatch(Background):
     """Looks up names in its own thread, each kind of record independently.
 
     Args:
@@ -68,16 +68,12 @@ class DnsWatch:
             for _, known in self._names
         }
         self._resolver: dns.asyncresolver.Resolver | None = None
-        self._background = Background("kvflash-dns", self._look_up_all)
+        super().__init__("kvflash-dns", self._look_up_all)
         self._tell()
-
-    def start(self) -> None:
-        """Start the lookups in the background."""
-        self._background.start()
 
     def stop(self) -> None:
         """Stop the lookups; the frontend keeps its workers. Blocks until done."""
-        self._background.stop()
+        super().stop()
         self._fleet.close()
 
     async def _look_up_all(self) -> None:

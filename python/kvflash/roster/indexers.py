@@ -24,7 +24,7 @@ PREFIX = "v1/indexers/"
 PAUSE_S = 2.0
 
 
-class AnnouncedIndexer:
+class AnnouncedIndexer(Background):
     """Announces a process that answers an indexer's questions, while it lives.
 
     Args:
@@ -37,15 +37,7 @@ class AnnouncedIndexer:
     def __init__(self, kind: str, namespace: str | None, host: str, url: str) -> None:
         self._kind, self._namespace, self._host = kind, namespace, host
         self._scheme, self._port = url.partition(":")[0], url.rpartition(":")[2]
-        self._background = Background("kvflash-announce", self._announce)
-
-    def start(self) -> None:
-        """Start announcing in the background."""
-        self._background.start()
-
-    def stop(self) -> None:
-        """Withdraw the announcement. Blocks until done."""
-        self._background.stop()
+        super().__init__("kvflash-announce", self._announce)
 
     async def _announce(self) -> None:
         while True:
@@ -65,7 +57,7 @@ class AnnouncedIndexer:
         return f"{self._scheme}://{f'[{host}]' if ':' in host else host}:{self._port}"
 
 
-class IndexerFinder:
+class IndexerFinder(Background):
     """Gives a router its indexer: the first one in discovery that follows its workers.
 
     The router keeps it until it is gone.
@@ -82,15 +74,7 @@ class IndexerFinder:
         self._kind, self._namespace, self._show = kind, namespace, show
         self._urls: dict[str, str] = {}
         self._used: str | None = None
-        self._background = Background("kvflash-indexers", self._find)
-
-    def start(self) -> None:
-        """Start looking in the background."""
-        self._background.start()
-
-    def stop(self) -> None:
-        """Stop looking. Blocks until done."""
-        self._background.stop()
+        super().__init__("kvflash-indexers", self._find)
 
     async def _find(self) -> None:
         while True:

@@ -30,11 +30,11 @@ PAUSE_S, PAUSE_S_MAX = 0.2, 5.0
 AGAIN_S = 5.0
 
 
-class DiscoveryWatch:
+class DiscoveryWatch(Background):
     """Watches discovery in its own thread and keeps a frontend's workers in step with it.
 
     A worker is added when both its instance and its model card exist, and removed when one of them
-    goes. While discovery is down, known workers stay.
+    goes. While discovery is down, known workers stay, and so they do when it is stopped.
 
     Args:
         fleet: The frontend's core.
@@ -70,17 +70,9 @@ class DiscoveryWatch:
         self._bridge = Bridge(RuntimeLimits())
         self._takes_requests = report_load is not None
         self._loads = LoadReader(report_load or (lambda _report: None), RuntimeLimits())
-        self._background = Background("kvflash-discovery", self._work)
+        super().__init__("kvflash-discovery", self._watch_all)
 
-    def start(self) -> None:
-        """Start watching in the background."""
-        self._background.start()
-
-    def stop(self) -> None:
-        """Stop watching; the core keeps its workers. Blocks until done."""
-        self._background.stop()
-
-    async def _work(self) -> None:
+    async def _watch_all(self) -> None:
         discovery = await self._open()
         self._keys = WorkerKeys(discovery, self._scope, self._settle)
         try:

@@ -23,11 +23,12 @@ _TICK_S = 0.05
 _RETRY_S = 0.5
 
 
-class ReplicaSyncService:
+class ReplicaSyncService(Background):
     """Shares this router's active requests with all others of a component.
 
     Call ``sync.add``, ``sync.mark_prefill_completed`` and ``sync.free`` for every request of this
-    router, from any thread; other routers' requests arrive at the sink.
+    router, from any thread; other routers' requests arrive at the sink. When it stops, others drop
+    this router's load at once.
 
     Args:
         namespace: Namespace of the component.
@@ -58,7 +59,7 @@ class ReplicaSyncService:
         self._prefix = f"v1/replica_sync/{namespace}/{component}/"
         self._open_discovery, self._open_channel = open_discovery, open_channel
         self._lease_ttl_s = lease_ttl_s
-        self._background = Background(
+        super().__init__(
             "replica sync, which tells other routers' load,", self._serve, is_cancelled=False
         )
 
@@ -68,16 +69,8 @@ class ReplicaSyncService:
         Raises:
             TransportError: The discovery or the channel's server does not answer.
         """
-        self._background.start()
-        try:
-            self._background.wait_ready()
-        except BaseException:
-            self._background.stop()
-            raise
-
-    def stop(self) -> None:
-        """Leave; others drop this router's load at once. Blocks until done."""
-        self._background.stop()
+        super().start()
+        self.wait_ready()
 
     async def _serve(self) -> None:
         discovery = self._open_discovery()
@@ -92,18 +85,7 @@ class ReplicaSyncService:
             ]
             if isinstance(channel, ZmqChannel):
                 work.append(channel.hear)
-            tasks = {asyncio.ensure_future(_keep(one)) for one in work}
-            ending = asyncio.ensure_future(self._background.ending.wait())
-            self._background.ready()
-            done, left = await asyncio.wait({*tasks, ending}, return_when=asyncio.FIRST_COMPLETED)
-            while left:
-                # Before Python 3.12 asyncio.wait_for may swallow a cancellation.
-                for task in left:
-                    task.cancel()
-                _, left = await asyncio.wait(left, timeout=0.5)
-            for task in done:
-                # None of these tasks ends before the shutdown.
-                task.result()
+            await self.run_until_ending([_keep(one) for one in work])
         finally:
             if channel is not None:
                 await channel.close()

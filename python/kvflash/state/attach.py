@@ -115,11 +115,7 @@ class StateService:
     def start(self) -> None:
         """Connect, then follow in the background. See :func:`attach`."""
         self._background.start()
-        try:
-            self._background.wait_ready()
-        except BaseException:
-            self._background.stop()
-            raise
+        self._background.wait_ready()
 
     def wait_ready(self, timeout_s: float = 60.0) -> bool:
         """Wait until the stream's initial content is applied; False if that took longer."""
@@ -217,22 +213,10 @@ class StateService:
             self._replica, self._snapshots = replica, snapshots
             if options.is_resetting:
                 await snapshots.reset()
-            self._background.ready()
-            following = asyncio.ensure_future(replica.run())
-            watching = asyncio.ensure_future(snapshots.run())
-            ending = asyncio.ensure_future(self._background.ending.wait())
-            tasks = {following, watching, ending}
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            left = tasks - done
-            while left:
-                # Before Python 3.12 asyncio.wait_for may swallow a cancellation.
-                for task in left:
-                    task.cancel()
-                _, left = await asyncio.wait(left, timeout=0.5)
-            await replica.stop()
-            for task in done:
-                # Neither of the two ends by itself.
-                task.result()
+            try:
+                await self._background.run_until_ending((replica.run(), snapshots.run()))
+            finally:
+                await replica.stop()
         finally:
             if keys is not None:
                 await keys.close()

@@ -22,6 +22,7 @@ import msgpack  # type: ignore[import-untyped,unused-ignore]
 import nats.errors
 
 from kvflash._core import Catalog
+from kvflash.background import cancel
 from kvflash.errors import KvflashError, TransportError
 from kvflash.nats_login import Client
 from kvflash.servers import NatsSettings
@@ -96,12 +97,7 @@ class CoreFollower:
 
     async def close(self) -> None:
         """Stop following all workers."""
-        left = {worker.task for worker in self._workers.values() if worker.task is not None}
-        while left:
-            # Before Python 3.12 asyncio.wait_for may swallow a cancellation.
-            for task in left:
-                task.cancel()
-            _, left = await asyncio.wait(left, timeout=0.5)
+        await cancel([w.task for w in self._workers.values() if w.task is not None])
 
     def heard(self, headers: dict[str, str] | None, payload: bytes) -> None:
         """Handle a message. From an unregistered worker it is dropped: its dump will include it."""
