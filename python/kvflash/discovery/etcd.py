@@ -31,7 +31,7 @@ from kvflash.discovery.base import (
 )
 from kvflash.errors import ConfigError, InvalidArgumentError, KvflashError, TransportError
 from kvflash.outage import Outage
-from kvflash.servers import EtcdSettings
+from kvflash.servers import EtcdSettings, keep_alive
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,6 @@ MESSAGE_BYTES_MAX = 64 * 1024 * 1024
 # A watch without messages for this long checks again: a firewall may drop its packets while the
 # connection appears to be open.
 SILENCE_S_MAX = 30.0
-KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 NOT_FOUND, ALREADY_THERE, DENIED, UNAUTHENTICATED = 5, 6, 7, 16
 
 
@@ -409,8 +408,5 @@ def _text(data: bytes) -> str:
 def _socket(info: tuple[Any, ...]) -> socket.socket:
     """A socket that detects when etcd's machine dies silently."""
     made = socket.socket(info[0], info[1], info[2])
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEPALIVE:
-        if hasattr(socket, name):
-            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    keep_alive(made)
     return made

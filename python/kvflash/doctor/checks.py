@@ -8,8 +8,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvflash.ask import Answer, samples
-from kvflash.doctor.events import Contents, Heard, Replayed, dialable
+from kvflash.doctor.events import Contents, Heard, Replayed
 from kvflash.doctor.finding import FAIL, WARN, Finding, fail, ok, warn
+from kvflash.transport.zmq_socket import dialable
 
 #: Clocks further apart than this are reported; the Date header has whole seconds.
 CLOCK_S_MAX = 5.0

@@ -10,6 +10,8 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped,unused-ignore]
 import zmq
 
+from kvflash.transport.zmq_socket import dial
+
 #: Sockets that are open at once.
 SOCKETS_MAX = 256
 _END = b"\xff" * 8
@@ -152,17 +154,6 @@ class Heard:
             self.skew_s = None if ts is None else ts - time.time()
 
 
-def dialable(endpoint: str) -> str:
-    """The address to connect to, where the engine gave its bind address."""
-    return endpoint.replace("tcp://*:", "tcp://127.0.0.1:", 1)
-
-
-def _dial(socket: zmq.Socket[bytes], endpoint: str) -> None:
-    # libzmq accepts IPv6 addresses, but never reaches them without this option.
-    socket.setsockopt(zmq.IPV6, int("://[" in endpoint))
-    socket.connect(dialable(endpoint))
-
-
 def ask_replays(targets: Sequence[tuple[str, int]], timeout_s: float) -> list[Replayed]:
     """Request batches from many replay sockets at once, each from a given number on.
 
@@ -187,7 +178,7 @@ def _ask_round(targets: Sequence[tuple[str, int]], timeout_s: float) -> list[Rep
         for (endpoint, first), answer in zip(targets, answers, strict=True):
             socket = _open(context, zmq.DEALER)
             try:
-                _dial(socket, endpoint)
+                dial(socket, endpoint)
                 socket.send_multipart([b"", first.to_bytes(8, "big")], zmq.NOBLOCK)
             except zmq.ZMQError as error:
                 answer.error = str(error)
@@ -244,7 +235,7 @@ def listen(endpoints: Iterable[str], seconds: float) -> list[Heard]:
             socket = _open(context, zmq.SUB)
             socket.setsockopt(zmq.SUBSCRIBE, b"")
             try:
-                _dial(socket, endpoint)
+                dial(socket, endpoint)
             except zmq.ZMQError as error:
                 heard.error = str(error)
                 socket.close(0)

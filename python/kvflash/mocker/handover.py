@@ -93,7 +93,12 @@ class Handover:
         self._host = host
         self._block_size = block_size
         self._engine_id = str(uuid.uuid4())
-        self._rooms: Rooms | None = None
+        # True: done, False: failed, an event: a worker is waiting. The oldest are dropped at the
+        # limit.
+        self._rooms: OrderedDict[int, bool | asyncio.Event] = OrderedDict()
+        self._server: asyncio.Server | None = None
+        self._answers: set[asyncio.Task[Any]] = set()
+        self._answered = asyncio.Event()
         self.bootstrap_port: int | None = None
 
     @property
@@ -107,8 +112,13 @@ class Handover:
         Raises:
             OSError: The port is taken.
         """
-        self._rooms = Rooms()
-        await self._rooms.open(self._host, port)
+        try:
+            self._server = await asyncio.start_server(
+                self._answer, self._host, port, limit=_LINE_BYTES_MAX
+            )
+        except OSError as error:
+            text = f"--bootstrap-ports {port} on {self._host}: {error.strerror}"
+            raise OSError(error.errno, text) from error
         self.bootstrap_port = port
 
     async def close(self, timeout_s: float) -> None:
@@ -117,9 +127,13 @@ class Handover:
         Args:
             timeout_s: Time for decode workers to fetch what is computed for them; 5 s at most.
         """
-        if self._rooms is not None:
-            await self._rooms.drain(min(timeout_s, FETCH_S_MAX))
-            await self._rooms.close()
+        if self._server is None:
+            return
+        await self._drain(min(timeout_s, FETCH_S_MAX))
+        self._server.close()
+        for answer in list(self._answers):
+            answer.cancel()
+        await asyncio.gather(*self._answers, return_exceptions=True)
 
     async def receive(self, params: object, room: Room | None) -> bool:
         """Wait for the KV of a prompt if another worker computes it.
@@ -154,37 +168,17 @@ class Handover:
 
     def finish(self, room: Room | None, *, is_done: bool) -> None:
         """Report to a room's waiters that its prompt is computed, or has failed."""
-        if self._rooms is not None and room is not None:
-            self._rooms.finish(room.number, is_done=is_done)
+        if self._server is None or room is None:
+            return
+        waiting = self._rooms.get(room.number)
+        self._rooms[room.number] = is_done
+        self._rooms.move_to_end(room.number)
+        while len(self._rooms) > ROOMS_MAX:
+            self._rooms.popitem(last=False)
+        if isinstance(waiting, asyncio.Event):
+            waiting.set()
 
-
-class Rooms:
-    """The rooms of a prefill worker, and the port where decode workers query them."""
-
-    def __init__(self) -> None:
-        """Create it without rooms, closed."""
-        # True: done, False: failed, an event: a worker is waiting. The oldest are dropped at the
-        # limit.
-        self._rooms: OrderedDict[int, bool | asyncio.Event] = OrderedDict()
-        self._server: asyncio.Server | None = None
-        self._answers: set[asyncio.Task[Any]] = set()
-        self._answered = asyncio.Event()
-
-    async def open(self, host: str, port: int) -> None:
-        """Listen.
-
-        Raises:
-            OSError: The port is taken.
-        """
-        try:
-            self._server = await asyncio.start_server(
-                self._answer, host, port, limit=_LINE_BYTES_MAX
-            )
-        except OSError as error:
-            text = f"--bootstrap-ports {port} on {host}: {error.strerror}"
-            raise OSError(error.errno, text) from error
-
-    async def drain(self, timeout_s: float) -> None:
+    async def _drain(self, timeout_s: float) -> None:
         """Wait until every computed prompt has been asked for, and every answer is sent."""
 
         async def fetched() -> None:
@@ -199,24 +193,6 @@ class Rooms:
         """Whether a decode worker has an answer to come, other than of a prompt never computed."""
         waiting = sum(isinstance(room, asyncio.Event) for room in self._rooms.values())
         return len(self._answers) > waiting or True in self._rooms.values()
-
-    async def close(self) -> None:
-        """Stop listening and disconnect waiting workers."""
-        if self._server is not None:
-            self._server.close()
-        for answer in list(self._answers):
-            answer.cancel()
-        await asyncio.gather(*self._answers, return_exceptions=True)
-
-    def finish(self, number: int, *, is_done: bool) -> None:
-        """Report that the prompt of a room is computed, or has failed."""
-        waiting = self._rooms.get(number)
-        self._rooms[number] = is_done
-        self._rooms.move_to_end(number)
-        while len(self._rooms) > ROOMS_MAX:
-            self._rooms.popitem(last=False)
-        if isinstance(waiting, asyncio.Event):
-            waiting.set()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

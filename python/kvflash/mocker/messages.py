@@ -8,7 +8,7 @@ from typing import Any
 
 from kvflash.mocker.answer import event, usage_of
 from kvflash.mocker.plan import Choice, Delta, Plan, Step
-from kvflash.mocker.protocol import content_of, shared
+from kvflash.mocker.protocol import content_of, listed_tools, response_format, shared
 from kvflash.mocker.refusal import ApiError, Body, refuse
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -38,7 +38,10 @@ def as_chat(body: Body, *, needs_max_tokens: bool = True) -> Body:
             refuse("messages must be a list of objects", "messages")
         messages += _turns(message)
     chat = {**shared(body), "messages": messages, "max_tokens": body.get("max_tokens")}
-    chat |= {"stop": body.get("stop_sequences"), "response_format": _response_format(body)}
+    chat |= {
+        "stop": body.get("stop_sequences"),
+        "response_format": response_format(body.get("output_config")),
+    }
     if tools := body.get("tools"):
         chat["tools"] = _tools(tools)
         if chat["tools"]:
@@ -92,17 +95,7 @@ def _texts(content: object, param: str) -> list[str]:
     return [block["text"] for block in content if isinstance(block.get("text"), str)]
 
 
-def _response_format(body: Body) -> Body | None:
-    told = body.get("output_config")
-    form = told.get("format") if isinstance(told, dict) else None
-    if isinstance(form, dict) and form.get("type") == "json_schema":
-        return {"type": "json_schema", "json_schema": form}
-    return form
-
-
 def _tools(told: Any) -> list[Body]:
-    if not isinstance(told, list) or not all(isinstance(tool, dict) for tool in told):
-        refuse("tools must be a list of objects", "tools")
     # Tools of another type run on a server, and have no schema.
     return [
         {
@@ -113,7 +106,7 @@ def _tools(told: Any) -> list[Body]:
                 "parameters": tool.get("input_schema"),
             },
         }
-        for tool in told
+        for tool in listed_tools(told)
         if tool.get("type") in (None, "custom")
     ]
 

@@ -88,6 +88,21 @@ def content_of(texts: list[str]) -> str | list[Body]:
     return "".join(texts)
 
 
+def response_format(told: Any) -> Body | None:
+    """The form of a chat's text, from the field `format` of another API."""
+    form = told.get("format") if isinstance(told, dict) else None
+    if isinstance(form, dict) and form.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": form}
+    return form
+
+
+def listed_tools(told: Any) -> list[Body]:
+    """The tools of a request of any API; refused if they are not objects."""
+    if not isinstance(told, list) or not all(isinstance(tool, dict) for tool in told):
+        refuse("tools must be a list of objects", "tools")
+    return told
+
+
 def parse_model(body: Body, config: MockerConfig) -> tuple[str, Lora | None]:
     """The requested model name, and its LoRA adapter.
 

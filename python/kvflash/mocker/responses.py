@@ -11,7 +11,7 @@ from typing import Any
 from kvflash.mocker.answer import event, usage_of
 from kvflash.mocker.logprobs import Logprobs
 from kvflash.mocker.plan import Choice, Delta, Plan, Step
-from kvflash.mocker.protocol import content_of, shared
+from kvflash.mocker.protocol import content_of, listed_tools, response_format, shared
 from kvflash.mocker.refusal import ApiError, Body, refuse
 
 # Maximum of stored responses; the oldest ones are dropped.
@@ -84,7 +84,7 @@ def as_chat(body: Body, store: ResponseStore) -> Body:
     else:
         refuse("input must be text or a non-empty list of items", "input")
     chat = {**shared(body), "messages": messages, "max_tokens": body.get("max_output_tokens")}
-    chat["response_format"] = _response_format(body.get("text"))
+    chat["response_format"] = response_format(body.get("text"))
     if tools := body.get("tools"):
         chat["tools"] = _tools(tools)
         # Without functions there is no choice: tools that servers run are not supported here.
@@ -141,19 +141,10 @@ def _text(content: Any) -> str:
     return "".join(_texts(content))
 
 
-def _response_format(told: Any) -> Body | None:
-    form = told.get("format") if isinstance(told, dict) else None
-    if isinstance(form, dict) and form.get("type") == "json_schema":
-        return {"type": "json_schema", "json_schema": form}
-    return form
-
-
 def _tools(told: Any) -> list[Body]:
-    if not isinstance(told, list) or not all(isinstance(tool, dict) for tool in told):
-        refuse("tools must be a list of objects", "tools")
     return [
         {"type": "function", "function": {key: tool[key] for key in tool if key != "type"}}
-        for tool in told
+        for tool in listed_tools(told)
         if tool.get("type") == "function"
     ]
 

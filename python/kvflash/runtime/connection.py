@@ -11,9 +11,8 @@ from kvflash.errors import DecodeError, InvalidArgumentError, TransportError
 from kvflash.runtime.frame import FrameReader
 from kvflash.runtime.limits import RuntimeLimits
 from kvflash.runtime.plane import GoneError
+from kvflash.servers import keep_alive
 
-# A peer whose machine is gone answers no probe: detected after about 10 + 3 * 5 seconds.
-KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 # Kernel buffer for a slow reader. The default would be megabytes per stream.
 SOCKET_BUFFER_BYTES = 256 * 1024
 
@@ -164,15 +163,8 @@ def watch_socket(sock: socket.socket, limits: RuntimeLimits) -> None:
     """Let the kernel detect a dead peer, and buffer little for a slow one."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        *KEEPALIVE,
-        # Unacknowledged bytes reveal a dead peer too, sooner than the kernel's default of 15
-        # minutes.
-        ("TCP_USER_TIMEOUT", int(limits.peer_silence_s * 1e3)),
-    ):
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    # Unacknowledged bytes reveal a dead peer too, sooner than the kernel's default of 15 minutes.
+    keep_alive(sock, ("TCP_USER_TIMEOUT", int(limits.peer_silence_s * 1e3)))
 
 
 def _wake(waiter: asyncio.Future[None] | None) -> None:
