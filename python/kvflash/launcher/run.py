@@ -6,7 +6,8 @@ import asyncio
 import json
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvflash.console import LogLine, refuse
@@ -105,7 +106,7 @@ async def _attend(
     ended = asyncio.ensure_future(child.ended())
     stopping = asyncio.ensure_future(child.stopping.wait())
     registering = asyncio.ensure_future(
-        _register_patiently(options, command, found, endpoint, url=url, events=events)
+        _patiently(partial(_register, options, command, found, endpoint, url=url, events=events))
     )
     await asyncio.wait({registering, ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if registering.done():
@@ -126,19 +127,11 @@ async def _attend(
     return ended.result()
 
 
-async def _register_patiently(
-    options: LauncherOptions,
-    command: EngineCommand,
-    found: Found,
-    endpoint: Endpoint,
-    *,
-    url: str,
-    events: EngineEvents,
-) -> list[str]:
+async def _patiently(register: Callable[[], Awaitable[list[str]]]) -> list[str]:
     """Try until it works: an engine that took minutes to load is kept."""
     while True:
         try:
-            return await _register(options, command, found, endpoint, url=url, events=events)
+            return await register()
         except (TransportError, OverloadedError, OSError) as error:
             logger.warning("the engine can't be registered: %s; trying again", error)
         await asyncio.sleep(REGISTER_PAUSE_S)
@@ -177,15 +170,7 @@ async def _register(
         user_data={"engine": command.engine, "role": options.role},
         lora_names=found.lora_names,
     )
-    namespace, name, last = endpoint.path.split("/")
-    instance = {
-        "instance_id": runtime.instance_id,
-        "namespace": namespace,
-        "component": name,
-        "endpoint": last,
-        "transport": {"kind": "openai", "url": url},
-    }
-    await runtime.announce(f"v1/instances/{endpoint.path}/{runtime.instance_id}", instance)
+    await runtime.announce_instance(endpoint.path, {"kind": "openai", "url": url})
     return places
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from kvflash.mocker.plan import Choice, Step
 from kvflash.mocker.refusal import ApiError, Body
@@ -13,23 +14,29 @@ from kvflash.mocker.request import Request
 DONE = b"data: [DONE]\n\n"
 
 
-class Answer(Protocol):
-    """Builds an answer; the bytes are events of a stream."""
+class Answer(ABC):
+    """Builds an answer; the bytes are events of a stream, by default without names."""
 
+    @abstractmethod
     def whole(self, choices: Sequence[Choice]) -> Any:
         """The body of a non-streamed answer."""
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
         """Events before the first step."""
+        del choices
+        return b""
 
+    @abstractmethod
     def piece(self, choice: Choice, step: Step) -> bytes:
         """Events of a step."""
 
+    @abstractmethod
     def closing(self, choices: Sequence[Choice]) -> bytes:
         """Events after the last step."""
 
     def failure(self, error: ApiError) -> bytes:
         """Events that end a stream after an engine failure."""
+        return event(error.body) + DONE
 
 
 def event(body: Body, name: str | None = None) -> bytes:
@@ -55,20 +62,7 @@ def usage_of(choices: Sequence[Choice]) -> Body:
     return usage(*(choice.request for choice in choices))
 
 
-class ErrorAndDone:
-    """Common base of all APIs without named events: the error and end of a stream."""
-
-    def opening(self, choices: Sequence[Choice]) -> bytes:
-        """Nothing."""
-        del choices
-        return b""
-
-    def failure(self, error: ApiError) -> bytes:
-        """The error's body and the end."""
-        return event(error.body) + DONE
-
-
-class TokensAnswer(ErrorAndDone):
+class TokensAnswer(Answer):
     """vLLM's `/inference/v1/generate`: token ids."""
 
     def __init__(self, answer_id: str, model: str) -> None:
@@ -99,7 +93,7 @@ def _tokens_choice(choice: Choice, start: int, end: int, *, is_last: bool) -> Bo
     return told if plan.stop_reason is None else {**told, "stop_reason": plan.stop_reason}
 
 
-class GenerateAnswer(ErrorAndDone):
+class GenerateAnswer(Answer):
     """SGLang's `/generate`: every event contains the whole text so far."""
 
     def __init__(self, answer_id: str) -> None:

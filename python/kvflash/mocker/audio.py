@@ -12,7 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from kvflash.mocker.answer import DONE, ErrorAndDone, event, usage_of
+from kvflash.mocker.answer import DONE, Answer, event, usage_of
 from kvflash.mocker.plan import Choice, Step
 from kvflash.mocker.refusal import Body, refuse
 
@@ -87,7 +87,7 @@ async def read_upload(request: web.Request, *, is_translated: bool) -> Upload:
     return Upload(fields, sound.file.read(), form, is_translated)
 
 
-class SoundAnswer(ErrorAndDone):
+class SoundAnswer(Answer):
     """A transcription or translation in vLLM's form."""
 
     def __init__(self, answer_id: str, model: str, upload: Upload) -> None:

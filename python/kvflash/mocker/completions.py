@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvflash.mocker.answer import DONE, ErrorAndDone, event, usage_of
+from kvflash.mocker.answer import DONE, Answer, event, usage_of
 from kvflash.mocker.logprobs import Logprobs
 from kvflash.mocker.plan import Choice, Delta, Plan, Step, ToolCall
 from kvflash.mocker.protocol import GenerationParams
@@ -23,7 +23,7 @@ class Echo:
     pieces: Sequence[str]
 
 
-class _OpenAiAnswer(ErrorAndDone, ABC):
+class _OpenAiAnswer(Answer):
     """Common base of chats and completions."""
 
     def __init__(

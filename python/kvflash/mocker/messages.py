@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from kvflash.mocker.answer import event, usage_of
+from kvflash.mocker.answer import Answer, event, usage_of
 from kvflash.mocker.plan import Choice, Delta, Plan, Step
 from kvflash.mocker.protocol import content_of, listed_tools, response_format, shared
 from kvflash.mocker.refusal import ApiError, Body, refuse
@@ -123,7 +123,7 @@ def _tool_choice(told: Any) -> Body:
     return {"tool_choice": choice, "parallel_tool_calls": is_parallel}
 
 
-class MessageAnswer:
+class MessageAnswer(Answer):
     """Builds a message, or the events of its stream."""
 
     def __init__(self, answer_id: str, model: str, prompt_tokens: int) -> None:

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-from kvflash.mocker.answer import event, usage_of
+from kvflash.mocker.answer import Answer, event, usage_of
 from kvflash.mocker.logprobs import Logprobs
 from kvflash.mocker.plan import Choice, Delta, Plan, Step
 from kvflash.mocker.protocol import content_of, listed_tools, response_format, shared
@@ -155,7 +155,7 @@ def _tool_choice(told: Any) -> Any:
     return told
 
 
-class ResponseAnswer:
+class ResponseAnswer(Answer):
     """Builds a response, or the events of its stream."""
 
     def __init__(

@@ -170,6 +170,21 @@ class DistributedRuntime:
                     self._tidy_later()
             raise
 
+    async def announce_instance(self, path: str, transport: dict[str, Any]) -> None:
+        """Announce that this process serves an endpoint, and how it is reached."""
+        namespace, component, name = path.split("/")
+        instance = {
+            "instance_id": self.instance_id,
+            "namespace": namespace,
+            "component": component,
+            "endpoint": name,
+            "transport": transport,
+        }
+        await self.announce(self._instance_key(path), instance)
+
+    def _instance_key(self, path: str) -> str:
+        return f"{INSTANCES}{path}/{self.instance_id}"
+
     def announced(self, prefix: str) -> dict[str, Any]:
         """The keys with this prefix that this process has announced. From any thread."""
         keys = dict(self._announced)
@@ -260,28 +275,21 @@ class DistributedRuntime:
         served = self._serving.add(
             path, handler, requests_max=requests_max, is_graceful=is_graceful
         )
-        key = f"{INSTANCES}{path}/{self.instance_id}"
-        namespace, component, name = path.split("/")
         try:
             await self._leased()
             server = await self._started()
-            instance = {
-                "instance_id": self.instance_id,
-                "namespace": namespace,
-                "component": component,
-                "endpoint": name,
-                "transport": await server.open(path),
-            }
+            transport = await server.open(path)
             self._signals.take(self.shutdown)
-            await self.announce(key, instance)
+            await self.announce_instance(path, transport)
             await self._stopped.wait()
         finally:
             if self._shutdown is None:
                 # The task that served was cancelled, or never started serving.
-                await self._stop_serving(served, key)
+                await self._stop_serving(served)
 
-    async def _stop_serving(self, served: Served, key: str) -> None:
+    async def _stop_serving(self, served: Served) -> None:
         served.is_graceful = False
+        key = self._instance_key(served.name)
         try:
             await self.withdraw(key)
         except (KvflashError, OSError) as error:
