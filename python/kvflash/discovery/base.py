@@ -72,7 +72,6 @@ class Watch:
         self._waiting: OrderedDict[str, bytes | None] = OrderedDict()
         self._is_synced = False
         self._is_sync_told = False
-        self._failure: BaseException | None = None
         self._is_closed = False
         self._news = asyncio.Event()
 
@@ -89,8 +88,6 @@ class Watch:
             if self._is_synced and not self._is_sync_told:
                 self._is_sync_told = True
                 return Synced()
-            if self._failure is not None:
-                raise self._failure
             self._news.clear()
             await self._news.wait()
 
@@ -138,11 +135,6 @@ class Watch:
         if not self._is_synced:
             self._is_synced = True
             self._news.set()
-
-    def fail(self, error: BaseException) -> None:
-        """End the watch with an error, after the waiting events."""
-        self._failure = error
-        self._news.set()
 
 
 class Discovery(ABC):

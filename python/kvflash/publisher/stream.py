@@ -62,14 +62,6 @@ class Sender(ABC):
         self._thread = threading.Thread(target=self._run, name="kvflash-events", daemon=True)
         self._thread.start()
 
-    def put(self, events: Sequence[bytes]) -> None:
-        """Queue encoded events, which stay together; they are sent within the tick.
-
-        Raises:
-            ClosedError: The stream is closed, or belongs to the parent of a forked process.
-        """
-        self.outbox.put(list(events))
-
     def flush(self, timeout_s: float = 10.0) -> bool:
         """Wait until everything queued before is sent; False if that took longer."""
         return self.outbox.flush(timeout_s)
@@ -126,8 +118,8 @@ class Sender(ABC):
 class EventStream(Sender):
     """Event batches of one publisher on a ZMQ PUB socket, with a ROUTER socket for replays.
 
-    Consistency: events are published in the order in which `put` took them; those of one call stay
-    together. Sequence numbers are consecutive from 0.
+    Consistency: events are published in the order in which the outbox took them; those of one call
+    stay together. Sequence numbers are consecutive from 0.
     Cost: a call copies nothing and waits only while more than `pending_bytes_max` are queued.
     """
 
@@ -160,7 +152,7 @@ class EventStream(Sender):
             tick_ms: How long the first event of a batch waits for more events.
             ring_batches: Batches kept for replay.
             ring_bytes: Memory for these batches; the oldest are dropped first.
-            pending_bytes_max: Encoded events that may wait for the thread; above it `put` waits.
+            pending_bytes_max: Encoded events that may wait for the thread; above it calls wait.
             block_size: Tokens in a block, passed to the outbox.
             shape: Event format, see :class:`kvflash._core.EventOutbox`.
             fields: Names of the host and the ports in errors.

@@ -46,7 +46,7 @@ async def open_channel(event_plane: str, component: Component, *, is_local: bool
     from kvflash.transport.nats_connection import connect  # noqa: PLC0415
 
     client = await connect(NatsSettings.from_env(), name="kvflash-sync")
-    return NatsChannel(client, names.replica_sync_subject(*component), is_owned=True)
+    return NatsChannel(client, names.replica_sync_subject(*component))
 
 
 class Sharing:

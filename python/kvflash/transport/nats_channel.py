@@ -16,15 +16,14 @@ class NatsChannel:
     """A subject; see :class:`kvflash.transport.channel.Channel`.
 
     Args:
-        client: A connection; closed with the channel if it ``is_owned``.
+        client: A connection, which is closed with the channel.
         subject: Subject of the group.
-        is_owned: Whether the connection belongs to this channel.
     """
 
     endpoint: str | None = None
 
-    def __init__(self, client: Client, subject: str, *, is_owned: bool = False) -> None:
-        self._client, self._subject, self._is_owned = client, subject, is_owned
+    def __init__(self, client: Client, subject: str) -> None:
+        self._client, self._subject = client, subject
         self._subscription: Any = None
 
     async def open(self, on_message: Callable[[bytes], None]) -> None:
@@ -50,6 +49,5 @@ class NatsChannel:
         if self._subscription is not None:
             with contextlib.suppress(nats.errors.Error, OSError):
                 await self._subscription.unsubscribe()
-        if self._is_owned:
-            with contextlib.suppress(nats.errors.Error, OSError):
-                await self._client.close()
+        with contextlib.suppress(nats.errors.Error, OSError):
+            await self._client.close()

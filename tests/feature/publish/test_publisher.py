@@ -444,7 +444,7 @@ def test_a_queue_that_is_full_makes_callers_wait_and_loses_nothing():
     stream = EventStream(pending_bytes_max=1, tick_ms=0)
     try:
         for _ in range(200):
-            stream.put([b"\xc0" * 100])
+            stream.outbox.put([b"\xc0" * 100])
         assert stream.flush()
         assert stream.stats()["events_total"] == 200
     finally:

@@ -74,7 +74,7 @@ def router(
         if nats_server is None:
             return ZmqChannel(request.param)
         client = await connect(NatsSettings(servers=(nats_server.url,)), name="test")
-        return NatsChannel(client, names.replica_sync_subject("ns", "backend"), is_owned=True)
+        return NatsChannel(client, names.replica_sync_subject("ns", "backend"))
 
     def start(limits: SyncLimits | None = None) -> tuple[ReplicaSyncService, Load]:
         load = Load()
