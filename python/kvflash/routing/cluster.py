@@ -112,12 +112,9 @@ class Cluster:
         sockets = LateReceiver(catalog)
         if not self.is_nats:
             return sockets
-        from kvflash.transport.base import Dispatch, SilentReceiver  # noqa: PLC0415
         from kvflash.transport.nats_components import NatsComponentsReceiver  # noqa: PLC0415
 
-        brokered: dict[str, Receiver] = {"jetstream": SilentReceiver()}
-        brokered["nats"] = NatsComponentsReceiver(catalog)
-        return Dispatch(sockets, brokered)
+        return NatsComponentsReceiver(catalog, sockets)
 
     def start(self) -> None:
         """Start sharing in the background."""

@@ -23,54 +23,6 @@ class Receiver(Protocol):
         """Close everything; blocks until done."""
 
 
-class SilentReceiver:
-    """A :class:`Receiver` for endpoints whose events arrive in another way."""
-
-    def start(self) -> None:
-        """See :meth:`Receiver.start`."""
-
-    def obey(self, order: Order) -> None:
-        """See :meth:`Receiver.obey`."""
-
-    def stop(self) -> None:
-        """See :meth:`Receiver.stop`."""
-
-
-class Dispatch:
-    """Combines several receivers: an order goes to the receiver of its endpoint's scheme.
-
-    Args:
-        default: Takes orders of all other schemes.
-        by_scheme: Receivers by scheme, such as ``nats``.
-    """
-
-    def __init__(self, default: Receiver, by_scheme: Mapping[str, Receiver]) -> None:
-        self._default = default
-        self._by_scheme = dict(by_scheme)
-        self._of: dict[int, Receiver] = {}
-
-    def start(self) -> None:
-        """See :meth:`Receiver.start`."""
-        for receiver in (self._default, *self._by_scheme.values()):
-            receiver.start()
-
-    def obey(self, order: Order) -> None:
-        """See :meth:`Receiver.obey`."""
-        kind, publisher, endpoint, _ = order
-        if kind in ("subscribe", "hold"):
-            scheme = endpoint.partition("://")[0]
-            self._of[publisher] = self._by_scheme.get(scheme, self._default)
-        receiver = self._of.get(publisher, self._default)
-        if kind == "unsubscribe":
-            self._of.pop(publisher, None)
-        receiver.obey(order)
-
-    def stop(self) -> None:
-        """See :meth:`Receiver.stop`."""
-        for receiver in (*self._by_scheme.values(), self._default):
-            receiver.stop()
-
-
 @dataclass(frozen=True)
 class Message:
     """One message of a log.

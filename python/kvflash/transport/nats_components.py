@@ -1,4 +1,4 @@
-"""Receives events over NATS Core of any number of components."""
+"""Receives events over NATS Core of any number of components, and those of sockets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvflash._core import Catalog
 from kvflash.errors import KvflashError
 from kvflash.outage import Outage
 from kvflash.transport import names
-from kvflash.transport.base import Order
+from kvflash.transport.base import Order, Receiver
 from kvflash.transport.nats_core import NatsCoreReceiver
 
 logger = logging.getLogger(__name__)
@@ -24,14 +24,19 @@ _SUBJECT = re.compile(r"namespace\.([^./]+)\.component\.([^./]+)\.kv-events")
 
 
 class NatsComponentsReceiver:
-    """A :class:`Receiver` of ``nats://SUBJECT/INSTANCE/RANK``, with a connection per component.
+    """A :class:`Receiver` of events at a broker, beside one of sockets.
+
+    Endpoints ``nats://SUBJECT/INSTANCE/RANK`` have a connection per component. Events at
+    ``jetstream://`` arrive in another way, without a subscription.
 
     Args:
         catalog: Where frames go.
+        sockets: Takes the orders of all other endpoints.
     """
 
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
+    def __init__(self, catalog: Catalog, sockets: Receiver) -> None:
+        self._catalog, self._sockets = catalog, sockets
+        self._schemes: dict[int, str] = {}
         self._orders: queue.Queue[Order | None] = queue.Queue(_ORDERS_MAX)
         self._receivers: dict[str, NatsCoreReceiver] = {}
         self._of: dict[int, NatsCoreReceiver] = {}
@@ -40,11 +45,21 @@ class NatsComponentsReceiver:
 
     def start(self) -> None:
         """See :meth:`Receiver.start`. It connects on the first endpoint of a component."""
+        self._sockets.start()
         self._thread.start()
 
     def obey(self, order: Order) -> None:
         """See :meth:`Receiver.obey`."""
-        self._orders.put(order)
+        kind, publisher, endpoint, _ = order
+        if kind in ("subscribe", "hold"):
+            self._schemes[publisher] = endpoint.partition("://")[0]
+        scheme = self._schemes.get(publisher)
+        if kind == "unsubscribe":
+            self._schemes.pop(publisher, None)
+        if scheme == "nats":
+            self._orders.put(order)
+        elif scheme != "jetstream":
+            self._sockets.obey(order)
 
     def stop(self) -> None:
         """See :meth:`Receiver.stop`."""
@@ -54,7 +69,7 @@ class NatsComponentsReceiver:
             self._orders.put_nowait(None)
         if self._thread.is_alive():
             self._thread.join()
-        for receiver in self._receivers.values():
+        for receiver in (*self._receivers.values(), self._sockets):
             receiver.stop()
 
     def _run(self) -> None:
