@@ -13,7 +13,7 @@ use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder};
 use tokio::time::{Instant, sleep};
 
 use super::aside::block_in_place;
-use super::gateway::identity::Identity;
+use super::gateway::turn::Identity;
 use super::gateway::turn::{FairnessOptions, WaitingRoom};
 use super::metrics::seconds_histogram;
 

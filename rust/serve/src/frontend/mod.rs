@@ -30,8 +30,8 @@ pub use engine::EngineSpec;
 pub use options::{EnforceDisagg, FrontendOptions};
 pub use service::FrontendApp;
 
-pub use crate::gateway::identity::Identity;
 pub use crate::gateway::turn::FairnessOptions;
+pub use crate::gateway::turn::Identity;
 
 #[cfg(test)]
 mod tests;

@@ -20,7 +20,7 @@ use super::metrics::{FormLabel, OutcomeLabel};
 use super::pool::Pool;
 use crate::gateway::api::Api;
 use crate::gateway::as_chat::chat_of;
-use crate::gateway::envelope::Envelope;
+use crate::gateway::call::Envelope;
 use crate::gateway::render::ask_body;
 use crate::metrics::escape;
 

@@ -10,8 +10,7 @@ use serde::Deserialize;
 
 use super::api::Api;
 use super::body::Raw;
-use super::call::Call;
-use super::envelope::{Envelope, Prompt};
+use super::call::{Call, Envelope, Prompt};
 use crate::frontend::engine::{Engine, address_of};
 use crate::frontend::pool::Members;
 use crate::tenant::pass;

@@ -5,7 +5,7 @@ use serde::Deserialize;
 
 use super::api::Api;
 use super::body::{Body, Raw};
-use super::envelope::Envelope;
+use super::call::Envelope;
 use crate::frontend::app::App;
 use crate::frontend::corpus::{Form, Forms};
 use crate::frontend::engine::Engine;

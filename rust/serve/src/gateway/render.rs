@@ -12,7 +12,7 @@ use kvflash_core::text::Tokens;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use super::envelope::Envelope;
+use super::call::Envelope;
 use super::ids::Replaceable;
 use super::lesson::Lesson;
 use crate::frontend::app::App;

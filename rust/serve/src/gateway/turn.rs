@@ -1,9 +1,14 @@
 //! Fair turns: requests of a model wait until its workers have room, and clients take turns
-//! according to past usage.
+//! according to past usage. A client is known by its key, or by what its request says of it.
 
-use std::sync::Arc;
+use std::hash::BuildHasher;
+use std::net::{IpAddr, Ipv6Addr};
+use std::str::FromStr;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use axum::http::header::AUTHORIZATION;
+use axum::http::{HeaderMap, HeaderName};
 use kvflash_core::clock::Clock;
 use kvflash_core::error::{Error, Result};
 use kvflash_core::fair::{
@@ -13,7 +18,6 @@ use kvflash_core::select::Usage;
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
-use super::identity::Identity;
 use crate::{FairnessSettings, Reject};
 
 /// How clients share capacity.
@@ -253,3 +257,105 @@ impl Drop for Turn {
         self.room.call_next();
     }
 }
+
+/// Longest name in a header, in bytes; a longer one is truncated.
+const MAX_NAME_BYTES: usize = 256;
+
+/// Identity of clients without a key of this server.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum Identity {
+    /// Its `Authorization`, which is secret; without one its `user`, else its address.
+    #[default]
+    Authorization,
+    /// The header or field `user`, else as above: for servers behind a gateway that sets it.
+    User,
+    /// A header that a gateway sets, else as the first.
+    Header(HeaderName),
+}
+
+impl FromStr for Identity {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let wrong = || {
+            Error::Config(format!(
+                "--fairness-identity must be authorization, user or header:NAME, got {text:?}"
+            ))
+        };
+        match text.split_once(':') {
+            None if text == "authorization" => Ok(Self::Authorization),
+            None if text == "user" => Ok(Self::User),
+            Some(("header", name)) => name.parse().map(Self::Header).map_err(|_| wrong()),
+            _ => Err(wrong()),
+        }
+    }
+}
+
+impl Identity {
+    /// The client of a request that calls itself `user`.
+    pub(crate) fn client(
+        &self,
+        user: Option<&str>,
+        headers: &HeaderMap,
+        address: Option<IpAddr>,
+    ) -> Client {
+        // Each process draws its own seed, so that a client cannot choose a key that shares another's turns.
+        static KEYS: OnceLock<std::hash::RandomState> = OnceLock::new();
+        let hashed = |bytes: &[u8]| {
+            let hash = KEYS.get_or_init(std::hash::RandomState::new).hash_one(bytes);
+            format!("key-{hash:016x}")
+        };
+        let own = || user.map(str::to_owned);
+        let first = match self {
+            Self::Authorization => None,
+            Self::User => own(),
+            Self::Header(name) => headers.get(name).map(|value| {
+                let text = String::from_utf8_lossy(value.as_bytes());
+                let fits = |at: &usize| text.is_char_boundary(*at);
+                let end = (0..=text.len().min(MAX_NAME_BYTES)).rev().find(fits).unwrap_or(0);
+                text[..end].to_owned()
+            }),
+        };
+        if let Some(name) = first {
+            return Client { group: None, name };
+        }
+        let said = headers.get(AUTHORIZATION).map(|value| hashed(value.as_bytes())).or_else(own);
+        let name = said.or_else(|| address.map(|address| address.to_string()));
+        Client { group: address.map(network), name: name.unwrap_or_default() }
+    }
+}
+
+/// Whose turn is charged for a request.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Client {
+    /// Where it comes from, if that is all that is certain: names that a client may choose share the turns of one
+    /// client.
+    group: Option<String>,
+    name: String,
+}
+
+impl Client {
+    /// The owner of a key of this server.
+    pub fn known(id: &str) -> Self {
+        Self { group: None, name: id.to_owned() }
+    }
+
+    pub fn as_name(&self) -> ClientName<'_> {
+        ClientName { group: self.group.as_deref(), client: &self.name }
+    }
+}
+
+/// The network that one client has the addresses of: with IPv6 the first 64 bits.
+fn network(address: IpAddr) -> String {
+    match address.to_canonical() {
+        IpAddr::V4(address) => address.to_string(),
+        IpAddr::V6(address) => {
+            let bits = address.to_bits() & !u128::from(u64::MAX);
+            format!("{}/64", Ipv6Addr::from_bits(bits))
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests;
