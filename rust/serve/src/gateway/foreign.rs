@@ -13,10 +13,9 @@ use serde_json::value::RawValue;
 use super::api::{Api, Row};
 use super::as_chat;
 use super::body::{Body, Raw};
-use super::bound;
 use super::call::{Call, Envelope};
-use super::render::{self, Known};
-use super::tokens::{Untokenized, tokens};
+use super::render;
+use super::tokens::{Known, Untokenized, check_length, tokens};
 use super::turn::Identity;
 use crate::Reject;
 use crate::compute::Busy;
@@ -68,7 +67,7 @@ pub(super) async fn known(
     if call.api() == Api::Unmatched || !pool.selector.needs_tokens() && !call.nvext.is_query() {
         return Ok(Known::default());
     }
-    bound::check(app, call, pool).map_err(Untokenized::Refused)?;
+    check_length(app, call, pool).map_err(Untokenized::Refused)?;
     let fields: Fields<'_> = call.body.read().map_err(refused)?;
     match call.api() {
         Api::Tokens => token_ids(app, call, &fields).await,

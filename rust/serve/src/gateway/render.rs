@@ -4,7 +4,6 @@
 //! answers with the prompt's tokens and with the identity and place of each item.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
 use axum::http::StatusCode;
 use kvflash_core::hash::engine::MediaItem;
@@ -13,32 +12,12 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use super::call::Envelope;
-use super::ids::Replaceable;
-use super::lesson::Lesson;
+use super::tokens::Known;
 use crate::frontend::app::App;
 use crate::frontend::pool::Pool;
 
 /// Longest answer: it may carry the images as tensors.
 const MAX_ANSWER_BYTES: usize = 256 * 1024 * 1024;
-
-/// A prompt as its workers will have it.
-#[derive(Debug, Default)]
-pub(super) struct Known {
-    /// `None` where nobody needs them, or they can't be known.
-    pub tokens: Option<Tokens>,
-    /// What stands in it beside text, ascending by place.
-    pub media: Arc<[MediaItem]>,
-    /// The tokens are the engines' own for sure, and may be sent instead of the text.
-    pub replaceable: Option<Replaceable>,
-    /// What its answer teaches, where there are no tokens.
-    pub lesson: Option<Lesson>,
-}
-
-impl From<Tokens> for Known {
-    fn from(tokens: Tokens) -> Self {
-        Self { tokens: Some(tokens), ..Self::default() }
-    }
-}
 
 /// A rendered prompt, as engines tell it and take it.
 #[derive(Debug, Deserialize)]

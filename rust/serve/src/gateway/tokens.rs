@@ -1,21 +1,26 @@
-//! A prompt's tokens: by the tokenizer here, or by an engine's own.
+//! A prompt's tokens: by the tokenizer here, or by an engine's own, for a prompt that is not too long. Where they are
+//! the engines' own for sure, a request may be sent with them instead of its text.
 
 use std::sync::Arc;
 
+use bytes::Bytes;
 use kvflash_core::error::Error;
+use kvflash_core::hash::engine::MediaItem;
 use kvflash_core::text::{self, Effort, Tokens};
+use serde::Deserialize;
 use serde_json::Value;
 
 use super::api::Api;
-use super::body::Raw;
-use super::bound;
+use super::body::{Body, Raw};
 use super::call::{Call, Envelope, Prompt};
-use super::ids::{are_proven, replaceable};
-use super::render::{Known, ask_body, has_media, render};
+use super::lesson::Lesson;
+use super::render::{ask_body, has_media, render};
 use super::turn::Identity;
 use crate::compute::Busy;
 use crate::frontend::app::App;
-use crate::frontend::corpus::Forms;
+use crate::frontend::corpus::{Form, Forms};
+use crate::frontend::engine::Engine;
+use crate::frontend::ids::Field;
 use crate::frontend::pool::Pool;
 use crate::frontend::runtime::member::ModelText;
 use crate::frontend::runtime::spec::ModelInput;
@@ -26,6 +31,25 @@ const LONG_TEXT_BYTES: usize = 32 * 1024;
 /// The same for chats, bytes: a longer one that is known but for a little takes some 0.5 ms, and one that is not is
 /// found out by a hash over it.
 const LONG_CHAT_BYTES: usize = 512 * 1024;
+
+/// A prompt as its workers will have it.
+#[derive(Debug, Default)]
+pub(super) struct Known {
+    /// `None` where nobody needs them, or they can't be known.
+    pub tokens: Option<Tokens>,
+    /// What stands in it beside text, ascending by place.
+    pub media: Arc<[MediaItem]>,
+    /// The tokens are the engines' own for sure, and may be sent instead of the text.
+    pub replaceable: Option<Replaceable>,
+    /// What its answer teaches, where there are no tokens.
+    pub lesson: Option<Lesson>,
+}
+
+impl From<Tokens> for Known {
+    fn from(tokens: Tokens) -> Self {
+        Self { tokens: Some(tokens), ..Self::default() }
+    }
+}
 
 /// Why there are no tokens.
 pub(super) enum Untokenized {
@@ -53,7 +77,7 @@ pub(super) async fn tokens(
     if !is_strict && !pool.selector.needs_tokens() && !call.nvext.is_query() {
         return Ok(Known::default());
     }
-    let text_bytes = bound::check(app, call, pool).map_err(Untokenized::Refused)?;
+    let text_bytes = check_length(app, call, pool).map_err(Untokenized::Refused)?;
     let is_long = call.body.bytes().len() > LONG_TEXT_BYTES;
     let bytes = call.body.bytes().len();
     let busy = |Busy| match is_strict {
@@ -202,3 +226,187 @@ async fn remote_tokens(
             .map_err(|_| "tokenize_failed"),
     }
 }
+
+/// Bodies up to this size are below every model's limit.
+const SHORT_BYTES: usize = 32 * 1024;
+/// Bytes of text per token of a model's limit: four times as many as English text has.
+const BYTES_PER_TOKEN: u64 = 16;
+/// The limit while no worker has reported its context length.
+const UNKNOWN_BYTES: usize = 4 * 1024 * 1024;
+
+/// The longest prompt for `pool` in bytes, and the reason.
+fn length_limit(app: &App, pool: &Pool) -> (usize, String) {
+    let given = app.options.max_prompt_bytes;
+    if given > 0 {
+        return (given, "--max-prompt-bytes".to_owned());
+    }
+    let members = pool.members();
+    let tokens = members.all().filter_map(|engine| engine.notes.lock().max_model_len).min();
+    match tokens {
+        None => (
+            UNKNOWN_BYTES,
+            "the default while no worker reports max_model_len; --max-prompt-bytes".to_owned(),
+        ),
+        Some(tokens) => {
+            let bytes = tokens.saturating_mul(BYTES_PER_TOKEN).max(SHORT_BYTES as u64);
+            let why = format!("max_model_len is {tokens}; --max-prompt-bytes");
+            (usize::try_from(bytes).unwrap_or(usize::MAX), why)
+        }
+    }
+}
+
+/// The longest text to which this request's prompt may be rendered, in bytes.
+///
+/// # Errors
+/// `InvalidArgument` for a prompt that is already too long, with its length and the limit.
+///
+/// # Cost
+/// None: the weights were computed when the fields were located.
+pub(super) fn check_length(app: &App, call: &Call, pool: &Pool) -> Result<usize, Error> {
+    if call.body.bytes().len() <= SHORT_BYTES {
+        return Ok(UNKNOWN_BYTES);
+    }
+    let (limit, why) = length_limit(app, pool);
+    let (what, fields) = prompt_fields(call.api());
+    let bytes = call.body.weight(fields);
+    if bytes > limit {
+        return Err(Error::invalid(format!(
+            "{what} more than {limit} bytes of text, the limit ({why}); a number or token id \
+             counts 8"
+        )));
+    }
+    Ok(limit)
+}
+
+/// The fields of a prompt, and their name in errors.
+fn prompt_fields(api: Api) -> (&'static str, &'static [&'static str]) {
+    match api {
+        Api::Chat => (
+            "messages: messages, tools and template arguments have",
+            &["messages", "tools", "documents", "chat_template_kwargs", "tool_choice"],
+        ),
+        Api::Completions => ("prompt: it has", &["prompt"]),
+        Api::Tokens => ("token_ids: they have", &["token_ids"]),
+        Api::Generate => ("text: text and input_ids have", &["text", "input_ids"]),
+        Api::Responses => {
+            ("input: instructions, input and tools have", &["instructions", "input", "tools"])
+        }
+        Api::Messages => {
+            ("messages: system, messages and tools have", &["system", "messages", "tools"])
+        }
+        Api::Unmatched => ("the body: it has", &[]),
+    }
+}
+
+/// Fields that change what the engine does with its prompt's text, or that need the text. A request with one of them
+/// goes as it came.
+#[derive(Debug, Default, Deserialize)]
+struct Bound<'a> {
+    #[serde(borrow, default)]
+    max_completion_tokens: Option<Raw<'a>>,
+    #[serde(borrow, default)]
+    max_tokens: Option<Raw<'a>>,
+    #[serde(borrow, default)]
+    suffix: Option<Raw<'a>>,
+    #[serde(borrow, default)]
+    prompt_embeds: Option<Raw<'a>>,
+    #[serde(borrow, default)]
+    truncation_side: Option<Raw<'a>>,
+    #[serde(borrow, default)]
+    return_token_offsets: Option<Raw<'a>>,
+    #[serde(borrow, default)]
+    input_ids: Option<Raw<'a>>,
+    #[serde(borrow, default)]
+    mm_processor_kwargs: Option<Raw<'a>>,
+    #[serde(borrow, default)]
+    media_io_kwargs: Option<Raw<'a>>,
+}
+
+/// A request to which the ids of its prompt mean the same as its text, at any engine that takes them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Replaceable {
+    /// Tokens that it asks for; 0 where it does not say.
+    output_tokens: u64,
+}
+
+impl Replaceable {
+    /// The field in which `engine` gets the `ids` of this request, if any.
+    pub fn field(self, engine: &Engine, api: Api, ids: &[u32]) -> Option<Field> {
+        // An engine holds a chat's text, but not its ids, to the room that is left beside the answer: where that is not
+        // known to suffice, it is to say so itself.
+        let needed = ids.len() as u64 + self.output_tokens.max(1);
+        let fits = || engine.notes.lock().max_model_len.is_some_and(|room| needed <= room);
+        let is_sent = !ids.is_empty() && (api == Api::Completions || fits());
+        engine.ids.next(api).filter(|_| is_sent)
+    }
+}
+
+/// Whether, and for what, the ids of a prompt mean the same as its text.
+pub(super) fn replaceable(body: &Body, envelope: &Envelope<'_>) -> Option<Replaceable> {
+    let bound: Bound<'_> = body.read().ok()?;
+    let output = bound.max_completion_tokens.or(bound.max_tokens).filter(|raw| raw.get() != "null");
+    let output_tokens = output.map_or(Some(0), |raw| raw.get().parse().ok())?;
+    is_plain(&bound, envelope).then_some(Replaceable { output_tokens })
+}
+
+fn is_plain(bound: &Bound<'_>, envelope: &Envelope<'_>) -> bool {
+    let is_off = |raw: &Option<Raw<'_>>| {
+        raw.is_none_or(|raw| ["null", "false", "\"\""].contains(&raw.get()))
+    };
+    let is_plain_chat = envelope.messages.is_none()
+        || (envelope.add_generation_prompt != Some(false)
+            && envelope.continue_final_message != Some(true)
+            && envelope.add_special_tokens.is_none()
+            && envelope.tool_choice.is_none_or(|raw| raw.get() != "\"none\""));
+    envelope.reuses_prefix()
+        && is_plain_chat
+        && [
+            &envelope.truncate_prompt_tokens,
+            &envelope.chat_template,
+            &envelope.documents,
+            &envelope.reasoning_effort,
+            &bound.suffix,
+            &bound.prompt_embeds,
+            &bound.truncation_side,
+            &bound.return_token_offsets,
+            &bound.input_ids,
+            &bound.mm_processor_kwargs,
+            &bound.media_io_kwargs,
+        ]
+        .into_iter()
+        .all(is_off)
+}
+
+/// Whether the engines of `pool` are known to make the same tokens of such a prompt as the tokenizer here.
+pub(super) fn are_proven(app: &App, envelope: &Envelope<'_>, pool: &Pool) -> bool {
+    let proven = app.parity.standing(&pool.name).proven;
+    let least = if envelope.messages.is_some() { Form::Chat } else { Form::Text };
+    if !proven.has(least) {
+        return false;
+    }
+    let unproven = proven.others();
+    let is_adapter = envelope.model.as_deref().is_some_and(|name| name != pool.name);
+    Forms::of(envelope, is_adapter, unproven).is_empty()
+}
+
+/// The request with `ids` in `field`; everything else stands as it came.
+pub(super) fn body_with(body: &Body, field: Field, ids: &[u32]) -> Bytes {
+    // A token is up to six digits and a comma, mostly.
+    let mut json = Vec::with_capacity(7 * ids.len() + 32);
+    if field == Field::KvTransferParams {
+        json.extend_from_slice(b"{\"prompt_token_ids\":");
+    }
+    serde_json::to_writer(&mut json, ids).expect("numbers are JSON, and memory takes them");
+    match field {
+        Field::Prompt => body.with_json("prompt", &json),
+        Field::InputIds => body.with_json("input_ids", &json),
+        Field::KvTransferParams => {
+            json.push(b'}');
+            body.with_json("kv_transfer_params", &json)
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests;

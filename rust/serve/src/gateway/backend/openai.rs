@@ -22,10 +22,10 @@ use crate::gateway::api::Row;
 use crate::gateway::body::Body;
 use crate::gateway::book::Choice;
 use crate::gateway::call::{Call, REQUEST_ID_HEADER};
-use crate::gateway::ids::body_with;
 use crate::gateway::lesson::{FIELD, Lesson};
 use crate::gateway::plan::Plan;
 use crate::gateway::stored;
+use crate::gateway::tokens::body_with;
 use crate::tenant::pass::engine_headers;
 
 /// Size limit of a prefill's response: one token and its transfer parameters.
