@@ -22,7 +22,6 @@ use serde_json::{Value, json};
 
 use super::app::{App, Name};
 use super::engine::{Engine, EngineSpec, WorkerKey, is_prefill};
-use super::pool::Pool;
 use super::{drain, probe};
 use crate::gateway::api::Row;
 use crate::gateway::backend::disagg::Prefill;
@@ -256,7 +255,7 @@ fn tell_models(app: &App) -> Response {
     // Once per model, not per adapter. In reverse, so that decode workers take precedence over
     // prefill workers.
     let limits: HashMap<&str, Option<u64>> =
-        pools.iter().rev().map(|pool| (&*pool.name, max_model_len(pool))).collect();
+        pools.iter().rev().map(|pool| (&*pool.name, pool.members().max_model_len())).collect();
     let names = app.names();
     let limit = |name: &Name| limits.get(name.base.as_str()).copied().flatten();
     let data: Vec<Value> = names.iter().map(|name| card(name, limit(name))).collect();
@@ -281,13 +280,9 @@ fn tell_model(app: &App, id: &str) -> Response {
         return Reject::from(app.not_served(id, model)).openai();
     };
     let pools = app.fleet.pools();
-    let limit = pools.iter().find(|pool| pool.name == name.base).and_then(max_model_len);
+    let limit = pools.iter().find(|pool| pool.name == name.base);
+    let limit = limit.and_then(|pool| pool.members().max_model_len());
     Json(card(&name, limit)).into_response()
-}
-
-/// The longest context that all workers of a model accept; `None` if none has reported it.
-fn max_model_len(pool: &Arc<Pool>) -> Option<u64> {
-    pool.members().all().filter_map(|engine| engine.notes.lock().max_model_len).min()
 }
 
 /// A name in the format of OpenAI's API.

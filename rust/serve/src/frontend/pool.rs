@@ -24,6 +24,11 @@ impl Members {
         self.all().filter(|engine| engine.is_healthy()).count()
     }
 
+    /// The longest context that all of them accept; `None` if none has reported it.
+    pub fn max_model_len(&self) -> Option<u64> {
+        self.all().filter_map(|engine| engine.notes.lock().max_model_len).min()
+    }
+
     pub fn are_all_healthy(&self) -> bool {
         self.all().all(|engine| engine.is_healthy())
     }

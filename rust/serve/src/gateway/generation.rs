@@ -152,7 +152,7 @@ impl Generation {
             }));
         }
         let mut read = Self::parse(call.api(), &call.body)?;
-        let context = members.all().filter_map(|engine| engine.notes.lock().max_model_len).min();
+        let context = members.max_model_len();
         read.fit(prompt_tokens.unwrap_or(1), context)?;
         Ok(Some(read))
     }

@@ -240,9 +240,7 @@ fn length_limit(app: &App, pool: &Pool) -> (usize, String) {
     if given > 0 {
         return (given, "--max-prompt-bytes".to_owned());
     }
-    let members = pool.members();
-    let tokens = members.all().filter_map(|engine| engine.notes.lock().max_model_len).min();
-    match tokens {
+    match pool.members().max_model_len() {
         None => (
             UNKNOWN_BYTES,
             "the default while no worker reports max_model_len; --max-prompt-bytes".to_owned(),
