@@ -15,9 +15,9 @@ use kvflash_core::select;
 use serde_json::{Value, json};
 
 use super::api::Api;
-use super::backend::failed::Failed;
-use super::backend::handoff::Handoff;
+use super::attempts::Failed;
 use super::backend::plane::{Opened, failed};
+use super::backend::worker::Handoff;
 use super::generation;
 use super::plan::Plan;
 use super::relay::Delivery;

@@ -6,16 +6,21 @@
 //! worker are limited to a small share of the requests in flight, because they would worsen an
 //! overload.
 
+use std::borrow::Cow;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use axum::http::StatusCode;
 use parking_lot::Mutex;
 use tokio::time::Instant;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use super::backend::failed::{Failed, Reach};
+use crate::Reject;
+use crate::frontend::app::App;
+use crate::frontend::engine::Engine;
+use crate::metrics::CauseLabel;
 
 /// How long lost bodies are remembered, and how many.
 const SUSPECT_TIME: Duration = Duration::from_secs(60);
@@ -158,67 +163,86 @@ impl Drop for Attempts {
     }
 }
 
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use axum::http::StatusCode;
+/// How far a request came.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Reach {
+    /// No worker received it: it may be retried without limit.
+    Never,
+    /// The worker received it and refused it.
+    Refused,
+    /// The worker received it and did not answer: it may have processed all of it, or died from it.
+    Lost {
+        /// Whether the worker appears to have ended or to answer no requests at all.
+        is_death: bool,
+    },
+}
 
-    use super::*;
+/// An attempt that ended before the first byte.
+#[derive(Debug)]
+pub(crate) struct Failed {
+    pub cause: &'static str,
+    pub reach: Reach,
+    pub message: String,
+    /// The client's status if no other worker succeeds.
+    pub status: StatusCode,
+    /// The request's field at fault.
+    pub param: Option<Cow<'static, str>>,
+    pub is_engine_at_fault: bool,
+    /// The request itself is invalid, so no other worker would succeed.
+    pub is_final: bool,
+}
 
-    fn failed() -> Failed {
-        Failed::new("test", "why", StatusCode::BAD_GATEWAY)
+impl Failed {
+    /// A failure that is not the engine's fault: it refused the request.
+    pub fn new(cause: &'static str, message: impl Into<String>, status: StatusCode) -> Self {
+        let (message, reach) = (message.into(), Reach::Refused);
+        let (param, is_engine_at_fault, is_final) = (None, false, false);
+        Self { cause, reach, message, status, param, is_engine_at_fault, is_final }
     }
 
-    #[test]
-    fn what_nobody_had_is_tried_freely() {
-        let retries = Arc::new(Retries::default());
-        let mut attempts = retries.of(b"a");
-        assert!((0..100).all(|_| attempts.failed(&failed().unsent(), b"a", 1).is_none()));
+    /// The worker never received the request.
+    pub fn unsent(self) -> Self {
+        Self { reach: Reach::Never, ..self }
     }
 
-    #[test]
-    fn what_one_lost_has_one_more_and_the_same_again_none() {
-        let retries = Arc::new(Retries::default());
-        let mut attempts = retries.of(b"a");
-        assert_eq!(attempts.failed(&failed().died(), b"a", 1), None);
-        assert!(attempts.failed(&failed().died(), b"a", 1).unwrap().contains("two workers"));
-        let mut again = retries.of(b"a");
-        assert!(again.failed(&failed().died(), b"a", 1).unwrap().contains("the same request"));
-        let mut other = retries.of(b"b");
-        assert_eq!(other.failed(&failed().lost(), b"b", 1), None);
-        assert_eq!(retries.of(b"b").failed(&failed().died(), b"b", 1), None, "one loss is none");
-        retries.of(b"a").answered(b"a");
-        assert_eq!(retries.of(b"a").failed(&failed().died(), b"a", 1), None, "it was answered");
+    /// The worker received the request and is not known to have ended.
+    pub fn lost(self) -> Self {
+        Self { reach: Reach::Lost { is_death: false }, ..self }
     }
 
-    #[tokio::test(start_paused = true)]
-    async fn suspects_are_forgotten() {
-        let retries = Arc::new(Retries::default());
-        retries.suspect(b"a");
-        assert!(retries.of(b"a").is_suspect);
-        tokio::time::advance(SUSPECT_TIME).await;
-        assert!(!retries.of(b"a").is_suspect);
-        for n in 0..3 * MAX_SUSPECTS {
-            retries.suspect(&n.to_le_bytes());
+    /// The worker received the request and appears to have ended.
+    pub fn died(self) -> Self {
+        Self { reach: Reach::Lost { is_death: true }, ..self }
+    }
+
+    /// The request itself is invalid.
+    pub fn invalid(reject: Reject) -> Self {
+        let Reject { status, message, param, .. } = reject;
+        Self { param, is_final: true, ..Self::new("invalid", message, status) }
+    }
+
+    /// Counts it, and marks the engine as suspect if it is at fault.
+    pub fn note(&self, app: &App, engine: &Engine, what: &'static str) {
+        let Self { cause, message, .. } = self;
+        app.metrics.attempts_failed.get_or_create(&CauseLabel { cause }).inc();
+        if self.is_engine_at_fault {
+            engine.failed(message);
         }
-        assert_eq!(retries.suspects.lock().since.len(), MAX_SUSPECTS);
+        tracing::warn!(worker = engine.id, cause, why = message, "{what}");
     }
 
-    #[test]
-    fn retries_are_few_beside_what_is_in_flight() {
-        let retries = Arc::new(Retries::default());
-        let mut all = Vec::new();
-        let mut retry = |in_flight| {
-            let mut attempts = retries.of(b"a");
-            let why = attempts.failed(&failed(), b"a", in_flight);
-            all.push(attempts);
-            why.is_none()
-        };
-        assert_eq!((0..20).filter(|_| retry(20)).count(), 10);
-        assert_eq!((0..20).filter(|_| retry(75)).count(), 5);
-        all.clear();
-        let mut attempts = retries.of(b"a");
-        assert_eq!(attempts.failed(&failed(), b"a", 1), None);
-        assert!(attempts.failed(&failed(), b"a", 1).unwrap().contains("refused"));
+    /// Marks it as the engine's fault.
+    pub fn fault(self) -> Self {
+        Self { is_engine_at_fault: true, ..self }
     }
 }
+
+impl From<Failed> for Reject {
+    fn from(failed: Failed) -> Self {
+        Self { param: failed.param, ..Self::new(failed.status, failed.message) }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests;

@@ -9,8 +9,7 @@ use kvflash_core::ids::InstanceId;
 use kvflash_core::policy::Advice;
 use kvflash_core::select::{Ask, Outcome, Reservation, Selection};
 
-use super::attempts::Attempts;
-use super::backend::failed::Failed;
+use super::attempts::{Attempts, Failed};
 use super::plan::{Part, Plan};
 use crate::frontend::app::App;
 use crate::frontend::engine::Engine;

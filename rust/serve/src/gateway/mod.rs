@@ -5,7 +5,7 @@
 //! load) -> `send` (to it, or to another one if that fails) -> `relay` and `answer` (back to the
 //! client).
 //!
-//! [`backend::Backend`] hides the differences between engines over HTTP and workers of the runtime.
+//! `backend::worker` hides the differences between engines over HTTP and workers of the runtime.
 
 pub(crate) mod admit;
 mod answer;
@@ -17,7 +17,6 @@ pub(crate) mod body;
 mod book;
 pub(crate) mod call;
 mod client;
-mod event_stream;
 pub(crate) mod evidence;
 mod foreign;
 pub(crate) mod generation;
@@ -25,7 +24,6 @@ mod guide;
 mod lesson;
 mod nvext;
 pub(crate) mod plan;
-mod query;
 mod relay;
 pub(crate) mod render;
 pub(crate) mod send;

@@ -1,4 +1,4 @@
-//! Relays an answer chunk by chunk, and frees its load however it ends.
+//! Relays an answer chunk by chunk, an event stream in whole lines, and frees its load however it ends.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -8,7 +8,7 @@ use std::task::{Context, Poll, ready};
 use axum::BoxError;
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::Response;
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use kvflash_core::select::{Outcome, Reservation, Usage};
@@ -18,7 +18,6 @@ use super::admit::InFlight;
 use super::api::{Api, Form, Row};
 use super::backend::openai::{More, Opened};
 use super::book::Choice;
-use super::event_stream::WholeLines;
 use super::evidence::Expectation;
 use super::lesson::Lesson;
 use super::plan::Plan;
@@ -378,3 +377,69 @@ impl Drop for Relay {
         }
     }
 }
+
+/// Maximum bytes of an incomplete line that are held back; longer ones are passed on as they
+/// arrive.
+const MAX_HELD_BYTES: usize = 1 << 18;
+
+/// Holds back a line until it is complete: a client can't use part of an event's data, and if the
+/// engine is lost after it, would take the part for the whole.
+///
+/// # Cost
+/// A check of the last byte of a chunk that ends with an event, which nearly all do; a copy of an
+/// incomplete line.
+#[derive(Debug, Default)]
+pub(crate) struct WholeLines {
+    held: BytesMut,
+    /// Part of the current line was already sent.
+    is_cut: bool,
+}
+
+impl WholeLines {
+    /// Whether nothing is held back.
+    pub fn is_empty(&self) -> bool {
+        self.held.is_empty()
+    }
+
+    /// The data to send after `chunk` has arrived.
+    pub fn take(&mut self, chunk: Bytes) -> Bytes {
+        // A CR alone also ends a line; an LF after it belongs to it.
+        let end = memchr::memrchr2(b'\n', b'\r', &chunk).map_or(0, |at| at + 1);
+        if self.held.is_empty() {
+            let goes_on = self.is_cut && end == 0;
+            if goes_on || end == chunk.len() {
+                self.is_cut = goes_on;
+                return chunk;
+            }
+        }
+        self.is_cut = false;
+        let whole = match (self.held.is_empty(), end) {
+            (_, 0) => Bytes::new(),
+            (true, end) => chunk.slice(..end),
+            (false, end) => {
+                self.held.extend_from_slice(&chunk[..end]);
+                self.held.split().freeze()
+            }
+        };
+        self.held.extend_from_slice(&chunk[end..]);
+        if self.held.len() > MAX_HELD_BYTES {
+            self.is_cut = true;
+            return self.end(whole);
+        }
+        whole
+    }
+
+    /// At the end of the stream: `last`, after the held data.
+    pub fn end(&mut self, last: Bytes) -> Bytes {
+        let held = std::mem::take(&mut self.held);
+        match (last.is_empty(), held.is_empty()) {
+            (_, true) => last,
+            (true, false) => held.freeze(),
+            (false, false) => Bytes::from([&last[..], &held[..]].concat()),
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests;

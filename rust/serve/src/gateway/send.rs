@@ -5,21 +5,21 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use axum::body::Body;
-use axum::http::{HeaderName, HeaderValue};
+use axum::http::{HeaderName, HeaderValue, header};
 use axum::response::Response;
 use kvflash_core::ids::Worker;
+use kvflash_core::select::Selection;
+use serde_json::json;
 
 use super::admit::{Waiting, admit};
 use super::answer::answer;
-use super::api::Row;
+use super::api::{Api, Row};
 use super::backend::disagg::Prefill;
-use super::backend::handoff::Handoff;
-use super::backend::worker::{self, Opened};
+use super::backend::worker::{self, Handoff, Opened};
 use super::book::{Choice, Tries};
 use super::call::{Head, REQUEST_ID_HEADER};
 use super::client::{SESSION_HEADER, session_id_of};
-use super::plan::Plan;
-use super::query;
+use super::plan::{Part, Plan};
 use super::relay::{Delivery, relay};
 use crate::Reject;
 use crate::body::{Received, discard};
@@ -91,7 +91,7 @@ async fn respond(
     drop(turn);
     let mut prefill = Prefill::of(app, &plan).await?;
     if plan.call.nvext.is_query() {
-        return query::answer(&plan, &prefill).await;
+        return tell_workers(&plan, &prefill).await;
     }
     if let Some(running) = in_flight.running.as_ref().filter(|_| has_token_limit(&plan)) {
         running.charge(plan.uncached_tokens()).inspect_err(|_| app.refused("client_limit"))?;
@@ -242,4 +242,42 @@ fn tell_session(app: &App, response: &mut Response, engine: &Engine, worker: Wor
     if let Some(Ok(value)) = session.map(HeaderValue::try_from) {
         response.headers_mut().insert(SESSION_HEADER.clone(), value);
     }
+}
+
+/// `query_instance_id`: returns the workers that would take the request now, and its tokens, as a stream; nothing is
+/// sent or booked.
+///
+/// # Errors
+/// 503 if no worker can take it.
+async fn tell_workers(plan: &Plan, prefill: &Prefill) -> Result<Response, Reject> {
+    let is_decode_only = prefill.query(None).await.is_some();
+    let part = Part { is_decode_only, ..Part::default() };
+    let Selection { worker: decode, seed, .. } = plan.query(part, None).await?;
+    // One seed draws both. Without a prefill worker the decode worker does both.
+    let prefiller = prefill.query(Some(seed)).await.unwrap_or(decode);
+    let (id, object) = match plan.call.api() {
+        Api::Chat => (format!("chatcmpl-{}", plan.call.request_id), "chat.completion.chunk"),
+        _ => (format!("cmpl-{}", plan.call.request_id), "text_completion"),
+    };
+    let event = json!({
+        "id": id,
+        "object": object,
+        "created": 0,
+        "model": plan.model,
+        "choices": [],
+        "nvext": {
+            "worker_id": {
+                "prefill_worker_id": prefiller.instance_id,
+                "prefill_dp_rank": prefiller.dp_rank,
+                "decode_worker_id": decode.instance_id,
+                "decode_dp_rank": decode.dp_rank,
+            },
+            "seed": seed,
+            "token_ids": plan.tokens.as_ref().map(|tokens| tokens.as_slice()),
+        },
+    });
+    let mut response = Response::new(Body::from(format!("data: {event}\n\ndata: [DONE]\n\n")));
+    let kind = HeaderValue::from_static("text/event-stream");
+    response.headers_mut().insert(header::CONTENT_TYPE, kind);
+    Ok(response)
 }

@@ -8,15 +8,14 @@ use kvflash_core::ids::Worker;
 use serde_json::Value;
 use tokio::sync::watch;
 
-use super::failed::Failed;
-use super::handoff::{BootstrapInfo, Handoff, Pending};
 use super::plane::Plane;
-use super::worker;
+use super::worker::{self, BootstrapInfo, Handoff, Pending};
 use crate::Reject;
 use crate::frontend::EnforceDisagg;
 use crate::frontend::app::App;
 use crate::frontend::metrics::OutcomeLabel;
 use crate::gateway::api::Api;
+use crate::gateway::attempts::Failed;
 use crate::gateway::book::{Choice, Tries};
 use crate::gateway::plan::Plan;
 

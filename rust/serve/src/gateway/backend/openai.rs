@@ -1,4 +1,4 @@
-//! Requests to engines with OpenAI's API.
+//! Requests to engines with OpenAI's API: a request is forwarded unchanged, and its answer is passed through.
 
 use std::borrow::Cow;
 use std::pin::pin;
@@ -12,13 +12,12 @@ use http_body_util::{BodyExt, Limited};
 use hyper::body::Incoming;
 use serde_json::{Value, json};
 
-use super::Backend;
-use super::failed::Failed;
-use super::handoff::Handoff;
+use super::worker::Handoff;
 use crate::body::Forwarded;
 use crate::frontend::app::App;
 use crate::frontend::proxy::{Outgoing, client_headers, held, upstream_request};
 use crate::gateway::api::Row;
+use crate::gateway::attempts::Failed;
 use crate::gateway::body::Body;
 use crate::gateway::book::Choice;
 use crate::gateway::call::{Call, REQUEST_ID_HEADER};
@@ -36,9 +35,6 @@ const MAX_PREFILL_ANSWER_BYTES: usize = 8 * 1024 * 1024;
 /// # Source
 /// vLLM's OpenAI server, with any KV connector.
 const PARAMS: &str = "kv_transfer_params";
-
-/// Engines over HTTP: the request is forwarded unchanged, and its answer is passed through.
-pub(crate) struct OpenAi;
 
 /// An engine's answer whose first byte has arrived.
 pub(crate) struct Opened {
@@ -89,159 +85,153 @@ impl More {
     }
 }
 
-impl Backend for OpenAi {
-    type Opened = Opened;
-
-    async fn open(
-        &self,
-        app: &App,
-        plan: &Plan,
-        choice: &Choice,
-        handoff: &Handoff,
-    ) -> Result<Opened, Failed> {
-        let mut changes = match handoff {
-            Handoff::Done { params, .. } => decode_changes(params)?,
-            _ => Vec::new(),
-        };
-        let (mut more, sent) = match handoff.is_alone().then(|| More::of(plan, choice)).flatten() {
-            Some((more, body)) => (Some(more), Some(body)),
-            None => (None, None),
-        };
-        let id = choice.engine.id;
-        changes.extend(stored::changes(&plan.call, &choice.engine, choice.booking.worker()));
-        let body = match changes.as_slice() {
-            [] => plan.call.body.bytes().clone(),
-            changes => plan.call.body.with(changes),
-        };
-        let path = plan.call.head.uri.path_and_query().map_or("/", |path| path.as_str());
-        let mut headers = Cow::Borrowed(&plan.call.head.headers);
-        if more == Some(More::Question) {
-            // What an engine compresses cannot be read.
-            headers.to_mut().remove(header::ACCEPT_ENCODING);
-        }
-        let headers = &*headers;
-        let sent = sent.unwrap_or_else(|| body.clone());
-        let to_first_byte = pin!(async {
-            let mut answer = send(app, &plan.call, choice, path, headers, sent).await?;
-            if refuses(answer.status())
-                && let Some(more) = more.take()
-            {
-                // By what was added, or by the request itself? It is asked once more, as the client wrote it.
-                let refused = answer.status();
-                answer = send(app, &plan.call, choice, path, headers, body).await?;
-                if answer.status().is_success() {
-                    more.refused(app, plan, choice, refused);
-                }
-            }
-            let (parts, mut upstream) = answer.into_parts();
-            let broken = |message: String| {
-                Failed::new("no_first_byte", message, StatusCode::BAD_GATEWAY).fault().died()
-            };
-            if parts.status == StatusCode::SERVICE_UNAVAILABLE {
-                let message = format!("worker {id} answered 503");
-                return Err(Failed::new("unavailable", message, StatusCode::SERVICE_UNAVAILABLE));
-            }
-            // Engines do not redirect clients or switch protocols.
-            if parts.status.is_informational() || parts.status.is_redirection() {
-                let message = format!("worker {id} answered {}", parts.status);
-                return Err(Failed::new("not_an_answer", message, StatusCode::BAD_GATEWAY));
-            }
-            // Nothing has reached the client yet: until the first chunk arrives, another worker can
-            // take over.
-            let mut first = None;
-            while first.is_none() && !upstream.is_end_stream() {
-                match upstream.frame().await {
-                    Some(Ok(frame)) => {
-                        first = frame.into_data().ok().filter(|data| !data.is_empty());
-                    }
-                    Some(Err(error)) => {
-                        return Err(broken(format!("worker {id} broke off its answer: {error}")));
-                    }
-                    None => break,
-                }
-            }
-            if is_missing(parts.status, first.as_deref()) {
-                let Row { verb, path, .. } = plan.call.row;
-                let what = format!("{} {path}", verb.method());
-                let message =
-                    format!("worker {id} does not serve {what}: its engine has no such API");
-                return Err(Failed::new("no_such_api", message, StatusCode::NOT_IMPLEMENTED));
-            }
-            if let Some(gone) = stored::gone_at(&plan.call, parts.status, id) {
-                let failed = Failed::new("response_gone", gone.message, gone.status);
-                return Err(Failed { param: gone.param, is_final: true, ..failed });
-            }
-            // Engines do not complete a prompt with an empty answer: it died after sending the
-            // head.
-            if first.is_none() && parts.status.is_success() {
-                let status = parts.status.as_u16();
-                return Err(broken(format!("worker {id} answered {status} without a body")));
-            }
-            // The lines of a compressed stream are not visible, and no event can be added to it.
-            let is_event_stream = !parts.headers.contains_key(header::CONTENT_ENCODING)
-                && parts
-                    .headers
-                    .get(header::CONTENT_TYPE)
-                    .is_some_and(|value| value.as_bytes().starts_with(b"text/event-stream"));
-            let headers = client_headers(parts.headers);
-            let status = parts.status;
-            Ok(Opened { status, headers, is_event_stream, first, upstream, more })
-        });
-        within(app, to_first_byte, || format!("worker {id} sent no byte")).await
+/// Sends `plan`'s request, with the prompt prefilled as `handoff` says, and waits for the answer to begin.
+pub(super) async fn open(
+    app: &App,
+    plan: &Plan,
+    choice: &Choice,
+    handoff: &Handoff,
+) -> Result<Opened, Failed> {
+    let mut changes = match handoff {
+        Handoff::Done { params, .. } => decode_changes(params)?,
+        _ => Vec::new(),
+    };
+    let (mut more, sent) = match handoff.is_alone().then(|| More::of(plan, choice)).flatten() {
+        Some((more, body)) => (Some(more), Some(body)),
+        None => (None, None),
+    };
+    let id = choice.engine.id;
+    changes.extend(stored::changes(&plan.call, &choice.engine, choice.booking.worker()));
+    let body = match changes.as_slice() {
+        [] => plan.call.body.bytes().clone(),
+        changes => plan.call.body.with(changes),
+    };
+    let path = plan.call.head.uri.path_and_query().map_or("/", |path| path.as_str());
+    let mut headers = Cow::Borrowed(&plan.call.head.headers);
+    if more == Some(More::Question) {
+        // What an engine compresses cannot be read.
+        headers.to_mut().remove(header::ACCEPT_ENCODING);
     }
+    let headers = &*headers;
+    let sent = sent.unwrap_or_else(|| body.clone());
+    let to_first_byte = pin!(async {
+        let mut answer = send(app, &plan.call, choice, path, headers, sent).await?;
+        if refuses(answer.status())
+            && let Some(more) = more.take()
+        {
+            // By what was added, or by the request itself? It is asked once more, as the client wrote it.
+            let refused = answer.status();
+            answer = send(app, &plan.call, choice, path, headers, body).await?;
+            if answer.status().is_success() {
+                more.refused(app, plan, choice, refused);
+            }
+        }
+        let (parts, mut upstream) = answer.into_parts();
+        let broken = |message: String| {
+            Failed::new("no_first_byte", message, StatusCode::BAD_GATEWAY).fault().died()
+        };
+        if parts.status == StatusCode::SERVICE_UNAVAILABLE {
+            let message = format!("worker {id} answered 503");
+            return Err(Failed::new("unavailable", message, StatusCode::SERVICE_UNAVAILABLE));
+        }
+        // Engines do not redirect clients or switch protocols.
+        if parts.status.is_informational() || parts.status.is_redirection() {
+            let message = format!("worker {id} answered {}", parts.status);
+            return Err(Failed::new("not_an_answer", message, StatusCode::BAD_GATEWAY));
+        }
+        // Nothing has reached the client yet: until the first chunk arrives, another worker can
+        // take over.
+        let mut first = None;
+        while first.is_none() && !upstream.is_end_stream() {
+            match upstream.frame().await {
+                Some(Ok(frame)) => {
+                    first = frame.into_data().ok().filter(|data| !data.is_empty());
+                }
+                Some(Err(error)) => {
+                    return Err(broken(format!("worker {id} broke off its answer: {error}")));
+                }
+                None => break,
+            }
+        }
+        if is_missing(parts.status, first.as_deref()) {
+            let Row { verb, path, .. } = plan.call.row;
+            let what = format!("{} {path}", verb.method());
+            let message = format!("worker {id} does not serve {what}: its engine has no such API");
+            return Err(Failed::new("no_such_api", message, StatusCode::NOT_IMPLEMENTED));
+        }
+        if let Some(gone) = stored::gone_at(&plan.call, parts.status, id) {
+            let failed = Failed::new("response_gone", gone.message, gone.status);
+            return Err(Failed { param: gone.param, is_final: true, ..failed });
+        }
+        // Engines do not complete a prompt with an empty answer: it died after sending the
+        // head.
+        if first.is_none() && parts.status.is_success() {
+            let status = parts.status.as_u16();
+            return Err(broken(format!("worker {id} answered {status} without a body")));
+        }
+        // The lines of a compressed stream are not visible, and no event can be added to it.
+        let is_event_stream = !parts.headers.contains_key(header::CONTENT_ENCODING)
+            && parts
+                .headers
+                .get(header::CONTENT_TYPE)
+                .is_some_and(|value| value.as_bytes().starts_with(b"text/event-stream"));
+        let headers = client_headers(parts.headers);
+        let status = parts.status;
+        Ok(Opened { status, headers, is_event_stream, first, upstream, more })
+    });
+    within(app, to_first_byte, || format!("worker {id} sent no byte")).await
+}
 
-    async fn prefill(
-        &self,
-        app: &App,
-        plan: &Plan,
-        choice: &Choice,
-    ) -> Result<rmpv::Value, Failed> {
-        let id = choice.engine.id;
-        let call = &plan.call;
-        let limit = call.api().output_limit().unwrap_or("max_tokens");
-        let body = prefill_body(&call.body, limit);
-        let mut headers = call.head.headers.clone();
-        if let Ok(id) = call.request_id.parse() {
-            headers.insert(REQUEST_ID_HEADER.clone(), id);
-        }
-        let whole = pin!(async {
-            let sent = send(app, call, choice, call.row.path, &headers, body).await;
-            let response = sent.map_err(|failed| Failed {
-                message: format!("prefill at worker {id}: {}", failed.message),
-                ..failed
-            })?;
-            let status = response.status();
-            let body = Limited::new(response.into_body(), MAX_PREFILL_ANSWER_BYTES).collect().await;
-            let body = body.map_err(|error| {
-                let message = format!("worker {id} broke off its prefill: {error}");
-                Failed::new("no_answer", message, StatusCode::BAD_GATEWAY).fault().died()
-            })?;
-            Ok((status, body.to_bytes()))
-        });
-        let (status, body) =
-            within(app, whole, || format!("worker {id} did not finish the prefill")).await?;
-        if !status.is_success() {
-            let text: String = String::from_utf8_lossy(&body).chars().take(300).collect();
-            let message = format!("worker {id} answered its prefill with {status}: {text}");
-            let failed = Failed::new("prefill_status", message, StatusCode::BAD_GATEWAY);
-            // If the request itself is invalid, the decode worker would refuse it, too.
-            return Err(match status.as_u16() {
-                400 | 413 | 422 => Failed { status, is_final: true, ..failed },
-                _ => failed,
-            });
-        }
-        choice.booking.first_token();
-        let answer: Value = serde_json::from_slice(&body).unwrap_or_default();
-        let params = answer.get(PARAMS).filter(|params| !params.is_null()).ok_or_else(|| {
-            let message =
-                format!("worker {id} returned no {PARAMS}; is a KV connector configured?");
-            Failed::new("no_transfer", message, StatusCode::BAD_GATEWAY)
+/// Prefills the prompt; returns what the decode worker needs.
+pub(super) async fn prefill(
+    app: &App,
+    plan: &Plan,
+    choice: &Choice,
+) -> Result<rmpv::Value, Failed> {
+    let id = choice.engine.id;
+    let call = &plan.call;
+    let limit = call.api().output_limit().unwrap_or("max_tokens");
+    let body = prefill_body(&call.body, limit);
+    let mut headers = call.head.headers.clone();
+    if let Ok(id) = call.request_id.parse() {
+        headers.insert(REQUEST_ID_HEADER.clone(), id);
+    }
+    let whole = pin!(async {
+        let sent = send(app, call, choice, call.row.path, &headers, body).await;
+        let response = sent.map_err(|failed| Failed {
+            message: format!("prefill at worker {id}: {}", failed.message),
+            ..failed
         })?;
-        rmpv::ext::to_value(json!({ PARAMS: params })).map_err(|error| {
-            let message = format!("worker {id} returned unusable {PARAMS}: {error}");
-            Failed::new("no_transfer", message, StatusCode::BAD_GATEWAY)
-        })
+        let status = response.status();
+        let body = Limited::new(response.into_body(), MAX_PREFILL_ANSWER_BYTES).collect().await;
+        let body = body.map_err(|error| {
+            let message = format!("worker {id} broke off its prefill: {error}");
+            Failed::new("no_answer", message, StatusCode::BAD_GATEWAY).fault().died()
+        })?;
+        Ok((status, body.to_bytes()))
+    });
+    let (status, body) =
+        within(app, whole, || format!("worker {id} did not finish the prefill")).await?;
+    if !status.is_success() {
+        let text: String = String::from_utf8_lossy(&body).chars().take(300).collect();
+        let message = format!("worker {id} answered its prefill with {status}: {text}");
+        let failed = Failed::new("prefill_status", message, StatusCode::BAD_GATEWAY);
+        // If the request itself is invalid, the decode worker would refuse it, too.
+        return Err(match status.as_u16() {
+            400 | 413 | 422 => Failed { status, is_final: true, ..failed },
+            _ => failed,
+        });
     }
+    choice.booking.first_token();
+    let answer: Value = serde_json::from_slice(&body).unwrap_or_default();
+    let params = answer.get(PARAMS).filter(|params| !params.is_null()).ok_or_else(|| {
+        let message = format!("worker {id} returned no {PARAMS}; is a KV connector configured?");
+        Failed::new("no_transfer", message, StatusCode::BAD_GATEWAY)
+    })?;
+    rmpv::ext::to_value(json!({ PARAMS: params })).map_err(|error| {
+        let message = format!("worker {id} returned unusable {PARAMS}: {error}");
+        Failed::new("no_transfer", message, StatusCode::BAD_GATEWAY)
+    })
 }
 
 /// Whether the engine has no such path: FastAPI's response, directly and through vLLM.

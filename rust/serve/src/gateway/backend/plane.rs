@@ -8,10 +8,8 @@ use bytes::Bytes;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
-use super::Backend;
-use super::failed::Failed;
-use super::handoff::{BootstrapInfo, Handoff};
 use super::openai;
+use super::worker::{BootstrapInfo, Handoff};
 use crate::frontend::app::App;
 use crate::frontend::engine::Engine;
 use crate::frontend::runtime::chunks;
@@ -19,6 +17,7 @@ use crate::frontend::runtime::item::Item;
 use crate::frontend::runtime::member::Member;
 use crate::frontend::runtime::plane::{Cause, Items, PlaneError};
 use crate::frontend::runtime::spec::ModelInput;
+use crate::gateway::attempts::Failed;
 use crate::gateway::book::Choice;
 use crate::gateway::generation::Generation;
 use crate::gateway::plan::Plan;
@@ -67,6 +66,32 @@ impl Plane {
     /// The chosen worker's member, if it is part of the runtime.
     pub fn of(choice: &Choice) -> Option<Self> {
         choice.engine.member.clone().map(Self)
+    }
+
+    /// Sends `plan`'s request, with the prompt prefilled as `handoff` says, and waits for the answer to begin.
+    pub async fn open(
+        &self,
+        app: &App,
+        plan: &Plan,
+        choice: &Choice,
+        handoff: &Handoff,
+    ) -> Result<Opened, Failed> {
+        let (result, bootstrap) = match handoff {
+            Handoff::Alone => (None, None),
+            Handoff::Done { params, .. } => (Some(params), None),
+            Handoff::Beside { info, .. } => (None, Some(info)),
+        };
+        self.send(app, plan, choice, false, result, bootstrap).await
+    }
+
+    /// Prefills the prompt; returns what the decode worker needs.
+    pub async fn prefill(
+        &self,
+        app: &App,
+        plan: &Plan,
+        choice: &Choice,
+    ) -> Result<rmpv::Value, Failed> {
+        self.begin_prefill(app, plan, choice, None).await?.into_transfer(app).await
     }
 
     /// Starts the prefill of a request whose decode runs beside it.
@@ -153,34 +178,6 @@ impl Plane {
             // Suspect only until it answers a ping: it may just be slow.
             Err(Failed::new("timeout", message, StatusCode::GATEWAY_TIMEOUT).fault().lost())
         })
-    }
-}
-
-impl Backend for Plane {
-    type Opened = Opened;
-
-    async fn open(
-        &self,
-        app: &App,
-        plan: &Plan,
-        choice: &Choice,
-        handoff: &Handoff,
-    ) -> Result<Opened, Failed> {
-        let (result, bootstrap) = match handoff {
-            Handoff::Alone => (None, None),
-            Handoff::Done { params, .. } => (Some(params), None),
-            Handoff::Beside { info, .. } => (None, Some(info)),
-        };
-        self.send(app, plan, choice, false, result, bootstrap).await
-    }
-
-    async fn prefill(
-        &self,
-        app: &App,
-        plan: &Plan,
-        choice: &Choice,
-    ) -> Result<rmpv::Value, Failed> {
-        self.begin_prefill(app, plan, choice, None).await?.into_transfer(app).await
     }
 }
 
