@@ -21,7 +21,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::app::{App, Name};
-use super::engine::{Engine, EngineSpec, WorkerKey, is_prefill};
+use super::engine::Engine;
+use super::engine_spec::{EngineSpec, WorkerKey, is_prefill};
 use super::{drain, probe};
 use crate::gateway::api::Row;
 use crate::gateway::backend::disagg::Prefill;

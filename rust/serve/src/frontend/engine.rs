@@ -1,247 +1,19 @@
-//! One engine behind the frontend: its address, health and properties.
+//! One engine behind the frontend: its health and properties.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
-use std::net::IpAddr;
-use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use axum::http::{HeaderValue, Uri};
-use kvflash_core::error::{Error, Result};
-use kvflash_core::fleet::{EventSpec, broker_path, port_of};
+use kvflash_core::fleet::EventSpec;
 use kvflash_core::ids::InstanceId;
+use kvflash_core::select::WorkerReason;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
-use super::ids::TakesIds;
-use super::notes::{EngineNotes, Inspection};
-use super::runtime::member::{Member, ModelText};
-use super::teaches::Teaches;
-
-/// An address for display, without its login.
-fn without_login(url: &str) -> String {
-    match (url.find("//"), url.rfind('@')) {
-        (Some(from), Some(to)) if from < to => format!("{}//***{}", &url[..from], &url[to..]),
-        _ => url.to_owned(),
-    }
-}
-
-/// The key that is sent to a worker.
-#[derive(Clone, Default, PartialEq, Eq)]
-pub enum WorkerKey {
-    /// That of `--worker-api-key-file`.
-    #[default]
-    Ours,
-    /// Its own key, with which it was added.
-    Own(HeaderValue),
-    /// None: a client added it over HTTP.
-    Nothing,
-}
-
-impl WorkerKey {
-    /// From a worker's own key; `Nothing` without one.
-    ///
-    /// # Errors
-    /// `Config` for a key that is not valid in a header.
-    pub fn of(key: Option<&str>) -> Result<Self> {
-        let Some(key) = key else { return Ok(Self::Nothing) };
-        let mut value = HeaderValue::try_from(format!("Bearer {key}")).map_err(|_| {
-            Error::Config("api_key has characters that are not allowed in a header".into())
-        })?;
-        value.set_sensitive(true);
-        Ok(Self::Own(value))
-    }
-}
-
-impl fmt::Debug for WorkerKey {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Ours => "Ours",
-            Self::Own(_) => "Own",
-            Self::Nothing => "Nothing",
-        })
-    }
-}
-
-/// An engine as its operator names it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct EngineSpec {
-    /// Base address, `http://host:port`.
-    pub url: String,
-    /// Address of its event socket, or its path at a broker; `None`: it publishes no events.
-    pub events: Option<String>,
-    /// Address of its replay socket.
-    pub replay: Option<String>,
-    /// Instance id; `None`: the frontend assigns one.
-    pub instance_id: Option<InstanceId>,
-    /// Data-parallel ranks behind the address; rank r publishes on the event port + r.
-    pub dp_size: u32,
-    /// It only prefills; another engine decodes.
-    pub is_prefill: bool,
-    /// Folder of its model's tokenizer, or the model's id at the Hub, if its card has it.
-    pub tokenizer: Option<String>,
-    /// The client that registered it over HTTP.
-    pub registrant: Option<IpAddr>,
-    /// The key that is sent to it.
-    pub key: WorkerKey,
-}
-
-impl FromStr for EngineSpec {
-    type Err = Error;
-
-    /// `URL[,events=tcp://...][,replay=tcp://...][,id=N][,dp=N][,role=prefill|decode][,tokenizer=FOLDER]`
-    fn from_str(text: &str) -> Result<Self> {
-        let shown = without_login(text);
-        let mut parts = text.split(',');
-        let url = parts.next().unwrap_or_default().trim().to_owned();
-        let mut spec = Self {
-            url,
-            events: None,
-            replay: None,
-            instance_id: None,
-            dp_size: 1,
-            is_prefill: false,
-            tokenizer: None,
-            registrant: None,
-            key: WorkerKey::default(),
-        };
-        for part in parts {
-            let (key, value) = part.split_once('=').ok_or_else(|| {
-                Error::Config(format!("--worker {shown:?}: {part:?} is not key=value"))
-            })?;
-            let number = |limit: u64| match value.parse::<u64>() {
-                Ok(number) if (1..=limit).contains(&number) => Ok(number),
-                _ => Err(Error::Config(format!(
-                    "--worker {shown:?}: {key} must be a number in 1..={limit}, got {value:?}"
-                ))),
-            };
-            match key.trim() {
-                "events" => spec.events = Some(value.to_owned()),
-                "replay" => spec.replay = Some(value.to_owned()),
-                "id" => spec.instance_id = Some(number(u64::MAX)?),
-                "dp" => spec.dp_size = number(1_024)? as u32,
-                "role" => spec.is_prefill = is_prefill(value)?,
-                "tokenizer" => spec.tokenizer = Some(value.to_owned()),
-                other => {
-                    return Err(Error::Config(format!(
-                        "--worker {shown:?}: unknown key {other:?}; known keys are events, replay, id, dp, role, \
-                         tokenizer"
-                    )));
-                }
-            }
-        }
-        spec.check()?;
-        Ok(spec)
-    }
-}
-
-impl EngineSpec {
-    /// Checks the addresses.
-    ///
-    /// # Errors
-    /// `Config`, naming the field and what is legal.
-    pub fn check(&self) -> Result<()> {
-        if self.url.contains('@') {
-            return Err(Error::Config(format!(
-                "worker url must be http://host:port, without a login, got {:?}; put the workers' API key into \
-                 --worker-api-key-file",
-                without_login(&self.url)
-            )));
-        }
-        let uri: Uri = self
-            .url
-            .parse()
-            .map_err(|_| Error::Config(format!("worker url {:?} is not a URL", self.url)))?;
-        // An invalid port would become 80; the host must not be empty, and a user or a fragment
-        // would be silently lost.
-        let is_whole = uri.authority().is_some_and(|authority| {
-            let port = authority.as_str().rsplit_once(':').map(|(_, port)| port);
-            !authority.host().is_empty()
-                && (authority.port_u16().is_some_and(|port| port > 0)
-                    || port.is_none_or(|port| port.ends_with(']')))
-        });
-        if !matches!(uri.scheme_str(), Some("http" | "https"))
-            || !is_whole
-            || self.url.contains('#')
-        {
-            return Err(Error::Config(format!(
-                "worker url must be http://host:port, got {:?}",
-                self.url
-            )));
-        }
-        if uri.query().is_some() {
-            return Err(Error::Config(format!("worker url {:?} must not have a query", self.url)));
-        }
-        for (key, address) in [("events", &self.events), ("replay", &self.replay)] {
-            if let Some(address) = address {
-                if key == "events" && broker_path(address).is_some() {
-                    continue;
-                }
-                let port = port_of(address);
-                if port.is_none() && (self.dp_size > 1 || !is_local(address)) {
-                    return Err(Error::Config(format!(
-                        "worker {key} must be tcp://host:port or ipc://path, got {address:?}"
-                    )));
-                }
-                if port.is_some_and(|port| u32::from(port) + self.dp_size - 1 > 65_535) {
-                    return Err(Error::Config(format!(
-                        "worker {key} {address:?}: rank {} would need a port above 65535",
-                        self.dp_size - 1
-                    )));
-                }
-            }
-        }
-        if self.replay.is_some() && self.events.is_none() {
-            return Err(Error::Config(format!(
-                "worker {:?} has replay= but no events=: add events=, or remove replay=",
-                self.url
-            )));
-        }
-        Ok(())
-    }
-
-    /// Whether somebody added it over HTTP, now or before the last start: only such a worker is not shown our key.
-    pub fn is_added(&self) -> bool {
-        self.key != WorkerKey::Ours
-    }
-
-    /// Where its ranks publish.
-    pub fn event_specs(&self) -> BTreeMap<u32, EventSpec> {
-        EventSpec::of_ranks(self.events.as_deref(), self.replay.as_deref(), self.dp_size)
-    }
-}
-
-/// Parses a worker's role: a decode worker may also prefill.
-///
-/// # Errors
-/// `Config`, with what is legal and what came.
-pub(crate) fn is_prefill(role: &str) -> Result<bool> {
-    match role {
-        "prefill" => Ok(true),
-        "decode" => Ok(false),
-        other => {
-            Err(Error::Config(format!("worker role must be prefill or decode, got {other:?}")))
-        }
-    }
-}
-
-fn is_local(address: &str) -> bool {
-    ["ipc://", "inproc://"]
-        .iter()
-        .any(|scheme| address.strip_prefix(scheme).is_some_and(|path| !path.is_empty()))
-}
-
-/// `host:port` of a base address, which identifies workers in session ids.
-pub(crate) fn address_of(url: &str) -> &str {
-    url.split_once("://").map_or(url, |(_, address)| address).trim_end_matches('/')
-}
-
-/// A worker's URL without the trailing slash and `/v1`, which the frontend adds itself.
-pub(crate) fn base_of(url: &str) -> &str {
-    let url = url.trim_end_matches('/');
-    url.strip_suffix("/v1").unwrap_or(url).trim_end_matches('/')
-}
+use super::engine_spec::{EngineSpec, base_of};
+use super::ids::{TakesIds, Teaches};
+use super::runtime::member::Member;
+use super::runtime::texts::ModelText;
 
 /// One engine.
 #[derive(Debug)]
@@ -305,15 +77,10 @@ impl Engine {
     /// A worker of the runtime, which discovery has reported; it is healthy until a request fails.
     pub fn of_member(member: Arc<Member>) -> Self {
         let spec = EngineSpec {
-            url: member.spec.address(),
-            events: None,
-            replay: None,
             instance_id: Some(member.spec.id),
             dp_size: member.spec.dp_size(),
             is_prefill: member.spec.is_prefill(),
-            tokenizer: None,
-            registrant: None,
-            key: WorkerKey::default(),
+            ..EngineSpec::at(member.spec.address())
         };
         let mut engine = Self::new(member.spec.id, spec);
         engine.healthy = AtomicBool::new(true);
@@ -405,55 +172,45 @@ impl Engine {
     }
 }
 
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
+/// Properties and state of an engine.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct EngineNotes {
+    /// Model and adapters it serves: (name, base model of an adapter).
+    pub models: Vec<(String, Option<String>)>,
+    /// Longest prompt plus answer, tokens.
+    pub max_model_len: Option<u64>,
+    /// Blocks of its cache.
+    pub capacity_blocks: Option<u64>,
+    /// Tokens in a block, from its metrics.
+    pub block_size: Option<u32>,
+    /// Its version string.
+    pub version: Option<String>,
+    /// Start of its process, seconds since 1970, from its metrics.
+    pub started_s: Option<f64>,
+    /// Properties reported by its server, if it is SGLang's and was asked.
+    pub server: Option<ServerNotes>,
+    /// The last error, as text.
+    pub last_error: Option<String>,
+}
 
-    #[test]
-    fn parses_every_key_and_shifts_ports_by_rank() {
-        let spec: EngineSpec =
-            "http://h:8000,events=tcp://h:5557,replay=tcp://h:5657,id=7,dp=2".parse().unwrap();
-        assert_eq!((spec.instance_id, spec.dp_size), (Some(7), 2));
-        let specs = spec.event_specs();
-        assert_eq!(specs[&0].endpoint, "tcp://h:5557");
-        assert_eq!(specs[&1].endpoint, "tcp://h:5558");
-        assert_eq!(specs[&1].replay_endpoint.as_deref(), Some("tcp://h:5658"));
-    }
+/// Results of the last inspection of a worker.
+#[derive(Debug, Default)]
+pub(crate) struct Inspection {
+    pub faults: Vec<WorkerReason>,
+    /// Everything was checked and is correct: no further inspection.
+    pub is_settled: bool,
+    /// The missing `/tokenize` was already logged.
+    pub has_told_untold: bool,
+}
 
-    #[test]
-    fn a_login_in_an_address_is_refused_and_not_told() {
-        for text in
-            ["http://me:se/cr@et@h:8000", "http://me:se@h:8000,events=no", "http://me:se@h,x"]
-        {
-            let error = text.parse::<EngineSpec>().unwrap_err().to_string();
-            assert!(error.contains("http://***@h") && !error.contains("se"), "{error}");
-        }
-    }
-
-    #[test]
-    fn the_path_that_is_added_anyway_is_left_out() {
-        for url in ["http://h:8000", "http://h:8000/", "http://h:8000/v1", "http://h:8000/v1/"] {
-            assert_eq!(base_of(url), "http://h:8000", "{url}");
-        }
-        assert_eq!(base_of("http://h:8000/llm/v1"), "http://h:8000/llm");
-        assert_eq!(base_of("http://h:8000/llmv1"), "http://h:8000/llmv1");
-    }
-
-    #[test]
-    fn refusals_name_the_field_and_what_came() {
-        for (text, wanted) in [
-            ("h:8000", "http://host:port"),
-            ("ftp://h:8000", "http://host:port"),
-            ("http://h:8000,evnts=tcp://h:1", "unknown key \"evnts\""),
-            ("http://h:8000,events=udp://h:1", "events must be tcp://host:port"),
-            ("http://h:8000,events=nats://subject/7/x", "events must be tcp://host:port"),
-            ("http://h:8000,replay=tcp://h:1", "no events="),
-            ("http://h:8000,dp=0,events=tcp://h:1", "dp must be a number in 1..=1024"),
-            ("http://h:8000,events=tcp://h:65535,dp=2", "above 65535"),
-        ] {
-            let error = text.parse::<EngineSpec>().unwrap_err().to_string();
-            assert!(error.contains(wanted), "{text}: {error}");
-        }
-    }
+/// Properties reported by an SGLang server.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct ServerNotes {
+    /// Event endpoints of its ranks; empty without events.
+    pub events: BTreeMap<u32, EventSpec>,
+    pub dp_size: u32,
+    /// Tokens in a block of its events.
+    pub block_size: Option<u32>,
+    /// The result, or why there is none, for people.
+    pub note: String,
 }

@@ -9,11 +9,11 @@ pub(crate) mod corpus;
 mod drain;
 pub(crate) mod engine;
 mod engine_metrics;
+pub(crate) mod engine_spec;
 pub(crate) mod fleet;
 pub(crate) mod ids;
 mod inspect;
 pub(crate) mod metrics;
-pub(crate) mod notes;
 mod options;
 pub(crate) mod parity;
 pub(crate) mod pool;
@@ -24,9 +24,8 @@ mod scrape;
 mod server_info;
 mod service;
 pub(crate) mod taught;
-mod teaches;
 
-pub use engine::EngineSpec;
+pub use engine_spec::EngineSpec;
 pub use options::{EnforceDisagg, FrontendOptions};
 pub use service::FrontendApp;
 

@@ -11,11 +11,11 @@ use tokio::time::Instant;
 
 use super::app::App;
 use super::busy::{label, read_load, watched};
-use super::engine::{Engine, EngineSpec};
+use super::engine::{Engine, EngineNotes};
 use super::engine_metrics;
+use super::engine_spec::EngineSpec;
 use super::ids;
 use super::inspect::inspect;
-use super::notes::EngineNotes;
 use super::parity;
 use super::proxy::Upstream;
 use super::server_info;

@@ -16,7 +16,8 @@ use kvflash_core::error::Error;
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
-use super::engine::{Engine, WorkerKey};
+use super::engine::Engine;
+use super::engine_spec::WorkerKey;
 use super::options::FrontendOptions;
 use crate::body::Forwarded;
 use crate::outbound::Connector;

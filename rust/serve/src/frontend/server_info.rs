@@ -8,8 +8,7 @@ use kvflash_core::fleet::{EventSpec, port_of};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::engine::Engine;
-use super::notes::ServerNotes;
+use super::engine::{Engine, ServerNotes};
 use super::proxy::Upstream;
 
 /// Newer engines answer at the first path.

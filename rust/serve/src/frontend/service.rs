@@ -14,7 +14,7 @@ use kvflash_core::ids::InstanceId;
 use kvflash_core::select::{Outbox, Selector};
 
 use super::app::App;
-use super::engine::EngineSpec;
+use super::engine_spec::EngineSpec;
 use super::options::FrontendOptions;
 use super::runtime::registry;
 use super::{admin, busy, drain, probe, scrape};

@@ -22,7 +22,7 @@ use tokio::runtime::{Builder, Runtime};
 
 use super::app::App;
 use super::engine::Engine;
-use super::notes::EngineNotes;
+use super::engine::EngineNotes;
 use super::{FrontendApp, FrontendOptions, admin, scrape};
 use crate::gateway::evidence::Expectation;
 use crate::{Caller, Shutdown};

@@ -25,10 +25,11 @@ use crate::Reject;
 use crate::frontend::metrics::OutcomeLabel;
 use crate::frontend::runtime::chunks::{self, Collected};
 use crate::frontend::runtime::item::Item;
-use crate::frontend::runtime::member::{Member, ModelText};
+use crate::frontend::runtime::member::Member;
 use crate::frontend::runtime::message::{Formats, Message, Parsing, Part};
 use crate::frontend::runtime::plane::{Cause, Items, PlaneError};
 use crate::frontend::runtime::spec::ModelInput;
+use crate::frontend::runtime::texts::ModelText;
 use crate::frontend::runtime::wording::{DONE, Usage, Wording};
 use crate::frontend::runtime::writing::{Ending, Writing};
 

@@ -11,7 +11,8 @@ use serde::Deserialize;
 use super::api::Api;
 use super::body::Raw;
 use super::call::{Call, Envelope, Prompt};
-use crate::frontend::engine::{Engine, address_of};
+use crate::frontend::engine::Engine;
+use crate::frontend::engine_spec::address_of;
 use crate::frontend::pool::Members;
 use crate::tenant::pass;
 

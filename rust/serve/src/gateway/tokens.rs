@@ -22,8 +22,8 @@ use crate::frontend::corpus::{Form, Forms};
 use crate::frontend::engine::Engine;
 use crate::frontend::ids::Field;
 use crate::frontend::pool::Pool;
-use crate::frontend::runtime::member::ModelText;
 use crate::frontend::runtime::spec::ModelInput;
+use crate::frontend::runtime::texts::ModelText;
 
 /// A quick try on the serving thread is worth it up to here, bytes: what is known already takes some 0.1 ms.
 const LONG_TEXT_BYTES: usize = 32 * 1024;

@@ -10,7 +10,7 @@ use kvflash_core::fleet::{Card, Change, Hearing, Roster};
 use kvflash_core::ids::InstanceId;
 use parking_lot::Mutex;
 
-use super::super::frontend::engine::EngineSpec;
+use super::super::frontend::engine_spec::EngineSpec;
 use super::super::frontend::fleet::PREFILL_TENANT;
 use super::super::frontend::runtime::spec::WorkerSpec;
 use crate::fleet::follow;

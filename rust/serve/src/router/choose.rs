@@ -15,7 +15,7 @@ use kvflash_core::select::{Ask, PotentialLoad, Prompt, Request, Selection};
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use super::super::frontend::engine::address_of;
+use super::super::frontend::engine_spec::address_of;
 use super::super::{outside, queue};
 use super::app::App;
 use super::fleet::Pool;

@@ -11,7 +11,7 @@ use kvflash_core::fleet::{Card, Change, EventSpec, Hearing, Roster, WorkerState,
 use kvflash_core::ids::{InstanceId, Worker};
 use kvflash_core::select::{Journal, Outbox, Overlap};
 
-use super::super::frontend::engine::address_of;
+use super::super::frontend::engine_spec::address_of;
 use super::super::frontend::fleet::PREFILL_TENANT;
 use super::options::RouterOptions;
 use super::request::NewWorker;

@@ -1,7 +1,9 @@
-//! Runtime workers come, change and go.
+//! Runtime workers come, change and go. Discovery says whether a worker is there; a failed connection, or a ping
+//! without an answer while requests wait, puts it in doubt for a moment.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use kvflash_core::error::{Error, Result};
 use kvflash_core::ids::{InstanceId, Worker};
@@ -10,10 +12,12 @@ use kvflash_core::text::model_folder;
 use parking_lot::Mutex;
 
 use super::super::app::App;
-use super::liveness;
-use super::member::{Member, ModelText};
-use super::plane::Plane;
+use super::super::engine::Engine;
+use super::member::Member;
+use super::plane::{Cause, Plane};
 use super::spec::{LoadReport, ModelInput, WorkerSpec};
+use super::texts::ModelText;
+use crate::Shutdown;
 
 /// Add a worker or change it. Must be called within a tokio runtime.
 ///
@@ -63,8 +67,7 @@ fn take(app: &Arc<App>, spec: WorkerSpec) -> Result<InstanceId> {
             // Another card does not bring it back into service.
             app.fleet.set_state(id, state)?;
             let interval = app.options.health_interval;
-            let watch =
-                liveness::watch(Arc::clone(&engine), member, interval, app.shutdown.clone());
+            let watch = watch(Arc::clone(&engine), member, interval, app.shutdown.clone());
             tokio::spawn(watch);
             engine
         }
@@ -136,4 +139,47 @@ pub(crate) fn report(app: &App, json: &str) -> Result<()> {
     }
     member.loads.lock().insert(report.dp_rank, report);
     Ok(())
+}
+
+/// Pauses between two looks at a worker in doubt: the first, and the longest.
+const FIRST_PAUSE: Duration = Duration::from_millis(200);
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+
+/// Look after a worker until it is removed or the service stops. While requests wait for its first byte it is asked
+/// every `interval`, also once it is removed: one that is frozen takes no requests with it.
+async fn watch(engine: Arc<Engine>, member: Arc<Member>, interval: Duration, shutdown: Shutdown) {
+    let mut pause = FIRST_PAUSE;
+    while (!engine.is_removed() || engine.is_waited_for()) && !shutdown.is_stopped() {
+        if engine.is_healthy() {
+            tokio::select! {
+                () = engine.doubt.notified() => {}
+                () = tokio::time::sleep(interval) => {}
+                () = shutdown.wait() => break,
+            }
+            if engine.is_healthy() && !engine.is_waited_for() {
+                continue;
+            }
+        } else {
+            tokio::select! {
+                () = tokio::time::sleep(pause) => {}
+                () = shutdown.wait() => break,
+            }
+        }
+        // Nothing speaks against it: only silence does.
+        let is_looking = engine.is_healthy() || engine.is_removed();
+        match member.plane.ping(&member.spec).await {
+            Ok(()) => {
+                pause = FIRST_PAUSE;
+                if !engine.is_removed() && engine.recovered() {
+                    tracing::info!(worker = engine.id, url = engine.base, "worker is healthy");
+                }
+            }
+            // It closes its port before it ends, and still answers what it has.
+            Err(error) if is_looking && error.cause != Cause::Silent => {}
+            Err(error) => {
+                pause = (pause * 2).min(LONGEST_PAUSE);
+                engine.check_failed(&error.message);
+            }
+        }
+    }
 }

@@ -13,8 +13,8 @@ use kvflash_core::select::Overlap;
 use serde_json::{Value, json};
 use tokio::runtime::{Builder, Runtime};
 
-use crate::frontend::engine::EngineSpec;
-use crate::frontend::notes::EngineNotes;
+use crate::frontend::engine::EngineNotes;
+use crate::frontend::engine_spec::EngineSpec;
 use crate::frontend::{FrontendApp, FrontendOptions, admin};
 use crate::{FrontendSettings, RemoteIndexerOptions, Shutdown};
 

@@ -6,8 +6,8 @@ use kvflash_core::error::Result;
 use kvflash_core::text::{Detokenizer, Tokenizer};
 
 use super::item::{Finish, Item};
-use super::member::ModelText;
 use super::stop::StopStrings;
+use super::texts::ModelText;
 use crate::gateway::generation::{Generation, Limits};
 
 /// A tokenizer that lives as long as somebody writes with it.
