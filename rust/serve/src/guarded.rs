@@ -1,11 +1,13 @@
 //! Stages before the app for every request: connection limit, authorization, and catching panics.
 
 use std::any::Any;
+use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::panic::AssertUnwindSafe;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::body::Body;
 use axum::http::header::CONNECTION;
@@ -14,10 +16,13 @@ use futures_util::FutureExt;
 use futures_util::future::{CatchUnwind, Either, Map};
 use hyper::body::Incoming;
 use hyper::service::Service;
+use parking_lot::Mutex;
 use prometheus_client::metrics::counter::Counter;
+use tokio::task::AbortHandle;
 
+use super::Reject;
+use super::body::discard;
 use super::lock::{Admitted, Lock, Refusal, Verdict};
-use super::{Reject, body, reserve};
 
 /// Admits or refuses requests, and answers 500 if the service panics, which ends only that request.
 /// A connection beyond the limit only gets answers to probes.
@@ -46,8 +51,8 @@ where
     type Future = Either<Answering<S::Future>, Pin<Box<dyn Future<Output = Outcome> + Send>>>;
 
     fn call(&self, request: Request<Incoming>) -> Self::Future {
-        if let Some(limit) = self.beyond.filter(|_| !reserve::is_probe(request.uri().path())) {
-            return Either::Right(reserve::refuse(request, limit).map(Ok).boxed());
+        if let Some(limit) = self.beyond.filter(|_| !is_probe(request.uri().path())) {
+            return Either::Right(refuse_beyond(request, limit).map(Ok).boxed());
         }
         let (panics, peer) = (self.panics.clone(), self.peer);
         match self.lock.look(&request, peer, &self.certified) {
@@ -79,7 +84,7 @@ async fn refuse(
     peer: SocketAddr,
     refusal: Refusal,
 ) -> Response<Body> {
-    body::discard(request.body_mut()).await;
+    discard(request.body_mut()).await;
     lock.refuse(&request, peer, refusal)
 }
 
@@ -120,3 +125,48 @@ where
 }
 
 type Caught<T> = Result<Result<T, Infallible>, Box<dyn Any + Send>>;
+
+/// Connections beyond `--max-connections`. Another one ends the oldest: a probe sends its request
+/// right after connecting, so connections that send nothing do not block it.
+const PLACES: usize = 64;
+
+/// Lifetime of such a connection, which serves a single request.
+pub(super) const RESERVED_TIME: Duration = Duration::from_secs(5);
+
+/// Paths that it may request.
+const PROBES: [&str; 4] = ["/live", "/ready", "/health", "/metrics"];
+
+/// The reserved connections, oldest first.
+#[derive(Debug, Default)]
+pub(super) struct Reserve {
+    open: Mutex<VecDeque<AbortHandle>>,
+}
+
+impl Reserve {
+    /// Adds a connection; above the limit the oldest is closed.
+    pub fn add(&self, connection: AbortHandle) {
+        let mut open = self.open.lock();
+        open.retain(|one| !one.is_finished());
+        if open.len() >= PLACES
+            && let Some(oldest) = open.pop_front()
+        {
+            oldest.abort();
+        }
+        open.push_back(connection);
+    }
+}
+
+/// Whether a reserved connection may request this path.
+fn is_probe(path: &str) -> bool {
+    PROBES.contains(&path)
+}
+
+/// The response to all other requests of such a connection, after the body was discarded.
+async fn refuse_beyond(request: Request<Incoming>, max_connections: usize) -> Response<Body> {
+    discard(&mut request.into_body()).await;
+    let what = format!(
+        "{max_connections} connections are open, the limit (--max-connections): only probes are answered, \
+         try again"
+    );
+    Reject { retry_after_s: Some(1), ..Reject::new(StatusCode::SERVICE_UNAVAILABLE, what) }.openai()
+}

@@ -22,7 +22,6 @@ mod queue;
 mod reject;
 mod remote;
 mod reread;
-mod reserve;
 pub mod router;
 mod secret_file;
 mod serve;

@@ -16,14 +16,11 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::registry::Registry;
 use tokio::sync::Semaphore;
 
-use super::audit::Audit;
-use super::caller::Caller;
+use super::caller::{Audit, Caller, Side, form_of};
 use super::credential::Credential;
 use super::jwt::{Tokens, is_token, now_s};
 use super::keys::{Found, KEYS_FLAG, Key, Keys, KeysFile, Role};
-use super::rules::{Face, Rules};
-use super::side::{Side, form_of};
-use super::web;
+use super::rules::{Face, Rules, allowed_origin, check_host_count, check_page, preflight, share};
 use crate::metrics::CauseLabel;
 use crate::tls::CLIENT_CA_FLAG;
 use crate::{HttpSettings, Reject};
@@ -139,7 +136,7 @@ pub(crate) struct Exit {
 impl Exit {
     pub fn leave<B>(self, response: &mut Response<B>) {
         if let Some(origin) = self.origin {
-            web::share(response.headers_mut(), origin);
+            share(response.headers_mut(), origin);
         }
         if let Some(audit) = self.audit {
             audit.tell(response);
@@ -318,12 +315,12 @@ impl Lock {
         peer: SocketAddr,
         certified: &[String],
     ) -> Verdict {
-        if let Err(refusal) = web::check_host_count(request) {
+        if let Err(refusal) = check_host_count(request) {
             return Verdict::Refused(refusal);
         }
         let side = Side::of(request.uri().path());
         if let Some(rules) = &self.shared.rules
-            && let Some(answer) = web::preflight(request, side, rules)
+            && let Some(answer) = preflight(request, side, rules)
         {
             return Verdict::Answered(answer);
         }
@@ -419,10 +416,10 @@ impl Lock {
             }
         }
         if !is_deliberate && side != Side::Probe {
-            web::check(request, side, is_local, rules)?;
+            check_page(request, side, is_local, rules)?;
         }
         let audit = Audit::of(request, side, &caller, peer);
-        let origin = web::allowed_origin(request.headers(), rules).filter(|_| side == Side::Public);
+        let origin = allowed_origin(request.headers(), rules).filter(|_| side == Side::Public);
         Ok(Admitted { caller, origin: origin.cloned(), audit })
     }
 

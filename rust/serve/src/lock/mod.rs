@@ -1,6 +1,5 @@
 //! What stands between a listener and the app behind it: who may ask what.
 
-mod audit;
 mod caller;
 mod credential;
 mod entry;
@@ -8,16 +7,14 @@ mod jwt;
 mod keys;
 mod rules;
 mod secret;
-mod side;
-mod web;
 
-pub(crate) use audit::Subject;
 pub use caller::Caller;
+#[cfg(test)]
+pub(crate) use caller::Side;
+pub(crate) use caller::Subject;
 pub(crate) use credential::Credential;
 pub use entry::Lock;
 pub(crate) use entry::{Admitted, Refusal, Verdict};
 pub use keys::{Key, Pass, Role, check_keys};
 pub use rules::Face;
 pub(crate) use rules::nets;
-#[cfg(test)]
-pub(crate) use side::Side;

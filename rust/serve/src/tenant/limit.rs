@@ -9,7 +9,6 @@ use kvflash_core::clock::Clock;
 use kvflash_core::select::Usage;
 use parking_lot::Mutex;
 
-use super::bucket::Bucket;
 use crate::{Key, Reject};
 
 /// As many keys as a file may have; beyond them those whose limits are untouched are forgotten, and where there are
@@ -257,134 +256,74 @@ impl Drop for Running {
     }
 }
 
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use kvflash_core::clock::ManualClock;
+/// Milliseconds of a minute.
+const MINUTE_MS: f64 = 60_000.0;
 
-    use super::super::tests::key;
-    use super::*;
+/// An allowance per minute, which accumulates for at most a minute. It may become negative if a
+/// request uses more than is left; the next ones then wait.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Bucket {
+    /// `None` for no limit.
+    per_minute: Option<u64>,
+    level: f64,
+    filled_ms: u64,
+}
 
-    fn meters() -> (Meters, Arc<ManualClock>) {
-        let clock = Arc::new(ManualClock::default());
-        (Meters::new(Arc::<ManualClock>::clone(&clock)), clock)
-    }
-
-    #[test]
-    fn requests_a_minute_come_back_one_by_one() {
-        let (meters, clock) = meters();
-        let key = Key { rpm: Some(2), ..key("a") };
-        for _ in 0..2 {
-            drop(meters.begin(&key).unwrap());
+impl Bucket {
+    /// Sets the limit, which may have changed.
+    pub fn limit_to(&mut self, per_minute: Option<u64>, now_ms: u64) {
+        let before = std::mem::replace(&mut self.per_minute, per_minute);
+        let Some(limit) = per_minute else { return };
+        match before {
+            // A new limit does not restore used units.
+            Some(_) => self.level = self.level.min(limit as f64),
+            None => (self.level, self.filled_ms) = (limit as f64, now_ms),
         }
-        let reject = meters.begin(&key).err().unwrap();
-        assert_eq!((reject.status.as_u16(), reject.retry_after_s), (429, Some(30)));
-        assert!(reject.message.contains("2 requests a minute are the limit (rpm)"));
-        drop(meters.begin(&self::key("b")).unwrap());
-        clock.advance(30_000);
-        drop(meters.begin(&key).unwrap());
-        assert!(meters.begin(&key).is_err());
-        let counts = meters.all().into_iter().find(|(id, ..)| id == "a").unwrap().1;
-        assert_eq!((counts.served, counts.requests), (3, 2));
     }
 
-    #[test]
-    fn only_what_no_cache_held_is_charged_and_only_once_it_is_computed() {
-        let (meters, clock) = meters();
-        let key = Key { tpm: Some(600), ..key("a") };
-        let first = meters.begin(&key).unwrap();
-        first.charge(700).unwrap();
-        let reject = meters.begin(&key).err().unwrap();
-        assert_eq!(reject.retry_after_s, Some(11), "a debt of 100 and one more token");
-        // The worker held most of it.
-        first.computes(100);
-        let second = meters.begin(&key).unwrap();
-        second.charge(500).unwrap();
-        let third = meters.begin(&key).err().unwrap();
-        assert!(third.message.contains("uncached prompt tokens"), "{}", third.message);
-        // No worker answered it.
-        drop(second);
-        meters.begin(&key).unwrap().charge(500).unwrap();
-        let usage = |input, cached| Usage {
-            input_tokens: Some(input),
-            cached_tokens: cached,
-            output_tokens: None,
-        };
-        first.used(usage(700, None));
-        first.used(usage(700, Some(620)));
-        drop(first);
-        clock.advance(60_000);
-        let mut headers = HeaderMap::new();
-        meters.tell(&key, &mut headers);
-        assert_eq!(headers["x-ratelimit-remaining-tokens"], "600");
-        assert_eq!(meters.all()[0].1.uncached_tokens, 80, "as the engine says");
+    /// Adds the allowance since the last call.
+    pub fn fill(&mut self, now_ms: u64) {
+        let Some(limit) = self.per_minute else { return };
+        let passed = now_ms.saturating_sub(self.filled_ms) as f64;
+        self.filled_ms = self.filled_ms.max(now_ms);
+        self.level = (self.level + passed * limit as f64 / MINUTE_MS).min(limit as f64);
     }
 
-    #[test]
-    fn requests_at_once_have_a_limit_and_a_dropped_one_makes_room() {
-        let (meters, _) = meters();
-        let key = Key { concurrency: Some(1), ..key("a") };
-        let running = meters.begin(&key).unwrap();
-        let reject = meters.begin(&key).err().unwrap();
-        assert!(reject.message.contains("1 requests are in flight"), "{}", reject.message);
-        drop(running);
-        drop(meters.begin(&key).unwrap());
-        assert_eq!(meters.all()[0].2, 0);
+    pub fn limit(&self) -> Option<u64> {
+        self.per_minute
     }
 
-    #[test]
-    fn headers_tell_what_is_left() {
-        let (meters, _) = meters();
-        let key = Key { rpm: Some(60), tpm: Some(600), ..key("a") };
-        let running = meters.begin(&key).unwrap();
-        running.charge(15).unwrap();
-        let mut headers = HeaderMap::new();
-        meters.tell(&key, &mut headers);
-        let told: Vec<&str> = REQUEST_HEADERS
-            .iter()
-            .chain(&TOKEN_HEADERS)
-            .map(|name| headers[*name].to_str().unwrap())
-            .collect();
-        assert_eq!(told, ["60", "59", "1s", "600", "585", "1.5s"]);
-        let mut none = HeaderMap::new();
-        meters.tell(&self::key("b"), &mut none);
-        assert!(none.is_empty());
+    /// The remaining whole units.
+    pub fn remaining(&self) -> u64 {
+        self.level.max(0.0) as u64
     }
 
-    #[test]
-    fn keys_that_are_idle_are_forgotten_at_the_limit() {
-        let (meters, clock) = meters();
-        let limited = Key { rpm: Some(60), ..key("used") };
-        drop(meters.begin(&limited).unwrap());
-        for n in 1..MAX_METERS {
-            drop(meters.begin(&key(&n.to_string())).unwrap());
+    /// Whether it is full.
+    pub fn is_full(&self) -> bool {
+        self.per_minute.is_none_or(|limit| self.level >= limit as f64)
+    }
+
+    /// Milliseconds until `wanted` units are available, or until it is full; 0 if they are
+    /// available now.
+    pub fn wait_ms(&self, wanted: f64) -> u64 {
+        let Some(limit) = self.per_minute else { return 0 };
+        let missing = wanted.min(limit as f64) - self.level;
+        if missing <= 0.0 { 0 } else { (missing * MINUTE_MS / limit as f64).ceil() as u64 }
+    }
+
+    /// Milliseconds until it is full.
+    pub fn reset_ms(&self) -> u64 {
+        self.wait_ms(f64::INFINITY)
+    }
+
+    /// Uses `amount`, or returns it if negative.
+    pub fn take(&mut self, amount: f64) {
+        if let Some(limit) = self.per_minute {
+            self.level = (self.level - amount).min(limit as f64);
         }
-        drop(meters.begin(&key("one more")).unwrap());
-        let ids: Vec<String> = meters.all().into_iter().map(|(id, ..)| id).collect();
-        assert!(ids.len() == 2 && ids.contains(&"used".to_owned()), "{ids:?}");
-        clock.advance(60_000);
-    }
-
-    #[test]
-    fn one_more_client_than_are_counted_is_refused() {
-        let (meters, clock) = meters();
-        let limited = |n: usize| Key { rpm: Some(60), ..key(&n.to_string()) };
-        for n in 0..MAX_METERS {
-            drop(meters.begin(&limited(n)).unwrap());
-        }
-        let reject = meters.begin(&limited(MAX_METERS)).err().unwrap();
-        assert_eq!((reject.status.as_u16(), reject.retry_after_s), (429, Some(1)));
-        assert!(
-            reject.message.contains("10000 other clients use their limits"),
-            "{}",
-            reject.message
-        );
-        let mut headers = HeaderMap::new();
-        meters.tell(&limited(MAX_METERS), &mut headers);
-        assert!(headers.is_empty() && meters.all().len() == MAX_METERS);
-        // Those that are counted go on, and one that has not asked for long makes room.
-        drop(meters.begin(&limited(0)).unwrap());
-        clock.advance(1_000);
-        drop(meters.begin(&limited(MAX_METERS)).unwrap());
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests;

@@ -1,7 +1,6 @@
 //! Rights of a client key's owner: limits, a share of the engines' caches, and which fields and
 //! headers of a request reach an engine.
 
-mod bucket;
 pub(crate) mod limit;
 pub(crate) mod pass;
 mod salt;
