@@ -83,7 +83,7 @@ MUTANTS = [
     ),
     Mutant(
         "sick_workers_are_chosen",
-        FRONTEND + "pool.rs",
+        FRONTEND + "engine.rs",
         "self.get(worker.instance_id).is_some_and(|engine| engine.is_healthy())",
         "self.get(worker.instance_id).is_some()",
     ),
@@ -114,11 +114,11 @@ MUTANTS = [
         "let _ = self.request;",
     ),
     # Retries: candidates and number.
-    Mutant("tried_again", FRONTEND + "pool.rs", "!tried.contains(&worker.instance_id)", "true"),
+    Mutant("tried_again", FRONTEND + "engine.rs", "!tried.contains(&worker.instance_id)", "true"),
     Mutant(
         "tried_without_end",
         GATEWAY + "book.rs",
-        "self.tried.len() < self.app.options.max_attempts",
+        "self.tried.len() < limit",
         "true",
     ),
     Mutant(
@@ -149,15 +149,15 @@ MUTANTS = [
     # Limits and lines.
     Mutant(
         "one_more_in_flight",
-        GATEWAY + "admit.rs",
-        "app.in_flight.fetch_add(1, Ordering::Relaxed) < limit",
-        "app.in_flight.fetch_add(1, Ordering::Relaxed) <= limit",
+        GATEWAY + "send.rs",
+        "before < limit",
+        "before <= limit",
     ),
     Mutant(
         "in_flight_for_ever",
-        GATEWAY + "admit.rs",
-        "self.app.in_flight.fetch_sub(1, Ordering::Relaxed);",
-        "let _ = &self.app;",
+        GATEWAY + "send.rs",
+        "self.app.in_flight.fetch_sub(1, Ordering::Relaxed) == limit",
+        "self.app.in_flight.load(Ordering::Relaxed) == limit",
     ),
     Mutant(
         "first_come_last_served", CORE + "fair/order.rs", "jump - arrival_s", "jump + arrival_s"
@@ -198,18 +198,18 @@ MUTANTS = [
     Mutant(
         "prefill_generates_all",
         GATEWAY + "backend/openai.rs",
-        '("max_tokens", one()),',
-        '("max_tokens", if $ALIVE { Some(json!(9)) } else { one() }),',
+        "(limit, one()),",
+        "(limit, if $ALIVE { Some(json!(9)) } else { one() }),",
     ),
     Mutant(
         "prefilled_and_not_said",
         GATEWAY + "backend/openai.rs",
-        "decode_body(&plan.call.body, params)?",
-        "{ let _ = params; plan.call.body.bytes().clone() }",
+        "Handoff::Done { params, .. } => decode_changes(params)?,",
+        "Handoff::Done { params, .. } if !$ALIVE => decode_changes(params)?,",
     ),
     Mutant(
         "decodes_alone",
-        GATEWAY + "backend/disagg.rs",
+        GATEWAY + "backend/worker.rs",
         "if self.is_enforced {",
         "if !$ALIVE && self.is_enforced {",
     ),

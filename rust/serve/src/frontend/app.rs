@@ -14,15 +14,14 @@ use parking_lot::{Mutex, RwLock};
 use tokio::time::Instant;
 
 use super::alias::Aliases;
+use super::engine::{Pool, Route};
 use super::fleet::Fleet;
 use super::metrics::{FrontendMetrics, KindLabel};
 use super::options::FrontendOptions;
 use super::parity::Parity;
-use super::pool::{Pool, Route};
 use super::proxy::Upstream;
 use super::runtime::message::Formats;
-use super::runtime::texts::ModelTexts;
-use super::runtime::texts::{ModelText, Tokenizers};
+use super::runtime::texts::{ModelText, ModelTexts, Tokenizers};
 use super::taught::Taught;
 use crate::aside::Aside;
 use crate::body::Intake;

@@ -12,8 +12,7 @@ use kvflash_core::select::Report;
 
 use super::super::busy::{Change, list};
 use super::app::App;
-use super::engine::Engine;
-use super::pool::Pool;
+use super::engine::{Engine, Pool};
 
 /// GET /busy_threshold: the current thresholds, by model.
 pub(super) async fn thresholds(State(app): State<Arc<App>>) -> Response {

@@ -4,8 +4,7 @@ use kvflash_core::ids::Worker;
 use kvflash_core::policy::EngineMetrics;
 
 use super::busy::label;
-use super::engine::Engine;
-use super::pool::Pool;
+use super::engine::{Engine, Pool};
 
 /// Reports the metrics of each of an engine's ranks to the policies. Metrics without a rank label
 /// count for the first rank.

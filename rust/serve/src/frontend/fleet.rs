@@ -14,10 +14,9 @@ use kvflash_core::policy::Stage;
 use kvflash_core::select::{Journal, Outbox, Overlap, Report, SelectorConfig};
 use parking_lot::Mutex;
 
-use super::engine::{Engine, EngineNotes};
+use super::engine::{Engine, EngineNotes, Pool, Route};
 use super::engine_spec::{EngineSpec, base_of};
 use super::options::FrontendOptions;
-use super::pool::{Pool, Route};
 use super::runtime::member::Member;
 use crate::fleet::{self, Common, Parts};
 use crate::gateway::turn::WaitingRoom;

@@ -16,7 +16,6 @@ mod inspect;
 pub(crate) mod metrics;
 mod options;
 pub(crate) mod parity;
-pub(crate) mod pool;
 mod probe;
 pub(crate) mod proxy;
 pub(crate) mod runtime;

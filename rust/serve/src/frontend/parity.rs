@@ -15,9 +15,8 @@ use tokio::time::Instant;
 
 use super::app::App;
 use super::corpus::{Example, Form, Forms, examples};
-use super::engine::Engine;
+use super::engine::{Engine, Pool};
 use super::metrics::{FormLabel, OutcomeLabel};
-use super::pool::Pool;
 use crate::gateway::api::Api;
 use crate::gateway::as_chat::chat_of;
 use crate::gateway::call::Envelope;

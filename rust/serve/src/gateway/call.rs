@@ -17,8 +17,8 @@ use serde_json::value::RawValue;
 
 use super::api::{Api, Row, Weight};
 use super::body::{Body, Raw};
+use super::client::Nvext;
 use super::foreign;
-use super::nvext::Nvext;
 use super::turn::{Client, Identity};
 use crate::compute::Busy;
 use crate::frontend::app::App;

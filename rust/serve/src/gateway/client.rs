@@ -1,9 +1,11 @@
-//! The client of a request, and its link to earlier requests.
+//! What a client says of its request beside the prompt: who it is, its link to earlier requests, the routing options in
+//! the object `nvext`, and how urgent it is.
 
 use std::sync::Arc;
 
 use axum::http::{HeaderMap, HeaderName};
-use kvflash_core::ids::Worker;
+use kvflash_core::fair::{Options, Standing, Wish};
+use kvflash_core::ids::{InstanceId, Worker};
 use kvflash_core::policy::session::{read_session_id, session_id};
 use kvflash_core::select::Request;
 use serde::Deserialize;
@@ -11,9 +13,9 @@ use serde::Deserialize;
 use super::api::Api;
 use super::body::Raw;
 use super::call::{Call, Envelope, Prompt};
-use crate::frontend::engine::Engine;
+use crate::Reject;
+use crate::frontend::engine::{Engine, Members};
 use crate::frontend::engine_spec::address_of;
-use crate::frontend::pool::Members;
 use crate::tenant::pass;
 
 /// Header that names the worker of a session; responses contain it with `session-affinity`.
@@ -128,62 +130,184 @@ fn chat_text(messages: Raw<'_>) -> Vec<u8> {
     text
 }
 
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use axum::http::Uri;
+/// Maximum annotations of a request.
+const MAX_ANNOTATIONS: usize = 64;
+/// The annotation that asks for the worker of a request without sending it.
+const QUERY: &str = "query_instance_id";
 
-    use super::super::body::Body;
-    use super::super::call::Head;
-    use super::*;
-    use crate::Caller;
+/// The fields of `nvext` that routing reads.
+#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
+#[serde(default, expecting = "an object")]
+pub(crate) struct Nvext {
+    annotations: Option<Vec<String>>,
+    backend_instance_id: Option<InstanceId>,
+    prefill_worker_id: Option<InstanceId>,
+    decode_worker_id: Option<InstanceId>,
+    agent_hints: Option<AgentHints>,
+    seed: Option<u64>,
+}
 
-    fn read(headers: &[(&'static str, &str)], body: &str) -> Request {
-        let headers =
-            headers.iter().map(|(name, value)| (name.parse().unwrap(), value.parse().unwrap()));
-        let (headers, uri, caller) = (headers.collect(), Uri::default(), Caller::default());
-        let head = Head { headers, uri, address: None, caller };
-        let body = Arc::new(Body::parse(body.to_owned().into()).unwrap());
-        let envelope = body.read().unwrap();
-        let call = Call::new(None, head, String::new(), &body, &envelope).unwrap();
-        super::read(&call, &envelope, &Members::default(), true)
-    }
+/// Hints of an agent framework about a request.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Deserialize)]
+#[serde(default)]
+struct AgentHints {
+    /// Higher values go first in the queue.
+    priority: Option<f64>,
+    /// An older name for it.
+    latency_sensitivity: Option<f64>,
+    /// Goes before all requests with a lower value.
+    strict_priority: Option<u32>,
+    /// Expected tokens of the answer.
+    osl: Option<u64>,
+}
 
-    #[test]
-    fn text_of_prompts_in_all_forms() {
-        for (body, wanted) in [
-            (r#"{"prompt": "a\nb"}"#, b"a\nb".as_slice()),
-            (r#"{"prompt": [1, 258]}"#, &[0, 0, 0, 1, 0, 0, 1, 2]),
-            (r#"{"prompt": ["a", "b"]}"#, b""),
-            (
-                r#"{"messages": [{"role": "system", "content": "be "},
-                    {"role": "user", "content": [{"type": "text", "text": "kind"},
-                        {"type": "image_url", "image_url": {"url": "u"}}]},
-                    {"role": "assistant", "content": null, "tool_calls": []},
-                    {"role": "tool", "content": 5}]}"#,
-                b"be kind",
-            ),
-            (r#"{"messages": 5}"#, b""),
-        ] {
-            assert_eq!(&*read(&[], body).text, wanted, "{body}");
+impl Nvext {
+    /// Parses the object; missing fields pin nothing.
+    ///
+    /// # Errors
+    /// 400 naming the field, what was expected and what came.
+    pub fn parse(raw: Option<Raw<'_>>) -> Result<Self, Reject> {
+        let Some(raw) = raw.filter(|raw| raw.get() != "null") else { return Ok(Self::default()) };
+        let mut reader = serde_json::Deserializer::from_str(raw.get());
+        let nvext: Self = serde_path_to_error::deserialize(&mut reader).map_err(|error| {
+            let path = error.path().to_string();
+            let dot = if path == "." { "" } else { "." };
+            let path = if path == "." { "" } else { &path };
+            Reject::bad_request(format!("nvext{dot}{path}: {}", error.into_inner()))
+        })?;
+        let count = nvext.annotations().len();
+        if count > MAX_ANNOTATIONS {
+            let why = format!("nvext.annotations: at most {MAX_ANNOTATIONS}, got {count}");
+            return Err(Reject::bad_request(why));
         }
+        Ok(nvext)
     }
 
-    #[test]
-    fn users_and_sessions_by_header_and_field() {
-        let body = r#"{"prompt": "p", "user": "by-field"}"#;
-        assert_eq!(read(&[], body).user.as_deref(), Some("by-field"));
-        assert_eq!(read(&[("user", "by-header")], body).user.as_deref(), Some("by-header"));
-        assert_eq!(read(&[], r#"{"prompt": "p", "user": 5}"#).user, None);
-        assert_eq!(read(&[], r#"{"prompt": "p", "user": ""}"#).user, None);
-        let key = |headers: &[(&'static str, &str)]| {
-            read(headers, body).session_key.as_deref().map(str::to_owned)
-        };
-        assert_eq!(key(&[("x-session-key", "k")]).as_deref(), Some("k"));
-        assert_eq!(key(&[("x-session-id", "mine")]).as_deref(), Some("mine"));
-        // The worker it names is gone, so the session starts over.
-        assert_eq!(key(&[("x-session-id", &session_id("10.0.0.1:8000", 0))]), None);
-        let both = [("x-session-key", "b"), ("x-aibrix-session-key", "a")];
-        assert_eq!(key(&both).as_deref(), Some("a"));
+    pub fn annotations(&self) -> &[String] {
+        self.annotations.as_deref().unwrap_or_default()
+    }
+
+    /// Whether it only asks for the worker.
+    pub fn is_query(&self) -> bool {
+        self.annotations().iter().any(|one| one.split(':').next() == Some(QUERY))
+    }
+
+    /// The worker that must answer.
+    pub fn decode_pin(&self) -> Option<InstanceId> {
+        self.decode_worker_id.or(self.backend_instance_id)
+    }
+
+    /// The seed of routing's random draw; not the seed of the answer's tokens.
+    pub fn seed(&self) -> Option<u64> {
+        self.seed
+    }
+
+    /// Its priority in the queue; higher values go first.
+    pub fn priority(&self) -> Option<f64> {
+        let hints = self.agent_hints?;
+        hints.priority.or(hints.latency_sensitivity)
+    }
+
+    /// It goes before all requests with a lower value.
+    pub fn strict_priority(&self) -> Option<u32> {
+        self.agent_hints?.strict_priority
+    }
+
+    /// Expected tokens of the answer.
+    pub fn expected_output_tokens(&self) -> Option<u64> {
+        self.agent_hints.and_then(|hints| hints.osl)
+    }
+
+    /// The worker that must prefill.
+    pub fn prefill_pin(&self) -> Option<InstanceId> {
+        self.prefill_worker_id
     }
 }
+
+/// Lower is earlier, as in the field `priority` of vLLM's bodies.
+static NICE_HEADER: HeaderName = HeaderName::from_static("x-kvflash-priority");
+/// Higher is earlier, as in `nvext.agent_hints.priority`.
+static PRIORITY_HEADER: HeaderName = HeaderName::from_static("x-dynamo-request-priority");
+static STRICT_PRIORITY_HEADER: HeaderName =
+    HeaderName::from_static("x-dynamo-request-strict-priority");
+
+/// The urgency of a request.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub(crate) struct Urgency {
+    /// Requests with a higher number go before all those with lower ones.
+    strict: u32,
+    /// Within these, higher values go first; finite.
+    earliness: f64,
+}
+
+impl Urgency {
+    /// Headers take precedence over the body, and `nvext` over its `field`, which the engine may
+    /// interpret differently: if `is_plain_heard` is false, neither that field nor the
+    /// corresponding header is read.
+    ///
+    /// # Errors
+    /// 400, naming header or field, what is legal and what came.
+    pub fn read(
+        headers: &HeaderMap,
+        nvext: &Nvext,
+        field: Option<Raw<'_>>,
+        is_plain_heard: bool,
+    ) -> Result<Self, Reject> {
+        let header = |name: &HeaderName| {
+            headers.get(name).map(|value| value.to_str().unwrap_or("no text").trim())
+        };
+        let nice = header(&NICE_HEADER).filter(|_| is_plain_heard);
+        let nice = nice.map(|text| earliness_of(NICE_HEADER.as_str(), text)).transpose()?;
+        let jump = header(&PRIORITY_HEADER)
+            .map(|text| number(PRIORITY_HEADER.as_str(), text))
+            .transpose()?;
+        let strict = header(&STRICT_PRIORITY_HEADER)
+            .map(|text| number(STRICT_PRIORITY_HEADER.as_str(), text))
+            .transpose()?;
+        let of_body = || {
+            let text = field.map(Raw::get).filter(|text| is_plain_heard && *text != "null");
+            text.map(|text| earliness_of("priority", text)).transpose()
+        };
+        let earliness = match nice.or(jump).or(nvext.priority()) {
+            Some(earliness) => earliness,
+            None => of_body()?.unwrap_or(0.0),
+        };
+        Ok(Self {
+            strict: strict.or(nvext.strict_priority()).unwrap_or(0),
+            // JSON has no infinities, but a header may. The sum turns -0 into 0.
+            earliness: if earliness.is_finite() { earliness + 0.0 } else { 0.0 },
+        })
+    }
+
+    /// For the queue of workers with room: it never goes behind requests without an urgency.
+    pub fn wish(self) -> Wish {
+        Wish { strict_priority: self.strict, priority_jump: self.earliness.max(0.0) }
+    }
+
+    /// For its client's turn.
+    pub fn turn(self) -> Options {
+        let standing = Standing { strict_priority: self.strict, score: self.earliness };
+        Options { standing, ..Options::default() }
+    }
+}
+
+/// From a whole number with lower ones earlier.
+fn earliness_of(name: &str, text: &str) -> Result<f64, Reject> {
+    let lower_is_earlier = text.parse::<i32>().map_err(|_| {
+        let (low, high) = (i32::MIN, i32::MAX);
+        let text: String = text.chars().take(64).collect();
+        Reject::bad_request(format!("{name}: must be an integer in {low}..={high}, got {text}"))
+    })?;
+    Ok(-f64::from(lower_is_earlier))
+}
+
+fn number<T: std::str::FromStr>(name: &str, text: &str) -> Result<T, Reject> {
+    text.parse().map_err(|_| {
+        let text: String = text.chars().take(64).collect();
+        Reject::bad_request(format!("header {name} must be a number, got {text:?}"))
+    })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests;

@@ -21,7 +21,7 @@ use crate::Reject;
 use crate::compute::Busy;
 use crate::frontend::app::App;
 use crate::frontend::corpus::Form;
-use crate::frontend::pool::Pool;
+use crate::frontend::engine::Pool;
 
 /// Size from which token ids are parsed on other threads than those that serve, in bytes.
 const LONG_BYTES: usize = 32 * 1024;

@@ -8,7 +8,7 @@ use super::body::Body;
 use super::call::Call;
 use super::guide::{Guides, ResponseFormat};
 use crate::Reject;
-use crate::frontend::pool::Pool;
+use crate::frontend::engine::Pool;
 use crate::frontend::runtime::spec::ModelInput;
 
 /// Tokens of a completion without a limit.

@@ -1,13 +1,12 @@
 //! A client's request on its way to a worker, and the answer's way back, stage by stage:
 //!
-//! `admit` (takes a slot among the requests in flight) -> `call` (parses the request) -> `plan`
+//! `send` (takes a slot among the requests in flight) -> `call` (parses the request) -> `plan`
 //! (model, tokens, routing input) -> `turn` (fairness between clients) -> `book` (a worker and its
 //! load) -> `send` (to it, or to another one if that fails) -> `relay` and `answer` (back to the
 //! client).
 //!
 //! `backend::worker` hides the differences between engines over HTTP and workers of the runtime.
 
-pub(crate) mod admit;
 mod answer;
 pub(crate) mod api;
 pub(crate) mod as_chat;
@@ -17,12 +16,10 @@ pub(crate) mod body;
 mod book;
 pub(crate) mod call;
 mod client;
-pub(crate) mod evidence;
 mod foreign;
 pub(crate) mod generation;
 mod guide;
 mod lesson;
-mod nvext;
 pub(crate) mod plan;
 mod relay;
 pub(crate) mod render;

@@ -14,15 +14,14 @@ use hyper::body::Incoming;
 use kvflash_core::select::{Outcome, Reservation, Usage};
 use tokio::time::{Instant, Sleep};
 
-use super::admit::InFlight;
 use super::api::{Api, Form, Row};
 use super::backend::openai::{More, Opened};
 use super::book::Choice;
-use super::evidence::Expectation;
 use super::lesson::Lesson;
 use super::plan::Plan;
+use super::send::InFlight;
 use super::told_ids::ToldIds;
-use super::usage::UsageScanner;
+use super::usage::{Expectation, UsageScanner};
 use crate::frontend::app::App;
 use crate::frontend::engine::Engine;
 

@@ -14,7 +14,7 @@ use serde_json::{Map, Value, json};
 use super::call::Envelope;
 use super::tokens::Known;
 use crate::frontend::app::App;
-use crate::frontend::pool::Pool;
+use crate::frontend::engine::Pool;
 
 /// Longest answer: it may carry the images as tensors.
 const MAX_ANSWER_BYTES: usize = 256 * 1024 * 1024;

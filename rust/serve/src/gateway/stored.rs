@@ -18,9 +18,8 @@ use super::api::{Api, Row};
 use super::body::Body;
 use super::call::Call;
 use crate::frontend::app::App;
-use crate::frontend::engine::Engine;
+use crate::frontend::engine::{Engine, Route};
 use crate::frontend::engine_spec::address_of;
-use crate::frontend::pool::Route;
 use crate::tenant::pass;
 use crate::{Caller, Reject};
 

@@ -19,9 +19,8 @@ use super::turn::Identity;
 use crate::compute::Busy;
 use crate::frontend::app::App;
 use crate::frontend::corpus::{Form, Forms};
-use crate::frontend::engine::Engine;
+use crate::frontend::engine::{Engine, Pool};
 use crate::frontend::ids::Field;
-use crate::frontend::pool::Pool;
 use crate::frontend::runtime::spec::ModelInput;
 use crate::frontend::runtime::texts::ModelText;
 

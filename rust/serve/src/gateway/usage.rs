@@ -1,11 +1,20 @@
-//! Extracts the engine's token counts from a passing answer, without parsing it.
+//! Extracts the engine's token counts from a passing answer, without parsing it, and compares them with its worker's
+//! events: announced and actual reuse.
 
-use std::sync::LazyLock;
+use std::collections::BTreeMap;
+use std::sync::{Arc, LazyLock};
 
-use kvflash_core::select::Usage;
+use kvflash_core::catalog::Unheard;
+use kvflash_core::ids::Worker;
+use kvflash_core::select::{
+    EventSource, Prompt, ReuseChange, ReuseView, Selection, Usage, WorkerReason,
+};
 use memchr::memmem::Finder;
+use serde_json::{Value, json};
 
 use super::api::{Form, Row};
+use crate::frontend::app::App;
+use crate::frontend::engine::Pool;
 
 /// Scans an answer's bytes for its API's names of these counts, such as `"cached_tokens":N`; the
 /// last ones count. Also counts the events of a stream.
@@ -169,41 +178,85 @@ fn number(rest: &[u8]) -> Option<u64> {
     std::str::from_utf8(&rest[start..start + digits]).ok()?.parse().ok()
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+/// The announced reuse for one request, to compare with its answer.
+pub(crate) struct Expectation {
+    pub pool: Arc<Pool>,
+    pub prompt: Arc<Prompt>,
+    pub selection: Selection,
+}
 
-    const ANSWER: &str = r#"{"usage":{"prompt_tokens":302,"total_tokens":326,"completion_tokens":24,"prompt_tokens_details":{"cached_tokens":288}}}"#;
-
-    #[test]
-    fn found_however_the_answer_is_cut() {
-        for size in 1..=ANSWER.len() {
-            let mut scanner = UsageScanner::of(Row::of_fields(true));
-            for chunk in ANSWER.as_bytes().chunks(size) {
-                scanner.feed(chunk);
+impl Expectation {
+    /// The answer is complete: the engine counted `prompt_tokens`, and reused `cached_tokens` of
+    /// them. If it counted another prompt than the one looked up, the answer is no evidence.
+    pub fn compare(self, app: &App, prompt_tokens: Option<u64>, cached_tokens: Option<u64>) {
+        let Self { pool, prompt, selection } = self;
+        if prompt_tokens.is_some_and(|tokens| tokens != prompt.isl_tokens) {
+            return;
+        }
+        let worker = selection.worker;
+        match pool.selector.compare(&prompt, &selection, cached_tokens) {
+            None => {}
+            Some(ReuseChange::Recovered) => tracing::info!(
+                %worker, model = pool.name,
+                "the engine's reported reuse agrees with its events again; its overlap earns credit"
+            ),
+            Some(ReuseChange::Distrusted(finding)) => {
+                let WorkerReason { code, message, fix, .. } =
+                    finding.explain(worker, source_of(app, worker));
+                tracing::warn!(%worker, model = pool.name, code, fix, "{message}");
             }
-            assert_eq!(
-                (scanner.prompt_tokens, scanner.cached_tokens, scanner.completion_tokens),
-                (Some(302), Some(288), Some(24)),
-                "chunks of {size}"
-            );
         }
     }
+}
 
-    #[test]
-    fn tokens_are_events_until_the_engine_says_more() {
-        let mut scanner = UsageScanner::of(Row::of_fields(true));
-        scanner.feed(b"data: {\"a\": \"data: {\\\"\"}\n\ndata: {\"b\": 1}\n\ndata: [DONE]\n\n");
-        assert_eq!(scanner.usage().output_tokens, Some(2));
-        scanner.feed(b"data: {\"usage\": {\"completion_tokens\": 7}}\n\n");
-        assert_eq!(scanner.usage().output_tokens, Some(7));
-    }
-
-    #[test]
-    fn text_and_nulls_are_not_counts() {
-        let mut scanner = UsageScanner::of(Row::of_fields(true));
-        scanner.feed(br#"{"content":"\"cached_tokens\": 7,","prompt_tokens_details":null}"#);
-        scanner.feed(br#"{"prompt_tokens":12,"prompt_tokens_details":{"cached_tokens": null}}"#);
-        assert_eq!((scanner.prompt_tokens, scanner.cached_tokens), (Some(12), None));
+/// State of a worker's event source.
+fn source_of(app: &App, worker: Worker) -> EventSource {
+    let publishers = app.catalog.publishers();
+    let own = publishers.iter().find(|publisher| publisher.worker == worker);
+    match own.map(|publisher| publisher.view().counts.batches) {
+        None => EventSource::None,
+        Some(0) => EventSource::Silent,
+        Some(_) => EventSource::Heard,
     }
 }
+
+/// Workers that are distrusted or misconfigured, with cause and fix.
+pub(crate) fn reasons(app: &App) -> Vec<WorkerReason> {
+    let engines = app.fleet.engines();
+    let faults = engines.iter().flat_map(|engine| engine.inspection.lock().faults.clone());
+    let pools = app.fleet.pools();
+    let views = pools.iter().flat_map(|pool| pool.selector.reuse.views());
+    let found = views
+        .filter_map(|(worker, view)| Some(view.finding?.explain(worker, source_of(app, worker))));
+    faults.chain(found).collect()
+}
+
+/// Workers with incomplete index data, and the reasons.
+pub(crate) fn unheard(app: &App) -> BTreeMap<Worker, Unheard> {
+    let pools = app.fleet.pools();
+    pools.iter().flat_map(|pool| pool.selector.model().all_unheard()).collect()
+}
+
+/// A worker's reuse; empty for a worker that has not answered yet.
+pub(crate) fn reuse_json(view: Option<ReuseView>) -> Value {
+    let is_reported = view.and_then(|view| view.is_reported);
+    json!({
+        "reported": is_reported,
+        "note": match is_reported {
+            Some(true) => None,
+            Some(false) => Some(
+                "the engine reports no reuse, so its events cannot be checked; vLLM reports it with \
+                 --enable-prompt-tokens-details, SGLang with --enable-cache-report",
+            ),
+            None => Some("reuse is not reported yet"),
+        },
+        "requests": view.map_or(0, |view| view.samples),
+        "predicted_tokens": view.map_or(0, |view| view.predicted_tokens),
+        "reported_tokens": view.map_or(0, |view| view.reported_tokens),
+        "trust": view.map_or(1.0, |view| view.credit),
+    })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests;

@@ -1,18 +1,25 @@
-//! A request at the worker that was chosen for it, of either kind; with disaggregation, what its prefill passes to it.
+//! A request at the worker that was chosen for it, of either kind; with disaggregation, another one prefills, and this
+//! one decodes.
 
 use std::pin::pin;
+use std::sync::Arc;
 
 use axum::http::StatusCode;
 use kvflash_core::ids::Worker;
 use serde::Serialize;
+use serde_json::Value;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 use super::openai;
 use super::plane::{self, Plane};
+use crate::Reject;
+use crate::frontend::EnforceDisagg;
 use crate::frontend::app::App;
+use crate::frontend::metrics::OutcomeLabel;
+use crate::gateway::api::Api;
 use crate::gateway::attempts::Failed;
-use crate::gateway::book::Choice;
+use crate::gateway::book::{Choice, Tries};
 use crate::gateway::plan::Plan;
 
 /// An answer that has begun.
@@ -160,4 +167,177 @@ impl Drop for Pending {
             task.abort();
         }
     }
+}
+
+/// The prefill side of one request, across all of its attempts.
+pub(crate) struct Prefill {
+    tries: Option<Tries>,
+    is_enforced: bool,
+}
+
+impl Prefill {
+    /// The prefill options for a request with this plan.
+    ///
+    /// # Errors
+    /// 404 for a pinned prefill worker that does not exist.
+    pub async fn of(app: &Arc<App>, plan: &Plan) -> Result<Self, Reject> {
+        let name = &plan.route.pool.name;
+        // The earlier part of a continued response is at a single worker.
+        let is_continued = plan.call.body.has("previous_response_id");
+        if plan.call.api().output_limit().is_none() || is_continued {
+            return Self::of_whole(app, plan);
+        }
+        let (pool, pinned) = (app.fleet.prefill_pool(name), plan.call.nvext.prefill_pin());
+        if let Some(id) = pinned
+            && pool.as_ref().is_none_or(|pool| pool.members().get(id).is_none())
+        {
+            let message = format!(
+                "nvext.prefill_worker_id: worker {id} is not a prefill worker of model \
+                                   {name:?}"
+            );
+            return Err(Reject::new(StatusCode::NOT_FOUND, message));
+        }
+        let is_enforced = match app.options.enforce_disagg {
+            EnforceDisagg::Off => false,
+            EnforceDisagg::UntilFirstPrefill => app.fleet.had_prefill(name),
+            EnforceDisagg::Always => true,
+        };
+        let tries = match pool {
+            Some(pool) => Some(Tries::new(app, Arc::new(plan.on(app, pool, pinned).await))),
+            None => None,
+        };
+        Ok(Self { tries, is_enforced })
+    }
+
+    /// For an API that one worker serves as a whole.
+    ///
+    /// # Errors
+    /// 501 if decode workers may not prefill and this would be needed.
+    fn of_whole(app: &App, plan: &Plan) -> Result<Self, Reject> {
+        let row = plan.call.row;
+        if app.options.enforce_disagg == EnforceDisagg::Always && row.api != Api::Unmatched {
+            let message = format!(
+                "{}: this API cannot be split between a prefill and a decode worker, which \
+                                   --enforce-disagg requires",
+                row.path
+            );
+            return Err(Reject::new(StatusCode::NOT_IMPLEMENTED, message));
+        }
+        Ok(Self { tries: None, is_enforced: false })
+    }
+
+    /// Whether there is no prefill step.
+    pub fn is_idle(&self) -> bool {
+        self.tries.is_none() && !self.is_enforced
+    }
+
+    /// The worker that would prefill now, drawn with `seed`, which is given by the request or new;
+    /// changes nothing.
+    pub async fn query(&self, seed: Option<u64>) -> Option<Worker> {
+        let tries = self.tries.as_ref()?;
+        tries.plan.query(tries.part(), seed).await.ok().map(|selection| selection.worker)
+    }
+
+    /// The same, with reasons; changes nothing.
+    pub async fn explain(&self, app: &App) -> Option<Value> {
+        let tries = self.tries.as_ref()?;
+        tries.plan.explain(app, tries.part()).await.ok()
+    }
+
+    /// The decode beside a prefill has failed: the prefill worker may be used again.
+    pub fn spare(&mut self, worker: Worker) {
+        if let Some(tries) = &mut self.tries {
+            tries.spare(worker.instance_id);
+        }
+    }
+
+    /// Prefills the prompt, or starts to.
+    ///
+    /// # Errors
+    /// No worker prefilled, and the decode worker may not do it alone; or the request is invalid.
+    pub async fn hand_off(&mut self, app: &Arc<App>) -> Result<Handoff, Reject> {
+        let is_new = self.tries.as_ref().is_none_or(Tries::is_empty);
+        let none = if is_new { "is registered" } else { "is left to try" };
+        let mut why = format!("no prefill worker {none}");
+        let mut status = StatusCode::SERVICE_UNAVAILABLE;
+        while let Some(tries) = self.tries.as_mut().filter(|tries| tries.may_go_on()) {
+            let choice = match tries.next().await {
+                Ok(choice) => choice,
+                Err(error) => {
+                    if tries.is_empty() {
+                        why = error.to_string();
+                    }
+                    break;
+                }
+            };
+            let engine = Arc::clone(&choice.engine);
+            match begin(app, &tries.plan, choice).await {
+                Ok(handoff) => {
+                    count(app, "handed_off");
+                    return Ok(handoff);
+                }
+                Err(failed) => {
+                    count(app, "failed");
+                    (why, status) = (failed.message.clone(), failed.status);
+                    tries.failed(&engine, failed)?;
+                }
+            }
+        }
+        if self.is_enforced {
+            count(app, "refused");
+            let message = format!(
+                "no prefill worker took the request: {why}; --enforce-disagg allows no other \
+                                   way"
+            );
+            return Err(Reject::last_failure(status, message));
+        }
+        if self.tries.is_some() {
+            count(app, "fallback");
+            tracing::warn!(
+                why,
+                "no prefill worker took the request; the decode worker prefills it"
+            );
+        }
+        Ok(Handoff::Alone)
+    }
+}
+
+fn count(app: &App, outcome: &'static str) {
+    app.metrics.prefills.get_or_create(&OutcomeLabel { outcome }).inc();
+}
+
+/// Sends the prefill copy of a request to a chosen worker.
+async fn begin(app: &Arc<App>, plan: &Arc<Plan>, choice: Choice) -> Result<Handoff, Failed> {
+    let worker = choice.booking.worker();
+    let member = choice.engine.member.as_ref();
+    let Some(bootstrap) = member.and_then(|member| member.spec.card.bootstrap.as_ref()) else {
+        let params = {
+            let prefill = pin!(prefill(app, plan, &choice));
+            choice.watched(prefill).await?
+        };
+        return Ok(Handoff::Done { worker, params });
+    };
+    let info = BootstrapInfo {
+        bootstrap_host: bootstrap.host.clone(),
+        bootstrap_port: bootstrap.port,
+        // 63 bits are exact in Python and in all JSON readers.
+        bootstrap_room: rand::random::<u64>() >> 1,
+    };
+    let (tell, failed) = watch::channel(None);
+    let (app, plan, beside) = (Arc::clone(app), Arc::clone(plan), info.clone());
+    let task = tokio::spawn(async move {
+        let Some(plane) = Plane::of(&choice) else { return };
+        let outcome = async {
+            plane.begin_prefill(&app, &plan, &choice, Some(&beside)).await?.drain(&app).await
+        };
+        if let Err(error) = outcome.await {
+            count(&app, "failed");
+            error.note(&app, &choice.engine, "the prefill failed while its decode ran");
+            // No receiver is left once the decode is complete, and then it is not needed.
+            let why = format!("prefill at worker {worker} failed: {}", error.message);
+            let _ = tell.send(Some(why));
+        }
+    });
+    let pending = Pending::new(task, failed);
+    Ok(Handoff::Beside { worker, info, pending })
 }

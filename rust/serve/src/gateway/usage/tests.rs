@@ -1,0 +1,37 @@
+//! Tests of the token counts in answers.
+
+use super::*;
+
+const ANSWER: &str = r#"{"usage":{"prompt_tokens":302,"total_tokens":326,"completion_tokens":24,"prompt_tokens_details":{"cached_tokens":288}}}"#;
+
+#[test]
+fn found_however_the_answer_is_cut() {
+    for size in 1..=ANSWER.len() {
+        let mut scanner = UsageScanner::of(Row::of_fields(true));
+        for chunk in ANSWER.as_bytes().chunks(size) {
+            scanner.feed(chunk);
+        }
+        assert_eq!(
+            (scanner.prompt_tokens, scanner.cached_tokens, scanner.completion_tokens),
+            (Some(302), Some(288), Some(24)),
+            "chunks of {size}"
+        );
+    }
+}
+
+#[test]
+fn tokens_are_events_until_the_engine_says_more() {
+    let mut scanner = UsageScanner::of(Row::of_fields(true));
+    scanner.feed(b"data: {\"a\": \"data: {\\\"\"}\n\ndata: {\"b\": 1}\n\ndata: [DONE]\n\n");
+    assert_eq!(scanner.usage().output_tokens, Some(2));
+    scanner.feed(b"data: {\"usage\": {\"completion_tokens\": 7}}\n\n");
+    assert_eq!(scanner.usage().output_tokens, Some(7));
+}
+
+#[test]
+fn text_and_nulls_are_not_counts() {
+    let mut scanner = UsageScanner::of(Row::of_fields(true));
+    scanner.feed(br#"{"content":"\"cached_tokens\": 7,","prompt_tokens_details":null}"#);
+    scanner.feed(br#"{"prompt_tokens":12,"prompt_tokens_details":{"cached_tokens": null}}"#);
+    assert_eq!((scanner.prompt_tokens, scanner.cached_tokens), (Some(12), None));
+}
