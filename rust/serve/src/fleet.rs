@@ -10,9 +10,11 @@ use kvflash_core::error::{Error, Result};
 use kvflash_core::fleet::{Change, Effect, Roster, WorkerState};
 use kvflash_core::ids::{InstanceId, Worker};
 use kvflash_core::select::{
-    Journal, Outbox, Policies, Queue, QueueOptions, Selector, SelectorConfig, Thresholds,
+    Journal, Outbox, Queue, RouterConfig, Selector, SelectorConfig, Thresholds,
 };
 use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+use super::RoutingOptions;
 
 /// All workers of one model and tenant, with one index and one load table.
 pub(crate) struct Pool<M, R> {
@@ -93,25 +95,33 @@ pub(crate) struct Common {
 }
 
 impl Common {
-    pub fn new(catalog: Arc<Catalog>, clock: Arc<dyn Clock>, journal_bytes: usize) -> Self {
-        let journal = Arc::new(Journal::new(journal_bytes));
+    pub fn new(catalog: Arc<Catalog>, clock: Arc<dyn Clock>, routing: &RoutingOptions) -> Self {
+        let journal = Arc::new(Journal::new(routing.selector.journal_bytes));
         Self { catalog, clock, journal, outbox: Arc::default() }
     }
 
-    /// A model's selector and its queue.
+    /// A model's selector and its queue, routing as `router` says.
     pub fn selector(
         &self,
         key: &ModelKey,
-        config: SelectorConfig,
-        policies: &Policies,
-        queue: Option<&QueueOptions>,
+        router: RouterConfig,
+        routing: &RoutingOptions,
     ) -> Result<(Selector, Option<Arc<Queue>>)> {
-        let forced = Some(config.router.block_size).filter(|size| *size > 0);
+        let forced = Some(router.block_size).filter(|size| *size > 0);
         let index = self.catalog.model_or_create(key, forced)?;
-        let (config, clock) = (SelectorConfig { journal_bytes: 0, ..config }, &self.clock);
-        let selector = Selector::with_policies(config, policies.clone(), index, Arc::clone(clock))?
-            .with_journal(Arc::clone(&self.journal))
-            .with_outbox(Arc::clone(&self.outbox));
+        let queue = routing.queue.as_ref();
+        let threshold = queue.map(|options| options.threshold);
+        let config = SelectorConfig {
+            router,
+            queue: threshold,
+            journal_bytes: 0,
+            ..routing.selector.clone()
+        };
+        let clock = &self.clock;
+        let selector =
+            Selector::with_policies(config, routing.policies.clone(), index, Arc::clone(clock))?
+                .with_journal(Arc::clone(&self.journal))
+                .with_outbox(Arc::clone(&self.outbox));
         let queue = queue.map(|options| Queue::serving(options, &selector, clock));
         Ok((selector, queue))
     }
@@ -119,7 +129,7 @@ impl Common {
 
 /// The components of a pool: its selector, and its queues.
 pub(crate) type Parts<R> = (Selector, Option<Arc<Queue>>, R);
-type MakeParts<R> = Box<dyn Fn(&ModelKey) -> Result<Parts<R>> + Send + Sync>;
+type MakeParts<R> = Box<dyn Fn(&Common, &ModelKey) -> Result<Parts<R>> + Send + Sync>;
 
 /// The current workers.
 pub(crate) struct Tables<M, R> {
@@ -149,7 +159,7 @@ impl<M, R> Deref for Tables<M, R> {
 /// # Consistency
 /// Changes are serialized; a request uses the members that it read first.
 pub(crate) struct Fleet<M, R> {
-    catalog: Arc<Catalog>,
+    pub common: Common,
     make: MakeParts<R>,
     thresholds: Thresholds,
     /// Whether predictions about a worker are dropped when its process restarts.
@@ -159,16 +169,16 @@ pub(crate) struct Fleet<M, R> {
 
 impl<M, R> Fleet<M, R> {
     pub fn new(
-        catalog: Arc<Catalog>,
+        common: Common,
         roster: Roster,
-        thresholds: Thresholds,
-        has_predictions: bool,
-        make: impl Fn(&ModelKey) -> Result<Parts<R>> + Send + Sync + 'static,
+        routing: &RoutingOptions,
+        make: impl Fn(&Common, &ModelKey) -> Result<Parts<R>> + Send + Sync + 'static,
     ) -> Self {
         let (members, pools, thresholds_kept) = Default::default();
         let served = Served { members, pools, thresholds: thresholds_kept };
         let tables = RwLock::new(Tables { roster, served });
-        Self { catalog, make: Box::new(make), thresholds, has_predictions, tables }
+        let (thresholds, has_predictions) = (routing.selector.thresholds, routing.predicts());
+        Self { common, make: Box::new(make), thresholds, has_predictions, tables }
     }
 
     pub fn read(&self) -> RwLockReadGuard<'_, Tables<M, R>> {
@@ -229,8 +239,7 @@ impl<M, R> Fleet<M, R> {
         if before != Some(state) {
             tracing::info!(worker = id, %state, "worker state");
         }
-        let unknown = || Error::NotFound(format!("no worker {id} is registered"));
-        tables.members.get(&id).cloned().ok_or_else(unknown)
+        tables.members.get(&id).cloned().ok_or_else(|| unknown(id))
     }
 
     /// Removes a worker.
@@ -239,8 +248,7 @@ impl<M, R> Fleet<M, R> {
     /// `NotFound`.
     pub fn leave(&self, tables: &mut Tables<M, R>, id: InstanceId) -> Result<Arc<M>> {
         self.change(tables, Change::Left { id })?;
-        let unknown = || Error::NotFound(format!("no worker {id} is registered"));
-        tables.served.members.remove(&id).ok_or_else(unknown)
+        tables.served.members.remove(&id).ok_or_else(|| unknown(id))
     }
 
     fn perform(&self, tables: &mut Served<M, R>, effect: Effect) -> Result<()> {
@@ -272,10 +280,10 @@ impl<M, R> Fleet<M, R> {
                 // Returning workers may have another block size, and an engine may keep changing
                 // its model's name: no index and no metric series must stay behind.
                 pool.index().forget_block_size();
-                self.catalog.let_go(pool.index());
+                self.common.catalog.let_go(pool.index());
                 let thresholds = pool.selector.busy.thresholds();
                 if thresholds != self.thresholds {
-                    if tables.thresholds.len() >= self.catalog.options().max_models {
+                    if tables.thresholds.len() >= self.common.catalog.options().max_models {
                         tables.thresholds.pop_first();
                     }
                     tables.thresholds.insert(key, thresholds);
@@ -286,15 +294,15 @@ impl<M, R> Fleet<M, R> {
                     let index = tables.pools[&key].index();
                     (0..ranks).for_each(|rank| index.clear_worker(Worker::new(id, rank)));
                 }
-                listen(&self.catalog, Effect::Forget(key, id, ranks))?;
+                listen(&self.common.catalog, Effect::Forget(key, id, ranks))?;
             }
-            Effect::Subscribe(_) | Effect::Unsubscribe(..) => listen(&self.catalog, effect)?,
+            Effect::Subscribe(_) | Effect::Unsubscribe(..) => listen(&self.common.catalog, effect)?,
         }
         Ok(())
     }
 
     fn open(&self, tables: &mut Served<M, R>, key: ModelKey) -> Result<()> {
-        let (selector, queue, waiting) = (self.make)(&key)?;
+        let (selector, queue, waiting) = (self.make)(&self.common, &key)?;
         let selector = Arc::new(selector);
         if let Some(thresholds) = tables.thresholds.get(&key) {
             selector.busy.set_thresholds(*thresholds)?;
@@ -306,10 +314,26 @@ impl<M, R> Fleet<M, R> {
         Ok(())
     }
 
+    /// A worker's pool.
+    pub fn pool_of(&self, id: InstanceId) -> Option<Arc<Pool<M, R>>> {
+        let tables = self.read();
+        tables.pools.get(tables.roster.key_of(id)?).cloned()
+    }
+
+    /// Number of draining workers.
+    pub fn draining(&self) -> usize {
+        self.read().roster.draining().count()
+    }
+
     /// All pools, by model and tenant.
     pub fn pools(&self) -> Vec<Arc<Pool<M, R>>> {
         self.tables.read().pools.values().cloned().collect()
     }
+}
+
+/// The error for a worker that must exist.
+pub(crate) fn unknown(id: InstanceId) -> Error {
+    Error::NotFound(format!("no worker {id} is registered"))
 }
 
 /// Applies a change and performs its effects, in order. If one fails the whole change is reverted,

@@ -23,6 +23,7 @@ mod reject;
 mod remote;
 mod reread;
 pub mod router;
+mod routing;
 mod secret_file;
 mod serve;
 mod settings;
@@ -38,6 +39,7 @@ pub use http::Http;
 pub use lock::{Caller, Face, Key, Lock, Pass, Role, check_keys};
 pub use reject::Reject;
 pub use remote::RemoteIndexerOptions;
+pub use routing::RoutingOptions;
 pub use serve::{App, Peer, ServeLimits, Shutdown, serve, serve_over};
 pub use settings::{
     FairnessSettings, FrontendSettings, HttpSettings, RouterSettings, TlsSettings,

@@ -5,7 +5,6 @@ use std::sync::Arc;
 use kvflash_core::catalog;
 use kvflash_core::clock::SystemClock;
 use kvflash_core::ids::InstanceId;
-use kvflash_core::select::RouterConfig;
 use kvflash_core::settings::Concern;
 use kvflash_serve::frontend::{EngineSpec, FairnessOptions, FrontendApp, FrontendOptions};
 use kvflash_serve::{Face, FairnessSettings, FrontendSettings, Http, HttpSettings, TlsSettings};
@@ -57,34 +56,23 @@ impl Frontend {
             .or_raise(py)?;
         let tls = TlsSettings::take(&mut given).or_raise(py)?;
         let http = http.over(&tls).or_raise(py)?;
-        let routing = Routing::take(py, &mut given, policy_desk.as_ref())?;
+        let Routing { options: mut routing, limits } =
+            Routing::take(py, &mut given, policy_desk.as_ref())?;
         finish(given)?;
+        routing.selector.router.max_requests = own.max_concurrent_requests;
         let options = FrontendOptions {
             fairness: FairnessOptions::of(fairness, own.max_concurrent_requests).or_raise(py)?,
-            router: RouterConfig {
-                max_requests: own.max_concurrent_requests,
-                ..routing.selector.router
-            },
-            policies: routing.policies,
-            settings: routing.settings,
-            overlap: routing.selector.overlap,
-            thresholds: routing.selector.thresholds,
-            queue: routing.queue,
-            decision_journal_bytes: routing.selector.journal_bytes,
-            logs_decisions: routing.selector.logs_decisions,
-            remote_indexer: routing.remote_indexer,
-            serve_indexer: routing.serve_indexer,
-            min_initial_workers: routing.min_initial_workers,
+            routing,
             enforce_disagg: own.enforce_disagg.parse().or_raise(py)?,
             has_broker_events,
             waits_for: waits_for.to_owned(),
             http,
             own,
         };
-        let uses_events = options.uses_events();
+        let uses_events = options.routing.uses_events();
         let (threads, drain, http) = (options.threads, options.drain_timeout, options.http.clone());
         let clock = Arc::new(SystemClock::default());
-        let catalog = Arc::new(catalog::Catalog::new(routing.limits, clock.clone()));
+        let catalog = Arc::new(catalog::Catalog::new(limits, clock.clone()));
         py.detach(|| {
             let shutdown = http.shutdown().clone();
             let app = FrontendApp::new(options, Arc::clone(&catalog), clock, shutdown)?;

@@ -87,26 +87,15 @@ impl Router {
             .or_raise(py)?;
         let tls = TlsSettings::take(&mut given).or_raise(py)?;
         let http = http.over(&tls).or_raise(py)?;
-        let routing = Routing::take(py, &mut given, policy_desk.as_ref())?;
+        let Routing { options: mut routing, limits } =
+            Routing::take(py, &mut given, policy_desk.as_ref())?;
         finish(given)?;
-        let mut selector = routing.selector;
-        selector.router.max_requests = own.max_requests;
-        let options = RouterOptions {
-            selector,
-            policies: routing.policies,
-            settings: routing.settings,
-            queue: routing.queue,
-            use_kv_events: routing.uses_events,
-            remote_indexer: routing.remote_indexer,
-            serve_indexer: routing.serve_indexer,
-            min_initial_workers: routing.min_initial_workers,
-            http,
-            own,
-        };
-        let uses_events = options.follows_events();
+        routing.selector.router.max_requests = own.max_requests;
+        let options = RouterOptions { routing, http, own };
+        let uses_events = options.routing.uses_events();
         let (threads, drain, http) = (options.threads, options.drain_timeout, options.http.clone());
         let clock = Arc::new(SystemClock::default());
-        let catalog = Arc::new(catalog::Catalog::new(routing.limits, clock.clone()));
+        let catalog = Arc::new(catalog::Catalog::new(limits, clock.clone()));
         py.detach(|| {
             let app = RouterApp::new(options, Arc::clone(&catalog), clock)?;
             let service = Service::new(threads, &http, drain)?;

@@ -11,8 +11,9 @@ use kvflash_core::error::Error;
 use kvflash_core::ids::Worker;
 use kvflash_core::policy::{EngineMetrics, Sample};
 use kvflash_core::select::{
-    Ask, Queue, QueueOptions, Report, Request, Selector, StartGate, Thresholds, Usage,
+    Ask, Overlap, Queue, QueueOptions, Report, Request, Selector, StartGate, Thresholds, Usage,
 };
+use kvflash_serve::RoutingOptions;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
@@ -137,12 +138,12 @@ impl RouterCore {
         settings: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
         let mut given = given(settings)?;
-        let routing = Routing::take(py, &mut given, policy_desk.as_ref())?;
+        let Routing { options, limits } = Routing::take(py, &mut given, policy_desk.as_ref())?;
         finish(given)?;
-        let Routing { selector: mut config, policies, queue, limits, .. } = routing;
+        let RoutingOptions { selector: mut config, policies, queue, .. } = options;
         let block_size = index::block_size(py, block_size)?;
         (config.router.block_size, config.router.max_requests) = (block_size, max_requests);
-        let uses_events = routing.uses_events && config.router.weighs_overlap();
+        let uses_events = config.overlap != Overlap::Predictions && config.router.weighs_overlap();
         let clock = Arc::new(SystemClock::default());
         let catalog = Arc::new(catalog::Catalog::new(limits, clock.clone()));
         let key = ModelKey { model_name: model_name.to_owned(), tenant_id: tenant_id.to_owned() };
@@ -157,7 +158,7 @@ impl RouterCore {
                 Queue::serving(&options, &selector, &clock)
             }),
             selector: Arc::clone(&selector),
-            start: StartGate::new(routing.min_initial_workers, "be there", "min_initial_workers"),
+            start: StartGate::new(options.min_initial_workers, "be there", "min_initial_workers"),
         };
         let component = Arc::new(component);
         Ok(Self { catalog, clock, selector, key, block_size, uses_events, component })

@@ -2,14 +2,14 @@
 
 use kvflash_core::catalog::CatalogOptions;
 use kvflash_core::error::Error;
-use kvflash_core::policy::{AUTO, Counted, Settings};
+use kvflash_core::policy::{AUTO, Counted};
 use kvflash_core::select::{
     BusySettings, CacheSettings, CostSettings, DecisionSettings, IndexSettings, LoadSettings,
-    ModeSettings, Overlap, Policies, QueueOptions, QueueThreshold, RemoteSettings, RouterConfig,
+    ModeSettings, Overlap, QueueOptions, QueueThreshold, RemoteSettings, RouterConfig,
     SelectorConfig, Thresholds, TierWeights,
 };
 use kvflash_core::settings::{Concern, Given};
-use kvflash_serve::RemoteIndexerOptions;
+use kvflash_serve::{RemoteIndexerOptions, RoutingOptions};
 use pyo3::prelude::*;
 
 use super::error::{OrRaise, raise};
@@ -18,16 +18,10 @@ use super::policy_desk::PolicyDesk;
 
 /// The result of the routing settings.
 pub(super) struct Routing {
-    /// Its request limit is the default.
-    pub selector: SelectorConfig,
-    pub policies: Policies,
-    pub settings: Settings,
-    pub uses_events: bool,
-    pub queue: Option<QueueOptions>,
-    pub min_initial_workers: usize,
+    /// Its selector's request limit is the default.
+    pub options: RoutingOptions,
+    /// Limits of the catalog.
     pub limits: CatalogOptions,
-    pub serve_indexer: bool,
-    pub remote_indexer: Option<RemoteIndexerOptions>,
 }
 
 impl Routing {
@@ -102,13 +96,19 @@ impl Routing {
             journal_bytes: decisions.decision_journal_bytes,
             logs_decisions: decisions.log_decisions,
         };
-        Ok(Self {
+        let options = RoutingOptions {
             selector,
             policies,
             settings,
-            uses_events: caches.use_kv_events,
             queue,
             min_initial_workers: decisions.min_initial_workers,
+            serve_indexer: remote.serve_indexer,
+            remote_indexer: remote
+                .remote_indexer
+                .map(|url| RemoteIndexerOptions { url, deadline: remote.remote_indexer_deadline }),
+        };
+        Ok(Self {
+            options,
             limits: CatalogOptions {
                 // An explicit time enables this; `kv` has its documented default.
                 has_histories: is_auto
@@ -117,10 +117,6 @@ impl Routing {
                     && caches.router_ttl_s == CacheSettings::default().router_ttl_s,
                 ..foresight.limit(&index)
             },
-            serve_indexer: remote.serve_indexer,
-            remote_indexer: remote
-                .remote_indexer
-                .map(|url| RemoteIndexerOptions { url, deadline: remote.remote_indexer_deadline }),
         })
     }
 }

@@ -58,7 +58,7 @@ fn tell_health(app: &App) -> Response {
         "healthy_workers": healthy,
         "draining_workers": app.fleet.draining(),
         "requests_in_flight": app.in_flight(),
-        "router_policy": app.options.policy_name(),
+        "router_policy": app.options.routing.policy_name(),
         "tokenizers": app.tokenizers.loaded().iter().map(|text| text.health()).collect::<Vec<_>>(),
         "warnings": warnings(app, &reasons),
         "reasons": reasons,
@@ -126,7 +126,7 @@ const SILENT_REQUESTS: u64 = 20;
 /// Causes of silently failing prefix matching, as text.
 fn warnings(app: &App, reasons: &[WorkerReason]) -> Vec<String> {
     let mut warnings = app.outside_warnings.read().clone();
-    let by_caches = [AUTO, Policy::Kv.name()].contains(&app.options.policy_name());
+    let by_caches = [AUTO, Policy::Kv.name()].contains(&app.options.routing.policy_name());
     let publishers = app.catalog.publishers();
     let heard: HashSet<_> =
         publishers.iter().map(|publisher| publisher.worker.instance_id).collect();
@@ -165,7 +165,7 @@ fn warnings(app: &App, reasons: &[WorkerReason]) -> Vec<String> {
         if let Some(why) = engine.ids.trouble() {
             warnings.push(format!("worker {}: token ids are no longer sent: {why}", engine.id));
         }
-        if by_caches && app.options.uses_events() && !heard.contains(&engine.id) {
+        if by_caches && app.options.routing.uses_events() && !heard.contains(&engine.id) {
             warnings.extend(unheard(app, engine));
         }
     }
@@ -501,7 +501,7 @@ pub(super) async fn why(
 }
 
 fn tell_why(app: &App, id: &str) -> Response {
-    let records = app.fleet.journal.find(id);
+    let records = app.fleet.common.journal.find(id);
     if records.is_empty() {
         let message = format!(
             "no decision is stored for request {id:?}: it was not routed here, or newer decisions have replaced \
@@ -509,7 +509,7 @@ fn tell_why(app: &App, id: &str) -> Response {
         );
         return Reject::new(StatusCode::NOT_FOUND, message).openai();
     }
-    let now_ms = app.fleet.clock.now_ms();
+    let now_ms = app.fleet.common.clock.now_ms();
     let mut trusts = HashMap::new();
     let decisions: Vec<Value> = records
         .iter()

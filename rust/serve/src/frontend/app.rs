@@ -29,7 +29,6 @@ use crate::compute::Compute;
 use crate::gateway::attempts::Retries;
 use crate::indexer::query_routes;
 use crate::metrics::{CauseLabel, CommonMetrics};
-use crate::policy_metrics::PolicyMetrics;
 use crate::remote::RemoteIndexer;
 use crate::state_file::Registrations;
 use crate::tenant::SaltSecret;
@@ -125,30 +124,21 @@ impl App {
         )?;
         let (common, mut registry) = CommonMetrics::new();
         let metrics = FrontendMetrics::register(&mut registry);
-        let policy_metrics = PolicyMetrics {
-            name: options.policy_name().to_owned(),
-            policies: options.policies.clone(),
-            settings: options.settings.clone(),
-        };
-        registry.register_collector(Box::new(policy_metrics));
-        let remote = options.remote_indexer.as_ref();
-        let remote = remote
-            .map(|remote| RemoteIndexer::new(remote, &options.http, &mut registry))
-            .transpose()?;
+        let remote = options.routing.register(&options.http, &mut registry)?;
         let intake = options.http.intake(options.max_body_bytes, &mut registry).refusing_unread();
         let compute = Compute::new(options.tokenize_timeout, Arc::clone(&clock), &mut registry)?;
         common.seal(registry);
-        let questions = match options.serve_indexer {
+        let questions = match options.routing.serve_indexer {
             true => Some(query_routes(Arc::clone(&catalog), intake.clone(), options.http.mask())?),
             false => None,
         };
         let salts = options.salt_secret_file.as_deref().map(SaltSecret::open).transpose()?;
         check_clients(options.http.lock(), salts.is_some())?;
         let meters = Meters::new(Arc::clone(&clock));
-        let (wanted, uploads) = (options.min_initial_workers, options.max_upload_bytes);
+        let (wanted, uploads) = (options.routing.min_initial_workers, options.max_upload_bytes);
         Ok(Self {
             start: StartGate::new(wanted, "be healthy", "--min-initial-workers"),
-            keeps_sessions: options.policy_name() == "session-affinity",
+            keeps_sessions: options.routing.policy_name() == "session-affinity",
             fleet: Fleet::new(options.clone(), Arc::clone(&catalog), clock),
             upstream: Upstream::new(&options, options.api_key()?.as_deref())?,
             aliases: Aliases::parse(&options.model_alias)?,

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
+use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -11,7 +12,7 @@ use kvflash_core::error::{Error, Result};
 use kvflash_core::fleet::{Card, Change, Claim, EventSpec, Hearing, Roster, WorkerState};
 use kvflash_core::ids::InstanceId;
 use kvflash_core::policy::Stage;
-use kvflash_core::select::{Journal, Outbox, Overlap, Report, SelectorConfig};
+use kvflash_core::select::Report;
 use parking_lot::Mutex;
 
 use super::engine::{Engine, EngineNotes, Pool, Route};
@@ -55,11 +56,6 @@ pub(crate) struct Fleet {
     waits_for: String,
     /// The block size set by a flag.
     block_size: u32,
-    pub clock: Arc<dyn Clock>,
-    /// Decisions of all models.
-    pub journal: Arc<Journal>,
-    /// Bookings of all models, for replicas.
-    pub outbox: Arc<Outbox>,
     /// Served models that ever had a prefill worker.
     had_prefill: Mutex<BTreeSet<String>>,
     /// Why workers of discovery are not accepted, by id.
@@ -68,28 +64,32 @@ pub(crate) struct Fleet {
     next_id: AtomicU64,
 }
 
+impl Deref for Fleet {
+    type Target = fleet::Fleet<Engine, Rooms>;
+
+    fn deref(&self) -> &Self::Target {
+        &self.fleet
+    }
+}
+
 impl Fleet {
     pub fn new(options: FrontendOptions, catalog: Arc<Catalog>, clock: Arc<dyn Clock>) -> Self {
-        let common = Common::new(Arc::clone(&catalog), clock, options.decision_journal_bytes);
-        let Common { clock, journal, outbox, .. } = common.clone();
-        let hearing = match options.uses_events() {
+        let routing = options.routing.clone();
+        let common = Common::new(catalog, clock, &routing);
+        let hearing = match routing.uses_events() {
             true if options.has_broker_events => Hearing::Broker,
             true => Hearing::Sockets,
             false => Hearing::Nothing,
         };
         let max_workers = options.max_workers;
         let roster = Roster::new(hearing, max_workers);
-        let (waits_for, block_size) = (options.waits_for.clone(), options.router.block_size);
-        let (thresholds, predicts) = (options.thresholds, options.overlap == Overlap::Predictions);
-        let make = move |key: &ModelKey| parts(&options, &common, key);
-        let fleet = fleet::Fleet::new(catalog, roster, thresholds, predicts, make);
+        let waits_for = options.waits_for.clone();
+        let make = move |common: &Common, key: &ModelKey| parts(&options, common, key);
+        let fleet = fleet::Fleet::new(common, roster, &routing, make);
         Self {
             fleet,
             waits_for,
-            block_size,
-            clock,
-            journal,
-            outbox,
+            block_size: routing.selector.router.block_size,
             had_prefill: Mutex::default(),
             refused: Mutex::default(),
             max_workers,
@@ -196,14 +196,6 @@ impl Fleet {
         engine.remove();
         self.forget_prefill(&tables);
         Ok(engine)
-    }
-
-    /// Sets whether a worker takes new requests.
-    ///
-    /// # Errors
-    /// `NotFound`.
-    pub fn set_state(&self, id: InstanceId, state: WorkerState) -> Result<Arc<Engine>> {
-        self.fleet.set_state(id, state)
     }
 
     /// Whether a worker takes new requests; true for a removed one.
@@ -359,8 +351,7 @@ impl Fleet {
     /// # Errors
     /// `NotFound`.
     pub fn known(&self, id: InstanceId) -> Result<Arc<Engine>> {
-        let unknown = || Error::NotFound(format!("no worker {id} is registered"));
-        self.engine(id).ok_or_else(unknown)
+        self.engine(id).ok_or_else(|| fleet::unknown(id))
     }
 
     /// Number of healthy decode workers, and how many of these take new requests.
@@ -374,19 +365,8 @@ impl Fleet {
         })
     }
 
-    /// Number of draining workers.
-    pub fn draining(&self) -> usize {
-        self.fleet.read().roster.draining().count()
-    }
-
     pub fn engine(&self, id: InstanceId) -> Option<Arc<Engine>> {
         self.fleet.read().members.get(&id).cloned()
-    }
-
-    /// A worker's pool.
-    pub fn pool_of(&self, id: InstanceId) -> Option<Arc<Pool>> {
-        let tables = self.fleet.read();
-        tables.pools.get(tables.roster.key_of(id)?).cloned()
     }
 
     /// All pools, those of prefill workers last.
@@ -441,23 +421,14 @@ fn key_of(name: &str, is_prefill: bool) -> ModelKey {
 /// Creates the components of a model for its first engine.
 fn parts(options: &FrontendOptions, common: &Common, key: &ModelKey) -> Result<Parts<Rooms>> {
     let is_prefill = key.tenant_id == PREFILL_TENANT;
-    let mut router = options.router.clone();
+    let mut router = options.routing.selector.router.clone();
     // Requests leave no state on a prefill worker: only their prompt tokens count.
     router.track_active_blocks &= !is_prefill;
     router.track_output_blocks &= !is_prefill;
     if is_prefill {
         router.stage = Stage::Prefill;
     }
-    let queue = options.queue.as_ref();
-    let config = SelectorConfig {
-        router,
-        overlap: options.overlap,
-        thresholds: options.thresholds,
-        queue: queue.map(|options| options.threshold),
-        journal_bytes: 0,
-        logs_decisions: options.logs_decisions,
-    };
-    let (selector, queue) = common.selector(key, config, &options.policies, queue)?;
+    let (selector, queue) = common.selector(key, router, &options.routing)?;
     // A request that waits for the decode worker need not wait for the prefill worker.
     let fairness = options.fairness.as_ref().filter(|_| !is_prefill);
     let waiting = fairness.map(|options| WaitingRoom::new(options, Arc::clone(&common.clock)));

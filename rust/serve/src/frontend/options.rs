@@ -4,14 +4,10 @@ use std::ops::Deref;
 use std::str::FromStr;
 
 use kvflash_core::error::{Error, Result};
-use kvflash_core::policy::Settings;
-use kvflash_core::select::{
-    DEFAULT_JOURNAL_BYTES, Overlap, Policies, QueueOptions, RouterConfig, Thresholds,
-};
 
 use crate::gateway::turn::FairnessOptions;
 use crate::metrics::check_prefix;
-use crate::{FrontendSettings, Http, RemoteIndexerOptions};
+use crate::{FrontendSettings, Http, RoutingOptions};
 
 /// Whether a request may be answered without a prefill worker.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -41,66 +37,22 @@ impl FromStr for EnforceDisagg {
 }
 
 /// Options of a frontend; those in `own` are accessible as if they were here.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub struct FrontendOptions {
     /// Settings that only a frontend has: limits and timeouts, its tokenizer.
     pub own: FrontendSettings,
-    /// How requests are routed; a block size of 0 is learned.
-    pub router: RouterConfig,
-    /// Deciding policies and shadows, for all models.
-    pub policies: Policies,
-    /// Settings of these policies.
-    pub settings: Settings,
+    /// How requests are routed.
+    pub routing: RoutingOptions,
     /// How clients take turns; `None`: first come, first served.
     pub fairness: Option<FairnessOptions>,
-    /// Source of the knowledge of the engines' caches.
-    pub overlap: Overlap,
-    /// Thresholds above which a worker is busy, for every model until they are changed.
-    pub thresholds: Thresholds,
-    /// The queue for a worker with room to prefill; `None`: requests never wait.
-    pub queue: Option<QueueOptions>,
-    /// Memory for past decisions, bytes; 0 keeps none.
-    pub decision_journal_bytes: usize,
-    /// Log each decision at level info.
-    pub logs_decisions: bool,
-    /// Use this indexer for overlaps, and follow no events.
-    pub remote_indexer: Option<RemoteIndexerOptions>,
     /// Whether events over a broker are received.
     pub has_broker_events: bool,
-    /// Whether to serve the indexer's API, too: /query, /query_by_hash, /dump, /digest.
-    pub serve_indexer: bool,
     /// Whether requests may be answered without a prefill worker.
     pub enforce_disagg: EnforceDisagg,
     /// Where workers are expected from, for responses before any have joined.
     pub waits_for: String,
-    /// Healthy workers that must have been present at once before the first request is accepted.
-    pub min_initial_workers: usize,
     /// Limits of its connections and bodies.
     pub http: Http,
-}
-
-impl Default for FrontendOptions {
-    fn default() -> Self {
-        Self {
-            own: FrontendSettings::default(),
-            router: RouterConfig::default(),
-            policies: Policies::default(),
-            settings: Settings::default(),
-            fairness: None,
-            overlap: Overlap::Events,
-            thresholds: Thresholds::default(),
-            queue: None,
-            decision_journal_bytes: DEFAULT_JOURNAL_BYTES,
-            logs_decisions: false,
-            remote_indexer: None,
-            has_broker_events: false,
-            serve_indexer: false,
-            enforce_disagg: EnforceDisagg::Off,
-            waits_for: String::new(),
-            min_initial_workers: 0,
-            http: Http::default(),
-        }
-    }
 }
 
 impl Deref for FrontendOptions {
@@ -130,36 +82,13 @@ impl FrontendOptions {
         }
     }
 
-    /// The name of the deciding policy.
-    pub fn policy_name(&self) -> &str {
-        let built_in = self.router.policy.name();
-        self.policies.active.as_ref().map_or(built_in, |policy| policy.name())
-    }
-
-    /// Whether engines' events are used: not if predictions replace them, nor if overlaps have no
-    /// weight.
-    pub fn uses_events(&self) -> bool {
-        self.overlap != Overlap::Predictions
-            && self.remote_indexer.is_none()
-            && self.router.weighs_overlap()
-    }
-
     /// Checks what the types can't express.
     ///
     /// # Errors
     /// `Config`, naming the flag.
     pub fn check(&self) -> Result<()> {
-        if self.serve_indexer && self.remote_indexer.is_some() {
-            return Err(Error::Config(
-                "--serve-indexer and --use-remote-indexer exclude each other: with a remote indexer there is no \
-                 local index to serve"
-                    .to_owned(),
-            ));
-        }
         check_prefix(&self.metrics_prefix)?;
-        self.router.validate()?;
-        self.thresholds.validate()?;
-        self.queue.as_ref().map_or(Ok(()), QueueOptions::check)?;
+        self.routing.check()?;
         self.fairness.as_ref().map_or(Ok(()), FairnessOptions::check)?;
         for (flag, value) in [
             ("--max-body-bytes", self.max_body_bytes),

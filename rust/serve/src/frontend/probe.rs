@@ -252,7 +252,7 @@ async fn learn(app: &App, engine: &Engine) -> Result<EngineNotes, String> {
         let version = serde_json::from_slice::<Version>(&body).ok().map(|answer| answer.version);
         notes.version = version.filter(|version| version.len() <= MAX_VERSION_BYTES);
     }
-    if app.options.uses_events() && engine.spec.events.is_none() {
+    if app.options.routing.uses_events() && engine.spec.events.is_none() {
         notes.server = server_info::ask(upstream, engine, timeout).await;
     }
     let told = notes.server.as_ref().and_then(|server| server.block_size);

@@ -70,7 +70,7 @@ fn refill(app: &App) {
     tell_reuse(app);
     tell_turns(app);
     tell_queues(app);
-    let journal = app.fleet.journal.stats();
+    let journal = app.fleet.common.journal.stats();
     metrics.journal_bytes.set(journal.bytes as i64);
     metrics.journal_records.set(journal.records as i64);
     metrics.journal_dropped.inner().store(journal.dropped_total, Ordering::Relaxed);

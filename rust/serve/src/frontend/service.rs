@@ -180,7 +180,7 @@ impl FrontendApp {
 
     /// Receives the bookings of all models.
     pub fn outbox(&self) -> Arc<Outbox> {
-        Arc::clone(&self.app.fleet.outbox)
+        Arc::clone(&self.app.fleet.common.outbox)
     }
 
     /// Calls `call` with each model's selector until it returns true; returns whether it did.

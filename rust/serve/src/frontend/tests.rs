@@ -17,7 +17,7 @@ use kvflash_core::fair::{LineOrder, Wish};
 use kvflash_core::hash::engine::NameKeys;
 use kvflash_core::ids::Worker;
 use kvflash_core::policy::Policy;
-use kvflash_core::select::{Ask, Pin, QueueOptions, QueueThreshold, RouterConfig};
+use kvflash_core::select::{Ask, Pin, QueueOptions, QueueThreshold};
 use tokio::runtime::{Builder, Runtime};
 
 use super::app::App;
@@ -35,11 +35,9 @@ fn frontend(engines: usize) -> (Arc<App>, Vec<Arc<Engine>>) {
     let threshold = QueueThreshold { batches: 1.0, batched_tokens: 1 };
     let max_wait = Duration::from_secs(60);
     let queue = QueueOptions { threshold, order: LineOrder::Fcfs, limit: 8, max_wait };
-    let options = FrontendOptions {
-        router: RouterConfig { policy: Policy::RoundRobin, ..RouterConfig::default() },
-        queue: Some(queue),
-        ..FrontendOptions::default()
-    };
+    let mut options = FrontendOptions::default();
+    options.routing.selector.router.policy = Policy::RoundRobin;
+    options.routing.queue = Some(queue);
     let clock = Arc::new(ManualClock::default());
     let catalog = Arc::new(Catalog::default());
     let made = FrontendApp::new(options, catalog, clock, Shutdown::default()).unwrap();

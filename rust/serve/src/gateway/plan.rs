@@ -342,7 +342,8 @@ impl Plan {
     /// came from events alone.
     pub fn expectation(&self, app: &App, selection: Selection) -> Option<Expectation> {
         let Self { route: Route { pool, .. }, request: Request { prompt, .. }, .. } = self;
-        let is_comparable = app.options.uses_events() && pool.selector.is_comparable(prompt);
+        let is_comparable =
+            app.options.routing.uses_events() && pool.selector.is_comparable(prompt);
         is_comparable.then(|| Expectation {
             pool: Arc::clone(pool),
             prompt: Arc::clone(prompt),

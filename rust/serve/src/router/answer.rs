@@ -163,7 +163,7 @@ fn entry(
 /// Whether enough workers have registered, with the numbers.
 pub(super) fn readiness(app: &App) -> (bool, Value) {
     let (workers, registered_total) = app.fleet.counts();
-    let wanted = app.options.min_initial_workers;
+    let wanted = app.options.routing.min_initial_workers;
     // Ready once is ready forever: departures are reported by /health.
     let is_stopping = app.options.http.shutdown().is_announced();
     let is_ready = app.started().is_ok() && !is_stopping;
@@ -192,7 +192,7 @@ pub(super) fn health(app: &App) -> Value {
             ));
         }
     }
-    if app.options.follows_events() {
+    if app.options.routing.uses_events() {
         for report in app.catalog.reports(|_| true) {
             for reason in &report.trust.reasons {
                 warnings.push(format!("worker {}: {}", report.view.worker, reason.message));
@@ -205,7 +205,7 @@ pub(super) fn health(app: &App) -> Value {
         "draining_workers": app.fleet.draining(),
         "models": pools.len(),
         "reservations": reservations,
-        "router_policy": app.options.policy_name(),
+        "router_policy": app.options.routing.policy_name(),
         "warnings": warnings,
     })
 }

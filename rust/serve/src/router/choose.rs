@@ -190,7 +190,7 @@ impl Chosen {
         let Worker { instance_id, dp_rank } = selection.worker;
         let prompt = &self.request.prompt;
         let url = self.pool.member(instance_id).and_then(|member| member.url.clone());
-        let keeps_sessions = app.options.policy_name() == "session-affinity";
+        let keeps_sessions = app.options.routing.policy_name() == "session-affinity";
         let address = url.as_deref().filter(|_| keeps_sessions).map(address_of);
         Answer {
             request_id,

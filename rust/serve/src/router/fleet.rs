@@ -1,15 +1,15 @@
 //! The registered workers, by model and tenant.
 
 use std::collections::BTreeMap;
+use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvflash_core::catalog::{Catalog, ModelKey};
 use kvflash_core::clock::Clock;
 use kvflash_core::error::{Error, Result};
-use kvflash_core::fleet::{Card, Change, EventSpec, Hearing, Roster, WorkerState, port_of};
+use kvflash_core::fleet::{Card, Change, EventSpec, Hearing, Roster, port_of};
 use kvflash_core::ids::{InstanceId, Worker};
-use kvflash_core::select::{Journal, Outbox, Overlap};
 
 use super::super::frontend::engine_spec::address_of;
 use super::super::frontend::fleet::PREFILL_TENANT;
@@ -59,29 +59,31 @@ impl Pool {
 /// Changes are serialized; a selection uses the pool that it read first.
 pub(super) struct Fleet {
     fleet: fleet::Fleet<Member, ()>,
-    pub clock: Arc<dyn Clock>,
-    /// Past decisions of all models; kept when workers leave.
-    pub journal: Arc<Journal>,
-    /// Bookings of all models, for replicas.
-    pub outbox: Arc<Outbox>,
     registered_total: AtomicU64,
+}
+
+impl Deref for Fleet {
+    type Target = fleet::Fleet<Member, ()>;
+
+    fn deref(&self) -> &Self::Target {
+        &self.fleet
+    }
 }
 
 impl Fleet {
     pub fn new(options: RouterOptions, catalog: Arc<Catalog>, clock: Arc<dyn Clock>) -> Self {
-        let common = Common::new(Arc::clone(&catalog), clock, options.selector.journal_bytes);
-        let Common { clock, journal, outbox, .. } = common.clone();
-        let hearing = if options.follows_events() { Hearing::All } else { Hearing::Nothing };
+        let routing = options.routing.clone();
+        let common = Common::new(catalog, clock, &routing);
+        let hearing = if routing.uses_events() { Hearing::All } else { Hearing::Nothing };
         let roster = Roster::new(hearing, options.max_workers);
-        let thresholds = options.selector.thresholds;
-        let predicts = options.selector.overlap == Overlap::Predictions;
-        let make = move |key: &ModelKey| {
-            let (config, queue) = (options.selector.clone(), options.queue.as_ref());
-            let (selector, queue) = common.selector(key, config, &options.policies, queue)?;
+        let make = move |common: &Common, key: &ModelKey| {
+            let routing = &options.routing;
+            let router = routing.selector.router.clone();
+            let (selector, queue) = common.selector(key, router, routing)?;
             Ok((selector, queue, ()))
         };
-        let fleet = fleet::Fleet::new(catalog, roster, thresholds, predicts, make);
-        Self { fleet, clock, journal, outbox, registered_total: AtomicU64::new(0) }
+        let fleet = fleet::Fleet::new(common, roster, &routing, make);
+        Self { fleet, registered_total: AtomicU64::new(0) }
     }
 
     /// Adds a worker with all its ranks.
@@ -133,28 +135,14 @@ impl Fleet {
         self.fleet.leave(&mut self.fleet.write(), id).map(drop)
     }
 
-    /// Sets whether a worker takes new requests.
-    ///
-    /// # Errors
-    /// `NotFound`.
-    pub fn set_state(&self, id: InstanceId, state: WorkerState) -> Result<Arc<Member>> {
-        self.fleet.set_state(id, state)
-    }
-
     /// A registered worker and its pool.
     ///
     /// # Errors
     /// `NotFound`.
     pub fn known(&self, id: InstanceId) -> Result<(Arc<Pool>, Arc<Member>)> {
-        let pool = self.pool_of(id)?;
-        let unknown = || Error::NotFound(format!("no worker {id} is registered"));
-        let member = pool.member(id).ok_or_else(unknown)?;
+        let pool = self.pool_of(id).ok_or_else(|| fleet::unknown(id))?;
+        let member = pool.member(id).ok_or_else(|| fleet::unknown(id))?;
         Ok((pool, member))
-    }
-
-    /// Number of draining workers.
-    pub fn draining(&self) -> usize {
-        self.fleet.read().roster.draining().count()
     }
 
     /// The pool of a model; the only one if none is named.
@@ -200,14 +188,9 @@ impl Fleet {
         pinned: Option<InstanceId>,
     ) -> Result<Arc<Pool>> {
         match (model_name, pinned.map(|id| self.pool_of(id))) {
-            (None, Some(Ok(pool))) => Ok(pool),
+            (None, Some(Some(pool))) => Ok(pool),
             _ => self.find(model_name, tenant_id),
         }
-    }
-
-    /// All pools, by model and tenant.
-    pub fn pools(&self) -> Vec<Arc<Pool>> {
-        self.fleet.pools()
     }
 
     /// The pools in which a request's name is searched.
@@ -218,13 +201,6 @@ impl Fleet {
                 && tenant_id.is_none_or(|tenant| pool.key.tenant_id == tenant)
         });
         pools
-    }
-
-    /// A worker's pool.
-    pub fn pool_of(&self, id: InstanceId) -> Result<Arc<Pool>> {
-        let tables = self.fleet.read();
-        let pool = tables.roster.key_of(id).and_then(|key| tables.pools.get(key));
-        pool.cloned().ok_or_else(|| Error::NotFound(format!("no worker {id} is registered")))
     }
 
     /// How many times a worker joined or left.

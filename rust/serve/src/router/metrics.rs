@@ -104,7 +104,7 @@ impl RouterMetrics {
                 }
             }
         }
-        let journal = fleet.journal.stats();
+        let journal = fleet.common.journal.stats();
         self.journal_records.set(journal.records as i64);
         self.journal_bytes.set(journal.bytes as i64);
         self.journal_dropped.inner().store(journal.dropped_total, Ordering::Relaxed);

@@ -47,12 +47,12 @@ impl RouterApp {
 
     /// Whether decisions depend on a remote indexer or a policy outside the core.
     pub fn is_slow(&self) -> bool {
-        self.is_remote() || self.app.options.policies.desk().is_some()
+        self.is_remote() || self.app.options.routing.policies.desk().is_some()
     }
 
     /// Receives the bookings of all models.
     pub fn outbox(&self) -> Arc<Outbox> {
-        Arc::clone(&self.app.fleet.outbox)
+        Arc::clone(&self.app.fleet.common.outbox)
     }
 
     /// Calls `call` with each model's selector until it returns true; returns whether it did.

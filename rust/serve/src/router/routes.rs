@@ -27,8 +27,6 @@ use super::super::indexer::form::{Form, Params};
 use super::super::indexer::query_routes;
 use super::super::lock::Subject;
 use super::super::metrics::{CommonMetrics, RequestLabel};
-use super::super::policy_metrics::PolicyMetrics;
-use super::super::remote::RemoteIndexer;
 use super::super::state_file::Registrations;
 use super::super::worker_state::{Patch, worker_id};
 use super::super::{Peer, Reject, openapi};
@@ -64,20 +62,11 @@ impl RouterApp {
         options.check()?;
         let (common, mut registry) = CommonMetrics::new();
         let metrics = RouterMetrics::register(&mut registry);
-        let policy_metrics = PolicyMetrics {
-            name: options.policy_name().to_owned(),
-            policies: options.policies.clone(),
-            settings: options.settings.clone(),
-        };
-        registry.register_collector(Box::new(policy_metrics));
-        let remote = options.remote_indexer.as_ref();
-        let remote = remote
-            .map(|remote| RemoteIndexer::new(remote, &options.http, &mut registry))
-            .transpose()?;
+        let remote = options.routing.register(&options.http, &mut registry)?;
         let intake = options.http.intake(options.max_body_bytes, &mut registry);
         common.seal(registry);
         let fleet = Fleet::new(options.clone(), Arc::clone(&catalog), clock);
-        let wanted = options.min_initial_workers;
+        let wanted = options.routing.min_initial_workers;
         let app = App {
             options,
             catalog,
@@ -160,7 +149,7 @@ fn routes(app: &Arc<App>) -> KvResult<Router> {
             .plain()
         })
         .with_state(Arc::clone(app));
-    if app.options.serve_indexer {
+    if app.options.routing.serve_indexer {
         let catalog = Arc::clone(&app.catalog);
         router = router.merge(query_routes(catalog, app.intake.clone(), app.options.http.mask())?);
     }
@@ -413,9 +402,8 @@ async fn report_load(State(app): State<Arc<App>>, headers: HeaderMap, body: Body
     let reported = async {
         let report: LoadReport = app.parse(&headers, body).await?;
         let worker = Worker::new(report.worker_id, report.dp_rank);
-        let pool = app.fleet.pool_of(report.worker_id)?;
-        let is_known = pool.member(worker.instance_id).is_some_and(|m| report.dp_rank < m.dp_size);
-        if !is_known {
+        let (pool, member) = app.fleet.known(report.worker_id)?;
+        if report.dp_rank >= member.dp_size {
             let (id, rank) = (report.worker_id, report.dp_rank);
             let message = format!("worker {id} has no dp_rank {rank}");
             return Err(Error::NotFound(message).into());
@@ -465,8 +453,8 @@ async fn why(
     let found = || {
         let Path(request_id) =
             request_id.map_err(|error| Reject::bad_request(format!("request_id: {error}")))?;
-        let now_ms = app.fleet.clock.now_ms();
-        let records = app.fleet.journal.find(&request_id);
+        let now_ms = app.fleet.common.clock.now_ms();
+        let records = app.fleet.common.journal.find(&request_id);
         let decisions: Vec<_> = records.iter().map(|record| record.whole(now_ms)).collect();
         if decisions.is_empty() {
             return Err(Reject::from(Error::NotFound(format!(

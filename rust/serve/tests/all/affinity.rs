@@ -10,7 +10,7 @@ use super::engine::Engine;
 use super::stage::{Answer, Stage, prompt, with};
 
 fn kv() -> Stage {
-    Stage::new(|options| options.router.policy = Policy::Kv)
+    Stage::new(|options| options.routing.selector.router.policy = Policy::Kv)
 }
 
 /// Where a prompt is expected to be held: the worker, blocks.
@@ -100,7 +100,7 @@ async fn a_question_for_the_worker_sends_nothing_and_books_nothing() {
 #[tokio::test]
 async fn a_session_stays_until_its_time_is_over() {
     let stage = Stage::new(|options| {
-        options.policies.affinity = Some(Arc::new(Affinity::new(60).unwrap()));
+        options.routing.policies.affinity = Some(Arc::new(Affinity::new(60).unwrap()));
     });
     let _engines = [stage.engine().await, stage.engine().await, stage.engine().await];
     let session = [("x-session-key", "s")];

@@ -15,7 +15,7 @@ fn tokens(count: u32) -> Vec<u32> {
 }
 
 async fn kv_stage() -> (Stage, [Engine; 2]) {
-    let stage = Stage::new(|options| options.router.policy = Policy::Kv);
+    let stage = Stage::new(|options| options.routing.selector.router.policy = Policy::Kv);
     let engines = [stage.engine().await, stage.engine().await];
     (stage, engines)
 }
@@ -105,7 +105,7 @@ async fn an_engine_that_does_not_render_is_asked_once() {
 
 #[tokio::test]
 async fn what_has_no_prompt_is_balanced_by_load_and_keeps_its_path() {
-    let stage = Stage::new(|options| options.router.policy = Policy::Kv);
+    let stage = Stage::new(|options| options.routing.selector.router.policy = Policy::Kv);
     let mut busy = stage.engine().await.by_hand();
     let held = stage.send_to("/v1/embeddings", json!({ "model": "m", "input": "x".repeat(4_000) }));
     let asked = busy.next().await;

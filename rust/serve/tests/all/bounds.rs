@@ -20,7 +20,7 @@ fn bounded(options: &mut FrontendOptions, settings: HttpSettings) {
 }
 
 fn by_tokens(options: &mut FrontendOptions) {
-    options.router.policy = Policy::Kv;
+    options.routing.selector.router.policy = Policy::Kv;
 }
 
 /// A body of these pieces, the last of which never comes.

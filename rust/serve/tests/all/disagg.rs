@@ -73,7 +73,7 @@ async fn where_it_is_enforced_nobody_decodes_alone() {
 
 #[tokio::test]
 async fn a_prompt_that_is_prefilled_elsewhere_is_no_work_for_its_decoder() {
-    let stage = Stage::new(|options| options.router.policy = Policy::Kv);
+    let stage = Stage::new(|options| options.routing.selector.router.policy = Policy::Kv);
     let mut decode = stage.engine().await.by_hand();
     let mut prefill = prefiller(&stage).await.by_hand();
     let asking = stage.send("a", body());

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use super::stage::{Answer, Stage, prompt, with};
 
 fn kv() -> Stage {
-    Stage::new(|options| options.router.policy = Policy::Kv)
+    Stage::new(|options| options.routing.selector.router.policy = Policy::Kv)
 }
 
 async fn put_state(stage: &Stage, id: u64, state: &str) -> Answer {

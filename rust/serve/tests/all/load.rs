@@ -10,7 +10,7 @@ const BLOCKS: &str = "worker_active_blocks{worker=\"1:0\"}";
 
 #[tokio::test]
 async fn a_prompt_counts_until_the_first_token_and_its_blocks_until_the_end() {
-    let stage = Stage::new(|options| options.router.policy = Policy::Kv);
+    let stage = Stage::new(|options| options.routing.selector.router.policy = Policy::Kv);
     let mut engine = stage.engine().await.by_hand();
     let asking = stage.send("a", with(prompt(0..64), json!({ "stream": true })));
     let mut asked = engine.next().await;
@@ -27,7 +27,7 @@ async fn a_prompt_counts_until_the_first_token_and_its_blocks_until_the_end() {
 
 #[tokio::test]
 async fn the_less_loaded_worker_is_chosen() {
-    let stage = Stage::new(|options| options.router.policy = Policy::LeastLoaded);
+    let stage = Stage::new(|options| options.routing.selector.router.policy = Policy::LeastLoaded);
     let mut slow = stage.engine().await.by_hand();
     let asking = stage.send("a", prompt(0..640));
     let asked = slow.next().await;
@@ -42,8 +42,8 @@ async fn the_less_loaded_worker_is_chosen() {
 #[tokio::test]
 async fn busy_workers_get_nothing_and_none_left_is_a_503() {
     let stage = Stage::new(|options| {
-        options.router.policy = Policy::Kv;
-        options.thresholds.active_prefill_tokens = Some(100);
+        options.routing.selector.router.policy = Policy::Kv;
+        options.routing.selector.thresholds.active_prefill_tokens = Some(100);
     });
     let mut engine = stage.engine().await.by_hand();
     // As much as the threshold is not above it.

@@ -22,7 +22,7 @@ pub fn folder() -> PathBuf {
 /// A frontend that tokenizes.
 pub fn tokenizing() -> Stage {
     Stage::new(|options| {
-        options.router.policy = Policy::Kv;
+        options.routing.selector.router.policy = Policy::Kv;
         options.own.tokenizer = vec![folder().display().to_string()];
     })
 }

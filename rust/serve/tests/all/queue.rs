@@ -16,7 +16,7 @@ fn line(order: LineOrder, limit: usize) -> Stage {
     Stage::new(|options| {
         let threshold = QueueThreshold { batches: 0.5, batched_tokens: 20 };
         let max_wait = Duration::from_secs(60);
-        options.queue = Some(QueueOptions { threshold, order, limit, max_wait });
+        options.routing.queue = Some(QueueOptions { threshold, order, limit, max_wait });
     })
 }
 

@@ -98,9 +98,9 @@ pub async fn until(what: &str, mut check: impl AsyncFnMut() -> bool) {
 
 impl Stage {
     pub fn new(change: impl FnOnce(&mut FrontendOptions)) -> Self {
-        let mut options =
-            FrontendOptions { overlap: Overlap::Predictions, ..FrontendOptions::default() };
-        options.router.policy = Policy::RoundRobin;
+        let mut options = FrontendOptions::default();
+        options.routing.selector.overlap = Overlap::Predictions;
+        options.routing.selector.router.policy = Policy::RoundRobin;
         change(&mut options);
         let (clock, shutdown) = (Arc::new(ManualClock::default()), Shutdown::default());
         let app = FrontendApp::new(

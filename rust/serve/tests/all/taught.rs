@@ -14,7 +14,7 @@ const MATCHED: &str = "taught_prompts_total{outcome=\"matched\"}";
 const CORRECTED: &str = "taught_prompts_total{outcome=\"corrected\"}";
 
 fn kv() -> Stage {
-    Stage::new(|options| options.router.policy = Policy::Kv)
+    Stage::new(|options| options.routing.selector.router.policy = Policy::Kv)
 }
 
 /// A prompt as this engine's template writes it, a token a byte: each message, and what an answer begins with.
@@ -267,7 +267,7 @@ async fn a_template_that_writes_an_earlier_turn_anew_is_noticed() {
 #[tokio::test]
 async fn it_can_be_turned_off() {
     let stage = Stage::new(|options| {
-        options.router.policy = Policy::Kv;
+        options.routing.selector.router.policy = Policy::Kv;
         options.own.taught_cache = 0;
     });
     let engine = silent(&stage, &[]).await;

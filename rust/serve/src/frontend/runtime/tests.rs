@@ -104,15 +104,21 @@ fn sockets_of_discovery_are_left_alone_where_events_are_not_used() {
         options
     };
     for (mode, options) in [
-        ("--no-kv-events", set(|options| options.overlap = Overlap::Predictions)),
-        ("--use-remote-indexer", set(|options| options.remote_indexer = Some(remote()))),
-        ("overlap weight 0", set(|options| options.router.overlap_score_weight = 0.0)),
-        ("credit 0", set(|options| options.router.scale.overlap_score_credit = 0.0)),
+        ("--no-kv-events", set(|options| options.routing.selector.overlap = Overlap::Predictions)),
+        ("--use-remote-indexer", set(|options| options.routing.remote_indexer = Some(remote()))),
+        (
+            "overlap weight 0",
+            set(|options| options.routing.selector.router.overlap_score_weight = 0.0),
+        ),
+        (
+            "credit 0",
+            set(|options| options.routing.selector.router.scale.overlap_score_credit = 0.0),
+        ),
         (
             "--load-aware",
             set(|options| {
-                options.overlap = Overlap::Predictions;
-                options.router.scale.overlap_score_credit = 0.0;
+                options.routing.selector.overlap = Overlap::Predictions;
+                options.routing.selector.router.scale.overlap_score_credit = 0.0;
             }),
         ),
     ] {
@@ -126,7 +132,8 @@ fn sockets_of_discovery_are_left_alone_where_events_are_not_used() {
 
 #[test]
 fn a_worker_whose_ranks_do_not_fit_is_refused_and_comes_when_others_left() {
-    let options = FrontendOptions { overlap: Overlap::Predictions, ..FrontendOptions::default() };
+    let mut options = FrontendOptions::default();
+    options.routing.selector.overlap = Overlap::Predictions;
     let frontend = Frontend::new(options);
     // 63 of 1,024 ranks, and one of 1,000: 23 are left of 65,535.
     for id in 1..=63 {
