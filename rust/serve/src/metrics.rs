@@ -19,9 +19,9 @@ use prometheus_client::registry::{Registry, Unit};
 /// Maximum length of a prefix.
 const MAX_PREFIX_BYTES: usize = 64;
 
-/// Label of event metrics.
+/// Label of what is counted by kind.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub(super) struct KindLabel {
+pub(crate) struct KindLabel {
     pub kind: &'static str,
 }
 
@@ -37,6 +37,11 @@ pub(super) struct ModelLabel {
 pub(super) struct RequestLabel {
     pub endpoint: &'static str,
     pub status: u16,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(crate) struct OutcomeLabel {
+    pub outcome: &'static str,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]

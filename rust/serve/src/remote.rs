@@ -14,7 +14,6 @@ use kvflash_core::error::{Error, Result};
 use kvflash_core::ids::Worker;
 use kvflash_core::select::{self, Prompt, Selector};
 use parking_lot::{Mutex, RwLock};
-use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::histogram::Histogram;
@@ -24,7 +23,7 @@ use tokio::time::Instant;
 
 use super::Http;
 use super::lock::Credential;
-use super::metrics::seconds_histogram;
+use super::metrics::{OutcomeLabel, seconds_histogram};
 use super::outbound::Connector;
 
 /// Size limit of a response: thousands of workers.
@@ -40,11 +39,6 @@ pub struct RemoteIndexerOptions {
     pub url: String,
     /// Time after which a request is routed by load alone.
     pub deadline: Duration,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct OutcomeLabel {
-    outcome: &'static str,
 }
 
 /// Why there is no response.

@@ -8,10 +8,11 @@ use std::time::{Duration, SystemTime};
 
 use kvflash_core::error::{Error, Result};
 use parking_lot::{Mutex, RwLock};
-use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::registry::Registry;
+
+use crate::metrics::OutcomeLabel;
 
 /// Size limit of a file.
 const MAX_FILE_BYTES: u64 = 1024 * 1024;
@@ -22,11 +23,6 @@ const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Modification time and length of each file; `None` for a missing file.
 type Looks = Vec<Option<(SystemTime, u64)>>;
 
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Outcome {
-    outcome: &'static str,
-}
-
 /// A value read from files, and reloaded when one of them changes.
 pub(crate) struct Reread<T> {
     paths: Vec<PathBuf>,
@@ -34,7 +30,7 @@ pub(crate) struct Reread<T> {
     value: RwLock<Arc<T>>,
     /// The state of the files at the last read, even if they were invalid.
     seen: Mutex<Looks>,
-    renewals: Family<Outcome, Counter>,
+    renewals: Family<OutcomeLabel, Counter>,
 }
 
 impl<T: Send + Sync + 'static> Reread<T> {
@@ -80,7 +76,7 @@ impl<T: Send + Sync + 'static> Reread<T> {
                 "refused"
             }
         };
-        self.renewals.get_or_create(&Outcome { outcome }).inc();
+        self.renewals.get_or_create(&OutcomeLabel { outcome }).inc();
     }
 
     /// Checks for changes every second, forever.

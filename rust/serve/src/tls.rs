@@ -1,12 +1,10 @@
 //! TLS of a service's own HTTP.
 
-use std::fmt;
-use std::io;
 use std::path::Path;
 use std::sync::Arc;
+use std::{fmt, io};
 
 use kvflash_core::error::{Error, Result};
-use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::registry::Registry;
@@ -20,6 +18,7 @@ use tokio_rustls::server::TlsStream;
 
 use super::reread::{Reread, bytes_of, fault};
 use super::settings::TlsSettings;
+use crate::metrics::OutcomeLabel;
 
 const CERT_FLAG: &str = "--tls-cert-path";
 const KEY_FLAG: &str = "--tls-key-path";
@@ -37,13 +36,8 @@ pub struct Tls {
 
 struct Shared {
     acceptor: Arc<Reread<TlsAcceptor>>,
-    handshakes: Family<Outcome, Counter>,
+    handshakes: Family<OutcomeLabel, Counter>,
     checks_clients: bool,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Outcome {
-    outcome: &'static str,
 }
 
 /// Outcome of a handshake.
@@ -136,7 +130,7 @@ impl Tls {
             Handshake::Failed => "failed",
             Handshake::Slow => "timeout",
         };
-        self.shared.handshakes.get_or_create_owned(&Outcome { outcome })
+        self.shared.handshakes.get_or_create_owned(&OutcomeLabel { outcome })
     }
 
     /// The handshake of a new connection; without a time limit.

@@ -9,12 +9,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
 
-use crate::metrics::{CauseLabel, metrics, seconds_histogram};
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub(crate) struct OutcomeLabel {
-    pub outcome: &'static str,
-}
+use crate::metrics::{CauseLabel, KindLabel, OutcomeLabel, metrics, seconds_histogram};
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(crate) struct EncoderLabel {
@@ -41,11 +36,6 @@ pub(crate) struct AliasLabel {
 pub(crate) struct TurnLabel {
     pub model: String,
     pub outcome: &'static str,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub(crate) struct KindLabel {
-    pub kind: &'static str,
 }
 
 /// A client's key, by its id; as many as there are meters.

@@ -16,11 +16,12 @@ use tokio::time::Instant;
 use super::app::App;
 use super::corpus::{Example, Form, Forms, examples};
 use super::engine::{Engine, Pool};
-use super::metrics::{FormLabel, OutcomeLabel};
+use super::metrics::FormLabel;
 use crate::gateway::api::Api;
 use crate::gateway::as_chat::chat_of;
 use crate::gateway::call::Envelope;
 use crate::gateway::render::ask_body;
+use crate::metrics::OutcomeLabel;
 use crate::metrics::escape;
 
 /// Time to the next comparison after one without an answer from the engine.

@@ -12,8 +12,9 @@ use super::super::gateway::usage;
 use super::super::metrics::escape;
 use super::app::App;
 use super::metrics::{
-    ClientIdLabel, ClientLabel, EncoderLabel, ModelNameLabel, OutcomeLabel, TurnLabel, WorkerLabel,
+    ClientIdLabel, ClientLabel, EncoderLabel, ModelNameLabel, TurnLabel, WorkerLabel,
 };
+use crate::metrics::OutcomeLabel;
 
 /// GET /metrics
 pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {

@@ -22,7 +22,6 @@ use super::generation;
 use super::plan::Plan;
 use super::relay::Delivery;
 use crate::Reject;
-use crate::frontend::metrics::OutcomeLabel;
 use crate::frontend::runtime::chunks::{self, Collected};
 use crate::frontend::runtime::item::Item;
 use crate::frontend::runtime::member::Member;
@@ -32,6 +31,7 @@ use crate::frontend::runtime::spec::ModelInput;
 use crate::frontend::runtime::texts::ModelText;
 use crate::frontend::runtime::wording::{DONE, Usage, Wording};
 use crate::frontend::runtime::writing::{Ending, Writing};
+use crate::metrics::OutcomeLabel;
 
 /// Maximum items written to the client at once.
 const MAX_BATCH: usize = 64;

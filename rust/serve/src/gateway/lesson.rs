@@ -10,8 +10,8 @@ use xxhash_rust::xxh3::Xxh3;
 
 use super::call::{Call, Envelope};
 use crate::frontend::app::App;
-use crate::frontend::metrics::OutcomeLabel;
 use crate::frontend::taught::Beginning;
+use crate::metrics::OutcomeLabel;
 use crate::tenant::pass;
 
 /// A chat of more messages is routed as if the engine had told nothing.

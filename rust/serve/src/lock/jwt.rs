@@ -10,7 +10,6 @@ use jsonwebtoken::jwk::{Jwk, KeyOperations, PublicKeyUse};
 use jsonwebtoken::{Algorithm, AlgorithmFamily, DecodingKey, Validation, decode, decode_header};
 use kvflash_core::error::{Error, Result};
 use parking_lot::Mutex;
-use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
@@ -22,6 +21,7 @@ use sha2::{Digest, Sha256};
 use super::keys::{Key, Role, set_option, short};
 use super::secret::Digest256;
 use crate::HttpSettings;
+use crate::metrics::OutcomeLabel;
 use crate::reread::{Reread, bytes_of, fault};
 
 mod signature;
@@ -45,18 +45,13 @@ const OPTIONS: [&str; 6] = ["tenant", "rpm", "tpm", "concurrency", "isolate", "a
 
 type Claims = Map<String, Value>;
 
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Outcome {
-    outcome: &'static str,
-}
-
 /// Checks tokens. Their signatures are checked once, until the file of keys changes.
 #[derive(Debug)]
 pub(crate) struct Tokens {
     issuer: String,
     role_claim: String,
     pub(super) jwks: Arc<Reread<Jwks>>,
-    checks: Family<Outcome, Counter>,
+    checks: Family<OutcomeLabel, Counter>,
     cached: Gauge,
     evicted: Counter,
 }
@@ -163,7 +158,7 @@ impl Tokens {
     pub fn check(&self, token: &[u8], now_s: u64) -> std::result::Result<Arc<Key>, String> {
         let jwks = self.jwks.current();
         let digest: Digest256 = Sha256::digest(token).into();
-        let count = |outcome| self.checks.get_or_create(&Outcome { outcome }).inc();
+        let count = |outcome| self.checks.get_or_create(&OutcomeLabel { outcome }).inc();
         let known = jwks.known.lock().by_digest.get(&digest).cloned();
         if let Some((key, end_s)) = known {
             let is_over = now_s > end_s;

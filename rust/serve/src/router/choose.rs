@@ -19,8 +19,8 @@ use super::super::frontend::engine_spec::address_of;
 use super::super::{outside, queue};
 use super::app::App;
 use super::fleet::Pool;
-use super::metrics::OutcomeLabel;
 use super::request::{Choose, MAX_ISL_TOKENS};
+use crate::metrics::OutcomeLabel;
 
 /// A parsed request for a worker.
 pub(super) struct Chosen {

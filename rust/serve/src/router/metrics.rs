@@ -11,12 +11,7 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
 
 use super::fleet::Fleet;
-use crate::metrics::{ModelLabel, escape, metrics, seconds_histogram};
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub(super) struct OutcomeLabel {
-    pub outcome: &'static str,
-}
+use crate::metrics::{ModelLabel, OutcomeLabel, escape, metrics, seconds_histogram};
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct WorkerLabel {

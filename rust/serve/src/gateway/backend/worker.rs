@@ -16,11 +16,11 @@ use super::plane::{self, Plane};
 use crate::Reject;
 use crate::frontend::EnforceDisagg;
 use crate::frontend::app::App;
-use crate::frontend::metrics::OutcomeLabel;
 use crate::gateway::api::Api;
 use crate::gateway::attempts::Failed;
 use crate::gateway::book::{Choice, Tries};
 use crate::gateway::plan::Plan;
+use crate::metrics::OutcomeLabel;
 
 /// An answer that has begun.
 pub(crate) enum Opened {

@@ -214,7 +214,7 @@ fn a_token_is_verified_once_until_it_ends_or_the_keys_change() {
     let issuer = Issuer::new();
     let (settings, path) = settings("once", &issuer.jwks());
     let tokens = Tokens::open(&settings).unwrap().unwrap();
-    let count = |outcome| tokens.checks.get_or_create(&Outcome { outcome }).get();
+    let count = |outcome| tokens.checks.get_or_create(&OutcomeLabel { outcome }).get();
     let token = issuer.token(json!({}));
     let now_s = now_s();
     for _ in 0..3 {
