@@ -79,7 +79,7 @@ impl ApproxKvIndexer {
     ) -> PyResult<usize> {
         let shape = Shape::new(self.block_size, lora_name, cache_salt);
         let ids = index::token_ids(token_ids)?;
-        let ids: &[u32] = &ids.as_slice();
+        let ids = ids.as_slice();
         let worker = Worker::new(worker_id, dp_rank);
         self.time.tell(py, &self.index)?;
         Ok(py.detach(|| shape.hashed(ids, |locals| self.index.predict(worker, shape.seed, locals))))
@@ -115,7 +115,7 @@ impl ApproxKvIndexer {
     ) -> PyResult<OverlapScores> {
         let shape = Shape::new(self.block_size, lora_name, cache_salt);
         let ids = index::token_ids(token_ids)?;
-        let ids: &[u32] = &ids.as_slice();
+        let ids = ids.as_slice();
         self.time.tell(py, &self.index)?;
         Ok(detached(py, ids.len() > SHORT_TOKENS, || shape.overlaps(&self.index, ids, predictions)))
     }

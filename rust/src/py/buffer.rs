@@ -3,7 +3,6 @@
 
 #![allow(unsafe_code, reason = "the buffer protocol is a C interface")]
 
-use std::borrow::Cow;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::marker::PhantomData;
 
@@ -150,21 +149,12 @@ pub(super) struct Integers<T: Copy + 'static> {
     copied: Vec<T>,
 }
 
-impl Integers<u32> {
-    pub fn as_slice(&self) -> Cow<'_, [u32]> {
+impl<T: Copy + 'static> Integers<T> {
+    pub fn as_slice(&self) -> &[T] {
         match &self.buffer {
-            // SAFETY: only buffers of 4-byte unsigned integers are kept (see `tokens`).
-            Some(buffer) => Cow::Borrowed(unsafe { buffer.as_slice::<u32>() }.unwrap_or(&[])),
-            None => Cow::Borrowed(&self.copied),
-        }
-    }
-}
-
-impl Integers<u64> {
-    pub fn as_slice(&self) -> &[u64] {
-        match &self.buffer {
-            // SAFETY: only buffers of 8-byte integers are kept (see `hashes`).
-            Some(buffer) => unsafe { buffer.as_slice::<u64>() }.unwrap_or(&[]),
+            // SAFETY: only buffers of unsigned integers, or of the same bits, with the size of T are kept
+            // (see `tokens` and `hashes`).
+            Some(buffer) => unsafe { buffer.as_slice::<T>() }.unwrap_or(&[]),
             None => &self.copied,
         }
     }

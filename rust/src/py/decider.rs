@@ -199,7 +199,7 @@ impl Decider {
         options: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Selected> {
         let ids = index::token_ids(token_ids)?;
-        let ids: &[u32] = &ids.as_slice();
+        let ids = ids.as_slice();
         let options = Options::of(py, options)?;
         let query = || {
             let (Desk { selector, .. }, request) = self.request(ids, options, None)?;
@@ -228,7 +228,7 @@ impl Decider {
         request_id: Option<String>,
     ) -> PyResult<Py<PyAny>> {
         let ids = index::token_ids(token_ids)?;
-        let ids: &[u32] = &ids.as_slice();
+        let ids = ids.as_slice();
         let options = Options::of(py, options)?;
         let is_long = ids.len() > SHORT_TOKENS || self.decisions.is_slow();
         match detached(py, is_long, || self.take(ids, options, request_id)).or_raise(py)? {

@@ -190,7 +190,7 @@ impl EventOutbox {
             name("medium", medium)?,
         );
         let lora_id = lora_number(lora_id)?;
-        let (token_ids, block_hashes) = (&token_ids.as_slice()[..], block_hashes.as_slice());
+        let (token_ids, block_hashes) = (token_ids.as_slice(), block_hashes.as_slice());
         py.detach(|| {
             let blocks = Blocks {
                 token_ids,

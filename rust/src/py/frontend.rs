@@ -7,7 +7,7 @@ use kvflash_core::clock::SystemClock;
 use kvflash_core::ids::InstanceId;
 use kvflash_core::settings::Concern;
 use kvflash_serve::frontend::{EngineSpec, FairnessOptions, FrontendApp, FrontendOptions};
-use kvflash_serve::{Face, FairnessSettings, FrontendSettings, Http, HttpSettings, TlsSettings};
+use kvflash_serve::{Face, FairnessSettings, FrontendSettings};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -17,7 +17,7 @@ use super::error::OrRaise;
 use super::policy_desk::PolicyDesk;
 use super::select::Routing;
 use super::service::Service;
-use super::settings::{finish, given};
+use super::settings::{finish, given, http};
 
 /// The OpenAI-compatible frontend in this process; it does not listen yet.
 ///
@@ -51,11 +51,7 @@ impl Frontend {
         let mut given = given(settings)?;
         let own = FrontendSettings::take(&mut given).or_raise(py)?;
         let fairness = FairnessSettings::take(&mut given).or_raise(py)?;
-        let http = HttpSettings::take(&mut given)
-            .and_then(|http| Http::of(http, Face::Api))
-            .or_raise(py)?;
-        let tls = TlsSettings::take(&mut given).or_raise(py)?;
-        let http = http.over(&tls).or_raise(py)?;
+        let http = http(py, &mut given, Face::Api)?;
         let Routing { options: mut routing, limits } =
             Routing::take(py, &mut given, policy_desk.as_ref())?;
         finish(given)?;

@@ -58,7 +58,6 @@ pub(super) fn compute_block_hash_for_seq(
     let ids = self::tokens("tokens", &tokens)?;
     let slice = ids.as_slice();
     let seed = hash::identity_seed(lora_name, cache_salt);
-    let slice: &[u32] = &slice;
     Ok(py.detach(|| match content {
         Some(content) => content.hashes(slice, block_size, seed),
         None if is_eagle => hash::local_hashes_eagle(slice, block_size, seed),
@@ -110,7 +109,7 @@ pub(super) fn compute_block_hash_array<'py>(
     let content = Content::of(py, mm, embeds, is_eagle)?;
     let block_size = block_size(py, kv_block_size)?;
     let ids = self::tokens("tokens", tokens)?;
-    let ids: &[u32] = &ids.as_slice();
+    let ids = ids.as_slice();
     let seed = hash::identity_seed(lora_name, cache_salt);
     let of_content = content.map(|content| {
         detached(py, ids.len() > SHORT_TOKENS, || content.hashes(ids, block_size, seed))

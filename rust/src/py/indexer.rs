@@ -10,7 +10,7 @@ use kvflash_core::ids::Worker;
 use kvflash_core::select::IndexSettings;
 use kvflash_core::settings::Concern;
 use kvflash_serve::indexer::{IndexerApp, IndexerOptions, IndexerService, query_tokens};
-use kvflash_serve::{Face, Http, HttpSettings, TlsSettings};
+use kvflash_serve::{Face, Http};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
@@ -19,7 +19,7 @@ use super::catalog::Catalog;
 use super::error::OrRaise;
 use super::prompt_keys::{PromptKeys, digests, media};
 use super::service::Service;
-use super::settings::{finish, given};
+use super::settings::{finish, given, http};
 
 /// The standalone indexer's HTTP service in this process; it does not listen yet.
 ///
@@ -42,11 +42,7 @@ impl Indexer {
     fn new(py: Python<'_>, settings: Option<&Bound<'_, PyDict>>) -> PyResult<Self> {
         let mut given = given(settings)?;
         let options = IndexerOptions::take(&mut given).or_raise(py)?;
-        let http = HttpSettings::take(&mut given)
-            .and_then(|http| Http::of(http, Face::Control))
-            .or_raise(py)?;
-        let tls = TlsSettings::take(&mut given).or_raise(py)?;
-        let http = http.over(&tls).or_raise(py)?;
+        let http = http(py, &mut given, Face::Control)?;
         let index = IndexSettings::take(&mut given).or_raise(py)?;
         finish(given)?;
         let IndexSettings { max_blocks, index_memory_bytes } = index;
@@ -203,7 +199,7 @@ impl Indexer {
         let key = (model_name, tenant_id);
         let (media, embeds) = (media(mm)?, digests(embeds)?);
         let keys = PromptKeys { lora_name, lora_path, cache_salt, media, embeds };
-        py.detach(|| query_tokens(&self.catalog, key, &ids, &keys.keys()))
+        py.detach(|| query_tokens(&self.catalog, key, ids, &keys.keys()))
             .or_raise(py)
             .map(|json| PyBytes::new(py, &json).unbind())
     }

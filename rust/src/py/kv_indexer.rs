@@ -298,7 +298,7 @@ impl KvIndexer {
         let (media, embeds) = (media(mm)?, digests(embeds)?);
         let shape = Shape::new(self.block_size, lora_name, cache_salt);
         let ids = index::token_ids(token_ids)?;
-        let ids: &[u32] = &ids.as_slice();
+        let ids = ids.as_slice();
         let index = self.at_now(py)?;
         Ok(detached(py, ids.len() > SHORT_TOKENS, || {
             shape.overlaps_with(index, ids, (&media, &embeds), facts)

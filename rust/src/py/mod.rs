@@ -12,7 +12,6 @@ mod frontend;
 mod hash;
 mod index;
 mod indexer;
-mod keys;
 mod kv_indexer;
 mod log;
 mod overlap;
@@ -58,8 +57,6 @@ mod _core {
     #[pymodule_export]
     use super::indexer::Indexer;
     #[pymodule_export]
-    use super::keys::check_keys;
-    #[pymodule_export]
     use super::kv_indexer::KvIndexer;
     #[pymodule_export]
     use super::log::init_logging;
@@ -82,7 +79,7 @@ mod _core {
     #[pymodule_export]
     use super::router_core::RouterCore;
     #[pymodule_export]
-    use super::settings::settings_table;
+    use super::settings::{check_keys, settings_table};
     #[pymodule_export]
     use super::tokenizer::{Tokenizer, model_folder};
     #[pymodule_export]

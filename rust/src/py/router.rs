@@ -13,7 +13,7 @@ use kvflash_core::error::Error;
 use kvflash_core::select::{self, Selection};
 use kvflash_core::settings::Concern;
 use kvflash_serve::router::{RouterApp, RouterOptions};
-use kvflash_serve::{Face, Http, HttpSettings, Reject, RouterSettings, TlsSettings};
+use kvflash_serve::{Face, Reject, RouterSettings};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
@@ -25,7 +25,7 @@ use super::error::{OrRaise, raise};
 use super::policy_desk::PolicyDesk;
 use super::select::Routing;
 use super::service::Service;
-use super::settings::{finish, given};
+use super::settings::{finish, given, http};
 
 /// The routing decision as an HTTP service in this process, documented in docs/router.md.
 ///
@@ -82,11 +82,7 @@ impl Router {
     ) -> PyResult<Self> {
         let mut given = given(settings)?;
         let own = RouterSettings::take(&mut given).or_raise(py)?;
-        let http = HttpSettings::take(&mut given)
-            .and_then(|http| Http::of(http, Face::Control))
-            .or_raise(py)?;
-        let tls = TlsSettings::take(&mut given).or_raise(py)?;
-        let http = http.over(&tls).or_raise(py)?;
+        let http = http(py, &mut given, Face::Control)?;
         let Routing { options: mut routing, limits } =
             Routing::take(py, &mut given, policy_desk.as_ref())?;
         finish(given)?;

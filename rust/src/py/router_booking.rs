@@ -26,30 +26,22 @@ pub(super) struct RouterBooking {
 impl RouterBooking {
     /// The first token has arrived: the prompt is prefilled. Further calls count as activity.
     fn first_token(&self) {
-        if let Some(held) = &*self.held.lock() {
-            held.first_token();
-        }
+        self.tell(Reservation::first_token);
     }
 
     /// Record activity: the request is alive.
     fn touch(&self) {
-        if let Some(held) = &*self.held.lock() {
-            held.touch();
-        }
+        self.tell(Reservation::touch);
     }
 
     /// Set the number of tokens generated so far; counts their blocks if that is enabled.
     fn generated(&self, tokens: u64) {
-        if let Some(held) = &*self.held.lock() {
-            held.generated(tokens);
-        }
+        self.tell(|held| held.generated(tokens));
     }
 
     /// Set the engine's count of reused prompt tokens, for :meth:`RouterCore.why`.
     fn cached(&self, tokens: u64) {
-        if let Some(held) = &*self.held.lock() {
-            held.cached(tokens);
-        }
+        self.tell(|held| held.cached(tokens));
     }
 
     /// Set the engine's usage counts, for policies; the last value of each counts.
@@ -60,9 +52,7 @@ impl RouterBooking {
         cached_tokens: Option<u64>,
         output_tokens: Option<u64>,
     ) {
-        if let Some(held) = &*self.held.lock() {
-            held.used(Usage { input_tokens, cached_tokens, output_tokens });
-        }
+        self.tell(|held| held.used(Usage { input_tokens, cached_tokens, output_tokens }));
     }
 
     /// Free the load; ``is_complete``: the answer reached its end.
@@ -77,6 +67,12 @@ impl RouterBooking {
 }
 
 impl RouterBooking {
+    fn tell(&self, what: impl FnOnce(&Reservation)) {
+        if let Some(held) = &*self.held.lock() {
+            what(held);
+        }
+    }
+
     pub fn new((held, selection): (Reservation, Selection)) -> Self {
         Self {
             held: Mutex::new(Some(held)),

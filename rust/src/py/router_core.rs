@@ -113,7 +113,7 @@ impl RouterCore {
         then: impl FnOnce(&Request) -> Result<T, Error> + Send,
     ) -> PyResult<T> {
         let ids = index::token_ids(token_ids)?;
-        let ids: &[u32] = &ids.as_slice();
+        let ids = ids.as_slice();
         let options = Options::of(py, options)?;
         let is_long = ids.len() > SHORT_TOKENS || self.selector.desk().is_some();
         detached(py, is_long, || then(&options.request(&self.selector, ids, None))).or_raise(py)

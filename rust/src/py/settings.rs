@@ -1,17 +1,17 @@
-//! Settings from Python: keyword arguments, and the table from which all flags are created.
+//! Settings from Python: keyword arguments, the table from which all flags are created, and key files.
 
 use std::path::PathBuf;
 
 use kvflash_core::error::Error;
 use kvflash_core::policy::VARIABLES;
-use kvflash_core::settings::Given;
-use kvflash_serve::settings_tables;
+use kvflash_core::settings::{Concern, Given};
+use kvflash_serve::{Face, Http, HttpSettings, TlsSettings, settings_tables};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
 use serde_json::{Map, Value, json};
 
-use super::error::raise;
+use super::error::{OrRaise, raise};
 
 /// Every setting of every service, and the variables of policies, as JSON.
 ///
@@ -49,6 +49,26 @@ pub(super) fn given(settings: Option<&Bound<'_, PyDict>>) -> PyResult<Given> {
 /// `TypeError`, as for any unknown keyword argument.
 pub(super) fn finish(given: Given) -> PyResult<()> {
     given.finish().map_err(|error| PyTypeError::new_err(error.to_string()))
+}
+
+/// What a service's listeners need: its rules and limits, and its encryption.
+///
+/// # Errors
+/// `Config`, by the setting's flag.
+pub(super) fn http(py: Python<'_>, given: &mut Given, face: Face) -> PyResult<Http> {
+    let settings = HttpSettings::take(given).or_raise(py)?;
+    let http = Http::of(settings, face).or_raise(py)?;
+    let tls = TlsSettings::take(given).or_raise(py)?;
+    http.over(&tls).or_raise(py)
+}
+
+/// Check the content of a key file, as a service reads it.
+///
+/// Raises:
+///     ConfigError: The file is invalid; names line, field, what came and what is legal.
+#[pyfunction]
+pub(super) fn check_keys(py: Python<'_>, text: &str) -> PyResult<()> {
+    kvflash_serve::check_keys(text).or_raise(py)
 }
 
 fn plain(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Value> {

@@ -56,7 +56,7 @@ impl Tokenizer {
         skip_special_tokens: bool,
     ) -> PyResult<String> {
         let ids = tokens("ids", ids)?;
-        let ids: &[u32] = &ids.as_slice();
+        let ids = ids.as_slice();
         py.detach(|| self.model.tokenizer.decode(ids, skip_special_tokens)).or_raise(py)
     }
 
