@@ -325,6 +325,15 @@ impl<M, R> Fleet<M, R> {
         self.read().roster.draining().count()
     }
 
+    /// Frees inactive bookings, and calls those who wait for room; returns how many were freed.
+    pub fn expire(&self) -> usize {
+        let pools = self.pools();
+        let expired = pools.iter().map(|pool| pool.selector.tick()).sum();
+        // Workers may have recovered, and others' bookings may have ended.
+        pools.iter().filter_map(|pool| pool.queue.as_ref()).for_each(|queue| queue.call());
+        expired
+    }
+
     /// All pools, by model and tenant.
     pub fn pools(&self) -> Vec<Arc<Pool<M, R>>> {
         self.tables.read().pools.values().cloned().collect()

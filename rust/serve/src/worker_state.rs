@@ -7,6 +7,7 @@ use kvflash_core::ids::InstanceId;
 use serde::Deserialize;
 
 use crate::Reject;
+use crate::indexer::form::parse_json;
 
 /// The worker id in a path.
 ///
@@ -30,16 +31,7 @@ impl Patch {
     /// # Errors
     /// 400 naming the field, what is legal and what came.
     pub fn parse(body: &[u8]) -> Result<Self, Reject> {
-        let wrong = |error: String| Reject::bad_request(format!("invalid change: {error}"));
-        // Derived parsers would also accept a list.
-        if body.trim_ascii_start().first() == Some(&b'[') {
-            return Err(wrong("must be an object, got a list".to_owned()));
-        }
-        let mut json = serde_json::Deserializer::from_slice(body);
-        let patch = serde_path_to_error::deserialize(&mut json);
-        let patch = patch.map_err(|error| wrong(error.to_string()))?;
-        json.end().map_err(|error| wrong(error.to_string()))?;
-        Ok(patch)
+        parse_json(body).map_err(|error| Reject::bad_request(format!("invalid change: {error}")))
     }
 }
 

@@ -30,6 +30,7 @@ use crate::gateway::backend::worker::Prefill;
 use crate::gateway::call::Head;
 use crate::gateway::plan::{Part, Plan};
 use crate::gateway::usage;
+use crate::indexer::form::parse_json;
 use crate::lock::Subject;
 use crate::metrics::CauseLabel;
 use crate::remote::RemoteIndexer;
@@ -453,14 +454,8 @@ pub(super) async fn add_worker(
 ) -> Response {
     let added = async {
         let body = app.intake.control(body).await?;
-        // The derived parser would also accept a list of the fields.
-        if body.trim_ascii_start().first() == Some(&b'[') {
-            return Err(Reject::bad_request("invalid worker: must be an object, got a list"));
-        }
-        let mut json = serde_json::Deserializer::from_slice(&body);
-        let new: NewWorker = serde_path_to_error::deserialize(&mut json)
+        let new: NewWorker = parse_json(&body)
             .map_err(|error| Reject::bad_request(format!("invalid worker: {error}")))?;
-        json.end().map_err(|error| Reject::bad_request(format!("invalid worker: {error}")))?;
         let registrant = peer.map(|Extension(Peer(address))| address.ip());
         new.check_places(&app).await?;
         new.register(&app, registrant)

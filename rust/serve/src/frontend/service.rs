@@ -116,11 +116,7 @@ impl FrontendApp {
                 room.call(pool.serving());
             }
         }
-        let expired: usize = self.app.fleet.pools().iter().map(|pool| pool.selector.tick()).sum();
-        for queue in self.app.fleet.pools().iter().filter_map(|pool| pool.queue.as_ref()) {
-            // Workers may have recovered, and others' bookings may have ended.
-            queue.call();
-        }
+        let expired = self.app.fleet.expire();
         self.app.metrics.load_expired.inc_by(expired as u64);
         expired
     }

@@ -22,7 +22,8 @@ use kvflash_core::error::{Error, Result as KvResult};
 use kvflash_core::hash::engine::NameKeys;
 use kvflash_core::ids::Worker;
 use prometheus_client::registry::Registry;
-use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
 
 use super::super::body::{self, Intake, Received};
 use super::super::metrics::check_prefix;
@@ -108,35 +109,26 @@ impl IndexerApp {
             IndexerMetrics::new(Arc::clone(&catalog), Arc::clone(&startup), bounds);
         let metrics = Arc::new(figures);
         let counted = from_fn_with_state(Arc::clone(&metrics), metrics::count);
-        if !options.peers.is_empty() {
+        let has_peers = !options.peers.is_empty();
+        if has_peers {
             catalog.hold();
         }
-        let registrations = Registrations::default();
-        registrations.restore(http.state_file.as_deref(), |body| {
+        let app = App {
+            shutdown: http.shutdown().clone(),
+            worker_allow: http.worker_allow().clone(),
+            ..App::new(catalog, options, intake, metrics, startup, http.mask())
+        };
+        app.registrations.restore(http.state_file.as_deref(), |body| {
             let request: Register =
                 serde_json::from_value(body).map_err(|error| error.to_string())?;
-            register_at(&catalog, request).map_err(|error| error.to_string())
+            register_at(&app.catalog, request).map_err(|error| error.to_string())
         })?;
-        if !options.peers.is_empty() {
-            let (catalog, startup, trusted) =
-                (Arc::clone(&catalog), Arc::clone(&startup), startup.peers());
+        if has_peers {
+            let (catalog, startup) = (Arc::clone(&app.catalog), Arc::clone(&app.startup));
+            let trusted = startup.peers();
             tokio::spawn(recover(catalog, startup, http.clone(), trusted));
         }
-        let dumps = Dumps::default();
-        let (shutdown, mask) = (http.shutdown().clone(), http.mask());
-        let worker_allow = http.worker_allow().clone();
-        let app = Arc::new(App {
-            catalog,
-            options,
-            intake,
-            metrics,
-            startup,
-            dumps,
-            mask,
-            shutdown,
-            registrations,
-            worker_allow,
-        });
+        let app = Arc::new(app);
         let mut router = Router::new();
         if app.options.test_endpoints {
             router = router
@@ -245,31 +237,39 @@ pub(crate) fn query_routes(
     let options = IndexerOptions::default();
     let startup = Arc::new(Startup::new(&[], 0)?);
     let (figures, ()) = IndexerMetrics::new(Arc::clone(&catalog), Arc::clone(&startup), |_| ());
-    let (metrics, dumps) = (Arc::new(figures), Dumps::default());
-    let registrations = Registrations::default();
-    let shutdown = Shutdown::default();
-    let worker_allow = WorkerAllow::default();
-    let app = Arc::new(App {
-        catalog,
-        options,
-        intake,
-        metrics,
-        startup,
-        dumps,
-        mask,
-        shutdown,
-        registrations,
-        worker_allow,
-    });
+    let app = App::new(catalog, options, intake, Arc::new(figures), startup, mask);
     let routes = Router::new()
         .route("/query", post(query))
         .route("/query_by_hash", post(query_by_hash))
         .route("/dump", get(dump))
         .route("/digest", get(digest));
-    Ok(routes.with_state(app))
+    Ok(routes.with_state(Arc::new(app)))
 }
 
 impl App {
+    /// Of a service that takes no registrations, and does not end before its process.
+    fn new(
+        catalog: Arc<Catalog>,
+        options: IndexerOptions,
+        intake: Intake,
+        metrics: Arc<IndexerMetrics>,
+        startup: Arc<Startup>,
+        mask: Option<HashMask>,
+    ) -> Self {
+        Self {
+            catalog,
+            options,
+            intake,
+            metrics,
+            startup,
+            dumps: Dumps::default(),
+            mask,
+            shutdown: Shutdown::default(),
+            registrations: Registrations::default(),
+            worker_allow: WorkerAllow::default(),
+        }
+    }
+
     /// Reads a bounded body, parses it, and answers.
     async fn answer<T: DeserializeOwned>(
         &self,
@@ -331,13 +331,6 @@ impl App {
     }
 }
 
-fn json_response(status: StatusCode, body: &impl Serialize) -> Response {
-    match serde_json::to_vec(body) {
-        Ok(bytes) => (status, [(header::CONTENT_TYPE, "application/json")], bytes).into_response(),
-        Err(error) => Reject::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).plain(),
-    }
-}
-
 async fn register(State(app): State<Arc<App>>, body: Body) -> Response {
     let registered = async {
         let body = app.intake.whole(body).await?;
@@ -351,7 +344,8 @@ async fn register(State(app): State<Arc<App>>, body: Body) -> Response {
         let key = format!("{worker}/{:?}/{:?}", request.model_name, request.tenant_id);
         register_at(&app.catalog, request.clone())?;
         app.registrations.put(&key, &request);
-        let response = json_response(StatusCode::CREATED, &serde_json::json!({"status": "ok"}));
+        let response =
+            Form::Json.respond(StatusCode::CREATED, &serde_json::json!({"status": "ok"}));
         Ok::<_, Reject>(Subject::mark(response, &worker, &request.endpoint))
     };
     registered.await.unwrap_or_else(Reject::plain)
@@ -391,7 +385,7 @@ async fn unregister(State(app): State<Arc<App>>, body: Body) -> Response {
             serde_json::from_value(body).is_ok_and(|body| request.means(&body))
         };
         app.registrations.remove_where(&format!("{}/", request.instance_id), is_meant);
-        Ok(json_response(StatusCode::OK, &serde_json::json!({"status": "ok"})))
+        Ok(Form::Json.respond(StatusCode::OK, &serde_json::json!({"status": "ok"})))
     })
     .await
 }
@@ -402,7 +396,7 @@ struct WorkersFilter {
 }
 
 async fn workers(State(app): State<Arc<App>>, Params(filter): Params<WorkersFilter>) -> Response {
-    json_response(StatusCode::OK, &worker_entries(&app.catalog, filter.model_name.as_deref()))
+    Form::Json.respond(StatusCode::OK, &worker_entries(&app.catalog, filter.model_name.as_deref()))
 }
 
 async fn query(State(app): State<Arc<App>>, headers: HeaderMap, mut body: Body) -> Response {
@@ -452,7 +446,7 @@ async fn digest(State(app): State<Arc<App>>, Params(query): Params<DumpQuery>) -
     match app.dumps.begin() {
         Ok(reading) => {
             let found = digests(&app.catalog, &query, &reading, app.mask.as_ref());
-            app.mark(json_response(StatusCode::OK, &found))
+            app.mark(Form::Json.respond(StatusCode::OK, &found))
         }
         Err(reject) => reject.plain(),
     }
@@ -463,9 +457,9 @@ async fn ready(State(app): State<Arc<App>>) -> Response {
     if app.shutdown.is_announced() {
         answer.is_stopping();
     } else if is_ready {
-        return json_response(StatusCode::OK, &answer);
+        return Form::Json.respond(StatusCode::OK, &answer);
     }
-    let mut response = json_response(StatusCode::SERVICE_UNAVAILABLE, &answer);
+    let mut response = Form::Json.respond(StatusCode::SERVICE_UNAVAILABLE, &answer);
     response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
     response
 }
@@ -473,7 +467,7 @@ async fn ready(State(app): State<Arc<App>>) -> Response {
 async fn register_peer(State(app): State<Arc<App>>, body: Body) -> Response {
     app.answer(body, |app, request: PeerUrl| {
         app.startup.add_peer(&request.url)?;
-        Ok(json_response(StatusCode::CREATED, &serde_json::json!({"status": "ok"})))
+        Ok(Form::Json.respond(StatusCode::CREATED, &serde_json::json!({"status": "ok"})))
     })
     .await
 }
@@ -481,13 +475,13 @@ async fn register_peer(State(app): State<Arc<App>>, body: Body) -> Response {
 async fn deregister_peer(State(app): State<Arc<App>>, body: Body) -> Response {
     app.answer(body, |app, request: PeerUrl| {
         app.startup.remove_peer(&request.url)?;
-        Ok(json_response(StatusCode::OK, &serde_json::json!({"status": "ok"})))
+        Ok(Form::Json.respond(StatusCode::OK, &serde_json::json!({"status": "ok"})))
     })
     .await
 }
 
 async fn peers(State(app): State<Arc<App>>) -> Response {
-    json_response(StatusCode::OK, &app.startup.peers())
+    Form::Json.respond(StatusCode::OK, &app.startup.peers())
 }
 
 async fn pause_listener(State(app): State<Arc<App>>, body: Body) -> Response {
@@ -501,7 +495,7 @@ async fn resume_listener(State(app): State<Arc<App>>, body: Body) -> Response {
 async fn set_paused(app: &App, body: Body, is_paused: bool) -> Response {
     app.answer(body, |app, request: Listener| {
         app.catalog.pause(Worker::new(request.instance_id, request.dp_rank), is_paused)?;
-        Ok(json_response(StatusCode::OK, &serde_json::json!({"status": "ok"})))
+        Ok(Form::Json.respond(StatusCode::OK, &serde_json::json!({"status": "ok"})))
     })
     .await
 }

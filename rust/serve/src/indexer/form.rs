@@ -2,9 +2,10 @@
 
 use axum::extract::{FromRequestParts, Query};
 use axum::http::request::Parts;
-use axum::http::{HeaderMap, header};
-use axum::response::Response;
+use axum::http::{HeaderMap, StatusCode, header};
+use axum::response::{IntoResponse, Response};
 use rmp_serde::Deserializer as Msgpack;
+use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::super::Reject;
@@ -84,6 +85,20 @@ impl Form {
         }
         .map_err(|message| Reject::bad_request(format!("invalid request body: {message}")))
     }
+
+    /// A response in this format; 500 if the body cannot be written.
+    pub fn respond(self, status: StatusCode, body: &impl Serialize) -> Response {
+        let bytes = match self {
+            Self::Json => serde_json::to_vec(body).map_err(|error| error.to_string()),
+            Self::Msgpack => rmp_serde::to_vec_named(body).map_err(|error| error.to_string()),
+        };
+        match bytes {
+            Ok(bytes) => {
+                (status, [(header::CONTENT_TYPE, self.media_type())], bytes).into_response()
+            }
+            Err(error) => Reject::new(StatusCode::INTERNAL_SERVER_ERROR, error).plain(),
+        }
+    }
 }
 
 /// The parameters of a query string; refusals are JSON, as everywhere.
@@ -108,7 +123,11 @@ fn media_type(entry: &str) -> (&str, f32) {
     (name, weight.unwrap_or(1.0))
 }
 
-fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
+/// Parses a JSON object.
+///
+/// # Errors
+/// The invalid field, what is legal and what came.
+pub(crate) fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
     // Derived parsers would also accept a list of the fields.
     if bytes.trim_ascii_start().first() == Some(&b'[') {
         return Err("must be an object, got a list".to_owned());

@@ -8,7 +8,7 @@ use axum::extract::rejection::PathRejection;
 use axum::extract::{MatchedPath, Path, Request, State};
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::middleware::{Next, from_fn_with_state};
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 use axum::routing::{get, post};
 use axum::{Extension, Router};
 use kvflash_core::catalog::Catalog;
@@ -100,11 +100,7 @@ impl RouterApp {
 
     /// Frees inactive reservations; call it on a timer.
     pub fn expire(&self) -> usize {
-        let expired: usize = self.app.fleet.pools().iter().map(|pool| pool.selector.tick()).sum();
-        for queue in self.app.fleet.pools().iter().filter_map(|pool| pool.queue.as_ref()) {
-            // Others' bookings may have ended.
-            queue.call();
-        }
+        let expired = self.app.fleet.expire();
         self.app.metrics.load_expired.inc_by(expired as u64);
         expired
     }
@@ -201,23 +197,12 @@ async fn chosen(app: &App, headers: &HeaderMap, body: Body) -> Result<Chosen, Re
 }
 
 fn reply(body: &impl Serialize) -> Response {
-    respond(StatusCode::OK, Form::Json, body)
+    Form::Json.respond(StatusCode::OK, body)
 }
 
 /// In the format that the client accepts.
 fn reply_to(headers: &HeaderMap, body: &impl Serialize) -> Response {
-    respond(StatusCode::OK, Form::of_answer(headers), body)
-}
-
-fn respond(status: StatusCode, form: Form, body: &impl Serialize) -> Response {
-    let bytes = match form {
-        Form::Json => serde_json::to_vec(body).map_err(|error| error.to_string()),
-        Form::Msgpack => rmp_serde::to_vec_named(body).map_err(|error| error.to_string()),
-    };
-    match bytes {
-        Ok(bytes) => (status, [(header::CONTENT_TYPE, form.media_type())], bytes).into_response(),
-        Err(error) => Reject::new(StatusCode::INTERNAL_SERVER_ERROR, error).plain(),
-    }
+    Form::of_answer(headers).respond(StatusCode::OK, body)
 }
 
 fn plain(answer: Answer) -> Response {
@@ -243,7 +228,7 @@ async fn add_worker(
             app.registrations.put(&key(member.id), &kept);
         }
         let entry = worker_entry(&app, &pool, &member);
-        let response = respond(StatusCode::CREATED, Form::of_answer(&headers), &entry);
+        let response = Form::of_answer(&headers).respond(StatusCode::CREATED, &entry);
         Ok(Subject::mark(response, member.id, member.url.as_deref().unwrap_or("no url")))
     };
     plain(added.await)
@@ -492,7 +477,7 @@ async fn ready(State(app): State<Arc<App>>) -> Response {
     if is_ready {
         return reply(&answer);
     }
-    let mut response = respond(StatusCode::SERVICE_UNAVAILABLE, Form::Json, &answer);
+    let mut response = Form::Json.respond(StatusCode::SERVICE_UNAVAILABLE, &answer);
     response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
     response
 }
