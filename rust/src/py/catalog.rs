@@ -52,6 +52,27 @@ pub(super) fn parts<'py>(parts: &Bound<'py, PyList>) -> Option<(u64, Bytes<'py>)
     Some((sequence, Bytes::of(parts.get_item(before + 1).ok()?).ok()?))
 }
 
+/// A publisher over ZMQ of which nothing more is known.
+pub(super) fn registration(
+    worker: Worker,
+    key: ModelKey,
+    block_size: u32,
+    endpoint: String,
+    replay_endpoint: Option<String>,
+) -> Registration {
+    Registration {
+        worker,
+        key,
+        block_size: Some(block_size),
+        endpoint,
+        replay_endpoint,
+        capacity_blocks: None,
+        identity: Identity::default(),
+        facts: EngineFacts::default(),
+        source: Source::Zmq,
+    }
+}
+
 impl Catalog {
     fn publisher(&self, id: u64) -> Option<Arc<Publisher>> {
         self.inner.publisher(id)
@@ -144,17 +165,9 @@ impl Catalog {
         dp_rank: u32,
         replay_endpoint: Option<String>,
     ) -> PyResult<u64> {
-        let registration = Registration {
-            worker: Worker::new(instance_id, dp_rank),
-            key: ModelKey { model_name, tenant_id: tenant_id.to_owned() },
-            block_size: Some(block_size),
-            endpoint,
-            replay_endpoint,
-            capacity_blocks: None,
-            identity: Identity::default(),
-            facts: EngineFacts::default(),
-            source: Source::Zmq,
-        };
+        let (worker, tenant_id) = (Worker::new(instance_id, dp_rank), tenant_id.to_owned());
+        let key = ModelKey { model_name, tenant_id };
+        let registration = registration(worker, key, block_size, endpoint, replay_endpoint);
         py.detach(|| self.inner.register(registration)).or_raise(py).map(|publisher| publisher.id)
     }
 

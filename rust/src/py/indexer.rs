@@ -2,9 +2,7 @@
 
 use std::sync::{Arc, OnceLock};
 
-use kvflash_core::catalog::{
-    self, CatalogOptions, EngineFacts, Identity, ModelKey, Registration, Source,
-};
+use kvflash_core::catalog::{self, CatalogOptions, EngineFacts, Identity, ModelKey, Registration};
 use kvflash_core::clock::SystemClock;
 use kvflash_core::ids::Worker;
 use kvflash_core::select::IndexSettings;
@@ -15,7 +13,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
 use super::buffer::tokens;
-use super::catalog::Catalog;
+use super::catalog::{Catalog, registration};
 use super::error::OrRaise;
 use super::prompt_keys::{PromptKeys, digests, media};
 use super::service::Service;
@@ -132,16 +130,13 @@ impl Indexer {
         attention_chunk_size: Option<u32>,
         offload_chunk: Option<u32>,
     ) -> PyResult<()> {
+        let (worker, tenant_id) = (Worker::new(instance_id, dp_rank), tenant_id.to_owned());
+        let key = ModelKey { model_name, tenant_id };
         let registration = Registration {
-            worker: Worker::new(instance_id, dp_rank),
-            key: ModelKey { model_name, tenant_id: tenant_id.to_owned() },
-            block_size: Some(block_size),
-            endpoint,
-            replay_endpoint,
             capacity_blocks,
             identity: Identity { lora_name, cache_salt: additional_salt },
             facts: EngineFacts { attention_chunk_size, offload_chunk },
-            source: Source::Zmq,
+            ..registration(worker, key, block_size, endpoint, replay_endpoint)
         };
         py.detach(|| self.catalog.register(registration)).or_raise(py).map(|_| ())
     }

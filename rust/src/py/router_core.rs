@@ -3,9 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use kvflash_core::catalog::{
-    self, EngineFacts, Identity, ModelKey, Registration, Source, dump_events,
-};
+use kvflash_core::catalog::{self, ModelKey, dump_events};
 use kvflash_core::clock::{Clock, SystemClock};
 use kvflash_core::error::Error;
 use kvflash_core::ids::Worker;
@@ -18,7 +16,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
 use super::bookings::Bookings;
-use super::catalog::Catalog;
+use super::catalog::{Catalog, registration};
 use super::decider::{Decider, Decisions, Desk, Selected, selected};
 use super::error::{OrRaise, raise};
 use super::index;
@@ -248,17 +246,8 @@ impl RouterCore {
         endpoint: String,
         replay_endpoint: Option<String>,
     ) -> PyResult<()> {
-        let registration = Registration {
-            worker: Worker::new(worker_id, dp_rank),
-            key: self.key.clone(),
-            block_size: Some(self.block_size),
-            endpoint,
-            replay_endpoint,
-            capacity_blocks: None,
-            identity: Identity::default(),
-            facts: EngineFacts::default(),
-            source: Source::Zmq,
-        };
+        let (worker, key) = (Worker::new(worker_id, dp_rank), self.key.clone());
+        let registration = registration(worker, key, self.block_size, endpoint, replay_endpoint);
         py.detach(|| self.catalog.register(registration)).or_raise(py)?;
         Ok(())
     }

@@ -37,12 +37,20 @@ impl WorkerKey {
     /// `Config` for a key that is not valid in a header.
     pub fn of(key: Option<&str>) -> Result<Self> {
         let Some(key) = key else { return Ok(Self::Nothing) };
-        let mut value = HeaderValue::try_from(format!("Bearer {key}")).map_err(|_| {
-            Error::Config("api_key has characters that are not allowed in a header".into())
-        })?;
-        value.set_sensitive(true);
-        Ok(Self::Own(value))
+        bearer("api_key", key).map(Self::Own)
     }
+}
+
+/// The header of a key that has this name in errors.
+///
+/// # Errors
+/// `Config` for a key that is not valid in a header.
+pub(crate) fn bearer(name: &str, key: &str) -> Result<HeaderValue> {
+    let mut value = HeaderValue::try_from(format!("Bearer {key}")).map_err(|_| {
+        Error::Config(format!("{name} has characters that are not allowed in a header"))
+    })?;
+    value.set_sensitive(true);
+    Ok(value)
 }
 
 impl fmt::Debug for WorkerKey {

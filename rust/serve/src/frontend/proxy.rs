@@ -17,7 +17,7 @@ use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
 use super::engine::Engine;
-use super::engine_spec::WorkerKey;
+use super::engine_spec::{WorkerKey, bearer};
 use super::options::FrontendOptions;
 use crate::body::Forwarded;
 use crate::outbound::Connector;
@@ -57,18 +57,7 @@ impl Upstream {
     /// # Errors
     /// `Config` for an API key that is not valid in a header.
     pub fn new(options: &FrontendOptions, api_key: Option<&str>) -> Result<Self, Error> {
-        let authorization = match api_key {
-            None => None,
-            Some(key) => {
-                let mut value = HeaderValue::try_from(format!("Bearer {key}")).map_err(|_| {
-                    Error::Config(
-                        "--worker-api-key has characters that are not allowed in a header".into(),
-                    )
-                })?;
-                value.set_sensitive(true);
-                Some(value)
-            }
-        };
+        let authorization = api_key.map(|key| bearer("--worker-api-key", key)).transpose()?;
         let (outbound, limit) = (options.http.outbound(), options.connect_timeout);
         let allow = options.http.worker_allow().clone();
         let client = client_with(outbound.connector(limit));

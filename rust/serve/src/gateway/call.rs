@@ -55,6 +55,20 @@ impl Head {
         }
     }
 
+    /// Calls `job`, which processes `bytes` of its request, in its client's turn.
+    ///
+    /// # Errors
+    /// [`Busy`].
+    pub async fn compute<T: Send>(
+        &self,
+        app: &App,
+        bytes: usize,
+        job: impl FnOnce() -> T + Send,
+    ) -> Result<T, Busy> {
+        let client = self.client(None, &Identity::default());
+        app.compute.run(client.as_name(), bytes, job).await
+    }
+
     /// The client's request id, if it differs from the request's.
     pub fn client_request_id(&self) -> Option<HeaderValue> {
         pass::client(&self.caller)?;
@@ -146,9 +160,7 @@ impl Call {
         if len <= LONG_BODY_BYTES {
             return parse();
         }
-        let client = head.client(None, &Identity::default());
-        let done = app.compute.run(client.as_name(), len, parse).await;
-        done.unwrap_or_else(|Busy| {
+        head.compute(app, len, parse).await.unwrap_or_else(|Busy| {
             app.refused("tokenizer");
             let what = "all cores are busy with long requests; try again".to_owned();
             Err(Error::Overloaded(what).into())

@@ -16,7 +16,6 @@ use super::body::{Body, Raw};
 use super::call::{Call, Envelope};
 use super::render;
 use super::tokens::{Known, Untokenized, check_length, tokens};
-use super::turn::Identity;
 use crate::Reject;
 use crate::compute::Busy;
 use crate::frontend::app::App;
@@ -243,9 +242,7 @@ async fn beside<T: Send>(
     if bytes <= LONG_BYTES {
         return Ok(read());
     }
-    let client = call.head.client(None, &Identity::default());
-    let done = app.compute.run(client.as_name(), bytes, read).await;
-    done.map_err(|Busy| Untokenized::Unknown("tokenizer_busy"))
+    call.head.compute(app, bytes, read).await.map_err(|Busy| Untokenized::Unknown("tokenizer_busy"))
 }
 
 #[cfg(test)]

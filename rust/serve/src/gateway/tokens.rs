@@ -15,7 +15,6 @@ use super::body::{Body, Raw};
 use super::call::{Call, Envelope, Prompt};
 use super::lesson::Lesson;
 use super::render::{ask_body, has_media, render};
-use super::turn::Identity;
 use crate::compute::Busy;
 use crate::frontend::app::App;
 use crate::frontend::corpus::{Form, Forms};
@@ -93,10 +92,7 @@ pub(super) async fn tokens(
             let parse = || Prompt::parse(raw.get());
             let parsed = match is_long {
                 false => parse(),
-                true => {
-                    let client = call.head.client(None, &Identity::default());
-                    app.compute.run(client.as_name(), bytes, parse).await.map_err(busy)?
-                }
+                true => call.head.compute(app, bytes, parse).await.map_err(busy)?,
             };
             match parsed.map_err(Untokenized::Refused)? {
                 Prompt::Tokens(tokens) => return Ok(tokens.into()),
@@ -135,8 +131,7 @@ pub(super) async fn tokens(
     let found = match quick {
         Ok(text::Prompt::Costly) => {
             let whole = || local(Effort { text_bytes, is_quick: false });
-            let client = call.head.client(None, &Identity::default());
-            app.compute.run(client.as_name(), bytes, whole).await.map_err(busy)?
+            call.head.compute(app, bytes, whole).await.map_err(busy)?
         }
         found => found,
     };

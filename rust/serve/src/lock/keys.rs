@@ -38,12 +38,11 @@ pub enum Role {
 }
 
 impl Role {
-    const ALL: [(&str, Self); 3] =
-        [("admin", Self::Admin), ("client", Self::Client), ("metrics", Self::Metrics)];
+    const ALL: [Self; 3] = [Self::Admin, Self::Client, Self::Metrics];
 
     /// Of the word for it, in the file and in tokens.
     pub(super) fn from_name(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|(known, _)| *known == name).map(|(_, role)| role)
+        Self::ALL.into_iter().find(|role| role.name() == name)
     }
 
     /// As it is written in the file.
@@ -76,15 +75,28 @@ pub enum Pass {
 }
 
 impl Pass {
-    const ALL: [(&str, Self); 7] = [
-        ("kv_transfer_params", Self::KvTransferParams),
-        ("bootstrap", Self::Bootstrap),
-        ("data_parallel_rank", Self::DataParallelRank),
-        ("priority", Self::Priority),
-        ("chat_template", Self::ChatTemplate),
-        ("nvext", Self::Nvext),
-        ("gateway_headers", Self::GatewayHeaders),
+    const ALL: [Self; 7] = [
+        Self::KvTransferParams,
+        Self::Bootstrap,
+        Self::DataParallelRank,
+        Self::Priority,
+        Self::ChatTemplate,
+        Self::Nvext,
+        Self::GatewayHeaders,
     ];
+
+    /// As it is written in the file, and in metrics.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::KvTransferParams => "kv_transfer_params",
+            Self::Bootstrap => "bootstrap",
+            Self::DataParallelRank => "data_parallel_rank",
+            Self::Priority => "priority",
+            Self::ChatTemplate => "chat_template",
+            Self::Nvext => "nvext",
+            Self::GatewayHeaders => "gateway_headers",
+        }
+    }
 }
 
 /// A line of the file, without what it says of the secret.
@@ -380,9 +392,8 @@ pub(super) fn set_option(
         }
         "allow" => {
             for word in value.split('|') {
-                let known = Pass::ALL.into_iter().find(|(name, _)| *name == word);
-                let Some((_, pass)) = known else {
-                    let names = Pass::ALL.map(|(name, _)| name).join("|");
+                let Some(pass) = Pass::ALL.into_iter().find(|pass| pass.name() == word) else {
+                    let names = Pass::ALL.map(Pass::name).join("|");
                     let word = short(word);
                     return Err(format!("option allow takes {names}, got {word:?}"));
                 };

@@ -99,19 +99,6 @@ const RETURNS: [&str; 8] = [
     "vary",
 ];
 
-/// The name of a permission in the key file, and in metrics.
-fn word(pass: Pass) -> &'static str {
-    match pass {
-        Pass::KvTransferParams => "kv_transfer_params",
-        Pass::Bootstrap => "bootstrap",
-        Pass::DataParallelRank => "data_parallel_rank",
-        Pass::Priority => "priority",
-        Pass::ChatTemplate => "chat_template",
-        Pass::Nvext => "nvext",
-        Pass::GatewayHeaders => "gateway_headers",
-    }
-}
-
 /// The key of a client; operators' requests are not filtered.
 pub(crate) fn client(caller: &Caller) -> Option<&Key> {
     caller.key().filter(|key| key.role == Role::Client)
@@ -128,7 +115,7 @@ pub(crate) fn clean_headers(
     }
     for (name, pass) in HEADERS.iter().filter(|(_, pass)| !caller.may_pass(*pass)) {
         if headers.remove(*name).is_some() {
-            count(word(*pass));
+            count(pass.name());
         }
     }
 }
@@ -150,7 +137,7 @@ pub(crate) fn clean_body(
     for (field, pass) in FIELDS.iter().filter(|(field, _)| body.has(field)) {
         if !caller.may_pass(*pass) {
             changes.push((field, None));
-            count(word(*pass));
+            count(pass.name());
         }
     }
     for (field, names, pass) in NESTED.iter().filter(|(field, ..)| body.has(field)) {
@@ -158,7 +145,7 @@ pub(crate) fn clean_body(
             && let Some(rest) = without(body, field, names)?
         {
             changes.push((field, Some(rest)));
-            count(word(*pass));
+            count(pass.name());
         }
     }
     for field in IDS.into_iter().filter(|field| body.has(field)) {
