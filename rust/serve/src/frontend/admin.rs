@@ -1,42 +1,34 @@
-//! Operators' endpoints: health, models, workers, and explanations of routing.
+//! Operators' endpoints: health, models, busy thresholds, and explanations of routing.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use axum::Json;
 use axum::body::Body;
 use axum::extract::rejection::{PathRejection, QueryRejection};
 use axum::extract::{Path, Query, State};
 use axum::http::{HeaderMap, StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
-use axum::{Extension, Json};
-use kvflash_core::catalog::{Publisher, Trust, Unheard};
-use kvflash_core::error::Error;
-use kvflash_core::fleet::WorkerState;
-use kvflash_core::ids::{InstanceId, Worker};
+use kvflash_core::catalog::{Trust, Unheard};
+use kvflash_core::ids::Worker;
 use kvflash_core::policy::{AUTO, Policy};
 use kvflash_core::select::{ReuseView, WorkerReason};
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use serde_json::{Value, json};
 
+use super::super::busy::{Change, list};
 use super::app::{App, Name};
-use super::drain;
 use super::engine::Engine;
-use super::engine_spec::{EngineSpec, WorkerKey, is_prefill};
-use super::probe;
 use crate::gateway::api::Row;
 use crate::gateway::backend::worker::Prefill;
 use crate::gateway::call::Head;
 use crate::gateway::plan::{Part, Plan};
 use crate::gateway::usage;
-use crate::indexer::form::parse_json;
-use crate::lock::Subject;
 use crate::metrics::CauseLabel;
 use crate::remote::RemoteIndexer;
 use crate::tenant::pass;
-use crate::worker_state::worker_id;
-use crate::{Caller, Peer, Reject};
+use crate::{Caller, Reject};
 
 /// 200 while at least one worker can serve, else 503; the body has the state of each. Prefill-only
 /// workers can't serve by themselves.
@@ -301,186 +293,29 @@ fn card(name: &Name, max_model_len: Option<u64>) -> Value {
     })
 }
 
-/// The entry of `engine` in `GET /workers`, with these publishers and this number of requests.
-pub(super) fn entry(
-    app: &App,
-    engine: &Engine,
-    publishers: &[Arc<Publisher>],
-    in_flight: u64,
-) -> Value {
-    let notes = engine.notes.lock().clone();
-    let pool = app.fleet.pool_of(engine.id);
-    let listeners: Vec<Value> = publishers
-        .iter()
-        .map(|publisher| {
-            let view = publisher.view();
-            json!({
-                "dp_rank": view.worker.dp_rank,
-                "endpoint": view.endpoint,
-                "replay_endpoint": view.replay_endpoint,
-                "status": view.status,
-                "last_error": view.last_error,
-                "last_sequence": view.last_sequence,
-                "last_event_age_ms": view.last_event_age_ms,
-                "events": view.counts,
-            })
-        })
-        .collect();
-    let blocks: usize = (0..engine.spec.dp_size)
-        .filter_map(|rank| Some(pool.as_ref()?.index().index.blocks(Worker::new(engine.id, rank))))
-        .sum();
-    json!({
-        "id": engine.id,
-        "url": engine.base,
-        "healthy": engine.is_healthy(),
-        "state": app.fleet.state_of(engine.id),
-        "in_flight": in_flight,
-        "last_error": notes.last_error,
-        "model": pool.as_ref().map(|pool| &pool.name),
-        "serves": notes.models.iter().map(|(name, _)| name).collect::<Vec<_>>(),
-        "role": if engine.spec.is_prefill { "prefill" } else { "decode" },
-        "loads": engine.member.as_ref().map(|member| member.load_json()),
-        "dp_size": engine.spec.dp_size,
-        "block_size": pool.as_ref().and_then(|pool| pool.index().block_size()),
-        "engine_block_size": notes.block_size,
-        "capacity_blocks": notes.capacity_blocks,
-        "blocks": blocks,
-        "token_ids": engine.ids.view(),
-        "tells_token_ids": engine.tells_ids(),
-        "requests": engine.requests.load(Ordering::Relaxed),
-        "failures": engine.failures.load(Ordering::Relaxed),
-        "listeners": listeners,
-    })
+/// GET /busy_threshold: the current thresholds, by model.
+pub(super) async fn thresholds(State(app): State<Arc<App>>) -> Response {
+    let pools = app.fleet.pools();
+    let tables = pools.iter().map(|pool| (pool.name.as_str(), &pool.selector.busy));
+    Json(list(tables)).into_response()
 }
 
-/// GET /workers
-pub(super) async fn workers(State(app): State<Arc<App>>) -> Response {
-    app.aside.make(|| tell_workers(&app)).await
-}
-
-fn tell_workers(app: &App) -> Response {
-    let mut publishers: HashMap<_, Vec<_>> = HashMap::new();
-    for publisher in app.catalog.publishers() {
-        publishers.entry(publisher.worker.instance_id).or_default().push(publisher);
-    }
-    let in_flight = drain::in_flight(app);
-    let entry = |engine: &Arc<Engine>| {
-        let publishers = publishers.get(&engine.id).map_or(&[][..], Vec::as_slice);
-        entry(app, engine, publishers, in_flight.get(&engine.id).copied().unwrap_or(0))
-    };
-    let entries: Vec<Value> = app.fleet.engines().iter().map(entry).collect();
-    Json(entries).into_response()
-}
-
-#[derive(Deserialize, Serialize)]
-#[serde(deny_unknown_fields)]
-struct NewWorker {
-    url: String,
-    events: Option<String>,
-    replay: Option<String>,
-    id: Option<InstanceId>,
-    dp_size: Option<u32>,
-    role: Option<String>,
-    #[serde(default)]
-    state: WorkerState,
-    /// The key that the worker demands of the frontend; by default it is sent none.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    api_key: Option<String>,
-}
-
-impl NewWorker {
-    /// Checks that its addresses are allowed.
-    ///
-    /// # Errors
-    /// 403, naming the field, the address and the flag.
-    async fn check_places(&self, app: &App) -> Result<(), Reject> {
-        let allow = app.options.http.worker_allow();
-        allow.check_url("url", &self.url).await?;
-        for (field, address) in [("events", &self.events), ("replay", &self.replay)] {
-            if let Some(address) = address {
-                allow.check_socket(field, address).await?;
-            }
-        }
-        Ok(())
-    }
-
-    fn register(self, app: &Arc<App>, registrant: Option<IpAddr>) -> Result<Arc<Engine>, Reject> {
-        let role = self.role.as_deref().map(is_prefill).transpose();
-        let bad = |error: Error| Reject::bad_request(error.to_string());
-        let spec = EngineSpec {
-            url: self.url.clone(),
-            events: self.events.clone(),
-            replay: self.replay.clone(),
-            instance_id: self.id,
-            dp_size: self.dp_size.unwrap_or(1),
-            is_prefill: role.map_err(bad)? == Some(true),
-            tokenizer: None,
-            registrant,
-            key: WorkerKey::of(self.api_key.as_deref()).map_err(bad)?,
-        };
-        if !(1..=1_024).contains(&spec.dp_size) {
-            let message = format!("dp_size must be in 1..=1024, got {}", spec.dp_size);
-            return Err(Reject::bad_request(message));
-        }
-        let engine = probe::add(app, spec).map_err(|error| match error {
-            Error::Config(message) => Reject::bad_request(message),
-            other => other.into(),
-        })?;
-        app.fleet.set_state(engine.id, self.state)?;
-        app.registrations.put(&key(engine.id), &Self { id: Some(engine.id), ..self });
-        Ok(engine)
-    }
-}
-
-/// Its key in the file of registrations.
-pub(super) fn key(id: InstanceId) -> String {
-    format!("worker/{id}")
-}
-
-/// Restores a worker that was registered before the start. Must be called within a tokio runtime.
-///
-/// # Errors
-/// The reason as text.
-pub(super) fn register_again(app: &Arc<App>, body: Value) -> Result<(), String> {
-    let new: NewWorker = serde_json::from_value(body).map_err(|error| error.to_string())?;
-    new.register(app, None).map(drop).map_err(|reject| reject.message)
-}
-
-/// POST /workers {url, events?, replay?, id?, dp_size?, role?, state?, api_key?}
-pub(super) async fn add_worker(
+/// POST /busy_threshold {model, thresholds...}: an absent field is kept, an explicit null removes
+/// it; a request without thresholds only reads them.
+pub(super) async fn set_thresholds(
     State(app): State<Arc<App>>,
-    peer: Option<Extension<Peer>>,
+    headers: HeaderMap,
     body: Body,
 ) -> Response {
-    let added = async {
-        let body = app.intake.control(body).await?;
-        let new: NewWorker = parse_json(&body)
-            .map_err(|error| Reject::bad_request(format!("invalid worker: {error}")))?;
-        let registrant = peer.map(|Extension(Peer(address))| address.ip());
-        new.check_places(&app).await?;
-        new.register(&app, registrant)
+    let changed = async {
+        Change::check_type(&headers)?;
+        let change = Change::parse(&app.intake.control(body).await?)?;
+        let route = app.fleet.route(&change.model).ok().flatten();
+        change.apply(route.iter().map(|route| &route.pool.selector.busy))
     };
-    match added.await {
-        Ok(engine) => {
-            let entry = Json(entry(&app, &engine, &[], 0));
-            let response = (StatusCode::CREATED, entry).into_response();
-            Subject::mark(response, engine.id, &engine.base)
-        }
-        Err(reject) => reject.openai(),
-    }
-}
-
-/// DELETE /workers/{id}
-pub(super) async fn remove_worker(
-    State(app): State<Arc<App>>,
-    id: Result<Path<String>, PathRejection>,
-) -> Response {
-    let removed = worker_id(id)
-        .and_then(|id| app.fleet.remove(id).map_err(Reject::from))
-        .inspect(|engine| app.registrations.remove(&key(engine.id)));
-    match removed {
-        Ok(engine) => Json(json!({ "status": "ok", "id": engine.id })).into_response(),
-        Err(reject) => reject.openai(),
+    match changed.await {
+        Ok(value) => Json(value).into_response(),
+        Err(reject) => reject.plain(),
     }
 }
 

@@ -4,9 +4,7 @@
 mod admin;
 pub(crate) mod alias;
 pub(crate) mod app;
-mod busy;
 pub(crate) mod corpus;
-mod drain;
 pub(crate) mod engine;
 mod engine_metrics;
 pub(crate) mod engine_spec;
@@ -23,6 +21,7 @@ mod scrape;
 mod server_info;
 mod service;
 pub(crate) mod taught;
+mod workers;
 
 pub use engine_spec::EngineSpec;
 pub use options::{EnforceDisagg, FrontendOptions};

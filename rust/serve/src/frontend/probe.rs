@@ -10,9 +10,8 @@ use serde::Deserialize;
 use tokio::time::Instant;
 
 use super::app::App;
-use super::busy::{label, read_load, watched};
 use super::engine::{Engine, EngineNotes};
-use super::engine_metrics;
+use super::engine_metrics::{self, label, read_load, watched};
 use super::engine_spec::EngineSpec;
 use super::ids;
 use super::inspect::inspect;

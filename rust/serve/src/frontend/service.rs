@@ -17,7 +17,7 @@ use super::app::App;
 use super::engine_spec::EngineSpec;
 use super::options::FrontendOptions;
 use super::runtime::registry;
-use super::{admin, busy, drain, probe, scrape};
+use super::{admin, probe, scrape, workers};
 use crate::gateway::api::{Form, RESPONSES, ROWS, Row};
 use crate::gateway::call::Head;
 use crate::gateway::send::forward;
@@ -60,7 +60,7 @@ impl FrontendApp {
     pub fn restore(&self) -> Result<()> {
         let app = &self.app;
         let file = app.options.http.state_file.as_deref();
-        app.registrations.restore(file, |body| admin::register_again(app, body))
+        app.registrations.restore(file, |body| workers::register_again(app, body))
     }
 
     /// Adds or changes a worker of the runtime, from its JSON. Must be called within a tokio
@@ -150,14 +150,16 @@ impl FrontendApp {
             .route("/live", get(admin::live))
             .route("/ready", get(admin::ready))
             .route("/metrics", get(scrape::metrics))
-            .route("/workers", get(admin::workers).post(admin::add_worker))
+            .route("/workers", get(workers::workers).post(workers::add_worker))
             .route(
                 "/workers/{id}",
-                get(drain::tell_worker).patch(drain::change_worker).delete(admin::remove_worker),
+                get(workers::tell_worker)
+                    .patch(workers::change_worker)
+                    .delete(workers::remove_worker),
             )
             .route("/explain", post(admin::explain))
             .route("/why/{id}", get(admin::why))
-            .route("/busy_threshold", get(busy::thresholds).post(busy::change))
+            .route("/busy_threshold", get(admin::thresholds).post(admin::set_thresholds))
             .route("/openapi.json", get(openapi::frontend))
             .fallback(async |uri: Uri, mut body: Body| {
                 body::discard(&mut body).await;

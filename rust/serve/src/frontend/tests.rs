@@ -23,7 +23,7 @@ use tokio::runtime::{Builder, Runtime};
 use super::app::App;
 use super::engine::Engine;
 use super::engine::EngineNotes;
-use super::{FrontendApp, FrontendOptions, admin, scrape};
+use super::{FrontendApp, FrontendOptions, admin, scrape, workers};
 use crate::gateway::usage::Expectation;
 use crate::{Caller, Shutdown};
 
@@ -137,7 +137,7 @@ fn answers_of_every_worker_hold_up_no_connection() {
     app.fleet.learned(&engines[0], serving(&["a"])).unwrap();
     let (runtime, notes) = (runtime(1), &engines[0].notes);
     let state = || State(Arc::clone(&app));
-    hold_up(&runtime, admin::workers(state()), notes.lock());
+    hold_up(&runtime, workers::workers(state()), notes.lock());
     hold_up(&runtime, admin::health(state()), notes.lock());
     hold_up(&runtime, admin::models(state()), notes.lock());
     // Each engine is asked for its adapters.
