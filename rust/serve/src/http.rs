@@ -7,9 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use axum::http::HeaderMap;
-use ipnet::IpNet;
 use kvflash_core::error::{Error, Result};
-use prometheus_client::metrics::counter::Counter;
 use prometheus_client::registry::Registry;
 
 use super::body::Intake;
@@ -23,15 +21,11 @@ use super::{Face, HttpSettings, Lock, ServeLimits, Shutdown, Tls, TlsSettings};
 #[derive(Debug, Clone, Default)]
 pub struct Http {
     settings: HttpSettings,
-    lock: Lock,
-    tls: Option<Tls>,
+    /// What its server obeys.
+    limits: ServeLimits,
     outbound: Outbound,
     worker_allow: WorkerAllow,
     mask: Option<HashMask>,
-    trusted_proxies: Vec<IpNet>,
-    refused_connections: Counter,
-    crowded_out: Counter,
-    panics: Counter,
     shutdown: Shutdown,
     /// Bytes of large bodies since they were last read.
     large: Arc<AtomicU64>,
@@ -64,8 +58,15 @@ impl Http {
         let outbound = Outbound::of(&settings)?;
         let worker_allow = WorkerAllow::parse(&settings.worker_allow)?;
         let mask = settings.hash_secret_file.as_deref().map(HashMask::open).transpose()?;
-        let http = Self { settings, lock, outbound, worker_allow, mask, ..Self::default() };
-        Ok(Self { trusted_proxies, ..http })
+        let limits = ServeLimits {
+            lock,
+            max_connections: settings.max_connections,
+            max_connections_per_address: settings.max_connections_per_address,
+            trusted_proxies,
+            keep_alive_timeout: settings.keep_alive_timeout,
+            ..ServeLimits::default()
+        };
+        Ok(Self { settings, limits, outbound, worker_allow, mask, ..Self::default() })
     }
 
     /// The same over TLS, if that is set.
@@ -75,13 +76,8 @@ impl Http {
     /// none.
     pub fn over(self, settings: &TlsSettings) -> Result<Self> {
         let tls = Tls::read(settings)?;
-        self.lock.check_certificates(tls.as_ref().is_some_and(Tls::checks_clients))?;
-        Ok(Self { tls, ..self })
-    }
-
-    /// Encryption of its listeners.
-    pub fn tls(&self) -> Option<&Tls> {
-        self.tls.as_ref()
+        self.lock().check_certificates(tls.as_ref().is_some_and(Tls::checks_clients))?;
+        Ok(Self { limits: ServeLimits { tls, ..self.limits }, ..self })
     }
 
     /// The address of a request's client: that of its connection, or of those that `--trusted-proxies` name what the
@@ -89,7 +85,7 @@ impl Http {
     pub(crate) fn client_of(&self, peer: IpAddr, headers: &HeaderMap) -> IpAddr {
         let peer = peer.to_canonical();
         let is_proxy =
-            |address: &IpAddr| self.trusted_proxies.iter().any(|net| net.contains(address));
+            |address: &IpAddr| self.limits.trusted_proxies.iter().any(|net| net.contains(address));
         if !is_proxy(&peer) {
             return peer;
         }
@@ -109,18 +105,7 @@ impl Http {
 
     /// What its server obeys; requests get `drain_timeout` after the stop.
     pub fn limits(&self, drain_timeout: Duration) -> ServeLimits {
-        ServeLimits {
-            lock: self.lock.clone(),
-            max_connections: self.max_connections,
-            max_connections_per_address: self.max_connections_per_address,
-            trusted_proxies: self.trusted_proxies.clone(),
-            keep_alive_timeout: self.keep_alive_timeout,
-            refused: self.refused_connections.clone(),
-            crowded_out: self.crowded_out.clone(),
-            panics: self.panics.clone(),
-            drain_timeout,
-            ..ServeLimits::default()
-        }
+        ServeLimits { drain_timeout, ..self.limits.clone() }
     }
 
     /// The stop signal of its server, and its announcement.
@@ -135,7 +120,7 @@ impl Http {
 
     /// Authorization of callers.
     pub fn lock(&self) -> &Lock {
-        &self.lock
+        &self.limits.lock
     }
 
     /// Outgoing connections.
@@ -164,20 +149,20 @@ impl Http {
         registry.register(
             "connections_refused",
             "Connections closed because their address had too many (--max-connections-per-address)",
-            Counter::clone(&self.refused_connections),
+            self.limits.refused.clone(),
         );
         registry.register(
             "connections_crowded_out",
             "Connections beyond --max-connections: probes are answered, other requests get 503",
-            Counter::clone(&self.crowded_out),
+            self.limits.crowded_out.clone(),
         );
         registry.register(
             "panics",
             "Requests answered with 500 because of a fault in kvflash",
-            Counter::clone(&self.panics),
+            self.limits.panics.clone(),
         );
-        self.lock.register(registry);
-        if let Some(tls) = &self.tls {
+        self.lock().register(registry);
+        if let Some(tls) = &self.limits.tls {
             tls.register(registry);
         }
         Intake::new(max_bytes, self.body_timeout, self.max_buffered_bytes, &self.large, registry)

@@ -40,7 +40,7 @@ pub use lock::{Caller, Face, Key, Lock, Pass, Role, check_keys};
 pub use reject::Reject;
 pub use remote::RemoteIndexerOptions;
 pub use routing::RoutingOptions;
-pub use serve::{App, Peer, ServeLimits, Shutdown, serve, serve_over};
+pub use serve::{App, Peer, ServeLimits, Shutdown, serve};
 pub use settings::{
     FairnessSettings, FrontendSettings, HttpSettings, RouterSettings, TlsSettings,
     tables as settings_tables,

@@ -41,9 +41,12 @@ const UNACKED_TIME: Duration = Duration::from_secs(120);
 /// Pause between two warnings about addresses with too many connections.
 const WARNING_PAUSE: Duration = Duration::from_secs(60);
 
-/// Limits on connections, and the authorization of their requests.
+/// Limits on connections, their encryption, and the authorization of their requests.
 #[derive(Debug, Clone)]
 pub struct ServeLimits {
+    /// TLS, with the current certificate; `None`: plain HTTP. A handshake has the time limit of a request head, and does
+    /// not delay other connections.
+    pub tls: Option<Tls>,
     /// Authorizes requests.
     pub lock: Lock,
     /// Maximum open connections; further ones may only send probes.
@@ -69,6 +72,7 @@ pub struct ServeLimits {
 impl Default for ServeLimits {
     fn default() -> Self {
         Self {
+            tls: None,
             lock: Lock::default(),
             max_connections: 16_384,
             crowded_out: Counter::default(),
@@ -88,16 +92,10 @@ impl Default for ServeLimits {
 pub struct Peer(pub SocketAddr);
 
 /// The caller's stop signal; clone it for every server that must obey it.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub struct Shutdown {
     stopped: Arc<watch::Sender<bool>>,
     leaving: Arc<AtomicBool>,
-}
-
-impl Default for Shutdown {
-    fn default() -> Self {
-        Self { stopped: Arc::new(watch::Sender::new(false)), leaving: Arc::default() }
-    }
 }
 
 impl Shutdown {
@@ -191,7 +189,6 @@ type OpenByAddress = Arc<Mutex<HashMap<IpAddr, usize>>>;
 
 /// Shared by all connections of a server.
 struct Door<A> {
-    tls: Option<Tls>,
     app: A,
     limits: ServeLimits,
     shutdown: Shutdown,
@@ -265,18 +262,21 @@ impl<A: App> Door<A> {
         let _ = socket.set_tcp_keepalive(&keepalive);
         #[cfg(target_os = "linux")]
         let _ = socket.set_tcp_user_timeout(Some(UNACKED_TIME));
-        let (service, panics) = (self.app.serve_peer(Peer(peer)), self.limits.panics.clone());
         let is_beyond = place.permit.is_none();
-        let beyond = is_beyond.then_some(self.limits.max_connections);
-        let (service, lock, peer_address) = (Arc::new(service), self.limits.lock.clone(), peer);
-        let certified = Vec::new();
-        let mut service = Guarded { service, lock, peer: peer_address, certified, panics, beyond };
+        let mut service = Guarded {
+            service: Arc::new(self.app.serve_peer(Peer(peer))),
+            lock: self.limits.lock.clone(),
+            peer,
+            certified: Vec::new(),
+            panics: self.limits.panics.clone(),
+            beyond: is_beyond.then_some(self.limits.max_connections),
+        };
         let limit = self.limits.header_timeout;
         let mut builder = http1::Builder::new();
         let timer = ConnectionTimer::new(self.limits.keep_alive_timeout);
         builder.header_read_timeout(limit).timer(timer.clone()).keep_alive(!is_beyond);
         let shutdown = self.shutdown.clone();
-        let Some(tls) = self.tls.clone() else {
+        let Some(tls) = self.limits.tls.clone() else {
             let stream = TokioIo::new(timer.watch(stream));
             let connection = builder.serve_connection(stream, service);
             return self.spawn(is_beyond, async move {
@@ -333,29 +333,14 @@ pub async fn serve(
     limits: ServeLimits,
     shutdown: Shutdown,
 ) -> std::io::Result<()> {
-    serve_over(None, listener, app, limits, shutdown).await
-}
-
-/// As [`serve`], over TLS if given, with the current certificate. A handshake has the time limit of
-/// a request head, and does not delay other connections.
-///
-/// # Errors
-/// As [`serve`].
-pub async fn serve_over(
-    tls: Option<Tls>,
-    listener: TcpListener,
-    app: impl App,
-    limits: ServeLimits,
-    shutdown: Shutdown,
-) -> std::io::Result<()> {
     let limits = ServeLimits { lock: limits.lock.at(listener.local_addr()?), ..limits };
     let permits = Arc::new(Semaphore::new(limits.max_connections));
     let mut renewals = vec![tokio::spawn(limits.lock.clone().keep_renewing())];
-    renewals.extend(tls.clone().map(|tls| tokio::spawn(tls.keep_renewing())));
+    renewals.extend(limits.tls.clone().map(|tls| tokio::spawn(tls.keep_renewing())));
     let (open, warned) = (Arc::default(), Mutex::default());
     let (mut log, begun) = (LogLimit::default(), Instant::now());
     let reserve = Reserve::default();
-    let door = Door { tls, app, limits: limits.clone(), shutdown, open, warned, reserve };
+    let door = Door { app, limits: limits.clone(), shutdown, open, warned, reserve };
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use kvflash_core::error::{Error, Result};
 use kvflash_core::log_limit::LogLimit;
-use kvflash_serve::{App, Http, Lock, ServeLimits, Shutdown, serve_over};
+use kvflash_serve::{App, Http, Lock, ServeLimits, Shutdown, serve};
 use parking_lot::Mutex;
 use tokio::net::{TcpListener, TcpSocket, lookup_host};
 use tokio::runtime::Runtime;
@@ -140,8 +140,8 @@ impl Service {
         let listener =
             self.handle.block_on(listen(host, port, self.http.reuse_port)).map_err(cannot)?;
         let address = listener.local_addr().map_err(cannot)?;
-        let (tls, limits) = (self.http.tls().cloned(), ServeLimits { lock, ..self.limits.clone() });
-        let server = serve_over(tls, listener, app, limits, self.shutdown.clone());
+        let limits = ServeLimits { lock, ..self.limits.clone() };
+        let server = serve(listener, app, limits, self.shutdown.clone());
         self.servers.lock().push(self.handle.spawn(server));
         Ok(address)
     }
