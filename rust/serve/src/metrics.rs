@@ -1,5 +1,6 @@
 //! Metrics in the Prometheus text format: the response, and values read from the catalog.
 
+use std::borrow::Cow;
 use std::ops::Deref;
 use std::sync::Mutex;
 use std::sync::atomic::Ordering;
@@ -35,7 +36,7 @@ pub(super) struct ModelLabel {
 /// Label of HTTP metrics. Paths are the routes of the API, never a client's input.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(super) struct RequestLabel {
-    pub endpoint: &'static str,
+    pub endpoint: Cow<'static, str>,
     pub status: u16,
 }
 

@@ -89,14 +89,6 @@ impl Tls {
         self.shared.checks_clients
     }
 
-    /// Reloads the files if they have changed. Errors are logged, and the previous certificate
-    /// stays.
-    ///
-    /// Cost: two system calls while nothing changes.
-    pub fn renew(&self) {
-        self.shared.acceptor.renew();
-    }
-
     /// Checks for a new certificate every second, forever.
     pub(super) async fn keep_renewing(self) {
         Arc::clone(&self.shared.acceptor).keep_renewing().await;

@@ -56,7 +56,7 @@ pub(crate) async fn forward(app: Arc<App>, row: &'static Row, head: Head, body: 
     if let Some(key) = pass::client(&caller) {
         app.meters.tell(key, response.headers_mut());
     }
-    let label = RequestLabel { endpoint: row.path, status: response.status().as_u16() };
+    let label = RequestLabel { endpoint: row.path.into(), status: response.status().as_u16() };
     app.common.requests.get_or_create(&label).inc();
     app.common.request_seconds.observe(started.elapsed().as_secs_f64());
     response

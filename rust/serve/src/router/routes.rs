@@ -152,37 +152,11 @@ fn routes(app: &Arc<App>) -> KvResult<Router> {
     Ok(router.layer(from_fn_with_state(Arc::clone(app), count)))
 }
 
-/// Paths in metrics; never a client's input.
-const PATHS: [&str; 21] = [
-    "/",
-    "/workers",
-    "/workers/{id}",
-    "/select",
-    "/reserve",
-    "/prefill_complete",
-    "/touch",
-    "/free",
-    "/potential_loads",
-    "/report_load",
-    "/busy_threshold",
-    "/explain",
-    "/why/{request_id}",
-    "/health",
-    "/ready",
-    "/metrics",
-    "/openapi.json",
-    "/query",
-    "/query_by_hash",
-    "/dump",
-    "/digest",
-];
-
 async fn count(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
     let started = Instant::now();
     let matched = request.extensions().get::<MatchedPath>().cloned();
     let response = next.run(request).await;
-    let known = matched.and_then(|path| PATHS.iter().find(|known| **known == path.as_str()));
-    let endpoint = known.copied().unwrap_or("other");
+    let endpoint = matched.map_or("other".into(), |path| path.as_str().to_owned().into());
     let label = RequestLabel { endpoint, status: response.status().as_u16() };
     app.common.requests.get_or_create(&label).inc();
     app.common.request_seconds.observe(started.elapsed().as_secs_f64());
