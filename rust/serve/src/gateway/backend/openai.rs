@@ -5,7 +5,7 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use axum::http::{HeaderMap, Request, StatusCode, Uri, header};
+use axum::http::{HeaderMap, StatusCode, Uri, header};
 use bytes::Bytes;
 use http_body::Body as _;
 use http_body_util::{BodyExt, Limited};
@@ -260,7 +260,7 @@ fn refuses(status: StatusCode) -> bool {
     wrong.contains(&status)
 }
 
-/// Sends a request with this body to the chosen engine.
+/// Sends the client's request with this body to the chosen engine.
 ///
 /// # Errors
 /// Its address is invalid, or the response head did not arrive.
@@ -272,25 +272,6 @@ async fn send(
     headers: &HeaderMap,
     body: Bytes,
 ) -> Result<axum::http::Response<Incoming>, Failed> {
-    let request = request_for(app, call, choice, path, headers, body)?;
-    app.upstream.send_to(&choice.engine, request).await.map_err(|error| {
-        let failed = Failed::new(error.cause, error.message, StatusCode::BAD_GATEWAY).fault();
-        if error.is_sent { failed.died() } else { failed.unsent() }
-    })
-}
-
-/// The client's request with this body, for the chosen engine.
-///
-/// # Errors
-/// The engine's address is invalid.
-fn request_for(
-    app: &App,
-    call: &Call,
-    choice: &Choice,
-    path: &str,
-    headers: &HeaderMap,
-    body: Bytes,
-) -> Result<Request<Outgoing>, Failed> {
     let engine = &choice.engine;
     engine.requests.fetch_add(1, Ordering::Relaxed);
     let target = format!("{}{path}", engine.base).parse::<Uri>().map_err(|error| {
@@ -310,7 +291,10 @@ fn request_for(
     {
         request.headers_mut().insert(header::AUTHORIZATION, key.clone());
     }
-    Ok(request)
+    app.upstream.send_to(engine, request).await.map_err(|error| {
+        let failed = Failed::new(error.cause, error.message, StatusCode::BAD_GATEWAY).fault();
+        if error.is_sent { failed.died() } else { failed.unsent() }
+    })
 }
 
 /// Waits for a worker for the time it may take to begin; `what` is the failed action.
