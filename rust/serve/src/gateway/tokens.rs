@@ -33,7 +33,7 @@ const LONG_CHAT_BYTES: usize = 512 * 1024;
 /// A prompt as its workers will have it.
 #[derive(Debug, Default)]
 pub(super) struct Known {
-    /// `None` where nobody needs them, or they can't be known.
+    /// `None` where they are not needed, or cannot be known.
     pub tokens: Option<Tokens>,
     /// What stands in it beside text, ascending by place.
     pub media: Arc<[MediaItem]>,
