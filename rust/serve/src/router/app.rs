@@ -1,5 +1,6 @@
-//! Shared state of the router's routes.
+//! Options of the router, and the shared state of its routes.
 
+use std::ops::Deref;
 use std::sync::Arc;
 
 use axum::body::Body;
@@ -13,15 +14,45 @@ use serde::de::DeserializeOwned;
 
 use super::fleet::{Fleet, Pool};
 use super::metrics::RouterMetrics;
-use super::options::RouterOptions;
 use super::request::Named;
-use crate::Reject;
 use crate::aside::Aside;
 use crate::body::Intake;
 use crate::indexer::form::Form;
-use crate::metrics::CommonMetrics;
+use crate::metrics::{CommonMetrics, check_prefix};
 use crate::remote::RemoteIndexer;
 use crate::state_file::Registrations;
+use crate::{Http, Reject, RouterSettings, RoutingOptions};
+
+/// Options of a router; those in `own` are accessible as if they were here.
+#[derive(Debug, Clone, Default)]
+pub struct RouterOptions {
+    /// Settings that only a router has: limits and timeouts.
+    pub own: RouterSettings,
+    /// How workers are chosen.
+    pub routing: RoutingOptions,
+    /// Limits of its connections and bodies.
+    pub http: Http,
+}
+
+impl Deref for RouterOptions {
+    type Target = RouterSettings;
+
+    fn deref(&self) -> &RouterSettings {
+        &self.own
+    }
+}
+
+impl RouterOptions {
+    /// Checks every field.
+    ///
+    /// # Errors
+    /// As [`SelectorConfig::validate`](kvflash_core::select::SelectorConfig::validate); `Config` for options that
+    /// contradict each other.
+    pub fn check(&self) -> KvResult<()> {
+        check_prefix(&self.metrics_prefix)?;
+        self.routing.check()
+    }
+}
 
 pub(super) struct App {
     pub options: RouterOptions,

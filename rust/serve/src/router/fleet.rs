@@ -13,8 +13,8 @@ use kvflash_core::ids::{InstanceId, Worker};
 
 use super::super::frontend::engine_spec::address_of;
 use super::super::frontend::fleet::PREFILL_TENANT;
-use super::options::RouterOptions;
 use super::request::NewWorker;
+use crate::RoutingOptions;
 use crate::fleet::{self, Common};
 
 /// A registered worker.
@@ -71,15 +71,19 @@ impl Deref for Fleet {
 }
 
 impl Fleet {
-    pub fn new(options: RouterOptions, catalog: Arc<Catalog>, clock: Arc<dyn Clock>) -> Self {
-        let routing = options.routing.clone();
+    pub fn new(
+        routing: RoutingOptions,
+        max_workers: usize,
+        catalog: Arc<Catalog>,
+        clock: Arc<dyn Clock>,
+    ) -> Self {
         let common = Common::new(catalog, clock, &routing);
         let hearing = if routing.uses_events() { Hearing::All } else { Hearing::Nothing };
-        let roster = Roster::new(hearing, options.max_workers);
+        let roster = Roster::new(hearing, max_workers);
+        let of_all = routing.clone();
         let make = move |common: &Common, key: &ModelKey| {
-            let routing = &options.routing;
-            let router = routing.selector.router.clone();
-            let (selector, queue) = common.selector(key, router, routing)?;
+            let router = of_all.selector.router.clone();
+            let (selector, queue) = common.selector(key, router, &of_all)?;
             Ok((selector, queue, ()))
         };
         let fleet = fleet::Fleet::new(common, roster, &routing, make);

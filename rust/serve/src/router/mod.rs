@@ -9,12 +9,11 @@ mod choose;
 mod fleet;
 mod method;
 mod metrics;
-mod options;
 mod replicas;
 mod request;
 mod routes;
 
-pub use options::RouterOptions;
+pub use app::RouterOptions;
 pub use replicas::Registered;
 pub use routes::RouterApp;
 

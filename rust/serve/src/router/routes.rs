@@ -21,7 +21,6 @@ use serde::Serialize;
 use serde_json::json;
 
 use super::super::aside::Aside;
-use super::super::body;
 use super::super::busy::{Change, list};
 use super::super::indexer::form::{Form, Params};
 use super::super::indexer::query_routes;
@@ -29,14 +28,13 @@ use super::super::lock::Subject;
 use super::super::metrics::{CommonMetrics, RequestLabel};
 use super::super::state_file::Registrations;
 use super::super::worker_state::{Patch, worker_id};
-use super::super::{Peer, Reject, openapi};
+use super::super::{Peer, Reject, body, openapi};
 use super::answer::{health, readiness, worker_entries, worker_entry};
-use super::app::App;
+use super::app::{App, RouterOptions};
 use super::choose::Chosen;
 use super::fleet::Fleet;
 use super::method::{Message, obey};
 use super::metrics::RouterMetrics;
-use super::options::RouterOptions;
 use super::request::{Choose, LoadReport, Named, NewWorker, WorkersFilter};
 
 /// Longest name for GET /why and in a header.
@@ -65,7 +63,8 @@ impl RouterApp {
         let remote = options.routing.register(&options.http, &mut registry)?;
         let intake = options.http.intake(options.max_body_bytes, &mut registry);
         common.seal(registry);
-        let fleet = Fleet::new(options.clone(), Arc::clone(&catalog), clock);
+        let fleet =
+            Fleet::new(options.routing.clone(), options.max_workers, Arc::clone(&catalog), clock);
         let wanted = options.routing.min_initial_workers;
         let app = App {
             options,
