@@ -44,8 +44,8 @@ const WARNING_PAUSE: Duration = Duration::from_secs(60);
 /// Limits on connections, their encryption, and the authorization of their requests.
 #[derive(Debug, Clone)]
 pub struct ServeLimits {
-    /// TLS, with the current certificate; `None`: plain HTTP. A handshake has the time limit of a request head, and does
-    /// not delay other connections.
+    /// TLS, with the current certificate; `None`: plain HTTP. A handshake has the time limit of a
+    /// request head, and does not delay other connections.
     pub tls: Option<Tls>,
     /// Authorizes requests.
     pub lock: Lock,

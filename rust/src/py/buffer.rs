@@ -152,8 +152,8 @@ pub(super) struct Integers<T: Copy + 'static> {
 impl<T: Copy + 'static> Integers<T> {
     pub fn as_slice(&self) -> &[T] {
         match &self.buffer {
-            // SAFETY: only buffers of unsigned integers, or of the same bits, with the size of T are kept
-            // (see `tokens` and `hashes`).
+            // SAFETY: only buffers of unsigned integers, or of the same bits, with the size of T
+            // are kept (see `tokens` and `hashes`).
             Some(buffer) => unsafe { buffer.as_slice::<T>() }.unwrap_or(&[]),
             None => &self.copied,
         }

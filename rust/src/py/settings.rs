@@ -1,4 +1,5 @@
-//! Settings from Python: keyword arguments, the table from which all flags are created, and key files.
+//! Settings from Python: keyword arguments, the table from which all flags are created, and key
+//! files.
 
 use std::path::PathBuf;
 

@@ -1,4 +1,5 @@
-//! One engine behind the frontend: its health and properties; and the engines of one model, as requests find them.
+//! One engine behind the frontend: its health and properties; and the engines of one model, as
+//! requests find them.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

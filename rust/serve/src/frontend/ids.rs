@@ -1,6 +1,6 @@
 //! Whether an engine accepts a prompt's token ids, so that it need not tokenize again: tested once
-//! at each of its starts, and revoked when an answer contradicts. And whether it tells the ids of its prompts: it is
-//! asked with a request's own body until an answer shows that it does not.
+//! at each of its starts, and revoked when an answer contradicts. And whether it tells the ids of
+//! its prompts: it is asked with a request's own body until an answer shows that it does not.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};

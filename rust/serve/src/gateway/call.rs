@@ -1,5 +1,5 @@
-//! A client's request, parsed once, and the fields of its body that routing reads; the rest is passed through
-//! unchanged.
+//! A client's request, parsed once, and the fields of its body that routing reads; the rest is
+//! passed through unchanged.
 
 use std::borrow::Cow;
 use std::net::IpAddr;

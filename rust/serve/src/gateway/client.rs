@@ -1,5 +1,5 @@
-//! What a client says of its request beside the prompt: who it is, its link to earlier requests, the routing options in
-//! the object `nvext`, and how urgent it is.
+//! What a client says of its request beside the prompt: who it is, its link to earlier requests,
+//! the routing options in the object `nvext`, and how urgent it is.
 
 use std::sync::Arc;
 

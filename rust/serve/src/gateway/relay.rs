@@ -1,4 +1,5 @@
-//! Relays an answer chunk by chunk, an event stream in whole lines, and frees its load however it ends.
+//! Relays an answer chunk by chunk, an event stream in whole lines, and frees its load however it
+//! ends.
 
 use std::future::Future;
 use std::pin::Pin;

@@ -1,4 +1,5 @@
-//! Handles a request from its admission up to the head of its answer; `relay` and `answer` continue from there.
+//! Handles a request from its admission up to the head of its answer; `relay` and `answer` continue
+//! from there.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -248,8 +249,8 @@ fn tell_session(app: &App, response: &mut Response, engine: &Engine, worker: Wor
     }
 }
 
-/// `query_instance_id`: returns the workers that would take the request now, and its tokens, as a stream; nothing is
-/// sent or booked.
+/// `query_instance_id`: returns the workers that would take the request now, and its tokens, as a
+/// stream; nothing is sent or booked.
 ///
 /// # Errors
 /// 503 if no worker can take it.
@@ -334,8 +335,8 @@ impl Drop for InFlight {
 }
 
 /// Reads a request's body, then takes a slot among those in flight, so that slow uploads occupy
-/// none; of a large upload only its beginning. The body of a refused request is read and discarded: otherwise a client that is still
-/// sending might see a connection reset instead of the response.
+/// none; of a large upload only its beginning. The body of a refused request is read and discarded:
+/// otherwise a client that is still sending might see a connection reset instead of the response.
 ///
 /// # Errors
 /// 503 while the start gate waits for workers; 429 at the limit; those of the body.

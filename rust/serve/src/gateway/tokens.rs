@@ -1,5 +1,6 @@
-//! A prompt's tokens: by the tokenizer here, or by an engine's own, for a prompt that is not too long. Where they are
-//! the engines' own for sure, a request may be sent with them instead of its text.
+//! A prompt's tokens: by the tokenizer here, or by an engine's own, for a prompt that is not too
+//! long. Where they are the engines' own for sure, a request may be sent with them instead of its
+//! text.
 
 use std::sync::Arc;
 

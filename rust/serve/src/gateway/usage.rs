@@ -1,5 +1,5 @@
-//! Extracts the engine's token counts from a passing answer, without parsing it, and compares them with its worker's
-//! events: announced and actual reuse.
+//! Extracts the engine's token counts from a passing answer, without parsing it, and compares them
+//! with its worker's events: announced and actual reuse.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, LazyLock};

@@ -1,5 +1,5 @@
-//! Who sent a request, to which side of a service, and who changed what: one line of the log for each change that an
-//! operator makes.
+//! Who sent a request, to which side of a service, and who changed what: one line of the log for
+//! each change that an operator makes.
 
 use std::convert::Infallible;
 use std::fmt::Display;

@@ -1,5 +1,5 @@
-//! What a service's flags say of who may ask what. Requests that a web page made a browser send are let in only where
-//! the page belongs to the service.
+//! What a service's flags say of who may ask what. Requests that a web page made a browser send are
+//! let in only where the page belongs to the service.
 
 use std::net::IpAddr;
 

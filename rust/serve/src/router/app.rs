@@ -46,8 +46,8 @@ impl RouterOptions {
     /// Checks every field.
     ///
     /// # Errors
-    /// As [`SelectorConfig::validate`](kvflash_core::select::SelectorConfig::validate); `Config` for options that
-    /// contradict each other.
+    /// As [`SelectorConfig::validate`](kvflash_core::select::SelectorConfig::validate); `Config`
+    /// for options that contradict each other.
     pub fn check(&self) -> KvResult<()> {
         check_prefix(&self.metrics_prefix)?;
         self.routing.check()

@@ -1,5 +1,5 @@
-//! Runtime workers come, change and go. Discovery says whether a worker is there; a failed connection, or a ping
-//! without an answer while requests wait, puts it in doubt for a moment.
+//! Runtime workers come, change and go. Discovery says whether a worker is there; a failed
+//! connection, or a ping without an answer while requests wait, puts it in doubt for a moment.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -1,4 +1,5 @@
-//! Requests to engines with OpenAI's API: a request is forwarded unchanged, and its answer is passed through.
+//! Requests to engines with OpenAI's API: a request is forwarded unchanged, and its answer is
+//! passed through.
 
 use std::borrow::Cow;
 use std::pin::pin;
@@ -85,7 +86,8 @@ impl More {
     }
 }
 
-/// Sends `plan`'s request, with the prompt prefilled as `handoff` says, and waits for the answer to begin.
+/// Sends `plan`'s request, with the prompt prefilled as `handoff` says, and waits for the answer to
+/// begin.
 pub(super) async fn open(
     app: &App,
     plan: &Plan,

@@ -68,7 +68,8 @@ impl Plane {
         choice.engine.member.clone().map(Self)
     }
 
-    /// Sends `plan`'s request, with the prompt prefilled as `handoff` says, and waits for the answer to begin.
+    /// Sends `plan`'s request, with the prompt prefilled as `handoff` says, and waits for the
+    /// answer to begin.
     pub async fn open(
         &self,
         app: &App,

@@ -1,5 +1,5 @@
-//! A request at the worker that was chosen for it, of either kind; with disaggregation, another one prefills, and this
-//! one decodes.
+//! A request at the worker that was chosen for it, of either kind; with disaggregation, another one
+//! prefills, and this one decodes.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -38,8 +38,8 @@ impl Opened {
     }
 }
 
-/// Sends `plan`'s request, with the prompt prefilled as `handoff` says, and waits for the answer to begin, until a
-/// check of the worker fails.
+/// Sends `plan`'s request, with the prompt prefilled as `handoff` says, and waits for the answer to
+/// begin, until a check of the worker fails.
 pub(in crate::gateway) async fn open(
     app: &App,
     plan: &Plan,
