@@ -9,6 +9,7 @@ use axum::http::header;
 use axum::response::{IntoResponse, Response};
 use kvflash_core::catalog::Catalog;
 use kvflash_core::error::{Error, Result};
+use kvflash_core::select::{Journal, JournalStats};
 use parking_lot::RwLock;
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
@@ -123,6 +124,10 @@ metrics! {
         predicted_blocks: Family<ModelLabel, Gauge> = "index_predicted_blocks",
             "Blocks that workers are predicted to hold soon";
         workers: Family<ModelLabel, Gauge> = "index_workers", "Workers with indexed blocks";
+        journal_bytes: Gauge = "decision_journal", [Bytes] "Memory of past decisions";
+        journal_records: Gauge = "decision_journal_records", "Past decisions in memory";
+        journal_dropped: Counter = "decision_journal_dropped",
+            "Past decisions dropped for newer ones";
     }
 }
 
@@ -132,6 +137,8 @@ pub(super) struct CommonMetrics {
     /// Held by the scrape in progress.
     turn: tokio::sync::Mutex<()>,
     figures: CommonFigures,
+    /// Metrics of other parts, as lines of the text format.
+    pub more: RwLock<String>,
 }
 
 impl Deref for CommonMetrics {
@@ -152,8 +159,8 @@ impl CommonMetrics {
     pub fn new() -> (Self, Registry) {
         let mut registry = Registry::with_prefix(PREFIX);
         let figures = CommonFigures::register(&mut registry);
-        let metrics =
-            Self { registry: Mutex::default(), turn: tokio::sync::Mutex::default(), figures };
+        let (registry_kept, turn, more) = Default::default();
+        let metrics = Self { registry: registry_kept, turn, figures, more };
         (metrics, registry)
     }
 
@@ -163,8 +170,8 @@ impl CommonMetrics {
     }
 
     /// The exposition text, with names that begin with `prefix`: registered metrics, families
-    /// updated now by `refill`, the catalog's values, and `more` metrics as lines of the text
-    /// format.
+    /// updated now by `refill`, the values of the catalog and of the `journal`, and those of other
+    /// parts.
     ///
     /// # Consistency
     /// Scrapes are serialized, so none sees families that another one has cleared and not yet
@@ -175,20 +182,23 @@ impl CommonMetrics {
     pub async fn expose_with(
         &self,
         catalog: &Catalog,
-        more: &RwLock<String>,
+        journal: &Journal,
         prefix: &str,
         refill: impl FnOnce(),
     ) -> Response {
         let _turn = self.turn.lock().await;
         super::aside::block_in_place(|| {
             refill();
-            self.read(catalog);
+            self.read(catalog, &journal.stats());
             let registry = self.registry.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-            exposition_with(&registry, &more.read(), prefix)
+            exposition_with(&registry, &self.more.read(), prefix)
         })
     }
 
-    fn read(&self, catalog: &Catalog) {
+    fn read(&self, catalog: &Catalog, journal: &JournalStats) {
+        self.journal_records.set(journal.records as i64);
+        self.journal_bytes.set(journal.bytes as i64);
+        self.journal_dropped.inner().store(journal.dropped_total, Ordering::Relaxed);
         for (kind, value) in catalog.event_counts().entries() {
             self.events.get_or_create(&KindLabel { kind }).set(value as i64);
         }

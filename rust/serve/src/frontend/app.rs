@@ -75,8 +75,6 @@ pub(crate) struct App {
     pub metrics: FrontendMetrics,
     /// The caller's warnings about failed matching.
     pub outside_warnings: RwLock<Vec<String>>,
-    /// Metrics of other parts, as text.
-    pub more_metrics: RwLock<String>,
     /// Builds responses that list every worker.
     pub aside: Aside,
     /// Tokenizes prompts that take longer than a millisecond.
@@ -152,7 +150,6 @@ impl App {
             common,
             metrics,
             outside_warnings: RwLock::default(),
-            more_metrics: RwLock::default(),
             aside: Aside::default(),
             compute,
             uploads: intake.clone().up_to(uploads, "--max-upload-bytes"),

@@ -164,10 +164,6 @@ metrics! {
             "Prompt tokens that the worker's events predicted, in compared answers";
         pub worker_reuse_reported: Family<WorkerLabel, Counter> = "worker_reuse_reported_tokens",
             "Prompt tokens that the worker reported as reused, in the same answers";
-        pub journal_bytes: Gauge = "decision_journal", [Bytes] "Memory of past decisions";
-        pub journal_records: Gauge = "decision_journal_records", "Past decisions in memory";
-        pub journal_dropped: Counter = "decision_journal_dropped",
-            "Past decisions dropped for newer ones";
         pub load_expired: Counter = "load_expired",
             "Bookings freed as leaked, without activity for --active-request-expiry";
         pub tokenizer_hits: Gauge = "tokenizer_cache_hits",

@@ -19,7 +19,8 @@ use crate::metrics::OutcomeLabel;
 /// GET /metrics
 pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
     let prefix = &app.options.metrics_prefix;
-    app.common.expose_with(&app.catalog, &app.more_metrics, prefix, || refill(&app)).await
+    let common = &app.fleet.common;
+    app.common.expose_with(&app.catalog, &common.journal, prefix, || refill(&app)).await
 }
 
 /// Updates the families of current values.
@@ -71,10 +72,6 @@ fn refill(app: &App) {
     tell_reuse(app);
     tell_turns(app);
     tell_queues(app);
-    let journal = app.fleet.common.journal.stats();
-    metrics.journal_bytes.set(journal.bytes as i64);
-    metrics.journal_records.set(journal.records as i64);
-    metrics.journal_dropped.inner().store(journal.dropped_total, Ordering::Relaxed);
     tell_tokenizers(app);
     let (taught_bytes, evictions_total) = app.taught.held();
     metrics.taught_bytes.set(taught_bytes as i64);

@@ -196,6 +196,6 @@ impl FrontendApp {
 
     /// Sets additional lines for `/metrics`, in the text format.
     pub fn set_more_metrics(&self, text: String) {
-        *self.app.more_metrics.write() = text;
+        *self.app.common.more.write() = text;
     }
 }

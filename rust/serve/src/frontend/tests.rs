@@ -153,10 +153,10 @@ fn answers_of_every_worker_hold_up_no_connection() {
         ),
         notes.lock(),
     );
-    hold_up(&runtime, scrape::metrics(state()), app.more_metrics.write());
+    hold_up(&runtime, scrape::metrics(state()), app.common.more.write());
     // A scrape waits for another one without a thread.
     let first = runtime.spawn(scrape::metrics(state()));
-    let held = app.more_metrics.write();
+    let held = app.common.more.write();
     hold_up(&runtime, scrape::metrics(state()), held);
     runtime.block_on(first).unwrap();
 }

@@ -63,8 +63,6 @@ pub(super) struct App {
     pub remote: Option<RemoteIndexer>,
     /// Whether enough workers have registered.
     pub start: StartGate,
-    /// Additional lines for `/metrics`.
-    pub more_metrics: RwLock<String>,
     /// The caller's warnings, for `/health`.
     pub outside_warnings: RwLock<Vec<String>>,
     /// Builds responses that list every worker.

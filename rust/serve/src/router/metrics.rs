@@ -1,7 +1,5 @@
 //! The router's metrics besides the common ones.
 
-use std::sync::atomic::Ordering;
-
 use kvflash_core::select::QueueStats;
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
@@ -53,10 +51,6 @@ metrics! {
             "Workers that take no new requests (PATCH /workers/{id})";
         reservations: Family<ModelLabel, Gauge> = "router_reservations",
             "Active reservations";
-        journal_bytes: Gauge = "decision_journal", [Bytes] "Memory of past decisions";
-        journal_records: Gauge = "decision_journal_records", "Past decisions in memory";
-        journal_dropped: Counter = "decision_journal_dropped",
-            "Past decisions dropped for newer ones";
         worker_active_blocks: Family<WorkerLabel, Gauge> = "worker_active_blocks",
             "Distinct blocks of active requests";
         worker_active_prefill: Family<WorkerLabel, Gauge> = "worker_active_prefill_tokens",
@@ -99,10 +93,6 @@ impl RouterMetrics {
                 }
             }
         }
-        let journal = fleet.common.journal.stats();
-        self.journal_records.set(journal.records as i64);
-        self.journal_bytes.set(journal.bytes as i64);
-        self.journal_dropped.inner().store(journal.dropped_total, Ordering::Relaxed);
     }
 
     /// Requests that wait for a worker with room to prefill, and outcomes of earlier ones.

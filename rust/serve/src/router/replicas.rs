@@ -84,7 +84,7 @@ impl RouterApp {
 
     /// Sets additional lines for `/metrics`, in the text format.
     pub fn set_more_metrics(&self, text: String) {
-        *self.app.more_metrics.write() = text;
+        *self.app.common.more.write() = text;
     }
 
     /// Sets the caller's warnings, for `/health`; replaces earlier ones.

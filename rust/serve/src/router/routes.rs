@@ -74,7 +74,6 @@ impl RouterApp {
             metrics,
             remote,
             start: StartGate::new(wanted, "have registered", "--min-initial-workers"),
-            more_metrics: RwLock::default(),
             outside_warnings: RwLock::default(),
             aside: Aside::default(),
             intake,
@@ -458,5 +457,6 @@ async fn ready(State(app): State<Arc<App>>) -> Response {
 pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
     let prefix = &app.options.metrics_prefix;
     let refill = || app.metrics.refill(&app.fleet);
-    app.common.expose_with(&app.catalog, &app.more_metrics, prefix, refill).await
+    let journal = &app.fleet.common.journal;
+    app.common.expose_with(&app.catalog, journal, prefix, refill).await
 }

@@ -119,7 +119,7 @@ fn a_draining_worker_is_registered_and_not_chosen() {
 fn a_scrape_holds_up_no_connection() {
     let app = router(1);
     let runtime = Builder::new_multi_thread().worker_threads(1).build().unwrap();
-    let held = app.more_metrics.write();
+    let held = app.common.more.write();
     let (begun, has_begun) = mpsc::channel();
     let scraped = Arc::clone(&app);
     let scrape = runtime.spawn(async move {
