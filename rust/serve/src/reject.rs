@@ -145,3 +145,18 @@ impl From<Error> for Reject {
         Self { retry_after_s, cause: Some(error), ..reject }
     }
 }
+
+/// A refusal in the format of the router and the indexer, as what a handler returns.
+pub(super) struct PlainReject(Reject);
+
+impl<E: Into<Reject>> From<E> for PlainReject {
+    fn from(error: E) -> Self {
+        Self(error.into())
+    }
+}
+
+impl IntoResponse for PlainReject {
+    fn into_response(self) -> Response {
+        self.0.plain()
+    }
+}

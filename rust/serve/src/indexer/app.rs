@@ -37,6 +37,7 @@ use super::recover::recover;
 use super::request::{Listener, PeerUrl, Query, QueryByHash, Register, Unregister};
 use super::startup::Startup;
 use crate::lock::Subject;
+use crate::reject::PlainReject;
 use crate::settings::IndexerOptions;
 use crate::state_file::Registrations;
 use crate::worker_allow::WorkerAllow;
@@ -270,17 +271,9 @@ impl App {
         }
     }
 
-    /// Reads a bounded body, parses it, and answers.
-    async fn answer<T: DeserializeOwned>(
-        &self,
-        body: Body,
-        act: impl FnOnce(&Self, T) -> Result<Response, Reject>,
-    ) -> Response {
-        let request = self.intake.whole(body).await.and_then(|body| Form::Json.parse(&body.bytes));
-        match request.and_then(|request| act(self, request)) {
-            Ok(response) => response,
-            Err(reject) => reject.plain(),
-        }
+    /// Reads a bounded body, and parses it.
+    async fn parse<T: DeserializeOwned>(&self, body: Body) -> Result<T, Reject> {
+        Form::Json.parse(&self.intake.whole(body).await?.bytes)
     }
 
     /// Answers a query, in the formats given by `headers`.
@@ -331,24 +324,21 @@ impl App {
     }
 }
 
-async fn register(State(app): State<Arc<App>>, body: Body) -> Response {
-    let registered = async {
-        let body = app.intake.whole(body).await?;
-        let request: Register = Form::Json.parse(&body.bytes)?;
-        app.worker_allow.check_socket("endpoint", &request.endpoint).await?;
-        if let Some(replay) = &request.replay_endpoint {
-            app.worker_allow.check_socket("replay_endpoint", replay).await?;
-        }
-        let worker = format!("{}/{}", request.instance_id, request.dp_rank);
-        // Quoted, so that no name of a model can look like another with a tenant.
-        let key = format!("{worker}/{:?}/{:?}", request.model_name, request.tenant_id);
-        register_at(&app.catalog, request.clone())?;
-        app.registrations.put(&key, &request);
-        let response =
-            Form::Json.respond(StatusCode::CREATED, &serde_json::json!({"status": "ok"}));
-        Ok::<_, Reject>(Subject::mark(response, &worker, &request.endpoint))
-    };
-    registered.await.unwrap_or_else(Reject::plain)
+type Answer = Result<Response, PlainReject>;
+
+async fn register(State(app): State<Arc<App>>, body: Body) -> Answer {
+    let request: Register = app.parse(body).await?;
+    app.worker_allow.check_socket("endpoint", &request.endpoint).await?;
+    if let Some(replay) = &request.replay_endpoint {
+        app.worker_allow.check_socket("replay_endpoint", replay).await?;
+    }
+    let worker = format!("{}/{}", request.instance_id, request.dp_rank);
+    // Quoted, so that no name of a model can look like another with a tenant.
+    let key = format!("{worker}/{:?}/{:?}", request.model_name, request.tenant_id);
+    register_at(&app.catalog, request.clone())?;
+    app.registrations.put(&key, &request);
+    let response = Form::Json.respond(StatusCode::CREATED, &serde_json::json!({"status": "ok"}));
+    Ok(Subject::mark(response, &worker, &request.endpoint))
 }
 
 fn register_at(catalog: &Catalog, request: Register) -> KvResult<()> {
@@ -373,21 +363,19 @@ fn register_at(catalog: &Catalog, request: Register) -> KvResult<()> {
     registered.map(drop)
 }
 
-async fn unregister(State(app): State<Arc<App>>, body: Body) -> Response {
-    app.answer(body, |app, request: Unregister| {
-        app.catalog.unregister(
-            request.instance_id,
-            &request.model_name,
-            request.tenant_id.as_deref(),
-            request.dp_rank,
-        )?;
-        let is_meant = |body: serde_json::Value| {
-            serde_json::from_value(body).is_ok_and(|body| request.means(&body))
-        };
-        app.registrations.remove_where(&format!("{}/", request.instance_id), is_meant);
-        Ok(Form::Json.respond(StatusCode::OK, &serde_json::json!({"status": "ok"})))
-    })
-    .await
+async fn unregister(State(app): State<Arc<App>>, body: Body) -> Answer {
+    let request: Unregister = app.parse(body).await?;
+    app.catalog.unregister(
+        request.instance_id,
+        &request.model_name,
+        request.tenant_id.as_deref(),
+        request.dp_rank,
+    )?;
+    let is_meant = |body: serde_json::Value| {
+        serde_json::from_value(body).is_ok_and(|body| request.means(&body))
+    };
+    app.registrations.remove_where(&format!("{}/", request.instance_id), is_meant);
+    Ok(Form::Json.respond(StatusCode::OK, &serde_json::json!({"status": "ok"})))
 }
 
 #[derive(Debug, Deserialize)]
@@ -418,11 +406,8 @@ fn overlaps(form: Form, bytes: Vec<u8>) -> Response {
     response
 }
 
-async fn dump(State(app): State<Arc<App>>, Params(query): Params<DumpQuery>) -> Response {
-    let reading = match app.dumps.begin() {
-        Ok(reading) => reading,
-        Err(reject) => return reject.plain(),
-    };
+async fn dump(State(app): State<Arc<App>>, Params(query): Params<DumpQuery>) -> Answer {
+    let reading = app.dumps.begin()?;
     let (kind, body) = match query.format.as_deref() {
         None | Some("json") => {
             let mask = app.mask.clone();
@@ -431,25 +416,21 @@ async fn dump(State(app): State<Arc<App>>, Params(query): Params<DumpQuery>) -> 
         Some("snapshot") if app.mask.is_some() => {
             let what = "format=snapshot is for replicas, which need the hashes as they are; this server hides them \
                         (--hash-secret-file): leave that out on all replicas, or use format=json";
-            return Reject::new(StatusCode::FORBIDDEN, what).plain();
+            return Err(Reject::new(StatusCode::FORBIDDEN, what).into());
         }
         Some("snapshot") => (DUMP_TYPE, binary_body(&app.catalog, &query, reading)),
         Some(other) => {
             let message = format!("format must be json or snapshot, got {other:?}");
-            return Reject::bad_request(message).plain();
+            return Err(Reject::bad_request(message).into());
         }
     };
-    app.mark((StatusCode::OK, [(header::CONTENT_TYPE, kind)], body).into_response())
+    Ok(app.mark((StatusCode::OK, [(header::CONTENT_TYPE, kind)], body).into_response()))
 }
 
-async fn digest(State(app): State<Arc<App>>, Params(query): Params<DumpQuery>) -> Response {
-    match app.dumps.begin() {
-        Ok(reading) => {
-            let found = digests(&app.catalog, &query, &reading, app.mask.as_ref());
-            app.mark(Form::Json.respond(StatusCode::OK, &found))
-        }
-        Err(reject) => reject.plain(),
-    }
+async fn digest(State(app): State<Arc<App>>, Params(query): Params<DumpQuery>) -> Answer {
+    let reading = app.dumps.begin()?;
+    let found = digests(&app.catalog, &query, &reading, app.mask.as_ref());
+    Ok(app.mark(Form::Json.respond(StatusCode::OK, &found)))
 }
 
 async fn ready(State(app): State<Arc<App>>) -> Response {
@@ -464,38 +445,32 @@ async fn ready(State(app): State<Arc<App>>) -> Response {
     response
 }
 
-async fn register_peer(State(app): State<Arc<App>>, body: Body) -> Response {
-    app.answer(body, |app, request: PeerUrl| {
-        app.startup.add_peer(&request.url)?;
-        Ok(Form::Json.respond(StatusCode::CREATED, &serde_json::json!({"status": "ok"})))
-    })
-    .await
+async fn register_peer(State(app): State<Arc<App>>, body: Body) -> Answer {
+    let request: PeerUrl = app.parse(body).await?;
+    app.startup.add_peer(&request.url)?;
+    Ok(Form::Json.respond(StatusCode::CREATED, &serde_json::json!({"status": "ok"})))
 }
 
-async fn deregister_peer(State(app): State<Arc<App>>, body: Body) -> Response {
-    app.answer(body, |app, request: PeerUrl| {
-        app.startup.remove_peer(&request.url)?;
-        Ok(Form::Json.respond(StatusCode::OK, &serde_json::json!({"status": "ok"})))
-    })
-    .await
+async fn deregister_peer(State(app): State<Arc<App>>, body: Body) -> Answer {
+    let request: PeerUrl = app.parse(body).await?;
+    app.startup.remove_peer(&request.url)?;
+    Ok(Form::Json.respond(StatusCode::OK, &serde_json::json!({"status": "ok"})))
 }
 
 async fn peers(State(app): State<Arc<App>>) -> Response {
     Form::Json.respond(StatusCode::OK, &app.startup.peers())
 }
 
-async fn pause_listener(State(app): State<Arc<App>>, body: Body) -> Response {
+async fn pause_listener(State(app): State<Arc<App>>, body: Body) -> Answer {
     set_paused(&app, body, true).await
 }
 
-async fn resume_listener(State(app): State<Arc<App>>, body: Body) -> Response {
+async fn resume_listener(State(app): State<Arc<App>>, body: Body) -> Answer {
     set_paused(&app, body, false).await
 }
 
-async fn set_paused(app: &App, body: Body, is_paused: bool) -> Response {
-    app.answer(body, |app, request: Listener| {
-        app.catalog.pause(Worker::new(request.instance_id, request.dp_rank), is_paused)?;
-        Ok(Form::Json.respond(StatusCode::OK, &serde_json::json!({"status": "ok"})))
-    })
-    .await
+async fn set_paused(app: &App, body: Body, is_paused: bool) -> Answer {
+    let request: Listener = app.parse(body).await?;
+    app.catalog.pause(Worker::new(request.instance_id, request.dp_rank), is_paused)?;
+    Ok(Form::Json.respond(StatusCode::OK, &serde_json::json!({"status": "ok"})))
 }

@@ -26,6 +26,7 @@ use super::super::indexer::form::{Form, Params};
 use super::super::indexer::query_routes;
 use super::super::lock::Subject;
 use super::super::metrics::{CommonMetrics, RequestLabel};
+use super::super::reject::PlainReject;
 use super::super::state_file::Registrations;
 use super::super::worker_state::{Patch, worker_id};
 use super::super::{Peer, Reject, body, openapi};
@@ -161,7 +162,7 @@ async fn count(State(app): State<Arc<App>>, request: Request, next: Next) -> Res
     response
 }
 
-type Answer = Result<Response, Reject>;
+type Answer = Result<Response, PlainReject>;
 
 async fn chosen(app: &App, headers: &HeaderMap, body: Body) -> Result<Chosen, Reject> {
     let request: Choose = app.parse(headers, body).await?;
@@ -177,33 +178,26 @@ fn reply_to(headers: &HeaderMap, body: &impl Serialize) -> Response {
     Form::of_answer(headers).respond(StatusCode::OK, body)
 }
 
-fn plain(answer: Answer) -> Response {
-    answer.unwrap_or_else(Reject::plain)
-}
-
 async fn add_worker(
     State(app): State<Arc<App>>,
     peer: Option<Extension<Peer>>,
     headers: HeaderMap,
     body: Body,
-) -> Response {
-    let added = async {
-        let mut new: NewWorker = app.parse(&headers, body).await?;
-        new.registrant = peer.map(|Extension(Peer(address))| address.ip());
-        // Workers from flags and discovery are added again at the next start.
-        let kept = new.registrant.map(|_| new.clone());
-        if kept.is_some() {
-            new.check_places(app.options.http.worker_allow()).await?;
-        }
-        let (pool, member) = app.fleet.add(new)?;
-        if let Some(kept) = kept {
-            app.registrations.put(&key(member.id), &kept);
-        }
-        let entry = worker_entry(&app, &pool, &member);
-        let response = Form::of_answer(&headers).respond(StatusCode::CREATED, &entry);
-        Ok(Subject::mark(response, member.id, member.url.as_deref().unwrap_or("no url")))
-    };
-    plain(added.await)
+) -> Answer {
+    let mut new: NewWorker = app.parse(&headers, body).await?;
+    new.registrant = peer.map(|Extension(Peer(address))| address.ip());
+    // Workers from flags and discovery are added again at the next start.
+    let kept = new.registrant.map(|_| new.clone());
+    if kept.is_some() {
+        new.check_places(app.options.http.worker_allow()).await?;
+    }
+    let (pool, member) = app.fleet.add(new)?;
+    if let Some(kept) = kept {
+        app.registrations.put(&key(member.id), &kept);
+    }
+    let entry = worker_entry(&app, &pool, &member);
+    let response = Form::of_answer(&headers).respond(StatusCode::CREATED, &entry);
+    Ok(Subject::mark(response, member.id, member.url.as_deref().unwrap_or("no url")))
 }
 
 /// A worker's key in the file of registrations.
@@ -224,12 +218,9 @@ async fn tell_worker(
     State(app): State<Arc<App>>,
     headers: HeaderMap,
     id: Result<Path<String>, PathRejection>,
-) -> Response {
-    let found = || {
-        let (pool, member) = app.fleet.known(worker_id(id)?)?;
-        Ok(reply_to(&headers, &worker_entry(&app, &pool, &member)))
-    };
-    plain(found())
+) -> Answer {
+    let (pool, member) = app.fleet.known(worker_id(id)?)?;
+    Ok(reply_to(&headers, &worker_entry(&app, &pool, &member)))
 }
 
 async fn change_worker(
@@ -237,37 +228,28 @@ async fn change_worker(
     headers: HeaderMap,
     id: Result<Path<String>, PathRejection>,
     body: Body,
-) -> Response {
-    let changed = async {
-        let id = worker_id(id)?;
-        let Patch { state } = app.parse(&headers, body).await?;
-        app.fleet.set_state(id, state)?;
-        app.registrations.amend(&key(id), "state", state);
-        let (pool, member) = app.fleet.known(id)?;
-        Ok(reply_to(&headers, &worker_entry(&app, &pool, &member)))
-    };
-    plain(changed.await)
+) -> Answer {
+    let id = worker_id(id)?;
+    let Patch { state } = app.parse(&headers, body).await?;
+    app.fleet.set_state(id, state)?;
+    app.registrations.amend(&key(id), "state", state);
+    let (pool, member) = app.fleet.known(id)?;
+    Ok(reply_to(&headers, &worker_entry(&app, &pool, &member)))
 }
 
 async fn remove_worker(
     State(app): State<Arc<App>>,
     id: Result<Path<String>, PathRejection>,
-) -> Response {
-    let removed = || {
-        let id = worker_id(id)?;
-        app.fleet.remove(id)?;
-        app.registrations.remove(&key(id));
-        Ok(reply(&json!({ "status": "ok", "worker_id": id })))
-    };
-    plain(removed())
+) -> Answer {
+    let id = worker_id(id)?;
+    app.fleet.remove(id)?;
+    app.registrations.remove(&key(id));
+    Ok(reply(&json!({ "status": "ok", "worker_id": id })))
 }
 
-async fn select(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
-    let selected = async {
-        let chosen = chosen(&app, &headers, body).await?.advised().await;
-        Ok(reply_to(&headers, &chosen.query(&app)?))
-    };
-    plain(selected.await)
+async fn select(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Answer {
+    let chosen = chosen(&app, &headers, body).await?.advised().await;
+    Ok(reply_to(&headers, &chosen.query(&app)?))
 }
 
 async fn reserve(
@@ -275,78 +257,59 @@ async fn reserve(
     peer: Option<Extension<Peer>>,
     headers: HeaderMap,
     body: Body,
-) -> Response {
-    let reserved = async {
-        let mut request: Choose = app.parse(&headers, body).await?;
-        request.caller = peer.map(|Extension(Peer(address))| address.ip());
-        let chosen = Chosen::understand(&app, request).await?.advised().await;
-        Ok(reply_to(&headers, &chosen.reserve(&app).await?))
-    };
-    plain(reserved.await)
+) -> Answer {
+    let mut request: Choose = app.parse(&headers, body).await?;
+    request.caller = peer.map(|Extension(Peer(address))| address.ip());
+    let chosen = Chosen::understand(&app, request).await?.advised().await;
+    Ok(reply_to(&headers, &chosen.reserve(&app).await?))
 }
 
-async fn explain(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
-    let explained = async {
-        let chosen = chosen(&app, &headers, body).await?.advised().await;
-        app.aside.make(|| Ok(reply_to(&headers, &chosen.explain(&app)?))).await
-    };
-    plain(explained.await)
+async fn explain(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Answer {
+    let chosen = chosen(&app, &headers, body).await?.advised().await;
+    app.aside.make(|| Ok(reply_to(&headers, &chosen.explain(&app)?))).await
 }
 
-async fn potential_loads(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
-    let told = async {
-        let chosen = chosen(&app, &headers, body).await?;
-        let loads = chosen.potential_loads()?;
-        let (count, tokens) = chosen.pending();
-        let answer =
-            json!({ "loads": loads, "pending_count": count, "pending_isl_tokens": tokens });
-        Ok(reply_to(&headers, &answer))
-    };
-    plain(told.await)
+async fn potential_loads(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Answer {
+    let chosen = chosen(&app, &headers, body).await?;
+    let loads = chosen.potential_loads()?;
+    let (count, tokens) = chosen.pending();
+    let answer = json!({ "loads": loads, "pending_count": count, "pending_isl_tokens": tokens });
+    Ok(reply_to(&headers, &answer))
 }
 
-async fn prefill_complete(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
-    let marked = async {
-        let named: Named = app.parse(&headers, body).await?;
-        let mut outcome = Err(unknown(&named.request_id));
-        for pool in app.pools_of(&named) {
-            pool.selector.note_used(&named.request_id, named.usage());
-            if pool.selector.mark_prefill_completed(&named.request_id).is_ok() {
-                outcome = Ok(());
-            }
+async fn prefill_complete(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Answer {
+    let named: Named = app.parse(&headers, body).await?;
+    let mut outcome = Err(unknown(&named.request_id));
+    for pool in app.pools_of(&named) {
+        pool.selector.note_used(&named.request_id, named.usage());
+        if pool.selector.mark_prefill_completed(&named.request_id).is_ok() {
+            outcome = Ok(());
         }
-        outcome?;
-        Ok(reply_to(&headers, &json!({ "status": "ok" })))
-    };
-    plain(marked.await)
+    }
+    outcome?;
+    Ok(reply_to(&headers, &json!({ "status": "ok" })))
 }
 
-async fn touch(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
-    let touched = async {
-        let named: Named = app.parse(&headers, body).await?;
-        let pools = app.pools_of(&named);
-        if let Some(tokens) = named.generated_tokens {
-            pools.iter().for_each(|pool| pool.selector.note_generated(&named.request_id, tokens));
-        }
-        match pools.iter().filter(|pool| pool.selector.touch(&named.request_id)).count() {
-            0 => Err(unknown(&named.request_id).into()),
-            _ => Ok(reply_to(&headers, &json!({ "status": "ok" }))),
-        }
-    };
-    plain(touched.await)
+async fn touch(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Answer {
+    let named: Named = app.parse(&headers, body).await?;
+    let pools = app.pools_of(&named);
+    if let Some(tokens) = named.generated_tokens {
+        pools.iter().for_each(|pool| pool.selector.note_generated(&named.request_id, tokens));
+    }
+    match pools.iter().filter(|pool| pool.selector.touch(&named.request_id)).count() {
+        0 => Err(unknown(&named.request_id).into()),
+        _ => Ok(reply_to(&headers, &json!({ "status": "ok" }))),
+    }
 }
 
-async fn free(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
-    let freed = async {
-        let named: Named = app.parse(&headers, body).await?;
-        let pools = app.pools_of(&named);
-        for pool in &pools {
-            pool.selector.note_used(&named.request_id, named.usage());
-        }
-        let freed = pools.iter().filter(|pool| pool.selector.free(&named.request_id)).count();
-        Ok(reply_to(&headers, &json!({ "status": "ok", "freed": freed > 0 })))
-    };
-    plain(freed.await)
+async fn free(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Answer {
+    let named: Named = app.parse(&headers, body).await?;
+    let pools = app.pools_of(&named);
+    for pool in &pools {
+        pool.selector.note_used(&named.request_id, named.usage());
+    }
+    let freed = pools.iter().filter(|pool| pool.selector.free(&named.request_id)).count();
+    Ok(reply_to(&headers, &json!({ "status": "ok", "freed": freed > 0 })))
 }
 
 fn unknown(request_id: &str) -> Error {
@@ -355,35 +318,32 @@ fn unknown(request_id: &str) -> Error {
     ))
 }
 
-async fn report_load(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
-    let reported = async {
-        let report: LoadReport = app.parse(&headers, body).await?;
-        let worker = Worker::new(report.worker_id, report.dp_rank);
-        let (pool, member) = app.fleet.known(report.worker_id)?;
-        if report.dp_rank >= member.dp_size {
-            let (id, rank) = (report.worker_id, report.dp_rank);
-            let message = format!("worker {id} has no dp_rank {rank}");
-            return Err(Error::NotFound(message).into());
+async fn report_load(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Answer {
+    let report: LoadReport = app.parse(&headers, body).await?;
+    let worker = Worker::new(report.worker_id, report.dp_rank);
+    let (pool, member) = app.fleet.known(report.worker_id)?;
+    if report.dp_rank >= member.dp_size {
+        let (id, rank) = (report.worker_id, report.dp_rank);
+        let message = format!("worker {id} has no dp_rank {rank}");
+        return Err(Error::NotFound(message).into());
+    }
+    let metrics = report.engine_metrics()?;
+    let is_kept = match report.router_id {
+        Some(router_id) => {
+            let now_ms = pool.selector.now_ms();
+            pool.selector.busy.share(router_id, worker, report.share()?, now_ms)
         }
-        let metrics = report.engine_metrics()?;
-        let is_kept = match report.router_id {
-            Some(router_id) => {
-                let now_ms = pool.selector.now_ms();
-                pool.selector.busy.share(router_id, worker, report.share()?, now_ms)
-            }
-            None => pool.selector.busy.report(worker, &report.report()),
-        };
-        if !is_kept {
-            let message =
-                format!("1024 other routers already report loads of worker {worker}, the limit");
-            return Err(Error::Overloaded(message).into());
-        }
-        if !metrics.is_empty() {
-            pool.selector.engines.update(worker, metrics);
-        }
-        Ok(reply_to(&headers, &json!({ "status": "ok" })))
+        None => pool.selector.busy.report(worker, &report.report()),
     };
-    plain(reported.await)
+    if !is_kept {
+        let message =
+            format!("1024 other routers already report loads of worker {worker}, the limit");
+        return Err(Error::Overloaded(message).into());
+    }
+    if !metrics.is_empty() {
+        pool.selector.engines.update(worker, metrics);
+    }
+    Ok(reply_to(&headers, &json!({ "status": "ok" })))
 }
 
 async fn thresholds(State(app): State<Arc<App>>) -> Response {
@@ -392,21 +352,18 @@ async fn thresholds(State(app): State<Arc<App>>) -> Response {
     reply(&list(tables))
 }
 
-async fn set_thresholds(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Response {
-    let changed = async {
-        Change::check_type(&headers)?;
-        let change = Change::parse(&app.read(body).await?)?;
-        let pools = app.fleet.fitting(Some(&change.model), None);
-        Ok(reply(&change.apply(pools.iter().map(|pool| &pool.selector.busy))?))
-    };
-    plain(changed.await)
+async fn set_thresholds(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Answer {
+    Change::check_type(&headers)?;
+    let change = Change::parse(&app.read(body).await?)?;
+    let pools = app.fleet.fitting(Some(&change.model), None);
+    Ok(reply(&change.apply(pools.iter().map(|pool| &pool.selector.busy))?))
 }
 
 async fn why(
     State(app): State<Arc<App>>,
     headers: HeaderMap,
     request_id: Result<Path<String>, PathRejection>,
-) -> Response {
+) -> Answer {
     let found = || {
         let Path(request_id) =
             request_id.map_err(|error| Reject::bad_request(format!("request_id: {error}")))?;
@@ -414,14 +371,15 @@ async fn why(
         let records = app.fleet.common.journal.find(&request_id);
         let decisions: Vec<_> = records.iter().map(|record| record.whole(now_ms)).collect();
         if decisions.is_empty() {
-            return Err(Reject::from(Error::NotFound(format!(
+            return Err(Error::NotFound(format!(
                 "no decision is stored for request_id {request_id:?}: only reserved requests have one, and newer \
                  ones replace the oldest (--decision-journal)"
-            ))));
+            ))
+            .into());
         }
         Ok(reply_to(&headers, &json!({ "request_id": request_id, "decisions": decisions })))
     };
-    plain(app.aside.make(found).await)
+    app.aside.make(found).await
 }
 
 async fn method(
@@ -429,15 +387,12 @@ async fn method(
     peer: Option<Extension<Peer>>,
     headers: HeaderMap,
     body: Body,
-) -> Response {
-    let obeyed = async {
-        let message: Message = app.parse(&headers, body).await?;
-        let name = headers.get("x-request-id").and_then(|value| value.to_str().ok());
-        let name = name.filter(|name| name.len() <= MAX_NAME_BYTES).map(str::to_owned);
-        let caller = peer.map(|Extension(Peer(address))| address.ip());
-        Ok(reply_to(&headers, &obey(&app, message, name, caller).await?))
-    };
-    plain(obeyed.await)
+) -> Answer {
+    let message: Message = app.parse(&headers, body).await?;
+    let name = headers.get("x-request-id").and_then(|value| value.to_str().ok());
+    let name = name.filter(|name| name.len() <= MAX_NAME_BYTES).map(str::to_owned);
+    let caller = peer.map(|Extension(Peer(address))| address.ip());
+    Ok(reply_to(&headers, &obey(&app, message, name, caller).await?))
 }
 
 async fn tell_health(State(app): State<Arc<App>>) -> Response {
