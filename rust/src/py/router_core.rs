@@ -459,8 +459,8 @@ impl RouterCore {
             let entry = PyDict::new(py);
             entry.set_item("worker_id", load.worker.instance_id)?;
             entry.set_item("dp_rank", load.worker.dp_rank)?;
-            entry.set_item("potential_prefill_tokens", load.potential_prefill_tokens)?;
-            entry.set_item("potential_decode_blocks", load.potential_decode_blocks)?;
+            entry.set_item("potential_prefill_tokens", load.prefill_tokens)?;
+            entry.set_item("potential_decode_blocks", load.decode_blocks)?;
             entry.set_item("active_requests", load.active_requests)?;
             entry.set_item("overlap_blocks", load.overlap_blocks)?;
             list.append(entry)?;

@@ -1,8 +1,8 @@
 //! One (model, tenant): its block size and its index.
 
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Weak};
 
 use hashbrown::Equivalent;
 use parking_lot::RwLock;
@@ -264,7 +264,7 @@ impl ModelIndex {
     }
 
     /// Notifies `watch`, as long as it lives, of blocks that leave workers' devices from now on.
-    pub fn watch(&self, watch: &Arc<dyn CacheWatch>) {
+    pub fn watch(&self, watch: Weak<dyn CacheWatch>) {
         self.watches.add(watch);
     }
 

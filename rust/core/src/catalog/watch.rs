@@ -1,7 +1,7 @@
 //! Notifications about evictions of engines.
 
+use std::sync::Weak;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Weak};
 
 use parking_lot::RwLock;
 
@@ -26,10 +26,10 @@ pub(super) struct CacheWatches {
 
 impl CacheWatches {
     /// Adds `watch`, for as long as it lives.
-    pub fn add(&self, watch: &Arc<dyn CacheWatch>) {
+    pub fn add(&self, watch: Weak<dyn CacheWatch>) {
         let mut all = self.all.write();
         all.retain(|watch| watch.strong_count() > 0);
-        all.push(Arc::downgrade(watch));
+        all.push(watch);
         self.is_any.store(true, Ordering::Relaxed);
     }
 

@@ -58,8 +58,8 @@ pub struct Share {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Rank {
-    pub reported: Report,
+struct Rank {
+    reported: Report,
     /// By router, with the time of its last message.
     shares: BTreeMap<u64, (Share, u64)>,
     /// Blocks were above their threshold, and not all signals have been below it since.
@@ -79,7 +79,7 @@ impl Rank {
     }
 
     /// Prompt tokens still to be prefilled, as booked by all routers; `own` are booked here.
-    pub fn tracked_prefill(&self, own: u64) -> u64 {
+    fn tracked_prefill(&self, own: u64) -> u64 {
         let shares = self.shares.values().filter_map(|(share, _)| share.active_prefill_tokens);
         shares.fold(own, u64::saturating_add)
     }
@@ -110,9 +110,9 @@ impl Rank {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct State {
+struct State {
     thresholds: Thresholds,
-    pub ranks: HashMap<Worker, Rank>,
+    ranks: HashMap<Worker, Rank>,
 }
 
 /// The signals of one model's workers, and their thresholds.
@@ -124,7 +124,7 @@ pub(super) struct State {
 /// Nothing without a threshold; otherwise O(ranks) per decision.
 #[derive(Debug, Default)]
 pub struct BusyTable {
-    pub(super) state: Mutex<State>,
+    state: Mutex<State>,
     is_any_set: AtomicBool,
 }
 
@@ -236,6 +236,27 @@ impl BusyTable {
             };
         }
         close(current);
+    }
+
+    /// Whether all of `loads` (a worker, and prompt tokens booked here) have more left to prefill
+    /// than `threshold` times their batch size, including other routers' bookings. False for an
+    /// empty list, which leaves nothing to wait for.
+    fn are_all_full(
+        &self,
+        threshold: QueueThreshold,
+        loads: &mut dyn Iterator<Item = (Worker, u64)>,
+    ) -> bool {
+        let state = self.state.lock();
+        for (worker, own) in loads {
+            let rank = state.ranks.get(&worker);
+            let tokens = rank.map_or(own, |rank| rank.tracked_prefill(own));
+            let told = rank.and_then(|rank| rank.reported.max_num_batched_tokens);
+            let batch = told.unwrap_or(threshold.batched_tokens);
+            if tokens as f64 <= threshold.batches * batch as f64 {
+                return false;
+            }
+        }
+        true
     }
 }
 

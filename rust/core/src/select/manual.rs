@@ -6,10 +6,10 @@ use hashbrown::HashMap;
 use parking_lot::Mutex;
 
 use super::ask::Ask;
+use super::note::Selection;
 use super::record::Outcome;
 use super::reservation::Reservation;
 use super::router::Usage;
-use super::selection::Selection;
 use super::selector::Selector;
 use crate::error::{Error, Result};
 

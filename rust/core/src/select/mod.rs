@@ -7,11 +7,8 @@
 mod ask;
 mod busy;
 mod config;
-mod divert;
 mod draining;
 mod engines;
-mod evictions;
-mod explain;
 mod journal;
 mod json;
 mod manual;
@@ -24,9 +21,7 @@ mod remote;
 mod request;
 mod reservation;
 mod reuse;
-mod room;
 mod router;
-mod selection;
 mod selector;
 mod settings;
 mod start;
@@ -38,6 +33,7 @@ pub use draining::{Diverted, DrainTable, Wanted};
 pub use engines::EngineTable;
 pub use journal::{Journal, JournalStats};
 pub use manual::MAX_REQUEST_ID_BYTES;
+pub use note::Selection;
 pub use outbox::{BookingName, Outbox, Tiding};
 pub use queue::{Entered, Queue, QueueOptions, QueueStats, Told, Waiting};
 pub use record::{CandidateRecord, Outcome, Record};
@@ -51,7 +47,6 @@ pub use reuse::{
 pub use router::{
     Considered, Gate, Policies, RoomWatch, RouteOverride, Router, RouterConfig, TierWeights, Usage,
 };
-pub use selection::{PotentialLoad, Selection};
 pub use selector::Selector;
 pub use settings::{
     BusySettings, CacheSettings, ClusterSettings, CostSettings, DecisionSettings, IndexSettings,

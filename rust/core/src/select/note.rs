@@ -1,14 +1,44 @@
-//! Records and log lines of a decision.
+//! What is told of a decision: the result, its record, log lines, and errors for requests without a worker.
 
 use std::sync::Arc;
 
 use super::ask::Ask;
 use super::config::Overlap;
 use super::record::{CandidateRecord, Outcome, Record};
-use super::selection::Selection;
 use super::selector::Selector;
+use crate::error::Error;
+use crate::ids::Worker;
 use crate::index::{Match, Matches};
-use crate::policy::{AUTO, Decision, Policy, Terms};
+use crate::policy::{AUTO, Decision, Policy, Reason, Terms};
+
+/// The selected worker, with a summary of the reasons.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Selection {
+    /// The worker.
+    pub worker: Worker,
+    /// Leading blocks of the prompt that it holds on its device; without events, those predicted.
+    pub overlap_blocks: u32,
+    /// Further leading blocks that it was credited with because the prompt was sent there recently.
+    pub predicted_blocks: u32,
+    /// Blocks saved by host memory and disks besides these, rounded down.
+    pub lower_blocks: u32,
+    /// Leading blocks on its device according to its events, whatever their credit.
+    pub held_blocks: u32,
+    /// Leading blocks that it holds contiguously across all tiers.
+    pub reached_blocks: u32,
+    /// Leading blocks that the best of all workers holds, even if it could not take the request.
+    pub best_blocks: u32,
+    /// Time of the selection, by the selector's clock.
+    pub at_ms: u64,
+    /// The reason.
+    pub reason: Reason,
+    /// How many were equally good.
+    pub ties: usize,
+    /// Cost difference to the next one.
+    pub margin: Option<f64>,
+    /// The seed of the random draw; see [`RouteOverride::seed`](super::RouteOverride::seed).
+    pub seed: u64,
+}
 
 /// Logs a decision; a macro, because a line's level must be static.
 macro_rules! log_decision {
@@ -141,6 +171,26 @@ impl Selector {
                 tracing::debug!("{formula}");
             }
             prices().for_each(|terms| tracing::debug!("worker {}: {}", terms.worker, terms.price));
+        }
+    }
+
+    /// Adds details that the router does not know.
+    pub(super) fn explain(&self, ask: &Ask<'_>, error: Error) -> Error {
+        match (error, ask.pin) {
+            (Error::NoWorker(_), Some(pin))
+                if !self.workers.lock().iter().any(|worker| pin.fits(*worker)) =>
+            {
+                Error::NoWorker(format!("the pinned worker {pin} is not registered"))
+            }
+            (Error::AllBusy(text), pin) => {
+                let who = pin.map_or(text, |pin| format!("the pinned worker {pin} is busy"));
+                let thresholds = self.busy.thresholds();
+                Error::AllBusy(format!(
+                    "Service temporarily unavailable: {who}. Thresholds in force: {thresholds}; try \
+                     again later, or raise or unset them (POST /busy_threshold)"
+                ))
+            }
+            (error, _) => error,
         }
     }
 }

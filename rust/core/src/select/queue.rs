@@ -120,7 +120,7 @@ impl Queue {
     ) -> Arc<Self> {
         let queue = Arc::new(Self::new(options, Arc::clone(clock)));
         let called = Arc::clone(&queue);
-        selector.watch_room(Box::new(move || called.call()));
+        selector.router.watch_room(Box::new(move || called.call()));
         queue
     }
 

@@ -1,28 +1,27 @@
 //! Hashes, walks, chooses, books, predicts and records, in one call.
 
 use std::cell::RefCell;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 
 use hashbrown::HashMap;
 use parking_lot::Mutex;
 
 use super::ask::{Ask, Known, Pin, Prompt};
-use super::busy::BusyTable;
+use super::busy::{BusyGate, BusyTable};
 use super::config::{Overlap, QueueThreshold, SelectorConfig};
 use super::draining::DrainTable;
 use super::engines::EngineTable;
-use super::evictions::Evictions;
 use super::journal::Journal;
 use super::manual::Manual;
+use super::note::Selection;
 use super::outbox::{BookingName, Outbox, Teller, Tiding};
 use super::record::Record;
 use super::remote::Remote;
 use super::reservation::{Growth, Line, Reservation};
-use super::reuse::{Removals, ReuseTable};
+use super::reuse::ReuseTable;
 use super::router::{Considered, Policies, RouteOverride, Router};
-use super::selection::{PotentialLoad, Selection};
-use crate::catalog::{CacheWatch, ModelIndex, Reuse, Unheard};
+use crate::catalog::{ModelIndex, Reuse, Unheard};
 use crate::clock::Clock;
 use crate::error::Result;
 use crate::hash::engine::NameKeys;
@@ -80,7 +79,6 @@ pub struct Selector {
     pub engines: EngineTable,
     /// Comparison of engines' reuse with their events, and the resulting credit.
     pub reuse: ReuseTable,
-    pub(super) removals: Arc<Removals>,
     /// Past decisions.
     pub journal: Arc<Journal>,
     pub(super) manual: Manual,
@@ -90,27 +88,13 @@ pub struct Selector {
     /// When the index last got the current time.
     advanced_ms: AtomicU64,
     pub(super) workers: Mutex<Vec<Worker>>,
-    /// Watches the index for the policies and for `removals`, until it is dropped.
-    _evictions: Option<Arc<dyn CacheWatch>>,
 }
 
 impl Selector {
-    /// A selector over `model`, without workers.
+    /// A selector over `model`, without workers, with deciding policies or shadows.
     ///
     /// # Errors
     /// `Config` or `InvalidArgument`, naming the first field that is out of range.
-    pub fn new(
-        config: SelectorConfig,
-        model: Arc<ModelIndex>,
-        clock: Arc<dyn Clock>,
-    ) -> Result<Self> {
-        Self::with_policies(config, Policies::default(), model, clock)
-    }
-
-    /// A selector with deciding policies or shadows.
-    ///
-    /// # Errors
-    /// As [`new`](Self::new).
     pub fn with_policies(
         config: SelectorConfig,
         policies: Policies,
@@ -122,16 +106,9 @@ impl Selector {
         let policy_name = policies.active.as_ref().map_or(built_in, |active| active.name()).into();
         let watches = policies.watches_caches() || config.overlap != Overlap::Predictions;
         let router = Arc::new(Router::with_policies(config.router, policies, Arc::clone(&clock))?);
-        let removals = Arc::<Removals>::default();
-        let evictions = watches.then(|| -> Arc<dyn CacheWatch> {
-            Arc::new(Evictions {
-                router: Arc::clone(&router),
-                removals: Arc::clone(&removals),
-                clock: Arc::clone(&clock),
-            })
-        });
-        if let Some(evictions) = &evictions {
-            model.watch(evictions);
+        if watches {
+            let router: Weak<Router> = Arc::downgrade(&router);
+            model.watch(router);
         }
         Ok(Self {
             name: model.key.model_name.as_str().into(),
@@ -140,7 +117,6 @@ impl Selector {
             policy_name,
             engines: EngineTable::default(),
             reuse: ReuseTable::default(),
-            removals,
             overlap: config.overlap,
             queue: config.queue,
             logs_decisions: config.logs_decisions,
@@ -153,7 +129,6 @@ impl Selector {
             clock,
             advanced_ms: AtomicU64::new(0),
             workers: Mutex::default(),
-            _evictions: evictions,
         })
     }
 
@@ -245,7 +220,7 @@ impl Selector {
         wanted.sort_unstable();
         self.engines.keep(|worker| wanted.binary_search(&worker).is_ok());
         self.reuse.keep(|worker| wanted.binary_search(&worker).is_ok());
-        self.removals.keep(|worker| wanted.binary_search(&worker).is_ok());
+        self.router.removals.keep(|worker| wanted.binary_search(&worker).is_ok());
         for worker in known.iter().filter(|worker| wanted.binary_search(worker).is_err()) {
             self.model.index.remove_worker(*worker);
         }
@@ -329,18 +304,21 @@ impl Selector {
     ///
     /// # Errors
     /// `InvalidArgument` for an empty prompt or an override out of range.
-    pub fn potential_loads(&self, ask: &Ask<'_>) -> Result<Vec<PotentialLoad>> {
+    pub fn potential_loads(&self, ask: &Ask<'_>) -> Result<Vec<Terms>> {
         self.with_known(&Ask { waits: false, ..*ask }, |ask, _, considered| {
-            let terms = self.router.potential(ask, considered)?;
-            let load = |terms: &Terms| PotentialLoad {
-                worker: terms.worker,
-                potential_prefill_tokens: terms.prefill_tokens,
-                potential_decode_blocks: terms.decode_blocks,
-                active_requests: terms.active_requests,
-                overlap_blocks: terms.overlap_blocks,
-            };
-            Ok(terms.iter().map(load).collect())
+            self.router.potential(ask, considered)
         })
+    }
+
+    /// The most leading tokens of the prompt that any allowed worker holds, or soon will.
+    pub fn most_held_tokens(&self, ask: &Ask<'_>) -> u64 {
+        let blocks = SCRATCH.with_borrow_mut(|scratch| {
+            self.walk(ask, scratch);
+            let known = scratch.overlaps.iter().chain(&scratch.predictions);
+            let allowed = known.filter(|(worker, _)| ask.allows(*worker));
+            allowed.map(|(_, blocks)| *blocks).max().unwrap_or(0)
+        });
+        u64::from(blocks) * u64::from(ask.prompt.block_size)
     }
 
     /// Load of every worker as booked here, in worker order.
@@ -484,7 +462,8 @@ impl Selector {
             self.walk(ask, scratch);
             let Scratch { matches, overlaps, predictions, tiers, considered, passed_over, .. } =
                 scratch;
-            let gate = self.gate(ask, passed_over);
+            let queue = self.queue.filter(|_| ask.waits);
+            let gate = BusyGate { table: &self.busy, passed_over, queue };
             let draining = self.draining.all();
             let is_gated = self.busy.is_any_set() || gate.queue.is_some() || !draining.is_empty();
             let is_open = |pin: &Pin| draining.binary_search(&pin.instance_id).is_err();

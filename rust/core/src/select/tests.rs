@@ -286,7 +286,7 @@ fn potential_loads_are_those_of_every_worker() {
         .iter()
         .map(|load| {
             let id = load.worker.instance_id;
-            (id, load.potential_prefill_tokens, load.potential_decode_blocks, load.active_requests)
+            (id, load.prefill_tokens, load.decode_blocks, load.active_requests)
         })
         .collect();
     assert_eq!(told, [(0, 36, 4, 1), (1, 10, 4, 0), (2, 18, 4, 0)]);

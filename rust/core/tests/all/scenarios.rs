@@ -27,7 +27,7 @@ use kvflash_core::error::Error;
 use kvflash_core::ids::Worker;
 use kvflash_core::policy::Decision;
 use kvflash_core::select::{
-    self, Considered, Known, Prompt, Reservation, RouteOverride, Router, RouterConfig,
+    self, Considered, Known, Policies, Prompt, Reservation, RouteOverride, Router, RouterConfig,
 };
 
 /// Events of all files together, at least: a check that reads nothing proves nothing.
@@ -165,7 +165,8 @@ impl Stage {
         }
         self.bookings.clear();
         self.names.clear();
-        let router = Router::new(config, self.clock.clone()).map_err(|error| error.to_string())?;
+        let router = Router::with_policies(config, Policies::default(), self.clock.clone())
+            .map_err(|error| error.to_string())?;
         self.router = Some(Arc::new(router));
         Ok(())
     }

@@ -17,7 +17,9 @@ use kvflash_core::ids::{Tier, Worker};
 use kvflash_core::index::{Block, BlockIndex, DEFAULT_SEED, Matches, Options, RadixIndex};
 use kvflash_core::load::PrefillSpeed;
 use kvflash_core::policy::{KvScale, Policy};
-use kvflash_core::select::{Ask, Considered, Known, Prompt, Reservation, Router, RouterConfig};
+use kvflash_core::select::{
+    Ask, Considered, Known, Policies, Prompt, Reservation, Router, RouterConfig,
+};
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
@@ -179,7 +181,10 @@ fn play(trace: &[Request], way: &Way) -> Outcome {
         expiry_ms: u64::MAX,
         ..RouterConfig::default()
     };
-    let router = Arc::new(Router::new(config, Arc::clone(&clock) as Arc<dyn Clock>).unwrap());
+    let router = Arc::new(
+        Router::with_policies(config, Policies::default(), Arc::clone(&clock) as Arc<dyn Clock>)
+            .unwrap(),
+    );
     let all: Vec<Worker> = (0..WORKERS).map(worker).collect();
     router.set_workers(&all).unwrap();
     let index = RadixIndex::new(Options::default());

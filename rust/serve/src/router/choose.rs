@@ -9,9 +9,9 @@ use kvflash_core::catalog::TrustState;
 use kvflash_core::error::{Error, Result};
 use kvflash_core::hash::engine::NameKeys;
 use kvflash_core::ids::{InstanceId, Worker};
-use kvflash_core::policy::Advice;
 use kvflash_core::policy::session::{read_session_id, session_id};
-use kvflash_core::select::{Ask, PotentialLoad, Prompt, Request, Selection};
+use kvflash_core::policy::{Advice, Terms};
+use kvflash_core::select::{Ask, Prompt, Request, Selection};
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -169,11 +169,11 @@ impl Chosen {
     /// Every worker's load if it took the request.
     pub fn potential_loads(&self) -> Result<Vec<LoadAnswer>> {
         let loads = self.ask(|ask| self.pool.selector.potential_loads(ask))?;
-        let entry = |load: PotentialLoad| LoadAnswer {
+        let entry = |load: Terms| LoadAnswer {
             worker_id: load.worker.instance_id,
             dp_rank: load.worker.dp_rank,
-            potential_prefill_tokens: load.potential_prefill_tokens,
-            potential_decode_blocks: load.potential_decode_blocks,
+            potential_prefill_tokens: load.prefill_tokens,
+            potential_decode_blocks: load.decode_blocks,
             active_requests: load.active_requests,
             overlap_blocks: load.overlap_blocks,
         };

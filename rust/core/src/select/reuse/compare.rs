@@ -2,7 +2,7 @@
 
 use super::super::ask::Prompt;
 use super::super::config::Overlap;
-use super::super::selection::Selection;
+use super::super::note::Selection;
 use super::super::selector::{SCRATCH, Selector};
 use super::trust::{ReuseChange, ReuseSample};
 use crate::ids::Worker;
@@ -63,7 +63,8 @@ impl Selector {
     /// Whether the engine removed the first block that it did not reuse after it was chosen.
     fn is_gone_since(&self, prompt: &Prompt, selection: &Selection, reported_tokens: u64) -> bool {
         let first = (reported_tokens / u64::from(prompt.block_size.max(1))) as usize;
-        let is_gone = |local| self.removals.has_removed(selection.worker, local, selection.at_ms);
+        let is_gone =
+            |local| self.router.removals.has_removed(selection.worker, local, selection.at_ms);
         prompt.locals.get(first).is_some_and(|&local| is_gone(local))
     }
 

@@ -9,10 +9,11 @@ use super::config::RouteOverride;
 use super::policies::{Considered, Tail};
 use super::route::{Router, State};
 use crate::error::{Error, Result};
+use crate::ids::Worker;
 use crate::load::{ActiveSequences, Assignment, RequestId};
 use crate::policy::{
-    self, AUTO, Candidate, Choice, Context, Decision, OutsideCandidate, OutsideRequest, Policy,
-    Question, RequestTerms, RoutePolicy,
+    self, AUTO, Candidate, CandidateCost, Choice, Context, Decision, OutsideCandidate,
+    OutsideRequest, Policy, Question, RequestTerms, RoutePolicy,
 };
 use crate::select::ask::Ask;
 use crate::select::reservation::Reservation;
@@ -236,6 +237,41 @@ impl Router {
         let choice = choice.ok_or_else(|| no_candidate(&state.load))?;
         let kept = self.kept(ask, &considered.candidates, &considered.costs, context.now_ms);
         Ok(kept.unwrap_or(choice))
+    }
+
+    /// The candidate with the session of `ask`, whatever a policy has chosen; `costs` are those of
+    /// the candidates.
+    pub(super) fn kept(
+        &self,
+        ask: &Ask<'_>,
+        candidates: &[Candidate],
+        costs: &[CandidateCost],
+        now_ms: u64,
+    ) -> Option<Choice> {
+        let affinity = self.policies.affinity.as_ref()?;
+        let kept = affinity.kept(self.seat?, ask.session, candidates, now_ms)?;
+        let has_costs = match &self.policies.active {
+            Some(active) => active.name() == AUTO,
+            None => self.config.policy == Policy::Kv,
+        };
+        let others = costs.iter().enumerate().filter(|&(at, _)| at != kept.index);
+        let next = others.map(|(_, one)| one.cost).reduce(f64::min);
+        let margin = next.filter(|_| has_costs).map(|next| next - costs[kept.index].cost);
+        Some(Choice { margin, ..kept })
+    }
+
+    /// The worker of the session of `ask`, by its key.
+    pub(in crate::select) fn session_place(&self, ask: &Ask<'_>) -> Option<Worker> {
+        let affinity = self.policies.affinity.as_ref()?;
+        affinity.place(self.seat?, ask.session, self.clock.now_ms())
+    }
+
+    /// Records that the session of `ask` is at `worker` from now on. Called under the lock of the
+    /// choice, so that the session's next request sees it.
+    pub(super) fn keep(&self, ask: &Ask<'_>, worker: Worker, now_ms: u64) {
+        if let (Some(affinity), Some(seat)) = (&self.policies.affinity, self.seat) {
+            affinity.routed(seat, ask.session, worker, now_ms);
+        }
     }
 }
 

@@ -7,18 +7,15 @@
 //! Stateful policies are called in three steps: they prepare without the lock, choose under it, and
 //! are notified of the choice and its outcome without it.
 
-mod affinity;
 mod config;
 mod decide;
-mod gate;
 mod policies;
 mod route;
 
 pub use config::{RouteOverride, RouterConfig, TierWeights};
-pub use gate::Gate;
 pub(super) use policies::Tail;
 pub use policies::{Considered, Policies, Usage};
-pub use route::{RoomWatch, Router};
+pub use route::{Gate, RoomWatch, Router};
 
 #[cfg(test)]
 mod tests;

@@ -8,8 +8,8 @@ use rand::SeedableRng;
 use rand::rngs::SmallRng;
 
 use super::config::{RouteOverride, RouterConfig};
-use super::gate::check_room;
 use super::policies::{Considered, Policies, Tail};
+use crate::catalog::CacheWatch;
 use crate::clock::Clock;
 use crate::error::{Error, Result};
 use crate::ids::{InstanceId, Worker};
@@ -18,6 +18,7 @@ use crate::load::{
 };
 use crate::policy::{ActiveLoad, Candidate, KvScale, RequestTerms, Seat, Terms};
 use crate::select::ask::{Ask, Known};
+use crate::select::reuse::Removals;
 
 /// Maximum sequence hashes of a request: a prompt of 16 million tokens in blocks of 16.
 const MAX_REQUEST_BLOCKS: usize = 1 << 20;
@@ -27,6 +28,23 @@ const TOUCHES_PER_EXPIRY: u64 = 16;
 
 /// Called when a worker may have room for more.
 pub type RoomWatch = Box<dyn Fn() + Send + Sync>;
+
+/// Decides which workers are too busy, from the load at the moment of a decision.
+///
+/// Called under the router's lock, so it must use only its own data and not call the router.
+pub trait Gate {
+    /// Adds the instances that take no requests now to `shut`, ascending. `loads` are those of all
+    /// registered workers, in worker order.
+    fn shut(&self, loads: &mut dyn Iterator<Item = WorkerLoad>, shut: &mut Vec<InstanceId>);
+
+    /// Whether none of `candidates`, each with its prompt tokens still to be prefilled, has room
+    /// for more. Only called if the request can wait.
+    fn must_wait(&self, candidates: &mut dyn Iterator<Item = (Worker, u64)>) -> bool;
+
+    /// Reports an allowed worker that is skipped because its instance is shut, with the request's
+    /// cost there.
+    fn passed_over(&self, terms: Terms);
+}
 
 /// Assigns requests of one model to workers and tracks their load.
 ///
@@ -40,6 +58,7 @@ pub struct Router {
     pub(super) clock: Arc<dyn Clock>,
     pub(super) state: Mutex<State>,
     pub(super) watch: OnceLock<RoomWatch>,
+    pub(in crate::select) removals: Removals,
     /// Draws the seeds of queries, so that these do not affect the seeds of bookings.
     pub(super) questions: Mutex<SmallRng>,
 }
@@ -68,18 +87,10 @@ pub(super) struct Scratch {
 }
 
 impl Router {
-    /// A router without workers.
-    ///
-    /// # Errors
-    /// [`Error::Config`] with the name of the first field that is out of range.
-    pub fn new(config: RouterConfig, clock: Arc<dyn Clock>) -> Result<Self> {
-        Self::with_policies(config, Policies::default(), clock)
-    }
-
     /// A router without workers, with deciding policies or shadows.
     ///
     /// # Errors
-    /// As [`new`](Self::new).
+    /// [`Error::Config`] with the name of the first field that is out of range.
     pub fn with_policies(
         config: RouterConfig,
         policies: Policies,
@@ -95,7 +106,8 @@ impl Router {
         let (state, watch) = (Mutex::new(state), OnceLock::new());
         let seat = policies.affinity.as_ref().map(|affinity| affinity.seat());
         let questions = Mutex::new(SmallRng::seed_from_u64(!config.seed));
-        Ok(Self { config, policies, seat, clock, state, watch, questions })
+        let removals = Removals::default();
+        Ok(Self { config, policies, seat, clock, state, watch, removals, questions })
     }
 
     /// The deciding and shadow policies besides the built-in ones.
@@ -129,17 +141,6 @@ impl Router {
             other => other?,
         }
         Ok(candidates.iter().map(|one| known.terms(self.config.policy, one)).collect())
-    }
-
-    /// Notifies policies that a worker's engine evicted blocks with these local hashes from its
-    /// device.
-    pub fn evicted(&self, worker: Worker, local_hashes: &[u64]) {
-        self.policies.evicted(worker, local_hashes, self.clock.now_ms());
-    }
-
-    /// Notifies policies that a worker's device cache was cleared.
-    pub fn cleared(&self, worker: Worker) {
-        self.policies.cleared(worker);
     }
 
     /// Whether `request` is booked: neither freed, nor expired, nor gone with its worker.
@@ -447,10 +448,40 @@ impl Router {
     }
 }
 
+/// Passes engines' evictions to the policies, and to the comparison with answers.
+impl CacheWatch for Router {
+    fn evicted(&self, worker: Worker, local_hashes: &[u64]) {
+        let now_ms = self.clock.now_ms();
+        self.removals.removed(worker, local_hashes, now_ms);
+        self.policies.evicted(worker, local_hashes, now_ms);
+    }
+
+    fn cleared(&self, worker: Worker) {
+        self.removals.cleared(worker, self.clock.now_ms());
+        self.policies.cleared(worker);
+    }
+}
+
 fn check_blocks(blocks: usize) -> Result<()> {
     if blocks <= MAX_REQUEST_BLOCKS {
         return Ok(());
     }
     let limit = MAX_REQUEST_BLOCKS;
     Err(Error::invalid(format!("{blocks} sequence hashes; the limit is {limit}")))
+}
+
+/// Checks that one of `candidates` has room to prefill, if `gate` demands it.
+///
+/// # Errors
+/// [`Error::MustWait`] if none has.
+fn check_room(gate: Option<&dyn Gate>, candidates: &[Candidate]) -> Result<()> {
+    let queued = |one: &Candidate| (one.worker, one.load.map_or(0, |load| load.prefill_tokens));
+    let count = candidates.len();
+    if count > 0 && gate.is_some_and(|gate| gate.must_wait(&mut candidates.iter().map(queued))) {
+        return Err(Error::MustWait(format!(
+            "all {count} workers that may take this request have more to prefill than \
+             router_queue_threshold allows"
+        )));
+    }
+    Ok(())
 }

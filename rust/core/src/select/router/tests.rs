@@ -24,7 +24,9 @@ fn workers(ids: impl IntoIterator<Item = u64>) -> Vec<Worker> {
 }
 
 fn router(config: RouterConfig, ids: impl IntoIterator<Item = u64>) -> Arc<Router> {
-    let router = Router::new(config, Arc::new(ManualClock::default())).unwrap();
+    let router =
+        Router::with_policies(config, Policies::default(), Arc::new(ManualClock::default()))
+            .unwrap();
     router.set_workers(&workers(ids)).unwrap();
     Arc::new(router)
 }
@@ -61,11 +63,17 @@ fn configuration_faults_name_the_field() {
         ("max_requests", RouterConfig { max_requests: usize::MAX, ..base() }),
     ];
     for (field, config) in faulty {
-        let fault = Router::new(config, Arc::new(SystemClock::default())).err().unwrap();
+        let fault =
+            Router::with_policies(config, Policies::default(), Arc::new(SystemClock::default()))
+                .err()
+                .unwrap();
         let Error::Config(text) = &fault else { panic!("{fault:?}") };
         assert!(text.starts_with(field), "{text}");
     }
-    assert!(Router::new(base(), Arc::new(SystemClock::default())).is_ok());
+    assert!(
+        Router::with_policies(base(), Policies::default(), Arc::new(SystemClock::default()))
+            .is_ok()
+    );
 }
 
 #[test]
@@ -131,7 +139,8 @@ fn a_booking_holds_its_load_until_it_is_dropped() {
 fn a_booking_outlives_its_worker_and_its_expiry_in_peace() {
     let clock = Arc::new(ManualClock::default());
     let config = RouterConfig { expiry_ms: 1_600, ..sized(4) };
-    let router = Arc::new(Router::new(config, clock.clone()).unwrap());
+    let router =
+        Arc::new(Router::with_policies(config, Policies::default(), clock.clone()).unwrap());
     router.set_workers(&workers([1])).unwrap();
     let mut considered = Considered::default();
     let (orphan, _) = router.route(&request(8, &[1, 2]), &mut considered).unwrap();
@@ -360,7 +369,10 @@ fn many_threads_leave_nothing_behind() {
     const THREADS: u64 = 8;
     const TURNS: u64 = 2_000;
     let config = RouterConfig { block_size: 4, expiry_ms: 3_600_000, ..RouterConfig::default() };
-    let router = Arc::new(Router::new(config, Arc::new(SystemClock::default())).unwrap());
+    let router = Arc::new(
+        Router::with_policies(config, Policies::default(), Arc::new(SystemClock::default()))
+            .unwrap(),
+    );
     router.set_workers(&workers(0..40)).unwrap();
     std::thread::scope(|scope| {
         for thread in 0..THREADS {

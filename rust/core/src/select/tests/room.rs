@@ -71,7 +71,7 @@ fn whoever_makes_room_says_so() {
     let bench = queueing(1.0, 1);
     let told = Arc::new(AtomicUsize::new(0));
     let count = Arc::clone(&told);
-    bench.selector.watch_room(Box::new(move || {
+    bench.selector.router.watch_room(Box::new(move || {
         count.fetch_add(1, Ordering::SeqCst);
     }));
     let take = || told.swap(0, Ordering::SeqCst);

@@ -47,7 +47,10 @@ struct Speed {
 /// `active` requests at a time; a turn frees the oldest one, routes a new one, marks it prefilled.
 fn measure(worker_count: u64, active: usize, traffic: Traffic, has_overlaps: bool) -> Speed {
     let config = RouterConfig { block_size: BLOCK_SIZE, ..RouterConfig::default() };
-    let router = Arc::new(Router::new(config, Arc::new(SystemClock::default())).unwrap());
+    let router = Arc::new(
+        Router::with_policies(config, Policies::default(), Arc::new(SystemClock::default()))
+            .unwrap(),
+    );
     let workers: Vec<Worker> = (0..worker_count).map(|id| Worker::new(id * 7919, 0)).collect();
     router.set_workers(&workers).unwrap();
     let overlaps: Vec<(Worker, u32)> = match has_overlaps {
