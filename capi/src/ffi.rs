@@ -11,8 +11,7 @@ use kvflash_publish::outbox::Settings;
 
 use crate::fault::{self, Result, guard, invalid};
 use crate::handle;
-use crate::publisher::Publisher;
-use crate::stream;
+use crate::publisher::{self, Publisher};
 
 /// `kvflash_publisher_options`.
 #[repr(C)]
@@ -100,7 +99,7 @@ pub unsafe extern "C" fn kvflash_publisher_create(
             }),
             (None, Some(_)) => return Err(invalid("component is given and namespace is NULL")),
         };
-        let settings = stream::Options {
+        let settings = publisher::Options {
             host: host.unwrap_or("127.0.0.1").to_owned(),
             port: options.port,
             replay_port: options.replay_port,
@@ -213,7 +212,7 @@ pub unsafe extern "C" fn kvflash_publisher_endpoint(
     guard(|| {
         let publisher = handle::find(publisher)?;
         // SAFETY: as the caller promises.
-        unsafe { give(&publisher.stream.endpoint, buffer, size) }
+        unsafe { give(&publisher.endpoint, buffer, size) }
     })
 }
 
@@ -230,7 +229,7 @@ pub unsafe extern "C" fn kvflash_publisher_replay_endpoint(
     guard(|| {
         let publisher = handle::find(publisher)?;
         // SAFETY: as the caller promises.
-        unsafe { give(&publisher.stream.replay_endpoint, buffer, size) }
+        unsafe { give(&publisher.replay_endpoint, buffer, size) }
     })
 }
 

@@ -5,8 +5,7 @@
 //! |---|---|
 //! | `ffi`, `older` | the functions: pointers in, result codes out; panics are caught |
 //! | `handle` | publisher handles, which are never reused |
-//! | `publisher` | one rank of an engine: its stream, its announcement, its counters |
-//! | `stream` | a thread that publishes and replays batches |
+//! | `publisher` | one rank of an engine: a thread that publishes and replays batches, its announcement, its counters |
 //! | `zmq` | bindings of the required libzmq functions |
 //!
 //! Code without C and sockets (checks, encoding, numbers, replay, the announcement) is in the crate
@@ -17,5 +16,4 @@ mod ffi;
 mod handle;
 mod older;
 mod publisher;
-mod stream;
 mod zmq;

@@ -14,8 +14,7 @@ use kvflash_publish::outbox::Settings;
 use crate::fault::{Code, Result, fault, guard, invalid};
 use crate::ffi::{block_list, list, optional, text};
 use crate::handle;
-use crate::publisher::Publisher;
-use crate::stream;
+use crate::publisher::{self, Publisher};
 
 /// Number of the default publisher; 0 without one.
 static DEFAULT: Mutex<u64> = Mutex::new(0);
@@ -61,7 +60,7 @@ pub unsafe extern "C" fn kvflash_llm_init(
             return Err(invalid("kvflash_llm_init was called before; call kvflash_llm_shutdown"));
         }
         let port = port("KVFLASH_EVENTS_PORT")?;
-        let options = stream::Options {
+        let options = publisher::Options {
             host: env::var("KVFLASH_HOST").unwrap_or_else(|_| "127.0.0.1".to_owned()),
             port,
             replay_port: self::port("KVFLASH_REPLAY_PORT")?,

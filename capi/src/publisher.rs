@@ -1,48 +1,76 @@
-//! A publisher with its sockets and announcement.
+//! A publisher with its thread, its sockets and its announcement.
 
-use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use kvflash_publish::announce::{Announcement, Offer, Place};
 use kvflash_publish::blocks::Blocks;
-use kvflash_publish::publisher::Stats;
+use kvflash_publish::outbox::{PUB_QUEUE_BATCHES, Settings};
+use kvflash_publish::publisher::{EVENT_BYTES_MAX, Publisher as Events, Stats};
+use kvflash_publish::replay::REPLAY_BURST_BATCHES;
+use kvflash_publish::wire::Shape;
 
 use crate::fault::{Code, Result, fault};
-use crate::stream::{Options, Stream};
+use crate::zmq::Sockets;
 
-/// One data-parallel rank of an engine.
+/// How long closed sockets may still send what they hold.
+const LINGER_MS: i32 = 500;
+
+/// Options of a publisher.
+#[derive(Debug, Clone)]
+pub struct Options {
+    pub host: String,
+    pub port: u16,
+    pub replay_port: u16,
+    pub topic: String,
+    pub settings: Settings,
+}
+
+/// One data-parallel rank of an engine, from the callers' view.
 #[derive(Debug)]
 pub struct Publisher {
-    pub stream: Stream,
+    events: Arc<Events>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+    pub endpoint: String,
+    pub replay_endpoint: String,
     announcement: Mutex<Option<Announcement>>,
 }
 
 impl Publisher {
-    /// Binds, starts and announces.
+    /// Binds the sockets, starts the thread and announces.
     pub fn start(block_size: u32, options: Options, place: Option<Place>) -> Result<Self> {
         let dp_rank = options.settings.dp_rank.unwrap_or(0);
-        let stream = Stream::start(block_size, options)?;
-        let announced = place.map(|place| {
-            let offer = Offer {
-                endpoint: &stream.endpoint,
-                replay_endpoint: &stream.replay_endpoint,
-                dp_rank,
-                block_size,
-            };
-            Announcement::put(&place, &offer)
-        });
-        match announced.transpose() {
-            Ok(announcement) => Ok(Self { stream, announcement: Mutex::new(announcement) }),
-            Err(error) => {
-                stream.close()?;
-                Err(error.into())
+        let replay_queue = options.settings.ring_batches.saturating_add(REPLAY_BURST_BATCHES);
+        let events = Events::new(Shape::Own, block_size, EVENT_BYTES_MAX, options.settings)?;
+        let sockets = Sockets::new(PUB_QUEUE_BATCHES, replay_queue, LINGER_MS)?;
+        let endpoint = sockets.bind_publish(&options.host, options.port)?;
+        let replay_endpoint = sockets.bind_replay(&options.host, options.replay_port)?;
+        let events = Arc::new(events);
+        let worker = Worker { events: Arc::clone(&events), sockets, topic: options.topic };
+        let thread = std::thread::Builder::new()
+            .name("kvflash-events".to_owned())
+            .spawn(move || worker.run())
+            .map_err(|error| fault(Code::Io, format!("can't have a thread: {error}")))?;
+        let (thread, announcement) = (Mutex::new(Some(thread)), Mutex::default());
+        let mut publisher = Self { events, thread, endpoint, replay_endpoint, announcement };
+        if let Some(place) = place {
+            let Self { endpoint, replay_endpoint, .. } = &publisher;
+            let offer = Offer { endpoint, replay_endpoint, dp_rank, block_size };
+            match Announcement::put(&place, &offer) {
+                Ok(announcement) => publisher.announcement = Mutex::new(Some(announcement)),
+                Err(error) => {
+                    publisher.close()?;
+                    return Err(error.into());
+                }
             }
         }
+        Ok(publisher)
     }
 
     /// Publishes stored blocks, up to the first one of another size.
     pub fn store(&self, blocks: &Blocks<'_>) -> Result<()> {
-        match self.stream.publisher.store(blocks, None)? {
+        match self.events.store(blocks, None)? {
             None => Ok(()),
             Some(dropped) => Err(fault(Code::Partial, dropped)),
         }
@@ -50,17 +78,17 @@ impl Publisher {
 
     /// Publishes removed blocks.
     pub fn remove(&self, block_hashes: &[u64], medium: Option<&str>) -> Result<()> {
-        Ok(self.stream.publisher.remove(block_hashes, medium)?)
+        Ok(self.events.remove(block_hashes, medium)?)
     }
 
     /// Publishes that the cache is empty.
     pub fn clear(&self) -> Result<()> {
-        Ok(self.stream.publisher.clear()?)
+        Ok(self.events.clear()?)
     }
 
     /// Waits until everything published is handed to ZMQ.
     pub fn flush(&self, timeout: Duration) -> Result<()> {
-        match self.stream.publisher.outbox.flush(timeout)? {
+        match self.events.outbox.flush(timeout)? {
             0 => Ok(()),
             left => {
                 Err(fault(Code::Timeout, format!("{left} events still wait after {timeout:?}")))
@@ -70,16 +98,60 @@ impl Publisher {
 
     /// Counters and gauges.
     pub fn stats(&self) -> Stats {
-        self.stream.publisher.stats()
+        self.events.stats()
     }
 
-    /// Withdraws the announcement, sends queued events, closes.
+    /// Withdraws the announcement, sends queued events and closes the sockets; waits until that is done.
     ///
     /// # Errors
     /// In a fork, where it has no effect: the process that created it continues.
     pub fn close(&self) -> Result<()> {
-        self.stream.publisher.outbox.check_process()?;
+        self.events.outbox.check_process()?;
         drop(self.announcement.lock().unwrap_or_else(PoisonError::into_inner).take());
-        self.stream.close()
+        self.events.outbox.close()?;
+        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(thread) = thread {
+            // It ends by itself; a panic in it was printed on stderr.
+            let _ = thread.join();
+        }
+        Ok(())
+    }
+}
+
+/// A publisher, from its thread's view.
+struct Worker {
+    events: Arc<Events>,
+    sockets: Sockets,
+    topic: String,
+}
+
+/// Releases all waiting callers, however the thread ends.
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.events.outbox.end();
+    }
+}
+
+impl Worker {
+    fn run(self) {
+        let (outbox, topic) = (&self.events.outbox, self.topic.as_bytes());
+        while !outbox.is_over() {
+            // Rounded up, because zero would busy-wait.
+            let wait = outbox.wait(Instant::now()).map_or(-1, |wait| {
+                i64::try_from(wait.as_micros().div_ceil(1_000)).unwrap_or(i64::MAX)
+            });
+            if self.sockets.wait(outbox.descriptor(), wait)
+                && let Some(frames) = self.sockets.request()
+            {
+                outbox.ask(&frames);
+            }
+            for reply in outbox.replies() {
+                self.sockets.answer(&reply.frames(topic));
+            }
+            // One batch per turn, so that replays get theirs.
+            if let Some((sequence, payload)) = outbox.take(Instant::now()) {
+                self.sockets.publish(&[topic, &sequence.to_be_bytes(), &payload]);
+            }
+        }
     }
 }
