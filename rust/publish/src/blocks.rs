@@ -1,7 +1,7 @@
 //! The blocks of a call: validated, then split into events that receivers accept.
 
 use crate::error::{Result, invalid};
-use crate::wire::{self, BLOCKS_MAX, Item, NAME_BYTES_MAX, Shape, Stored, TOKENS_MAX};
+use crate::wire::{self, BLOCKS_MAX, Item, NAME_BYTES_MAX, Shape, TOKENS_MAX};
 
 /// Maximum blocks of one call; more indicate an error of the caller.
 pub const CALL_BLOCKS_MAX: usize = 1 << 24;
@@ -91,20 +91,14 @@ impl Blocks<'_> {
         while first < fitting {
             let last = fitting.min(first + step);
             let block_hashes = &self.block_hashes[first..last];
-            let event = wire::stored(
-                shape,
-                &Stored {
-                    block_hashes,
-                    parent_hash,
-                    token_ids: &self.token_ids[first * size..last * size],
-                    block_size,
-                    lora_id: Some(self.lora_id).filter(|&id| id > 0),
-                    medium: self.medium,
-                    lora_name: self.lora_name,
-                    cache_salt: self.cache_salt,
-                    items: self.items.map(|items| &items[first..last]),
-                },
-            );
+            let part = Blocks {
+                block_hashes,
+                parent_hash,
+                token_ids: &self.token_ids[first * size..last * size],
+                items: self.items.map(|items| &items[first..last]),
+                ..*self
+            };
+            let event = wire::stored(shape, block_size, &part);
             if event.len() > event_bytes_max && last - first > 1 {
                 step = (last - first) / 2;
                 continue;

@@ -3,6 +3,8 @@
 
 use rmp::encode::{self, RmpWrite};
 
+use crate::blocks::Blocks;
+
 /// Maximum tokens of one event; receivers accept four times as many.
 pub const TOKENS_MAX: usize = 1 << 20;
 /// Maximum blocks of one event at receivers.
@@ -26,34 +28,11 @@ pub enum Shape {
 /// Identifier of a multimodal item, and its first token, relative to the block's.
 pub type Item = (String, i64);
 
-/// Stored blocks; each continues the one before.
-#[derive(Debug, Clone, Copy)]
-pub struct Stored<'a> {
-    /// The engine's names of the blocks.
-    pub block_hashes: &'a [u64],
-    /// The block before the first one; `None` if the first one starts the prompt.
-    pub parent_hash: Option<u64>,
-    /// Tokens of all the blocks; shape `[blocks * block_size]`.
-    pub token_ids: &'a [u32],
-    /// Tokens in a block.
-    pub block_size: u32,
-    /// The engine's number of the LoRA adapter.
-    pub lora_id: Option<u64>,
-    /// Storage medium; `None` means device.
-    pub medium: Option<&'a str>,
-    /// The adapter's name.
-    pub lora_name: Option<&'a str>,
-    /// The cache salt of the request.
-    pub cache_salt: Option<&'a str>,
-    /// Multimodal items, one entry per block.
-    pub items: Option<&'a [Vec<Item>]>,
-}
-
 /// Writing to a vector can't fail.
 type Bytes = rmp::encode::ByteBuf;
 
-/// Encodes a stored event.
-pub fn stored(shape: Shape, event: &Stored<'_>) -> Vec<u8> {
+/// Encodes a stored event of complete blocks.
+pub fn stored(shape: Shape, block_size: u32, event: &Blocks<'_>) -> Vec<u8> {
     let room = 128 + 9 * event.block_hashes.len() + 5 * event.token_ids.len();
     let (own_salt, engine_salt) = match shape {
         Shape::Own => (event.cache_salt, None),
@@ -70,8 +49,8 @@ pub fn stored(shape: Shape, event: &Stored<'_>) -> Vec<u8> {
     out.number("parent_block_hash", event.parent_hash);
     out.key("token_ids");
     out.list(event.token_ids, |out, _, &token| uint(out, u64::from(token)));
-    out.number("block_size", Some(u64::from(event.block_size)));
-    out.number("lora_id", event.lora_id);
+    out.number("block_size", Some(u64::from(block_size)));
+    out.number("lora_id", Some(event.lora_id).filter(|&id| id > 0));
     out.text("medium", event.medium);
     out.text("lora_name", event.lora_name);
     if own_salt.is_some() {
