@@ -6,6 +6,9 @@
 
 use std::sync::Arc;
 
+use base64::Engine;
+use base64::alphabet::STANDARD;
+use base64::engine::general_purpose::{GeneralPurpose, PAD};
 use parking_lot::Mutex;
 use rand::RngCore;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
@@ -25,6 +28,10 @@ pub const MAX_KEY_BYTES: usize = 256;
 
 /// Longest session id that is decoded.
 const MAX_ID_BYTES: usize = 512;
+
+/// Other routers' ids may end in bits that mean nothing.
+const BASE64: GeneralPurpose =
+    GeneralPurpose::new(&STANDARD, PAD.with_decode_allow_trailing_bits(true));
 
 pub(super) fn build(settings: &Settings, _: &mut dyn RngCore) -> Result<Arc<dyn RoutePolicy>> {
     let pins = Pins(Recent::new(settings.session.max_sessions));
@@ -198,54 +205,16 @@ pub fn session_id(address: &str, dp_rank: u32) -> String {
         0 => address.to_owned(),
         rank => format!("{address}/{rank}"),
     };
-    base64(plain.as_bytes())
+    BASE64.encode(plain)
 }
 
 /// Address and rank in an id from [`session_id`], or from another router that has no ranks; `None`
 /// for anything else.
 pub fn read_session_id(id: &str) -> Option<(String, u32)> {
-    let plain = (id.len() <= MAX_ID_BYTES).then(|| from_base64(id)).flatten()?;
+    let plain = (id.len() <= MAX_ID_BYTES).then(|| BASE64.decode(id).ok()).flatten()?;
     let plain = String::from_utf8(plain).ok()?;
     match plain.rsplit_once('/') {
         Some((address, rank)) => Some((address.to_owned(), rank.parse().ok()?)),
         None => Some((plain, 0)),
     }
-}
-
-const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-
-fn base64(bytes: &[u8]) -> String {
-    let mut text = String::with_capacity(bytes.len().div_ceil(3) * 4);
-    for chunk in bytes.chunks(3) {
-        let byte = |at: usize| chunk.get(at).map_or(0, |&byte| u32::from(byte));
-        let bits = byte(0) << 16 | byte(1) << 8 | byte(2);
-        for digit in 0..4 {
-            let value = (bits >> (18 - 6 * digit)) as usize & 63;
-            text.push(if digit <= chunk.len() { DIGITS[value].into() } else { '=' });
-        }
-    }
-    text
-}
-
-/// `None` unless the text is base64 with padding.
-fn from_base64(text: &str) -> Option<Vec<u8>> {
-    if !text.len().is_multiple_of(4) {
-        return None;
-    }
-    let digits = text.trim_end_matches('=');
-    if text.len() - digits.len() > 2 {
-        return None;
-    }
-    let (mut bytes, mut bits, mut held) = (Vec::with_capacity(text.len() / 4 * 3), 0_u32, 0);
-    for digit in digits.bytes() {
-        let value = DIGITS.iter().position(|&known| known == digit)? as u32;
-        bits = bits << 6 | value;
-        held += 6;
-        if held >= 8 {
-            held -= 8;
-            bytes.push((bits >> held) as u8);
-            bits &= (1 << held) - 1;
-        }
-    }
-    Some(bytes)
 }
