@@ -17,84 +17,76 @@ named! {
     }
 }
 
-macro_rules! codes {
-    ($($(#[$doc:meta])* $variant:ident = $name:literal, $state:ident;)*) => {
-        /// Why a publisher is not exact.
-        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-        #[repr(u8)]
-        pub enum Code { $($(#[$doc])* $variant,)* }
-
-        impl Code {
-            /// All codes, in the order of responses.
-            pub const ALL: &'static [Self] = &[$(Self::$variant,)*];
-
-            /// Its name in responses and metrics.
-            pub const fn name(self) -> &'static str {
-                match self { $(Self::$variant => $name,)* }
-            }
-
-            /// The state that it causes by itself.
-            pub const fn state(self) -> TrustState {
-                match self { $(Self::$variant => TrustState::$state,)* }
-            }
-        }
-    };
-}
-
-codes! {
-    /// The socket can't work.
-    Failed = "failed", Stale;
-    /// No connection since the registration.
-    NeverConnected = "never_connected", Stale;
-    /// The connection was lost.
-    Disconnected = "disconnected", Stale;
-    /// Reading is paused.
-    Paused = "paused", Stale;
-    /// All stored events have another block size than the index.
-    BlockSizeMismatch = "block_size_mismatch", Stale;
-    /// Frames arrived, but none is an event batch.
-    NothingDecodable = "nothing_decodable", Stale;
-    /// Connected, but no events so far.
-    NoEventsYet = "no_events_yet", Degraded;
-    /// Batches are missing and requested.
-    CatchingUp = "catching_up", Degraded;
-    /// Batches before the first received one are unavailable: credit is missing, none is wrong.
-    MissedFirstBatches = "missed_first_batches", Degraded;
-    /// Batches in between are unavailable: their evictions were missed.
-    LostBatches = "lost_batches", Degraded;
-    /// Reconnected, and not yet verified to be the same engine process.
-    UnverifiedReconnect = "unverified_reconnect", Degraded;
-    /// Blocks came from a peer without their stream position.
-    RecoveredWithoutWatermark = "recovered_without_watermark", Degraded;
-    /// Blocks came from a peer with inexact data.
-    RecoveredInexact = "recovered_inexact", Degraded;
-    /// Some frames are not event batches.
-    Undecodable = "undecodable", Degraded;
-    /// Some events are inconsistent.
-    MalformedEvents = "malformed_events", Degraded;
-    /// Some events are of an unknown type.
-    UnknownEvents = "unknown_events", Degraded;
-    /// Some events are on an unknown storage medium.
-    UnknownMedium = "unknown_medium", Degraded;
-    /// Some stored events have another block size than the index.
-    MixedBlockSizes = "mixed_block_sizes", Degraded;
-    /// Stored events had an unknown parent.
-    OrphanedStores = "orphaned_stores", Degraded;
-    /// Stored events named a block twice, or as its own ancestor.
-    SelfParent = "self_parent", Degraded;
-    /// Stored events whose cache salt contradicts their parent's.
-    IdentityConflict = "identity_conflict", Degraded;
-    /// A name was reused for other content.
-    HashReused = "hash_reused", Degraded;
-    /// The index had no room.
-    RefusedBlocks = "refused_blocks", Degraded;
-    /// The index evicted blocks at its memory limit.
-    EvictedByLimit = "evicted_by_limit", Degraded;
-    /// More blocks on the device than it has room for.
-    OverCapacity = "over_capacity", Degraded;
+named! {
+    /// Why a publisher is not exact, in the order of responses.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+    #[repr(u8)]
+    pub enum Code {
+        /// The socket can't work.
+        Failed = "failed",
+        /// No connection since the registration.
+        NeverConnected = "never_connected",
+        /// The connection was lost.
+        Disconnected = "disconnected",
+        /// Reading is paused.
+        Paused = "paused",
+        /// All stored events have another block size than the index.
+        BlockSizeMismatch = "block_size_mismatch",
+        /// Frames arrived, but none is an event batch.
+        NothingDecodable = "nothing_decodable",
+        /// Connected, but no events so far.
+        NoEventsYet = "no_events_yet",
+        /// Batches are missing and requested.
+        CatchingUp = "catching_up",
+        /// Batches before the first received one are unavailable: credit is missing, none is wrong.
+        MissedFirstBatches = "missed_first_batches",
+        /// Batches in between are unavailable: their evictions were missed.
+        LostBatches = "lost_batches",
+        /// Reconnected, and not yet verified to be the same engine process.
+        UnverifiedReconnect = "unverified_reconnect",
+        /// Blocks came from a peer without their stream position.
+        RecoveredWithoutWatermark = "recovered_without_watermark",
+        /// Blocks came from a peer with inexact data.
+        RecoveredInexact = "recovered_inexact",
+        /// Some frames are not event batches.
+        Undecodable = "undecodable",
+        /// Some events are inconsistent.
+        MalformedEvents = "malformed_events",
+        /// Some events are of an unknown type.
+        UnknownEvents = "unknown_events",
+        /// Some events are on an unknown storage medium.
+        UnknownMedium = "unknown_medium",
+        /// Some stored events have another block size than the index.
+        MixedBlockSizes = "mixed_block_sizes",
+        /// Stored events had an unknown parent.
+        OrphanedStores = "orphaned_stores",
+        /// Stored events named a block twice, or as its own ancestor.
+        SelfParent = "self_parent",
+        /// Stored events whose cache salt contradicts their parent's.
+        IdentityConflict = "identity_conflict",
+        /// A name was reused for other content.
+        HashReused = "hash_reused",
+        /// The index had no room.
+        RefusedBlocks = "refused_blocks",
+        /// The index evicted blocks at its memory limit.
+        EvictedByLimit = "evicted_by_limit",
+        /// More blocks on the device than it has room for.
+        OverCapacity = "over_capacity",
+    }
 }
 
 impl Code {
+    /// The state that it causes by itself.
+    pub const fn state(self) -> TrustState {
+        match self {
+            Self::Failed | Self::NeverConnected | Self::Disconnected | Self::Paused => {
+                TrustState::Stale
+            }
+            Self::BlockSizeMismatch | Self::NothingDecodable => TrustState::Stale,
+            _ => TrustState::Degraded,
+        }
+    }
+
     /// Codes that depend on the index, not only on the publisher's state.
     pub(super) const OF_INDEX: Codes =
         Codes::EMPTY.with(Self::EvictedByLimit).with(Self::OverCapacity);
@@ -149,7 +141,7 @@ impl Codes {
 
     /// In the order of [`Code::ALL`].
     pub fn iter(self) -> impl Iterator<Item = Code> {
-        Code::ALL.iter().copied().filter(move |code| self.has(*code))
+        Code::ALL.into_iter().filter(move |code| self.has(*code))
     }
 
     /// The worst state caused by one of them.

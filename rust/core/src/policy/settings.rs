@@ -3,7 +3,6 @@
 mod read;
 mod table;
 
-use std::fmt;
 use std::str::FromStr;
 
 use rand::{Rng, RngCore};
@@ -14,33 +13,16 @@ pub use table::{Kind, VARIABLES, Variable};
 
 use crate::error::{Error, Result};
 
-/// The source of defaults, and the treatment of values out of range.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub enum Profile {
-    /// The values that AIBrix documents. A value out of range is an error; 0 is legal.
-    #[default]
-    Document,
-    /// The behavior of AIBrix's code: its values, its units, and the default with a warning for a
-    /// value that is invalid or not above 0.
-    AibrixCompat,
-}
-
-impl Profile {
-    /// All profiles.
-    pub const ALL: [Self; 2] = [Self::Document, Self::AibrixCompat];
-
-    /// The name in configuration, logs and metrics.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Document => "document",
-            Self::AibrixCompat => "aibrix-compat",
-        }
-    }
-}
-
-impl fmt::Display for Profile {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
+named! {
+    /// The source of defaults, and the treatment of values out of range.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+    pub enum Profile {
+        /// The values that AIBrix documents. A value out of range is an error; 0 is legal.
+        #[default]
+        Document = "document",
+        /// The behavior of AIBrix's code: its values, its units, and the default with a warning for a
+        /// value that is invalid or not above 0.
+        AibrixCompat = "aibrix-compat",
     }
 }
 
@@ -48,7 +30,7 @@ impl FromStr for Profile {
     type Err = Error;
 
     fn from_str(name: &str) -> Result<Self, Error> {
-        Self::ALL.into_iter().find(|profile| profile.name() == name).ok_or_else(|| {
+        Self::from_name(name).ok_or_else(|| {
             let names = Self::ALL.map(Self::name).join(", ");
             Error::Config(format!("policy profile must be one of {names}; got {name:?}"))
         })

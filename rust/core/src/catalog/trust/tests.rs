@@ -151,11 +151,11 @@ fn every_code_is_in_the_table_and_has_words_and_a_fix() {
         assert!(row.is_some(), "{} is in no row", code.name());
         for has_replay in [true, false] {
             let evidence = Evidence { has_replay, ..healthy() };
-            let reason = explain(*code, &evidence, Some("it hung up"));
+            let reason = explain(code, &evidence, Some("it hung up"));
             assert!(reason.message.len() > 30 && reason.fix.len() > 10, "{reason:?}");
             assert!(!reason.message.ends_with('.') && !reason.fix.ends_with('.'), "{reason:?}");
         }
-        assert_eq!(Codes::EMPTY.with(*code).state(), code.state());
+        assert_eq!(Codes::EMPTY.with(code).state(), code.state());
     }
     assert!(Code::ALL.len() <= 32, "a set of codes has 32 bits");
 }
