@@ -7,8 +7,9 @@ use rand::RngCore;
 use super::by_metric::{ByMetric, Values};
 use super::contract::RoutePolicy;
 use super::kind::Policy;
+pub use super::multi::build;
 use super::settings::Settings;
-use super::{metrics, multi, prefix, price, session, vtc_basic};
+use super::{metrics, prefix, price, session, vtc_basic};
 use crate::error::{Error, Result};
 
 /// How a policy is created.
@@ -56,20 +57,6 @@ pub const POLICIES: &[Registration] = &[
     entry("throughput", "fewest tokens so far", Lowest(metrics::throughput)),
     entry("session-affinity", "the worker of the session", Own(session::build)),
 ];
-
-/// The policy that `strategy` names, or a weighted choice of several; see [`multi::parse`].
-///
-/// `rng` provides random values that a policy draws once, such as a hash seed.
-///
-/// # Errors
-/// [`Error::InvalidArgument`] for an invalid strategy or an unknown name.
-pub fn build(
-    strategy: &str,
-    settings: &Settings,
-    rng: &mut dyn RngCore,
-) -> Result<Arc<dyn RoutePolicy>> {
-    multi::build(strategy, settings, rng)
-}
 
 pub(super) fn build_one(
     name: &str,
