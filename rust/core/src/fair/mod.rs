@@ -27,7 +27,7 @@ pub use queue::FairQueue;
 pub use request::{
     ClientName, Cost, Dropped, Grant, Granted, Options, Refusal, Refused, Ticket, Used,
 };
-pub use stats::{ClientStats, FairStats};
+pub use stats::FairStats;
 
 #[cfg(test)]
 mod tests;

@@ -6,11 +6,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use hashbrown::HashMap;
 
 use super::config::{Discipline, FairConfig};
-use super::ready::{Client, Clients, Place, Waiting};
+use super::ready::{Clients, Place, Waiting};
 use super::request::{
     ClientName, Cost, Dropped, Grant, Granted, Options, Refusal, Refused, Ticket, Used,
 };
-use super::stats::{ClientStats, FairStats};
+use super::stats::FairStats;
 use crate::error::{Error, Result};
 
 /// Longest name of a client, in bytes.
@@ -44,15 +44,15 @@ struct Running {
 /// skip_limit` times.
 #[derive(Debug)]
 pub struct FairQueue<T> {
-    config: FairConfig,
-    clients: Clients<T>,
+    pub(super) config: FairConfig,
+    pub(super) clients: Clients<T>,
     weights: HashMap<Box<str>, f64>,
-    places: HashMap<Ticket, (u32, Place)>,
+    pub(super) places: HashMap<Ticket, (u32, Place)>,
     deadlines: BTreeSet<(u64, Ticket)>,
     running: BTreeMap<Grant, Running>,
     dropped: Vec<Dropped<T>>,
     /// The least value that a counter counts as (`vtc-max-fair`).
-    floor: f64,
+    pub(super) floor: f64,
     /// The highest counter.
     highest: f64,
     next_ticket: u64,
@@ -87,11 +87,6 @@ impl<T> FairQueue<T> {
         })
     }
 
-    /// The configuration it was created with.
-    pub fn config(&self) -> &FairConfig {
-        &self.config
-    }
-
     /// Gives `client` a larger (above 1) or smaller share than others; charges are divided by it.
     /// Earlier charges are not changed.
     ///
@@ -118,7 +113,6 @@ impl<T> FairQueue<T> {
     /// # Errors
     /// Returns the item if too many wait, with the time after which to retry.
     // A refusal carries the item back; boxing it would not make it smaller for the caller.
-    #[allow(clippy::result_large_err)]
     pub fn push<'a>(
         &mut self,
         client: impl Into<ClientName<'a>>,
@@ -126,11 +120,11 @@ impl<T> FairQueue<T> {
         cost: Cost,
         options: Options,
         now_ms: u64,
-    ) -> Result<Ticket, Refused<T>> {
+    ) -> Result<Ticket, Refused> {
         let client = client.into();
         let slot = match self.admit_client(client) {
             Ok(slot) => slot,
-            Err(refusal) => return Err(self.refuse(client, item, refusal)),
+            Err(refusal) => return Err(self.refuse(client, refusal)),
         };
         self.lift(slot);
         let ticket = Ticket(self.next_ticket);
@@ -241,11 +235,6 @@ impl<T> FairQueue<T> {
         std::mem::take(&mut self.dropped)
     }
 
-    /// Whether the queue is empty.
-    pub fn is_empty(&self) -> bool {
-        self.places.is_empty()
-    }
-
     /// Statistics of the whole queue.
     pub fn stats(&self) -> FairStats {
         FairStats {
@@ -255,43 +244,6 @@ impl<T> FairQueue<T> {
             waiting_clients: self.clients.waiting_len(),
             ..self.stats
         }
-    }
-
-    /// Statistics of every client, in no particular order.
-    pub fn clients(&self) -> impl Iterator<Item = ClientStats<'_>> {
-        self.clients.all().map(|client| ClientStats {
-            client: &client.name,
-            counter: self.told(client),
-            weight: client.weight,
-            queued: client.queue.len(),
-            running: client.running,
-            served: client.served,
-        })
-    }
-
-    /// The counter of `client`; `None` for one that is not remembered.
-    pub fn counter<'a>(&self, client: impl Into<ClientName<'a>>) -> Option<f64> {
-        let client = self.clients.at(self.clients.slot(client.into())?)?;
-        Some(self.told(client))
-    }
-
-    /// Tokens that the next answer to `client` is expected to have.
-    pub fn predicted<'a>(&self, client: impl Into<ClientName<'a>>) -> f64 {
-        let client = self.clients.slot(client.into()).and_then(|slot| self.clients.at(slot));
-        client.map_or(0.0, |client| client.predictor.length())
-    }
-
-    #[cfg(test)]
-    pub(super) fn set_counter(&mut self, client: &str, counter: f64) {
-        let known = self.clients.slot(client.into());
-        let slot = known.unwrap_or_else(|| self.clients.add(client.into(), 0.0, 1.0));
-        self.clients.change(slot, |client| client.counter = counter);
-    }
-
-    /// The counter of a client; within a group, among those of the group.
-    fn told(&self, client: &Client<T>) -> f64 {
-        let floor = if client.group.is_none() { self.floor } else { 0.0 };
-        client.counter.max(floor)
     }
 
     /// Prompt tokens that are charged, with cached ones at their share.
@@ -331,7 +283,7 @@ impl<T> FairQueue<T> {
         (self.config.max_queued.saturating_mul(parts) / whole).max(1)
     }
 
-    fn refuse(&mut self, name: ClientName<'_>, item: T, refusal: Refusal) -> Refused<T> {
+    fn refuse(&mut self, name: ClientName<'_>, refusal: Refusal) -> Refused {
         let slot = self.clients.slot(name).and_then(|slot| self.clients.at(slot));
         let own = slot.map_or(0, |client| client.queue.len());
         let (count, error) = match &refusal {
@@ -368,7 +320,7 @@ impl<T> FairQueue<T> {
         let waiting = if own > 0 { own } else { self.places.len() };
         let retry_after_ms = (pace_ms * waiting as f64 / 2.0) as u64;
         let retry_after_ms = retry_after_ms.clamp(*RETRY_MS.start(), *RETRY_MS.end());
-        Refused { item, refusal, retry_after_ms, error }
+        Refused { refusal, retry_after_ms, error }
     }
 
     /// A client that was idle must not keep credit from that time.

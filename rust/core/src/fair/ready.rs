@@ -66,7 +66,7 @@ enum Taker {
 #[derive(Debug)]
 pub(super) struct Clients<T> {
     is_ranked: bool,
-    slots: Vec<Option<Client<T>>>,
+    pub(super) slots: Vec<Option<Client<T>>>,
     free: Vec<u32>,
     len: usize,
     by_name: HashMap<Box<str>, u32>,
@@ -125,10 +125,6 @@ impl<T> Clients<T> {
 
     fn group_mut(&mut self, group: u32) -> Option<&mut Group> {
         self.groups.get_mut(group as usize).and_then(Option::as_mut)
-    }
-
-    pub(super) fn all(&self) -> impl Iterator<Item = &Client<T>> {
-        self.slots.iter().flatten()
     }
 
     /// Requests of a group that wait.

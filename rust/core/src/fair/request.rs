@@ -101,11 +101,9 @@ pub enum Refusal {
     Name(Error),
 }
 
-/// A refused request, with its item.
+/// A refused request.
 #[derive(Debug)]
-pub struct Refused<T> {
-    /// The pushed item.
-    pub item: T,
+pub struct Refused {
     /// The reason.
     pub refusal: Refusal,
     /// When it may retry, in milliseconds.

@@ -30,20 +30,3 @@ pub struct FairStats {
     /// Total waiting time of admitted requests, in milliseconds.
     pub waited_ms_total: u64,
 }
-
-/// Statistics of one client.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct ClientStats<'a> {
-    /// Its name; `""` for all clients without one.
-    pub client: &'a str,
-    /// Weighted service, including raises.
-    pub counter: f64,
-    /// Its weight.
-    pub weight: f64,
-    /// Waiting requests.
-    pub queued: usize,
-    /// Admitted and unfinished requests.
-    pub running: usize,
-    /// Weighted service, without raises and before its weight.
-    pub served: f64,
-}
