@@ -40,7 +40,7 @@ fn zeros_before_the_first_report_count_once_it_comes() {
     for _ in 0..1_000 {
         assert_eq!(trust.take(&sample(9, 0)), None);
     }
-    let is_bad = |trust: &ReuseTrust| trust.finding().is_some();
+    let is_bad = |trust: &ReuseTrust| trust.finding.is_some();
     trust.take(&sample(0, 9));
     assert!(!is_bad(&trust));
     assert_eq!(answers_until(&mut trust, &sample(9, 0), 10, is_bad), 3);
@@ -72,7 +72,7 @@ fn nothing_is_judged_before_the_engine_reports() {
         let expected = (at + 1 >= SILENT_SAMPLES).then_some(false);
         assert_eq!(trust.view().is_reported, expected, "{at}");
     }
-    assert_eq!((trust.credit(), trust.finding(), trust.view().samples), (1.0, None, 0));
+    assert_eq!((trust.credit(), trust.finding, trust.view().samples), (1.0, None, 0));
     trust.take(&sample(9, 9));
     assert_eq!(trust.view().is_reported, Some(true));
 }
@@ -89,7 +89,7 @@ fn answers_without_information_change_nothing() {
             assert_eq!(trust.take(&empty), None);
         }
     }
-    let is_bad = |trust: &ReuseTrust| trust.finding().is_some();
+    let is_bad = |trust: &ReuseTrust| trust.finding.is_some();
     assert_eq!(answers_until(&mut trust, &sample(9, 0), 10, is_bad), 4);
 }
 
@@ -130,7 +130,7 @@ fn persistent_differences_are_found_within_twenty_answers_and_cost_credit_within
             }
         }
         assert!(found_at.is_some_and(|at| at <= 20), "{name}: {found_at:?}");
-        assert_eq!(trust.finding(), Some(*finding), "{name}");
+        assert_eq!(trust.finding, Some(*finding), "{name}");
         assert_eq!(changes.last(), Some(&ReuseChange::Distrusted(*finding)), "{name}");
         assert!(changes.len() <= 2, "{name}: {changes:?}");
         assert_eq!(trust.credit(), 0.0, "{name}");
@@ -144,13 +144,13 @@ fn trust_comes_back_after_a_bounded_number_of_agreeing_answers() {
         trust.take(&sample(10, 0));
         trust.take(&sample(0, 10));
     }
-    assert_eq!((trust.credit(), trust.finding()), (0.0, Some(ReuseFinding::EventsCrossed)));
+    assert_eq!((trust.credit(), trust.finding), (0.0, Some(ReuseFinding::EventsCrossed)));
     let mut changes = Vec::new();
     for _ in 0..AGREEING {
         changes.extend(trust.take(&sample(10, 10)));
     }
     assert_eq!(changes, [ReuseChange::Recovered]);
-    assert_eq!((trust.credit(), trust.finding()), (1.0, None));
+    assert_eq!((trust.credit(), trust.finding), (1.0, None));
 }
 
 #[test]
@@ -273,7 +273,7 @@ fn fleet(heard_as: [usize; 2], seed: u64, requests: u32) -> [Fate; 2] {
         fate.trust.take(&answer);
         let is_informative = predicted > 0 || was_held;
         fate.answers += usize::from(is_informative && fate.trust.view().is_reported == Some(true));
-        if fate.trust.finding().is_some() {
+        if fate.trust.finding.is_some() {
             fate.distrusted_at.get_or_insert(fate.answers);
         }
         if fate.trust.credit() == 0.0 {
@@ -365,7 +365,7 @@ proptest! {
     ) {
         let mut trust = ReuseTrust::default();
         for (predicted, reported, is_told, block_size) in answers {
-            let before = trust.finding();
+            let before = trust.finding;
             let change = trust.take(&ReuseSample {
                 predicted_tokens: predicted,
                 explained_tokens: predicted,
@@ -373,11 +373,11 @@ proptest! {
                 block_size,
             });
             prop_assert!((0.0..=1.0).contains(&trust.credit()));
-            prop_assert_eq!(change.is_some(), before != trust.finding());
+            prop_assert_eq!(change.is_some(), before != trust.finding);
         }
         for _ in 0..AGREEING {
             trust.take(&sample(64, 64));
         }
-        prop_assert_eq!((trust.credit(), trust.finding()), (1.0, None));
+        prop_assert_eq!((trust.credit(), trust.finding), (1.0, None));
     }
 }

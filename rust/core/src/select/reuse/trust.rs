@@ -96,7 +96,7 @@ pub struct ReuseTrust {
     unannounced: Score,
     /// Both.
     either: Score,
-    finding: Option<ReuseFinding>,
+    pub(super) finding: Option<ReuseFinding>,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -187,11 +187,6 @@ impl ReuseTrust {
             false => ReuseFinding::ReuseNotInEvents,
         };
         Some(self.finding.unwrap_or(alone))
-    }
-
-    /// The reason for distrust; `None` while the worker is trusted.
-    pub fn finding(&self) -> Option<ReuseFinding> {
-        self.finding
     }
 
     /// The weight of the worker's overlap, 0 to 1: the more its answers contradict its events, in
