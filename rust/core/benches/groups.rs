@@ -16,6 +16,7 @@ use kvflash_core::clock::ManualClock;
 use kvflash_core::hash::engine::NameKeys;
 use kvflash_core::ids::Worker;
 use kvflash_core::index::Matches;
+use kvflash_core::repair::Feed;
 use rmpv::Value;
 
 const WORKERS: u64 = 2_000;

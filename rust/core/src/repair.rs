@@ -47,12 +47,12 @@ pub struct Frame {
 /// Applies the frames, and knows the stream position.
 pub trait Feed {
     /// Applies a frame of the subscription.
-    fn live(&self, frame: &Frame) -> FrameOutcome;
+    fn live(&self, sequence: u64, payload: &[u8]) -> FrameOutcome;
     /// Applies a frame of a replay.
-    fn replayed(&self, frame: &Frame) -> FrameOutcome;
+    fn replayed(&self, sequence: u64, payload: &[u8]) -> FrameOutcome;
     /// Whether a replay from the last applied number continues the known stream; `None`: the engine
     /// had nothing to replay.
-    fn verify(&self, first: Option<&Frame>) -> bool;
+    fn verify(&self, first: Option<(u64, &[u8])>) -> bool;
     /// Gives up on the batches before this number.
     fn give_up(&self, sequence: u64);
     /// The next expected number, and the last applied one.
@@ -221,7 +221,8 @@ impl Repair {
                 self.end(feed, Some(why), now_ms);
                 return self.told();
             }
-            if !feed.verify(first.and_then(Option::as_ref)) {
+            let first = first.and_then(Option::as_ref);
+            if !feed.verify(first.map(|frame| (frame.sequence, &frame.payload[..]))) {
                 // Another stream: only its tail follows, so request it from its start.
                 self.ask(feed, 0, false, now_ms);
                 return self.told();
@@ -314,7 +315,7 @@ impl Repair {
         now_ms: u64,
     ) {
         while let Some(next) = frames.front() {
-            let outcome = next.as_ref().map(|frame| feed.live(frame));
+            let outcome = next.as_ref().map(|frame| feed.live(frame.sequence, &frame.payload));
             match outcome {
                 None => feed.malformed(),
                 Some(FrameOutcome::Applied | FrameOutcome::Duplicate) => {}
@@ -342,7 +343,7 @@ impl Repair {
     fn take(&mut self, feed: &impl Feed, mut answer: Answer, mut has_looked: bool, now_ms: u64) {
         let mut frames = std::mem::take(&mut answer.frames).into_iter().peekable();
         while let Some(next) = frames.peek() {
-            let outcome = next.as_ref().map(|frame| feed.replayed(frame));
+            let outcome = next.as_ref().map(|frame| feed.replayed(frame.sequence, &frame.payload));
             match outcome {
                 None => feed.malformed(),
                 Some(FrameOutcome::Applied | FrameOutcome::Duplicate) => {}

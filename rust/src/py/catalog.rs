@@ -10,6 +10,7 @@ use kvflash_core::catalog::{
 use kvflash_core::clock::SystemClock;
 use kvflash_core::error::Error;
 use kvflash_core::ids::Worker;
+use kvflash_core::repair::Feed;
 use parking_lot::Mutex;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};

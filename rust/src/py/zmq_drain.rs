@@ -13,6 +13,7 @@ use std::mem::MaybeUninit;
 
 use kvflash_core::catalog::FrameOutcome;
 use kvflash_core::error::Error;
+use kvflash_core::repair::Feed;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 

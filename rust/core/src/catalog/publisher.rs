@@ -20,7 +20,7 @@ use crate::clock::Clock;
 use crate::codec::{Limits, decode_batch};
 use crate::ids::Worker;
 use crate::log_limit::LogLimit;
-use crate::repair::{Feed, Frame, FrameOutcome};
+use crate::repair::{Feed, FrameOutcome};
 use crate::stream::{Step, Stream};
 
 /// Maximum ranks per socket; batches of further ones count as malformed.
@@ -149,89 +149,6 @@ impl Publisher {
         }
     }
 
-    /// Applies a frame of the subscription, in order of arrival.
-    ///
-    /// # Cost
-    /// A lock of this publisher, the decoding, and the index's cost per block.
-    pub fn live(&self, sequence: u64, payload: &[u8]) -> FrameOutcome {
-        let mut state = self.state.lock();
-        if state.closed {
-            return FrameOutcome::Closed;
-        }
-        self.settle_unplaced(&mut state, sequence, payload);
-        let gaps = state.stream.gaps();
-        let mut step = state.stream.live(sequence);
-        if step == Step::Duplicate && state.stream.contradicts(sequence, xxh3_64(payload)) {
-            step = Step::Restarted;
-        }
-        if step == Step::Restarted {
-            self.forget_restarted(&mut state, "its sequence numbers went back");
-            step = state.stream.live(sequence);
-        }
-        if let Step::Gap { from, to } = step
-            && state.stream.gaps() > gaps
-        {
-            // A frame that is offered again after a failed repair shows the same gap.
-            add(&self.counters.gap_batches, to - from + 1);
-        }
-        self.take(&mut state, step, sequence, payload, false)
-    }
-
-    /// Applies a frame of a replay.
-    pub fn replayed(&self, sequence: u64, payload: &[u8]) -> FrameOutcome {
-        let mut state = self.state.lock();
-        if state.closed {
-            return FrameOutcome::Closed;
-        }
-        self.settle_unplaced(&mut state, sequence, payload);
-        let step = state.stream.replayed(sequence);
-        self.take(&mut state, step, sequence, payload, true)
-    }
-
-    /// Gives up on missing batches: the stream continues at `sequence`.
-    pub fn give_up(&self, sequence: u64) {
-        let mut state = self.state.lock();
-        let before = state.stream.lost();
-        let is_first = state.stream.last().is_none();
-        state.stream.skip_to(sequence);
-        let lost = state.stream.lost() - before;
-        add(&self.counters.lost_batches, lost);
-        state.standing.gave_up(lost, is_first);
-        self.tell(&mut state);
-    }
-
-    /// After a reconnect: checks that this is still the stream that was applied so far.
-    ///
-    /// `first` is the first frame of a replay from the last applied sequence number, `None` if the
-    /// engine had nothing to replay. A different stream means that the engine restarted: its blocks
-    /// are dropped and the stream starts over.
-    pub fn verify(&self, first: Option<(u64, &[u8])>) -> bool {
-        let mut state = self.state.lock();
-        if state.stream.last().is_none() {
-            return true;
-        }
-        // A ring that has moved beyond our position proves nothing: then the blocks are dropped,
-        // too, and restored from what the ring still holds.
-        let same = match first {
-            Some((sequence, payload)) => state.stream.verify(sequence, xxh3_64(payload)),
-            None => false,
-        };
-        if !same {
-            self.forget_restarted(&mut state, "while it was disconnected");
-            state.stream.reset();
-        } else if state.is_bare {
-            // The same engine as at the last registration, whose blocks were dropped: everything
-            // that the engine still has is needed.
-            state.stream.reset();
-            state.is_bare = false;
-            return false;
-        } else {
-            state.standing.went_on();
-        }
-        self.tell(&mut state);
-        same
-    }
-
     /// The engine's process is known from another source to have restarted.
     ///
     /// # Consistency
@@ -242,12 +159,6 @@ impl Publisher {
         self.forget_restarted(&mut state, "it is a new process");
         state.stream.reset();
         self.tell(&mut state);
-    }
-
-    /// The sequence number from which a replay would continue the stream, and the last applied one.
-    pub fn position(&self) -> (u64, Option<u64>) {
-        let state = self.state.lock();
-        (state.stream.next(), state.stream.last())
     }
 
     /// Counts messages without a sequence number and payload, which are dropped, as undecodable
@@ -498,24 +409,93 @@ impl Publisher {
 }
 
 impl Feed for Publisher {
-    fn live(&self, frame: &Frame) -> FrameOutcome {
-        Self::live(self, frame.sequence, &frame.payload)
+    /// Applies a frame of the subscription, in order of arrival.
+    ///
+    /// # Cost
+    /// A lock of this publisher, the decoding, and the index's cost per block.
+    fn live(&self, sequence: u64, payload: &[u8]) -> FrameOutcome {
+        let mut state = self.state.lock();
+        if state.closed {
+            return FrameOutcome::Closed;
+        }
+        self.settle_unplaced(&mut state, sequence, payload);
+        let gaps = state.stream.gaps();
+        let mut step = state.stream.live(sequence);
+        if step == Step::Duplicate && state.stream.contradicts(sequence, xxh3_64(payload)) {
+            step = Step::Restarted;
+        }
+        if step == Step::Restarted {
+            self.forget_restarted(&mut state, "its sequence numbers went back");
+            step = state.stream.live(sequence);
+        }
+        if let Step::Gap { from, to } = step
+            && state.stream.gaps() > gaps
+        {
+            // A frame that is offered again after a failed repair shows the same gap.
+            add(&self.counters.gap_batches, to - from + 1);
+        }
+        self.take(&mut state, step, sequence, payload, false)
     }
 
-    fn replayed(&self, frame: &Frame) -> FrameOutcome {
-        Self::replayed(self, frame.sequence, &frame.payload)
+    /// Applies a frame of a replay.
+    fn replayed(&self, sequence: u64, payload: &[u8]) -> FrameOutcome {
+        let mut state = self.state.lock();
+        if state.closed {
+            return FrameOutcome::Closed;
+        }
+        self.settle_unplaced(&mut state, sequence, payload);
+        let step = state.stream.replayed(sequence);
+        self.take(&mut state, step, sequence, payload, true)
     }
 
-    fn verify(&self, first: Option<&Frame>) -> bool {
-        Self::verify(self, first.map(|frame| (frame.sequence, &frame.payload[..])))
+    /// After a reconnect: checks that this is still the stream that was applied so far.
+    ///
+    /// `first` is the first frame of a replay from the last applied sequence number, `None` if the
+    /// engine had nothing to replay. A different stream means that the engine restarted: its blocks
+    /// are dropped and the stream starts over.
+    fn verify(&self, first: Option<(u64, &[u8])>) -> bool {
+        let mut state = self.state.lock();
+        if state.stream.last().is_none() {
+            return true;
+        }
+        // A ring that has moved beyond our position proves nothing: then the blocks are dropped,
+        // too, and restored from what the ring still holds.
+        let same = match first {
+            Some((sequence, payload)) => state.stream.verify(sequence, xxh3_64(payload)),
+            None => false,
+        };
+        if !same {
+            self.forget_restarted(&mut state, "while it was disconnected");
+            state.stream.reset();
+        } else if state.is_bare {
+            // The same engine as at the last registration, whose blocks were dropped: everything
+            // that the engine still has is needed.
+            state.stream.reset();
+            state.is_bare = false;
+            return false;
+        } else {
+            state.standing.went_on();
+        }
+        self.tell(&mut state);
+        same
     }
 
+    /// Gives up on missing batches: the stream continues at `sequence`.
     fn give_up(&self, sequence: u64) {
-        Self::give_up(self, sequence);
+        let mut state = self.state.lock();
+        let before = state.stream.lost();
+        let is_first = state.stream.last().is_none();
+        state.stream.skip_to(sequence);
+        let lost = state.stream.lost() - before;
+        add(&self.counters.lost_batches, lost);
+        state.standing.gave_up(lost, is_first);
+        self.tell(&mut state);
     }
 
+    /// The sequence number from which a replay would continue the stream, and the last applied one.
     fn position(&self) -> (u64, Option<u64>) {
-        Self::position(self)
+        let state = self.state.lock();
+        (state.stream.next(), state.stream.last())
     }
 
     fn malformed(&self) {

@@ -20,17 +20,22 @@ struct Taken {
 }
 
 impl Log {
-    fn take(&self, frame: &Frame, call: fn(&mut Stream, u64) -> Step) -> FrameOutcome {
+    fn take(
+        &self,
+        sequence: u64,
+        payload: &[u8],
+        call: fn(&mut Stream, u64) -> Step,
+    ) -> FrameOutcome {
         let taken = &mut *self.0.borrow_mut();
-        let mut step = call(&mut taken.stream, frame.sequence);
+        let mut step = call(&mut taken.stream, sequence);
         if step == Step::Restarted {
             taken.applied.clear();
-            step = call(&mut taken.stream, frame.sequence);
+            step = call(&mut taken.stream, sequence);
         }
         match step {
             Step::Apply => {
-                taken.stream.applied(frame.payload[0].into());
-                taken.applied.push(frame.sequence);
+                taken.stream.applied(payload[0].into());
+                taken.applied.push(sequence);
                 FrameOutcome::Applied
             }
             Step::Gap { from, to } => FrameOutcome::Gap { from, to },
@@ -40,18 +45,18 @@ impl Log {
 }
 
 impl Feed for Log {
-    fn live(&self, frame: &Frame) -> FrameOutcome {
-        self.take(frame, Stream::live)
+    fn live(&self, sequence: u64, payload: &[u8]) -> FrameOutcome {
+        self.take(sequence, payload, Stream::live)
     }
 
-    fn replayed(&self, frame: &Frame) -> FrameOutcome {
-        self.take(frame, Stream::replayed)
+    fn replayed(&self, sequence: u64, payload: &[u8]) -> FrameOutcome {
+        self.take(sequence, payload, Stream::replayed)
     }
 
-    fn verify(&self, first: Option<&Frame>) -> bool {
+    fn verify(&self, first: Option<(u64, &[u8])>) -> bool {
         let taken = &mut *self.0.borrow_mut();
-        let is_same =
-            first.is_some_and(|frame| taken.stream.verify(frame.sequence, frame.payload[0].into()));
+        let is_same = first
+            .is_some_and(|(sequence, payload)| taken.stream.verify(sequence, payload[0].into()));
         if !is_same {
             taken.stream.reset();
             taken.applied.clear();

@@ -14,6 +14,7 @@ use kvflash_core::clock::ManualClock;
 use kvflash_core::error::Error;
 use kvflash_core::ids::{Tier, Worker};
 use kvflash_core::index::{Block, DEFAULT_SEED};
+use kvflash_core::repair::Feed;
 use serde_json::json;
 
 /// A batch without events that speaks for rank 1: `[0.0, [], 1]`.

@@ -15,6 +15,7 @@ use kvflash_core::clock::ManualClock;
 use kvflash_core::hash::engine::{MediaItem, NameKeys};
 use kvflash_core::ids::Worker;
 use kvflash_core::index::Matches;
+use kvflash_core::repair::Feed;
 use rmpv::Value;
 
 /// Totals of a file's predictions.

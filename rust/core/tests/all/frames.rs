@@ -11,6 +11,7 @@ use kvflash_core::catalog::{
 use kvflash_core::clock::ManualClock;
 use kvflash_core::ids::Worker;
 use kvflash_core::index::Matches;
+use kvflash_core::repair::Feed;
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 use serde_json::Value;

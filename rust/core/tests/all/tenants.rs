@@ -16,6 +16,7 @@ use kvflash_core::clock::ManualClock;
 use kvflash_core::hash::engine::{MediaItem, NameAlgorithm, NameKeys, NameScheme, names_into};
 use kvflash_core::ids::Worker;
 use kvflash_core::index::Matches;
+use kvflash_core::repair::Feed;
 use proptest::prelude::*;
 use rmpv::Value;
 

@@ -17,6 +17,7 @@ use kvflash_core::fair::{LineOrder, Wish};
 use kvflash_core::hash::engine::NameKeys;
 use kvflash_core::ids::Worker;
 use kvflash_core::policy::Policy;
+use kvflash_core::repair::Feed;
 use kvflash_core::select::{Ask, Pin, QueueOptions, QueueThreshold};
 use tokio::runtime::{Builder, Runtime};
 

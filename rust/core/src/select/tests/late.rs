@@ -2,16 +2,12 @@
 
 use super::*;
 use crate::catalog::{ListenerStatus, Publisher, Unheard};
-use crate::repair::{Feed, Frame, FrameOutcome};
+use crate::repair::{Feed, FrameOutcome};
 
 /// A batch without events, as engines encode it.
 const EMPTY: [u8; 11] = [0x92, 0xcb, 0, 0, 0, 0, 0, 0, 0, 0, 0x90];
 /// Blocks of the prompts below.
 const BLOCKS: u32 = 12;
-
-fn frame(sequence: u64) -> Frame {
-    Frame { sequence, payload: EMPTY.to_vec() }
-}
 
 impl Bench {
     fn publisher(&self, at: Worker) -> Arc<Publisher> {
@@ -75,7 +71,7 @@ fn a_replay_is_not_known_before_its_end() {
     publisher.replay_started();
     assert_eq!(bench.unheard(), [(0, Unheard::Replaying)]);
     for sequence in 0..3 {
-        assert_eq!(Feed::replayed(&*publisher, &frame(sequence)), FrameOutcome::Applied);
+        assert_eq!(publisher.replayed(sequence, &EMPTY), FrameOutcome::Applied);
         assert_eq!(bench.unheard(), [(0, Unheard::Replaying)]);
     }
     publisher.replay_ended(None, false);
