@@ -22,7 +22,7 @@ impl RoutePolicy for Policy {
         rng: &mut dyn RngCore,
     ) -> Option<Choice> {
         let decision = select(*self, &context.request, candidates.list, costs, rng)?;
-        Some(decision.choice())
+        Some(decision.choice)
     }
 
     fn needs_tokens(&self) -> bool {

@@ -46,9 +46,12 @@ named! {
 pub struct Choice {
     /// Index of the candidate.
     pub index: usize,
-    /// How many candidates were equally good and better than all others; 1 without a tie.
+    /// How many candidates were equally good and better than all others; 1 without a tie. `random`
+    /// treats all as equal.
     pub ties: usize,
-    /// The lowest cost among the others minus the chosen one's; `None` if costs don't decide.
+    /// The lowest cost among the others (for `power_of_two`, of the other one drawn) minus the
+    /// chosen one's; negative if a temperature preferred a costlier one. `None` if costs don't
+    /// decide, and without other candidates.
     pub margin: Option<f64>,
     /// The reason.
     pub reason: Reason,
@@ -80,19 +83,8 @@ pub struct Decision<'a> {
     pub candidates: &'a [Candidate],
     /// The cost of each candidate.
     pub costs: &'a [CandidateCost],
-    /// Index of the chosen one in `candidates`.
-    pub chosen: usize,
-    /// How many candidates the policy found equally good and better than all others; 1 without a
-    /// tie. `random` treats all as equal.
-    pub ties: usize,
-    /// The lowest cost among the others (for `power_of_two`, of the other one drawn) minus the
-    /// chosen one's; negative if a temperature preferred a costlier one. `None` without costs or
-    /// other candidates.
-    pub margin: Option<f64>,
-    /// The reason.
-    pub reason: Reason,
-    /// See [`Choice::score`].
-    pub score: Option<f64>,
+    /// The chosen one of `candidates`.
+    pub choice: Choice,
     /// The seed of the random draw; 0 if the caller used its own generator.
     pub seed: u64,
 }
@@ -104,7 +96,7 @@ impl<'a> Decision<'a> {
         request: RequestTerms,
         candidates: &'a [Candidate],
         costs: &'a [CandidateCost],
-        choice: &Choice,
+        choice: Choice,
     ) -> Self {
         let chosen = &candidates[choice.index];
         Self {
@@ -114,11 +106,7 @@ impl<'a> Decision<'a> {
             request,
             candidates,
             costs,
-            chosen: choice.index,
-            ties: choice.ties,
-            margin: choice.margin,
-            reason: choice.reason,
-            score: choice.score,
+            choice,
             seed: 0,
         }
     }
@@ -129,20 +117,9 @@ impl<'a> Decision<'a> {
         Self { seed, ..self }
     }
 
-    /// The choice without its context.
-    pub fn choice(&self) -> Choice {
-        Choice {
-            index: self.chosen,
-            ties: self.ties,
-            margin: self.margin,
-            reason: self.reason,
-            score: self.score,
-        }
-    }
-
     /// Terms of the chosen worker.
     pub fn terms(&self) -> Terms {
-        self.request.terms_at(&self.candidates[self.chosen], &self.costs[self.chosen])
+        self.request.terms_at(&self.candidates[self.choice.index], &self.costs[self.choice.index])
     }
 
     /// Terms of every candidate, in the order they were given.

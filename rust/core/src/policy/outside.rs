@@ -86,7 +86,7 @@ impl RoutePolicy for Outside {
         costs: &mut Vec<CandidateCost>,
         rng: &mut dyn RngCore,
     ) -> Option<Choice> {
-        let fallback = select(Policy::Kv, &context.request, candidates.list, costs, rng)?.choice();
+        let fallback = select(Policy::Kv, &context.request, candidates.list, costs, rng)?.choice;
         let Some(advice) = context.advice else { return Some(fallback) };
         let mut best: Option<(f64, usize)> = None;
         let (mut ties, mut next) = (0, f64::NEG_INFINITY);

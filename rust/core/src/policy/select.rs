@@ -72,7 +72,7 @@ pub fn select<'a>(
             settle(policy, &request, lowest, 0..count, candidates, costs, rng)
         }
     };
-    Some(Decision::new(Some(policy), request, candidates, costs, &choice))
+    Some(Decision::new(Some(policy), request, candidates, costs, choice))
 }
 
 /// The value that a policy minimizes.

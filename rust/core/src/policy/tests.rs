@@ -94,8 +94,8 @@ fn check_choice(weight: f64, workers: &Value, expected: &Value) {
         assert_eq!(terms.cost, expected["costs"][&id].as_f64().unwrap(), "worker {id}");
     }
     assert_eq!(decision.worker.instance_id.to_string(), expected["selected"]);
-    assert_eq!((decision.ties, decision.margin), (1, Some(1.0)));
-    assert_eq!(decision.reason, Reason::LowestCost);
+    assert_eq!((decision.choice.ties, decision.choice.margin), (1, Some(1.0)));
+    assert_eq!(decision.choice.reason, Reason::LowestCost);
 }
 
 fn check_doc_example(weight: f64, input: &Value, expected: &Value) {
@@ -246,9 +246,9 @@ fn select_at_a_temperature_draws_the_probabilities() {
     let mut margins = BTreeMap::new();
     for _ in 0..10_000 {
         let decision = select(Policy::Kv, &request, &candidates, &mut terms, &mut rng).unwrap();
-        assert_eq!((decision.reason, decision.ties), (Reason::Temperature, 1));
-        drawn[decision.chosen] += 1;
-        margins.insert(decision.chosen, decision.margin);
+        assert_eq!((decision.choice.reason, decision.choice.ties), (Reason::Temperature, 1));
+        drawn[decision.choice.index] += 1;
+        margins.insert(decision.choice.index, decision.choice.margin);
     }
     for (drawn, wanted) in drawn.into_iter().zip([0.1635, 0.4444, 0.3922]) {
         assert!((f64::from(drawn) / 10_000.0 - wanted).abs() < 0.025, "{drawn}");
@@ -276,10 +276,10 @@ fn ties_are_exact_and_evenly_drawn() {
     let mut drawn = [0_u32; 5];
     for _ in 0..9_000 {
         let decision = select(Policy::Kv, &request, &candidates, &mut terms, &mut rng).unwrap();
-        assert_eq!((decision.ties, decision.margin), (3, Some(0.0)));
-        assert_eq!(decision.reason, Reason::Tie);
+        assert_eq!((decision.choice.ties, decision.choice.margin), (3, Some(0.0)));
+        assert_eq!(decision.choice.reason, Reason::Tie);
         assert_eq!(decision.terms().cost, 3.0);
-        drawn[decision.chosen] += 1;
+        drawn[decision.choice.index] += 1;
     }
     assert_eq!((drawn[0], drawn[3]), (0, 0));
     for share in [drawn[1], drawn[2], drawn[4]] {
@@ -345,8 +345,11 @@ fn least_loaded_takes_blocks_then_requests_then_chance() {
     for _ in 0..1_000 {
         let policy = Policy::LeastLoaded;
         let decision = select(policy, &request, &candidates, &mut terms, &mut rng).unwrap();
-        assert_eq!((decision.terms().cost, decision.ties, decision.margin), (4.0, 2, Some(0.0)));
-        drawn[decision.chosen] += 1;
+        assert_eq!(
+            (decision.terms().cost, decision.choice.ties, decision.choice.margin),
+            (4.0, 2, Some(0.0))
+        );
+        drawn[decision.choice.index] += 1;
     }
     assert_eq!((drawn[0], drawn[1], drawn[4]), (0, 0, 0), "worker 1 has more requests");
     assert!(drawn[2] > 400 && drawn[3] > 400, "{drawn:?}");
@@ -362,8 +365,8 @@ fn power_of_two_compares_two_different_candidates() {
     for _ in 0..3_000 {
         let policy = Policy::PowerOfTwo;
         let decision = select(policy, &request, &candidates, &mut terms, &mut rng).unwrap();
-        assert!(decision.margin > Some(0.0), "the two are never the same");
-        drawn[decision.chosen] += 1;
+        assert!(decision.choice.margin > Some(0.0), "the two are never the same");
+        drawn[decision.choice.index] += 1;
     }
     assert!((1_900..2_100).contains(&drawn[0]), "two of three pairs: {drawn:?}");
     assert_eq!(drawn[2], 0, "the busiest never wins");
@@ -376,8 +379,8 @@ fn random_is_even() {
     let mut drawn = [0_u32; 3];
     for _ in 0..3_000 {
         let decision = select(Policy::Random, &request, &candidates, &mut terms, &mut rng).unwrap();
-        assert_eq!((decision.ties, decision.margin), (3, None));
-        drawn[decision.chosen] += 1;
+        assert_eq!((decision.choice.ties, decision.choice.margin), (3, None));
+        drawn[decision.choice.index] += 1;
     }
     assert!(drawn.iter().all(|drawn| (850..1_150).contains(drawn)), "{drawn:?}");
 }
@@ -505,23 +508,23 @@ proptest! {
         prop_assert_eq!(first.is_none(), candidates.is_empty());
         let Some(decision) = first else { return Ok(()) };
         prop_assert_eq!(decision.costs.len(), candidates.len());
-        prop_assert_eq!(decision.worker, candidates[decision.chosen].worker);
-        prop_assert_eq!(decision.overlap_blocks, candidates[decision.chosen].overlap_blocks);
-        prop_assert!(decision.ties >= 1 && decision.ties <= candidates.len());
+        prop_assert_eq!(decision.worker, candidates[decision.choice.index].worker);
+        prop_assert_eq!(decision.overlap_blocks, candidates[decision.choice.index].overlap_blocks);
+        prop_assert!(decision.choice.ties >= 1 && decision.choice.ties <= candidates.len());
         let compares = temperature == 0.0 && policy == Policy::Kv || policy == Policy::LeastLoaded;
         if compares {
             let cost = decision.terms().cost;
             let others = || decision.costs.iter().enumerate()
-                .filter(|&(at, _)| at != decision.chosen).map(|(_, terms)| terms.cost);
+                .filter(|&(at, _)| at != decision.choice.index).map(|(_, terms)| terms.cost);
             prop_assert!(others().all(|other| other >= cost));
             let next = others().min_by(f64::total_cmp);
-            prop_assert_eq!(decision.margin, next.map(|next| next - cost));
+            prop_assert_eq!(decision.choice.margin, next.map(|next| next - cost));
         }
         if policy == Policy::Kv && temperature == 0.0 {
             let cost = decision.terms().cost;
             let equal = decision.costs.iter().filter(|terms| terms.cost == cost).count();
             let is_foretold = candidates.iter().any(|candidate| candidate.predicted_blocks > 0);
-            prop_assert!(decision.ties == equal || (is_foretold && decision.ties < equal));
+            prop_assert!(decision.choice.ties == equal || (is_foretold && decision.choice.ties < equal));
         }
     }
 }

@@ -45,10 +45,10 @@ macro_rules! log_decision {
     ($level:ident, $selector:expr, $ask:expr, $decision:expr) => {
         tracing::$level!(
             model = $selector.model.key.model_name, request_id = $ask.request_id,
-            worker = %$decision.worker, policy = %$selector.decided_by($decision), reason = %$decision.reason,
+            worker = %$decision.worker, policy = %$selector.decided_by($decision), reason = %$decision.choice.reason,
             isl_tokens = $ask.prompt.isl_tokens, overlap_blocks = $decision.overlap_blocks,
             predicted_blocks = $decision.terms().predicted_blocks, cost = $decision.terms().cost,
-            ties = $decision.ties, margin = $decision.margin,
+            ties = $decision.choice.ties, margin = $decision.choice.margin,
             candidates = $decision.candidates.len(),
             "routed"
         )
@@ -82,9 +82,9 @@ impl Selector {
             reached_blocks: held.map_or(0, |held| held.external),
             best_blocks: best.unwrap_or(0),
             at_ms: self.clock.now_ms(),
-            reason: decision.reason,
-            ties: decision.ties,
-            margin: decision.margin,
+            reason: decision.choice.reason,
+            ties: decision.choice.ties,
+            margin: decision.choice.margin,
             seed: decision.seed,
         }
     }
@@ -127,11 +127,8 @@ impl Selector {
             decided_at_ms: self.clock.now_ms(),
             policy: self.decided_by(decision),
             worker: decision.worker,
-            reason: decision.reason,
-            ties: decision.ties,
-            margin: decision.margin,
+            choice: decision.choice,
             seed: decision.seed,
-            score: decision.score,
             request: decision.request,
             prompt_source: ask.prompt.source,
             request_blocks: ask.prompt.sequence_hashes.len() as u32,

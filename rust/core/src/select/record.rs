@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::ask::TokenSource;
 use super::draining::Diverted;
 use crate::ids::Worker;
-use crate::policy::{Reason, RequestTerms, Terms};
+use crate::policy::{Choice, RequestTerms, Terms};
 
 named! {
     /// Outcome of a request.
@@ -67,16 +67,10 @@ pub struct Record {
     pub policy: Arc<str>,
     /// The chosen worker.
     pub worker: Worker,
-    /// The reason.
-    pub reason: Reason,
-    /// How many candidates were equally good.
-    pub ties: usize,
-    /// Cost difference to the next one.
-    pub margin: Option<f64>,
+    /// The choice among the candidates that were neither busy nor draining, which come first.
+    pub choice: Choice,
     /// The seed of the random draw.
     pub seed: u64,
-    /// The value that decided, if that is not a cost.
-    pub score: Option<f64>,
     /// The request as the policy saw it.
     pub request: RequestTerms,
     /// How far the prompt's tokens were known.

@@ -625,7 +625,7 @@ fn a_decision_is_kept_with_all_that_went_into_it_and_what_came_of_it() {
     assert_eq!(tiers, [(0, 0, 0, false), (2, 3, 3, false), (0, 0, 0, false)]);
     let costs: Vec<f64> = record.candidates.iter().map(|one| one.terms.cost).collect();
     // A block in host memory saves three quarters of one to prefill.
-    assert_eq!((costs, record.margin), (vec![8.0, 5.25, 8.0], Some(2.75)));
+    assert_eq!((costs, record.choice.margin), (vec![8.0, 5.25, 8.0], Some(2.75)));
     bench.clock.advance(30);
     held.first_token();
     held.cached(8);

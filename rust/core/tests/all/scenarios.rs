@@ -248,9 +248,9 @@ fn check(decision: &Decision<'_>, fact: &str) -> Outcome<()> {
     let got = match key {
         "overlap" => decision.overlap_blocks.to_string(),
         "cost" => decision.terms().cost.to_string(),
-        "ties" => decision.ties.to_string(),
-        "margin" => decision.margin.map_or("none".into(), |margin| margin.to_string()),
-        "reason" => decision.reason.to_string(),
+        "ties" => decision.choice.ties.to_string(),
+        "margin" => decision.choice.margin.map_or("none".into(), |margin| margin.to_string()),
+        "reason" => decision.choice.reason.to_string(),
         "candidates" => decision.candidates.len().to_string(),
         _ => return Err(format!("no such fact: {key}")),
     };

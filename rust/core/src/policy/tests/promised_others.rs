@@ -91,9 +91,9 @@ proptest! {
         let choice = policy.choose(&context, &Candidates::new(&list), &mut others, &mut rng);
         prop_assert_eq!(decision.is_some(), choice.is_some());
         if let Some((decision, choice)) = decision.zip(choice) {
-            prop_assert_eq!(decision.chosen, choice.index);
+            prop_assert_eq!(decision.choice.index, choice.index);
             prop_assert_eq!(
-                (decision.ties, decision.margin, decision.reason),
+                (decision.choice.ties, decision.choice.margin, decision.choice.reason),
                 (choice.ties, choice.margin, choice.reason)
             );
             prop_assert_eq!(decision.costs, &others[..]);

@@ -65,8 +65,7 @@ impl Router {
             (id, choice, seed)
         };
         self.policies.routed(&context, &considered.found(), &choice);
-        let decision =
-            self.decision(&ask.overrides, &context, considered, &choice).drawn_from(seed);
+        let decision = self.decision(&ask.overrides, &context, considered, choice).drawn_from(seed);
         let told = !self.policies.is_empty();
         let tail = told.then(|| Box::new(Tail::new(ask, now_ms, context.memo.into_ticket())));
         Ok((Reservation::new(Arc::clone(self), id, decision.worker, now_ms, tail), decision))
@@ -94,7 +93,7 @@ impl Router {
             let choice = self.choose(&mut state, ask, &mut context, considered, &mut rng)?;
             (choice, seed)
         };
-        Ok(self.decision(&ask.overrides, &context, considered, &choice).drawn_from(seed))
+        Ok(self.decision(&ask.overrides, &context, considered, choice).drawn_from(seed))
     }
 
     /// A decision about the current load, with a separate random draw: where chance decides,
@@ -161,7 +160,7 @@ impl Router {
         overrides: &RouteOverride,
         context: &Context<'_>,
         considered: &'a Considered,
-        choice: &Choice,
+        choice: Choice,
     ) -> Decision<'a> {
         let built_in = self.decider(overrides).is_none().then_some(self.config.policy);
         let Considered { candidates, costs, .. } = considered;
@@ -230,7 +229,7 @@ impl Router {
                     policy::select(self.config.policy, &context.request, found.list, costs, rng);
                 decision.map(|decision| {
                     context.request = decision.request;
-                    decision.choice()
+                    decision.choice
                 })
             }
         };

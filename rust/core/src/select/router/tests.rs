@@ -110,7 +110,7 @@ fn a_booking_holds_its_load_until_it_is_dropped() {
     let ask = Ask { known: holding(&overlaps), ..request(10, &[1, 2]) };
     let (booking, decision) = router.route(&ask, &mut considered).unwrap();
     assert_eq!((booking.worker(), decision.overlap_blocks), (worker, 1));
-    assert_eq!(decision.reason, Reason::OnlyCandidate);
+    assert_eq!(decision.choice.reason, Reason::OnlyCandidate);
     let load = |requests, prefill_tokens, blocks| {
         let (last_booked, prefill_tokens_per_s) = (1, None);
         vec![WorkerLoad {
@@ -312,15 +312,15 @@ fn overrides_hold_for_one_request() {
     let ask = Ask { known: holding(&overlaps), ..request(64, &hashes) };
     let mut considered = Considered::default();
     let decision = router.preview(&ask, &mut considered).unwrap();
-    assert_eq!((decision.worker.instance_id, decision.ties), (1, 1));
+    assert_eq!((decision.worker.instance_id, decision.choice.ties), (1, 1));
     let overrides = RouteOverride { overlap_score_weight: Some(0.0), ..RouteOverride::default() };
     let blind = Ask { overrides, ..ask };
     let decision = router.preview(&blind, &mut considered).unwrap();
-    assert_eq!((decision.ties, decision.request.overlap_score_weight), (2, 0.0));
+    assert_eq!((decision.choice.ties, decision.request.overlap_score_weight), (2, 0.0));
     let overrides = RouteOverride { temperature: Some(3.0), ..RouteOverride::default() };
     let decision = router.preview(&Ask { overrides, ..ask }, &mut considered).unwrap();
-    assert_eq!(decision.reason, Reason::Temperature);
-    assert_eq!(router.preview(&ask, &mut considered).unwrap().ties, 1);
+    assert_eq!(decision.choice.reason, Reason::Temperature);
+    assert_eq!(router.preview(&ask, &mut considered).unwrap().choice.ties, 1);
 }
 
 #[test]
@@ -352,7 +352,7 @@ fn the_block_size_may_be_learnt_later() {
     let mut considered = Considered::default();
     let early = {
         let (booking, decision) = router.route(&ask, &mut considered).unwrap();
-        assert_eq!((decision.ties, decision.terms().cost), (2, 40.0));
+        assert_eq!((decision.choice.ties, decision.terms().cost), (2, 40.0));
         booking
     };
     router.correct_block_size(16);
@@ -420,5 +420,5 @@ fn decisions_can_be_explained() {
         "cached blocks: 3.500 = 1.000 * prefill_blocks + decode_blocks = 1.000 * 1.500 + 2.000";
     assert_eq!(lines.len(), 2);
     assert_eq!(lines[1], format!("Formula for worker_id=2 dp_rank=0 with 1 {tail}"));
-    assert_eq!(decision.margin, Some(1.0));
+    assert_eq!(decision.choice.margin, Some(1.0));
 }

@@ -64,12 +64,12 @@ impl Bench {
     /// Where `request` goes, and why; it ends at once.
     fn route(&self, request: &Ask<'_>) -> (Worker, Reason) {
         let mut considered = Considered::default();
-        let before = self.router.preview(request, &mut considered).map(|one| one.choice());
+        let before = self.router.preview(request, &mut considered).map(|one| one.choice);
         let (_booking, decision) = self.router.route(request, &mut considered).unwrap();
-        if decision.reason == Reason::SessionAffinity {
-            assert_eq!(before.unwrap(), decision.choice(), "a preview says the same");
+        if decision.choice.reason == Reason::SessionAffinity {
+            assert_eq!(before.unwrap(), decision.choice, "a preview says the same");
         }
-        (decision.worker, decision.reason)
+        (decision.worker, decision.choice.reason)
     }
 
     fn sample(&self, name: &str, label: &str) -> f64 {
@@ -146,7 +146,7 @@ fn a_session_is_forgotten_so_long_after_its_last_request() {
     // Even without a cleanup.
     let mut considered = Considered::default();
     let preview = bench.router.preview(&of_session("a"), &mut considered).unwrap();
-    assert_eq!(preview.reason, Reason::Turn);
+    assert_eq!(preview.choice.reason, Reason::Turn);
     assert_eq!(bench.sample("session_affinity_sessions", ""), 1.0);
     bench.router.expire();
     assert_eq!(bench.sample("session_affinity_sessions", ""), 0.0);
@@ -182,8 +182,8 @@ fn the_margin_says_what_staying_costs() {
     let _load = bench.router.route(&fill, &mut considered).unwrap();
     let decision = bench.router.preview(&of_session("a"), &mut considered).unwrap();
     // Ten blocks wait there, and nowhere else.
-    assert_eq!((decision.worker, decision.margin), (home, Some(-10.0)));
-    assert_eq!(decision.reason.name(), "session_affinity");
+    assert_eq!((decision.worker, decision.choice.margin), (home, Some(-10.0)));
+    assert_eq!(decision.choice.reason.name(), "session_affinity");
 }
 
 #[test]

@@ -102,7 +102,7 @@ fn policies_are_asked_in_order_and_told_what_became_of_it() {
     let asked = Ask { text: b"hello", user: Some("u"), known, ..request(8, &[1, 2]) };
     let decision = router.preview(&asked, &mut considered).unwrap();
     assert_eq!((decision.worker, decision.policy), (Worker::new(3, 0), None));
-    assert_eq!(decision.score, Some(7.0));
+    assert_eq!(decision.choice.score, Some(7.0));
     assert_eq!(witness.calls(), ["prepare 8 Some(\"u\")", "choose of 3 Some(5.0)"]);
     assert!(is_idle(&router.loads()));
 
@@ -171,7 +171,7 @@ fn built_in_policies_decide_the_same_beside_shadows_and_in_the_form_of_others() 
                     let (booking, decision) = router.route(&asked, &mut considered).unwrap();
                     held.push(booking);
                     let costs: Vec<f64> = decision.costs.iter().map(|one| one.cost).collect();
-                    (decision.choice(), costs)
+                    (decision.choice, costs)
                 })
                 .collect();
             assert_eq!(chosen[0], chosen[1], "{policy} beside a shadow, request {n}");
@@ -203,7 +203,7 @@ fn a_policy_outside_is_asked_about_those_that_may_take_it_and_its_scores_choose(
     let advice = Advice::new(&question, &[Some(0.0), Some(1.0)]);
     let advice = Some(&advice);
     let (held, decision) = router.route(&Ask { advice, ..ask }, &mut considered).unwrap();
-    assert_eq!((held.worker().instance_id, decision.reason), (2, Reason::HighestScore));
+    assert_eq!((held.worker().instance_id, decision.choice.reason), (2, Reason::HighestScore));
     // The second one may not take it any more; of those that may, the scores know one.
     let allowed = |worker: Worker| worker.instance_id != 2;
     let late = Ask { allowed: Some(&allowed), advice, ..ask };
@@ -250,7 +250,7 @@ fn under_auto_the_formula_decides_where_one_of_its_settings_is_overridden() {
             let asked = Ask { overrides, ..plain };
             let (_booking, decision) = router.route(&asked, &mut considered).unwrap();
             let costs: Vec<f64> = decision.costs.iter().map(|one| one.cost).collect();
-            (decision.policy, decision.choice(), costs)
+            (decision.policy, decision.choice, costs)
         });
         let by_formula = std::mem::take(&mut found[1].2);
         assert_eq!((found[0].0, found[1].0), (Some(Policy::Kv), Some(Policy::Kv)));
