@@ -2,7 +2,7 @@
 
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use super::engine::{Key, MediaItem, media_keys};
+use super::engine::{Key, MediaItem, MediaOfBlock};
 use super::{item_hash, local_hash_with_items, local_hashes};
 
 /// Separates digests of embeddings from identifiers.
@@ -55,7 +55,7 @@ pub fn content_hashes(
         }
         items.clear();
         let start = block as u64 * u64::from(block_size);
-        for key in media_keys(&mut media, start, start + u64::from(block_size)) {
+        for key in MediaOfBlock::new(&mut media, start, start + u64::from(block_size)) {
             if let Key::Media(identifier, offset) = key {
                 items.push(media_key(identifier, offset));
             }

@@ -22,7 +22,7 @@ use xxhash_rust::xxh3::xxh3_128;
 
 pub use cache::{NameCache, NameCacheStats};
 use keys::KeysOfBlocks;
-pub(super) use keys::media_keys;
+pub(super) use keys::MediaOfBlock;
 pub use keys::{Key, MediaItem, NameKeys};
 
 named! {

@@ -129,19 +129,10 @@ impl<'a> KeysOfBlocks<'a> {
     }
 }
 
-/// The keys of the items that an engine counts towards the block of the tokens `start..end`, in its
-/// order. Drops the leading items that end before the block from `media`.
-pub(in crate::hash) fn media_keys<'a>(
-    media: &mut &'a [MediaItem],
-    start: u64,
-    end: u64,
-) -> impl Iterator<Item = Key<'a>> {
-    MediaOfBlock::new(media, start, end)
-}
-
-/// The keys of the items that vLLM counts towards a block, in its order.
+/// The keys of the items that vLLM counts towards the block of the tokens `start..end`, in its
+/// order.
 #[derive(Clone)]
-struct MediaOfBlock<'a> {
+pub(in crate::hash) struct MediaOfBlock<'a> {
     items: std::slice::Iter<'a, MediaItem>,
     start: u64,
     end: u64,
@@ -149,7 +140,7 @@ struct MediaOfBlock<'a> {
 
 impl<'a> MediaOfBlock<'a> {
     /// Drops the leading items that end before the block from `media`.
-    fn new(media: &mut &'a [MediaItem], start: u64, end: u64) -> Self {
+    pub(in crate::hash) fn new(media: &mut &'a [MediaItem], start: u64, end: u64) -> Self {
         while let [first, rest @ ..] = *media
             && first.end() <= start
         {
