@@ -119,7 +119,7 @@ impl Change {
 }
 
 /// The model that a worker serves.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Card {
     /// Its model, and the index of its blocks.
     pub key: ModelKey,
@@ -138,15 +138,7 @@ pub struct Card {
 impl Card {
     /// The card of a worker that only names its model.
     pub fn new(key: ModelKey) -> Self {
-        let report = Report::default();
-        Self {
-            key,
-            names: Vec::new(),
-            block_size: None,
-            capacity_blocks: None,
-            report,
-            source: Source::Zmq,
-        }
+        Self { key, ..Self::default() }
     }
 }
 
