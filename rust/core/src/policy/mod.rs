@@ -8,7 +8,6 @@
 //! one line. Time and randomness are arguments there, too.
 
 mod affinity;
-mod built_in;
 mod by_metric;
 mod contract;
 mod cost;
