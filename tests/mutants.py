@@ -97,8 +97,8 @@ MUTANTS = [
     Mutant(
         "sessions_wander",
         CORE + "policy/affinity.rs",
-        "one.worker == place.worker",
-        "one.worker != place.worker",
+        "one.worker == worker",
+        "one.worker != worker",
     ),
     # Effects on the load.
     Mutant(
