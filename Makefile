@@ -14,7 +14,7 @@ export CARGO_INCREMENTAL ?= $(if $(wildcard $(VENV)/.incremental),1,0)
 # Demo and tests start hundreds of processes, which would all compile the same modules.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-cluster test lint bench against policies settings site dev quick built capi wheel fuzz loom sanitize soak attack gamedays mutants clients peers audit clean
+.PHONY: help demo demo-cluster test lint lint-rust lint-python bench against policies settings site dev quick built capi wheel fuzz loom sanitize soak attack gamedays mutants clients peers audit clean
 help:
 	@echo "make demo | demo-cluster | test | lint | bench | against | policies | settings | site | dev | quick | capi | wheel | fuzz | loom | sanitize | soak | attack | gamedays | mutants | clients | peers | audit | clean"
 
@@ -56,9 +56,14 @@ demo-cluster: built
 PYO3 = PYO3_PYTHON=$(abspath $(BIN)/python) PYO3_BUILD_EXTENSION_MODULE=1 PYO3_ENVIRONMENT_SIGNATURE=$$($(BIN)/python -c \
 	'import sys; print("%s-%d.%d-%dbit" % (sys.implementation.name, *sys.version_info[:2], sys.maxsize.bit_length() + 1))')
 lint: built
+	@$(MAKE) --no-print-directory -j2 --output-sync lint-rust lint-python
+
+lint-rust:
 	cargo fmt --all --check
 	$(PYO3) cargo clippy --quiet --locked --all-targets --features kvflash/python -- -D warnings
 	$(CAPI) clippy --quiet --locked --package kvflash-capi -- -D warnings
+
+lint-python:
 	$(BIN)/ruff format --check python demo tests benches examples deploy
 	$(BIN)/ruff check python demo tests benches examples deploy
 	$(BIN)/mypy
@@ -146,10 +151,11 @@ sanitize:
 soak: dev
 	KVFLASH_SIM_SEEDS=10000 $(BIN)/python -m pytest tests/state/simulation -s --timeout 0
 	KVFLASH_STRESS_SECONDS=30 cargo test --release --quiet --test stress
-	KVFLASH_MODEL_SEEDS=210 cargo test --release --quiet --test all model:: -- --nocapture
+	KVFLASH_MODEL_SEEDS=210 KVFLASH_MODEL_EVENTS=6000 cargo test --release --quiet --test all model:: -- --nocapture
 	KVFLASH_TOKEN_CASES=10000 cargo test --release --quiet --test all text::cached_ids_are_the_ids
 	KVFLASH_CHURN_BLOCKS=100000000 cargo test --release --quiet --test limits churn -- --nocapture --test-threads=1
 	KVFLASH_FUZZ_FRAMES=10000000 cargo test --release --quiet --test all frames::
+	KVFLASH_FLAPS=100 $(BIN)/python -m pytest tests/feature/retry/test_faults_discovery.py --timeout 0
 	KVFLASH_CHAOS_SECONDS=600 $(BIN)/python -m pytest tests/feature/retry/test_chaos.py -s --timeout 0
 	KVFLASH_SOAK_BLOCKS=100000000 KVFLASH_SOAK_SECONDS=600 $(BIN)/python -m pytest benches/soak -s --timeout 0
 

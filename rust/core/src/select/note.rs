@@ -1,4 +1,4 @@
-//! What is told of a decision: the result, its record, log lines, and errors for requests without a worker.
+//! Reports a decision: the result, its record, log lines, and errors for requests without a worker.
 
 use std::sync::Arc;
 
