@@ -1,8 +1,8 @@
 //! Tokens that are made here against those of the engines: what differs is left to the engines.
 
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use kvflash_core::policy::Policy;
@@ -16,7 +16,9 @@ const HOUR: Duration = Duration::from_secs(3_600);
 const COMPARED: &str = "parity_probes_total{outcome=\"compared\"}";
 
 pub fn folder() -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/vectors/tiny-llama")
+    // Of this run: checkouts that share a target folder share programs, too.
+    PathBuf::from(std::env::var("CARGO_MANIFEST_DIR").unwrap())
+        .join("../../tests/vectors/tiny-llama")
 }
 
 /// A frontend that tokenizes.
@@ -29,7 +31,9 @@ pub fn tokenizing() -> Stage {
 
 /// The tokens of a body of `/tokenize` as the model itself makes them.
 pub fn renderer() -> impl Fn(&Value) -> Option<Vec<u32>> + Send + Sync + 'static {
-    let model = TextModel::from_folder(folder(), TextOptions::default()).unwrap();
+    static TINY: LazyLock<TextModel> =
+        LazyLock::new(|| TextModel::from_folder(folder(), TextOptions::default()).unwrap());
+    let model = &*TINY;
     move |body| {
         if let Some(prompt) = body["prompt"].as_str() {
             return Some(model.completion_tokens(prompt, true).unwrap());

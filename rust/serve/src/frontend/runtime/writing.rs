@@ -182,13 +182,18 @@ impl Writing {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use std::path::Path;
+    use std::sync::LazyLock;
 
     use serde_json::json;
 
     use super::*;
 
-    fn model() -> Arc<ModelText> {
+    static TINY: LazyLock<Arc<ModelText>> = LazyLock::new(|| {
         Arc::new(ModelText::load(Path::new("../../tests/vectors/tiny-llama"), 1 << 20).unwrap())
+    });
+
+    fn model() -> Arc<ModelText> {
+        Arc::clone(&TINY)
     }
 
     fn item(item: serde_json::Value) -> Item {
