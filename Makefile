@@ -56,7 +56,7 @@ demo-cluster: built
 PYO3 = PYO3_PYTHON=$(abspath $(BIN)/python) PYO3_BUILD_EXTENSION_MODULE=1 PYO3_ENVIRONMENT_SIGNATURE=$$($(BIN)/python -c \
 	'import sys; print("%s-%d.%d-%dbit" % (sys.implementation.name, *sys.version_info[:2], sys.maxsize.bit_length() + 1))')
 lint: built
-	@$(MAKE) --no-print-directory -j2 --output-sync lint-rust lint-python
+	@$(MAKE) --no-print-directory -j2 lint-rust lint-python
 
 lint-rust:
 	cargo fmt --all --check

@@ -210,7 +210,7 @@ CALL = st.sampled_from(OFTEN).flatmap(lambda name: st.tuples(st.just(name), *CAL
 def test_random_calls(count_mode):
     seen = Counter()
 
-    @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(st.lists(CALL, min_size=20, max_size=50))
     def play(calls):
         pair = Pair(count_mode, seen)

@@ -266,7 +266,7 @@ def test_workers_that_come_and_go_disturb_nobody(cluster: Cluster, end: str) -> 
     for thread in threads:
         thread.start()
     try:
-        for _ in range(4):
+        for _ in range(2):
             (worker,) = cluster.workers(1)
             seen = len(statuses)
             until(lambda s=seen: len(statuses) > s + 10, "some requests")
@@ -279,7 +279,7 @@ def test_workers_that_come_and_go_disturb_nobody(cluster: Cluster, end: str) -> 
         stop.set()
         for thread in threads:
             thread.join()
-    assert len(statuses) > 40
+    assert len(statuses) > 20
     # Whole answers that break off are made again by another worker.
     assert set(statuses) == {200}
     for frontend in frontends:

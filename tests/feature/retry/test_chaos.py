@@ -17,7 +17,7 @@ from support_chaos import ChaosCluster, Load
 SECONDS = float(os.environ.get("KVFLASH_CHAOS_SECONDS", "0"))
 CALM_S_MAX = 5.0
 # Answers between two steps.
-ANSWERS = 40
+ANSWERS = 20
 
 
 @pytest.mark.timeout(SECONDS + 240)

@@ -16,7 +16,7 @@ __all__ = ["ONE_SEED", "SEEDS", "play_all"]
 
 T = TypeVar("T")
 
-SEEDS = int(os.environ.get("KVFLASH_SIM_SEEDS", "200"))
+SEEDS = int(os.environ.get("KVFLASH_SIM_SEEDS", "80"))
 ONE_SEED = int(os.environ["KVFLASH_SIM_SEED"]) if "KVFLASH_SIM_SEED" in os.environ else None
 # Below it starting processes costs more than they save.
 _ALONE_MAX = 500

@@ -50,8 +50,10 @@ const FEW: Space = Space { instances: 3, ranks: 2, names: 0, locals: 0, tiers: 3
 
 fn play_chaos(seed: u64, count_mode: CountMode, limits: Limits, space: Space) -> Seen {
     let compare_every = if space.instances > 3 { 8 } else { 1 };
+    // Where there is room for few blocks, what a stream has to cover takes longer.
+    let events = if (1..100).contains(&limits.max_blocks) { 2 * events() } else { events() };
     let options = options(count_mode, limits);
-    let plan = Plan { seed, options, events: events(), compare_every };
+    let plan = Plan { seed, options, events, compare_every };
     let ask = |rng: &mut SmallRng| streams::chaotic_queries(rng, space.locals);
     let by_ms = (limits.ttl_ms / 8) as i64 + 2;
     let next = |rng: &mut SmallRng| match limits.ttl_ms {
@@ -259,7 +261,7 @@ fn a_crowd_on_one_prompt() {
         let plan = Plan {
             seed,
             options: options(CountMode::Set, short_lived()),
-            events: events() / 6,
+            events: events() / 3,
             compare_every: 64,
         };
         let next = |rng: &mut SmallRng| streams::crowded(rng, 240, &prompts.all[0], do_agree);

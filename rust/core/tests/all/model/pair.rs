@@ -383,7 +383,7 @@ fn number(variable: &str) -> Option<usize> {
 
 /// How many events a stream of cheap ones plays.
 pub fn events() -> usize {
-    number("KVFLASH_MODEL_EVENTS").unwrap_or(6_000)
+    number("KVFLASH_MODEL_EVENTS").unwrap_or(3_000)
 }
 
 /// Whether more seeds are played than those that every run plays.
