@@ -9,7 +9,7 @@
 //! writer), `writer` (events), `state` (its data), `names` (from an engine's name to a block),
 //! `filter` (names in use), `limits` (eviction), `order` (of use), `ages` (of predictions),
 //! `stamps` (of held blocks), `steps` (expiry data of a member), `report` (bytes), `room` (in
-//! tables), `dump` (export of a worker's content), `seats` (worker <-> slot),
+//! tables), `dump` and `events` (export of a worker's content), `seats` (worker <-> slot),
 //! `holder`, `run`, `spans`, `paged`.
 
 use std::sync::Arc;
@@ -30,6 +30,7 @@ use crate::ids::{InstanceId, Tier, Worker};
 mod ages;
 mod audit;
 mod dump;
+mod events;
 mod filter;
 mod holder;
 mod limits;
@@ -49,7 +50,7 @@ mod steps;
 mod walk;
 mod writer;
 
-use dump::Copied;
+use events::Copied;
 use seats::NONE;
 use shared::Shared;
 use writer::Writer;
@@ -259,7 +260,7 @@ impl BlockIndex for RadixIndex {
     }
 
     fn memberships(&self, worker: Worker) -> Vec<Membership> {
-        dump::memberships(self.dump_worker(worker))
+        self.look(|writer| writer.memberships(worker))
     }
 
     fn dump_worker(&self, worker: Worker) -> Vec<DumpEvent> {
