@@ -20,6 +20,9 @@ const LAZY_TRIES: u32 = 4_096;
 const EAGER_CHECKS: u32 = 8;
 /// After that, one in this many.
 const LAZY_CHECKS: u32 = 64;
+/// Tokens of a block in an event that is examined: a try hashes it by every scheme, which would take a
+/// second for a block that fills a message. The largest blocks of engines have some thousand tokens.
+const PROOF_TOKENS_MAX: u32 = 65_536;
 /// Common values of `PYTHONHASHSEED` in deployments that need equal names everywhere.
 const COMMON_SEEDS: [&str; 3] = [NameScheme::DEFAULT_SEED, "0", "42"];
 
@@ -112,7 +115,7 @@ fn is_proof(event: &Stored) -> bool {
     let blocks = event.block_hashes.len();
     let is_whole = event.parent.is_none()
         && blocks > 0
-        && event.block_size > 0
+        && (1..=PROOF_TOKENS_MAX).contains(&event.block_size)
         && blocks.checked_mul(event.block_size as usize) == Some(event.token_ids.len());
     // The adapter's path is hashed as well, and events do not contain it.
     let has_adapter = event.lora_name.is_some() || event.lora_id.is_some_and(|id| id != 0);
@@ -190,4 +193,24 @@ fn names(event: &Stored, keys: &Keys<'_>, naming: &Naming) -> bool {
         }
     }
     true
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_block_of_any_size_is_no_reason_to_hash_it() {
+        for (tokens, looked_at) in [(PROOF_TOKENS_MAX, 1), (PROOF_TOKENS_MAX + 1, 0)] {
+            let event = Stored {
+                block_hashes: vec![1],
+                token_ids: vec![7; tokens as usize],
+                block_size: tokens,
+                ..Stored::default()
+            };
+            let mut proof = Proof::default();
+            assert!(!proof.look(&event));
+            assert_eq!(proof.looked_at, looked_at);
+        }
+    }
 }
