@@ -79,9 +79,11 @@ capi:
 
 # Several files side by side: tests mostly wait, for processes and for clocks. tests/conftest.py has the order.
 TESTS = -n 4 --dist loadfile --no-loadscope-reorder --reruns 2 --reruns-delay 1
+# With kvflash/python, although it tests nothing of it, cargo test takes the crates that were compiled for the wheel: pyo3
+# switches on a feature of syn, on which nearly all of them depend.
 test: lint
 	$(MAKE) --no-print-directory capi CAPI_PROFILE=dev
-	cargo test --quiet --locked
+	cargo test --quiet --locked --features kvflash/python
 	$(BIN)/python -m pytest $(or $(PYTEST_FLAGS),$(TESTS))
 
 bench: dev
@@ -125,7 +127,8 @@ wheel: $(VENV)/.ready
 	$(BIN)/maturin build --release --out dist
 
 fuzz: built
-	KVFLASH_SCHEMA_EXAMPLES=$(or $(EXAMPLES),1000) $(BIN)/python -m pytest tests/feature/indexer/test_indexer_openapi.py --timeout 0
+	KVFLASH_SCHEMA_EXAMPLES=$(or $(EXAMPLES),1000) $(BIN)/python -m pytest --timeout 0 \
+		tests/feature/indexer/test_indexer_openapi.py tests/feature/decision/test_router_openapi.py
 	cd fuzz && for target in decode_batch load_snapshot; do \
 		CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 RUSTC_BOOTSTRAP=1 cargo fuzz run $$target -- -max_total_time=$(or $(SECONDS),300) || exit 1; \
 	done
