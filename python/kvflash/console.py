@@ -26,7 +26,7 @@ NARROW = partial(argparse.HelpFormatter, width=_WIDTH_MIN)
 
 def program(command: str) -> str:
     """How a command was called: ``kvflash NAME``, or ``python -m kvflash.NAME``."""
-    is_module = sys.argv[0].endswith((f"/{command}/__main__.py", f"/{command}.py"))
+    is_module = sys.argv[0].endswith((f"/{command}/__main__.py", f"/kvflash/{command}.py"))
     return f"python -m kvflash.{command}" if is_module else f"kvflash {command}"
 
 

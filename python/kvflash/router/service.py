@@ -46,7 +46,7 @@ class RouterService(FedService):
         self, args: RouterArgs | None = None, *, policy: Policy | None = None, **settings: Any
     ) -> None:
         args = dataclasses.replace(args or RouterArgs(), **settings)
-        self._policy = asked_of(policy or args.router_mode)
+        self._policy = asked_of(args.router_mode if policy is None else policy)
         self._core = Router(
             **args.core_settings(),
             policy_desk=None if self._policy is None else self._policy.desk,

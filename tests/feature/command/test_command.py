@@ -77,6 +77,7 @@ def test_a_command_is_named_as_it_was_called(monkeypatch: pytest.MonkeyPatch) ->
         ("/lib/kvflash/__main__.py", "kvflash router"),
         ("/lib/kvflash/router/__main__.py", "python -m kvflash.router"),
         ("/lib/kvflash/router.py", "python -m kvflash.router"),
+        ("/app/router.py", "kvflash router"),
     ):
         monkeypatch.setattr(sys, "argv", [called, "router"])
         assert console.program("router") == wanted

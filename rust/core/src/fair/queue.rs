@@ -111,8 +111,7 @@ impl<T> FairQueue<T> {
     /// Have a request wait.
     ///
     /// # Errors
-    /// Returns the item if too many wait, with the time after which to retry.
-    // A refusal carries the item back; boxing it would not make it smaller for the caller.
+    /// `Refused` if too many wait, with the time after which to retry.
     pub fn push<'a>(
         &mut self,
         client: impl Into<ClientName<'a>>,

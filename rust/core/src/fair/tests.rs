@@ -288,7 +288,7 @@ fn what_does_not_fit_stops_the_queue_unless_others_may_be_asked() {
 }
 
 #[test]
-fn every_limit_refuses_and_gives_the_request_back() {
+fn every_limit_refuses() {
     let limits = FairConfig {
         max_queued: 3,
         max_queued_per_client: 2,

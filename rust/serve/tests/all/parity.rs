@@ -16,9 +16,10 @@ const HOUR: Duration = Duration::from_secs(3_600);
 const COMPARED: &str = "parity_probes_total{outcome=\"compared\"}";
 
 pub fn folder() -> PathBuf {
-    // Of this run: checkouts that share a target folder share programs, too.
-    PathBuf::from(std::env::var("CARGO_MANIFEST_DIR").unwrap())
-        .join("../../tests/vectors/tiny-llama")
+    // Of this run, if Cargo runs it: checkouts that share a target folder share programs, too.
+    let package = std::env::var("CARGO_MANIFEST_DIR");
+    let package = package.unwrap_or_else(|_| env!("CARGO_MANIFEST_DIR").to_owned());
+    PathBuf::from(package).join("../../tests/vectors/tiny-llama")
 }
 
 /// A frontend that tokenizes.
