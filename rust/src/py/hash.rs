@@ -21,23 +21,21 @@ use super::query::{SHORT_TOKENS, detached};
 ///     lora_name: LoRA adapter of the prompt; part of the hash.
 ///     cache_salt: Cache salt of the prompt; part of the hash.
 ///     is_eagle: Each block also covers the token after it, as EAGLE engines hash.
-///     mm: Multimodal items, mappings with ``identifier`` (text, 1 to 1,024 bytes), ``offset`` and
-///         mm: Multimodal items, mappings with ``identifier`` (string, 1 to 1,024 bytes),
-///             ``offset`` and
+///     mm: Multimodal items, mappings with ``identifier`` (string, 1 to 1,024 bytes), ``offset`` and
+///         ``length`` (tokens of the prompt, u32); shape [items], 65,536 at most, in any order.
 ///     embeds: Digests of the prompt's embeddings, as bytes or in hexadecimal digits, 1 to 1,024
-///         embeds: Digests of the prompt's embeddings, as bytes or in hexadecimal digits, 1 to
-///             1,024 bytes each; shape [blocks], 65,536 at most. Hashing stops at the first block
-///             without one.
+///         bytes each; shape [blocks], 65,536 at most. Hashing stops at the first block without one.
+///
 /// Returns:
-///     Local block hashes, u64, in prompt order. An incomplete last block has none.
-/// Local block hashes, u64, in prompt order. An incomplete last block has no hash.
+///     Local block hashes, u64, in prompt order. An incomplete last block has no hash.
+///
 /// Raises:
-///     InvalidArgumentError: A token outside u32, by index and value; a block size below 1; a wrong
-///         InvalidArgumentError: A token outside u32, by index and value; a block size below 1; an
-///             invalid item or digest, by index and field; or either of these with is_eagle.
-/// Cost: O(tokens); releases the GIL while hashing. Making the list takes longer than hashing: see
-///     Cost: O(tokens); releases the GIL while hashing. Building the list takes longer than
-///         hashing: see compute_block_hash_array.
+///     InvalidArgumentError: A token outside u32, by index and value; a block size below 1; an
+///         invalid item or digest, by index and field; or either of these with is_eagle.
+///
+/// Cost: O(tokens); releases the GIL while hashing. Building the list takes longer than hashing: see
+///     compute_block_hash_array.
+/// Source: XXH3-64, seed 1337, over little-endian u32 tokens, as NVIDIA Dynamo's router hashes.
 #[pyfunction]
 #[pyo3(signature = (
     tokens, kv_block_size, *, lora_name=None, cache_salt=None, is_eagle=false, mm=None, embeds=None

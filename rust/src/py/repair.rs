@@ -22,7 +22,6 @@ type Told = (&'static str, u64, u64, String);
 /// close it; ``peek``: pass what waits in the subscription to ``live``, even if it is empty;
 /// ``lost``: batches ``first..=last`` are given up, because there is no replay; ``failed``: the
 /// replay from ``first`` failed.
-/// from ``first`` failed.
 ///
 /// Args:
 ///     catalog: Receives the frames.
