@@ -8,6 +8,7 @@
 //! one line. Time and randomness are arguments there, too.
 
 mod affinity;
+mod built_in;
 mod by_metric;
 mod contract;
 mod cost;
