@@ -6,8 +6,7 @@ use hashbrown::HashMap;
 use parking_lot::Mutex;
 
 use super::ask::Ask;
-use super::note::Selection;
-use super::record::Outcome;
+use super::record::{Outcome, Selection};
 use super::reservation::Reservation;
 use super::router::Usage;
 use super::selector::Selector;

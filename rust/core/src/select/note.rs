@@ -4,41 +4,11 @@ use std::sync::Arc;
 
 use super::ask::Ask;
 use super::config::Overlap;
-use super::record::{CandidateRecord, Outcome, Record};
+use super::record::{CandidateRecord, Outcome, Record, Selection};
 use super::selector::Selector;
 use crate::error::Error;
-use crate::ids::Worker;
 use crate::index::{Match, Matches};
-use crate::policy::{AUTO, Decision, Policy, Reason, Terms};
-
-/// The selected worker, with a summary of the reasons.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Selection {
-    /// The worker.
-    pub worker: Worker,
-    /// Leading blocks of the prompt that it holds on its device; without events, those predicted.
-    pub overlap_blocks: u32,
-    /// Further leading blocks that it was credited with because the prompt was sent there recently.
-    pub predicted_blocks: u32,
-    /// Blocks saved by host memory and disks besides these, rounded down.
-    pub lower_blocks: u32,
-    /// Leading blocks on its device according to its events, whatever their credit.
-    pub held_blocks: u32,
-    /// Leading blocks that it holds contiguously across all tiers.
-    pub reached_blocks: u32,
-    /// Leading blocks that the best of all workers holds, even if it could not take the request.
-    pub best_blocks: u32,
-    /// Time of the selection, by the selector's clock.
-    pub at_ms: u64,
-    /// The reason.
-    pub reason: Reason,
-    /// How many were equally good.
-    pub ties: usize,
-    /// Cost difference to the next one.
-    pub margin: Option<f64>,
-    /// The seed of the random draw; see [`RouteOverride::seed`](super::RouteOverride::seed).
-    pub seed: u64,
-}
+use crate::policy::{AUTO, Decision, Policy, Terms};
 
 /// Logs a decision; a macro, because a line's level must be static.
 macro_rules! log_decision {

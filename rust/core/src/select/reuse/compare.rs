@@ -2,7 +2,7 @@
 
 use super::super::ask::Prompt;
 use super::super::config::Overlap;
-use super::super::note::Selection;
+use super::super::record::Selection;
 use super::super::selector::{SCRATCH, Selector};
 use super::trust::{ReuseChange, ReuseSample};
 use crate::ids::Worker;
