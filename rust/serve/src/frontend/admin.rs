@@ -23,8 +23,8 @@ use super::engine::Engine;
 use crate::gateway::api::Row;
 use crate::gateway::backend::worker::Prefill;
 use crate::gateway::call::Head;
+use crate::gateway::evidence;
 use crate::gateway::plan::{Part, Plan};
-use crate::gateway::usage;
 use crate::metrics::CauseLabel;
 use crate::remote::RemoteIndexer;
 use crate::tenant::pass;
@@ -39,7 +39,7 @@ pub(super) async fn health(State(app): State<Arc<App>>) -> Response {
 fn tell_health(app: &App) -> Response {
     let engines = app.fleet.engines();
     let healthy = engines.iter().filter(|engine| engine.is_healthy()).count();
-    let reasons = usage::reasons(app);
+    let reasons = evidence::reasons(app);
     let (status, word) = match (healthy, engines.len()) {
         _ if app.fleet.decoding().1 == 0 => (StatusCode::SERVICE_UNAVAILABLE, "unavailable"),
         (healthy, all) if healthy < all || !reasons.is_empty() => (StatusCode::OK, "degraded"),
@@ -67,7 +67,7 @@ fn incomplete(app: &App) -> BTreeMap<String, Value> {
     let each = |(worker, why): (Worker, Unheard)| {
         (worker.to_string(), json!({ "code": why.name(), "message": why.message() }))
     };
-    usage::unheard(app).into_iter().map(each).collect()
+    evidence::unheard(app).into_iter().map(each).collect()
 }
 
 /// The reuse of every worker that may decode or prefill.
@@ -82,7 +82,7 @@ fn reuse(app: &App, engines: &[Arc<Engine>]) -> BTreeMap<String, Value> {
     };
     let workers = engines.iter().flat_map(ranks);
     workers
-        .map(|worker| (worker.to_string(), usage::reuse_json(views.get(&worker).copied())))
+        .map(|worker| (worker.to_string(), evidence::reuse_json(views.get(&worker).copied())))
         .collect()
 }
 
@@ -108,7 +108,7 @@ pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
     };
     let status = why.as_ref().map_or(StatusCode::OK, |_| StatusCode::SERVICE_UNAVAILABLE);
     let incomplete: Vec<String> =
-        usage::unheard(&app).into_keys().map(|worker| worker.to_string()).collect();
+        evidence::unheard(&app).into_keys().map(|worker| worker.to_string()).collect();
     let body = json!({ "ready": why.is_none(), "reason": why, "index_incomplete": incomplete });
     (status, Json(body)).into_response()
 }
@@ -372,7 +372,7 @@ fn with_trust(app: &App, mut decision: Value, trust: &HashMap<String, Trust>) ->
         let worker = candidate["worker"].as_str().unwrap_or_default().to_owned();
         candidate["trust"] = json!(trust.get(&worker));
         if let Some(view) = reuse.get(&worker) {
-            candidate["reuse"] = usage::reuse_json(Some(*view));
+            candidate["reuse"] = evidence::reuse_json(Some(*view));
         }
         if let Some(why) = incomplete.get(&worker) {
             candidate["index_incomplete"] = why.clone();

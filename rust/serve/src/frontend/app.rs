@@ -14,7 +14,7 @@ use parking_lot::{Mutex, RwLock};
 use tokio::time::Instant;
 
 use super::alias::Aliases;
-use super::engine::{Pool, Route};
+use super::engine::{Engine, Pool, Route};
 use super::fleet::Fleet;
 use super::metrics::FrontendMetrics;
 use super::options::FrontendOptions;
@@ -26,7 +26,7 @@ use super::taught::Taught;
 use crate::aside::Aside;
 use crate::body::Intake;
 use crate::compute::Compute;
-use crate::gateway::attempts::Retries;
+use crate::gateway::attempts::{Failed, Retries};
 use crate::indexer::query_routes;
 use crate::metrics::{CauseLabel, CommonMetrics, KindLabel};
 use crate::remote::RemoteIndexer;
@@ -253,6 +253,16 @@ impl App {
     pub fn started(&self) -> Result<()> {
         self.start
             .check(|| self.fleet.engines().iter().filter(|engine| engine.is_healthy()).count())
+    }
+
+    /// Counts a failed attempt at `engine`, and marks it as suspect if it is at fault.
+    pub fn attempt_failed(&self, failed: &Failed, engine: &Engine, what: &'static str) {
+        let Failed { cause, message, .. } = failed;
+        self.metrics.attempts_failed.get_or_create(&CauseLabel { cause }).inc();
+        if failed.is_engine_at_fault {
+            engine.failed(message);
+        }
+        tracing::warn!(worker = engine.id, cause, why = message, "{what}");
     }
 }
 

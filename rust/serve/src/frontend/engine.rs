@@ -12,9 +12,9 @@ use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 use super::engine_spec::{EngineSpec, base_of};
-use super::ids::{TakesIds, Teaches};
 use super::runtime::member::Member;
 use super::runtime::texts::ModelText;
+use super::takes_ids::{TakesIds, Teaches};
 use crate::fleet;
 use crate::gateway::turn::WaitingRoom;
 

@@ -9,7 +9,7 @@ pub(crate) mod engine;
 mod engine_metrics;
 pub(crate) mod engine_spec;
 pub(crate) mod fleet;
-pub(crate) mod ids;
+mod ids;
 mod inspect;
 pub(crate) mod metrics;
 mod options;
@@ -20,6 +20,7 @@ pub(crate) mod runtime;
 mod scrape;
 mod server_info;
 mod service;
+pub(crate) mod takes_ids;
 pub(crate) mod taught;
 mod workers;
 

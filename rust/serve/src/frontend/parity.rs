@@ -19,8 +19,7 @@ use super::engine::{Engine, Pool};
 use super::metrics::FormLabel;
 use crate::gateway::api::Api;
 use crate::gateway::as_chat::chat_of;
-use crate::gateway::call::Envelope;
-use crate::gateway::render::ask_body;
+use crate::gateway::envelope::{Envelope, ask_body};
 use crate::metrics::OutcomeLabel;
 use crate::metrics::escape;
 
@@ -391,7 +390,7 @@ async fn tokens_of(app: &App, engine: &Engine, path: &str, body: Vec<u8>) -> Tok
         tokens: Vec<u32>,
     }
     let url = format!("{}{path}", engine.base);
-    let call = app.upstream.post_json(engine, &url, body, MAX_ANSWER_BYTES);
+    let call = app.upstream.post_json(&engine.spec, &url, body, MAX_ANSWER_BYTES);
     match tokio::time::timeout(app.options.tokenize_timeout, call).await {
         Ok(Ok((status, _)))
             if status.is_server_error() && status != StatusCode::NOT_IMPLEMENTED =>

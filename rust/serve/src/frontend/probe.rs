@@ -196,7 +196,7 @@ async fn get(
     timeout: Duration,
 ) -> Result<(u16, Bytes), String> {
     let url = format!("{}{path}", engine.base);
-    match tokio::time::timeout(timeout, upstream.get(engine, &url, MAX_ANSWER_BYTES)).await {
+    match tokio::time::timeout(timeout, upstream.get(&engine.spec, &url, MAX_ANSWER_BYTES)).await {
         Ok(Ok(answer)) => Ok(answer),
         Ok(Err(error)) => Err(format!("GET {path}: {error}")),
         Err(_) => Err(format!("GET {path}: no answer within {} ms", timeout.as_millis())),

@@ -16,8 +16,7 @@ use kvflash_core::error::Error;
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
-use super::engine::Engine;
-use super::engine_spec::{WorkerKey, bearer};
+use super::engine_spec::{EngineSpec, WorkerKey, bearer};
 use super::options::FrontendOptions;
 use crate::body::Forwarded;
 use crate::outbound::Connector;
@@ -76,16 +75,16 @@ impl Upstream {
     /// Send a request to an engine; returns at the answer's head.
     pub fn send_to(
         &self,
-        engine: &Engine,
+        spec: &EngineSpec,
         request: Request<Outgoing>,
     ) -> impl Future<Output = Result<Response<Incoming>, AttemptError>> {
-        let client = if engine.spec.is_added() { &self.client_of_added } else { &self.client };
+        let client = if spec.is_added() { &self.client_of_added } else { &self.client };
         send_with(client, request)
     }
 
     /// The key sent to an engine: the frontend's own, or one specific to the engine.
-    pub fn authorization<'a>(&'a self, engine: &'a Engine) -> Option<&'a HeaderValue> {
-        match &engine.spec.key {
+    pub fn authorization<'a>(&'a self, spec: &'a EngineSpec) -> Option<&'a HeaderValue> {
+        match &spec.key {
             WorkerKey::Ours => self.authorization.as_ref(),
             WorkerKey::Own(key) => Some(key),
             WorkerKey::Nothing => None,
@@ -95,18 +94,18 @@ impl Upstream {
     /// GET from an engine, with the complete response, at most `limit` bytes.
     pub async fn get(
         &self,
-        engine: &Engine,
+        spec: &EngineSpec,
         url: &str,
         limit: usize,
     ) -> Result<(u16, Bytes), String> {
         let request = Request::get(url).body(held(Bytes::new())).map_err(|e| e.to_string())?;
-        self.whole(engine, request, limit).await.map(|(status, bytes)| (status.as_u16(), bytes))
+        self.whole(spec, request, limit).await.map(|(status, bytes)| (status.as_u16(), bytes))
     }
 
     /// POST JSON, with the complete response, at most `limit` bytes.
     pub async fn post_json(
         &self,
-        engine: &Engine,
+        spec: &EngineSpec,
         url: &str,
         body: Vec<u8>,
         limit: usize,
@@ -115,19 +114,19 @@ impl Upstream {
             .header(header::CONTENT_TYPE, "application/json")
             .body(held(body))
             .map_err(|e| e.to_string())?;
-        self.whole(engine, request, limit).await
+        self.whole(spec, request, limit).await
     }
 
     async fn whole(
         &self,
-        engine: &Engine,
+        spec: &EngineSpec,
         mut request: Request<Outgoing>,
         limit: usize,
     ) -> Result<(StatusCode, Bytes), String> {
-        if let Some(authorization) = self.authorization(engine) {
+        if let Some(authorization) = self.authorization(spec) {
             request.headers_mut().insert(header::AUTHORIZATION, authorization.clone());
         }
-        let response = self.send_to(engine, request).await.map_err(|error| error.message)?;
+        let response = self.send_to(spec, request).await.map_err(|error| error.message)?;
         let status = response.status();
         let body = Limited::new(response.into_body(), limit);
         let bytes = body.collect().await.map_err(|error| error.to_string())?.to_bytes();

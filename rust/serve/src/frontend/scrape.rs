@@ -8,7 +8,7 @@ use axum::response::Response;
 use kvflash_core::fleet::WorkerState;
 use kvflash_core::text::CacheStats;
 
-use super::super::gateway::usage;
+use super::super::gateway::evidence;
 use super::super::metrics::escape;
 use super::app::App;
 use super::metrics::{
@@ -114,7 +114,7 @@ fn tell_tokenizers(app: &App) {
 fn tell_reuse(app: &App) {
     let metrics = &app.metrics;
     metrics.worker_index_incomplete.clear();
-    for worker in usage::unheard(app).into_keys() {
+    for worker in evidence::unheard(app).into_keys() {
         let label = WorkerLabel { worker: worker.to_string() };
         metrics.worker_index_incomplete.get_or_create(&label).set(1);
     }

@@ -47,7 +47,7 @@ pub(crate) async fn ask(
     for path in PATHS {
         let url = format!("{}{path}", engine.base);
         let answer =
-            tokio::time::timeout(timeout, upstream.get(engine, &url, MAX_ANSWER_BYTES)).await;
+            tokio::time::timeout(timeout, upstream.get(&engine.spec, &url, MAX_ANSWER_BYTES)).await;
         if let Ok(Ok((200, body))) = answer
             && let Some(mut notes) = read(&host, path, &body)
         {

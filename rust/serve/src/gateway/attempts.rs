@@ -18,9 +18,6 @@ use tokio::time::Instant;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::Reject;
-use crate::frontend::app::App;
-use crate::frontend::engine::Engine;
-use crate::metrics::CauseLabel;
 
 /// How long lost bodies are remembered, and how many.
 const SUSPECT_TIME: Duration = Duration::from_secs(60);
@@ -219,16 +216,6 @@ impl Failed {
     pub fn invalid(reject: Reject) -> Self {
         let Reject { status, message, param, .. } = reject;
         Self { param, is_final: true, ..Self::new("invalid", message, status) }
-    }
-
-    /// Counts it, and marks the engine as suspect if it is at fault.
-    pub fn note(&self, app: &App, engine: &Engine, what: &'static str) {
-        let Self { cause, message, .. } = self;
-        app.metrics.attempts_failed.get_or_create(&CauseLabel { cause }).inc();
-        if self.is_engine_at_fault {
-            engine.failed(message);
-        }
-        tracing::warn!(worker = engine.id, cause, why = message, "{what}");
     }
 
     /// Marks it as the engine's fault.

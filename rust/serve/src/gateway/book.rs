@@ -124,7 +124,7 @@ impl Tries {
             None => "attempt failed before the first byte; trying another worker",
             Some(_) => "attempt failed before the first byte; no other worker is tried",
         };
-        failed.note(&self.app, engine, what);
+        self.app.attempt_failed(&failed, engine, what);
         self.last = Some(failed);
         Ok(())
     }

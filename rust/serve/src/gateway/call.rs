@@ -1,9 +1,6 @@
-//! A client's request, parsed once, and the fields of its body that routing reads; the rest is
-//! passed through unchanged.
+//! A client's request, parsed once; its body is passed through unchanged.
 
-use std::borrow::Cow;
 use std::net::IpAddr;
-use std::ops::Range;
 use std::sync::Arc;
 
 use axum::http::header::CONTENT_ENCODING;
@@ -11,21 +8,17 @@ use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, Uri};
 use bytes::Bytes;
 use kvflash_core::error::Error;
 use kvflash_core::select::MAX_REQUEST_ID_BYTES;
-use kvflash_core::text::ChatRequest;
-use serde::Deserialize;
 use serde_json::value::RawValue;
 
 use super::api::{Api, Row, Weight};
-use super::body::{Body, Raw};
+use super::body::Body;
 use super::client::Nvext;
-use super::foreign;
+use super::envelope::{Envelope, reuses_prefix};
 use super::turn::{Client, Identity};
 use crate::compute::Busy;
 use crate::frontend::app::App;
-use crate::tenant::pass;
+use crate::tenant::pass::{self, REQUEST_ID_HEADER};
 use crate::{Caller, Reject};
-
-pub(crate) static REQUEST_ID_HEADER: HeaderName = HeaderName::from_static("x-request-id");
 
 /// A client's limit of the workers that its request may try.
 static MAX_ATTEMPTS_HEADER: HeaderName = HeaderName::from_static("x-kvflash-max-attempts");
@@ -120,7 +113,7 @@ impl Call {
     ) -> Result<Self, Reject> {
         let row = row.unwrap_or_else(|| Row::of_fields(envelope.messages.is_some()));
         let nvext = Nvext::parse(envelope.nvext)?;
-        let reuses_prefix = envelope.reuses_prefix() && foreign::reuses_prefix(row.api, body);
+        let reuses_prefix = envelope.reuses_prefix() && reuses_prefix(row.api, body);
         let (body, max_attempts) = (Arc::clone(body), max_attempts(&head.headers)?);
         Ok(Self { row, head, request_id, body, nvext, reuses_prefix, max_attempts })
     }
@@ -187,101 +180,6 @@ fn max_attempts(headers: &HeaderMap) -> Result<Option<usize>, Reject> {
     Ok(Some(usize::try_from(number).unwrap_or(usize::MAX)))
 }
 
-/// The fields that routing reads. All others are left to the engine.
-#[derive(Debug, Default, Deserialize)]
-#[serde(expecting = "an object")]
-pub(crate) struct Envelope<'a> {
-    #[serde(borrow, default)]
-    pub model: Option<Cow<'a, str>>,
-    #[serde(borrow, default)]
-    pub messages: Option<Raw<'a>>,
-    #[serde(borrow, default)]
-    pub prompt: Option<Raw<'a>>,
-    #[serde(borrow, default)]
-    pub stream: Option<Raw<'a>>,
-    #[serde(borrow, default)]
-    pub tools: Option<Raw<'a>>,
-    #[serde(borrow, default)]
-    pub documents: Option<Raw<'a>>,
-    #[serde(borrow, default)]
-    pub chat_template: Option<Raw<'a>>,
-    #[serde(borrow, default)]
-    pub chat_template_kwargs: Option<Raw<'a>>,
-    #[serde(borrow, default)]
-    pub cache_salt: Option<Cow<'a, str>>,
-    #[serde(borrow, default)]
-    pub tool_choice: Option<Raw<'a>>,
-    #[serde(borrow, default)]
-    pub reasoning_effort: Option<Raw<'a>>,
-    #[serde(borrow, default)]
-    pub truncate_prompt_tokens: Option<Raw<'a>>,
-    #[serde(borrow, default)]
-    pub user: Option<Raw<'a>>,
-    #[serde(borrow, default)]
-    pub priority: Option<Raw<'a>>,
-    #[serde(default)]
-    pub add_generation_prompt: Option<bool>,
-    #[serde(default)]
-    pub continue_final_message: Option<bool>,
-    #[serde(default)]
-    pub add_special_tokens: Option<bool>,
-    #[serde(borrow, default)]
-    pub prompt_logprobs: Option<Raw<'a>>,
-    #[serde(borrow, default)]
-    pub echo: Option<Raw<'a>>,
-    #[serde(borrow, default)]
-    pub n: Option<Raw<'a>>,
-    #[serde(borrow, default)]
-    pub best_of: Option<Raw<'a>>,
-    #[serde(borrow, default)]
-    pub use_beam_search: Option<Raw<'a>>,
-    #[serde(borrow, default)]
-    pub skip_reading_prefix_cache: Option<Raw<'a>>,
-    #[serde(borrow, default)]
-    pub kv_transfer_params: Option<Raw<'a>>,
-    #[serde(borrow, default)]
-    pub nvext: Option<Raw<'a>>,
-}
-
-impl<'a> Envelope<'a> {
-    /// Whether the engine uses its prefix cache, and reports that for a single prompt: not if it
-    /// must compute the logprobs of the prompt, skips its cache, generates several answers or
-    /// receives the blocks from elsewhere.
-    pub fn reuses_prefix(&self) -> bool {
-        let is_off = |raw: Option<Raw<'_>>, off: &str| {
-            raw.is_none_or(|raw| raw.get() == "null" || raw.get() == off)
-        };
-        let switches = [
-            self.prompt_logprobs,
-            self.echo,
-            self.use_beam_search,
-            self.skip_reading_prefix_cache,
-            self.kv_transfer_params,
-        ];
-        switches.into_iter().all(|raw| is_off(raw, "false"))
-            && [self.n, self.best_of].into_iter().all(|raw| is_off(raw, "1"))
-    }
-
-    /// The fields that determine a chat's tokens; `places` of its messages, if its body was scanned
-    /// for them.
-    pub fn chat(&self, places: Option<&'a [Range<usize>]>) -> ChatRequest<'a> {
-        ChatRequest {
-            messages: self.messages.map(Raw::get),
-            places,
-            tools: self.tools.map(Raw::get),
-            tool_choice: self.tool_choice.map(Raw::get),
-            documents: self.documents.map(Raw::get),
-            chat_template_kwargs: self.chat_template_kwargs.map(Raw::get),
-            chat_template: self.chat_template.map(Raw::get),
-            reasoning_effort: self.reasoning_effort.map(Raw::get),
-            truncate_prompt_tokens: self.truncate_prompt_tokens.map(Raw::get),
-            add_generation_prompt: self.add_generation_prompt,
-            continue_final_message: self.continue_final_message,
-            add_special_tokens: self.add_special_tokens,
-        }
-    }
-}
-
 /// A completion prompt, in the forms that OpenAI allows.
 #[derive(Debug, PartialEq)]
 pub(crate) enum Prompt {
@@ -336,48 +234,10 @@ impl Prompt {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use super::super::body::Body;
     use super::*;
 
     fn prompt(json: &str) -> Result<Prompt, Error> {
         Prompt::parse(json)
-    }
-
-    #[test]
-    fn errors_name_the_field() {
-        for (body, wanted) in [
-            (r#"{"model": 5}"#, "model: invalid type: integer `5`"),
-            (r#"{"model": "m", "cache_salt": []}"#, "cache_salt: invalid type: sequence"),
-            (r#"{"model": "a", "model": "b"}"#, "duplicate field `model`"),
-        ] {
-            let body = Body::parse(body.into()).unwrap();
-            let error = body.read::<Envelope<'_>>().unwrap_err();
-            assert_eq!(error.status.as_u16(), 400);
-            assert!(error.message.contains(wanted), "{body:?}: {}", error.message);
-        }
-    }
-
-    #[test]
-    fn requests_that_bypass_the_cache_are_known() {
-        let reuses = |more: &str| {
-            let body = format!(r#"{{"model": "m"{more}}}"#);
-            Body::parse(body.into()).unwrap().read::<Envelope<'_>>().unwrap().reuses_prefix()
-        };
-        for plain in ["", r#", "n": 1, "echo": false, "prompt_logprobs": null"#, r#", "best_of":1"#]
-        {
-            assert!(reuses(plain), "{plain}");
-        }
-        for other in [
-            r#", "prompt_logprobs": 1"#,
-            r#", "echo": true"#,
-            r#", "n": 2"#,
-            r#", "best_of": 3"#,
-            r#", "use_beam_search": true"#,
-            r#", "skip_reading_prefix_cache": true"#,
-            r#", "kv_transfer_params": {}"#,
-        ] {
-            assert!(!reuses(other), "{other}");
-        }
     }
 
     #[test]

@@ -12,7 +12,8 @@ use serde::Deserialize;
 
 use super::api::Api;
 use super::body::Raw;
-use super::call::{Call, Envelope, Prompt};
+use super::call::{Call, Prompt};
+use super::envelope::Envelope;
 use crate::Reject;
 use crate::frontend::engine::{Engine, Members};
 use crate::frontend::engine_spec::address_of;

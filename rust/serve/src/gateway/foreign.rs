@@ -8,12 +8,12 @@ use kvflash_core::error::Error;
 use kvflash_core::text::Tokens;
 use serde::Deserialize;
 use serde_json::json;
-use serde_json::value::RawValue;
 
 use super::api::{Api, Row};
 use super::as_chat;
-use super::body::{Body, Raw};
-use super::call::{Call, Envelope};
+use super::body::Raw;
+use super::call::Call;
+use super::envelope::Envelope;
 use super::render;
 use super::tokens::{Known, Untokenized, check_length, tokens};
 use crate::Reject;
@@ -188,42 +188,6 @@ async fn engines_word(
     answer.map_err(Untokenized::Unknown)
 }
 
-/// Whether the engine uses its prefix cache for this request, and reports that for a single prompt,
-/// according to its API's own fields.
-pub(super) fn reuses_prefix(api: Api, body: &Body) -> bool {
-    #[derive(Deserialize)]
-    struct Outer<'a> {
-        #[serde(borrow, default)]
-        sampling_params: Option<Raw<'a>>,
-        #[serde(borrow, default)]
-        logprob_start_len: Option<Raw<'a>>,
-    }
-    #[derive(Deserialize)]
-    struct Sampling<'a> {
-        #[serde(borrow, default)]
-        n: Option<&'a RawValue>,
-        #[serde(borrow, default)]
-        prompt_logprobs: Option<&'a RawValue>,
-        #[serde(borrow, default)]
-        skip_reading_prefix_cache: Option<&'a RawValue>,
-    }
-    if !matches!(api, Api::Tokens | Api::Generate) {
-        return true;
-    }
-    let Ok(outer) = body.read::<Outer<'_>>() else { return false };
-    let sampling = outer.sampling_params.map_or("{}", |raw| raw.get());
-    let Ok(sampling) = serde_json::from_str::<Option<Sampling<'_>>>(sampling) else { return false };
-    let is_off = |raw: Option<&RawValue>, off: &str| raw.is_none_or(|raw| raw.get() == off);
-    // -1: only for the answer's tokens.
-    outer.logprob_start_len.is_none_or(|start| ["-1", "null"].contains(&start.get()))
-        && sampling.is_none_or(|sampling| {
-            is_off(sampling.n, "1")
-                && is_off(sampling.prompt_logprobs, "null")
-                && (is_off(sampling.skip_reading_prefix_cache, "null")
-                    || is_off(sampling.skip_reading_prefix_cache, "false"))
-        })
-}
-
 fn is_given(raw: Option<Raw<'_>>) -> bool {
     raw.is_some_and(|raw| raw.get() != "null")
 }
@@ -243,33 +207,4 @@ async fn beside<T: Send>(
         return Ok(read());
     }
     call.head.compute(app, bytes, read).await.map_err(|Busy| Untokenized::Unknown("tokenizer_busy"))
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn answers_that_are_no_evidence_are_known() {
-        let reuses =
-            |api, body: &str| reuses_prefix(api, &Body::parse(body.to_owned().into()).unwrap());
-        for fine in [
-            "{}",
-            r#"{"sampling_params": null, "logprob_start_len": -1}"#,
-            r#"{"sampling_params": {"n": 1, "prompt_logprobs": null, "skip_reading_prefix_cache": false}}"#,
-        ] {
-            assert!(reuses(Api::Tokens, fine) && reuses(Api::Generate, fine), "{fine}");
-        }
-        for other in [
-            r#"{"sampling_params": {"n": 2}}"#,
-            r#"{"sampling_params": [{}, {}]}"#,
-            r#"{"sampling_params": {"prompt_logprobs": 1}}"#,
-            r#"{"sampling_params": {"skip_reading_prefix_cache": true}}"#,
-            r#"{"logprob_start_len": 0}"#,
-        ] {
-            assert!(!reuses(Api::Generate, other), "{other}");
-            assert!(reuses(Api::Messages, other), "{other}: not its field");
-        }
-    }
 }

@@ -5,10 +5,8 @@ use serde_json::{Map, Value, json};
 
 use super::api::Api;
 use super::body::Body;
-use super::call::Call;
 use super::guide::{Guides, ResponseFormat};
 use crate::Reject;
-use crate::frontend::engine::Pool;
 use crate::frontend::runtime::spec::ModelInput;
 
 /// Tokens of a completion without a limit.
@@ -124,25 +122,25 @@ struct Form {
 }
 
 impl Generation {
-    /// The generation options for the workers of `pool`; `None` if all of them are engines, which
-    /// read them themselves.
+    /// The generation options for the workers of the runtime that take these `inputs`, with the
+    /// longest `context` in tokens; `None` without any: engines read them themselves.
     ///
     /// # Errors
     /// 400 naming the field, what is legal and what came; 400 for a prompt that leaves no room in
     /// the model's context.
     pub fn of(
-        call: &Call,
-        pool: &Pool,
+        api: Api,
+        body: &Body,
+        mut inputs: impl Iterator<Item = ModelInput>,
+        context: impl FnOnce() -> Option<u64>,
         prompt_tokens: Option<u64>,
     ) -> Result<Option<Self>, Reject> {
-        if !call.api().is_for_runtime() {
+        if !api.is_for_runtime() {
             return Ok(None);
         }
-        let members = pool.members();
-        let mut inputs = members.all().filter_map(|engine| Some(engine.member.as_ref()?.input()));
         let Some(first) = inputs.next() else { return Ok(None) };
         if first == ModelInput::Text && inputs.all(|input| input == ModelInput::Text) {
-            let form: Form = call.body.read()?;
+            let form: Form = body.read()?;
             return Ok(Some(Self {
                 is_stream: form.stream.unwrap_or(false),
                 includes_usage: form
@@ -151,9 +149,8 @@ impl Generation {
                 ..Self::default()
             }));
         }
-        let mut read = Self::parse(call.api(), &call.body)?;
-        let context = members.max_model_len();
-        read.fit(prompt_tokens.unwrap_or(1), context)?;
+        let mut read = Self::parse(api, body)?;
+        read.fit(prompt_tokens.unwrap_or(1), context())?;
         Ok(Some(read))
     }
 

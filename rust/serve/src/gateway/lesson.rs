@@ -8,7 +8,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use bytes::Bytes;
 use xxhash_rust::xxh3::Xxh3;
 
-use super::call::{Call, Envelope};
+use super::call::Call;
+use super::envelope::Envelope;
 use crate::frontend::app::App;
 use crate::frontend::taught::Beginning;
 use crate::metrics::OutcomeLabel;

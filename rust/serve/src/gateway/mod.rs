@@ -16,6 +16,8 @@ pub(crate) mod body;
 mod book;
 pub(crate) mod call;
 mod client;
+pub(crate) mod envelope;
+pub(crate) mod evidence;
 mod foreign;
 pub(crate) mod generation;
 mod guide;

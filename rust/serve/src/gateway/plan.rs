@@ -17,15 +17,16 @@ use serde_json::json;
 
 use super::api::{Api, Row, Weight};
 use super::body::Body;
-use super::call::{Call, Envelope, Head};
+use super::call::{Call, Head};
 use super::client::{self, Urgency};
+use super::envelope::Envelope;
+use super::evidence::Expectation;
 use super::foreign;
 use super::generation::Generation;
 use super::lesson::{self, Lesson};
 use super::stored::Kept;
 use super::tokens::{Known, Replaceable, Untokenized, tokens};
 use super::upload;
-use super::usage::Expectation;
 use crate::body::Rest;
 use crate::frontend::app::App;
 use crate::frontend::engine::{Engine, Members, Pool, Route};
@@ -153,7 +154,11 @@ impl Plan {
         let Known { tokens, media, .. } = known;
         plan.look_up(tokens.map(Arc::new), media);
         plan.ask_remote(app).await;
-        plan.generation = Generation::of(&call, &pool, plan.prompt_tokens())?;
+        let members = pool.members();
+        let inputs = members.all().filter_map(|engine| Some(engine.member.as_ref()?.input()));
+        let context = || members.max_model_len();
+        let prompt_tokens = plan.prompt_tokens();
+        plan.generation = Generation::of(call.api(), &call.body, inputs, context, prompt_tokens)?;
         Ok(plan)
     }
 

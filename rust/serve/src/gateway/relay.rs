@@ -18,11 +18,12 @@ use tokio::time::{Instant, Sleep};
 use super::api::{Api, Form, Row};
 use super::backend::openai::{More, Opened};
 use super::book::Choice;
+use super::evidence::Expectation;
 use super::lesson::Lesson;
 use super::plan::Plan;
 use super::send::InFlight;
 use super::told_ids::ToldIds;
-use super::usage::{Expectation, UsageScanner};
+use super::usage::UsageScanner;
 use crate::frontend::app::App;
 use crate::frontend::engine::Engine;
 

@@ -11,7 +11,7 @@ use kvflash_core::text::Tokens;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use super::call::Envelope;
+use super::envelope::{Envelope, ask_body};
 use super::tokens::Known;
 use crate::frontend::app::App;
 use crate::frontend::engine::Pool;
@@ -111,7 +111,7 @@ pub(super) async fn ask(
         return Err("not_text");
     }
     let url = format!("{}{path}", engine.base);
-    let call = app.upstream.post_json(&engine, &url, body, MAX_ANSWER_BYTES);
+    let call = app.upstream.post_json(&engine.spec, &url, body, MAX_ANSWER_BYTES);
     match tokio::time::timeout(app.options.tokenize_timeout, call).await {
         Err(_) => Err("render_timeout"),
         Ok(Err(_)) => Err("render_failed"),
@@ -163,40 +163,6 @@ pub(crate) fn has_media(envelope: &Envelope<'_>) -> bool {
     messages
         .iter()
         .any(|one| one.content.as_array().is_some_and(|parts| parts.iter().any(is_media)))
-}
-
-/// What an engine is asked about a prompt, as JSON.
-pub(crate) fn ask_body(
-    envelope: &Envelope<'_>,
-    name: &str,
-    prompt: Option<String>,
-) -> Result<Map<String, Value>, &'static str> {
-    let mut body = Map::new();
-    let mut put = |name: &str, value| body.insert(name.to_owned(), value);
-    put("model", json!(name));
-    if let Some(prompt) = prompt {
-        put("prompt", json!(prompt));
-    }
-    for (name, raw) in [
-        ("messages", envelope.messages),
-        ("tools", envelope.tools),
-        ("chat_template", envelope.chat_template),
-        ("chat_template_kwargs", envelope.chat_template_kwargs),
-    ] {
-        if let Some(raw) = raw {
-            put(name, serde_json::from_str(raw.get()).map_err(|_| "not_text")?);
-        }
-    }
-    for (name, flag) in [
-        ("add_generation_prompt", envelope.add_generation_prompt),
-        ("continue_final_message", envelope.continue_final_message),
-        ("add_special_tokens", envelope.add_special_tokens),
-    ] {
-        if let Some(flag) = flag {
-            put(name, json!(flag));
-        }
-    }
-    Ok(body)
 }
 
 #[cfg(test)]

@@ -19,7 +19,7 @@ use super::api::{Api, Row, Weight};
 use super::backend::worker::Prefill;
 use super::backend::worker::{self, Handoff, Opened};
 use super::book::{Choice, Tries};
-use super::call::{Head, REQUEST_ID_HEADER};
+use super::call::Head;
 use super::client::{SESSION_HEADER, session_id_of};
 use super::plan::{Part, Plan};
 use super::relay::{Delivery, relay};
@@ -32,6 +32,7 @@ use crate::frontend::engine::Engine;
 use crate::metrics::RequestLabel;
 use crate::tenant::limit::Running;
 use crate::tenant::pass;
+use crate::tenant::pass::REQUEST_ID_HEADER;
 
 static WORKER_HEADER: HeaderName = HeaderName::from_static("x-kvflash-worker");
 static PREFILL_HEADER: HeaderName = HeaderName::from_static("x-kvflash-prefill-worker");

@@ -13,16 +13,17 @@ use serde_json::Value;
 
 use super::api::Api;
 use super::body::{Body, Raw};
-use super::call::{Call, Envelope, Prompt};
+use super::call::{Call, Prompt};
+use super::envelope::{Envelope, ask_body};
 use super::lesson::Lesson;
-use super::render::{ask_body, has_media, render};
+use super::render::{has_media, render};
 use crate::compute::Busy;
 use crate::frontend::app::App;
 use crate::frontend::corpus::{Form, Forms};
 use crate::frontend::engine::{Engine, Pool};
-use crate::frontend::ids::Field;
 use crate::frontend::runtime::spec::ModelInput;
 use crate::frontend::runtime::texts::ModelText;
+use crate::frontend::takes_ids::Field;
 
 /// A quick try on the serving thread is worth it up to here, bytes: what is known already takes some 0.1 ms.
 const LONG_TEXT_BYTES: usize = 32 * 1024;
@@ -211,7 +212,7 @@ async fn remote_tokens(
     let body = ask_body(envelope, name, prompt)?;
     let body = Value::Object(body).to_string().into_bytes();
     let url = format!("{}/tokenize", engine.base);
-    let call = app.upstream.post_json(&engine, &url, body, 64 * 1024 * 1024);
+    let call = app.upstream.post_json(&engine.spec, &url, body, 64 * 1024 * 1024);
     match tokio::time::timeout(app.options.tokenize_timeout, call).await {
         Err(_) => Err("tokenize_timeout"),
         Ok(Err(_)) => Err("tokenize_failed"),

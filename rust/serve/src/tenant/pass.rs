@@ -15,8 +15,9 @@ use serde_json::{Value, json};
 use super::SaltSecret;
 use crate::gateway::api::{Api, Row, Weight};
 use crate::gateway::body::Body;
-use crate::gateway::call::REQUEST_ID_HEADER;
 use crate::{Caller, Key, Pass, Reject, Role};
+
+pub(crate) static REQUEST_ID_HEADER: HeaderName = HeaderName::from_static("x-request-id");
 
 /// Fields of bodies, by the permission that they need.
 ///

@@ -21,11 +21,12 @@ use crate::gateway::api::Row;
 use crate::gateway::attempts::Failed;
 use crate::gateway::body::Body;
 use crate::gateway::book::Choice;
-use crate::gateway::call::{Call, REQUEST_ID_HEADER};
+use crate::gateway::call::Call;
 use crate::gateway::lesson::{FIELD, Lesson};
 use crate::gateway::plan::Plan;
 use crate::gateway::stored;
 use crate::gateway::tokens::body_with;
+use crate::tenant::pass::REQUEST_ID_HEADER;
 use crate::tenant::pass::engine_headers;
 
 /// Size limit of a prefill's response: one token and its transfer parameters.
@@ -289,11 +290,11 @@ async fn send(
     let mut request = upstream_request(&call.row.verb.method(), target, &headers, rank, body);
     // The key of a client with one of our keys is not meant for the engine.
     if head.caller.key().is_some()
-        && let Some(key) = app.upstream.authorization(engine)
+        && let Some(key) = app.upstream.authorization(&engine.spec)
     {
         request.headers_mut().insert(header::AUTHORIZATION, key.clone());
     }
-    app.upstream.send_to(engine, request).await.map_err(|error| {
+    app.upstream.send_to(&engine.spec, request).await.map_err(|error| {
         let failed = Failed::new(error.cause, error.message, StatusCode::BAD_GATEWAY).fault();
         if error.is_sent { failed.died() } else { failed.unsent() }
     })

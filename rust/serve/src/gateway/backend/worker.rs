@@ -332,7 +332,7 @@ async fn begin(app: &Arc<App>, plan: &Arc<Plan>, choice: Choice) -> Result<Hando
         };
         if let Err(error) = outcome.await {
             count(&app, "failed");
-            error.note(&app, &choice.engine, "the prefill failed while its decode ran");
+            app.attempt_failed(&error, &choice.engine, "the prefill failed while its decode ran");
             // No receiver is left once the decode is complete, and then it is not needed.
             let why = format!("prefill at worker {worker} failed: {}", error.message);
             let _ = tell.send(Some(why));
