@@ -45,6 +45,9 @@ class KvPushRouter:
         InvalidArgumentError: The block size is 0 or too large.
     """
 
+    #: The settings of a router that is given none.
+    _default_config: type[KvRouterConfig] = KvRouterConfig
+
     def __init__(
         self,
         endpoint: Endpoint,
@@ -53,7 +56,7 @@ class KvPushRouter:
     ) -> None:
         self.endpoint = endpoint
         self.block_size = block_size
-        self.config = kv_router_config or KvRouterConfig()
+        self.config = kv_router_config or self._default_config()
         self._min_workers = self.config.workers_to_wait_for()
         self._policy = self.config.make_policy()
         self._core = self.config.make_core(block_size, policy=self._policy)

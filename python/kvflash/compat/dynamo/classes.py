@@ -105,24 +105,9 @@ class KvRouterConfig(_KvRouterConfig):
 
 
 class KvPushRouter(_KvPushRouter):
-    """A router that takes these settings by default.
+    """A router that takes these settings by default."""
 
-    Args:
-        endpoint: Endpoint that the workers serve.
-        block_size: Tokens in a block of the workers.
-        kv_router_config: Routing settings.
-
-    Raises:
-        InvalidArgumentError: The block size is 0 or too large.
-    """
-
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        block_size: int,
-        kv_router_config: _KvRouterConfig | None = None,
-    ) -> None:
-        super().__init__(endpoint, block_size, kv_router_config or KvRouterConfig())
+    _default_config = KvRouterConfig
 
 
 class RouterMode(Enum):
