@@ -19,9 +19,6 @@ from kvflash.mocker.tokenizer import Tokenizer
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-#: Approximate start time of this process: the module is imported first.
-_STARTED_S = time.time()
-
 
 class Admin:
     """The handlers of one worker that do not generate."""
@@ -31,7 +28,7 @@ class Admin:
         self._engine = engine
         self._config = config
         self._tokenizer = tokenizer
-        self._started_s = int(time.time())
+        self._started_s = time.time()
 
     def routes(self) -> list[web.RouteDef]:
         """The routes that it serves."""
@@ -52,7 +49,7 @@ class Admin:
             {
                 "id": name,
                 "object": "model",
-                "created": self._started_s,
+                "created": int(self._started_s),
                 "owned_by": "kvflash",
                 "root": name,
                 "parent": None if name == base else base,
@@ -80,7 +77,7 @@ class Admin:
 
     async def metrics(self, _request: web.Request) -> web.Response:
         """GET /metrics: Prometheus text."""
-        text = render(self._engine.scheduler, self._config)
+        text = render(self._engine.scheduler, self._config, self._started_s)
         return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
 
     async def tokenize(self, request: web.Request) -> web.Response:
@@ -113,12 +110,13 @@ class Admin:
         return web.Response(status=200)
 
 
-def render(scheduler: Scheduler, config: MockerConfig) -> str:
+def render(scheduler: Scheduler, config: MockerConfig, started_s: float) -> str:
     """Render all metrics of one worker.
 
     Args:
         scheduler: Its scheduler.
         config: Its options.
+        started_s: When it was started, Unix time; another value tells scrapers of a restart.
 
     Returns:
         Prometheus text exposition format 0.0.4.
@@ -158,7 +156,7 @@ def render(scheduler: Scheduler, config: MockerConfig) -> str:
     )
     name = "process_start_time_seconds"
     lines += [f"# HELP {name} Start of the process, Unix time.", f"# TYPE {name} gauge"]
-    lines.append(f"{name} {_STARTED_S:.3f}")
+    lines.append(f"{name} {started_s:.3f}")
     name = "vllm:cache_config_info"
     lines += [f"# HELP {name} Shape of the KV cache.", f"# TYPE {name} gauge", f"{name}{info} 1"]
     return "\n".join(lines) + "\n"

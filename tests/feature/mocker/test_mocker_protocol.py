@@ -189,7 +189,7 @@ def test_metrics_escape_labels_and_count() -> None:
     scheduler = Scheduler(config)
     scheduler.add(Request(request_id=1, prompt_ids=[1] * 40, planned_ids=[2, 3]))
     scheduler.schedule()
-    text = render(scheduler, config)
+    text = render(scheduler, config, 1.5)
     labels = '{engine="0",model_name="a\\"b\\\\c\\n"}'
     lines = text.splitlines()
     assert f"vllm:num_requests_running{labels} 1" in lines
