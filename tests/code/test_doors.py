@@ -7,6 +7,7 @@ looked at.
 from __future__ import annotations
 
 import ast
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,12 +104,10 @@ def parse(path: str, text: str) -> Source:
     return Source(path, ast.parse(text, path))
 
 
-def load() -> list[Source]:
+@functools.cache
+def sources() -> list[Source]:
     paths = sorted(ROOT.rglob("*.py"))
     return [parse(p.relative_to(ROOT).as_posix(), p.read_text(encoding="utf-8")) for p in paths]
-
-
-SOURCES = load()
 
 
 def faults(source: Source) -> list[str]:
@@ -137,8 +136,8 @@ def _is_or_in(name: str, module: str) -> bool:
 
 
 def test_every_file_is_visited_and_every_room_has_a_floor() -> None:
-    assert len(SOURCES) >= 20
-    rooms = {source.room for source in SOURCES} | {"_core"}
+    assert len(sources()) >= 20
+    rooms = {source.room for source in sources()} | {"_core"}
     assert rooms <= set(FLOORS), "a new room needs a floor"
     assert set(FLOORS) <= rooms, "a room that is gone needs none"
     assert (ROOT / "_core.pyi").is_file()
@@ -155,14 +154,14 @@ def test_the_map_is_a_page_and_names_who_starts_processes_and_takes_signals() ->
 
 
 def test_files_import_from_lower_floors_only() -> None:
-    imports = sum(len(source.rooms()) for source in SOURCES)
+    imports = sum(len(source.rooms()) for source in sources())
     assert imports >= 30, "the scan must see the imports that it judges"
-    wrong = [fault for source in SOURCES for fault in faults(source)]
+    wrong = [fault for source in sources() for fault in faults(source)]
     assert not wrong, "\n".join(wrong)
 
 
 def test_lobbies_hold_no_logic() -> None:
-    lobbies = [source for source in SOURCES if source.path.endswith("__init__.py")]
+    lobbies = [source for source in sources() if source.path.endswith("__init__.py")]
     assert len(lobbies) >= 4
     for lobby in lobbies:
         assert ast.get_docstring(lobby.tree), lobby.path

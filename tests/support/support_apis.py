@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,14 @@ WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {"name": "weather", "description": "Tells the weather.", "parameters": CITY},
 }
+
+
+def library(name: str) -> Any:
+    """An official client's library, imported when a test first uses it.
+
+    All of pytest's processes collect all tests, and such a library takes seconds to import.
+    """
+    return importlib.import_module(name)
 
 
 @contextmanager

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
-import openai
 import pytest
 
-from support_apis import two_mockers
+from support_apis import library, two_mockers
 from support_frontend import Frontend
+
+if TYPE_CHECKING:
+    import anthropic
+    import openai
 
 # More than eight blocks of 16 byte tokens.
 TEXT = "The quick brown fox jumps over the lazy dog. " * 4
@@ -24,13 +26,17 @@ def frontend() -> Iterator[Frontend]:
 
 @pytest.fixture(scope="module")
 def client(frontend: Frontend) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=frontend.url + "/v1", api_key="none", max_retries=0) as client:
+    with library("openai").OpenAI(
+        base_url=frontend.url + "/v1", api_key="none", max_retries=0
+    ) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def claude(frontend: Frontend) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=frontend.url, api_key="none", max_retries=0) as client:
+    with library("anthropic").Anthropic(
+        base_url=frontend.url, api_key="none", max_retries=0
+    ) as client:
         yield client
 
 
@@ -77,7 +83,7 @@ def test_a_response_streams_and_is_continued(client: openai.OpenAI) -> None:
         )
         assert told.previous_response_id == first.id and told.usage is not None
         assert told.usage.input_tokens > 180
-    with pytest.raises(openai.NotFoundError, match="Previous response") as error:
+    with pytest.raises(library("openai").NotFoundError, match="Previous response") as error:
         client.responses.create(model="m", input="x", previous_response_id="resp_unknown")
     assert error.value.status_code == 404
 
@@ -88,12 +94,12 @@ def test_a_kept_response_is_found_and_deleted(client: openai.OpenAI) -> None:
         made = client.responses.create(model="m", input=f"kept {turn}", max_output_tokens=2)
         found = client.responses.retrieve(made.id)
         assert (found.id, found.output_text) == (made.id, made.output_text)
-        with pytest.raises(openai.BadRequestError, match="synchronous"):
+        with pytest.raises(library("openai").BadRequestError, match="synchronous"):
             client.responses.cancel(made.id)
         client.responses.delete(made.id)
-        with pytest.raises(openai.NotFoundError, match="not found"):
+        with pytest.raises(library("openai").NotFoundError, match="not found"):
             client.responses.retrieve(made.id)
-    with pytest.raises(openai.NotFoundError, match="no worker's name"):
+    with pytest.raises(library("openai").NotFoundError, match="no worker's name"):
         client.responses.retrieve("resp_unknown")
 
 
@@ -139,18 +145,18 @@ def test_a_message_streams_and_is_counted(claude: anthropic.Anthropic) -> None:
 
 
 def test_the_official_errors_are_raised(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
-    with pytest.raises(openai.NotFoundError, match="not served"):
+    with pytest.raises(library("openai").NotFoundError, match="not served"):
         client.responses.create(model="nobody", input="x")
-    with pytest.raises(openai.BadRequestError, match="input must be"):
+    with pytest.raises(library("openai").BadRequestError, match="input must be"):
         client.responses.create(model="m", input=[])
-    with pytest.raises(openai.NotFoundError, match="did you mean /v1/embeddings"):
+    with pytest.raises(library("openai").NotFoundError, match="did you mean /v1/embeddings"):
         client.with_options(base_url=str(client.base_url) + "v1").embeddings.create(
             model="m", input="x"
         )
     told: list[Any] = [{"role": "user", "content": "x"}]
-    with pytest.raises(anthropic.NotFoundError, match="not served"):
+    with pytest.raises(library("anthropic").NotFoundError, match="not served"):
         claude.messages.create(model="nobody", max_tokens=1, messages=told)
-    with pytest.raises(anthropic.RateLimitError, match="asks for 429"):
+    with pytest.raises(library("anthropic").RateLimitError, match="asks for 429"):
         claude.with_options(default_headers={"x-mocker-status": "429"}).messages.create(
             model="m", max_tokens=1, messages=told
         )

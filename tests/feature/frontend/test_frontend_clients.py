@@ -5,15 +5,17 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
-import openai
 import pytest
 from pydantic import BaseModel
 
-from support_apis import CITY, WEATHER, two_mockers
+from support_apis import CITY, WEATHER, library, two_mockers
 from support_frontend import Frontend
+
+if TYPE_CHECKING:
+    import anthropic
+    import openai
 
 USER: Any = [{"role": "user", "content": "How is the weather?"}]
 FUNCTION: Any = {"type": "function", "strict": True, **WEATHER["function"]}
@@ -35,13 +37,17 @@ def frontend() -> Iterator[Frontend]:
 
 @pytest.fixture(scope="module")
 def client(frontend: Frontend) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=frontend.url + "/v1", api_key="none", max_retries=0) as client:
+    with library("openai").OpenAI(
+        base_url=frontend.url + "/v1", api_key="none", max_retries=0
+    ) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def claude(frontend: Frontend) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=frontend.url, api_key="none", max_retries=0) as client:
+    with library("anthropic").Anthropic(
+        base_url=frontend.url, api_key="none", max_retries=0
+    ) as client:
         yield client
 
 
@@ -71,7 +77,7 @@ def test_openai_chats_stream_calls_and_text(client: openai.OpenAI) -> None:
     with client.chat.completions.stream(
         model="m",
         messages=USER,
-        tools=[openai.pydantic_function_tool(Trip)],
+        tools=[library("openai").pydantic_function_tool(Trip)],
         stream_options=options,
     ) as stream:
         kinds = {event.type for event in stream}
@@ -97,7 +103,7 @@ def test_openai_chats_and_responses_are_parsed(client: openai.OpenAI) -> None:
     form: Any = {"type": "json_object"}
     plain = client.chat.completions.create(model="m", messages=USER, response_format=form)
     assert isinstance(json.loads(plain.choices[0].message.content or ""), dict)
-    with pytest.raises(openai.LengthFinishReasonError):
+    with pytest.raises(library("openai").LengthFinishReasonError):
         client.chat.completions.parse(model="m", messages=USER, response_format=Trip, max_tokens=5)
 
 
