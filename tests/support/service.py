@@ -23,6 +23,7 @@ import msgpack
 import pytest
 import zmq
 
+from forks import FORKS
 from kvflash import compute_sequence_hashes
 from kvflash._core import Indexer
 from kvflash.process import FedService
@@ -127,12 +128,13 @@ class Process:
     """``python -m MODULE ARGS``, or a script by its path; its stdout read line by line."""
 
     def __init__(self, module: str, *args: str, env: dict[str, str] | None = None) -> None:
-        self.popen = subprocess.Popen(
+        env = {**os.environ, "SSL_CERT_FILE": os.fspath(NO_AUTHORITIES), **(env or {})}
+        self.popen = FORKS.start([module, *args], env) or subprocess.Popen(
             [sys.executable, *([] if module.endswith(".py") else ["-m"]), module, *args],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "SSL_CERT_FILE": os.fspath(NO_AUTHORITIES), **(env or {})},
+            env=env,
         )
         self._lines: queue.Queue[str | None] = queue.Queue()
         self.errors: list[str] = []

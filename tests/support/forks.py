@@ -1,0 +1,202 @@
+"""Python processes for tests, forked from one that has imported what they need.
+
+Most of the work of a process that answers a few requests is to import packages. One that was forked
+has these already; arguments, environment, working directory, output and the limit of open files are
+its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import resource
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+# What the processes of tests import; nothing of it may start a thread.
+PACKAGES = (
+    "kvflash.frontend.app",
+    "kvflash.indexer.service",
+    "kvflash.llm",
+    "kvflash.mocker.app",
+    "kvflash.mocker.publisher",
+    "kvflash.mocker.worker",
+    "kvflash.router.service",
+    "kvflash.runtime.distributed",
+    "nats.aio.client",
+)
+# Read by the interpreter, the loader or an import, so before a forked process has its own.
+READ_AT_START = ("LD_", "PYTHON", "SSL_")
+MESSAGE_BYTES_MAX = 1 << 20
+FILES_MAX = 1 << 16
+
+
+class Forked:
+    """A process as :class:`subprocess.Popen` has it, as far as tests need one."""
+
+    def __init__(self, pid: int, status: int, stdout: int, stderr: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self.stdout = os.fdopen(stdout, encoding="utf-8")
+        self.stderr = os.fdopen(stderr, encoding="utf-8")
+        self._status = status
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status, negative for a signal.
+
+        Raises:
+            subprocess.TimeoutExpired: It still runs after ``timeout`` seconds.
+        """
+        if self.returncode is None:
+            if not select.select([self._status], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            status = int.from_bytes(os.read(self._status, 4), sys.byteorder)
+            os.close(self._status)
+            self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def poll(self) -> int | None:
+        """The exit status, or None while it runs."""
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+
+class Forks:
+    """The process that forks, seen from the tests; started with the first one that is wanted."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._control: socket.socket | None = None
+        self._env: dict[str, str] = {}
+
+    def start(self, words: Sequence[str], env: Mapping[str, str]) -> Forked | None:
+        """``python -m MODULE ARGS``, or a script by its path.
+
+        Returns:
+            None if its environment differs in what is read before it has its own.
+        """
+        with self._lock:
+            if self._control is None:
+                self._control = self._serve(env)
+            if _read_at_start(env) != self._env:
+                return None
+            pipes = [os.pipe() for _ in range(3)]
+            order = {
+                "words": list(words),
+                "env": dict(env),
+                "folder": str(Path.cwd()),
+                "files": resource.getrlimit(resource.RLIMIT_NOFILE),
+            }
+            theirs = [writing for _, writing in pipes]
+            socket.send_fds(self._control, [json.dumps(order).encode()], theirs)
+            for writing in theirs:
+                os.close(writing)
+            pid = int.from_bytes(self._control.recv(4), sys.byteorder)
+            stdout, stderr, status = (reading for reading, _ in pipes)
+            return Forked(pid, status, stdout, stderr)
+
+    def _serve(self, env: Mapping[str, str]) -> socket.socket:
+        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, __file__, str(theirs.fileno())]
+            null = subprocess.DEVNULL
+            fork = subprocess.Popen(command, stdout=null, env=env, pass_fds=[theirs.fileno()])
+        self._env = _read_at_start(env)
+
+        def end() -> None:
+            control.close()
+            fork.wait()
+
+        atexit.register(end)
+        return control
+
+
+def _read_at_start(env: Mapping[str, str]) -> dict[str, str]:
+    return {key: value for key, value in env.items() if key.startswith(READ_AT_START)}
+
+
+FORKS = Forks()
+
+
+def _fork(control: socket.socket) -> list[str] | None:
+    """Fork for every order until the tests end; returns in each child, with its words."""
+    running: dict[int, tuple[int, int]] = {}
+    poller = select.poll()
+    poller.register(control, select.POLLIN)
+    while True:
+        for ready, _ in poller.poll():
+            if ready != control.fileno():
+                poller.unregister(ready)
+                os.close(ready)
+                pid, told = running.pop(ready)
+                os.write(told, os.waitpid(pid, 0)[1].to_bytes(4, sys.byteorder))
+                os.close(told)
+                continue
+            text, given, *_ = socket.recv_fds(control, MESSAGE_BYTES_MAX, 3)
+            if not text:
+                return None
+            pid = os.fork()
+            if pid == 0:
+                control.detach()
+                os.dup2(given[0], 1)
+                os.dup2(given[1], 2)
+                os.closerange(3, FILES_MAX)
+                order = json.loads(text)
+                os.chdir(order["folder"])
+                resource.setrlimit(resource.RLIMIT_NOFILE, order["files"])
+                os.environ.clear()
+                os.environ.update(order["env"])
+                return list(order["words"])
+            stdout, stderr, told = given
+            os.close(stdout)
+            os.close(stderr)
+            watched = os.pidfd_open(pid)
+            running[watched] = (pid, told)
+            poller.register(watched, select.POLLIN)
+            control.send(pid.to_bytes(4, sys.byteorder))
+
+
+def _run(words: list[str]) -> None:
+    """As the interpreter does it with these words."""
+    program, *_ = sys.argv = words
+    if program.endswith(".py"):
+        sys.path[0] = str(Path(program).parent)
+        runpy.run_path(program, run_name="__main__")
+    else:
+        sys.path[0] = str(Path.cwd())
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    for package in PACKAGES:
+        importlib.import_module(package)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # What is there now is never collected, nor copied for it.
+    gc.freeze()
+    found = _fork(socket.socket(fileno=int(sys.argv[1])))
+    if found is not None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _run(found)
