@@ -96,8 +96,11 @@ class Forks:
         """``python -m MODULE ARGS``, or a script by its path.
 
         Returns:
-            None if its environment differs in what is read before it has its own.
+            None if its environment differs in what is read before it has its own, and where the
+            system tells of the end of a process to its parent only.
         """
+        if not hasattr(os, "pidfd_open"):
+            return None
         with self._lock:
             if self._control is None:
                 self._control = self._serve(env)
@@ -114,9 +117,10 @@ class Forks:
             socket.send_fds(self._control, [json.dumps(order).encode()], theirs)
             for writing in theirs:
                 os.close(writing)
-            pid = int.from_bytes(self._control.recv(4), sys.byteorder)
+            told = self._control.recv(4)
+            assert told, "the process that forks has ended; its error stands above"
             stdout, stderr, status = (reading for reading, _ in pipes)
-            return Forked(pid, status, stdout, stderr)
+            return Forked(int.from_bytes(told, sys.byteorder), status, stdout, stderr)
 
     def _serve(self, env: Mapping[str, str]) -> socket.socket:
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
