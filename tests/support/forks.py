@@ -85,12 +85,17 @@ class Forked:
 
 
 class Forks:
-    """The process that forks, seen from the tests; started with the first one that is wanted."""
+    """The process that forks, seen from the tests; started with the first one that is wanted.
 
-    def __init__(self) -> None:
+    Args:
+        env: Its environment, whatever the first one has: a leaping clock must not become that of
+            all others.
+    """
+
+    def __init__(self, env: Mapping[str, str]) -> None:
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
-        self._env: dict[str, str] = {}
+        self._env = dict(env)
 
     def start(self, words: Sequence[str], env: Mapping[str, str]) -> Forked | None:
         """``python -m MODULE ARGS``, or a script by its path.
@@ -99,13 +104,11 @@ class Forks:
             None if its environment differs in what is read before it has its own, and where the
             system tells of the end of a process to its parent only.
         """
-        if not hasattr(os, "pidfd_open"):
+        if not hasattr(os, "pidfd_open") or _read_at_start(env) != _read_at_start(self._env):
             return None
         with self._lock:
             if self._control is None:
-                self._control = self._serve(env)
-            if _read_at_start(env) != self._env:
-                return None
+                self._control = self._serve()
             pipes = [os.pipe() for _ in range(3)]
             order = {
                 "words": list(words),
@@ -117,18 +120,17 @@ class Forks:
             socket.send_fds(self._control, [json.dumps(order).encode()], theirs)
             for writing in theirs:
                 os.close(writing)
-            told = self._control.recv(4)
-            assert told, "the process that forks has ended; its error stands above"
+            pid = self._control.recv(4)
+            assert pid, "the process that forks has ended; its error stands above"
             stdout, stderr, status = (reading for reading, _ in pipes)
-            return Forked(int.from_bytes(told, sys.byteorder), status, stdout, stderr)
+            return Forked(int.from_bytes(pid, sys.byteorder), status, stdout, stderr)
 
-    def _serve(self, env: Mapping[str, str]) -> socket.socket:
+    def _serve(self) -> socket.socket:
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, __file__, str(theirs.fileno())]
             null = subprocess.DEVNULL
-            fork = subprocess.Popen(command, stdout=null, env=env, pass_fds=[theirs.fileno()])
-        self._env = _read_at_start(env)
+            fork = subprocess.Popen(command, stdout=null, env=self._env, pass_fds=[theirs.fileno()])
 
         def end() -> None:
             control.close()
@@ -142,9 +144,6 @@ def _read_at_start(env: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in env.items() if key.startswith(READ_AT_START)}
 
 
-FORKS = Forks()
-
-
 def _fork(control: socket.socket) -> list[str] | None:
     """Fork for every order until the tests end; returns in each child, with its words."""
     running: dict[int, tuple[int, int]] = {}
@@ -155,9 +154,9 @@ def _fork(control: socket.socket) -> list[str] | None:
             if ready != control.fileno():
                 poller.unregister(ready)
                 os.close(ready)
-                pid, told = running.pop(ready)
-                os.write(told, os.waitpid(pid, 0)[1].to_bytes(4, sys.byteorder))
-                os.close(told)
+                pid, status = running.pop(ready)
+                os.write(status, os.waitpid(pid, 0)[1].to_bytes(4, sys.byteorder))
+                os.close(status)
                 continue
             text, given, *_ = socket.recv_fds(control, MESSAGE_BYTES_MAX, 3)
             if not text:
@@ -174,11 +173,11 @@ def _fork(control: socket.socket) -> list[str] | None:
                 os.environ.clear()
                 os.environ.update(order["env"])
                 return list(order["words"])
-            stdout, stderr, told = given
+            stdout, stderr, status = given
             os.close(stdout)
             os.close(stderr)
             watched = os.pidfd_open(pid)
-            running[watched] = (pid, told)
+            running[watched] = (pid, status)
             poller.register(watched, select.POLLIN)
             control.send(pid.to_bytes(4, sys.byteorder))
 

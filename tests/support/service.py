@@ -23,7 +23,7 @@ import msgpack
 import pytest
 import zmq
 
-from forks import FORKS
+from forks import Forks
 from kvflash import compute_sequence_hashes
 from kvflash._core import Indexer
 from kvflash.process import FedService
@@ -122,6 +122,7 @@ class Http:
 
 # A process of a test trusts nobody by default: reading the system's authorities takes 40 ms.
 NO_AUTHORITIES = Path(__file__).with_name("no_authorities.pem")
+_FORKS = Forks({**os.environ, "SSL_CERT_FILE": os.fspath(NO_AUTHORITIES)})
 
 
 class Process:
@@ -129,7 +130,7 @@ class Process:
 
     def __init__(self, module: str, *args: str, env: dict[str, str] | None = None) -> None:
         env = {**os.environ, "SSL_CERT_FILE": os.fspath(NO_AUTHORITIES), **(env or {})}
-        self.popen = FORKS.start([module, *args], env) or subprocess.Popen(
+        self.popen = _FORKS.start([module, *args], env) or subprocess.Popen(
             [sys.executable, *([] if module.endswith(".py") else ["-m"]), module, *args],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
