@@ -101,9 +101,12 @@ class ZmqReceiver:
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         # Orders are bounded by registrations, which the core limits.
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._wake_address = f"inproc://kvflash-wake-{id(self)}"
+        # Connected before the first order; the end that connects can send at once, whereas the one
+        # that binds can't until it has noticed its peer.
+        self._woken = self._context.socket(zmq.PAIR)
+        self._woken.bind("inproc://kvflash-wake")
         self._wake = self._context.socket(zmq.PAIR)
-        self._wake.bind(self._wake_address)
+        self._wake.connect("inproc://kvflash-wake")
         self._wake_lock = threading.Lock()
         self._poller = Poller()
         self._subscriptions: dict[int, _Subscription] = {}
@@ -138,9 +141,7 @@ class ZmqReceiver:
     # -- everything below runs on the thread
 
     def _run(self) -> None:
-        wake = self._context.socket(zmq.PAIR)
-        wake.connect(self._wake_address)
-        self._add(wake, lambda: self._obey(wake))
+        self._add(self._woken, self._obey)
         try:
             while not self._is_stopping:
                 for ready in self._poller.poll(self._poll_timeout_ms()):
@@ -156,7 +157,7 @@ class ZmqReceiver:
         finally:
             for publisher in list(self._subscriptions):
                 self._unsubscribe(publisher)
-            wake.close(0)
+            self._woken.close(0)
             with self._wake_lock:
                 self._wake.close(0)
             self._context.destroy(0)
@@ -205,9 +206,9 @@ class ZmqReceiver:
                 retry = partial(self._subscribe, publisher, late.endpoint, late.replay_endpoint)
                 self._call(partial(retry, is_held=late.is_held, is_again=True))
 
-    def _obey(self, wake: zmq.Socket[bytes]) -> None:
-        while wake.poll(0):
-            wake.recv()
+    def _obey(self) -> None:
+        while self._woken.poll(0):
+            self._woken.recv()
         while True:
             try:
                 order = self._orders.get_nowait()

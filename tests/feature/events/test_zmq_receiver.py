@@ -10,6 +10,7 @@ import dataclasses
 import random
 import re
 import resource
+import threading
 import time
 from concurrent.futures import Future
 
@@ -17,10 +18,12 @@ import pytest
 import zmq
 
 from kvflash import compute_block_hash_for_seq, compute_sequence_hashes
+from kvflash._core import Indexer
 from kvflash.doctor.events import ask_replays
 from kvflash.transport.options import ZmqOptions
 from kvflash.transport.zmq import ZmqReceiver
 from service import (
+    DEADLINE_S,
     END_OF_REPLAY,
     EmbeddedIndexer,
     batch,
@@ -54,6 +57,18 @@ def hasty(request):
     made = EmbeddedIndexer(options)
     yield made.http
     made.close()
+
+
+def test_an_order_before_the_thread_runs_is_carried_out():
+    """The thread of a busy machine starts late, and nothing but an order wakes it."""
+    receiver = ZmqReceiver(Indexer(threads=1).catalog, QUICK)
+    carried_out = threading.Event()
+    receiver._order(carried_out.set)
+    receiver.start()
+    try:
+        assert carried_out.wait(DEADLINE_S)
+    finally:
+        receiver.stop()
 
 
 class Holdings:
