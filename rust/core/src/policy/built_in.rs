@@ -2,12 +2,12 @@
 
 use rand::RngCore;
 
-use super::contract::{Candidates, Context, Polarity, RoutePolicy};
+use super::contract::{Candidates, Context, Polarity, RoutePolicy, without_scores};
 use super::cost::CandidateCost;
 use super::decision::Choice;
 use super::kind::Policy;
 use super::select::select;
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 impl RoutePolicy for Policy {
     fn name(&self) -> &str {
@@ -41,10 +41,7 @@ impl RoutePolicy for Policy {
         _rng: &mut dyn RngCore,
     ) -> Result<Polarity> {
         if !self.is_scorer() {
-            return Err(Error::invalid(format!(
-                "policy {} has no scores that could be weighted",
-                self
-            )));
+            return Err(without_scores(self.name()));
         }
         let request = &context.request;
         scores.clear();

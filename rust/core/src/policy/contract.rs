@@ -88,7 +88,7 @@ pub trait RoutePolicy: fmt::Debug + Send + Sync {
         _scores: &mut Vec<Option<f64>>,
         _rng: &mut dyn RngCore,
     ) -> Result<Polarity> {
-        Err(Error::invalid(format!("policy {} has no scores that could be weighted", self.name())))
+        Err(without_scores(self.name()))
     }
 
     /// How long the prefill of `tokens` prompt tokens of `model` takes, in milliseconds, when its
@@ -308,6 +308,11 @@ pub enum Polarity {
     Most,
     /// Low scores.
     Least,
+}
+
+/// What a policy answers that is asked for scores and has none.
+pub(super) fn without_scores(policy: &str) -> Error {
+    Error::invalid(format!("policy {policy} has no scores that could be weighted"))
 }
 
 /// A request that has ended, with its actual usage.

@@ -8,12 +8,12 @@ use axum::response::Response;
 use kvflash_core::fleet::WorkerState;
 use kvflash_core::text::CacheStats;
 
-use super::super::gateway::evidence;
 use super::super::metrics::escape;
 use super::app::App;
 use super::metrics::{
     ClientIdLabel, ClientLabel, EncoderLabel, ModelNameLabel, TurnLabel, WorkerLabel,
 };
+use crate::gateway::evidence;
 use crate::metrics::OutcomeLabel;
 
 /// GET /metrics

@@ -31,8 +31,7 @@ use crate::frontend::app::App;
 use crate::frontend::engine::Engine;
 use crate::metrics::RequestLabel;
 use crate::tenant::limit::Running;
-use crate::tenant::pass;
-use crate::tenant::pass::REQUEST_ID_HEADER;
+use crate::tenant::pass::{self, REQUEST_ID_HEADER};
 
 static WORKER_HEADER: HeaderName = HeaderName::from_static("x-kvflash-worker");
 static PREFILL_HEADER: HeaderName = HeaderName::from_static("x-kvflash-prefill-worker");

@@ -26,8 +26,7 @@ use crate::gateway::lesson::{FIELD, Lesson};
 use crate::gateway::plan::Plan;
 use crate::gateway::stored;
 use crate::gateway::tokens::body_with;
-use crate::tenant::pass::REQUEST_ID_HEADER;
-use crate::tenant::pass::engine_headers;
+use crate::tenant::pass::{REQUEST_ID_HEADER, engine_headers};
 
 /// Size limit of a prefill's response: one token and its transfer parameters.
 const MAX_PREFILL_ANSWER_BYTES: usize = 8 * 1024 * 1024;
