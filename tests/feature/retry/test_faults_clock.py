@@ -120,18 +120,19 @@ def test_engines_of_openai_outlive_a_leap(
     one = site("openai", "--stream-idle-timeout", "2", "--first-byte-timeout", "60")
     one.start("anna", "bert")
     one.tell("anna", "mute")
-    calls = [one.call(STREAM) for _ in range(4)]
+    calls = [one.call(one.pin("anna", STREAM)) for _ in range(2)]
     one.wait_running("anna", 2)
     clock.leap(seconds)
     # Timeouts go on as they did: silence amid a stream ends it, none before it does.
     one.tell("bert", "hold")
-    silent = one.call(one.pin("bert", STREAM))
-    assert end_of(silent) == "broken"
+    assert one.ask(one.pin("bert", STREAM)) == "broken"
     one.untell("bert", "hold")
     assert one.running("anna") == 2
     one.untell("anna", "mute")
-    assert sorted(end_of(call) for call in calls) == ["anna"] * 2 + ["bert"] * 2
+    assert [end_of(call) for call in calls] == ["anna"] * 2
+    # Bert was passed over from the broken answer until the next check of its health.
     one.frontend.wait_healthy(*one.ids.values())
+    assert one.ask(one.pin("bert", STREAM)) == "bert"
     one.check_settled()
 
 
