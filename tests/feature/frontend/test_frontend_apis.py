@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from service import until
 from support_apis import library, two_mockers
 from support_frontend import Frontend
 
@@ -52,6 +53,24 @@ def until_matched(ask: Callable[[], tuple[int, int]]) -> tuple[int, int]:
         if expected > 6:
             break
     return expected, cached
+
+
+def test_what_an_engine_does_not_look_up_is_not_credited(client: openai.OpenAI) -> None:
+    """Log probabilities of a prompt are computed anew, and a truncated prompt is another one."""
+    ids = [10 + at % 90 for at in range(130)]
+
+    def credit(**fields: Any) -> int:
+        raw = client.completions.with_raw_response.create(
+            model="m", prompt=ids, max_tokens=1, extra_body=fields
+        )
+        return overlap(raw.headers)
+
+    until(lambda: credit() == 8, "the prompt to be known")
+    assert credit(echo=True) == credit(n=2) == 8
+    assert credit(prompt_logprobs=0) == 0
+    assert credit(skip_reading_prefix_cache=True) == 0
+    assert credit(echo=True, logprobs=1) == 0
+    assert credit(truncate_prompt_tokens=8) == 0
 
 
 def test_responses(client: openai.OpenAI) -> None:

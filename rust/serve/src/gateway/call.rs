@@ -13,7 +13,7 @@ use serde_json::value::RawValue;
 use super::api::{Api, Row, Weight};
 use super::body::Body;
 use super::client::Nvext;
-use super::envelope::{Envelope, reuses_prefix};
+use super::envelope::{Envelope, cache_use};
 use super::turn::{Client, Identity};
 use crate::compute::Busy;
 use crate::frontend::app::App;
@@ -92,6 +92,8 @@ pub(crate) struct Call {
     pub body: Arc<Body>,
     /// Its own routing options.
     pub nvext: Nvext,
+    /// Whether an engine looks its prompt up in the prefix cache; otherwise no match counts.
+    pub reads_cache: bool,
     /// Whether an engine uses its prefix cache for it, and reports that for a single prompt.
     pub reuses_prefix: bool,
     /// Maximum workers to try, if its client limits them.
@@ -113,9 +115,11 @@ impl Call {
     ) -> Result<Self, Reject> {
         let row = row.unwrap_or_else(|| Row::of_fields(envelope.messages.is_some()));
         let nvext = Nvext::parse(envelope.nvext)?;
-        let reuses_prefix = envelope.reuses_prefix() && reuses_prefix(row.api, body);
+        let own = cache_use(row.api, body);
+        let reads_cache = envelope.reads_cache() && own.reads;
+        let reuses_prefix = envelope.reuses_prefix() && own.reports;
         let (body, max_attempts) = (Arc::clone(body), max_attempts(&head.headers)?);
-        Ok(Self { row, head, request_id, body, nvext, reuses_prefix, max_attempts })
+        Ok(Self { row, head, request_id, body, nvext, reads_cache, reuses_prefix, max_attempts })
     }
 
     pub fn api(&self) -> Api {

@@ -54,6 +54,8 @@ pub(crate) struct Envelope<'a> {
     #[serde(borrow, default)]
     pub echo: Option<Raw<'a>>,
     #[serde(borrow, default)]
+    pub logprobs: Option<Raw<'a>>,
+    #[serde(borrow, default)]
     pub n: Option<Raw<'a>>,
     #[serde(borrow, default)]
     pub best_of: Option<Raw<'a>>,
@@ -68,22 +70,23 @@ pub(crate) struct Envelope<'a> {
 }
 
 impl<'a> Envelope<'a> {
+    /// Whether the engine looks the prompt up in its prefix cache: not if it must compute the
+    /// logprobs of the prompt, or skips its cache.
+    pub fn reads_cache(&self) -> bool {
+        let is_off = |field: Option<Raw<'_>>| is_off(field.map(Raw::get), "false");
+        let echoes_logprobs = !is_off(self.echo) && !is_off(self.logprobs);
+        !echoes_logprobs && is_off(self.prompt_logprobs) && is_off(self.skip_reading_prefix_cache)
+    }
+
     /// Whether the engine uses its prefix cache, and reports that for a single prompt: not if it
-    /// must compute the logprobs of the prompt, skips its cache, generates several answers or
-    /// receives the blocks from elsewhere.
+    /// does not read its cache, generates several answers or receives the blocks from elsewhere.
     pub fn reuses_prefix(&self) -> bool {
-        let is_off = |raw: Option<Raw<'_>>, off: &str| {
-            raw.is_none_or(|raw| raw.get() == "null" || raw.get() == off)
+        let are_off = |fields: &[Option<Raw<'_>>], off: &str| {
+            fields.iter().all(|field| is_off(field.map(Raw::get), off))
         };
-        let switches = [
-            self.prompt_logprobs,
-            self.echo,
-            self.use_beam_search,
-            self.skip_reading_prefix_cache,
-            self.kv_transfer_params,
-        ];
-        switches.into_iter().all(|raw| is_off(raw, "false"))
-            && [self.n, self.best_of].into_iter().all(|raw| is_off(raw, "1"))
+        self.reads_cache()
+            && are_off(&[self.echo, self.use_beam_search, self.kv_transfer_params], "false")
+            && are_off(&[self.n, self.best_of], "1")
     }
 
     /// The fields that determine a chat's tokens; `places` of its messages, if its body was scanned
@@ -106,9 +109,22 @@ impl<'a> Envelope<'a> {
     }
 }
 
-/// Whether the engine uses its prefix cache for this request, and reports that for a single prompt,
-/// according to its API's own fields.
-pub(super) fn reuses_prefix(api: Api, body: &Body) -> bool {
+/// Whether a field's JSON is missing, null, or its value `off`.
+fn is_off(json: Option<&str>, off: &str) -> bool {
+    json.is_none_or(|json| json == "null" || json == off)
+}
+
+/// What the engine does with its prefix cache for a request, according to its API's own fields.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct CacheUse {
+    /// It looks the prompt up.
+    pub reads: bool,
+    /// It reports the outcome for a single prompt.
+    pub reports: bool,
+}
+
+/// See [`CacheUse`]; a body that can't be read counts as one that does neither.
+pub(super) fn cache_use(api: Api, body: &Body) -> CacheUse {
     #[derive(Deserialize)]
     struct Outer<'a> {
         #[serde(borrow, default)]
@@ -126,20 +142,23 @@ pub(super) fn reuses_prefix(api: Api, body: &Body) -> bool {
         skip_reading_prefix_cache: Option<&'a RawValue>,
     }
     if !matches!(api, Api::Tokens | Api::Generate) {
-        return true;
+        return CacheUse { reads: true, reports: true };
     }
-    let Ok(outer) = body.read::<Outer<'_>>() else { return false };
+    let neither = CacheUse { reads: false, reports: false };
+    let Ok(outer) = body.read::<Outer<'_>>() else { return neither };
     let sampling = outer.sampling_params.map_or("{}", |raw| raw.get());
-    let Ok(sampling) = serde_json::from_str::<Option<Sampling<'_>>>(sampling) else { return false };
-    let is_off = |raw: Option<&RawValue>, off: &str| raw.is_none_or(|raw| raw.get() == off);
+    let Ok(sampling) = serde_json::from_str::<Option<Sampling<'_>>>(sampling) else {
+        return neither;
+    };
     // -1: only for the answer's tokens.
-    outer.logprob_start_len.is_none_or(|start| ["-1", "null"].contains(&start.get()))
-        && sampling.is_none_or(|sampling| {
-            is_off(sampling.n, "1")
-                && is_off(sampling.prompt_logprobs, "null")
-                && (is_off(sampling.skip_reading_prefix_cache, "null")
-                    || is_off(sampling.skip_reading_prefix_cache, "false"))
-        })
+    let is_answer_only = is_off(outer.logprob_start_len.map(Raw::get), "-1");
+    let (n, logprobs, skips) = sampling.map_or((None, None, None), |sampling| {
+        let [n, logprobs, skips] =
+            [sampling.n, sampling.prompt_logprobs, sampling.skip_reading_prefix_cache];
+        (n.map(RawValue::get), logprobs.map(RawValue::get), skips.map(RawValue::get))
+    });
+    let reads = is_answer_only && is_off(logprobs, "null") && is_off(skips, "false");
+    CacheUse { reads, reports: reads && is_off(n, "1") }
 }
 
 /// What an engine is asked about a prompt, as JSON.
@@ -219,9 +238,39 @@ mod tests {
     }
 
     #[test]
+    fn prompts_that_the_engine_does_not_look_up_are_known() {
+        let reads = |more: &str| {
+            let body = format!(r#"{{"model": "m"{more}}}"#);
+            Body::parse(body.into()).unwrap().read::<Envelope<'_>>().unwrap().reads_cache()
+        };
+        for read in [
+            "",
+            r#", "echo": true"#,
+            r#", "echo": true, "logprobs": null"#,
+            r#", "logprobs": 1, "n": 2, "prompt_logprobs": null"#,
+            r#", "skip_reading_prefix_cache": false, "kv_transfer_params": {}"#,
+        ] {
+            assert!(reads(read), "{read}");
+        }
+        for not_read in [
+            r#", "prompt_logprobs": 0"#,
+            r#", "echo": true, "logprobs": 0"#,
+            r#", "skip_reading_prefix_cache": true"#,
+        ] {
+            assert!(!reads(not_read), "{not_read}");
+        }
+        let own =
+            |body: &str| cache_use(Api::Generate, &Body::parse(body.to_owned().into()).unwrap());
+        let several = own(r#"{"sampling_params": {"n": 2}}"#);
+        assert_eq!(several, CacheUse { reads: true, reports: false });
+        let computed = own(r#"{"sampling_params": {"prompt_logprobs": 0}}"#);
+        assert_eq!(computed, CacheUse { reads: false, reports: false });
+    }
+
+    #[test]
     fn answers_that_are_no_evidence_are_known() {
         let reuses =
-            |api, body: &str| reuses_prefix(api, &Body::parse(body.to_owned().into()).unwrap());
+            |api, body: &str| cache_use(api, &Body::parse(body.to_owned().into()).unwrap()).reports;
         for fine in [
             "{}",
             r#"{"sampling_params": null, "logprob_start_len": -1}"#,

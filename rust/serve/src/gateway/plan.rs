@@ -192,7 +192,8 @@ impl Plan {
         plan
     }
 
-    /// Hash the prompt as its pool's workers do, as far as its tokens are known; without them its length is a guess.
+    /// Hash the prompt as its pool's workers do, as far as its tokens are known; without them its length is a guess. A prompt
+    /// that the engine does not look up in its cache has a length and no hashes.
     fn look_up(&mut self, tokens: Option<Arc<Tokens>>, media: Arc<[MediaItem]>) {
         let selector = &self.route.pool.selector;
         let hashed = |tokens: &[u32]| {
@@ -202,10 +203,11 @@ impl Plan {
             let keys = NameKeys { lora, cache_salt, media: &media, ..NameKeys::default() };
             selector.prompt(tokens, &keys)
         };
-        let lesson = self.lesson.as_ref().filter(|_| selector.needs_tokens());
+        let is_matched = selector.needs_tokens() && self.call.reads_cache;
+        let lesson = self.lesson.as_ref().filter(|_| is_matched);
         let taught = lesson.and_then(|lesson| Some((lesson, lesson.beginning.as_ref()?)));
         let mut prompt = match (&tokens, taught) {
-            (Some(tokens), _) if selector.needs_tokens() => hashed(tokens),
+            (Some(tokens), _) if is_matched => hashed(tokens),
             (Some(tokens), _) => select::Prompt::of_tokens(tokens, 0, 0),
             (None, Some((lesson, beginning))) => select::Prompt {
                 isl_tokens: lesson.guessed_tokens(),

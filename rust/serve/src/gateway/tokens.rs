@@ -90,6 +90,14 @@ pub(super) async fn tokens(
         (Api::Chat, Some(_), _) => None,
         (Api::Chat, None, _) => return Err(refused("messages: a list of messages is required")),
         (_, _, None) => return Err(refused("prompt: is required")),
+        (_, _, Some(_)) if envelope.truncate_prompt_tokens.is_some() => {
+            return Err(match is_strict {
+                true => {
+                    refused("truncate_prompt_tokens: the workers of this model take whole prompts")
+                }
+                false => Untokenized::Unknown("not_text"),
+            });
+        }
         (_, _, Some(raw)) => {
             let parse = || Prompt::parse(raw.get());
             let parsed = match is_long {
