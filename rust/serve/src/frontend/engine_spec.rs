@@ -212,7 +212,13 @@ impl EngineSpec {
 
     /// Where its ranks publish.
     pub fn event_specs(&self) -> BTreeMap<u32, EventSpec> {
-        EventSpec::of_ranks(self.events.as_deref(), self.replay.as_deref(), self.dp_size)
+        let uri = self.url.parse::<Uri>().unwrap_or_default();
+        // All interfaces are those of IPv4, which this name need not mean first.
+        let host =
+            uri.host().map_or("", |host| if host == "localhost" { "127.0.0.1" } else { host });
+        let place = |address: &Option<String>| address.as_deref().map(|one| dialled(host, one));
+        let (events, replay) = (place(&self.events), place(&self.replay));
+        EventSpec::of_ranks(events.as_deref(), replay.as_deref(), self.dp_size)
     }
 }
 
@@ -234,6 +240,15 @@ fn is_local(address: &str) -> bool {
     ["ipc://", "inproc://"]
         .iter()
         .any(|scheme| address.strip_prefix(scheme).is_some_and(|path| !path.is_empty()))
+}
+
+/// A socket's address as it is dialled: engines write `*`, or the address of all interfaces, for
+/// the interfaces that they bind to, and are reached at `host`.
+pub(crate) fn dialled(host: &str, address: &str) -> String {
+    ["tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:"]
+        .iter()
+        .find_map(|any| address.strip_prefix(any))
+        .map_or_else(|| address.to_owned(), |port| format!("tcp://{host}:{port}"))
 }
 
 /// `host:port` of a base address, which identifies workers in session ids.
@@ -261,6 +276,24 @@ mod tests {
         assert_eq!(specs[&0].endpoint, "tcp://h:5557");
         assert_eq!(specs[&1].endpoint, "tcp://h:5558");
         assert_eq!(specs[&1].replay_endpoint.as_deref(), Some("tcp://h:5658"));
+    }
+
+    #[test]
+    fn sockets_on_all_interfaces_are_those_of_the_workers_host() {
+        for (url, host) in [
+            ("http://10.0.0.7:8000", "10.0.0.7"),
+            ("https://engine", "engine"),
+            ("http://localhost:8000", "127.0.0.1"),
+            ("http://[fe80::1]:8000/v1", "[fe80::1]"),
+            ("http://[fe80::1]", "[fe80::1]"),
+        ] {
+            let text = format!("{url},events=tcp://*:5557,replay=tcp://0.0.0.0:5657,dp=2");
+            let specs = text.parse::<EngineSpec>().unwrap().event_specs();
+            assert_eq!(specs[&1].endpoint, format!("tcp://{host}:5558"));
+            assert_eq!(specs[&1].replay_endpoint, Some(format!("tcp://{host}:5658")));
+        }
+        let own = "http://10.0.0.7:8000,events=tcp://10.0.0.8:5557".parse::<EngineSpec>().unwrap();
+        assert_eq!(own.event_specs()[&0].endpoint, "tcp://10.0.0.8:5557");
     }
 
     #[test]

@@ -9,6 +9,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::engine::{Engine, ServerNotes};
+use super::engine_spec::dialled;
 use super::proxy::Upstream;
 
 /// Newer engines answer at the first path.
@@ -112,11 +113,7 @@ fn sockets(host: &str, dp_size: u32, config: &Value) -> Result<(String, Option<S
         return Err(format!("the publisher of its kv_events_config is not zmq: {FIX}"));
     }
     let place = |field: &str, address: &str| {
-        // The engine's notation for the interface that it binds to.
-        let address = ["tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:"]
-            .iter()
-            .find_map(|any| address.strip_prefix(any))
-            .map_or_else(|| address.to_owned(), |port| format!("tcp://{host}:{port}"));
+        let address = dialled(host, address);
         let has_ports =
             port_of(&address).is_some_and(|port| u32::from(port) + dp_size - 1 <= 65_535);
         let is_local = address.starts_with("ipc://") && dp_size == 1;
