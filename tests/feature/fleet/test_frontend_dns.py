@@ -99,7 +99,8 @@ def test_engines_of_a_name_are_workers_with_all_that_these_have(
     # Overlap comes from events alone.
     with dns_frontend(server, "--worker", worker, "--router-predicted-ttl-secs", "0") as frontend:
         numbers = wait_engines(frontend, *mockers)
-        assert health(frontend) == (200, {**health(frontend)[1], "status": "healthy"})
+        status, told = health(frontend)
+        assert (status, told["status"]) == (200, "healthy")
         until(lambda: health(frontend)[1]["warnings"] == [], "no trouble")
         assert frontend.http.call("GET", "/ready")[0] == 200
         for worker in frontend.workers().values():
