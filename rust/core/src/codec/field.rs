@@ -105,6 +105,17 @@ impl<'a> Reader<'a> {
         }
     }
 
+    /// Tokens of a sliding window. One that can't be read may be any: the group is known by its
+    /// event, and must hold all of a prompt.
+    pub(super) fn window(&mut self) -> Result<Option<u32>, Fault> {
+        if let Head::Uint(tokens) = self.peek()? {
+            self.cursor.head()?;
+            return Ok(Some(u32::try_from(tokens).unwrap_or(u32::MAX)));
+        }
+        self.skip()?;
+        Ok(None)
+    }
+
     pub(super) fn lora_id(&mut self) -> Result<Option<i64>, Fault> {
         match self.cursor.head()? {
             Head::Nil => Ok(None),

@@ -57,7 +57,7 @@ fn stored(reader: &mut Reader<'_>, entries: usize) -> Result<Stored, Fault> {
             b"extra_keys" => stored.extra_keys = reader.extra_keys()?,
             b"group_idx" => stored.group_idx = reader.number()?,
             b"kv_cache_spec_kind" => stored.spec_kind = reader.text()?,
-            b"kv_cache_spec_sliding_window" => stored.sliding_window = reader.number()?,
+            b"kv_cache_spec_sliding_window" => stored.sliding_window = reader.window()?,
             b"locality" => stored.locality = reader.text()?,
             b"ownership" => stored.ownership = reader.text()?,
             _ => reader.skip()?,
@@ -65,6 +65,19 @@ fn stored(reader: &mut Reader<'_>, entries: usize) -> Result<Stored, Fault> {
     }
     check_shape(&stored)?;
     Ok(stored)
+}
+
+/// Reads the `entries` of a stored event's metadata, which must have a salt: without one, the
+/// blocks would match every tenant.
+pub(super) fn salt(reader: &mut Reader<'_>, entries: usize) -> Result<String, Fault> {
+    let mut salt = None;
+    for _ in 0..entries {
+        match key(&mut reader.cursor, reader.limits.max_depth)? {
+            b"cache_salt" => salt = reader.text()?,
+            _ => reader.skip()?,
+        }
+    }
+    salt.ok_or(Fault::Malformed("metadata must have a cache_salt"))
 }
 
 fn removed(reader: &mut Reader<'_>, entries: usize) -> Result<Removed, Fault> {

@@ -12,10 +12,12 @@
 //! | 10 | kv_cache_spec_sliding_window (integer) | |
 //!
 //! The types at 7 and 8 distinguish the two. If both are nil, 6 is read as a LoRA name: under a
-//! wrong name a block matches nothing, while without any it would match every tenant.
+//! wrong name a block matches nothing, while without any it would match every tenant. SGLang 0.5.18
+//! and 0.5.19 have a map at 6, `{"cache_salt": TEXT}`, in events with a salt only.
 
 use super::cursor::{Fault, Head};
 use super::field::{Kind, Reader, check_shape};
+use super::named;
 use crate::event::{Event, Removed, Stored};
 
 /// Reads an event of `length` elements, of which the first is the tag.
@@ -47,7 +49,14 @@ fn stored(reader: &mut Reader<'_>, fields: usize) -> Result<Stored, Fault> {
             3 => stored.block_size = reader.number()?.unwrap_or(0),
             4 => stored.lora_id = reader.lora_id()?,
             5 => stored.medium = reader.text()?,
-            6 => sixth = reader.text()?,
+            6 => match reader.peek()? {
+                Head::Map(entries) => {
+                    reader.cursor.head()?;
+                    sixth = Some(named::salt(reader, entries)?);
+                    is_sglang = true;
+                }
+                _ => sixth = reader.text()?,
+            },
             7 => match reader.peek()? {
                 Head::Array(_) => stored.extra_keys = reader.extra_keys()?,
                 head => {
@@ -67,10 +76,7 @@ fn stored(reader: &mut Reader<'_>, fields: usize) -> Result<Stored, Fault> {
                 Head::Text(_) => stored.spec_kind = reader.text()?,
                 _ => reader.skip()?,
             },
-            10 => match reader.peek()? {
-                Head::Uint(_) => stored.sliding_window = reader.number()?,
-                _ => reader.skip()?,
-            },
+            10 => stored.sliding_window = reader.window()?,
             _ => reader.skip()?,
         }
     }

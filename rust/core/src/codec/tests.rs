@@ -197,6 +197,8 @@ fn the_types_of_trailing_fields_tell_whose_they_are() {
         assert_eq!(sglang.cache_salt.as_deref(), Some("a"));
         assert_eq!(sglang.lora_name.as_deref(), lora_name);
     }
+    let salted = with_tail(vec![Map(vec![("origin", Nil), ("cache_salt", text("a"))])]);
+    assert_eq!((salted.cache_salt.as_deref(), salted.lora_name), (Some("a"), None));
     // Nothing tells: a block under a name that no request has is never matched.
     let either = with_tail(vec![text("a"), Nil, Nil]);
     assert_eq!((either.lora_name.as_deref(), either.cache_salt), (Some("a"), None));
