@@ -1,11 +1,13 @@
 //! A publisher's cache groups and naming scheme, as shown by its events.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
 use super::naming::{Naming, NamingOf, Proof};
 use crate::event::Stored;
+use crate::ids::Worker;
 use crate::index::groups::MAX_GROUPS;
 
 /// How much of a prefix a group must hold so that the engine can continue from its end.
@@ -142,11 +144,26 @@ struct Shown {
     sends_reports: bool,
 }
 
+/// A store of blocks that the worker held already: a second copy of them, or a report of reuse.
+#[derive(Debug)]
+pub(super) struct Repeat {
+    pub worker: Worker,
+    pub group: u32,
+    pub names: Vec<u64>,
+}
+
+/// Maximum names in the repeats of a publisher; beyond it the oldest count as copies.
+const MAX_REPEATED: usize = 2048;
+
 /// The groups of one publisher, as shown by its events.
 #[derive(Debug, Default)]
 pub(super) struct CacheGroups {
     shown: Shown,
     proof: Proof,
+    /// Repeats since the first event, until the engine is known to send reports.
+    repeats: VecDeque<Repeat>,
+    /// Blocks of different adapters or salts have had the same name.
+    shares_names: bool,
     /// Something of the above changed since the last call of [`changed`](Self::changed).
     has_changed: bool,
 }
@@ -161,6 +178,11 @@ pub struct Knowledge {
 /// Maximum stores of slower tiers per publisher.
 const MAX_STORES: usize = 16;
 
+/// Whether an event of the device has everything besides tokens that the engine hashed, or would.
+fn has_keys(event: &Stored) -> bool {
+    event.group_idx.is_some() || !event.extra_keys.is_empty()
+}
+
 impl CacheGroups {
     /// For a publisher whose credited group was reported by another replica.
     pub fn crediting(main: Option<u32>) -> Self {
@@ -173,14 +195,15 @@ impl CacheGroups {
         shown.stores.truncate(MAX_STORES);
         shown.seen.truncate(MAX_GROUPS as usize + 1);
         let proof = Proof::told(known.naming.as_ref().and_then(NamingOf::naming));
-        Self { shown, proof, has_changed: true }
+        Self { shown, proof, has_changed: true, ..Self::default() }
     }
 
-    /// Everything known, for another replica; `None` for an engine with a single group on the
-    /// device.
+    /// Everything known, for another replica; `None` for an engine that names no groups and no
+    /// keys.
     pub fn knowledge(&self) -> Option<Knowledge> {
-        let has_others = self.others().next().is_some();
-        if !has_others && !self.shown.has_lower && !self.shown.has_named {
+        let shown = &self.shown;
+        let is_plain = self.others().next().is_none() && !shown.has_lower && !shown.has_named;
+        if is_plain && !shown.is_keyed {
             return None;
         }
         Some(Knowledge { shown: self.shown.clone(), naming: self.naming().map(NamingOf::of) })
@@ -194,9 +217,7 @@ impl CacheGroups {
     /// Records a stored event; returns whether it belongs to the main group.
     pub fn learn(&mut self, event: &Stored, is_device: bool) -> bool {
         let idx = event.group_idx.unwrap_or(0);
-        if is_device && (event.group_idx.is_some() || !event.extra_keys.is_empty()) {
-            self.shown.is_keyed = true;
-        }
+        self.shown.is_keyed |= is_device && has_keys(event);
         let rule = Rule::of(event);
         // Copied blocks without a description reveal nothing about their group.
         let is_described = event.block_size > 0 && (is_device || event.spec_kind.is_some());
@@ -289,14 +310,46 @@ impl CacheGroups {
         self.shown.is_keyed
     }
 
+    /// Whether this event of the device is the first to show that.
+    pub fn becomes_keyed(&self, event: &Stored) -> bool {
+        !self.shown.is_keyed && has_keys(event)
+    }
+
+    /// Whether equal names may stand for blocks of different adapters or salts.
+    pub fn shares_names(&self) -> bool {
+        self.shares_names
+    }
+
+    /// Records that they do.
+    pub fn note_shared_names(&mut self) {
+        self.shares_names = true;
+    }
+
     /// Whether the publisher has sent reports of reuse.
     pub fn sends_reports(&self) -> bool {
         self.shown.sends_reports
     }
 
-    /// Records that it has.
-    pub fn note_reports(&mut self) {
+    /// Records that it has; returns the earlier events that were reports, too.
+    pub fn note_reports(&mut self) -> VecDeque<Repeat> {
         self.shown.sends_reports = true;
+        std::mem::take(&mut self.repeats)
+    }
+
+    /// The worker's device was cleared, with all copies.
+    pub fn forget_repeats(&mut self, worker: Worker) {
+        self.repeats.retain(|repeat| repeat.worker != worker);
+    }
+
+    /// Records an event that may be a report.
+    pub fn note_repeat(&mut self, repeat: Repeat) {
+        self.repeats.push_back(repeat);
+        let mut names: usize = self.repeats.iter().map(|repeat| repeat.names.len()).sum();
+        while names > MAX_REPEATED
+            && let Some(oldest) = self.repeats.pop_front()
+        {
+            names -= oldest.names.len();
+        }
     }
 
     /// Whether the group is known to differ from the main group.

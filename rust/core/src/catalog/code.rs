@@ -62,7 +62,7 @@ named! {
         OrphanedStores = "orphaned_stores",
         /// Stored events named a block twice, or as its own ancestor.
         SelfParent = "self_parent",
-        /// Stored events whose cache salt contradicts their parent's.
+        /// Stored events whose cache salt or adapter contradicts their parent's.
         IdentityConflict = "identity_conflict",
         /// A name was reused for other content.
         HashReused = "hash_reused",

@@ -65,7 +65,7 @@ counters! {
     orphaned,
     /// Stored events that name a block twice or as its own ancestor.
     self_parent,
-    /// Stored events with a cache salt that contradicts their parent's.
+    /// Stored events with a cache salt or an adapter that contradicts their parent's.
     identity_conflict,
     /// Blocks stored under a name of other content, which was released.
     moved_blocks,

@@ -1,5 +1,7 @@
 //! Adapter and salt of an index, for events and queries that name none.
 
+use std::collections::HashSet;
+
 use parking_lot::RwLock;
 
 use super::model::ModelKey;
@@ -15,10 +17,15 @@ pub struct Identity {
     pub cache_salt: Option<String>,
 }
 
+/// Maximum adapters of an index whose seeds are known.
+const MAX_ADAPTERS: usize = 4096;
+
 /// The identity from the first registration of an index; dropped with the last publisher.
 #[derive(Debug, Default)]
 pub(super) struct Agreement {
     held: RwLock<Option<Identity>>,
+    /// Seeds of the adapters that events named, without a salt of the event's own.
+    adapters: RwLock<HashSet<u64>>,
 }
 
 impl Agreement {
@@ -46,6 +53,24 @@ impl Agreement {
     /// Drops the identity with the last publisher.
     pub fn forget(&self) {
         *self.held.write() = None;
+        self.adapters.write().clear();
+    }
+
+    /// Records the seed of an adapter that an event named, without the event's salt.
+    pub fn note_adapter(&self, seed: u64) {
+        if self.adapters.read().contains(&seed) {
+            return;
+        }
+        let mut adapters = self.adapters.write();
+        if adapters.len() < MAX_ADAPTERS {
+            adapters.insert(seed);
+        }
+    }
+
+    /// Whether `seed` is, or could be, that of the model or an adapter without an event's salt.
+    pub fn is_unsalted(&self, seed: u64) -> bool {
+        let adapters = self.adapters.read();
+        seed == self.seed(None, None) || adapters.contains(&seed) || adapters.len() == MAX_ADAPTERS
     }
 
     /// The seed of an event or a query with this identity.

@@ -1,6 +1,6 @@
 //! Applies an engine's events to the index: identity, tier, group and shape are checked here, once.
 
-use super::cache_groups::{CacheGroups, EngineFacts, Group};
+use super::cache_groups::{CacheGroups, EngineFacts, Group, Repeat};
 use super::counters::{EventCounters, add};
 use super::model::ModelIndex;
 use super::standing::Standing;
@@ -15,6 +15,8 @@ pub(super) struct Ingest<'a> {
     pub(super) model: &'a ModelIndex,
     pub(super) counters: &'a EventCounters,
     pub(super) worker: Worker,
+    /// The ranks of its publisher.
+    pub(super) ranks: &'a [u32],
     pub(super) groups: &'a mut CacheGroups,
     pub(super) facts: &'a EngineFacts,
     /// The publisher's standing, if this worker is its only one.
@@ -29,12 +31,23 @@ impl Ingest<'_> {
         for event in &batch.events {
             match event {
                 Event::Stored(stored) if is_report(stored, &reports) => {
-                    add(&self.counters.reuse_reports, 1);
+                    if self.groups.sends_reports() {
+                        add(&self.counters.reuse_reports, 1);
+                        continue;
+                    }
+                    // No report had a continuation so far: it may be a second copy.
+                    self.groups.note_repeat(Repeat {
+                        worker: self.worker,
+                        group: stored.group_idx.unwrap_or(0),
+                        names: stored.block_hashes.clone(),
+                    });
+                    self.store(stored);
                 }
                 Event::Stored(stored) => self.store(stored),
                 Event::Removed(removed) => self.remove(removed),
                 Event::Cleared => {
                     self.model.clear_device(self.worker);
+                    self.groups.forget_repeats(self.worker);
                     add(&self.counters.cleared, 1);
                     if let Some(standing) = &mut self.standing {
                         let evicted = self.model.index.evicted_blocks_total();
@@ -45,20 +58,18 @@ impl Ingest<'_> {
         }
     }
 
-    /// Tokens of the events that report reused blocks as if they had been stored.
+    /// Tokens of the events that report reused blocks as if they had been stored, or could.
     ///
     /// With `kv_cache_report_mode=full` vLLM repeats, for every group, all blocks of a hit from the
     /// first one on; the blocks that the request then computes follow in the same batch. A prompt
     /// that is recomputed although its blocks are held arrives as one event, or could not have been
     /// a hit because some group could not continue from its end.
-    /// go on from its end.
     fn reports<'a>(&mut self, events: &'a [Event]) -> Vec<&'a [u32]> {
         let mut reports = Vec::new();
         for (at, event) in events.iter().enumerate() {
             let Event::Stored(stored) = event else { continue };
-            // Checked before the index: nothing follows the last event, so most batches end here.
-            let may_report = at + 1 < events.len() || self.groups.sends_reports();
-            if !may_report || !self.starts_prompt(stored) || !self.is_resumable(stored) {
+            if !self.groups.is_keyed() || !self.starts_prompt(stored) || !self.is_resumable(stored)
+            {
                 continue;
             }
             let goes_on = |later: &Event| {
@@ -68,14 +79,25 @@ impl Ingest<'_> {
                         && later.block_size == stored.block_size
                         && later.tier() == Some(Tier::Device))
             };
-            if events[at + 1..].iter().any(goes_on) {
-                self.groups.note_reports();
+            if events[at + 1..].iter().any(goes_on) && !self.groups.sends_reports() {
+                self.take_back();
             }
-            if self.groups.sends_reports() {
-                reports.push(stored.token_ids.as_slice());
-            }
+            reports.push(stored.token_ids.as_slice());
         }
         reports
+    }
+
+    /// The engine sends reports: those that were counted as copies are no copies.
+    fn take_back(&mut self) {
+        for Repeat { worker, group, names } in self.groups.note_reports() {
+            add(&self.counters.reuse_reports, 1);
+            if self.groups.is_other(group) {
+                let holder = Holder::Worker(worker, Tier::Device);
+                self.model.groups.remove(&holder, group, &names);
+            } else {
+                self.model.evict(worker, Tier::Device, &names);
+            }
+        }
     }
 
     fn starts_prompt(&self, event: &Stored) -> bool {
@@ -113,6 +135,9 @@ impl Ingest<'_> {
         let is_device = tier == Tier::Device;
         if is_device {
             self.groups.prove(event);
+            if self.groups.becomes_keyed(event) {
+                self.drop_unkeyed();
+            }
         }
         let is_main = self.groups.learn(event, is_device) && event.is_full_attention();
         if !is_device && event.group_idx.is_some() {
@@ -121,7 +146,7 @@ impl Ingest<'_> {
         if !is_main {
             return self.store_named(event);
         }
-        if event.token_ids.is_empty() && event.block_size == 0 {
+        if event.token_ids.is_empty() && (event.block_size == 0 || !is_device) {
             return self.copy(event, tier);
         }
         let blocks = event.block_hashes.len();
@@ -222,6 +247,17 @@ impl Ingest<'_> {
         add(&self.counters.refused_blocks, u64::from(outcome.refused));
     }
 
+    /// Drops the blocks of slower tiers: without keys they were read as unsalted, and the engine
+    /// turns out to report keys, for blocks of its device only.
+    fn drop_unkeyed(&self) {
+        for dp_rank in self.ranks {
+            let worker = Worker::new(self.worker.instance_id, *dp_rank);
+            for tier in [Tier::Host, Tier::Disk, Tier::External] {
+                self.model.index.clear_tier(worker, tier);
+            }
+        }
+    }
+
     fn holder(&self, tier: Tier, store: Option<&str>) -> Holder {
         match store {
             Some(store) => Holder::Store(store.to_owned()),
@@ -278,8 +314,9 @@ impl Ingest<'_> {
 
     /// The identity in the hashes of the blocks. Engines name the salt only with the first block of
     /// a prompt, so a chain that continues inherits its parent's identity; `None` if the event
-    /// contradicts it.
-    fn seed(&self, event: &Stored) -> Option<u64> {
+    /// contradicts it. All engines name the adapter with every event, but some give the blocks of
+    /// several adapters the same names.
+    fn seed(&mut self, event: &Stored) -> Option<u64> {
         let salt = event.cache_salt.as_deref().or_else(|| root_salt(event));
         let numbered;
         let lora = match (event.lora_name.as_deref(), event.lora_id) {
@@ -287,17 +324,32 @@ impl Ingest<'_> {
             // An engine that has no adapter names: its blocks are separate, and match no named
             // adapter.
             (None, Some(id)) if id != 0 => {
-                numbered = format!("lora_id:{id}");
+                numbered = format!("\0lora_id:{id}");
                 Some(numbered.as_str())
             }
             (None, _) => None,
         };
         let own = self.model.seed(lora, salt);
-        let Some(parent) = event.parent else { return Some(own) };
-        match self.model.index.parent_seed(self.worker, parent) {
-            None => Some(own),
-            Some(inherited) if inherited == own || salt.is_none() => Some(inherited),
-            Some(_) => None,
+        let agreement = &self.model.agreement;
+        if lora.is_some() && salt.is_none() {
+            agreement.note_adapter(own);
+        }
+        let seed_of = |name: u64| self.model.index.parent_seed(self.worker, name);
+        let Some(parent) = event.parent else {
+            if (lora.is_some() || salt.is_some())
+                && let Some(first) = event.block_hashes.first()
+                && seed_of(*first).is_some_and(|seed| seed != own)
+            {
+                self.groups.note_shared_names();
+            }
+            return Some(own);
+        };
+        match seed_of(parent) {
+            Some(inherited) if inherited != own => {
+                let is_salted = !self.groups.shares_names() && !agreement.is_unsalted(inherited);
+                (salt.is_none() && is_salted).then_some(inherited)
+            }
+            _ => Some(own),
         }
     }
 

@@ -295,11 +295,16 @@ impl ModelIndex {
         self.groups.clear(&Holder::Worker(worker, Tier::Device));
     }
 
-    /// Drops everything that `worker` holds, and forgets it.
+    /// Drops everything that `worker` holds, and forgets it, with the stores that it was the last
+    /// to use.
     pub(super) fn remove_worker(&self, worker: Worker) {
         self.index.remove_worker(worker);
         self.groups.remove_worker(worker);
+        let mut stores = self.layouts.read().get(worker).map_or(vec![], |it| it.stores.clone());
         self.set_layout(worker, None);
+        let layouts = Arc::clone(&self.layouts.read());
+        stores.retain(|store| !layouts.use_store(store));
+        stores.into_iter().for_each(|store| self.groups.clear(&Holder::Store(store)));
     }
 
     /// Keeps it when its last publisher leaves.

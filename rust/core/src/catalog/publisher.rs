@@ -342,6 +342,7 @@ impl Publisher {
                     model: &self.model,
                     counters: &self.counters,
                     worker: Worker::new(self.worker.instance_id, dp_rank),
+                    ranks: &state.ranks,
                     groups: &mut state.groups,
                     facts: &self.facts,
                     // A rank that clears its cache says nothing about the others.

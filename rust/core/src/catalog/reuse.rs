@@ -50,6 +50,11 @@ impl Layouts {
         })
     }
 
+    /// Whether some worker uses the shared store of this name.
+    pub fn use_store(&self, name: &str) -> bool {
+        self.of.values().any(|layout| layout.stores.iter().any(|store| store == name))
+    }
+
     /// Whether there are no layouts.
     pub fn is_empty(&self) -> bool {
         self.of.is_empty()

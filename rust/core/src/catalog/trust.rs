@@ -227,7 +227,7 @@ fn message(code: Code, evidence: &Evidence, last_error: &str) -> String {
             since.self_parent
         ),
         Code::IdentityConflict => format!(
-            "{} stored events continue blocks of another cache salt and were dropped",
+            "{} stored events continue blocks of another cache salt or adapter and were dropped",
             since.identity_conflict
         ),
         Code::HashReused => format!(

@@ -2,6 +2,7 @@
 //! `limits` and `stress` are programs of their own, as each brings an allocator that counts.
 
 mod catalog;
+mod credit;
 mod engine_truth;
 mod fleet;
 mod frames;
