@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvflash.ask import Answer, add_key_file, add_timeout, ask, parse_url, read_key
+from kvflash.ask import KEY_FILE, Answer, add_key_file, add_timeout, ask, parse_url, read_key
 from kvflash.config import bounded_float
 from kvflash.console import program, refuse
 from kvflash.doctor import checks, workers
@@ -40,7 +40,10 @@ class _Place:
 
     @property
     def kind(self) -> str:
-        """``indexer``, ``engine``, ``frontend``, ``router``, ``nobody`` or ``other``."""
+        """What answers: ``indexer``, ``frontend``, ``router``, ``engine`` or ``other``.
+
+        ``locked`` is a service of kvflash that does not show its workers, ``unreachable`` nobody.
+        """
         has_workers = self.workers.status == 200 and isinstance(self.workers.json, list)
         body = self.models.json
         has_models = self.models.status == 200 and isinstance(body, dict) and "data" in body
@@ -49,6 +52,9 @@ class _Place:
             health = self.health.json if self.health else None
             decides = isinstance(health, dict) and "router_policy" in health
             return "frontend" if has_models else "router" if decides else "indexer"
+        # An engine that wants a key does not speak of its admin side.
+        if self.workers.status in (401, 403) and "admin" in self.workers.text:
+            return "locked"
         if has_models or self.models.status in (401, 403):
             return "engine"
         return "other" if self.workers.status or self.models.status else "unreachable"
@@ -224,12 +230,12 @@ class _Doctor:
 
     def _frontend(self, place: _Place, heard: dict[str, Heard]) -> Iterator[Finding]:
         url = place.url
-        health = self._ask(url, "/health")
-        yield from self._routing(url, "a kvflash frontend", health)
-        told = health.json if isinstance(health.json, dict) else {}
-        yield from workers.check_parity(url, told)
         # Read again: it must include events that came while we listened.
         known = workers.workers_of(url, self._ask(url, "/workers").json)
+        health = self._ask(url, "/health")
+        yield from self._routing(url, "a kvflash frontend", health, known)
+        told = health.json if isinstance(health.json, dict) else {}
+        yield from workers.check_parity(url, told)
         if not known:
             how = "POST /workers, or start the frontend with --worker or --discovery"
             yield fail(url, "workers", "no worker is registered: every request is refused", how)
@@ -270,6 +276,12 @@ class _Doctor:
         if place.kind == "unreachable":
             how = "check host and port, and that the process runs"
             yield fail(url, "reachable", place.workers.said, how)
+        elif place.kind == "locked":
+            seen = f"GET /workers: {place.workers.said}"
+            how = f"name a file with a key of the role admin by {KEY_FILE}"
+            if self._args.service_key is not None:
+                how = f"give {KEY_FILE} a key of the role admin"
+            yield fail(url, "reachable", seen, how)
         elif place.health is not None:
             yield from self._routing(url, f"a kvflash {place.kind}", place.health)
         else:
@@ -281,7 +293,9 @@ class _Doctor:
             yield fail(url, "reachable", seen, how)
 
     @staticmethod
-    def _routing(url: str, what: str, health: Answer) -> Iterator[Finding]:
+    def _routing(
+        url: str, what: str, health: Answer, known: Sequence[workers.Worker] = ()
+    ) -> Iterator[Finding]:
         """The router knows best why its matching fails, so only its reasons are reported."""
         if health.status == 200:
             yield ok(url, "reachable", what)
@@ -292,7 +306,7 @@ class _Doctor:
         if body.get("status") == "no_workers":
             how = "register workers with POST /workers, or start it with --endpoint or --worker"
             yield fail(url, "workers", "no worker is registered: every request is refused", how)
-        yield from workers.check_reasons(url, body)
+        yield from workers.check_reasons(url, body, known)
 
 
 def _print(findings: Sequence[Finding], *, is_json: bool, status: int) -> None:

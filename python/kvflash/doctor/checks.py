@@ -128,6 +128,11 @@ def listeners_of(url: str, workers: Any) -> list[Listener]:
     return found
 
 
+def batches(count: object) -> str:
+    """A number of batches in words."""
+    return f"{count} batch" if count == 1 else f"{count} batches"
+
+
 def check_clock(subject: str, skew_s: float | None) -> Iterator[Finding]:
     """Compare a service's clock with ours."""
     if skew_s is None:
@@ -245,9 +250,10 @@ def _check_trust(listener: Listener) -> Iterator[Finding]:
         )
     if not reasons:
         yield ok(subject, "trust", str(trust.get("state")))
-    age_ms, batches = entry.get("last_event_age_ms"), (entry.get("events") or {}).get("batches")
-    heard = "nothing came yet" if age_ms is None else f"{batches} batches, the last one "
-    heard += "" if age_ms is None else f"{age_ms / 1000:.0f} s ago"
+    age_ms, count = entry.get("last_event_age_ms"), (entry.get("events") or {}).get("batches")
+    heard = "nothing came yet"
+    if age_ms is not None:
+        heard = f"{batches(count)}, the last one {age_ms / 1000:.0f} s ago"
     yield ok(subject, "connected", f"to {listener.endpoint}")
     yield ok(subject, "publishes", heard)
     if age_ms is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvflash.ask import Answer
-from kvflash.doctor.checks import PROMPT_HINT, Listener, check_heard, check_replay
+from kvflash.doctor.checks import PROMPT_HINT, Listener, batches, check_heard, check_replay
 from kvflash.doctor.events import Heard, Replayed
 from kvflash.doctor.finding import FAIL, Finding, fail, ok, warn
 
@@ -74,10 +74,18 @@ def workers_of(url: str, workers: Any) -> list[Worker]:
     return found
 
 
-def check_reasons(url: str, health: Mapping[str, Any]) -> Iterator[Finding]:
-    """The frontend's own reasons for being degraded, and its other warnings."""
+def check_reasons(
+    url: str, health: Mapping[str, Any], known: Sequence[Worker] = ()
+) -> Iterator[Finding]:
+    """The frontend's own reasons for being degraded, and its other warnings.
+
+    What :func:`check_worker` says of the ``known`` workers is left out.
+    """
     reasons = [one for one in health.get("reasons") or [] if isinstance(one, dict)]
-    messages = tuple(str(reason.get("message")) for reason in reasons)
+    messages = [str(reason.get("message")) for reason in reasons]
+    for worker in known:
+        messages.append(f"worker {worker.id}: {worker.entry.get('last_error')}")
+        messages.append(f"worker {worker.id}: given without events=")
     for reason in reasons:
         yield Finding(
             level=FAIL,
@@ -88,7 +96,7 @@ def check_reasons(url: str, health: Mapping[str, Any]) -> Iterator[Finding]:
             code=str(reason.get("code")),
         )
     for text in health.get("warnings") or []:
-        if not (messages and str(text).startswith(messages)):
+        if not str(text).startswith(tuple(messages)):
             yield warn(url, "warnings", str(text), "see docs/troubleshooting.md")
 
 
@@ -132,10 +140,7 @@ def check_worker(
         how = "check that the engine runs, and that the frontend's host reaches it"
         yield fail(worker.subject, "healthy", f"{worker.entry.get('last_error')}", how)
     if not worker.listeners and health.get("router_policy") in ("auto", "kv"):
-        how = "give the worker events=tcp://HOST:PORT, the endpoint of its --kv-events-config"
-        yield warn(
-            worker.subject, "events", "it has no event socket, so its cache is not counted", how
-        )
+        yield from _check_no_events(worker, health)
     for listener in worker.listeners:
         yield from _check_listener(listener, worker.entry)
         replayed = replays.get((listener.instance, listener.rank))
@@ -143,6 +148,20 @@ def check_worker(
         if listener.endpoint in heard:
             yield from check_heard(listener, heard[listener.endpoint])
     yield from _check_reuse(worker, health.get("reuse"))
+
+
+def _check_no_events(worker: Worker, health: Mapping[str, Any]) -> Iterator[Finding]:
+    named = f"worker {worker.id}: "
+    told = [str(text) for text in health.get("warnings") or []]
+    seen = [text.removeprefix(named) for text in told if text.startswith(f"{named}given without")]
+    # A worker that never served has no listeners yet, although it may have sockets.
+    if seen or worker.entry.get("healthy"):
+        how = (
+            "give the worker events=tcp://HOST:PORT, the endpoint of its --kv-events-config, or "
+            "start the frontend with --no-kv-events"
+        )
+        said = seen[0] if seen else "it has no event socket, so its cache is not counted"
+        yield warn(worker.subject, "events", said, how)
 
 
 def _check_listener(listener: Listener, worker: Mapping[str, Any]) -> Iterator[Finding]:
@@ -158,7 +177,7 @@ def _check_listener(listener: Listener, worker: Mapping[str, Any]) -> Iterator[F
         return
     yield ok(subject, "connected", f"to {listener.endpoint}")
     if counts.get("batches"):
-        yield ok(subject, "publishes", f"{counts['batches']} batches")
+        yield ok(subject, "publishes", batches(counts["batches"]))
     elif worker.get("requests"):
         seen = f"no events came, although its engine got {worker['requests']} requests"
         yield warn(subject, "publishes", seen, PROMPT_HINT)

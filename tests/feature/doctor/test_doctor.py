@@ -236,6 +236,18 @@ def test_an_engine_that_wants_a_key(canned, doctor, monkeypatch):
     assert "KVFLASH_WORKER_API_KEY" in findings[0]["fix"]
 
 
+def test_a_service_that_wants_a_key(canned, doctor, tmp_path):
+    refused = (401, {"error": {"message": "send a key of the role admin"}}, {})
+    place = canned({"/workers": refused, "/v1/models": refused})
+    (found,) = doctor(place)[1]
+    assert (found["level"], found["check"]) == ("FAIL", "reachable")
+    assert "role admin" in found["seen"] and "--service-key-file" in found["fix"]
+    key = tmp_path / "key"
+    key.write_text("wrong")
+    (found,) = doctor(place, "--service-key-file", str(key))[1]
+    assert "give --service-key-file a key" in found["fix"]
+
+
 def test_a_frontend_tells_its_warnings(canned, doctor):
     health = {"status": "ok", "warnings": ["worker 1: it smells"]}
     models = {"data": [{"id": "m"}]}

@@ -106,6 +106,24 @@ def test_reasons_fail_and_are_not_repeated_as_warnings() -> None:
     assert [(one.level, one.code) for one in findings] == [(FAIL, "events_crossed"), (WARN, "")]
 
 
+def test_a_worker_s_own_findings_are_not_warnings_too() -> None:
+    down = entry(healthy=False, last_error="refused", listeners=[])
+    known = workers.workers_of(URL, [down, entry(id=2, listeners=[])])
+    without = "worker 2: given without events=, so its cache is unknown"
+    health = {"router_policy": "auto", "warnings": ["worker 1: refused", without, "other"]}
+    assert [one.seen for one in workers.check_reasons(URL, health, known)] == ["other"]
+    found = [
+        (one.check, one.seen)
+        for worker in known
+        for one in workers.check_worker(worker, health, {}, {}, 5.0)
+    ]
+    # The first never answered: its sockets, if any, are not registered yet.
+    assert ("healthy", "refused") in found
+    assert [seen for check, seen in found if check == "events"] == [
+        "given without events=, so its cache is unknown"
+    ]
+
+
 def test_tokens_are_compared() -> None:
     (worker,) = workers.workers_of(URL, [entry()])
     assert worker.is_http
