@@ -22,6 +22,9 @@ KEY_FILE = "--service-key-file"
 #: Responses above this size are cut off; an indexer of 2,000 workers sends some MiB.
 _ANSWER_BYTES_MAX = 256 * 1024 * 1024
 
+#: Characters of a body in a message. Errors end with the next step, so few are cut.
+_SAID_MAX = 1_000
+
 #: Time limit of a whole response, as a multiple of the limit for one read.
 _SLOW = 10
 
@@ -67,8 +70,9 @@ class Answer:
         message = body.get("error", body) if isinstance(body, dict) else self.text
         if isinstance(message, dict):
             message = message.get("message", message)
-        words = " ".join(str(message).split())
-        return f"{self.status} {words[:200]}".strip()
+        words = " ".join((message if isinstance(message, str) else json.dumps(message)).split())
+        end = " ..." if len(words) > _SAID_MAX else ""
+        return f"{self.status} {words[:_SAID_MAX]}{end}".strip()
 
 
 def parse_url(text: str) -> str:

@@ -112,8 +112,12 @@ class Parser(argparse.ArgumentParser):
         known, rest = self.parse_known_args(args, namespace)
         if rest:
             flag = next((word for word in rest if word.startswith("-")), rest[0])
-            names = (name for action in self._actions for name in action.option_strings)
+            names = [name for action in self._actions for name in action.option_strings]
             hint = did_you_mean(flag.partition("=")[0], names)
+            if "://" in flag and "--worker" in names:
+                hint = "; name an engine by --worker URL"
+            elif not flag.startswith("-"):
+                hint = "; a value follows its flag, as in --port 8000 (see --help)"
             self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
         return known
 
@@ -141,6 +145,16 @@ class LogLine(logging.Formatter):
         """The record's time, as :func:`utc`."""
         del datefmt
         return utc(record.created)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        """The line, with the core's name of the level."""
+        record.levelname = level_name(record)
+        return super().formatMessage(record)
+
+
+def level_name(record: logging.LogRecord) -> str:
+    """The record's level as the core calls it."""
+    return "WARN" if record.levelno == logging.WARNING else record.levelname
 
 
 def utc(time_s: float) -> str:

@@ -130,7 +130,12 @@ def _file(name: str) -> dict[str, Any]:
         raise ConfigError(f"--file {name}: can't be read: {reason}") from None
     try:
         found = json.loads(text)
-    except ValueError:
+    except ValueError as error:
+        if text.lstrip().startswith("{"):
+            raise ConfigError(
+                f"--file {name}: begins as JSON but is none: {error}; correct it, or give a text "
+                "that begins with { by --prompt"
+            ) from None
         found = None
     return found if isinstance(found, dict) else {"prompt": text}
 

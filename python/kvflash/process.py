@@ -17,7 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from kvflash._core import Catalog, Frontend, Indexer, Router, init_logging
-from kvflash.console import LogLine, utc
+from kvflash.console import LogLine, level_name, utc
 from kvflash.errors import ClosedError
 from kvflash.settings import warn_of_misspelt
 
@@ -153,7 +153,7 @@ class _JsonFormatter(logging.Formatter):
         fields = {"message": record.getMessage(), "logger": record.name}
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
-        line = {"timestamp": utc(record.created), "level": record.levelname, "fields": fields}
+        line = {"timestamp": utc(record.created), "level": level_name(record), "fields": fields}
         return json.dumps(line)
 
 

@@ -142,11 +142,14 @@ def _events(listeners: Any) -> str:
 
 
 def warnings_of(health: Any) -> Iterator[str]:
-    """The warnings in an answer of ``GET /health``."""
+    """The warnings in an answer of ``GET /health``, and the reasons that are not among them."""
     found = health if isinstance(health, dict) else {}
-    yield from map(str, found.get("warnings") or [])
+    warnings = [str(one) for one in found.get("warnings") or []]
+    yield from warnings
     for reason in filter(lambda one: isinstance(one, dict), found.get("reasons") or []):
-        yield f"worker {reason.get('worker')}: {reason.get('message')}; {reason.get('fix')}"
+        message = str(reason.get("message"))
+        if not any(text.startswith(message) for text in warnings):
+            yield f"worker {reason.get('worker')}: {message}; {reason.get('fix')}"
 
 
 #: The state that each command sets.

@@ -147,6 +147,18 @@ def test_an_unknown_flag_is_refused_with_what_was_meant(
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [("http://e:1", "name an engine by --worker URL"), ("8000", "a value follows its flag")],
+)
+def test_a_word_without_a_flag_is_refused_with_a_hint(
+    word: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        SERVICES["frontend"]([word])
+    assert ended.value.code == 2 and told in capsys.readouterr().err
+
+
 def test_several_workers_may_stand_behind_one_flag() -> None:
     args = frontend(["--worker", "http://a", "http://b", "--port", "1", "--worker", "http://c"])
     assert (args.workers, args.port) == (["http://a", "http://b", "http://c"], 1)

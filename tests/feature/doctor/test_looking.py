@@ -226,6 +226,18 @@ def test_the_table_shows_who_is_draining(
     assert "  draining (4 in flight)" in out and "  unhealthy, draining (4 in flight)" in out
 
 
+def test_a_warning_that_is_a_reason_is_said_once(
+    service: Service, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reason = {"worker": "1:0", "message": "worker 1:0 reuses nothing", "fix": "start it anew"}
+    warnings = ["worker 1:0 reuses nothing. Fix: start it anew", "another"]
+    health = {"reasons": [reason], "warnings": warnings}
+    service.answers = {"/workers": (200, OF_FRONTEND), "/health": (200, health)}
+    assert workers([service.url]) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
+    assert told == [f"warning: {text}" for text in warnings]
+
+
 def test_an_address_where_nothing_runs(capsys: pytest.CaptureFixture[str]) -> None:
     for command, argv in ((workers, []), (explain, ["r-1"])):
         assert command(["http://127.0.0.1:1", *argv]) == 1
@@ -283,6 +295,17 @@ def test_questions_have_the_form_of_the_service(
         service.answers, service.bodies = answers, []
         assert explain([service.url, *argv]) == 0
         assert service.bodies == [wanted]
+
+
+def test_a_file_of_broken_json_is_no_text(
+    service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = tmp_path / "request.json"
+    body.write_text('{"model": "x", "messages": [}')
+    service.answers = FRONTEND
+    assert explain([service.url, "--file", str(body)]) == 2
+    assert f"--file {body}: begins as JSON but is none" in capsys.readouterr().err
+    assert service.bodies == []
 
 
 @pytest.mark.parametrize(
