@@ -47,7 +47,9 @@ impl WorkerAllow {
         let uri = url.parse::<Uri>().ok();
         let host = uri.as_ref().and_then(Uri::host);
         let host = host.ok_or_else(|| {
-            Reject::bad_request(format!("{field} must be http://host:port, got {url:?}"))
+            Reject::bad_request(format!(
+                "{field} must be http://host:port or https://host:port, got {url:?}"
+            ))
         })?;
         self.check_host(field, host).await
     }

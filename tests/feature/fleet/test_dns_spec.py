@@ -60,7 +60,7 @@ def test_one_family_can_be_asked_for_alone():
         ("dns+http://", "worker url must be dns+http://name:port, got 'dns+http://'"),
         ("dns+http://:8000", "worker url must be dns+http://name:port"),
         ("dns+http://me@e:8000", "worker url must be dns+http://name:port"),
-        ("dns+http://e:x", "worker url must be http://host:port"),
+        ("dns+http://e:x", "worker url must be http://host:port or https://host:port"),
         ("dns+http://{host}:1", "is not a URL"),
         ("dns+http://10.0.0.1:8000", "10.0.0.1:8000 is an address and needs no lookup"),
         ("dns+http://[fd00::1]:8000", "is an address and needs no lookup"),

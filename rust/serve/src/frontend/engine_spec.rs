@@ -148,7 +148,7 @@ impl EngineSpec {
     pub fn check(&self) -> Result<()> {
         if self.url.contains('@') {
             return Err(Error::Config(format!(
-                "worker url must be http://host:port, without a login, got {:?}; put the workers' API key into \
+                "worker url must be http://host:port or https://host:port, without a login, got {:?}; put the workers' API key into \
                  --worker-api-key-file",
                 without_login(&self.url)
             )));
@@ -170,7 +170,7 @@ impl EngineSpec {
             || self.url.contains('#')
         {
             return Err(Error::Config(format!(
-                "worker url must be http://host:port, got {:?}",
+                "worker url must be http://host:port or https://host:port, got {:?}",
                 self.url
             )));
         }

@@ -80,6 +80,9 @@ async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
                 }
                 Err(why) => engine.check_failed(&why),
                 Ok(notes) => {
+                    if learned.is_none() {
+                        warn_without_events(&app, &engine, &notes);
+                    }
                     learned = Some(Instant::now());
                     if has_other_ranks(&app, &engine, &notes) {
                         break;
@@ -131,6 +134,19 @@ async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
             () = engine.doubt.notified(), if engine.is_healthy() => {}
             () = shutdown.wait() => break,
         }
+    }
+}
+
+/// Says once that a worker's cache will earn no credit because nobody says where its events are.
+fn warn_without_events(app: &App, engine: &Engine, notes: &EngineNotes) {
+    let is_told = engine.spec.events.is_some() || engine.member.is_some();
+    if app.options.routing.uses_events() && !is_told && notes.server.is_none() {
+        tracing::warn!(
+            worker = engine.id,
+            url = engine.base,
+            "given without events=: its cache is unknown and earns no credit; add events=tcp://HOST:PORT, the \
+             endpoint in the engine's --kv-events-config, or start with --no-kv-events"
+        );
     }
 }
 

@@ -523,6 +523,9 @@ fn check_is_local(
         Some(name) if address.is_loopback() => {
             format!("; this request came through a proxy ({name})")
         }
+        None if is_proxy => {
+            format!("; --trusted-proxies names {address}, so this may be anybody's request")
+        }
         _ => String::new(),
     };
     let what = format!(
