@@ -65,6 +65,8 @@ class DiscoveryWatch(Background):
         self._compared: set[Component] = set()
         # Workers that the core refused, with the reason; they are retried.
         self._refused: dict[Name, str] = {}
+        # Those whose refusal the core shows until they are removed there.
+        self._shown: set[int] = set()
         self._has_left, self._is_again = asyncio.Event(), False
         self._has_settled = False
         self._bridge = Bridge(RuntimeLimits())
@@ -173,6 +175,8 @@ class DiscoveryWatch(Background):
                 logger.info("worker %d left: %s", instance_id, path)
                 # Shared state first: the core forgets the worker's blocks.
                 await asyncio.to_thread(self._cluster.worker_left, component, instance_id)
+            if told is not None or instance_id in self._shown:
+                self._shown.discard(instance_id)
                 await asyncio.to_thread(self._remove, instance_id)
                 self._has_left.set()
             return
@@ -217,8 +221,10 @@ class DiscoveryWatch(Background):
         }
         text = json.dumps(worker, sort_keys=True)
         if told is None or told[1] != text:
+            self._shown.add(instance_id)
             # In a thread: the first worker of a model loads its tokenizer.
             await asyncio.to_thread(self._fleet.put_worker, text)
+            self._shown.discard(instance_id)
             self._told[instance_id] = (name, text)
         await self._tell_state(instance_id, instance)
         if told is None:

@@ -30,6 +30,7 @@ class SlowFleet:
     def __init__(self) -> None:
         self.workers: dict[int, str] = {}
         self.states: list[str] = []
+        self.removed: list[int] = []
         self.gate = threading.Event()
         self.gate.set()
         self.calls = 0
@@ -55,6 +56,7 @@ class SlowFleet:
         self.states.append(state)
 
     def remove_worker(self, instance_id: int) -> None:
+        self.removed.append(instance_id)
         if self.workers.pop(instance_id, None) is None:
             raise NotFoundError(f"no worker {instance_id}")
 
@@ -205,6 +207,18 @@ def test_one_bad_key_hides_no_worker(fleet: SlowFleet, caplog: pytest.LogCapture
     said = [one.getMessage() for one in caplog.records if one.levelno == logging.ERROR]
     assert all(any(line.startswith(f"discovery key {key}: ") for line in said) for key in bad), said
     assert not fleet.watch._refused
+
+
+def test_who_was_refused_is_removed_from_the_core_too(fleet: SlowFleet) -> None:
+    fleet.room = 0
+
+    async def steps(discovery: Any) -> None:
+        await join(discovery, 7)
+        await asyncio.to_thread(until, lambda: fleet.watch._refused, "the refusal")
+        await discovery.delete(f"v1/instances/{KEY}")
+        await asyncio.to_thread(until, lambda: 7 in fleet.removed, "it to be removed")
+
+    told(steps)
 
 
 @pytest.fixture(params=[3_600.0, 0.02])

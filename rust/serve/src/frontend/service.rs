@@ -9,11 +9,12 @@ use axum::routing::{get, on, post};
 use axum::{Extension, Router};
 use kvflash_core::catalog::Catalog;
 use kvflash_core::clock::Clock;
-use kvflash_core::error::{Error, Result};
+use kvflash_core::error::Result;
 use kvflash_core::ids::InstanceId;
 use kvflash_core::select::{Outbox, Selector};
 
 use super::app::App;
+use super::engine::Engine;
 use super::engine_spec::EngineSpec;
 use super::options::FrontendOptions;
 use super::runtime::registry;
@@ -81,10 +82,12 @@ impl FrontendApp {
     /// `NotFound`.
     pub fn remove_worker(&self, id: InstanceId) -> Result<()> {
         let was_refused = self.app.fleet.note_refused(id, None);
-        match self.app.fleet.remove(id) {
-            Err(Error::NotFound(_)) if was_refused => Ok(()),
-            removed => removed.map(|_| ()),
+        let is_member = |engine: &Arc<Engine>| engine.member.is_some();
+        if was_refused && !self.app.fleet.engine(id).as_ref().is_some_and(is_member) {
+            // The id may be that of a worker from elsewhere, which is why it was refused.
+            return Ok(());
         }
+        self.app.fleet.remove(id).map(|_| ())
     }
 
     /// Sets whether a worker takes new requests.

@@ -161,6 +161,12 @@ fn a_worker_whose_ranks_do_not_fit_is_refused_and_comes_when_others_left() {
     let models = vec![("m".to_owned(), None)];
     fleet.learned(&engine, EngineNotes { models, ..EngineNotes::default() }).unwrap();
     assert_eq!(frontend.warnings(), "[]");
+    // One of discovery with the id of an engine at an address is refused, and leaves without it.
+    assert!(matches!(frontend.put_ranks(engine.id, 1), Err(Error::Conflict(_))));
+    assert_ne!(frontend.warnings(), "[]");
+    frontend.app.remove_worker(engine.id).unwrap();
+    assert!(fleet.engine(engine.id).is_some());
+    assert_eq!(frontend.warnings(), "[]");
 }
 
 #[test]
