@@ -26,9 +26,8 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio::task::JoinHandle;
 
-use super::guarded::{Guarded, RESERVED_TIME, Reserve};
+use super::connection::{ConnectionTimer, Guarded, RESERVED_TIME, Reserve};
 use super::lock::Lock;
-use super::timer::ConnectionTimer;
 use super::tls::{Handshake, Tls, names_of_client};
 
 /// A client that vanishes silently is noticed after silence, probes and the time for their replies;

@@ -45,7 +45,6 @@ struct Head {
     instance_id: InstanceId,
     dp_rank: u32,
     group: Option<u32>,
-    #[serde(default)]
     cache: Option<Knowledge>,
     is_inexact: bool,
     lora_name: Option<String>,
@@ -223,10 +222,8 @@ pub struct Watermark {
     /// The last batch that is included in the events; `None` if there was none.
     pub last_sequence: Option<u64>,
     /// XXH3 of that batch's bytes, in hexadecimal.
-    #[serde(default)]
     pub fingerprint: Option<String>,
     /// The credited cache group.
-    #[serde(default)]
     pub group: Option<u32>,
     /// All cache groups.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -81,7 +81,6 @@ pub struct StoredBlock {
     #[serde(deserialize_with = "hash")]
     pub tokens_hash: u64,
     /// Multimodal items in the block, as the sender describes them; passed on, not read.
-    #[serde(default)]
     pub mm_extra_info: Option<serde_json::Value>,
 }
 

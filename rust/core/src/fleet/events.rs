@@ -18,7 +18,6 @@ pub struct EventSpec {
     /// Address of its event socket, or its path at a broker.
     pub endpoint: String,
     /// Address of its replay socket.
-    #[serde(default)]
     pub replay_endpoint: Option<String>,
 }
 

@@ -24,7 +24,6 @@ const DEFAULT_ENDPOINT: &str = "tcp://*:5557";
 #[derive(Deserialize)]
 struct ServerInfo {
     page_size: u32,
-    #[serde(default)]
     dp_size: Option<u32>,
     /// A JSON object as a string, as on its command line.
     #[serde(default)]

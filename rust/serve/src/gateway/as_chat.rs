@@ -31,16 +31,12 @@ pub(crate) fn chat_of(api: Api, body: &Body) -> Option<Body> {
 struct Messages {
     #[serde(default)]
     model: Value,
-    #[serde(default)]
     system: Option<Content>,
     messages: Vec<Turn>,
-    #[serde(default)]
     tools: Option<Vec<Tool>>,
-    #[serde(default)]
     tool_choice: Option<ToolChoice>,
     #[serde(default, rename = "thinking")]
     _thinking: Option<Thinking>,
-    #[serde(default)]
     output_config: Option<OutputConfig>,
     #[serde(default)]
     chat_template_kwargs: Value,
@@ -262,20 +258,15 @@ fn call(id: &str, name: &str, arguments: &str) -> Value {
 struct Response {
     #[serde(default)]
     model: Value,
-    #[serde(default)]
     instructions: Option<String>,
     input: Input,
-    #[serde(default)]
     tools: Option<Vec<Value>>,
     #[serde(default)]
     tool_choice: Value,
-    #[serde(default)]
     reasoning: Option<ReasoningConfig>,
-    #[serde(default)]
     truncation: Option<String>,
     #[serde(default)]
     prompt: Value,
-    #[serde(default)]
     chat_template_kwargs: Option<Map<String, Value>>,
 }
 
@@ -288,7 +279,6 @@ enum Input {
 
 #[derive(Deserialize)]
 struct ReasoningConfig {
-    #[serde(default)]
     effort: Option<String>,
 }
 

@@ -99,7 +99,6 @@ fn text(api: Api, envelope: &Envelope<'_>) -> Arc<[u8]> {
 fn chat_text(messages: Raw<'_>) -> Vec<u8> {
     #[derive(Deserialize)]
     struct Message {
-        #[serde(default)]
         content: Option<Content>,
     }
     #[derive(Deserialize)]
@@ -111,7 +110,6 @@ fn chat_text(messages: Raw<'_>) -> Vec<u8> {
     }
     #[derive(Deserialize)]
     struct Part {
-        #[serde(default)]
         text: Option<String>,
     }
     let messages: Vec<Message> = serde_json::from_str(messages.get()).unwrap_or_default();

@@ -43,11 +43,8 @@ pub(crate) struct Envelope<'a> {
     pub user: Option<Raw<'a>>,
     #[serde(borrow, default)]
     pub priority: Option<Raw<'a>>,
-    #[serde(default)]
     pub add_generation_prompt: Option<bool>,
-    #[serde(default)]
     pub continue_final_message: Option<bool>,
-    #[serde(default)]
     pub add_special_tokens: Option<bool>,
     #[serde(borrow, default)]
     pub prompt_logprobs: Option<Raw<'a>>,

@@ -12,7 +12,6 @@ const KINDS: [&str; 6] = ["json", "json_object", "regex", "choice", "grammar", "
 pub(crate) struct ResponseFormat {
     #[serde(rename = "type")]
     kind: String,
-    #[serde(default)]
     json_schema: Option<Value>,
 }
 

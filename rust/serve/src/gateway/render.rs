@@ -23,7 +23,6 @@ const MAX_ANSWER_BYTES: usize = 256 * 1024 * 1024;
 #[derive(Debug, Deserialize)]
 pub(super) struct Answer {
     token_ids: Tokens,
-    #[serde(default)]
     features: Option<Features>,
 }
 

@@ -50,7 +50,6 @@ const SHOWN_MODELS: usize = 20;
 
 #[derive(Deserialize)]
 struct Fields {
-    #[serde(default)]
     previous_response_id: Option<String>,
 }
 

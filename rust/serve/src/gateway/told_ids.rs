@@ -252,9 +252,7 @@ fn is_empty(event: &[u8]) -> bool {
     #[derive(Deserialize)]
     struct Choice {
         delta: Map<String, Value>,
-        #[serde(default)]
         finish_reason: Option<Value>,
-        #[serde(default)]
         logprobs: Option<Value>,
     }
     let chunk: Option<Chunk> = serde_json::from_slice(event).ok();

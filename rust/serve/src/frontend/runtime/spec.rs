@@ -48,28 +48,19 @@ pub(crate) struct Card {
     pub model_input: ModelInput,
     #[serde(default)]
     pub model_type: Vec<String>,
-    #[serde(default)]
     pub kv_cache_block_size: Option<u32>,
     /// Longest prompt plus answer, tokens.
-    #[serde(default)]
     pub context_length: Option<u64>,
     /// Folder with the tokenizer and the chat template, or the model's id at the Hub.
-    #[serde(default)]
     pub tokenizer: Option<String>,
-    #[serde(default)]
     pub total_kv_blocks: Option<u64>,
-    #[serde(default)]
     pub max_num_batched_tokens: Option<u64>,
-    #[serde(default)]
     pub dp_size: Option<u32>,
     #[serde(default)]
     pub lora_names: Vec<String>,
-    #[serde(default)]
     pub bootstrap: Option<Bootstrap>,
     /// How its model marks its reasoning, and its tool calls.
-    #[serde(default)]
     pub reasoning_parser: Option<String>,
-    #[serde(default)]
     pub tool_call_parser: Option<String>,
     /// Not read here; two cards that differ in it are two cards.
     #[serde(default)]
@@ -192,13 +183,9 @@ pub(crate) struct LoadReport {
     pub id: InstanceId,
     #[serde(default)]
     pub dp_rank: u32,
-    #[serde(default)]
     pub kv_used_blocks: Option<u64>,
-    #[serde(default)]
     pub kv_total_blocks: Option<u64>,
-    #[serde(default)]
     pub active_decode_blocks: Option<u64>,
-    #[serde(default)]
     pub active_prefill_tokens: Option<u64>,
 }
 
