@@ -133,7 +133,7 @@ def _file(name: str) -> dict[str, Any]:
     except ValueError as error:
         if text.lstrip().startswith("{"):
             raise ConfigError(
-                f"--file {name}: begins as JSON but is none: {error}; correct it, or give a text "
+                f"--file {name}: begins like JSON but is invalid: {error}; correct it, or give a text "
                 "that begins with { by --prompt"
             ) from None
         found = None

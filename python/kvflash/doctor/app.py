@@ -42,7 +42,8 @@ class _Place:
     def kind(self) -> str:
         """What answers: ``indexer``, ``frontend``, ``router``, ``engine`` or ``other``.
 
-        ``locked`` is a service of kvflash that does not show its workers, ``unreachable`` nobody.
+        Without workers to show, ``locked`` for a service of kvflash, ``unreachable`` without any
+        answer.
         """
         has_workers = self.workers.status == 200 and isinstance(self.workers.json, list)
         body = self.models.json

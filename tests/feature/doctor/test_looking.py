@@ -304,7 +304,7 @@ def test_a_file_of_broken_json_is_no_text(
     body.write_text('{"model": "x", "messages": [}')
     service.answers = FRONTEND
     assert explain([service.url, "--file", str(body)]) == 2
-    assert f"--file {body}: begins as JSON but is none" in capsys.readouterr().err
+    assert f"--file {body}: begins like JSON but is invalid" in capsys.readouterr().err
     assert service.bodies == []
 
 

@@ -137,7 +137,7 @@ async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
     }
 }
 
-/// Says once that a worker's cache will earn no credit because nobody says where its events are.
+/// Warns of a worker with an unknown event socket: its cache earns no credit.
 fn warn_without_events(app: &App, engine: &Engine, notes: &EngineNotes) {
     let is_told = engine.spec.events.is_some() || engine.member.is_some();
     if app.options.routing.uses_events() && !is_told && notes.server.is_none() {
