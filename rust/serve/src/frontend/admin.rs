@@ -18,6 +18,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::super::busy::{Change, list};
+use super::alias::Aliases;
 use super::app::{App, Name};
 use super::engine::Engine;
 use crate::gateway::api::Row;
@@ -132,7 +133,7 @@ fn warnings(app: &App, reasons: &[WorkerReason]) -> Vec<String> {
         warnings.push(format!("model {model} has prefill workers, but no decode worker"));
     }
     let served: HashSet<String> = app.fleet.served().into_iter().map(|(name, _)| name).collect();
-    for (alias, models) in app.aliases.all() {
+    for (alias, models) in app.aliases.iter().flat_map(Aliases::all) {
         let missing: Vec<&str> = models.filter(|model| !served.contains(*model)).collect();
         match missing.as_slice() {
             [] => {}
@@ -270,7 +271,7 @@ pub(super) async fn model(
 
 fn tell_model(app: &App, id: &str) -> Response {
     let Some(name) = app.names().into_iter().find(|name| name.name == id) else {
-        let model = app.aliases.all().find(|(alias, _)| *alias == id);
+        let model = app.aliases.iter().flat_map(Aliases::all).find(|(alias, _)| *alias == id);
         let model = model.and_then(|(_, mut models)| models.next());
         return Reject::from(app.not_served(id, model)).openai();
     };

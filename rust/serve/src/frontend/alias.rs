@@ -62,10 +62,6 @@ impl Aliases {
         Ok(Self(aliases))
     }
 
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
-
     /// The model for a request for `name`, if that is an alias. Equal keys get the same model, at
     /// every replica; without a key chance decides.
     pub fn model(&self, name: &str, key: Option<&str>) -> Option<&str> {

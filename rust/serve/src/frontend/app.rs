@@ -57,8 +57,8 @@ pub(crate) struct App {
     pub options: FrontendOptions,
     pub catalog: Arc<Catalog>,
     pub fleet: Fleet,
-    /// Model aliases for clients.
-    pub aliases: Aliases,
+    /// Model aliases for clients, if there are any.
+    pub aliases: Option<Aliases>,
     pub upstream: Upstream,
     /// Tokenizers named by `--tokenizer`.
     pub texts: ModelTexts,
@@ -139,7 +139,10 @@ impl App {
             keeps_sessions: options.routing.policy_name() == "session-affinity",
             fleet: Fleet::new(options.clone(), Arc::clone(&catalog), clock),
             upstream: Upstream::new(&options, options.api_key()?.as_deref())?,
-            aliases: Aliases::parse(&options.model_alias)?,
+            aliases: match options.model_alias.as_slice() {
+                [] => None,
+                texts => Some(Aliases::parse(texts)?),
+            },
             taught: Taught::new(options.taught_cache),
             options,
             catalog,
@@ -209,13 +212,20 @@ impl App {
         let served = self.fleet.served();
         let parents: HashMap<&str, Option<&str>> =
             served.iter().map(|(name, parent)| (name.as_str(), parent.as_deref())).collect();
-        let aliases = self.aliases.all().filter_map(|(alias, mut models)| {
-            let (target, parent) = models.find_map(|model| parents.get_key_value(model))?;
-            let base = parent.unwrap_or(target).to_owned();
-            Some(Name { name: alias.to_owned(), root: (*target).to_owned(), base, parent: None })
-        });
+        let aliases =
+            self.aliases.iter().flat_map(Aliases::all).filter_map(|(alias, mut models)| {
+                let (target, parent) = models.find_map(|model| parents.get_key_value(model))?;
+                let base = parent.unwrap_or(target).to_owned();
+                Some(Name {
+                    name: alias.to_owned(),
+                    root: (*target).to_owned(),
+                    base,
+                    parent: None,
+                })
+            });
         let aliases: Vec<Name> = aliases.collect();
-        let own = served.into_iter().filter(|(name, _)| !self.aliases.has(name));
+        let is_hidden = |name: &str| self.aliases.as_ref().is_some_and(|all| all.has(name));
+        let own = served.into_iter().filter(|(name, _)| !is_hidden(name));
         let own = own.map(|(name, parent)| {
             let root = parent.clone().unwrap_or_else(|| name.clone());
             Name { base: root.clone(), name, root, parent }

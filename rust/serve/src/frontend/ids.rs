@@ -10,8 +10,8 @@ use serde_json::{Value, json};
 
 use super::app::App;
 use super::engine::Engine;
+use super::engine::Field;
 use super::parity::{Tokenized, tokenize};
-use super::takes_ids::Field;
 use crate::gateway::api::{Api, Row};
 use crate::gateway::usage::UsageScanner;
 use crate::metrics::CauseLabel;

@@ -11,8 +11,8 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
 use super::app::App;
-use super::corpus::texts;
 use super::engine::Engine;
+use super::forms::texts;
 use super::parity::{Tokenized, tokenize};
 
 /// Longest wait for a socket's response.

@@ -4,11 +4,11 @@
 mod admin;
 pub(crate) mod alias;
 pub(crate) mod app;
-pub(crate) mod corpus;
 pub(crate) mod engine;
 mod engine_metrics;
 pub(crate) mod engine_spec;
 pub(crate) mod fleet;
+pub(crate) mod forms;
 mod ids;
 mod inspect;
 pub(crate) mod metrics;
@@ -20,7 +20,6 @@ pub(crate) mod runtime;
 mod scrape;
 mod server_info;
 mod service;
-pub(crate) mod takes_ids;
 pub(crate) mod taught;
 mod workers;
 

@@ -2,20 +2,20 @@
 //! model and engine version, and then periodically. Forms that differ are left to the engines' own
 //! renderer.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::http::StatusCode;
 use kvflash_core::text::{self, TextModel};
-use parking_lot::{Mutex, RwLock};
+use parking_lot::Mutex;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio::time::Instant;
 
 use super::app::App;
-use super::corpus::{Example, Form, Forms, examples};
 use super::engine::{Engine, Pool};
+use super::forms::{Example, Form, Forms, Standing, Standings, examples};
 use super::metrics::FormLabel;
 use crate::gateway::api::Api;
 use crate::gateway::as_chat::chat_of;
@@ -61,15 +61,6 @@ struct Record {
     forms: BTreeMap<Form, FormRecord>,
 }
 
-/// Which prompts of a model may be tokenized locally.
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Standing {
-    /// Forms with equal tokens in all versions of its engines.
-    pub proven: Forms,
-    /// Forms with different tokens in some version.
-    pub remote: Forms,
-}
-
 /// The results of all comparisons.
 ///
 /// # Cost
@@ -78,15 +69,10 @@ pub(crate) struct Standing {
 pub(crate) struct Parity {
     /// By model and version.
     records: Mutex<BTreeMap<(String, String), Record>>,
-    standings: RwLock<HashMap<String, Standing>>,
+    pub standings: Standings,
 }
 
 impl Parity {
-    /// For the model of this name; nothing is proven before a comparison.
-    pub fn standing(&self, model: &str) -> Standing {
-        self.standings.read().get(model).copied().unwrap_or_default()
-    }
-
     /// The state for `/health`: by model and version.
     pub fn view(&self) -> Value {
         let mut view = json!({});
@@ -194,7 +180,7 @@ impl Parity {
             standing.proven = standing.proven.and(proven);
             standing.remote = standing.remote.or(of(|record| record.is_remote));
         }
-        self.standings.write().insert(model.to_owned(), standing);
+        self.standings.set(model, standing);
     }
 }
 

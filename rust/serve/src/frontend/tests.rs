@@ -25,7 +25,7 @@ use super::app::App;
 use super::engine::Engine;
 use super::engine::EngineNotes;
 use super::{FrontendApp, FrontendOptions, admin, scrape, workers};
-use crate::gateway::evidence::Expectation;
+use crate::gateway::book::Expectation;
 use crate::{Caller, Shutdown};
 
 /// Whatever takes longer does not come.

@@ -234,6 +234,11 @@ impl Row {
         self.path.contains("{id}")
     }
 
+    /// Whether engines may keep its response for later requests.
+    pub fn is_of_responses(&self) -> bool {
+        self.api == Api::Responses || self.names_response()
+    }
+
     /// The row of a request without a path: a chat if it has messages.
     pub fn of_fields(has_messages: bool) -> &'static Self {
         if has_messages { &ROWS[CHAT] } else { &ROWS[COMPLETIONS] }

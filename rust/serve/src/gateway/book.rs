@@ -1,4 +1,5 @@
-//! Books workers for a request, one after the other, until one of them answers.
+//! Books workers for a request, one after the other, until one of them answers, and compares the
+//! answer with the worker's events.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -7,12 +8,15 @@ use axum::http::StatusCode;
 use kvflash_core::error::{Error, Result};
 use kvflash_core::ids::InstanceId;
 use kvflash_core::policy::Advice;
-use kvflash_core::select::{Ask, Outcome, Reservation, Selection};
+use kvflash_core::select::{
+    Ask, Outcome, Prompt, Reservation, ReuseChange, Selection, WorkerReason,
+};
 
 use super::attempts::{Attempts, Failed};
+use super::evidence::source_of;
 use super::plan::{Part, Plan};
 use crate::frontend::app::App;
-use crate::frontend::engine::Engine;
+use crate::frontend::engine::{Engine, Pool};
 use crate::{Reject, queue};
 
 /// A chosen worker that has left is replaced by another choice; this many in a row indicate an
@@ -41,6 +45,49 @@ impl Choice {
         let outcome = attempt.await;
         watch.0 = None;
         outcome
+    }
+}
+
+/// The announced reuse for one request, to compare with its answer.
+pub(crate) struct Expectation {
+    pub pool: Arc<Pool>,
+    pub prompt: Arc<Prompt>,
+    pub selection: Selection,
+}
+
+impl Expectation {
+    /// For the answer of the chosen worker; `None` unless the overlap came from events alone.
+    pub fn of(app: &App, plan: &Plan, selection: Selection) -> Option<Self> {
+        let (pool, prompt) = (&plan.route.pool, &plan.request.prompt);
+        let is_comparable =
+            app.options.routing.uses_events() && pool.selector.is_comparable(prompt);
+        is_comparable.then(|| Self {
+            pool: Arc::clone(pool),
+            prompt: Arc::clone(prompt),
+            selection,
+        })
+    }
+
+    /// The answer is complete: the engine counted `prompt_tokens`, and reused `cached_tokens` of
+    /// them. If it counted another prompt than the one looked up, the answer is no evidence.
+    pub fn compare(self, app: &App, prompt_tokens: Option<u64>, cached_tokens: Option<u64>) {
+        let Self { pool, prompt, selection } = self;
+        if prompt_tokens.is_some_and(|tokens| tokens != prompt.isl_tokens) {
+            return;
+        }
+        let worker = selection.worker;
+        match pool.selector.compare(&prompt, &selection, cached_tokens) {
+            None => {}
+            Some(ReuseChange::Recovered) => tracing::info!(
+                %worker, model = pool.name,
+                "the engine's reported reuse agrees with its events again; its overlap earns credit"
+            ),
+            Some(ReuseChange::Distrusted(finding)) => {
+                let WorkerReason { code, message, fix, .. } =
+                    finding.explain(worker, source_of(app, worker));
+                tracing::warn!(%worker, model = pool.name, code, fix, "{message}");
+            }
+        }
     }
 }
 

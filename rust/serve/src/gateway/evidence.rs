@@ -1,49 +1,16 @@
-//! Compares answers with their worker's events: announced and actual reuse.
+//! What answers tell of their workers' events, for operators.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
 use kvflash_core::catalog::Unheard;
 use kvflash_core::ids::Worker;
-use kvflash_core::select::{EventSource, Prompt, ReuseChange, ReuseView, Selection, WorkerReason};
+use kvflash_core::select::{EventSource, ReuseView, WorkerReason};
 use serde_json::{Value, json};
 
 use crate::frontend::app::App;
-use crate::frontend::engine::Pool;
-
-/// The announced reuse for one request, to compare with its answer.
-pub(crate) struct Expectation {
-    pub pool: Arc<Pool>,
-    pub prompt: Arc<Prompt>,
-    pub selection: Selection,
-}
-
-impl Expectation {
-    /// The answer is complete: the engine counted `prompt_tokens`, and reused `cached_tokens` of
-    /// them. If it counted another prompt than the one looked up, the answer is no evidence.
-    pub fn compare(self, app: &App, prompt_tokens: Option<u64>, cached_tokens: Option<u64>) {
-        let Self { pool, prompt, selection } = self;
-        if prompt_tokens.is_some_and(|tokens| tokens != prompt.isl_tokens) {
-            return;
-        }
-        let worker = selection.worker;
-        match pool.selector.compare(&prompt, &selection, cached_tokens) {
-            None => {}
-            Some(ReuseChange::Recovered) => tracing::info!(
-                %worker, model = pool.name,
-                "the engine's reported reuse agrees with its events again; its overlap earns credit"
-            ),
-            Some(ReuseChange::Distrusted(finding)) => {
-                let WorkerReason { code, message, fix, .. } =
-                    finding.explain(worker, source_of(app, worker));
-                tracing::warn!(%worker, model = pool.name, code, fix, "{message}");
-            }
-        }
-    }
-}
 
 /// State of a worker's event source.
-fn source_of(app: &App, worker: Worker) -> EventSource {
+pub(super) fn source_of(app: &App, worker: Worker) -> EventSource {
     let publishers = app.catalog.publishers();
     let own = publishers.iter().find(|publisher| publisher.worker == worker);
     match own.map(|publisher| publisher.view().counts.batches) {

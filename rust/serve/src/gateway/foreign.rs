@@ -19,8 +19,8 @@ use super::tokens::{Known, Untokenized, check_length, tokens};
 use crate::Reject;
 use crate::compute::Busy;
 use crate::frontend::app::App;
-use crate::frontend::corpus::Form;
 use crate::frontend::engine::Pool;
+use crate::frontend::forms::Form;
 
 /// Size from which token ids are parsed on other threads than those that serve, in bytes.
 const LONG_BYTES: usize = 32 * 1024;
@@ -150,7 +150,7 @@ async fn conversation(
     pool: &Pool,
     form: Form,
 ) -> Result<Known, Untokenized> {
-    let is_local = !app.parity.standing(&pool.name).remote.has(form);
+    let is_local = !app.parity.standings.of(&pool.name).remote.has(form);
     if is_local && app.text_of(pool).is_some() {
         let chat = beside(app, call, || as_chat::chat_of(call.api(), &call.body)).await?;
         if let Some(chat) = chat {

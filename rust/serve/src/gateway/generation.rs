@@ -7,7 +7,6 @@ use super::api::Api;
 use super::body::Body;
 use super::guide::{Guides, ResponseFormat};
 use crate::Reject;
-use crate::frontend::runtime::spec::ModelInput;
 
 /// Tokens of a completion without a limit.
 const COMPLETION_TOKENS: u64 = 16;
@@ -122,36 +121,29 @@ struct Form {
 }
 
 impl Generation {
-    /// The generation options for the workers of the runtime that take these `inputs`, with the
-    /// longest `context` in tokens; `None` without any: engines read them themselves.
+    /// The options for workers that all take text: they read the others from the body.
     ///
     /// # Errors
-    /// 400 naming the field, what is legal and what came; 400 for a prompt that leaves no room in
-    /// the model's context.
-    pub fn of(
+    /// 400 naming the field, what is legal and what came.
+    pub fn of_text(body: &Body) -> Result<Self, Reject> {
+        let Form { stream, stream_options } = body.read()?;
+        let includes_usage = stream_options.is_some_and(|it| it.include_usage.unwrap_or(false));
+        Ok(Self { is_stream: stream.unwrap_or(false), includes_usage, ..Self::default() })
+    }
+
+    /// The options for workers of which some take tokens, with the longest `context` in tokens.
+    ///
+    /// # Errors
+    /// The same; 400 for a prompt that leaves no room in the model's context.
+    pub fn of_tokens(
         api: Api,
         body: &Body,
-        mut inputs: impl Iterator<Item = ModelInput>,
-        context: impl FnOnce() -> Option<u64>,
-        prompt_tokens: Option<u64>,
-    ) -> Result<Option<Self>, Reject> {
-        if !api.is_for_runtime() {
-            return Ok(None);
-        }
-        let Some(first) = inputs.next() else { return Ok(None) };
-        if first == ModelInput::Text && inputs.all(|input| input == ModelInput::Text) {
-            let form: Form = body.read()?;
-            return Ok(Some(Self {
-                is_stream: form.stream.unwrap_or(false),
-                includes_usage: form
-                    .stream_options
-                    .is_some_and(|options| options.include_usage.unwrap_or(false)),
-                ..Self::default()
-            }));
-        }
+        prompt_tokens: u64,
+        context: Option<u64>,
+    ) -> Result<Self, Reject> {
         let mut read = Self::parse(api, body)?;
-        read.fit(prompt_tokens.unwrap_or(1), context())?;
-        Ok(Some(read))
+        read.fit(prompt_tokens, context)?;
+        Ok(read)
     }
 
     /// Parses a body.

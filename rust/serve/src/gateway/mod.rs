@@ -13,7 +13,7 @@ pub(crate) mod as_chat;
 pub(crate) mod attempts;
 pub(crate) mod backend;
 pub(crate) mod body;
-mod book;
+pub(crate) mod book;
 pub(crate) mod call;
 mod client;
 pub(crate) mod envelope;

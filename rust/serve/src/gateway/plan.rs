@@ -20,7 +20,6 @@ use super::body::Body;
 use super::call::{Call, Head};
 use super::client::{self, Urgency};
 use super::envelope::Envelope;
-use super::evidence::Expectation;
 use super::foreign;
 use super::generation::Generation;
 use super::lesson::{self, Lesson};
@@ -32,6 +31,7 @@ use crate::frontend::app::App;
 use crate::frontend::engine::{Engine, Members, Pool, Route};
 use crate::frontend::fleet::unhealthy;
 use crate::frontend::metrics::AliasLabel;
+use crate::frontend::runtime::spec::ModelInput;
 use crate::metrics::CauseLabel;
 use crate::tenant::pass;
 use crate::{Reject, outside};
@@ -91,7 +91,10 @@ impl Plan {
             body = Call::body(app, row, &head, cleaned).await?;
         }
         let is_upload = row.is_some_and(|row| row.weight == Weight::Sound);
-        let kept = Kept::of(app, row, head.uri.path(), &body, &head.caller)?.map(Arc::new);
+        let kept = match row.filter(|row| row.is_of_responses()) {
+            Some(row) => Kept::of(app, row, head.uri.path(), &body, &head.caller)?.map(Arc::new),
+            None => None,
+        };
         let alias = resolve(app, is_upload, &head, &body, kept.as_deref())?;
         if let Some((_, renamed)) = &alias {
             // From here on it is a request for that model: workers do not know aliases.
@@ -155,10 +158,21 @@ impl Plan {
         plan.look_up(tokens.map(Arc::new), media);
         plan.ask_remote(app).await;
         let members = pool.members();
-        let inputs = members.all().filter_map(|engine| Some(engine.member.as_ref()?.input()));
-        let context = || members.max_model_len();
-        let prompt_tokens = plan.prompt_tokens();
-        plan.generation = Generation::of(call.api(), &call.body, inputs, context, prompt_tokens)?;
+        // Engines read these options themselves.
+        if call.api().is_for_runtime() && members.all().any(|engine| engine.member.is_some()) {
+            let mut inputs =
+                members.all().filter_map(|engine| Some(engine.member.as_ref()?.input()));
+            let takes_text = inputs.all(|input| input == ModelInput::Text);
+            let generation = match takes_text {
+                true => Generation::of_text(&call.body)?,
+                false => {
+                    let prompt_tokens = plan.prompt_tokens().unwrap_or(1);
+                    let context = members.max_model_len();
+                    Generation::of_tokens(call.api(), &call.body, prompt_tokens, context)?
+                }
+            };
+            plan.generation = Some(generation);
+        }
         Ok(plan)
     }
 
@@ -345,19 +359,6 @@ impl Plan {
         prompt.are_tokens_known().then_some(prompt.isl_tokens)
     }
 
-    /// The expected reuse to compare the chosen worker's answer with; `None` unless the overlap
-    /// came from events alone.
-    pub fn expectation(&self, app: &App, selection: Selection) -> Option<Expectation> {
-        let Self { route: Route { pool, .. }, request: Request { prompt, .. }, .. } = self;
-        let is_comparable =
-            app.options.routing.uses_events() && pool.selector.is_comparable(prompt);
-        is_comparable.then(|| Expectation {
-            pool: Arc::clone(pool),
-            prompt: Arc::clone(prompt),
-            selection,
-        })
-    }
-
     /// Counts the stages of the prompt's tokens.
     pub fn count(&self, app: &App, selection: &Selection) {
         let (metrics, prompt) = (&app.metrics, &self.request.prompt);
@@ -439,18 +440,16 @@ fn resolve(
         #[serde(borrow, default)]
         model: Option<Cow<'a, str>>,
     }
-    if app.aliases.is_empty() {
-        return Ok(None);
-    }
+    let Some(aliases) = &app.aliases else { return Ok(None) };
     let name = match is_upload {
         true => upload::model(&head.headers, body.bytes())?.map(Cow::Borrowed),
         false => body.read::<Named<'_>>()?.model,
     };
     let Some(name) = name else { return Ok(None) };
     let key = client::session_key(&head.headers);
-    let Some(mut model) = app.aliases.model(&name, key) else { return Ok(None) };
+    let Some(mut model) = aliases.model(&name, key) else { return Ok(None) };
     if let Some(kept) = kept.filter(|kept| !kept.serves(model)) {
-        let mut models = app.aliases.models(&name);
+        let mut models = aliases.models(&name);
         let served = models.clone().find(|model| kept.serves(model));
         model = served.ok_or_else(|| kept.outside(&name, &models.by_ref().collect::<Vec<_>>()))?;
     }

@@ -17,8 +17,7 @@ use tokio::time::{Instant, Sleep};
 
 use super::api::{Api, Form, Row};
 use super::backend::openai::{More, Opened};
-use super::book::Choice;
-use super::evidence::Expectation;
+use super::book::{Choice, Expectation};
 use super::lesson::Lesson;
 use super::plan::Plan;
 use super::send::InFlight;

@@ -18,7 +18,7 @@ use super::answer::answer;
 use super::api::{Api, Row, Weight};
 use super::backend::worker::Prefill;
 use super::backend::worker::{self, Handoff, Opened};
-use super::book::{Choice, Tries};
+use super::book::{Choice, Expectation, Tries};
 use super::call::Head;
 use super::client::{SESSION_HEADER, session_id_of};
 use super::plan::{Part, Plan};
@@ -129,7 +129,10 @@ async fn respond(
             in_flight.answered(prompt.isl_tokens.saturating_sub(cached_tokens));
             plan.count(app, &choice.selection);
         }
-        let expected = if is_evidence { plan.expectation(app, choice.selection) } else { None };
+        let expected = match is_evidence {
+            true => Expectation::of(app, &plan, choice.selection),
+            false => None,
+        };
         let overlap = plan.request.prompt.reusable_blocks(choice.selection.overlap_blocks);
         let (engine, worker) = (Arc::clone(&choice.engine), choice.booking.worker());
         let (prefiller, is_alone) = (handoff.worker(), handoff.is_alone());

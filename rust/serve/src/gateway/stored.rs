@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::api::{Api, Row};
+use super::api::Row;
 use super::body::Body;
 use super::call::Call;
 use crate::frontend::app::App;
@@ -71,12 +71,11 @@ impl Kept {
     /// gone, or an id in a path without a worker; 503 for a worker that is unhealthy or draining.
     pub fn of(
         app: &App,
-        row: Option<&Row>,
+        row: &Row,
         path: &str,
         body: &Body,
         caller: &Caller,
     ) -> Result<Option<Self>, Reject> {
-        let Some(row) = row else { return Ok(None) };
         if row.names_response() {
             let id = row.response_of(path).unwrap_or_default();
             check_tenant(id, IN_PATH, caller)?;
@@ -84,17 +83,10 @@ impl Kept {
                 gone(id, IN_PATH, "it has no worker's name, so nothing tells who keeps it")
             });
         }
-        match row.api {
-            Api::Responses => match id_before(body)? {
-                // Without a worker's name, the engine decides whether the response exists.
-                Some(id) => {
-                    check_tenant(&id, BEFORE, caller)?;
-                    Self::named(app, id, BEFORE)
-                }
-                None => Ok(None),
-            },
-            _ => Ok(None),
-        }
+        // Without a worker's name, the engine decides whether the response exists.
+        let Some(id) = id_before(body)? else { return Ok(None) };
+        check_tenant(&id, BEFORE, caller)?;
+        Self::named(app, id, BEFORE)
     }
 
     /// The response of this id, if it names a worker.
@@ -222,7 +214,7 @@ pub(super) fn changes(
     engine: &Engine,
     worker: Worker,
 ) -> Option<(&'static str, Option<Value>)> {
-    if call.api() != Api::Responses || call.body.has(ID_FIELD) {
+    if call.body.has(ID_FIELD) {
         return None;
     }
     let (id, name) = (rand::random::<u128>(), name_of(engine));
@@ -233,11 +225,8 @@ pub(super) fn changes(
     Some((ID_FIELD, Some(json!(id))))
 }
 
-/// The meaning of an engine's 404 for a request that continues a response.
-pub(super) fn gone_at(call: &Call, status: StatusCode, worker: InstanceId) -> Option<Reject> {
-    if status != StatusCode::NOT_FOUND || call.api() != Api::Responses {
-        return None;
-    }
+/// The meaning of an engine's 404, if the request continues a response.
+pub(super) fn gone_at(call: &Call, worker: InstanceId) -> Option<Reject> {
     let id = id_before(&call.body).ok()??;
     let why = format!(
         "worker {worker} does not keep it; vLLM keeps responses only with \

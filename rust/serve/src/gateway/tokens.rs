@@ -19,11 +19,11 @@ use super::lesson::Lesson;
 use super::render::{has_media, render};
 use crate::compute::Busy;
 use crate::frontend::app::App;
-use crate::frontend::corpus::{Form, Forms};
+use crate::frontend::engine::Field;
 use crate::frontend::engine::{Engine, Pool};
+use crate::frontend::forms::{Form, Forms};
 use crate::frontend::runtime::spec::ModelInput;
 use crate::frontend::runtime::texts::ModelText;
-use crate::frontend::takes_ids::Field;
 
 /// A quick try on the serving thread is worth it up to here, bytes: what is known already takes some 0.1 ms.
 const LONG_TEXT_BYTES: usize = 32 * 1024;
@@ -191,7 +191,7 @@ fn text_of_takers(pool: &Pool) -> Option<Arc<ModelText>> {
 
 /// Whether the engines of `pool` make other tokens of such a request than the tokenizer here.
 fn is_remote(app: &App, envelope: &Envelope<'_>, pool: &Pool) -> bool {
-    let remote = app.parity.standing(&pool.name).remote;
+    let remote = app.parity.standings.of(&pool.name).remote;
     let is_adapter = envelope.model.as_deref().is_some_and(|name| name != pool.name);
     !remote.is_empty() && !Forms::of(envelope, is_adapter, remote).is_empty()
 }
@@ -381,7 +381,7 @@ fn is_plain(bound: &Bound<'_>, envelope: &Envelope<'_>) -> bool {
 
 /// Whether the engines of `pool` are known to make the same tokens of such a prompt as the tokenizer here.
 pub(super) fn are_proven(app: &App, envelope: &Envelope<'_>, pool: &Pool) -> bool {
-    let proven = app.parity.standing(&pool.name).proven;
+    let proven = app.parity.standings.of(&pool.name).proven;
     let least = if envelope.messages.is_some() { Form::Chat } else { Form::Text };
     if !proven.has(least) {
         return false;

@@ -17,7 +17,7 @@ use super::worker::Handoff;
 use crate::body::Forwarded;
 use crate::frontend::app::App;
 use crate::frontend::proxy::{Outgoing, client_headers, held, upstream_request};
-use crate::gateway::api::Row;
+use crate::gateway::api::{Api, Row};
 use crate::gateway::attempts::Failed;
 use crate::gateway::body::Body;
 use crate::gateway::book::Choice;
@@ -103,7 +103,9 @@ pub(super) async fn open(
         None => (None, None),
     };
     let id = choice.engine.id;
-    changes.extend(stored::changes(&plan.call, &choice.engine, choice.booking.worker()));
+    if plan.call.api() == Api::Responses {
+        changes.extend(stored::changes(&plan.call, &choice.engine, choice.booking.worker()));
+    }
     let body = match changes.as_slice() {
         [] => plan.call.body.bytes().clone(),
         changes => plan.call.body.with(changes),
@@ -161,7 +163,10 @@ pub(super) async fn open(
             let message = format!("worker {id} does not serve {what}: its engine has no such API");
             return Err(Failed::new("no_such_api", message, StatusCode::NOT_IMPLEMENTED));
         }
-        if let Some(gone) = stored::gone_at(&plan.call, parts.status, id) {
+        if parts.status == StatusCode::NOT_FOUND
+            && plan.call.api() == Api::Responses
+            && let Some(gone) = stored::gone_at(&plan.call, id)
+        {
             let failed = Failed::new("response_gone", gone.message, gone.status);
             return Err(Failed { param: gone.param, is_final: true, ..failed });
         }

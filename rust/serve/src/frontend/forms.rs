@@ -1,6 +1,9 @@
-//! Forms of prompts, with an example or two of each.
+//! Forms of prompts, with an example or two of each, and which of them are tokenized here.
+
+use std::collections::HashMap;
 
 use bytes::Bytes;
+use parking_lot::RwLock;
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -139,6 +142,30 @@ impl Forms {
         };
         let found = Form::ALL.into_iter().filter(|form| asked.has(*form) && has(*form));
         found.fold(Self::NONE, Self::with)
+    }
+}
+
+/// Which prompts of a model may be tokenized locally.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Standing {
+    /// Forms with equal tokens in all versions of its engines.
+    pub proven: Forms,
+    /// Forms with different tokens in some version.
+    pub remote: Forms,
+}
+
+/// The standing of each model that was compared.
+#[derive(Debug, Default)]
+pub(crate) struct Standings(RwLock<HashMap<String, Standing>>);
+
+impl Standings {
+    /// Of the model of this name; nothing is proven before a comparison.
+    pub fn of(&self, model: &str) -> Standing {
+        self.0.read().get(model).copied().unwrap_or_default()
+    }
+
+    pub fn set(&self, model: &str, standing: Standing) {
+        self.0.write().insert(model.to_owned(), standing);
     }
 }
 
