@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from kvflash.roster.indexers import AnnouncedIndexer, IndexerFinder
+
+logger = logging.getLogger(__name__)
 
 
 def make_frontend(args: FrontendArgs, fleet: dict[int, str] | None = None) -> Frontend:
@@ -175,8 +178,17 @@ class _Watched(FedService):
         return self
 
     def _share_fleet(self) -> None:
+        if not self._fleet:
+            return
+        group = _component(self._fleet)
+        logger.info(
+            "shares its requests with frontends that have the same %d workers of --worker under the "
+            "same numbers: group %s, the same in their logs",
+            len(self._fleet),
+            group[1],
+        )
         for number in self._fleet:
-            self._cluster.worker_joined(_component(self._fleet), number)
+            self._cluster.worker_joined(group, number)
 
     def stop(self) -> None:
         if self._announced is not None:
