@@ -37,6 +37,9 @@ const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(15);
 #[cfg(target_os = "linux")]
 const UNACKED_TIME: Duration = Duration::from_secs(120);
 
+/// Time to tell clients that their answers are cut off.
+const CUT_TIME: Duration = Duration::from_secs(1);
+
 /// Pause between two warnings about addresses with too many connections.
 const WARNING_PAUSE: Duration = Duration::from_secs(60);
 
@@ -95,6 +98,7 @@ pub struct Peer(pub SocketAddr);
 pub struct Shutdown {
     stopped: Arc<watch::Sender<bool>>,
     leaving: Arc<AtomicBool>,
+    cut: Arc<watch::Sender<bool>>,
 }
 
 impl Shutdown {
@@ -120,10 +124,23 @@ impl Shutdown {
 
     /// Waits for the stop.
     pub async fn wait(&self) {
-        let mut seen = self.stopped.subscribe();
-        // The sender is in self, so the wait ends only by the signal.
-        let _ = seen.wait_for(|stopped| *stopped).await;
+        raised(&self.stopped).await;
     }
+
+    /// Cuts off the answers that did not end in the time after the stop.
+    pub fn cut_off(&self) {
+        self.cut.send_replace(true);
+    }
+
+    /// Waits until answers are cut off.
+    pub async fn until_cut_off(self) {
+        raised(&self.cut).await;
+    }
+}
+
+/// Waits for a signal, whose sender the caller has: nothing else ends the wait.
+async fn raised(signal: &watch::Sender<bool>) {
+    let _ = signal.subscribe().wait_for(|is_raised| *is_raised).await;
 }
 
 /// An app for [`serve`]: an axum router, or a service in front of one.
@@ -380,6 +397,8 @@ pub async fn serve(
             open = limits.max_connections - permits.available_permits(),
             "stopped with connections still open: they did not finish within the drain time"
         );
+        door.shutdown.cut_off();
+        let _late = tokio::time::timeout(CUT_TIME, permits.acquire_many(all)).await;
     }
     Ok(())
 }

@@ -199,6 +199,8 @@ struct Relay {
     /// Created at the first wait and reset only when it fires: chunks arrive too often to move it
     /// each time.
     alarm: Option<Pin<Box<Sleep>>>,
+    /// Waits until answers are cut off; only once a stop was announced.
+    cut: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
 }
 
 /// Passes an engine's answer through.
@@ -221,6 +223,7 @@ pub(super) fn relay(mut delivery: Delivery, row: &Row, opened: Opened) -> Respon
         end: End::Open,
         waits_since: None,
         alarm: None,
+        cut: None,
     };
     if relay.first.is_none() && relay.upstream.is_end_stream() {
         relay.finish();
@@ -284,16 +287,42 @@ impl Relay {
         }
     }
 
+    /// Ready when the answer must end because the process does. An answer that sends nothing from
+    /// the announcement of the stop on does not notice, and ends with its connection.
+    fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        let shutdown = &self.delivery.app.shutdown;
+        if !shutdown.is_announced() {
+            return Poll::Pending;
+        }
+        let cut = self.cut.get_or_insert_with(|| Box::pin(shutdown.clone().until_cut_off()));
+        cut.as_mut().poll(cx)
+    }
+
     fn broken(&mut self, error: BoxError) -> Option<Result<Frame<Bytes>, BoxError>> {
-        self.end = End::Broken;
         self.delivery.broken(&error.to_string(), true);
+        let message = format!("worker {} broke off the answer: {error}", self.delivery.engine.id);
+        self.end_with(&message, error)
+    }
+
+    fn cut_off(&mut self) -> Option<Result<Frame<Bytes>, BoxError>> {
+        let why = "the server stops, and the answer did not end within --drain-timeout: send the request again";
+        self.delivery.broken(why, false);
+        self.end_with(why, why.into())
+    }
+
+    /// Ends an incomplete answer.
+    fn end_with(
+        &mut self,
+        message: &str,
+        error: BoxError,
+    ) -> Option<Result<Frame<Bytes>, BoxError>> {
+        self.end = End::Broken;
         if !self.is_event_stream {
             // A truncated JSON answer: only breaking the connection signals that reliably.
             return Some(Err(error));
         }
         // The client already has all complete lines; an error can only be sent inside the stream.
-        let message = format!("worker {} broke off the answer: {error}", self.delivery.engine.id);
-        let end = self.form.broken_stream(&message, self.scanner.events);
+        let end = self.form.broken_stream(message, self.scanner.events);
         Some(Ok(Frame::data(Bytes::from(end))))
     }
 }
@@ -316,6 +345,9 @@ impl Body for Relay {
         }
         while self.end == End::Open {
             let Poll::Ready(next) = Pin::new(&mut self.upstream).poll_frame(cx) else {
+                if self.poll_cut(cx).is_ready() {
+                    return Poll::Ready(self.cut_off());
+                }
                 let silence = ready!(self.poll_silence(cx));
                 return Poll::Ready(self.broken(silence.into()));
             };

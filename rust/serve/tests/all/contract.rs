@@ -269,6 +269,24 @@ async fn a_stream_that_breaks_ends_with_an_error_of_its_api() {
 }
 
 #[tokio::test]
+async fn a_stream_that_outlasts_the_stop_says_so() {
+    for row in rows() {
+        let stage = stage();
+        let (asking, mut asked) = begun(&stage, &row).await;
+        stage.cut_off();
+        asked.event("{\"n\": 2}").await;
+        let answer = asking.await.unwrap();
+        assert_eq!((answer.status, answer.is_broken), (200, false), "{}", row.path);
+        let last = answer.text().split("\n\n").find(|one| one.contains("\"message\""));
+        assert!(last.is_some_and(|one| one.contains("--drain-timeout")), "{}", answer.text());
+        asked.gone().await;
+        stage.until_idle().await;
+        let workers = stage.get("/workers").await;
+        assert_eq!(workers[0]["failures"], 0, "{}: the engine is not at fault", row.path);
+    }
+}
+
+#[tokio::test]
 async fn an_engines_own_refusal_is_passed_on_and_asked_for_once() {
     for row in rows() {
         let stage = stage();

@@ -337,6 +337,12 @@ impl Stage {
         .await;
     }
 
+    /// The process stops: it was announced, and the time for answers is over.
+    pub fn cut_off(&self) {
+        self.shutdown.announce();
+        self.shutdown.cut_off();
+    }
+
     /// Move all clocks on.
     pub async fn skip(&self, time: Duration) {
         self.clock.advance(time.as_millis() as u64);
