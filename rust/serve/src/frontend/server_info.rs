@@ -25,6 +25,8 @@ const DEFAULT_ENDPOINT: &str = "tcp://*:5557";
 struct ServerInfo {
     page_size: u32,
     dp_size: Option<u32>,
+    version: Option<String>,
+    enable_lora: Option<bool>,
     /// A JSON object as a string, as on its command line.
     #[serde(default)]
     kv_events_config: Value,
@@ -35,6 +37,7 @@ struct KvEvents {
     publisher: Option<String>,
     endpoint: Option<String>,
     replay_endpoint: Option<String>,
+    format: Option<String>,
 }
 
 /// Queries `engine`; `None` if it is not SGLang, or does not answer.
@@ -83,11 +86,18 @@ fn read(host: &str, path: &str, body: &[u8]) -> Option<ServerNotes> {
     let dp_size = info.dp_size.unwrap_or(1).clamp(1, MAX_RANKS);
     let block_size = Some(info.page_size).filter(|size| *size > 0);
     let (events, note) = match sockets(host, dp_size, &info.kv_events_config) {
-        Ok((endpoint, replay)) => {
-            let note = format!(
+        Ok((endpoint, replay, format)) => {
+            let mut note = format!(
                 "GET {path} says that it publishes at {endpoint}, replays {}, and has {dp_size} ranks",
                 replay.as_ref().map_or("nothing".to_owned(), |replay| format!("at {replay}"))
             );
+            let version = info.version.as_deref().unwrap_or_default();
+            if info.enable_lora == Some(true) && !names_adapters(version, format.as_deref()) {
+                note.push_str(&format!(
+                    ", but SGLang {version} names no adapters in its events: their blocks count as the base \
+                     model's, so give adapters workers of their own, or upgrade to 0.5.23"
+                ));
+            }
             (EventSpec::of_ranks(Some(&endpoint), replay.as_deref(), dp_size), note)
         }
         Err(why) => (BTreeMap::new(), format!("GET {path} says that {why}")),
@@ -95,11 +105,31 @@ fn read(host: &str, path: &str, body: &[u8]) -> Option<ServerNotes> {
     Some(ServerNotes { events, dp_size, block_size, note })
 }
 
-/// The event and replay sockets of rank 0.
+/// Whether events of this version and format tell adapters from the base model; assumed of versions
+/// that are not understood.
 ///
+/// # Source
+/// `KVCacheEventRecorder` of SGLang 0.5.21 to 0.5.23.
+fn names_adapters(version: &str, format: Option<&str>) -> bool {
+    let mut parts = version.splitn(3, '.').map(|part| {
+        let digits = part.find(|c: char| !c.is_ascii_digit()).unwrap_or(part.len());
+        part[..digits].parse::<u32>().ok()
+    });
+    let (Some(Some(major)), Some(Some(minor)), Some(Some(patch))) =
+        (parts.next(), parts.next(), parts.next())
+    else {
+        return true;
+    };
+    let since = if format == Some("dynamo") { 22 } else { 23 };
+    (major, minor, patch) >= (0, 5, since)
+}
+
+/// Event socket, replay socket and format of rank 0.
+type Sockets = (String, Option<String>, Option<String>);
+
 /// # Errors
 /// Why there are none, as text.
-fn sockets(host: &str, dp_size: u32, config: &Value) -> Result<(String, Option<String>), String> {
+fn sockets(host: &str, dp_size: u32, config: &Value) -> Result<Sockets, String> {
     const FIX: &str = "start it with --kv-events-config '{\"publisher\": \"zmq\", \"endpoint\": \
                        \"tcp://*:5557\", \"replay_endpoint\": \"tcp://*:5657\"}'";
     let read: Result<KvEvents, _> = match config {
@@ -123,7 +153,8 @@ fn sockets(host: &str, dp_size: u32, config: &Value) -> Result<(String, Option<S
     };
     let endpoint = place("endpoint", config.endpoint.as_deref().unwrap_or(DEFAULT_ENDPOINT))?;
     let replay = config.replay_endpoint.as_deref();
-    Ok((endpoint, replay.map(|replay| place("replay_endpoint", replay)).transpose()?))
+    let replay = replay.map(|replay| place("replay_endpoint", replay)).transpose()?;
+    Ok((endpoint, replay, config.format))
 }
 
 #[cfg(test)]
@@ -181,6 +212,29 @@ mod tests {
         assert_eq!(bare.events[&0].endpoint, "tcp://10.0.0.7:5557");
         let named = told(json!(r#"{"publisher": "zmq", "endpoint": "tcp://10.0.0.8:1"}"#), 1);
         assert_eq!(named.events[&0].endpoint, "tcp://10.0.0.8:1");
+    }
+
+    #[test]
+    fn events_without_adapters_are_told() {
+        for (version, format, is_told) in [
+            ("0.5.21.post1", "default", true),
+            ("0.5.22", "default", true),
+            ("0.5.22", "dynamo", false),
+            ("0.5.23", "default", false),
+            ("0.6.0rc1", "default", false),
+            ("main", "default", false),
+        ] {
+            let config = json!({ "publisher": "zmq", "format": format });
+            for enable_lora in [true, false] {
+                let info = json!({
+                    "page_size": 64, "kv_events_config": config, "version": version,
+                    "enable_lora": enable_lora,
+                });
+                let notes = read("h", "/server_info", info.to_string().as_bytes()).unwrap();
+                let told = notes.note.contains("names no adapters in its events");
+                assert_eq!(told, is_told && enable_lora, "{version} {format}: {}", notes.note);
+            }
+        }
     }
 
     #[test]
