@@ -133,8 +133,8 @@ def _file(name: str) -> dict[str, Any]:
     except ValueError as error:
         if text.lstrip().startswith("{"):
             raise ConfigError(
-                f"--file {name}: begins like JSON but is invalid: {error}; correct it, or give a text "
-                "that begins with { by --prompt"
+                f"--file {name}: begins like JSON but is invalid: {error}; correct it, or give a "
+                "text that begins with { by --prompt"
             ) from None
         found = None
     return found if isinstance(found, dict) else {"prompt": text}

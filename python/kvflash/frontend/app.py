@@ -182,8 +182,8 @@ class _Watched(FedService):
             return
         group = _component(self._fleet)
         logger.info(
-            "shares its requests with frontends that have the same %d workers of --worker under the "
-            "same numbers: group %s, the same in their logs",
+            "shares its requests with frontends that have the same %d workers of --worker under "
+            "the same numbers: group %s, the same in their logs",
             len(self._fleet),
             group[1],
         )
