@@ -428,8 +428,14 @@ def test_engine_that_lists_no_model_says_so(frontend: Frontend) -> None:
 def test_sockets_of_an_sglang_engine_are_learned_from_its_server(frontend: Frontend) -> None:
     with zmq.Context() as context, contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(context.socket(zmq.PUB)) for _ in range(2)]
-        port = sockets[0].bind_to_random_port("tcp://127.0.0.1")
-        sockets[1].bind(f"tcp://127.0.0.1:{port + 1}")
+        while True:
+            port = sockets[0].bind_to_random_port("tcp://127.0.0.1")
+            try:
+                sockets[1].bind(f"tcp://127.0.0.1:{port + 1}")
+                break
+            except zmq.ZMQError:
+                # The next port is somebody else's.
+                sockets[0].unbind(f"tcp://127.0.0.1:{port}")
         config = {"publisher": "zmq", "endpoint": f"tcp://*:{port}", "topic": "kv-events"}
         info = {"page_size": 16, "dp_size": 2, "kv_events_config": json.dumps(config)}
         with engines(frontend, FakeEngine("sglang", server_info=info)) as (worker,):

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from service import Http, until
-from support_frontend import FrontendProcess, Mocker
+from support_frontend import FrontendProcess, Mocker, free_port
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
 
@@ -39,8 +39,11 @@ def test_a_new_process_takes_over_the_port_and_no_request_is_lost() -> None:
         with FrontendProcess(*flags, "--lame-duck-timeout", "1") as old:
             port = str(urlsplit(old.url).port)
             until(lambda: status(old.url, "GET", "/ready") == 200, "the first to be ready")
-            with FrontendProcess(*flags, "--port", port) as new:
-                until(lambda: status(new.url, "GET", "/ready") == 200, "both to be ready")
+            admin = str(free_port())
+            with FrontendProcess(*flags, "--port", port, "--admin-port", admin) as new:
+                # At the port of both, the first would answer for the second.
+                own = f"http://127.0.0.1:{admin}"
+                until(lambda: status(own, "GET", "/ready") == 200, "the second to be ready")
                 old.process.popen.send_signal(signal.SIGTERM)
                 answers, failures = [], 0
                 while old.process.popen.poll() is None:
