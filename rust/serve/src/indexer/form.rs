@@ -136,10 +136,16 @@ pub(crate) fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String>
         // Second, slower pass, to find the name of the invalid field.
         let mut json = serde_json::Deserializer::from_slice(bytes);
         match serde_path_to_error::deserialize::<_, T>(&mut json) {
-            Err(error) => error.to_string(),
+            Err(error) => with_field(&error),
             Ok(_) => error.to_string(),
         }
     })
+}
+
+/// The error with the field's name, which those of long lists have already.
+fn with_field<E: std::fmt::Display>(error: &serde_path_to_error::Error<E>) -> String {
+    let inner = error.inner().to_string();
+    if inner.starts_with(&error.path().to_string()) { inner } else { error.to_string() }
 }
 
 fn parse_msgpack<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
@@ -149,7 +155,7 @@ fn parse_msgpack<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
     let mut msgpack = Msgpack::new(std::io::Cursor::new(bytes));
     msgpack.set_max_depth(MAX_DEPTH);
     let request =
-        serde_path_to_error::deserialize(&mut msgpack).map_err(|error| error.to_string())?;
+        serde_path_to_error::deserialize(&mut msgpack).map_err(|error| with_field(&error))?;
     match bytes.len() as u64 - msgpack.position() {
         0 => Ok(request),
         rest => Err(format!("{rest} bytes after the end of the map")),
@@ -238,6 +244,8 @@ mod tests {
         ] {
             let message = refusal::<Query>(&query(token_ids));
             assert!(message.contains(wanted), "{token_ids:?}: {message}");
+            assert!(!message.contains(": token_ids: token_ids"), "{message}");
+            assert!(!message.contains("]: token_ids"), "said twice: {message}");
         }
         assert!(refusal::<Query>(b"\x81\xaamodel_name\xa1m").contains("missing field `token_ids`"));
         assert!(refusal::<Query>(b"\x92\x01\xa1m").contains("not a msgpack map"));
