@@ -164,13 +164,28 @@ pub(super) enum Found {
 }
 
 impl Keys {
-    /// The keys of the file at `path`, read again when it changes.
+    /// The keys of the file at `path`, read again when it changes. A role that had a key stays
+    /// closed when the file has none any more, for example because it is empty.
     ///
     /// # Errors
     /// `Config`, naming file, line, field, what came and what is legal.
     pub fn open(path: &Path) -> Result<KeysFile> {
-        let of = path.to_owned();
-        Reread::new(vec![path.to_owned()], move || Self::read(&of))
+        let (of, closed) = (path.to_owned(), Mutex::new(HashSet::new()));
+        Reread::new(vec![path.to_owned()], move || {
+            let mut keys = Self::read(&of)?;
+            let mut closed = closed.lock();
+            for role in closed.iter().filter(|role| !keys.roles.contains(*role)) {
+                let (role, file) = (Role::name(*role), of.display());
+                tracing::error!(
+                    role, %file,
+                    "the file has lost its last key of this role: its paths stay closed to everybody until it has \
+                     one, or the service is restarted"
+                );
+            }
+            keys.roles.extend(closed.iter());
+            closed.clone_from(&keys.roles);
+            Ok(keys)
+        })
     }
 
     fn read(path: &Path) -> Result<Self> {

@@ -139,6 +139,14 @@ fn a_file_is_read_again_when_it_changes() {
     write(&line("ann"));
     file.renew();
     assert_eq!(found(&file.current(), "bob"), None);
+    // A file that was truncated opens nothing.
+    write("");
+    file.renew();
+    assert_eq!(found(&file.current(), "ann"), None);
+    assert!(file.current().has(Role::Client) && !file.current().has(Role::Admin));
+    write(&line("ann"));
+    file.renew();
+    assert_eq!(found(&file.current(), "ann").as_deref(), Some("ann"));
     std::fs::set_permissions(&path, PermissionsExt::from_mode(0o666)).unwrap();
     let error = Keys::open(&path).map(drop).unwrap_err().to_string();
     assert!(error.contains("every user may write to it (mode 666)"), "{error}");
