@@ -55,6 +55,8 @@ pub(crate) struct Engine {
     waiting: AtomicU64,
     /// A request failed there, and no check has finished since.
     in_doubt: AtomicBool,
+    /// An answer said that it does not know what was asked for, which may be its model.
+    knows_less: AtomicBool,
 }
 
 impl Engine {
@@ -79,6 +81,7 @@ impl Engine {
             unwell: Notify::new(),
             waiting: AtomicU64::new(0),
             in_doubt: AtomicBool::new(false),
+            knows_less: AtomicBool::new(false),
         }
     }
 
@@ -115,6 +118,17 @@ impl Engine {
     /// Whether `name` is among its reported models and adapters.
     pub fn serves(&self, name: &str) -> bool {
         self.notes.lock().models.iter().any(|(served, _)| served == name)
+    }
+
+    /// It answered 404: another engine with other models may have taken its place.
+    pub fn unknown(&self) {
+        self.knows_less.store(true, Ordering::Relaxed);
+        self.doubt.notify_one();
+    }
+
+    /// Whether it has answered 404 since the last call.
+    pub fn take_unknown(&self) -> bool {
+        self.knows_less.swap(false, Ordering::Relaxed)
     }
 
     /// Ends new requests. Requests that wait for its first byte continue as long as it passes

@@ -63,8 +63,9 @@ async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
     let mut learned = None::<Instant>;
     let mut missed = 0_u32;
     while !engine.is_removed() && !shutdown.is_stopped() {
-        let is_known =
-            engine.is_healthy() && learned.is_some_and(|at| at.elapsed() < learn_interval);
+        // Clients may cause 404 as often as they like.
+        let stands = if engine.take_unknown() { FIRST_PAUSE } else { learn_interval };
+        let is_known = engine.is_healthy() && learned.is_some_and(|at| at.elapsed() < stands);
         match check(&app.upstream, &engine, interval.max(Duration::from_secs(1))).await {
             Err(why) => engine.check_failed(&why),
             Ok(()) if is_known => {}

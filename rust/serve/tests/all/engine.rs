@@ -38,7 +38,7 @@ type Renderer = Arc<dyn Fn(&Value) -> Option<Vec<u32>> + Send + Sync>;
 struct State {
     manner: Mutex<Manner>,
     health: AtomicU16,
-    models: Value,
+    models: Mutex<Value>,
     renderer: Mutex<Option<Renderer>>,
     /// Requests to `/tokenize` that it answered.
     tokenized: AtomicUsize,
@@ -95,7 +95,7 @@ impl Engine {
         let state = Arc::new(State {
             manner: Mutex::new(Manner::Answer(200, json!({ "choices": [] }))),
             health: AtomicU16::new(200),
-            models: json!({ "object": "list", "data": models }),
+            models: Mutex::new(json!({ "object": "list", "data": models })),
             renderer: Mutex::default(),
             tokenized: AtomicUsize::new(0),
             arrived: AtomicUsize::new(0),
@@ -128,6 +128,11 @@ impl Engine {
     /// Bytes of bodies that have arrived so far, also of those that go on; with the lengths of chunks.
     pub fn arrived(&self) -> usize {
         self.state.arrived.load(Ordering::SeqCst)
+    }
+
+    /// Another engine takes its place, with this model.
+    pub fn becomes(&self, model: &str) {
+        *self.state.models.lock() = json!({ "object": "list", "data": [{ "id": model }] });
     }
 
     pub fn answers(&self, status: u16, body: Value) {
@@ -250,7 +255,7 @@ async fn converse(mut stream: TcpStream, state: Arc<State>) {
     };
     let (status, answer) = match path.as_str() {
         "/health" => (state.health.load(Ordering::SeqCst), "{}".to_owned()),
-        "/v1/models" => (200, state.models.to_string()),
+        "/v1/models" => (200, state.models.lock().to_string()),
         "/metrics" => (200, format!("vllm:cache_config_info{{block_size=\"{BLOCK}\"}} 1\n")),
         "/version" => (200, json!({ "version": "1.2.3" }).to_string()),
         path if path.ends_with("/render") => match &*state.rendered.lock() {

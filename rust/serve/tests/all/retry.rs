@@ -322,3 +322,20 @@ async fn a_worker_that_never_comes_to_its_answer_is_given_up() {
         assert_eq!((answer.status, answer.worker()), (200, good.id));
     }
 }
+
+#[tokio::test]
+async fn a_worker_that_became_another_s_is_asked_for_its_models_again() {
+    let stage = Stage::new(|options| options.own.health_interval = Duration::from_secs(3_600));
+    let (other, good) = (stage.engine().await, stage.engine().await);
+    other.becomes("n");
+    other.answers(404, json!({ "error": { "message": "The model `m` does not exist." } }));
+    until("its new model", async || {
+        stage.ask(&prompt(0..40)).await;
+        stage.get("/v1/models").await.to_string().contains("\"n\"")
+    })
+    .await;
+    for n in 0..4 {
+        let answer = stage.ask(&prompt(n..n + 40)).await;
+        assert_eq!((answer.status, answer.worker()), (200, good.id));
+    }
+}

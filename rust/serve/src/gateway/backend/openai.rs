@@ -163,12 +163,14 @@ pub(super) async fn open(
             let message = format!("worker {id} does not serve {what}: its engine has no such API");
             return Err(Failed::new("no_such_api", message, StatusCode::NOT_IMPLEMENTED));
         }
-        if parts.status == StatusCode::NOT_FOUND
-            && plan.call.api() == Api::Responses
-            && let Some(gone) = stored::gone_at(&plan.call, id)
-        {
-            let failed = Failed::new("response_gone", gone.message, gone.status);
-            return Err(Failed { param: gone.param, is_final: true, ..failed });
+        if parts.status == StatusCode::NOT_FOUND {
+            choice.engine.unknown();
+            if plan.call.api() == Api::Responses
+                && let Some(gone) = stored::gone_at(&plan.call, id)
+            {
+                let failed = Failed::new("response_gone", gone.message, gone.status);
+                return Err(Failed { param: gone.param, is_final: true, ..failed });
+            }
         }
         // Engines do not complete a prompt with an empty answer: it died after sending the
         // head.
