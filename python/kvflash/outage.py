@@ -16,12 +16,17 @@ class Outage:
         logger: The logger.
         back: The message when the server returns.
         clock: Returns seconds.
+        show: Takes the message of each failure, and an empty one when the server returns.
     """
 
     def __init__(
-        self, logger: logging.Logger, back: str, clock: Callable[[], float] = time.monotonic
+        self,
+        logger: logging.Logger,
+        back: str,
+        clock: Callable[[], float] = time.monotonic,
+        show: Callable[[str], None] = lambda _message: None,
     ) -> None:
-        self._logger, self._back, self._clock = logger, back, clock
+        self._logger, self._back, self._clock, self._show = logger, back, clock, show
         self._began_s: float | None = None
         self._said_s = 0.0
         self._kind: object = None
@@ -29,6 +34,7 @@ class Outage:
     def lasts(self, message: str, *, kind: object = None) -> None:
         """An attempt failed: warn, unless the same kind of failure was logged recently."""
         now = self._clock()
+        self._show(message)
         if self._began_s is not None and kind == self._kind and now - self._said_s < REMIND_S:
             return
         if self._began_s is None:
@@ -41,3 +47,4 @@ class Outage:
         if self._began_s is not None:
             self._logger.info("%s after %.1f s", self._back, self._clock() - self._began_s)
             self._began_s = None
+            self._show("")

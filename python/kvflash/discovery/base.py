@@ -145,9 +145,12 @@ class Discovery(ABC):
 
     Attributes:
         is_local: It reaches only processes on this machine.
+        show_outage: Takes the reason why the store can't be reached, and an empty string when it
+            can be reached again.
     """
 
     is_local: ClassVar[bool] = True
+    show_outage: Callable[[str], None] = staticmethod(lambda _reason: None)
 
     @abstractmethod
     async def lease(self, ttl_s: float = LEASE_TTL_S, *, lease_id: int | None = None) -> Lease:
@@ -182,6 +185,10 @@ class Discovery(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Revoke this object's leases and end its watches."""
+
+    def tell_outage(self, reason: str) -> None:
+        """Show the reason why the store can't be reached, or that it can, to the owner."""
+        self.show_outage(reason)
 
     @abstractmethod
     def twin(self) -> Discovery:

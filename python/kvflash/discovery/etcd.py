@@ -119,7 +119,7 @@ class EtcdDiscovery(Discovery):
         self._watches: dict[Watch, asyncio.Task[None]] = {}
         self._is_closed = False
         self.leases: set[_EtcdLease] = set()
-        self._outage = Outage(logger, "discovery: etcd answers again")
+        self._outage = Outage(logger, "discovery: etcd answers again", show=self.tell_outage)
 
     def twin(self) -> EtcdDiscovery:
         """See :meth:`Discovery.twin`."""

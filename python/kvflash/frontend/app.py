@@ -155,7 +155,7 @@ class _Watched(FedService):
             report_load=frontend.report_load,
             replicas=self._cluster,
             show_metrics=reports.metrics_of("dns"),
-            show_warnings=reports.warnings_of("dns"),
+            warnings_of=reports.warnings_of,
             has_shared_ids=args.use_remote_indexer is not None or args.serve_indexer,
         )
 

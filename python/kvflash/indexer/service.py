@@ -77,7 +77,7 @@ class IndexerService(FedService):
             replicas=Alone(),
             show_metrics=lambda _text: None,
             # They are logged.
-            show_warnings=lambda _warnings: None,
+            warnings_of=lambda _part: lambda _warnings: None,
             has_shared_ids=True,
         )
         self._args = args

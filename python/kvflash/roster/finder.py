@@ -69,7 +69,7 @@ class Finder:
         flags: Where to look.
         replicas: Other routers of these workers.
         show_metrics: Takes lines of the OpenMetrics text format.
-        show_warnings: Takes messages about problems.
+        warnings_of: Returns what takes the messages about problems of ``dns`` or ``discovery``.
         report_load: Takes workers' load reports; None: the core takes no requests.
         has_shared_ids: Whether engines found in DNS have the same number in every process.
 
@@ -84,7 +84,7 @@ class Finder:
         *,
         replicas: Replicas,
         show_metrics: Callable[[str], None],
-        show_warnings: Callable[[list[str]], None],
+        warnings_of: Callable[[str], Callable[[list[str]], None]],
         report_load: Callable[[str], None] | None = None,
         has_shared_ids: bool = False,
     ) -> None:
@@ -104,6 +104,7 @@ class Finder:
                 namespace=flags.namespace,
                 cluster=replicas,
                 report_load=report_load,
+                show_warnings=warnings_of("discovery"),
             )
         if names:
             from kvflash.roster.dns_watch import DnsWatch  # noqa: PLC0415
@@ -115,7 +116,7 @@ class Finder:
                 server=flags.worker_dns_server,
                 replicas=replicas,
                 show_metrics=show_metrics,
-                show_warnings=show_warnings,
+                show_warnings=warnings_of("dns"),
                 has_shared_ids=has_shared_ids,
             )
 

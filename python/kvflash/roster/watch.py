@@ -42,6 +42,7 @@ class DiscoveryWatch(Background):
         namespace: Only workers of this namespace; None: of all.
         cluster: State shared with replicas of the frontend.
         report_load: Takes workers' load reports; None: the core takes no requests.
+        show_warnings: Takes the reason why discovery can't be reached; an empty list when it can.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class DiscoveryWatch(Background):
         cluster: Replicas,
         namespace: str | None = None,
         report_load: Callable[[str], None] | None = None,
+        show_warnings: Callable[[list[str]], None] = lambda _warnings: None,
     ) -> None:
         self._fleet = fleet
         self._cluster = cluster
@@ -70,12 +72,14 @@ class DiscoveryWatch(Background):
         self._has_left, self._is_again = asyncio.Event(), False
         self._has_settled = False
         self._bridge = Bridge(RuntimeLimits())
+        self._show_warnings = show_warnings
         self._takes_requests = report_load is not None
         self._loads = LoadReader(report_load or (lambda _report: None), RuntimeLimits())
         super().__init__("kvflash-discovery", self._watch_all)
 
     async def _watch_all(self) -> None:
         discovery = await self._open()
+        discovery.show_outage = self._show_outage
         self._keys = WorkerKeys(discovery, self._scope, self._settle)
         try:
             self._keys.start()
@@ -86,12 +90,19 @@ class DiscoveryWatch(Background):
             await self._loads.close()
             await self._bridge.close()
 
+    def _show_outage(self, reason: str) -> None:
+        known = "workers found before stay, and changes are not seen"
+        self._show_warnings([f"{reason}; {known}"] if reason else [])
+
     async def _open(self) -> Discovery:
         pause_s = PAUSE_S
         while True:
             try:
-                return open_discovery(self._kind)
+                discovery = open_discovery(self._kind)
+                self._show_outage("")
+                return discovery
             except (KvflashError, OSError) as error:
+                self._show_outage(f"discovery {self._kind}: {error}; trying again")
                 logger.warning("discovery %s: %s; trying again", self._kind, error)
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, PAUSE_S_MAX)

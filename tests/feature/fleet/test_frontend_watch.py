@@ -7,6 +7,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ class SlowFleet:
     """Records its calls; adding a worker waits for the gate."""
 
     watch: DiscoveryWatch
+    warnings: list[list[str]]
 
     def __init__(self) -> None:
         self.workers: dict[int, str] = {}
@@ -77,11 +79,29 @@ class Alone:
 def fleet(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[SlowFleet]:
     monkeypatch.setenv("KVFLASH_DISCOVERY_DIR", str(tmp_path / "discovery"))
     made = SlowFleet()
-    made.watch = DiscoveryWatch(made, kind="file", cluster=Alone())
+    made.warnings = []
+    made.watch = DiscoveryWatch(
+        made, kind="file", cluster=Alone(), show_warnings=made.warnings.append
+    )
     made.watch.start()
     yield made
     made.gate.set()
     made.watch.stop()
+
+
+def test_an_outage_of_discovery_is_a_warning_until_its_end(
+    fleet: SlowFleet, tmp_path: Path
+) -> None:
+    folder = tmp_path / "discovery"
+    until(lambda: fleet.warnings and folder.is_dir(), "the start")
+    folder.rename(tmp_path / "aside")
+    folder.write_text("")
+    until(lambda: fleet.warnings[-1], "the outage")
+    (warning,) = fleet.warnings[-1]
+    assert str(folder) in warning
+    assert warning.endswith("workers found before stay, and changes are not seen")
+    folder.unlink()
+    until(lambda: not fleet.warnings[-1], "its end")
 
 
 def told(steps: Callable[[Any], Any]) -> None:

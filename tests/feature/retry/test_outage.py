@@ -14,7 +14,9 @@ def test_an_outage_is_told_once_then_now_and_then_and_its_end(
 ) -> None:
     caplog.set_level(logging.INFO)
     now = [0.0]
-    outage = Outage(logging.getLogger("kvflash"), "it answers again", lambda: now[0])
+    shown: list[str] = []
+    logger = logging.getLogger("kvflash")
+    outage = Outage(logger, "it answers again", lambda: now[0], shown.append)
     outage.ends()
     for second in range(1, 121):
         now[0] = float(second)
@@ -34,3 +36,5 @@ def test_an_outage_is_told_once_then_now_and_then_and_its_end(
         "it answers again after 119.0 s",
         "away again",
     ]
+    # Every failure is shown, whether logged or not.
+    assert (shown[:2], shown[-3:]) == (["away at 1", "away at 2"], ["refused", "", "away again"])
