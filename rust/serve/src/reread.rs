@@ -4,6 +4,7 @@ use std::fmt;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime};
 
 use kvflash_core::error::{Error, Result};
@@ -30,6 +31,8 @@ pub(crate) struct Reread<T> {
     value: RwLock<Arc<T>>,
     /// The state of the files at the last read, even if they were invalid.
     seen: Mutex<Looks>,
+    /// Whether they were invalid.
+    is_refused: AtomicBool,
     renewals: Family<OutcomeLabel, Counter>,
 }
 
@@ -44,7 +47,8 @@ impl<T: Send + Sync + 'static> Reread<T> {
     ) -> Result<Self> {
         let seen = Mutex::new(looks(&paths));
         let value = RwLock::new(Arc::new(read()?));
-        Ok(Self { paths, read: Box::new(read), value, seen, renewals: Family::default() })
+        let (is_refused, renewals) = (AtomicBool::new(false), Family::default());
+        Ok(Self { paths, read: Box::new(read), value, seen, is_refused, renewals })
     }
 
     /// The latest valid value.
@@ -61,8 +65,7 @@ impl<T: Send + Sync + 'static> Reread<T> {
         if std::mem::replace(&mut *self.seen.lock(), found.clone()) == found {
             return;
         }
-        let files: Vec<_> = self.paths.iter().map(|path| path.display().to_string()).collect();
-        let files = files.join(", ");
+        let files = self.files();
         let outcome = match (self.read)() {
             Ok(renewed) => {
                 *self.value.write() = Arc::new(renewed);
@@ -76,7 +79,24 @@ impl<T: Send + Sync + 'static> Reread<T> {
                 "refused"
             }
         };
+        self.is_refused.store(outcome == "refused", Ordering::Relaxed);
         self.renewals.get_or_create(&OutcomeLabel { outcome }).inc();
+    }
+
+    /// That the files are invalid now. The reason may quote them, so only the log has it.
+    pub fn trouble(&self) -> Option<String> {
+        self.is_refused.load(Ordering::Relaxed).then(|| {
+            format!(
+                "{}: the changed file cannot be used, and its previous contents stay in force until a restart; the \
+                 log says what is wrong",
+                self.files()
+            )
+        })
+    }
+
+    fn files(&self) -> String {
+        let files: Vec<_> = self.paths.iter().map(|path| path.display().to_string()).collect();
+        files.join(", ")
     }
 
     /// Checks for changes every second, forever.

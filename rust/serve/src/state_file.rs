@@ -56,6 +56,16 @@ impl Registrations {
         Ok(())
     }
 
+    /// What is wrong with the file: the last write to it failed.
+    pub fn trouble(&self) -> Option<String> {
+        let state = self.0.get()?;
+        let error = state.inner.lock().fault.clone()?;
+        Some(format!(
+            "--state-file {}: cannot be written, so a restart forgets changes of the workers: {error}",
+            state.path.display()
+        ))
+    }
+
     /// Records that `body` is registered as `key`.
     pub fn put(&self, key: &str, body: &impl Serialize) {
         if let Some(state) = self.0.get() {
@@ -103,6 +113,8 @@ struct Inner {
     kept: BTreeMap<String, String>,
     /// Lines in the file.
     lines: usize,
+    /// Why the last write failed. It may have left a part of a line.
+    fault: Option<String>,
     /// Limits log lines about a file that is not writable.
     log: LogLimit,
 }
@@ -134,11 +146,14 @@ impl StateFile {
                 Ok(Line { put: Some(key), body: Some(body), .. }) => drop(found.insert(key, body)),
                 Ok(Line { remove: Some(key), .. }) => drop(found.remove(&key)),
                 // The machine stopped during the last write.
-                _ if at > 0 && lines.peek().is_none() && !text.ends_with('\n') => {}
+                _ if (at > 0 || is_begun(line))
+                    && lines.peek().is_none()
+                    && !text.ends_with('\n') => {}
                 _ => {
-                    let number = at + 1;
                     return Err(wrong(format!(
-                        "line {number} is not a registration; name another file"
+                        "line {} is not a registration as kvflash writes it, such as \
+                         {{\"body\": {{...}}, \"put\": \"worker/1\"}}: remove the line, or name another file",
+                        at + 1
                     )));
                 }
             }
@@ -147,7 +162,8 @@ impl StateFile {
         let kept = found.iter().map(line).collect();
         let file =
             write_anew(path, &kept).map_err(|error| wrong(format!("can't write it: {error}")))?;
-        let inner = Inner { file, lines: kept.len(), kept, log: LogLimit::default() };
+        let log = LogLimit::default();
+        let inner = Inner { file, lines: kept.len(), kept, fault: None, log };
         let state = Self { path: path.to_owned(), begun: Instant::now(), inner: Mutex::new(inner) };
         Ok((state, found.into_iter().collect()))
     }
@@ -183,14 +199,14 @@ impl StateFile {
 
     /// Registrations count even if they can't be kept: a full disk only affects the next restart.
     fn write(&self, inner: &mut Inner, line: &str) {
-        let Inner { file, kept, lines, log } = inner;
+        let Inner { file, kept, lines, fault, log } = inner;
         let mut write = || {
             // A process that takes over has rewritten the file.
             let (ours, there) = (file.metadata()?, fs::metadata(&self.path));
             if !there.is_ok_and(|there| there.ino() == ours.ino() && there.dev() == ours.dev()) {
                 *file = append(&self.path)?;
             }
-            if *lines > 2 * kept.len() + OLD_LINES_MAX {
+            if fault.is_some() || *lines > 2 * kept.len() + OLD_LINES_MAX {
                 (*file, *lines) = (write_anew(&self.path, kept)?, kept.len());
                 return Ok(());
             }
@@ -198,15 +214,21 @@ impl StateFile {
             file.write_all(line.as_bytes())
         };
         let written: io::Result<()> = write();
+        *fault = written.as_ref().err().map(io::Error::to_string);
         if let Err(error) = written
             && let Some(held_back) = log.pass(self.begun.elapsed().as_millis() as u64)
         {
             tracing::error!(
                 path = %self.path.display(), %error, held_back,
-                "a registration cannot be saved (--state-file): it is lost with the next restart"
+                "a registration cannot be saved (--state-file): a restart forgets it; the next change writes all again"
             );
         }
     }
+}
+
+/// Whether `line` is the beginning of a line of such a file, and not of another kind of file.
+fn is_begun(line: &str) -> bool {
+    ["{\"body\":", "{\"put\":", "{\"remove\":"].iter().any(|begin| line.starts_with(begin))
 }
 
 fn line_of(key: &str, body: &Value) -> String {
@@ -271,6 +293,34 @@ mod tests {
         assert_eq!(fs::read_to_string(&path).unwrap(), "[server]\nport = 1\n");
         let folder = StateFile::open(&std::env::temp_dir()).err().unwrap().to_string();
         assert!(folder.contains("can't read it"), "{folder}");
+    }
+
+    #[test]
+    fn a_first_line_that_was_cut_off_is_no_reason_to_stop() {
+        let path = at("first.jsonl");
+        let (state, _) = StateFile::open(&path).unwrap();
+        state.put("worker/1", &json!({"url": "http://a:1"}));
+        let line = fs::read_to_string(&path).unwrap();
+        fs::write(&path, &line[..line.len() / 2]).unwrap();
+        assert_eq!(StateFile::open(&path).unwrap().1, []);
+    }
+
+    #[test]
+    fn a_failed_write_is_told_and_made_good_by_the_next() {
+        let folder = at("full");
+        fs::create_dir_all(&folder).unwrap();
+        let path = folder.join("state.jsonl");
+        let registrations = Registrations::default();
+        registrations.restore(Some(&path), |_| unreachable!("it is new")).unwrap();
+        fs::remove_dir_all(&folder).unwrap();
+        registrations.put("worker/1", &json!({}));
+        let trouble = registrations.trouble().unwrap();
+        assert!(trouble.contains("state.jsonl: cannot be written"), "{trouble}");
+        fs::create_dir_all(&folder).unwrap();
+        registrations.put("worker/2", &json!({}));
+        assert_eq!(registrations.trouble(), None);
+        let kept = StateFile::open(&path).unwrap().1;
+        assert_eq!(kept, [("worker/1".to_owned(), json!({})), ("worker/2".to_owned(), json!({}))]);
     }
 
     #[test]

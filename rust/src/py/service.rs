@@ -96,6 +96,14 @@ impl Service {
     /// `Config` naming the address when it can't be bound.
     pub fn start(&self, host: &str, port: u16, app: impl App + Clone) -> Result<SocketAddr> {
         let lock = self.http.lock();
+        if let Some((admin_host, admin_port)) = lock.admin_address()
+            && (admin_port, port != 0) == (port, true)
+            && (admin_host == host || ["0.0.0.0", "::"].contains(&host))
+        {
+            return Err(Error::Config(format!(
+                "--admin-port {admin_port} is the value of --port, too: give the admin side another port"
+            )));
+        }
         if let Some((host, port)) = lock.admin_address() {
             let flags = "--admin-host, --admin-port";
             let address = self.listen(flags, host, port, lock.clone().for_admin(), app.clone())?;

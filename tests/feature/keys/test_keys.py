@@ -49,6 +49,9 @@ def test_keys_close_a_frontend_and_are_read_again(tmp_path: Path) -> None:
         )
         assert status("GET", "/workers", "ann") == 200
         assert status("GET", "/live", None) == 200
+        _, told, _ = frontend.http.call("GET", "/health", headers={"x-api-key": "eve"})
+        (warning,) = told["warnings"]
+        assert warning.startswith(f"{path}: the changed file cannot be used")
 
 
 def test_workers_are_listed_and_drained_with_a_key(

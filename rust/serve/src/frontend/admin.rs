@@ -120,6 +120,8 @@ const SILENT_REQUESTS: u64 = 20;
 /// Causes of silently failing prefix matching, as text.
 fn warnings(app: &App, reasons: &[WorkerReason]) -> Vec<String> {
     let mut warnings = app.outside_warnings.read().clone();
+    warnings.extend(app.registrations.trouble());
+    warnings.extend(app.options.http.lock().troubles());
     let by_caches = [AUTO, Policy::Kv.name()].contains(&app.options.routing.policy_name());
     let publishers = app.catalog.publishers();
     let heard: HashSet<_> =

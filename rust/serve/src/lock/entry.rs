@@ -227,7 +227,20 @@ impl Lock {
     pub fn announce(&self, address: SocketAddr) {
         let lock = self.clone().at(address);
         let Some(rules) = &self.shared.rules else { return };
-        if lock.reach.is_loopback || lock.reach.is_admin {
+        if lock.reach.is_admin {
+            return;
+        }
+        let needs_local =
+            !rules.is_admin_open && !self.has(Role::Admin) && rules.admin_address.is_none();
+        let is_closed = needs_local && rules.trusts_this_machine();
+        if is_closed {
+            tracing::warn!(
+                %address,
+                "workers and settings are closed to all clients: --trusted-proxies names this machine, so a client \
+                 here can't be told from one behind the proxy. Add an admin key to --keys-file, or set --admin-port"
+            );
+        }
+        if lock.reach.is_loopback {
             return;
         }
         let mut open = Vec::new();
@@ -245,7 +258,7 @@ impl Lock {
                 "--open-admin: every client that reaches this address can add and remove workers, and read what \
                  others send; an admin key in --keys-file, or --admin-port, closes that"
             );
-        } else if !self.has(Role::Admin) && rules.admin_address.is_none() {
+        } else if needs_local && !is_closed {
             open.push(
                 "workers and settings, to this machine only (from elsewhere: an admin key in --keys-file, \
                  --admin-port or --open-admin)",
@@ -259,6 +272,15 @@ impl Lock {
     /// The key that this service shows at others.
     pub(crate) fn credential(&self) -> &Credential {
         &self.shared.credential
+    }
+
+    /// Files of keys that were changed and can't be used.
+    pub(crate) fn troubles(&self) -> Vec<String> {
+        let Shared { keys, credential, tokens, .. } = &*self.shared;
+        let keys = keys.as_ref().and_then(|keys| keys.trouble());
+        let credential = credential.0.as_ref().and_then(|credential| credential.trouble());
+        let tokens = tokens.as_ref().and_then(|tokens| tokens.jwks.trouble());
+        [keys, credential, tokens].into_iter().flatten().collect()
     }
 
     /// Look for changes of the files of keys, for ever.

@@ -183,6 +183,8 @@ pub(super) fn health(app: &App) -> Value {
     let pools = app.fleet.pools();
     let reservations: usize = pools.iter().map(|pool| pool.selector.reserved()).sum();
     let mut warnings = app.outside_warnings.read().clone();
+    warnings.extend(app.registrations.trouble());
+    warnings.extend(app.options.http.lock().troubles());
     for pool in &pools {
         if pool.selector.block_size() == 0 {
             warnings.push(format!(
