@@ -39,6 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             answer = demand(url, "/explain", body=_body(url, args, asked), **asked)
         lines = [answer.text] if args.is_json else _lines(answer.json)
+    except NotFoundError as error:
+        if args.request_id is not None and Path(args.request_id).is_file():
+            error = NotFoundError(f"{error} (a file? give it by --file {args.request_id})")
+        return refuse("explain", error)
     except KvflashError as error:
         return refuse("explain", error)
     for line in lines:
@@ -191,26 +195,31 @@ def _decision(decision: Mapping[str, Any]) -> Iterator[str]:
     if decision.get("expected_cached_tokens") is not None:
         yield f"{decision['expected_cached_tokens']} tokens are expected to come from its cache"
     yield ""
-    yield from _candidates(decision.get("candidates") or [], worker)
+    # Other policies choose by something else than the cost.
+    is_by_cost = decision.get("policy") in ("auto", "kv")
+    yield from _candidates(decision.get("candidates") or [], worker, is_by_cost=is_by_cost)
 
 
-def _candidates(candidates: Sequence[Mapping[str, Any]], chosen: Any) -> Iterator[str]:
+def _candidates(
+    candidates: Sequence[Mapping[str, Any]], chosen: Any, *, is_by_cost: bool
+) -> Iterator[str]:
     """A table of them, cheapest first and busy ones last."""
     ordered = sorted(candidates, key=lambda one: (bool(one.get("is_busy")), _cost(one)))
     # The one that was chosen is shown, wherever it stands.
     ordered.sort(key=lambda one: one.get("worker") != chosen)
     shown = ordered[:CANDIDATES_MAX]
     parts = list(dict.fromkeys(part for one in shown for part in one.get("price") or {}))
-    titles = ["", "WORKER", "COST", *(part.upper() for part in parts)]
+    costs = ["COST", *(part.upper() for part in parts)] if is_by_cost else []
+    titles = ["", "WORKER", *costs]
     rows: list[list[object]] = [[*titles, "CACHED", "TO PREFILL", "RUNNING", "NOTE"]]
     for one in shown:
         price = one.get("price") or {}
+        costs = [_number(one.get("cost")), *(_number(price.get(part)) for part in parts)]
         rows.append(
             [
                 "*" if one.get("worker") == chosen else "",
                 one.get("worker"),
-                _number(one.get("cost")),
-                *(_number(price.get(part)) for part in parts),
+                *(costs if is_by_cost else []),
                 one.get("overlap_blocks"),
                 one.get("prefill_tokens"),
                 one.get("active_requests"),
@@ -222,8 +231,8 @@ def _candidates(candidates: Sequence[Mapping[str, Any]], chosen: Any) -> Iterato
         yield f"... and {len(ordered) - len(shown)} more; --json has all"
     # What the cost is made of, where it has no parts with a column of their own.
     formulas = [str(one["formula"]) for one in shown if not one.get("price") and one.get("formula")]
-    yield from ["", *formulas] if formulas else []
-    unit = "COST and its parts are tokens of prefill; " if parts else ""
+    yield from ["", *formulas] if formulas and is_by_cost else []
+    unit = "COST and its parts are tokens of prefill; " if parts and is_by_cost else ""
     yield ""
     yield f"{unit}CACHED is in blocks, TO PREFILL in tokens"
 
@@ -240,12 +249,15 @@ def _number(value: Any) -> str:
 def _note(candidate: Mapping[str, Any]) -> str:
     """Why it is not like the others."""
     notes = ["busy"] if candidate.get("is_busy") else []
-    trust = candidate.get("trust") or {}
+    # A past decision has what is known now apart from what was known then.
+    now = candidate.get("now")
+    trust = (now or candidate).get("trust") or {}
     if isinstance(trust, str):
         # A router says only how far the worker's events can be believed, a frontend also why.
         notes += [f"events {trust}"] if trust != "exact" else []
     else:
-        notes += [str(one["code"]).replace("_", " ") for one in trust.get("reasons") or []]
+        codes = [str(one["code"]).replace("_", " ") for one in trust.get("reasons") or []]
+        notes += [f"now: {code}" if now else code for code in codes]
     credit = candidate.get("reuse_credit")
     notes += [f"its overlap is weighted by {credit:.2f}"] if isinstance(credit, int | float) else []
     return ", ".join(notes)

@@ -109,7 +109,7 @@ def test_columns_are_aligned() -> None:
         (
             OF_FRONTEND,
             [
-                "WORKER URL MODEL ROLE STATE REQUESTS BLOCKS EVENTS NOTE",
+                "WORKER URL MODEL ROLE STATE SERVED BLOCKS EVENTS NOTE",
                 "1 http://a:8000 m decode healthy 3 6/100 active",
                 "12 http://b:8000 m decode unhealthy 0 0 active, connecting timed [31m out",
             ],
@@ -117,7 +117,7 @@ def test_columns_are_aligned() -> None:
         (
             OF_ROUTER,
             [
-                "WORKER URL MODEL TENANT STATE REQUESTS BLOCKS EVENTS",
+                "WORKER URL MODEL TENANT STATE RUNNING BLOCKS EVENTS",
                 "7 http://gpu m default busy 5 4 active",
             ],
         ),
@@ -273,6 +273,32 @@ def test_a_decision_is_readable(service: Service, capsys: pytest.CaptureFixture[
     ]
     assert explain([service.url, "--prompt", "Hello", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == DECISION
+    # A policy that does not choose by the cost.
+    candidates = [{"worker": "2:0", "cost": 5.0, "formula": "2:0: 1 + 4", "overlap_blocks": 6}]
+    other = {**DECISION, "policy": "round-robin", "candidates": candidates}
+    service.answers["/explain"] = (200, other)
+    assert explain([service.url, "--prompt", "Hello"]) == 0
+    said = capsys.readouterr().out
+    assert "COST" not in said and "1 + 4" not in said and "CACHED" in said
+
+
+def test_what_is_known_now_of_a_past_decision_is_marked(
+    service: Service, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = {"trust": {"state": "degraded", "reasons": [{"code": "lost_batches"}]}}
+    decision = {**DECISION, "candidates": [{"worker": "2:0", "cost": 5.0, "now": now}]}
+    service.answers = {"/why/r-1": (200, {"request_id": "r-1", "decisions": [decision]})}
+    assert explain([service.url, "r-1"]) == 0
+    assert "now: lost batches" in capsys.readouterr().out
+
+
+def test_a_file_in_place_of_a_request_id_is_recognised(
+    service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = tmp_path / "request.json"
+    body.write_text("{}")
+    assert explain([service.url, str(body)]) == 1
+    assert f"give it by --file {body}" in capsys.readouterr().err
 
 
 def test_questions_have_the_form_of_the_service(
@@ -390,7 +416,8 @@ def test_costs_without_parts_show_their_formula_and_many_candidates_are_cut() ->
     candidates = [
         {"worker": f"{n}:0", "cost": float(n), "formula": f"{n} = x"} for n in range(100, 0, -1)
     ]
-    lines = [*lines_of({"worker": "77:0", "model_name": "m", "candidates": candidates})]
+    decision = {"worker": "77:0", "model_name": "m", "policy": "kv", "candidates": candidates}
+    lines = [*lines_of(decision)]
     rows = [line for line in lines if ":0" in line]
     assert rows[1].startswith("*  77:0")
     assert rows[2].startswith("   1:0")

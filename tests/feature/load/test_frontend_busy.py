@@ -151,7 +151,8 @@ def test_why_tells_the_decision_and_what_came_of_it(mocker: Mocker) -> None:
         assert set(candidates) == {"1:0", "2:0"}
         chosen = candidates[after["worker"]]
         assert (chosen["device_blocks"], chosen["host_blocks"], chosen["is_busy"]) == (5, 5, False)
-        assert chosen["trust"]["state"] == "exact"
+        assert chosen["now"]["trust"]["state"] == "exact"
+        assert "trust" not in chosen
         assert chosen["formula"].startswith(f"{after['worker']}: ")
         assert "more blocks cached than" in after["because"]
         costs = sorted(one["cost"] for one in candidates.values())

@@ -10,7 +10,7 @@ use axum::extract::rejection::{PathRejection, QueryRejection};
 use axum::extract::{Path, Query, State};
 use axum::http::{HeaderMap, StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
-use kvflash_core::catalog::{Trust, Unheard};
+use kvflash_core::catalog::{Trust, TrustState, Unheard};
 use kvflash_core::ids::Worker;
 use kvflash_core::policy::{AUTO, Policy};
 use kvflash_core::select::{ReuseView, WorkerReason};
@@ -41,9 +41,12 @@ fn tell_health(app: &App) -> Response {
     let engines = app.fleet.engines();
     let healthy = engines.iter().filter(|engine| engine.is_healthy()).count();
     let reasons = evidence::reasons(app);
+    let is_unmatched = has_unmatched(app, &engines);
     let (status, word) = match (healthy, engines.len()) {
         _ if app.fleet.decoding().1 == 0 => (StatusCode::SERVICE_UNAVAILABLE, "unavailable"),
-        (healthy, all) if healthy < all || !reasons.is_empty() => (StatusCode::OK, "degraded"),
+        (healthy, all) if healthy < all || is_unmatched || !reasons.is_empty() => {
+            (StatusCode::OK, "degraded")
+        }
         _ => (StatusCode::OK, "healthy"),
     };
     let body = json!({
@@ -61,6 +64,13 @@ fn tell_health(app: &App) -> Response {
         "parity": app.parity.view(),
     });
     (status, Json(body)).into_response()
+}
+
+/// Whether the blocks of a worker can't be matched: it does not fit its model, or its events can't be
+/// received or read.
+fn has_unmatched(app: &App, engines: &[Arc<Engine>]) -> bool {
+    engines.iter().any(|engine| engine.notes.lock().last_error.is_some())
+        || app.catalog.reports(|_| true).iter().any(|of| of.trust.state == TrustState::Stale)
 }
 
 /// Workers that may hold blocks unknown to the index, and the reasons.
@@ -128,7 +138,10 @@ fn warnings(app: &App, reasons: &[WorkerReason]) -> Vec<String> {
         publishers.iter().map(|publisher| publisher.worker.instance_id).collect();
     let engines: BTreeMap<_, _> =
         app.fleet.engines().into_iter().map(|engine| (engine.id, engine)).collect();
-    warnings.extend(reasons.iter().map(|reason| format!("{} Fix: {}", reason.message, reason.fix)));
+    warnings.extend(reasons.iter().map(|reason| {
+        let end = if reason.message.ends_with(['.', '?']) { "" } else { "." };
+        format!("{}{end} Fix: {}", reason.message, reason.fix)
+    }));
     warnings.extend(app.fleet.refused());
     warnings.extend(app.parity.warnings());
     for model in app.fleet.without_decode() {
@@ -169,7 +182,7 @@ fn warnings(app: &App, reasons: &[WorkerReason]) -> Vec<String> {
     if mismatches > 0 {
         warnings.push(format!(
             "in {mismatches} answers the engine counted a different number of prompt tokens than --tokenizer: \
-             tokenizer or chat template differ from the engine's, and such prompts never match"
+             tokenizer or chat template differ from the engine's, and prompts that are rendered here never match"
         ));
     }
     for text in app.tokenizers.loaded() {
@@ -348,7 +361,11 @@ fn tell_why(app: &App, id: &str) -> Response {
         .iter()
         .map(|record| {
             let trust = trusts.entry(&*record.model).or_insert_with(|| trust(app, &record.model));
-            with_trust(app, record.whole(now_ms), trust)
+            let mut decision = record.whole(now_ms);
+            for (candidate, now) in beliefs(app, &mut decision, trust) {
+                candidate["now"] = now;
+            }
+            decision
         })
         .collect();
     Json(json!({ "request_id": id, "decisions": decisions })).into_response()
@@ -368,17 +385,31 @@ fn reuse_views(app: &App) -> HashMap<String, ReuseView> {
     low.map(|(worker, view)| (worker.to_string(), view)).collect()
 }
 
-/// `decision` with the trust in each candidate's events.
-fn with_trust(app: &App, mut decision: Value, trust: &HashMap<String, Trust>) -> Value {
+/// What is known now about the events of each of the decision's candidates.
+fn beliefs<'a>(
+    app: &App,
+    decision: &'a mut Value,
+    trust: &HashMap<String, Trust>,
+) -> impl Iterator<Item = (&'a mut Value, Value)> {
     let (reuse, incomplete) = (reuse_views(app), incomplete(app));
-    for candidate in decision["candidates"].as_array_mut().into_iter().flatten() {
-        let worker = candidate["worker"].as_str().unwrap_or_default().to_owned();
-        candidate["trust"] = json!(trust.get(&worker));
-        if let Some(view) = reuse.get(&worker) {
-            candidate["reuse"] = evidence::reuse_json(Some(*view));
+    decision["candidates"].as_array_mut().into_iter().flatten().map(move |candidate| {
+        let worker = candidate["worker"].as_str().unwrap_or_default();
+        let mut known = json!({ "trust": trust.get(worker) });
+        if let Some(view) = reuse.get(worker) {
+            known["reuse"] = evidence::reuse_json(Some(*view));
         }
-        if let Some(why) = incomplete.get(&worker) {
-            candidate["index_incomplete"] = why.clone();
+        if let Some(why) = incomplete.get(worker) {
+            known["index_incomplete"] = why.clone();
+        }
+        (candidate, known)
+    })
+}
+
+/// `decision`, which was made just now, with what is known about each candidate's events.
+fn with_trust(app: &App, mut decision: Value, trust: &HashMap<String, Trust>) -> Value {
+    for (candidate, known) in beliefs(app, &mut decision, trust) {
+        if let (Value::Object(to), Value::Object(from)) = (candidate, known) {
+            to.extend(from);
         }
     }
     decision

@@ -100,18 +100,18 @@ impl Parity {
     pub fn warnings(&self) -> Vec<String> {
         let mut warnings = Vec::new();
         for ((model, version), record) in &*self.records.lock() {
-            for (form, record) in record.forms.iter().filter(|(_, record)| record.is_remote) {
-                let how = match &record.outcome {
-                    Outcome::Differs(how) => how.as_str(),
-                    _ => "the last comparison agreed, one more is needed",
-                };
-                warnings.push(format!(
-                    "model {model}: prompts of the form {:?} get different tokens here and at engines of version \
-                     {version} ({how}); the engines render them. Fix: set --tokenizer to the folder of the model \
-                     that the engines serve, with its chat template",
-                    form.name(),
-                ));
-            }
+            let remote: Vec<_> =
+                record.forms.iter().filter(|(_, record)| record.is_remote).collect();
+            let Some((_, first)) = remote.first() else { continue };
+            let how = match &first.outcome {
+                Outcome::Differs(how) => how.as_str(),
+                _ => "the last comparison agreed, one more is needed",
+            };
+            let forms = names(remote.iter().map(|(form, _)| **form));
+            warnings.push(format!(
+                "model {model}: prompts of the forms {forms} get different tokens here and at engines of version \
+                 {version} ({how}); the engines render them. Fix: {SAME_MODEL}"
+            ));
         }
         warnings
     }
@@ -164,12 +164,14 @@ impl Parity {
             return;
         };
         (record.ended, record.due) = (Some(now), Some(now + interval));
+        let mut changes = Changes::default();
         for (form, outcome) in outcomes {
             let before = record.forms.get(&form);
             let next = FormRecord::after(before, outcome);
-            tell(model, version, form, before, &next);
+            changes.note(form, before, &next);
             record.forms.insert(form, next);
         }
+        changes.tell(model, version);
         let mut standing = Standing { proven: Forms::ALL, remote: Forms::NONE };
         for record in records.iter().filter(|((of, _), _)| of == model).map(|(_, record)| record) {
             let of = |is: fn(&FormRecord) -> bool| {
@@ -200,31 +202,63 @@ impl FormRecord {
     }
 }
 
-/// Logs changes.
-fn tell(model: &str, version: &str, form: Form, before: Option<&FormRecord>, now: &FormRecord) {
-    let (was_remote, form) = (before.is_some_and(|record| record.is_remote), form.name());
-    match &now.outcome {
-        Outcome::Differs(how) if !was_remote => tracing::warn!(
-            model,
-            version,
-            form,
-            how,
-            "prompts of this form get different tokens here and at the engines, which render them from now on; \
-             set --tokenizer to the folder of the model that the engines serve, with its chat template"
-        ),
-        Outcome::Agrees if was_remote && !now.is_remote => {
+/// What one comparison changed, by the reason in words.
+#[derive(Default)]
+struct Changes {
+    differ: Vec<(Form, String)>,
+    agree_again: Vec<(Form, String)>,
+    not_compared: Vec<(Form, String)>,
+}
+
+impl Changes {
+    fn note(&mut self, form: Form, before: Option<&FormRecord>, now: &FormRecord) {
+        let was_remote = before.is_some_and(|record| record.is_remote);
+        match &now.outcome {
+            Outcome::Differs(how) if !was_remote => self.differ.push((form, how.clone())),
+            Outcome::Agrees if was_remote && !now.is_remote => {
+                self.agree_again.push((form, String::new()));
+            }
+            Outcome::NotCompared(why) if before.is_none() => {
+                self.not_compared.push((form, why.clone()));
+            }
+            _ => {}
+        }
+    }
+
+    /// Logs one line of each kind.
+    fn tell(&self, model: &str, version: &str) {
+        if let Some((_, how)) = self.differ.first() {
+            let forms = names(self.differ.iter().map(|(form, _)| *form));
+            tracing::warn!(
+                model,
+                version,
+                forms,
+                how,
+                "prompts of these forms get different tokens here and at the engines, which render them from now \
+                 on; {SAME_MODEL}"
+            );
+        }
+        if !self.agree_again.is_empty() {
+            let forms = names(self.agree_again.iter().map(|(form, _)| *form));
             tracing::info!(
                 model,
                 version,
-                form,
-                "prompts of this form get the same tokens again and are rendered here"
+                forms,
+                "prompts of these forms get the same tokens again and are rendered here"
             );
         }
-        Outcome::NotCompared(why) if before.is_none() => {
-            tracing::info!(model, version, form, why, "prompts of this form were not compared");
+        if let Some((_, why)) = self.not_compared.first() {
+            let forms = names(self.not_compared.iter().map(|(form, _)| *form));
+            tracing::info!(model, version, forms, why, "prompts of these forms were not compared");
         }
-        _ => {}
     }
+}
+
+const SAME_MODEL: &str =
+    "set --tokenizer to the folder of the model that the engines serve, with its chat template";
+
+fn names(forms: impl Iterator<Item = Form>) -> String {
+    forms.map(Form::name).collect::<Vec<_>>().join(", ")
 }
 
 /// Compares the tokens of the model that `engine` serves, if that is due: once per version, then at

@@ -281,6 +281,8 @@ fn a_worker_that_may_hold_more_than_was_heard_of_is_named_everywhere() {
     let health = json(runtime.block_on(admin::health(state())));
     assert_eq!(health["index_incomplete"]["3:0"]["code"], "no_events_yet");
     assert_eq!(health["index_incomplete"].as_object().unwrap().len(), 1, "{health}");
+    // It is up, but without a connection to its socket its blocks never match.
+    assert_eq!(health["status"], "degraded", "{health}");
     let ready = json(runtime.block_on(admin::ready(state())));
     assert_eq!(ready["index_incomplete"], serde_json::json!(["3:0"]));
     assert!(text(runtime.block_on(scrape::metrics(state()))).contains(row));
@@ -309,6 +311,7 @@ fn a_worker_that_may_hold_more_than_was_heard_of_is_named_everywhere() {
     publisher.live(0, &[0x92, 0xcb, 0, 0, 0, 0, 0, 0, 0, 0, 0x90]);
     let health = json(runtime.block_on(admin::health(state())));
     assert_eq!(health["index_incomplete"], serde_json::json!({}));
+    assert_eq!(health["status"], "healthy", "{health}");
     assert_eq!(incomplete(&explain()), [false, false, false]);
     assert!(!text(runtime.block_on(scrape::metrics(state()))).contains(row));
 }

@@ -97,7 +97,7 @@ async fn a_form_that_differs_is_rendered_by_the_engine_until_two_comparisons_agr
     assert_eq!(stage.metric(tools).await, 0.0);
     let warnings = stage.get("/health").await["warnings"].to_string();
     assert!(
-        warnings.contains("form \\\"tools\\\"") && warnings.contains("--tokenizer"),
+        warnings.contains("the forms tools get") && warnings.contains("--tokenizer"),
         "{warnings}"
     );
     assert_eq!(rendered_for(&stage, &engine, &with_tools("a")).await, 1);
