@@ -360,8 +360,9 @@ class ZmqReceiver:
                     subscription.publisher, "pending", "disconnected; connecting again"
                 )
             elif kind == zmq.EVENT_CONNECT_RETRIED:
-                message = f"no connection to {subscription.endpoint} yet; trying again"
-                self._catalog.set_status(subscription.publisher, "pending", message)
+                self._catalog.set_status(
+                    subscription.publisher, "pending", "connecting fails; trying again"
+                )
 
     def _on_stream(self, subscription: _Subscription) -> None:
         messages: list[list[_Part]]

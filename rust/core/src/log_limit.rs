@@ -1,5 +1,7 @@
 //! Limits the log lines of one source.
 
+use std::num::NonZeroU64;
+
 /// Lines of one kind that pass at once.
 const FIRST: u32 = 5;
 
@@ -15,8 +17,9 @@ pub struct LogLimit {
 }
 
 impl LogLimit {
-    /// Number of lines held back since the last one that passed; `None`: hold this one back, too.
-    pub fn pass(&mut self, now_ms: u64) -> Option<u64> {
+    /// Number of lines held back since the last one that passed, if any; `None`: hold this one back,
+    /// too.
+    pub fn pass(&mut self, now_ms: u64) -> Option<Option<NonZeroU64>> {
         let is_due = now_ms >= self.next_ms;
         if !is_due && self.passed >= FIRST {
             self.held_back += 1;
@@ -25,7 +28,7 @@ impl LogLimit {
         let held_back = std::mem::take(&mut self.held_back);
         self.passed = if is_due && held_back == 0 { 1 } else { FIRST.min(self.passed + 1) };
         self.next_ms = now_ms + PAUSE_MS;
-        Some(held_back)
+        Some(NonZeroU64::new(held_back))
     }
 }
 
@@ -36,15 +39,17 @@ mod tests {
     #[test]
     fn the_first_lines_pass_and_then_one_a_minute() {
         let mut limit = LogLimit::default();
-        let passed = |limit: &mut LogLimit, at: u64| limit.pass(at);
+        let passed = |limit: &mut LogLimit, at: u64| {
+            limit.pass(at).map(|held_back| held_back.map_or(0, NonZeroU64::get))
+        };
         assert!((0..5).all(|at| passed(&mut limit, at) == Some(0)));
         assert!((5..1_000).all(|at| passed(&mut limit, at).is_none()));
-        assert_eq!(limit.pass(PAUSE_MS + 4), Some(995));
-        assert_eq!(limit.pass(PAUSE_MS + 5), None);
-        assert_eq!(limit.pass(2 * PAUSE_MS + 4), Some(1));
+        assert_eq!(passed(&mut limit, PAUSE_MS + 4), Some(995));
+        assert_eq!(passed(&mut limit, PAUSE_MS + 5), None);
+        assert_eq!(passed(&mut limit, 2 * PAUSE_MS + 4), Some(1));
         // After a quiet minute five lines pass again.
         let later = 3 * PAUSE_MS + 4;
         assert!((0..5).all(|at| passed(&mut limit, later + at) == Some(0)));
-        assert_eq!(limit.pass(later + 5), None);
+        assert_eq!(passed(&mut limit, later + 5), None);
     }
 }

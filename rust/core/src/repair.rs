@@ -14,6 +14,7 @@
 //! socket: it bounds their number, and frames dropped there show as the next gap.
 
 use std::collections::VecDeque;
+use std::num::NonZeroU64;
 
 use crate::log_limit::LogLimit;
 
@@ -329,6 +330,7 @@ impl Repair {
                     if !self.has_endpoint
                         && let Some(held_back) = self.lost_lines.pass(now_ms)
                     {
+                        let held_back = held_back.map_or(0, NonZeroU64::get);
                         self.effects.push(Effect::Lost(from, to, held_back));
                     }
                     feed.give_up(to + 1);
@@ -397,8 +399,7 @@ impl Repair {
         if let Some(why) = failure
             && let Some(held_back) = self.failed_lines.pass(now_ms)
         {
-            let more =
-                if held_back > 0 { format!(" ({held_back} more since)") } else { String::new() };
+            let more = held_back.map_or(String::new(), |count| format!(" ({count} more since)"));
             self.effects.push(Effect::Failed(replay.first, why + &more));
         }
         let waiting = std::mem::take(&mut self.waiting);

@@ -202,7 +202,14 @@ impl Tries {
                 let message = if failed.status == StatusCode::NOT_IMPLEMENTED {
                     format!("{why} (tried {tried:?})")
                 } else {
-                    let end = self.is_over.map(|why| format!("; {why}")).unwrap_or_default();
+                    let others = self.plan.route.pool.members().all().count();
+                    let end = match (self.is_over, others.saturating_sub(tried.len())) {
+                        (Some(why), _) => format!("; {why}"),
+                        (None, 0) => String::new(),
+                        (None, others) => {
+                            format!("; its {others} other workers are unhealthy, draining or busy")
+                        }
+                    };
                     format!(
                         "no worker answered; tried {tried:?}, the last one failed with: {why}{end}"
                     )

@@ -40,8 +40,8 @@ pub struct WorkerReason {
 }
 
 const SWAPPED: &str = "check that events= and replay= of each worker name the sockets of the engine behind its URL \
-                       (--kv-events-config of vLLM, --kv-events-config of SGLang); \
-                       python -m kvflash.doctor FRONTEND_URL checks each of them";
+                       (--kv-events-config of vLLM and SGLang): an engine that gets one request should \
+                       publish at its own events= only";
 
 impl ReuseFinding {
     /// The finding about `worker`, with events from `source`.
