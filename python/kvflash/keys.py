@@ -19,7 +19,7 @@ from pathlib import Path
 from kvflash._core import check_keys
 from kvflash.config import bounded_int
 from kvflash.console import refuse
-from kvflash.errors import ConfigError, KvflashError, NotFoundError
+from kvflash.errors import ConfigError, ConflictError, KvflashError, NotFoundError
 from kvflash.flags import Flags, variable_of
 from kvflash.table import table
 
@@ -92,6 +92,7 @@ def _list(path: Path) -> None:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise KvflashError(f"--keys-file {path}: {error}") from None
+    check_keys(text)
     rows: list[tuple[object, ...]] = [("ID", "ROLE", "OPTIONS")]
     for key_id, line in entries(text):
         _, _, role, options = (*line.split(":", 3), "", "", "")[:4]
@@ -166,11 +167,18 @@ def append_line(path: Path, make: Callable[[str], str]) -> None:
 
     Raises:
         ConfigError: The file can't be written, or no service could read the result.
+        ConflictError: It has a key of this id.
     """
 
     def added(text: str) -> str:
         begun = text if not text or text.endswith("\n") else text + "\n"
-        return f"{begun}{make(text)}\n"
+        line = make(text)
+        key_id = line.partition(":")[0]
+        if key_id in (known for known, _ in entries(text)):
+            raise ConflictError(
+                f"{path} has a key {key_id!r} already; remove it, or add another id"
+            )
+        return f"{begun}{line}\n"
 
     _change(path, added, is_made=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.7) -> str | None:
     """The known name that is closest to ``name``; None if none is close.
 
     Args:
@@ -16,7 +16,10 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | No
     # Here, because most names are known.
     import difflib  # noqa: PLC0415
 
-    return next(iter(difflib.get_close_matches(name, list(known), 1, cutoff)), None)
+    near = difflib.get_close_matches(name, list(known), 3, cutoff)
+    # Two letters that changed places come first: a port, not a prompt, for "prot".
+    near.sort(key=lambda other: sorted(other) != sorted(name))
+    return near[0] if near else None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

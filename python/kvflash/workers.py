@@ -15,8 +15,8 @@ from kvflash.errors import KvflashError, TransportError
 from kvflash.flags import Flags
 from kvflash.table import printable, table
 
-_FRONTEND = ("WORKER", "URL", "MODEL", "ROLE", "STATE", "REQUESTS", "BLOCKS", "EVENTS", "NOTE")
-_ROUTER = ("WORKER", "URL", "MODEL", "TENANT", "STATE", "REQUESTS", "BLOCKS", "EVENTS")
+_FRONTEND = ("WORKER", "URL", "MODEL", "ROLE", "STATE", "SERVED", "BLOCKS", "EVENTS", "NOTE")
+_ROUTER = ("WORKER", "URL", "MODEL", "TENANT", "STATE", "RUNNING", "BLOCKS", "EVENTS")
 _INDEXER = ("WORKER", "MODEL", "TENANT", "STATE", "BLOCKS", "EVENTS", "TRUST")
 
 

@@ -245,6 +245,8 @@ class _Doctor:
         for worker in known:
             yield from workers.check_worker(worker, told, replays, heard, self._args.timeout)
             if worker.is_http and worker.model and not worker.is_prefill:
+                if not worker.entry.get("healthy"):
+                    continue
                 if worker.model not in tokens:
                     tokens[worker.model] = self._tokens(url, worker.model)
                 asked = {"model": worker.model, "prompt": workers.SAMPLE_TEXT}
@@ -280,7 +282,9 @@ class _Doctor:
         elif place.kind == "locked":
             seen = f"GET /workers: {place.workers.said}"
             how = f"name a file with a key of the role admin by {KEY_FILE}"
-            if self._args.service_key is not None:
+            if "--admin-port" in seen:
+                how = "give the doctor that address instead of this one"
+            elif self._args.service_key is not None:
                 how = f"give {KEY_FILE} a key of the role admin"
             yield fail(url, "reachable", seen, how)
         elif place.health is not None:
@@ -298,12 +302,16 @@ class _Doctor:
         url: str, what: str, health: Answer, known: Sequence[workers.Worker] = ()
     ) -> Iterator[Finding]:
         """The router knows best why its matching fails, so only its reasons are reported."""
-        if health.status == 200:
+        body = health.json if isinstance(health.json, dict) else {}
+        # A service without healthy workers answers 503, with its state.
+        if health.status == 200 or "status" in body:
             yield ok(url, "reachable", what)
         else:
             yield fail(url, "reachable", f"GET /health: {health.said}", "the message says why")
         yield from checks.check_clock(url, health.skew_s)
-        body = health.json if isinstance(health.json, dict) else {}
+        if body.get("status") == "unavailable" and known:
+            seen = "no worker that decodes is healthy: every request is refused"
+            yield fail(url, "healthy", seen, "see its workers below")
         if body.get("status") == "no_workers":
             how = "register workers with POST /workers, or start it with --endpoint or --worker"
             yield fail(url, "workers", "no worker is registered: every request is refused", how)

@@ -79,13 +79,18 @@ def check_reasons(
 ) -> Iterator[Finding]:
     """The frontend's own reasons for being degraded, and its other warnings.
 
-    What :func:`check_worker` says of the ``known`` workers is left out.
+    What :func:`check_worker` finds of the ``known`` workers is left out.
     """
     reasons = [one for one in health.get("reasons") or [] if isinstance(one, dict)]
     messages = [str(reason.get("message")) for reason in reasons]
+    # check_parity() says it.
+    messages += [f"model {model}: prompts of the forms" for model in health.get("parity") or {}]
     for worker in known:
         messages.append(f"worker {worker.id}: {worker.entry.get('last_error')}")
         messages.append(f"worker {worker.id}: given without events=")
+        for listener in worker.listeners:
+            named = f"worker {worker.id}:{listener.rank}: "
+            messages += [f"{named}events at ", f"{named}took "]
     for reason in reasons:
         yield Finding(
             level=FAIL,
@@ -114,12 +119,13 @@ def check_parity(url: str, health: Mapping[str, Any]) -> Iterator[Finding]:
             for name, form in sorted(forms.items()):
                 by_outcome.setdefault(str(form.get("outcome")), []).append(name)
             differing = by_outcome.pop("differs", [])
-            for name in differing:
-                seen = f"prompts of the form {name} differ ({forms[name].get('why')})"
+            if differing:
+                why = forms[differing[0]].get("why")
                 how = (
                     "set --tokenizer to the folder of the model that the engines serve, "
                     "with its chat template"
                 )
+                seen = f"prompts of the forms {', '.join(differing)} differ ({why})"
                 yield warn(subject, "parity", f"{seen}; the engines render them", how)
             told = [f"{outcome}: {', '.join(names)}" for outcome, names in by_outcome.items()]
             if not differing:
@@ -139,7 +145,9 @@ def check_worker(
     else:
         how = "check that the engine runs, and that the frontend's host reaches it"
         yield fail(worker.subject, "healthy", f"{worker.entry.get('last_error')}", how)
-    if not worker.listeners and health.get("router_policy") in ("auto", "kv"):
+        # Its sockets have the same cause.
+        return
+    if not worker.listeners:
         yield from _check_no_events(worker, health)
     for listener in worker.listeners:
         yield from _check_listener(listener, worker.entry)
@@ -154,14 +162,12 @@ def _check_no_events(worker: Worker, health: Mapping[str, Any]) -> Iterator[Find
     named = f"worker {worker.id}: "
     told = [str(text) for text in health.get("warnings") or []]
     seen = [text.removeprefix(named) for text in told if text.startswith(f"{named}given without")]
-    # A worker that never served has no listeners yet, although it may have sockets.
-    if seen or worker.entry.get("healthy"):
+    if seen:
         how = (
             "give the worker events=tcp://HOST:PORT, the endpoint of its --kv-events-config, or "
             "start the frontend with --no-kv-events"
         )
-        said = seen[0] if seen else "it has no event socket, so its cache is not counted"
-        yield warn(worker.subject, "events", said, how)
+        yield warn(worker.subject, "events", seen[0], how)
 
 
 def _check_listener(listener: Listener, worker: Mapping[str, Any]) -> Iterator[Finding]:

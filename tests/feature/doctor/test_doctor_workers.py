@@ -83,7 +83,6 @@ def test_a_worker_that_is_well() -> None:
     ("fields", "check", "level"),
     [
         ({"healthy": False, "last_error": "refused"}, "healthy", FAIL),
-        ({"listeners": []}, "events", WARN),
         ({"listener": {"status": "pending"}}, "connected", FAIL),
         ({"listener": {"events": {"batches": 0}}}, "publishes", WARN),
         ({"listener": {"events": {"batches": 1, "undecodable": 1}}}, "decodes", WARN),
@@ -104,6 +103,12 @@ def test_reasons_fail_and_are_not_repeated_as_warnings() -> None:
     health = {"reasons": [reason], "warnings": ["worker 1:0 ... Fix: x", "something else"]}
     findings = list(workers.check_reasons(URL, health))
     assert [(one.level, one.code) for one in findings] == [(FAIL, "events_crossed"), (WARN, "")]
+
+
+def test_a_worker_that_is_down_is_one_finding() -> None:
+    assert found(healthy=False, last_error="refused", listener={"status": "pending"}) == {
+        "healthy": FAIL
+    }
 
 
 def test_a_worker_s_own_findings_are_not_warnings_too() -> None:

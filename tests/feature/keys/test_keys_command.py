@@ -63,6 +63,19 @@ def test_a_removed_key_leaves_comments_and_others(
     assert list(path.parent.iterdir()) == [path]
     assert main(["keys", "remove", "ann"]) == 1
     assert "has no key 'ann'; its keys are: ann2" in capsys.readouterr().err
+    before = path.read_text()
+    assert main(["keys", "add", "ann2", "--role", "admin"]) == 2
+    assert f"{path} has a key 'ann2' already" in capsys.readouterr().err
+    assert path.read_text() == before
+
+
+def test_a_file_of_something_else_is_not_listed(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path.write_text("port = 8000\n")
+    assert main(["keys", "list"]) == 2
+    captured = capsys.readouterr()
+    assert "line 1: must be id:HASH:ROLE" in captured.err and not captured.out
 
 
 @pytest.mark.parametrize(
