@@ -1,7 +1,5 @@
 """HTTP requests that report failures in the result, never by an exception."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

@@ -1,7 +1,5 @@
 """asyncio work in the background, all in one thread with one event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

@@ -1,7 +1,5 @@
 """Flags of replicated routers: how events arrive, and what replicas share."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The command ``kvflash``: dispatches to the named command, and imports nothing else."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Sequence

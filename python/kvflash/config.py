@@ -1,7 +1,5 @@
 """Parsers for flag values, and the flags that every service has."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 from collections.abc import Callable

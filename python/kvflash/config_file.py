@@ -1,7 +1,5 @@
 """A file that sets flags: YAML, TOML or JSON, a key for each flag."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

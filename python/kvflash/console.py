@@ -1,7 +1,5 @@
 """Terminal output of all commands: refusals, help, log lines."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys

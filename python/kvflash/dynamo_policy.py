@@ -6,8 +6,6 @@ corresponds to that queue, and its settings mean the same. Everything else is re
 because ignoring it would route differently than the file says.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from kvflash.config_file import Pairs, pairs_of

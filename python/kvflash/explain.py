@@ -1,7 +1,5 @@
 """Shows a routing decision of a running frontend or router: every candidate with its cost."""
 
-from __future__ import annotations
-
 import json
 import sys
 from argparse import ArgumentTypeError

@@ -1,7 +1,5 @@
 """A command's flags: each with its environment variables, its key in a file, and its help."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

@@ -3,8 +3,6 @@
 One process writes the file at a time, and readers never see a partial file.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import fcntl

@@ -1,7 +1,5 @@
 """Names that are imported on first use (PEP 562)."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Models: what a worker announces about the model that it serves."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from enum import Enum, Flag, auto

@@ -3,8 +3,6 @@
 With TLS nothing is sent before the handshake, so a server without TLS receives no password.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ssl
 import time

@@ -1,7 +1,5 @@
 """Log lines about an unreachable server: when it goes, now and then, and when it returns."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The percentile that all reports use."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Your own routing policies: a class that chooses workers and runs in its own thread."""
 
-from __future__ import annotations
-
 import atexit
 import logging
 import threading

@@ -4,8 +4,6 @@ Each has its ``KVFLASH_...`` variable. Names from other versions, and Dynamo's `
 variables, are aliases.
 """
 
-from __future__ import annotations
-
 import argparse
 import warnings
 from collections.abc import Callable, Mapping

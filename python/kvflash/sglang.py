@@ -1,7 +1,5 @@
 """Starts SGLang with KV events enabled, and registers it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

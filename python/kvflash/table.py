@@ -1,7 +1,5 @@
 """Formats rows as text columns."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 _GAP = "  "

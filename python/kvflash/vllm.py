@@ -1,7 +1,5 @@
 """Starts vLLM with KV events enabled, and registers it."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

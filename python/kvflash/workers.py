@@ -1,7 +1,5 @@
 """Lists the workers of a running service, and takes them out of service."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence

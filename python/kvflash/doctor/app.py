@@ -1,7 +1,5 @@
 """Queries services, checks their answers, and prints findings; the exit status sums them up."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Checks as pure functions: they turn answers into findings."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

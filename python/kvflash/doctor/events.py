@@ -1,7 +1,5 @@
 """Checks engines' event sockets: answers of the replay socket, batches of the event socket."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

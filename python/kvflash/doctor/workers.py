@@ -1,7 +1,5 @@
 """Checks of a frontend's workers, as pure functions from answers to findings."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Flags of the frontend."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator, Sequence
 

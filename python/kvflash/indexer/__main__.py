@@ -1,7 +1,5 @@
 """The indexer process: ``python -m kvflash.indexer``."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Sequence

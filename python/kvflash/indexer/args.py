@@ -1,7 +1,5 @@
 """Flags of the indexer."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Iterator, Sequence

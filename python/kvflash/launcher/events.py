@@ -1,7 +1,5 @@
 """Where an engine's events are announced: its own sockets, or NATS, to which they are relayed."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from typing import Any

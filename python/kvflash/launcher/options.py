@@ -1,7 +1,5 @@
 """Flags of the launchers; all other flags belong to the engine."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import socket

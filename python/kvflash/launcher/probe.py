@@ -3,8 +3,6 @@
 vLLM aborts requests that still run when SIGTERM ends it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import re

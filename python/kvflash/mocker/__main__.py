@@ -1,7 +1,5 @@
 """``python -m kvflash.mocker``."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import sys

@@ -3,8 +3,6 @@
 Metrics are Prometheus text under vLLM's names, and `mocker:` for the mocker's own.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 

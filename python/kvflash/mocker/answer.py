@@ -1,7 +1,5 @@
 """The answer to a request in the form of its API: as a whole, or event by event."""
 
-from __future__ import annotations
-
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The APIs of engines, and the parts of vLLM's own API that routers use, over aiohttp."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Callable
 from hashlib import blake2b

@@ -1,7 +1,5 @@
 """The command line: flags to `MockerConfig`."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Audio: uploads to transcription requests, and text to sound. No speech is recognized or made."""
 
-from __future__ import annotations
-
 import io
 import math
 import wave

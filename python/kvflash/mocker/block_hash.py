@@ -5,8 +5,6 @@ else that distinguishes prompts of equal tokens (LoRA adapter, cache salt) goes 
 chain, so their blocks never match.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b

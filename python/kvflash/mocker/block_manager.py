@@ -11,8 +11,6 @@ A block is in one of three states:
 The rest of the capacity is free. Pure: no clock, no sockets, no randomness.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from kvflash.errors import InvalidArgumentError

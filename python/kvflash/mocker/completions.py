@@ -1,7 +1,5 @@
 """OpenAI's chats and completions: their bodies, and the chunks of their streams."""
 
-from __future__ import annotations
-
 import time
 from abc import abstractmethod
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Every option of the mocker, with its default and legal values."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Runs a request in the engine and writes its answer: whole, or as a stream."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing

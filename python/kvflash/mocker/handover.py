@@ -6,8 +6,6 @@ at once, with a room number, and the decode worker waits at the prefill worker's
 is done. Only the message that it is done is transferred here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

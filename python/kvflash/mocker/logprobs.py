@@ -1,7 +1,5 @@
 """Log probabilities, derived from the tokens: in the form of chats, and in that of completions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from kvflash.mocker.refusal import Body

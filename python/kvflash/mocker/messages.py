@@ -1,7 +1,5 @@
 """Anthropic's Messages: requests to chats, and answers to messages with their events."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

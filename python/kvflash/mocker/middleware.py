@@ -1,7 +1,5 @@
 """Converts every refusal to an error body of its API: the only table of statuses."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from typing import NoReturn
 

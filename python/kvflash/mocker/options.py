@@ -3,8 +3,6 @@
 Read from the fields of a chat or a completion; requests of other APIs are converted to these.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ its batch, so that spreading load over workers pays off as on real hardware.
 Pure: no clock.
 """
 
-from __future__ import annotations
-
 # Milliseconds per token squared, per token, and per pass.
 PREFILL_MS = (4.209989e-07, 1.518344e-02, 16.50142)
 # Milliseconds per cache usage squared, per usage (0..1), and per pass.

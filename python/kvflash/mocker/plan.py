@@ -4,8 +4,6 @@ It is words, a value of a schema, or tool calls. A client sees the text, and the
 the marks around them, and a text that ends the answer, are generated but hidden.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

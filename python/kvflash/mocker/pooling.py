@@ -1,7 +1,5 @@
 """Embeddings, ranks and classes: figures derived from the tokens, at no cost."""
 
-from __future__ import annotations
-
 import base64
 import random
 import struct

@@ -3,8 +3,6 @@
 Sampling options have no effect; they are ignored like unknown fields.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

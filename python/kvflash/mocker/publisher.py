@@ -1,7 +1,5 @@
 """The ZMQ sockets of an engine's events."""
 
-from __future__ import annotations
-
 from kvflash.mocker.config import MockerConfig, PortChoice
 from kvflash.publisher.stream import EventStream
 

@@ -1,7 +1,5 @@
 """Refusals: a status and an error body, in OpenAI's form."""
 
-from __future__ import annotations
-
 from typing import Any, NoReturn
 
 Body = dict[str, Any]

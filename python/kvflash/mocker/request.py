@@ -3,8 +3,6 @@
 Data only: the scheduler alone changes a request.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -10,8 +10,6 @@ front of the queue, with what is still cached.
 Pure: no clock, no sockets, no randomness.
 """
 
-from __future__ import annotations
-
 from collections import deque
 
 from kvflash.errors import InvalidArgumentError, OverloadedError

@@ -5,8 +5,6 @@ objects, arrays, numbers and strings. It writes required properties only. It ign
 contains, patternProperties and propertyNames: a value may violate them.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator

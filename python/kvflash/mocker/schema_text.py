@@ -1,7 +1,5 @@
 """Strings that a JSON schema allows: by length, by format, by pattern."""
 
-from __future__ import annotations
-
 import importlib
 import random
 import re

@@ -7,8 +7,6 @@ words whose text encodes to exactly the generated tokens, so that the next turn 
 finds them in the cache.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import logging

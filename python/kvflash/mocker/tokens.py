@@ -1,7 +1,5 @@
 """Converts requests of the runtime, which contain token ids, to engine parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

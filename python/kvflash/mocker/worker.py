@@ -1,7 +1,5 @@
 """A worker of the runtime: tokens in and out, found through discovery instead of by URL."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

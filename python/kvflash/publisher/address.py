@@ -1,7 +1,5 @@
 """Addresses under which others reach what listens here."""
 
-from __future__ import annotations
-
 
 def reachable(host: str) -> str:
     """Host part of a URL to an interface; a wildcard becomes the loopback address."""

@@ -3,8 +3,6 @@
 The runtime belongs to one event loop; a publisher may be created and closed in any thread.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """Validation of what engines hand over, before any of it is published."""
 
-from __future__ import annotations
-
 import operator
 
 from kvflash.errors import InvalidArgumentError

@@ -1,7 +1,5 @@
 """Events over NATS: into the component's stream, or from the worker's local index."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -1,7 +1,5 @@
 """Reads an engine's events in Python, for tools and tests. Routers use a faster path."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

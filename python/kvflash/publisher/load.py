@@ -1,7 +1,5 @@
 """An engine's load, for routers that watch it."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Relays an engine's own socket into NATS: its batches unchanged, in its order."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections import OrderedDict

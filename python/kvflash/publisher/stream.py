@@ -4,8 +4,6 @@
 without an event loop. The sockets belong to the stream's own thread.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import logging

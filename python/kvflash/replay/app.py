@@ -1,7 +1,5 @@
 """Replays a trace, and prints the measurements."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

@@ -1,7 +1,5 @@
 """Sends requests at their times, independent of earlier ones, and records the answers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A trace of requests: one JSON object per line."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Workers on a plane that the core does not support, reached through a port of this process."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Any

@@ -1,7 +1,5 @@
 """What receives the workers found: the core, and replicas of the service."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any, Protocol
 

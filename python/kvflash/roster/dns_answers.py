@@ -1,7 +1,5 @@
 """What a name's answers add up to: pure, without sockets and without a clock."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 

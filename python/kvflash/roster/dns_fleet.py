@@ -1,7 +1,5 @@
 """Keeps the frontend's workers equal to the addresses of names in DNS."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import logging

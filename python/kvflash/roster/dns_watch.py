@@ -1,7 +1,5 @@
 """Looks up names in DNS repeatedly, and keeps their addresses as the frontend's workers."""
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import logging

@@ -1,7 +1,5 @@
 """Flags that say where a service finds its workers."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 from collections.abc import Callable, Iterator, Sequence

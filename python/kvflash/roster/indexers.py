@@ -5,8 +5,6 @@
     v1/indexers/number      {"url": "http://host:port", "namespace": "ns" or null}
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

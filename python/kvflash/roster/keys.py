@@ -7,8 +7,6 @@
     v1/events/namespace/component/number/rank
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

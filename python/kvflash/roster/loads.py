@@ -1,7 +1,5 @@
 """Follows workers' load reports."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

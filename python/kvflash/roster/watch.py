@@ -1,7 +1,5 @@
 """Passes workers in discovery on to the frontend."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

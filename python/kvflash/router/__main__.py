@@ -1,7 +1,5 @@
 """The router process: ``python -m kvflash.router``."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

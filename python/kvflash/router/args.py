@@ -1,7 +1,5 @@
 """Flags of the standalone router."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Announces workers registered by gateways to replicas of the router."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -1,7 +1,5 @@
 """Requests that wait in an event loop until a worker has room to prefill them."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Reports a component's members to the shared state, beside the event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable

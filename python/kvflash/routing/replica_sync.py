@@ -11,8 +11,6 @@ Events are sent after the fact and never waited for. The next digest repairs a l
 event.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections import OrderedDict, deque

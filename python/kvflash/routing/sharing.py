@@ -1,7 +1,5 @@
 """Shares this process's bookings with replicas, and counts the replicas' bookings here."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable

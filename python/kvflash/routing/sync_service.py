@@ -1,7 +1,5 @@
 """Replica sync over a real network: the protocol, a channel, and liveness from discovery."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

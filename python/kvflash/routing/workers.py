@@ -1,7 +1,5 @@
 """Copies the workers of an endpoint from discovery to a core."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """The connection to NATS."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import deque

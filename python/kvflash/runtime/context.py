@@ -1,7 +1,5 @@
 """What a handler knows about its request besides the payload."""
 
-from __future__ import annotations
-
 import asyncio
 
 

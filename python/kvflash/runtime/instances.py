@@ -1,7 +1,5 @@
 """The instances of an endpoint, from discovery."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """The runtime's limits of sizes and times."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

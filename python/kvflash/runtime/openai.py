@@ -7,8 +7,6 @@ and only the text is set. A reader that stops closes the connection, which ends 
 engine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import operator

@@ -1,7 +1,5 @@
 """A runtime's address and discovery, from the environment."""
 
-from __future__ import annotations
-
 import os
 import socket
 

@@ -1,7 +1,5 @@
 """SIGTERM and SIGINT: leave discovery, drain, end."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

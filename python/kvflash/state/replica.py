@@ -1,7 +1,5 @@
 """A replica of the index: restores the snapshot, follows the log, acknowledges what it applied."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import logging

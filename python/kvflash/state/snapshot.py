@@ -19,8 +19,6 @@ deleted and recreated, it purges the new log. Replicas that start later count th
 lost.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import secrets

@@ -1,7 +1,5 @@
 """Interfaces of event transports: receivers that obey the catalog, and logs shared by replicas."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Small messages to all members of a group: the interface, and ZMQ without a broker."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Snapshots in a JetStream object store, and the key that names the current one."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import hashlib

@@ -1,7 +1,5 @@
 """Writes a publisher's batches to a stream, in order and each once."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

@@ -12,8 +12,6 @@ several parts, each ``{"kind", "part", "parts", ...}``, small enough for any bro
 Each part has the publisher's ``epoch``.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Names of a component's streams, buckets and subjects: those of NVIDIA Dynamo's routers."""
 
-from __future__ import annotations
-
 import re
 
 

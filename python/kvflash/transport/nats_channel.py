@@ -1,7 +1,5 @@
 """Small messages to all members of a group, over NATS Core."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

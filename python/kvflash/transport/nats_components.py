@@ -1,7 +1,5 @@
 """Receives events over NATS Core of any number of components, and those of sockets."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import queue

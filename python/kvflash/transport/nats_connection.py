@@ -1,7 +1,5 @@
 """Connects to NATS: with login, reconnects, and one clear message if no server answers."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import deque

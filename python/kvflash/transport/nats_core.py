@@ -6,8 +6,6 @@ Missing batches are requested once, and given up if the worker no longer has the
 does not answer, a dump is taken as soon as it does.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """Settings of the event transport."""
 
-from __future__ import annotations
-
 import resource
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@
 millisecond, however few are active. Here the operating system reports the active ones.
 """
 
-from __future__ import annotations
-
 import selectors
 
 import zmq

@@ -4,8 +4,6 @@ One thread serves all publishers. It moves messages into the core, and follows e
 :class:`kvflash._core.Repair` for missing ones.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import queue

@@ -1,7 +1,5 @@
 """Sockets for engines, configured for the event transport."""
 
-from __future__ import annotations
-
 import errno
 import resource
 from typing import Any

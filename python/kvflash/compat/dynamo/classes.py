@@ -1,7 +1,5 @@
 """Classes and functions with Dynamo's names and arguments: its runtime, its router, its index."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum

@@ -1,7 +1,5 @@
 """Flags of Dynamo's commands, as flags and variables of kvflash's."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """The modules that a script imports, filled with kvflash's names."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs a script, or a module that imports Dynamo, in this process."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys
