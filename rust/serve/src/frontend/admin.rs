@@ -28,7 +28,6 @@ use crate::gateway::evidence;
 use crate::gateway::plan::{Part, Plan};
 use crate::metrics::CauseLabel;
 use crate::remote::RemoteIndexer;
-use crate::tenant::pass;
 use crate::{Caller, Reject};
 
 /// 200 while at least one worker can serve, else 503; the body has the state of each. Prefill-only
@@ -174,7 +173,7 @@ fn warnings(app: &App, reasons: &[WorkerReason]) -> Vec<String> {
         if let Some(why) = engine.ids.trouble() {
             warnings.push(format!("worker {}: token ids are no longer sent: {why}", engine.id));
         }
-        if by_caches && app.options.routing.uses_events() && !heard.contains(&engine.id) {
+        if by_caches && app.uses_events && !heard.contains(&engine.id) {
             warnings.extend(unheard(app, engine));
         }
     }
@@ -447,7 +446,7 @@ pub(super) async fn explain(
         let row = asked.row()?;
         // It costs work on behalf of a client, so it counts against the client's key like a
         // request.
-        let _running = pass::client(&caller).map(|key| app.meters.begin(key)).transpose()?;
+        let _running = caller.client().map(|key| app.meters.begin(key)).transpose()?;
         let bytes = app.intake.whole(body).await?.bytes;
         let head = Head { uri: Uri::default(), headers, address: None, caller };
         let plan = Plan::make(&app, row, head, String::new(), bytes, None).await?;

@@ -69,6 +69,8 @@ pub(crate) struct App {
     pub parity: Parity,
     /// What engines told of conversations that are not tokenized here.
     pub taught: Taught,
+    /// Engines' events are used.
+    pub uses_events: bool,
     /// Answers carry the header that leads a client back to its worker.
     pub keeps_sessions: bool,
     pub common: CommonMetrics,
@@ -136,6 +138,7 @@ impl App {
         let (wanted, uploads) = (options.routing.min_initial_workers, options.max_upload_bytes);
         Ok(Self {
             start: StartGate::new(wanted, "be healthy", "--min-initial-workers"),
+            uses_events: options.routing.uses_events(),
             keeps_sessions: options.routing.policy_name() == "session-affinity",
             fleet: Fleet::new(options.clone(), Arc::clone(&catalog), clock),
             upstream: Upstream::new(&options, options.api_key()?.as_deref())?,

@@ -63,7 +63,7 @@ fn fault(engine: &Engine, code: &'static str, seen: &str, fix: &'static str) -> 
 /// Whether both sockets have answered.
 async fn inspect_sockets(app: &App, engine: &Engine, faults: &mut Vec<WorkerReason>) -> bool {
     let events = app.fleet.events_of(engine.id).remove(&0);
-    let Some(events) = events.filter(|_| app.options.routing.uses_events()) else { return true };
+    let Some(events) = events.filter(|_| app.uses_events) else { return true };
     let replay = events.replay_endpoint.as_deref();
     let at_events = peer_at(&events.endpoint).await;
     let at_replay = match replay {

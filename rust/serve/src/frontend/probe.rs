@@ -141,7 +141,7 @@ async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
 /// Warns of a worker with an unknown event socket: its cache earns no credit.
 fn warn_without_events(app: &App, engine: &Engine, notes: &EngineNotes) {
     let is_told = engine.spec.events.is_some() || engine.member.is_some();
-    if app.options.routing.uses_events() && !is_told && notes.server.is_none() {
+    if app.uses_events && !is_told && notes.server.is_none() {
         tracing::warn!(
             worker = engine.id,
             url = engine.base,
@@ -268,7 +268,7 @@ async fn learn(app: &App, engine: &Engine) -> Result<EngineNotes, String> {
         let version = serde_json::from_slice::<Version>(&body).ok().map(|answer| answer.version);
         notes.version = version.filter(|version| version.len() <= MAX_VERSION_BYTES);
     }
-    if app.options.routing.uses_events() && engine.spec.events.is_none() {
+    if app.uses_events && engine.spec.events.is_none() {
         notes.server = server_info::ask(upstream, engine, timeout).await;
     }
     let told = notes.server.as_ref().and_then(|server| server.block_size);

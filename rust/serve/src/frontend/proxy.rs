@@ -78,7 +78,11 @@ impl Upstream {
         spec: &EngineSpec,
         request: Request<Outgoing>,
     ) -> impl Future<Output = Result<Response<Incoming>, AttemptError>> {
-        let client = if spec.is_added() { &self.client_of_added } else { &self.client };
+        let client = match spec.key {
+            WorkerKey::Ours => &self.client,
+            // Somebody added it over HTTP.
+            WorkerKey::Own(_) | WorkerKey::Nothing => &self.client_of_added,
+        };
         send_with(client, request)
     }
 

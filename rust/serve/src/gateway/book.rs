@@ -59,8 +59,7 @@ impl Expectation {
     /// For the answer of the chosen worker; `None` unless the overlap came from events alone.
     pub fn of(app: &App, plan: &Plan, selection: Selection) -> Option<Self> {
         let (pool, prompt) = (&plan.route.pool, &plan.request.prompt);
-        let is_comparable =
-            app.options.routing.uses_events() && pool.selector.is_comparable(prompt);
+        let is_comparable = app.uses_events && pool.selector.is_comparable(prompt);
         is_comparable.then(|| Self {
             pool: Arc::clone(pool),
             prompt: Arc::clone(prompt),

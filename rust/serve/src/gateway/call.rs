@@ -17,7 +17,7 @@ use super::envelope::{Envelope, cache_use};
 use super::turn::{Client, Identity};
 use crate::compute::Busy;
 use crate::frontend::app::App;
-use crate::tenant::pass::{self, REQUEST_ID_HEADER};
+use crate::tenant::pass::REQUEST_ID_HEADER;
 use crate::{Caller, Reject};
 
 /// A client's limit of the workers that its request may try.
@@ -64,14 +64,14 @@ impl Head {
 
     /// The client's request id, if it differs from the request's.
     pub fn client_request_id(&self) -> Option<HeaderValue> {
-        pass::client(&self.caller)?;
+        self.caller.client()?;
         self.headers.get(&REQUEST_ID_HEADER).cloned()
     }
 
     /// The request's name in the journal and at engines: the client's if it is usable and the
     /// client has no key. With keys, clients can't choose names that engines see.
     pub fn request_id(&self) -> String {
-        if pass::client(&self.caller).is_some() {
+        if self.caller.client().is_some() {
             return format!("kvf-{:032x}", rand::random::<u128>());
         }
         let given = self.headers.get(&REQUEST_ID_HEADER).and_then(|value| value.to_str().ok());

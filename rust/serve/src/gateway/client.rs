@@ -17,7 +17,6 @@ use super::envelope::Envelope;
 use crate::Reject;
 use crate::frontend::engine::{Engine, Members};
 use crate::frontend::engine_spec::address_of;
-use crate::tenant::pass;
 
 /// Header that names the worker of a session; responses contain it with `session-affinity`.
 pub(crate) static SESSION_HEADER: HeaderName = HeaderName::from_static("x-session-id");
@@ -64,7 +63,7 @@ pub(super) fn read(
     let own_id = id.filter(|_| !is_address);
     let key = KEY_HEADERS.iter().find_map(header).or(own_id);
     // Equal names of different tenants are different sessions.
-    let key = key.map(|key| match pass::client(&call.head.caller) {
+    let key = key.map(|key| match call.head.caller.client() {
         Some(client) => format!("{}/{key}", client.tenant).into(),
         None => Arc::from(key),
     });

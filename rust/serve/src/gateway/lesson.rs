@@ -13,7 +13,6 @@ use super::envelope::Envelope;
 use crate::frontend::app::App;
 use crate::frontend::taught::Beginning;
 use crate::metrics::OutcomeLabel;
-use crate::tenant::pass;
 
 /// A chat of more messages is routed as if the engine had told nothing.
 const MAX_MESSAGES: usize = 4_096;
@@ -94,7 +93,7 @@ impl Lesson {
         // Random, so that no client can make two conversations share a key.
         static SEED: LazyLock<u64> = LazyLock::new(|| RandomState::new().hash_one(0));
         let mut hasher = Xxh3::with_seed(*SEED);
-        let tenant = pass::client(&call.head.caller).map_or("", |key| &*key.tenant);
+        let tenant = call.head.caller.client().map_or("", |key| &*key.tenant);
         for text in [model, tenant, envelope.cache_salt.as_deref().unwrap_or_default()] {
             add(&mut hasher, text.as_bytes());
         }

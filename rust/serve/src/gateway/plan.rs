@@ -84,10 +84,13 @@ impl Plan {
         rest: Option<Arc<Rest>>,
     ) -> Result<Self, Reject> {
         let count = |kind| app.dropped(kind);
-        pass::clean_headers(&head.caller, &mut head.headers, count);
+        if let Some(key) = head.caller.client() {
+            pass::clean_headers(key, &mut head.headers, count);
+        }
         let mut body = Call::body(app, row, &head, bytes).await?;
-        let cleaned = pass::clean_body(&head.caller, row, &body, app.salts.as_ref(), count)?;
-        if let Some(cleaned) = cleaned {
+        if let Some(key) = head.caller.client()
+            && let Some(cleaned) = pass::clean_body(key, row, &body, app.salts.as_ref(), count)?
+        {
             body = Call::body(app, row, &head, cleaned).await?;
         }
         let is_upload = row.is_some_and(|row| row.weight == Weight::Sound);

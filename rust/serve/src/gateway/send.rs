@@ -54,7 +54,7 @@ pub(crate) async fn forward(app: Arc<App>, row: &'static Row, head: Head, body: 
     if let Some(id) = client_id {
         response.headers_mut().insert(CLIENT_REQUEST_ID_HEADER.clone(), id);
     }
-    if let Some(key) = pass::client(&caller) {
+    if let Some(key) = caller.client() {
         app.meters.tell(key, response.headers_mut());
     }
     let label = RequestLabel { endpoint: row.path.into(), status: response.status().as_u16() };
@@ -73,7 +73,7 @@ async fn respond(
     waiting: &mut Waiting,
 ) -> Result<Response, Reject> {
     // Before its body is read: a client's limits delay only that client.
-    let running = match pass::client(&head.caller).map(|key| app.meters.begin(key)).transpose() {
+    let running = match head.caller.client().map(|key| app.meters.begin(key)).transpose() {
         Ok(running) => running,
         Err(reject) => {
             app.refused("client_limit");
@@ -152,8 +152,10 @@ async fn respond(
             }
         };
         let caller = &plan.call.head.caller;
-        pass::clean_answer(caller, response.headers_mut());
-        if pass::client(caller).is_none() || app.options.expose_overlap {
+        if caller.client().is_some() {
+            pass::clean_answer(response.headers_mut());
+        }
+        if caller.client().is_none() || app.options.expose_overlap {
             tell(app, &mut response, &engine, worker, prefiller);
             response.headers_mut().insert(OVERLAP_HEADER.clone(), overlap.into());
         } else {

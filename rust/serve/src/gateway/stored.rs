@@ -20,7 +20,6 @@ use super::call::Call;
 use crate::frontend::app::App;
 use crate::frontend::engine::{Engine, Route};
 use crate::frontend::engine_spec::address_of;
-use crate::tenant::pass;
 use crate::{Caller, Reject};
 
 /// Separates a response's own id from its worker's name.
@@ -181,7 +180,7 @@ impl Kept {
 /// # Errors
 /// 404, which does not tell whether the response exists.
 fn check_tenant(id: &str, param: &'static str, caller: &Caller) -> Result<(), Reject> {
-    let Some(key) = pass::client(caller) else { return Ok(()) };
+    let Some(key) = caller.client() else { return Ok(()) };
     let own = id.rsplit_once(MARK).and_then(|(own, _)| own.rsplit_once(TENANT_MARK));
     if own.is_some_and(|(_, mark)| mark == mark_of(&key.tenant)) {
         return Ok(());
@@ -218,7 +217,10 @@ pub(super) fn changes(
         return None;
     }
     let (id, name) = (rand::random::<u128>(), name_of(engine));
-    let tenant = pass::client(&call.head.caller)
+    let tenant = call
+        .head
+        .caller
+        .client()
         .map(|key| format!("{TENANT_MARK}{}", mark_of(&key.tenant)))
         .unwrap_or_default();
     let id = format!("resp_{id:032x}{tenant}{MARK}{name:016x}{}", worker.dp_rank);

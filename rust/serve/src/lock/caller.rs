@@ -44,6 +44,11 @@ impl Caller {
         }
     }
 
+    /// The key of a client; operators' requests are not filtered.
+    pub(crate) fn client(&self) -> Option<&Key> {
+        self.key().filter(|key| key.role == Role::Client)
+    }
+
     /// Whether a field or header that controls an engine passes through to it: always without a key, and for
     /// operators.
     pub fn may_pass(&self, pass: Pass) -> bool {

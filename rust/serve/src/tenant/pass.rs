@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use super::SaltSecret;
 use crate::gateway::api::{Api, Row, Weight};
 use crate::gateway::body::Body;
-use crate::{Caller, Key, Pass, Reject, Role};
+use crate::{Key, Pass, Reject};
 
 pub(crate) static REQUEST_ID_HEADER: HeaderName = HeaderName::from_static("x-request-id");
 
@@ -100,49 +100,40 @@ const RETURNS: [&str; 8] = [
     "vary",
 ];
 
-/// The key of a client; operators' requests are not filtered.
-pub(crate) fn client(caller: &Caller) -> Option<&Key> {
-    caller.key().filter(|key| key.role == Role::Client)
-}
-
-/// Drops the request headers that its caller may not set; `count` is called with the kinds.
+/// Drops the request headers that the key's client may not set; `count` is called with the kinds.
 pub(crate) fn clean_headers(
-    caller: &Caller,
+    key: &Key,
     headers: &mut HeaderMap,
     mut count: impl FnMut(&'static str),
 ) {
-    if client(caller).is_none() {
-        return;
-    }
-    for (name, pass) in HEADERS.iter().filter(|(_, pass)| !caller.may_pass(*pass)) {
+    for (name, pass) in HEADERS.iter().filter(|(_, pass)| !key.allow.contains(pass)) {
         if headers.remove(*name).is_some() {
             count(pass.name());
         }
     }
 }
 
-/// The body to send, if it differs: without fields that its caller may not set, and with the salt
+/// The body to send, if it differs: without fields that the key's client may not set, and with the salt
 /// of a tenant with an isolated cache; `count` is called with the kinds of dropped fields.
 ///
 /// # Errors
 /// 403 for an API without a salt at engines; 400 for a salt that is not a string.
 pub(crate) fn clean_body(
-    caller: &Caller,
+    key: &Key,
     row: Option<&Row>,
     body: &Body,
     salts: Option<&SaltSecret>,
     mut count: impl FnMut(&'static str),
 ) -> Result<Option<Bytes>, Reject> {
-    let Some(key) = client(caller) else { return Ok(None) };
     let mut changes: Vec<(&str, Option<Value>)> = Vec::new();
     for (field, pass) in FIELDS.iter().filter(|(field, _)| body.has(field)) {
-        if !caller.may_pass(*pass) {
+        if !key.allow.contains(pass) {
             changes.push((field, None));
             count(pass.name());
         }
     }
     for (field, names, pass) in NESTED.iter().filter(|(field, ..)| body.has(field)) {
-        if !caller.may_pass(*pass)
+        if !key.allow.contains(pass)
             && let Some(rest) = without(body, field, names)?
         {
             changes.push((field, Some(rest)));
@@ -228,32 +219,22 @@ fn takes_salt(api: Api) -> bool {
     api != Api::Unmatched
 }
 
-/// The headers that an engine receives with a request: for a client with a key only a few, with a
+/// The headers that an engine receives with a request of the key's client: only a few, with a
 /// request name that was generated here.
-pub(crate) fn engine_headers<'a>(
-    caller: &Caller,
-    headers: &'a HeaderMap,
-    request_id: &str,
-) -> Cow<'a, HeaderMap> {
-    if client(caller).is_none() {
-        return Cow::Borrowed(headers);
-    }
+pub(crate) fn engine_headers(key: &Key, headers: &HeaderMap, request_id: &str) -> HeaderMap {
     let travels = |name: &HeaderName| {
-        caller.may_pass(Pass::GatewayHeaders) || TRAVELS.contains(&name.as_str())
+        key.allow.contains(&Pass::GatewayHeaders) || TRAVELS.contains(&name.as_str())
     };
     let known = headers.iter().filter(|(name, _)| travels(name));
     let mut out: HeaderMap = known.map(|(name, value)| (name.clone(), value.clone())).collect();
     if let Ok(id) = HeaderValue::try_from(request_id) {
         out.insert(REQUEST_ID_HEADER.clone(), id);
     }
-    Cow::Owned(out)
+    out
 }
 
 /// Drops details that a client with a key need not know from an engine's response.
-pub(crate) fn clean_answer(caller: &Caller, headers: &mut HeaderMap) {
-    if client(caller).is_none() {
-        return;
-    }
+pub(crate) fn clean_answer(headers: &mut HeaderMap) {
     let hidden: Vec<HeaderName> =
         headers.keys().filter(|name| !RETURNS.contains(&name.as_str())).cloned().collect();
     for name in hidden {
@@ -269,18 +250,15 @@ mod tests {
     use super::super::tests::key;
     use super::*;
     use crate::gateway::api::ROWS;
+    use crate::{Caller, Role};
 
-    fn caller(key: Key) -> Caller {
-        Caller::Known(Arc::new(key))
-    }
-
-    fn cleaned(caller: &Caller, path: &str, body: &Value) -> (Value, Vec<&'static str>) {
+    fn cleaned(key: &Key, path: &str, body: &Value) -> (Value, Vec<&'static str>) {
         let mut kinds = Vec::new();
         let parsed = Body::parse(body.to_string().into()).unwrap();
         let secret = SaltSecret::of(b"0123456789abcdef");
         let salts = Some(&secret);
         let bytes =
-            clean_body(caller, Row::of(path), &parsed, salts, |kind| kinds.push(kind)).unwrap();
+            clean_body(key, Row::of(path), &parsed, salts, |kind| kinds.push(kind)).unwrap();
         let value = bytes.map(|bytes| serde_json::from_slice(&bytes).unwrap());
         (value.unwrap_or_else(|| body.clone()), kinds)
     }
@@ -297,18 +275,18 @@ mod tests {
         }
         body["chat_template_kwargs"] = json!({ "chat_template": "t", "x": 1, "tokenize": false });
         for row in ROWS.iter().filter(|row| row.weight != Weight::Sound) {
-            let (value, kinds) = cleaned(&caller(key("a")), row.path, &body);
+            let (value, kinds) = cleaned(&key("a"), row.path, &body);
             assert_eq!(value, honest, "{}", row.path);
             assert_eq!(kinds.len(), FIELDS.len() + IDS.len() + 1);
-            let operator = caller(Key { role: Role::Admin, ..key("a") });
-            for trusted in [Caller::Anonymous, operator] {
-                assert_eq!(cleaned(&trusted, row.path, &body), (body.clone(), vec![]));
-            }
+        }
+        let operator = Caller::Known(Arc::new(Key { role: Role::Admin, ..key("a") }));
+        for trusted in [Caller::Anonymous, operator] {
+            assert!(trusted.client().is_none());
         }
         // Written with an escape it is the same name.
         let text = r#"{"model": "m", "kv_transfer\u005fparams": {}}"#;
         let parsed = Body::parse(text.into()).unwrap();
-        let bytes = clean_body(&caller(key("a")), None, &parsed, None, |_| ()).unwrap().unwrap();
+        let bytes = clean_body(&key("a"), None, &parsed, None, |_| ()).unwrap().unwrap();
         assert_eq!(bytes, &br#"{"model":"m"}"#[..]);
     }
 
@@ -318,7 +296,7 @@ mod tests {
             "sampling_params": [{ "n": 1, "extra_args": { "kv_transfer_params": {}, "y": 2 } }],
             "vllm_xargs": { "x": 1 },
         });
-        let (value, kinds) = cleaned(&caller(key("a")), "/inference/v1/generate", &body);
+        let (value, kinds) = cleaned(&key("a"), "/inference/v1/generate", &body);
         assert_eq!(value["sampling_params"], json!([{ "n": 1, "extra_args": { "y": 2 } }]));
         assert_eq!(value["vllm_xargs"], json!({ "x": 1 }));
         assert_eq!(kinds, ["kv_transfer_params"]);
@@ -327,7 +305,7 @@ mod tests {
     #[test]
     fn a_key_allows_what_it_names() {
         let allow = vec![Pass::Priority, Pass::ChatTemplate];
-        let some = caller(Key { allow, ..key("a") });
+        let some = Key { allow, ..key("a") };
         let body = json!({ "priority": 1, "chat_template": "t", "nvext": {}, "rid": "r" });
         let (value, kinds) = cleaned(&some, "/v1/chat/completions", &body);
         assert_eq!(value, json!({ "priority": 1, "chat_template": "t" }));
@@ -343,7 +321,7 @@ mod tests {
         for name in ["accept", "cookie", "x-request-id"] {
             headers.insert(name, HeaderValue::from_static("client"));
         }
-        let none = caller(key("a"));
+        let none = key("a");
         let mut kinds = Vec::new();
         clean_headers(&none, &mut headers.clone(), |kind| kinds.push(kind));
         assert_eq!(kinds.len(), HEADERS.len());
@@ -352,25 +330,24 @@ mod tests {
         names.sort_unstable();
         assert_eq!(names, ["accept", "x-request-id"]);
         assert_eq!(out["x-request-id"], "kvf-1");
-        let gateway = caller(Key { allow: vec![Pass::GatewayHeaders], ..key("a") });
+        let gateway = Key { allow: vec![Pass::GatewayHeaders], ..key("a") };
         let mut left = headers.clone();
         clean_headers(&gateway, &mut left, |_| ());
         let out = engine_headers(&gateway, &left, "kvf-1");
         assert!(out.contains_key("cookie") && out.contains_key("x-gateway-destination-endpoint"));
         assert!(!out.contains_key("x-kvflash-priority"));
         assert_eq!(out["x-request-id"], "kvf-1");
-        assert_eq!(&*engine_headers(&Caller::Anonymous, &headers, "kvf-1"), &headers);
         let mut answer: HeaderMap = ["content-type", "set-cookie", "x-request-id", "alt-svc"]
             .map(|name| (HeaderName::from_static(name), HeaderValue::from_static("1")))
             .into_iter()
             .collect();
-        clean_answer(&none, &mut answer);
+        clean_answer(&mut answer);
         assert_eq!(answer.keys().collect::<Vec<_>>(), ["content-type"]);
     }
 
     #[test]
     fn an_isolated_tenant_gets_a_salt_where_engines_take_one_and_is_refused_elsewhere() {
-        let isolated = |id| caller(Key { is_isolated: true, ..key(id) });
+        let isolated = |id| Key { is_isolated: true, ..key(id) };
         let body = json!({ "model": "m" });
         let secret = SaltSecret::of(b"0123456789abcdef");
         for row in &ROWS {

@@ -288,7 +288,10 @@ async fn send(
     })?;
     let rank = (engine.spec.dp_size > 1).then(|| choice.booking.worker().dp_rank);
     let Call { head, request_id, .. } = call;
-    let headers = engine_headers(&head.caller, headers, request_id);
+    let headers = match head.caller.client() {
+        Some(key) => Cow::Owned(engine_headers(key, headers, request_id)),
+        None => Cow::Borrowed(headers),
+    };
     let body = match call.body.rest() {
         None => held(body),
         Some(rest) => Outgoing::Right(Forwarded::new(body, Arc::clone(rest))),

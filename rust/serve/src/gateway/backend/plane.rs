@@ -63,9 +63,9 @@ pub(crate) struct Opened {
 }
 
 impl Plane {
-    /// The chosen worker's member, if it is part of the runtime.
-    pub fn of(choice: &Choice) -> Option<Self> {
-        choice.engine.member.clone().map(Self)
+    /// Requests to this worker.
+    pub fn of(member: &Arc<Member>) -> Self {
+        Self(Arc::clone(member))
     }
 
     /// Sends `plan`'s request, with the prompt prefilled as `handoff` says, and waits for the

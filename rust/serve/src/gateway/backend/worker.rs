@@ -47,9 +47,10 @@ pub(in crate::gateway) async fn open(
     handoff: &Handoff,
 ) -> Result<Opened, Failed> {
     let opened = pin!(async {
-        let Some(plane) = Plane::of(choice) else {
+        let Some(member) = &choice.engine.member else {
             return openai::open(app, plan, choice, handoff).await.map(Opened::OpenAi);
         };
+        let plane = Plane::of(member);
         tokio::select! {
             biased;
             opened = plane.open(app, plan, choice, handoff) => opened.map(Opened::Plane),
@@ -79,8 +80,8 @@ pub(in crate::gateway) async fn prefill(
     choice: &Choice,
 ) -> Result<rmpv::Value, Failed> {
     let prefilled = pin!(async {
-        match Plane::of(choice) {
-            Some(plane) => plane.prefill(app, plan, choice).await,
+        match &choice.engine.member {
+            Some(member) => Plane::of(member).prefill(app, plan, choice).await,
             None => openai::prefill(app, plan, choice).await,
         }
     });
@@ -326,7 +327,7 @@ async fn begin(app: &Arc<App>, plan: &Arc<Plan>, choice: Choice) -> Result<Hando
     let (tell, failed) = watch::channel(None);
     let (app, plan, beside) = (Arc::clone(app), Arc::clone(plan), info.clone());
     let task = tokio::spawn(async move {
-        let Some(plane) = Plane::of(&choice) else { return };
+        let Some(plane) = choice.engine.member.as_ref().map(Plane::of) else { return };
         let outcome = async {
             plane.begin_prefill(&app, &plan, &choice, Some(&beside)).await?.drain(&app).await
         };
