@@ -3,9 +3,9 @@
 use hashbrown::HashMap;
 
 use super::blocks::Blocks;
+use super::blocks::WHOLE;
 use super::config::{BlockUse, LoadConfig, PrefillSpeed};
 use super::decay::Takes;
-use super::holders::WHOLE;
 use super::recency::Recency;
 use super::slots::{Slots, WorkerLoad};
 use crate::error::{Error, Result};

@@ -9,7 +9,6 @@ mod active;
 mod blocks;
 mod config;
 mod decay;
-mod holders;
 pub(crate) mod recency;
 mod slots;
 

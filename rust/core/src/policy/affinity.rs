@@ -11,7 +11,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 use super::contract::Session;
 use super::cost::Candidate;
 use super::decision::{Choice, Reason};
-use super::sample::Sample;
+use super::metrics::Sample;
 use super::session::check_key;
 use crate::error::{Error, Result};
 use crate::ids::Worker;

@@ -7,7 +7,7 @@ use rand::{Rng, RngCore};
 use super::contract::{Candidates, Context, Polarity, RoutePolicy};
 use super::cost::CandidateCost;
 use super::decision::{Choice, Reason};
-use super::lowest::Lowest;
+use super::select::Lowest;
 use super::select::among_equals;
 use crate::error::Result;
 

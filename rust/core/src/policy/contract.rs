@@ -9,10 +9,10 @@ use super::cost::{ActiveLoad, Candidate, CandidateCost, RequestTerms};
 use super::decision::Choice;
 use super::desk::Desk;
 use super::engine::EngineMetrics;
+use super::metrics::Sample;
 use super::price::marks::Marks;
 use super::price::ticket::Ticket;
 use super::question::Advice;
-use super::sample::Sample;
 use crate::error::{Error, Result};
 use crate::ids::Worker;
 

@@ -11,8 +11,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::{Condvar, Mutex};
 
+use super::metrics::Sample;
 use super::question::{Advice, News, Question};
-use super::sample::Sample;
 
 /// Maximum waiting questions.
 pub const MAX_QUESTIONS: usize = 1_024;

@@ -10,8 +10,8 @@ use super::cost::CandidateCost;
 use super::decision::{Choice, Reason};
 use super::desk::Desk;
 use super::kind::Policy;
+use super::metrics::Sample;
 use super::question::{Ended, News, OutsideCandidate, OutsideRequest};
-use super::sample::Sample;
 use super::select::select;
 use crate::ids::Worker;
 

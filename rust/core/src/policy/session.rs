@@ -17,7 +17,7 @@ use super::by_metric::choose_lowest;
 use super::contract::{Candidates, Context, RoutePolicy};
 use super::cost::CandidateCost;
 use super::decision::{Choice, Reason};
-use super::sample::Sample;
+use super::metrics::Sample;
 use super::settings::Settings;
 use crate::error::{Error, Result};
 use crate::ids::Worker;

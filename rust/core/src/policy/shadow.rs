@@ -9,7 +9,7 @@ use rand::{RngCore, SeedableRng};
 use super::contract::{Candidates, Context, RoutePolicy};
 use super::cost::CandidateCost;
 use super::decision::Choice;
-use super::sample::Sample;
+use super::metrics::Sample;
 use super::settings::Settings;
 use super::tuned::{self, Counted};
 use crate::error::{Error, Result};

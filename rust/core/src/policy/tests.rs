@@ -189,7 +189,7 @@ fn check_terms(id: &str, weight: f64, input: &Value, expected: &Value) {
 
 /// Probability of each cost at `temperature`, in the same order.
 fn probabilities(costs: &[f64], temperature: f64) -> Vec<f64> {
-    let weight = softmax::weights(costs.iter().copied(), temperature);
+    let weight = select::weights(costs.iter().copied(), temperature);
     let total: f64 = costs.iter().map(|&cost| weight(cost)).sum();
     costs.iter().map(|&cost| weight(cost) / total).collect()
 }
@@ -211,7 +211,7 @@ fn recorded_temperatures_hold() {
         let mut rng = SmallRng::seed_from_u64(11);
         let mut drawn = vec![0_usize; costs.len()];
         for _ in 0..DRAWS {
-            drawn[softmax::sample(costs.iter().copied(), temperature, &mut rng)] += 1;
+            drawn[select::sample(costs.iter().copied(), temperature, &mut rng)] += 1;
         }
         if let Some(wanted) = expected["candidates"].as_array() {
             sets += 1;

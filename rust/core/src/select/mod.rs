@@ -7,10 +7,8 @@
 mod ask;
 mod busy;
 mod config;
-mod divert;
 mod draining;
 mod engines;
-mod journal;
 mod json;
 mod manual;
 mod note;
@@ -19,7 +17,6 @@ mod outside;
 mod queue;
 mod record;
 mod remote;
-mod request;
 mod reservation;
 mod reuse;
 mod router;
@@ -27,18 +24,18 @@ mod selector;
 mod settings;
 mod start;
 
+pub use ask::Request;
 pub use ask::{Ask, Known, Pin, Prompt, TokenSource};
 pub use busy::{BusyTable, DEFAULT_BATCHED_TOKENS, Report, Share};
 pub use config::{DEFAULT_JOURNAL_BYTES, Overlap, QueueThreshold, SelectorConfig, Thresholds};
 pub use draining::{Diverted, DrainTable, Wanted};
 pub use engines::EngineTable;
-pub use journal::{Journal, JournalStats};
 pub use manual::MAX_REQUEST_ID_BYTES;
 pub use outbox::{BookingName, Outbox, Tiding};
 pub use queue::{Entered, Queue, QueueOptions, QueueStats, Told, Waiting};
 pub use record::{CandidateRecord, Outcome, Record, Selection};
+pub use record::{Journal, JournalStats};
 pub use remote::RemoteStats;
-pub use request::Request;
 pub use reservation::Reservation;
 pub use reuse::{
     EventSource, ReuseChange, ReuseFinding, ReuseSample, ReuseTable, ReuseTrust, ReuseView,

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::ask::Ask;
-use super::journal::Journal;
 use super::outbox::{BookingName, Outbox};
+use super::record::Journal;
 use super::record::Outcome;
 use super::router::{Router, Tail, Usage};
 use crate::clock::Clock;

@@ -6,8 +6,8 @@ use minijinja::Value;
 use serde_json::Value as Json;
 use xxhash_rust::xxh3::xxh3_128_with_seed;
 
+use super::cache::{CacheStats, CountedCache};
 use super::content::ContentFormat;
-use super::counted::{CacheStats, CountedCache};
 use crate::cache::Weighed;
 
 /// Shorter messages are read each time, which takes less than a microsecond.

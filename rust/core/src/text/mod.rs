@@ -14,7 +14,6 @@
 mod cache;
 mod config;
 mod content;
-mod counted;
 mod cut;
 mod detokenize;
 mod encoder;
@@ -33,8 +32,8 @@ mod template;
 mod tokenizer;
 
 pub use cache::CacheOptions;
+pub use cache::CacheStats;
 pub use content::ContentFormat;
-pub use counted::CacheStats;
 pub use cut::CutMode;
 pub use detokenize::Detokenizer;
 pub use encoder::EncoderReport;

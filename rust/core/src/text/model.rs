@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use super::cache::CacheOptions;
+use super::cache::CacheStats;
 use super::config::FolderConfig;
-use super::counted::CacheStats;
 use super::message::Dialect;
 use super::request::{ChatRequest, Effort};
 use super::template::{ChatTemplate, Rendered, TemplateOptions};

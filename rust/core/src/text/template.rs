@@ -10,9 +10,9 @@ use serde_json::Value as Json;
 use serde_json::value::RawValue;
 
 use super::cache::CacheOptions;
+use super::cache::CacheStats;
 use super::config::FolderConfig;
 use super::content::{ContentFormat, detect_sglang, detect_vllm};
-use super::counted::CacheStats;
 use super::jinja::environment;
 use super::known::{Key, MessageCache};
 use super::message::{Dialect, Stop, prepare_message, prepare_tools};

@@ -8,9 +8,9 @@ use serde::Deserialize;
 use serde_json::Value;
 use tokenizers::{AddedToken, Tokenizer as Inner};
 
+use super::cache::CacheStats;
 use super::cache::{CacheOptions, Context, Key, PieceCache};
 use super::config::FolderConfig;
-use super::counted::CacheStats;
 use super::cut::{CutMode, Cutter, Layout, Segment, words};
 use super::encoder::{EncoderReport, Encoders};
 use super::hard::hard_texts;

@@ -20,7 +20,7 @@ use super::by_metric::choose_lowest;
 use super::contract::{Candidates, Context, Polarity, RoutePolicy};
 use super::cost::CandidateCost;
 use super::decision::{Choice, Reason};
-use super::sample::Sample;
+use super::metrics::Sample;
 use super::settings::{PrefixSettings, PrefixSource, Settings, TokenizerKind};
 use crate::error::Result;
 use crate::ids::Worker;

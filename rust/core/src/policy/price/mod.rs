@@ -24,11 +24,9 @@ use rand::RngCore;
 use super::contract::{Candidates, Context, Finished, RoutePolicy};
 use super::cost::{ActiveLoad, CandidateCost, Stage};
 use super::decision::{Choice, Reason};
-use super::lowest::Lowest;
-use super::sample::Sample;
-use super::select::{among_equals, warm};
+use super::metrics::Sample;
+use super::select::{Lowest, among_equals, sample, warm};
 use super::settings::Settings;
-use super::softmax;
 use crate::error::Result;
 use crate::ids::Worker;
 use gaps::Gaps;
@@ -221,7 +219,7 @@ impl RoutePolicy for PricePolicy {
             1 => Some(Choice::plain(0, 1, Reason::OnlyCandidate)),
             _ if context.request.temperature > 0.0 => {
                 let values = costs.iter().map(|one| one.cost);
-                Some(warm(costs, softmax::sample(values, context.request.temperature, rng)))
+                Some(warm(costs, sample(values, context.request.temperature, rng)))
             }
             count => {
                 // Among equal costs the fewest requests win, then chance: round-robin would move

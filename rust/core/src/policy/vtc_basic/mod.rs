@@ -17,7 +17,7 @@ use super::by_metric::choose_lowest;
 use super::contract::{Candidates, Context, Finished, Polarity, RoutePolicy};
 use super::cost::CandidateCost;
 use super::decision::{Choice, Reason};
-use super::sample::Sample;
+use super::metrics::Sample;
 use super::settings::{Settings, VtcSettings};
 use crate::error::{Error, Result};
 
