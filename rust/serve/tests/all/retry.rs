@@ -324,11 +324,36 @@ async fn a_worker_that_never_comes_to_its_answer_is_given_up() {
 }
 
 #[tokio::test]
+async fn a_model_that_no_worker_knows_any_more_is_404() {
+    for (says, wanted) in [
+        ("The model `m` does not exist.", "does not serve model \\\"m\\\" any more"),
+        // Any other 404 is the engine's own answer.
+        ("no such item", "\"no such item\""),
+    ] {
+        let stage = Stage::new(|options| options.own.health_interval = Duration::from_secs(3_600));
+        let engine = stage.engine().await;
+        engine.answers(404, json!({ "error": { "message": says } }));
+        let answer = stage.ask(&prompt(0..40)).await;
+        assert_eq!(
+            (answer.status, answer.text().contains(wanted)),
+            (404, true),
+            "{}",
+            answer.text()
+        );
+    }
+}
+
+#[tokio::test]
 async fn a_worker_that_became_another_s_is_asked_for_its_models_again() {
     let stage = Stage::new(|options| options.own.health_interval = Duration::from_secs(3_600));
     let (other, good) = (stage.engine().await, stage.engine().await);
     other.becomes("n");
     other.answers(404, json!({ "error": { "message": "The model `m` does not exist." } }));
+    // A request that meets it goes to another worker.
+    for n in 0..4 {
+        let answer = stage.ask(&prompt(n..n + 40)).await;
+        assert_eq!((answer.status, answer.worker()), (200, good.id));
+    }
     until("its new model", async || {
         stage.ask(&prompt(0..40)).await;
         stage.get("/v1/models").await.to_string().contains("\"n\"")

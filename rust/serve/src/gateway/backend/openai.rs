@@ -157,7 +157,11 @@ pub(super) async fn open(
                 None => break,
             }
         }
-        if is_missing(parts.status, first.as_deref()) {
+        let said = match parts.status {
+            StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED => said(first.as_deref()),
+            _ => None,
+        };
+        if matches!(said.as_deref(), Some("Not Found" | "Method Not Allowed")) {
             let Row { verb, path, .. } = plan.call.row;
             let what = format!("{} {path}", verb.method());
             let message = format!("worker {id} does not serve {what}: its engine has no such API");
@@ -170,6 +174,13 @@ pub(super) async fn open(
             {
                 let failed = Failed::new("response_gone", gone.message, gone.status);
                 return Err(Failed { param: gone.param, is_final: true, ..failed });
+            }
+            // Its name is what an engine says of a model that it does not serve.
+            if let Ok(Some(Value::String(model))) = plan.call.body.value("model")
+                && said.is_some_and(|said| has_word(&said, &model))
+            {
+                let message = format!("worker {id} does not serve model {model:?} any more");
+                return Err(Failed::new("no_such_model", message, StatusCode::NOT_FOUND));
             }
         }
         // Engines do not complete a prompt with an empty answer: it died after sending the
@@ -243,15 +254,19 @@ pub(super) async fn prefill(
     })
 }
 
-/// Whether the engine has no such path: FastAPI's response, directly and through vLLM.
-fn is_missing(status: StatusCode, body: Option<&[u8]>) -> bool {
-    if status != StatusCode::NOT_FOUND && status != StatusCode::METHOD_NOT_ALLOWED {
-        return false;
-    }
-    let answer: Value = body.and_then(|body| serde_json::from_slice(body).ok()).unwrap_or_default();
-    let says = |path| answer.pointer(path).and_then(Value::as_str);
-    let message = says("/detail").or_else(|| says("/error/message"));
-    matches!(message, Some("Not Found" | "Method Not Allowed"))
+/// What an engine says of a request that it does not know.
+fn said(body: Option<&[u8]>) -> Option<String> {
+    let answer: Value = serde_json::from_slice(body?).ok()?;
+    let places = ["/detail", "/error/message", "/message"];
+    places.iter().find_map(|place| answer.pointer(place)?.as_str().map(str::to_owned))
+}
+
+/// Whether `text` has `name` as a word of its own.
+fn has_word(text: &str, name: &str) -> bool {
+    let is_apart = |next: Option<char>| !next.is_some_and(char::is_alphanumeric);
+    text.match_indices(name).any(|(at, _)| {
+        is_apart(text[..at].chars().next_back()) && is_apart(text[at + name.len()..].chars().next())
+    })
 }
 
 /// The request with its prompt's ids, if the engine accepts them and they are equivalent to the
