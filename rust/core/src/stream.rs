@@ -115,6 +115,12 @@ impl Stream {
         self.last_live = heard.then_some(sequence);
     }
 
+    /// The subscription has a new connection: nothing on it was published before it, so a live
+    /// number up to the last applied one is a restart, whoever applied that.
+    pub fn reconnected(&mut self) {
+        self.last_live = self.last_live.or(self.last());
+    }
+
     /// Whether a frame reported as a duplicate is not one: it has the number of the last applied
     /// batch and another payload. Then the publisher has restarted, and the machine has reset
     /// itself.

@@ -182,7 +182,7 @@ def test_a_worker_is_pending_until_its_engine_is_there(http, engine, model):
     register(http, made, model, is_awaited=False)
     entry = listener(http, 1)
     assert (entry["status"], entry["last_sequence"]) == ("pending", None)
-    until(lambda: "no connection" in listener(http, 1).get("last_error", ""), "the reason")
+    until(lambda: "connecting fails" in listener(http, 1).get("last_error", ""), "the reason")
     made.start()
     until(lambda: listener(http, 1)["status"] == "active", "the connection")
     assert "last_error" not in listener(http, 1)

@@ -1,13 +1,13 @@
 //! A publisher's cache groups and naming scheme, as shown by its events.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 
+use hashbrown::HashMap;
 use serde::{Deserialize, Serialize};
 
 use super::naming::{Naming, NamingOf, Proof};
 use crate::event::Stored;
-use crate::ids::Worker;
+use crate::ids::{InstanceId, Worker};
 use crate::index::groups::MAX_GROUPS;
 
 /// How much of a prefix a group must hold so that the engine can continue from its end.
@@ -140,30 +140,41 @@ struct Shown {
     stores: Vec<String>,
     /// Its events contain, or could contain, everything besides tokens that the engine hashed.
     is_keyed: bool,
-    /// It has reported reused blocks as if they had been stored.
-    sends_reports: bool,
+    /// Stores that looked like reports of reuse, with the blocks that their requests then computed.
+    #[serde(default)]
+    reports: u32,
+    /// A block that was stored twice was removed twice.
+    #[serde(default)]
+    has_copies: bool,
+    /// Blocks of different adapters or salts have had the same name.
+    #[serde(default)]
+    shares_names: bool,
 }
 
-/// A store of blocks that the worker held already: a second copy of them, or a report of reuse.
-#[derive(Debug)]
-pub(super) struct Repeat {
-    pub worker: Worker,
-    pub group: u32,
-    pub names: Vec<u64>,
-}
+/// Maximum blocks of a publisher with doubtful copies; copies of others are not counted.
+const MAX_DOUBTS: usize = 1 << 16;
 
-/// Maximum names in the repeats of a publisher; beyond it the oldest count as copies.
-const MAX_REPEATED: usize = 2048;
+/// Stores that can only be reports of reuse, but for chance, before none counts as a copy whatever
+/// is removed.
+const REPORTS_MIN: u32 = 3;
+
+/// A block of a worker: its group and its name.
+pub(super) type Doubted = (Worker, u32, u64);
+
+/// How often a block was stored while it was held: as another copy, or as a report of reuse.
+#[derive(Debug, Clone, Copy, Default)]
+struct Doubt {
+    counted: u32,
+    not_counted: u32,
+}
 
 /// The groups of one publisher, as shown by its events.
 #[derive(Debug, Default)]
 pub(super) struct CacheGroups {
     shown: Shown,
     proof: Proof,
-    /// Repeats since the first event, until the engine is known to send reports.
-    repeats: VecDeque<Repeat>,
-    /// Blocks of different adapters or salts have had the same name.
-    shares_names: bool,
+    /// Blocks that were stored while they were held.
+    doubts: HashMap<Doubted, Doubt>,
     /// Something of the above changed since the last call of [`changed`](Self::changed).
     has_changed: bool,
 }
@@ -173,6 +184,9 @@ pub(super) struct CacheGroups {
 pub struct Knowledge {
     shown: Shown,
     naming: Option<NamingOf>,
+    /// Blocks with copies that may be none: rank, group, name, copies.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    doubts: Vec<(u32, u32, u64, u32)>,
 }
 
 /// Maximum stores of slower tiers per publisher.
@@ -189,13 +203,17 @@ impl CacheGroups {
         Self { shown: Shown { main, ..Shown::default() }, ..Self::default() }
     }
 
-    /// For a publisher reported by another replica.
-    pub fn knowing(known: &Knowledge) -> Self {
+    /// For a publisher of the instance, reported by another replica.
+    pub fn knowing(known: &Knowledge, instance_id: InstanceId) -> Self {
         let mut shown = known.shown.clone();
         shown.stores.truncate(MAX_STORES);
         shown.seen.truncate(MAX_GROUPS as usize + 1);
         let proof = Proof::told(known.naming.as_ref().and_then(NamingOf::naming));
-        Self { shown, proof, has_changed: true, ..Self::default() }
+        let told = known.doubts.iter().take(MAX_DOUBTS);
+        let doubts = told.map(|&(dp_rank, group, name, counted)| {
+            ((Worker::new(instance_id, dp_rank), group, name), Doubt { counted, not_counted: 0 })
+        });
+        Self { shown, proof, doubts: doubts.collect(), has_changed: true }
     }
 
     /// Everything known, for another replica; `None` for an engine that names no groups and no
@@ -206,7 +224,15 @@ impl CacheGroups {
         if is_plain && !shown.is_keyed {
             return None;
         }
-        Some(Knowledge { shown: self.shown.clone(), naming: self.naming().map(NamingOf::of) })
+        let counted = self.doubts.iter().filter(|(_, doubt)| doubt.counted > 0);
+        let told = |(&(worker, group, name), doubt): (&Doubted, &Doubt)| {
+            (worker.dp_rank, group, name, doubt.counted)
+        };
+        Some(Knowledge {
+            shown: self.shown.clone(),
+            naming: self.naming().map(NamingOf::of),
+            doubts: counted.map(told).collect(),
+        })
     }
 
     /// The group in the tree of contents, once an event has named it.
@@ -317,39 +343,85 @@ impl CacheGroups {
 
     /// Whether equal names may stand for blocks of different adapters or salts.
     pub fn shares_names(&self) -> bool {
-        self.shares_names
+        self.shown.shares_names
     }
 
     /// Records that they do.
     pub fn note_shared_names(&mut self) {
-        self.shares_names = true;
+        self.shown.shares_names = true;
     }
 
-    /// Whether the publisher has sent reports of reuse.
-    pub fn sends_reports(&self) -> bool {
-        self.shown.sends_reports
+    /// Whether a block that is stored again counts as another copy, instead of as a report of reuse.
+    pub fn counts_copies(&self) -> bool {
+        self.shown.reports == 0 || self.shown.has_copies && self.shown.reports < REPORTS_MIN
     }
 
-    /// Records that it has; returns the earlier events that were reports, too.
-    pub fn note_reports(&mut self) -> VecDeque<Repeat> {
-        self.shown.sends_reports = true;
-        std::mem::take(&mut self.repeats)
+    /// Records a store that looks like a report of reuse by a request that went on. Returns copies
+    /// that count no more, with their number.
+    pub fn note_report(&mut self) -> Vec<(Doubted, u32)> {
+        let did_count = self.counts_copies();
+        self.shown.reports = self.shown.reports.saturating_add(1);
+        if !did_count || self.counts_copies() {
+            return Vec::new();
+        }
+        let counted = self.doubts.iter_mut().filter(|(_, doubt)| doubt.counted > 0);
+        counted
+            .map(|(block, doubt)| {
+                let counted = std::mem::take(&mut doubt.counted);
+                doubt.not_counted += counted;
+                (*block, counted)
+            })
+            .collect()
+    }
+
+    /// Records that a block was stored although it is held. Returns whether that counts as a copy.
+    pub fn doubt(&mut self, block: Doubted) -> bool {
+        if self.doubts.len() >= MAX_DOUBTS && !self.doubts.contains_key(&block) {
+            return false;
+        }
+        let is_counted = self.counts_copies();
+        let doubt = self.doubts.entry(block).or_default();
+        match is_counted {
+            true => doubt.counted += 1,
+            false => doubt.not_counted += 1,
+        }
+        is_counted
+    }
+
+    /// Whether such a block was stored again, and not counted.
+    pub fn has_doubt(&self, block: Doubted) -> bool {
+        self.doubts.get(&block).is_some_and(|doubt| doubt.not_counted > 0)
+    }
+
+    /// These blocks of `worker` were stored because it held them no more.
+    pub fn forget_doubts(&mut self, worker: Worker, group: u32, names: &[u64]) {
+        if !self.doubts.is_empty() {
+            for name in names {
+                self.doubts.remove(&(worker, group, *name));
+            }
+        }
     }
 
     /// The worker's device was cleared, with all copies.
-    pub fn forget_repeats(&mut self, worker: Worker) {
-        self.repeats.retain(|repeat| repeat.worker != worker);
+    pub fn forget_worker(&mut self, worker: Worker) {
+        self.doubts.retain(|(of, ..), _| *of != worker);
     }
 
-    /// Records an event that may be a report.
-    pub fn note_repeat(&mut self, repeat: Repeat) {
-        self.repeats.push_back(repeat);
-        let mut names: usize = self.repeats.iter().map(|repeat| repeat.names.len()).sum();
-        while names > MAX_REPEATED
-            && let Some(oldest) = self.repeats.pop_front()
-        {
-            names -= oldest.names.len();
+    /// A block that was stored twice was removed twice: such blocks are copies. Returns those that
+    /// count from now on, with their number.
+    pub fn note_copies(&mut self) -> Vec<(Doubted, u32)> {
+        self.shown.has_copies = true;
+        if !self.counts_copies() {
+            return Vec::new();
         }
+        let doubted = self.doubts.iter_mut().filter(|(_, doubt)| doubt.not_counted > 0);
+        doubted
+            .map(|(block, doubt)| {
+                let count = std::mem::take(&mut doubt.not_counted);
+                doubt.counted += count;
+                (*block, count)
+            })
+            .collect()
     }
 
     /// Whether the group is known to differ from the main group.

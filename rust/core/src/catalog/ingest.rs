@@ -1,6 +1,6 @@
 //! Applies an engine's events to the index: identity, tier, group and shape are checked here, once.
 
-use super::cache_groups::{CacheGroups, EngineFacts, Group, Repeat};
+use super::cache_groups::{CacheGroups, EngineFacts, Group};
 use super::counters::{EventCounters, add};
 use super::model::ModelIndex;
 use super::standing::Standing;
@@ -27,27 +27,22 @@ impl Ingest<'_> {
     pub(super) fn apply(&mut self, batch: Batch) {
         add(&self.counters.unknown_type, u64::from(batch.skipped));
         add(&self.counters.malformed, u64::from(batch.malformed));
-        let reports = self.reports(&batch.events);
-        for event in &batch.events {
+        let mut rest = batch.events.as_slice();
+        while let Some(event) = rest.first() {
+            let together = if self.groups.is_keyed() { of_one_prompt(rest) } else { 1 };
+            let (events, later) = rest.split_at(together);
+            rest = later;
             match event {
-                Event::Stored(stored) if is_report(stored, &reports) => {
-                    if self.groups.sends_reports() {
-                        add(&self.counters.reuse_reports, 1);
-                        continue;
-                    }
-                    // No report had a continuation so far: it may be a second copy.
-                    self.groups.note_repeat(Repeat {
-                        worker: self.worker,
-                        group: stored.group_idx.unwrap_or(0),
-                        names: stored.block_hashes.clone(),
-                    });
-                    self.store(stored);
-                }
-                Event::Stored(stored) => self.store(stored),
+                Event::Stored(_) => self.store_prompt(events, later),
                 Event::Removed(removed) => self.remove(removed),
                 Event::Cleared => {
-                    self.model.clear_device(self.worker);
-                    self.groups.forget_repeats(self.worker);
+                    // vLLM keeps what it has offloaded; other engines drop all, and vLLM before its
+                    // events had keys may have.
+                    match self.groups.is_keyed() {
+                        true => self.model.clear_device(self.worker),
+                        false => self.model.clear_worker(self.worker),
+                    }
+                    self.groups.forget_worker(self.worker);
                     add(&self.counters.cleared, 1);
                     if let Some(standing) = &mut self.standing {
                         let evicted = self.model.index.evicted_blocks_total();
@@ -58,46 +53,91 @@ impl Ingest<'_> {
         }
     }
 
-    /// Tokens of the events that report reused blocks as if they had been stored, or could.
+    /// Stores blocks of a prompt in all groups.
     ///
-    /// With `kv_cache_report_mode=full` vLLM repeats, for every group, all blocks of a hit from the
-    /// first one on; the blocks that the request then computes follow in the same batch. A prompt
-    /// that is recomputed although its blocks are held arrives as one event, or could not have been
-    /// a hit because some group could not continue from its end.
-    fn reports<'a>(&mut self, events: &'a [Event]) -> Vec<&'a [u32]> {
-        let mut reports = Vec::new();
-        for (at, event) in events.iter().enumerate() {
-            let Event::Stored(stored) = event else { continue };
-            if !self.groups.is_keyed() || !self.starts_prompt(stored) || !self.is_resumable(stored)
-            {
-                continue;
+    /// A prompt may begin anew although its blocks are held: where the engine computes them again, and
+    /// so holds them twice, or where it reports reuse: with `kv_cache_report_mode=full` vLLM
+    /// repeats, for every group, all blocks of a hit from the first one on. The events are the same,
+    /// but a request that goes on from its hit shows that it is one.
+    fn store_prompt(&mut self, events: &[Event], later: &[Event]) {
+        let stored = || events.iter().filter_map(as_stored);
+        let main = stored().find(|event| self.groups.is_keyed() && self.starts_prompt(event));
+        let main = main.filter(|main| self.holds(&main.block_hashes[..1]));
+        let mut not_copied = Vec::new();
+        if let Some(main) = main {
+            let names = &main.block_hashes;
+            if self.holds(names) && self.is_resumable(main) {
+                if goes_on(main, later) {
+                    self.take_back();
+                }
+                return stored().for_each(|event| self.store_again(event));
             }
-            let goes_on = |later: &Event| {
-                matches!(later, Event::Stored(later)
-                    if later.parent.as_ref() == stored.block_hashes.last()
-                        && later.group_idx == stored.group_idx
-                        && later.block_size == stored.block_size
-                        && later.tier() == Some(Tier::Device))
-            };
-            if events[at + 1..].iter().any(goes_on) && !self.groups.sends_reports() {
-                self.take_back();
+            // What is not known to be held may be held after losses: this may be a report, too.
+            if self.counters.read().lost_batches > 0 {
+                not_copied.extend(names.iter().filter(|name| self.holds(&[**name])));
             }
-            reports.push(stored.token_ids.as_slice());
         }
-        reports
+        stored().for_each(|event| self.store(event));
+        if !not_copied.is_empty() {
+            self.model.evict(self.worker, Tier::Device, &not_copied);
+        }
     }
 
-    /// The engine sends reports: those that were counted as copies are no copies.
-    fn take_back(&mut self) {
-        for Repeat { worker, group, names } in self.groups.note_reports() {
-            add(&self.counters.reuse_reports, 1);
-            if self.groups.is_other(group) {
-                let holder = Holder::Worker(worker, Tier::Device);
-                self.model.groups.remove(&holder, group, &names);
-            } else {
-                self.model.evict(worker, Tier::Device, &names);
+    /// Stores blocks that are held; of a window, a report also names blocks that are gone.
+    fn store_again(&mut self, event: &Stored) {
+        self.groups.prove(event);
+        let group = event.group_idx.unwrap_or(0);
+        let is_main = self.groups.learn(event, true) && event.is_full_attention();
+        let mut copies = Vec::new();
+        for name in &event.block_hashes {
+            if self.groups.doubt((self.worker, group, *name)) {
+                copies.push(*name);
             }
         }
+        if copies.is_empty() {
+            add(&self.counters.reuse_reports, 1);
+        } else if is_main {
+            self.copy_blocks(self.worker, group, &copies);
+            self.count_stored(copies.len());
+        } else {
+            self.copy_blocks(self.worker, group, &copies);
+            add(&self.counters.other_group, 1);
+        }
+    }
+
+    /// A request went on from what may be a report: what was counted as copies is no copies.
+    fn take_back(&mut self) {
+        for ((worker, group, name), count) in self.groups.note_report() {
+            for _ in 0..count {
+                if self.groups.is_other(group) {
+                    let holder = Holder::Worker(worker, Tier::Device);
+                    self.model.groups.remove(&holder, group, &[name]);
+                } else {
+                    self.model.evict(worker, Tier::Device, &[name]);
+                }
+            }
+        }
+    }
+
+    /// Adds a copy of blocks that the worker holds.
+    fn copy_blocks(&self, worker: Worker, group: u32, names: &[u64]) {
+        if self.groups.is_other(group) {
+            let holder = Holder::Worker(worker, Tier::Device);
+            self.model.groups.store(&holder, group, names);
+        } else {
+            self.model.index.copy(worker, Tier::Device, names);
+        }
+    }
+
+    /// Whether the worker's device holds the block in a group other than the main one.
+    fn holds_in(&self, group: u32, name: u64) -> bool {
+        let holder = Holder::Worker(self.worker, Tier::Device);
+        let bit: GroupBits = 1_u16.checked_shl(group).unwrap_or(0);
+        self.model.groups.groups_of(&holder, name) & bit != 0
+    }
+
+    fn holds(&self, names: &[u64]) -> bool {
+        self.model.index.holds_all(self.worker, Tier::Device, names)
     }
 
     fn starts_prompt(&self, event: &Stored) -> bool {
@@ -105,17 +145,13 @@ impl Ingest<'_> {
             && !event.block_hashes.is_empty()
             && event.is_full_attention()
             && self.groups.is_main(event.group_idx.unwrap_or(0))
-            && event.tier() == Some(Tier::Device)
+            && is_on_device(event)
             && self.model.block_size() == Some(event.block_size)
     }
 
-    /// Whether the engine held all of the event's blocks and could continue from their end.
+    /// Whether the engine, which holds all of the event's blocks, could continue from their end.
     fn is_resumable(&self, event: &Stored) -> bool {
         let names = &event.block_hashes;
-        if !self.model.index.holds_all(self.worker, Tier::Device, names) {
-            return false;
-        }
-        let holder = Holder::Worker(self.worker, Tier::Device);
         let end = event.block_size * names.len() as u32;
         self.groups.others().all(|group: &Group| {
             let from = group.needs_from(end, self.facts);
@@ -123,8 +159,7 @@ impl Ingest<'_> {
                 return false;
             };
             let needed = &names[(from / event.block_size) as usize..];
-            let bit: GroupBits = 1_u16.checked_shl(group.idx).unwrap_or(0);
-            needed.iter().all(|name| self.model.groups.groups_of(&holder, *name) & bit != 0)
+            needed.iter().all(|name| self.holds_in(group.idx, *name))
         })
     }
 
@@ -186,6 +221,10 @@ impl Ingest<'_> {
         let Some(seed) = self.seed(event) else {
             return add(&self.counters.identity_conflict, 1);
         };
+        if is_device {
+            let group = event.group_idx.unwrap_or(0);
+            self.groups.forget_doubts(self.worker, group, &event.block_hashes);
+        }
         let blocks = self.blocks(event, seed);
         let outcome = self.model.index.store(self.worker, tier, event.parent, seed, &blocks);
         add(&self.counters.refused_blocks, u64::from(outcome.refused));
@@ -294,6 +333,9 @@ impl Ingest<'_> {
             let holder = Holder::Worker(self.worker, tier);
             let unknown = self.model.groups.remove(&holder, group, names);
             return add(&self.counters.unknown_removed, u64::from(unknown));
+        } else if tier == Tier::Device && self.removes_copy(group, names) {
+            self.count_copies();
+            self.model.evict(self.worker, tier, names).unknown
         } else if self.groups.has_named() {
             self.remove_main(tier, group, names)
         } else {
@@ -302,6 +344,24 @@ impl Ingest<'_> {
         add(&self.counters.removed, 1);
         add(&self.counters.removed_blocks, names.len() as u64);
         add(&self.counters.unknown_removed, u64::from(unknown));
+    }
+
+    /// Whether one of the blocks was stored again while it was held, and is removed again now.
+    fn removes_copy(&self, group: u32, names: &[u64]) -> bool {
+        let is_copy = |name: &u64| {
+            self.groups.has_doubt((self.worker, group, *name)) && !self.holds(&[*name])
+        };
+        names.iter().any(is_copy) && self.counters.read().lost_batches == 0
+    }
+
+    /// Blocks that were stored again are copies: counts those that are still held.
+    fn count_copies(&mut self) {
+        for ((worker, group, name), count) in self.groups.note_copies() {
+            let is_other = self.groups.is_other(group);
+            if is_other || self.model.index.holds_all(worker, Tier::Device, &[name]) {
+                (0..count).for_each(|_| self.copy_blocks(worker, group, &[name]));
+            }
+        }
     }
 
     /// Removes blocks of the main group, some of which may be known only by name.
@@ -370,12 +430,47 @@ impl Ingest<'_> {
     }
 }
 
-/// Whether the event repeats one of `reports`: those of all groups have equal tokens.
-fn is_report(event: &Stored, reports: &[&[u32]]) -> bool {
-    !reports.is_empty()
-        && event.parent.is_none()
-        && event.tier() == Some(Tier::Device)
-        && reports.contains(&event.token_ids.as_slice())
+fn as_stored(event: &Event) -> Option<&Stored> {
+    match event {
+        Event::Stored(stored) => Some(stored),
+        _ => None,
+    }
+}
+
+fn is_on_device(event: &Stored) -> bool {
+    event.tier() == Some(Tier::Device)
+}
+
+/// Number of events, at least one, that tell of the same part of a prompt, in one group after the
+/// other. Groups may begin at different blocks.
+fn of_one_prompt(events: &[Event]) -> usize {
+    let Some(first) = events.first().and_then(as_stored).filter(|first| is_on_device(first)) else {
+        return 1;
+    };
+    let mut count = 1;
+    for event in events[1..].iter().map_while(as_stored) {
+        let mut before = events[..count].iter().filter_map(as_stored);
+        if before.any(|known| known.group_idx == event.group_idx) {
+            break;
+        }
+        let (one, other) = (&first.token_ids, &event.token_ids);
+        let ends_alike = one.ends_with(other) || other.ends_with(one);
+        if !ends_alike || event.lora_name != first.lora_name || !is_on_device(event) {
+            break;
+        }
+        count += 1;
+    }
+    count
+}
+
+/// Whether the next blocks that are stored in the event's group follow its last one.
+fn goes_on(event: &Stored, later: &[Event]) -> bool {
+    let next = later.iter().filter_map(as_stored).find(|later| later.group_idx == event.group_idx);
+    next.is_some_and(|next| {
+        next.parent.as_ref() == event.block_hashes.last()
+            && next.block_size == event.block_size
+            && is_on_device(next)
+    })
 }
 
 /// The keys of a block after the adapter's name, which vLLM puts first.

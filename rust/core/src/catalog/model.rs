@@ -300,6 +300,11 @@ impl ModelIndex {
     pub(super) fn remove_worker(&self, worker: Worker) {
         self.index.remove_worker(worker);
         self.groups.remove_worker(worker);
+        self.drop_layout(worker);
+    }
+
+    /// Forgets the cache groups of `worker`, and drops the stores that it was the last to use.
+    pub(super) fn drop_layout(&self, worker: Worker) {
         let mut stores = self.layouts.read().get(worker).map_or(vec![], |it| it.stores.clone());
         self.set_layout(worker, None);
         let layouts = Arc::clone(&self.layouts.read());

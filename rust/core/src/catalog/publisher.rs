@@ -171,6 +171,9 @@ impl Publisher {
     pub fn set_status(&self, status: ListenerStatus, error: Option<String>) {
         let mut state = self.state.lock();
         let (before, has_position) = (state.status, state.stream.last().is_some());
+        if status == ListenerStatus::Active && before != status && state.standing.has_connected() {
+            state.stream.reconnected();
+        }
         state.standing.socket(before, status, has_position);
         state.status = status;
         if error.is_some() || status == ListenerStatus::Active {
@@ -400,7 +403,7 @@ impl Publisher {
         self.clear_ranks(state);
         state.groups = CacheGroups::default();
         for dp_rank in &state.ranks {
-            self.model.set_layout(Worker::new(self.worker.instance_id, *dp_rank), None);
+            self.model.drop_layout(Worker::new(self.worker.instance_id, *dp_rank));
         }
         state.is_bare = false;
         state.is_unplaced = false;

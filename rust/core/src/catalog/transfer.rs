@@ -53,7 +53,7 @@ struct Head {
 
 enum Owner {
     Publisher(Arc<Publisher>),
-    Recovered(Place),
+    Recovered(Box<Place>),
 }
 
 /// One publisher's share of a model: its own rank, and those named by its batches.
@@ -83,7 +83,7 @@ pub fn parts(catalog: &Catalog) -> Vec<Part> {
         model,
         worker,
         others: Vec::new(),
-        owner: Owner::Recovered(place),
+        owner: Owner::Recovered(Box::new(place)),
     }));
     parts.sort_by(|a, b| (&a.model.key, a.worker).cmp(&(&b.model.key, b.worker)));
     // Ranks of one instance are adjacent within a model.
@@ -112,7 +112,7 @@ impl Part {
         };
         match &self.owner {
             Owner::Publisher(publisher) => publisher.hold_still(read),
-            Owner::Recovered(place) => read(place.clone()),
+            Owner::Recovered(place) => read((**place).clone()),
         }
     }
 
@@ -494,7 +494,8 @@ pub(super) fn adopt(
     let place = load();
     let past = Past { model: Arc::clone(model), place: place.clone(), kind: PastKind::Recovered };
     if let Some(known) = &place.cache {
-        let layout = CacheGroups::knowing(known).changed(EngineFacts::default());
+        let layout =
+            CacheGroups::knowing(known, worker.instance_id).changed(EngineFacts::default());
         for rank in &place.ranks {
             model.set_layout(Worker::new(worker.instance_id, *rank), layout.clone());
         }

@@ -4,8 +4,8 @@
 use std::sync::Arc;
 
 use kvflash_core::catalog::{
-    Catalog, EngineFacts, FrameOutcome, Identity, MAGIC, ModelKey, Publisher, Registration, Source,
-    parts, restore,
+    Catalog, EngineFacts, FrameOutcome, Identity, ListenerStatus, MAGIC, ModelKey, Publisher,
+    Registration, Source, parts, restore,
 };
 use kvflash_core::hash::engine::NameKeys;
 use kvflash_core::ids::Worker;
@@ -190,7 +190,7 @@ fn a_report_before_the_first_that_goes_on_is_no_copy() {
     engine.publish(&[stored(0, 4, group())]);
     engine.publish(&[stored(0, 4, group()), stored(4, 5, group())]);
     assert_eq!(engine.reuse(5, None, None), (5, 5));
-    assert_eq!(engine.publisher.counts().reuse_reports, 2);
+    assert_eq!(engine.publisher.counts().reuse_reports, 1);
     engine.publish(&[removed(0, 5, json!({"group_idx": 0}))]);
     assert_eq!(engine.reuse(5, None, None), (0, 0));
     // Without any that goes on they are copies, also at a replica.
@@ -200,6 +200,143 @@ fn a_report_before_the_first_that_goes_on_is_no_copy() {
     engine.publish(&[removed(0, 4, json!({"group_idx": 0}))]);
     assert_eq!(engine.reuse(5, None, None), (4, 4));
     assert_eq!(engine.replica().reuse(5, None, None), (4, 4));
+}
+
+fn full(more: Json) -> Json {
+    let mut fields = json!({"group_idx": 0, "kv_cache_spec_kind": "full_attention"});
+    fields.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    fields
+}
+
+/// Events that show that the engine sends reports of reuse.
+fn send_reports(engine: &mut Engine) {
+    for from in [20, 30, 40] {
+        engine.publish(&[other(from, json!({}))]);
+        let mut next = other(from + 1, json!({}));
+        next["parent_block_hash"] = json!(1_000 + from);
+        engine.publish(&[other(from, json!({})), next]);
+    }
+}
+
+/// A block of another prompt.
+fn other(number: usize, more: Json) -> Json {
+    let mut event = stored(0, 1, full(more));
+    event["block_hashes"] = json!([1_000 + number]);
+    event["token_ids"] = json!([number, number, number, number]);
+    event
+}
+
+#[test]
+fn a_report_in_the_step_of_its_stores_is_no_copy() {
+    for is_known in [false, true] {
+        let mut engine = Engine::start();
+        if is_known {
+            send_reports(&mut engine);
+        }
+        // One request computes four blocks; the next one of the step hits them and goes on.
+        let all = || stored(0, 4, full(json!({})));
+        engine.publish(&[all(), all(), stored(4, 5, full(json!({})))]);
+        assert_eq!(engine.reuse(5, None, None), (5, 5));
+        engine.publish(&[removed(0, 5, json!({"group_idx": 0}))]);
+        assert_eq!(engine.reuse(5, None, None), (0, 0), "{is_known}");
+    }
+}
+
+#[test]
+fn a_report_of_more_than_is_known_is_no_copy_of_the_rest() {
+    let mut engine = Engine::start();
+    engine.sent = 50;
+    engine.publisher.give_up(50);
+    engine.publish(&[stored(0, 2, full(json!({}))), other(7, json!({}))]);
+    assert_eq!(engine.publisher.counts().lost_batches, 50);
+    engine.publish(&[stored(0, 4, full(json!({})))]);
+    assert_eq!(engine.reuse(4, None, None), (4, 4));
+    engine.publish(&[removed(0, 4, json!({"group_idx": 0}))]);
+    assert_eq!(engine.reuse(4, None, None), (0, 0));
+}
+
+#[test]
+fn beside_a_report_other_prompts_are_stored() {
+    let salted = |salt: &str, from: usize| {
+        let mut event = stored(0, 2, full(json!({"extra_keys": [[salt], null]})));
+        event["block_hashes"] = json!([from, from + 1]);
+        event
+    };
+    let mut engine = Engine::start();
+    send_reports(&mut engine);
+    engine.publish(&[salted("alice", 1)]);
+    engine.publish(&[salted("alice", 1), salted("bob", 11)]);
+    for salt in ["alice", "bob"] {
+        assert_eq!(engine.reuse(2, None, Some(salt)), (2, 2), "{salt}");
+    }
+    // Evicted and computed again in one step.
+    let gone = json!({"type": "BlockRemoved", "block_hashes": [1, 2], "group_idx": 0});
+    engine.publish(&[gone, salted("alice", 1)]);
+    assert_eq!(engine.reuse(2, None, Some("alice")), (2, 2));
+}
+
+#[test]
+fn copies_are_told_from_reports_by_their_second_removal() {
+    let mut engine = Engine::start();
+    let all = || stored(0, 2, full(json!({})));
+    let gone = || removed(0, 2, json!({"group_idx": 0}));
+    // By chance another request goes on behind blocks that were computed twice.
+    engine.publish(&[all()]);
+    engine.publish(&[all(), stored(2, 3, full(json!({})))]);
+    engine.publish(&[gone()]);
+    assert_eq!(engine.reuse(2, None, None), (0, 0));
+    engine.publish(&[gone()]);
+    // Now copies count.
+    engine.publish(&[all()]);
+    engine.publish(&[all()]);
+    engine.publish(&[gone()]);
+    assert_eq!(engine.reuse(2, None, None), (2, 2));
+    engine.publish(&[gone()]);
+    assert_eq!(engine.reuse(2, None, None), (0, 0));
+}
+
+#[test]
+fn a_replica_takes_back_copies_that_were_reports() {
+    let mut engine = Engine::start();
+    engine.publish(&[stored(0, 4, full(json!({})))]);
+    engine.publish(&[stored(0, 4, full(json!({})))]);
+    let mut replica = engine.replica();
+    replica.publish(&[stored(0, 4, full(json!({}))), stored(4, 5, full(json!({})))]);
+    replica.publish(&[removed(0, 5, json!({"group_idx": 0}))]);
+    assert_eq!(replica.reuse(5, None, None), (0, 0));
+}
+
+#[test]
+fn a_clear_keeps_host_memory_only_of_engines_that_keep_it() {
+    let clear = || json!({"type": "AllBlocksCleared"});
+    let host = |more: Json| {
+        let mut event = stored(0, 2, more);
+        event["medium"] = "CPU".into();
+        event
+    };
+    let mut vllm = Engine::start();
+    vllm.publish(&[stored(0, 2, full(json!({}))), host(json!({})), clear()]);
+    assert_eq!(vllm.reuse(2, None, None), (0, 2));
+    // SGLang's flush empties both.
+    let mut sglang = Engine::start();
+    sglang.publish(&[stored(0, 2, json!({})), host(json!({})), clear()]);
+    assert_eq!(sglang.reuse(2, None, None), (0, 0));
+}
+
+#[test]
+fn a_replica_notices_a_restart_after_a_new_connection() {
+    let mut engine = Engine::start();
+    for at in 0..8 {
+        engine.publish(&[stored(at, at + 1, json!({}))]);
+    }
+    let mut replica = engine.replica();
+    assert_eq!(replica.reuse(8, None, None), (8, 8));
+    for status in [ListenerStatus::Active, ListenerStatus::Pending, ListenerStatus::Active] {
+        replica.publisher.set_status(status, None);
+    }
+    replica.sent = 0;
+    replica.publish(&[stored(0, 1, json!({}))]);
+    assert_eq!(replica.reuse(8, None, None), (1, 1));
 }
 
 #[test]
@@ -221,14 +358,22 @@ fn a_window_that_can_t_be_read_withholds_credit() {
 
 #[test]
 fn a_shared_store_s_names_go_with_its_last_worker() {
-    let mut engine = Engine::start();
     let remote = json!({
         "medium": "EXTERNAL", "locality": "REMOTE", "ownership": "pool",
         "group_idx": 0, "token_ids": [], "block_size": 0,
     });
-    engine.publish(&[stored(0, 2, json!({"group_idx": 0})), stored(0, 2, remote)]);
-    let model = engine.catalog.model("m", "t").unwrap();
-    assert_eq!(model.groups.stats().names, 2);
-    engine.catalog.unregister(1, "m", Some("t"), None).unwrap();
-    assert_eq!(model.groups.stats().names, 0);
+    for restarts in [false, true] {
+        let mut engine = Engine::start();
+        let own = stored(0, 2, json!({"group_idx": 0}));
+        engine.publish(&[own, stored(0, 2, remote.clone())]);
+        let model = engine.catalog.model("m", "t").unwrap();
+        assert_eq!(model.groups.stats().names, 2);
+        if restarts {
+            engine.sent = 0;
+            engine.publish(&[other(7, json!({}))]);
+        } else {
+            engine.catalog.unregister(1, "m", Some("t"), None).unwrap();
+        }
+        assert_eq!(model.groups.stats().names, 0, "{restarts}");
+    }
 }

@@ -67,7 +67,7 @@ impl Publisher {
             }
         }
         state.groups = match &place.cache {
-            Some(known) => CacheGroups::knowing(known),
+            Some(known) => CacheGroups::knowing(known, self.worker.instance_id),
             None => CacheGroups::crediting(place.group),
         };
         self.share_layout(state);
