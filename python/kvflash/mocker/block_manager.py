@@ -12,6 +12,7 @@ The rest of the capacity is free. Pure: no clock, no sockets, no randomness.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from kvflash.errors import InvalidArgumentError
 
@@ -19,24 +20,12 @@ from kvflash.errors import InvalidArgumentError
 class BlockManager:
     """Block accounting with prefix caching and LRU eviction.
 
-    Consistency: for every cached block its parent is cached too, as long as callers use and
-    dereference whole prefixes: a tail is freed before its prefix, so it is evicted first.
-    Cost: O(blocks named in the call) for every method.
-
-    Attributes:
-        capacity_blocks: Total number of blocks.
-        partial_blocks: Blocks reserved and not full yet.
+    For every cached block its parent is cached too, as long as callers use and dereference whole
+    prefixes: a tail is freed before its prefix, so it is evicted first. Every method costs O(blocks
+    named in the call).
     """
 
     def __init__(self, capacity_blocks: int) -> None:
-        """Create an empty cache.
-
-        Args:
-            capacity_blocks: Total number of blocks, >= 1.
-
-        Raises:
-            InvalidArgumentError: capacity_blocks below 1.
-        """
         if capacity_blocks < 1:
             raise InvalidArgumentError(f"capacity_blocks must be at least 1, got {capacity_blocks}")
         self.capacity_blocks = capacity_blocks
@@ -57,12 +46,7 @@ class BlockManager:
 
     def cached_prefix(self, block_hashes: Iterable[int]) -> int:
         """Count the leading hashes that are cached."""
-        count = 0
-        for block_hash in block_hashes:
-            if not self.is_cached(block_hash):
-                break
-            count += 1
-        return count
+        return sum(1 for _ in takewhile(self.is_cached, block_hashes))
 
     def growth(self, block_hashes: Iterable[int], partial: int = 0) -> int:
         """Count the blocks by which `use` with the same arguments would raise `used_blocks`."""
@@ -73,48 +57,26 @@ class BlockManager:
 
         An active block gets one more reference, an inactive one is revived, an unknown one is
         allocated as full and active. If the cache is full, inactive blocks are evicted, least
-        recently used first, but never one named in this call.
-
-        Args:
-            block_hashes: Distinct hashes, in prompt order.
-            partial: Blocks to reserve without a hash, >= 0.
-
-        Returns:
-            False, with nothing changed, if the capacity does not suffice.
+        recently used first, but never one named in this call. Returns False, with nothing changed,
+        if the capacity does not suffice.
         """
         if self.used_blocks + self.growth(block_hashes, partial) > self.capacity_blocks:
             return False
-        allocated = partial
+        # Blocks are revived before any is evicted, which protects the blocks of this call.
         for block_hash in block_hashes:
-            if block_hash in self._active:
-                self._active[block_hash] += 1
-                continue
-            # Blocks are revived before any is evicted, which protects the blocks of this call.
-            if block_hash in self._inactive:
-                del self._inactive[block_hash]
-            else:
-                allocated += 1
-            self._active[block_hash] = 1
+            self._inactive.pop(block_hash, None)
+            self._active[block_hash] = self._active.get(block_hash, 0) + 1
         self.partial_blocks += partial
-        excess = self.used_blocks + len(self._inactive) - self.capacity_blocks
-        assert excess <= allocated, "only an allocation can make an eviction necessary"
-        for _ in range(excess):
+        for _ in range(self.used_blocks + len(self._inactive) - self.capacity_blocks):
             block_hash = next(iter(self._inactive))
             del self._inactive[block_hash]
             self._evicted.append(block_hash)
         return True
 
     def deref(self, block_hashes: Sequence[int]) -> None:
-        """Drop one reference of every hash, the last one first.
+        """Drop one reference of every active hash; a block without references becomes inactive.
 
-        A block without references becomes inactive. The tail goes first, so that it is evicted
-        before its prefix.
-
-        Args:
-            block_hashes: Active hashes, in prompt order.
-
-        Raises:
-            KeyError: A hash is not active.
+        The tail goes first, so that it is evicted before its prefix.
         """
         for block_hash in reversed(block_hashes):
             refs = self._active[block_hash]
@@ -124,46 +86,20 @@ class BlockManager:
                 del self._active[block_hash]
                 self._inactive[block_hash] = None
 
-    def destroy(self, block_hashes: Iterable[int]) -> None:
-        """Forget active blocks at once, regardless of their users; they count as evicted.
-
-        Raises:
-            KeyError: A hash is not active.
-        """
-        for block_hash in block_hashes:
-            del self._active[block_hash]
-            self._evicted.append(block_hash)
-
     def promote(self, block_hash: int) -> bool:
         """Turn one partial block into a full one that can be found by its hash.
 
-        If a full block of the same hash exists already (another request computed the same tokens
-        at the same time), the caller gets a reference on that one and its own is freed.
-
-        Args:
-            block_hash: Hash of the block that has become full.
-
-        Returns:
-            True if the hash is newly cached, False if it was before.
-
-        Raises:
-            InvalidArgumentError: No block is partial.
+        If another request computed the same tokens at the same time, the caller gets a reference on
+        that block and its own is freed. Returns whether the hash is newly cached.
         """
         self.release(1)
         is_new = not self.is_cached(block_hash)
-        if block_hash in self._active:
-            self._active[block_hash] += 1
-        else:
-            self._inactive.pop(block_hash, None)
-            self._active[block_hash] = 1
+        self._inactive.pop(block_hash, None)
+        self._active[block_hash] = self._active.get(block_hash, 0) + 1
         return is_new
 
     def release(self, partial: int) -> None:
-        """Free partial blocks.
-
-        Raises:
-            InvalidArgumentError: Fewer blocks than that are partial.
-        """
+        """Free partial blocks; raises InvalidArgumentError if fewer are partial."""
         if not 0 <= partial <= self.partial_blocks:
             raise InvalidArgumentError(
                 f"cannot release {partial} of {self.partial_blocks} partial blocks"
@@ -176,11 +112,7 @@ class BlockManager:
         return evicted
 
     def clear(self) -> bool:
-        """Forget every cached block.
-
-        Returns:
-            False, with nothing changed, while a request holds a block.
-        """
+        """Forget every cached block; returns False, with nothing changed, while any is used."""
         if self.used_blocks:
             return False
         self._inactive.clear()
