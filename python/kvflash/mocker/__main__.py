@@ -12,11 +12,7 @@ from kvflash.settings import warn_of_misspelt
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run until a signal comes.
-
-    Returns:
-        Exit status: 0 after SIGTERM or SIGINT, 2 if the workers could not start.
-    """
+    """Run until a signal comes; returns 2 if the workers could not start, else 0."""
     config, log_level = parse_args(argv)
     # Standard output is reserved for the ready lines.
     handler = logging.StreamHandler(sys.stderr)

@@ -22,7 +22,6 @@ class Admin:
     """The handlers of one worker that do not generate."""
 
     def __init__(self, engine: Engine, config: MockerConfig, tokenizer: Tokenizer) -> None:
-        """Store the handlers' dependencies."""
         self._engine = engine
         self._config = config
         self._tokenizer = tokenizer
@@ -109,16 +108,7 @@ class Admin:
 
 
 def render(scheduler: Scheduler, config: MockerConfig, started_s: float) -> str:
-    """Render all metrics of one worker.
-
-    Args:
-        scheduler: Its scheduler.
-        config: Its options.
-        started_s: When it was started, Unix time; another value tells scrapers of a restart.
-
-    Returns:
-        Prometheus text exposition format 0.0.4.
-    """
+    """All metrics of one worker as Prometheus text 0.0.4; ``started_s`` is Unix time."""
     totals = scheduler.counters
     gauges = (
         ("vllm:num_requests_running", "Requests that hold blocks.", scheduler.running_count),

@@ -64,7 +64,6 @@ class TokensAnswer(Answer):
     """vLLM's `/inference/v1/generate`: token ids."""
 
     def __init__(self, answer_id: str, model: str) -> None:
-        """Start an answer."""
         self._head = {"request_id": answer_id, "output_mode": "tokens"}
         self._model = model
 
@@ -95,7 +94,6 @@ class GenerateAnswer(Answer):
     """SGLang's `/generate`: every event contains the whole text so far."""
 
     def __init__(self, answer_id: str) -> None:
-        """Start an answer."""
         self._id = answer_id
         self._text = ""
 

@@ -51,15 +51,7 @@ def build_app(
 ) -> web.Application:
     """Build the HTTP application of one worker.
 
-    Args:
-        engine: The engine that answers.
-        config: Its options.
-        tokenizer: Its tokenizer.
-        handover: Its part in disaggregated serving.
-
-    Returns:
-        An application; run it with handler cancellation enabled, so that a disconnecting client
-        ends its request.
+    Run it with handler cancellation, so that a disconnecting client ends its request.
     """
     api = Api(engine, config, tokenizer, handover)
     app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[errors])
@@ -99,7 +91,6 @@ class Api:
     def __init__(
         self, engine: Engine, config: MockerConfig, tokenizer: Tokenizer, handover: Handover
     ) -> None:
-        """Store the handlers' dependencies."""
         self._handover = handover
         self._config = config
         self._tokenizer = tokenizer

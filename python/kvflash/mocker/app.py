@@ -29,22 +29,9 @@ DRAIN_S_MIN = 0.001
 
 
 class Worker:
-    """One engine with its HTTP server and its event sockets.
-
-    Attributes:
-        index: Its number in the process, from 0.
-        url: Base URL of the OpenAI API.
-        events_url: ZMQ endpoint of its events, or None.
-        replay_url: ZMQ endpoint of its replay, or None.
-        engine: The engine, for inspection.
-    """
+    """One engine with its HTTP server and its event sockets, which bind at once."""
 
     def __init__(self, index: int, config: MockerConfig, tokenizer: Tokenizer) -> None:
-        """Bind the event sockets of one worker; `start` does the rest.
-
-        Raises:
-            OSError: A port is taken.
-        """
         self.index = index
         self.url = ""
         self._config = config
@@ -69,11 +56,7 @@ class Worker:
         self._running: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Wait for the startup time, then serve.
-
-        Raises:
-            OSError: The HTTP port is taken.
-        """
+        """Wait for the startup time, then serve; raises OSError if a port is taken."""
         if self._config.bootstrap_ports:
             await self._handover.open(self._config.bootstrap_ports[self.index])
         await asyncio.sleep(self._config.startup_time_s)
@@ -112,14 +95,9 @@ class Worker:
 
 
 class Mocker:
-    """The running workers of one `serve`; an async context manager that closes them.
-
-    Attributes:
-        workers: The workers, in order of their index.
-    """
+    """The running workers of one `serve`; an async context manager that closes them."""
 
     def __init__(self, workers: list[Worker | RuntimeWorker]) -> None:
-        """Take ownership of started workers."""
         self.workers = workers
 
     async def close(self) -> None:
@@ -127,11 +105,9 @@ class Mocker:
         await asyncio.gather(*(worker.close() for worker in self.workers))
 
     async def __aenter__(self) -> Mocker:
-        """Return itself."""
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Close."""
         await self.close()
 
 
@@ -145,17 +121,10 @@ def _make_worker(index: int, config: MockerConfig, tokenizer: Tokenizer) -> Work
 
 
 async def serve(config: MockerConfig) -> Mocker:
-    """Start the workers of a configuration in the running event loop.
+    """Start the workers in the running event loop and return them when they are ready.
 
-    Args:
-        config: Settings of the workers.
-
-    Returns:
-        Ready workers; close() them.
-
-    Raises:
-        ConfigError: The tokenizer folder is not usable.
-        OSError: A port is taken; nothing is left running.
+    Raises ConfigError for an unusable tokenizer folder, and OSError for a port that is taken; then
+    nothing is left running.
     """
     if config.enable_local_indexer and config.event_plane != "nats":
         from kvflash.publisher.brokered import UNUSED_LOCAL_INDEXER  # noqa: PLC0415
@@ -180,15 +149,7 @@ async def serve(config: MockerConfig) -> Mocker:
 
 
 async def run(config: MockerConfig) -> None:
-    """Serve until SIGTERM or SIGINT; prints one line of JSON on stdout per worker once ready.
-
-    Args:
-        config: Settings of the workers.
-
-    Raises:
-        ConfigError: The tokenizer folder is not usable.
-        OSError: A port is taken.
-    """
+    """Serve until SIGTERM or SIGINT; prints one line of JSON on stdout per worker once ready."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -15,16 +15,9 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> tuple[MockerConfig, str]:
-    """Parse the command line; on an error print the legal values and exit with status 2.
+    """Parse the command line to a configuration and the log level.
 
-    Args:
-        argv: Arguments without the program's name; None means those of the process.
-
-    Returns:
-        The configuration, and the log level.
-
-    Raises:
-        SystemExit: The arguments are wrong, or help was asked for.
+    On an error it prints the legal values and exits with status 2.
     """
     flags = _flags()
     values = vars(flags.parse(argv))

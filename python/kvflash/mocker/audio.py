@@ -29,19 +29,12 @@ TEXT_FORMATS = ("json", "text", "verbose_json")
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """An audio upload, and the form of its transcription.
-
-    Attributes:
-        fields: The other fields of the upload.
-        sound: The audio bytes.
-        form: One of TEXT_FORMATS.
-        is_translated: Whether to translate to English.
-    """
+    """An audio upload, and the form of its transcription."""
 
     fields: dict[str, str]
     sound: bytes
-    form: str
-    is_translated: bool
+    form: str  # One of TEXT_FORMATS.
+    is_translated: bool  # To English.
 
     @property
     def seconds(self) -> int:
@@ -63,12 +56,7 @@ class Upload:
 
 
 async def read_upload(request: web.Request, *, is_translated: bool) -> Upload:
-    """Read an upload of sound.
-
-    Raises:
-        ApiError: Not such an upload, or a field is wrong.
-        web.HTTPRequestEntityTooLarge: It is larger than the application's limit.
-    """
+    """Read an upload of sound; refuses other requests and wrong fields."""
     if request.content_type != "multipart/form-data":
         refuse(f"content-type must be multipart/form-data, got {request.content_type!r:.80}")
     try:
@@ -89,7 +77,6 @@ class SoundAnswer(Answer):
     """A transcription or translation in vLLM's form."""
 
     def __init__(self, answer_id: str, model: str, upload: Upload) -> None:
-        """Start an answer."""
         kind = "translation" if upload.is_translated else "transcription"
         self._head = {"id": f"trsc-{answer_id}", "object": f"{kind}.chunk", "model": model}
         self._upload = upload
@@ -130,11 +117,7 @@ class SoundAnswer(Answer):
 
 
 def speak(body: Body) -> tuple[bytes, str]:
-    """Convert text to audio, a tone for each character; returns bytes and content type.
-
-    Raises:
-        ApiError: A field is wrong.
-    """
+    """Convert text to audio, a tone for each character; returns bytes and content type."""
     text = body.get("input")
     if not isinstance(text, str) or not 1 <= len(text) <= SPEECH_CHARS_MAX:
         refuse(f"input must be a string of 1..={SPEECH_CHARS_MAX} characters", "input")

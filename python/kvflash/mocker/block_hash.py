@@ -13,15 +13,7 @@ TOKEN_ID_MAX = 2**32 - 1
 
 
 def root_hash(lora_name: str | None, cache_salt: str | None) -> int:
-    """Hash that stands in for the parent of a first block.
-
-    Args:
-        lora_name: LoRA adapter of the request, or None.
-        cache_salt: Cache salt of the request, or None.
-
-    Returns:
-        A u64; equal only for equal arguments.
-    """
+    """Hash (u64) that stands in for the parent of a first block; equal only for equal arguments."""
     digest = blake2b(digest_size=8, person=b"root")
     for part in (lora_name, cache_salt):
         # The length before the bytes keeps ("ab", "c") apart from ("a", "bc"), and -1 None from "".
@@ -31,30 +23,13 @@ def root_hash(lora_name: str | None, cache_salt: str | None) -> int:
 
 
 def block_hash(parent: int, token_ids: Sequence[int]) -> int:
-    """Hash of one full block.
-
-    Args:
-        parent: Hash of the block before, or `root_hash` for a first block; u64.
-        token_ids: The block's tokens, each in [0, TOKEN_ID_MAX].
-
-    Returns:
-        A u64.
-    """
+    """Hash (u64) of one full block after its parent, or after `root_hash` for a first block."""
     data = parent.to_bytes(8, "big") + _token_bytes(token_ids)
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "big")
 
 
 def extend_hashes(hashes: list[int], root: int, token_ids: Sequence[int], block_size: int) -> None:
-    """Append the hashes of the full blocks of `token_ids` that `hashes` does not yet have.
-
-    Args:
-        hashes: Block hashes in prompt order; changed in place.
-        root: Root of the chain, from `root_hash`.
-        token_ids: All tokens of the request.
-        block_size: Tokens per block.
-
-    Cost: O(new tokens).
-    """
+    """Append the hashes of the full blocks of `token_ids` that `hashes` does not have yet."""
     for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
         parent = hashes[-1] if hashes else root
         hashes.append(block_hash(parent, token_ids[start : start + block_size]))

@@ -100,7 +100,6 @@ class ChatAnswer(_OpenAiAnswer):
     """A chat."""
 
     def __init__(self, answer_id: str, params: GenerationParams, logprobs: Logprobs | None) -> None:
-        """Start an answer; the id comes without the prefix of its kind."""
         kinds = ("chat.completion", "chat.completion.chunk")
         super().__init__("chatcmpl-" + answer_id, params, kinds, logprobs)
 
@@ -150,7 +149,6 @@ class CompletionAnswer(_OpenAiAnswer):
         *,
         echo: Echo | None = None,
     ) -> None:
-        """Start an answer; the id comes without the prefix of its kind."""
         kinds = ("text_completion", "text_completion")
         super().__init__("cmpl-" + answer_id, params, kinds, logprobs)
         self._echo = echo

@@ -15,83 +15,42 @@ PORT_MAX = 65535
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MockerConfig:
-    """Options of one mocker process, shared by all its workers.
+    """Options of one mocker process, shared by all its workers."""
 
-    Attributes:
-        host: Interface the HTTP and ZMQ sockets bind to.
-        port: First HTTP port, worker i listens on port + i; 0 picks free ports.
-        num_workers: Engines in this process.
-        model_name: Name under which the model is served.
-        block_size: Tokens per KV block.
-        num_gpu_blocks: Capacity of the KV cache of one worker. Unit: blocks.
-        max_num_seqs: Requests that run at the same time.
-        max_num_batched_tokens: Tokens computed in one pass.
-        max_model_len: Prompt plus output tokens of one request; None means the size of the cache.
-        watermark: Share of the cache that admission keeps free for decoding, in [0, 1).
-        speedup_ratio: Modelled time divided by real time, > 0.
-        enable_prefix_caching: Reuse full blocks across requests and publish block events.
-        enable_chunked_prefill: Cut a prompt that does not fit into a pass.
-        max_waiting: Requests that may wait for admission; more are refused with 429.
-        zmq_events_port: First event port, 0 for no events, "auto" for free ports.
-        zmq_replay_port: First replay port, 0 for no replay, "auto" for free ports.
-        event_era: Wire shape of block events: "positional" arrays or "tagged" maps.
-        event_topic: ZMQ topic of every event batch.
-        replay_buffer: Event batches kept for replay.
-        data_parallel_rank: Rank written into every event batch.
-        startup_time_s: Real seconds before a worker is ready, as loading weights would take.
-        tokenizer: Folder of a Hugging Face tokenizer; None means UTF-8 bytes.
-        lora_adapters: Names of LoRA adapters that requests may name as their model.
-        drain_timeout_s: Real seconds for running requests to end after SIGTERM.
-        endpoint: Endpoint of the runtime to serve, namespace.component.endpoint; None serves HTTP.
-        event_plane: Transport of events with `endpoint`: "zmq", or "nats" for the component's
-            stream.
-        enable_local_indexer: With nats: use the worker's local index instead of the stream.
-        kv_events: Publish block events (with `endpoint`; without it the ports decide).
-        data_parallel_size: Ranks of one worker, each with its own cache and scheduler; needs
-            `endpoint`.
-        role: The part of a request that each worker computes.
-        bootstrap_ports: A port for each prefill worker, where decode workers wait for its results;
-            without ports, results are handed over in answers.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    num_workers: int = 1
+    host: str = "127.0.0.1"  # Interface of the HTTP and ZMQ sockets.
+    port: int = 8000  # First HTTP port, worker i listens on port + i; 0 picks free ports.
+    num_workers: int = 1  # Engines in this process.
     model_name: str = "mock-model"
-    block_size: int = 64
-    num_gpu_blocks: int = 16384
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
-    max_model_len: int | None = None
-    watermark: float = 0.01
-    speedup_ratio: float = 1.0
-    enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
-    max_waiting: int = 4096
-    zmq_events_port: PortChoice = 0
-    zmq_replay_port: PortChoice = 0
-    event_era: EventEra = "tagged"
-    event_topic: str = "kv-events"
-    replay_buffer: int = 10_000
-    data_parallel_rank: int = 0
-    startup_time_s: float = 0.0
-    tokenizer: str | None = None
-    lora_adapters: tuple[str, ...] = ()
-    drain_timeout_s: float = 20.0
-    endpoint: str | None = None
-    kv_events: bool = True
-    event_plane: str = "zmq"
-    enable_local_indexer: bool = False
-    data_parallel_size: int = 1
+    block_size: int = 64  # Tokens per KV block.
+    num_gpu_blocks: int = 16384  # Capacity of the KV cache of one worker, in blocks.
+    max_num_seqs: int = 256  # Requests that run at the same time.
+    max_num_batched_tokens: int = 8192  # Tokens computed in one pass.
+    max_model_len: int | None = None  # Prompt plus output tokens; None: what the cache holds.
+    watermark: float = 0.01  # Share of the cache that admission keeps free for decoding, in [0, 1).
+    speedup_ratio: float = 1.0  # Modelled time divided by real time, > 0.
+    enable_prefix_caching: bool = True  # Reuse full blocks across requests, and publish events.
+    enable_chunked_prefill: bool = True  # Cut a prompt that does not fit into a pass.
+    max_waiting: int = 4096  # Requests that may wait for admission; more are refused with 429.
+    zmq_events_port: PortChoice = 0  # First event port, 0 for no events, "auto" for free ports.
+    zmq_replay_port: PortChoice = 0  # First replay port, 0 for no replay, "auto" for free ports.
+    event_era: EventEra = "tagged"  # Wire shape of events: "positional" arrays, "tagged" maps.
+    event_topic: str = "kv-events"  # ZMQ topic of every event batch.
+    replay_buffer: int = 10_000  # Event batches kept for replay.
+    data_parallel_rank: int = 0  # Rank in every event batch.
+    startup_time_s: float = 0.0  # Real seconds before a worker is ready, as if it loaded weights.
+    tokenizer: str | None = None  # Folder of a Hugging Face tokenizer; None means UTF-8 bytes.
+    lora_adapters: tuple[str, ...] = ()  # Adapters that requests may name as their model.
+    drain_timeout_s: float = 20.0  # Real seconds for running requests to end after SIGTERM.
+    endpoint: str | None = None  # namespace.component.endpoint of the runtime; None serves HTTP.
+    kv_events: bool = True  # Publish block events with `endpoint`; without it the ports decide.
+    event_plane: str = "zmq"  # Transport of events with `endpoint`: "zmq", or "nats".
+    enable_local_indexer: bool = False  # With nats: the worker's own index instead of the stream.
+    data_parallel_size: int = 1  # Ranks of one worker, each with its own cache; needs `endpoint`.
     role: Role = "both"
-    bootstrap_ports: tuple[int, ...] = ()
+    bootstrap_ports: tuple[int, ...] = ()  # One per prefill worker, where decode workers wait.
 
     def __post_init__(self) -> None:
-        """Check every option.
-
-        Raises:
-            ConfigError: An option is out of range; names the flag and its legal values.
-        """
+        """Check every option; a ConfigError names the flag and its legal values."""
         for name, least in _AT_LEAST:
             value = getattr(self, name)
             if value < least:

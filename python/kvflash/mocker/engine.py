@@ -30,12 +30,6 @@ class Generation:
     """One request, as seen by the coroutine that waits for its tokens."""
 
     def __init__(self, request: Request, *, is_streaming: bool) -> None:
-        """Wrap a request.
-
-        Args:
-            request: The request in the scheduler.
-            is_streaming: Wake the waiter for every token, not only for the last one.
-        """
         self.request = request
         self._is_streaming = is_streaming
         self._taken = 0
@@ -48,13 +42,9 @@ class Generation:
         return self.request.is_finished
 
     async def take(self) -> list[int]:
-        """Wait for the next output tokens.
+        """Wait for the next output tokens: at least one when streaming, otherwise all of them.
 
-        Returns:
-            At least one token when streaming, otherwise all of them.
-
-        Raises:
-            ClosedError: The engine stopped before the answer was complete.
+        Raises ClosedError if the engine stopped before the answer was complete.
         """
         await self._changed.wait()
         self._changed.clear()
@@ -77,15 +67,9 @@ class Generation:
 
 
 class Engine:
-    """One worker: a scheduler, its clock and its event stream."""
+    """One worker: a scheduler, its clock and its event stream, which may be None."""
 
     def __init__(self, config: MockerConfig, stream: Sender | None) -> None:
-        """Create an engine; start it with `run`.
-
-        Args:
-            config: Its options.
-            stream: Takes block events, or None.
-        """
         self._config = config
         self._stream = stream
         #: For inspection.
@@ -113,20 +97,10 @@ class Engine:
         is_streaming: bool = False,
         is_transferred: bool = False,
     ) -> Generation:
-        """Accept a request.
+        """Accept a request; the arguments are those of `Request`.
 
-        Args:
-            prompt_ids: Tokens of the prompt.
-            planned_ids: Tokens of the answer.
-            lora: LoRA adapter, or None.
-            cache_salt: Cache salt, or None.
-            is_streaming: Deliver every token as it comes.
-            is_transferred: The KV of the prompt came from a prefill worker.
-
-        Raises:
-            OverloadedError: Too many requests are waiting.
-            InvalidArgumentError: The request is empty or too long.
-            ClosedError: The engine has stopped.
+        Raises OverloadedError if too many requests wait, InvalidArgumentError for an empty or too
+        long request, and ClosedError once the engine has stopped.
         """
         if self._error is not None:
             raise self._error
@@ -152,8 +126,7 @@ class Engine:
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache and publish that.
 
-        Returns:
-            False, with nothing changed, while a request holds a block.
+        Returns False, with nothing changed, while a request holds a block.
         """
         cleared = self.scheduler.reset()
         if cleared is None:

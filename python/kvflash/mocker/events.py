@@ -14,26 +14,15 @@ MEDIUM_GPU = "GPU"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockStored:
-    """Full, reusable blocks, each the continuation of the one before.
+    """Full, reusable blocks, each the continuation of the one before."""
 
-    Attributes:
-        block_hashes: Hashes in prompt order; u64.
-        parent_block_hash: Hash of the block before the first one; None at the start of a prompt.
-        token_ids: Tokens of all the blocks; len(block_hashes) * block_size of them.
-        block_size: Tokens per block.
-        lora_id: Number of the LoRA adapter, from 1, or None.
-        lora_name: Name of the LoRA adapter, or None.
-        cache_salt: Salt of the prompt, if the first block starts the prompt; or None.
-        medium: Where the blocks are.
-    """
-
-    block_hashes: Sequence[int]
-    parent_block_hash: int | None
-    token_ids: Sequence[int]
+    block_hashes: Sequence[int]  # u64, in prompt order.
+    parent_block_hash: int | None  # None at the start of a prompt.
+    token_ids: Sequence[int]  # block_size for each of block_hashes.
     block_size: int
-    lora_id: int | None = None
+    lora_id: int | None = None  # Number of the adapter, from 1.
     lora_name: str | None = None
-    cache_salt: str | None = None
+    cache_salt: str | None = None  # Only if the first block starts the prompt.
     medium: str | None = MEDIUM_GPU
 
 

@@ -24,7 +24,6 @@ class Generator:
     """Answers the requests of one worker."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, handover: Handover) -> None:
-        """Store the engine, and its part in disaggregated serving."""
         self._engine = engine
         self._tokenizer = tokenizer
         self._handover = handover
@@ -41,19 +40,8 @@ class Generator:
     ) -> web.StreamResponse:
         """Generate the answer to a request.
 
-        Args:
-            request: The request.
-            params: Its parameters.
-            answer: Builds the bodies.
-            room: Where the prompt's KV is handed over, or None.
-            on_plan: Called with the finished answer, before its end is sent.
-            respond: Makes the response of a non-streamed body.
-
-        Raises:
-            ApiError: The request can't be answered.
-            ClosedError: The engine stopped before the answer was complete.
-            OverloadedError: Too many requests are waiting.
-            TransportError: The prefill at another worker failed.
+        Calls ``on_plan`` with the finished answer before its end is sent, and ``respond`` for the
+        response of a non-streamed body.
         """
         running: list[tuple[Choice, Generation]] = []
         is_done = False

@@ -32,8 +32,7 @@ _ROOM_MAX = (1 << 64) - 1
 def is_handed_over(params: object) -> bool:
     """Whether transfer parameters say that another worker computes the prompt.
 
-    Raises:
-        InvalidArgumentError: They are not those of a prefill worker.
+    Raises InvalidArgumentError if they are not those of a prefill worker.
     """
     if params is None:
         return False
@@ -59,11 +58,7 @@ class Room:
 
 
 def parse_room(fields: Mapping[str, Any]) -> Room | None:
-    """The room of a request, from bootstrap_host, bootstrap_port and bootstrap_room.
-
-    Raises:
-        InvalidArgumentError: One of them is missing or out of range.
-    """
+    """The room of a request, or None; raises InvalidArgumentError for an invalid one."""
     host, port, number = (fields.get(f"bootstrap_{name}") for name in ("host", "port", "room"))
     if host is None and port is None and number is None:
         return None
@@ -80,13 +75,6 @@ class Handover:
     """One worker's part in transfers: what it receives or provides."""
 
     def __init__(self, role: Role, host: str, block_size: int) -> None:
-        """Choose an engine id.
-
-        Args:
-            role: The part of a request that the worker computes.
-            host: Host under which others reach it.
-            block_size: Tokens in a block.
-        """
         self._role = role
         self._host = host
         self._block_size = block_size
@@ -105,11 +93,7 @@ class Handover:
         return self._role == "prefill"
 
     async def open(self, port: int) -> None:
-        """Let decode workers wait at a port.
-
-        Raises:
-            OSError: The port is taken.
-        """
+        """Let decode workers wait at a port; raises OSError if it is taken."""
         try:
             self._server = await asyncio.start_server(
                 self._answer, self._host, port, limit=_LINE_BYTES_MAX
@@ -120,11 +104,7 @@ class Handover:
         self.bootstrap_port = port
 
     async def close(self, timeout_s: float) -> None:
-        """Hang up on those who wait.
-
-        Args:
-            timeout_s: Time for decode workers to fetch what is computed for them; 5 s at most.
-        """
+        """Let decode workers fetch what is computed, for 5 s at most, then hang up on all."""
         if self._server is None:
             return
         await self._drain(min(timeout_s, FETCH_S_MAX))
@@ -134,14 +114,10 @@ class Handover:
         await asyncio.gather(*self._answers, return_exceptions=True)
 
     async def receive(self, params: object, room: Room | None) -> bool:
-        """Wait for the KV of a prompt if another worker computes it.
+        """Wait for the KV of a prompt if another worker computes it; returns whether one does.
 
-        Returns:
-            True if so: then nothing of the prompt remains to be computed.
-
-        Raises:
-            InvalidArgumentError: The parameters are not those of a prefill worker.
-            TransportError: The prefill failed, or its worker can't be reached.
+        Raises InvalidArgumentError for wrong parameters, and TransportError if the prefill failed
+        or its worker can't be reached.
         """
         is_ready = is_handed_over(params)
         if self._role != "decode":
@@ -217,8 +193,7 @@ class Handover:
 async def meet(room: Room) -> None:
     """Wait until the prefill worker has computed the prompt of a room.
 
-    Raises:
-        TransportError: It can't be reached, disconnected, failed or took too long.
+    Raises TransportError if it can't be reached, disconnects, fails or takes too long.
     """
     where = f"room {room.number} at {room.host}:{room.port}"
 

@@ -13,7 +13,6 @@ class Logprobs:
     """The log probabilities of an answer's tokens, each with ``count`` likely ones."""
 
     def __init__(self, tokenizer: Tokenizer, count: int) -> None:
-        """Store the tokenizer, which supplies likely tokens, and their number."""
         self._tokenizer = tokenizer
         self._count = count
 
@@ -35,11 +34,7 @@ class Logprobs:
     ) -> Body:
         """In the form of completions: lists, with the offsets of the tokens in the text.
 
-        Args:
-            token_ids: The tokens.
-            pieces: The text of each.
-            offset: Characters before the first one.
-            is_prompt: Whether the text starts with them: then its first token has no probability.
+        The first token of a prompt has no probability. ``offset`` counts the characters before.
         """
         chances: list[float | None] = [_chance(token_id) for token_id in token_ids]
         tops: list[dict[str, float] | None] | None = None

@@ -16,11 +16,7 @@ TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def as_chat(body: Body, *, needs_max_tokens: bool = True) -> Body:
-    """Convert a message request to a chat.
-
-    Raises:
-        ApiError: A field is wrong.
-    """
+    """Convert a message request to a chat; refuses wrong fields."""
     if needs_max_tokens and body.get("max_tokens") is None:
         refuse("max_tokens is required", "max_tokens")
     messages: list[Body] = []
@@ -125,7 +121,6 @@ class MessageAnswer(Answer):
     """Builds a message, or the events of its stream."""
 
     def __init__(self, answer_id: str, model: str, prompt_tokens: int) -> None:
-        """Start an answer to a prompt of ``prompt_tokens`` tokens."""
         self._prompt_tokens = prompt_tokens
         self._blocks = 0
         self._head = {

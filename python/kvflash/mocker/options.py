@@ -31,43 +31,24 @@ class Tool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions:
-    """Options of an answer.
+    """Options of an answer."""
 
-    Attributes:
-        tools: Tools of which one is called; none: the answer is text.
-        calls_each: Call the first tools, each once, instead of one of all.
-        is_named: The request named the tool: then the answer ends with `stop`.
-        schema: JSON schema of the text, or None.
-        stop: Texts that end the answer.
-        stop_token_ids: Tokens that end it.
-        has_stop: The stop text is part of the answer.
-        seed: Selects another answer, or None.
-        choices: Number of answers to the prompt.
-        logprobs: Number of likely tokens besides each token; None: no log probabilities.
-        has_echo: The prompt is part of the answer.
-        text_tokens: Tokens after which text ends by itself; None: only at the limit of tokens.
-    """
-
-    tools: Sequence[Tool] = ()
-    calls_each: bool = False
-    is_named: bool = False
-    schema: object = None
-    stop: Sequence[str] = ()
+    tools: Sequence[Tool] = ()  # One of them is called; none: the answer is text.
+    calls_each: bool = False  # Call the first tools, each once, instead of one of all.
+    is_named: bool = False  # The request named the tool: then the answer ends with `stop`.
+    schema: object = None  # JSON schema of the text.
+    stop: Sequence[str] = ()  # Texts that end the answer.
     stop_token_ids: frozenset[int] = frozenset()
-    has_stop: bool = False
-    seed: int | None = None
-    choices: int = 1
-    logprobs: int | None = None
-    has_echo: bool = False
-    text_tokens: int | None = None
+    has_stop: bool = False  # The stop text is part of the answer.
+    seed: int | None = None  # Selects another answer.
+    choices: int = 1  # Number of answers to the prompt.
+    logprobs: int | None = None  # Likely tokens besides each token; None: no log probabilities.
+    has_echo: bool = False  # The prompt is part of the answer.
+    text_tokens: int | None = None  # Tokens after which text ends by itself.
 
 
 def parse_options(body: Body, *, is_chat: bool, text_tokens: int | None) -> AnswerOptions:
-    """Check the options of a chat or a completion.
-
-    Raises:
-        ApiError: A field is wrong.
-    """
+    """Read the options of a chat or a completion; refuses wrong ones."""
     tools, is_named = _tools_to_call(body) if is_chat else ((), False)
     return AnswerOptions(
         tools=tools,
@@ -87,11 +68,7 @@ def parse_options(body: Body, *, is_chat: bool, text_tokens: int | None) -> Answ
 
 
 def boolean(body: Mapping[str, Any], name: str, default: bool) -> bool:
-    """A boolean field.
-
-    Raises:
-        ApiError: It is not a boolean.
-    """
+    """A boolean field; refuses other values."""
     value = body.get(name)
     if value is None:
         return default
@@ -101,11 +78,7 @@ def boolean(body: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 def parse_tools(body: Body) -> list[Tool]:
-    """The tools of a chat.
-
-    Raises:
-        ApiError: They are malformed.
-    """
+    """The tools of a chat; refuses malformed ones."""
     told = body.get("tools")
     if told is None:
         return []

@@ -17,14 +17,7 @@ BATCH_COST = 0.005
 
 
 def prefill_ms(new_tokens: int) -> float:
-    """Time to compute the prompt tokens of a pass.
-
-    Args:
-        new_tokens: Tokens of the whole batch that are not cached.
-
-    Returns:
-        Milliseconds; 0 for 0 tokens.
-    """
+    """Time to compute the prompt tokens of a pass that are not cached."""
     if new_tokens == 0:
         return 0.0
     square, linear, constant = PREFILL_MS
@@ -32,43 +25,19 @@ def prefill_ms(new_tokens: int) -> float:
 
 
 def decode_ms(kv_usage: float) -> float:
-    """Base time of a decode step, independent of its batch size.
-
-    Args:
-        kv_usage: Share of the KV cache in use; above 1 counts as 1.
-
-    Returns:
-        Milliseconds, at least DECODE_MS_MIN.
-    """
+    """Time of a decode step of one request, at this share of the KV cache; above 1 counts as 1."""
     usage = min(1.0, kv_usage)
     square, linear, constant = DECODE_MS
     return max(DECODE_MS_MIN, square * usage * usage + linear * usage + constant)
 
 
 def decode_step_ms(kv_usage: float, batch_size: int) -> float:
-    """Time of a decode step: `decode_ms(kv_usage) * (1 + BATCH_COST * (batch_size - 1))`.
-
-    Args:
-        kv_usage: Share of the KV cache in use.
-        batch_size: Requests that decode one token in this step.
-
-    Returns:
-        Milliseconds; 0 for an empty batch.
-    """
+    """Time of a decode step of a whole batch; 0 for an empty one."""
     if batch_size == 0:
         return 0.0
     return decode_ms(kv_usage) * (1.0 + BATCH_COST * (batch_size - 1))
 
 
 def pass_ms(new_tokens: int, batch_size: int, kv_usage: float) -> float:
-    """Time of a whole pass: its prefill, then its decode step.
-
-    Args:
-        new_tokens: Prompt tokens computed in the pass.
-        batch_size: Requests that decode one token in the pass.
-        kv_usage: Share of the KV cache in use.
-
-    Returns:
-        Milliseconds.
-    """
+    """Time of a whole pass: its prefill, then its decode step."""
     return prefill_ms(new_tokens) + decode_step_ms(kv_usage, batch_size)

@@ -28,17 +28,11 @@ class ToolCall:
 
 
 class Delta(NamedTuple):
-    """A piece of an answer.
+    """A piece of an answer."""
 
-    Attributes:
-        text: More text, or more of a call's arguments.
-        call: Number of that call in the answer, or None for text.
-        is_first: Whether the call starts here.
-    """
-
-    text: str
-    call: int | None
-    is_first: bool
+    text: str  # More text, or more of a call's arguments.
+    call: int | None  # Number of that call in the answer, or None for text.
+    is_first: bool  # Whether the call or the text starts here.
 
 
 class Span(NamedTuple):
@@ -51,25 +45,15 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The plan of an answer.
-
-    Attributes:
-        token_ids: Tokens that are generated.
-        pieces: The text of each token.
-        raw: The whole text, with the marks around calls and the text that ended it.
-        spans: The visible parts in order; the rest is hidden.
-        calls: Tool calls.
-        finish_reason: stop, length or tool_calls, in OpenAI's terms.
-        stop_reason: The text or the token that ended it, or None.
-    """
+    """The plan of an answer."""
 
     token_ids: Sequence[int]
-    pieces: Sequence[str]
-    raw: str
-    spans: Sequence[Span]
+    pieces: Sequence[str]  # The text of each token.
+    raw: str  # The whole text, with the marks around calls and the text that ended it.
+    spans: Sequence[Span]  # The visible parts in order; the rest is hidden.
     calls: Sequence[ToolCall] = ()
-    finish_reason: str
-    stop_reason: str | int | None = None
+    finish_reason: str  # stop, length or tool_calls, in OpenAI's terms.
+    stop_reason: str | int | None = None  # The text or the token that ended it.
 
     def deltas(self, start: int, end: int) -> list[Delta]:
         """What a client sees once the characters from `start` to `end` are generated."""
@@ -95,35 +79,19 @@ class Plan:
 
 
 class Step(NamedTuple):
-    """The part of an answer that one step of the engine adds.
+    """The part of an answer that one step of the engine adds."""
 
-    Attributes:
-        deltas: The visible part of it.
-        start: Tokens of the answer before the step.
-        end: Tokens of the answer after the step.
-        chars: Characters generated before the step.
-        is_last: Whether the answer is complete.
-    """
-
-    deltas: Sequence[Delta]
-    start: int
-    end: int
-    chars: int
-    is_last: bool
+    deltas: Sequence[Delta]  # The visible part of it.
+    start: int  # Tokens of the answer before the step.
+    end: int  # Tokens of the answer after the step.
+    chars: int  # Characters generated before the step.
+    is_last: bool  # Whether the answer is complete.
 
 
 class Choice:
-    """One answer to a prompt while it is sent to the client.
-
-    Attributes:
-        index: Its number among the answers to the prompt.
-        plan: Its planned content.
-        request: Its request in the engine.
-        is_told: Whether all of it has been returned.
-    """
+    """One answer to a prompt while it is sent to the client."""
 
     def __init__(self, index: int, plan: Plan, request: Request) -> None:
-        """Start before the first token."""
         self.index = index
         self.plan = plan
         self.request = request
@@ -143,17 +111,9 @@ class Choice:
 def plan_answer(
     options: AnswerOptions, tokenizer: Tokenizer, *, seed: int, index: int, max_tokens: int
 ) -> Plan:
-    """Plan one of the answers to a prompt; deterministic in its arguments.
+    """Plan one of the answers to a prompt, whose tokens give the seed.
 
-    Args:
-        options: Requirements on the answer.
-        tokenizer: Makes its tokens.
-        seed: Seed derived from the prompt.
-        index: Number among the answers to the prompt.
-        max_tokens: Maximum of tokens.
-
-    Raises:
-        ApiError: No value of the schema was found.
+    It is deterministic in its arguments, and refuses a schema for which it finds no value.
     """
     if options.seed is not None or index:
         mixed = blake2b(f"{seed} {options.seed} {index}".encode(), digest_size=8)

@@ -19,11 +19,7 @@ CLASSES = ("LABEL_0", "LABEL_1")
 
 
 def embeddings(body: Body, model: str, tokenizer: Tokenizer) -> Body:
-    """The answer of /v1/embeddings.
-
-    Raises:
-        ApiError: A field is wrong.
-    """
+    """The answer of /v1/embeddings."""
     prompts = _prompts(body, tokenizer)
     count = body.get("dimensions") or DIMENSIONS
     if type(count) is not int or not 1 <= count <= DIMENSIONS_MAX:
@@ -41,11 +37,7 @@ def embeddings(body: Body, model: str, tokenizer: Tokenizer) -> Body:
 
 
 def rerank(body: Body, model: str, tokenizer: Tokenizer) -> Body:
-    """The answer of /rerank, best first.
-
-    Raises:
-        ApiError: A field is wrong.
-    """
+    """The answer of /rerank, best first."""
     query, documents = _text(body, "query"), _texts(body, "documents")
     top_n = body.get("top_n") or len(documents)
     if type(top_n) is not int or top_n < 1:
@@ -63,11 +55,7 @@ def rerank(body: Body, model: str, tokenizer: Tokenizer) -> Body:
 
 
 def score(body: Body, model: str, tokenizer: Tokenizer) -> Body:
-    """The answer of /score: `text_1` against each of `text_2`.
-
-    Raises:
-        ApiError: A field is wrong.
-    """
+    """The answer of /score: `text_1` against each of `text_2`."""
     first, second = _texts(body, "text_1"), _texts(body, "text_2")
     if len(first) not in (1, len(second)):
         refuse("text_1 must be one text, or as many as text_2", "text_1")
@@ -81,11 +69,7 @@ def score(body: Body, model: str, tokenizer: Tokenizer) -> Body:
 
 
 def classify(body: Body, model: str, tokenizer: Tokenizer) -> Body:
-    """The answer of /classify.
-
-    Raises:
-        ApiError: A field is wrong.
-    """
+    """The answer of /classify."""
     prompts = _prompts(body, tokenizer)
     data = []
     for index, prompt in enumerate(prompts):
@@ -97,11 +81,7 @@ def classify(body: Body, model: str, tokenizer: Tokenizer) -> Body:
 
 
 def pooling(body: Body, model: str, tokenizer: Tokenizer) -> Body:
-    """The answer of /pooling.
-
-    Raises:
-        ApiError: A field is wrong.
-    """
+    """The answer of /pooling."""
     prompts = _prompts(body, tokenizer)
     data = [
         {"index": index, "object": "pooling", "data": _vector(prompt, DIMENSIONS)}

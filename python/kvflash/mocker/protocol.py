@@ -24,39 +24,22 @@ CHAT_TOKENS = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationParams:
-    """A validated request for an answer.
-
-    Attributes:
-        model: Requested model name.
-        prompt_ids: Tokens of the prompt.
-        max_tokens: Output tokens.
-        lora: LoRA adapter, or None.
-        cache_salt: Cache salt, or None.
-        is_streaming: Answer with server-sent events.
-        has_usage_chunk: End the stream with a chunk of usage.
-        has_token_ids: Include the tokens of the answer.
-        transfer: kv_transfer_params, or None.
-        options: Requirements on the answer.
-    """
+    """A validated request for an answer."""
 
     model: str
     prompt_ids: Sequence[int]
     max_tokens: int
     lora: Lora | None
     cache_salt: str | None
-    is_streaming: bool
-    has_usage_chunk: bool
-    has_token_ids: bool = False
-    transfer: Mapping[str, Any] | None = None
+    is_streaming: bool  # Answer with server-sent events.
+    has_usage_chunk: bool  # End the stream with a chunk of usage.
+    has_token_ids: bool = False  # Include the tokens of the answer.
+    transfer: Mapping[str, Any] | None = None  # kv_transfer_params.
     options: AnswerOptions = field(default_factory=AnswerOptions)
 
 
 def parse_json(data: bytes) -> Body:
-    """Parse a request body.
-
-    Raises:
-        ApiError: Not a JSON object.
-    """
+    """Parse a request body; refuses anything but a JSON object."""
     try:
         body = json.loads(data)
     # RecursionError: a few kilobytes of brackets suffice.
@@ -102,11 +85,7 @@ def listed_tools(told: Any) -> list[Body]:
 
 
 def parse_model(body: Body, config: MockerConfig) -> tuple[str, Lora | None]:
-    """The requested model name, and its LoRA adapter.
-
-    Raises:
-        ApiError: 404, no such model.
-    """
+    """The requested model name, and its LoRA adapter; refuses unknown models with 404."""
     model = body.get("model")
     if model is None or model == config.model_name:
         return config.model_name, None
@@ -125,15 +104,7 @@ def parse_generation(
 ) -> GenerationParams:
     """Check a chat or completion request and tokenize its prompt.
 
-    Args:
-        body: The request.
-        is_chat: Chat or completion.
-        config: Options of the mocker.
-        tokenizer: Makes the tokens.
-        text_tokens: Tokens after which text ends by itself, or None.
-
-    Raises:
-        ApiError: 404 for an unknown model, 400 for everything else.
+    Refuses an unknown model with 404, and everything else that is wrong with 400.
     """
     model, lora = parse_model(body, config)
     cache_salt = body.get("cache_salt")
@@ -170,11 +141,7 @@ def parse_generation(
 
 
 def parse_bootstrap(body: Body) -> Room | None:
-    """Where the prompt's KV is handed over, or None.
-
-    Raises:
-        ApiError: Not a valid room.
-    """
+    """Where the prompt's KV is handed over, or None; refuses an invalid room."""
     try:
         return parse_room(body)
     except InvalidArgumentError as error:
@@ -182,11 +149,7 @@ def parse_bootstrap(body: Body) -> Room | None:
 
 
 def parse_prompt(body: Body, *, is_chat: bool, tokenizer: Tokenizer) -> list[int]:
-    """Tokens of the prompt of a chat, completion or tokenize request.
-
-    Raises:
-        ApiError: The prompt or the messages are malformed.
-    """
+    """Tokens of the prompt of a chat, completion or tokenize request; refuses malformed ones."""
     if is_chat:
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
@@ -227,11 +190,7 @@ def _reused_ids(body: Body) -> list[int] | None:
 
 
 def parse_token_ids(value: object, param: str) -> list[int]:
-    """Validate a list of token ids.
-
-    Raises:
-        ApiError: Not a list of token ids.
-    """
+    """The value, which must be a list of token ids; else it is refused."""
     # type() and not isinstance(): true is not a token id.
     if not isinstance(value, list) or not all(
         type(token_id) is int and 0 <= token_id <= TOKEN_ID_MAX for token_id in value

@@ -11,14 +11,8 @@ TICK_MS = 1_000.0
 def open_stream(config: MockerConfig, host: str, *, offset: int, dp_rank: int) -> EventStream:
     """Bind the sockets of one rank, and start answering replay requests.
 
-    Args:
-        config: Ports, topic, wire shape and limits.
-        host: Interface to bind to.
-        offset: Added to the configured ports, if they are not free ones.
-        dp_rank: Data parallel rank in every batch.
-
-    Raises:
-        ConfigError: A port is taken or the host is not local.
+    ``offset`` is added to the configured ports, if they are not free ones. Raises ConfigError if a
+    port is taken or the host is not local.
     """
     # Discovery announces the replay of a runtime's worker; an HTTP worker has one if asked to.
     has_replay = config.endpoint is not None or config.zmq_replay_port != 0

@@ -6,15 +6,9 @@ Body = dict[str, Any]
 
 
 class ApiError(Exception):
-    """A request that is answered with an OpenAI error body.
-
-    Attributes:
-        status: HTTP status.
-        body: The error body.
-    """
+    """A request that is answered with an OpenAI error body; ``param`` names the faulty field."""
 
     def __init__(self, status: int, kind: str, message: str, param: str | None = None) -> None:
-        """Describe the refusal; `param` names the faulty field."""
         super().__init__(message)
         self.status = status
         self.body: Body = {
@@ -23,9 +17,5 @@ class ApiError(Exception):
 
 
 def refuse(message: str, param: str | None = None) -> NoReturn:
-    """Refuse a request as malformed.
-
-    Raises:
-        ApiError: Always; status 400.
-    """
+    """Refuse a request as malformed, with status 400."""
     raise ApiError(400, "BadRequestError", message, param)

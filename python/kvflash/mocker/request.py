@@ -20,39 +20,22 @@ class Lora:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
-    """One request in the scheduler.
+    """One request in the scheduler."""
 
-    Attributes:
-        request_id: Unique among the requests of a scheduler.
-        prompt_ids: Tokens of the prompt, at least one.
-        planned_ids: Tokens of the answer, at least one.
-        lora: LoRA adapter, or None.
-        cache_salt: Separates the cache of tenants, or None.
-        is_transferred: Whether its KV comes from a prefill worker: then only the last token of the
-            prompt is computed here.
-        tokens: The prompt and the answer so far.
-        cached_tokens: Prompt tokens found in the cache at admission; None before.
-        root: Root of its chain of block hashes.
-        block_hashes: Hashes of the full blocks of `tokens`, as far as needed.
-        stored_blocks: Leading blocks that it holds by hash.
-        partial_blocks: Blocks that it holds beyond these.
-        computed_tokens: Leading tokens whose KV is in those blocks.
-        is_aborted: Whether it was ended early.
-    """
-
-    request_id: int
-    prompt_ids: Sequence[int]
-    planned_ids: Sequence[int]
+    request_id: int  # Unique among the requests of a scheduler.
+    prompt_ids: Sequence[int]  # At least one.
+    planned_ids: Sequence[int]  # Tokens of the answer, at least one.
     lora: Lora | None = None
-    cache_salt: str | None = None
+    cache_salt: str | None = None  # Separates the cache of tenants.
+    # The KV comes from a prefill worker: only the last token of the prompt is computed here.
     is_transferred: bool = False
-    tokens: list[int] = field(init=False)
-    cached_tokens: int | None = field(init=False, default=None)
-    root: int = field(init=False)
-    block_hashes: list[int] = field(init=False, default_factory=list)
-    stored_blocks: int = field(init=False, default=0)
-    partial_blocks: int = field(init=False, default=0)
-    computed_tokens: int = field(init=False, default=0)
+    tokens: list[int] = field(init=False)  # The prompt and the answer so far.
+    cached_tokens: int | None = field(init=False, default=None)  # Of the prompt, at admission.
+    root: int = field(init=False)  # Root of its chain of block hashes.
+    block_hashes: list[int] = field(init=False, default_factory=list)  # As far as needed.
+    stored_blocks: int = field(init=False, default=0)  # Leading blocks held by hash.
+    partial_blocks: int = field(init=False, default=0)  # Blocks held beyond these.
+    computed_tokens: int = field(init=False, default=0)  # Leading tokens in those blocks.
     is_aborted: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
@@ -68,32 +51,20 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """The work of one pass.
+    """The work of one pass."""
 
-    Attributes:
-        chunks: Requests and how many tokens of each are computed.
-        prefill_tokens: Tokens of prompts (or of preempted requests) among them.
-        decode_count: Requests that only decode one token.
-        kv_usage: Share of the KV cache in use during the pass.
-    """
-
-    chunks: Sequence[tuple[Request, int]]
-    prefill_tokens: int
-    decode_count: int
-    kv_usage: float
+    chunks: Sequence[tuple[Request, int]]  # Requests, and how many tokens of each are computed.
+    prefill_tokens: int  # Tokens of prompts (or of preempted requests) among them.
+    decode_count: int  # Requests that only decode one token.
+    kv_usage: float  # Share of the KV cache in use during the pass.
 
 
 @dataclass(frozen=True, slots=True)
 class PassResult:
-    """The result of a pass.
+    """The result of a pass."""
 
-    Attributes:
-        advanced: Requests that got one output token.
-        events: Block events in order.
-    """
-
-    advanced: Sequence[Request]
-    events: Sequence[Event]
+    advanced: Sequence[Request]  # Requests that got one output token.
+    events: Sequence[Event]  # In order.
 
 
 @dataclass(slots=True)

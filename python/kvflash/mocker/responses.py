@@ -22,7 +22,6 @@ class ResponseStore:
     """Past responses and their conversations, by id."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self._kept: OrderedDict[str, tuple[ResponseAnswer, list[Body]]] = OrderedDict()
 
     def keep(self, answer: ResponseAnswer, messages: list[Body]) -> None:
@@ -32,27 +31,15 @@ class ResponseStore:
             self._kept.popitem(last=False)
 
     def find(self, response_id: object) -> list[Body]:
-        """The conversation that ends with this response.
-
-        Raises:
-            ApiError: 404, not stored here.
-        """
+        """The conversation that ends with this response; refuses unknown ones with 404."""
         return self._find(response_id, "previous_response_id")[1]
 
     def response(self, response_id: str) -> Body:
-        """The response in its current state.
-
-        Raises:
-            ApiError: 404, not stored here.
-        """
+        """The response in its current state; refuses unknown ones with 404."""
         return self._find(response_id, "response_id")[0].told()
 
     def delete(self, response_id: str) -> Body:
-        """Delete a response; returns the body that confirms it.
-
-        Raises:
-            ApiError: 404, not stored here.
-        """
+        """Delete a response and return the body that confirms it; 404 for unknown ones."""
         self._find(response_id, "response_id")
         del self._kept[response_id]
         return {"id": response_id, "object": "response", "deleted": True}
@@ -65,11 +52,7 @@ class ResponseStore:
 
 
 def as_chat(body: Body, store: ResponseStore) -> Body:
-    """Convert a request for a response to a chat.
-
-    Raises:
-        ApiError: A field is wrong, or the previous response is not stored here.
-    """
+    """Convert a request for a response to a chat; refuses wrong fields."""
     messages: list[Body] = []
     if instructions := body.get("instructions"):
         messages.append({"role": "system", "content": instructions})
@@ -161,7 +144,6 @@ class ResponseAnswer(Answer):
     def __init__(
         self, body: Body, model: str, max_tokens: int, *, logprobs: Logprobs | None = None
     ) -> None:
-        """Start an answer to a request's body."""
         self.id = str(body.get("request_id") or f"resp_{uuid.uuid4().hex}")
         self._logprobs = logprobs
         self._sequence_number = 0

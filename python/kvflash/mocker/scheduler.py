@@ -24,7 +24,6 @@ class Scheduler:
     """First come, first served continuous batching with prefix caching and preemption."""
 
     def __init__(self, config: MockerConfig) -> None:
-        """Create an idle scheduler with an empty cache."""
         self.counters = Counters()
         self._config = config
         #: The KV cache, for inspection.
@@ -58,9 +57,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Put a request at the end of the queue.
 
-        Raises:
-            OverloadedError: max_waiting requests are waiting already.
-            InvalidArgumentError: The request is empty, or longer than a worker can hold.
+        Raises OverloadedError if the queue is full, and InvalidArgumentError for a request that is
+        empty or longer than a worker can hold.
         """
         total = len(request.prompt_ids) + len(request.planned_ids)
         if not request.prompt_ids or not request.planned_ids or total > self._config.model_len:
@@ -90,19 +88,11 @@ class Scheduler:
             self._free(request)
 
     def reset(self) -> AllBlocksCleared | None:
-        """Empty the cache.
-
-        Returns:
-            The event to publish, or None, with nothing changed, while a request holds a block.
-        """
+        """Empty the cache and return the event to publish; None while a request holds a block."""
         return AllBlocksCleared() if self.blocks.clear() else None
 
     def schedule(self) -> Pass | None:
-        """Plan the next pass and reserve its blocks.
-
-        Returns:
-            None if there is nothing to do.
-        """
+        """Plan the next pass and reserve its blocks; None if there is nothing to do."""
         assert not self._is_in_pass, "complete() comes before the next schedule()"
         budget = self._config.max_num_batched_tokens
         chunks: list[tuple[Request, int]] = []
@@ -132,14 +122,10 @@ class Scheduler:
         return Pass(chunks, tokens - decodes, decodes, self.kv_usage)
 
     def complete(self, done: Pass) -> PassResult:
-        """Apply a pass: blocks become visible, tokens come out, requests end.
+        """Apply the pass of the last `schedule`: blocks become visible, tokens come out.
 
-        Args:
-            done: The pass that the last `schedule` returned.
-
-        Returns:
-            The result. Removals come before stores: evicted blocks were gone when the pass began,
-                and computed blocks exist when it ends.
+        Removals come before stores: evicted blocks were gone when the pass began, and computed
+        blocks exist when it ends.
         """
         assert self._is_in_pass, "schedule() comes before complete()"
         self._is_in_pass = False
@@ -163,10 +149,9 @@ class Scheduler:
         return PassResult(advanced, events if self._config.enable_prefix_caching else ())
 
     def _reserve(self, request: Request, count: int) -> bool:
-        """Reserve the blocks for `count` more tokens of a running request, preempting younger ones.
+        """Reserve blocks for `count` more tokens of a running request, preempting younger ones.
 
-        Returns:
-            False if it was the youngest and was preempted itself.
+        Returns False if it was the youngest and was preempted itself.
         """
         missing = (
             self._block_count(request.computed_tokens + count)
@@ -194,8 +179,7 @@ class Scheduler:
     def _admit(self, budget: int) -> tuple[Request, int] | None:
         """Move the first waiting request to the running ones, if it fits.
 
-        Returns:
-            The request and how many of its tokens this pass computes.
+        Returns it with the number of its tokens that this pass computes.
         """
         if not self._waiting or len(self._running) >= self._config.max_num_seqs:
             return None

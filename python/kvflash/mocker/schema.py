@@ -38,8 +38,7 @@ class _DeadEndError(Exception):
 def instance(schema: object, rng: random.Random) -> Any:
     """Make a small value that a schema allows; deterministic in its arguments.
 
-    Raises:
-        InvalidArgumentError: No value was found; the message says why.
+    Raises InvalidArgumentError, which says why, if it finds no value.
     """
     maker = _Maker(schema, rng)
     reason = "too deep"

@@ -41,14 +41,9 @@ _FORMATS = {
 
 
 def text(schema: dict[str, Any], rng: random.Random) -> str:
-    """Make a short string that a schema allows.
+    """Make a short string that minLength, maxLength, pattern and format of a schema allow.
 
-    Args:
-        schema: minLength, maxLength, pattern and format are used.
-        rng: Picks the letters.
-
-    Raises:
-        InvalidArgumentError: No string was found; names the obstacle.
+    Raises InvalidArgumentError, which names the obstacle, if it finds no string.
     """
     least, most = schema.get("minLength", 0), schema.get("maxLength", TEXT_CHARS_MAX)
     if type(least) is not int or type(most) is not int or not 0 <= least <= TEXT_CHARS_MAX:

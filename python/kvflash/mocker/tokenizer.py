@@ -45,11 +45,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Token ids to text.
-
-        Raises:
-            ValueError: An id is not in the vocabulary.
-        """
+        """Token ids to text; raises ValueError for an id that is not in the vocabulary."""
         ...
 
     def render_chat(
@@ -59,11 +55,7 @@ class Tokenizer(Protocol):
         add_generation_prompt: bool,
         tools: Sequence[Message] | None = None,
     ) -> str:
-        """Render messages and available tools to the text of a prompt.
-
-        Raises:
-            ValueError: The template rejects the messages.
-        """
+        """The prompt of messages and tools; raises ValueError if the template refuses them."""
         ...
 
     def plan_output(self, seed: int, count: int) -> list[int]:
@@ -104,11 +96,7 @@ class ByteTokenizer:
         return list(text.encode("utf-8", errors="replace"))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of the bytes; broken UTF-8 becomes U+FFFD.
-
-        Raises:
-            ValueError: An id is above 255.
-        """
+        """Text of the bytes; broken UTF-8 becomes U+FFFD."""
         return bytes(token_ids).decode("utf-8", errors="replace")
 
     def render_chat(
@@ -142,17 +130,13 @@ class ByteTokenizer:
 
 
 class FolderTokenizer:
-    """The tokenizer of a Hugging Face model folder, in the Rust core."""
+    """The tokenizer of a Hugging Face model folder, in the Rust core.
+
+    Raises ConfigError for a folder without a usable tokenizer, or if it encodes no common word as
+    one token.
+    """
 
     def __init__(self, folder: str) -> None:
-        """Load the folder and pick the tokens of answers.
-
-        Args:
-            folder: Folder with tokenizer.json and, for chats, a chat template.
-
-        Raises:
-            ConfigError: The folder has no usable tokenizer, or no word survives encoding.
-        """
         if not Path(folder, "tokenizer.json").is_file():
             raise ConfigError(f"--tokenizer must be a folder with a tokenizer.json, got {folder!r}")
         # Imported on demand: bytes need no extension module.
@@ -192,11 +176,7 @@ class FolderTokenizer:
         add_generation_prompt: bool,
         tools: Sequence[Message] | None = None,
     ) -> str:
-        """Render the chat template of the folder.
-
-        Raises:
-            ValueError: The template rejects the messages, or a content is not text.
-        """
+        """Render the chat template of the folder."""
         told = json.dumps(tools) if tools else None
         text = self._core.render_chat(json.dumps(messages), add_generation_prompt, tools_json=told)
         if text is None:
@@ -222,11 +202,7 @@ class FolderTokenizer:
 
 
 def load(folder: str | None) -> Tokenizer:
-    """The tokenizer of a folder, or bytes for None.
-
-    Raises:
-        ConfigError: The folder is not usable.
-    """
+    """The tokenizer of a folder, or bytes for None."""
     return ByteTokenizer() if folder is None else FolderTokenizer(folder)
 
 

@@ -14,31 +14,18 @@ from kvflash.mocker.request import Lora
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRequest:
-    """A validated request.
-
-    Attributes:
-        token_ids: Tokens of the prompt.
-        max_tokens: Output tokens.
-        lora: LoRA adapter, or None.
-        cache_salt: Cache salt, or None.
-        dp_rank: Rank that must take it, or None.
-        transfer: The transfer parameters of the prefill worker, or None.
-    """
+    """A validated request."""
 
     token_ids: list[int]
     max_tokens: int
     lora: Lora | None
     cache_salt: str | None
-    dp_rank: int | None
-    transfer: Mapping[str, Any] | None
+    dp_rank: int | None  # Rank that must take it, or None.
+    transfer: Mapping[str, Any] | None  # The prefill worker's transfer parameters, or None.
 
 
 def parse_tokens(request: Mapping[str, Any], config: MockerConfig) -> TokenRequest:
-    """Validate a request.
-
-    Raises:
-        InvalidArgumentError: A field is wrong; names it.
-    """
+    """Validate a request; an InvalidArgumentError names the wrong field."""
     token_ids = request.get("token_ids")
     # type() and not isinstance(): true is not a token id.
     if not isinstance(token_ids, list) or not all(
@@ -77,11 +64,7 @@ def parse_tokens(request: Mapping[str, Any], config: MockerConfig) -> TokenReque
 
 
 def request_room(request: Any) -> Room | None:
-    """Where the prompt's KV is handed over, or None.
-
-    Raises:
-        InvalidArgumentError: Not a request, or not a valid room.
-    """
+    """Where the prompt's KV is handed over, or None."""
     if not isinstance(request, Mapping):
         raise InvalidArgumentError(f"the request must be a map, got {type(request).__name__}")
     return parse_room(_map(request, "bootstrap_info"))

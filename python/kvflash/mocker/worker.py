@@ -29,21 +29,9 @@ START_TIMEOUT_S = 30.0
 
 
 class RuntimeWorker:
-    """One instance of an endpoint, with one engine for each data parallel rank.
-
-    Attributes:
-        index: Its number in the process, from 0.
-        engines: The engines, by rank.
-        instance_id: Its number among the instances.
-    """
+    """One instance of an endpoint, with one engine for each data parallel rank."""
 
     def __init__(self, index: int, config: MockerConfig, tokenizer: Tokenizer) -> None:
-        """Bind the event sockets of one worker; `start` does the rest.
-
-        Raises:
-            ConfigError: The endpoint's name is invalid.
-            OSError: A port is taken.
-        """
         assert config.endpoint is not None, "without an endpoint it is a Worker"
         self.index = index
         self._config = config
@@ -84,9 +72,8 @@ class RuntimeWorker:
     async def start(self) -> None:
         """Wait for the startup time, then announce everything and serve.
 
-        Raises:
-            OSError: A bootstrap port is taken.
-            TransportError: Discovery can't be reached.
+        Raises OSError if a bootstrap port is taken, and TransportError if discovery can't be
+        reached.
         """
         config = self._config
         if config.bootstrap_ports:
