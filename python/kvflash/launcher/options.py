@@ -18,29 +18,17 @@ _ATTEMPTS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherOptions:
-    """Settings of a launcher.
+    """Settings of a launcher."""
 
-    Attributes:
-        endpoint: Where the engine is registered, namespace.component.endpoint.
-        role: agg, prefill or decode.
-        program: Words that start the engine, before its arguments.
-        kv_events: Switch the engine's events on.
-        event_plane: How routers hear of them: ``zmq`` from its sockets, ``nats`` over NATS.
-        enable_local_indexer: With ``nats``: over NATS Core, from an index of the worker's own.
-        ready_timeout_s: Time that the engine gets to load.
-        drain_timeout_s: Time that its requests get after a signal, before it gets that signal.
-        stop_timeout_s: Time that it gets to end after that, before it is killed.
-    """
-
-    endpoint: str
-    program: list[str]
-    role: str = "agg"
-    kv_events: bool = True
-    event_plane: str = "zmq"
-    enable_local_indexer: bool = False
-    ready_timeout_s: float = 3600.0
-    drain_timeout_s: float = 30.0
-    stop_timeout_s: float = 60.0
+    endpoint: str  # Where the engine is registered, namespace.component.endpoint.
+    program: list[str]  # Words that start the engine, before its arguments.
+    role: str  # agg, prefill or decode.
+    kv_events: bool  # Switch the engine's events on.
+    event_plane: str  # ``zmq`` from its sockets, ``nats`` over NATS.
+    enable_local_indexer: bool  # With ``nats``: an index of the worker instead of a stream.
+    ready_timeout_s: float  # Time that the engine gets to load.
+    drain_timeout_s: float  # Time for its requests after a signal, before it gets that signal.
+    stop_timeout_s: float  # Time to end after that, before it is killed.
 
 
 def parse_options(
@@ -48,13 +36,7 @@ def parse_options(
 ) -> tuple[LauncherOptions, Arguments]:
     """Split a command line into the launcher's flags and the engine's.
 
-    Args:
-        engine: Name of the engine, for the help.
-        program: How it is started by default.
-        argv: Arguments without the program's name.
-
-    Raises:
-        SystemExit: A launcher flag is wrong, or help was requested.
+    ``program`` starts the engine by default.
     """
     parser = console.Parser(
         prog=console.program(engine),
@@ -69,6 +51,8 @@ def parse_options(
     )
     parser.add_argument(
         "--engine-command",
+        dest="program",
+        metavar="ENGINE_COMMAND",
         type=_words,
         default=shlex.join(program),
         help="command that starts the engine",
@@ -88,22 +72,16 @@ def parse_options(
         help="with --event-plane nats: routers ask an index in this process for what they missed, "
         "instead of a stream",
     )
-    parser.add_argument(
-        "--ready-timeout", type=float, default=3600.0, help="seconds for the engine to load"
-    )
-    parser.add_argument(
-        "--drain-timeout",
-        type=float,
-        default=30.0,
-        help="seconds for its requests to finish after a signal, before it gets the signal; "
-        "0: it gets the signal at once",
-    )
-    parser.add_argument(
-        "--stop-timeout",
-        type=float,
-        default=60.0,
-        help="seconds to wait for it to exit after it got the signal",
-    )
+    drain = "seconds for its requests to finish after a signal, before it gets the signal"
+    for flag, default_s, text in (
+        ("--ready-timeout", 3600.0, "seconds for the engine to load"),
+        ("--drain-timeout", 30.0, f"{drain}; 0: it gets the signal at once"),
+        ("--stop-timeout", 60.0, "seconds to wait for it to exit after it got the signal"),
+    ):
+        name = flag[2:].replace("-", "_")
+        parser.add_argument(
+            flag, dest=f"{name}_s", metavar=name.upper(), type=float, default=default_s, help=text
+        )
     roles = parser.add_mutually_exclusive_group()
     for role in ("prefill", "decode"):
         flag = f"--is-{role}-worker"
@@ -112,29 +90,19 @@ def parse_options(
         "--disaggregation-mode", dest="role", choices=ROLES, help="the role, as one flag"
     )
     known, rest = parser.parse_known_args(list(argv))
-    role = known.role or "agg"
-    component = "prefill" if role == "prefill" else "backend"
-    for flag in ("ready_timeout", "stop_timeout"):
-        if not 0 < getattr(known, flag) < float("inf"):
-            parser.error(f"--{flag.replace('_', '-')} must be above 0")
-    if not 0 <= known.drain_timeout < float("inf"):
+    known.role = known.role or "agg"
+    component = "prefill" if known.role == "prefill" else "backend"
+    known.endpoint = known.endpoint or f"dynamo.{component}.generate"
+    for name in ("ready", "stop"):
+        if not 0 < getattr(known, f"{name}_timeout_s") < float("inf"):
+            parser.error(f"--{name}-timeout must be above 0")
+    if not 0 <= known.drain_timeout_s < float("inf"):
         parser.error("--drain-timeout must be at least 0")
     try:
-        event_plane = plane_of_events(known.event_plane)
+        known.event_plane = plane_of_events(known.event_plane)
     except ConfigError as error:
         parser.error(str(error))
-    options = LauncherOptions(
-        endpoint=known.endpoint or f"dynamo.{component}.generate",
-        role=role,
-        program=known.engine_command,
-        kv_events=known.kv_events,
-        event_plane=event_plane,
-        enable_local_indexer=known.enable_local_indexer,
-        ready_timeout_s=known.ready_timeout,
-        drain_timeout_s=known.drain_timeout,
-        stop_timeout_s=known.stop_timeout,
-    )
-    return options, Arguments([word for word in rest if word != "--"])
+    return LauncherOptions(**vars(known)), Arguments([word for word in rest if word != "--"])
 
 
 def _words(text: str) -> list[str]:
@@ -148,11 +116,7 @@ def _words(text: str) -> list[str]:
 
 
 def free_ports(count: int) -> int:
-    """The first of ``count`` consecutive free ports; other processes may take them before use.
-
-    Raises:
-        ConfigError: No such ports are free.
-    """
+    """The first of ``count`` consecutive free ports; other processes may take them before use."""
     for _ in range(_ATTEMPTS):
         with ExitStack() as held:
             first = held.enter_context(socket.socket())
@@ -181,8 +145,7 @@ def engine_events(
 ) -> EventPorts | None:
     """Where the engine publishes: as given, or at free ports, with ``more`` for its config.
 
-    Raises:
-        ConfigError: The given events can't be announced, or no ports are free.
+    Raises ConfigError if the given events can't be announced, or no ports are free.
     """
     said = arguments.document("--kv-events-config")
     if not options.kv_events:
