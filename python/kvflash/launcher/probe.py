@@ -7,7 +7,6 @@ import asyncio
 import logging
 import re
 from dataclasses import dataclass, field
-from typing import Any
 
 import aiohttp
 
@@ -27,6 +26,7 @@ _REQUESTS = re.compile(
     r"(?:\{.*\})? (\S+)",
     re.MULTILINE,
 )
+_FAILURES = (aiohttp.ClientError, OSError, asyncio.TimeoutError)
 _IDLE_POLL_S = 0.1
 # Routers learn within this time that the engine has left discovery; until then they may send more.
 SETTLE_S = 1.0
@@ -38,25 +38,15 @@ class EngineStopped(Exception):  # noqa: N818 - an outcome, not an error
 
 @dataclass(kw_only=True)
 class Found:
-    """What an engine reports about itself; None is unknown.
+    """What an engine reports about itself; None is unknown."""
 
-    Attributes:
-        model_name: Name of the base model.
-        lora_names: Adapters.
-        context_length: Longest prompt including its answer; unit tokens.
-        block_size: Tokens in a block.
-        total_kv_blocks: Blocks of its cache.
-        max_num_seqs: Requests in a batch.
-        max_num_batched_tokens: Tokens in a batch.
-    """
-
-    model_name: str
-    lora_names: list[str] = field(default_factory=list)
-    context_length: int | None = None
-    block_size: int | None = None
+    model_name: str  # The base model.
+    lora_names: list[str] = field(default_factory=list)  # Its adapters.
+    context_length: int | None = None  # Tokens of the longest prompt with its answer.
+    block_size: int | None = None  # Tokens in a block.
     total_kv_blocks: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
+    max_num_seqs: int | None = None  # Requests in a batch.
+    max_num_batched_tokens: int | None = None  # Tokens in a batch.
 
 
 async def wait_until_ready(
@@ -64,10 +54,8 @@ async def wait_until_ready(
 ) -> Found:
     """Wait until an engine is healthy, then query what it serves.
 
-    Raises:
-        EngineStopped: It ended, or a signal came.
-        DeadlineError: It was not healthy in time.
-        ConfigError: It serves no model.
+    Raises EngineStopped if it ended or a signal came, DeadlineError if it was not healthy in time,
+    and ConfigError if it serves no model.
     """
     deadline = asyncio.get_running_loop().time() + timeout_s
     limit = aiohttp.ClientTimeout(total=_ANSWER_S_MAX)
@@ -78,7 +66,7 @@ async def wait_until_ready(
             if asyncio.get_running_loop().time() > deadline:
                 raise DeadlineError(f"the engine was not healthy within {timeout_s:g} s")
             await asyncio.sleep(_POLL_S)
-        found = _models(await _json(session, "/v1/models"))
+        found = await _models(session)
         for path in command.details:
             _add_details(found, path, await _text(session, path))
     return found
@@ -88,30 +76,18 @@ async def _is_healthy(session: aiohttp.ClientSession) -> bool:
     try:
         async with session.get("/health") as response:
             return response.status == 200
-    except (aiohttp.ClientError, OSError, asyncio.TimeoutError):
+    except _FAILURES:
         return False
 
 
-async def _json(session: aiohttp.ClientSession, path: str) -> Any:
-    try:
-        async with session.get(path) as response:
-            response.raise_for_status()
-            return await response.json(content_type=None)
-    except (aiohttp.ClientError, OSError, ValueError, asyncio.TimeoutError) as error:
-        raise ConfigError(f"the engine does not answer {path}: {error!r}") from error
-
-
-async def _text(session: aiohttp.ClientSession, path: str) -> str:
-    try:
-        async with session.get(path) as response:
-            return await response.text() if response.status == 200 else ""
-    except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-        logger.warning("the engine does not answer %s: %r", path, error)
-        return ""
-
-
-def _models(answer: Any) -> Found:
+async def _models(session: aiohttp.ClientSession) -> Found:
     """The base model and the adapters that name it as their parent."""
+    try:
+        async with session.get("/v1/models") as response:
+            response.raise_for_status()
+            answer = await response.json(content_type=None)
+    except (*_FAILURES, ValueError) as error:
+        raise ConfigError(f"the engine does not answer /v1/models: {error!r}") from error
     try:
         cards = list(answer["data"])
         base = next((card for card in cards if not card.get("parent")), None)
@@ -122,6 +98,15 @@ def _models(answer: Any) -> Found:
         return Found(model_name=str(base["id"]), lora_names=names, context_length=length)
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"the engine's /v1/models can't be read: {error!r}") from error
+
+
+async def _text(session: aiohttp.ClientSession, path: str) -> str:
+    try:
+        async with session.get(path) as response:
+            return await response.text() if response.status == 200 else ""
+    except _FAILURES as error:
+        logger.warning("the engine does not answer %s: %r", path, error)
+        return ""
 
 
 def _add_details(found: Found, path: str, text: str) -> None:
@@ -179,7 +164,7 @@ async def _requests(session: aiohttp.ClientSession) -> float | None:
     try:
         async with session.get("/metrics") as response:
             return requests_in(await response.text()) if response.status == 200 else None
-    except (aiohttp.ClientError, OSError, asyncio.TimeoutError):
+    except _FAILURES:
         return None
 
 

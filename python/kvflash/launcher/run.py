@@ -6,8 +6,7 @@ import asyncio
 import json
 import logging
 import sys
-from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvflash.console import LogLine, refuse
@@ -36,17 +35,11 @@ Build = Callable[[LauncherOptions, Arguments, str], EngineCommand]
 def main(
     engine: str, program: Sequence[str], build: Build, argv: Sequence[str] | None = None
 ) -> int:
-    """Run an engine until it ends or a signal comes.
+    """Run an engine until it ends or a signal comes, and return its exit status.
 
-    Args:
-        engine: Name of the engine.
-        program: How it is started by default.
-        build: Builds its command line from the options, the engine's arguments, and the host under
-            which others reach it.
-        argv: Arguments without the program's name; None means those of the process.
-
-    Returns:
-        The engine's exit status; 2 for invalid settings, 1 if it could not be registered.
+    ``build`` makes its command line from the options, the engine's arguments, and the host under
+    which others reach it. The status is 2 for invalid settings, 1 if the engine could not be
+    registered.
     """
     options, arguments = parse_options(engine, program, sys.argv[1:] if argv is None else argv)
     handler = logging.StreamHandler(sys.stderr)
@@ -106,13 +99,22 @@ async def _attend(
     ended = asyncio.ensure_future(child.ended())
     stopping = asyncio.ensure_future(child.stopping.wait())
     registering = asyncio.ensure_future(
-        _patiently(partial(_register, options, command, found, endpoint, url=url, events=events))
+        _register(options, command, found, endpoint, url=url, events=events)
     )
     await asyncio.wait({registering, ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if registering.done():
         places = registering.result()
         logger.info("%s serves %s as instance %d", url, found.model_name, runtime.instance_id)
-        print(json.dumps(_ready(command, found, endpoint, url, places)), flush=True)
+        ready = {
+            "event": "ready",
+            "engine": command.engine,
+            "url": url,
+            "endpoint": endpoint.path.replace("/", "."),
+            "instance_id": runtime.instance_id,
+            "model": found.model_name,
+            "events": places,
+        }
+        print(json.dumps(ready), flush=True)
         await asyncio.wait({ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
     for task in (registering, stopping):
         task.cancel()
@@ -127,16 +129,6 @@ async def _attend(
     return ended.result()
 
 
-async def _patiently(register: Callable[[], Awaitable[list[str]]]) -> list[str]:
-    """Try until it works: an engine that took minutes to load is kept."""
-    while True:
-        try:
-            return await register()
-        except (TransportError, OverloadedError, OSError) as error:
-            logger.warning("the engine can't be registered: %s; trying again", error)
-        await asyncio.sleep(REGISTER_PAUSE_S)
-
-
 async def _register(
     options: LauncherOptions,
     command: EngineCommand,
@@ -146,43 +138,35 @@ async def _register(
     url: str,
     events: EngineEvents,
 ) -> list[str]:
+    """Announce the engine and its events, trying until it works: it took minutes to load."""
     runtime = endpoint.runtime
     block_size = command.block_size or found.block_size
     is_prefill = options.role == "prefill"
-    places = await events.announce(Served(found.model_name, is_prefill), block_size)
     has_room = is_prefill and command.bootstrap_port is not None
-    await register_llm(
-        ModelInput.Text,
-        ModelType.Prefill if is_prefill else ModelType.Chat | ModelType.Completions,
-        endpoint,
-        model_path=command.model_path,
-        model_name=found.model_name,
-        context_length=found.context_length,
-        kv_cache_block_size=block_size,
-        runtime_config=ModelRuntimeConfig(
-            total_kv_blocks=found.total_kv_blocks,
-            max_num_seqs=found.max_num_seqs,
-            max_num_batched_tokens=found.max_num_batched_tokens,
-            data_parallel_size=command.ranks,
-            bootstrap_host=runtime.host if has_room else None,
-            bootstrap_port=command.bootstrap_port if has_room else None,
-        ),
-        user_data={"engine": command.engine, "role": options.role},
-        lora_names=found.lora_names,
-    )
-    await runtime.announce_instance(endpoint.path, {"kind": "openai", "url": url})
-    return places
-
-
-def _ready(
-    command: EngineCommand, found: Found, endpoint: Endpoint, url: str, places: list[str]
-) -> dict[str, object]:
-    return {
-        "event": "ready",
-        "engine": command.engine,
-        "url": url,
-        "endpoint": endpoint.path.replace("/", "."),
-        "instance_id": endpoint.runtime.instance_id,
-        "model": found.model_name,
-        "events": places,
-    }
+    while True:
+        try:
+            places = await events.announce(Served(found.model_name, is_prefill), block_size)
+            await register_llm(
+                ModelInput.Text,
+                ModelType.Prefill if is_prefill else ModelType.Chat | ModelType.Completions,
+                endpoint,
+                model_path=command.model_path,
+                model_name=found.model_name,
+                context_length=found.context_length,
+                kv_cache_block_size=block_size,
+                runtime_config=ModelRuntimeConfig(
+                    total_kv_blocks=found.total_kv_blocks,
+                    max_num_seqs=found.max_num_seqs,
+                    max_num_batched_tokens=found.max_num_batched_tokens,
+                    data_parallel_size=command.ranks,
+                    bootstrap_host=runtime.host if has_room else None,
+                    bootstrap_port=command.bootstrap_port if has_room else None,
+                ),
+                user_data={"engine": command.engine, "role": options.role},
+                lora_names=found.lora_names,
+            )
+            await runtime.announce_instance(endpoint.path, {"kind": "openai", "url": url})
+            return places
+        except (TransportError, OverloadedError, OSError) as error:
+            logger.warning("the engine can't be registered: %s; trying again", error)
+        await asyncio.sleep(REGISTER_PAUSE_S)
