@@ -19,11 +19,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Child:
-    """A process in its own process group.
-
-    Attributes:
-        stopping: Set by the first signal that the launcher received.
-    """
+    """A process in its own process group; the first signal sets ``stopping``."""
 
     _process: asyncio.subprocess.Process
 
@@ -33,11 +29,7 @@ class Child:
 
     @classmethod
     async def start(cls, words: Sequence[str]) -> Child:
-        """Start it; it inherits our output streams.
-
-        Raises:
-            ConfigError: The program can't be started.
-        """
+        """Start it; it inherits our output streams. ConfigError if the program can't be started."""
         logger.info("starting %s", " ".join(words))
         child = cls()
         loop = asyncio.get_running_loop()

@@ -18,11 +18,7 @@ class Arguments:
         self.words = list(words)
 
     def value(self, *names: str) -> str | None:
-        """The last value of a flag, by any of its names, as ``--flag value`` or ``--flag=value``.
-
-        Raises:
-            ConfigError: The flag is the last word.
-        """
+        """The last value of a flag by any of its names, as ``--flag value`` or ``--flag=value``."""
         found = None
         for index, word in enumerate(self.words):
             name, is_joined, joined = word.partition("=")
@@ -37,11 +33,7 @@ class Arguments:
         return found
 
     def number(self, *names: str) -> int | None:
-        """The value of a flag as a number.
-
-        Raises:
-            ConfigError: It is not a number.
-        """
+        """The value of a flag as a number."""
         value = self.value(*names)
         try:
             return None if value is None else int(value)
@@ -49,11 +41,7 @@ class Arguments:
             raise ConfigError(f"{names[0]} must be a number, got {value!r}") from None
 
     def document(self, name: str) -> dict[str, Any] | None:
-        """The value of a flag as a JSON object.
-
-        Raises:
-            ConfigError: It is not a JSON object.
-        """
+        """The value of a flag as a JSON object."""
         value = self.value(name)
         if value is None:
             return None
@@ -90,15 +78,10 @@ class Arguments:
 
 @dataclass(frozen=True, kw_only=True)
 class EventPorts:
-    """Ports where rank 0 publishes; rank r uses ports r higher.
-
-    Attributes:
-        port: Port of the events.
-        replay_port: Port of the replay; None without replay.
-    """
+    """Ports where rank 0 publishes; rank r uses ports r higher."""
 
     port: int
-    replay_port: int | None
+    replay_port: int | None  # None without replay.
 
     def config(self, **more: object) -> str:
         """The engine's --kv-events-config."""
@@ -116,8 +99,7 @@ class EventPorts:
     def of(config: dict[str, Any]) -> EventPorts | None:
         """The ports in an engine's own --kv-events-config; None if it publishes nothing.
 
-        Raises:
-            ConfigError: Its events can't be announced.
+        Raises ConfigError if its events can't be announced.
         """
         if config.get("publisher") != "zmq" or config.get("enable_kv_cache_events") is False:
             return None
@@ -141,31 +123,18 @@ class EventPorts:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCommand:
-    """How to start an engine, and its properties known before it answers.
-
-    Attributes:
-        engine: Name of the engine.
-        words: Program and arguments.
-        host: Interface of its HTTP server; None if not given.
-        port: Its HTTP port.
-        events: Where it publishes; None without events.
-        model_path: Its model, a folder or a name.
-        block_size: Tokens in a block, if given.
-        ranks: Number of data-parallel ranks.
-        bootstrap_port: Where decode workers meet an SGLang prefill worker.
-        details: Paths with more details of the running engine.
-    """
+    """How to start an engine, and its properties known before it answers."""
 
     engine: str
-    words: list[str]
-    port: int
-    model_path: str
-    host: str | None = None
-    events: EventPorts | None = None
-    block_size: int | None = None
-    ranks: int = 1
-    bootstrap_port: int | None = None
-    details: list[str] = field(default_factory=list)
+    words: list[str]  # Program and arguments.
+    port: int  # Its HTTP port.
+    model_path: str  # A folder or a name.
+    host: str | None = None  # Interface of its HTTP server; None if not given.
+    events: EventPorts | None = None  # Where it publishes; None without events.
+    block_size: int | None = None  # Tokens in a block, if given.
+    ranks: int = 1  # Number of data-parallel ranks.
+    bootstrap_port: int | None = None  # Where decode workers meet an SGLang prefill worker.
+    details: list[str] = field(default_factory=list)  # Paths with more details.
 
 
 def _port(field_name: str, endpoint: object) -> int:

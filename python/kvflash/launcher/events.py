@@ -21,14 +21,7 @@ _ENGINE_HOST = "127.0.0.1"
 
 
 class EngineEvents:
-    """The events of one engine's ranks.
-
-    Args:
-        options: How the events reach routers.
-        ports: Where the engine publishes them; None without events.
-        ranks: Number of data-parallel ranks.
-        component: The component that it serves.
-    """
+    """The events of one engine's ranks; without ``ports`` it publishes none."""
 
     def __init__(
         self,
@@ -44,9 +37,8 @@ class EngineEvents:
     async def check(self) -> None:
         """Check the required server before an engine spends minutes loading.
 
-        Raises:
-            TransportError: NATS does not answer; the message says what to start.
-            ConfigError: NATS refuses the login, or its client is not installed.
+        Raises TransportError if NATS does not answer, and ConfigError if it refuses the login or
+        its client is not installed.
         """
         is_nats = self._options.event_plane == "nats"
         if self._options.enable_local_indexer and not is_nats:
@@ -66,16 +58,8 @@ class EngineEvents:
     async def announce(self, served: Served, block_size: int | None) -> list[str]:
         """Announce the events of every rank; with NATS start their relays. May be called again.
 
-        Args:
-            served: The model that they belong to.
-            block_size: Tokens in a block.
-
-        Returns:
-            Announced locations, one per rank.
-
-        Raises:
-            ConfigError: The block size is unknown.
-            TransportError: NATS or discovery can't be reached.
+        Returns one location per rank. Raises ConfigError if the block size is unknown, and
+        TransportError if NATS or discovery can't be reached.
         """
         if self._ports is None:
             return []

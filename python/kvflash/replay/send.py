@@ -16,25 +16,15 @@ _DATA = b"data:"
 
 @dataclass(kw_only=True)
 class Result:
-    """The outcome of one request.
+    """The outcome of one request."""
 
-    Attributes:
-        late_s: Delay of the send after its scheduled time.
-        first_s: Seconds until the first chunk of the answer; None without a chunk.
-        total_s: Seconds until the end of the answer.
-        prompt_tokens: Prompt tokens, as counted by the engine.
-        cached_tokens: Prompt tokens that the engine reused; None if it does not report them.
-        worker: The worker that answered, if the service names it.
-        error: Why it failed; None on success.
-    """
-
-    late_s: float = 0.0
-    first_s: float | None = None
-    total_s: float = 0.0
-    prompt_tokens: int = 0
-    cached_tokens: int | None = None
-    worker: str = ""
-    error: str | None = None
+    late_s: float = 0.0  # Delay of the send after its scheduled time.
+    first_s: float | None = None  # Seconds until the first chunk of the answer.
+    total_s: float = 0.0  # Seconds until its end.
+    prompt_tokens: int = 0  # As counted by the engine.
+    cached_tokens: int | None = None  # Reused by the engine; None if it does not report them.
+    worker: str = ""  # The worker that answered, if the service names it.
+    error: str | None = None  # Why it failed; None on success.
 
 
 async def send(
@@ -47,16 +37,9 @@ async def send(
     in_flight_max: int,
     api_key: str | None = None,
 ) -> list[Result]:
-    """Send all calls; the results have the same order.
+    """Send all calls at their times divided by ``speed``; the results have the same order.
 
-    Args:
-        url: The service.
-        calls: Requests in the order of their times.
-        model: Model of all requests; None uses the model of each.
-        speed: Recorded time divided by real time.
-        timeout_s: Time limit of one request.
-        in_flight_max: Maximum of concurrent requests; further ones wait and are late.
-        api_key: A client's key; None sends no key.
+    Further requests than ``in_flight_max`` wait and are late; ``model`` replaces that of each call.
     """
     loop = asyncio.get_running_loop()
     room = asyncio.Semaphore(in_flight_max)

@@ -20,21 +20,13 @@ _COMPLETIONS = "/v1/completions"
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One request.
+    """One request."""
 
-    Attributes:
-        at_s: Send time in seconds after the first request.
-        path: Path of the request.
-        given: Its body, without the model if the trace names none.
-        blocks: Ids of the Mooncake blocks of its prompt; () if ``given`` has a prompt.
-        prompt_tokens: Number of prompt tokens in these blocks.
-    """
-
-    at_s: float
+    at_s: float  # Send time in seconds after the first request.
     path: str
-    given: dict[str, Any]
-    blocks: tuple[str, ...] = ()
-    prompt_tokens: int = 0
+    given: dict[str, Any]  # Its body, without the model if the trace names none.
+    blocks: tuple[str, ...] = ()  # Mooncake's ids of blocks; () if ``given`` has a prompt.
+    prompt_tokens: int = 0  # In these blocks.
 
     @property
     def body(self) -> dict[str, Any]:

@@ -4,6 +4,18 @@ from typing import TYPE_CHECKING
 
 from kvflash.lazy import lazy_dir, lazy_names
 
+__all__ = [
+    "Client",
+    "DistributedRuntime",
+    "KvIndexer",
+    "KvPushRouter",
+    "KvRouterConfig",
+    "Matches",
+    "dynamo_worker",
+    "install",
+    "main",
+]
+
 if TYPE_CHECKING:
     from kvflash.compat.dynamo.classes import (
         Client,
@@ -21,28 +33,10 @@ else:
     __getattr__ = lazy_names(
         __name__,
         {
-            "Client": "kvflash.compat.dynamo.classes",
-            "DistributedRuntime": "kvflash.compat.dynamo.classes",
-            "KvIndexer": "kvflash.compat.dynamo.classes",
-            "KvPushRouter": "kvflash.compat.dynamo.classes",
-            "KvRouterConfig": "kvflash.compat.dynamo.classes",
-            "Matches": "kvflash.compat.dynamo.classes",
-            "dynamo_worker": "kvflash.compat.dynamo.classes",
+            **dict.fromkeys(__all__, "kvflash.compat.dynamo.classes"),
             "install": "kvflash.compat.dynamo.modules",
             "main": "kvflash.compat.dynamo.run",
         },
     )
-
-__all__ = [
-    "Client",
-    "DistributedRuntime",
-    "KvIndexer",
-    "KvPushRouter",
-    "KvRouterConfig",
-    "Matches",
-    "dynamo_worker",
-    "install",
-    "main",
-]
 
 __dir__ = lazy_dir(__name__, __all__)
