@@ -10,8 +10,9 @@ from aiohttp import web
 
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.engine import Engine
-from kvflash.mocker.protocol import parse_json, parse_model, parse_prompt, parse_token_ids
-from kvflash.mocker.refusal import ApiError, refuse
+from kvflash.mocker.middleware import at_once
+from kvflash.mocker.protocol import parse_model, parse_prompt, parse_token_ids
+from kvflash.mocker.refusal import ApiError, Body, refuse
 from kvflash.mocker.scheduler import Scheduler
 from kvflash.mocker.tokenizer import Tokenizer
 
@@ -34,8 +35,8 @@ class Admin:
             web.get("/health", self.health),
             web.get("/version", self.version),
             web.get("/metrics", self.metrics),
-            web.post("/tokenize", self.tokenize),
-            web.post("/detokenize", self.detokenize),
+            web.post("/tokenize", at_once(self.tokenize)),
+            web.post("/detokenize", at_once(self.detokenize)),
             web.post("/reset_prefix_cache", self.reset_prefix_cache),
         ]
 
@@ -77,26 +78,19 @@ class Admin:
         text = render(self._engine.scheduler, self._config, self._started_s)
         return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
 
-    async def tokenize(self, request: web.Request) -> web.Response:
+    def tokenize(self, body: Body) -> Body:
         """POST /tokenize: {model, prompt} or {model, messages} to token ids."""
-        body = parse_json(await request.read())
         parse_model(body, self._config)
         token_ids = parse_prompt(body, is_chat="messages" in body, tokenizer=self._tokenizer)
-        return web.json_response(
-            {
-                "count": len(token_ids),
-                "max_model_len": self._config.model_len,
-                "tokens": token_ids,
-            }
-        )
+        length = self._config.model_len
+        return {"count": len(token_ids), "max_model_len": length, "tokens": token_ids}
 
-    async def detokenize(self, request: web.Request) -> web.Response:
+    def detokenize(self, body: Body) -> Body:
         """POST /detokenize: {model, tokens} to text."""
-        body = parse_json(await request.read())
         parse_model(body, self._config)
         token_ids = parse_token_ids(body.get("tokens"), "tokens")
         try:
-            return web.json_response({"prompt": self._tokenizer.decode(token_ids)})
+            return {"prompt": self._tokenizer.decode(token_ids)}
         except (ValueError, OverflowError) as error:
             refuse(f"tokens cannot be decoded: {error}", "tokens")
 
@@ -110,12 +104,18 @@ class Admin:
 def render(scheduler: Scheduler, config: MockerConfig, started_s: float) -> str:
     """All metrics of one worker as Prometheus text 0.0.4; ``started_s`` is Unix time."""
     totals = scheduler.counters
-    gauges = (
+    labels = _labels({"engine": str(config.data_parallel_rank), "model_name": config.model_name})
+    info = _labels(
+        {
+            "block_size": str(config.block_size),
+            "num_gpu_blocks": str(config.num_gpu_blocks),
+            "enable_prefix_caching": str(config.enable_prefix_caching),
+        }
+    )
+    samples: tuple[tuple[str, str, object], ...] = (
         ("vllm:num_requests_running", "Requests that hold blocks.", scheduler.running_count),
         ("vllm:num_requests_waiting", "Requests in the queue.", scheduler.waiting_count),
         ("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", scheduler.kv_usage),
-    )
-    counters = (
         ("vllm:prefix_cache_queries_total", "Prompt tokens looked up.", totals.prompt_tokens),
         ("vllm:prefix_cache_hits_total", "Prompt tokens found cached.", totals.cached_tokens),
         ("vllm:prompt_tokens_total", "Prompt tokens of admitted requests.", totals.prompt_tokens),
@@ -128,25 +128,15 @@ def render(scheduler: Scheduler, config: MockerConfig, started_s: float) -> str:
             totals.aborted_requests,
         ),
         ("mocker:requests_rejected_total", "Refused: queue full.", totals.rejected_requests),
+        ("process_start_time_seconds", "Start of the process, Unix time.", f"{started_s:.3f}"),
+        ("vllm:cache_config_info", "Shape of the KV cache.", 1),
     )
-    labels = _labels({"engine": str(config.data_parallel_rank), "model_name": config.model_name})
+    special = {"process_start_time_seconds": "", "vllm:cache_config_info": info}
     lines: list[str] = []
-    for kind, samples in (("gauge", gauges), ("counter", counters)):
-        for name, help_text, value in samples:
-            lines += [f"# HELP {name} {help_text}", f"# TYPE {name} {kind}"]
-            lines.append(f"{name}{labels} {value}")
-    info = _labels(
-        {
-            "block_size": str(config.block_size),
-            "num_gpu_blocks": str(config.num_gpu_blocks),
-            "enable_prefix_caching": str(config.enable_prefix_caching),
-        }
-    )
-    name = "process_start_time_seconds"
-    lines += [f"# HELP {name} Start of the process, Unix time.", f"# TYPE {name} gauge"]
-    lines.append(f"{name} {started_s:.3f}")
-    name = "vllm:cache_config_info"
-    lines += [f"# HELP {name} Shape of the KV cache.", f"# TYPE {name} gauge", f"{name}{info} 1"]
+    for name, help_text, value in samples:
+        kind = "counter" if name.endswith("_total") else "gauge"
+        lines += [f"# HELP {name} {help_text}", f"# TYPE {name} {kind}"]
+        lines.append(f"{name}{special.get(name, labels)} {value}")
     return "\n".join(lines) + "\n"
 
 

@@ -2,6 +2,7 @@
 
 import uuid
 from collections.abc import Callable
+from functools import partial
 from hashlib import blake2b
 
 from aiohttp import web
@@ -10,19 +11,14 @@ from kvflash.mocker import audio, messages, pooling, responses
 from kvflash.mocker.admin import Admin
 from kvflash.mocker.answer import Answer, GenerateAnswer, TokensAnswer
 from kvflash.mocker.audio import SoundAnswer
-from kvflash.mocker.completions import (
-    ChatAnswer,
-    CompletionAnswer,
-    Echo,
-    assistant_message,
-)
+from kvflash.mocker.completions import ChatAnswer, CompletionAnswer, Echo, assistant_message
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.engine import Engine
 from kvflash.mocker.generation import Generator
 from kvflash.mocker.handover import Handover
 from kvflash.mocker.logprobs import Logprobs
 from kvflash.mocker.messages import MessageAnswer
-from kvflash.mocker.middleware import Handler, errors
+from kvflash.mocker.middleware import at_once, errors
 from kvflash.mocker.plan import Plan
 from kvflash.mocker.protocol import (
     GenerationParams,
@@ -44,6 +40,13 @@ BODY_BYTES_MAX = 32 * 1024 * 1024
 LENGTH_HEADER = "x-mocker-tokens"
 
 Pooling = Callable[[Body, str, Tokenizer], Body]
+POOLING: dict[str, Pooling] = {
+    "/v1/embeddings": pooling.embeddings,
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), pooling.rerank),
+    **dict.fromkeys(("/score", "/v1/score"), pooling.score),
+    "/classify": pooling.classify,
+    "/pooling": pooling.pooling,
+}
 
 
 def build_app(
@@ -57,27 +60,23 @@ def build_app(
     app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[errors])
     app.add_routes(
         [
-            web.post("/v1/chat/completions", api.chat),
-            web.post("/v1/chat/completions/render", api.render_chat),
-            web.post("/v1/completions", api.completion),
-            web.post("/v1/completions/render", api.render_completion),
+            web.post("/v1/chat/completions", partial(api.openai, is_chat=True)),
+            web.post("/v1/chat/completions/render", at_once(api.render)),
+            web.post("/v1/completions", partial(api.openai, is_chat=False)),
+            web.post("/v1/completions/render", at_once(api.render_completion)),
             web.post("/v1/responses", api.response),
             web.get("/v1/responses/{id}", api.kept_response),
             web.delete("/v1/responses/{id}", api.delete_response),
             web.post("/v1/responses/{id}/cancel", api.cancel_response),
-            web.post("/v1/responses/render", api.render_response),
+            web.post("/v1/responses/render", at_once(api.render_response)),
             web.post("/v1/messages", api.message),
-            web.post("/v1/messages/count_tokens", api.count_tokens),
-            web.post("/v1/messages/render", api.render_message),
+            web.post("/v1/messages/count_tokens", at_once(api.count_tokens)),
+            web.post("/v1/messages/render", at_once(api.render_message)),
             web.post("/inference/v1/generate", api.generate_tokens),
             web.post("/generate", api.generate),
-            web.post("/v1/embeddings", api.pool(pooling.embeddings)),
-            *(web.post(path + "/rerank", api.pool(pooling.rerank)) for path in ("", "/v1", "/v2")),
-            *(web.post(path + "/score", api.pool(pooling.score)) for path in ("", "/v1")),
-            web.post("/classify", api.pool(pooling.classify)),
-            web.post("/pooling", api.pool(pooling.pooling)),
-            web.post("/v1/audio/transcriptions", api.transcription),
-            web.post("/v1/audio/translations", api.translation),
+            *(web.post(path, at_once(partial(api.pool, one))) for path, one in POOLING.items()),
+            web.post("/v1/audio/transcriptions", partial(api.sound, is_translated=False)),
+            web.post("/v1/audio/translations", partial(api.sound, is_translated=True)),
             web.post("/v1/audio/speech", api.speech),
             *Admin(engine, config, tokenizer).routes(),
         ]
@@ -97,13 +96,25 @@ class Api:
         self._generator = Generator(engine, tokenizer, handover)
         self._store = ResponseStore()
 
-    async def chat(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/chat/completions."""
-        return await self._openai(request, is_chat=True)
-
-    async def completion(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/completions."""
-        return await self._openai(request, is_chat=False)
+    async def openai(self, request: web.Request, *, is_chat: bool) -> web.StreamResponse:
+        """POST /v1/chat/completions and /v1/completions."""
+        body = parse_json(await request.read())
+        # Read first: if anything else is wrong, the waiting decode worker must be informed.
+        room = parse_bootstrap(body)
+        try:
+            params = self._params(request, body, is_chat=is_chat)
+        except ApiError:
+            self._handover.finish(room, is_done=False)
+            raise
+        logprobs = self._logprobs(params)
+        answer_id = uuid.uuid4().hex
+        answer: Answer
+        if is_chat:
+            answer = ChatAnswer(answer_id, params, logprobs)
+        else:
+            echo = self._echo(body, params) if params.options.has_echo else None
+            answer = CompletionAnswer(answer_id, params, logprobs, echo=echo)
+        return await self._generator.answer(request, params, answer, room=room)
 
     async def response(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/responses: stored for the next turn, unless `store` is false."""
@@ -139,34 +150,35 @@ class Api:
         answer = MessageAnswer(uuid.uuid4().hex, params.model, len(params.prompt_ids))
         return await self._generator.answer(request, params, answer)
 
-    async def count_tokens(self, request: web.Request) -> web.Response:
+    def count_tokens(self, body: Body) -> Body:
         """POST /v1/messages/count_tokens."""
-        body = parse_json(await request.read())
         chat = messages.as_chat(body, needs_max_tokens=False)
-        rendered = self._rendered(chat, is_chat=True)
-        return web.json_response({"input_tokens": len(rendered["token_ids"])})
+        return {"input_tokens": len(self.render(chat)["token_ids"])}
 
-    async def render_chat(self, request: web.Request) -> web.Response:
+    def render(self, body: Body, *, is_chat: bool = True) -> Body:
         """POST /v1/chat/completions/render: the prompt tokens of a chat."""
-        return web.json_response(self._rendered(parse_json(await request.read()), is_chat=True))
+        parse_model(body, self._config)
+        token_ids = parse_prompt(body, is_chat=is_chat, tokenizer=self._tokenizer)
+        return {"request_id": uuid.uuid4().hex, "token_ids": token_ids, "features": None}
 
-    async def render_completion(self, request: web.Request) -> web.Response:
+    def render_completion(self, body: Body) -> list[Body]:
         """POST /v1/completions/render: a list, the tokens of each prompt."""
-        rendered = self._rendered(parse_json(await request.read()), is_chat=False)
-        return web.json_response([rendered])
+        return [self.render(body, is_chat=False)]
 
-    async def render_response(self, request: web.Request) -> web.Response:
+    def render_response(self, body: Body) -> Body:
         """POST /v1/responses/render: the prompt tokens of a response."""
-        body = parse_json(await request.read())
         if body.get("previous_response_id") is not None:
             refuse("previous_response_id cannot be rendered", "previous_response_id")
-        chat = responses.as_chat(body, self._store)
-        return web.json_response(self._rendered(chat, is_chat=True))
+        return self.render(responses.as_chat(body, self._store))
 
-    async def render_message(self, request: web.Request) -> web.Response:
+    def render_message(self, body: Body) -> Body:
         """POST /v1/messages/render: the prompt tokens of a message."""
-        chat = messages.as_chat(parse_json(await request.read()))
-        return web.json_response(self._rendered(chat, is_chat=True))
+        return self.render(messages.as_chat(body))
+
+    def pool(self, answer: Pooling, body: Body) -> Body:
+        """An answer without generation."""
+        model, _ = parse_model(body, self._config)
+        return answer(body, model, self._tokenizer)
 
     async def generate_tokens(self, request: web.Request) -> web.StreamResponse:
         """POST /inference/v1/generate."""
@@ -189,13 +201,13 @@ class Api:
         params = self._params(request, completion, is_chat=False)
         return await self._generator.answer(request, params, GenerateAnswer(uuid.uuid4().hex))
 
-    async def transcription(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/audio/transcriptions."""
-        return await self._sound(request, is_translated=False)
-
-    async def translation(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/audio/translations."""
-        return await self._sound(request, is_translated=True)
+    async def sound(self, request: web.Request, *, is_translated: bool) -> web.StreamResponse:
+        """POST /v1/audio/transcriptions and /v1/audio/translations."""
+        upload = await audio.read_upload(request, is_translated=is_translated)
+        digest = blake2b(upload.sound, digest_size=8).hexdigest()
+        params = self._params(request, upload.as_completion(digest), is_chat=False)
+        answer = SoundAnswer(uuid.uuid4().hex, params.model, upload)
+        return await self._generator.answer(request, params, answer, respond=answer.respond)
 
     async def speech(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/audio/speech: answered at once."""
@@ -203,16 +215,6 @@ class Api:
         parse_model(body, self._config)
         sound, kind = audio.speak(body)
         return web.Response(body=sound, content_type=kind)
-
-    def pool(self, answer: Pooling) -> Handler:
-        """A handler of an API without generation."""
-
-        async def handle(request: web.Request) -> web.StreamResponse:
-            body = parse_json(await request.read())
-            model, _ = parse_model(body, self._config)
-            return web.json_response(answer(body, model, self._tokenizer))
-
-        return handle
 
     def _params(self, request: web.Request, body: Body, *, is_chat: bool) -> GenerationParams:
         return parse_generation(
@@ -227,30 +229,6 @@ class Api:
         count = params.options.logprobs
         return None if count is None else Logprobs(self._tokenizer, count)
 
-    def _rendered(self, body: Body, *, is_chat: bool) -> Body:
-        parse_model(body, self._config)
-        token_ids = parse_prompt(body, is_chat=is_chat, tokenizer=self._tokenizer)
-        return {"request_id": uuid.uuid4().hex, "token_ids": token_ids, "features": None}
-
-    async def _openai(self, request: web.Request, *, is_chat: bool) -> web.StreamResponse:
-        body = parse_json(await request.read())
-        # Read first: if anything else is wrong, the waiting decode worker must be informed.
-        room = parse_bootstrap(body)
-        try:
-            params = self._params(request, body, is_chat=is_chat)
-        except ApiError:
-            self._handover.finish(room, is_done=False)
-            raise
-        logprobs = self._logprobs(params)
-        answer_id = uuid.uuid4().hex
-        answer: Answer
-        if is_chat:
-            answer = ChatAnswer(answer_id, params, logprobs)
-        else:
-            echo = self._echo(body, params) if params.options.has_echo else None
-            answer = CompletionAnswer(answer_id, params, logprobs, echo=echo)
-        return await self._generator.answer(request, params, answer, room=room)
-
     def _echo(self, body: Body, params: GenerationParams) -> Echo:
         prompt = body["prompt"][0] if isinstance(body["prompt"], list) else body["prompt"]
         try:
@@ -258,13 +236,6 @@ class Api:
         except (ValueError, OverflowError) as error:
             refuse(f"prompt cannot be decoded: {error}", "prompt")
         return Echo(params.prompt_ids, pieces(self._tokenizer, params.prompt_ids, text))
-
-    async def _sound(self, request: web.Request, *, is_translated: bool) -> web.StreamResponse:
-        upload = await audio.read_upload(request, is_translated=is_translated)
-        digest = blake2b(upload.sound, digest_size=8).hexdigest()
-        params = self._params(request, upload.as_completion(digest), is_chat=False)
-        answer = SoundAnswer(uuid.uuid4().hex, params.model, upload)
-        return await self._generator.answer(request, params, answer, respond=answer.respond)
 
 
 def _completion(body: Body, prompt: object, limit: str) -> Body:

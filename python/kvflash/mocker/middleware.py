@@ -1,19 +1,29 @@
-"""Converts every refusal to an error body of its API: the only table of statuses."""
+"""What handlers share: JSON in and out, and the only table from errors to statuses."""
 
 from collections.abc import Awaitable, Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from aiohttp import web
 
 from kvflash.errors import ClosedError, OverloadedError, TransportError
 from kvflash.mocker import messages
-from kvflash.mocker.refusal import ApiError, refuse
+from kvflash.mocker.protocol import parse_json
+from kvflash.mocker.refusal import ApiError, Body, refuse
 
 RETRY_AFTER_S = 1
 # A request with this header is answered with the status in it.
 ERROR_HEADER = "x-mocker-status"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def at_once(answer: Callable[[Body], Any]) -> Handler:
+    """A handler that answers a JSON body without generating."""
+
+    async def handle(request: web.Request) -> web.Response:
+        return web.json_response(answer(parse_json(await request.read())))
+
+    return handle
 
 
 @web.middleware
