@@ -21,7 +21,6 @@ class Answer(ABC):
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
         """Events before the first step."""
-        del choices
         return b""
 
     @abstractmethod
@@ -43,7 +42,7 @@ def event(body: Body, name: str | None = None) -> bytes:
     return head + b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
 
 
-def usage(*requests: Request) -> Body:
+def usage(requests: Sequence[Request]) -> Body:
     """The usage of finished requests that share a prompt."""
     prompt_tokens = len(requests[0].prompt_ids)
     completion_tokens = sum(len(one.tokens) - prompt_tokens for one in requests)
@@ -57,7 +56,7 @@ def usage(*requests: Request) -> Body:
 
 def usage_of(choices: Sequence[Choice]) -> Body:
     """The usage of finished answers."""
-    return usage(*(choice.request for choice in choices))
+    return usage([choice.request for choice in choices])
 
 
 class TokensAnswer(Answer):

@@ -3,8 +3,7 @@
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar, NamedTuple
 
 from kvflash.mocker.answer import DONE, Answer, event, usage_of
 from kvflash.mocker.logprobs import Logprobs
@@ -13,8 +12,7 @@ from kvflash.mocker.protocol import GenerationParams
 from kvflash.mocker.refusal import Body
 
 
-@dataclass(frozen=True, slots=True)
-class Echo:
+class Echo(NamedTuple):
     """An echoed prompt: its tokens, and the text of each."""
 
     token_ids: Sequence[int]
@@ -24,15 +22,13 @@ class Echo:
 class _OpenAiAnswer(Answer):
     """Common base of chats and completions."""
 
-    def __init__(
-        self,
-        answer_id: str,
-        params: GenerationParams,
-        kinds: tuple[str, str],
-        logprobs: Logprobs | None,
-    ) -> None:
+    _prefix: ClassVar[str]  # Of the answer's id.
+    _kind: ClassVar[str]
+    _chunk_kind: ClassVar[str]
+
+    def __init__(self, answer_id: str, params: GenerationParams, logprobs: Logprobs | None) -> None:
+        answer_id = self._prefix + answer_id
         self._head: Body = {"id": answer_id, "created": int(time.time()), "model": params.model}
-        self._kind, self._chunk_kind = kinds
         self._params = params
         self._told_logprobs = logprobs
 
@@ -48,7 +44,7 @@ class _OpenAiAnswer(Answer):
         has_more = self._params.has_token_ids or self._told_logprobs is not None
         if not contents and (step.is_last or has_more):
             contents = [self._delta(choice.plan, None)]
-        chunks = [self._chunk(choice.index, content, None) for content in contents]
+        chunks = [self._chunk(choice.index, content) for content in contents]
         if not chunks:
             return b""
         last = chunks[-1]["choices"][0]
@@ -70,8 +66,8 @@ class _OpenAiAnswer(Answer):
         head = {"index": choice.index, "logprobs": None}
         return {**head, **content, **beside, **_ending(plan)}
 
-    def _chunk(self, index: int, content: Body, finish_reason: str | None) -> Body:
-        choice = {"index": index, **content, "logprobs": None, "finish_reason": finish_reason}
+    def _chunk(self, index: int, content: Body) -> Body:
+        choice = {"index": index, **content, "logprobs": None, "finish_reason": None}
         return {**self._head, "object": self._chunk_kind, "choices": [choice]}
 
     def _beside(self, plan: Plan, start: int, end: int, chars: int) -> Body:
@@ -99,14 +95,14 @@ class _OpenAiAnswer(Answer):
 class ChatAnswer(_OpenAiAnswer):
     """A chat."""
 
-    def __init__(self, answer_id: str, params: GenerationParams, logprobs: Logprobs | None) -> None:
-        kinds = ("chat.completion", "chat.completion.chunk")
-        super().__init__("chatcmpl-" + answer_id, params, kinds, logprobs)
+    _prefix = "chatcmpl-"
+    _kind = "chat.completion"
+    _chunk_kind = "chat.completion.chunk"
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
         """The role."""
         role = {"delta": {"role": "assistant", "content": ""}}
-        chunks = [self._chunk(choice.index, role, None) for choice in choices]
+        chunks = [self._chunk(choice.index, role) for choice in choices]
         return b"".join(event({**chunk, **self._prompt_ids()}) for chunk in chunks)
 
     def whole(self, choices: Sequence[Choice]) -> Body:
@@ -134,12 +130,14 @@ class ChatAnswer(_OpenAiAnswer):
     def _logprobs(
         self, logprobs: Logprobs, token_ids: Sequence[int], pieces: Sequence[str], chars: int
     ) -> Body:
-        del chars
         return {"content": logprobs.chat(token_ids, pieces)}
 
 
 class CompletionAnswer(_OpenAiAnswer):
     """A completion."""
+
+    _prefix = "cmpl-"
+    _kind = _chunk_kind = "text_completion"
 
     def __init__(
         self,
@@ -149,8 +147,7 @@ class CompletionAnswer(_OpenAiAnswer):
         *,
         echo: Echo | None = None,
     ) -> None:
-        kinds = ("text_completion", "text_completion")
-        super().__init__("cmpl-" + answer_id, params, kinds, logprobs)
+        super().__init__(answer_id, params, logprobs)
         self._echo = echo
         self._prompt = "" if echo is None else "".join(echo.pieces)
 
@@ -160,7 +157,7 @@ class CompletionAnswer(_OpenAiAnswer):
             return b""
         chunks = []
         for choice in choices:
-            chunk = self._chunk(choice.index, {"text": self._prompt}, None)
+            chunk = self._chunk(choice.index, {"text": self._prompt})
             if self._told_logprobs is not None:
                 chunk["choices"][0]["logprobs"] = self._echoed(self._told_logprobs)
             chunks.append(event(chunk))
@@ -179,7 +176,6 @@ class CompletionAnswer(_OpenAiAnswer):
         return {"text": self._prompt + plan.text}
 
     def _delta(self, plan: Plan, delta: Delta | None) -> Body:
-        del plan
         return {"text": "" if delta is None else delta.text}
 
     def _logprobs(
@@ -197,13 +193,10 @@ class CompletionAnswer(_OpenAiAnswer):
 def assistant_message(plan: Plan) -> Body:
     """The answer as a message, in the form in which the chat's next turn repeats it."""
     calls = plan.told_calls
-    message: dict[str, Any] = {
-        "role": "assistant",
-        "content": plan.text or None if calls else plan.text,
-    }
-    if calls:
-        message["tool_calls"] = [_call(call) for call in calls]
-    return message
+    if not calls:
+        return {"role": "assistant", "content": plan.text}
+    told = [_call(call) for call in calls]
+    return {"role": "assistant", "content": plan.text or None, "tool_calls": told}
 
 
 def _call(call: ToolCall) -> Body:

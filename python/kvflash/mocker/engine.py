@@ -36,11 +36,6 @@ class Generation:
         self._error: ClosedError | None = None
         self._changed = asyncio.Event()
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether all tokens have been generated; some may not have been taken yet."""
-        return self.request.is_finished
-
     async def take(self) -> list[int]:
         """Wait for the next output tokens: at least one when streaming, otherwise all of them.
 
@@ -72,7 +67,6 @@ class Engine:
     def __init__(self, config: MockerConfig, stream: Sender | None) -> None:
         self._config = config
         self._stream = stream
-        #: For inspection.
         self.scheduler = Scheduler(config)
         self._generations: dict[int, Generation] = {}
         self._ids = count()

@@ -59,7 +59,7 @@ class Generator:
                 if params.transfer is not None and params.transfer.get("do_remote_decode"):
                     whole["kv_transfer_params"] = self._handover.params(len(params.prompt_ids))
                 response = respond(whole)
-            is_done = all(generation.is_finished for _, generation in running)
+            is_done = all(generation.request.is_finished for _, generation in running)
             return response
         finally:
             for _, generation in running:

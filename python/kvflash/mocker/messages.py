@@ -149,7 +149,6 @@ class MessageAnswer(Answer):
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
         """The empty message."""
-        del choices
         used = {"input_tokens": self._prompt_tokens, "output_tokens": 0}
         empty: Body = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": used}
         return _event("message_start", message={**self._head, **empty})

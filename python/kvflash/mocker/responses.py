@@ -187,7 +187,6 @@ class ResponseAnswer(Answer):
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
         """The response in progress."""
-        del choices
         begun = self.told()
         created = self._event("response.created", response=begun)
         return created + self._event("response.in_progress", response=begun)

@@ -192,14 +192,14 @@ class RuntimeWorker:
             is_last = False
             while not is_last:
                 token_ids = await generation.take()
-                is_last = generation.is_finished
+                is_last = generation.request.is_finished
                 yield self._item(token_ids, parsed, generation, is_last=is_last)
         finally:
             if watching is not None:
                 watching.cancel()
             if generation is not None:
                 engine.abort(generation)
-            is_done = generation is not None and generation.is_finished
+            is_done = generation is not None and generation.request.is_finished
             self._handover.finish(room, is_done=is_done)
 
     def _item(
@@ -215,7 +215,7 @@ class RuntimeWorker:
             "finish_reason": "length" if is_last else None,
         }
         if is_last:
-            item["completion_usage"] = usage(generation.request)
+            item["completion_usage"] = usage([generation.request])
             handed = self._handover.params(len(parsed.token_ids))
             if handed is not None:
                 item["disaggregated_params"] = {"kv_transfer_params": handed}
