@@ -6,13 +6,15 @@ the marks around them, and a text that ends the answer, are generated but hidden
 
 import json
 import random
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
+from itertools import accumulate
 from typing import NamedTuple
 
 from kvflash.errors import InvalidArgumentError
-from kvflash.mocker.options import CALLS_MAX, AnswerOptions, Tool
+from kvflash.mocker.options import CALLS_MAX, AnswerOptions
 from kvflash.mocker.refusal import refuse
 from kvflash.mocker.request import Request
 from kvflash.mocker.tokenizer import CALL_END, Tokenizer, call_text, pieces
@@ -88,16 +90,16 @@ class Step(NamedTuple):
     is_last: bool  # Whether the answer is complete.
 
 
+@dataclass(eq=False)
 class Choice:
     """One answer to a prompt while it is sent to the client."""
 
-    def __init__(self, index: int, plan: Plan, request: Request) -> None:
-        self.index = index
-        self.plan = plan
-        self.request = request
-        self.is_told = False
-        self._tokens = 0
-        self._chars = 0
+    index: int
+    plan: Plan
+    request: Request
+    is_told: bool = False
+    _tokens: int = 0
+    _chars: int = 0
 
     def step(self, count: int) -> Step:
         """Return the next tokens."""
@@ -118,33 +120,34 @@ def plan_answer(
     if options.seed is not None or index:
         mixed = blake2b(f"{seed} {options.seed} {index}".encode(), digest_size=8)
         seed = int.from_bytes(mixed.digest(), "big")
-    if options.tools:
-        raw, spans, calls = _calls(options, random.Random(seed))
-    elif options.schema is not None:
-        value = _instance(options.schema, random.Random(seed), "response_format")
-        raw, calls = json.dumps(value), []
-        spans = [Span(0, len(raw))]
+    spans: list[Span] = []
+    calls: list[ToolCall] = []
+    if options.tools or options.schema is not None:
+        if options.tools:
+            raw, spans, calls = _calls(options, random.Random(seed))
+        else:
+            raw = json.dumps(_instance(options.schema, random.Random(seed), "response_format"))
+        token_ids = tokenizer.encode(raw, add_special_tokens=False)
+        words = pieces(tokenizer, token_ids, raw)
+        is_cut = len(token_ids) > max_tokens
     else:
-        count = min(max_tokens, options.text_tokens or max_tokens)
-        token_ids = tokenizer.plan_output(seed, count)
+        is_cut = options.text_tokens is None or options.text_tokens > max_tokens
+        token_ids = tokenizer.plan_output(seed, min(max_tokens, options.text_tokens or max_tokens))
         words = list(map(tokenizer.piece, token_ids))
-        is_over = options.text_tokens is not None and options.text_tokens <= max_tokens
-        raw = "".join(words)
-        reason = "stop" if is_over else "length"
-        spans = [Span(0, len(raw))]
-        plan = Plan(token_ids=token_ids, pieces=words, raw=raw, spans=spans, finish_reason=reason)
-        return _stopped(plan, options) if options.stop or options.stop_token_ids else plan
-    token_ids = tokenizer.encode(raw, add_special_tokens=False)
-    words = pieces(tokenizer, token_ids, raw)
-    reason = "length" if len(token_ids) > max_tokens else "stop"
-    if calls and reason == "stop" and not options.is_named:
+    reason = "length" if is_cut else "stop"
+    if calls and not is_cut and not options.is_named:
         reason = "tool_calls"  # A call to a named tool ends with `stop`.
-    token_ids, words = token_ids[:max_tokens], words[:max_tokens]
+    words = words[:max_tokens]
     raw = "".join(words)
     plan = Plan(
-        token_ids=token_ids, pieces=words, raw=raw, spans=spans, calls=calls, finish_reason=reason
+        token_ids=token_ids[:max_tokens],
+        pieces=words,
+        raw=raw,
+        spans=spans or [Span(0, len(raw))],
+        calls=calls,
+        finish_reason=reason,
     )
-    return _stopped(plan, options)
+    return _stopped(plan, options) if options.stop or options.stop_token_ids else plan
 
 
 def _calls(options: AnswerOptions, rng: random.Random) -> tuple[str, list[Span], list[ToolCall]]:
@@ -152,16 +155,12 @@ def _calls(options: AnswerOptions, rng: random.Random) -> tuple[str, list[Span],
     tools = options.tools[:CALLS_MAX] if options.calls_each else [rng.choice(options.tools)]
     raw, spans, calls = "", [], []
     for number, tool in enumerate(tools):
-        arguments = json.dumps(_arguments(tool, rng))
+        arguments = json.dumps(_instance(tool.parameters, rng, f"tools: {tool.name}"))
         raw += ("\n" if raw else "") + call_text(tool.name, arguments)
         end = len(raw) - len(CALL_END) - len("}")
         spans.append(Span(end - len(arguments), end, number))
         calls.append(ToolCall(f"call_{rng.getrandbits(96):024x}", tool.name, arguments))
     return raw, spans, calls
-
-
-def _arguments(tool: Tool, rng: random.Random) -> object:
-    return _instance(tool.parameters, rng, f"tools: {tool.name}")
 
 
 def _instance(schema: object, rng: random.Random, where: str) -> object:
@@ -176,13 +175,15 @@ def _instance(schema: object, rng: random.Random, where: str) -> object:
 
 def _stopped(plan: Plan, options: AnswerOptions) -> Plan:
     """The plan, cut at the first stop: a token, or a text that a token completes."""
-    count, end, reason = len(plan.token_ids), len(plan.raw), plan.stop_reason
+    count, end = len(plan.token_ids), len(plan.raw)
+    reason: str | int | None = None
     found = [
         (at + len(stop), at, stop) for stop in options.stop if (at := plan.raw.find(stop)) >= 0
     ]
     if found:
         complete, at, reason = min(found)
-        count = _tokens_of(plan.pieces, complete)
+        # The tokens that cover these characters.
+        count = bisect_left(list(accumulate(map(len, plan.pieces))), complete) + 1
         end = complete if options.has_stop else at
     for number, token_id in enumerate(plan.token_ids[:count]):
         if token_id in options.stop_token_ids:
@@ -191,21 +192,12 @@ def _stopped(plan: Plan, options: AnswerOptions) -> Plan:
             break
     if reason is None:
         return plan
-    return Plan(
+    return replace(
+        plan,
         token_ids=plan.token_ids[:count],
         pieces=plan.pieces[:count],
         raw="".join(plan.pieces[:count]),
         spans=[Span(one.start, min(one.end, end), one.call) for one in plan.spans],
-        calls=plan.calls,
         finish_reason="stop",
         stop_reason=reason,
     )
-
-
-def _tokens_of(words: Sequence[str], chars: int) -> int:
-    """The number of tokens that cover ``chars`` characters."""
-    for count, word in enumerate(words, start=1):
-        chars -= len(word)
-        if chars <= 0:
-            return count
-    return len(words)

@@ -27,13 +27,12 @@ def embeddings(body: Body, model: str, tokenizer: Tokenizer) -> Body:
     form = body.get("encoding_format") or "float"
     if form not in ("float", "base64"):
         refuse("encoding_format must be float or base64", "encoding_format")
-    data: list[Body] = []
-    for index, prompt in enumerate(prompts):
-        vector = _vector(prompt, count)
-        packed = base64.b64encode(struct.pack(f"<{count}f", *vector)).decode()
-        embedding = packed if form == "base64" else vector
-        data.append({"index": index, "object": "embedding", "embedding": embedding})
-    return {**_list("embd", model, prompts), "data": data}
+    vectors: Any = [_vector(prompt, count) for prompt in prompts]
+    if form == "base64":
+        packed = (struct.pack(f"<{count}f", *vector) for vector in vectors)
+        vectors = [base64.b64encode(data).decode() for data in packed]
+    data = [{"object": "embedding", "embedding": vector} for vector in vectors]
+    return _list("embd", model, prompts, data)
 
 
 def rerank(body: Body, model: str, tokenizer: Tokenizer) -> Body:
@@ -61,36 +60,30 @@ def score(body: Body, model: str, tokenizer: Tokenizer) -> Body:
         refuse("text_1 must be one text, or as many as text_2", "text_1")
     first = first * (len(second) // len(first))
     pairs = [_encode(one + other, tokenizer) for one, other in zip(first, second, strict=True)]
-    data = [
-        {"index": index, "object": "score", "score": _vector(pair, 1)[0]}
-        for index, pair in enumerate(pairs)
-    ]
-    return {**_list("score", model, pairs), "data": data}
+    data = [{"object": "score", "score": _vector(pair, 1)[0]} for pair in pairs]
+    return _list("score", model, pairs, data)
 
 
 def classify(body: Body, model: str, tokenizer: Tokenizer) -> Body:
     """The answer of /classify."""
     prompts = _prompts(body, tokenizer)
     data = []
-    for index, prompt in enumerate(prompts):
+    for prompt in prompts:
         share = _vector(prompt, 1)[0]
         label = CLASSES[0] if share > 0.5 else CLASSES[1]
-        figures = {"probs": [share, 1 - share], "num_classes": len(CLASSES)}
-        data.append({"index": index, "label": label, **figures})
-    return {**_list("classify", model, prompts), "data": data}
+        data.append({"label": label, "probs": [share, 1 - share], "num_classes": len(CLASSES)})
+    return _list("classify", model, prompts, data)
 
 
 def pooling(body: Body, model: str, tokenizer: Tokenizer) -> Body:
     """The answer of /pooling."""
     prompts = _prompts(body, tokenizer)
-    data = [
-        {"index": index, "object": "pooling", "data": _vector(prompt, DIMENSIONS)}
-        for index, prompt in enumerate(prompts)
-    ]
-    return {**_list("pool", model, prompts), "data": data}
+    data = [{"object": "pooling", "data": _vector(prompt, DIMENSIONS)} for prompt in prompts]
+    return _list("pool", model, prompts, data)
 
 
-def _list(kind: str, model: str, prompts: Sequence[Sequence[int]]) -> Body:
+def _list(kind: str, model: str, prompts: Sequence[Sequence[int]], data: Sequence[Body]) -> Body:
+    """The figures of all prompts, numbered."""
     tokens = sum(map(len, prompts))
     return {
         "id": f"{kind}-{uuid.uuid4().hex}",
@@ -98,6 +91,7 @@ def _list(kind: str, model: str, prompts: Sequence[Sequence[int]]) -> Body:
         "created": int(time.time()),
         "model": model,
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0},
+        "data": [{"index": index, **one} for index, one in enumerate(data)],
     }
 
 
