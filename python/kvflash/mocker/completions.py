@@ -7,8 +7,8 @@ from typing import ClassVar, NamedTuple
 
 from kvflash.mocker.answer import DONE, Answer, event, usage_of
 from kvflash.mocker.logprobs import Logprobs
-from kvflash.mocker.plan import Choice, Delta, Plan, Step, ToolCall
-from kvflash.mocker.protocol import GenerationParams
+from kvflash.mocker.plan import Choice, Delta, Plan, Step
+from kvflash.mocker.protocol import GenerationParams, function_call
 from kvflash.mocker.refusal import Body
 
 
@@ -123,8 +123,8 @@ class ChatAnswer(_OpenAiAnswer):
             return {"delta": {"content": delta.text}}
         told: Body = {"index": delta.call, "function": {"arguments": delta.text}}
         if delta.is_first:
-            call = _call(plan.calls[delta.call])
-            told = {**told, **call, "function": {**call["function"], "arguments": delta.text}}
+            call = plan.calls[delta.call]
+            told |= function_call(call.call_id, call.name, delta.text)
         return {"delta": {"tool_calls": [told]}}
 
     def _logprobs(
@@ -195,13 +195,8 @@ def assistant_message(plan: Plan) -> Body:
     calls = plan.told_calls
     if not calls:
         return {"role": "assistant", "content": plan.text}
-    told = [_call(call) for call in calls]
+    told = [function_call(call.call_id, call.name, call.arguments) for call in calls]
     return {"role": "assistant", "content": plan.text or None, "tool_calls": told}
-
-
-def _call(call: ToolCall) -> Body:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.call_id, "type": "function", "function": function}
 
 
 def _ending(plan: Plan) -> Body:

@@ -11,6 +11,11 @@ Role = Literal["both", "prefill", "decode"]
 PortChoice = int | Literal["auto"]
 
 PORT_MAX = 65535
+_AT_LEAST = {
+    0: "data_parallel_rank startup_time_s drain_timeout_s",
+    1: "num_workers block_size num_gpu_blocks max_num_seqs max_num_batched_tokens max_waiting "
+    "replay_buffer data_parallel_size",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +56,11 @@ class MockerConfig:
 
     def __post_init__(self) -> None:
         """Check every option; a ConfigError names the flag and its legal values."""
-        for name, least in _AT_LEAST:
-            value = getattr(self, name)
-            if value < least:
-                raise ConfigError(f"{flag(name)} must be at least {least}, got {value}")
+        for least, names in _AT_LEAST.items():
+            for name in names.split():
+                value = getattr(self, name)
+                if value < least:
+                    raise ConfigError(f"{_flag(name)} must be at least {least}, got {value}")
         for name in ("port", "zmq_events_port", "zmq_replay_port"):
             self._check_port(name)
         if not 0.0 <= self.watermark < 1.0:
@@ -70,10 +76,10 @@ class MockerConfig:
             raise ConfigError(f"--event-plane must be zmq or nats, got {self.event_plane!r}")
         if self.event_plane == "nats" and self.endpoint is None:
             raise ConfigError("--event-plane nats needs --endpoint: streams are named by it")
-        names = (self.model_name, *self.lora_adapters)
-        if "" in names or len(set(names)) != len(names):
+        models = (self.model_name, *self.lora_adapters)
+        if "" in models or len(set(models)) != len(models):
             raise ConfigError(
-                f"--model-name and --lora-adapters must be distinct, non-empty names, got {names}"
+                f"--model-name and --lora-adapters must be distinct, non-empty names, got {models}"
             )
         self._check_lengths()
         self._check_roles()
@@ -104,7 +110,7 @@ class MockerConfig:
         last = PORT_MAX - self.num_workers * self.data_parallel_size + 1
         if not isinstance(port, int) or not 0 <= port <= last:
             raise ConfigError(
-                f"{flag(name)} must be in 0..{last} for {self.num_workers} workers, got {port!r}"
+                f"{_flag(name)} must be in 0..{last} for {self.num_workers} workers, got {port!r}"
             )
 
     def _check_roles(self) -> None:
@@ -151,23 +157,6 @@ class MockerConfig:
             )
 
 
-def flag(name: str) -> str:
-    """Name of an option's command line flag."""
-    return "--" + _FLAGS.get(name, name).replace("_", "-")
-
-
-_FLAGS = {"startup_time_s": "startup-time", "drain_timeout_s": "drain-timeout"}
-
-_AT_LEAST: tuple[tuple[str, int], ...] = (
-    ("num_workers", 1),
-    ("block_size", 1),
-    ("num_gpu_blocks", 1),
-    ("max_num_seqs", 1),
-    ("max_num_batched_tokens", 1),
-    ("max_waiting", 1),
-    ("replay_buffer", 1),
-    ("data_parallel_rank", 0),
-    ("data_parallel_size", 1),
-    ("startup_time_s", 0),
-    ("drain_timeout_s", 0),
-)
+def _flag(name: str) -> str:
+    """The flag of an option; units are in its help."""
+    return "--" + name.removesuffix("_s").replace("_", "-")

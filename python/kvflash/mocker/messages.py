@@ -6,7 +6,7 @@ from typing import Any
 
 from kvflash.mocker.answer import Answer, event, usage_of
 from kvflash.mocker.plan import Choice, Delta, Plan, Step
-from kvflash.mocker.protocol import content_of, listed_tools, response_format, shared
+from kvflash.mocker.protocol import content_of, function_call, listed_tools, response_format, shared
 from kvflash.mocker.refusal import ApiError, Body, refuse
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -63,7 +63,11 @@ def _turns(message: Body) -> list[Body]:
             result = "\n".join(_texts(block.get("content") or "", "messages.content"))
             called = block.get("tool_use_id")
             turns.append({"role": "tool", "tool_call_id": called, "content": result})
-    calls = [_call(block) for block in blocks if block.get("type") == "tool_use"]
+    calls = [
+        function_call(block.get("id"), str(block.get("name")), json.dumps(block.get("input")))
+        for block in blocks
+        if block.get("type") == "tool_use"
+    ]
     thoughts = [str(block.get("thinking")) for block in blocks if block.get("type") == "thinking"]
     if said or calls or thoughts or not turns:
         turn: Body = {"role": role, "content": said or (None if calls or thoughts else "")}
@@ -73,11 +77,6 @@ def _turns(message: Body) -> list[Body]:
             turn["reasoning"] = "".join(thoughts)
         turns.append(turn)
     return turns
-
-
-def _call(block: Body) -> Body:
-    function = {"name": str(block.get("name")), "arguments": json.dumps(block.get("input"))}
-    return {"id": block.get("id"), "type": "function", "function": function}
 
 
 def _texts(content: object, param: str) -> list[str]:

@@ -58,16 +58,16 @@ def parse_options(body: Body, *, is_chat: bool, text_tokens: int | None) -> Answ
         schema=_schema(body),
         stop=_stop(body.get("stop")),
         stop_token_ids=_stop_token_ids(body.get("stop_token_ids")),
-        has_stop=boolean(body, "include_stop_str_in_output", False),
+        has_stop=boolean(body, "include_stop_str_in_output"),
         seed=_seed(body.get("seed")),
         choices=_integer(body, "n", 1, 1, CHOICES_MAX),
         logprobs=_logprobs(body, is_chat=is_chat),
-        has_echo=not is_chat and boolean(body, "echo", False),
+        has_echo=not is_chat and boolean(body, "echo"),
         text_tokens=text_tokens,
     )
 
 
-def boolean(body: Mapping[str, Any], name: str, default: bool) -> bool:
+def boolean(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
     """A boolean field; refuses other values."""
     value = body.get(name)
     if value is None:
@@ -102,12 +102,11 @@ def parse_tools(body: Body) -> list[Tool]:
 def _tools_to_call(body: Body) -> tuple[Sequence[Tool], bool]:
     """The tools of which one is called, and whether the request named it."""
     tools, choice = parse_tools(body), body.get("tool_choice")
-    if choice is None or choice == "none":
-        is_called = choice is None and bool(tools) and not _has_results(body)
-        return (tools if is_called else ()), False
+    if choice == "none" or (choice is None and not tools):
+        return (), False
     if not tools:
         refuse("tool_choice needs tools", "tool_choice")
-    if choice == "auto":
+    if choice in (None, "auto"):
         return (() if _has_results(body) else tools), False
     if choice == "required":
         return tools, False
@@ -126,20 +125,14 @@ def _tools_to_call(body: Body) -> tuple[Sequence[Tool], bool]:
 
 def _has_results(body: Body) -> bool:
     """Whether the chat continues after tool results; then the answer is text, so agents end."""
-    for message in reversed(body["messages"]):
-        if message["role"] == "assistant":
-            return False
-        if message["role"] == "tool":
-            return True
-    return False
+    roles = [message["role"] for message in body["messages"]]
+    return next((one for one in reversed(roles) if one in ("assistant", "tool")), None) == "tool"
 
 
 def _schema(body: Body) -> object:
     form = body.get("response_format")
-    if form is None:
-        return None
     kind = form.get("type") if isinstance(form, dict) else None
-    if kind == "text":
+    if form is None or kind == "text":
         return None
     if kind == "json_object":
         return ANY_OBJECT
@@ -185,7 +178,7 @@ def _logprobs(body: Body, *, is_chat: bool) -> int | None:
         has_any = body.get("logprobs") is not None
         return _integer(body, "logprobs", 0, 0, LOGPROBS_MAX) if has_any else None
     count = _integer(body, "top_logprobs", 0, 0, LOGPROBS_MAX)
-    if not boolean(body, "logprobs", False):
+    if not boolean(body, "logprobs"):
         if count:
             refuse("top_logprobs needs logprobs", "top_logprobs")
         return None

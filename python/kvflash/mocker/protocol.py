@@ -77,6 +77,12 @@ def response_format(told: Any) -> Body | None:
     return form
 
 
+def function_call(call_id: object, name: str, arguments: str) -> Body:
+    """A tool call in the form of chats."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
 def listed_tools(told: Any) -> list[Body]:
     """The tools of a request of any API; refused if they are not objects."""
     if not isinstance(told, list) or not all(isinstance(tool, dict) for tool in told):
@@ -113,7 +119,7 @@ def parse_generation(
     options = body.get("stream_options")
     if options is not None and not isinstance(options, dict):
         refuse("stream_options must be an object", "stream_options")
-    is_streaming = boolean(body, "stream", False)
+    is_streaming = boolean(body, "stream")
     transfer = body.get("kv_transfer_params")
     try:
         is_handed_over(transfer)
@@ -121,11 +127,10 @@ def parse_generation(
         refuse(str(error), "kv_transfer_params")
     prompt_ids = parse_prompt(body, is_chat=is_chat, tokenizer=tokenizer)
     max_tokens = _max_tokens(body, len(prompt_ids), is_chat=is_chat, config=config)
-    if max_tokens is None and is_chat:
-        text_tokens = text_tokens or CHAT_TOKENS
-    room = config.model_len - len(prompt_ids)
     if max_tokens is None:
+        room = config.model_len - len(prompt_ids)
         max_tokens = room if is_chat else min(room, COMPLETION_TOKENS)
+        text_tokens = text_tokens or (CHAT_TOKENS if is_chat else None)
     return GenerationParams(
         model=model,
         prompt_ids=prompt_ids,
@@ -133,8 +138,8 @@ def parse_generation(
         lora=lora,
         cache_salt=cache_salt,
         is_streaming=is_streaming,
-        has_usage_chunk=is_streaming and boolean(options or {}, "include_usage", False),
-        has_token_ids=boolean(body, "return_token_ids", False),
+        has_usage_chunk=is_streaming and boolean(options or {}, "include_usage"),
+        has_token_ids=boolean(body, "return_token_ids"),
         transfer=transfer,
         options=parse_options(body, is_chat=is_chat, text_tokens=text_tokens),
     )
@@ -166,27 +171,20 @@ def parse_prompt(body: Body, *, is_chat: bool, tokenizer: Tokenizer) -> list[int
             )
         except ValueError as error:
             refuse(f"the chat template refuses the messages: {error}", "messages")
-        if (given := _reused_ids(body)) is not None:
-            return given
+        # vLLM's clients may send the tokens besides the messages.
+        transfer = body.get("kv_transfer_params")
+        given = transfer.get("prompt_token_ids") if isinstance(transfer, dict) else None
+        if given is not None:
+            return parse_token_ids(given, "kv_transfer_params.prompt_token_ids")
         # The template writes the special tokens itself.
-        return tokenizer.encode(text, add_special_tokens=boolean(body, "add_special_tokens", False))
+        return tokenizer.encode(text, add_special_tokens=boolean(body, "add_special_tokens"))
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
     if isinstance(prompt, str):
-        return tokenizer.encode(
-            prompt, add_special_tokens=boolean(body, "add_special_tokens", True)
-        )
+        is_special = boolean(body, "add_special_tokens", True)
+        return tokenizer.encode(prompt, add_special_tokens=is_special)
     return parse_token_ids(prompt, "prompt")
-
-
-def _reused_ids(body: Body) -> list[int] | None:
-    """Token ids that a chat sends besides its messages, as in vLLM."""
-    transfer = body.get("kv_transfer_params")
-    given = transfer.get("prompt_token_ids") if isinstance(transfer, dict) else None
-    if given is None:
-        return None
-    return parse_token_ids(given, "kv_transfer_params.prompt_token_ids")
 
 
 def parse_token_ids(value: object, param: str) -> list[int]:
@@ -218,14 +216,12 @@ def _max_tokens(
 ) -> int | None:
     """The token limit of the request."""
     room = config.model_len - prompt_tokens
+    most = f"This model's maximum context length is {config.model_len} tokens, but"
+    prompt = "messages" if is_chat else "prompt"
     if prompt_tokens == 0:
-        refuse("the prompt must have at least one token", "messages" if is_chat else "prompt")
+        refuse("the prompt must have at least one token", prompt)
     if room < 1:
-        refuse(
-            f"This model's maximum context length is {config.model_len} tokens, "
-            f"but the prompt alone has {prompt_tokens}.",
-            "messages" if is_chat else "prompt",
-        )
+        refuse(f"{most} the prompt alone has {prompt_tokens}.", prompt)
     for name in ("max_completion_tokens", "max_tokens"):
         asked = body.get(name)
         if asked is None:
@@ -233,10 +229,7 @@ def _max_tokens(
         if type(asked) is not int or asked < 1:
             refuse(f"{name} must be an integer of at least 1", name)
         if asked > room:
-            refuse(
-                f"This model's maximum context length is {config.model_len} tokens, but "
-                f"{prompt_tokens} of the prompt and {asked} of {name} were asked for.",
-                name,
-            )
+            told = f"{prompt_tokens} of the prompt and {asked} of {name} were asked for."
+            refuse(f"{most} {told}", name)
         return asked
     return None

@@ -11,8 +11,15 @@ from typing import Any
 from kvflash.mocker.answer import Answer, event, usage_of
 from kvflash.mocker.logprobs import Logprobs
 from kvflash.mocker.plan import Choice, Delta, Plan, Step
-from kvflash.mocker.protocol import content_of, listed_tools, response_format, shared
+from kvflash.mocker.protocol import (
+    content_of,
+    function_call,
+    listed_tools,
+    response_format,
+    shared,
+)
 from kvflash.mocker.refusal import ApiError, Body, refuse
+from kvflash.mocker.tokenizer import texts_of
 
 # Maximum of stored responses; the oldest ones are dropped.
 STORE_MAX = 1024
@@ -96,32 +103,22 @@ def _turns(items: list[Any]) -> list[Body]:
             refuse("input must be a list of objects", "input")
         kind, role = item.get("type", "message"), item.get("role")
         if kind == "function_call":
-            function = {name: str(item.get(name)) for name in ("name", "arguments")}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            name, arguments = str(item.get("name")), str(item.get("arguments"))
+            call = function_call(item.get("call_id"), name, arguments)
             if turns and turns[-1]["role"] == "assistant":
                 turns[-1].setdefault("tool_calls", []).append(call)
             else:
                 said("tool_calls", [call])
         elif kind == "function_call_output":
-            told = {"tool_call_id": item.get("call_id"), "content": _text(item.get("output"))}
-            turns.append({"role": "tool", **told})
+            result = "".join(texts_of(item.get("output")))
+            turns.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": result})
         elif kind == "reasoning":
-            said("reasoning", "".join(_texts(item.get("content") or item.get("summary"))[:1]))
+            said("reasoning", "".join(texts_of(item.get("content") or item.get("summary"))[:1]))
         elif kind == "message" and role == "assistant":
-            said("content", "".join(_texts(item.get("content"))[:1]))
+            said("content", "".join(texts_of(item.get("content"))[:1]))
         elif kind == "message":
-            turns.append({"role": role, "content": content_of(_texts(item.get("content")))})
+            turns.append({"role": role, "content": content_of(texts_of(item.get("content")))})
     return turns
-
-
-def _texts(content: Any) -> list[str]:
-    if isinstance(content, list):
-        return [str(part.get("text", "")) for part in content if isinstance(part, dict)]
-    return [content] if isinstance(content, str) else []
-
-
-def _text(content: Any) -> str:
-    return "".join(_texts(content))
 
 
 def _tools(told: Any) -> list[Body]:

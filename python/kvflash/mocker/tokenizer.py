@@ -172,13 +172,17 @@ def load(folder: str | None) -> Tokenizer:
     return ByteTokenizer() if folder is None else FolderTokenizer(folder)
 
 
+def texts_of(content: object) -> list[str]:
+    """The texts of a message's content: a string, or parts."""
+    if isinstance(content, list):
+        return [str(part.get("text", "")) for part in content if isinstance(part, dict)]
+    return [content] if isinstance(content, str) else []
+
+
 def _content_text(message: Message) -> str:
     """The content of a message, with its tool calls."""
-    content = message.get("content")
-    if isinstance(content, list):
-        parts = [str(part.get("text", "")) for part in content if isinstance(part, dict)]
-        content = "".join(parts)
-    texts = [content] if isinstance(content, str) and content else []
+    content = "".join(texts_of(message.get("content")))
+    texts = [content] if content else []
     for call in message.get("tool_calls") or ():
         told = call["function"]
         texts.append(call_text(str(told["name"]), str(told["arguments"])))
