@@ -11,7 +11,6 @@ import contextlib
 import json
 import logging
 import uuid
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -79,9 +78,8 @@ class Handover:
         self._host = host
         self._block_size = block_size
         self._engine_id = str(uuid.uuid4())
-        # True: done, False: failed, an event: a worker is waiting. The oldest are dropped at the
-        # limit.
-        self._rooms: OrderedDict[int, bool | asyncio.Event] = OrderedDict()
+        # True: done, False: failed, an event: a worker is waiting; the oldest first, up to a limit.
+        self._rooms: dict[int, bool | asyncio.Event] = {}
         self._server: asyncio.Server | None = None
         self._answers: set[asyncio.Task[Any]] = set()
         self._answered = asyncio.Event()
@@ -107,7 +105,8 @@ class Handover:
         """Let decode workers fetch what is computed, for 5 s at most, then hang up on all."""
         if self._server is None:
             return
-        await self._drain(min(timeout_s, FETCH_S_MAX))
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._fetched(), min(timeout_s, FETCH_S_MAX))
         self._server.close()
         for answer in list(self._answers):
             answer.cancel()
@@ -144,24 +143,18 @@ class Handover:
         """Report to a room's waiters that its prompt is computed, or has failed."""
         if self._server is None or room is None:
             return
-        waiting = self._rooms.get(room.number)
+        waiting = self._rooms.pop(room.number, None)
         self._rooms[room.number] = is_done
-        self._rooms.move_to_end(room.number)
         while len(self._rooms) > ROOMS_MAX:
-            self._rooms.popitem(last=False)
+            del self._rooms[next(iter(self._rooms))]
         if isinstance(waiting, asyncio.Event):
             waiting.set()
 
-    async def _drain(self, timeout_s: float) -> None:
+    async def _fetched(self) -> None:
         """Wait until every computed prompt has been asked for, and every answer is sent."""
-
-        async def fetched() -> None:
-            while self._is_owed():
-                self._answered.clear()
-                await self._answered.wait()
-
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(fetched(), timeout_s)
+        while self._is_owed():
+            self._answered.clear()
+            await self._answered.wait()
 
     def _is_owed(self) -> bool:
         """Whether a decode worker has an answer to come, other than of a prompt never computed."""

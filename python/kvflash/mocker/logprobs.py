@@ -1,6 +1,7 @@
 """Log probabilities, derived from the tokens: in the form of chats, and in that of completions."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from kvflash.mocker.refusal import Body
 from kvflash.mocker.tokenizer import Tokenizer
@@ -45,10 +46,7 @@ class Logprobs:
             chances[0] = None
             if tops:
                 tops[0] = None
-        places = []
-        for piece in pieces:
-            places.append(offset)
-            offset += len(piece)
+        *places, _ = accumulate(map(len, pieces), initial=offset)
         return {
             "tokens": list(pieces),
             "token_logprobs": chances,

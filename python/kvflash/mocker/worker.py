@@ -16,7 +16,7 @@ from kvflash.mocker.handover import Handover
 from kvflash.mocker.publisher import TICK_MS, open_stream
 from kvflash.mocker.scheduler import Scheduler
 from kvflash.mocker.tokenizer import Tokenizer
-from kvflash.mocker.tokens import TokenRequest, parse_tokens, request_room
+from kvflash.mocker.tokens import parse_tokens, request_room
 from kvflash.publisher import WorkerMetricsPublisher
 from kvflash.publisher.announce import events_key
 from kvflash.publisher.brokered import BrokerOutlet, BrokerStream, Served
@@ -84,7 +84,10 @@ class RuntimeWorker:
             self._report(rank, engine.scheduler)
             engine.on_pass = lambda scheduler, rank=rank: self._report(rank, scheduler)
         await self._announce()
-        self._tasks.append(asyncio.create_task(self._serve()))
+        serving = self._endpoint.serve_endpoint(
+            self.generate, max_concurrent_requests=config.max_waiting
+        )
+        self._tasks.append(asyncio.create_task(serving))
         await asyncio.wait_for(self._is_found(), START_TIMEOUT_S)
 
     async def close(self) -> None:
@@ -150,11 +153,6 @@ class RuntimeWorker:
             lora_names=list(config.lora_adapters),
         )
 
-    async def _serve(self) -> None:
-        await self._endpoint.serve_endpoint(
-            self.generate, max_concurrent_requests=self._config.max_waiting
-        )
-
     async def _is_found(self) -> None:
         """Wait until others can find the worker."""
         key = f"v1/instances/{self._endpoint.path}/{self.instance_id}"
@@ -193,7 +191,13 @@ class RuntimeWorker:
             while not is_last:
                 token_ids = await generation.take()
                 is_last = generation.request.is_finished
-                yield self._item(token_ids, parsed, generation, is_last=is_last)
+                reason = "length" if is_last else None
+                item: dict[str, Any] = {"token_ids": token_ids, "finish_reason": reason}
+                if is_last:
+                    item["completion_usage"] = usage([generation.request])
+                    if (handed := self._handover.params(len(parsed.token_ids))) is not None:
+                        item["disaggregated_params"] = {"kv_transfer_params": handed}
+                yield item
         finally:
             if watching is not None:
                 watching.cancel()
@@ -201,25 +205,6 @@ class RuntimeWorker:
                 engine.abort(generation)
             is_done = generation is not None and generation.request.is_finished
             self._handover.finish(room, is_done=is_done)
-
-    def _item(
-        self,
-        token_ids: list[int],
-        parsed: TokenRequest,
-        generation: Generation,
-        *,
-        is_last: bool,
-    ) -> dict[str, Any]:
-        item: dict[str, Any] = {
-            "token_ids": token_ids,
-            "finish_reason": "length" if is_last else None,
-        }
-        if is_last:
-            item["completion_usage"] = usage([generation.request])
-            handed = self._handover.params(len(parsed.token_ids))
-            if handed is not None:
-                item["disaggregated_params"] = {"kv_transfer_params": handed}
-        return item
 
     def _ranks(self) -> range:
         first = self._config.data_parallel_rank
