@@ -24,11 +24,7 @@ class EngineEvents:
     """The events of one engine's ranks; without ``ports`` it publishes none."""
 
     def __init__(
-        self,
-        options: LauncherOptions,
-        ports: EventPorts | None,
-        ranks: int,
-        component: Component,
+        self, options: LauncherOptions, ports: EventPorts | None, ranks: int, component: Component
     ) -> None:
         self._options, self._ports, self._ranks = options, ports, ranks
         self._component = component

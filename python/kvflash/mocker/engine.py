@@ -31,7 +31,7 @@ class Generation:
 
     def __init__(self, request: Request, *, is_streaming: bool) -> None:
         self.request = request
-        self._is_streaming = is_streaming
+        self._is_streaming = is_streaming  # Wake the waiter for every token.
         self._taken = 0
         self._error: ClosedError | None = None
         self._changed = asyncio.Event()
@@ -91,7 +91,7 @@ class Engine:
         is_streaming: bool = False,
         is_transferred: bool = False,
     ) -> Generation:
-        """Accept a request; the arguments are those of `Request`.
+        """Accept a request, with the arguments of `Request`; ``is_streaming`` delivers each token.
 
         Raises OverloadedError if too many requests wait, InvalidArgumentError for an empty or too
         long request, and ClosedError once the engine has stopped.

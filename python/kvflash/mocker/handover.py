@@ -75,7 +75,7 @@ class Handover:
 
     def __init__(self, role: Role, host: str, block_size: int) -> None:
         self._role = role
-        self._host = host
+        self._host = host  # Under which others reach the worker.
         self._block_size = block_size
         self._engine_id = str(uuid.uuid4())
         # True: done, False: failed, an event: a worker is waiting; the oldest first, up to a limit.

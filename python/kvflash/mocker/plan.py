@@ -97,7 +97,7 @@ class Choice:
     index: int
     plan: Plan
     request: Request
-    is_told: bool = False
+    is_told: bool = False  # Whether all of it has been returned.
     _tokens: int = 0
     _chars: int = 0
 
@@ -113,7 +113,7 @@ class Choice:
 def plan_answer(
     options: AnswerOptions, tokenizer: Tokenizer, *, seed: int, index: int, max_tokens: int
 ) -> Plan:
-    """Plan one of the answers to a prompt, whose tokens give the seed.
+    """Plan answer ``index`` to a prompt whose tokens make the ``seed``.
 
     It is deterministic in its arguments, and refuses a schema for which it finds no value.
     """

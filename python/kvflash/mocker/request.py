@@ -30,7 +30,7 @@ class Request:
     # The KV comes from a prefill worker: only the last token of the prompt is computed here.
     is_transferred: bool = False
     tokens: list[int] = field(init=False)  # The prompt and the answer so far.
-    cached_tokens: int | None = field(init=False, default=None)  # Of the prompt, at admission.
+    cached_tokens: int | None = field(init=False, default=None)  # At admission; None before.
     root: int = field(init=False)  # Root of its chain of block hashes.
     block_hashes: list[int] = field(init=False, default_factory=list)  # As far as needed.
     stored_blocks: int = field(init=False, default=0)  # Leading blocks held by hash.
