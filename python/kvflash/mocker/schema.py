@@ -87,28 +87,24 @@ class _Maker:
 
     def _flat(self, schema: dict[str, Any], seen: set[str]) -> Iterator[dict[str, Any]]:
         """Each variant of the schema without references and alternatives."""
-        for key in ("anyOf", "oneOf"):
-            if key in schema:
-                rest = {name: value for name, value in schema.items() if name != key}
-                options = _list(schema, key)
-                for option in self._rng.sample(options, len(options)):
-                    yield from self._flat(_merged(rest, option), seen)
-                return
-        if "$ref" in schema:
-            rest = {key: value for key, value in schema.items() if key != "$ref"}
-            name = str(schema["$ref"])
-            if name in seen:
-                return
-            yield from self._flat(_merged(self._resolve(name), rest), seen | {name})
+        key = next((key for key in ("anyOf", "oneOf", "$ref", "allOf") if key in schema), None)
+        if key is None:
+            if schema.get("enum", True) != []:
+                yield schema
             return
-        if "allOf" in schema:
-            rest = {key: value for key, value in schema.items() if key != "allOf"}
-            for part in _list(schema, "allOf"):
+        rest = {name: value for name, value in schema.items() if name != key}
+        if key == "$ref":
+            ref = str(schema[key])
+            if ref not in seen:
+                yield from self._flat(_merged(self._resolve(ref), rest), seen | {ref})
+        elif key == "allOf":
+            for part in _list(schema, key):
                 rest = _merged(rest, part)
             yield from self._flat(rest, seen)
-            return
-        if schema.get("enum", True) != []:
-            yield schema
+        else:
+            options = _list(schema, key)
+            for option in self._rng.sample(options, len(options)):
+                yield from self._flat(_merged(rest, option), seen)
 
     def _resolve(self, ref: str) -> object:
         if not ref.startswith("#"):
