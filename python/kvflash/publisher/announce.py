@@ -33,24 +33,12 @@ def announce_events(
     worker_id: int,
     loop: asyncio.AbstractEventLoop | None,
 ) -> Callable[[], None]:
-    """Announce an endpoint for as long as the runtime lives.
+    """Announce an endpoint for as long as the runtime lives; returns what withdraws it.
 
-    In the thread of the runtime's loop this returns at once and logs a failure. In any other thread
-    it waits until the announcement is made.
-
-    Args:
-        component: Component of the runtime that the engine serves.
-        dp_rank: Data parallel rank of the events.
-        where: The announced value.
-        worker_id: Instance that publishes the events; 0 means the runtime's own.
-        loop: The runtime's loop; None means the one that runs in this thread.
-
-    Returns:
-        A callable that withdraws the announcement, from any thread.
-
-    Raises:
-        InvalidArgumentError: No loop is given and none runs in this thread.
-        TransportError: Discovery can't be reached (in another thread than the loop's).
+    In the thread of the runtime's loop this returns at once and logs a failure; in any other thread
+    it waits, and raises a TransportError if discovery can't be reached. Without a loop, it uses the
+    one that runs in this thread, or raises InvalidArgumentError. The result may be called in any
+    thread; a worker_id of 0 means the runtime's own instance.
     """
     runtime = component.runtime
     own = _running()

@@ -6,11 +6,7 @@ from kvflash.errors import InvalidArgumentError
 
 
 def check_range(field: str, value: object, least: int, most: int) -> int:
-    """An integer within its limits.
-
-    Raises:
-        InvalidArgumentError: Not an integer, or out of range; names field, limits and value.
-    """
+    """An integer within its limits, or an InvalidArgumentError with field, limits and value."""
     try:
         # bool is a subclass of int in Python, but True is not a valid number here.
         number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]

@@ -38,12 +38,7 @@ _HEAD_BYTES_MAX = 16 * 1024
 
 @dataclass(frozen=True)
 class Served:
-    """The model that the events belong to.
-
-    Attributes:
-        model_name: Name under which routers know it.
-        is_prefill: Whether the worker only prefills.
-    """
+    """The model that the events belong to, by the name that routers know."""
 
     model_name: str
     is_prefill: bool = False
@@ -60,24 +55,9 @@ class _Writer(Protocol):
 class BrokerOutlet:
     """Numbers batches and hands them to NATS once the model that they belong to is known.
 
-    Args:
-        component: Component of the runtime that the engine serves.
-        instance_id: Instance that publishes the events.
-        dp_rank: Data parallel rank of the events.
-        block_size: Tokens in a block.
-        served: Returns the model that the events belong to; None while unknown.
-        has_local_index: Serve a local index over NATS Core instead of writing to the stream.
-        settings: The server; default: from the environment.
-
-    Attributes:
-        kind: Kind of the announced endpoint: ``jetstream`` or ``nats``.
-        endpoint: The announced endpoint.
-        block_size: Tokens in a block.
-        batch_bytes_max: Batch size that the server is sure to accept; unit bytes.
-
-    Raises:
-        TransportError: NATS does not answer; the message says what to start.
-        ConfigError: NATS refuses the login, or its client is not installed.
+    ``served`` returns that model, or None while it is unknown. With has_local_index the outlet
+    serves a local index over NATS Core instead of writing to the stream. It raises a TransportError
+    or ConfigError if NATS does not answer, refuses the login, or its client is not installed.
     """
 
     def __init__(
@@ -115,16 +95,13 @@ class BrokerOutlet:
         self._writer: _Writer | None = None
         self._is_closed = threading.Event()
         message_bytes_max = check_server(self._settings)
+        # The server is sure to accept batches of this size.
         self.batch_bytes_max = max(1, min(_BATCH_BYTES_MAX, message_bytes_max - _HEAD_BYTES_MAX))
         self._thread = threading.Thread(target=self._open, name="kvflash-outlet", daemon=True)
         self._thread.start()
 
     def put(self, payload: bytes) -> None:
-        """Send an encoded batch; returns at once.
-
-        Raises:
-            ClosedError: The outlet is closed.
-        """
+        """Send an encoded batch; returns at once. ClosedError once the outlet is closed."""
         with self._lock:
             if self._is_closed.is_set():
                 raise ClosedError("the publisher is shut down")
@@ -248,14 +225,7 @@ class BrokerOutlet:
 
 
 class BrokerStream(Sender):
-    """Sends encoded events in batches to an outlet; the NATS counterpart of :class:`EventStream`.
-
-    Args:
-        outlet: Receives the batches.
-        dp_rank: Rank in every batch.
-        tick_ms: How long the first event of a batch waits for more events.
-        shape: Event format, see :class:`kvflash._core.EventOutbox`.
-    """
+    """Sends encoded events in batches to an outlet; over NATS what EventStream is over ZMQ."""
 
     def __init__(
         self, outlet: BrokerOutlet, *, dp_rank: int, tick_ms: float, shape: str = "own"

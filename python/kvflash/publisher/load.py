@@ -173,11 +173,7 @@ class WorkerMetricsPublisher:
         self._tell()
 
     async def watch(self, request: Any) -> AsyncIterator[dict[str, int]]:
-        """Yield the load of each rank, then each change; the handler of the endpoint.
-
-        Args:
-            request: ``{"once": true}`` ends after the current loads.
-        """
+        """Yield the load of each rank, then each change; ``{"once": true}`` ends before changes."""
         self._loop = asyncio.get_running_loop()
         news = asyncio.Event()
         self._waiting.add(news)

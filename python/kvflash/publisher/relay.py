@@ -29,16 +29,10 @@ _END = b"\xff" * 8
 class Relay:
     """Reads an engine's batches and hands them to an outlet; requests the ones that it missed.
 
-    A sequence number that repeats with other content means that the engine restarted; the outlet
-    then restarts too. A restart goes unnoticed if the engine's numbers are already beyond those of
-    its predecessor. Batches that can no longer be had are skipped in the numbering, so that routers
-    see the gap.
-
-    Args:
-        make_outlet: Creates the outlet for one lifetime of the publisher.
-        endpoint: Where the engine publishes.
-        replay_endpoint: Where the engine replays; None without a replay endpoint.
-        topic: Topic to subscribe to.
+    A sequence number that repeats with other content means that the engine restarted; a new outlet
+    then begins another lifetime of the publisher. A restart goes unnoticed if the engine's numbers
+    are already beyond those of its predecessor. Batches that can no longer be had are skipped in
+    the numbering, so that routers see the gap.
     """
 
     def __init__(

@@ -36,13 +36,8 @@ _FOREIGN = (errno.ENODEV, errno.EADDRNOTAVAIL, errno.EINVAL)
 class Sender(ABC):
     """A thread that sends an outbox's batches and answers requests for a replay.
 
-    Args:
-        outbox: Takes events.
-        router: Socket for replay requests, if there is one.
-        head: Frames between the client's identity and the number of a replayed batch.
-
-    Attributes:
-        outbox: Takes events.
+    ``router`` is the socket of these requests, if there is one; ``head`` goes between the client's
+    identity and the number of a replayed batch.
     """
 
     kind: str

@@ -32,13 +32,7 @@ _OTHERWISE = "start one (nats-server), set NATS_SERVER, or use the request plane
 
 
 async def connect() -> NatsConnection:
-    """Connect to NATS_SERVER; a broken connection is re-established.
-
-    Raises:
-        TransportError: NATS can't be reached.
-        ConfigError: NATS refuses the login, or its certificate is not trusted; names the variable
-            to set.
-    """
+    """Connect to NATS_SERVER, and again after a break; a failure is a Transport- or ConfigError."""
     settings = NatsSettings.from_env()
     connection, said = NatsConnection(settings), deque[Exception](maxlen=_SAID_MAX)
 

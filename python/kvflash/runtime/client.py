@@ -308,11 +308,7 @@ class Stream:
         return None if self._end is None else max(0.0, self._end - time.monotonic())
 
     async def _in_time(self, work: Any) -> Any:
-        """Wait for work within the time limit.
-
-        Raises:
-            DeadlineError: No time is left.
-        """
+        """Wait for work; DeadlineError if it takes longer than the time limit."""
         left_s = self._left_s()
         if left_s is None:
             return await work

@@ -16,11 +16,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,48}")
 
 
 def check_name(what: str, name: str) -> str:
-    """Refuse a name that is not valid in keys, addresses and subjects.
-
-    Raises:
-        InvalidArgumentError: Not 1 to 48 letters, digits, ``_`` and ``-``.
-    """
+    """Refuse, as InvalidArgumentError, a name that is invalid in keys, addresses and subjects."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidArgumentError(
             f"{what} must have 1 to 48 of the characters A-Z a-z 0-9 _ -, got {name!r}"

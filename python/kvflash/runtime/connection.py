@@ -18,13 +18,7 @@ SOCKET_BUFFER_BYTES = 256 * 1024
 
 
 class Connection(asyncio.Protocol):
-    """Sends and receives frames.
-
-    Attributes:
-        on_lost: Called once when the peer is gone.
-        is_lost: Whether the peer is gone.
-        is_answering: On a server, set while it answers: then it expects little input.
-    """
+    """Sends and receives frames."""
 
     def __init__(
         self, limits: RuntimeLimits, on_made: Callable[[Connection], None] | None = None
@@ -39,8 +33,10 @@ class Connection(asyncio.Protocol):
         self._fault: InvalidArgumentError | DecodeError | None = None
         self._is_reading_paused = False
         self._on_made = on_made
+        # Called once when the peer is gone.
         self.on_lost: Callable[[], None] | None = None
         self.is_lost = False
+        # On a server, set while it answers: then it expects little input.
         self.is_answering = False
 
     # asyncio.Protocol
@@ -99,10 +95,8 @@ class Connection(asyncio.Protocol):
     async def receive(self) -> tuple[int, bytes]:
         """Return the next frame.
 
-        Raises:
-            TransportError: The peer hung up.
-            InvalidArgumentError: The frame is too large; the connection can't be read any further.
-            DecodeError: The data is not a frame; the connection can't be read any further.
+        A TransportError says that the peer hung up; after an InvalidArgumentError or DecodeError
+        the connection can't be read any further.
         """
         while not self._frames:
             if self._fault is not None:
@@ -134,11 +128,7 @@ class Connection(asyncio.Protocol):
             self._transport.write(data)
 
     async def send(self, data: bytes) -> None:
-        """Send; waits while more than send_buffer_bytes are unsent.
-
-        Raises:
-            GoneError: The peer is gone.
-        """
+        """Send; wait while more than send_buffer_bytes are unsent. GoneError: the peer is gone."""
         if self._transport is None or self.is_lost:
             raise GoneError("the connection is closed")
         self._transport.write(data)

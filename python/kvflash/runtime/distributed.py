@@ -141,11 +141,7 @@ class DistributedRuntime:
         """Put a key, with a JSON value, for as long as this process lives.
 
         The key is put again after the lease is lost; if that has just happened, the new lease puts
-        it.
-
-        Raises:
-            ClosedError: The runtime is shut down.
-            TransportError: Discovery can't be reached.
+        it. Raises ClosedError after a shutdown and TransportError if discovery can't be reached.
         """
         data = json.dumps(value).encode()
         await self._leased()
@@ -191,11 +187,7 @@ class DistributedRuntime:
         return {key: json.loads(data) for key, data in keys.items() if key.startswith(prefix)}
 
     async def withdraw(self, key: str) -> None:
-        """Delete an announced key.
-
-        Raises:
-            TransportError: Discovery can't be reached; the deletion is retried in the background.
-        """
+        """Delete an announced key; after a TransportError the background retries the deletion."""
         if key in self._announced:
             self._drop(key)
         if key in self._unwanted:
@@ -318,11 +310,7 @@ class DistributedRuntime:
         return found
 
     async def plane_client(self, kind: str) -> PlaneClient:
-        """The client for a kind of transport.
-
-        Raises:
-            TransportError: The kind is unknown.
-        """
+        """The client for a kind of transport; TransportError if the kind is unknown."""
         found = self._clients.get(kind)
         if found is None:
             try:

@@ -45,28 +45,17 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Request:
-    """A client's request.
-
-    Attributes:
-        id: The request's name.
-        endpoint: ``namespace/component/endpoint``.
-        instance_id: The instance that it is meant for.
-        payload: The handler's argument.
-        deadline_ms: Time limit, counted from its arrival.
-    """
+    """A client's request."""
 
     id: str
     endpoint: str
     instance_id: int
     payload: Any
+    #: Time limit, counted from the request's arrival.
     deadline_ms: int | None = None
 
     def pack(self, bytes_max: int) -> bytes:
-        """Encode the frame.
-
-        Raises:
-            InvalidArgumentError: The request can't be encoded as msgpack or is too large.
-        """
+        """Encode the frame; InvalidArgumentError if msgpack can't, or it exceeds bytes_max."""
         fields = {k: getattr(self, k) for k in ("id", "endpoint", "instance_id", "payload")}
         if self.deadline_ms is not None:
             fields["deadline_ms"] = self.deadline_ms
@@ -74,11 +63,7 @@ class Request:
 
     @classmethod
     def parse(cls, fields: Any) -> Request:
-        """Check the fields of a request.
-
-        Raises:
-            InvalidArgumentError: A field is missing or has the wrong type.
-        """
+        """Check the fields of a request; a wrong or missing one is an InvalidArgumentError."""
         if not isinstance(fields, dict):
             raise InvalidArgumentError(f"request must be a map, got {type(fields).__name__}")
         deadline_ms = fields.get("deadline_ms")
@@ -117,16 +102,11 @@ REFUSALS = (InvalidArgumentError, DecodeError, NotFoundError, ClosedError, Overl
 
 @dataclass(frozen=True)
 class Failure:
-    """Content of an Error frame.
-
-    Attributes:
-        code: The cause in one word.
-        message: For humans.
-        retry: The handler never saw the request, so another instance may be tried.
-    """
+    """Content of an Error frame."""
 
     code: str
     message: str
+    #: The handler never saw the request, so another instance may be tried.
     retry: bool = False
 
     @classmethod
@@ -173,11 +153,7 @@ class Failure:
 
 
 def pack(value: Any, what: str) -> bytes:
-    """Encode a value as msgpack.
-
-    Raises:
-        InvalidArgumentError: The value has a type or number that msgpack lacks.
-    """
+    """Encode as msgpack; a type or number that msgpack lacks is an InvalidArgumentError."""
     try:
         packed: bytes = msgpack.packb(value, default=_plain)
     except (TypeError, ValueError, OverflowError) as error:
@@ -186,11 +162,7 @@ def pack(value: Any, what: str) -> bytes:
 
 
 def unpack(payload: bytes | memoryview) -> Any:
-    """Decode a payload.
-
-    Raises:
-        DecodeError: It is not msgpack.
-    """
+    """Decode a payload; DecodeError if it is not msgpack."""
     try:
         return msgpack.unpackb(payload, strict_map_key=False)
     except (ValueError, msgpack.UnpackException) as error:
@@ -210,11 +182,7 @@ def _plain(value: Any) -> Any:
 def frame(
     kind: Kind, payload: bytes = b"", bytes_max: int = FRAME_BYTES_MAX, what: str = "frame"
 ) -> bytes:
-    """Encode a frame.
-
-    Raises:
-        InvalidArgumentError: The frame is larger than ``bytes_max``.
-    """
+    """Encode a frame; one that is larger than bytes_max is an InvalidArgumentError."""
     size = len(payload) + 1
     if size > bytes_max:
         raise InvalidArgumentError(f"{what} may have at most {bytes_max} bytes, got {size}")
@@ -222,11 +190,7 @@ def frame(
 
 
 class FrameReader:
-    """Cuts a stream of bytes into frames.
-
-    Args:
-        bytes_max: Largest frame; larger ones are refused before their bytes are buffered.
-    """
+    """Cuts a stream of bytes into frames; refuses too large ones before it buffers their bytes."""
 
     def __init__(self, bytes_max: int = FRAME_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
@@ -240,9 +204,7 @@ class FrameReader:
     def feed(self, data: bytes | bytearray | memoryview) -> list[tuple[int, bytes]]:
         """Take bytes; return the frames that they complete, as (kind, payload).
 
-        Raises:
-            InvalidArgumentError: A frame is too large.
-            DecodeError: A frame is empty.
+        A frame that is too large raises InvalidArgumentError, an empty one DecodeError.
         """
         buffer = self._buffer
         buffer += data

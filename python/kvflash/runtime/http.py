@@ -63,11 +63,7 @@ class HttpServer(PlaneServer):
     _runner: web.AppRunner | None = None
 
     async def start(self) -> None:
-        """Listen.
-
-        Raises:
-            ConfigError: The address can't be bound.
-        """
+        """Listen; ConfigError if the address can't be bound."""
         app = web.Application(client_max_size=self._limits.frame_bytes_max)
         app.router.add_post("/{namespace}/{component}/{endpoint}", self._answer)
         self._runner = web.AppRunner(
@@ -164,12 +160,7 @@ def _refusal(failure: Failure) -> web.Response:
 
 
 async def _request(http: web.Request, limits: RuntimeLimits) -> Request:
-    """Parse a request.
-
-    Raises:
-        InvalidArgumentError: A header or the body is wrong or too large.
-        DecodeError: The body does not match its content type.
-    """
+    """Parse a request; a wrong header or body is an InvalidArgumentError or DecodeError."""
     instance, deadline = http.headers.get(INSTANCE, ""), http.headers.get(DEADLINE)
     for name, text in ((INSTANCE, instance), (DEADLINE, deadline)):
         if text is not None and not (text.isascii() and text.isdecimal() and len(text) < 20):
@@ -201,11 +192,7 @@ async def _request(http: web.Request, limits: RuntimeLimits) -> Request:
 
 
 def id_in_header(request_id: str) -> str:
-    """A request's id, as the value of a header.
-
-    Raises:
-        InvalidArgumentError: It contains a line break or NUL, which headers can't.
-    """
+    """Return a request's id if a header can hold it, else raise InvalidArgumentError."""
     if any(char in request_id for char in "\r\n\0"):
         raise InvalidArgumentError(
             "request_id goes to the worker in a header and must not contain line breaks or NUL, "
@@ -226,13 +213,7 @@ class HttpClient(PlaneClient):
         self._replies: weakref.WeakSet[HttpReply] = weakref.WeakSet()
 
     async def ask(self, transport: dict[str, Any], request: Request) -> HttpReply:
-        """Send a request.
-
-        Raises:
-            TransportError: The instance can't be reached.
-            InvalidArgumentError: The request is too large or can't be encoded, or its id is not
-                valid in a header.
-        """
+        """See :meth:`PlaneClient.ask`; also refuses an id that is not valid in a header."""
         body = pack(request.payload, "request")
         size_max = self.limits.frame_bytes_max
         if len(body) + REQUEST_MARGIN_BYTES > size_max:
@@ -261,7 +242,7 @@ class HttpClient(PlaneClient):
             return await session.post(url, headers=headers, data=io.BytesIO(body))
 
     async def close(self) -> None:
-        """Close all connections; unfinished answers end with an error."""
+        """See :meth:`PlaneClient.close`."""
         for reply in list(self._replies):
             reply.close()
         if self._session is not None:

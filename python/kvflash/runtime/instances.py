@@ -26,11 +26,7 @@ class Instance:
 
 
 class Instances:
-    """Follows the keys of one endpoint, for all of its clients.
-
-    discovery: The discovery to follow.
-    prefix: Prefix of the keys; the instance's number follows it.
-    """
+    """Follows the keys of one endpoint, ``prefix`` and a number, for all of its clients."""
 
     def __init__(self, discovery: Discovery, prefix: str) -> None:
         self._discovery = discovery
@@ -50,11 +46,7 @@ class Instances:
             self._task = asyncio.get_running_loop().create_task(self._follow())
 
     async def synced(self, timeout_s: float) -> None:
-        """Wait until the current instances are known.
-
-        Raises:
-            TransportError: Discovery did not answer in time.
-        """
+        """Wait until the current instances are known; TransportError after ``timeout_s``."""
         self.start()
         if self._synced.is_set():
             return
@@ -80,10 +72,7 @@ class Instances:
         return set(self._suspects)
 
     def candidates(self, *, without: set[int]) -> list[Instance]:
-        """Instances to choose from, by number; suspects only if there are no others.
-
-        Draining instances are excluded.
-        """
+        """Instances that take requests, by number; suspects only if there are no others."""
         suspects = self.suspects()
         all_ = (i for _, i in sorted(self.by_id.items()) if not i.is_draining)
         rest = [i for i in all_ if i.id not in without]

@@ -81,20 +81,12 @@ class NatsServer(PlaneServer):
         self._ticking: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Connect to the broker.
-
-        Raises:
-            TransportError: The broker can't be reached.
-        """
+        """Connect to the broker; errors as in :func:`connect`."""
         self._connection = await connect()
         self._ticking = asyncio.get_running_loop().create_task(self._tick())
 
     async def open(self, endpoint: str) -> dict[str, Any]:
-        """Accept requests for an endpoint.
-
-        Raises:
-            TransportError: The broker can't be reached.
-        """
+        """Accept requests for an endpoint; TransportError if the broker can't be reached."""
         assert self._connection is not None
         subject = f"kvflash.{endpoint.replace('/', '.')}.{self._serving.instance_id}"
         try:
@@ -153,11 +145,7 @@ class NatsServer(PlaneServer):
         answer.running.task.add_done_callback(lambda _: self._answers.pop(name, None))
 
     def _check_partial(self) -> None:
-        """Refuse another part if too much is buffered.
-
-        Raises:
-            OverloadedError: Too much is buffered.
-        """
+        """Refuse another part with an OverloadedError if too much is buffered."""
         held = sum(partial.bytes for partial in self._partial.values())
         if len(self._partial) > PARTIAL_MAX or held > PARTIAL_BYTES_MAX:
             raise OverloadedError(
@@ -166,11 +154,7 @@ class NatsServer(PlaneServer):
             )
 
     async def publish(self, subject: str, data: bytes) -> None:
-        """Send a message.
-
-        Raises:
-            GoneError: The broker is gone.
-        """
+        """Send a message; GoneError if the broker is gone."""
         assert self._connection is not None
         try:
             await self._connection.publish(subject, data)
@@ -279,12 +263,7 @@ class NatsClient(PlaneClient):
         self._is_closed = False
 
     async def ask(self, transport: dict[str, Any], request: Request) -> NatsReply:
-        """Send a request.
-
-        Raises:
-            TransportError: The broker can't be reached.
-            InvalidArgumentError: The request is too large or can't be encoded.
-        """
+        """See :meth:`PlaneClient.ask`."""
         data = request.pack(self.limits.frame_bytes_max)
         await self._connected()
         name, subject = secrets.token_bytes(_NAME_BYTES), str(transport["subject"])
@@ -302,7 +281,7 @@ class NatsClient(PlaneClient):
         return reply
 
     async def close(self) -> None:
-        """Leave the broker; unfinished answers end with an error."""
+        """See :meth:`PlaneClient.close`."""
         self._is_closed = True
         for reply in list(self._replies.values()):
             reply.close()
@@ -312,11 +291,7 @@ class NatsClient(PlaneClient):
         await _leave(self._connection)
 
     async def publish(self, subject: str, data: bytes, reply: str = "") -> None:
-        """Send a message.
-
-        Raises:
-            TransportError: The broker is gone.
-        """
+        """Send a message; TransportError if the broker is gone."""
         assert self._connection is not None
         try:
             await self._connection.publish(subject, data, reply)

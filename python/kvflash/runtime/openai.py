@@ -49,11 +49,8 @@ _CODES = {
 def completion(payload: Any) -> dict[str, Any]:
     """Build the body of POST /v1/completions for a request of the runtime.
 
-    Args:
-        payload: token_ids and the other fields that a worker receives, or just a list of ids.
-
-    Raises:
-        InvalidArgumentError: token_ids are missing, or more than one answer is requested.
+    The payload has token_ids and the other fields that a worker receives, or is just a list of ids.
+    Without ids, or with more than one answer requested, it raises InvalidArgumentError.
     """
     request = {"token_ids": payload} if isinstance(payload, list | tuple) else payload
     tokens = request.get("token_ids") if isinstance(request, dict) else None
@@ -113,13 +110,7 @@ class OpenAiClient(HttpClient):
     idle_s_max = 4.0
 
     async def ask(self, transport: dict[str, Any], request: Request) -> HttpReply:
-        """Send a request.
-
-        Raises:
-            TransportError: The engine can't be reached.
-            InvalidArgumentError: The request is too large or has no prompt of token ids, or its id
-                is not valid in a header.
-        """
+        """See :meth:`PlaneClient.ask`; also refuses one without token ids, or with a bad id."""
         try:
             # json does not encode numpy's integers.
             wanted = completion(request.payload)
@@ -204,13 +195,7 @@ class OpenAiReply(HttpReply):
         return item if item["token_ids"] or item["text"] or has_more else None
 
     async def _event(self) -> dict[str, Any] | None:
-        """The next event; None for the end.
-
-        Raises:
-            FailedError: The engine reports an error.
-            TransportError: The engine hung up before the end.
-            DecodeError: The engine sent something that is not an event.
-        """
+        """The next event; None for the end. An error that the engine reports is a FailedError."""
         while True:
             line = await self._line()
             if not line.startswith(b"data:"):

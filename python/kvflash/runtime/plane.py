@@ -40,10 +40,8 @@ class Reply(Protocol):
     async def receive(self) -> bytes | None:
         """The next item as msgpack; None at the end.
 
-        Raises:
-            FailedError: The worker reported an error.
-            TransportError: The worker can't be reached or hung up.
-            DecodeError: The worker sent something that is not a frame.
+        Raises FailedError if the worker reports an error, TransportError if it can't be reached or
+        hangs up, and DecodeError if it sends something that is not a frame.
         """
 
     def close(self) -> None:
@@ -53,11 +51,8 @@ class Reply(Protocol):
 class PlaneServer(ABC):
     """Brings requests to a runtime's endpoints.
 
-    Args:
-        serving: Endpoints to serve.
-        host: Address at which others reach this process.
-        port: Port to listen on; 0 picks a free one.
-        bind: Address to listen on.
+    ``host`` is the address at which others reach this process, ``bind`` the one to listen on;
+    ``port`` 0 picks a free one.
     """
 
     def __init__(self, serving: Serving, *, host: str, port: int, bind: str) -> None:
@@ -67,12 +62,7 @@ class PlaneServer(ABC):
 
     @abstractmethod
     async def start(self) -> None:
-        """Listen.
-
-        Raises:
-            ConfigError: The address can't be bound or the broker is not installed.
-            TransportError: The broker can't be reached.
-        """
+        """Listen, or connect to the broker; a failure is a ConfigError or TransportError."""
 
     @abstractmethod
     async def open(self, endpoint: str) -> dict[str, Any]:
@@ -84,11 +74,7 @@ class PlaneServer(ABC):
 
 
 class PlaneClient(ABC):
-    """Sends requests to instances with one kind of transport.
-
-    Args:
-        limits: Limits of the runtime.
-    """
+    """Sends requests to instances with one kind of transport."""
 
     def __init__(self, limits: RuntimeLimits) -> None:
         self.limits = limits
@@ -97,9 +83,8 @@ class PlaneClient(ABC):
     async def ask(self, transport: dict[str, Any], request: Request) -> Reply:
         """Send a request.
 
-        Raises:
-            TransportError: The instance can't be reached.
-            InvalidArgumentError: The request is too large or can't be encoded.
+        Raises TransportError if the instance can't be reached, and InvalidArgumentError if the
+        request is too large or can't be encoded.
         """
 
     @abstractmethod
@@ -108,11 +93,7 @@ class PlaneClient(ABC):
 
 
 def make_server(plane: str, serving: Serving, *, host: str, port: int) -> PlaneServer:
-    """Create a server; it is not started yet.
-
-    Raises:
-        ConfigError: The plane is unknown, or its dependencies are not installed.
-    """
+    """Create a server, not started yet; ConfigError if its plane is unknown or not installed."""
     if plane not in PLANES:
         raise ConfigError(f"request plane must be one of {', '.join(PLANES)}, got {plane!r}")
     module = import_module(f"kvflash.runtime.{plane}")
@@ -125,8 +106,7 @@ def make_server(plane: str, serving: Serving, *, host: str, port: int) -> PlaneS
 def make_client(plane: str, limits: RuntimeLimits) -> PlaneClient:
     """Create a client for a plane, or for engines that speak only OpenAI's API.
 
-    Raises:
-        ConfigError: The plane is unknown, or its dependencies are not installed.
+    Raises ConfigError if the plane is unknown or its dependencies are not installed.
     """
     if plane not in (*PLANES, OPENAI):
         raise ConfigError(f"request plane must be one of {', '.join(PLANES)}, got {plane!r}")

@@ -75,12 +75,7 @@ class Served:
 
 
 class Serving:
-    """Endpoints by name.
-
-    Args:
-        instance_id: The runtime's instance number.
-        limits: Limits of the runtime.
-    """
+    """Endpoints by name."""
 
     def __init__(self, instance_id: int, limits: RuntimeLimits) -> None:
         self.instance_id = instance_id
@@ -92,9 +87,8 @@ class Serving:
     ) -> Served:
         """Serve an endpoint.
 
-        Raises:
-            ConflictError: The endpoint is already served.
-            InvalidArgumentError: The handler can't take a request, or the limit is below 1.
+        Raises ConflictError if it is already served, and InvalidArgumentError if the handler can't
+        take a request or the limit is below 1.
         """
         if name in self.endpoints:
             raise ConflictError(f"endpoint {name} is served already")
@@ -111,10 +105,8 @@ class Serving:
     def begin(self, request: Request, send: Send) -> Running:
         """Run a request; pass its frames up to End or Error to ``send``.
 
-        Raises:
-            NotFoundError: Not served here, or meant for another instance.
-            ClosedError: The process is shutting down.
-            OverloadedError: The endpoint's request limit is reached.
+        It raises NotFoundError if the request is for another instance or endpoint, ClosedError
+        while the endpoint drains, and OverloadedError at the endpoint's limit.
         """
         if request.instance_id != self.instance_id:
             raise NotFoundError(
@@ -135,12 +127,7 @@ class Serving:
 
 
 class Running:
-    """A running request.
-
-    Attributes:
-        context: The context that its handler sees.
-        task: Ends with the handler, whichever way.
-    """
+    """A running request; its task ends with the handler, whichever way."""
 
     def __init__(self, served: Served, request: Request, send: Send, limits: RuntimeLimits) -> None:
         self.context = Context(request.id)
@@ -258,11 +245,7 @@ async def _close(items: AsyncIterator[Any] | None) -> None:
 
 
 def _takes_context(handler: Handler) -> bool:
-    """Whether the handler wants the context besides the request.
-
-    Raises:
-        InvalidArgumentError: The handler can't be called with one or two arguments.
-    """
+    """Whether the handler wants the context besides the request; refuses one that fits neither."""
     try:
         signature = inspect.signature(handler)
     except (TypeError, ValueError) as error:

@@ -12,11 +12,7 @@ ROUTED_ADDRESS = ("192.0.2.1", 9)
 
 
 def plane_name(named: str | None = None) -> str:
-    """The plane that a process serves; default tcp.
-
-    Raises:
-        ConfigError: Not one of PLANES, or two variables that differ.
-    """
+    """The plane that a process serves; default tcp. A wrong one is a ConfigError."""
     variables = ("KVFLASH_REQUEST_PLANE", "DYN_REQUEST_PLANE")
     found = agreed(*variables) if named is None else None
     name, value = found or ("request_plane", "tcp" if named is None else named)
@@ -26,11 +22,7 @@ def plane_name(named: str | None = None) -> str:
 
 
 def host_address(*, is_local: bool) -> str:
-    """The address at which others reach this process.
-
-    Args:
-        is_local: The discovery is limited to this machine.
-    """
+    """The address at which others reach this process; is_local: discovery is on this machine."""
     named = os.environ.get("KVFLASH_HOST")
     if named:
         return named
@@ -52,11 +44,7 @@ def listen_address(host: str) -> str:
 
 
 def runtime_port() -> int:
-    """``KVFLASH_RUNTIME_PORT``; 0 picks a free port.
-
-    Raises:
-        ConfigError: Not a port.
-    """
+    """``KVFLASH_RUNTIME_PORT``, or a ConfigError; 0 picks a free port."""
     text = os.environ.get("KVFLASH_RUNTIME_PORT") or "0"
     if not text.isdecimal() or int(text) > 65_535:
         raise ConfigError(f"KVFLASH_RUNTIME_PORT must be in 0..=65535, got {text!r}")

@@ -39,11 +39,7 @@ class TcpServer(PlaneServer):
         self.address = ""
 
     async def start(self) -> None:
-        """Listen.
-
-        Raises:
-            ConfigError: The address can't be bound.
-        """
+        """Listen; ConfigError if the address can't be bound."""
         loop = asyncio.get_running_loop()
         try:
             self._server = await loop.create_server(
@@ -140,12 +136,7 @@ class TcpClient(PlaneClient):
         self._replies: weakref.WeakSet[TcpReply] = weakref.WeakSet()
 
     async def ask(self, transport: dict[str, Any], request: Request) -> TcpReply:
-        """Send a request.
-
-        Raises:
-            TransportError: The instance can't be reached.
-            InvalidArgumentError: The request is too large or can't be encoded.
-        """
+        """See :meth:`PlaneClient.ask`."""
         data = request.pack(self.limits.frame_bytes_max)
         address = transport["address"]
         kept = self._take(address)
@@ -161,7 +152,7 @@ class TcpClient(PlaneClient):
         return reply
 
     async def close(self) -> None:
-        """Close all connections; unfinished answers end with an error."""
+        """See :meth:`PlaneClient.close`."""
         self._is_closed = True
         for reply in list(self._replies):
             reply.close()
@@ -171,11 +162,7 @@ class TcpClient(PlaneClient):
         self._idle.clear()
 
     async def connect(self, address: str) -> Connection:
-        """Open a connection.
-
-        Raises:
-            TransportError: No server listens there, or not within connect_timeout_s.
-        """
+        """Open a connection within connect_timeout_s, or raise TransportError."""
         host, _, port = address.rpartition(":")
         loop = asyncio.get_running_loop()
         try:

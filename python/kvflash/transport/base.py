@@ -1,7 +1,7 @@
 """Interfaces of event transports: receivers that obey the catalog, and logs shared by replicas."""
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 #: Returned by ``Catalog.next_order``: kind, publisher, endpoint, replay endpoint.
@@ -25,11 +25,8 @@ class Receiver(Protocol):
 class Message:
     """One message of a log.
 
-    Attributes:
-        sequence: Its number in the log, from 1 and without holes, except for messages that were
-            deleted one by one or lost by the server. Purging makes no holes in between.
-        headers: Identify the publisher; values are strings.
-        payload: Opaque bytes.
+    Sequences start at 1 and have no holes, except for messages that were deleted one by one or lost
+    by the server; purging makes none. The headers identify the publisher.
     """
 
     sequence: int
@@ -41,10 +38,8 @@ class Message:
 class LogState:
     """Bounds of a log.
 
-    Attributes:
-        incarnation: Changes when the log is deleted and created again.
-        first: Number of the first stored message; last + 1 in an empty log.
-        last: Number of the last message ever written; 0 before the first.
+    The first message of an empty log is last + 1; before the first message ever, last is 0. The
+    incarnation changes when the log is deleted and created again.
     """
 
     incarnation: str
@@ -63,8 +58,7 @@ class Reader(Protocol):
     async def fetch(self, timeout_s: float) -> Sequence[Message]:
         """The next messages in order; empty after ``timeout_s``. Some may be missing or repeated.
 
-        Raises:
-            TransportError: The reader or its log is gone, or the server can't be reached.
+        Raises TransportError if the reader or its log is gone, or the server can't be reached.
         """
 
     async def ack(self, sequence: int) -> None:
@@ -87,10 +81,9 @@ class Log(Protocol):
         """The log's bounds."""
 
     async def append(self, headers: Mapping[str, str], payload: bytes, *, key: str) -> int:
-        """Store a message; the same ``key`` is stored only once. Returns its number.
+        """Store a message, once for each ``key``; returns its number.
 
-        Raises:
-            InvalidArgumentError: It is larger than the server accepts.
+        Raises InvalidArgumentError if it is larger than the server accepts.
         """
 
     async def open_reader(self, name: str, start: int) -> Reader:
@@ -111,23 +104,18 @@ class Log(Protocol):
 
 @dataclass(frozen=True)
 class Pointer:
-    """Identifies the current snapshot.
+    """Identifies the current snapshot."""
 
-    Attributes:
-        sequence: The snapshot covers the log up to this message.
-        incarnation: Incarnation of that log.
-        blob: Name of the snapshot; None: there is none, and readers start empty.
-        digest: SHA-256 of the snapshot, hexadecimal.
-        token: Grows with every change of the pointer.
-        taken_s: Time of the change, seconds since the epoch.
-    """
-
+    #: The snapshot covers the log of this incarnation up to this message.
     sequence: int
     incarnation: str
+    #: Name of the snapshot; None: there is none, and readers start empty.
     blob: str | None
+    #: SHA-256 of the snapshot, hexadecimal.
     digest: str = ""
+    #: Grows with every change of the pointer, which happened at ``taken_s``.
     token: int = 0
-    taken_s: float = field(default=0.0)
+    taken_s: float = 0.0
 
 
 class Blobs(Protocol):
@@ -143,11 +131,7 @@ class Blobs(Protocol):
         """Store a blob. ``chunks`` is read in a thread. Returns its SHA-256 in hexadecimal."""
 
     def read(self, name: str) -> AsyncIterator[bytes]:
-        """Its chunks, in order.
-
-        Raises:
-            NotFoundError: There is no blob of this name, or it is truncated.
-        """
+        """Its chunks, in order; NotFoundError if there is no such blob or it is truncated."""
 
     async def names(self) -> list[str]:
         """Names of all blobs."""

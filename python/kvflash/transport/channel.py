@@ -17,12 +17,9 @@ _QUEUE_MESSAGES = 10_000
 
 
 class Channel(Protocol):
-    """Sends to all other members without waiting for them, and receives their messages.
+    """Sends to all other members without waiting for them, and receives their messages."""
 
-    Attributes:
-        endpoint: Where other members must connect; None if they need not.
-    """
-
+    #: Where other members must connect; None if they need not.
     endpoint: str | None
 
     async def open(self, on_message: Callable[[bytes], None]) -> None:
@@ -39,11 +36,7 @@ class Channel(Protocol):
 
 
 class ZmqChannel:
-    """A PUB socket, with a SUB socket connected to all other members; see :class:`Channel`.
-
-    Args:
-        host: Address under which others reach this process.
-    """
+    """A PUB socket, with a SUB socket connected to all other members; see :class:`Channel`."""
 
     endpoint: str | None
 

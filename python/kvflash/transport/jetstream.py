@@ -47,11 +47,7 @@ _TOO_LARGE = 10054
 
 @contextlib.asynccontextmanager
 async def reaching(what: str) -> Any:
-    """Convert the client's errors to ours.
-
-    Raises:
-        TransportError: The message says what failed.
-    """
+    """Convert the client's errors to a TransportError that says what failed."""
     try:
         yield
     except (nats.errors.Error, OSError, asyncio.TimeoutError) as error:
@@ -59,11 +55,9 @@ async def reaching(what: str) -> Any:
 
 
 class JetStreamLog:
-    """The stream of a component; see :class:`kvflash.transport.base.Log`.
+    """A component's stream, with the subjects ``name.*``; see :class:`.base.Log`.
 
-    Args:
-        name: Name of the stream; its subjects are ``name.*``.
-        settings: Retention and replicas. An existing stream keeps its own settings.
+    The settings' retention and replicas apply only to a stream that this creates.
     """
 
     def __init__(self, client: Client, name: str, settings: NatsSettings) -> None:

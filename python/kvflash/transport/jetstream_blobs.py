@@ -56,14 +56,7 @@ class _Stream:
 
 
 class JetStreamBlobs:
-    """See :class:`kvflash.transport.base.Blobs`.
-
-    Args:
-        client: A connection.
-        bucket: Name of the object store.
-        pointer_bucket: Name of the pointer's bucket.
-        settings: Number of replicas of both.
-    """
+    """An object store, and a bucket for the pointer; see :class:`.base.Blobs`."""
 
     def __init__(
         self, client: Client, bucket: str, pointer_bucket: str, settings: NatsSettings

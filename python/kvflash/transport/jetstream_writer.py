@@ -25,15 +25,8 @@ class JetStreamWriter:
     One batch is in flight at a time, so that the stream keeps the publisher's order. A batch
     without an acknowledgement is sent again under the same key, which is stored once. If the server
     is down or refuses the login, the writer retries without limit. A batch above the server's limit
-    is dropped and counted; readers see a gap.
-
-    Args:
-        stream: Name of the stream.
-        headers: Headers of a batch by its sequence number.
-        key: Its key by its sequence number.
-        settings: Which server; default: what the environment says.
-        waiting_bytes_max: Payloads that may wait while the server is down or slow. Above it the
-            oldest are dropped and counted; readers see a gap.
+    is dropped and counted, as is the oldest when more than waiting_bytes_max wait; readers see a
+    gap. ``headers`` and ``key`` make those of a batch from its number.
     """
 
     def __init__(
@@ -63,11 +56,7 @@ class JetStreamWriter:
         self._background.start()
 
     def put(self, sequence: int, payload: bytes) -> None:
-        """Queue a batch; returns at once. Call in the order of the numbers, from any thread.
-
-        Raises:
-            ClosedError: The writer is closed.
-        """
+        """Queue a batch, from any thread, in the order of the numbers; ClosedError once closed."""
         with self._changed:
             if self._is_closed:
                 raise ClosedError("the writer is closed")

@@ -15,9 +15,6 @@ class LateReceiver:
     """A :class:`ZmqReceiver` for services whose workers may have no events.
 
     One thread makes all calls of :meth:`obey`, and they end before :meth:`stop`.
-
-    Args:
-        catalog: Takes the frames.
     """
 
     def __init__(self, catalog: Catalog) -> None:

@@ -35,23 +35,12 @@ def question(start: int | None = None, end: int | None = None) -> bytes:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer of a worker.
-
-    Attributes:
-        kind: events, dump, too_new, invalid_range or error.
-        epoch: The publisher's epoch.
-        batches: For events: (number, payload), in order.
-        data: For a dump: input of ``Catalog.restore``.
-        last: For a dump: the last batch included; None before the first.
-        newest: For too_new: the latest batch.
-        start: For too_new and invalid_range: the requested start.
-        end: For too_new and invalid_range: the requested end.
-        message: For an error.
-    """
+    """An answer of a worker."""
 
     kind: str
     epoch: int = 0
     batches: list[tuple[int, bytes]] = field(default_factory=list)
+    #: For a dump: input of ``Catalog.restore``, with batches up to ``last``, None before the first.
     data: bytes = b""
     last: int | None = None
     newest: int | None = None
@@ -61,11 +50,7 @@ class Answer:
 
 
 def join(parts: list[dict[str, Any]]) -> Answer:
-    """Join the parts of an answer.
-
-    Raises:
-        DecodeError: They do not form one answer.
-    """
+    """Join the parts of an answer; DecodeError if they do not form one."""
     try:
         parts = sorted(parts, key=lambda part: int(part["part"]))
         head = parts[0]
@@ -86,19 +71,10 @@ def join(parts: list[dict[str, Any]]) -> Answer:
 
 
 class LocalIndex:
-    """Index of one publisher, with its last batches.
+    """Index of one publisher, with its last batches in their sent form.
 
-    Args:
-        instance_id: Instance of the publisher.
-        dp_rank: Its data parallel rank.
-        epoch: Its epoch.
-        model_name: Model of the index.
-        block_size: Tokens in a block.
-        tenant_id: Tenant of the index.
-        ring_batches: Batches kept in their sent form.
-        ring_bytes: Memory limit for these batches; the oldest are dropped first.
-
-    Consistency: thread-safe; a dump and its ``last`` are from the same moment.
+    The oldest of these are dropped above ring_batches or ring_bytes. Thread-safe; a dump and its
+    ``last`` are from the same moment.
     """
 
     def __init__(

@@ -11,12 +11,7 @@ from kvflash.transport.jetstream import reaching
 
 
 class NatsChannel:
-    """A subject; see :class:`kvflash.transport.channel.Channel`.
-
-    Args:
-        client: A connection, which is closed with the channel.
-        subject: Subject of the group.
-    """
+    """A group's subject; closes its connection at the end. See :class:`.channel.Channel`."""
 
     endpoint: str | None = None
 

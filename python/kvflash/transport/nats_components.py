@@ -22,14 +22,10 @@ _SUBJECT = re.compile(r"namespace\.([^./]+)\.component\.([^./]+)\.kv-events")
 
 
 class NatsComponentsReceiver:
-    """A :class:`Receiver` of events at a broker, beside one of sockets.
+    """A :class:`Receiver` of events at a broker, beside one of sockets for all other endpoints.
 
     Endpoints ``nats://SUBJECT/INSTANCE/RANK`` have a connection per component. Events at
     ``jetstream://`` arrive in another way, without a subscription.
-
-    Args:
-        catalog: Where frames go.
-        sockets: Takes the orders of all other endpoints.
     """
 
     def __init__(self, catalog: Catalog, sockets: Receiver) -> None:

@@ -33,9 +33,8 @@ async def connect(
 ) -> Client:
     """Connect; afterwards the client reconnects on its own, without limit.
 
-    Raises:
-        TransportError: No server answers; the message says which one to start.
-        ConfigError: The server refuses the login.
+    Raises ConfigError if the server refuses the login, and TransportError if no server answers; the
+    message says which one to start.
     """
     said = deque[Exception](maxlen=_SAID_MAX)
     is_connected = False
@@ -95,14 +94,9 @@ def message_bytes(headers: Mapping[str, str], payload: bytes) -> int:
 
 
 def check_server(settings: NatsSettings) -> int:
-    """Connect and disconnect, in its own thread: works with or without an event loop.
+    """Connect and disconnect, with or without an event loop; errors as in :func:`connect`.
 
-    Returns:
-        Largest message that the server accepts, with its headers; unit bytes.
-
-    Raises:
-        TransportError: No server answers; the message says which one to start.
-        ConfigError: The server refuses the login.
+    Returns the largest message in bytes that the server accepts, including headers.
     """
 
     async def ask() -> int:

@@ -62,12 +62,7 @@ class _Worker:
 class CoreFollower:
     """Follows workers with a local index: the protocol, without a network.
 
-    Args:
-        catalog: Takes the frames.
-        ask: Queries a worker.
-        sleep: Waits.
-
-    Consistency: bound to one event loop; one worker's messages are applied in order, one at a time.
+    It is bound to one event loop, and applies one worker's messages in order, one at a time.
     """
 
     def __init__(
@@ -213,12 +208,7 @@ class CoreFollower:
 
 
 def nats_ask(client: Client, subject_of: Callable[[int, int], str]) -> Ask:
-    """Make a function that queries workers over NATS.
-
-    Args:
-        client: A connection.
-        subject_of: Query subject of a worker, by instance id and dp rank.
-    """
+    """Make a function that queries workers over NATS, each at its ``subject_of``."""
 
     async def ask(instance_id: int, dp_rank: int, start: int | None, end: int | None) -> Answer:
         subject = subject_of(instance_id, dp_rank)
@@ -307,15 +297,7 @@ class _Looped(ABC):
 
 
 class NatsCorePublisher(_Looped):
-    """The worker's side: publishes batches and answers queries about its index.
-
-    Args:
-        subject: Subject of the component's events.
-        query_subject: Subject of queries to this worker.
-        index: Source of the answers.
-        headers: Headers of a batch by its number.
-        settings: The server; default: from the environment.
-    """
+    """The worker's side: publishes batches and answers queries about its index."""
 
     def __init__(
         self,
@@ -373,11 +355,7 @@ class NatsCorePublisher(_Looped):
 class NatsCoreReceiver(_Looped):
     """The router's side: a :class:`Receiver` of endpoints ``nats://SUBJECT/INSTANCE/RANK``.
 
-    Args:
-        catalog: Takes the frames.
-        subject: Subject of the component's events.
-        subject_of: Query subject of a worker, by instance id and dp rank.
-        settings: The server; default: from the environment.
+    ``subject`` is that of the component's events, ``subject_of`` makes the subject of queries.
     """
 
     def __init__(

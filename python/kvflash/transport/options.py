@@ -6,22 +6,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class ZmqOptions:
-    """Limits of the event transport.
+    """Limits of the event transport."""
 
-    Attributes:
-        receive_queue_messages: Messages that may wait in one socket.
-        message_bytes_max: Largest frame; a publisher of a larger one is disconnected.
-        batch_messages: Messages passed to the core at once.
-        replay_timeout_s: Time without progress after which a replay is given up.
-        reconnect_ms_max: Longest pause between two attempts to connect.
-        is_native: Receive without Python where libzmq's functions can be found; the fastest way.
-    """
-
+    #: Messages that may wait in one socket.
     receive_queue_messages: int = 4_096
+    #: Largest frame; a publisher of a larger one is disconnected.
     message_bytes_max: int = 16 * 1024 * 1024
+    #: Messages passed to the core at once.
     batch_messages: int = 256
+    #: Time without progress after which a replay is given up.
     replay_timeout_s: float = 5.0
+    #: Longest pause between two attempts to connect.
     reconnect_ms_max: int = 2_000
+    #: Receive without Python where libzmq's functions can be found; the fastest way.
     is_native: bool = True
 
 

@@ -47,15 +47,9 @@ class Poller:
         return is_readable
 
     def poll(self, timeout_ms: int | None) -> list[zmq.Socket[bytes]]:
-        """Wait until sockets have messages.
+        """Wait until sockets have messages, and return these; empty after ``timeout_ms``.
 
-        Args:
-            timeout_ms: Longest wait; None = no limit.
-
-        Returns:
-            Sockets that have messages; empty after ``timeout_ms``.
-
-        Cost: O(sockets that have or had something).
+        Cost: O(sockets that have or had something). None waits without limit.
         """
         while True:
             is_waiting = not self._looked_at

@@ -83,12 +83,7 @@ class _Subscription:
 
 
 class ZmqReceiver:
-    """Feeds a catalog from the engines' ZMQ sockets.
-
-    Args:
-        catalog: Takes the frames.
-        options: Limits.
-    """
+    """Feeds a catalog from the engines' ZMQ sockets."""
 
     def __init__(self, catalog: Catalog, options: ZmqOptions | None = None) -> None:
         self._catalog = catalog

@@ -19,11 +19,7 @@ _MONITORED = (
 def open_stream(
     context: zmq.Context[zmq.Socket[bytes]], options: ZmqOptions
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """A SUB socket for all topics, not connected yet, and its monitor.
-
-    Raises:
-        zmq.ZMQError: The process can't open more sockets.
-    """
+    """A SUB socket for all topics, not connected yet, and its monitor."""
     socket = context.socket(zmq.SUB)
     try:
         socket.setsockopt(zmq.RCVHWM, options.receive_queue_messages)
@@ -43,11 +39,7 @@ def open_stream(
 def open_replay(
     context: zmq.Context[zmq.Socket[bytes]], options: ZmqOptions, endpoint: str, first: int
 ) -> zmq.Socket[bytes]:
-    """A DEALER socket that has requested the batches from ``first`` on from ``endpoint``.
-
-    Raises:
-        zmq.ZMQError: The process can't open more sockets, or the endpoint is invalid.
-    """
+    """A DEALER socket that has requested the batches from ``first`` on from ``endpoint``."""
     socket = context.socket(zmq.DEALER)
     try:
         socket.setsockopt(zmq.LINGER, 0)
@@ -62,11 +54,7 @@ def open_replay(
 
 
 def dial(socket: zmq.Socket[Any], endpoint: str) -> None:
-    """Connect to an engine's socket.
-
-    Raises:
-        zmq.ZMQError: The endpoint is invalid.
-    """
+    """Connect to an engine's socket; an invalid endpoint is a ZMQError."""
     # libzmq accepts IPv6 addresses, but never reaches them without this option; for a name it would
     # look up IPv6 first.
     socket.setsockopt(zmq.IPV6, int("://[" in endpoint))
