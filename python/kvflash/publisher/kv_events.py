@@ -203,10 +203,7 @@ class KvEventPublisher:
         )
 
     def _announce(
-        self,
-        component: Component | None,
-        worker_id: int,
-        loop: asyncio.AbstractEventLoop | None,
+        self, component: Component | None, worker_id: int, loop: asyncio.AbstractEventLoop | None
     ) -> Callable[[], None] | None:
         if component is None:
             return None

@@ -150,15 +150,7 @@ class Client:
         self, pick: Pick, payload: Any, request_id: str | None, timeout_s: float | None
     ) -> Stream:
         await self._instances.synced(SYNC_TIMEOUT_S)
-        name = request_id or secrets.token_hex(16)
-        stream = Stream(
-            self.endpoint,
-            self._instances,
-            pick,
-            payload=payload,
-            request_id=name,
-            timeout_s=timeout_s,
-        )
+        stream = Stream(self, pick, payload, request_id or secrets.token_hex(16), timeout_s)
         await stream._open(None)
         return stream
 
@@ -175,21 +167,12 @@ class Stream:
     """
 
     def __init__(
-        self,
-        endpoint: Endpoint,
-        instances: Instances,
-        pick: Pick,
-        *,
-        payload: Any,
-        request_id: str,
-        timeout_s: float | None,
+        self, client: Client, pick: Pick, payload: Any, request_id: str, timeout_s: float | None
     ) -> None:
         self.request_id = request_id
         self.instance_id = 0
-        self._endpoint = endpoint
-        self._instances = instances
-        self._pick = pick
-        self._payload = payload
+        self._endpoint, self._instances = client.endpoint, client._instances
+        self._pick, self._payload = pick, payload
         self._end = None if timeout_s is None else time.monotonic() + timeout_s
         self._tried: set[int] = set()
         self._reply: Reply | None = None
@@ -235,6 +218,9 @@ class Stream:
     def _close(self) -> None:
         self._is_ended = True
         self._payload = None
+        self._close_reply()
+
+    def _close_reply(self) -> None:
         reply, self._reply = self._reply, None
         if reply is not None:
             reply.close()
@@ -267,9 +253,7 @@ class Stream:
                 if not isinstance(error, OverloadedError):
                     # A full instance may have room a moment later.
                     self._instances.suspect(self.instance_id, limits.suspect_s)
-                if self._reply is not None:
-                    self._reply.close()
-                    self._reply = None
+                self._close_reply()
                 if self._is_started:
                     raise TransportError(
                         f"instance {self.instance_id} closed the connection during its answer: "

@@ -108,8 +108,5 @@ class Endpoint:
             TransportError: Discovery or the broker can't be reached.
         """
         await self.runtime.serve(
-            self,
-            handler,
-            requests_max=max_concurrent_requests,
-            is_graceful=graceful_shutdown,
+            self, handler, requests_max=max_concurrent_requests, is_graceful=graceful_shutdown
         )

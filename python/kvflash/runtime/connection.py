@@ -29,7 +29,7 @@ class Connection(asyncio.Protocol):
         self._bytes = 0
         self._waiter: asyncio.Future[None] | None = None
         self._writable: asyncio.Future[None] | None = None
-        self._transport: asyncio.Transport | None = None
+        self._transport: asyncio.Transport
         self._fault: InvalidArgumentError | DecodeError | None = None
         self._is_reading_paused = False
         self._on_made = on_made
@@ -59,16 +59,14 @@ class Connection(asyncio.Protocol):
         except (InvalidArgumentError, DecodeError) as error:
             self._fault = error
             frames = []
-        for item in frames:
-            self._frames.append(item)
-            self._bytes += len(item[1])
+        self._frames.extend(frames)
+        self._bytes += sum(len(payload) for _, payload in frames)
         if self._bytes > self._limits.receive_buffer_bytes and self.is_answering:
             # Keep reading to notice the peer's end; no input is expected during an answer.
             self.abort()
         elif self._bytes > self._limits.receive_buffer_bytes and not self._is_reading_paused:
             self._is_reading_paused = True
-            if self._transport is not None:
-                self._transport.pause_reading()
+            self._transport.pause_reading()
         _wake(self._waiter)
 
     def pause_writing(self) -> None:
@@ -113,7 +111,7 @@ class Connection(asyncio.Protocol):
         self._bytes -= len(item[1])
         if self._is_reading_paused and self._bytes <= self._limits.receive_buffer_bytes // 2:
             self._is_reading_paused = False
-            if self._transport is not None and not self.is_lost:
+            if not self.is_lost:
                 self._transport.resume_reading()
         return item
 
@@ -124,12 +122,12 @@ class Connection(asyncio.Protocol):
 
     def write(self, data: bytes) -> None:
         """Send without waiting."""
-        if self._transport is not None and not self.is_lost:
+        if not self.is_lost:
             self._transport.write(data)
 
     async def send(self, data: bytes) -> None:
         """Send; wait while more than send_buffer_bytes are unsent. GoneError: the peer is gone."""
-        if self._transport is None or self.is_lost:
+        if self.is_lost:
             raise GoneError("the connection is closed")
         self._transport.write(data)
         if self._writable is not None:
@@ -140,13 +138,11 @@ class Connection(asyncio.Protocol):
 
     def close(self) -> None:
         """Close once everything written is sent."""
-        if self._transport is not None:
-            self._transport.close()
+        self._transport.close()
 
     def abort(self) -> None:
         """Close at once."""
-        if self._transport is not None:
-            self._transport.abort()
+        self._transport.abort()
 
 
 def watch_socket(sock: socket.socket, limits: RuntimeLimits) -> None:

@@ -12,9 +12,8 @@ class Context:
 
     def __init__(self, request_id: str) -> None:
         self._id = request_id
-        self._is_stopped = False
         self._is_killed = False
-        self._waiting: asyncio.Event | None = None
+        self._stopped = asyncio.Event()
 
     def id(self) -> str:
         """The request's name."""
@@ -22,7 +21,7 @@ class Context:
 
     def is_stopped(self) -> bool:
         """Whether the answer is no longer wanted."""
-        return self._is_stopped
+        return self._stopped.is_set()
 
     def is_killed(self) -> bool:
         """Whether the handler is being cancelled."""
@@ -30,9 +29,7 @@ class Context:
 
     def stop_generating(self) -> None:
         """Ask the handler to end."""
-        self._is_stopped = True
-        if self._waiting is not None:
-            self._waiting.set()
+        self._stopped.set()
 
     def kill(self) -> None:
         """Note that the handler is being cancelled."""
@@ -41,8 +38,4 @@ class Context:
 
     async def async_killed_or_stopped(self) -> bool:
         """Wait until the request is stopped or killed; True then."""
-        if not self._is_stopped:
-            if self._waiting is None:
-                self._waiting = asyncio.Event()
-            await self._waiting.wait()
-        return True
+        return await self._stopped.wait()

@@ -304,10 +304,8 @@ class DistributedRuntime:
         """The instances of an endpoint, shared by all of its clients."""
         if self._shutdown is not None:
             raise ClosedError("the runtime is shut down")
-        found = self._instances.get(path)
-        if found is None:
-            found = self._instances[path] = Instances(self.discovery, f"{INSTANCES}{path}/")
-        return found
+        fresh = Instances(self.discovery, f"{INSTANCES}{path}/")
+        return self._instances.setdefault(path, fresh)
 
     async def plane_client(self, kind: str) -> PlaneClient:
         """The client for a kind of transport; TransportError if the kind is unknown."""
@@ -339,12 +337,7 @@ class DistributedRuntime:
     def stats(self) -> dict[str, dict[str, int]]:
         """Per served endpoint: running, requests_total, refused_total, failed_total."""
         return {
-            path: {
-                "running": len(served.running),
-                "requests_total": served.requests_total,
-                "refused_total": served.refused_total,
-                "failed_total": served.failed_total,
-            }
+            path: {"running": len(served.running), **served.counts}
             for path, served in self._serving.endpoints.items()
         }
 

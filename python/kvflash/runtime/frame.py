@@ -67,12 +67,10 @@ class Request:
         if not isinstance(fields, dict):
             raise InvalidArgumentError(f"request must be a map, got {type(fields).__name__}")
         deadline_ms = fields.get("deadline_ms")
-        for name, value, kind in (
-            ("id", fields.get("id"), str),
-            ("endpoint", fields.get("endpoint"), str),
-            ("instance_id", fields.get("instance_id"), int),
-            ("deadline_ms", 1 if deadline_ms is None else deadline_ms, int),
-        ):
+        for name, kind in _FIELDS.items():
+            value = fields.get(name)
+            if name == "deadline_ms" and value is None:
+                continue
             if not isinstance(value, kind) or isinstance(value, bool):
                 raise InvalidArgumentError(f"{name} must be of type {kind.__name__}, got {value!r}")
         if deadline_ms is not None and deadline_ms <= 0:
@@ -85,15 +83,16 @@ class Request:
 
 
 # Codes of errors; the first matching class wins. Any other error is the handler's own.
-_CODES: tuple[tuple[str, type[KvflashError]], ...] = (
-    ("overloaded", OverloadedError),
-    ("not_found", NotFoundError),
-    ("no_worker", NoWorkerError),
-    ("draining", ClosedError),
-    ("deadline", DeadlineError),
-    ("invalid", InvalidArgumentError),
-    ("unreachable", TransportError),
-)
+_CODES: dict[str, type[KvflashError]] = {
+    "overloaded": OverloadedError,
+    "not_found": NotFoundError,
+    "no_worker": NoWorkerError,
+    "draining": ClosedError,
+    "deadline": DeadlineError,
+    "invalid": InvalidArgumentError,
+    "unreachable": TransportError,
+}
+_FIELDS = {"id": str, "endpoint": str, "instance_id": int, "deadline_ms": int}
 
 
 #: Why a request is refused before its handler sees it.
@@ -114,7 +113,7 @@ class Failure:
         """Convert an exception for the client."""
         if isinstance(error, WorkerError):
             return cls(error.code, error.message, retry)
-        for code, kind in _CODES:
+        for code, kind in _CODES.items():
             if isinstance(error, kind):
                 return cls(code, str(error), retry)
         return cls("internal", f"{type(error).__name__}: {error}", retry)
@@ -146,10 +145,8 @@ class Failure:
         """The exception that the client raises."""
         if self.code == "draining" and self.retry:
             return DrainingError(self.message)
-        for code, kind in _CODES:
-            if code == self.code:
-                return kind(self.message)
-        return WorkerError(self.code, self.message)
+        kind = _CODES.get(self.code)
+        return WorkerError(self.code, self.message) if kind is None else kind(self.message)
 
 
 def pack(value: Any, what: str) -> bytes:

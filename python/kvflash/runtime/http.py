@@ -33,7 +33,6 @@ from kvflash.runtime.connection import watch_socket
 from kvflash.runtime.frame import REFUSALS, Failure, FrameReader, Kind, Request, pack, unpack
 from kvflash.runtime.limits import RuntimeLimits
 from kvflash.runtime.plane import FailedError, GoneError, PlaneClient, PlaneServer
-from kvflash.runtime.serving import Running
 
 INSTANCE = "x-kvflash-instance"
 REQUEST_ID = "x-kvflash-request-id"
@@ -104,7 +103,12 @@ class HttpServer(PlaneServer):
             running = self._serving.begin(request, answer.send)
         except REFUSALS as error:
             return _refusal(Failure.refusing(error))
-        await _wait_for(running)
+        try:
+            await asyncio.wait({running.task})
+        except asyncio.CancelledError:
+            # The client disconnected.
+            running.abandon()
+            raise
         return await answer.end()
 
 
@@ -117,18 +121,14 @@ class _Answer:
 
     async def send(self, data: bytes) -> None:
         """Send a frame; waits while the reader is slow."""
-        if self._response is None:
-            if data[4] == Kind.ERROR:
-                self._response = _refusal(Failure.parse(unpack(data[5:])))
-                return
-            self._response = web.StreamResponse(headers={"content-type": FRAMES})
-            try:
-                await self._response.prepare(self._http)
-            except ConnectionError as error:
-                raise GoneError(str(error)) from error
+        if self._response is None and data[4] == Kind.ERROR:
+            self._response = _refusal(Failure.parse(unpack(data[5:])))
         if isinstance(self._response, web.Response):
             return
         try:
+            if self._response is None:
+                self._response = web.StreamResponse(headers={"content-type": FRAMES})
+                await self._response.prepare(self._http)
             await self._response.write(data)
         except ConnectionError as error:
             raise GoneError(str(error)) from error
@@ -141,15 +141,6 @@ class _Answer:
             with suppress(ConnectionError):
                 await self._response.write_eof()
         return self._response
-
-
-async def _wait_for(running: Running) -> None:
-    """Wait for a request; notify the handler if the client disconnects."""
-    try:
-        await asyncio.wait({running.task})
-    except asyncio.CancelledError:
-        running.abandon()
-        raise
 
 
 def _refusal(failure: Failure) -> web.Response:
@@ -179,11 +170,10 @@ async def _request(http: web.Request, limits: RuntimeLimits) -> Request:
             raise DecodeError(f"body is not JSON: {error}") from error
     else:
         payload = unpack(body)
-    names = ("namespace", "component", "endpoint")
     return Request.parse(
         {
             "id": http.headers.get(REQUEST_ID, "-"),
-            "endpoint": "/".join(http.match_info[name] for name in names),
+            "endpoint": "/".join(http.match_info.values()),
             "instance_id": int(instance),
             "payload": payload,
             "deadline_ms": None if deadline is None else int(deadline),
@@ -295,7 +285,7 @@ class HttpReply:
             self.close()
             if isinstance(error, KvflashError):
                 raise
-            raise TransportError(_said(error)) from error
+            raise TransportError(str(error) or type(error).__name__) from error
         except InvalidArgumentError as error:
             self.close()
             raise DecodeError(str(error)) from error
@@ -341,7 +331,14 @@ class HttpReply:
 
     def _refusal(self, response: aiohttp.ClientResponse, text: bytes) -> Failure:
         """The reason of a refusal, from the response."""
-        return _failure(response.status, text)
+        try:
+            fields = json.loads(text)
+        except ValueError:
+            fields = None
+        if isinstance(fields, dict) and "code" in fields:
+            return Failure.parse(fields)
+        said = text[:200].decode(errors="replace")
+        return Failure("internal", f"HTTP status {response.status}: {said}")
 
     async def _next(self) -> tuple[int, bytes]:
         while not self._frames:
@@ -365,20 +362,6 @@ class HttpReply:
 def _drop(sending: asyncio.Task[aiohttp.ClientResponse]) -> None:
     if not sending.cancelled() and sending.exception() is None:
         sending.result().close()
-
-
-def _failure(status: int, text: bytes) -> Failure:
-    try:
-        fields = json.loads(text)
-    except ValueError:
-        fields = None
-    if isinstance(fields, dict) and "code" in fields:
-        return Failure.parse(fields)
-    return Failure("internal", f"HTTP status {status}: {text[:200].decode(errors='replace')}")
-
-
-def _said(error: BaseException) -> str:
-    return str(error) or type(error).__name__
 
 
 make_server, make_client = HttpServer, HttpClient

@@ -88,10 +88,7 @@ def completion(payload: Any) -> dict[str, Any]:
     if _map(body, "kv_transfer_params").get("do_remote_decode"):
         # Engines return the handover parameters only in unstreamed responses.
         return body | {"stream": False}
-    return body | {
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
+    return body | {"stream": True, "stream_options": {"include_usage": True}}
 
 
 def _map(request: Mapping[str, Any], field: str) -> Mapping[str, Any]:

@@ -49,9 +49,7 @@ class Served:
         self.is_graceful = is_graceful
         self.is_draining = False
         self.running: set[Running] = set()
-        self.requests_total = 0
-        self.refused_total = 0
-        self.failed_total = 0
+        self.counts = {"requests_total": 0, "refused_total": 0, "failed_total": 0}
         self._handler = handler
         self._takes_context = _takes_context(handler)
 
@@ -118,7 +116,7 @@ class Serving:
         if served.is_draining:
             raise ClosedError(f"endpoint {request.endpoint} is draining")
         if len(served.running) >= served.requests_max:
-            served.refused_total += 1
+            served.counts["refused_total"] += 1
             raise OverloadedError(
                 f"endpoint {request.endpoint} serves {served.requests_max} requests, its maximum "
                 "(max_concurrent_requests)"
@@ -139,7 +137,7 @@ class Running:
         self._timers: list[asyncio.TimerHandle] = []
         self._loop = asyncio.get_running_loop()
         served.running.add(self)
-        served.requests_total += 1
+        served.counts["requests_total"] += 1
         self.task = self._loop.create_task(self._run(request))
         self.task.add_done_callback(self._ended)
         if request.deadline_ms is not None:
@@ -198,7 +196,7 @@ class Running:
         except GoneError:
             raise
         except Exception as error:
-            self._served.failed_total += 1
+            self._served.counts["failed_total"] += 1
             # Errors of this package were raised on purpose.
             is_known = isinstance(error, KvflashError)
             logger.warning(

@@ -61,16 +61,16 @@ class TcpServer(PlaneServer):
 
     async def close(self) -> None:
         """Stop listening and close the remaining connections."""
-        if self._server is not None:
-            self._server.close()
+        if self._server is None:
+            return
+        self._server.close()
         tasks = list(self._tasks.values())
         for connection, task in list(self._tasks.items()):
             connection.close()
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        if self._server is not None:
-            await self._server.wait_closed()
+        await self._server.wait_closed()
 
     def _accept(self, connection: Connection) -> None:
         if len(self._tasks) >= self._limits.connections_max:
@@ -142,12 +142,11 @@ class TcpClient(PlaneClient):
         kept = self._take(address)
         if kept is not None:
             kept.write(data)
-            return self._replying(TcpReply(self, address, kept, data, is_kept=True))
-        connection = await self.connect(address)
-        await _write(connection, data, address)
-        return self._replying(TcpReply(self, address, connection, data, is_kept=False))
-
-    def _replying(self, reply: TcpReply) -> TcpReply:
+            reply = TcpReply(self, address, kept, resend=data)
+        else:
+            connection = await self.connect(address)
+            await _write(connection, data, address)
+            reply = TcpReply(self, address, connection, resend=None)
         self._replies.add(reply)
         return reply
 
@@ -226,13 +225,13 @@ class TcpReply:
     """An answer on its way."""
 
     def __init__(
-        self, client: TcpClient, address: str, connection: Connection, data: bytes, *, is_kept: bool
+        self, client: TcpClient, address: str, connection: Connection, *, resend: bytes | None
     ) -> None:
         self._client = client
         self._address = address
         self._connection: Connection | None = connection
         # Kept for one retry: the server may have just closed the kept connection.
-        self._data = data if is_kept else None
+        self._data = resend
 
     async def receive(self) -> bytes | None:
         """See :class:`kvflash.runtime.plane.Reply`."""
@@ -249,14 +248,13 @@ class TcpReply:
             return payload
         connection, self._connection = self._connection, None
         assert connection is not None
-        if kind == Kind.END:
-            self._client.keep(self._address, connection)
-            return None
+        if kind not in (Kind.END, Kind.ERROR):
+            connection.abort()
+            raise DecodeError(f"{self._address}: frame of kind {kind} is not an answer")
+        self._client.keep(self._address, connection)
         if kind == Kind.ERROR:
-            self._client.keep(self._address, connection)
             raise FailedError(Failure.parse(unpack(payload)))
-        connection.abort()
-        raise DecodeError(f"{self._address}: frame of kind {kind} is not an answer")
+        return None
 
     def close(self) -> None:
         """See :class:`kvflash.runtime.plane.Reply`."""

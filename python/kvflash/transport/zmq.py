@@ -20,13 +20,7 @@ from kvflash._core import Catalog, Repair, ZmqDrain
 from kvflash.transport.base import Order
 from kvflash.transport.options import ZmqOptions, most_streams
 from kvflash.transport.poller import Poller
-from kvflash.transport.zmq_socket import (
-    dial,
-    explain,
-    is_exhausted,
-    open_replay,
-    open_stream,
-)
+from kvflash.transport.zmq_socket import dial, explain, is_exhausted, open_replay, open_stream
 
 logger = logging.getLogger(__name__)
 
@@ -431,6 +425,5 @@ class ZmqReceiver:
             return
         subscription.replay = socket
         self._add(
-            socket,
-            lambda: self._follow(subscription, repair.answered(self._receive(socket))),
+            socket, lambda: self._follow(subscription, repair.answered(self._receive(socket)))
         )
