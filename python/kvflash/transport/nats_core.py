@@ -9,20 +9,19 @@ does not answer, a dump is taken as soon as it does.
 import asyncio
 import contextlib
 import logging
-import threading
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped,unused-ignore]
 import nats.errors
 
 from kvflash._core import Catalog
-from kvflash.background import cancel
+from kvflash.background import Background, cancel
 from kvflash.errors import KvflashError, TransportError
 from kvflash.nats_login import Client
+from kvflash.outage import Outage
 from kvflash.servers import NatsSettings
 from kvflash.transport.base import Order
 from kvflash.transport.jetstream import reaching
@@ -39,6 +38,7 @@ Ask = Callable[[int, int, int | None, int | None], Awaitable[Answer]]
 
 _ASK_S_MAX = 5.0
 _RETRY_S = 1.0
+_RECONNECT_S = 2.0
 _WAITING_MESSAGES_MAX = 10_000
 
 _COUNTS = (
@@ -237,66 +237,7 @@ def nats_ask(client: Client, subject_of: Callable[[int, int], str]) -> Ask:
     return ask
 
 
-class _Looped(ABC):
-    """A thread with an event loop and a connection."""
-
-    def __init__(self, settings: NatsSettings | None, name: str) -> None:
-        self._settings = settings or NatsSettings.from_env()
-        self._name = name
-        self._loop = asyncio.new_event_loop()
-        self._ready: Future[None] = Future()
-        self._end: asyncio.Event | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def start(self) -> None:
-        """Connect, and run in the background.
-
-        Raises:
-            TransportError: NATS does not answer; the message says what to start.
-        """
-        self._thread.start()
-        self._ready.result()
-
-    def stop(self) -> None:
-        """Stop; blocks until done."""
-        if self._thread.is_alive() and self._end is not None:
-            self._loop.call_soon_threadsafe(self._end.set)
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            self._loop.run_until_complete(self._serve())
-        except BaseException as error:
-            if not self._ready.done():
-                self._ready.set_exception(error)
-            else:
-                logger.exception("%s failed", self._name)
-        finally:
-            self._loop.close()
-
-    async def _serve(self) -> None:
-        self._end = asyncio.Event()
-        client = await connect(self._settings, name=self._name)
-        try:
-            async with reaching(self._name):
-                await self._opened(client)
-                await client.flush()
-            self._ready.set_result(None)
-            await self._end.wait()
-            await self._closing(client)
-        finally:
-            await client.close()
-
-    @abstractmethod
-    async def _opened(self, client: Client) -> None:
-        """Subscribe."""
-
-    @abstractmethod
-    async def _closing(self, client: Client) -> None:
-        """Stop what was started; the connection is closed afterwards."""
-
-
-class NatsCorePublisher(_Looped):
+class NatsCorePublisher:
     """The worker's side: publishes batches and answers queries about its index."""
 
     def __init__(
@@ -308,19 +249,28 @@ class NatsCorePublisher(_Looped):
         headers: Callable[[int], dict[str, str]],
         settings: NatsSettings | None = None,
     ) -> None:
-        super().__init__(settings, "kvflash-core-publisher")
         self._subject, self._query_subject = subject, query_subject
         self._index, self._headers = index, headers
+        self._settings = settings or NatsSettings.from_env()
         self._client: Client | None = None
+        self._loop: asyncio.AbstractEventLoop
+        self._background = Background("kvflash-core-publisher", self._serve, is_cancelled=False)
         self.counts: dict[str, int] = {}
+
+    def start(self) -> None:
+        """Connect, and answer in the background; errors as in :func:`connect`."""
+        self._background.start()
+        self._background.wait_ready()
+
+    def stop(self) -> None:
+        """Send queued batches and stop; blocks until done."""
+        self._background.stop()
+
+    close = stop
 
     def flush(self, timeout_s: float = 10.0) -> bool:
         """Nothing is stored, so there is nothing to wait for."""
         return True
-
-    def close(self) -> None:
-        """Stop; blocks until done."""
-        self.stop()
 
     def put(self, sequence: int, payload: bytes) -> None:
         """Publish a batch; returns at once. Call in the order of the numbers, from any thread."""
@@ -328,20 +278,23 @@ class NatsCorePublisher(_Looped):
         self._index.record(sequence, payload)
         asyncio.run_coroutine_threadsafe(self._publish(sequence, payload), self._loop)
 
-    async def _opened(self, client: Client) -> None:
-        """Start answering."""
-        self._client = client
-
+    async def _serve(self) -> None:
         async def respond(message: Any) -> None:
             for part in self._index.respond(message.data):
                 await message.respond(part)
 
-        await client.subscribe(self._query_subject, cb=respond)
-
-    async def _closing(self, client: Client) -> None:
-        """Send queued batches."""
-        with contextlib.suppress(nats.errors.Error, OSError):
-            await client.flush()
+        self._loop = asyncio.get_running_loop()
+        client = self._client = await connect(self._settings, name="kvflash-core-publisher")
+        try:
+            async with reaching("kvflash-core-publisher"):
+                await client.subscribe(self._query_subject, cb=respond)
+                await client.flush()
+            self._background.ready()
+            await self._background.ending.wait()
+            with contextlib.suppress(nats.errors.Error, OSError):
+                await client.flush()
+        finally:
+            await client.close()
 
     async def _publish(self, sequence: int, payload: bytes) -> None:
         headers, client = self._headers(sequence), self._client
@@ -352,10 +305,11 @@ class NatsCorePublisher(_Looped):
                 await client.publish(self._subject, payload, headers=headers)
 
 
-class NatsCoreReceiver(_Looped):
+class NatsCoreReceiver:
     """The router's side: a :class:`Receiver` of endpoints ``nats://SUBJECT/INSTANCE/RANK``.
 
-    ``subject`` is that of the component's events, ``subject_of`` makes the subject of queries.
+    ``subject`` is that of the component's events, ``subject_of`` makes the subject of queries. It
+    keeps trying to connect; until then it only notes whom to follow.
     """
 
     def __init__(
@@ -365,46 +319,78 @@ class NatsCoreReceiver(_Looped):
         subject_of: Callable[[int, int], str],
         settings: NatsSettings | None = None,
     ) -> None:
-        super().__init__(settings, "kvflash-core-receiver")
         self._catalog, self._subject, self._subject_of = catalog, subject, subject_of
+        self._settings = settings or NatsSettings.from_env()
+        self._wanted: dict[int, tuple[int, int]] = {}
         self._follower: CoreFollower | None = None
+        self._background = Background("kvflash-core-receiver", self._serve, is_cancelled=False)
 
     @property
     def stats(self) -> dict[str, int]:
-        """Counters."""
+        """Counters; empty before it is connected."""
         return {} if self._follower is None else dict(self._follower.stats)
+
+    def start(self) -> None:
+        """See :meth:`Receiver.start`."""
+        self._background.start()
+
+    def stop(self) -> None:
+        """See :meth:`Receiver.stop`."""
+        self._background.stop()
 
     def obey(self, order: Order) -> None:
         """See :meth:`Receiver.obey`. Orders to hold or pause are for sockets and have no effect."""
         kind, publisher, endpoint, _ = order
         if kind in ("subscribe", "hold"):
-            self._loop.call_soon_threadsafe(self._join, publisher, endpoint)
+            self._background.call_soon(partial(self._join, publisher, endpoint))
         elif kind == "unsubscribe":
-            self._loop.call_soon_threadsafe(self._leave, publisher)
+            self._background.call_soon(partial(self._leave, publisher))
 
-    async def _opened(self, client: Client) -> None:
-        """Start receiving."""
+    async def _serve(self) -> None:
+        self._background.ready()
+        ending = self._background.ending
+        outage = Outage(logger, f"events of {self._subject}: NATS answers")
+        while not ending.is_set():
+            try:
+                await self._receive(outage.ends)
+            except KvflashError as error:
+                outage.lasts(f"events of {self._subject}: {error}; trying again")
+                for publisher in self._wanted:
+                    self._catalog.set_status(publisher, "pending", str(error))
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(ending.wait(), _RECONNECT_S)
+
+    async def _receive(self, on_open: Callable[[], None]) -> None:
+        client = await connect(self._settings, name="kvflash-core-receiver")
         follower = CoreFollower(self._catalog, nats_ask(client, self._subject_of))
-        self._follower = follower
 
         async def hear(message: Any) -> None:
             follower.heard(message.headers, message.data)
 
-        await client.subscribe(self._subject, cb=hear)
-
-    async def _closing(self, client: Client) -> None:
-        """Stop following all workers."""
-        if self._follower is not None:
-            await self._follower.close()
+        try:
+            async with reaching("kvflash-core-receiver"):
+                await client.subscribe(self._subject, cb=hear)
+                await client.flush()
+            on_open()
+            self._follower = follower
+            for publisher, worker in self._wanted.items():
+                follower.join(publisher, *worker)
+            await self._background.ending.wait()
+            await follower.close()
+        finally:
+            await client.close()
 
     def _join(self, publisher: int, endpoint: str) -> None:
         parts = endpoint.rsplit("/", 2)
-        if self._follower is None or len(parts) != 3 or not all(map(str.isdigit, parts[1:])):
+        if len(parts) != 3 or not all(map(str.isdigit, parts[1:])):
             message = f"endpoint must be nats://subject/instance/rank, got {endpoint!r}"
             self._catalog.set_status(publisher, "failed", message)
             return
-        self._follower.join(publisher, int(parts[1]), int(parts[2]))
+        self._wanted[publisher] = (int(parts[1]), int(parts[2]))
+        if self._follower is not None:
+            self._follower.join(publisher, *self._wanted[publisher])
 
     def _leave(self, publisher: int) -> None:
+        self._wanted.pop(publisher, None)
         if self._follower is not None:
             self._follower.leave(publisher)

@@ -141,6 +141,7 @@ class Router:
             settings,
         )
         self.receiver.start()
+        until(lambda: self.receiver.stats, "the connection")
         self.catalog.register(1, f"nats://{SUBJECT}/1/0", model_name="m", block_size=BLOCK)
         self.obey()
 
