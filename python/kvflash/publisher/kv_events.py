@@ -16,7 +16,7 @@ from kvflash.publisher.announce import announce_events
 from kvflash.publisher.arguments import check_range
 from kvflash.publisher.brokered import BrokerOutlet, BrokerStream, Served, served_of
 from kvflash.publisher.relay import Relay
-from kvflash.publisher.stream import EventStream
+from kvflash.publisher.stream import EventStream, Sender
 from kvflash.runtime import Component
 from kvflash.servers import plane_of_events
 
@@ -138,32 +138,25 @@ class KvEventPublisher:
         if not 0 <= tick_ms <= 1000:
             raise InvalidArgumentError(f"tick_ms must be in 0..1000, got {tick_ms!r}")
         self._warnings = 0
-        self._stream: EventStream | BrokerStream | None = None
-        self._relay: Relay | None = None
-        self._kind = "zmq"
         self._is_closed = False
-        self.endpoint: str
-        self.replay_endpoint: str | None
+        #: None if routers read the engine's own socket.
+        self._source: EventStream | BrokerStream | Relay | None = None
+        self.endpoint = ""
+        self.replay_endpoint: str | None = None
         if zmq_endpoint is not None:
             self.endpoint = _endpoint("zmq_endpoint", zmq_endpoint)
-            self.replay_endpoint = None
             if zmq_replay_endpoint is not None:
                 self.replay_endpoint = _endpoint("zmq_replay_endpoint", zmq_replay_endpoint)
-            if component is not None and plane_of_events(event_plane) == "nats":
-                make = self._outlet_maker(component, worker_id, model_name, enable_local_indexer)
+        if component is not None and plane_of_events(event_plane) == "nats":
+            make = self._outlet_maker(component, worker_id, model_name, enable_local_indexer)
+            if zmq_endpoint is None:
+                self._source = BrokerStream(make(), dp_rank=self._dp_rank, tick_ms=tick_ms)
+            else:
                 # The engine may use its own prefix, so its topic is unknown here.
                 topic = zmq_topic or ""
-                self._relay = Relay(make, self.endpoint, self.replay_endpoint, topic)
-                self._kind = self._relay.kind
-                self.endpoint, self.replay_endpoint = self._relay.endpoint, None
-        elif component is not None and plane_of_events(event_plane) == "nats":
-            make = self._outlet_maker(component, worker_id, model_name, enable_local_indexer)
-            outlet = make()
-            self._kind = outlet.kind
-            self._stream = BrokerStream(outlet, dp_rank=self._dp_rank, tick_ms=tick_ms)
-            self.endpoint, self.replay_endpoint = self._stream.endpoint, None
-        else:
-            self._stream = EventStream(
+                self._source = Relay(make, self.endpoint, self.replay_endpoint, topic)
+        elif zmq_endpoint is None:
+            self._source = EventStream(
                 host=host or (component.runtime.host if component else "127.0.0.1"),
                 port=port,
                 replay_port=replay_port,
@@ -174,17 +167,28 @@ class KvEventPublisher:
                 ring_bytes=ring_bytes,
                 block_size=self._block_size,
             )
-            self.endpoint = self._stream.endpoint
-            self.replay_endpoint = self._stream.replay_endpoint
-        try:
-            withdraw = self._announce(component, worker_id, loop)
-        except BaseException:
-            for made in (self._stream, self._relay):
-                if made is not None:
-                    made.close()
-            raise
+        kind = "zmq"
+        if self._source is not None:
+            kind, self.endpoint = self._source.kind, self._source.endpoint
+            self.replay_endpoint = self._source.replay_endpoint
+        withdraw = None
+        if component is not None:
+            where = {
+                "kind": kind,
+                "endpoint": self.endpoint,
+                "replay_endpoint": self.replay_endpoint,
+                "block_size": self._block_size,
+            }
+            try:
+                withdraw = announce_events(
+                    component, self._dp_rank, where, worker_id=worker_id, loop=loop
+                )
+            except BaseException:
+                if self._source is not None:
+                    self._source.close()
+                raise
         # Also runs at process exit, and when the publisher is garbage-collected.
-        self._end = weakref.finalize(self, _close, self._stream or self._relay, withdraw)
+        self._end = weakref.finalize(self, _close, self._source, withdraw)
 
     def _outlet_maker(
         self, component: Component, worker_id: int, model_name: str | None, has_index: bool
@@ -201,19 +205,6 @@ class KvEventPublisher:
             served=lambda: known or served_of(runtime.announced(cards)),
             has_local_index=has_index,
         )
-
-    def _announce(
-        self, component: Component | None, worker_id: int, loop: asyncio.AbstractEventLoop | None
-    ) -> Callable[[], None] | None:
-        if component is None:
-            return None
-        where = {
-            "kind": self._kind,
-            "endpoint": self.endpoint,
-            "replay_endpoint": self.replay_endpoint,
-            "block_size": self._block_size,
-        }
-        return announce_events(component, self._dp_rank, where, worker_id=worker_id, loop=loop)
 
     @property
     def kv_block_size(self) -> int:
@@ -338,13 +329,11 @@ class KvEventPublisher:
         Returns:
             False if that took longer than the timeout.
         """
-        source = self._stream or self._relay
-        return source is None or source.flush(timeout_s)
+        return self._source is None or self._source.flush(timeout_s)
 
     def stats(self) -> dict[str, int]:
         """Counters and gauges; names include units. A relay has none of a stream's."""
-        source = self._stream or self._relay
-        return {**_RELAY_COUNTS, **(source.stats() if source is not None else {})}
+        return _RELAY_COUNTS | (self._source.stats() if self._source is not None else {})
 
     def shutdown(self) -> None:
         """Withdraw the announcement, send queued events, close. Further calls do nothing."""
@@ -360,12 +349,12 @@ class KvEventPublisher:
     def _outbox(self, call: str) -> EventOutbox:
         if self._is_closed:
             raise ClosedError("the publisher is shut down")
-        if self._stream is None:
+        if not isinstance(self._source, Sender):
             raise ConflictError(
                 f"{call}: this publisher relays {self.endpoint}, where the engine publishes "
                 "itself; create it without zmq_endpoint"
             )
-        return self._stream.outbox
+        return self._source.outbox
 
 
 class ZmqKvEventPublisher(KvEventPublisher):
@@ -407,12 +396,10 @@ def _endpoint(field: str, value: str) -> str:
     return value
 
 
-def _close(
-    stream: EventStream | BrokerStream | Relay | None, withdraw: Callable[[], None] | None
-) -> None:
+def _close(source: Sender | Relay | None, withdraw: Callable[[], None] | None) -> None:
     try:
         if withdraw is not None:
             withdraw()
     finally:
-        if stream is not None:
-            stream.close()
+        if source is not None:
+            source.close()

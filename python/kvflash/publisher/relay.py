@@ -35,6 +35,9 @@ class Relay:
     the numbering, so that routers see the gap.
     """
 
+    #: Routers find the relayed batches at the broker.
+    replay_endpoint: str | None = None
+
     def __init__(
         self,
         make_outlet: Callable[[], BrokerOutlet],
@@ -44,6 +47,7 @@ class Relay:
     ) -> None:
         self._make_outlet = make_outlet
         self._outlet = make_outlet()
+        self.kind, self.endpoint = self._outlet.kind, self._outlet.endpoint
         self._replay_endpoint = replay_endpoint
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
@@ -61,16 +65,6 @@ class Relay:
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvflash-relay", daemon=True)
         self._thread.start()
-
-    @property
-    def kind(self) -> str:
-        """Kind of the announced endpoint."""
-        return self._outlet.kind
-
-    @property
-    def endpoint(self) -> str:
-        """The announced endpoint."""
-        return self._outlet.endpoint
 
     def flush(self, timeout_s: float = 10.0) -> bool:
         """Wait until every batch read so far is stored; False if that took longer."""

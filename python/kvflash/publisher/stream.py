@@ -111,9 +111,9 @@ class Sender(ABC):
 class EventStream(Sender):
     """Event batches of one publisher on a ZMQ PUB socket, with a ROUTER socket for replays.
 
-    Consistency: events are published in the order in which the outbox took them; those of one call
-    stay together. Sequence numbers are consecutive from 0.
-    Cost: a call copies nothing and waits only while more than `pending_bytes_max` are queued.
+    Events are published in the order in which the outbox took them; those of one call stay
+    together. Sequence numbers are consecutive from 0. A call copies nothing and waits only while
+    more than `pending_bytes_max` are queued.
     """
 
     kind = "zmq"
@@ -134,24 +134,14 @@ class EventStream(Sender):
         shape: str = "own",
         fields: tuple[str, str, str] = ("host", "port", "replay_port"),
     ) -> None:
-        """Bind both sockets and start the thread.
+        """Bind both sockets and start the thread; ConfigError if an address can't be bound.
 
-        Args:
-            host: Interface to bind to; a wildcard (0.0.0.0, ::, *) binds all.
-            port: Port of the PUB socket; 0 picks a free one.
-            replay_port: Port of the ROUTER socket; 0 picks a free one, None disables the replay.
-            topic: First frame of every message.
-            dp_rank: Data parallel rank in every batch.
-            tick_ms: How long the first event of a batch waits for more events.
-            ring_batches: Batches kept for replay.
-            ring_bytes: Memory for these batches; the oldest are dropped first.
-            pending_bytes_max: Encoded events that may wait for the thread; above it calls wait.
-            block_size: Tokens in a block, passed to the outbox.
-            shape: Event format, see :class:`kvflash._core.EventOutbox`.
-            fields: Names of the host and the ports in errors.
-
-        Raises:
-            ConfigError: A port is taken, or the host is not an address of this machine.
+        ``host`` may be a wildcard; a port of 0 picks a free one, and a replay_port of None disables
+        the replay. ``topic`` is the first frame of every message, and dp_rank is in every batch.
+        The first event of a batch waits for more during ``tick_ms``. The ring keeps batches for
+        replay, the newest up to both of its limits. ``shape`` is the format of events, see
+        :class:`kvflash._core.EventOutbox`, and ``fields`` are the names of the host and ports in
+        errors.
         """
         outbox = EventOutbox(
             block_size,

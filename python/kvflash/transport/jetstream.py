@@ -217,13 +217,9 @@ class JetStreamReader:
 
     async def start(self) -> None:
         """Subscribe; the first pull request is sent by the first fetch."""
-
-        async def put(message: Msg) -> None:
-            await self._waiting.put(message)
-
         self._subscription = await self._client.subscribe(
             self._inbox,
-            cb=put,
+            cb=self._waiting.put,
             pending_msgs_limit=_WAITING_MESSAGES_MAX,
             pending_bytes_limit=_WAITING_BYTES_MAX,
         )

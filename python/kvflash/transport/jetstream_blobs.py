@@ -1,6 +1,7 @@
 """Snapshots in a JetStream object store, and the key that names the current one."""
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -21,9 +22,9 @@ logger = logging.getLogger(__name__)
 
 _KEY = "radix-state"
 _CHUNK_BYTES = 512 * 1024
-# Of a read: the longest pause between two chunks.
 # Chunks of a snapshot that wait for their reader; the server sends no more meanwhile.
 _READ_CHUNKS_MAX = 64
+# The longest pause between two chunks.
 _READ_PAUSE_S_MAX = 10.0
 
 
@@ -33,7 +34,7 @@ class _Stream:
     def __init__(self, chunks: Iterable[bytes]) -> None:
         self._chunks: Iterator[bytes] = iter(chunks)
         self._rest = memoryview(b"")
-        self._digest = hashlib.sha256()
+        self.digest = hashlib.sha256()
 
     def readinto(self, into: bytearray) -> int:
         filled = 0
@@ -46,13 +47,10 @@ class _Stream:
                 continue
             size = min(len(self._rest), len(into) - filled)
             into[filled : filled + size] = self._rest[:size]
-            self._digest.update(self._rest[:size])
+            self.digest.update(self._rest[:size])
             self._rest = self._rest[size:]
             filled += size
         return filled
-
-    def hexdigest(self) -> str:
-        return self._digest.hexdigest()
 
 
 class JetStreamBlobs:
@@ -89,7 +87,7 @@ class JetStreamBlobs:
         options = api.ObjectMetaOptions(max_chunk_size=_CHUNK_BYTES)
         async with reaching(f"bucket {self._bucket}"):
             await self._store.put(name, stream, api.ObjectMeta(name=name, options=options))
-        return stream.hexdigest()
+        return stream.digest.hexdigest()
 
     async def read(self, name: str) -> AsyncIterator[bytes]:
         """See :meth:`Blobs.read`."""
@@ -128,10 +126,8 @@ class JetStreamBlobs:
     async def delete(self, name: str) -> None:
         """See :meth:`Blobs.delete`."""
         async with reaching(f"bucket {self._bucket}"):
-            try:
+            with contextlib.suppress(nats.js.errors.NotFoundError):
                 await self._store.delete(name)
-            except nats.js.errors.NotFoundError:
-                return
 
     async def pointer(self) -> tuple[Pointer | None, int]:
         """See :meth:`Blobs.pointer`."""

@@ -54,17 +54,13 @@ def join(parts: list[dict[str, Any]]) -> Answer:
     try:
         parts = sorted(parts, key=lambda part: int(part["part"]))
         head = parts[0]
-        batches = [(int(n), bytes(p)) for part in parts for n, p in part.get("batches", [])]
         return Answer(
-            kind=str(head["kind"]),
-            epoch=int(head["epoch"]),
-            batches=batches,
-            data=b"".join(part.get("data", b"") for part in parts),
-            last=head.get("last"),
-            newest=head.get("newest"),
-            start=head.get("start"),
-            end=head.get("end"),
+            str(head["kind"]),
+            int(head["epoch"]),
+            [(int(n), bytes(p)) for part in parts for n, p in part.get("batches", [])],
+            b"".join(part.get("data", b"") for part in parts),
             message=str(head.get("message", "")),
+            **{name: head.get(name) for name in ("last", "newest", "start", "end")},
         )
     except (IndexError, KeyError, ValueError, TypeError) as error:
         raise DecodeError(f"an answer of a worker's index is invalid: {error!r}") from None
@@ -161,9 +157,10 @@ def _parts(answer: Answer) -> list[bytes]:
     head |= {name: value for name, value in named.items() if value is not None}
     if answer.message:
         head["message"] = answer.message
-    bodies: list[dict[str, Any]] = []
-    for at in range(0, len(answer.data), _PART_BYTES):
-        bodies.append({"data": answer.data[at : at + _PART_BYTES]})
+    bodies: list[dict[str, Any]] = [
+        {"data": answer.data[at : at + _PART_BYTES]}
+        for at in range(0, len(answer.data), _PART_BYTES)
+    ]
     size = _PART_BYTES
     for batch in answer.batches:
         if size + len(batch[1]) > _PART_BYTES:

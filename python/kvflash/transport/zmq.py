@@ -293,26 +293,23 @@ class ZmqReceiver:
         now = time.monotonic()
         if subscription.reconnect_at is None or subscription.reconnect_at > now:
             return
-        publisher, endpoint = subscription.publisher, subscription.endpoint
         limit = self._options.message_bytes_max
         message = f"protocol violation, such as a frame above {limit} bytes; connecting again"
+        opened = None
+        subscription.reconnect_at = None
         try:
-            socket, monitor = open_stream(self._context, self._options)
+            opened = open_stream(self._context, self._options)
         except zmq.ZMQError as error:
             subscription.reconnect_at = now + _RECONNECT_GRACE_S
             message = f"{message} fails: {explain(error)}"
-            if subscription.breach_line_at <= now:
-                subscription.breach_line_at = now + _BREACH_LINE_S
-                logger.warning("engine at %s: %s", endpoint, message)
-            self._catalog.set_status(publisher, "pending", message)
-            return
-        subscription.reconnect_at = None
         if subscription.breach_line_at <= now:
             subscription.breach_line_at = now + _BREACH_LINE_S
-            logger.warning("engine at %s: %s", endpoint, message)
-        self._catalog.set_status(publisher, "pending", message)
+            logger.warning("engine at %s: %s", subscription.endpoint, message)
+        self._catalog.set_status(subscription.publisher, "pending", message)
+        if opened is None:
+            return
         self._close_stream(subscription)
-        subscription.socket, subscription.monitor = socket, monitor
+        subscription.socket, subscription.monitor = opened
         self._connect(subscription)
         self._follow(subscription, [])
 
@@ -331,6 +328,7 @@ class ZmqReceiver:
         self._close(subscription.socket)
 
     def _on_monitor(self, subscription: _Subscription) -> None:
+        publisher = subscription.publisher
         while subscription.monitor.poll(0):
             # Its number, its value, then an address. Not read by pyzmq, which would load asyncio.
             # Source: zmq_socket_monitor(3).
@@ -338,18 +336,14 @@ class ZmqReceiver:
             subscription.is_connected = kind == zmq.EVENT_HANDSHAKE_SUCCEEDED
             subscription.reconnect_at = None
             if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._catalog.set_status(subscription.publisher, "active")
+                self._catalog.set_status(publisher, "active")
                 self._follow(subscription, subscription.repair.connected())
             elif kind == zmq.EVENT_DISCONNECTED:
                 subscription.reconnect_at = time.monotonic() + _RECONNECT_GRACE_S
-                self._timed[subscription.publisher] = subscription
-                self._catalog.set_status(
-                    subscription.publisher, "pending", "disconnected; connecting again"
-                )
+                self._timed[publisher] = subscription
+                self._catalog.set_status(publisher, "pending", "disconnected; connecting again")
             elif kind == zmq.EVENT_CONNECT_RETRIED:
-                self._catalog.set_status(
-                    subscription.publisher, "pending", "connecting fails; trying again"
-                )
+                self._catalog.set_status(publisher, "pending", "connecting fails; trying again")
 
     def _on_stream(self, subscription: _Subscription) -> None:
         messages: list[list[_Part]]
@@ -384,6 +378,7 @@ class ZmqReceiver:
 
     def _follow(self, subscription: _Subscription, effects: list[RepairEffect]) -> None:
         """Carry out a repair's effects, and read the stream as long as it requests that."""
+        endpoint = subscription.endpoint
         for kind, first, last, why in effects:
             if kind == "ask":
                 self._ask(subscription, first)
@@ -397,14 +392,13 @@ class ZmqReceiver:
                 logger.warning(
                     "engine at %s: batches %d..%d are missing and it has no replay endpoint; the "
                     "index may be wrong about it%s",
-                    subscription.endpoint,
+                    endpoint,
                     first,
                     last,
                     why,
                 )
             else:
-                where = subscription.endpoint
-                logger.warning("engine at %s: replay from %d failed: %s", where, first, why)
+                logger.warning("engine at %s: replay from %d failed: %s", endpoint, first, why)
         socket, is_read = subscription.socket, subscription.socket in self._handlers
         if subscription.repair.wants_live and not is_read:
             self._add(socket, lambda: self._on_stream(subscription))
@@ -420,8 +414,8 @@ class ZmqReceiver:
         try:
             socket = open_replay(self._context, self._options, endpoint, first)
         except zmq.ZMQError as error:
-            why = f"can't reach {endpoint}: {explain(error)}"
-            self._follow(subscription, repair.unreachable(why))
+            effects = repair.unreachable(f"can't reach {endpoint}: {explain(error)}")
+            self._follow(subscription, effects)
             return
         subscription.replay = socket
         self._add(
