@@ -66,8 +66,7 @@ class ZmqKvEventListener:
 
     def close(self) -> None:
         """Disconnect."""
-        self._socket.close(0)
-        self._context.term()
+        self._context.destroy(0)
 
     def _events(self, frames: list[bytes]) -> list[str]:
         try:

@@ -83,10 +83,8 @@ class WorkerMetricsPublisher:
     """
 
     def __init__(self) -> None:
-        # Known fields of each rank, as they are sent.
+        # Known fields of each rank, as they are sent; replaced with each change.
         self._loads: dict[int, dict[str, int]] = {}
-        self._version = 0
-        self._versions: dict[int, int] = {}
         self._waiting: set[asyncio.Event] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -168,8 +166,6 @@ class WorkerMetricsPublisher:
         if now == before:
             return
         self._loads[rank] = now
-        self._version += 1
-        self._versions[rank] = self._version
         self._tell()
 
     async def watch(self, request: Any) -> AsyncIterator[dict[str, int]]:
@@ -177,14 +173,14 @@ class WorkerMetricsPublisher:
         self._loop = asyncio.get_running_loop()
         news = asyncio.Event()
         self._waiting.add(news)
-        seen: dict[int, int] = {}
+        seen: dict[int, dict[str, int]] = {}
         try:
             while True:
                 news.clear()
-                for rank, version in list(self._versions.items()):
-                    if seen.get(rank) != version:
-                        seen[rank] = version
-                        yield self._loads[rank]
+                for rank, load in list(self._loads.items()):
+                    if seen.get(rank) is not load:
+                        seen[rank] = load
+                        yield load
                 if isinstance(request, dict) and request.get("once"):
                     return
                 await news.wait()

@@ -51,12 +51,9 @@ class Relay:
         self._replay_endpoint = replay_endpoint
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
-        for option, value in (
-            (zmq.LINGER, 0),
-            (zmq.MAXMSGSIZE, _FRAME_BYTES_MAX),
-            (zmq.RCVHWM, _QUEUE_MESSAGES),
-        ):
-            self._socket.setsockopt(option, value)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _FRAME_BYTES_MAX)
+        self._socket.setsockopt(zmq.RCVHWM, _QUEUE_MESSAGES)
         self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
         dial(self._socket, endpoint)
         self._expected: int | None = None
@@ -81,8 +78,7 @@ class Relay:
             return
         self._is_closed.set()
         self._thread.join()
-        self._socket.close(0)
-        self._context.term()
+        self._context.destroy(0)
         self._outlet.close()
 
     def _run(self) -> None:

@@ -1,8 +1,4 @@
-"""One stream of event batches: numbered from 0, published, and kept for replay.
-
-:class:`kvflash._core.EventOutbox` decides what is sent; it takes events from any thread, with or
-without an event loop. The sockets belong to the stream's own thread.
-"""
+"""One stream of event batches: numbered from 0, published, and kept for replay."""
 
 import contextlib
 import errno
@@ -156,7 +152,6 @@ class EventStream(Sender):
         self._context: zmq.Context[Any] = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
         router = None if replay_port is None else self._context.socket(zmq.ROUTER)
-        self._sockets = [socket for socket in (self._pub, router) if socket is not None]
         try:
             self._pub.set_hwm(_PUB_QUEUE_BATCHES)
             self.endpoint = _bind(self._pub, host, port, (fields[0], fields[1]))
@@ -166,7 +161,7 @@ class EventStream(Sender):
                 bound = _bind(router, host, replay_port or 0, (fields[0], fields[2]))
                 self.replay_endpoint = bound
         except ConfigError:
-            self._close_sockets()
+            self._context.destroy(_LINGER_MS)
             raise
         # Engines that send this request omit the topic in replays.
         super().__init__(outbox, router, [] if shape == "positional" else [self._topic])
@@ -176,12 +171,7 @@ class EventStream(Sender):
 
     def _ended(self) -> None:
         super()._ended()
-        self._close_sockets()
-
-    def _close_sockets(self) -> None:
-        for socket in self._sockets:
-            socket.close(_LINGER_MS)
-        self._context.term()
+        self._context.destroy(_LINGER_MS)
 
 
 def _bind(socket: zmq.Socket[Any], host: str, port: int, fields: tuple[str, str]) -> str:

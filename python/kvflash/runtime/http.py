@@ -1,9 +1,4 @@
-"""The http request plane, for networks that only let HTTP through.
-
-POST {url}/{namespace}/{component}/{endpoint} with a msgpack or JSON body; the response body is a
-stream of the frames Data, End, Error. An error before the first item has an HTTP status and a JSON
-body. Back-pressure and cancellation are those of the TCP connection.
-"""
+"""The http request plane, for networks that only let HTTP through (format: docs/runtime.md)."""
 
 from __future__ import annotations
 

@@ -139,7 +139,10 @@ class NatsServer(PlaneServer):
             answer.running = self._serving.begin(request, answer.send)
         except REFUSALS as error:
             self._partial.pop(name, None)
-            await answer.refuse(Failure.refusing(error))
+            try:
+                await answer.send(Failure.refusing(error).pack())
+            except GoneError as gone:
+                logger.warning("nats: %s", gone)
             return
         self._answers[name] = answer
         answer.running.task.add_done_callback(lambda _: self._answers.pop(name, None))
@@ -212,13 +215,6 @@ class _Answer:
                 if self._is_gone:
                     raise GoneError("the client is gone")
                 await self._publish(data[start : start + PART_BYTES])
-
-    async def refuse(self, failure: Failure) -> None:
-        """Answer with an error."""
-        try:
-            await self.send(failure.pack())
-        except GoneError as error:
-            logger.warning("nats: %s", error)
 
     async def tick(self, oldest: float) -> None:
         """Send a sign of life; drop a client that has been silent for too long."""
@@ -323,8 +319,7 @@ class NatsClient(PlaneClient):
     async def _receive(self, message: Any) -> None:
         reply = self._replies.get(message.subject.rpartition(".")[2])
         if reply is not None:
-            status = (message.headers or {}).get("Status")
-            if status is not None:
+            if "Status" in (message.headers or {}):
                 reply.fail_alone()
             else:
                 reply.take(message.data)
@@ -407,9 +402,8 @@ class NatsReply:
         except (InvalidArgumentError, DecodeError) as error:
             self.fail(DecodeError(f"{self.subject}: {error}"))
             return
-        for kind, payload in frames:
-            self._frames.append((kind, payload))
-            self._waiting_bytes += len(payload)
+        self._frames.extend(frames)
+        self._waiting_bytes += sum(len(payload) for _, payload in frames)
         self._acknowledge()
         self._news.set()
 

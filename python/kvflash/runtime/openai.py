@@ -1,10 +1,8 @@
 """Calls engines that only speak OpenAI's API as if they were workers of the runtime.
 
-A request with token ids becomes POST {url}/v1/completions with them as the prompt. The events of
-its stream become the items that a worker would yield: token_ids, text, finish_reason,
-completion_usage. If an engine does not return token ids (vLLM does on request), token_ids are empty
-and only the text is set. A reader that stops closes the connection, which ends the request at the
-engine.
+A request with token ids becomes POST {url}/v1/completions. The events of its stream become the
+items that a worker would yield; without token ids (vLLM returns them on request) only the text is
+set. A reader that stops closes the connection, which ends the request at the engine.
 """
 
 import asyncio

@@ -1,7 +1,4 @@
-"""This process's endpoints with their handlers, and the running requests.
-
-The request planes bring requests here and carry frames away.
-"""
+"""This process's endpoints, and the requests that the request planes bring to them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The tcp request plane: one connection for each request in flight, kept and reused.
-
-TCP itself provides back-pressure; closing the connection cancels a request.
-"""
+"""The tcp request plane: a connection carries one request at a time; closing it cancels that."""
 
 from __future__ import annotations
 

@@ -83,6 +83,4 @@ class ZmqChannel:
     async def close(self) -> None:
         """See :meth:`Channel.close`."""
         self._is_closed = True
-        self._pub.close(0)
-        self._sub.close(0)
-        self._context.term()
+        self._context.destroy(0)

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import nats.errors
@@ -14,6 +14,7 @@ from kvflash.servers import NatsSettings
 
 logger = logging.getLogger(__name__)
 
+_CONNECT_TIMEOUT_S = 5
 _RECONNECT_WAIT_S = 0.25
 # Limit of unsent data while the server is down; above it publishing fails.
 _PENDING_BYTES_MAX = 16 * 1024 * 1024
@@ -24,13 +25,7 @@ _OTHERWISE = (
 )
 
 
-async def connect(
-    settings: NatsSettings,
-    *,
-    name: str,
-    on_reconnect: Callable[[], Awaitable[None]] | None = None,
-    timeout_s: float = 5.0,
-) -> Client:
+async def connect(settings: NatsSettings, *, name: str) -> Client:
     """Connect; afterwards the client reconnects on its own, without limit.
 
     Raises ConfigError if the server refuses the login, and TransportError if no server answers; the
@@ -61,15 +56,13 @@ async def connect(
         nonlocal refusal
         refusal = ""
         logger.info("NATS (%s): connected again", name)
-        if on_reconnect is not None:
-            await on_reconnect()
 
     client = Client(settings)
     try:
         await client.connect(
             **login_options(settings),
             name=name,
-            connect_timeout=max(1, int(timeout_s)),
+            connect_timeout=_CONNECT_TIMEOUT_S,
             # Of the first connection only; reconnecting has no time limit.
             max_reconnect_attempts=1,
             # Documented as whole seconds; fractions work as well.

@@ -65,10 +65,8 @@ class CoreFollower:
     It is bound to one event loop, and applies one worker's messages in order, one at a time.
     """
 
-    def __init__(
-        self, catalog: Catalog, ask: Ask, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
-    ) -> None:
-        self._catalog, self._ask, self._sleep = catalog, ask, sleep
+    def __init__(self, catalog: Catalog, ask: Ask) -> None:
+        self._catalog, self._ask = catalog, ask
         self._workers: dict[tuple[int, int], _Worker] = {}
         self._of: dict[int, tuple[int, int]] = {}
         #: Counters of messages and queries.
@@ -121,7 +119,7 @@ class CoreFollower:
             try:
                 while not worker.is_known:
                     if not await self._take_dump(worker):
-                        await self._sleep(_RETRY_S)
+                        await asyncio.sleep(_RETRY_S)
                         continue
                     self._catalog.set_status(worker.publisher, "active")
                 epoch, sequence, payload = await worker.waiting.get()
@@ -133,7 +131,7 @@ class CoreFollower:
                 logger.exception("following worker %d failed; going on", worker.instance_id)
                 # A dump contains all of it.
                 worker.is_known = False
-                await self._sleep(_RETRY_S)
+                await asyncio.sleep(_RETRY_S)
 
     async def _take(self, worker: _Worker, epoch: int, sequence: int, payload: bytes) -> None:
         if worker.epoch is not None and epoch < worker.epoch:

@@ -1,8 +1,4 @@
-"""Engine events over ZMQ: SUB for the stream, DEALER for its repair.
-
-One thread serves all publishers. It moves messages into the core, and follows each publisher's
-:class:`kvflash._core.Repair` for missing ones.
-"""
+"""Engine events over ZMQ: SUB for the stream, DEALER for its repair, one thread for all."""
 
 import contextlib
 import logging
