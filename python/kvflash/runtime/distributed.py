@@ -56,6 +56,7 @@ class DistributedRuntime:
         instance_id: Its number, for all of its endpoints: 63 bits, random.
         discovery: Its discovery.
         limits: Its limits.
+        host: The address at which others reach this process.
 
     Raises:
         ConfigError: A setting is invalid.
@@ -77,7 +78,7 @@ class DistributedRuntime:
         self.limits = limits or RuntimeLimits()
         self.instance_id = new_lease_id()
         self._plane = plane_name(request_plane)
-        self._host = host or host_address(is_local=self.discovery.is_local)
+        self.host = host or host_address(is_local=self.discovery.is_local)
         self._port = runtime_port() if port is None else port
         self._serving = Serving(self.instance_id, self.limits)
         self._signals = Signals()
@@ -106,11 +107,6 @@ class DistributedRuntime:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-    @property
-    def host(self) -> str:
-        """The address at which others reach this process."""
-        return self._host
 
     # -- names
 
@@ -168,14 +164,8 @@ class DistributedRuntime:
 
     async def announce_instance(self, path: str, transport: dict[str, Any]) -> None:
         """Announce that this process serves an endpoint, and how it is reached."""
-        namespace, component, name = path.split("/")
-        instance = {
-            "instance_id": self.instance_id,
-            "namespace": namespace,
-            "component": component,
-            "endpoint": name,
-            "transport": transport,
-        }
+        names = dict(zip(("namespace", "component", "endpoint"), path.split("/"), strict=True))
+        instance = {"instance_id": self.instance_id, **names, "transport": transport}
         await self.announce(self._instance_key(path), instance)
 
     def _instance_key(self, path: str) -> str:
@@ -223,7 +213,7 @@ class DistributedRuntime:
                 except (KvflashError, OSError) as error:
                     logger.warning("%s is not deleted: %s; trying again", key, error)
 
-    async def _leased(self) -> Lease:
+    async def _leased(self) -> None:
         async with self._beginning:
             if self._shutdown is not None:
                 raise ClosedError("the runtime is shut down")
@@ -232,7 +222,6 @@ class DistributedRuntime:
                     self.limits.lease_ttl_s, lease_id=self.instance_id
                 )
                 self._keeper = asyncio.get_running_loop().create_task(self._keep(self._lease))
-            return self._lease
 
     async def _keep(self, lease: Lease) -> None:
         """Announce everything again after the lease is lost."""
@@ -293,7 +282,7 @@ class DistributedRuntime:
     async def _started(self) -> PlaneServer:
         async with self._beginning:
             if self._server is None:
-                server = make_server(self._plane, self._serving, host=self._host, port=self._port)
+                server = make_server(self._plane, self._serving, host=self.host, port=self._port)
                 await server.start()
                 self._server = server
             return self._server

@@ -76,8 +76,7 @@ class HttpServer(PlaneServer):
                 f"can't listen on {self._bind}:{self._wanted_port}: {error.strerror or error}"
             ) from error
         port = self._runner.addresses[0][1]
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        self.url = f"http://{host}:{port}"
+        self.url = f"http://{self._host}:{port}"
 
     async def open(self, endpoint: str) -> dict[str, Any]:
         """How an instance is announced; this plane needs no preparation."""

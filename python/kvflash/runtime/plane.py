@@ -58,7 +58,8 @@ class PlaneServer(ABC):
     def __init__(self, serving: Serving, *, host: str, port: int, bind: str) -> None:
         self._serving = serving
         self._limits = serving.limits
-        self._host, self._wanted_port, self._bind = host, port, bind
+        self._host = f"[{host}]" if ":" in host else host
+        self._wanted_port, self._bind = port, bind
 
     @abstractmethod
     async def start(self) -> None:

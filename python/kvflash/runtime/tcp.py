@@ -50,7 +50,7 @@ class TcpServer(PlaneServer):
                 f"can't listen on {self._bind}:{self._wanted_port}: {error.strerror or error}"
             ) from error
         port = self._server.sockets[0].getsockname()[1]
-        self.address = f"[{self._host}]:{port}" if ":" in self._host else f"{self._host}:{port}"
+        self.address = f"{self._host}:{port}"
 
     async def open(self, endpoint: str) -> dict[str, Any]:
         """How an instance is announced; this plane needs no preparation."""

@@ -92,15 +92,14 @@ class JetStreamWriter:
         pause_s, outage = _RETRY_S, Outage(logger, "events are stored again")
         try:
             while True:
+                # Before the look, so that it does not hide a batch that is queued after it.
+                self._news.clear()
                 with self._changed:
                     batch = self._waiting[0] if self._waiting else None
                 if batch is None:
                     if self._is_closed:
                         return
-                    self._news.clear()
-                    # A batch may have been queued before the clear.
-                    if not self._waiting and not self._is_closed:
-                        await self._news.wait()
+                    await self._news.wait()
                     continue
                 try:
                     if client is None:
