@@ -5,7 +5,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from kvflash._core import EventOutbox
@@ -80,13 +81,10 @@ class BrokerOutlet:
         self._served, self._has_local_index = served, has_local_index
         self._settings = settings or NatsSettings.from_env()
         self._epoch = time.time_ns()
-        if has_local_index:
-            self.kind = "nats"
-            place = names.event_subject(*self._where)
-        else:
-            self.kind = "jetstream"
-            place = names.stream_name(*self._where)
-        self.endpoint = f"{self.kind}://{place}/{instance_id}/{dp_rank}"
+        self.kind = "nats" if has_local_index else "jetstream"
+        place = names.event_subject if has_local_index else names.stream_name
+        self._place = place(*self._where)
+        self.endpoint = f"{self.kind}://{self._place}/{instance_id}/{dp_rank}"
         self._lock = threading.Lock()
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._waiting_bytes = 0
@@ -184,40 +182,32 @@ class BrokerOutlet:
     def _make(self, served: Served) -> _Writer:
         from kvflash.state.frames import Origin, event_headers, event_key  # noqa: PLC0415
 
-        tenant = "prefill" if served.is_prefill else "default"
         origin = Origin(
             instance_id=self._instance_id,
             dp_rank=self._dp_rank,
             epoch=self._epoch,
             model_name=served.model_name,
             block_size=self.block_size,
-            tenant_id=tenant,
+            tenant_id="prefill" if served.is_prefill else "default",
         )
+        headers = partial(event_headers, origin)
         if not self._has_local_index:
             from kvflash.transport.jetstream_writer import JetStreamWriter  # noqa: PLC0415
 
             return JetStreamWriter(
-                names.stream_name(*self._where),
-                headers=lambda sequence: event_headers(origin, sequence),
-                key=lambda sequence: event_key(origin, sequence),
+                self._place,
+                headers=headers,
+                key=partial(event_key, origin),
                 settings=self._settings,
             )
         from kvflash.transport.local_index import LocalIndex  # noqa: PLC0415
         from kvflash.transport.nats_core import NatsCorePublisher  # noqa: PLC0415
 
-        index = LocalIndex(
-            self._instance_id,
-            self._dp_rank,
-            epoch=self._epoch,
-            model_name=served.model_name,
-            block_size=self.block_size,
-            tenant_id=tenant,
-        )
         publisher = NatsCorePublisher(
-            names.event_subject(*self._where),
+            self._place,
             names.query_subject(*self._where, self._instance_id, self._dp_rank),
-            index,
-            headers=lambda sequence: event_headers(origin, sequence),
+            LocalIndex(**asdict(origin)),
+            headers=headers,
             settings=self._settings,
         )
         publisher.start()

@@ -199,11 +199,9 @@ class HttpClient(PlaneClient):
     async def ask(self, transport: dict[str, Any], request: Request) -> HttpReply:
         """See :meth:`PlaneClient.ask`; also refuses an id that is not valid in a header."""
         body = pack(request.payload, "request")
-        size_max = self.limits.frame_bytes_max
-        if len(body) + REQUEST_MARGIN_BYTES > size_max:
-            raise InvalidArgumentError(
-                f"request may have at most {size_max} bytes, got {len(body) + REQUEST_MARGIN_BYTES}"
-            )
+        size, size_max = len(body) + REQUEST_MARGIN_BYTES, self.limits.frame_bytes_max
+        if size > size_max:
+            raise InvalidArgumentError(f"request may have at most {size_max} bytes, got {size}")
         headers = {
             "content-type": MSGPACK,
             INSTANCE: str(request.instance_id),
@@ -218,7 +216,22 @@ class HttpClient(PlaneClient):
         return reply
 
     async def _post(self, url: str, headers: dict[str, str], body: bytes) -> aiohttp.ClientResponse:
-        session = self._opened()
+        if self._session is None:
+            connector = aiohttp.TCPConnector(
+                limit=0,
+                keepalive_timeout=min(self.limits.client_idle_s_max, self.idle_s_max),
+                socket_factory=self._socket,
+            )
+            self._session = aiohttp.ClientSession(
+                connector=connector,
+                # The duration of an answer is unlimited here; the runtime has its own limits.
+                timeout=aiohttp.ClientTimeout(
+                    total=None, sock_connect=self.limits.connect_timeout_s
+                ),
+                auto_decompress=False,
+                read_bufsize=self.limits.receive_buffer_bytes // 2,
+            )
+        session = self._session
         try:
             return await session.post(url, headers=headers, data=io.BytesIO(body))
         except aiohttp.ServerDisconnectedError:
@@ -236,24 +249,6 @@ class HttpClient(PlaneClient):
         made = socket.socket(info[0], info[1], info[2])
         watch_socket(made, self.limits)
         return made
-
-    def _opened(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            connector = aiohttp.TCPConnector(
-                limit=0,
-                keepalive_timeout=min(self.limits.client_idle_s_max, self.idle_s_max),
-                socket_factory=self._socket,
-            )
-            self._session = aiohttp.ClientSession(
-                connector=connector,
-                # The duration of an answer is unlimited here; the runtime has its own limits.
-                timeout=aiohttp.ClientTimeout(
-                    total=None, sock_connect=self.limits.connect_timeout_s
-                ),
-                auto_decompress=False,
-                read_bufsize=self.limits.receive_buffer_bytes // 2,
-            )
-        return self._session
 
 
 class HttpReply:
@@ -275,17 +270,15 @@ class HttpReply:
             if self._response is None:
                 await self._begin()
             return await self._receive()
-        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-            self.close()
-            if isinstance(error, KvflashError):
-                raise
-            raise TransportError(str(error) or type(error).__name__) from error
         except InvalidArgumentError as error:
             self.close()
             raise DecodeError(str(error)) from error
-        except (FailedError, DecodeError):
+        except (FailedError, KvflashError):
             self.close()
             raise
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+            self.close()
+            raise TransportError(str(error) or type(error).__name__) from error
 
     async def _receive(self) -> bytes | None:
         """The next item of an answer that has begun; None at its end."""
