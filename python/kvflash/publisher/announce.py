@@ -1,7 +1,4 @@
-"""Announces where a publisher's events are, through the runtime's discovery.
-
-The runtime belongs to one event loop; a publisher may be created and closed in any thread.
-"""
+"""Announces a publisher's events, from any thread, through a runtime that has one event loop."""
 
 import asyncio
 import contextlib

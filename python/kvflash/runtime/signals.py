@@ -43,9 +43,8 @@ class Signals:
         loop, self._loop = self._loop, None
         if loop is None:
             return
-        for number in self._taken:
-            loop.remove_signal_handler(number)
-        self._taken = []
+        while self._taken:
+            loop.remove_signal_handler(self._taken.pop())
         if self._received is not None:
             # Some thread of this process may wait forever.
             loop.call_later(end_grace_s, self._end, self._received)
@@ -53,10 +52,8 @@ class Signals:
     def _receive(self, number: signal.Signals, call: Callable[[], None]) -> None:
         logger.info("stopping on %s", number.name)
         self._received = number
-        if self._loop is not None:
-            for taken in self._taken:
-                self._loop.remove_signal_handler(taken)
-        self._taken = []
+        while self._taken and self._loop is not None:
+            self._loop.remove_signal_handler(self._taken.pop())
         call()
 
     @staticmethod

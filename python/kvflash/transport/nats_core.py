@@ -1,9 +1,8 @@
 """Events over NATS Core, with repair from the workers' own indexes.
 
-A worker publishes to its component's subject and answers queries; the server stores nothing. When a
-router learns of a worker, it takes a dump of everything that the worker holds, then follows.
-Missing batches are requested once, and given up if the worker no longer has them. If the worker
-does not answer, a dump is taken as soon as it does.
+A worker publishes to its component's subject and answers queries; the server stores nothing. A
+router takes a dump of all that a worker holds, then follows. Missing batches are requested once,
+and given up if the worker no longer has them; if it does not answer, a dump is taken once it does.
 """
 
 import asyncio

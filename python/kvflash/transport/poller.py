@@ -1,8 +1,4 @@
-"""Waits for many ZMQ sockets at the cost of the active ones.
-
-``zmq.Poller`` checks every socket in every turn: with thousands of publishers a turn takes a
-millisecond, however few are active. Here the operating system reports the active ones.
-"""
+"""Waits for many ZMQ sockets at the cost of the active ones; zmq.Poller checks all each time."""
 
 import selectors
 
@@ -12,15 +8,14 @@ import zmq
 class Poller:
     """Finds its sockets with messages.
 
-    A ZMQ socket's descriptor says when to check the socket, not that it has a message: it is
-    readable until the socket is checked, whatever remains to be received. So a socket that had a
-    message is checked again before the next wait, until it has none.
+    A ZMQ socket's descriptor says when to check the socket, not that it has a message (``ZMQ_FD``
+    in zmq_getsockopt(3)): it is readable until the socket is checked, whatever remains to be
+    received. So a socket that had a message is checked again before the next wait, until it has
+    none.
 
     Sockets are used by one thread. Once registered, a socket may be used only between a ``poll``
     that returned it and the next one: otherwise messages it takes in meanwhile go unnoticed.
     Register a socket again to have it checked, or call :meth:`look_at`.
-
-    Source: ``ZMQ_FD`` in zmq_getsockopt(3).
     """
 
     def __init__(self) -> None:
