@@ -7,17 +7,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from kvflash.errors import KvflashError
+from kvflash.roster.core import Component
 from kvflash.routing.cluster import Cluster
-from kvflash.routing.sharing import Component
 
 logger = logging.getLogger(__name__)
 
 
 def tenant_of(card: dict[str, Any]) -> str:
-    """The tenant of the index that a worker's events over NATS belong to, from its model card.
-
-    Prefill-only workers have another tenant than workers that decode the same model.
-    """
+    """A worker's tenant over NATS, from its model card; prefill-only workers have their own."""
     kinds = card.get("model_type")
     return "prefill" if isinstance(kinds, list) and "prefill" in kinds else "default"
 
@@ -25,12 +22,8 @@ def tenant_of(card: dict[str, Any]) -> str:
 class Membership:
     """Follows one component's stream, and reports its instances to it.
 
-    A separate thread waits for servers and for a state that is being restored. Reports are made in
-    order.
-
-    Args:
-        cluster: The shared state.
-        component: Component of the instances.
+    A separate thread waits for servers and for a state that is being restored, and makes the
+    reports in order.
     """
 
     def __init__(self, cluster: Cluster, component: Component) -> None:
@@ -48,10 +41,7 @@ class Membership:
         self._is_following = True
 
     def settle(self, numbers: Iterable[int]) -> None:
-        """Set the complete list of instances, of all endpoints.
-
-        This removes the blocks of workers that were never seen here as well as of those that leave.
-        """
+        """Set the complete list of instances, of all endpoints: blocks of all others go."""
         if not self._is_following:
             return
         now = set(numbers)

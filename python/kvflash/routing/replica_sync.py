@@ -27,101 +27,47 @@ _ASK_S = 1.0
 _UNLISTED_S = 10.0
 _GONE_MAX = 4_096
 _U64_MAX = (1 << 64) - 1
+_COUNTS = (
+    *("sent_events", "dropped_events", "received_events", "malformed", "gaps"),
+    *("digests_differed", "resyncs", "refused_requests", "dropped_routers"),
+)
 
+#: Instance id and dp rank.
 Worker = tuple[int, int]
-
-
-class CoreSink:
-    """Counts other routers' bookings in the core. Its methods never wait.
-
-    Args:
-        bookings: Bookings of the frontend or the router.
-        local_of: This router's worker numbers, by the shared number where the two differ.
-    """
-
-    def __init__(self, bookings: Bookings, local_of: Mapping[int, int] | None = None) -> None:
-        self._bookings, self._local_of = bookings, {} if local_of is None else local_of
-
-    def add(  # noqa: PLR0917 - called with positions
-        self,
-        router_id: int,
-        request_id: str,
-        worker: Worker,
-        hashes: Sequence[int] | None,
-        isl: int,
-        overlap: int,
-    ) -> None:
-        """Another router has sent a request to a worker, (instance id, dp rank).
-
-        A request at a worker that is unknown here does not count yet.
-
-        Args:
-            router_id: The other router.
-            request_id: Unique at that router.
-            worker: Where the request was sent.
-            hashes: Sequence hashes of its blocks; None if blocks are not tracked.
-            isl: Tokens in its prompt.
-            overlap: Blocks of the prompt that the worker held.
-        """
-        known = None if hashes is None else list(hashes)
-        worker = (self._local_of.get(worker[0], worker[0]), worker[1])
-        self._bookings.remote_add(router_id, request_id, worker, known, isl, overlap)
-
-    def mark(self, router_id: int, request_id: str) -> None:
-        """The request's prompt is computed."""
-        self._bookings.remote_prefilled(router_id, request_id)
-
-    def free(self, router_id: int, request_id: str) -> None:
-        """The request has ended."""
-        self._bookings.remote_free(router_id, request_id)
-
-    def drop_router(self, router_id: int) -> None:
-        """All requests of a router have ended."""
-        self._bookings.remote_drop_router(router_id)
-
-    def heard(self, router_id: int) -> None:
-        """A router reports that all of its requests that are known here are still active."""
-        self._bookings.remote_heard(router_id)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncLimits:
-    """Size limits.
+    """Size limits."""
 
-    Attributes:
-        waiting_events_max: Events waiting to be sent; above it new ones are dropped, and the digest
-            lets the others repair that.
-        requests_max: Tracked active requests per router; further ones are ignored.
-        routers_max: Other routers.
-        held_events_max: Events kept while a router's state arrives.
-        state_part_bytes: Size of one message of a state, unless a single request is larger.
-        hashes_max: Blocks sent per request, so that it fits into a message on any channel; further
-            blocks count at no other router.
-    """
-
+    # Events waiting to be sent; above it new ones are dropped, and the digest repairs that.
     waiting_events_max: int = 100_000
+    # Tracked active requests per router; further ones are ignored.
     requests_max: int = 100_000
     routers_max: int = 256
+    # Events kept while a router's state arrives.
     held_events_max: int = 10_000
+    # Size of one message of a state, unless a single request is larger.
     state_part_bytes: int = 256 * 1024
+    # Blocks sent per request, so that it fits into a message on any channel.
     hashes_max: int = 40_000
 
 
 @dataclass
 class _Request:
     worker: Worker
+    # Sequence hashes of its blocks; None if blocks are not tracked.
     hashes: list[int] | None
     isl: int
     overlap: int
     is_prefilled: bool = False
-    lora_name: str | None = None
 
     def mark(self, request_id: str) -> int:
         """The request's contribution to a digest; differs between its states."""
-        return hash_of(f"{request_id}|{self.worker[0]}|{self.worker[1]}|{int(self.is_prefilled)}")
+        return _hash_of(f"{request_id}|{self.worker[0]}|{self.worker[1]}|{int(self.is_prefilled)}")
 
 
-def hash_of(text: str) -> int:
+def _hash_of(text: str) -> int:
     """FNV-1a, 64 bits: equal in every process, and enough to detect a difference."""
     value = 0xCBF29CE484222325
     for byte in text.encode():
@@ -171,21 +117,23 @@ class _Peer:
 
 
 class ReplicaSync:
-    """One router's side of the protocol.
+    """One router's side of the protocol, safe to use from many threads.
 
-    Args:
-        router_id: Random; new at each start.
-        sink: Counts other routers' requests.
-        limits: Size limits.
-
-    Consistency: safe to use from many threads. A replica's view of another router equals that
-    router's state at some earlier moment; it is up to date once messages have arrived for DIGEST_S
-    + a round trip.
+    It counts other routers' requests in ``bookings``; ``local_of`` maps shared worker numbers to
+    this router's where the two differ. ``router_id`` is random and new at each start. The view of
+    another router equals that router's state at some earlier moment; it is up to date once messages
+    have arrived for DIGEST_S + a round trip.
     """
 
-    def __init__(self, router_id: int, sink: CoreSink, limits: SyncLimits | None = None) -> None:
+    def __init__(
+        self,
+        router_id: int,
+        bookings: Bookings,
+        limits: SyncLimits | None = None,
+        local_of: Mapping[int, int] | None = None,
+    ) -> None:
         self.router_id = router_id
-        self._sink = sink
+        self._bookings, self._local_of = bookings, {} if local_of is None else local_of
         self._limits = limits or SyncLimits()
         self._lock = threading.RLock()
         self._own = _Table()
@@ -197,17 +145,7 @@ class ReplicaSync:
         self._digest_s = float("-inf")
         self._has_asked_all = False
         self._wants_state = False
-        self.counts = {
-            "sent_events": 0,
-            "dropped_events": 0,
-            "received_events": 0,
-            "malformed": 0,
-            "gaps": 0,
-            "digests_differed": 0,
-            "resyncs": 0,
-            "refused_requests": 0,
-            "dropped_routers": 0,
-        }
+        self.counts = dict.fromkeys(_COUNTS, 0)
 
     # -- of this router's own requests
 
@@ -218,9 +156,6 @@ class ReplicaSync:
         hashes: Sequence[int] | None,
         isl: int,
         overlap: int,
-        *,
-        expected_output_tokens: int | None = None,
-        lora_name: str | None = None,
     ) -> None:
         """This router has booked a request."""
         kept = None if hashes is None else list(hashes[: self._limits.hashes_max])
@@ -229,21 +164,21 @@ class ReplicaSync:
                 "token_sequence": kept,
                 "isl": isl,
                 "overlap": overlap,
-                "expected_output_tokens": expected_output_tokens,
+                "expected_output_tokens": None,
             }
         }
         with self._lock:
             if request_id in self._own.requests:
                 return
-            self._own.add(request_id, _Request(worker, kept, isl, overlap, lora_name=lora_name))
-            self._tell(request_id, worker, data, lora_name)
+            self._own.add(request_id, _Request(worker, kept, isl, overlap))
+            self._tell(request_id, worker, data)
 
     def mark_prefill_completed(self, request_id: str) -> None:
         """The request's prompt is computed; unknown requests are ignored."""
         with self._lock:
             if self._own.mark(request_id):
-                request = self._own.requests[request_id]
-                self._tell(request_id, request.worker, "MarkPrefillCompleted", request.lora_name)
+                worker = self._own.requests[request_id].worker
+                self._tell(request_id, worker, "MarkPrefillCompleted")
 
     def free(self, request_id: str) -> None:
         """The request has ended; unknown requests are ignored."""
@@ -251,7 +186,7 @@ class ReplicaSync:
             request = self._own.requests.get(request_id)
             if request is not None:
                 self._own.free(request_id)
-                self._tell(request_id, request.worker, "Free", request.lora_name)
+                self._tell(request_id, request.worker, "Free")
 
     # -- of the network
 
@@ -315,34 +250,23 @@ class ReplicaSync:
                     self._drop(router_id)
 
     def worker_joined(self, instance_id: int) -> None:
-        """A worker is now known: pass other routers' requests at it to the sink again."""
+        """A worker is now known: count other routers' requests at it."""
         with self._lock:
             for router_id, peer in self._peers.items():
                 for name, request in peer.table.requests.items():
                     if request.worker[0] == instance_id:
-                        self._tell_sink(router_id, name, request)
-
-    def active(self) -> dict[int, dict[str, Worker]]:
-        """Active requests by router, including this one: request id to worker."""
-        with self._lock:
-            tables = {self.router_id: self._own}
-            tables.update({router_id: peer.table for router_id, peer in self._peers.items()})
-            return {
-                router_id: {name: request.worker for name, request in table.requests.items()}
-                for router_id, table in tables.items()
-            }
+                        self._count(router_id, name, request)
 
     def digests(self) -> dict[int, tuple[int, int]]:
-        """(requests, digest) by router; equal at replicas that agree."""
+        """(requests, digest) by router, this one included; equal at replicas that agree."""
         with self._lock:
-            found = {self.router_id: (len(self._own.requests), self._own.digest)}
-            for router_id, peer in self._peers.items():
-                found[router_id] = (len(peer.table.requests), peer.table.digest)
-            return found
+            tables = {router_id: peer.table for router_id, peer in self._peers.items()}
+            tables[self.router_id] = self._own
+            return {at: (len(table.requests), table.digest) for at, table in tables.items()}
 
     # -- below: the lock is held
 
-    def _tell(self, request_id: str, worker: Worker, data: Any, lora_name: str | None) -> None:
+    def _tell(self, request_id: str, worker: Worker, data: Any) -> None:
         self._sequence += 1
         if len(self._outbox) >= self._limits.waiting_events_max:
             self.counts["dropped_events"] += 1
@@ -353,7 +277,7 @@ class ReplicaSync:
                 "worker": {"worker_id": worker[0], "dp_rank": worker[1]},
                 "data": data,
                 "router_id": self.router_id,
-                "lora_name": lora_name,
+                "lora_name": None,
                 "sequence": self._sequence,
             }
         )
@@ -400,7 +324,7 @@ class ReplicaSync:
         sequence = message.get("sequence")
         if isinstance(data, dict) and "Digest" in data:
             if self._is_equal(peer, int(message["sequence"]), data["Digest"]):
-                self._sink.heard(router_id)
+                self._bookings.remote_heard(router_id)
         elif isinstance(data, dict) and "State" in data:
             self._take_part(router_id, peer, int(message["sequence"]), data["State"])
         else:
@@ -435,10 +359,10 @@ class ReplicaSync:
         data, request_id = message["data"], str(message["request_id"])
         if data == "Free":
             if peer.table.free(request_id):
-                self._sink.free(router_id, request_id)
+                self._bookings.remote_free(router_id, request_id)
         elif data == "MarkPrefillCompleted":
             if peer.table.mark(request_id):
-                self._sink.mark(router_id, request_id)
+                self._bookings.remote_prefilled(router_id, request_id)
         else:
             added, worker = data["AddRequest"], message["worker"]
             hashes = added.get("token_sequence")
@@ -460,14 +384,17 @@ class ReplicaSync:
         peer.table.add(request_id, request)
         if is_prefilled:
             peer.table.mark(request_id)
-        self._tell_sink(router_id, request_id, request)
+        self._count(router_id, request_id, request)
 
-    def _tell_sink(self, router_id: int, request_id: str, request: _Request) -> None:
-        self._sink.add(
-            router_id, request_id, request.worker, request.hashes, request.isl, request.overlap
+    def _count(self, router_id: int, request_id: str, request: _Request) -> None:
+        """Count another router's request; at a worker that is unknown here it does not count."""
+        instance_id, dp_rank = request.worker
+        worker = (self._local_of.get(instance_id, instance_id), dp_rank)
+        self._bookings.remote_add(
+            router_id, request_id, worker, request.hashes, request.isl, request.overlap
         )
         if request.is_prefilled:
-            self._sink.mark(router_id, request_id)
+            self._bookings.remote_prefilled(router_id, request_id)
 
     def _is_equal(self, peer: _Peer, sequence: int, told: dict[str, Any]) -> bool:
         if peer.last != sequence:
@@ -497,7 +424,7 @@ class ReplicaSync:
             return
         rows = [row for _, part in sorted(peer.parts.items()) for row in part]
         held, peer.parts, peer.held, peer.state_at = peer.held, {}, [], None
-        self._sink.drop_router(router_id)
+        self._bookings.remote_drop_router(router_id)
         peer.table = _Table()
         for name, instance_id, dp_rank, hashes, isl, overlap, is_prefilled in rows:
             request = _Request(
@@ -511,7 +438,7 @@ class ReplicaSync:
     def _drop(self, router_id: int) -> None:
         if self._peers.pop(router_id, None) is not None:
             self.counts["dropped_routers"] += 1
-            self._sink.drop_router(router_id)
+            self._bookings.remote_drop_router(router_id)
         if router_id != self.router_id:
             self._gone[router_id] = None
             if len(self._gone) > _GONE_MAX:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvflash._core import Bookings
 from kvflash.discovery import Discovery
-from kvflash.routing.replica_sync import CoreSink
+from kvflash.roster.core import Component
 from kvflash.routing.sync_service import ReplicaSyncService
 from kvflash.runtime.settings import host_address
 from kvflash.servers import NatsSettings
@@ -22,39 +22,12 @@ _UNTOLD_MAX = 100_000
 
 _Tiding = tuple[object, ...]
 
-#: Namespace and component.
-Component = tuple[str, str]
-
-
-async def open_channel(event_plane: str, component: Component, *, is_local: bool) -> Channel:
-    """Open the channel of a component's routers: ``nats``, or ``zmq``, which needs no server.
-
-    Args:
-        event_plane: ``zmq`` or ``nats``.
-        component: Component of the routers.
-        is_local: All routers are on this machine.
-
-    Raises:
-        TransportError: NATS does not answer; the message says what to start.
-    """
-    if event_plane == "zmq":
-        return ZmqChannel(host_address(is_local=is_local))
-    # The NATS client need not be installed if no broker is used.
-    from kvflash.transport.nats_channel import NatsChannel  # noqa: PLC0415
-    from kvflash.transport.nats_connection import connect  # noqa: PLC0415
-
-    client = await connect(NatsSettings.from_env(), name="kvflash-sync")
-    return NatsChannel(client, names.replica_sync_subject(*component))
-
 
 class Sharing:
     """Drives one :class:`ReplicaSyncService` for each component with known workers.
 
-    Args:
-        bookings: Bookings of the frontend or the router.
-        open_discovery: Opens a discovery, in the event loop that uses it.
-        event_plane: ``zmq`` or ``nats``.
-        lease_ttl_s: How long a dead router counts at most.
+    ``open_discovery`` opens a discovery in the event loop that uses it; ``event_plane`` is ``nats``
+    or ``zmq``, which needs no server.
     """
 
     def __init__(
@@ -63,11 +36,9 @@ class Sharing:
         *,
         open_discovery: Callable[[], Discovery],
         event_plane: str = "zmq",
-        lease_ttl_s: float = 10.0,
     ) -> None:
         self._bookings = bookings
         self._make_discovery, self._event_plane = open_discovery, event_plane
-        self._lease_ttl_s = lease_ttl_s
         self._lock = threading.Lock()
         self._services: dict[Component, ReplicaSyncService] = {}
         self._component_of: dict[int, Component] = {}
@@ -104,13 +75,8 @@ class Sharing:
     ) -> None:
         """Share a worker that the core has registered. Connects for the first of its component.
 
-        Args:
-            component: The worker's component.
-            instance_id: Its number here.
-            shared_id: Its number between routers, if that differs.
-
-        Raises:
-            TransportError: The discovery or NATS does not answer; the next call tries again.
+        ``shared_id`` is its number between routers, if that differs. A TransportError means that
+        the discovery or NATS does not answer; the next call tries again.
         """
         if shared_id is None:
             shared_id = instance_id
@@ -122,10 +88,10 @@ class Sharing:
             if service is None and not self._is_stopped.is_set():
                 service = ReplicaSyncService(
                     *component,
-                    CoreSink(self._bookings, self._local_of),
+                    self._bookings,
+                    local_of=self._local_of,
                     open_discovery=self._make_discovery,
                     open_channel=lambda: self._open_channel(component),
-                    lease_ttl_s=self._lease_ttl_s,
                 )
                 service.start()
                 self._services[component] = service
@@ -153,10 +119,17 @@ class Sharing:
         return counts
 
     async def _open_channel(self, component: Component) -> Channel:
-        discovery = self._make_discovery()
-        is_local = discovery.is_local
-        await discovery.close()
-        return await open_channel(self._event_plane, component, is_local=is_local)
+        if self._event_plane == "zmq":
+            discovery = self._make_discovery()
+            is_local = discovery.is_local
+            await discovery.close()
+            return ZmqChannel(host_address(is_local=is_local))
+        # The NATS client need not be installed if no broker is used.
+        from kvflash.transport.nats_channel import NatsChannel  # noqa: PLC0415
+        from kvflash.transport.nats_connection import connect  # noqa: PLC0415
+
+        client = await connect(NatsSettings.from_env(), name="kvflash-sync")
+        return NatsChannel(client, names.replica_sync_subject(*component))
 
     def _run(self) -> None:
         while not self._is_stopped.is_set():

@@ -6,13 +6,14 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
+from kvflash._core import Bookings
 from kvflash.background import Background
 from kvflash.discovery import Delete, Discovery, Put, Synced
 from kvflash.errors import KvflashError
-from kvflash.routing.replica_sync import CoreSink, ReplicaSync, SyncLimits
+from kvflash.routing.replica_sync import ReplicaSync, SyncLimits
 from kvflash.transport.channel import Channel, ZmqChannel
 
 logger = logging.getLogger(__name__)
@@ -25,35 +26,25 @@ class ReplicaSyncService(Background):
     """Shares this router's active requests with all others of a component.
 
     Call ``sync.add``, ``sync.mark_prefill_completed`` and ``sync.free`` for every request of this
-    router, from any thread; other routers' requests arrive at the sink. When it stops, others drop
-    this router's load at once.
-
-    Args:
-        namespace: Namespace of the component.
-        component: Component that the routers share.
-        sink: Counts other routers' requests.
-        open_discovery: Opens the discovery, in the event loop that uses it.
-        open_channel: Opens the channel, likewise.
-        limits: Size limits.
-        lease_ttl_s: How long a dead router counts at most.
-
-    Attributes:
-        sync: The protocol.
+    router, from any thread; ``bookings`` count other routers' requests. When it stops, others drop
+    this router's load at once; when it dies, after ``lease_ttl_s``. The discovery and the channel
+    are opened in the event loop that uses them.
     """
 
     def __init__(
         self,
         namespace: str,
         component: str,
-        sink: CoreSink,
+        bookings: Bookings,
         *,
         open_discovery: Callable[[], Discovery],
         open_channel: Callable[[], Awaitable[Channel]],
+        local_of: Mapping[int, int] | None = None,
         limits: SyncLimits | None = None,
         lease_ttl_s: float = 10.0,
     ) -> None:
         # Below 2^63, so that every JSON reader accepts it.
-        self.sync = ReplicaSync(secrets.randbelow(2**63 - 1) + 1, sink, limits)
+        self.sync = ReplicaSync(secrets.randbelow(2**63 - 1) + 1, bookings, limits, local_of)
         self._prefix = f"v1/replica_sync/{namespace}/{component}/"
         self._open_discovery, self._open_channel = open_discovery, open_channel
         self._lease_ttl_s = lease_ttl_s
@@ -62,11 +53,7 @@ class ReplicaSyncService(Background):
         )
 
     def start(self) -> None:
-        """Connect, then share in the background.
-
-        Raises:
-            TransportError: The discovery or the channel's server does not answer.
-        """
+        """Connect, then share in the background; TransportError if a server does not answer."""
         super().start()
         self.wait_ready()
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvflash._core import RouterCore
 from kvflash.discovery import open_discovery
-from kvflash.routing.replica_sync import CoreSink, ReplicaSync, SyncLimits
+from kvflash.routing.replica_sync import ReplicaSync, SyncLimits
 from kvflash.routing.sync_service import ReplicaSyncService
 from kvflash.servers import NatsSettings
 from kvflash.transport import names
@@ -30,7 +30,7 @@ class Load:
     def __init__(self) -> None:
         self.requests: dict[tuple[int, str], tuple[tuple[int, int], bool]] = {}
 
-    def add(  # noqa: PLR0917 - called with positions by the core
+    def remote_add(  # noqa: PLR0917 - called with positions by the core
         self,
         router_id: int,
         request_id: str,
@@ -41,18 +41,18 @@ class Load:
     ) -> None:
         self.requests[router_id, request_id] = (worker, False)
 
-    def mark(self, router_id: int, request_id: str) -> None:
+    def remote_prefilled(self, router_id: int, request_id: str) -> None:
         worker, _ = self.requests[router_id, request_id]
         self.requests[router_id, request_id] = (worker, True)
 
-    def free(self, router_id: int, request_id: str) -> None:
+    def remote_free(self, router_id: int, request_id: str) -> None:
         del self.requests[router_id, request_id]
 
-    def drop_router(self, router_id: int) -> None:
+    def remote_drop_router(self, router_id: int) -> None:
         for key in [key for key in self.requests if key[0] == router_id]:
             del self.requests[key]
 
-    def heard(self, router_id: int) -> None:
+    def remote_heard(self, router_id: int) -> None:
         pass
 
 
@@ -137,14 +137,14 @@ def test_what_no_channel_takes_keeps_nothing_else_back(router) -> None:
 
 def test_what_nobody_thought_of_does_not_end_it(router) -> None:
     (one, _), (two, load) = router(), router()
-    add, failures = load.add, [OSError("no space left on device")]
+    add, failures = load.remote_add, [OSError("no space left on device")]
 
     def fail_once(*args: Any) -> None:
         if failures:
             raise failures.pop()
         add(*args)
 
-    load.add = fail_once
+    load.remote_add = fail_once
     until(lambda: len(one.sync.digests()) == len(two.sync.digests()) == 2, "both to be heard")
     one.sync.add("a", (1, 0), None, 16, 0)
     until(lambda: not failures, "the failure")
@@ -182,7 +182,7 @@ def test_events_have_the_published_form() -> None:
 
 def test_requests_at_a_worker_that_comes_later_count_once_it_is_there() -> None:
     core = RouterCore(block_size=16)
-    router = ReplicaSync(1, CoreSink(core.bookings))
+    router = ReplicaSync(1, core.bookings)
     other = ReplicaSync(2, Load())
     other.add("early", (7, 0), [1, 2], 40, 1)
     other.mark_prefill_completed("early")
