@@ -11,7 +11,7 @@ from kvflash._core import FoundWorkers, Indexer
 from kvflash.errors import ConfigError, ConflictError, InvalidArgumentError
 from kvflash.indexer.args import IndexerArgs
 from kvflash.process import FedService
-from kvflash.roster.core import Alone
+from kvflash.roster.core import Replicas
 from kvflash.roster.finder import Finder, add_named
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class IndexerService(FedService):
         self._finder = Finder(
             found,
             args,
-            replicas=Alone(),
+            replicas=Replicas(),
             show_metrics=lambda _text: None,
             # They are logged.
             warnings_of=lambda _part: lambda _warnings: None,

@@ -1,7 +1,7 @@
 """What receives the workers found: the core, and replicas of the service."""
 
 import logging
-from typing import Any, Protocol
+from typing import Any
 
 from kvflash._core import FoundWorkers, Frontend
 
@@ -26,11 +26,27 @@ def is_brokered(where: dict[str, Any]) -> bool:
     return str(where.get("endpoint")).partition("://")[0] in ("jetstream", "nats")
 
 
-class Replicas(Protocol):
-    """Other routers of these workers; see :class:`kvflash.routing.cluster.Cluster`."""
+class Replicas:
+    """Other routers of these workers; :class:`kvflash.routing.cluster.Cluster` has some.
+
+    This base class is for a single service: nothing is shared, and only events over sockets are
+    received.
+    """
+
+    def __init__(self) -> None:
+        self._warned: set[int] = set()
 
     def check_events(self, instance_id: int, events: dict[int, dict[str, Any]]) -> None:
         """Log once if a worker announces events that this process does not receive."""
+        for where in events.values():
+            if is_brokered(where) and instance_id not in self._warned:
+                self._warned.add(instance_id)
+                logger.error(
+                    "worker %d publishes its events at %s, and only sockets are read here: start "
+                    "the worker with --event-plane zmq",
+                    instance_id,
+                    where["endpoint"],
+                )
 
     def before_worker(
         self, component: Component, instance_id: int, events: dict[int, dict[str, Any]]
@@ -50,26 +66,3 @@ class Replicas(Protocol):
 
     def only(self, component_ids: dict[Component, set[int]]) -> None:
         """Called when discovery has listed all workers."""
-
-
-class Alone:
-    """For a single router: nothing is shared, and only events over sockets are received."""
-
-    def __init__(self) -> None:
-        self._warned: set[int] = set()
-
-    def check_events(self, instance_id: int, events: dict[int, dict[str, Any]]) -> None:
-        """See :class:`Replicas`."""
-        for where in events.values():
-            if is_brokered(where) and instance_id not in self._warned:
-                self._warned.add(instance_id)
-                logger.error(
-                    "worker %d publishes its events at %s, and only sockets are read here: start "
-                    "the "
-                    "worker with --event-plane zmq", instance_id, where["endpoint"],
-                )  # fmt: skip
-
-    def before_worker(self, *_told: Any) -> None:
-        """See :class:`Replicas`."""
-
-    worker_joined = worker_left = worker_gone = only = before_worker

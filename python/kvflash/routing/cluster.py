@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from kvflash._core import Bookings, Catalog
 from kvflash.cluster_flags import ClusterFlags
 from kvflash.errors import KvflashError
-from kvflash.roster.core import announced, is_brokered
+from kvflash.roster.core import Component, Replicas, announced, is_brokered
 from kvflash.transport.late import LateReceiver
 
 if TYPE_CHECKING:
     from kvflash.discovery import Discovery
-    from kvflash.routing.sharing import Component, Sharing
+    from kvflash.routing.sharing import Sharing
     from kvflash.transport.base import Receiver
 
 logger = logging.getLogger(__name__)
@@ -29,19 +29,13 @@ RETRY_S = 2.0
 METRICS_S = 0.5
 
 
-class Cluster:
+class Cluster(Replicas):
     """Follows state and shares bookings for the components that discovery lists.
 
-    Args:
-        catalog: Receives the events.
-        bookings: The router's bookings; None: there are none to share.
-        flags: What to share, and how.
-        uses_events: Whether the router follows engines' events at all.
-        open_discovery: Opens the discovery that lists workers, in the event loop that uses it.
-        show_metrics: Called twice a second with lines in the OpenMetrics text format.
-        show_warnings: Called as often with the reasons why the state is incomplete, as text.
-        setting: Name of the setting that selects events over NATS, for errors.
-        is_strict: See :class:`kvflash.state.attach.StateOptions`.
+    ``open_discovery`` opens the discovery that lists workers, in the event loop that uses it.
+    ``show_metrics`` is called twice a second with lines in the OpenMetrics text format,
+    ``show_warnings`` as often with the reasons why the state is incomplete. Errors name
+    ``setting``, which selects events over NATS. For ``is_strict`` see StateOptions.
     """
 
     def __init__(
@@ -57,6 +51,7 @@ class Cluster:
         setting: str = "--event-plane nats",
         is_strict: bool = False,
     ) -> None:
+        super().__init__()
         self._catalog, self._flags, self._make_discovery = catalog, flags, open_discovery
         self._show_warnings, self._setting = show_warnings, setting
         self._is_strict = is_strict
@@ -77,7 +72,6 @@ class Cluster:
         self._states: dict[Component, Any] = {}
         # Components whose state has arrived or timed out.
         self._awaited: set[Component] = set()
-        self._warned: set[int] = set()
         self._is_stopped = threading.Event()
         self._reporter: threading.Thread | None = None
         if show_metrics is not None:
@@ -88,11 +82,8 @@ class Cluster:
     def check(self) -> None:
         """Contact the required servers, so that a missing one is reported at start-up.
 
-        Settings that have no effect without NATS are logged.
-
-        Raises:
-            TransportError: NATS or the discovery does not answer; the message says what to start.
-            ConfigError: NATS refuses the login, or its client is not installed.
+        Logs settings that have no effect without NATS. Raises TransportError if NATS does not
+        answer, ConfigError if it refuses the login or its client is not installed.
         """
         for text in self._flags.without_effect(self._setting, uses_events=self._uses_events):
             logger.warning("%s", text)
@@ -174,10 +165,7 @@ class Cluster:
         self.instance_joined(component, instance_id)
 
     def follow(self, component: Component) -> None:
-        """Follow a component's stream.
-
-        Returns once the stream's content is loaded, after 60 s, or when it stops.
-        """
+        """Follow a component's stream; return when it is loaded, after 60 s, or at the stop."""
         end = time.monotonic() + READY_S_MAX
         while True:
             with self._lock:
@@ -247,10 +235,7 @@ class Cluster:
         )
         try:
             state = attach(
-                self._catalog,
-                *component,
-                open_keys=self._open_discovery,
-                options=options,
+                self._catalog, *component, open_keys=self._open_discovery, options=options
             )
         except KvflashError as error:
             logger.error("can't follow the events of %s.%s: %s; trying again", *component, error)
@@ -259,7 +244,7 @@ class Cluster:
         self._states[component] = state
         return True
 
-    def _later(self, work: Any) -> None:
+    def _later(self, work: Callable[[], None]) -> None:
         def run() -> None:
             if not self._is_stopped.wait(RETRY_S):
                 work()
@@ -276,7 +261,7 @@ class Cluster:
         found = {}
         for component, state in list(self._states.items()):
             with contextlib.suppress(KvflashError):
-                found[f"{component[0]}.{component[1]}"] = state.stats()
+                found[".".join(component)] = state.stats()
         return found
 
     def _report(self, show: Callable[[str], None]) -> None:
