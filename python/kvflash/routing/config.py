@@ -10,18 +10,10 @@ from typing import Any, Literal
 from kvflash._core import RouterCore, check_policy, check_shadow_policies
 from kvflash.cluster_flags import ClusterFlags
 from kvflash.errors import ConfigError, InvalidArgumentError
-from kvflash.policy import PREFIX, AskedPolicy, Policy, asked_of
+from kvflash.policy import PREFIX, AskedPolicy, Policy
 from kvflash.servers import agreed, plane_of_events
 from kvflash.settings import Setting, table
 from kvflash.spelling import did_you_mean
-
-_WORKERS_MAX = 65_535
-# Environment variables of the flag of this name.
-_MIN_INITIAL_WORKERS = (
-    "KVFLASH_MIN_INITIAL_WORKERS",
-    "KVFLASH_ROUTER_MIN_INITIAL_WORKERS",
-    "DYN_ROUTER_MIN_INITIAL_WORKERS",
-)
 
 # Limits here beyond those of the flags.
 _WIDER = {
@@ -32,15 +24,11 @@ _WIDER = {
     "router_event_threads": (1, 2**62),
     "max_requests": (1, 2**62),
 }
-# Settings that a request may override, and the core's names for them.
-_OVERRIDES = {
-    "overlap_score_weight": "overlap_score_weight",
-    "overlap_score_credit": "overlap_score_credit",
-    "prefill_load_scale": "prefill_load_scale",
-    "router_temperature": "router_temperature",
-    "assume_kv_reuse": "assume_kv_reuse",
-    "router_assume_kv_reuse": "assume_kv_reuse",
-}
+# Settings that a request may override; the core has no prefix before the last one.
+_OVERRIDES = (
+    *("overlap_score_weight", "overlap_score_credit", "prefill_load_scale", "router_temperature"),
+    *("assume_kv_reuse", "router_assume_kv_reuse"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,11 +188,7 @@ class KvRouterConfig:
                 raise ConfigError(f"router_mode: {error}") from error
 
     def cluster_flags(self) -> ClusterFlags:
-        """What to share with replicas, and how.
-
-        Raises:
-            ConfigError: KVFLASH_EVENT_PLANE names an unknown event plane.
-        """
+        """What to share with replicas, and how."""
         return ClusterFlags(
             event_plane="nats" if self.durable_kv_events else plane_of_events(),
             router_replica_sync=self.router_replica_sync,
@@ -213,25 +197,15 @@ class KvRouterConfig:
         )
 
     def workers_to_wait_for(self) -> int:
-        """``min_initial_workers``, or what the environment says.
-
-        Raises:
-            ConfigError: A variable is not a number of workers; names it.
-        """
+        """``min_initial_workers``, or what the environment says."""
         if self.min_initial_workers is not None:
             return self.min_initial_workers
-        name, text = agreed(*_MIN_INITIAL_WORKERS) or ("", "0")
-        if not (text.isascii() and text.isdigit() and int(text) <= _WORKERS_MAX):
-            raise ConfigError(f"{name} must be a whole number in 0..={_WORKERS_MAX}, got {text!r}")
+        setting = _settings()["min_initial_workers"]
+        name, text = agreed(*setting.all_variables()) or ("", "0")
+        number_max = setting.legal["whole"][1]
+        if not (text.isascii() and text.isdigit() and int(text) <= number_max):
+            raise ConfigError(f"{name} must be a whole number in 0..={number_max}, got {text!r}")
         return int(text)
-
-    def make_policy(self) -> AskedPolicy | None:
-        """Create your own policy, if one is set, with its own thread.
-
-        Raises:
-            ConfigError: The class does not exist.
-        """
-        return asked_of(self.router_mode)
 
     def make_core(
         self,
@@ -240,17 +214,10 @@ class KvRouterConfig:
         policy: AskedPolicy | None = None,
         tenant_id: str = "default",
     ) -> RouterCore:
-        """Create the core that decides by these settings.
+        """Create the core that decides by these settings, with a policy in Python if one is set.
 
-        Args:
-            block_size: Tokens in a block.
-            model_name: Model whose events over NATS are followed.
-            policy: Result of :meth:`make_policy`.
-            tenant_id: Tenant of that model's events; prefill-only workers have their own.
-
-        Raises:
-            ConfigError: An unknown policy.
-            InvalidArgumentError: The block size is 0 or too large.
+        It follows the events over NATS of this model and tenant; prefill-only workers have a
+        tenant of their own.
         """
         if not 1 <= block_size < 2**32:
             raise InvalidArgumentError(f"block_size must be in 1..={2**32 - 1}, got {block_size}")
@@ -285,19 +252,14 @@ def _settings() -> dict[str, Setting]:
 
 
 def override_options(override: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A request's overrides, under the core's names.
-
-    Raises:
-        InvalidArgumentError: An unknown name, which would have no effect.
-    """
+    """A request's overrides, under the core's names; InvalidArgumentError for an unknown one."""
     options: dict[str, Any] = {}
     for name, value in (override or {}).items():
-        known = _OVERRIDES.get(name)
-        if known is None:
+        if name not in _OVERRIDES:
             raise InvalidArgumentError(
                 f"router_config_override: unknown setting {name!r}; known are "
                 f"{', '.join(_OVERRIDES)}"
             )
         if value is not None:
-            options[known] = value
+            options[name.replace("router_assume", "assume")] = value
     return options

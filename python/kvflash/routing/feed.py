@@ -20,12 +20,7 @@ TICK_S = 0.5
 
 
 class Feed:
-    """A thread for one core; it ends with :meth:`stop`, or with the process.
-
-    Args:
-        core: The core.
-        make_receiver: Creates the receiver of its events.
-    """
+    """A thread for one core; it ends with :meth:`stop`, or with the process."""
 
     def __init__(self, core: RouterCore, make_receiver: Callable[[Catalog], Receiver]) -> None:
         self._core = core
@@ -40,8 +35,7 @@ class Feed:
             self._receiver = self._make_receiver(self._core.catalog)
             self._receiver.start()
         self._thread.start()
-        # Stop before the interpreter ends: a thread that returns from the core later would abort
-        # it.
+        # A thread that returns from the core after the interpreter has ended would abort it.
         atexit.register(self.stop)
 
     def stop(self) -> None:

@@ -12,10 +12,7 @@ from kvflash.errors import ClosedError
 class WaitingLine:
     """A queue for requests that wait for a worker with room; the core decides their order.
 
-    Args:
-        decider: Books requests, or queues them above the queue threshold.
-        timeout_s: Longest wait of a request.
-        is_slow: Whether a decision may block on another service, so that threads make it.
+    ``is_slow`` says that a decision may block on another service, so that threads make it.
     """
 
     def __init__(self, decider: Decider, timeout_s: float, *, is_slow: bool = False) -> None:
@@ -31,13 +28,8 @@ class WaitingLine:
     ) -> RouterBooking:
         """Book a request, at once or when there is room.
 
-        A cancelled request leaves the queue, with nothing booked.
-
-        Raises:
-            OverloadedError: The queue is full.
-            AllBusyError: No room in time, or all workers are busy.
-            ClosedError: The queue was closed.
-            KvflashError: Any other error of the core, also while the request waits.
+        A cancelled request leaves the queue, with nothing booked. Raises OverloadedError if the
+        queue is full, AllBusyError if there is no room in time, ClosedError, and the core's errors.
         """
         enter = functools.partial(self._decider.enter, token_ids, options, request_id=request_id)
         # A booking made after its caller has gone is freed with its object.
@@ -51,8 +43,7 @@ class WaitingLine:
                 called = loop.create_future()
                 self._waiting[entered.number] = called
                 self._watch(loop)
-                # A completed future is not awaited: a request that was called in time gets its
-                # attempt.
+                # A completed future is not awaited: a request called in time gets its attempt.
                 done, _ = await asyncio.wait([called], timeout=max(0.0, deadline - loop.time()))
                 if not done:
                     raise entered.expire()

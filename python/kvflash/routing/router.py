@@ -10,6 +10,7 @@ from typing import Any
 
 from kvflash._core import RouterCore
 from kvflash.errors import ClosedError, InvalidArgumentError, KvflashError
+from kvflash.policy import asked_of
 from kvflash.routing.choice import BestWorker
 from kvflash.routing.cluster import Cluster
 from kvflash.routing.config import KvRouterConfig, override_options
@@ -58,7 +59,7 @@ class KvPushRouter:
         self.block_size = block_size
         self.config = kv_router_config or self._default_config()
         self._min_workers = self.config.workers_to_wait_for()
-        self._policy = self.config.make_policy()
+        self._policy = asked_of(self.config.router_mode)
         self._core = self.config.make_core(block_size, policy=self._policy)
         self._client = endpoint.client()
         self._discovery = endpoint.runtime.discovery
@@ -181,12 +182,10 @@ class KvPushRouter:
             "cache_salt": cache_salt,
             "extra_args": None if extra_args is None else dict(extra_args),
         }
-        options = override_options(router_config_override)
-        options |= {"worker_id": worker_id, "dp_rank": dp_rank}
-        options["allowed_worker_ids"] = (
-            None if allowed_worker_ids is None else [*allowed_worker_ids]
-        )
-        options |= {
+        options = override_options(router_config_override) | {
+            "worker_id": worker_id,
+            "dp_rank": dp_rank,
+            "allowed_worker_ids": None if allowed_worker_ids is None else [*allowed_worker_ids],
             "user": user,
             "session_key": session_key,
             "priority": priority,
@@ -277,13 +276,9 @@ class KvPushRouter:
             session_key: Key shared by the requests of a session.
             seed: Seed of the random draw, in 0..2**64; default: a new one. The seed of an earlier
                 answer repeats that choice as long as load and caches are unchanged.
-            lora_path: Path of the adapter as passed to the engines; needed if blocks are matched by
-                the engine's own names.
-            mm: Multimodal items, mappings with ``identifier`` (string, 1 to 1,024 bytes),
-                ``offset`` and ``length`` (tokens of the prompt, u32); shape [items], 65,536 at
-                most.
-            embeds: Digests of the prompt's embeddings, as bytes or in hexadecimal digits, 1 to
-                1,024 bytes each; shape [blocks], 65,536 at most.
+            lora_path: Path of the adapter, as for :meth:`generate`.
+            mm: Multimodal items, likewise; shape [items].
+            embeds: Digests of the prompt's embeddings, likewise; shape [blocks].
 
         Returns:
             Worker, rank, and leading blocks of the prompt that the worker holds, as a tuple of
@@ -297,8 +292,7 @@ class KvPushRouter:
             ConflictError: A request of that name is active.
         """
         await self._opened()
-        options = override_options(router_config_override)
-        options |= {
+        options = override_options(router_config_override) | {
             "worker_id": worker_id,
             "dp_rank": dp_rank,
             "allowed_worker_ids": allowed_worker_ids,
@@ -347,7 +341,7 @@ class KvPushRouter:
             lora_name: Adapter of the prompt.
             cache_salt: Salt of the prompt.
             lora_path: Path of the adapter as passed to the engines.
-            mm: Multimodal items of the prompt, as for :meth:`best_worker`; shape [items].
+            mm: Multimodal items of the prompt, as for :meth:`generate`; shape [items].
             embeds: Digests of the prompt's embeddings, likewise; shape [blocks].
 
         Returns:

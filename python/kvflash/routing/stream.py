@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from kvflash._core import RouterBooking
@@ -31,60 +31,25 @@ class Sender:
 
     A request that fails before its first item is sent to another worker, unless it was pinned; at
     most ATTEMPTS_MAX workers are tried. After the first item it is never sent again.
-
-    Args:
-        line: Books requests.
-        client: Reaches the workers.
-        worker_ids: Lists the workers.
     """
 
     def __init__(
         self, line: WaitingLine, client: Client, worker_ids: Callable[[], Collection[int]]
     ) -> None:
-        self._line, self._client, self._worker_ids = line, client, worker_ids
+        self.line, self.client, self.worker_ids = line, client, worker_ids
 
     async def send(
         self, request: Mapping[str, Any], options: dict[str, Any], name: str
     ) -> RoutedStream:
         """Send a request and return its answer.
 
-        Args:
-            request: What the worker receives, without its rank and the expected overlap.
-            options: Routing options, as ``RouterCore`` takes them.
-            name: The request's name at its worker and in the journal.
-
-        Raises:
-            NoWorkerError: No worker is registered or allowed.
-            AllBusyError: All of these are busy, or none had room in time.
-            TransportError: None of the workers that were tried can be reached.
+        The worker receives ``request``, and its rank and the expected overlap; ``options`` are
+        those of ``RouterCore``; ``name`` is for the worker and the journal. Raises the errors of
+        :meth:`WaitingLine.book`, and TransportError if no worker that was tried can be reached.
         """
         attempt = _Attempt(self, request, options, name)
         booking, stream = await attempt.next()
         return RoutedStream(attempt, booking, stream)
-
-    async def book(
-        self, tokens: Sequence[int], options: dict[str, Any], tried: set[int], name: str
-    ) -> RouterBooking:
-        """Book a request at a worker that has not been tried yet."""
-        if options.get("worker_id") is None and (tried or self._client.suspects()):
-            allowed = options.get("allowed_worker_ids")
-            ids = self._worker_ids() if allowed is None else allowed
-            options = options | {"allowed_worker_ids": self._untried(ids, tried)}
-        return await self._line.book(tokens, options, request_id=name)
-
-    def _untried(self, ids: Collection[int], tried: set[int]) -> list[int]:
-        """Of ``ids``, the untried workers; suspects only if no others are left.
-
-        A failed worker has freed its load and would otherwise look the cheapest.
-        """
-        left, suspects = [i for i in ids if i not in tried], self._client.suspects()
-        return [i for i in left if i not in suspects] or left
-
-    async def direct(self, request: dict[str, Any], booking: RouterBooking, name: str) -> Stream:
-        """Send a request to the worker at which it is booked."""
-        request["dp_rank"] = booking.dp_rank
-        request["estimated_prefix_hit_num_blocks"] = booking.overlap_blocks
-        return await self._client.direct(request, booking.worker_id, request_id=name)
 
 
 class _Attempt:
@@ -98,18 +63,12 @@ class _Attempt:
         self._tried: set[int] = set()
 
     async def next(self, failed: KvflashError | None = None) -> tuple[RouterBooking, Stream]:
-        """Book and send the request at the next worker, after the last one raised ``failed``.
-
-        Raises:
-            KvflashError: ``failed``, if no worker is left to try.
-        """
+        """Book and send the request at the next worker; raise ``failed`` if no worker is left."""
         while True:
             if failed is not None and self._left == 0:
                 raise failed
             try:
-                booking = await self._sender.book(
-                    self._request["token_ids"], self._options, self._tried, self._name
-                )
+                booking = await self._book()
             except (NoWorkerError, NotFoundError):
                 if failed is None:
                     raise
@@ -117,8 +76,15 @@ class _Attempt:
                 raise failed from None
             self._tried.add(booking.worker_id)
             self._left -= 1
+            request = {
+                **self._request,
+                "dp_rank": booking.dp_rank,
+                "estimated_prefix_hit_num_blocks": booking.overlap_blocks,
+            }
             try:
-                return booking, await self._sender.direct({**self._request}, booking, self._name)
+                return booking, await self._sender.client.direct(
+                    request, booking.worker_id, request_id=self._name
+                )
             except RETRIED as error:
                 booking.free()
                 failed = error
@@ -126,6 +92,22 @@ class _Attempt:
             except BaseException:
                 booking.free()
                 raise
+
+    async def _book(self) -> RouterBooking:
+        """Book at an untried worker; at a suspect only if no others are left.
+
+        A failed worker has freed its load and would otherwise look the cheapest.
+        """
+        options, suspects = self._options, self._sender.client.suspects()
+        if options.get("worker_id") is None and (self._tried or suspects):
+            allowed = options.get("allowed_worker_ids")
+            ids = self._sender.worker_ids() if allowed is None else allowed
+            left = [i for i in ids if i not in self._tried]
+            best = [i for i in left if i not in suspects]
+            options = options | {"allowed_worker_ids": best or left}
+        return await self._sender.line.book(
+            self._request["token_ids"], options, request_id=self._name
+        )
 
 
 class RoutedStream:
@@ -203,18 +185,17 @@ class RoutedStream:
         if tokens:
             self._generated += len(tokens)
         usage = item.get("completion_usage")
-        details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
-        cached = details.get("cached_tokens") if isinstance(details, dict) else None
-        if isinstance(cached, int) and cached >= 0:
-            self._booking.cached(cached)
-            self._booking.used(cached_tokens=cached)
-        generated = usage.get("completion_tokens") if isinstance(usage, dict) else None
-        if isinstance(generated, int):
-            self._generated = max(self._generated, generated)
+        if isinstance(usage, dict):
+            details = usage.get("prompt_tokens_details")
+            cached = details.get("cached_tokens") if isinstance(details, dict) else None
+            if isinstance(cached, int) and cached >= 0:
+                self._booking.cached(cached)
+                self._booking.used(cached_tokens=cached)
+            if isinstance(generated := usage.get("completion_tokens"), int):
+                self._generated = max(self._generated, generated)
+            if isinstance(prompt := usage.get("prompt_tokens"), int) and prompt >= 0:
+                self._booking.used(input_tokens=prompt)
         self._booking.generated(self._generated)
-        prompt = usage.get("prompt_tokens") if isinstance(usage, dict) else None
-        if isinstance(prompt, int) and prompt >= 0:
-            self._booking.used(input_tokens=prompt)
 
     def _end(self, *, is_complete: bool) -> None:
         self._is_ended = True

@@ -26,17 +26,10 @@ Serve = Callable[[tuple[str, str] | None], tuple[RouterCore, Cluster]]
 
 
 class Workers:
-    """Keeps a core's workers, ranks and event sockets in line with discovery.
+    """Keeps a core's workers, ranks and event sockets in line with an endpoint in discovery.
 
-    If events come over NATS, a worker counts once it has a model card, and the first workers once
-    the state of their component is loaded.
-
-    Args:
-        core: The core.
-        discovery: The discovery to follow.
-        path: ``namespace/component/endpoint``.
-        cluster: State shared with other routers of the component.
-        serve: Called at the start; over NATS once the model's name is known.
+    If events come over NATS, ``serve`` is called once the model's name is known, a worker counts
+    once it has a model card, and the first workers once the state of their component is loaded.
     """
 
     def __init__(
@@ -80,13 +73,10 @@ class Workers:
         self._keys.start()
 
     async def synced(self, timeout_s: float) -> None:
-        """Wait until the current instances are known.
+        """Wait until the current instances are known; TransportError if that takes too long.
 
         The first calls also wait until the instances have replayed their earlier events, for up to
         a second, because their caches would count as empty until then.
-
-        Raises:
-            TransportError: Discovery did not answer in time.
         """
         await self._keys.synced(timeout_s)
         # Ends by itself once they are known.
@@ -95,12 +85,13 @@ class Workers:
 
     async def wait_for(self, count: int, timeout_s: float) -> None:
         """Wait until so many instances have been present at once, or for the time, or the end."""
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._have_been(count), timeout_s)
 
-    async def _have_been(self, count: int) -> None:
-        while self._ids_max < count and not self._is_closed:
-            await self._grew.wait()
+        async def have_been() -> None:
+            while self._ids_max < count and not self._is_closed:
+                await self._grew.wait()
+
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(have_been(), timeout_s)
 
     def _pulse(self) -> None:
         self._grew.set()
@@ -213,28 +204,23 @@ class Workers:
             self._members.tell(self._cluster.worker_joined, self._component, worker)
 
     def _check(self, worker: int, card: dict[str, Any]) -> None:
-        """Warn of another model or block size, which would make every overlap 0."""
+        """Warn once of another model or block size, which would make every overlap 0."""
         if worker in self._warned:
             return
+        size, own_size = card.get("kv_cache_block_size"), self._core.block_size
         if self._model is not None and self._model != _model_of(card):
-            self._warned.add(worker)
             logger.error(
                 "worker %d serves %r of tenant %r, this router %r of %r: its cache is not counted",
                 worker, *_model_of(card), *self._model,
             )  # fmt: skip
-            return
-        size = card.get("kv_cache_block_size")
-        if size is None or size == self._core.block_size:
+        elif size is not None and size != own_size:
+            logger.error(
+                "worker %d has blocks of %r tokens, this router of %d: its blocks never match; "
+                "give the router block_size=%r", worker, size, own_size, size,
+            )  # fmt: skip
+        else:
             return
         self._warned.add(worker)
-        logger.error(
-            "worker %d has blocks of %r tokens, this router of %d: its blocks never match; give "
-            "the router block_size=%r",
-            worker,
-            size,
-            self._core.block_size,
-            size,
-        )
 
     def _subscribe(self) -> None:
         """Subscribe to exactly the sockets that the core's workers announce."""

@@ -20,7 +20,7 @@ from kvflash import (
     PolicyRequest,
 )
 from kvflash._core import PolicyDesk, RouterCore
-from kvflash.policy import AskedPolicy, load
+from kvflash.policy import AskedPolicy, asked_of, load
 from kvflash.router import RouterService
 from service import until
 from support_push_router import TOKENS, Stage, is_idle, run
@@ -277,7 +277,7 @@ def test_services_and_push_routers_take_objects_and_names(monkeypatch: pytest.Mo
     assert type(load(name)).__name__ == "Last"
     for wrong in ("python:nowhere:Last", f"python:{__name__}:First", "python:builtins:int"):
         with pytest.raises(ConfigError, match="--router-mode python:"):
-            KvRouterConfig(router_mode=wrong).make_policy()
+            asked_of(KvRouterConfig(router_mode=wrong).router_mode)
 
 
 def test_a_push_router_sends_where_its_policy_says() -> None:
