@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -78,32 +79,25 @@ def attach(
         TransportError: NATS does not answer; the message says what to start.
         ConfigError: NATS refuses the login.
     """
-    service = StateService(catalog, namespace, component, open_keys, options or StateOptions())
+    service = StateService(catalog, (namespace, component), open_keys, options or StateOptions())
     service.start()
     return service
 
 
 class StateService:
-    """A replica in the background; created by :func:`attach`.
-
-    Attributes:
-        name: Its name in the stream and in discovery.
-        sink: Receives workers that join and leave.
-    """
+    """A replica in the background; created by :func:`attach`."""
 
     def __init__(
         self,
         catalog: Catalog,
-        namespace: str,
-        component: str,
+        component: tuple[str, str],
         open_keys: OpenKeys,
         options: StateOptions,
     ) -> None:
+        #: Its name in the stream and in discovery.
         self.name = options.router_id or f"router-{secrets.token_hex(8)}"
-        stream = names.stream_name(namespace, component)
-        self.sink = CatalogSink(catalog, f"jetstream://{stream}")
-        self._namespace, self._component = namespace, component
-        self._stream = stream
+        self._component, self._stream = component, names.stream_name(*component)
+        self.sink = CatalogSink(catalog, f"jetstream://{self._stream}")
         self._open_keys, self._options = open_keys, options
         self._replica: Replica | None = None
         self._snapshots: Snapshots | None = None
@@ -113,7 +107,7 @@ class StateService:
         )
 
     def start(self) -> None:
-        """Connect, then follow in the background. See :func:`attach`."""
+        """Connect, then follow in the background."""
         self._background.start()
         self._background.wait_ready()
 
@@ -127,11 +121,7 @@ class StateService:
         return True
 
     def snapshot(self) -> str:
-        """Take a snapshot now; returns the outcome.
-
-        Raises:
-            TransportError: A server could not be reached.
-        """
+        """Take a snapshot now; returns the outcome."""
         if self._snapshots is None:
             raise ClosedError("the state service is not running")
         return str(self._background.call(self._snapshots.take()).value)
@@ -151,20 +141,14 @@ class StateService:
 
     def stats(self) -> dict[str, int]:
         """Counters; names include units."""
-        replica, snapshots = self._need(), self._snapshots
         counts = {f"{name}_total": count for name, count in self.sink.counts.items()}
         counts["away_workers"] = self.sink.away()
-        counts["applied_sequence"] = replica.applied
-        counts["restores_total"] = replica.stats.restores_total
-        counts["reopened_total"] = replica.stats.reopened_total
-        counts["lost_messages_total"] = replica.stats.lost_messages_total
-        counts["errors_total"] = replica.stats.errors_total
-        counts["is_complete"] = int(replica.stats.is_complete)
+        replica = dataclasses.asdict(self._need().stats)
+        counts["applied_sequence"] = replica.pop("applied")
+        counts |= {name: int(value) for name, value in replica.items()}
         counts["is_connected"] = int(self.is_connected())
-        if snapshots is not None:
-            counts["snapshots_total"] = snapshots.stats.taken_total
-            counts["purged_messages_total"] = snapshots.stats.purged_messages_total
-            counts["orphans_total"] = snapshots.stats.orphans_total
+        if self._snapshots is not None:
+            counts |= dataclasses.asdict(self._snapshots.stats)
         return counts
 
     def is_connected(self) -> bool:
@@ -190,7 +174,7 @@ class StateService:
         keys: Discovery | None = None
         try:
             keys = await self._open_keys()
-            where = (self._namespace, self._component)
+            where = self._component
             log = JetStreamLog(client, self._stream, settings)
             blobs = JetStreamBlobs(
                 client, names.bucket_name(*where), names.pointer_bucket_name(*where), settings

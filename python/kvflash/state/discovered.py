@@ -15,60 +15,40 @@ if TYPE_CHECKING:
 _VALUE = b"{}"
 
 
-class _Leased:
-    """A lease that is created on first use, and again after it is lost."""
-
-    def __init__(self, keys: Discovery, ttl_s: float) -> None:
-        self._keys = keys
-        self._ttl_s = ttl_s
-        self._lease: Lease | None = None
-
-    async def get(self) -> Lease:
-        if self._lease is None or self._lease.lost.is_set():
-            self._lease = await self._keys.lease(self._ttl_s)
-        return self._lease
-
-    def drop(self) -> None:
-        self._lease = None
-
-    async def end(self) -> None:
-        if self._lease is not None:
-            lease, self._lease = self._lease, None
-            await lease.revoke()
-
-
 class DiscoveredRoster:
     """The list of live routers, under ``v1/routers/{namespace}/{component}/``.
 
-    Args:
-        keys: The discovery.
-        namespace: Namespace of the component.
-        component: Component of the followed events.
-        ttl_s: How long a dead member is listed at most.
+    A dead member is listed for ``ttl_s`` at most.
     """
 
     def __init__(
         self, keys: Discovery, namespace: str, component: str, *, ttl_s: float = 10.0
     ) -> None:
-        self._keys = keys
+        self._keys, self._ttl_s = keys, ttl_s
         self._prefix = f"v1/routers/{namespace}/{component}/"
-        self._lease = _Leased(keys, ttl_s)
+        self._lease: Lease | None = None
 
     async def join(self, name: str) -> None:
         """Add this router until its process ends or leaves; repeated after a lost lease."""
-        lease = await self._lease.get()
         try:
-            await self._keys.put(self._prefix + name, _VALUE, lease)
+            await self._put(name)
         except (TransportError, ConfigError):
             raise
         except KvflashError:
             # The store ended the lease before we learned of it.
-            self._lease.drop()
-            await self._keys.put(self._prefix + name, _VALUE, await self._lease.get())
+            self._lease = None
+            await self._put(name)
+
+    async def _put(self, name: str) -> None:
+        if self._lease is None or self._lease.lost.is_set():
+            self._lease = await self._keys.lease(self._ttl_s)
+        await self._keys.put(self._prefix + name, _VALUE, self._lease)
 
     async def leave(self) -> None:
         """Remove this router."""
-        await self._lease.end()
+        if self._lease is not None:
+            lease, self._lease = self._lease, None
+            await lease.revoke()
 
     async def members(self) -> set[str]:
         """The listed routers."""
@@ -79,45 +59,28 @@ class DiscoveredRoster:
 class DiscoveredLock:
     """A key with its own lease: at most one holder at a time, as far as leases guarantee it.
 
-    Args:
-        keys: The discovery.
-        key: Its name.
-        ttl_s: How long it stays locked after its holder's death, at most.
+    After its holder's death it stays locked for ``ttl_s`` at most.
     """
 
     def __init__(self, keys: Discovery, key: str, *, ttl_s: float = 10.0) -> None:
-        self._keys = keys
-        self._key = key
-        self._ttl_s = ttl_s
+        self._keys, self._key, self._ttl_s = keys, key, ttl_s
 
-    async def acquire(self) -> DiscoveredGrant | None:
-        """Take the lock; None if it is taken."""
+    async def acquire(self) -> Lease | None:
+        """Take the lock, held as long as the lease lives; None if it is taken."""
         lease = await self._keys.lease(self._ttl_s)
         try:
             is_ours = await self._keys.create(self._key, secrets.token_bytes(8), lease)
         except KvflashError:
-            with contextlib.suppress(KvflashError):
-                await lease.revoke()
+            await self.release(lease)
             raise
         if not is_ours:
             await lease.revoke()
             return None
-        return DiscoveredGrant(lease)
+        return lease
 
-
-class DiscoveredGrant:
-    """A held lock, valid as long as its lease lives."""
-
-    def __init__(self, lease: Lease) -> None:
-        self._lease = lease
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether its lease has ended, so that another process may hold the lock."""
-        return self._lease.lost.is_set()
-
-    async def release(self) -> None:
+    @staticmethod
+    async def release(lease: Lease) -> None:
         """Release the lock; without effect when it is lost."""
         # If the revocation is lost, the lease expires by itself.
         with contextlib.suppress(KvflashError):
-            await self._lease.revoke()
+            await lease.revoke()

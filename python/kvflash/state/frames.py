@@ -32,27 +32,29 @@ _GONE_MAX = 65_536
 _AWAY_S_MAX = 600.0
 # The latest messages that could not be understood, kept for diagnosis.
 _ASIDE_MAX = 16
+_COUNTS = (
+    *("messages", "undecodable", "refused", "of_gone_workers", "of_earlier_lives"),
+    *("lost_batches", "resets"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """The publisher of a message, from its headers.
-
-    Attributes:
-        instance_id: The engine instance.
-        dp_rank: Its data parallel rank.
-        epoch: Start time of the publisher in nanoseconds since the epoch; grows with every start.
-        model_name: Model of the index that the events are for.
-        block_size: Tokens in a block.
-        tenant_id: The index's tenant.
-    """
+    """The publisher of a message, from its headers."""
 
     instance_id: int
     dp_rank: int
+    # Start time of the publisher in nanoseconds since the epoch; grows with every start.
     epoch: int
+    # The index that the events are for.
     model_name: str
     block_size: int
     tenant_id: str = "default"
+
+    @property
+    def worker(self) -> tuple[int, int]:
+        """Instance id and dp rank."""
+        return self.instance_id, self.dp_rank
 
 
 def event_headers(origin: Origin, sequence: int) -> dict[str, str]:
@@ -83,11 +85,7 @@ def _number(text: str, name: str) -> int:
 
 
 def _parse(headers: Mapping[str, str]) -> tuple[Origin, int]:
-    """A message's publisher and sequence number.
-
-    Raises:
-        DecodeError: A header is missing or invalid; names it.
-    """
+    """A message's publisher and sequence number; DecodeError names an invalid header."""
     for name in (_PUBLISHER, _SEQUENCE, _INDEX):
         if name not in headers:
             raise DecodeError(f"header {name} is missing")
@@ -134,13 +132,8 @@ class CatalogSink:
     earlier life of a publisher are dropped.
 
     A worker that leaves may only be disconnected: its blocks are set aside, follow the log, are
-    part of snapshots, and count again when the worker is back. After a while they are discarded.
-
-    Args:
-        catalog: Catalog to fill.
-        scheme: Scheme of the endpoints under which its workers register.
-        away_s_max: How long the blocks of a departed worker are kept.
-        now_s: Monotonic time.
+    part of snapshots, and count again when the worker is back. After ``away_s_max`` they are
+    discarded. Its workers register endpoints that begin with ``scheme``.
 
     Consistency: safe to use from many threads; one applies at a time.
     """
@@ -165,15 +158,7 @@ class CatalogSink:
         self._away_s_max, self._now_s = away_s_max, now_s
         self._moves = 0
         self.aside: deque[tuple[int, str]] = deque(maxlen=_ASIDE_MAX)
-        self.counts = {
-            "messages": 0,
-            "undecodable": 0,
-            "refused": 0,
-            "of_gone_workers": 0,
-            "of_earlier_lives": 0,
-            "lost_batches": 0,
-            "resets": 0,
-        }
+        self.counts = dict.fromkeys(_COUNTS, 0)
 
     def endpoint(self, instance_id: int, dp_rank: int) -> str:
         """The endpoint under which a worker registers: the same from every process."""
@@ -187,19 +172,23 @@ class CatalogSink:
             run_of: _Publisher | None = None
             for message in messages:
                 self.counts["messages"] += 1
-                publisher, frame = self._place(message)
-                if publisher != run_of or publisher is None:
+                is_reset = message.headers.get(_KIND) == _RESET
+                placed = None if is_reset else self._place(message)
+                if placed is None or placed[0] != run_of:
                     self._take(run_of, run)
-                    run, run_of = [], publisher
-                if message.headers.get(_KIND) == _RESET:
+                    run, run_of = [], None if placed is None else placed[0]
+                if is_reset:
                     self.counts["resets"] += 1
                     self.clear()
-                elif publisher is not None:
-                    if frame.epoch != self._epochs.get((frame.instance_id, frame.dp_rank)):
+                elif placed is not None:
+                    publisher, origin, sequence = placed
+                    if origin.epoch != self._epochs.get(origin.worker):
                         self._take(run_of, run)
                         run = []
-                        self._start_life(publisher, frame)
-                    run.append([frame.sequence, message.payload])
+                        if origin.worker in self._epochs:
+                            publisher.catalog.restarted(publisher.number)
+                        self._epochs[origin.worker] = origin.epoch
+                    run.append([sequence.to_bytes(8, "big"), message.payload])
             self._take(run_of, run)
 
     def clear(self) -> None:
@@ -211,10 +200,7 @@ class CatalogSink:
             self._epochs.clear()
 
     def leave(self, instance_id: int) -> None:
-        """A worker has left: its blocks no longer count.
-
-        Call this before the core forgets the worker and its blocks.
-        """
+        """A worker has left: its blocks no longer count. To call before the core forgets them."""
         with self._lock:
             if instance_id not in self._gone:
                 self._set_beside(instance_id)
@@ -249,9 +235,7 @@ class CatalogSink:
     def snapshot(self) -> Iterator[bytes]:
         """The state in chunks; concurrent changes may or may not be included.
 
-        Raises:
-            TransportError: A worker joined or left meanwhile and may be missing: take another
-                snapshot.
+        Raises TransportError if a worker joined or left meanwhile and may be missing.
         """
         with self._lock:
             # Before the dump: a life that begins in between is covered by its later messages.
@@ -264,14 +248,7 @@ class CatalogSink:
             raise TransportError("a worker came or went while the snapshot was taken")
 
     def restore(self, snapshot: bytes) -> list[str]:
-        """Replace the state by a snapshot.
-
-        Returns:
-            Why parts were left out; empty if it is complete.
-
-        Raises:
-            DecodeError: It is not a snapshot.
-        """
+        """Replace the state by a snapshot; returns why parts were left out, if any were."""
         size = int.from_bytes(snapshot[8:16], "little")
         if snapshot[:8] != _MAGIC or 16 + size > len(snapshot):
             raise DecodeError("the snapshot begins with the wrong bytes")
@@ -322,25 +299,22 @@ class CatalogSink:
         for worker in [worker for worker in self._epochs if worker[0] == instance_id]:
             del self._epochs[worker]
 
-    def _place(self, message: Message) -> tuple[_Publisher | None, _Frame]:
-        """The publisher of a message, registered if needed; None if the message is dropped."""
-        if message.headers.get(_KIND) == _RESET:
-            return None, _NO_FRAME
+    def _place(self, message: Message) -> tuple[_Publisher, Origin, int] | None:
+        """A message's publisher, registered if needed; None if the message is dropped."""
         try:
             origin, sequence = _parse(message.headers)
         except DecodeError as error:
             self._set_aside("undecodable", message, str(error))
-            return None, _NO_FRAME
-        catalog = self._catalog
+            return None
+        catalog, worker = self._catalog, origin.worker
         if origin.instance_id in self._gone:
             self.counts["of_gone_workers"] += 1
             if origin.instance_id not in self._away:
-                return None, _NO_FRAME
+                return None
             catalog = self._beside
-        worker = (origin.instance_id, origin.dp_rank)
         if origin.epoch < self._epochs.get(worker, 0):
             self.counts["of_earlier_lives"] += 1
-            return None, _NO_FRAME
+            return None
         publisher = self._publishers.get(worker)
         if publisher is None or publisher.catalog.position(publisher.number) is None:
             try:
@@ -354,16 +328,10 @@ class CatalogSink:
                 )
             except KvflashError as error:
                 self._set_aside("refused", message, str(error))
-                return None, _NO_FRAME
+                return None
             publisher = self._publishers[worker] = _Publisher(catalog, number)
             catalog.set_status(number, "active")
-        return publisher, _Frame(*worker, origin.epoch, sequence.to_bytes(8, "big"))
-
-    def _start_life(self, publisher: _Publisher, frame: _Frame) -> None:
-        worker = (frame.instance_id, frame.dp_rank)
-        if worker in self._epochs:
-            publisher.catalog.restarted(publisher.number)
-        self._epochs[worker] = frame.epoch
+        return publisher, origin, sequence
 
     def _take(self, publisher: _Publisher | None, frames: list[list[bytes]]) -> None:
         while publisher is not None and frames:
@@ -382,26 +350,10 @@ class CatalogSink:
         self.aside.append((message.sequence, reason))
         if self.counts[kind] & (self.counts[kind] - 1) == 0:
             # Log the first, the second, the fourth ...: a broken publisher must not flood the log.
-            logger.warning(
-                "message %d is set aside (%s, %d so far): %s",
-                message.sequence,
-                kind,
-                self.counts[kind],
-                reason,
-            )
+            text, count = "message %d is set aside (%s, %d so far): %s", self.counts[kind]
+            logger.warning(text, message.sequence, kind, count, reason)
 
 
 class _Publisher(NamedTuple):
     catalog: Catalog
     number: int
-
-
-@dataclass(frozen=True)
-class _Frame:
-    instance_id: int
-    dp_rank: int
-    epoch: int
-    sequence: bytes
-
-
-_NO_FRAME = _Frame(0, 0, 0, b"")

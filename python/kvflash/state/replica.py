@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvflash.errors import DecodeError, KvflashError, NotFoundError, TransportError
 from kvflash.state.discovered import DiscoveredRoster
@@ -22,46 +21,31 @@ _RETRY_S_MAX = 5.0
 _RESTORE_ATTEMPTS = 10
 
 
-class Clock(Protocol):
-    """Time."""
+class Clock:
+    """The machine's time; simulations have their own."""
 
     def now_s(self) -> float:
         """Seconds since the epoch."""
-
-    async def sleep(self, seconds: float) -> None:
-        """Wait."""
-
-
-class SystemClock:
-    """The machine's time."""
-
-    def now_s(self) -> float:
-        """See :meth:`Clock.now_s`."""
         return time.time()
 
     async def sleep(self, seconds: float) -> None:
-        """See :meth:`Clock.sleep`."""
+        """Wait."""
         await asyncio.sleep(seconds)
 
 
 @dataclass
 class ReplicaStats:
-    """Counters of a replica. Unit: messages, unless the name says otherwise.
+    """Counters of a replica."""
 
-    Attributes:
-        applied: Number of the last message applied.
-        restores_total: Restored snapshots.
-        reopened_total: Times that the reader was reopened.
-        lost_messages_total: Messages deleted before any snapshot contained them.
-        errors_total: Failed attempts to reach a server.
-        is_complete: Whether the last snapshot was restored completely.
-    """
-
+    # Number of the last message applied.
     applied: int = 0
     restores_total: int = 0
     reopened_total: int = 0
+    # Messages deleted before any snapshot contained them.
     lost_messages_total: int = 0
+    # Failed attempts to reach a server.
     errors_total: int = 0
+    # Whether the last snapshot was restored completely.
     is_complete: bool = True
 
 
@@ -72,16 +56,7 @@ class Replica:
     after a flip therefore either sees this replica listed without a floor and waits, or knows that
     it has read the new pointer.
 
-    Args:
-        name: Name of its reader; unique per start.
-        log: The events.
-        blobs: The snapshots.
-        roster: The list of live routers.
-        sink: Receives messages and snapshots.
-        clock: Time.
-
-    Attributes:
-        generation: Incremented whenever a snapshot replaces the state.
+    Its name, which is that of its reader, is unique per start.
     """
 
     def __init__(
@@ -97,24 +72,16 @@ class Replica:
         self.name = name
         self.stats = ReplicaStats()
         self.log, self.blobs, self.roster, self.sink = log, blobs, roster, sink
-        self.clock = clock or SystemClock()
+        self.clock = clock or Clock()
         self._reader: Reader | None = None
-        self._incarnation = ""
+        #: The log that it follows.
+        self.incarnation = ""
         # The next message has not arrived.
         self._is_missing = False
+        #: Incremented whenever a snapshot replaces the state.
         self.generation = 0
         self._moved = asyncio.Event()
         self._is_caught_up = asyncio.Event()
-
-    @property
-    def applied(self) -> int:
-        """Number of the last applied message."""
-        return self.stats.applied
-
-    @property
-    def incarnation(self) -> str:
-        """The log that it follows."""
-        return self._incarnation
 
     async def run(self) -> None:
         """Follow until cancelled; unreachable servers are retried."""
@@ -129,14 +96,14 @@ class Replica:
                 # Continue also after an unexpected exception, with its traceback logged once: an
                 # index that never changes again would be worse.
                 is_new = not isinstance(error, KvflashError) and repr(error) != said
+                text, said = str(error) or repr(error), repr(error)
                 logger.warning(
                     "state of %s: %s; trying again in %g s",
                     self.name,
-                    str(error) or repr(error),
+                    text,
                     pause_s,
                     exc_info=is_new,
                 )
-                said = repr(error)
                 await self._close_reader()
                 await self.clock.sleep(pause_s)
                 pause_s = min(2 * pause_s, _RETRY_S_MAX)
@@ -160,7 +127,7 @@ class Replica:
         """Wait until message ``sequence`` is applied; False after the timeout or in another log."""
 
         async def wait() -> None:
-            while self.stats.applied < sequence and self._incarnation == incarnation:
+            while self.stats.applied < sequence and self.incarnation == incarnation:
                 self._moved.clear()
                 await self._moved.wait()
 
@@ -168,7 +135,7 @@ class Replica:
             await asyncio.wait_for(wait(), timeout_s)
         except asyncio.TimeoutError:
             return False
-        return self._incarnation == incarnation
+        return self.incarnation == incarnation
 
     async def wait_caught_up(self) -> None:
         """Wait until it has applied the log's initial content."""
@@ -226,7 +193,7 @@ class Replica:
     async def _look_after(self) -> bool:
         """While no messages arrive: check whether the log is still the same, and has no more."""
         state = await self.log.state()
-        if state.incarnation != self._incarnation or state.first > self.stats.applied + 1:
+        if state.incarnation != self.incarnation or state.first > self.stats.applied + 1:
             raise TransportError(f"log {state.incarnation} is not the one that was followed")
         return state.last > self.stats.applied
 
@@ -236,16 +203,16 @@ class Replica:
         for _ in range(_RESTORE_ATTEMPTS):
             state = await self.log.state()
             pointer, _ = await self.blobs.pointer()
-            is_same = state.incarnation == self._incarnation
+            is_same = state.incarnation == self.incarnation
             applied = self.stats.applied if is_same else 0
-            is_behind = state.first > applied + 1 or not self._incarnation
+            is_behind = state.first > applied + 1 or not self.incarnation
             if pointer is not None and is_behind:
                 covered = pointer.sequence if pointer.incarnation == state.incarnation else 0
-                if covered > applied or not self._incarnation:
+                if covered > applied or not self.incarnation:
                     if not await self._restore(pointer):
                         continue
                     applied = max(covered, applied)
-            self._incarnation = state.incarnation
+            self.incarnation = state.incarnation
             found = max(state.first, applied + 1)
             if found == applied + 1 and self._is_missing:
                 found = await self._find(found, state.last)

@@ -26,8 +26,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+from kvflash.discovery import Lease
 from kvflash.errors import KvflashError, NotFoundError, TransportError
-from kvflash.state.discovered import DiscoveredGrant, DiscoveredLock
+from kvflash.state.discovered import DiscoveredLock
 from kvflash.state.frames import reset_headers
 from kvflash.state.replica import Replica
 from kvflash.transport.base import LogState, Pointer
@@ -40,14 +41,11 @@ _APPLY_S_MAX = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotOptions:
-    """When to take a snapshot.
+    """When to take a snapshot; None: not for that reason."""
 
-    Attributes:
-        threshold_messages: Messages in the log; None: no limit.
-        age_s_max: Age of the oldest message that no snapshot has; None: no limit.
-    """
-
+    # Messages in the log.
     threshold_messages: int | None = 1_000_000
+    # Age of the oldest message that no snapshot has.
     age_s_max: float | None = 900.0
 
 
@@ -64,15 +62,9 @@ class Outcome(Enum):
 
 @dataclass
 class SnapshotStats:
-    """Counters of snapshots.
+    """Counters: flipped pointers, messages deleted from the log, readers of dead routers."""
 
-    Attributes:
-        taken_total: Flipped pointers.
-        purged_messages_total: Messages deleted from the log.
-        orphans_total: Deleted readers of dead routers.
-    """
-
-    taken_total: int = 0
+    snapshots_total: int = 0
     purged_messages_total: int = 0
     orphans_total: int = 0
 
@@ -80,11 +72,7 @@ class SnapshotStats:
 class Snapshots:
     """Takes snapshots of a replica, purges its log, and deletes the readers of dead routers.
 
-    Args:
-        replica: The replica to take them of.
-        lock: Keeps replicas from doing it twice.
-        options: When to take a snapshot.
-        is_complete: Whether the sink accepted everything.
+    None is taken unless ``is_complete`` says that the sink accepted everything.
     """
 
     def __init__(
@@ -96,7 +84,7 @@ class Snapshots:
         is_complete: Callable[[], bool] = lambda: True,
     ) -> None:
         self.stats = SnapshotStats()
-        self._replica = replica
+        self._replica, self._name = replica, replica.name
         self._log, self._blobs, self._roster = replica.log, replica.blobs, replica.roster
         self._sink, self._clock = replica.sink, replica.clock
         self._lock = lock
@@ -113,12 +101,8 @@ class Snapshots:
                 said = ""
             except Exception as error:
                 is_new = not isinstance(error, KvflashError) and repr(error) != said
-                logger.warning(
-                    "snapshots of %s: %s",
-                    self._replica.name,
-                    str(error) or repr(error),
-                    exc_info=is_new,
-                )
+                text = str(error) or repr(error)
+                logger.warning("snapshots of %s: %s", self._name, text, exc_info=is_new)
                 said = repr(error)
             await self._clock.sleep(_TICK_S)
 
@@ -129,35 +113,28 @@ class Snapshots:
         state = await self._log.state()
         if await self._is_due(state):
             outcome = await self.take()
-            logger.info("snapshots of %s: %s", self._replica.name, outcome.value)
-        else:
-            threshold = self._options.threshold_messages
-            if threshold is not None and state.messages > threshold:
-                # A reader that was behind at the last snapshot may have caught up.
-                await self._purge()
+            logger.info("snapshots of %s: %s", self._name, outcome.value)
+        elif self._is_full(state):
+            # A reader that was behind at the last snapshot may have caught up.
+            await self._purge()
 
     async def take(self) -> Outcome:
-        """Take a snapshot now, unless another router is taking one.
-
-        Raises:
-            TransportError: A server could not be reached; no data is lost.
-        """
+        """Take a snapshot now, unless another router is taking one; an error loses no data."""
         grant = await self._lock.acquire()
         if grant is None:
             return Outcome.HELD
-        logger.debug("state of %s: locked", self._replica.name)
+        logger.debug("state of %s: locked", self._name)
         try:
             outcome = await self._take(grant)
         finally:
-            await grant.release()
-        logger.debug("state of %s: unlocked", self._replica.name)
+            await self._lock.release(grant)
+        logger.debug("state of %s: unlocked", self._name)
         return outcome
 
     async def reset(self) -> None:
         """Discard everything, here and at all replicas, which read of it in the log, in order.
 
-        Raises:
-            TransportError: A server could not be reached, or the lock is held for too long.
+        Raises TransportError if a server could not be reached, or the lock is held for too long.
         """
         await self._log.ensure()
         await self._blobs.ensure()
@@ -170,7 +147,7 @@ class Snapshots:
             raise TransportError("--router-reset-states: the snapshot lock is held for over 30 s")
         try:
             incarnation, sequence = await self._tell_reset()
-            logger.debug("state of %s: reset-told", self._replica.name)
+            logger.debug("state of %s: reset-told", self._name)
             while True:
                 pointer, revision = await self._blobs.pointer()
                 token = pointer.token + 1 if pointer else 1
@@ -183,13 +160,13 @@ class Snapshots:
                 )
                 if await self._blobs.flip(empty, revision):
                     break
-            logger.debug("state of %s: reset-flipped", self._replica.name)
+            logger.debug("state of %s: reset-flipped", self._name)
             if (await self._log.state()).incarnation == incarnation:
                 await self._log.purge(sequence - 1)
-            logger.debug("state of %s: reset-purged", self._replica.name)
+            logger.debug("state of %s: reset-purged", self._name)
             await self._delete_others()
         finally:
-            await grant.release()
+            await self._lock.release(grant)
 
     async def _tell_reset(self) -> tuple[str, int]:
         """Write the reset marker; returns its log and position."""
@@ -218,12 +195,8 @@ class Snapshots:
         fresh = state.last - max(covered, state.first - 1)
         if fresh <= 0:
             return False
-        threshold = self._options.threshold_messages
-        if (
-            threshold is not None
-            and state.messages > threshold
-            and state.last - covered > threshold // 4
-        ):
+        threshold = self._options.threshold_messages or 0
+        if self._is_full(state) and state.last - covered > threshold // 4:
             return True
         if self._options.age_s_max is None:
             return False
@@ -231,7 +204,11 @@ class Snapshots:
         # A deleted message has no age: a snapshot moves past it.
         return age_s is None or age_s > self._options.age_s_max
 
-    async def _take(self, grant: DiscoveredGrant) -> Outcome:
+    def _is_full(self, state: LogState) -> bool:
+        threshold = self._options.threshold_messages
+        return threshold is not None and state.messages > threshold
+
+    async def _take(self, grant: Lease) -> Outcome:
         replica = self._replica
         pointer, revision = await self._blobs.pointer()
         state = await self._log.state()
@@ -243,13 +220,13 @@ class Snapshots:
         if not (replica.stats.is_complete and self._is_complete()):
             # Its snapshot would lack for all replicas what it lacks itself.
             return Outcome.INCOMPLETE
-        logger.debug("state of %s: caught-up", self._replica.name)
+        logger.debug("state of %s: caught-up", self._name)
         # Later changes may or may not be in the snapshot; earlier ones are.
-        covered, generation = replica.applied, replica.generation
+        covered, generation = replica.stats.applied, replica.generation
         token = pointer.token + 1 if pointer else 1
         name = f"radix-state-{covered:020d}-{token}-{secrets.token_hex(4)}"
         digest = await self._blobs.put(name, self._sink.snapshot())
-        logger.debug("state of %s: uploaded", self._replica.name)
+        logger.debug("state of %s: uploaded", self._name)
         read = hashlib.sha256()
         try:
             async for chunk in self._blobs.read(name):
@@ -259,12 +236,12 @@ class Snapshots:
             return Outcome.FENCED
         if read.hexdigest() != digest:
             raise TransportError(f"snapshot {name} does not read as it was written")
-        logger.debug("state of %s: verified", self._replica.name)
+        logger.debug("state of %s: verified", self._name)
         if replica.generation != generation or replica.incarnation != state.incarnation:
             # The state was replaced while this one was being read.
             await self._blobs.delete(name)
             return Outcome.BEHIND
-        if grant.is_lost:
+        if grant.lost.is_set():
             await self._blobs.delete(name)
             return Outcome.FENCED
         fresh = Pointer(
@@ -275,12 +252,12 @@ class Snapshots:
             if current is None or current.blob != name:
                 await self._blobs.delete(name)
                 return Outcome.FENCED
-        self.stats.taken_total += 1
-        logger.debug("state of %s: flipped", self._replica.name)
+        self.stats.snapshots_total += 1
+        logger.debug("state of %s: flipped", self._name)
         await self._purge()
-        logger.debug("state of %s: purged", self._replica.name)
+        logger.debug("state of %s: purged", self._name)
         await self._delete_others()
-        logger.debug("state of %s: swept", self._replica.name)
+        logger.debug("state of %s: swept", self._name)
         return Outcome.DONE
 
     async def _purge(self) -> None:
@@ -296,7 +273,7 @@ class Snapshots:
         state = await self._log.state()
         if state.incarnation != pointer.incarnation or last < state.first:
             return
-        logger.debug("state of %s: purging", self._replica.name)
+        logger.debug("state of %s: purging", self._name)
         await self._log.purge(last)
         self.stats.purged_messages_total += last - state.first + 1
 

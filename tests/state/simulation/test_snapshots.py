@@ -163,14 +163,14 @@ def play(seed: int) -> Counter[str]:
             await asyncio.sleep(1)
             alive = [router for router in routers if not router.node.is_dead]
             is_calm = len(alive) == ROUTERS and all(
-                router.replica.applied == world.last
+                router.replica.stats.applied == world.last
                 and router.replica.incarnation == world.incarnation
                 and not router.is_resetting
                 for router in alive
             )
             if is_calm and set(world.readers) == {router.node.name for router in alive}:
                 return alive
-        said = [(r.node.name, r.node.is_dead, r.replica.applied) for r in routers]
+        said = [(r.node.name, r.node.is_dead, r.replica.stats.applied) for r in routers]
         raise AssertionError(f"seed {seed}: no calm: {said}, {world.readers}, {world.last}")
 
     async def live() -> None:
@@ -344,7 +344,7 @@ def test_messages_that_are_gone_from_amid_the_log_are_counted_and_left_behind(
             assert held(router.catalog) == truth(world)
         await publishing
         await publish(5)
-        assert one.replica.applied == 35
+        assert one.replica.stats.applied == 35
 
     directed(script)
 
@@ -395,8 +395,8 @@ def test_what_nobody_thought_of_ends_neither_the_following_nor_the_snapshots(
         # Nothing comes: it looks whether that is so.
         await asyncio.sleep(60)
         await publish(5)  # type: ignore[misc]
-        assert one.replica.applied == 25
-        assert one.snapshots.stats.taken_total > 0
+        assert one.replica.stats.applied == 25
+        assert one.snapshots.stats.snapshots_total > 0
 
     directed(script)
     told = [record for record in caplog.records if "no space left" in record.message]
