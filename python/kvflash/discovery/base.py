@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import ClassVar, Protocol
 
 from kvflash.errors import ClosedError, InvalidArgumentError
@@ -94,12 +93,7 @@ class Watch:
     async def __aenter__(self) -> Watch:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:
@@ -201,22 +195,14 @@ def new_lease_id() -> int:
 
 
 def check_key(key: str) -> None:
-    """Refuse a key that a backend can't store.
-
-    Raises:
-        InvalidArgumentError: The key is empty or too long.
-    """
+    """Refuse an empty key, and one that is too long."""
     size = len(key.encode())
     if not 0 < size <= KEY_BYTES_MAX:
         raise InvalidArgumentError(f"key must have 1..={KEY_BYTES_MAX} bytes, got {size}: {key!r}")
 
 
 def check_value(value: bytes) -> None:
-    """Refuse a value that is too large.
-
-    Raises:
-        InvalidArgumentError: The value is too large.
-    """
+    """Refuse a value that is too large."""
     if len(value) > VALUE_BYTES_MAX:
         raise InvalidArgumentError(
             f"value may have at most {VALUE_BYTES_MAX} bytes, got {len(value)}"
@@ -224,10 +210,6 @@ def check_value(value: bytes) -> None:
 
 
 def check_open(is_closed: bool) -> None:
-    """Refuse work after close().
-
-    Raises:
-        ClosedError: The discovery is closed.
-    """
+    """Refuse work after close()."""
     if is_closed:
         raise ClosedError("the discovery is closed")

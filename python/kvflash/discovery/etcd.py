@@ -186,21 +186,16 @@ class EtcdDiscovery(Discovery):
     async def call(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
         """Call etcd, logged in if needed; if an address fails, try the next.
 
-        Raises:
-            TransportError: No address can be reached.
-            ConfigError: The login or the certificate is refused; names the variable to set.
-            _RefusedError: etcd answered with an error.
+        Raises TransportError if no address can be reached, ConfigError if the login or the
+        certificate is refused, _RefusedError if etcd answers with an error.
         """
         await self._log_in()
         try:
             return await self._post(method, body)
         except _RefusedError as error:
             if error.code == DENIED or "user name is empty" in str(error):
-                who = (
-                    f"user {self._settings.user!r}"
-                    if self._settings.user
-                    else "a client without a login"
-                )
+                user = self._settings.user
+                who = f"user {user!r}" if user else "a client without a login"
                 raise ConfigError(
                     f"etcd refuses {method} to {who} ({error}): set ETCD_AUTH_USERNAME and "
                     "ETCD_AUTH_PASSWORD to a user with read and write access to the keys"
@@ -264,8 +259,7 @@ class EtcdDiscovery(Discovery):
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError) as error:
                 failure = _failure(url, error)
             if self._turn == turn:
-                # Otherwise another call has seen the failure too; counting it twice would skip an
-                # address.
+                # Otherwise another call has counted the failure; twice would skip an address.
                 self._turn += 1
         raise failure
 

@@ -165,12 +165,7 @@ class FileDiscovery(Discovery):
 
     @asynccontextmanager
     async def _locked(self, *, is_closing: bool = False) -> AsyncIterator[None]:
-        """Hold the folder's lock.
-
-        Raises:
-            TransportError: Another process holds it for longer than LOCK_TIMEOUT_S, or file
-                operations fail.
-        """
+        """Hold the folder's lock; TransportError if another process does so for too long."""
         check_open(self._is_closed and not is_closing)
         end = time.monotonic() + LOCK_TIMEOUT_S
         with self._told():
@@ -179,8 +174,7 @@ class FileDiscovery(Discovery):
                 if time.monotonic() > end:
                     raise TransportError(
                         f"discovery folder {self._folder.path}: its lock has been held for more "
-                        "than "
-                        f"{LOCK_TIMEOUT_S:g} s; is the process that holds it suspended?"
+                        f"than {LOCK_TIMEOUT_S:g} s; is the process that holds it suspended?"
                     )
                 await asyncio.sleep(LOCK_PAUSE_S)
             with lock:
@@ -188,11 +182,7 @@ class FileDiscovery(Discovery):
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """Convert file errors to those of every discovery.
-
-        Raises:
-            TransportError: Too many files are open, the disk is full, ...
-        """
+        """Convert file errors, such as of a full disk, to those of every discovery."""
         try:
             yield
         except KvflashError:
@@ -206,11 +196,8 @@ class FileDiscovery(Discovery):
 
     async def _poll_forever(self) -> None:
         """Report changes to the watches until there are no watches and leases left."""
-        outage = Outage(
-            logger,
-            f"discovery folder {self._folder.path} can be used again",
-            show=self.tell_outage,
-        )
+        back = f"discovery folder {self._folder.path} can be used again"
+        outage = Outage(logger, back, show=self.tell_outage)
         while self._watches or self.leases:
             # CPU time of this thread only, so that other work of the process does not count.
             began_s, look_s = time.thread_time(), 0.0

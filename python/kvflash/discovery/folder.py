@@ -73,8 +73,7 @@ os.register_at_fork(after_in_child=LeaseFile.leave_to_parent)
 class Folder:
     """The files, without waiting; changes require the lock from :meth:`try_lock`.
 
-    Raises:
-        ConfigError: The folder can't be created, belongs to another user, or has other content.
+    A folder that can't be created, belongs to another user or has other content is a ConfigError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -92,11 +91,7 @@ class Folder:
         self._is_settled = False
 
     def make(self) -> None:
-        """Create missing folders. Cost: about 20 us.
-
-        Raises:
-            ConfigError: The folder belongs to another user.
-        """
+        """Create missing folders, and check the owner. Cost: about 20 us."""
         path = self.path
         # The first one inside identifies the folder as ours.
         for folder in (path, path / _LEASES, path / "keys", path / "new"):
@@ -232,10 +227,7 @@ def _make_private(path: Path) -> None:
     """Create the folder, and missing ones above it, for this user only.
 
     Below a folder that everyone may write to, such as /tmp, the owner of a folder on the path could
-    replace it, and every lease would be lost.
-
-    Raises:
-        ConfigError: A folder on the path belongs to another user, is open to others, or is a link.
+    replace it, and every lease would be lost; such a folder is a ConfigError, and a link too.
     """
     path = path.absolute()
     is_open = False
@@ -257,11 +249,7 @@ def _make_private(path: Path) -> None:
 
 
 def _check_content(path: Path) -> None:
-    """Refuse a folder that is used for something else.
-
-    Raises:
-        ConfigError: It has other content.
-    """
+    """Refuse a folder with other content, which is used for something else."""
     found = sorted(entry.name for entry in path.iterdir())
     if found and _LEASES not in found:
         raise ConfigError(
