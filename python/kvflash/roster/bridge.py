@@ -49,11 +49,7 @@ class _Forwarding(Serving):
         return True
 
     def begin(self, request: Request, send: Send) -> Running:
-        """Forward a request.
-
-        Raises:
-            NotFoundError: The instance is not bridged, or no longer.
-        """
+        """Forward a request; NotFoundError if the instance is not bridged, or no longer."""
         served = self.targets.get((request.endpoint, request.instance_id))
         if served is None:
             raise NotFoundError(f"instance {request.instance_id} is not bridged here")
@@ -64,9 +60,6 @@ class Bridge:
     """A tcp plane on the loopback interface that forwards requests to another plane.
 
     It starts with the first instance that needs it, in that event loop.
-
-    Args:
-        limits: Of both sides.
     """
 
     def __init__(self, limits: RuntimeLimits) -> None:
@@ -78,11 +71,7 @@ class Bridge:
     async def open(
         self, endpoint: str, instance_id: int, transport: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return the transport through which the core reaches an instance.
-
-        Raises:
-            ConfigError: The plane is unknown, or a package for it is not installed.
-        """
+        """Return the transport through which the core reaches an instance."""
         if transport.get("kind") in ("tcp", "http"):
             return transport
         kind = str(transport.get("kind"))
@@ -102,8 +91,7 @@ class Bridge:
                     yield unpack(item)
             except FailedError as error:
                 if error.failure.retry and error.failure.code == "unreachable":
-                    # The request did not reach the worker: the core may retry with any other
-                    # worker.
+                    # The request did not reach the worker: the core may try another one.
                     raise NotFoundError(error.failure.message) from error
                 raise error.error() from error
             finally:

@@ -13,21 +13,18 @@ ADDRESSES_MAX = 4_096
 
 
 class Answers:
-    """State of one kind of record.
-
-    Attributes:
-        addresses: The last accepted addresses; none once enough answers were empty.
-        is_told: Whether any answer was accepted.
-        empty: Empty answers since the last one with an address.
-        failure: Why the last lookup failed; None if it succeeded.
-        counts: Lookups by outcome: ``answered``, ``empty``, ``failed``.
-    """
+    """State of one kind of record."""
 
     def __init__(self) -> None:
+        #: The last accepted addresses; none once enough answers were empty.
         self.addresses: frozenset[Address] = frozenset()
+        #: Whether any answer was accepted.
         self.is_told = False
+        #: Empty answers since the last one with an address.
         self.empty = 0
+        #: Why the last lookup failed; None if it succeeded.
         self.failure: str | None = None
+        #: Lookups by outcome.
         self.counts = Counter(answered=0, empty=0, failed=0)
 
     def take(self, found: Iterable[Address]) -> None:
@@ -46,21 +43,11 @@ class Answers:
 
 
 class KnownName:
-    """State of a name over all its kinds of records.
-
-    Args:
-        label: The name in messages.
-        records: Kinds of records, such as ``A``.
-    """
+    """State of a name over all its kinds of records, such as ``A``; messages show its label."""
 
     def __init__(self, label: str, records: Sequence[str]) -> None:
         self.label = label
         self.answers = {record: Answers() for record in records}
-
-    @property
-    def is_failing(self) -> bool:
-        """Whether the last lookup of a record failed."""
-        return any(one.failure is not None for one in self.answers.values())
 
     def addresses(self) -> list[Address]:
         """Addresses that become workers: the first ones in order, IPv4 before IPv6."""
@@ -84,10 +71,9 @@ class KnownName:
                 found[f"empty {record}"] = (
                     f"{self.label}: the last answer ({record}) had no address; the workers are "
                     f"dropped after {EMPTY_MAX} such answers in a row, until then the "
-                    f"{len(one.addresses)} that are "
-                    "known stay"
+                    f"{len(one.addresses)} that are known stay"
                 )
-        if count == 0 and not self.is_failing:
+        if count == 0 and not self.failures():
             is_told = all(one.is_told for one in self.answers.values())
             what = "the name has no address" if is_told else "not looked up yet"
             found[what] = f"{self.label}: {what}"

@@ -18,13 +18,8 @@ class DnsFleet:
 
     An address of two names is a worker of the first name, in the order of the flags. An engine that
     is registered in another way stays unchanged. One that is removed by hand stays away until its
-    address has left DNS.
-
-    Args:
-        core: The frontend's core.
-        replicas: Are informed of joins and leaves.
-        has_shared_ids: Whether workers have the same number in every process, for routers that ask
-            the index of another process.
+    address has left DNS. With ``has_shared_ids`` workers have the same number in every process, for
+    routers that ask the index of another process.
     """
 
     def __init__(self, core: Fleet, replicas: Replicas, *, has_shared_ids: bool = False) -> None:

@@ -21,27 +21,19 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 @dataclass(frozen=True, kw_only=True)
 class DnsWorkers:
-    """Engines behind a DNS name, all with the same ports.
+    """Engines behind a DNS name, all with the same ports."""
 
-    Attributes:
-        label: The URL with the name in it, used in logs, ``/health`` and between replicas.
-        name: The name to look up.
-        records: Kinds of records to look up: ``A``, ``AAAA`` or both.
-        template: A worker in the format of ``--worker``, with ``{host}`` for its address.
-    """
-
+    # The URL with the name in it, used in logs, ``/health`` and between replicas.
     label: str
+    # The name to look up, and the kinds of records: ``A``, ``AAAA`` or both.
     name: str
     records: tuple[str, ...]
+    # A worker in the format of ``--worker``, with ``{host}`` for its address.
     template: str
 
     @staticmethod
     def parse(text: str) -> DnsWorkers:
-        """Parse ``dns+http://name:port[,events=tcp://*:port][,replay=tcp://*:port][,ip=4|6]...``.
-
-        Raises:
-            ConfigError: Names the field, the legal values and the actual value.
-        """
+        """Parse ``dns+http://name:port[,events=tcp://*:port][,replay=tcp://*:port][,ip=4|6]...``."""
         url, *options = (part.strip() for part in text.split(","))
         scheme, _, rest = url.removeprefix(DNS_PREFIX).rstrip("/").partition("://")
         authority, slash, path = rest.partition("/")
@@ -90,11 +82,7 @@ class DnsWorkers:
 
 
 def _check_name(url: str, authority: str, name: str) -> None:
-    """Check that there is a name that can be looked up.
-
-    Raises:
-        ConfigError: There is no such name.
-    """
+    """Check that there is a name that can be looked up."""
     if authority.startswith("[") or _is_address(name):
         raise ConfigError(
             f"{authority} is an address and needs no lookup: give it without {DNS_PREFIX}, "

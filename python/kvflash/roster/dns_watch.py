@@ -26,21 +26,11 @@ Server = tuple[str, int]
 
 
 class DnsWatch(Background):
-    """Looks up names in its own thread, each kind of record independently.
+    """Looks up names, in the order of the flags, each kind of record independently.
 
-    Args:
-        core: The frontend's core.
-        names: Names in the order of the flags.
-        interval_s: Seconds between two lookups of a record.
-        server: The name server; None: from ``/etc/resolv.conf``, which is read again after a
-            failure.
-        replicas: Are informed of joins and leaves.
-        show_metrics: Takes lines of the OpenMetrics text format.
-        show_warnings: Takes messages about problems.
-        has_shared_ids: Whether workers have the same number in every process.
-
-    Consistency: workers, metrics and warnings reflect a lookup before the next lookup of that
-    record starts.
+    Workers, metrics (in the OpenMetrics text format) and warnings reflect a lookup before the next
+    lookup of that record starts, ``interval_s`` later. Without a ``server`` the name servers are
+    those of ``/etc/resolv.conf``, which is read again after a failure.
     """
 
     def __init__(
@@ -119,12 +109,7 @@ class DnsWatch(Background):
     async def _ask(
         self, resolver: dns.asyncresolver.Resolver, name: str, record: str
     ) -> list[Address]:
-        """The name's addresses; none if the name does not exist or has no such record.
-
-        Raises:
-            dns.exception.DNSException: No name server answered.
-            OSError: The server can't be queried.
-        """
+        """The name's addresses; none if the name does not exist or has no such record."""
         try:
             answer = await resolver.resolve(
                 name, record, raise_on_no_answer=False, search=True, lifetime=self._lookup_s
@@ -160,11 +145,9 @@ class DnsWatch(Background):
         self._tell()
 
     def _tell(self) -> None:
-        warnings = [
-            text
-            for _, known in self._names
-            for text in (*known.failures(), *known.notes().values())
-        ]
+        warnings: list[str] = []
+        for _, known in self._names:
+            warnings += [*known.failures(), *known.notes().values()]
         self._show_warnings(warnings + self._fleet.warnings())
         self._show_metrics("".join(self._exposed()))
 

@@ -22,9 +22,7 @@ logger = logging.getLogger(__name__)
 def add_named(core: Fleet, flags: FleetFlags) -> dict[int, str]:
     """Add the engines that flags name by URL; returns their numbers and specs.
 
-    Raises:
-        ConfigError: Names the faulty flag and field.
-        ConflictError: A worker is given twice.
+    ConfigError names a faulty flag and field; ConflictError means that a worker is given twice.
     """
     found = {}
     for source, spec, role in flags.named_workers():
@@ -39,11 +37,7 @@ def add_named(core: Fleet, flags: FleetFlags) -> dict[int, str]:
 
 
 def _names(flags: FleetFlags) -> list[DnsWorkers]:
-    """The workers among the flags that are names in DNS.
-
-    Raises:
-        ConfigError: Names the faulty flag and field.
-    """
+    """The workers among the flags that are names in DNS; ConfigError names a faulty flag."""
     found: list[DnsWorkers] = []
     for source, spec, role in flags.named_workers():
         if not spec.startswith(DNS_PREFIX):
@@ -62,19 +56,11 @@ def _names(flags: FleetFlags) -> list[DnsWorkers]:
 
 
 class Finder:
-    """Follows discovery and names in DNS, each in its own thread if used.
+    """Follows discovery and names in DNS, each if used; ConfigError names a faulty flag.
 
-    Args:
-        core: Receives the workers.
-        flags: Where to look.
-        replicas: Other routers of these workers.
-        show_metrics: Takes lines of the OpenMetrics text format.
-        warnings_of: Returns what takes the messages about problems of ``dns`` or ``discovery``.
-        report_load: Takes workers' load reports; None: the core takes no requests.
-        has_shared_ids: Whether engines found in DNS have the same number in every process.
-
-    Raises:
-        ConfigError: Names the faulty flag.
+    ``show_metrics`` takes lines of the OpenMetrics text format; ``warnings_of`` returns what takes
+    the messages about problems of ``dns`` or ``discovery``; without ``report_load`` the core takes
+    no requests; with ``has_shared_ids`` engines in DNS have the same number in every process.
     """
 
     def __init__(

@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from kvflash.errors import ConfigError, InvalidArgumentError
 from kvflash.flags import source_of
@@ -13,17 +13,7 @@ DNS_PREFIX = "dns+"
 
 
 class FleetFlags:
-    """Settings of a service's fleet; a base class of the service's settings.
-
-    Attributes:
-        worker_dns_interval_secs: Seconds between two lookups of a DNS name.
-        worker_dns_server: Name server for the lookups; None: from ``/etc/resolv.conf``.
-        discovery: ``mem``, ``file``, ``etcd`` or ``none``; None: the service's default.
-        namespace: Only workers of this namespace; None: of all.
-    """
-
-    #: Another source of workers.
-    other_way: ClassVar[str] = "POST /workers"
+    """Settings of a service's fleet; a base class of the service's settings."""
 
     worker_dns_interval_secs: float
     worker_dns_server: tuple[str, int] | None
@@ -44,11 +34,7 @@ class FleetFlags:
         yield from ((source_of(flag, spec), spec, role) for spec in specs)
 
     def check_dns(self) -> None:
-        """Check that a name server is only set together with a name.
-
-        Raises:
-            ConfigError: No worker is a name.
-        """
+        """Check that a name server is only set together with a name."""
         has_names = any(spec.startswith(DNS_PREFIX) for _, spec, _ in self.named_workers())
         if self.worker_dns_server is not None and not has_names:
             raise ConfigError(
@@ -59,7 +45,7 @@ class FleetFlags:
     def waits_for(self) -> str:
         """Where workers may come from, for messages."""
         specs = [spec for _, spec, _ in self.named_workers() if spec.startswith(DNS_PREFIX)]
-        ways = [*(f"addresses of {spec.partition(',')[0]}" for spec in specs), self.other_way]
+        ways = [*(f"addresses of {spec.partition(',')[0]}" for spec in specs), "POST /workers"]
         if self.discovery_kind is not None:
             scope = f"namespace {self.namespace}" if self.namespace else "any namespace"
             ways.insert(0, f"workers of {scope} in discovery {self.discovery_kind!r}")

@@ -25,11 +25,8 @@ PAUSE_S = 2.0
 class AnnouncedIndexer(Background):
     """Announces a process that answers an indexer's questions, while it lives.
 
-    Args:
-        kind: ``mem``, ``file`` or ``etcd``.
-        namespace: Namespace of the workers that it follows; None: all.
-        host: Host that it listens on.
-        url: Its URL on this machine.
+    It follows workers of this namespace (None: of all), listens on ``host``, and has ``url`` on
+    this machine.
     """
 
     def __init__(self, kind: str, namespace: str | None, host: str, url: str) -> None:
@@ -58,12 +55,7 @@ class AnnouncedIndexer(Background):
 class IndexerFinder(Background):
     """Gives a router its indexer: the first one in discovery that follows its workers.
 
-    The router keeps it until it is gone.
-
-    Args:
-        kind: ``mem``, ``file`` or ``etcd``.
-        namespace: Namespace of the router's workers; None: all.
-        show: Takes the indexer's URL, or None without an indexer.
+    The router keeps it until it is gone. ``show`` takes its URL, or None without an indexer.
     """
 
     def __init__(

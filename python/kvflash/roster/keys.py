@@ -42,11 +42,7 @@ _TRANSPORT: dict[str, type] = {"kind": str, "address": str, "url": str, "subject
 
 
 def read_key(key: str, value: bytes) -> dict[str, Any]:
-    """Decode a key's value.
-
-    Raises:
-        DecodeError: The key names no worker, or the value is malformed; the message says why.
-    """
+    """Decode a key's value; DecodeError says why it names no worker or is malformed."""
     kind = _kind(key)
     try:
         fields = json.loads(value)
@@ -63,11 +59,7 @@ def read_key(key: str, value: bytes) -> dict[str, Any]:
 
 
 def _kind(key: str) -> str:
-    """The kind of a worker's key.
-
-    Raises:
-        DecodeError: The key names no worker.
-    """
+    """The kind of a worker's key; DecodeError if it names no worker."""
     parts = key.split("/")
     kind = parts[1] if len(parts) == PARTS else ""
     if kind not in _TYPES:
@@ -104,27 +96,21 @@ Name = tuple[str, int]
 class WorkerKeys:
     """Collects workers' keys from discovery, and processes changes in batches.
 
-    A key stays known until it is seen to be deleted, even if discovery fails in between.
-
-    Args:
-        discovery: Where to look.
-        scope: ``namespace/component/endpoint``, a namespace, or nothing for all.
-        settle: Processes all keys that changed since its last call. The first call comes when all
-            existing keys are known; calls never overlap.
-
-    Attributes:
-        instances: Values of instances; with an endpoint those of its whole component, because the
-            component's stream covers them all.
-        cards: Model cards.
-        events: Event endpoints by rank, of the whole component.
+    A key stays known until it is seen to be deleted, even if discovery fails in between. The scope
+    is ``namespace/component/endpoint``, a namespace, or empty for all. ``settle`` processes all
+    keys that changed since its last call. The first call comes when all existing keys are known;
+    calls never overlap.
     """
 
     def __init__(
         self, discovery: Discovery, scope: str, settle: Callable[[], Awaitable[None]]
     ) -> None:
         self._discovery, self._settle, self._scope = discovery, settle, scope
+        #: Values of instances; with an endpoint those of its whole component, because the
+        #: component's stream covers them all.
         self.instances: dict[Name, dict[str, Any]] = {}
         self.cards: dict[Name, dict[str, Any]] = {}
+        #: Event endpoints by rank, of the whole component.
         self.events: dict[Name, dict[int, dict[str, Any]]] = {}
         self._changed_names: dict[Name, None] = {}
         names = [f"{name}/" for name in scope.split("/") if name]
@@ -166,11 +152,7 @@ class WorkerKeys:
         self._changed.set()
 
     async def synced(self, timeout_s: float) -> None:
-        """Wait until existing keys are known and processed.
-
-        Raises:
-            TransportError: Discovery did not answer in time.
-        """
+        """Wait until existing keys are known and processed; TransportError if not in time."""
         if self._settled.is_set():
             return
         try:

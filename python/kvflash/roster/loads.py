@@ -19,12 +19,7 @@ PAUSE_S, PAUSE_S_MAX = 0.5, 10.0
 
 
 class LoadReader:
-    """Follows the load streams of workers. Bound to one event loop.
-
-    Args:
-        report: Takes a report's JSON.
-        limits: Of the requests.
-    """
+    """Follows the load streams of workers, and passes on each report's JSON, in one event loop."""
 
     def __init__(self, report: Callable[[str], None], limits: RuntimeLimits) -> None:
         self._report = report

@@ -32,15 +32,9 @@ class DiscoveryWatch(Background):
     """Watches discovery in its own thread and keeps a frontend's workers in step with it.
 
     A worker is added when both its instance and its model card exist, and removed when one of them
-    goes. While discovery is down, known workers stay, and so they do when it is stopped.
-
-    Args:
-        fleet: The frontend's core.
-        kind: ``mem``, ``file`` or ``etcd``.
-        namespace: Only workers of this namespace; None: of all.
-        cluster: State shared with replicas of the frontend.
-        report_load: Takes workers' load reports; None: the core takes no requests.
-        show_warnings: Takes the reason why discovery can't be reached; an empty list when it can.
+    goes. While discovery is down, known workers stay, and so they do when it is stopped. Without
+    ``report_load`` the core takes no requests. ``show_warnings`` takes the reason why discovery
+    can't be reached; an empty list when it can.
     """
 
     def __init__(
