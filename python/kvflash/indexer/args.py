@@ -43,11 +43,7 @@ class IndexerArgs(Args, FleetFlags):
     test_endpoints: bool = False
 
     def __post_init__(self) -> None:
-        """Check the settings that must hold for every caller.
-
-        Raises:
-            ConfigError: Names the flag, the legal values and the actual value.
-        """
+        """Check the settings that must hold for every caller."""
         for one in table("indexer"):
             if one.kind == "int":
                 one.check(one.flags[0], getattr(self, one.dest))
@@ -72,11 +68,7 @@ class IndexerArgs(Args, FleetFlags):
 
 
 def parse_workers(text: str) -> tuple[WorkerEntry, ...]:
-    """Parse ``instance_id[:dp_rank]=zmq_address,...``.
-
-    Raises:
-        ConfigError: Names the faulty entry.
-    """
+    """Parse ``instance_id[:dp_rank]=zmq_address,...``; ConfigError names a faulty entry."""
     entries = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         identity, separator, endpoint = part.partition("=")
@@ -109,11 +101,7 @@ def _is_number(text: str, bits: int) -> bool:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> IndexerArgs:
-    """Parse the command line and the environment.
-
-    Raises:
-        ConfigError: Flags contradict each other.
-    """
+    """Parse the command line and the environment; ConfigError if flags contradict each other."""
     flags = Flags(
         "indexer",
         "Index of the KV cache blocks that engines hold, fed by their ZMQ events, asked over HTTP.",
