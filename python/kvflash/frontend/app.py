@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvflash._core import Frontend, model_folder
 from kvflash.console import refuse
@@ -22,21 +22,13 @@ from kvflash.routing.cluster import Cluster
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from kvflash.roster.indexers import AnnouncedIndexer, IndexerFinder
-
 logger = logging.getLogger(__name__)
 
 
 def make_frontend(args: FrontendArgs, fleet: dict[int, str] | None = None) -> Frontend:
-    """Create the service from the settings.
+    """Create the service from the settings; errors name the flag or file at fault.
 
-    Args:
-        args: The settings.
-        fleet: Filled with the numbers and specs of the workers named by flags.
-
-    Raises:
-        ConfigError: Names the flag or file at fault.
-        ConflictError: A worker is given twice.
+    Fills ``fleet`` with the numbers and specs of the workers named by flags.
     """
     for named in args.tokenizer:
         _check_tokenizer(named)
@@ -76,11 +68,7 @@ def _component(fleet: dict[int, str]) -> tuple[str, str]:
 
 
 class Reports:
-    """Combines the last report of each part. Callable from any thread.
-
-    Args:
-        core: Receives the combined reports.
-    """
+    """Gives the core the last report of each part, combined. Callable from any thread."""
 
     def __init__(self, core: Frontend) -> None:
         self._core = core
@@ -112,18 +100,13 @@ class Reports:
 class _Watched(FedService):
     """The service, with its watches of discovery and DNS."""
 
-    def __init__(
-        self,
-        frontend: Frontend,
-        args: FrontendArgs,
-        fleet: dict[int, str],
-    ) -> None:
+    def __init__(self, frontend: Frontend, args: FrontendArgs, fleet: dict[int, str]) -> None:
         self._fleet, self._args = fleet, args
         reports = Reports(frontend)
         kind = args.discovery_kind
         args.check_cluster(has_discovery=kind is not None, needs="--discovery")
-        self._announced: AnnouncedIndexer | None = None
-        self._indexers: IndexerFinder | None = None
+        # Started after the service, in this order, and stopped before it, in reverse.
+        self._parts: list[Any] = []
         if args.finds_indexer:
             if kind is None:
                 raise ConfigError(
@@ -132,7 +115,8 @@ class _Watched(FedService):
             # Without it asyncio need not be loaded.
             from kvflash.roster.indexers import IndexerFinder  # noqa: PLC0415
 
-            self._indexers = IndexerFinder(kind, args.namespace, frontend.set_remote_indexer)
+            show = frontend.set_remote_indexer
+            self._parts.append(IndexerFinder(kind, args.namespace, show))
         self._cluster = Cluster(
             frontend.catalog,
             frontend.bookings,
@@ -149,7 +133,7 @@ class _Watched(FedService):
             make_receiver=self._cluster.make_receiver,
             is_encrypted=args.tls_cert_path is not None,
         )
-        self._finder = Finder(
+        finder = Finder(
             frontend,
             args,
             report_load=frontend.report_load,
@@ -158,6 +142,7 @@ class _Watched(FedService):
             warnings_of=reports.warnings_of,
             has_shared_ids=args.use_remote_indexer is not None or args.serve_indexer,
         )
+        self._parts.append(finder)
 
     def start(self) -> Self:
         self._cluster.check()
@@ -166,15 +151,13 @@ class _Watched(FedService):
         if self._args.router_replica_sync:
             # Their servers may be away: serving does not wait for them.
             threading.Thread(target=self._share_fleet, name="kvflash-fleet", daemon=True).start()
-        self._finder.start()
-        if self._indexers is not None:
-            self._indexers.start()
         args, kind = self._args, self._args.discovery_kind
         if args.serve_indexer and kind is not None:
             from kvflash.roster.indexers import AnnouncedIndexer  # noqa: PLC0415
 
-            self._announced = AnnouncedIndexer(kind, args.namespace, args.host, self.url)
-            self._announced.start()
+            self._parts.append(AnnouncedIndexer(kind, args.namespace, args.host, self.url))
+        for part in self._parts:
+            part.start()
         return self
 
     def _share_fleet(self) -> None:
@@ -191,11 +174,8 @@ class _Watched(FedService):
             self._cluster.worker_joined(group, number)
 
     def stop(self) -> None:
-        if self._announced is not None:
-            self._announced.stop()
-        self._finder.stop()
-        if self._indexers is not None:
-            self._indexers.stop()
+        for part in reversed(self._parts):
+            part.stop()
         # Streams may go on for a while, and their load is shared until they end.
         super().stop()
         self._cluster.stop()

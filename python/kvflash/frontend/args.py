@@ -15,11 +15,7 @@ class FrontendArgs(RoutingArgs, FleetFlags):
     """The frontend's settings; see ``--help``."""
 
     def __post_init__(self) -> None:
-        """Check combinations of flags.
-
-        Raises:
-            ConfigError: One of them would have no effect.
-        """
+        """Refuse flags that would have no effect."""
         if self.fairness_weight and self.fairness == "none":
             raise ConfigError("--fairness-weight needs --fairness: without it no request waits")
         self.check_dns()
@@ -56,11 +52,7 @@ def _weights(text: str) -> list[tuple[str, float]]:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> FrontendArgs:
-    """Parse the command line and the environment.
-
-    Raises:
-        ConfigError: Flags that contradict each other.
-    """
+    """Parse the command line and the environment; ConfigError if flags contradict each other."""
     flags = Flags(
         "frontend",
         "OpenAI-compatible HTTP frontend. Sends each request to the worker with the lowest cost: "

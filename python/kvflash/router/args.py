@@ -12,19 +12,14 @@ from kvflash.settings import of_table
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpec:
-    """One ``--worker``.
+    """One ``--worker``."""
 
-    Attributes:
-        worker_id: Its number; None = one above those given before it.
-        url: URL for gateways, returned unchanged.
-        dp_size: Number of its ranks.
-        events: Address of rank 0's event socket; rank r is at its port + r.
-        replay: Address of rank 0's replay socket.
-    """
-
+    # For gateways, returned unchanged.
     url: str
+    # None: an unused one.
     worker_id: int | None = None
     dp_size: int = 1
+    # Addresses of rank 0's sockets; rank r is at their port + r.
     events: str | None = None
     replay: str | None = None
 
@@ -36,11 +31,7 @@ class RouterArgs(RoutingArgs):
     workers: tuple[WorkerSpec, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the settings that must hold for every caller.
-
-        Raises:
-            ConfigError: Names the flag, the legal values and the actual value.
-        """
+        """Check the settings that must hold for every caller."""
         if self.endpoint is not None:
             parse_endpoint(self.endpoint)
         if not self.model_name:
@@ -52,11 +43,7 @@ class RouterArgs(RoutingArgs):
 
 
 def parse_endpoint(text: str) -> tuple[str, str, str]:
-    """Parse ``namespace.component.endpoint``.
-
-    Raises:
-        ConfigError: Not exactly three parts.
-    """
+    """Parse ``namespace.component.endpoint``."""
     parts = text.split(".")
     if len(parts) != 3 or not all(parts):
         raise ConfigError(
@@ -74,11 +61,7 @@ def _endpoint(text: str) -> str:
 
 
 def parse_worker(text: str) -> WorkerSpec:
-    """Parse ``URL[,events=ADDRESS][,replay=ADDRESS][,id=N][,dp=N]``.
-
-    Raises:
-        ConfigError: Names the faulty part.
-    """
+    """Parse ``URL[,events=ADDRESS][,replay=ADDRESS][,id=N][,dp=N]``; errors name the part."""
     url, *parts = (part.strip() for part in text.split(","))
     if not url or "=" in url.partition("://")[0]:
         raise ConfigError(f"--worker {text!r}: the address of the worker comes first")

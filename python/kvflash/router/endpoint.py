@@ -36,12 +36,8 @@ _ROUTING = (
 class EndpointRouter:
     """Serves ``namespace.router.generate`` and ``namespace.router.best_worker_id``.
 
-    Args:
-        router: Makes decisions and tracks load; shared with its HTTP service.
-        runtime: Finds the workers, and announces the router.
-        endpoint: ``namespace.component.endpoint`` of the workers.
-        cluster: State shared with other routers of the component.
-        model_name: Model of workers without a card.
+    It shares the router with its HTTP service; ``endpoint`` is ``namespace.component.endpoint`` of
+    the workers, ``model_name`` the model of workers without a card.
     """
 
     def __init__(
@@ -51,7 +47,7 @@ class EndpointRouter:
         endpoint: str,
         *,
         cluster: Cluster,
-        model_name: str = "default",
+        model_name: str,
     ) -> None:
         self._runtime = runtime
         workers = runtime.endpoint(endpoint)
@@ -104,11 +100,7 @@ class EndpointRouter:
             await asyncio.sleep(PAUSE_S)
 
     async def best_worker_id(self, request: Any) -> AsyncIterator[int]:
-        """The worker that a prompt would go to now; nothing is booked.
-
-        Args:
-            request: Token ids, or a request as :meth:`generate` takes.
-        """
+        """The worker that token ids or a request would go to now; nothing is booked."""
         fields = request if isinstance(request, dict) else {"token_ids": request}
         query = functools.partial(self._decider.query, _tokens(fields), self._options(fields))
         worker_id, _, _, _ = await asyncio.to_thread(query) if self._is_slow else query()
@@ -148,21 +140,10 @@ def _tokens(request: dict[str, Any]) -> Any:
 
 
 class EndpointThread:
-    """An :class:`EndpointRouter` in its own thread and event loop.
+    """An :class:`EndpointRouter` in its own thread and event loop, where ``make`` creates it."""
 
-    Args:
-        router: Makes decisions.
-        endpoint: ``namespace.component.endpoint`` of the workers.
-        model_name: Model of workers without a card.
-        cluster: State shared with other routers of the component.
-    """
-
-    def __init__(
-        self, router: RouterService, endpoint: str, *, model_name: str, cluster: Cluster
-    ) -> None:
-        self._router, self._cluster = router, cluster
-        self._endpoint = endpoint
-        self._model_name = model_name
+    def __init__(self, make: Callable[[DistributedRuntime], EndpointRouter]) -> None:
+        self._make = make
         self._loop: asyncio.AbstractEventLoop | None = None
         self._runtime: DistributedRuntime | None = None
         self._failure: BaseException | None = None
@@ -170,11 +151,7 @@ class EndpointThread:
         self._thread = threading.Thread(target=self._run, name="kvflash-endpoint", daemon=True)
 
     def start(self) -> None:
-        """Start following discovery and serving.
-
-        Raises:
-            ConfigError: The environment names an invalid discovery or plane.
-        """
+        """Start following discovery and serving; ConfigError for an invalid environment."""
         self._thread.start()
         self._has_begun.wait()
         if self._failure is not None:
@@ -204,13 +181,7 @@ class EndpointThread:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._runtime = DistributedRuntime.detached()
-        served = EndpointRouter(
-            self._router,
-            self._runtime,
-            self._endpoint,
-            model_name=self._model_name,
-            cluster=self._cluster,
-        )
+        served = self._make(self._runtime)
         self._has_begun.set()
         async with self._runtime:
             await served.serve()

@@ -17,10 +17,6 @@ class RegisteredWorkers:
     """Polls the registered workers, five times a second.
 
     Two routers mean the same worker if its number, model, tenant and url are equal at both.
-
-    Args:
-        registry: The core.
-        cluster: Is informed of joins and leaves.
     """
 
     def __init__(self, registry: Router, cluster: Cluster) -> None:

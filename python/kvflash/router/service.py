@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,6 @@ from kvflash.routing.cluster import Cluster
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from kvflash.roster.indexers import AnnouncedIndexer, IndexerFinder
-    from kvflash.router.endpoint import EndpointThread
-    from kvflash.router.registered import RegisteredWorkers
 
 
 class RouterService(FedService):
@@ -56,7 +53,6 @@ class RouterService(FedService):
                 self.add_worker(_registration(worker, args.model_name, args.tenant_id))
             except KvflashError as error:
                 raise ConfigError(f"--worker {worker.url}: {error}") from None
-        self._registered: RegisteredWorkers | None = None
         self._cluster = Cluster(
             self._core.catalog,
             self._core.bookings,
@@ -66,21 +62,20 @@ class RouterService(FedService):
             show_metrics=self._core.set_more_metrics,
             is_strict=True,
         )
+        # Started after the service, in this order, and stopped before it, in reverse.
+        self._parts: list[Any] = []
         if args.router_replica_sync and args.endpoint is None:
             from kvflash.router.registered import RegisteredWorkers  # noqa: PLC0415
 
-            self._registered = RegisteredWorkers(self._core, self._cluster)
+            self._parts.append(RegisteredWorkers(self._core, self._cluster))
         self._args = args
         self._namespace = None if args.endpoint is None else parse_endpoint(args.endpoint)[0]
-        self._announced: AnnouncedIndexer | None = None
-        self._indexers: IndexerFinder | None = None
         if args.finds_indexer:
             # Without discovery asyncio need not be loaded, here and below.
             from kvflash.roster.indexers import IndexerFinder  # noqa: PLC0415
 
-            self._indexers = IndexerFinder(
-                discovery_kind(), self._namespace, self._core.set_remote_indexer
-            )
+            show = self._core.set_remote_indexer
+            self._parts.append(IndexerFinder(discovery_kind(), self._namespace, show))
         super().__init__(
             self._core,
             host=args.host,
@@ -92,13 +87,17 @@ class RouterService(FedService):
         self.queue_timeout_s = args.router_queue_timeout
         #: Whether a decision may wait for a remote indexer or a policy in Python.
         self.is_slow = args.use_remote_indexer is not None or self._policy is not None
-        self._endpoint: EndpointThread | None = None
         if args.endpoint is not None:
-            from kvflash.router.endpoint import EndpointThread  # noqa: PLC0415
+            from kvflash.router.endpoint import EndpointRouter, EndpointThread  # noqa: PLC0415
 
-            self._endpoint = EndpointThread(
-                self, args.endpoint, model_name=args.model_name, cluster=self._cluster
+            make = functools.partial(
+                EndpointRouter,
+                self,
+                endpoint=args.endpoint,
+                model_name=args.model_name,
+                cluster=self._cluster,
             )
+            self._parts.append(EndpointThread(make))
 
     @property
     def decider(self) -> Decider:
@@ -116,31 +115,19 @@ class RouterService(FedService):
         self._cluster.check()
         super().start()
         self._cluster.start()
-        if self._registered is not None:
-            self._registered.start()
-        if self._indexers is not None:
-            self._indexers.start()
-        if self._endpoint is not None:
-            self._endpoint.start()
         if self._args.serve_indexer and self._namespace is not None:
             from kvflash.roster.indexers import AnnouncedIndexer  # noqa: PLC0415
 
-            self._announced = AnnouncedIndexer(
-                discovery_kind(), self._namespace, self._args.host, self.url
-            )
-            self._announced.start()
+            where = (self._namespace, self._args.host, self.url)
+            self._parts.append(AnnouncedIndexer(discovery_kind(), *where))
+        for part in self._parts:
+            part.start()
         return self
 
     def stop(self) -> None:
         """Stop serving and receiving; open calls may use the drain time. Blocks until done."""
-        if self._announced is not None:
-            self._announced.stop()
-        if self._endpoint is not None:
-            self._endpoint.stop()
-        if self._indexers is not None:
-            self._indexers.stop()
-        if self._registered is not None:
-            self._registered.stop()
+        for part in reversed(self._parts):
+            part.stop()
         super().stop()
         self._cluster.stop()
         if self._policy is not None:

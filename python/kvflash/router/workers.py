@@ -32,14 +32,8 @@ class DiscoveredWorkers:
     A worker lives as long as its instance; its registration includes its model card and event
     sockets. A worker that changes these is registered again. A removed card has no effect for
     CARD_S, because its instance is usually about to go as well; after that the worker is removed.
-
-    Args:
-        router: Where they are registered.
-        discovery: Where they are found.
-        path: ``namespace/component/endpoint``.
-        model_name: Model of workers without a card; where others have one, only after CARD_S. With
-            events over NATS they wait for a card, because events belong to a model.
-        cluster: State shared with other routers of the component.
+    ``model_name`` is the model of workers without a card; where others have one, only after CARD_S.
+    With events over NATS they wait for a card, because events belong to a model.
     """
 
     def __init__(
@@ -88,11 +82,7 @@ class DiscoveredWorkers:
         self._trying = asyncio.get_running_loop().create_task(self._try_again())
 
     async def synced(self, timeout_s: float) -> None:
-        """Wait until existing workers are registered.
-
-        Raises:
-            TransportError: Discovery did not answer in time.
-        """
+        """Wait until existing workers are registered; TransportError if not in time."""
         await self._keys.synced(timeout_s)
 
     async def close(self) -> None:
