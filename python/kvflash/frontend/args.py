@@ -9,6 +9,12 @@ from kvflash.roster.flags import PARSERS, FleetFlags
 from kvflash.router_flags import RoutingArgs, parse
 from kvflash.settings import of_table
 
+# The most important flags, in the order of the help.
+_FIRST = """
+    --config --worker --discovery --namespace --tokenizer --host --port --router-mode
+    --router-replica-sync --log-level
+"""
+
 
 @of_table("frontend")
 class FrontendArgs(RoutingArgs, FleetFlags):
@@ -57,18 +63,7 @@ def parse_args(argv: Sequence[str] | None = None) -> FrontendArgs:
         "frontend",
         "OpenAI-compatible HTTP frontend. Sends each request to the worker with the lowest cost: "
         "most of the prompt cached, least other work.",
-        first=(
-            "--config",
-            "--worker",
-            "--discovery",
-            "--namespace",
-            "--tokenizer",
-            "--host",
-            "--port",
-            "--router-mode",
-            "--router-replica-sync",
-            "--log-level",
-        ),
+        first=_FIRST.split(),
     )
     parsers = {**PARSERS, "fairness_weight": _weights}
     return FrontendArgs(**parse(flags, "frontend", argv, parsers))

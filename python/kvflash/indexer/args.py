@@ -11,6 +11,12 @@ from kvflash.flags import Flags
 from kvflash.roster.flags import PARSERS, FleetFlags
 from kvflash.settings import Args, add_settings, of_table, table
 
+# The most important flags, in the order of the help.
+_FIRST = """
+    --config --worker --discovery --workers --block-size --model-name --peers --host --port
+    --log-level
+"""
+
 # Each serves /test/pause_listener and /test/resume_listener, for tests of lost events.
 _TEST_ENDPOINTS = ("KVFLASH_INDEXER_TEST_ENDPOINTS", "DYN_KV_INDEXER_TEST_ENDPOINTS")
 
@@ -105,18 +111,7 @@ def parse_args(argv: Sequence[str] | None = None) -> IndexerArgs:
     flags = Flags(
         "indexer",
         "Index of the KV cache blocks that engines hold, fed by their ZMQ events, asked over HTTP.",
-        first=(
-            "--config",
-            "--worker",
-            "--discovery",
-            "--workers",
-            "--block-size",
-            "--model-name",
-            "--peers",
-            "--host",
-            "--port",
-            "--log-level",
-        ),
+        first=_FIRST.split(),
     )
     add_config(flags)
     add_settings(flags, table("indexer"), {**PARSERS, "peers": _peers})

@@ -9,6 +9,12 @@ from kvflash.flags import Flags, source_of
 from kvflash.router_flags import RoutingArgs, parse
 from kvflash.settings import of_table
 
+# The most important flags, in the order of the help.
+_FIRST = """
+    --config --worker --model-name --endpoint --kv-cache-block-size --host --port --router-mode
+    --router-replica-sync --log-level
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpec:
@@ -105,18 +111,7 @@ def parse_args(argv: Sequence[str] | None = None) -> RouterArgs:
         "router",
         "The routing decision as a service, for gateways that forward requests themselves: "
         "select, reserve, prefill_complete, free.",
-        first=(
-            "--config",
-            "--worker",
-            "--model-name",
-            "--endpoint",
-            "--kv-cache-block-size",
-            "--host",
-            "--port",
-            "--router-mode",
-            "--router-replica-sync",
-            "--log-level",
-        ),
+        first=_FIRST.split(),
     )
     given = parse(flags, "router", argv, {"endpoint": _endpoint})
     given["workers"] = tuple(_worker(text) for text in given["workers"])
