@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -207,6 +207,12 @@ def check_value(value: bytes) -> None:
         raise InvalidArgumentError(
             f"value may have at most {VALUE_BYTES_MAX} bytes, got {len(value)}"
         )
+
+
+def check_lease(lease: Lease | None, leases: Collection[Lease]) -> None:
+    """Refuse a lease that is not one of a discovery's living leases."""
+    if lease is not None and lease not in leases:
+        raise InvalidArgumentError(f"lease {lease.id} has expired or belongs to another discovery")
 
 
 def check_open(is_closed: bool) -> None:

@@ -25,6 +25,7 @@ from kvflash.discovery.base import (
     Lease,
     Watch,
     check_key,
+    check_lease,
     check_open,
     check_value,
     new_lease_id,
@@ -87,7 +88,7 @@ class _EtcdLease:
                 self._discovery.is_away(f"lease {self.id} was not renewed in time", error)
                 await asyncio.sleep(PAUSE_S[0])
                 continue
-            self._discovery.is_back()
+            self._discovery.outage.ends()
             if int(answer.get("result", {}).get("TTL", 0)) <= 0:
                 self._discovery.leases.discard(self)
                 self.lost.set()
@@ -119,7 +120,7 @@ class EtcdDiscovery(Discovery):
         self._watches: dict[Watch, asyncio.Task[None]] = {}
         self._is_closed = False
         self.leases: set[_EtcdLease] = set()
-        self._outage = Outage(logger, "discovery: etcd answers again", show=self.tell_outage)
+        self.outage = Outage(logger, "discovery: etcd answers again", show=self.tell_outage)
 
     def twin(self) -> EtcdDiscovery:
         """See :meth:`Discovery.twin`."""
@@ -210,14 +211,10 @@ class EtcdDiscovery(Discovery):
     def is_away(self, what: str, error: BaseException) -> None:
         """Log a failure, once for all watches and leases."""
         where = ",".join(self._endpoints)
-        self._outage.lasts(
+        self.outage.lasts(
             f"discovery: {what}: {error}; trying again (ETCD_ENDPOINTS: {where})",
             kind=isinstance(error, ConfigError),
         )
-
-    def is_back(self) -> None:
-        """Log the end of the failure."""
-        self._outage.ends()
 
     async def _log_in(self) -> None:
         settings = self._settings
@@ -276,10 +273,7 @@ class EtcdDiscovery(Discovery):
         check_open(self._is_closed)
         check_key(key)
         check_value(value)
-        if lease is not None and lease not in self.leases:
-            raise InvalidArgumentError(
-                f"lease {lease.id} has expired or belongs to another discovery"
-            )
+        check_lease(lease, self.leases)
         put: dict[str, Any] = {"key": _text(key.encode()), "value": _text(value)}
         return put if lease is None else {**put, "lease": lease.id}
 
@@ -296,7 +290,7 @@ class EtcdDiscovery(Discovery):
             try:
                 state, revision = await self._read(prefix)
                 watch.replace(state)
-                self.is_back()
+                self.outage.ends()
                 async for key, value in self._changes(prefix, revision + 1):
                     pause_s = PAUSE_S[0]
                     watch.change(key, value)

@@ -20,11 +20,12 @@ from kvflash.discovery.base import (
     Discovery,
     Lease,
     Watch,
+    check_lease,
     check_open,
     new_lease_id,
 )
 from kvflash.discovery.folder import Folder, LeaseFile
-from kvflash.errors import InvalidArgumentError, KvflashError, TransportError
+from kvflash.errors import KvflashError, TransportError
 from kvflash.outage import Outage
 
 logger = logging.getLogger(__name__)
@@ -100,17 +101,17 @@ class FileDiscovery(Discovery):
 
     async def put(self, key: str, value: bytes, lease: Lease | None = None) -> None:
         """See :meth:`Discovery.put`."""
-        lease_id = self._lease_id(lease)
+        check_lease(lease, self.leases)
         async with self._locked():
-            self._folder.write(key, value, lease_id)
+            self._folder.write(key, value, 0 if lease is None else lease.id)
 
     async def create(self, key: str, value: bytes, lease: Lease | None = None) -> bool:
         """See :meth:`Discovery.create`."""
-        lease_id = self._lease_id(lease)
+        check_lease(lease, self.leases)
         async with self._locked():
             if self._folder.read(key) is not None:
                 return False
-            self._folder.write(key, value, lease_id)
+            self._folder.write(key, value, 0 if lease is None else lease.id)
             return True
 
     async def delete(self, key: str) -> bool:
@@ -153,15 +154,6 @@ class FileDiscovery(Discovery):
 
     def _forget(self, watch: Watch) -> None:
         del self._watches[watch]
-
-    def _lease_id(self, lease: Lease | None) -> int:
-        if lease is None:
-            return 0
-        if lease not in self.leases:
-            raise InvalidArgumentError(
-                f"lease {lease.id} has expired or belongs to another discovery"
-            )
-        return lease.id
 
     @asynccontextmanager
     async def _locked(self, *, is_closing: bool = False) -> AsyncIterator[None]:

@@ -17,11 +17,7 @@ VARIABLES = ("KVFLASH_DISCOVERY", "KVFLASH_STORE_KV", "DYN_STORE_KV")
 
 
 def discovery_kind() -> str:
-    """The kind set in the environment: mem, file or etcd; default file.
-
-    Raises:
-        ConfigError: Another kind, or two variables that differ.
-    """
+    """The kind set in the environment: mem, file or etcd; default file."""
     # Here, so that services that name their discovery need not wait for it.
     from kvflash.servers import agreed  # noqa: PLC0415
 

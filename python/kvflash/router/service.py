@@ -50,7 +50,17 @@ class RouterService(FedService):
         )
         for worker in _numbered(args.workers):
             try:
-                self.add_worker(_registration(worker, args.model_name, args.tenant_id))
+                self.add_worker(
+                    {
+                        "worker_id": worker.worker_id,
+                        "model_name": args.model_name,
+                        "tenant_id": args.tenant_id,
+                        "url": worker.url,
+                        "dp_size": worker.dp_size,
+                        "endpoint": worker.events,
+                        "replay_endpoint": worker.replay,
+                    }
+                )
             except KvflashError as error:
                 raise ConfigError(f"--worker {worker.url}: {error}") from None
         self._cluster = Cluster(
@@ -180,15 +190,3 @@ def _numbered(workers: tuple[WorkerSpec, ...]) -> list[WorkerSpec]:
         else dataclasses.replace(worker, worker_id=next(free))
         for worker in workers
     ]
-
-
-def _registration(worker: WorkerSpec, model_name: str, tenant_id: str) -> dict[str, Any]:
-    return {
-        "worker_id": worker.worker_id,
-        "model_name": model_name,
-        "tenant_id": tenant_id,
-        "url": worker.url,
-        "dp_size": worker.dp_size,
-        "endpoint": worker.events,
-        "replay_endpoint": worker.replay,
-    }

@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from kvflash._core import Bookings
 from kvflash.discovery import Discovery
@@ -20,7 +21,7 @@ _TAKE_S = 0.2
 # Active requests that wait until their worker is shared; above this limit they are not shared.
 _UNTOLD_MAX = 100_000
 
-_Tiding = tuple[object, ...]
+_Tiding = tuple[Any, ...]
 
 
 class Sharing:
@@ -145,17 +146,15 @@ class Sharing:
                     logger.exception("replica sync: a booking was not shared")
 
     def _tell(self, tiding: _Tiding) -> None:
-        kind, name = tiding[0], str(tiding[1])
+        kind, name = tiding[:2]
         if kind == "add":
-            _, _, worker, hashes, isl, overlap = tiding
-            assert isinstance(worker, tuple) and isinstance(isl, int) and isinstance(overlap, int)
-            component = self._component_of.get(worker[0])
+            _, _, (instance_id, dp_rank), hashes, isl, overlap = tiding
+            component = self._component_of.get(instance_id)
             service = None if component is None else self._services.get(component)
             if service is not None:
                 self._told_to[name] = service
-                assert hashes is None or isinstance(hashes, list)
-                shared_id = self._shared_of.get(int(worker[0]), int(worker[0]))
-                service.sync.add(name, (shared_id, int(worker[1])), hashes, isl, overlap)
+                worker = (self._shared_of.get(instance_id, instance_id), dp_rank)
+                service.sync.add(name, worker, hashes, isl, overlap)
             elif len(self._untold) < _UNTOLD_MAX:
                 self._untold[name] = [tiding]
             else:

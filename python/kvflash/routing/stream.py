@@ -116,11 +116,6 @@ class RoutedStream:
     Its load is freed at the end of the answer: after the last item, an error, :meth:`aclose`, a
     cancelled reader, or when the stream is garbage-collected. A request that fails before its first
     item is sent to another worker, unless it was pinned.
-
-    Attributes:
-        worker_id: The worker that answers.
-        dp_rank: Its rank.
-        overlap_blocks: Leading blocks of the prompt that it held.
     """
 
     def __init__(self, attempt: _Attempt, booking: RouterBooking, stream: Stream) -> None:

@@ -98,13 +98,18 @@ class StateService:
         self.name = options.router_id or f"router-{secrets.token_hex(8)}"
         self._component, self._stream = component, names.stream_name(*component)
         self.sink = CatalogSink(catalog, f"jetstream://{self._stream}")
+        #: Discovery reports a worker that has joined, or left: its blocks go at once.
+        self.worker_joined, self.worker_left = self.sink.join, self.sink.leave
         self._open_keys, self._options = open_keys, options
         self._replica: Replica | None = None
         self._snapshots: Snapshots | None = None
-        self._is_connected: Callable[[], bool] = lambda: False
+        #: Whether NATS is connected; otherwise no new events arrive.
+        self.is_connected: Callable[[], bool] = lambda: False
         self._background = Background(
             "the state service, which keeps the index up to date,", self._serve, is_cancelled=False
         )
+        #: Leave the stream and discovery; blocks until done.
+        self.stop = self._background.stop
 
     def start(self) -> None:
         """Connect, then follow in the background."""
@@ -126,14 +131,6 @@ class StateService:
             raise ClosedError("the state service is not running")
         return str(self._background.call(self._snapshots.take()).value)
 
-    def worker_left(self, instance_id: int) -> None:
-        """Discovery reports that a worker has left: drop its blocks at once."""
-        self.sink.leave(instance_id)
-
-    def worker_joined(self, instance_id: int) -> None:
-        """Discovery reports a worker."""
-        self.sink.join(instance_id)
-
     def keep_only(self, instance_ids: set[int]) -> None:
         """Discovery has listed all workers: drop all others."""
         for instance_id in {worker[0] for worker in self.sink.workers()} - instance_ids:
@@ -151,14 +148,6 @@ class StateService:
             counts |= dataclasses.asdict(self._snapshots.stats)
         return counts
 
-    def is_connected(self) -> bool:
-        """Whether NATS is connected; otherwise no new events arrive."""
-        return self._is_connected()
-
-    def stop(self) -> None:
-        """Leave the stream and discovery; blocks until done."""
-        self._background.stop()
-
     def _is_complete(self) -> bool:
         return not (self._options.is_strict and self.sink.counts["refused"])
 
@@ -170,7 +159,7 @@ class StateService:
     async def _serve(self) -> None:
         options, settings = self._options, self._options.settings
         client = await connect(settings, name=self.name)
-        self._is_connected = lambda: bool(client.is_connected)
+        self.is_connected = lambda: bool(client.is_connected)
         keys: Discovery | None = None
         try:
             keys = await self._open_keys()
