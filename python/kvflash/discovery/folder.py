@@ -10,7 +10,6 @@ r"""The folder of :mod:`kvflash.discovery.file`: its files, locks and their mean
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import stat
@@ -29,6 +28,8 @@ NAME_BYTES_MAX = 255
 _LEASES = "leases"
 # Folder timestamps are coarse: another change this soon may not change them.
 SETTLED_S = 0.05
+# Raised if another process holds the lock.
+_IS_LOCKED = (BlockingIOError, PermissionError)
 
 
 class LeaseFile:
@@ -115,7 +116,7 @@ class Folder:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             file.close()
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            if not isinstance(error, _IS_LOCKED):
                 raise
             return None
         return file
@@ -135,9 +136,7 @@ class Folder:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except FileNotFoundError:
             return False
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise
+        except _IS_LOCKED:
             return True
         return False
 

@@ -21,6 +21,12 @@ def announced(events: dict[int, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def component_of(path: str) -> Component:
+    """The component of an endpoint, ``namespace/component/endpoint``."""
+    namespace, component, _ = path.split("/", 2)
+    return namespace, component
+
+
 def is_brokered(where: dict[str, Any]) -> bool:
     """Whether a broker carries these events."""
     return str(where.get("endpoint")).partition("://")[0] in ("jetstream", "nats")

@@ -12,9 +12,8 @@ from kvflash.roster.core import Fleet, Replicas
 from kvflash.roster.flags import DNS_PREFIX, FleetFlags
 
 if TYPE_CHECKING:
+    from kvflash.background import Background
     from kvflash.roster.dns_spec import DnsWorkers
-    from kvflash.roster.dns_watch import DnsWatch
-    from kvflash.roster.watch import DiscoveryWatch
 
 logger = logging.getLogger(__name__)
 
@@ -76,15 +75,14 @@ class Finder:
     ) -> None:
         names, kind = _names(flags), flags.discovery_kind
         self._waits_for = flags.waits_for()
-        self._watch: DiscoveryWatch | None = None
-        self._dns: DnsWatch | None = None
+        self._watches: list[Background] = []
         if kind is not None:
             # Refuse impossible settings now; the watch would retry for ever.
             open_discovery(kind)
             # Without discovery its event loop need not be loaded.
             from kvflash.roster.watch import DiscoveryWatch  # noqa: PLC0415
 
-            self._watch = DiscoveryWatch(
+            watch = DiscoveryWatch(
                 core,
                 kind=kind,
                 namespace=flags.namespace,
@@ -92,10 +90,11 @@ class Finder:
                 report_load=report_load,
                 show_warnings=warnings_of("discovery"),
             )
+            self._watches.append(watch)
         if names:
             from kvflash.roster.dns_watch import DnsWatch  # noqa: PLC0415
 
-            self._dns = DnsWatch(
+            lookups = DnsWatch(
                 core,
                 names,
                 interval_s=flags.worker_dns_interval_secs,
@@ -105,17 +104,16 @@ class Finder:
                 show_warnings=warnings_of("dns"),
                 has_shared_ids=has_shared_ids,
             )
+            self._watches.append(lookups)
 
     def start(self) -> None:
         """Start looking in the background."""
-        for watch in (self._watch, self._dns):
-            if watch is not None:
-                watch.start()
-        if self._watch is not None or self._dns is not None:
+        for watch in self._watches:
+            watch.start()
+        if self._watches:
             logger.info("waiting for %s", self._waits_for)
 
     def stop(self) -> None:
         """Stop looking; workers stay. Blocks until done."""
-        for watch in (self._watch, self._dns):
-            if watch is not None:
-                watch.stop()
+        for watch in self._watches:
+            watch.stop()

@@ -11,7 +11,7 @@ from kvflash.background import Background
 from kvflash.discovery import Discovery, open_discovery
 from kvflash.errors import ConflictError, KvflashError, NotFoundError, OverloadedError
 from kvflash.roster.bridge import Bridge
-from kvflash.roster.core import Component, Fleet, Replicas, announced
+from kvflash.roster.core import Component, Fleet, Replicas, announced, component_of
 from kvflash.roster.keys import Name, WorkerKeys
 from kvflash.roster.loads import LoadReader
 from kvflash.runtime.limits import RuntimeLimits
@@ -140,7 +140,7 @@ class DiscoveryWatch(Background):
         assert self._keys is not None
         found: dict[Component, set[int]] = {}
         for path, instance_id in self._keys.instances:
-            found.setdefault(_component(path), set()).add(instance_id)
+            found.setdefault(component_of(path), set()).add(instance_id)
         await asyncio.to_thread(self._cluster.only, found)
 
     async def _tell_safely(self, keys: WorkerKeys, name: Name) -> None:
@@ -160,7 +160,7 @@ class DiscoveryWatch(Background):
 
     async def _tell(self, keys: WorkerKeys, name: Name) -> None:
         path, instance_id = name
-        component = _component(path)
+        component = component_of(path)
         told = self._told.get(instance_id)
         card, instance = keys.cards.get(name), keys.instances.get(name)
         if told is not None and told[0] != name:
@@ -261,8 +261,3 @@ def _spec(
         "role": "prefill" if "prefill" in (card.get("model_type") or ()) else None,
     }
     return ",".join([url, *(f"{key}={value}" for key, value in fields.items() if value)])
-
-
-def _component(path: str) -> Component:
-    namespace, component, _ = path.split("/", 2)
-    return namespace, component

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvflash.discovery import Discovery
 from kvflash.errors import KvflashError
+from kvflash.roster.core import component_of
 from kvflash.roster.keys import WorkerKeys
 from kvflash.routing.cluster import Cluster
 from kvflash.routing.membership import Membership, tenant_of
@@ -47,8 +48,7 @@ class DiscoveredWorkers:
     ) -> None:
         self._router, self._cluster = router, cluster
         self._model_name, self._path = model_name, path
-        namespace, name, _ = path.split("/", 2)
-        self._component = (namespace, name)
+        self._component = component_of(path)
         self._members = Membership(cluster, self._component)
         self._keys = WorkerKeys(discovery, path, self._settle)
         self._trying: asyncio.Task[None] | None = None

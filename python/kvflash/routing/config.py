@@ -88,9 +88,7 @@ class KvRouterConfig:
         max_requests: Maximum concurrent requests.
         min_initial_workers: Workers that must have been present at once before the first request is
             routed. Requests wait for them for up to router_queue_timeout; NoWorkerError after that.
-            None: from the environment
-            (KVFLASH_MIN_INITIAL_WORKERS, KVFLASH_ROUTER_MIN_INITIAL_WORKERS,
-            DYN_ROUTER_MIN_INITIAL_WORKERS), else 0.
+            None: KVFLASH_MIN_INITIAL_WORKERS, (KVFLASH_ or DYN_)ROUTER_MIN_INITIAL_WORKERS, else 0.
         decision_journal_bytes: Memory for past decisions, for :meth:`KvPushRouter.why`.
         log_decisions: Log each decision at level info, and in auto and kv mode the cost of every
             worker.

@@ -6,12 +6,11 @@ import asyncio
 import secrets
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvflash._core import RouterCore
 from kvflash.errors import ClosedError, InvalidArgumentError, KvflashError
 from kvflash.policy import asked_of
-from kvflash.routing.choice import BestWorker
 from kvflash.routing.cluster import Cluster
 from kvflash.routing.config import KvRouterConfig, override_options
 from kvflash.routing.feed import Feed
@@ -26,6 +25,30 @@ _ROUTING = (
     *("allowed_worker_ids", "user", "session_key", "lora_path", "mm", "embeds"),
     *("priority", "strict_priority", "expected_output_tokens"),
 )
+
+
+class _Best(NamedTuple):
+    worker_id: int
+    dp_rank: int
+    overlap_blocks: int
+
+
+class BestWorker(_Best):
+    """Worker, rank and overlap (leading blocks that the worker holds), as a tuple of three.
+
+    Its attribute ``seed`` is the seed of the random draw: ``best_worker(..., seed=...)`` with it
+    chooses the same worker as long as load and caches are unchanged.
+    """
+
+    seed: int
+
+    def __new__(
+        cls, worker_id: int, dp_rank: int, overlap_blocks: int, seed: int = 0
+    ) -> BestWorker:
+        """Create it; the tuple itself has three fields."""
+        made = super().__new__(cls, worker_id, dp_rank, overlap_blocks)
+        made.seed = seed
+        return made
 
 
 class KvPushRouter:

@@ -120,12 +120,8 @@ class ReplicaSyncService(Background):
                     # The next digest reveals lost messages.
                     failures.append(error)
             if failures:
-                logger.warning(
-                    "replica sync: %d of %d messages were not sent: %s",
-                    len(failures),
-                    len(messages),
-                    failures[-1],
-                )
+                text = "replica sync: %d of %d messages were not sent: %s"
+                logger.warning(text, len(failures), len(messages), failures[-1])
                 await asyncio.sleep(_RETRY_S)
             if len(messages) < 256:
                 await asyncio.sleep(_TICK_S)

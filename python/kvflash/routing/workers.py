@@ -9,6 +9,7 @@ from typing import Any
 from kvflash._core import RouterCore
 from kvflash.discovery import Discovery
 from kvflash.errors import KvflashError
+from kvflash.roster.core import component_of
 from kvflash.roster.keys import WorkerKeys
 from kvflash.routing.cluster import Cluster
 from kvflash.routing.membership import Membership, tenant_of
@@ -36,8 +37,7 @@ class Workers:
         self, core: RouterCore, discovery: Discovery, path: str, cluster: Cluster, *, serve: Serve
     ) -> None:
         self._core, self._cluster, self._serve = core, cluster, serve
-        namespace, name, _ = path.split("/", 2)
-        self._component = (namespace, name)
+        self._component = component_of(path)
         self._keys = WorkerKeys(discovery, path, self._settle)
         self._subscribed: dict[Rank, tuple[str, str | None]] = {}
         self._workers: list[Rank] = []

@@ -17,7 +17,7 @@ from kvflash.servers import NatsSettings
 from kvflash.state.discovered import DiscoveredLock, DiscoveredRoster
 from kvflash.state.frames import CatalogSink
 from kvflash.state.replica import Replica
-from kvflash.state.snapshot import SnapshotOptions, Snapshots
+from kvflash.state.snapshot import Snapshots
 from kvflash.transport import names
 from kvflash.transport.jetstream import JetStreamLog
 from kvflash.transport.jetstream_blobs import JetStreamBlobs
@@ -177,10 +177,8 @@ class StateService:
             snapshots = Snapshots(
                 replica,
                 lock=lock,
-                options=SnapshotOptions(
-                    threshold_messages=options.snapshot_threshold,
-                    age_s_max=settings.stream_max_age_s / 4 if age_s is None else age_s,
-                ),
+                threshold_messages=options.snapshot_threshold,
+                age_s_max=settings.stream_max_age_s / 4 if age_s is None else age_s,
                 is_complete=self._is_complete,
             )
             self._replica, self._snapshots = replica, snapshots

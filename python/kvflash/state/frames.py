@@ -160,10 +160,6 @@ class CatalogSink:
         self.aside: deque[tuple[int, str]] = deque(maxlen=_ASIDE_MAX)
         self.counts = dict.fromkeys(_COUNTS, 0)
 
-    def endpoint(self, instance_id: int, dp_rank: int) -> str:
-        """The endpoint under which a worker registers: the same from every process."""
-        return f"{self._scheme}/{instance_id}/{dp_rank}"
-
     def apply(self, messages: Sequence[Message]) -> None:
         """Apply messages in order; invalid ones are counted and set aside."""
         with self._lock:
@@ -320,7 +316,8 @@ class CatalogSink:
             try:
                 number = catalog.register(
                     origin.instance_id,
-                    self.endpoint(*worker),
+                    # The same from every process.
+                    f"{self._scheme}/{origin.instance_id}/{origin.dp_rank}",
                     model_name=origin.model_name,
                     tenant_id=origin.tenant_id,
                     block_size=origin.block_size,

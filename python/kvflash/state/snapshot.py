@@ -39,16 +39,6 @@ _TICK_S = 1.0
 _APPLY_S_MAX = 30.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class SnapshotOptions:
-    """When to take a snapshot; None: not for that reason."""
-
-    # Messages in the log.
-    threshold_messages: int | None = 1_000_000
-    # Age of the oldest message that no snapshot has.
-    age_s_max: float | None = 900.0
-
-
 class Outcome(Enum):
     """Outcome of an attempt."""
 
@@ -72,7 +62,9 @@ class SnapshotStats:
 class Snapshots:
     """Takes snapshots of a replica, purges its log, and deletes the readers of dead routers.
 
-    None is taken unless ``is_complete`` says that the sink accepted everything.
+    One is taken above ``threshold_messages`` in the log, and if the oldest message that no snapshot
+    has is older than ``age_s_max`` (None: not for that reason); none is taken unless
+    ``is_complete`` says that the sink accepted everything.
     """
 
     def __init__(
@@ -80,7 +72,8 @@ class Snapshots:
         replica: Replica,
         *,
         lock: DiscoveredLock,
-        options: SnapshotOptions | None = None,
+        threshold_messages: int | None,
+        age_s_max: float | None,
         is_complete: Callable[[], bool] = lambda: True,
     ) -> None:
         self.stats = SnapshotStats()
@@ -88,7 +81,7 @@ class Snapshots:
         self._log, self._blobs, self._roster = replica.log, replica.blobs, replica.roster
         self._sink, self._clock = replica.sink, replica.clock
         self._lock = lock
-        self._options = options or SnapshotOptions()
+        self._threshold_messages, self._age_s_max = threshold_messages, age_s_max
         self._is_complete = is_complete
 
     async def run(self) -> None:
@@ -195,17 +188,17 @@ class Snapshots:
         fresh = state.last - max(covered, state.first - 1)
         if fresh <= 0:
             return False
-        threshold = self._options.threshold_messages or 0
+        threshold = self._threshold_messages or 0
         if self._is_full(state) and state.last - covered > threshold // 4:
             return True
-        if self._options.age_s_max is None:
+        if self._age_s_max is None:
             return False
         age_s = await self._log.age_s(max(covered + 1, state.first))
         # A deleted message has no age: a snapshot moves past it.
-        return age_s is None or age_s > self._options.age_s_max
+        return age_s is None or age_s > self._age_s_max
 
     def _is_full(self, state: LogState) -> bool:
-        threshold = self._options.threshold_messages
+        threshold = self._threshold_messages
         return threshold is not None and state.messages > threshold
 
     async def _take(self, grant: Lease) -> Outcome:

@@ -31,7 +31,7 @@ from kvflash.errors import TransportError
 from kvflash.state.discovered import DiscoveredLock, DiscoveredRoster
 from kvflash.state.frames import CatalogSink
 from kvflash.state.replica import Replica
-from kvflash.state.snapshot import Outcome, SnapshotOptions, Snapshots
+from kvflash.state.snapshot import Outcome, Snapshots
 
 CHUNKS = 10
 BATCHES = 40
@@ -60,10 +60,8 @@ class Router:
         self.snapshots = Snapshots(
             self.replica,
             lock=DiscoveredLock(keys, "v1/locks/ns/c/snapshot"),
-            options=SnapshotOptions(
-                threshold_messages=None if is_quiet else 15,
-                age_s_max=AGE_S if is_quiet else None,
-            ),
+            threshold_messages=None if is_quiet else 15,
+            age_s_max=AGE_S if is_quiet else None,
         )
         self.is_resetting = is_resetting
         self.node.spawn(self.run())
@@ -362,7 +360,7 @@ def test_a_message_that_was_deleted_hides_no_age() -> None:
         assert (world.first, world.last) == (8, 25)
         # Deleted, and applied before.
         del world.messages[21]
-        one.snapshots._options = SnapshotOptions(threshold_messages=None, age_s_max=AGE_S)
+        one.snapshots._threshold_messages, one.snapshots._age_s_max = None, AGE_S
         await asyncio.sleep(AGE_S + 1)
         await one.snapshots.tick()
         pointer, _ = world.flipped
