@@ -114,8 +114,7 @@ class Watch:
             del self._known[key]
         else:
             self._known[key] = value
-        # An event takes the place of its last change. A key created and deleted meanwhile is
-        # reported as deleted.
+        # It replaces the last change; a key created and deleted meanwhile is reported as deleted.
         self._waiting.pop(key, None)
         self._waiting[key] = value
         self._news.set()

@@ -40,8 +40,7 @@ REQUEST_TIMEOUT_S = 5.0
 # etcd grants no shorter leases.
 LEASE_TTL_S_MIN = 2
 REVOKE_TIMEOUT_S = 2.0
-# Pauses between attempts, doubled each time; random, so that a fleet does not reconnect all at
-# once.
+# Pauses between attempts, doubled each time; random, so that a fleet reconnects bit by bit.
 PAUSE_S = (0.1, 2.0)
 # Size limit of one watch message; after a larger one the watch starts over by reading everything.
 MESSAGE_BYTES_MAX = 64 * 1024 * 1024

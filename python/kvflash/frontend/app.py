@@ -118,10 +118,8 @@ class _Watched(FedService):
             show = frontend.set_remote_indexer
             self._parts.append(IndexerFinder(kind, args.namespace, show))
         self._cluster = Cluster(
-            frontend.catalog,
-            frontend.bookings,
+            frontend,
             args,
-            uses_events=frontend.uses_events,
             open_discovery=lambda: open_discovery(kind),
             show_metrics=reports.metrics_of("cluster"),
             show_warnings=reports.warnings_of("cluster"),

@@ -1,7 +1,8 @@
 """Flags of the frontend."""
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import ClassVar
 
 from kvflash.errors import ConfigError
 from kvflash.flags import Flags
@@ -20,17 +21,17 @@ _FIRST = """
 class FrontendArgs(RoutingArgs, FleetFlags):
     """The frontend's settings; see ``--help``."""
 
+    worker_flags: ClassVar = (
+        ("--worker", "workers", ""),
+        ("--decode-worker", "decode_workers", ""),
+        ("--prefill-worker", "prefill_workers", ",role=prefill"),
+    )
+
     def __post_init__(self) -> None:
         """Refuse flags that would have no effect."""
         if self.fairness_weight and self.fairness == "none":
             raise ConfigError("--fairness-weight needs --fairness: without it no request waits")
         self.check_dns()
-
-    def named_workers(self) -> Iterator[tuple[str, str, str]]:
-        """See :class:`FleetFlags`; workers have roles here."""
-        yield from self._of_flag("--worker", self.workers)
-        yield from self._of_flag("--decode-worker", self.decode_workers)
-        yield from self._of_flag("--prefill-worker", self.prefill_workers, ",role=prefill")
 
     @property
     def discovery_kind(self) -> str | None:

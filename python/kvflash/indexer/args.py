@@ -2,8 +2,9 @@
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kvflash.config import add_config
 from kvflash.errors import ConfigError
@@ -43,6 +44,7 @@ class IndexerArgs(Args, FleetFlags):
         test_endpoints: Serve /test/pause_listener and /test/resume_listener.
     """
 
+    worker_flags: ClassVar = (("--worker", "engines", ""),)
     workers: tuple[WorkerEntry, ...] = ()
     engines: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
@@ -67,10 +69,6 @@ class IndexerArgs(Args, FleetFlags):
                 )
             seen.add(identity)
         self.check_dns()
-
-    def named_workers(self) -> Iterator[tuple[str, str, str]]:
-        """See :class:`FleetFlags`."""
-        yield from self._of_flag("--worker", self.engines)
 
 
 def parse_workers(text: str) -> tuple[WorkerEntry, ...]:

@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from kvflash.errors import ConfigError, InvalidArgumentError
 from kvflash.flags import source_of
@@ -14,6 +14,9 @@ DNS_PREFIX = "dns+"
 
 class FleetFlags:
     """Settings of a service's fleet; a base class of the service's settings."""
+
+    #: Flags that name workers, with their field, and a role to append.
+    worker_flags: ClassVar[Sequence[tuple[str, str, str]]]
 
     worker_dns_interval_secs: float
     worker_dns_server: tuple[str, int] | None
@@ -27,11 +30,8 @@ class FleetFlags:
 
     def named_workers(self) -> Iterator[tuple[str, str, str]]:
         """Workers named by flags: the flag, the worker, and a role to append."""
-        raise NotImplementedError
-
-    @staticmethod
-    def _of_flag(flag: str, specs: Sequence[str], role: str = "") -> Iterator[tuple[str, str, str]]:
-        yield from ((source_of(flag, spec), spec, role) for spec in specs)
+        for flag, field, role in self.worker_flags:
+            yield from ((source_of(flag, spec), spec, role) for spec in getattr(self, field))
 
     def check_dns(self) -> None:
         """Check that a name server is only set together with a name."""

@@ -72,8 +72,7 @@ class LoadReader:
             while (item := await reply.receive()) is not None:
                 fields = unpack(item)
                 if isinstance(fields, dict):
-                    # Before a worker's card is known its load has no destination; the stream is
-                    # opened again.
+                    # Refused before the worker's card is known; then the stream is opened again.
                     self._report(json.dumps({**fields, "id": instance_id}))
         finally:
             reply.close()

@@ -50,7 +50,7 @@ class DiscoveryWatch(Background):
         self._fleet = fleet
         self._cluster = cluster
         self._kind, self._scope = kind, namespace or ""
-        self._keys: WorkerKeys | None = None
+        self._keys: WorkerKeys
         # Workers in the core, with the JSON given to it and their endpoint.
         self._told: dict[int, tuple[Name, str]] = {}
         # Serving states given to the core; a worker without an entry is active.
@@ -75,7 +75,7 @@ class DiscoveryWatch(Background):
         self._keys = WorkerKeys(discovery, self._scope, self._settle)
         try:
             self._keys.start()
-            await self._try_again(self._keys)
+            await self._try_again()
         finally:
             await self._keys.close()
             await discovery.close()
@@ -99,7 +99,7 @@ class DiscoveryWatch(Background):
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, PAUSE_S_MAX)
 
-    async def _try_again(self, keys: WorkerKeys) -> None:
+    async def _try_again(self) -> None:
         """Retry refused workers when a worker has left, and periodically."""
         while True:
             with contextlib.suppress(asyncio.TimeoutError):
@@ -107,7 +107,7 @@ class DiscoveryWatch(Background):
             self._has_left.clear()
             if self._refused:
                 self._is_again = True
-                keys.resettle()
+                self._keys.resettle()
 
     async def _settle(self) -> None:
         """Bring the core's workers in line with discovery.
@@ -115,7 +115,6 @@ class DiscoveryWatch(Background):
         One worker at a time: adding takes a while, and the worker may leave meanwhile. If it were
         removed concurrently, the outdated addition could come last and stay.
         """
-        assert self._keys is not None
         names = dict.fromkeys(self._keys.take_changed())
         if self._is_again:
             self._is_again = False
@@ -133,20 +132,19 @@ class DiscoveryWatch(Background):
                 elif self._takes_requests:
                     self._loads.follow(path, instance_id, instance["transport"])
             else:
-                await self._tell_safely(self._keys, name)
+                await self._tell_safely(name)
 
     async def _compare(self) -> None:
         """Remove workers that exist only in the shared state."""
-        assert self._keys is not None
         found: dict[Component, set[int]] = {}
         for path, instance_id in self._keys.instances:
             found.setdefault(component_of(path), set()).add(instance_id)
         await asyncio.to_thread(self._cluster.only, found)
 
-    async def _tell_safely(self, keys: WorkerKeys, name: Name) -> None:
+    async def _tell_safely(self, name: Name) -> None:
         """A worker that is refused must not hide the others."""
         try:
-            await self._tell(keys, name)
+            await self._tell(name)
         except Exception as error:
             is_known = isinstance(error, ValueError | LookupError | KvflashError)
             # Logged once; the excess over a limit changes with every other worker.
@@ -158,8 +156,8 @@ class DiscoveryWatch(Background):
         else:
             self._refused.pop(name, None)
 
-    async def _tell(self, keys: WorkerKeys, name: Name) -> None:
-        path, instance_id = name
+    async def _tell(self, name: Name) -> None:
+        keys, (path, instance_id) = self._keys, name
         component = component_of(path)
         told = self._told.get(instance_id)
         card, instance = keys.cards.get(name), keys.instances.get(name)

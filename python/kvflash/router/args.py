@@ -42,8 +42,7 @@ class RouterArgs(RoutingArgs):
             parse_endpoint(self.endpoint)
         if not self.model_name:
             raise ConfigError("--model-name must not be empty")
-        # Replicas find each other through the environment's discovery, even without an endpoint in
-        # it.
+        # Replicas find each other through discovery even if there is no endpoint in it.
         has_discovery = self.endpoint is not None or self.router_replica_sync
         self.check_cluster(has_discovery=has_discovery, needs="--endpoint")
 

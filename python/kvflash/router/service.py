@@ -64,10 +64,8 @@ class RouterService(FedService):
             except KvflashError as error:
                 raise ConfigError(f"--worker {worker.url}: {error}") from None
         self._cluster = Cluster(
-            self._core.catalog,
-            self._core.bookings,
+            self._core,
             args,
-            uses_events=self._core.uses_events,
             open_discovery=open_discovery,
             show_metrics=self._core.set_more_metrics,
             is_strict=True,

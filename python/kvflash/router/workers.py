@@ -187,8 +187,7 @@ class DiscoveredWorkers:
                 return False
         if not is_late and self._waking is None:
             self._waking = asyncio.get_running_loop().call_later(CARD_S, self._wake)
-        # A worker that lost its card stays for CARD_S; one that never had a card joins after
-        # CARD_S.
+        # A worker that lost its card stays for CARD_S; one that never had one joins after that.
         return is_late == had_card
 
     def _wake(self) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvflash._core import Bookings, Catalog
+from kvflash._core import Catalog, Frontend, Router, RouterCore
 from kvflash.cluster_flags import ClusterFlags
 from kvflash.errors import KvflashError
 from kvflash.roster.core import Component, Replicas, announced, is_brokered
@@ -40,11 +40,9 @@ class Cluster(Replicas):
 
     def __init__(
         self,
-        catalog: Catalog,
-        bookings: Bookings | None,
+        core: Frontend | Router | RouterCore,
         flags: ClusterFlags,
         *,
-        uses_events: bool = True,
         open_discovery: Callable[[], Discovery],
         show_metrics: Callable[[str], None] | None = None,
         show_warnings: Callable[[list[str]], None] | None = None,
@@ -52,19 +50,18 @@ class Cluster(Replicas):
         is_strict: bool = False,
     ) -> None:
         super().__init__()
-        self._catalog, self._flags, self._make_discovery = catalog, flags, open_discovery
-        self._show_warnings, self._setting = show_warnings, setting
-        self._is_strict = is_strict
-        self._uses_events = uses_events
+        self._catalog, self._flags, self._make_discovery = core.catalog, flags, open_discovery
+        self._show_warnings, self._setting, self._is_strict = show_warnings, setting, is_strict
+        self._uses_events = core.uses_events
         #: Whether events come over NATS.
-        self.is_nats = uses_events and flags.event_plane == "nats"
+        self.is_nats = self._uses_events and flags.event_plane == "nats"
         self._sharing: Sharing | None = None
-        if flags.router_replica_sync and bookings is not None:
+        if flags.router_replica_sync:
             # Without replicas asyncio need not be loaded.
             from kvflash.routing.sharing import Sharing  # noqa: PLC0415
 
             self._sharing = Sharing(
-                bookings, open_discovery=open_discovery, event_plane=flags.event_plane
+                core.bookings, open_discovery=open_discovery, event_plane=flags.event_plane
             )
         # Workers of the core, and their numbers between routers.
         self._joined: dict[int, tuple[Component, int | None]] = {}

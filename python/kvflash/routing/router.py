@@ -490,10 +490,8 @@ class KvPushRouter:
 
     def _make_cluster(self) -> Cluster:
         return Cluster(
-            self._core.catalog,
-            self._core.bookings,
+            self._core,
             self._flags,
-            uses_events=self._core.uses_events,
             open_discovery=self._discovery.twin,
             setting="KVFLASH_EVENT_PLANE=nats",
             is_strict=True,

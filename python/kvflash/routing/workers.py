@@ -49,7 +49,6 @@ class Workers:
         self.is_brokered = cluster.is_nats
         self._model: tuple[str, str] | None = None
         self._members: Membership | None = None
-        self._is_serving = False
         self._replays_end_s: float | None = None
         self._is_closed = False
         # The most instances that were present at once, and a pulse when that changes.
@@ -69,7 +68,6 @@ class Workers:
         if not self.is_brokered:
             self._core, self._cluster = self._serve(None)
             self._members = Membership(self._cluster, self._component)
-            self._is_serving = True
         self._keys.start()
 
     async def synced(self, timeout_s: float) -> None:
@@ -123,9 +121,8 @@ class Workers:
             await self._attach(next(iter(cards.values())))
             # This took a while.
             cards = self._cards()
-        if not self._is_serving:
+        if self._members is None:
             return
-        assert self._members is not None
         # First, so that the state's blocks are known before the core sees the workers.
         self._members.settle(number for _, number in self._keys.instances)
         ranks = sorted(
@@ -135,8 +132,7 @@ class Workers:
         await self._members.let_go(set(self.ids) - cards.keys())
         self._set_workers(ranks, cards)
         self._set_draining()
-        # The core has forgotten the blocks of workers that left. If they come back, their events
-        # must be fetched again.
+        # The core has forgotten workers that left: if they come back, events are fetched again.
         self._subscribe()
 
     async def _attach(self, card: dict[str, Any]) -> None:
@@ -145,9 +141,9 @@ class Workers:
         try:
             self._model = _model_of(card)
             self._core, self._cluster = self._serve(self._model)
-            self._members = Membership(self._cluster, self._component)
-            await self._members.follow()
-            self._is_serving = True
+            members = Membership(self._cluster, self._component)
+            await members.follow()
+            self._members = members
         finally:
             self._attached.set()
 

@@ -55,7 +55,7 @@ def following(made: Cluster) -> threading.Thread:
 
 def nats_cluster() -> Cluster:
     flags = ClusterFlags(event_plane="nats")
-    return Cluster(Router().catalog, None, flags, open_discovery=MemoryDiscovery)
+    return Cluster(Router(), flags, open_discovery=MemoryDiscovery)
 
 
 def test_stopping_does_not_wait_for_a_restore(state: Restoring) -> None:
