@@ -28,10 +28,7 @@ def discovery_kind() -> str:
 
 
 def open_discovery(
-    kind: str | None = None,
-    *,
-    folder: str | Path | None = None,
-    endpoints: str | None = None,
+    kind: str | None = None, *, folder: str | Path | None = None, endpoints: str | None = None
 ) -> Discovery:
     """Open a discovery.
 

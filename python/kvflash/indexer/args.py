@@ -116,9 +116,5 @@ def parse_args(argv: Sequence[str] | None = None) -> IndexerArgs:
     args = flags.parse(argv)
     # Not a flag for operators.
     test_endpoints = any(os.environ.get(name, "0") not in ("", "0") for name in _TEST_ENDPOINTS)
-    given = {
-        **vars(args),
-        "workers": parse_workers(args.workers),
-        "engines": tuple(args.engines),
-    }
+    given = {**vars(args), "workers": parse_workers(args.workers), "engines": tuple(args.engines)}
     return IndexerArgs(**given, test_endpoints=test_endpoints)

@@ -60,9 +60,7 @@ class IndexerService(FedService):
     def __init__(self, args: IndexerArgs | None = None, **settings: Any) -> None:
         args = dataclasses.replace(args or IndexerArgs(), **settings)
         self._core = Indexer(
-            **args.core_settings(),
-            peers=args.peers,
-            test_endpoints=args.test_endpoints,
+            **args.core_settings(), peers=args.peers, test_endpoints=args.test_endpoints
         )
         for worker in args.workers:
             try:
@@ -102,10 +100,7 @@ class IndexerService(FedService):
         #: Whether it has recovered from a peer and has its initial workers, as GET /ready says.
         self.is_ready = self._core.is_ready
         super().__init__(
-            self._core,
-            host=args.host,
-            port=args.port,
-            is_encrypted=args.tls_cert_path is not None,
+            self._core, host=args.host, port=args.port, is_encrypted=args.tls_cert_path is not None
         )
 
     def start(self) -> Self:

@@ -45,8 +45,7 @@ class RouterService(FedService):
         args = dataclasses.replace(args or RouterArgs(), **settings)
         self._policy = asked_of(args.router_mode if policy is None else policy)
         self._core = Router(
-            **args.core_settings(),
-            policy_desk=None if self._policy is None else self._policy.desk,
+            **args.core_settings(), policy_desk=None if self._policy is None else self._policy.desk
         )
         for worker in _numbered(args.workers):
             try:

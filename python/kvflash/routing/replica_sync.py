@@ -150,12 +150,7 @@ class ReplicaSync:
     # -- of this router's own requests
 
     def add(
-        self,
-        request_id: str,
-        worker: Worker,
-        hashes: Sequence[int] | None,
-        isl: int,
-        overlap: int,
+        self, request_id: str, worker: Worker, hashes: Sequence[int] | None, isl: int, overlap: int
     ) -> None:
         """This router has booked a request."""
         kept = None if hashes is None else list(hashes[: self._limits.hashes_max])

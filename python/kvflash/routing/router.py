@@ -73,10 +73,7 @@ class KvPushRouter:
     _default_config: type[KvRouterConfig] = KvRouterConfig
 
     def __init__(
-        self,
-        endpoint: Endpoint,
-        block_size: int,
-        kv_router_config: KvRouterConfig | None = None,
+        self, endpoint: Endpoint, block_size: int, kv_router_config: KvRouterConfig | None = None
     ) -> None:
         self.endpoint = endpoint
         self.block_size = block_size
