@@ -116,7 +116,7 @@ impl Stream {
     }
 
     /// The subscription has a new connection: nothing on it was published before it, so a live
-    /// number up to the last applied one is a restart, whoever applied that.
+    /// number up to the last applied one is a restart, also if another replica applied that.
     pub fn reconnected(&mut self) {
         self.last_live = self.last_live.or(self.last());
     }
