@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
@@ -112,6 +113,11 @@ def test_what_the_file_system_says_is_said(tmp_path):
     assert caught.value.filename == str(missing)
     with pytest.raises(IsADirectoryError):
         index.load_snapshot(tmp_path)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(InvalidArgumentError, match="exists and is not a file"):
+        index.save_snapshot(pipe)
+    assert pipe.is_fifo()
     with pytest.raises(InvalidArgumentError, match="does not name a file"):
         index.save_snapshot("/")
 

@@ -142,6 +142,11 @@ pub fn save_to_path(
         let message = format!("{} does not name a file", path.display());
         return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
     };
+    // A device would be replaced by a file.
+    if fs::metadata(path).is_ok_and(|found| !found.is_file() && !found.is_dir()) {
+        let message = format!("{} exists and is not a file: name another path", path.display());
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
+    }
     // Relaxed: the number only has to be unique.
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);
     let mut partial = name.to_owned();
