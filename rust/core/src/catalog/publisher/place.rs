@@ -137,7 +137,10 @@ impl Publisher {
             .map(|sequence| Cursor { sequence, fingerprint: state.stream.last_payload_hash() });
         let findings = trust::findings(&self.evidence(state));
         // The state of this replica's socket does not affect the blocks.
-        let is_doubt = |code: Code| code.state() == TrustState::Degraded && !code.is_passing();
+        let is_doubt = |code: Code| {
+            let is_unread = matches!(code, Code::BlockSizeMismatch | Code::NothingDecodable);
+            is_unread || code.state() == TrustState::Degraded && !code.is_passing()
+        };
         Place {
             cursor,
             ranks: state.ranks.clone(),
