@@ -7,14 +7,18 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from kvflash.errors import InvalidArgumentError, KvflashError
-from kvflash.runtime import Component
+from kvflash.errors import ConflictError, InvalidArgumentError, KvflashError
+from kvflash.runtime import Component, DistributedRuntime
 
 logger = logging.getLogger(__name__)
 
 # How long a thread waits for discovery. The event loop's own thread never waits.
 _WAIT_S_MAX = 5.0
+
+# The keys of living publishers: a second one of the same rank would hide the first.
+_held: WeakKeyDictionary[DistributedRuntime, set[str]] = WeakKeyDictionary()
 
 
 def events_key(component: Component, instance_id: int, dp_rank: int) -> str:
@@ -34,8 +38,9 @@ def announce_events(
 
     In the thread of the runtime's loop this returns at once and logs a failure; in any other thread
     it waits, and raises a TransportError if discovery can't be reached. Without a loop, it uses the
-    one that runs in this thread, or raises InvalidArgumentError. The result may be called in any
-    thread; a worker_id of 0 means the runtime's own instance.
+    one that runs in this thread, or raises InvalidArgumentError; a ConflictError says that another
+    publisher of this process announces the same rank. The result may be called in any thread; a
+    worker_id of 0 means the runtime's own instance.
     """
     runtime = component.runtime
     own = _running()
@@ -46,18 +51,33 @@ def announce_events(
             "outside of it"
         )
     key = events_key(component, worker_id or runtime.instance_id, dp_rank)
+    held = _held.setdefault(runtime, set())
+    if key in held:
+        raise ConflictError(
+            f"another publisher announces the events of rank {dp_rank} of {component.name!r} here: "
+            "shut it down first, or publish for another dp_rank"
+        )
+    held.add(key)
     announced = asyncio.run_coroutine_threadsafe(runtime.announce(key, where), home)
     if own is home:
         announced.add_done_callback(_log_failure)
     else:
-        announced.result(_WAIT_S_MAX)
+        try:
+            announced.result(_WAIT_S_MAX)
+        except BaseException:
+            held.discard(key)
+            raise
 
     async def take_back() -> None:
         with contextlib.suppress(Exception):
             await asyncio.wrap_future(announced)
         await runtime.withdraw(key)
 
-    return lambda: _run(take_back(), home)
+    def withdraw() -> None:
+        held.discard(key)
+        _run(take_back(), home)
+
+    return withdraw
 
 
 def _run(task: Coroutine[Any, Any, None], home: asyncio.AbstractEventLoop) -> None:

@@ -125,6 +125,7 @@ class KvEventPublisher:
         Raises:
             InvalidArgumentError: An argument is out of range; the message names it.
             ConfigError: The address can't be bound, or the event plane is unknown.
+            ConflictError: Another publisher of this process announces the same rank.
             TransportError: NATS or discovery can't be reached. Inside the event loop a failure of
                 discovery is only logged.
         """

@@ -56,6 +56,9 @@ def test_it_announces_itself_until_shutdown(publisher):
                 "block_size": SIZE,
             }
             assert found[keys[1]]["endpoint"] == other.endpoint
+            with pytest.raises(ConflictError, match="of rank 0 of 'backend' here: shut it down"):
+                publisher(component)
+            assert await announced(runtime) == found
             mine.shutdown()
             await wait_for_announced(runtime, keys[1:])
             # At once, before its announcement was made.
