@@ -128,7 +128,8 @@ class AskedPolicy:
                     self._policy.finished(first)
                 else:
                     getattr(self._policy, kind)(first, second)
-            except Exception as error:
+            except BaseException as error:
+                # Also SystemExit: without this thread the policy would answer no more.
                 self._log(f"the policy's {kind}() failed", error)
 
     def _answer(self, question: PolicyQuestion) -> None:
@@ -147,7 +148,7 @@ class AskedPolicy:
             wanted = f"one of {len(candidates)} candidates, its index, or a score for each"
             self._log(f"the policy's choose() must return {wanted}, got {choice!r:.200}")
 
-    def _log(self, message: str, error: Exception | None = None) -> None:
+    def _log(self, message: str, error: BaseException | None = None) -> None:
         """Log an error, at most once a minute; metrics count all."""
         now = time.monotonic()
         if now - self._logged_s >= LOG_INTERVAL_S:

@@ -45,6 +45,10 @@ class Raises(Patient):
     def choose(self, request, candidates):
         raise RuntimeError("not today")
 
+class Exits(Patient):
+    def choose(self, request, candidates):
+        raise SystemExit("not today")
+
 class Sleeps(Policy):
     def choose(self, request, candidates):
         time.sleep(3_600)
@@ -145,7 +149,8 @@ def test_a_worker_that_fails_is_not_chosen_again_for_the_request(
 
 
 @pytest.mark.parametrize(
-    ("name", "outcome"), [("Raises", "raised"), ("Sleeps", "late"), ("Spins", "late")]
+    ("name", "outcome"),
+    [("Raises", "raised"), ("Exits", "raised"), ("Sleeps", "late"), ("Spins", "late")],
 )
 def test_kv_chooses_where_it_fails_or_takes_too_long(
     own: Callable[[str], FrontendProcess], name: str, outcome: str
@@ -157,7 +162,7 @@ def test_kv_chooses_where_it_fails_or_takes_too_long(
         assert {call.finish().status for call in calls} == {200}
         # One that takes too long is not asked again before it is done.
         assert answers(frontend, outcome) + answers(frontend, "stuck") == 20
-        assert answers(frontend, outcome) >= (20 if name == "Raises" else 1)
+        assert answers(frontend, outcome) >= (20 if outcome == "raised" else 1)
         assert answers(frontend, "followed") == 0
         assert all(fake.received for fake in fakes)
         assert frontend.explain(prompt_of("p"))["reason"] != "highest_score"
@@ -167,7 +172,7 @@ def test_kv_chooses_where_it_fails_or_takes_too_long(
         until(lambda: line in "".join(errors), "the line in the log")
         said = "".join(errors)
         assert said.count(line) == 1, said
-        assert said.count("RuntimeError: not today") == (1 if name == "Raises" else 0)
+        assert said.count(": not today") == (1 if outcome == "raised" else 0)
 
 
 def test_kv_chooses_where_the_answer_is_nonsense(own: Callable[[str], FrontendProcess]) -> None:
