@@ -65,13 +65,15 @@ class Worker:
             "completion_usage": {"prompt_tokens_details": {"cached_tokens": 8}},
         }
 
-    async def start(self, *, ranks: int = 1, block_size: int = BLOCK, **config: Any) -> None:
+    async def start(
+        self, *, ranks: int = 1, block_size: int = BLOCK, model: str = "m", **config: Any
+    ) -> None:
         endpoint = self.runtime.endpoint(PATH)
         await register_llm(
             ModelInput.Tokens,
             ModelType.Chat,
             endpoint,
-            model_name="m",
+            model_name=model,
             kv_cache_block_size=block_size,
             runtime_config=ModelRuntimeConfig(data_parallel_size=ranks, **config),
         )

@@ -150,7 +150,7 @@ class KvPushRouter:
 
         Args:
             token_ids: The prompt.
-            model: The model's name, passed on.
+            model: The model's name, passed on; all workers of the endpoint must serve it.
             stop_conditions: Passed on: max_tokens, stop, stop_token_ids, min_tokens, ignore_eos.
             sampling_options: Passed on: temperature, top_p, ...
             output_options: Passed on.

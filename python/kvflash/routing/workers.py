@@ -45,6 +45,7 @@ class Workers:
         # What the core knows of them.
         self._reported: dict[Rank, dict[str, int | None]] = {}
         self._warned: set[int] = set()
+        self._first_name: str | None = None
         #: Events come over NATS.
         self.is_brokered = cluster.is_nats
         self._model: tuple[str, str] | None = None
@@ -200,14 +201,22 @@ class Workers:
             self._members.tell(self._cluster.worker_joined, self._component, worker)
 
     def _check(self, worker: int, card: dict[str, Any]) -> None:
-        """Warn once of another model or block size, which would make every overlap 0."""
+        """Warn once of another model, or of a block size that makes every overlap 0."""
         if worker in self._warned:
             return
+        name = card.get("model_name")
+        self._first_name = self._first_name or name
         size, own_size = card.get("kv_cache_block_size"), self._core.block_size
         if self._model is not None and self._model != _model_of(card):
             logger.error(
                 "worker %d serves %r of tenant %r, this router %r of %r: its cache is not counted",
                 worker, *_model_of(card), *self._model,
+            )  # fmt: skip
+        elif self._model is None and name not in (None, self._first_name):
+            logger.error(
+                "worker %d serves %r, and others at the same endpoint %r: requests go to both, "
+                "whatever model they name; serve each model at an endpoint of its own",
+                worker, name, self._first_name,
             )  # fmt: skip
         elif size is not None and size != own_size:
             logger.error(

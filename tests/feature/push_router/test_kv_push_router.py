@@ -373,6 +373,18 @@ def test_another_block_size_is_loud(caplog: pytest.LogCaptureFixture) -> None:
     assert "blocks of 64 tokens, this router of 4" in caplog.text
 
 
+def test_another_model_at_the_endpoint_is_loud(caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        async with Stage() as stage:
+            await stage.worker(model="a")
+            await stage.worker(model="b")
+            await stage.router(2)
+
+    run(work())
+    (said,) = [line for line in caplog.messages if "at the same endpoint" in line]
+    assert "serve each model at an endpoint of its own" in said
+
+
 def test_load_expires_by_last_activity() -> None:
     async def work() -> None:
         async with Stage() as stage:
