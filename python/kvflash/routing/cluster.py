@@ -274,12 +274,20 @@ class Cluster(Replicas):
 
     def warnings(self) -> list[str]:
         """Reasons why workers' events are missing, as text."""
-        return [
-            f"NATS (NATS_SERVER) can't be reached: the router misses what workers of "
-            f"{namespace}.{component} store and evict, and uses their last known caches"
-            for (namespace, component), state in list(self._states.items())
-            if not state.is_connected()
-        ]
+        found = []
+        for (namespace, component), state in list(self._states.items()):
+            name = f"{namespace}.{component}"
+            if not state.is_connected():
+                found.append(
+                    "NATS (NATS_SERVER) can't be reached: the router misses what workers of "
+                    f"{name} store and evict, and uses their last known caches"
+                )
+            elif failure := state.snapshot_failure:
+                found.append(
+                    f"snapshots of {name} fail, so workers' events may not be stored either: "
+                    f"{failure}; see the log of the NATS server"
+                )
+        return found
 
 
 def _exposed(prefix: str, groups: dict[str, dict[str, int]]) -> list[str]:

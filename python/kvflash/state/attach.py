@@ -148,6 +148,11 @@ class StateService:
             counts |= dataclasses.asdict(self._snapshots.stats)
         return counts
 
+    @property
+    def snapshot_failure(self) -> str:
+        """Why no snapshot can be taken now; empty if none failed."""
+        return "" if self._snapshots is None else self._snapshots.failure
+
     def _is_complete(self) -> bool:
         return not (self._options.is_strict and self.sink.counts["refused"])
 

@@ -77,6 +77,8 @@ class Snapshots:
         is_complete: Callable[[], bool] = lambda: True,
     ) -> None:
         self.stats = SnapshotStats()
+        #: Why the last check failed; empty if it did not.
+        self.failure = ""
         self._replica, self._name = replica, replica.name
         self._log, self._blobs, self._roster = replica.log, replica.blobs, replica.roster
         self._sink, self._clock = replica.sink, replica.clock
@@ -91,12 +93,12 @@ class Snapshots:
         while True:
             try:
                 await self.tick()
-                said = ""
+                said = self.failure = ""
             except Exception as error:
                 is_new = not isinstance(error, KvflashError) and repr(error) != said
                 text = str(error) or repr(error)
                 logger.warning("snapshots of %s: %s", self._name, text, exc_info=is_new)
-                said = repr(error)
+                said, self.failure = repr(error), text
             await self._clock.sleep(_TICK_S)
 
     async def tick(self) -> None:
