@@ -16,7 +16,10 @@ SAMPLE_TEXT = (
 )
 
 #: What /health shows for an engine that has not reported its reuse.
-_REPORT = "vLLM: start it with --enable-prompt-tokens-details; SGLang: with --enable-cache-report"
+_REPORT = (
+    "vLLM: start it with --enable-prompt-tokens-details; SGLang: with --enable-cache-report; both "
+    'report in streams only with "stream_options": {"include_usage": true}'
+)
 
 
 @dataclass(frozen=True, kw_only=True)

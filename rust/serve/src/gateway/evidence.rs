@@ -46,7 +46,8 @@ pub(crate) fn reuse_json(view: Option<ReuseView>) -> Value {
             Some(true) => None,
             Some(false) => Some(
                 "the engine reports no reuse, so its events cannot be checked; vLLM reports it with \
-                 --enable-prompt-tokens-details, SGLang with --enable-cache-report",
+                 --enable-prompt-tokens-details, SGLang with --enable-cache-report, and both in streams only with \
+                 \"stream_options\": {\"include_usage\": true}",
             ),
             None => Some("reuse is not reported yet"),
         },

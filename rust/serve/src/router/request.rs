@@ -141,7 +141,7 @@ impl NewWorker {
 
 /// Settings that one request overrides.
 #[derive(Debug, Clone, Copy, Default, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, expecting = "an object")]
 pub(super) struct Overrides {
     #[serde(alias = "kv_overlap_score_weight")]
     overlap_score_weight: Option<f64>,
@@ -154,7 +154,7 @@ pub(super) struct Overrides {
 
 /// POST /select, /reserve, /potential_loads, /explain
 #[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, expecting = "an object")]
 pub(super) struct Choose {
     /// The client's address.
     #[serde(skip)]
