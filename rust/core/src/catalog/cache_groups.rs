@@ -364,14 +364,17 @@ impl CacheGroups {
         if !did_count || self.counts_copies() {
             return Vec::new();
         }
-        let counted = self.doubts.iter_mut().filter(|(_, doubt)| doubt.counted > 0);
-        counted
-            .map(|(block, doubt)| {
-                let counted = std::mem::take(&mut doubt.counted);
-                doubt.not_counted += counted;
-                (*block, counted)
-            })
-            .collect()
+        self.judge_again(|doubt| {
+            let count = std::mem::take(&mut doubt.counted);
+            doubt.not_counted += count;
+            count
+        })
+    }
+
+    /// What `judge` changes, with the number of copies.
+    fn judge_again(&mut self, judge: impl Fn(&mut Doubt) -> u32) -> Vec<(Doubted, u32)> {
+        let judged = self.doubts.iter_mut().map(|(block, doubt)| (*block, judge(doubt)));
+        judged.filter(|(_, count)| *count > 0).collect()
     }
 
     /// Records that a block was stored although it is held. Returns whether that counts as a copy.
@@ -414,14 +417,11 @@ impl CacheGroups {
         if !self.counts_copies() {
             return Vec::new();
         }
-        let doubted = self.doubts.iter_mut().filter(|(_, doubt)| doubt.not_counted > 0);
-        doubted
-            .map(|(block, doubt)| {
-                let count = std::mem::take(&mut doubt.not_counted);
-                doubt.counted += count;
-                (*block, count)
-            })
-            .collect()
+        self.judge_again(|doubt| {
+            let count = std::mem::take(&mut doubt.not_counted);
+            doubt.counted += count;
+            count
+        })
     }
 
     /// Whether the group is known to differ from the main group.

@@ -70,7 +70,14 @@ impl Ingest<'_> {
                 if goes_on(main, later) {
                     self.take_back();
                 }
-                return stored().for_each(|event| self.store_again(event));
+                for event in stored() {
+                    // Reports begin with the prompt, in every group.
+                    match event.parent {
+                        None => self.store_again(event),
+                        Some(_) => self.store(event),
+                    }
+                }
+                return;
             }
             // What is not known to be held may be held after losses: this may be a report, too.
             if self.counters.read().lost_batches > 0 {
@@ -95,13 +102,12 @@ impl Ingest<'_> {
             }
         }
         if copies.is_empty() {
-            add(&self.counters.reuse_reports, 1);
-        } else if is_main {
-            self.copy_blocks(self.worker, group, &copies);
-            self.count_stored(copies.len());
-        } else {
-            self.copy_blocks(self.worker, group, &copies);
-            add(&self.counters.other_group, 1);
+            return add(&self.counters.reuse_reports, 1);
+        }
+        self.copy_blocks(self.worker, group, &copies);
+        match is_main {
+            true => self.count_stored(copies.len()),
+            false => add(&self.counters.other_group, 1),
         }
     }
 
