@@ -3,8 +3,9 @@
 import http.client
 import json
 import os
-import ssl
+import re
 import time
+from argparse import Namespace
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -23,21 +24,18 @@ _ANSWER_BYTES_MAX = 256 * 1024 * 1024
 #: Characters of a body in a message. Errors end with the next step, so few are cut.
 _SAID_MAX = 1_000
 
+# A label in Prometheus text, with the separator in front of it.
+_LABEL = r'[, ]*([^\s,="{}]+)="((?:\\.|[^"\\])*)"'
+
 #: Time limit of a whole response, as a multiple of the limit for one read.
 _SLOW = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The result of a request.
+    """The result of a request; without a response the status is 0, and ``error`` says why.
 
-    Attributes:
-        status: HTTP status; 0 without a response.
-        body: The body, at most 256 MiB of it.
-        error: Why there was no response.
-        seconds: How long the request took.
-        skew_s: How far the server's clock is ahead of ours, if it sent its time, which has a
-            resolution of one second.
+    ``skew_s`` is how far the server's clock is ahead of ours, to a second, if it sent its time.
     """
 
     status: int = 0
@@ -74,11 +72,7 @@ class Answer:
 
 
 def parse_url(text: str) -> str:
-    """Parse an address such as ``http://host[:port][/path]``; the scheme is optional.
-
-    Raises:
-        ConfigError: Names the address and what is legal.
-    """
+    """Parse an address such as ``http://host[:port][/path]``; the scheme is optional."""
     url = text if "://" in text else f"http://{text}"
     try:
         parts = urlsplit(url)
@@ -112,11 +106,7 @@ def add_key_file(flags: Flags) -> None:
 
 
 def read_key(path: str | None) -> str | None:
-    """Read the key from a file, or from the environment if no file is named.
-
-    Raises:
-        ConfigError: The file can't be read.
-    """
+    """Read the key from a file, or from the one that the environment names."""
     path = path or os.environ.get(variable_of(KEY_FILE)) or None
     if path is None:
         return None
@@ -160,7 +150,7 @@ def ask(
             seconds=time.monotonic() - started,
             skew_s=_skew_s(response.getheader("date"), now),
         )
-    except (OSError, http.client.HTTPException, ssl.SSLError, ValueError) as error:
+    except (OSError, http.client.HTTPException, ValueError) as error:
         return Answer(error=f"{type(error).__name__}: {error}", seconds=time.monotonic() - started)
     finally:
         connection.close()
@@ -170,34 +160,42 @@ def _method(body: Any) -> str:
     return "GET" if body is None else "POST"
 
 
-def demand(
-    url: str,
-    path: str,
-    *,
-    timeout_s: float,
-    api_key: str | None = None,
-    body: Any = None,
-    method: str | None = None,
-) -> Answer:
-    """As :func:`ask`, for a service that must answer with JSON.
+class Service:
+    """The service that a command's arguments name; its URL or key file may raise ConfigError."""
 
-    Raises:
-        TransportError: No response, or a status other than 200; names address and reason.
-        NotFoundError: Status 404.
-    """
-    answer = ask(url, path, timeout_s=timeout_s, api_key=api_key, body=body, method=method)
-    asked = f"{method or _method(body)} {url}{path}"
-    if not answer.status:
-        raise TransportError(f"{asked}: {answer.error}; does the service run there?")
-    if answer.status == 404:
-        raise NotFoundError(f"{asked}: {answer.said}")
-    if answer.status == 401 and api_key is None:
-        raise TransportError(f"{asked}: {answer.said}; name a file with a key by {KEY_FILE}")
-    if answer.status != 200:
-        raise TransportError(f"{asked}: {answer.said}")
-    if answer.json is None:
-        raise TransportError(f"{asked}: the answer is not JSON; is this a kvflash service?")
-    return answer
+    def __init__(self, args: Namespace) -> None:
+        self.url = parse_url(args.url)
+        self._timeout_s, self._key = args.timeout, read_key(args.service_key_file)
+
+    def ask(self, path: str, body: Any = None, method: str | None = None) -> Answer:
+        """As :func:`ask`, with the timeout and the key of the command."""
+        return ask(
+            self.url,
+            path,
+            timeout_s=self._timeout_s,
+            api_key=self._key,
+            body=body,
+            method=method,
+        )
+
+    def demand(self, path: str, body: Any = None, method: str | None = None) -> Answer:
+        """As :meth:`ask`, for an answer that must be JSON with status 200.
+
+        Raises NotFoundError for status 404, else TransportError; both name address and reason.
+        """
+        answer = self.ask(path, body, method)
+        asked = f"{method or _method(body)} {self.url}{path}"
+        if not answer.status:
+            raise TransportError(f"{asked}: {answer.error}; does the service run there?")
+        if answer.status == 404:
+            raise NotFoundError(f"{asked}: {answer.said}")
+        if answer.status == 401 and self._key is None:
+            raise TransportError(f"{asked}: {answer.said}; name a file with a key by {KEY_FILE}")
+        if answer.status != 200:
+            raise TransportError(f"{asked}: {answer.said}")
+        if answer.json is None:
+            raise TransportError(f"{asked}: the answer is not JSON; is this a kvflash service?")
+        return answer
 
 
 def _read(response: http.client.HTTPResponse, deadline: float) -> bytes:
@@ -224,38 +222,16 @@ def _skew_s(date: str | None, now: float) -> float | None:
 
 def samples(text: str, name: str) -> list[tuple[dict[str, str], float]]:
     """Labels and value of one metric's samples in Prometheus text; invalid lines are skipped."""
+    sample = re.compile(rf"{re.escape(name)}(?:{{((?:{_LABEL})*)[, ]*}}| )\s*(\S+)")
     found = []
-    for line in text.splitlines():
-        if not line.startswith(name):
-            continue
-        rest = line[len(name) :]
-        if rest[:1] not in (" ", "{"):
-            continue
-        labels, end = _labels(rest) if rest[0] == "{" else ({}, 0)
+    for match in filter(None, map(sample.match, text.splitlines())):
+        labels = re.findall(_LABEL, match[1] or "")
         try:
-            found.append((labels, float(rest[end:].split()[0])))
-        except (IndexError, ValueError):
+            found.append(({key: _unescaped(value) for key, value in labels}, float(match[4])))
+        except ValueError:
             continue
     return found
 
 
-def _labels(text: str) -> tuple[dict[str, str], int]:
-    """Parse labels from ``{`` on; returns them and where they end."""
-    labels: dict[str, str] = {}
-    at = 1
-    while at < len(text) and text[at] != "}":
-        key, separator, _ = text[at:].partition('="')
-        if not separator:
-            return labels, len(text)
-        at += len(key) + 2
-        value = []
-        while at < len(text) and text[at] != '"':
-            if text[at] == "\\" and at + 1 < len(text):
-                at += 1
-                value.append("\n" if text[at] == "n" else text[at])
-            else:
-                value.append(text[at])
-            at += 1
-        labels[key.strip(", ")] = "".join(value)
-        at += 1
-    return labels, at + 1
+def _unescaped(value: str) -> str:
+    return re.sub(r"\\(.)", lambda mark: "\n" if mark[1] == "n" else mark[1], value)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from kvflash.ask import add_key_file, add_timeout, ask, demand, parse_url, read_key
+from kvflash.ask import Service, add_key_file, add_timeout
 from kvflash.console import refuse
 from kvflash.errors import ConfigError, KvflashError, NotFoundError, TransportError
 from kvflash.flags import Flags
@@ -30,30 +30,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         shown = " and ".join(f"--{name}" for name in given) or "nothing"
         flags.error(f"give one of --prompt, --tokens, --file or a request id; got {shown}")
     try:
-        url = parse_url(args.url)
-        asked = {"timeout_s": args.timeout, "api_key": read_key(args.service_key_file)}
+        service = Service(args)
         if args.request_id is not None:
-            answer = demand(url, f"/why/{quote(args.request_id, safe='')}", **asked)
+            answer = service.demand(f"/why/{quote(args.request_id, safe='')}")
         else:
-            answer = demand(url, "/explain", body=_body(url, args, asked), **asked)
+            answer = service.demand("/explain", _body(service, args))
         lines = [answer.text] if args.is_json else _lines(answer.json)
-    except NotFoundError as error:
-        if args.request_id is not None and Path(args.request_id).is_file():
-            error = NotFoundError(f"{error} (a file? give it by --file {args.request_id})")
-        return refuse("explain", error)
     except KvflashError as error:
+        name = args.request_id
+        if isinstance(error, NotFoundError) and name is not None and Path(name).is_file():
+            error = NotFoundError(f"{error} (a file? give it by --file {name})")
         return refuse("explain", error)
-    for line in lines:
-        print(line)
+    print(*lines, sep="\n")
     return 0
 
 
 def _lines(answer: Any) -> list[str]:
-    """The decision as lines.
-
-    Raises:
-        TransportError: The answer is not a decision.
-    """
     try:
         return [*map(printable, lines_of(answer))]
     except (AttributeError, KeyError, TypeError, ValueError):
@@ -97,30 +89,26 @@ def _tokens(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def _body(url: str, args: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    """The request body in the form of the service at ``url``.
-
-    Raises:
-        KvflashError: The service can't be queried, makes no decisions, or needs other arguments.
-    """
+def _body(service: Service, args: Any) -> dict[str, Any]:
+    """The request body in the form of the service."""
     body = _file(args.file) if args.file is not None else {}
     if args.prompt is not None:
         body = {"prompt": args.prompt}
-    health = ask(url, "/health", **asked)
+    health = service.ask("/health")
     if health.status and not isinstance(health.json, dict):
         raise NotFoundError(
-            f"{url} does not make decisions; give the URL of a frontend or a router"
+            f"{service.url} does not make decisions; give the URL of a frontend or a router"
         )
     if health.status and "reservations" in health.json:
         if args.tokens is not None:
             body = {"token_ids": args.tokens}
         elif "prompt" in body and not {"token_ids", "tokens"} & body.keys():
-            raise ConfigError(f"the router at {url} has no tokenizer: give --tokens")
+            raise ConfigError(f"the router at {service.url} has no tokenizer: give --tokens")
         return body | ({"model_name": args.model} if args.model is not None else {})
     if args.tokens is not None:
         body = {"prompt": args.tokens}
     if args.model is not None or "model" not in body:
-        body["model"] = args.model if args.model is not None else _only_model(url, asked)
+        body["model"] = args.model if args.model is not None else _only_model(service)
     return body
 
 
@@ -142,14 +130,14 @@ def _file(name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {"prompt": text}
 
 
-def _only_model(url: str, asked: dict[str, Any]) -> str:
+def _only_model(service: Service) -> str:
     """The model that is served, if there is one only."""
-    found = demand(url, "/v1/models", **asked).json
+    found = service.demand("/v1/models").json
     models = found.get("data") if isinstance(found, dict) else None
     names = [str(one.get("id")) for one in models or [] if not one.get("parent")]
     if len(names) != 1:
-        served = f"{url} serves {', '.join(names)}" if names else f"{url} serves no model"
-        raise ConfigError(f"--model is needed: {served}")
+        served = ", ".join(names) or "no model"
+        raise ConfigError(f"--model is needed: {service.url} serves {served}")
     return names[0]
 
 

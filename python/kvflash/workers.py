@@ -1,12 +1,13 @@
 """Lists the workers of a running service, and takes them out of service."""
 
+import contextlib
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
-from kvflash.ask import add_key_file, add_timeout, ask, demand, parse_url, read_key
+from kvflash.ask import Service, add_key_file, add_timeout
 from kvflash.config import bounded_float
 from kvflash.console import refuse
 from kvflash.errors import KvflashError, TransportError
@@ -45,15 +46,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_key_file(flags)
     args = flags.parse(argv)
     try:
-        url, key = parse_url(args.url), read_key(args.service_key_file)
-        answer = demand(url, "/workers", timeout_s=args.timeout, api_key=key)
+        service = Service(args)
+        answer = service.demand("/workers")
         if args.is_json:
             print(answer.text)
             return 0
         lines = table(rows_of(answer.json))
         if len(lines) == 1:
             lines = ["no workers; POST /workers adds one"]
-        health = ask(url, "/health", timeout_s=args.timeout, api_key=key).json
+        health = service.ask("/health").json
     except KvflashError as error:
         return refuse("workers", error)
     for line in (*lines, *(printable(f"warning: {one}") for one in warnings_of(health))):
@@ -62,24 +63,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def rows_of(workers: Any) -> list[tuple[object, ...]]:
-    """Column titles, and one row per worker in an answer of ``GET /workers``.
-
-    Raises:
-        TransportError: Not such an answer.
-    """
-    if not isinstance(workers, list) or not all(isinstance(one, dict) for one in workers):
-        raise TransportError("GET /workers: the answer is not a list of workers; --json prints it")
+    """Column titles, and one row per worker in an answer of ``GET /workers``."""
     kinds = (
         (_INDEXER, "instance_id", _of_indexer),
         (_FRONTEND, "serves", _of_frontend),
         (_ROUTER, "worker_id", _of_router),
     )
-    for titles, key, row in kinds:
-        if all(key in one for one in workers):
-            try:
-                return [titles, *map(row, workers)]
-            except (AttributeError, KeyError, TypeError):
-                break
+    if isinstance(workers, list) and all(isinstance(one, dict) for one in workers):
+        with contextlib.suppress(AttributeError, KeyError, TypeError):
+            for titles, key, row in kinds:
+                if all(key in one for one in workers):
+                    return [titles, *map(row, workers)]
     raise TransportError("GET /workers: the answer is not a list of workers; --json prints it")
 
 
@@ -180,17 +174,13 @@ def change(word: str, argv: Sequence[str]) -> int:
     args = flags.parse(argv)
     wait_s = args.wait if word == "drain" else 0.0
     try:
-        url, key = parse_url(args.url), read_key(args.service_key_file)
+        service = Service(args)
         left = {}
         for one in args.ids:
             path = f"/workers/{quote(one, safe='')}"
-            body = {"state": STATES[word]}
-            answer = demand(
-                url, path, timeout_s=args.timeout, api_key=key, body=body, method="PATCH"
-            )
-            left[path] = _said(one, answer.json)
+            left[path] = _said(one, service.demand(path, {"state": STATES[word]}, "PATCH").json)
         if wait_s:
-            return _wait(url, left, wait_s=wait_s, timeout_s=args.timeout, key=key)
+            return _wait(service, left, wait_s)
     except KvflashError as error:
         return refuse("workers", error)
     return 0
@@ -206,9 +196,7 @@ def _said(worker: str, entry: Any) -> int:
     return count
 
 
-def _wait(
-    url: str, left: dict[str, int], *, wait_s: float, timeout_s: float, key: str | None
-) -> int:
+def _wait(service: Service, left: dict[str, int], wait_s: float) -> int:
     """Wait until none of them has a request in flight, or the time is over."""
     end = time.monotonic() + wait_s
     while busy := [path for path, count in left.items() if count]:
@@ -216,7 +204,7 @@ def _wait(
             return 1
         time.sleep(min(_PAUSE_S, max(0.0, end - time.monotonic())))
         for path in busy:
-            entry = demand(url, path, timeout_s=timeout_s, api_key=key).json
+            entry = service.demand(path).json
             count = entry.get("in_flight") if isinstance(entry, dict) else None
             if count != left[path]:
                 left[path] = _said(path.rpartition("/")[2], entry)
