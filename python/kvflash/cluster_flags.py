@@ -16,15 +16,7 @@ class ClusterFlags:
     router_reset_states: bool = False
 
     def check_cluster(self, *, has_discovery: bool, needs: str) -> None:
-        """Check that workers and replicas can be found.
-
-        Args:
-            has_discovery: Whether they can be found.
-            needs: The flag that would enable that.
-
-        Raises:
-            ConfigError: Sharing is on without a discovery; names both flags.
-        """
+        """Refuse sharing without a discovery, which the flag ``needs`` would give."""
         for flag, is_set in (
             ("--event-plane nats", self.event_plane == "nats"),
             ("--router-replica-sync", self.router_replica_sync),
@@ -37,41 +29,27 @@ class ClusterFlags:
     def without_effect(self, setting: str, *, uses_events: bool = True) -> list[str]:
         """Settings that have no effect without NATS, each with the reason and the missing setting.
 
-        Args:
-            setting: The setting that would select events over NATS; a flag makes the others flags
-                too.
-            uses_events: Whether the router follows engines' events at all.
+        That is ``setting``, which would select events over NATS; a flag makes the others flags too.
         """
         if self.event_plane == "nats":
             if uses_events or not self.router_reset_states:
                 return []
             return ["the workers' stream is not reset: the router does not follow their events"]
         is_flag = setting.startswith("--")
+        reasons = {
+            "router_reset_states": "only streams and snapshots in NATS can be reset",
+            "router_snapshot_threshold": "snapshots exist only for streams in NATS",
+        }
         found = []
-        for field_name, is_set, why in (
-            (
-                "router_reset_states",
-                self.router_reset_states,
-                "only streams and snapshots in NATS can be reset",
-            ),
-            (
-                "router_snapshot_threshold",
-                self.router_snapshot_threshold != ClusterFlags.router_snapshot_threshold,
-                "snapshots exist only for streams in NATS",
-            ),
-        ):
+        for field_name, why in reasons.items():
             name = f"--{field_name.replace('_', '-')}" if is_flag else field_name
-            if is_set:
+            if getattr(self, field_name) != getattr(ClusterFlags, field_name):
                 found.append(f"{name} has no effect without {setting}: {why}; add {setting}")
         return found + unused_server(setting)
 
 
 def unused_server(setting: str) -> list[str]:
-    """Why ``NATS_SERVER`` has no effect on events without NATS, if it is set.
-
-    Args:
-        setting: The setting that would select events over NATS.
-    """
+    """Why ``NATS_SERVER``, if it is set, has no effect on events without ``setting``."""
     if not os.environ.get("NATS_SERVER"):
         return []
     return [

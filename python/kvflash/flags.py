@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,13 +49,8 @@ class Flags:
 
     ``--some-flag`` falls back to ``KVFLASH_SOME_FLAG``, and to the variables of its other names.
     The command line takes precedence over the environment, that over a file, and that over the
-    default. A bad value is refused, with the name of the flag, the variable or the key.
-
-    Args:
-        command: Its name, as in ``kvflash NAME``.
-        about: A description for the help.
-        first: The most important flags, by their first names, in the order of the help.
-        has_variables: Flags can also be set in the environment.
+    default. A bad value is refused, with the name of the flag, the variable or the key. ``first``
+    are the most important flags, by their first names, in the order of the help.
     """
 
     def __init__(
@@ -92,29 +87,18 @@ class Flags:
         in_file: Callable[[str, Any], Any] | None = None,
         bare: Any = None,
     ) -> None:
-        """Add a flag with one value.
+        """Add a flag with one value; each name has its variable, and ``variables`` are further ones.
 
-        Args:
-            names: Its names; each has its variable.
-            summary: One line for the help.
-            parse: Converts a string to a value; raises ``argparse.ArgumentTypeError``.
-            default: The value without the flag.
-            metavar: Placeholder for the value in the help.
-            choices: The legal values, if there are few.
-            variables: Further variables.
-            dest: The attribute that it sets; default: from its first name.
-            in_file: Reads the value from a file; default: as on the command line.
-            bare: The value of the flag without an argument; None: it needs an argument.
+        ``parse`` converts a string, or raises ``argparse.ArgumentTypeError``. ``in_file`` reads the
+        value from a file, by default as on the command line. ``bare`` is the value of the flag
+        without an argument; None: it needs an argument.
         """
         variable, text = self._setting(names[0], (*map(variable_of, names[1:]), *variables))
+        read = one_value(parse, choices)
         shown = "" if default in (None, ()) or default == [] else f" [{_shown(default, metavar)}]"
         if text is not None:
             try:
-                default = parse(text)
-                if choices is not None and default not in choices:
-                    raise argparse.ArgumentTypeError(
-                        f"must be one of {', '.join(map(str, choices))}, got {text!r}"
-                    )
+                default = read("", text)
             except (argparse.ArgumentTypeError, ValueError) as error:
                 self._parser.error(f"environment variable {variable}: {error}")
         more: dict[str, Any] = {} if dest is None else {"dest": dest}
@@ -127,19 +111,13 @@ class Flags:
             metavar = "|".join(map(str, choices)) if choices else _metavar(parse)
         value = metavar if bare is None else f"[{metavar}]"
         self._say(names[0], f"{names[0]} {value}", summary + shown)
-        self._can_be_in_file(
-            names, added.dest, in_file or one_value(parse, choices), text is not None
-        )
+        self._can_be_in_file(names, added.dest, in_file or read, text is not None)
 
     def add_switch(self, *names: str, dest: str, value: bool, summary: str) -> None:
-        """Add a flag without a value that sets ``dest`` to ``value``.
-
-        Its variable is named after the first name.
-        """
+        """Add a flag without a value that sets ``dest``; its variable has the first name."""
         variable, found = self._setting(names[0], ())
         text = (found or "").strip()
-        is_set = self._truth(variable, text)
-        default = value if is_set else not value
+        default = value if self._truth(variable, text) else not value
         self._parser.add_argument(
             *names, dest=dest, action="store_const", const=value, default=default
         )
@@ -170,9 +148,7 @@ class Flags:
             text = os.environ.get(variable) if self._has_variables else None
             if text is not None and text.strip():
                 said[variable] = self._truth(variable, text) == is_on
-        if len(set(said.values())) > 1:
-            shown = " and ".join(f"{name}={os.environ[name]}" for name in said)
-            self._parser.error(f"environment variables contradict each other: {shown}")
+        self._refuse_contradiction(said)
         value = next(iter(said.values()), default)
         for names, is_on in ((on, True), (off, False)):
             if names:
@@ -201,24 +177,19 @@ class Flags:
         words = {**dict.fromkeys(_TRUE, bare), **dict.fromkeys(_FALSE, default)}
 
         def parse(text: str) -> str:
-            value = text if text in choices else words.get(text.lower(), text)
-            if value not in choices:
-                raise argparse.ArgumentTypeError(
-                    f"must be one of {', '.join(choices)}, got {text!r}"
-                )
-            return value
+            return text if text in choices else words.get(text.lower(), text)
 
+        read = one_value(parse, choices)
         variable, found = self._setting(name, variables)
         value = default
         try:
-            value = default if found is None else parse(found)
+            value = default if found is None else read("", found)
         except argparse.ArgumentTypeError as error:
             self._parser.error(f"environment variable {variable}: {error}")
         added = self._parser.add_argument(
             name, nargs="?", const=bare, default=value, choices=choices
         )
         self._say(name, f"{name} [{'|'.join(choices)}]", f"{summary} [{default}]")
-        read = one_value(parse, choices)
         self._can_be_in_file(
             (name,),
             added.dest,
@@ -240,10 +211,7 @@ class Flags:
     def add_positionals(
         self, dest: str, *, metavar: str, summary: str, nargs: str | None = "+"
     ) -> None:
-        """Add positional arguments: ``nargs`` "+" for many, "?" for an optional one, else one.
-
-        They have no environment variable.
-        """
+        """Add positional arguments: ``nargs`` "+" for many, "?" for an optional one, else one."""
         shown = {"+": f"{metavar} [{metavar} ...]", "?": f"[{metavar}]"}.get(nargs or "", metavar)
         self._positionals.append(shown)
         self._parser.add_argument(dest, nargs=nargs, metavar=metavar)
@@ -392,10 +360,14 @@ class Flags:
             # The variable is also the address at which others reach this process, so both are
             # meant.
             found.pop(variable, None)
-        if len(set(found.values())) > 1:
-            said = " and ".join(f"{n}={text}" for n, text in found.items())
-            self._parser.error(f"environment variables contradict each other: {said}")
+        self._refuse_contradiction(found)
         return next(iter(found.items()), (variable, None))
+
+    def _refuse_contradiction(self, found: Mapping[str, object]) -> None:
+        """Refuse variables whose meanings differ."""
+        if len(set(found.values())) > 1:
+            said = " and ".join(f"{name}={os.environ[name]}" for name in found)
+            self._parser.error(f"environment variables contradict each other: {said}")
 
     def _truth(self, variable: str, text: str) -> bool:
         """Parse the value of an on/off variable."""

@@ -10,11 +10,8 @@ REMIND_S = 60.0
 class Outage:
     """Limits log lines during many retries; used from one thread.
 
-    Args:
-        logger: The logger.
-        back: The message when the server returns.
-        clock: Returns seconds.
-        show: Takes the message of each failure, and an empty one when the server returns.
+    It logs ``back`` when the server returns. ``show`` takes the message of each failure, and an
+    empty one at the return. ``clock`` returns seconds.
     """
 
     def __init__(
@@ -33,10 +30,10 @@ class Outage:
         """An attempt failed: warn, unless the same kind of failure was logged recently."""
         now = self._clock()
         self._show(message)
-        if self._began_s is not None and kind == self._kind and now - self._said_s < REMIND_S:
-            return
         if self._began_s is None:
             self._began_s = now
+        elif kind == self._kind and now - self._said_s < REMIND_S:
+            return
         self._said_s, self._kind = now, kind
         self._logger.warning("%s", message)
 

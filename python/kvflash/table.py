@@ -2,25 +2,16 @@
 
 from collections.abc import Sequence
 
-_GAP = "  "
-
 
 def table(rows: Sequence[Sequence[object]]) -> list[str]:
-    """Lines with aligned columns: numbers right-aligned, everything else left-aligned.
-
-    Args:
-        rows: The titles first. None is an empty cell.
-    """
+    """Lines of rows, titles first: numbers right-aligned, the rest left-aligned; None is empty."""
     cells = [[printable("" if cell is None else str(cell)) for cell in row] for row in rows]
-    columns = list(zip(*cells, strict=True))
-    lines = []
-    for row in cells:
-        parts = []
-        for cell, column in zip(row, columns, strict=True):
-            width = max(map(len, column))
-            parts.append(cell.rjust(width) if _are_numbers(column[1:]) else cell.ljust(width))
-        lines.append(_GAP.join(parts).rstrip())
-    return lines
+    columns = []
+    for column in zip(*cells, strict=True):
+        align = str.rjust if _are_numbers(column[1:]) else str.ljust
+        width = max(map(len, column))
+        columns.append([align(cell, width) for cell in column])
+    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
 
 
 def printable(text: str) -> str:
