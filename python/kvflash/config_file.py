@@ -29,13 +29,10 @@ _YAML_WORDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A flag that a file may set.
+    """A flag that a file may set, unless the environment has given it.
 
-    names: Its names.
-    dest: The attribute that it sets.
-    read: Converts the file's value, given its key; raises ``ValueError`` or
+    ``read`` converts the file's value, given its key; it raises ``ValueError`` or
     ``argparse.ArgumentTypeError`` with what is legal.
-    is_given: The environment sets it, which takes precedence over any file.
     """
 
     names: Sequence[str]
@@ -56,17 +53,10 @@ def read_settings(
 ) -> dict[str, Any]:
     """Read the file at ``path``: values by attribute, without those that are already given.
 
-    A key is a flag's name without its leading dashes; ``-`` and ``_`` are equivalent in it.
-
-    Args:
-        path: A file that ends in ``.toml``, ``.json`` or anything else, which is YAML, or JSON if
-            it begins with a brace.
-        known: The flags that it may set.
-        translate: Converts the keys of another file format to ours; raises ``ValueError``.
-
-    Raises:
-        ConfigError: The file can't be read, is not a mapping, or has an unknown key or a wrong
-            value; names file and key, and says what is legal.
+    A key is a flag's name without its leading dashes; ``-`` and ``_`` are equivalent in it. A file
+    that ends in neither ``.toml`` nor ``.json`` is YAML, or JSON if it begins with a brace.
+    ``translate`` converts the keys of another file format to ours. Any fault is a ConfigError that
+    names file and key, and says what is legal.
     """
     by_name = {_key(name): one for one in known for name in one.names}
     values: dict[str, Any] = {}
@@ -209,11 +199,7 @@ def _plain(raw: Any) -> Any:
 
 
 def _content(path: str) -> Pairs:
-    """The keys and values of the file's mapping; duplicate keys are kept.
-
-    Raises:
-        ValueError: The file can't be read, or is not a mapping.
-    """
+    """The keys and values of the file's mapping; raises ValueError if that can't be read."""
     # Here, because few services have such a file.
     from pathlib import Path  # noqa: PLC0415
 

@@ -41,13 +41,9 @@ def refuse(command: str, error: KvflashError, *, failure: int = 1) -> int:
 
 @dataclass(kw_only=True)
 class Help:
-    """The text of ``--help``.
+    """The text of ``--help``: ``usage`` follows the program's name, ``end`` the sections.
 
-    Attributes:
-        about: What the command does.
-        usage: Text after the program's name.
-        sections: Titles, each with its flags and their one-line descriptions.
-        end: The last paragraph.
+    Sections are titles, each with its flags and their one-line descriptions.
     """
 
     about: str
@@ -69,9 +65,8 @@ class Help:
                 if len(shown) + 4 > _COLUMN:
                     lines.append(first.rstrip())
                     first = " " * _COLUMN
-                later = " " * _COLUMN
                 lines += textwrap.wrap(
-                    summary, width, initial_indent=first, subsequent_indent=later
+                    summary, width, initial_indent=first, subsequent_indent=" " * _COLUMN
                 )
         lines += ["", *textwrap.wrap(self.end, width)] if self.end else []
         return "\n".join(lines) + "\n"
@@ -80,8 +75,7 @@ class Help:
 class Parser(argparse.ArgumentParser):
     """A parser that refuses in two lines instead of listing all flags; adds ``--version``.
 
-    Attributes:
-        manual: Text of ``--help``, instead of argparse's own.
+    ``manual`` is its ``--help``, instead of argparse's own.
     """
 
     def __init__(self, *, prog: str, manual: Help | None = None, **settings: Any) -> None:

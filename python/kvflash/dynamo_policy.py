@@ -29,8 +29,7 @@ _OTHERS = {
 def translate(pairs: Pairs) -> Pairs:
     """Convert a file of Dynamo's to our keys; any other file is returned unchanged.
 
-    Raises:
-        ValueError: A setting has no counterpart; names it, and the alternative.
+    A setting without counterpart is a ValueError that names it and the alternative.
     """
     given = dict(pairs)
     if given.keys().isdisjoint({*_PROFILE, "models", "worker_selection"}):

@@ -7,12 +7,7 @@ from typing import Any
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Create a module's ``__getattr__`` that imports a name from its module and keeps it.
-
-    Args:
-        package: The module's name.
-        homes: The defining module of each name.
-    """
+    """Create a module's ``__getattr__`` that imports a name from its home and keeps it."""
 
     def load(name: str) -> Any:
         home = homes.get(name)

@@ -5,15 +5,7 @@ from collections.abc import Sequence
 
 
 def percentile(samples: Sequence[float], percent: float) -> float | None:
-    """The nearest-rank percentile: always one of the samples.
-
-    Args:
-        samples: In any order.
-        percent: In (0, 100].
-
-    Returns:
-        None without samples.
-    """
+    """The nearest-rank percentile, always one of the samples; None without samples."""
     if not samples:
         return None
     rank = max(1, math.ceil(len(samples) * percent / 100))

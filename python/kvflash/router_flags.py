@@ -52,16 +52,9 @@ def parse(
     argv: Any,
     parsers: Mapping[str, Callable[[str], Any]],
 ) -> dict[str, Any]:
-    """Add the flags of a service that routes, and the files that may set them, and parse.
+    """Add a service's flags, as in the table of settings, and the files that may set them; parse.
 
-    Args:
-        flags: Flags of the service; empty so far.
-        service: Its name in the table of settings.
-        argv: Arguments without the program's name; None means those of the process.
-        parsers: As for ``add_settings``.
-
-    Raises:
-        ConfigError: Flags that contradict each other.
+    Flags that contradict each other are a ConfigError.
     """
     add_config(flags)
     settings = table(service)
@@ -107,11 +100,7 @@ _LOAD_AWARE = {
 
 
 def _settle(values: dict[str, Any]) -> dict[str, Any]:
-    """Apply presets and deprecated flags among ``values`` to the others.
-
-    Raises:
-        ConfigError: Two of them contradict each other.
-    """
+    """Apply presets and deprecated flags among ``values`` to the others."""
     if values["load_aware"]:
         mode = values["router_mode"]
         if mode not in (None, "kv"):

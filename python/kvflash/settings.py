@@ -74,13 +74,9 @@ _OF_SERVICES = re.compile(r"_SERVICE_(HOST|PORT)(_|$)|_PORT_\d+_(TCP|UDP|SCTP)")
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One setting; the core's ``settings.rs`` explains each field.
+    """One setting; the core's ``settings.rs`` explains the fields.
 
-    Attributes:
-        flags: Its flags; the help shows the first one.
-        metavar: Placeholder for its value in the help.
-        variables: Further environment variables.
-        is_routing: A routing file may also set it.
+    The help shows the first of its flags. If ``is_routing``, a routing file may also set it.
     """
 
     key: str
@@ -136,11 +132,7 @@ class Setting:
         return optional(parse) if self.is_optional else parse
 
     def check(self, name: str, value: Any) -> None:
-        """Validate a caller's value; None means unset.
-
-        Raises:
-            ConfigError: The value is not legal; the message uses ``name``.
-        """
+        """Refuse a caller's value of ``name`` that is not legal; None means unset."""
         wanted = None
         if self.kind == "bool":
             wanted = None if isinstance(value, bool) else "True or False"
@@ -208,13 +200,7 @@ def _field(flag: str) -> str:
 def add_settings(
     flags: Flags, settings: Iterable[Setting], parsers: Mapping[str, Callable[[str], Any]]
 ) -> None:
-    """Add the flags of ``settings``.
-
-    Args:
-        flags: Receives the flags.
-        settings: Settings of a table.
-        parsers: Parsers for values that only Python understands, by key.
-    """
+    """Add the flags of ``settings``; ``parsers`` are for values that only Python understands."""
     for one in settings:
         if not one.flags:
             continue
@@ -224,7 +210,7 @@ def add_settings(
         parse = parsers.get(one.key)
         if one.kind == "bool":
             off = [name for name in names if name.startswith("--no-")]
-            on = [name for name in names if name not in off]
+            on = [name for name in names if not name.startswith("--no-")]
             flags.add_toggle(
                 one.key, on=on, off=off, default=one.default, summary=summary, variables=variables
             )
@@ -263,11 +249,7 @@ class Args:
         def __getattr__(self, name: str) -> Any: ...
 
     def __init__(self, **settings: Any) -> None:
-        """Set every field. A constructor with a hundred arguments would be slow to compile.
-
-        Raises:
-            TypeError: There is no such field.
-        """
+        """Set every field. A constructor with a hundred arguments would be slow to compile."""
         for one in fields(self):
             default = one.default if one.default_factory is MISSING else one.default_factory()
             object.__setattr__(self, one.name, settings.pop(one.name, default))

@@ -4,13 +4,7 @@ from collections.abc import Iterable
 
 
 def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.7) -> str | None:
-    """The known name that is closest to ``name``; None if none is close.
-
-    Args:
-        name: The unknown name.
-        known: The valid names.
-        cutoff: Required similarity, from 0 to 1.
-    """
+    """The known name that is closest to ``name``; None if none has this similarity, 0 to 1."""
     # Here, because most names are known.
     import difflib  # noqa: PLC0415
 
