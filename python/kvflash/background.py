@@ -1,6 +1,7 @@
 """asyncio work in the background, all in one thread with one event loop."""
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Collection, Coroutine, Iterable
@@ -29,9 +30,10 @@ class _Thread:
                 # Enough threads for work that blocks on servers.
                 self._loop.set_default_executor(ThreadPoolExecutor(THREADS_MAX))
                 self._end = asyncio.Event()
-                run = threading.Thread(target=self._run, name="kvflash-background", daemon=True)
-                self._running = run
-                run.start()
+                self._running = threading.Thread(
+                    target=self._run, name="kvflash-background", daemon=True
+                )
+                self._running.start()
             self._users += 1
             return self._loop
 
@@ -44,11 +46,8 @@ class _Thread:
                     self._running.join(STOP_TIMEOUT_S)
 
     def _run(self) -> None:
-        loop = self._loop
-        try:
+        with contextlib.closing(self._loop) as loop:
             loop.run_until_complete(_until(self._end))
-        finally:
-            loop.close()
 
 
 async def _until(end: asyncio.Event) -> None:
@@ -79,15 +78,9 @@ async def cancel(tasks: Collection[asyncio.Task[None]]) -> None:
 class Background:
     """A coroutine in this process's background loop, from its start to its stop.
 
-    Args:
-        name: Its name in the log.
-        work: Creates the coroutine.
-        is_cancelled: The stop cancels the coroutine and waits for 5 s at most. Otherwise the
-            coroutine ends by itself once ``ending`` is set, and the stop waits as long as that
-            takes.
-
-    Attributes:
-        ending: Set by the stop; like everything that waits for it, it belongs to the loop.
+    If ``is_cancelled``, the stop cancels the coroutine and waits for 5 s at most. Otherwise the
+    coroutine ends by itself once ``ending`` is set, and the stop waits as long as that takes.
+    ``ending``, like everything that waits for it, belongs to the loop.
     """
 
     def __init__(
@@ -113,10 +106,7 @@ class Background:
         self._is_ready.set_result(None)
 
     def wait_ready(self) -> None:
-        """Wait until the work has called :meth:`ready`.
-
-        Stops it, and raises its exception, if it fails before.
-        """
+        """Wait until the work has called :meth:`ready`; if it fails before, raise its exception."""
         try:
             self._is_ready.result()
         except BaseException:

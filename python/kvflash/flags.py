@@ -87,7 +87,7 @@ class Flags:
         in_file: Callable[[str, Any], Any] | None = None,
         bare: Any = None,
     ) -> None:
-        """Add a flag with one value; each name has its variable, and ``variables`` are further ones.
+        """Add a flag with one value; each name has its variable, ``variables`` are further ones.
 
         ``parse`` converts a string, or raises ``argparse.ArgumentTypeError``. ``in_file`` reads the
         value from a file, by default as on the command line. ``bare`` is the value of the flag

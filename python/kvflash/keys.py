@@ -161,12 +161,7 @@ def first_salt(text: str) -> str | None:
 
 
 def append_line(path: Path, make: Callable[[str], str]) -> None:
-    """Add the line that ``make`` creates from the current text; a new file has mode 600.
-
-    Raises:
-        ConfigError: The file can't be written, or no service could read the result.
-        ConflictError: It has a key of this id.
-    """
+    """Add the line that ``make`` creates from the current text; a new file has mode 600."""
 
     def added(text: str) -> str:
         begun = text if not text or text.endswith("\n") else text + "\n"
@@ -182,12 +177,7 @@ def append_line(path: Path, make: Callable[[str], str]) -> None:
 
 
 def remove_line(path: Path, key_id: str) -> None:
-    """Remove a key; comments stay.
-
-    Raises:
-        NotFoundError: The key does not exist.
-        ConfigError: The file can't be read or written.
-    """
+    """Remove a key; comments stay."""
 
     def removed(text: str) -> str:
         known = [one for one, _ in entries(text)]
@@ -209,7 +199,6 @@ def _change(path: Path, change: Callable[[str], str], *, is_made: bool) -> None:
             mode = os.fstat(descriptor).st_mode & 0o777
             # A new file, renamed into place: it has its own random name, as a waiting writer may
             # start at once.
-            # renamed.
             made, anew = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
             try:
                 os.fchmod(made, mode)

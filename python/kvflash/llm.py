@@ -63,12 +63,7 @@ class ModelRuntimeConfig:
     tool_call_parser: str | None = None
 
     def check(self) -> None:
-        """Validate the numbers.
-
-        Raises:
-            InvalidArgumentError: One is out of its range, only half of the bootstrap is given, or
-                a parser's name is not a string.
-        """
+        """Refuse numbers out of range, half of the bootstrap, and names that are no strings."""
         for name in ("total_kv_blocks", "max_num_seqs", "max_num_batched_tokens"):
             _in_range(name, getattr(self, name), 1, TOKENS_MAX)
         _in_range("data_parallel_size", self.data_parallel_size, 1, 1_024)

@@ -54,15 +54,11 @@ class _Transport(TcpTransport):
         self._is_encrypted = True
 
     def write(self, payload: bytes) -> None:
-        """Send, if the connection is as encrypted as required.
-
-        Raises:
-            ConnectionError: Encryption is required and missing.
-        """
+        """Send, if the connection is as encrypted as required; else raise ConnectionError."""
         self._checked().write(payload)
 
     def writelines(self, payload: Iterable[bytes]) -> None:
-        """Send, if the connection is as encrypted as required; errors as in :meth:`write`."""
+        """As :meth:`write`."""
         self._checked().writelines(payload)
 
     async def wait_closed(self) -> None:
@@ -124,11 +120,7 @@ class Client(nats.aio.client.Client):
 
 
 def login_options(settings: NatsSettings) -> dict[str, Any]:
-    """Options for the connection.
-
-    Raises:
-        ConfigError: An invalid key, credentials file or certificate; names the variable.
-    """
+    """Options for the connection; a ConfigError names the variable of an invalid login."""
     options: dict[str, Any] = {"servers": list(settings.servers)}
     if settings.user is not None:
         options.update(user=settings.user, password=settings.password)
@@ -157,14 +149,9 @@ def failure(
 ) -> ConfigError | TransportError:
     """Summarize failed attempts in one line: what to set, or what to start.
 
-    Args:
-        settings: Settings of the attempts.
-        errors: Why they failed, at least one. A server that refuses the login may hang up before
-            its reason is read, so an earlier attempt may be more precise than the last.
-        otherwise: What to do when no server answers.
-
-    Returns:
-        ConfigError if the server refuses us, or we refuse the server; else TransportError.
+    A ConfigError if the server refuses us, or we refuse the server; else a TransportError that ends
+    with ``otherwise``. A server that refuses the login may hang up before its reason is read, so an
+    earlier attempt may be more precise than the last.
     """
     found = [_failure(settings, error, otherwise) for error in errors]
     return next((made for made in reversed(found) if isinstance(made, ConfigError)), found[-1])

@@ -70,12 +70,7 @@ class Policy(ABC):
 
 
 def load(text: str) -> Policy:
-    """Create the policy that ``python:module:Class`` names.
-
-    Raises:
-        ConfigError: The module or class does not exist, or the class can't be created without
-            arguments.
-    """
+    """Create the policy that ``python:module:Class`` names; a ConfigError says why it can't."""
     module, _, name = text.removeprefix(PREFIX).rpartition(":")
     try:
         made = getattr(import_module(module), name)()
@@ -89,12 +84,7 @@ def load(text: str) -> Policy:
 class AskedPolicy:
     """A policy, and the thread that runs it.
 
-    Args:
-        policy: The policy.
-        name: Its name in metrics, logs and decisions; default: the class's name.
-
-    Raises:
-        ConfigError: Its deadline is not a valid time.
+    ``name`` stands in metrics, logs and decisions; default: the class's name.
     """
 
     def __init__(self, policy: Policy, name: str | None = None) -> None:
@@ -170,11 +160,7 @@ def _overrides(policy: Policy, event: str) -> bool:
 
 
 def _scores(choice: Any, candidates: list[PolicyCandidate]) -> list[float | None]:
-    """Convert a choice to a score for each candidate.
-
-    Raises:
-        TypeError, ValueError: The choice is invalid.
-    """
+    """Convert a choice to a score for each candidate; TypeError or ValueError if it is invalid."""
     if isinstance(choice, PolicyCandidate):
         choice = choice.index
     if isinstance(choice, int) and not isinstance(choice, bool):

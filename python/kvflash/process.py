@@ -40,14 +40,8 @@ class FedService:
     """A core service with the transport that feeds it, in their own threads.
 
     Several may live in one process, each with its own sockets. A service starts once and stops
-    once; as a context manager it does both.
-
-    Args:
-        core: The service.
-        host: Address to listen on.
-        port: Port to listen on; 0 picks a free one.
-        make_receiver: Creates another transport than plain sockets.
-        is_encrypted: It serves HTTPS.
+    once; as a context manager it does both. Port 0 picks a free one. ``make_receiver`` creates
+    another transport than plain sockets.
     """
 
     def __init__(
@@ -71,33 +65,20 @@ class FedService:
 
     @property
     def port(self) -> int:
-        """The bound port.
-
-        Raises:
-            ClosedError: It has not started yet.
-        """
+        """The bound port, once it has started."""
         if self._port is None:
             raise ClosedError("the service has no port before it is started")
         return self._port
 
     @property
     def url(self) -> str:
-        """URL at which this machine reaches it.
-
-        Raises:
-            ClosedError: It has not started yet.
-        """
+        """URL at which this machine reaches it, once it has started."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
         name = f"[{host}]" if ":" in host else host
         return f"{self._scheme}://{name}:{self.port}"
 
     def start(self) -> Self:
-        """Serve and receive in the background; returns itself.
-
-        Raises:
-            ConfigError: The address can't be bound.
-            ClosedError: It was already started.
-        """
+        """Serve and receive in the background; returns itself."""
         if self._port is not None or self._is_stopped:
             raise ClosedError("a service can start only once; create a new one")
         self._port = self._core.start(self._host, self._wanted_port)
@@ -161,10 +142,7 @@ def start_logging(level: str, log_format: str) -> None:
     """Log to stderr, from both languages; first warns of unknown environment variables."""
     init_logging(level, json=log_format == "json")
     handler = logging.StreamHandler(sys.stderr)
-    if log_format == "json":
-        handler.setFormatter(_JsonFormatter())
-    else:
-        handler.setFormatter(LogLine())
+    handler.setFormatter(_JsonFormatter() if log_format == "json" else LogLine())
     python_level = {"trace": "debug", "warn": "warning"}.get(level, level).upper()
     logging.basicConfig(level=python_level, handlers=[handler])
     warn_of_misspelt()
@@ -196,19 +174,10 @@ def run_until_stopped(
 ) -> None:
     """Serve until SIGTERM or SIGINT; prints a line with the address, ``ready``, once it listens.
 
-    A second signal ends the process at once.
-
-    Args:
-        service: What to run.
-        name: Its name in the log.
-        drain_s: Time that ``stop`` gives running requests, for the log.
-        lame_duck: Seconds between SIGTERM and ``stop``, and a function that tells load balancers to
-            send no more.
-        is_ready: Whether its start is complete. Before that the line is ``listening``; ``ready``
-            follows. None: once it listens.
-
-    Raises:
-        ConfigError: The address can't be bound.
+    If it listens before ``is_ready``, the line is ``listening``, and ``ready`` follows. Between
+    SIGTERM and ``stop`` load balancers have ``lame_duck_s`` to learn that they must send no more;
+    ``drain_s`` is the time that ``stop`` gives running requests, for the log. A second signal ends
+    the process at once.
     """
     stopped = []
 

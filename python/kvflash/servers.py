@@ -19,13 +19,7 @@ Environment = Mapping[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class TlsFiles:
-    """Certificates, as files in PEM.
-
-    Attributes:
-        ca: Trusted authority; None: the system's.
-        cert: Client certificate; None: no client certificate.
-        key: Key of the client certificate.
-    """
+    """Files in PEM: the trusted authority, else the system's; the client's certificate and key."""
 
     ca: str | None = None
     cert: str | None = None
@@ -37,11 +31,7 @@ class TlsFiles:
     def context(self, prefix: str = "") -> ssl.SSLContext:
         """Create the context for connections, which verify the server.
 
-        Args:
-            prefix: Prefix of the variables' names in errors.
-
-        Raises:
-            ConfigError: A file is unreadable or invalid.
+        An unreadable file is a ConfigError; ``prefix`` begins the names of its variables.
         """
         try:
             context = ssl.create_default_context(cafile=self.ca)
@@ -64,19 +54,10 @@ class TlsFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class NatsSettings:
-    """How to reach NATS.
+    """How to reach NATS, and how long, how much and how often it stores events.
 
-    Attributes:
-        servers: Addresses, such as ``nats://host:4222`` or ``tls://host:4222``.
-        user: Requires ``password``.
-        password: Requires ``user``.
-        token: Alternative to a user.
-        nkey: Seed, or a file that contains it.
-        credentials_file: File from ``nsc`` with token and seed.
-        tls: Certificates.
-        stream_max_age_s: How long events are kept.
-        stream_max_bytes: Size limit of a stream; -1: the server's limit.
-        replicas: Servers that store each stream.
+    At most one login is set: user with password, token, nkey (a seed, or a file with it), or a file
+    from ``nsc`` with token and seed. With -1 the server limits the bytes of a stream.
     """
 
     servers: tuple[str, ...] = ("nats://localhost:4222",)
@@ -108,15 +89,9 @@ class NatsSettings:
 
     @classmethod
     def from_env(cls, env: Environment = os.environ) -> NatsSettings:
-        """Read the environment; the first one set of user, token, nkey, file is used.
-
-        Raises:
-            ConfigError: A variable is invalid; names it.
-        """
+        """Read the environment; the first one set of user, token, nkey, file is used."""
         env = _filled(env)
-        user, password = env.get("NATS_AUTH_USERNAME"), env.get("NATS_AUTH_PASSWORD")
-        if (user is None) != (password is None):
-            raise ConfigError("NATS_AUTH_USERNAME and NATS_AUTH_PASSWORD go together; one is set")
+        user, password = _user(env, "NATS")
         token, nkey = env.get("NATS_AUTH_TOKEN"), env.get("NATS_AUTH_NKEY")
         file = env.get("NATS_AUTH_CREDENTIALS_FILE")
         if user is not None:
@@ -149,14 +124,7 @@ class NatsSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class EtcdSettings:
-    """How to reach etcd.
-
-    Attributes:
-        endpoints: Addresses, such as ``http://host:2379``.
-        user: Requires ``password``.
-        password: Requires ``user``.
-        tls: Certificates.
-    """
+    """How to reach etcd; user and password go together."""
 
     endpoints: tuple[str, ...] = ("http://127.0.0.1:2379",)
     user: str | None = None
@@ -165,15 +133,9 @@ class EtcdSettings:
 
     @classmethod
     def from_env(cls, env: Environment = os.environ) -> EtcdSettings:
-        """Read the environment.
-
-        Raises:
-            ConfigError: A variable is invalid; names it.
-        """
+        """Read the environment."""
         env = _filled(env)
-        user, password = env.get("ETCD_AUTH_USERNAME"), env.get("ETCD_AUTH_PASSWORD")
-        if (user is None) != (password is None):
-            raise ConfigError("ETCD_AUTH_USERNAME and ETCD_AUTH_PASSWORD go together; one is set")
+        user, password = _user(env, "ETCD")
         return cls(
             endpoints=_addresses(
                 "ETCD_ENDPOINTS", env.get("ETCD_ENDPOINTS") or "http://127.0.0.1:2379"
@@ -184,13 +146,9 @@ class EtcdSettings:
         )
 
     def urls(self, endpoints: str | None = None) -> list[str]:
-        """Addresses with their scheme: https by default if there are TLS files.
+        """Addresses with their scheme: https by default, and required, if there are TLS files.
 
-        Args:
-            endpoints: Replaces the addresses of the settings; separated by commas.
-
-        Raises:
-            ConfigError: No address, or an unencrypted one although there are TLS files.
+        ``endpoints``, separated by commas, replace the addresses of the settings.
         """
         text = endpoints or ",".join(self.endpoints)
         scheme = "https" if self.tls else "http"
@@ -221,6 +179,14 @@ def _filled(env: Environment) -> Environment:
     return {name: value for name, value in env.items() if value}
 
 
+def _user(env: Environment, service: str) -> tuple[str | None, str | None]:
+    names = (f"{service}_AUTH_USERNAME", f"{service}_AUTH_PASSWORD")
+    user, password = map(env.get, names)
+    if (user is None) != (password is None):
+        raise ConfigError(f"{' and '.join(names)} go together; one is set")
+    return user, password
+
+
 def keep_alive(sock: socket.socket, *more: tuple[str, int]) -> None:
     """Let the kernel detect a dead peer, after about 10 + 3 * 5 s; sets further options of TCP."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -230,11 +196,7 @@ def keep_alive(sock: socket.socket, *more: tuple[str, int]) -> None:
 
 
 def agreed(*names: str) -> tuple[str, str] | None:
-    """The first of these variables that is set, and its value; None if all are unset.
-
-    Raises:
-        ConfigError: Two of them differ; names both.
-    """
+    """The first of these variables that is set, and its value; refused if two of them differ."""
     found = {name: os.environ[name] for name in names if os.environ.get(name)}
     if len(set(found.values())) > 1:
         said = " and ".join(f"{name}={value}" for name, value in found.items())
@@ -243,11 +205,7 @@ def agreed(*names: str) -> tuple[str, str] | None:
 
 
 def plane_of_events(named: str | None = None) -> str:
-    """The event plane; default ``zmq``.
-
-    Raises:
-        ConfigError: Neither zmq nor nats, or two variables that differ.
-    """
+    """The event plane; default ``zmq``."""
     found = agreed("KVFLASH_EVENT_PLANE", "DYN_EVENT_PLANE") if named is None else None
     name, value = found or ("event_plane", "zmq" if named is None else named)
     if value not in EVENT_PLANES:

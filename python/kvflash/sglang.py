@@ -16,13 +16,7 @@ BOOTSTRAP_PORT = 8998
 def build(options: LauncherOptions, given: Arguments, host: str) -> EngineCommand:
     """Add the arguments that routing needs to those of SGLang's server; given arguments stay.
 
-    Args:
-        options: The launcher's options.
-        given: SGLang's arguments.
-        host: Host under which others reach this machine; SGLang listens there by default.
-
-    Raises:
-        ConfigError: The model is missing, or an argument can't be announced.
+    By default SGLang listens at ``host``, under which others reach this machine.
     """
     arguments = Arguments(given.words)
     model = arguments.value("--model-path", "--model")

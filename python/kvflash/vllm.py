@@ -17,13 +17,7 @@ TRANSFER = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 def build(options: LauncherOptions, given: Arguments, host: str) -> EngineCommand:
     """Add the arguments that routing needs to those of ``vllm serve``; given arguments stay.
 
-    Args:
-        options: The launcher's options.
-        given: vLLM's arguments: the model first, or ``--model``.
-        host: Host under which others reach this machine; vLLM listens on all interfaces by default.
-
-    Raises:
-        ConfigError: The model is missing, or an argument can't be announced.
+    The model comes first, or by ``--model``. vLLM listens on all interfaces by default.
     """
     del host
     arguments = Arguments(given.words)
