@@ -12,13 +12,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvflash._core import Catalog, Frontend, Indexer, Router, init_logging
-from kvflash.console import LogLine, level_name, utc
-from kvflash.errors import ClosedError
+from kvflash.console import LogLine, level_name, refuse, utc
+from kvflash.errors import ClosedError, KvflashError
 from kvflash.settings import warn_of_misspelt
 
 if TYPE_CHECKING:
@@ -65,20 +65,33 @@ class FedService:
 
     @property
     def port(self) -> int:
-        """The bound port, once it has started."""
+        """The bound port.
+
+        Raises:
+            ClosedError: It has not started yet.
+        """
         if self._port is None:
             raise ClosedError("the service has no port before it is started")
         return self._port
 
     @property
     def url(self) -> str:
-        """URL at which this machine reaches it, once it has started."""
+        """URL at which this machine reaches it.
+
+        Raises:
+            ClosedError: It has not started yet.
+        """
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
         name = f"[{host}]" if ":" in host else host
         return f"{self._scheme}://{name}:{self.port}"
 
     def start(self) -> Self:
-        """Serve and receive in the background; returns itself."""
+        """Serve and receive in the background; returns itself.
+
+        Raises:
+            ConfigError: The address can't be bound.
+            ClosedError: It was already started.
+        """
         if self._port is not None or self._is_stopped:
             raise ClosedError("a service can start only once; create a new one")
         self._port = self._core.start(self._host, self._wanted_port)
@@ -120,6 +133,9 @@ class FedService:
         catalog, receiver = self._core.catalog, self._receiver
         while receiver is not None and (order := catalog.next_order()) is not None:
             receiver.obey(order)
+
+
+_Service = TypeVar("_Service", bound=FedService)
 
 
 def _sockets(catalog: Catalog) -> Receiver:
@@ -164,20 +180,36 @@ def _allow_open_files() -> None:
         logger.info("limit of open files raised to %d, from %d", hard, soft)
 
 
-def run_until_stopped(
-    service: FedService,
-    *,
+def run_service(
     name: str,
-    drain_s: float | None = None,
-    lame_duck: tuple[float, Callable[[], None]] | None = None,
-    is_ready: Callable[[], bool] | None = None,
+    parse: Callable[[Sequence[str] | None], Any],
+    make: Callable[[Any], _Service],
+    argv: Sequence[str] | None,
+    *,
+    is_ready: Callable[[_Service], bool] = lambda _service: True,
+) -> int:
+    """Run ``kvflash NAME``: the service that ``make`` creates from the arguments, until a signal.
+
+    Returns the exit status.
+    """
+    try:
+        args = parse(argv)
+        start_logging(args.log_level, args.log_format)
+        service = make(args)
+        run_until_stopped(service, args, name=name, is_ready=lambda: is_ready(service))
+    except KvflashError as error:
+        return refuse(name, error, failure=2)
+    return 0
+
+
+def run_until_stopped(
+    service: FedService, args: Any, *, name: str, is_ready: Callable[[], bool]
 ) -> None:
     """Serve until SIGTERM or SIGINT; prints a line with the address, ``ready``, once it listens.
 
     If it listens before ``is_ready``, the line is ``listening``, and ``ready`` follows. Between
-    SIGTERM and ``stop`` load balancers have ``lame_duck_s`` to learn that they must send no more;
-    ``drain_s`` is the time that ``stop`` gives running requests, for the log. A second signal ends
-    the process at once.
+    SIGTERM and its stop, load balancers have ``--lame-duck-timeout`` to learn that they must send
+    no more. A second signal ends the process at once.
     """
     stopped = []
 
@@ -186,8 +218,10 @@ def run_until_stopped(
         # No Python signal handler would run while the core stops.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
-        wait = lame_duck[0] if lame_duck is not None and signum == signal.SIGTERM else 0
+        wait = args.lame_duck_timeout if signum == signal.SIGTERM else 0
         pause = f" in {wait:g} s, /ready is 503 until then" if wait else ""
+        # An indexer has no running requests to wait for.
+        drain_s = getattr(args, "drain_timeout", None)
         grace = "" if drain_s is None else f"; running requests get up to {drain_s:g} s"
         received = signal.Signals(signum).name
         logger.info(
@@ -206,7 +240,7 @@ def run_until_stopped(
     def tell(event: str) -> None:
         print(json.dumps({"event": event, "service": name, "url": service.url}), flush=True)
 
-    if is_ready is not None and not is_ready():
+    if not is_ready():
         # The address is needed before: engines may have to be registered over HTTP first.
         tell("listening")
         heard.settimeout(_GATE_PERIOD_S)
@@ -218,8 +252,7 @@ def run_until_stopped(
         tell("ready")
     while not stopped:
         heard.recv(1)
-    if lame_duck is not None and stopped[0] == signal.SIGTERM:
-        seconds, announce = lame_duck
-        announce()
-        time.sleep(seconds)
+    if stopped[0] == signal.SIGTERM:
+        service.announce_stop()
+        time.sleep(args.lame_duck_timeout)
     service.stop()

@@ -9,13 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvflash._core import Frontend, model_folder
-from kvflash.console import refuse
 from kvflash.discovery import open_discovery
-from kvflash.errors import ConfigError, KvflashError
+from kvflash.errors import ConfigError
 from kvflash.flags import source_of
 from kvflash.frontend.args import FrontendArgs, parse_args
 from kvflash.policy import asked_of
-from kvflash.process import FedService, run_until_stopped, start_logging
+from kvflash.process import FedService, run_service
 from kvflash.roster.finder import Finder, add_named
 from kvflash.routing.cluster import Cluster
 
@@ -181,13 +180,9 @@ class _Watched(FedService):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the frontend until a signal. Returns the exit status."""
-    try:
-        args = parse_args(argv)
-        start_logging(args.log_level, args.log_format)
-        fleet: dict[int, str] = {}
-        service = _Watched(make_frontend(args, fleet), args, fleet)
-        lame_duck = (args.lame_duck_timeout, service.announce_stop)
-        run_until_stopped(service, name="frontend", drain_s=args.drain_timeout, lame_duck=lame_duck)
-    except KvflashError as error:
-        return refuse("frontend", error, failure=2)
-    return 0
+    return run_service("frontend", parse_args, _make, argv)
+
+
+def _make(args: FrontendArgs) -> _Watched:
+    fleet: dict[int, str] = {}
+    return _Watched(make_frontend(args, fleet), args, fleet)
