@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,8 +40,7 @@ class _Place:
     def kind(self) -> str:
         """What answers: ``indexer``, ``frontend``, ``router``, ``engine`` or ``other``.
 
-        Without workers to show, ``locked`` for a service of kvflash, ``unreachable`` without any
-        answer.
+        ``locked`` is a service that does not show its workers, ``unreachable`` one without answer.
         """
         has_workers = self.workers.status == 200 and isinstance(self.workers.json, list)
         body = self.models.json
@@ -81,11 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Namespace:
-    """Parse the command line and the environment.
-
-    Raises:
-        ConfigError: An address is not well formed.
-    """
+    """Parse the command line and the environment."""
     flags = Flags(
         "doctor",
         "Check frontends, indexers and engines: what is wrong, and what to do about it. Exit "
@@ -137,25 +132,26 @@ class _Doctor:
 
     def findings(self) -> Iterator[Finding]:
         """All findings, place by place, in the order of the command line."""
-        places = self._parallel(self._meet, self._args.urls)
-        indexers = [place.url for place in places if place.kind == "indexer"]
-        has_listeners = any(place.kind in ("indexer", "frontend") for place in places)
+        with ThreadPoolExecutor(_PARALLEL) as pool:
+            places = list(pool.map(self._meet, self._args.urls))
+        kinds = {place.kind for place in places}
         heard: dict[str, Heard] = {}
-        if self._args.listen and has_listeners:
+        if self._args.listen and kinds & {"indexer", "frontend"}:
             known = [entry for place in places for entry in self._known(place)]
             yield from self._listen(known, heard)
         engines: list[Engine] = []
         listeners: list[Listener] = []
         for place in places:
             if place.kind == "indexer":
-                yield from self._guarded(place.url, self._indexer(place.url, listeners, heard))
+                found = self._indexer(place.url, listeners, heard)
             elif place.kind == "engine":
-                yield from self._guarded(place.url, self._engine(place, engines))
+                found = self._engine(place, engines)
             elif place.kind == "frontend":
-                yield from self._guarded(place.url, self._frontend(place, heard))
+                found = self._frontend(place, heard)
             else:
-                yield from self._guarded(place.url, self._other(place))
-        if indexers:
+                found = self._other(place)
+            yield from self._guarded(place.url, found)
+        if "indexer" in kinds:
             pairs = checks.check_pairs(engines, listeners)
             yield from self._guarded("engines and indexers", pairs)
 
@@ -168,11 +164,6 @@ class _Doctor:
             seen = f"the check failed: {type(error).__name__}: {error}"
             how = "unexpected answer: upgrade the service or kvflash, or report this line"
             yield fail(subject, "answers", seen, how)
-
-    @staticmethod
-    def _parallel(do: Callable[[str], _Place], urls: Sequence[str]) -> list[_Place]:
-        with ThreadPoolExecutor(_PARALLEL) as pool:
-            return list(pool.map(do, urls))
 
     def _ask(self, url: str, path: str, *, with_key: bool = False, body: Any = None) -> Answer:
         key = self._args.worker_api_key if with_key else None
@@ -222,10 +213,8 @@ class _Doctor:
         replays = self._replays(own)
         for listener in own:
             replayed = replays.get((listener.instance, listener.rank))
-            found = checks.check_listener(
-                listener, replayed, heard.get(listener.endpoint), self._args.timeout
-            )
-            yield from found
+            received = heard.get(listener.endpoint)
+            yield from checks.check_listener(listener, replayed, received, self._args.timeout)
 
     def _frontend(self, place: _Place, heard: dict[str, Heard]) -> Iterator[Finding]:
         url = place.url
@@ -242,9 +231,8 @@ class _Doctor:
         tokens: dict[str, list[int] | None] = {}
         for worker in known:
             yield from workers.check_worker(worker, told, replays, heard, self._args.timeout)
-            if worker.is_http and worker.model and not worker.is_prefill:
-                if not worker.entry.get("healthy"):
-                    continue
+            is_healthy = worker.entry.get("healthy")
+            if worker.is_http and worker.model and not worker.is_prefill and is_healthy:
                 if worker.model not in tokens:
                     tokens[worker.model] = self._tokens(url, worker.model)
                 asked = {"model": worker.model, "prompt": workers.SAMPLE_TEXT}

@@ -19,45 +19,26 @@ LAG_BATCHES_MAX = 100
 
 # The check that a reason belongs to, and the check's name when there is no reason.
 _CHECKS = {
-    "connected": ("failed", "never_connected", "disconnected", "paused"),
-    "publishes": ("no_events_yet",),
-    "decodes": (
-        "nothing_decodable",
-        "undecodable",
-        "malformed_events",
-        "unknown_events",
-        "unknown_medium",
-    ),
-    "block size": ("block_size_mismatch", "mixed_block_sizes"),
+    "connected": "failed never_connected disconnected paused",
+    "publishes": "no_events_yet",
+    "decodes": "nothing_decodable undecodable malformed_events unknown_events unknown_medium",
+    "block size": "block_size_mismatch mixed_block_sizes",
     "complete": (
-        "catching_up",
-        "missed_first_batches",
-        "lost_batches",
-        "unverified_reconnect",
-        "recovered_without_watermark",
-        "recovered_inexact",
-        "orphaned_stores",
+        "catching_up missed_first_batches lost_batches unverified_reconnect "
+        "recovered_without_watermark recovered_inexact orphaned_stores"
     ),
-    "consistent": ("self_parent", "identity_conflict", "hash_reused"),
-    "room": ("refused_blocks", "evicted_by_limit"),
-    "capacity": ("over_capacity",),
+    "consistent": "self_parent identity_conflict hash_reused",
+    "room": "refused_blocks evicted_by_limit",
+    "capacity": "over_capacity",
 }
-_CHECK_OF = {code: check for check, codes in _CHECKS.items() for code in codes}
+_CHECK_OF = {code: check for check, codes in _CHECKS.items() for code in codes.split()}
 # Codes that make a worker stale: none of its blocks can be relied on.
-_STALE = {
-    "failed",
-    "never_connected",
-    "disconnected",
-    "paused",
-    "block_size_mismatch",
-    "nothing_decodable",
-}
+_STALE = {*_CHECKS["connected"].split(), "block_size_mismatch", "nothing_decodable"}
 _NTP = "let both hosts take their time from the same NTP servers"
 PROMPT_HINT = (
     "send the engine a prompt longer than one block; if nothing comes, switch its KV events "
     '("enable_kv_cache_events": true, "publisher": "zmq") and prefix caching on'
 )
-_UPGRADE = "report engine and version"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,10 +132,8 @@ def check_indexer(
     else:
         yield fail(url, "reachable", f"GET /health: {health.said}", "look into its log, restart it")
     yield from check_clock(url, health.skew_s)
-    if ready.status == 404:
-        yield ok(url, "ready", "it has no GET /ready")
-    elif ready.status == 200:
-        yield ok(url, "ready", "yes")
+    if ready.status in (200, 404):
+        yield ok(url, "ready", "yes" if ready.status == 200 else "it has no GET /ready")
     else:
         wait = "wait until it has recovered and its workers have registered; the answer lists them"
         yield fail(url, "ready", f"GET /ready: {ready.said}", wait)
@@ -306,9 +285,8 @@ def check_heard(listener: Listener, heard: Heard) -> Iterator[Finding]:
         seen = f"{endpoint} cannot be used from here: {heard.error}"
         yield fail(subject, "listened", seen, "check the endpoint of the registration")
     elif not heard.messages:
-        yield warn(
-            subject, "listened", f"{endpoint} sent nothing while the doctor listened", PROMPT_HINT
-        )
+        seen = f"{endpoint} sent nothing while the doctor listened"
+        yield warn(subject, "listened", seen, PROMPT_HINT)
     elif heard.malformed:
         seen = f"{heard.malformed} of {heard.messages} messages have no sequence number"
         how = "the endpoint is not a KV event socket: correct the registration"
@@ -331,23 +309,21 @@ def check_heard(listener: Listener, heard: Heard) -> Iterator[Finding]:
 def _check_contents(listener: Listener, contents: Contents) -> Iterator[Finding]:
     subject, size = listener.subject, listener.block_size
     if contents.undecodable:
-        yield fail(
-            subject, "decodes", f"a message is not an event batch: {contents.fault}", _UPGRADE
-        )
+        seen = f"a message is not an event batch: {contents.fault}"
+        yield fail(subject, "decodes", seen, "report engine and version")
     others = sorted(set(contents.block_sizes) - {size})
     if size is not None and others:
         seen = f"its events have blocks of {others[0]} tokens, the index of {size}"
         how = "the same --block-size for the engine and its registration"
         yield fail(subject, "block size", seen, how)
+    stored = contents.stored
     if contents.numbered_adapters:
-        seen = (
-            f"{contents.numbered_adapters} of {contents.stored} stored events have a lora_id only"
-        )
+        seen = f"{contents.numbered_adapters} of {stored} stored events have a lora_id only"
         how = "a newer engine: blocks without their adapter's name match no query"
         yield warn(subject, "identity", seen, how)
-    elif contents.stored:
+    elif stored:
         named, salted = contents.named_adapters, contents.salted
-        seen = f"of {contents.stored} stored events {named} have an adapter, {salted} a cache salt"
+        seen = f"of {stored} stored events {named} have an adapter, {salted} a cache salt"
         yield ok(subject, "identity", seen)
 
 
@@ -391,8 +367,7 @@ def check_engine(url: str, models: Answer, metrics: Answer) -> Iterator[Finding]
         how = "compare block size and prefix caching by hand; vLLM reports them, SGLang does not"
         yield warn(url, "cache", seen, how)
         return
-    seen = f"{engine.capacity_blocks} blocks of {engine.block_size} tokens"
-    yield ok(url, "cache", seen)
+    yield ok(url, "cache", f"{engine.capacity_blocks} blocks of {engine.block_size} tokens")
     if engine.has_prefix_caching is False:
         seen = "off: the engine reuses nothing and publishes no events"
         yield fail(url, "prefix caching", seen, "start it with --enable-prefix-caching")
@@ -427,9 +402,8 @@ def check_pairs(engines: Sequence[Engine], listeners: Sequence[Listener]) -> Ite
         paired = of_model or of_host
         sizes = {entry.block_size for entry in paired} - {None, engine.block_size}
         if engine.block_size is not None and sizes:
-            seen = (
-                f"the engine has {engine.block_size} tokens, the index {min(filter(None, sizes))}"
-            )
+            indexed = min(filter(None, sizes))
+            seen = f"the engine has {engine.block_size} tokens, the index {indexed}"
             how = "the same --block-size for the engine and its registration"
             yield fail(engine.url, "block size", seen, how)
         of_both = [entry for entry in of_host if entry in paired]
@@ -450,9 +424,8 @@ def _check_capacity(engine: Engine, listeners: Sequence[Listener]) -> Iterator[F
             yield fail(listener.subject, "engine capacity", seen, how)
         elif told is not None and told != capacity:
             seen = f"registered with capacity_blocks {told}, the engine has {capacity}"
-            yield warn(
-                listener.subject, "engine capacity", seen, "register it with the engine's value"
-            )
+            how = "register it with the engine's value"
+            yield warn(listener.subject, "engine capacity", seen, how)
         else:
             yield ok(listener.subject, "engine capacity", f"{held} of {capacity} blocks are known")
 

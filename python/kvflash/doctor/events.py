@@ -1,9 +1,10 @@
 """Checks engines' event sockets: answers of the replay socket, batches of the event socket."""
 
+import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack  # type: ignore[import-untyped,unused-ignore]
 import zmq
@@ -34,16 +35,9 @@ _LOOKED_INTO_MAX = 1_000
 
 @dataclass
 class Contents:
-    """Contents of event batches.
+    """Contents of event batches; ``fault`` describes the last message that is not a batch.
 
-    Attributes:
-        batches: Batches that could be read.
-        undecodable: Messages that are not batches; ``fault`` describes the last one.
-        block_sizes: Tokens in a block, from stored events that have it.
-        stored: Stored events.
-        named_adapters: Stored events with an adapter's name.
-        numbered_adapters: Stored events with an adapter's number only.
-        salted: Stored events with a cache salt, as far as that is visible.
+    Adapters and cache salts are counted by stored event, salts as far as they are visible.
     """
 
     batches: int = 0
@@ -58,9 +52,7 @@ class Contents:
     def take(self, payload: bytes) -> float | None:
         """Read one batch; returns its timestamp by the engine's clock."""
         try:
-            batch = msgpack.unpackb(
-                payload, raw=False, strict_map_key=False, unicode_errors="replace"
-            )
+            batch = msgpack.unpackb(payload, strict_map_key=False, unicode_errors="replace")
             if isinstance(batch, dict):
                 batch = [batch.get("ts"), batch["events"]]
             ts, events = batch[0], list(batch[1])
@@ -95,18 +87,9 @@ class Contents:
 
 @dataclass
 class Replayed:
-    """The answer of a replay socket.
-
-    Attributes:
-        has_answered: Whether anything arrived.
-        has_ended: Whether the end mark arrived.
-        first: Number of the first batch in the answer.
-        contents: Contents of the batches.
-        error: Why the socket can't be used.
-    """
+    """The answer of a replay socket: the number and the contents of its first batch."""
 
     has_answered: bool = False
-    has_ended: bool = False
     first: int | None = None
     contents: Contents = field(default_factory=Contents)
     error: str = ""
@@ -114,17 +97,10 @@ class Replayed:
 
 @dataclass
 class Heard:
-    """What an event socket sent while this process listened.
+    """What an event socket sent while this process listened, by the numbers of its batches.
 
-    Attributes:
-        messages: Number of messages; ``malformed`` of them have no sequence number.
-        first: Number of the first batch.
-        last: Number of the last batch.
-        holes: Numbers missing in between.
-        skew_s: How far the engine's clock is ahead of ours, by the last batch; includes the
-            transfer time.
-        contents: Contents of the batches.
-        error: Why the socket can't be used.
+    ``malformed`` messages have no number, ``holes`` are numbers that did not come. ``skew_s`` is
+    how far the engine's clock is ahead of ours, by the last batch; it includes the transfer time.
     """
 
     messages: int = 0
@@ -152,107 +128,88 @@ class Heard:
             self.skew_s = None if ts is None else ts - time.time()
 
 
+_Socket = zmq.Socket[bytes]
+_Result = TypeVar("_Result", Replayed, Heard)
+
+
 def ask_replays(targets: Sequence[tuple[str, int]], timeout_s: float) -> list[Replayed]:
     """Request batches from many replay sockets at once, each from a given number on.
 
-    Only the start of each answer is read: it shows where the ring begins.
-
-    Args:
-        targets: Endpoint and first requested number of each.
-        timeout_s: Time limit for the sockets of one round.
+    Only the start of each answer is read: it shows where the ring begins. The time limit is for the
+    sockets of one round.
     """
-    answers: list[Replayed] = []
-    for at in range(0, len(targets), SOCKETS_MAX):
-        answers += _ask_round(targets[at : at + SOCKETS_MAX], timeout_s)
-    return answers
-
-
-def _ask_round(targets: Sequence[tuple[str, int]], timeout_s: float) -> list[Replayed]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     answers = [Replayed() for _ in targets]
-    poller = zmq.Poller()
-    waiting: dict[zmq.Socket[bytes], Replayed] = {}
-    try:
-        for (endpoint, first), answer in zip(targets, answers, strict=True):
-            socket = _open(context, zmq.DEALER)
-            try:
-                dial(socket, endpoint)
-                socket.send_multipart([b"", first.to_bytes(8, "big")], zmq.NOBLOCK)
-            except zmq.ZMQError as error:
-                answer.error = str(error)
-                socket.close(0)
-                continue
-            waiting[socket] = answer
-            poller.register(socket, zmq.POLLIN)
-        deadline = time.monotonic() + timeout_s
-        while waiting:
-            left_ms = int((deadline - time.monotonic()) * 1000)
-            ready = poller.poll(left_ms) if left_ms > 0 else []
-            if not ready:
-                break
-            for socket, _ in ready:
-                if _take_answer(waiting[socket], socket):
-                    del waiting[socket]
+    for at in range(0, len(targets), SOCKETS_MAX):
+        one_round = zip(targets[at : at + SOCKETS_MAX], answers[at:], strict=False)
+        with _dialed(zmq.DEALER, one_round) as (waiting, poller):
+            deadline = time.monotonic() + timeout_s
+            while waiting and (ready := _ready(poller, deadline)):
+                for socket in ready:
+                    _take_answer(waiting.pop(socket), socket.recv_multipart())
                     poller.unregister(socket)
                     socket.close(0)
-    finally:
-        context.destroy(0)
     return answers
 
 
-def _take_answer(answer: Replayed, socket: zmq.Socket[bytes]) -> bool:
-    """Take the start of an answer; true when no more is needed."""
-    parts = socket.recv_multipart()
+def _take_answer(answer: Replayed, parts: list[bytes]) -> None:
+    """Take the start of an answer."""
     answer.has_answered = True
     if len(parts) < 2 or len(parts[-2]) != 8:
         answer.contents.undecodable += 1
         answer.contents.fault = f"a message of {len(parts)} parts without a sequence number"
-        return True
-    if parts[-2] == _END or not parts[-1]:
-        answer.has_ended = True
-        return True
-    answer.first = int.from_bytes(parts[-2], "big")
-    answer.contents.take(parts[-1])
-    return True
+    elif parts[-2] != _END and parts[-1]:
+        answer.first = int.from_bytes(parts[-2], "big")
+        answer.contents.take(parts[-1])
 
 
-def listen(endpoints: Iterable[str], seconds: float) -> list[Heard]:
-    """Listen at event sockets for a while, at most :data:`SOCKETS_MAX` of them.
-
-    Returns:
-        What each socket sent; shorter than ``endpoints`` above the limit.
-    """
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    poller = zmq.Poller()
-    all_heard: list[Heard] = []
-    sockets: dict[zmq.Socket[bytes], Heard] = {}
-    try:
-        for endpoint in list(endpoints)[:SOCKETS_MAX]:
-            heard = Heard()
-            all_heard.append(heard)
-            socket = _open(context, zmq.SUB)
-            socket.setsockopt(zmq.SUBSCRIBE, b"")
-            try:
-                dial(socket, endpoint)
-            except zmq.ZMQError as error:
-                heard.error = str(error)
-                socket.close(0)
-                continue
-            sockets[socket] = heard
-            poller.register(socket, zmq.POLLIN)
+def listen(endpoints: Sequence[str], seconds: float) -> list[Heard]:
+    """What event sockets send in a while, of at most :data:`SOCKETS_MAX` of them."""
+    all_heard = [Heard() for _ in endpoints[:SOCKETS_MAX]]
+    targets = [(endpoint, None) for endpoint in endpoints]
+    with _dialed(zmq.SUB, zip(targets, all_heard, strict=False)) as (sockets, poller):
         deadline = time.monotonic() + seconds
-        while sockets and (left_ms := int((deadline - time.monotonic()) * 1000)) > 0:
-            for socket, _ in poller.poll(left_ms):
+        while sockets and (ready := _ready(poller, deadline)):
+            for socket in ready:
                 sockets[socket].take(socket.recv_multipart())
-    finally:
-        context.destroy(0)
     return all_heard
 
 
-def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
-    socket = context.socket(kind)
-    socket.setsockopt(zmq.LINGER, 0)
-    # An overflow here would look as if the engine had skipped batches.
-    socket.setsockopt(zmq.RCVHWM, 20_000)
-    socket.setsockopt(zmq.MAXMSGSIZE, _FRAME_BYTES_MAX)
-    return socket
+def _ready(poller: zmq.Poller, deadline: float) -> list[_Socket]:
+    """The sockets with a message, once there is one; none after the deadline."""
+    left_ms = int((deadline - time.monotonic()) * 1000)
+    return [socket for socket, _ in poller.poll(left_ms)] if left_ms > 0 else []
+
+
+@contextlib.contextmanager
+def _dialed(
+    kind: int, targets: Iterable[tuple[tuple[str, int | None], _Result]]
+) -> Iterator[tuple[dict[_Socket, _Result], zmq.Poller]]:
+    """Sockets to all endpoints, each asked for batches from its number on, if it has one.
+
+    Results of endpoints that can't be used get the error.
+    """
+    context: zmq.Context[_Socket] = zmq.Context()
+    sockets: dict[_Socket, _Result] = {}
+    poller = zmq.Poller()
+    try:
+        for (endpoint, first), result in targets:
+            socket = context.socket(kind)
+            socket.setsockopt(zmq.LINGER, 0)
+            # An overflow here would look as if the engine had skipped batches.
+            socket.setsockopt(zmq.RCVHWM, 20_000)
+            socket.setsockopt(zmq.MAXMSGSIZE, _FRAME_BYTES_MAX)
+            if kind == zmq.SUB:
+                socket.setsockopt(zmq.SUBSCRIBE, b"")
+            try:
+                dial(socket, endpoint)
+                if first is not None:
+                    socket.send_multipart([b"", first.to_bytes(8, "big")], zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                result.error = str(error)
+                socket.close(0)
+                continue
+            sockets[socket] = result
+            poller.register(socket, zmq.POLLIN)
+        yield sockets, poller
+    finally:
+        context.destroy(0)

@@ -7,15 +7,9 @@ OK, WARN, FAIL = "ok", "warn", "FAIL"
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One line of the report.
+    """One line of the report: a level, a URL or a worker there, and the name of the check.
 
-    Attributes:
-        level: ``ok``, ``warn`` or ``FAIL``.
-        subject: What was checked: a URL, or a worker of the indexer there.
-        check: Name of the check, in fixed words.
-        seen: What was observed.
-        fix: What to do; empty for ``ok``.
-        code: The code of the reason, if an indexer gave one for not trusting a worker.
+    ``fix`` is empty for ``ok``; ``code`` is the indexer's for why it does not trust a worker.
     """
 
     level: str
