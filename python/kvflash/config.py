@@ -1,6 +1,7 @@
 """Parsers for flag values, and the flags that every service has."""
 
 import argparse
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Literal, TypeVar
@@ -68,18 +69,14 @@ def memory_limit(text: str) -> int:
 
     Smaller limits are refused: a value such as ``8`` usually lacks its unit.
     """
-    if text.strip() == "0":
-        return 0
-    try:
-        value = byte_count(text)
-    except argparse.ArgumentTypeError:
-        value = 0
-    if not 2**20 <= value < 2**63:
-        raise argparse.ArgumentTypeError(
-            f"must be 0 for no limit or a size of at least 1MiB, such as 8GiB, 512MiB or "
-            f"8000000000, got {text!r}"
-        )
-    return value
+    with contextlib.suppress(argparse.ArgumentTypeError):
+        value = size_or_zero(text)
+        if value == 0 or 2**20 <= value < 2**63:
+            return value
+    raise argparse.ArgumentTypeError(
+        f"must be 0 for no limit or a size of at least 1MiB, such as 8GiB, 512MiB or "
+        f"8000000000, got {text!r}"
+    )
 
 
 def optional(parse: Callable[[str], _T]) -> Callable[[str], _T | None]:

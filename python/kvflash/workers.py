@@ -81,10 +81,7 @@ def _of_frontend(worker: Mapping[str, Any]) -> tuple[object, ...]:
     capacity = worker.get("capacity_blocks")
     blocks = f"{worker.get('blocks')}/{capacity}" if capacity else worker.get("blocks")
     return (
-        worker.get("id"),
-        worker.get("url"),
-        worker.get("model"),
-        worker.get("role"),
+        *map(worker.get, ("id", "url", "model", "role")),
         _state(worker, "healthy" if worker.get("healthy") else "unhealthy"),
         worker.get("requests"),
         blocks,
@@ -96,10 +93,7 @@ def _of_frontend(worker: Mapping[str, Any]) -> tuple[object, ...]:
 def _of_router(worker: Mapping[str, Any]) -> tuple[object, ...]:
     ranks = worker.get("ranks") or []
     return (
-        worker.get("worker_id"),
-        worker.get("url"),
-        worker.get("model_name"),
-        worker.get("tenant_id"),
+        *map(worker.get, ("worker_id", "url", "model_name", "tenant_id")),
         _state(worker, "busy" if worker.get("is_busy") else "free"),
         sum(rank.get("active_requests") or 0 for rank in ranks),
         worker.get("blocks"),
@@ -109,11 +103,7 @@ def _of_router(worker: Mapping[str, Any]) -> tuple[object, ...]:
 
 def _of_indexer(worker: Mapping[str, Any]) -> tuple[object, ...]:
     return (
-        worker.get("instance_id"),
-        worker.get("model_name"),
-        worker.get("tenant_id"),
-        worker.get("status"),
-        worker.get("blocks"),
+        *map(worker.get, ("instance_id", "model_name", "tenant_id", "status", "blocks")),
         _events((worker.get("listeners") or {}).values()),
         (worker.get("trust") or {}).get("state"),
     )

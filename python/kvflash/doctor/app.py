@@ -256,9 +256,10 @@ class _Doctor:
 
     def _engine(self, place: _Place, engines: list[Engine]) -> Iterator[Finding]:
         metrics = self._ask(place.url, "/metrics", with_key=True)
+        engine = checks.engine_of(place.url, place.models, metrics)
         if place.models.status == 200:
-            engines.append(checks.engine_of(place.url, place.models, metrics))
-        yield from checks.check_engine(place.url, place.models, metrics)
+            engines.append(engine)
+        yield from checks.check_engine(engine, place.models, metrics)
 
     def _other(self, place: _Place) -> Iterator[Finding]:
         url = place.url

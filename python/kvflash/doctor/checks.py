@@ -245,14 +245,13 @@ def check_replay(
     """Check the answer of a replay socket."""
     subject, endpoint, last = listener.subject, listener.replay_endpoint, listener.last_sequence
     if endpoint is None or replayed is None:
-        seen = (
-            "no replay_endpoint: lost batches cannot be recovered, and a restart may go unnoticed"
-        )
-        how = (
+        yield warn(
+            subject,
+            "replay",
+            "no replay_endpoint: lost batches cannot be recovered, and a restart may go unnoticed",
             'add "replay_endpoint": "tcp://*:PORT" to the engine\'s --kv-events-config and '
-            "register the worker with it"
+            "register the worker with it",
         )
-        yield warn(subject, "replay", seen, how)
         return
     reach = (
         f"check that {endpoint} is the replay_endpoint of the engine's --kv-events-config and "
@@ -352,9 +351,9 @@ def engine_of(url: str, models: Answer, metrics: Answer) -> Engine:
     )
 
 
-def check_engine(url: str, models: Answer, metrics: Answer) -> Iterator[Finding]:
+def check_engine(engine: Engine, models: Answer, metrics: Answer) -> Iterator[Finding]:
     """Check an engine on its own."""
-    engine = engine_of(url, models, metrics)
+    url = engine.url
     if models.status != 200:
         how = "set KVFLASH_WORKER_API_KEY to the engine's API key"
         yield fail(url, "reachable", f"GET /v1/models: {models.said}", how)

@@ -15,6 +15,7 @@ SAMPLE_TEXT = (
     "def area(r: float) -> float:\n    return 3.14159 * r ** 2  # naïve, 東京 🙂  doesn't it?"
 )
 
+_TOKENIZER = "set --tokenizer to the folder of the model"
 #: What /health shows for an engine that has not reported its reuse.
 _REPORT = (
     "vLLM: start it with --enable-prompt-tokens-details; SGLang: with --enable-cache-report; both "
@@ -122,10 +123,7 @@ def check_parity(url: str, health: Mapping[str, Any]) -> Iterator[Finding]:
             differing = by_outcome.pop("differs", [])
             if differing:
                 why = forms[differing[0]].get("why")
-                how = (
-                    "set --tokenizer to the folder of the model that the engines serve, "
-                    "with its chat template"
-                )
+                how = f"{_TOKENIZER} that the engines serve, with its chat template"
                 seen = f"prompts of the forms {', '.join(differing)} differ ({why})"
                 yield warn(subject, "parity", f"{seen}; the engines render them", how)
             told = [f"{outcome}: {', '.join(names)}" for outcome, names in by_outcome.items()]
@@ -191,10 +189,9 @@ def _check_listener(listener: Listener, worker: Mapping[str, Any]) -> Iterator[F
     else:
         yield ok(subject, "publishes", "no events yet, and no requests")
     if counts.get("undecodable"):
+        seen = f"{counts['undecodable']} messages are not event batches"
         how = "check that the endpoint is the KV event socket of a vLLM or SGLang engine"
-        yield warn(
-            subject, "decodes", f"{counts['undecodable']} messages are not event batches", how
-        )
+        yield warn(subject, "decodes", seen, how)
     own = worker.get("engine_block_size")
     if isinstance(own, int) and listener.block_size not in (None, own):
         seen = f"the engine has {own} tokens, the index {listener.block_size}"
@@ -217,10 +214,8 @@ def _check_reuse(worker: Worker, reuse: Any) -> Iterator[Finding]:
                 f"{known.get('reported_tokens')}; its overlap is weighted by {trust:.2f}"
             )
             if trust < 1.0:
-                how = (
-                    "compare its events= with the engine's --kv-events-config; see docs/frontend.md"
-                )
-                yield warn(subject, "reuse", seen, how)
+                how = "compare its events= with the engine's --kv-events-config"
+                yield warn(subject, "reuse", seen, f"{how}; see docs/frontend.md")
             else:
                 yield ok(subject, "reuse", seen)
 
@@ -240,10 +235,9 @@ def token_ids(answer: Answer) -> list[int] | None:
 def check_tokens(worker: Worker, ours: Sequence[int] | None, engine: Answer) -> Iterator[Finding]:
     """Compare the frontend's tokens of a text with those of the worker's engine."""
     if ours is None:
+        seen = "the frontend returned no tokens for the test text"
         how = "send it a prompt; kvflash_untokenized_requests_total{cause} says why"
-        yield warn(
-            worker.subject, "tokens", "the frontend returned no tokens for the test text", how
-        )
+        yield warn(worker.subject, "tokens", seen, how)
         return
     body = engine.json
     theirs = body.get("tokens") if isinstance(body, dict) and engine.status == 200 else None
@@ -257,7 +251,7 @@ def check_tokens(worker: Worker, ours: Sequence[int] | None, engine: Answer) -> 
             f"{len(theirs)} different ones"
         )
         how = (
-            "set --tokenizer to the folder of the model that the engine serves, or remove it: "
-            "kvflash then uses the engine's own /tokenize"
+            f"{_TOKENIZER} that the engine serves, or remove it: kvflash then uses the engine's "
+            "own /tokenize"
         )
         yield fail(worker.subject, "tokens", seen, how)
