@@ -117,8 +117,8 @@ def parse_args(argv: Sequence[str] | None = None) -> Namespace:
     if path is not None:
         try:
             key = Path(path).read_text().strip()
-        except OSError as error:
-            raise ConfigError(f"--worker-api-key-file {path}: {error.strerror}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--worker-api-key-file {path}: {error}") from None
     args.urls, args.worker_api_key = urls, key
     args.service_key = read_key(args.service_key_file)
     return args
