@@ -83,12 +83,12 @@ impl<T: Send + Sync + 'static> Reread<T> {
         self.renewals.get_or_create(&OutcomeLabel { outcome }).inc();
     }
 
-    /// That the files are invalid now. The reason may quote them, so only the log has it.
+    /// A warning while the files are invalid. The reason may quote them, so only the log has it.
     pub fn trouble(&self) -> Option<String> {
         self.is_refused.load(Ordering::Relaxed).then(|| {
             format!(
-                "{}: the changed file cannot be used, and its previous contents stay in force until a restart; the \
-                 log says what is wrong",
+                "{}: the changed file cannot be used, so its previous contents stay in force, and a restart would \
+                 fail; the log says what is wrong",
                 self.files()
             )
         })

@@ -56,12 +56,12 @@ impl Registrations {
         Ok(())
     }
 
-    /// What is wrong with the file: the last write to it failed.
+    /// A warning while the last write to the file has failed.
     pub fn trouble(&self) -> Option<String> {
         let state = self.0.get()?;
         let error = state.inner.lock().fault.clone()?;
         Some(format!(
-            "--state-file {}: cannot be written, so a restart forgets changes of the workers: {error}",
+            "--state-file {}: cannot be written, so changes of the workers are lost at a restart: {error}",
             state.path.display()
         ))
     }
@@ -220,7 +220,7 @@ impl StateFile {
         {
             tracing::error!(
                 path = %self.path.display(), %error, held_back,
-                "a registration cannot be saved (--state-file): a restart forgets it; the next change writes all again"
+                "a registration cannot be saved (--state-file): it is lost at a restart, unless a later change can be saved"
             );
         }
     }

@@ -151,11 +151,10 @@ struct Shown {
     shares_names: bool,
 }
 
-/// Maximum blocks of a publisher with doubtful copies; copies of others are not counted.
+/// Maximum blocks of a publisher with doubtful copies; copies of further blocks are not counted.
 const MAX_DOUBTS: usize = 1 << 16;
 
-/// Stores that can only be reports of reuse, but for chance, before none counts as a copy whatever
-/// is removed.
+/// After this many reports of reuse no repeated store counts as a copy, whatever is removed.
 const REPORTS_MIN: u32 = 3;
 
 /// A block of a worker: its group and its name.
@@ -184,7 +183,7 @@ pub(super) struct CacheGroups {
 pub struct Knowledge {
     shown: Shown,
     naming: Option<NamingOf>,
-    /// Blocks with copies that may be none: rank, group, name, copies.
+    /// Blocks whose counted copies may be reports of reuse: rank, group, name, copies.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     doubts: Vec<(u32, u32, u64, u32)>,
 }
@@ -371,7 +370,7 @@ impl CacheGroups {
         })
     }
 
-    /// What `judge` changes, with the number of copies.
+    /// Applies `judge` to every doubt. Returns the blocks whose copies it changed, with their number.
     fn judge_again(&mut self, judge: impl Fn(&mut Doubt) -> u32) -> Vec<(Doubted, u32)> {
         let judged = self.doubts.iter_mut().map(|(block, doubt)| (*block, judge(doubt)));
         judged.filter(|(_, count)| *count > 0).collect()

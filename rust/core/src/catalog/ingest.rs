@@ -55,10 +55,10 @@ impl Ingest<'_> {
 
     /// Stores blocks of a prompt in all groups.
     ///
-    /// A prompt may begin anew although its blocks are held: where the engine computes them again, and
-    /// so holds them twice, or where it reports reuse: with `kv_cache_report_mode=full` vLLM
-    /// repeats, for every group, all blocks of a hit from the first one on. The events are the same,
-    /// but a request that goes on from its hit shows that it is one.
+    /// An engine stores held blocks of a prompt again if it has computed them again, and so holds them
+    /// twice, or to report reuse: with `kv_cache_report_mode=full` vLLM repeats, for every group, all
+    /// blocks of a hit from the first one on. The events look the same. But if the next blocks that
+    /// the batch stores follow the repeated ones, a request has gone on from its hit: a report.
     fn store_prompt(&mut self, events: &[Event], later: &[Event]) {
         let stored = || events.iter().filter_map(as_stored);
         let main = stored().find(|event| self.groups.is_keyed() && self.starts_prompt(event));
@@ -111,7 +111,7 @@ impl Ingest<'_> {
         }
     }
 
-    /// A request went on from what may be a report: what was counted as copies is no copies.
+    /// Takes back what was counted as copies: the engine sends reports of reuse.
     fn take_back(&mut self) {
         for ((worker, group, name), count) in self.groups.note_report() {
             for _ in 0..count {

@@ -1,6 +1,6 @@
 //! Whether a request is let in.
 
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -232,7 +232,7 @@ impl Lock {
         }
         let needs_local =
             !rules.is_admin_open && !self.has(Role::Admin) && rules.admin_address.is_none();
-        let is_closed = needs_local && rules.trusts_this_machine();
+        let is_closed = needs_local && rules.trusts(Ipv4Addr::LOCALHOST.into());
         if is_closed {
             tracing::warn!(
                 %address,
@@ -538,7 +538,7 @@ fn check_is_local(
     rules: &Rules,
 ) -> std::result::Result<(), Refusal> {
     let address = peer.ip().to_canonical();
-    let is_proxy = rules.trusted_proxies.iter().any(|net| net.contains(&address));
+    let is_proxy = rules.trusts(address);
     let passed_on = OF_PROXIES.iter().find(|name| headers.contains_key(*name));
     let came = match passed_on {
         None if address.is_loopback() && !is_proxy => return Ok(()),

@@ -1,7 +1,7 @@
 //! What a service's flags say of who may ask what. Requests that a web page made a browser send are
 //! let in only where the page belongs to the service.
 
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::IpAddr;
 
 use axum::body::Body;
 use axum::http::header::{
@@ -48,10 +48,9 @@ pub(crate) struct Rules {
 }
 
 impl Rules {
-    /// Whether a proxy on this machine is trusted.
-    pub(super) fn trusts_this_machine(&self) -> bool {
-        let here = IpAddr::from(Ipv4Addr::LOCALHOST);
-        self.trusted_proxies.iter().any(|net| net.contains(&here))
+    /// Whether a trusted proxy is at this address.
+    pub(super) fn trusts(&self, address: IpAddr) -> bool {
+        self.trusted_proxies.iter().any(|net| net.contains(&address))
     }
 
     /// # Errors
