@@ -14,6 +14,7 @@ use std::time::Instant;
 use kvflash_core::error::{Error, Result};
 use kvflash_core::log_limit::LogLimit;
 use parking_lot::Mutex;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
@@ -29,24 +30,42 @@ pub(crate) struct Registrations(OnceLock<StateFile>);
 
 impl Registrations {
     /// Restores the content of `file` with `register`, and keeps registrations there from now on.
+    /// One that `register` refuses stays in the file, for a start that can restore it.
     ///
     /// # Errors
-    /// `Config`, naming the flag and the file, if it is unreadable, not writable, or another kind
-    /// of file.
-    pub fn restore(
+    /// `Config`, naming the flag and the file, if it is unreadable, not writable, another kind of
+    /// file, or the file of another service.
+    pub fn restore<T: DeserializeOwned>(
         &self,
         file: Option<&Path>,
-        mut register: impl FnMut(Value) -> Result<(), String>,
+        mut register: impl FnMut(T) -> Result<(), String>,
     ) -> Result<()> {
         let Some(path) = file else { return Ok(()) };
         let (state, kept) = StateFile::open(path)?;
+        let bodies: Vec<(String, T)> = kept
+            .into_iter()
+            .map(|(key, body)| match serde_json::from_value(body) {
+                Ok(body) => Ok((key, body)),
+                Err(error) => Err(wrong(
+                    path,
+                    &format!(
+                        "{key:?} is no registration of this service ({error}): name this service's own file; if this \
+                         is it, remove the line"
+                    ),
+                )),
+            })
+            .collect::<Result<_>>()?;
         let mut count = 0;
-        for (key, body) in kept {
+        for (key, body) in bodies {
             match register(body) {
                 Ok(()) => count += 1,
                 Err(why) => {
-                    tracing::warn!(key, why, "a registration of --state-file cannot be restored");
-                    state.remove(&key);
+                    tracing::warn!(
+                        key,
+                        why,
+                        "a registration of --state-file can't be restored; it stays in the file for the next start"
+                    );
+                    state.inner.lock().refused.insert(key, why);
                 }
             }
         }
@@ -56,14 +75,19 @@ impl Registrations {
         Ok(())
     }
 
-    /// A warning while the last write to the file has failed.
+    /// A warning while the last write to the file has failed, or registrations in it are not
+    /// restored.
     pub fn trouble(&self) -> Option<String> {
         let state = self.0.get()?;
-        let error = state.inner.lock().fault.clone()?;
-        Some(format!(
-            "--state-file {}: cannot be written, so changes of the workers are lost at a restart: {error}",
-            state.path.display()
-        ))
+        let inner = state.inner.lock();
+        let trouble = if let Some(error) = &inner.fault {
+            format!("cannot be written, so changes of the workers are lost at a restart: {error}")
+        } else {
+            let (key, why) = inner.refused.first_key_value()?;
+            let count = inner.refused.len();
+            format!("registrations that could not be restored: {count}, such as {key}: {why}")
+        };
+        Some(format!("--state-file {}: {trouble}", state.path.display()))
     }
 
     /// Records that `body` is registered as `key`.
@@ -111,6 +135,8 @@ struct Inner {
     file: File,
     /// The line of each registration, by key.
     kept: BTreeMap<String, String>,
+    /// Why a registration could not be restored, by key.
+    refused: BTreeMap<String, String>,
     /// Lines in the file.
     lines: usize,
     /// Why the last write failed. It may have left a part of a line.
@@ -129,15 +155,14 @@ struct Line {
 impl StateFile {
     /// Reads the registrations, in the order of their keys, and rewrites the file.
     fn open(path: &Path) -> Result<(Self, Vec<(String, Value)>)> {
-        let wrong = |why: String| Error::Config(format!("--state-file {}: {why}", path.display()));
         let text = match fs::metadata(path) {
             Ok(found) if found.len() > BYTES_MAX => {
                 let len = found.len();
-                return Err(wrong(format!("it has {len} bytes; the limit is {BYTES_MAX}")));
+                return Err(wrong(path, &format!("it has {len} bytes; the limit is {BYTES_MAX}")));
             }
             Err(error) if error.kind() == io::ErrorKind::NotFound => String::new(),
             _ => fs::read_to_string(path)
-                .map_err(|error| wrong(format!("can't read it: {error}")))?,
+                .map_err(|error| wrong(path, &format!("can't read it: {error}")))?,
         };
         let mut found: BTreeMap<String, Value> = BTreeMap::new();
         let mut lines = text.lines().enumerate().peekable();
@@ -148,22 +173,29 @@ impl StateFile {
                 // The machine stopped during the last write.
                 _ if (at > 0 || is_begun(line))
                     && lines.peek().is_none()
-                    && !text.ends_with('\n') => {}
+                    && !text.ends_with('\n') =>
+                {
+                    tracing::warn!(
+                        path = %path.display(), line = at + 1,
+                        "the last line of --state-file is cut off: the change that it held is lost"
+                    );
+                }
                 _ => {
-                    return Err(wrong(format!(
+                    let why = format!(
                         "line {} is not a registration as kvflash writes it, such as \
                          {{\"body\": {{...}}, \"put\": \"worker/1\"}}: remove the line, or name another file",
                         at + 1
-                    )));
+                    );
+                    return Err(wrong(path, &why));
                 }
             }
         }
         let line = |(key, body): (&String, &Value)| (key.clone(), line_of(key, body));
         let kept = found.iter().map(line).collect();
-        let file =
-            write_anew(path, &kept).map_err(|error| wrong(format!("can't write it: {error}")))?;
-        let log = LogLimit::default();
-        let inner = Inner { file, lines: kept.len(), kept, fault: None, log };
+        let file = write_anew(path, &kept)
+            .map_err(|error| wrong(path, &format!("can't write it: {error}")))?;
+        let (refused, log) = Default::default();
+        let inner = Inner { file, lines: kept.len(), kept, refused, fault: None, log };
         let state = Self { path: path.to_owned(), begun: Instant::now(), inner: Mutex::new(inner) };
         Ok((state, found.into_iter().collect()))
     }
@@ -187,11 +219,13 @@ impl StateFile {
         let line = line_of(key, &body);
         let inner = &mut *self.inner.lock();
         inner.kept.insert(key.to_owned(), line.clone());
+        inner.refused.remove(key);
         self.write(inner, &line);
     }
 
     fn remove(&self, key: &str) {
         let inner = &mut *self.inner.lock();
+        inner.refused.remove(key);
         if inner.kept.remove(key).is_some() {
             self.write(inner, &format!("{}\n", json!({ "remove": key })));
         }
@@ -199,7 +233,7 @@ impl StateFile {
 
     /// Registrations count even if they can't be kept: a full disk only affects the next restart.
     fn write(&self, inner: &mut Inner, line: &str) {
-        let Inner { file, kept, lines, fault, log } = inner;
+        let Inner { file, kept, lines, fault, log, .. } = inner;
         let mut write = || {
             // A process that takes over has rewritten the file.
             let (ours, there) = (file.metadata()?, fs::metadata(&self.path));
@@ -226,6 +260,10 @@ impl StateFile {
     }
 }
 
+fn wrong(path: &Path, why: &str) -> Error {
+    Error::Config(format!("--state-file {}: {why}", path.display()))
+}
+
 /// Whether `line` is the beginning of a line of such a file, and not of another kind of file.
 fn is_begun(line: &str) -> bool {
     ["{\"body\":", "{\"put\":", "{\"remove\":"].iter().any(|begin| line.starts_with(begin))
@@ -237,7 +275,10 @@ fn line_of(key: &str, body: &Value) -> String {
 
 /// Concurrent readers find either the old file or the new one.
 fn write_anew(path: &Path, kept: &BTreeMap<String, String>) -> io::Result<File> {
-    let anew = path.with_extension("new");
+    // A name of its own: several services, or others, may keep files in the folder.
+    let mut anew = path.as_os_str().to_owned();
+    anew.push(format!(".{}.tmp", std::process::id()));
+    let anew = PathBuf::from(anew);
     let options = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).to_owned();
     let mut file = options.open(&anew)?;
     file.write_all(kept.values().map(String::as_str).collect::<String>().as_bytes())?;
@@ -311,7 +352,7 @@ mod tests {
         fs::create_dir_all(&folder).unwrap();
         let path = folder.join("state.jsonl");
         let registrations = Registrations::default();
-        registrations.restore(Some(&path), |_| unreachable!("it is new")).unwrap();
+        registrations.restore(Some(&path), |_: Value| unreachable!("it is new")).unwrap();
         fs::remove_dir_all(&folder).unwrap();
         registrations.put("worker/1", &json!({}));
         let trouble = registrations.trouble().unwrap();
@@ -339,16 +380,46 @@ mod tests {
     }
 
     #[test]
-    fn what_is_refused_is_kept_no_more() {
+    fn what_is_refused_stays_for_the_next_start() {
         let path = at("refused.jsonl");
-        let registrations = Registrations::default();
-        registrations.put("worker/1", &json!({}));
-        registrations.restore(None, |_| unreachable!("there is no file")).unwrap();
+        let sibling = at("refused.new");
+        fs::write(&sibling, "mine").unwrap();
         let (state, _) = StateFile::open(&path).unwrap();
         state.put("worker/1", &json!(1));
         state.put("worker/2", &json!(2));
-        let take = |body: Value| if body == 1 { Ok(()) } else { Err("no".to_owned()) };
+        let registrations = Registrations::default();
+        let take = |body: u32| if body == 1 { Ok(()) } else { Err("--max-workers".to_owned()) };
         registrations.restore(Some(&path), take).unwrap();
+        let trouble = registrations.trouble().unwrap();
+        assert!(trouble.ends_with("restored: 1, such as worker/2: --max-workers"), "{trouble}");
+        assert_eq!(StateFile::open(&path).unwrap().1.len(), 2);
+        registrations.remove("worker/2");
+        assert_eq!(registrations.trouble(), None);
+        assert_eq!(StateFile::open(&path).unwrap().1.len(), 1);
+        assert_eq!(fs::read_to_string(sibling).unwrap(), "mine");
+    }
+
+    #[test]
+    fn the_file_of_another_service_is_refused_and_left_alone() {
+        let path = at("service.jsonl");
+        let (state, _) = StateFile::open(&path).unwrap();
+        state.put("worker/1", &json!({"url": "http://a:1"}));
+        let text = fs::read_to_string(&path).unwrap();
+        let take = |_: u32| unreachable!("it is no number");
+        let error = Registrations::default().restore(Some(&path), take).unwrap_err().to_string();
+        assert!(error.contains("\"worker/1\" is no registration of this service"), "{error}");
+        assert_eq!(fs::read_to_string(&path).unwrap(), text);
+    }
+
+    #[test]
+    fn registrations_are_changed_one_by_one_and_by_prefix() {
+        let path = at("changed.jsonl");
+        let registrations = Registrations::default();
+        registrations.put("worker/1", &json!({}));
+        registrations.restore(None, |_: Value| unreachable!("there is no file")).unwrap();
+        let (state, _) = StateFile::open(&path).unwrap();
+        state.put("worker/1", &json!(1));
+        registrations.restore(Some(&path), |_: Value| Ok(())).unwrap();
         registrations.put("worker/3", &json!({"url": "u"}));
         registrations.amend("worker/3", "state", "draining");
         registrations.amend("worker/4", "state", "draining");

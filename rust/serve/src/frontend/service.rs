@@ -61,7 +61,7 @@ impl FrontendApp {
     pub fn restore(&self) -> Result<()> {
         let app = &self.app;
         let file = app.options.http.state_file.as_deref();
-        app.registrations.restore(file, |body| workers::register_again(app, body))
+        app.registrations.restore(file, |new| workers::register_again(app, new))
     }
 
     /// Adds or changes a worker of the runtime, from its JSON. Must be called within a tokio

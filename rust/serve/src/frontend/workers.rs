@@ -95,7 +95,7 @@ fn tell_workers(app: &App) -> Response {
 
 #[derive(Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
-struct NewWorker {
+pub(super) struct NewWorker {
     url: String,
     events: Option<String>,
     replay: Option<String>,
@@ -139,6 +139,9 @@ impl NewWorker {
             registrant,
             key: WorkerKey::of(self.api_key.as_deref()).map_err(bad)?,
         };
+        if self.id == Some(0) {
+            return Err(Reject::bad_request("id must be 1 or greater, got 0"));
+        }
         if !(1..=1_024).contains(&spec.dp_size) {
             let message = format!("dp_size must be in 1..=1024, got {}", spec.dp_size);
             return Err(Reject::bad_request(message));
@@ -162,8 +165,7 @@ fn key(id: InstanceId) -> String {
 ///
 /// # Errors
 /// The reason as text.
-pub(super) fn register_again(app: &Arc<App>, body: Value) -> Result<(), String> {
-    let new: NewWorker = serde_json::from_value(body).map_err(|error| error.to_string())?;
+pub(super) fn register_again(app: &Arc<App>, new: NewWorker) -> Result<(), String> {
     new.register(app, None).map(drop).map_err(|reject| reject.message)
 }
 

@@ -119,9 +119,7 @@ impl IndexerApp {
             worker_allow: http.worker_allow().clone(),
             ..App::new(catalog, options, intake, metrics, startup, http.mask())
         };
-        app.registrations.restore(http.state_file.as_deref(), |body| {
-            let request: Register =
-                serde_json::from_value(body).map_err(|error| error.to_string())?;
+        app.registrations.restore(http.state_file.as_deref(), |request: Register| {
             register_at(&app.catalog, request).map_err(|error| error.to_string())
         })?;
         if has_peers {

@@ -90,10 +90,8 @@ impl RouterApp {
     /// `Config`, naming the file.
     pub fn restore(&self) -> KvResult<()> {
         let app = &self.app;
-        let again = |body| {
-            let new: NewWorker = serde_json::from_value(body).map_err(|error| error.to_string())?;
-            app.fleet.add(new).map(drop).map_err(|error| error.to_string())
-        };
+        let again =
+            |new: NewWorker| app.fleet.add(new).map(drop).map_err(|error| error.to_string());
         app.registrations.restore(app.options.http.state_file.as_deref(), again)
     }
 
