@@ -3,6 +3,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use jsonwebtoken::errors::{Error as TokenError, ErrorKind};
@@ -111,7 +112,28 @@ impl Tokens {
         };
         signature::install();
         let (of, wanted) = (path.clone(), (issuer.clone(), audience.clone()));
-        let read = move || Jwks::read(&of, &wanted.0, &wanted.1);
+        let is_open = AtomicBool::new(false);
+        let read = move || {
+            let (keys, unused) = Jwks::read(&of, &wanted.0, &wanted.1)?;
+            if keys.keys.is_empty() {
+                let why = if unused.is_empty() { "it has no keys" } else { &unused };
+                if !is_open.load(Ordering::Relaxed) {
+                    return Err(fault(
+                        JWKS_FLAG,
+                        &of,
+                        format!("has no key that can check a token: {why}"),
+                    ));
+                }
+                tracing::error!(
+                    file = %of.display(), why,
+                    "the file has lost its last key that can check a token: no token is accepted until it has one"
+                );
+            } else if !unused.is_empty() {
+                tracing::info!("{JWKS_FLAG}: keys that check no token: {unused}");
+            }
+            is_open.store(true, Ordering::Relaxed);
+            Ok(keys)
+        };
         Ok(Some(Self {
             issuer: issuer.clone(),
             role_claim: jwt_role_claim.clone(),
@@ -283,12 +305,17 @@ fn owner(claims: &Claims, role_claim: &str) -> std::result::Result<Key, String> 
 }
 
 impl Jwks {
-    fn read(path: &Path, issuer: &str, audience: &str) -> Result<Self> {
+    /// The keys, and why others in the file can't be used.
+    fn read(path: &Path, issuer: &str, audience: &str) -> Result<(Self, String)> {
         let wrong = |why: String| fault(JWKS_FLAG, path, why);
         Self::parse(&bytes_of(JWKS_FLAG, path)?, issuer, audience).map_err(wrong)
     }
 
-    fn parse(bytes: &[u8], issuer: &str, audience: &str) -> std::result::Result<Self, String> {
+    fn parse(
+        bytes: &[u8],
+        issuer: &str,
+        audience: &str,
+    ) -> std::result::Result<(Self, String), String> {
         #[derive(Deserialize)]
         struct Set {
             keys: Vec<Value>,
@@ -313,14 +340,7 @@ impl Jwks {
                 }
             }
         }
-        let unused = unused.join("; ");
-        if keys.is_empty() {
-            return Err(format!("has no key that can check a token: {unused}"));
-        }
-        if !unused.is_empty() {
-            tracing::info!("{JWKS_FLAG}: keys that check no token: {unused}");
-        }
-        Ok(Self { keys, known: Mutex::default() })
+        Ok((Self { keys, known: Mutex::default() }, unused.join("; ")))
     }
 }
 

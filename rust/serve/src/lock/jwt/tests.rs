@@ -230,8 +230,13 @@ fn a_token_is_verified_once_until_it_ends_or_the_keys_change() {
     std::fs::write(&path, changed.to_string()).unwrap();
     tokens.jwks.renew();
     assert!(tokens.check(token.as_bytes(), now_s).unwrap_err().contains("was not signed"));
-    // What can't be used leaves the keys as they are.
+    // What can't be read leaves the keys as they are; a file without keys takes them away.
+    std::fs::write(&path, issuer.jwks().to_string()).unwrap();
+    tokens.jwks.renew();
     std::fs::write(&path, "{").unwrap();
+    tokens.jwks.renew();
+    tokens.check(token.as_bytes(), now_s).unwrap();
+    std::fs::write(&path, r#"{"keys": []}"#).unwrap();
     tokens.jwks.renew();
     assert!(tokens.check(token.as_bytes(), now_s).unwrap_err().contains("was not signed"));
     std::fs::remove_file(path).unwrap();
@@ -257,11 +262,14 @@ fn a_file_without_a_usable_key_and_flags_alone_are_refused() {
     let mut one = Issuer::new().jwks();
     let keys = one["keys"].as_array().unwrap().clone();
     let parse = |value: &Value| {
-        Jwks::parse(value.to_string().as_bytes(), ISSUER, AUDIENCE).map(|jwks| jwks.keys.len())
+        let parsed = Jwks::parse(value.to_string().as_bytes(), ISSUER, AUDIENCE);
+        parsed.map(|(jwks, unused)| (jwks.keys.len(), unused))
     };
-    assert_eq!(parse(&one), Ok(2));
+    assert_eq!(parse(&one).unwrap().0, 2);
     one["keys"] = json!(keys[2..]);
-    let error = parse(&one).unwrap_err();
+    let (settings, path) = settings("unusable", &one);
+    let error = Tokens::open(&settings).err().unwrap().to_string();
+    std::fs::remove_file(path).unwrap();
     for wanted in [
         "has no key that can check a token",
         "\"no alg\": it has no alg",
@@ -280,7 +288,7 @@ fn a_file_without_a_usable_key_and_flags_alone_are_refused() {
     assert!(parse(&json!([])).unwrap_err().contains("must be a JWKS"));
     let mut short = point.clone();
     short["x"] = json!(base64([1; 20]));
-    assert!(parse(&json!({ "keys": [short] })).unwrap_err().contains("must have 65 bytes, got 53"));
+    assert!(parse(&json!({ "keys": [short] })).unwrap().1.contains("must have 65 bytes, got 53"));
     let mut settings = HttpSettings { jwt_issuer: Some(ISSUER.into()), ..HttpSettings::default() };
     assert!(Tokens::open(&settings).unwrap_err().to_string().contains("need each other"));
     settings.jwt_issuer = None;
