@@ -203,7 +203,14 @@ fn pause(missed: u32, interval: Duration) -> Duration {
 
 async fn check(upstream: &Upstream, engine: &Engine, timeout: Duration) -> Result<(), String> {
     let answer = get(upstream, engine, "/health", timeout).await?;
-    if answer.0 == 200 { Ok(()) } else { Err(format!("GET /health answered {}", answer.0)) }
+    match answer.0 {
+        200 => Ok(()),
+        508 => {
+            Err("GET /health answered 508: the worker is this frontend itself, or leads back to it"
+                .into())
+        }
+        status => Err(format!("GET /health answered {status}")),
+    }
 }
 
 async fn get(

@@ -19,7 +19,7 @@ use tokio::sync::oneshot;
 use super::engine_spec::{EngineSpec, WorkerKey, bearer};
 use super::options::FrontendOptions;
 use crate::body::Forwarded;
-use crate::outbound::Connector;
+use crate::outbound::{Connector, VIA};
 
 /// Maximum 1xx responses before the final one: an engine with more never answers.
 const MAX_INFORMATIONAL: usize = 16;
@@ -151,6 +151,7 @@ async fn send_with(
     client: &Client<Connector, Outgoing>,
     mut request: Request<Outgoing>,
 ) -> Result<Response<Incoming>, AttemptError> {
+    request.headers_mut().append(header::VIA, VIA.clone());
     let count = AtomicUsize::new(0);
     let (told, endless) = oneshot::channel();
     let told = Mutex::new(Some(told));

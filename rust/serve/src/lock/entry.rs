@@ -22,6 +22,7 @@ use super::jwt::{Tokens, is_token, now_s};
 use super::keys::{Found, KEYS_FLAG, Key, Keys, KeysFile, Role};
 use super::rules::{Face, Rules, allowed_origin, check_host_count, check_page, preflight, share};
 use crate::metrics::CauseLabel;
+use crate::outbound::is_from_here;
 use crate::tls::CLIENT_CA_FLAG;
 use crate::{HttpSettings, Reject};
 
@@ -310,7 +311,7 @@ impl Lock {
         registry.register(
             "lock_refused",
             "Requests refused for their key or origin: no key, unknown key, key of another role, from another \
-             machine, from a foreign web page",
+             machine, from a foreign web page, from this service itself",
             Family::clone(&self.shared.refused),
         );
         if let Some(keys) = &self.shared.keys {
@@ -407,6 +408,11 @@ impl Lock {
         peer: SocketAddr,
         presented: Presented,
     ) -> std::result::Result<Admitted, Refusal> {
+        if is_from_here(request.headers()) {
+            let what = "this service has sent the request itself: one of its workers is its own address, or leads \
+                        back to it";
+            return Err(Refusal::new("loop", StatusCode::LOOP_DETECTED, what));
+        }
         let side = Side::of(request.uri().path());
         let wrong = match &presented {
             Presented::Unknown => Some(("unknown_key", self.unknown())),
@@ -426,10 +432,9 @@ impl Lock {
         let is_operator = caller.key().is_some_and(|key| key.role == Role::Admin);
         let mut is_local = self.reach.is_loopback;
         if side == Side::Admin {
-            if let Some((host, port)) =
-                rules.admin_address.as_ref().filter(|_| !self.reach.is_admin)
-            {
-                let what = format!("this path is served at {host}:{port} (--admin-port)");
+            if rules.admin_address.is_some() && !self.reach.is_admin {
+                let what =
+                    "this port serves no paths for operators: ask at the service's --admin-port";
                 return Err(Refusal::new("admin", StatusCode::FORBIDDEN, what));
             }
             if !is_operator && !self.reach.is_admin && !rules.is_admin_open {
