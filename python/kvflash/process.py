@@ -205,10 +205,10 @@ def run_service(
 def run_until_stopped(
     service: FedService, args: Any, *, name: str, is_ready: Callable[[], bool]
 ) -> None:
-    """Serve until SIGTERM or SIGINT; prints a line with the address, ``ready``, once it listens.
+    """Serve until SIGTERM, SIGHUP or SIGINT; prints a line with the address, ``ready``, once it listens.
 
     If it listens before ``is_ready``, the line is ``listening``, and ``ready`` follows. Between
-    SIGTERM and its stop, load balancers have ``--lame-duck-timeout`` to learn that they must send
+    the signal and its stop, load balancers have ``--lame-duck-timeout`` to learn that they must send
     no more. A second signal ends the process at once.
     """
     stopped = []
@@ -216,9 +216,9 @@ def run_until_stopped(
     def stop(signum: int, _frame: FrameType | None) -> None:
         stopped.append(signum)
         # No Python signal handler would run while the core stops.
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in ours:
             signal.signal(number, signal.SIG_DFL)
-        wait = args.lame_duck_timeout if signum == signal.SIGTERM else 0
+        wait = 0 if signum == signal.SIGINT else args.lame_duck_timeout
         pause = f" in {wait:g} s, /ready is 503 until then" if wait else ""
         # An indexer has no running requests to wait for.
         drain_s = getattr(args, "drain_timeout", None)
@@ -228,7 +228,11 @@ def run_until_stopped(
             "%s: stopping on %s%s%s; a second signal ends it now", name, received, pause, grace
         )
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    ours = [signal.SIGTERM, signal.SIGINT]
+    # nohup lets a process ignore the end of its terminal.
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        ours.append(signal.SIGHUP)
+    for number in ours:
         signal.signal(number, stop)
     _allow_open_files()
     ring, heard = socket.socketpair()
@@ -252,7 +256,7 @@ def run_until_stopped(
         tell("ready")
     while not stopped:
         heard.recv(1)
-    if stopped[0] == signal.SIGTERM:
+    if stopped[0] != signal.SIGINT:
         service.announce_stop()
         time.sleep(args.lame_duck_timeout)
     service.stop()

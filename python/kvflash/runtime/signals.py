@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: leave discovery, drain, end."""
+"""SIGTERM, SIGHUP and SIGINT: leave discovery, drain, end."""
 
 import asyncio
 import contextlib
@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
-_OURS = (signal.SIGTERM, signal.SIGINT)
+_OURS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 class Signals:
-    """Calls back at the first SIGTERM or SIGINT; the second has its usual effect.
+    """Calls back at the first SIGTERM, SIGHUP or SIGINT; the second has its usual effect.
 
     Works only in the main thread, and only for signals without another handler.
     """
@@ -30,7 +30,7 @@ class Signals:
             return
         self._loop = asyncio.get_running_loop()
         for number in _OURS:
-            if number == signal.SIGTERM and signal.getsignal(number) is not signal.SIG_DFL:
+            if number != signal.SIGINT and signal.getsignal(number) is not signal.SIG_DFL:
                 continue
             if number == signal.SIGINT and not self._is_usual_interrupt():
                 continue

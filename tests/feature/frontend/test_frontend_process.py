@@ -171,7 +171,7 @@ def is_refused(address: tuple[str, int]) -> bool:
         return True
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_signal_lets_running_answers_finish(number: signal.Signals) -> None:
     held = Held()
     with serving(FakeEngine("end", held)) as frontend:
