@@ -3,6 +3,8 @@
 use kvflash_core::error::Error;
 use pyo3::prelude::*;
 use tracing_subscriber::EnvFilter;
+use tracing_subscriber::field::MakeExt;
+use tracing_subscriber::fmt::format::debug_fn;
 
 use super::error::raise;
 
@@ -32,5 +34,34 @@ pub(super) fn init_logging(py: Python<'_>, level: &str, json: bool) -> PyResult<
         .with_target(false)
         .with_writer(std::io::stderr);
     // A process has one log; the first one is kept.
-    Ok(if json { builder.json().try_init() } else { builder.with_ansi(false).try_init() }.is_ok())
+    let outcome = if json {
+        builder.json().try_init()
+    } else {
+        let fields = debug_fn(|writer, field, value| match field.name() {
+            "message" => writer.write_str(&in_one_line(format!("{value:?}"))),
+            name => write!(writer, "{name}={}", in_one_line(format!("{value:?}"))),
+        });
+        builder.with_ansi(false).fmt_fields(fields.delimited(" ")).try_init()
+    };
+    Ok(outcome.is_ok())
+}
+
+/// Names come from engines and clients: they must not write lines or commands to a terminal.
+fn in_one_line(text: String) -> String {
+    if !text.contains(char::is_control) {
+        return text;
+    }
+    let escape =
+        |c: char| if c.is_control() { c.escape_default().collect() } else { c.to_string() };
+    text.chars().map(escape).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::in_one_line;
+
+    #[test]
+    fn a_name_writes_no_line_of_its_own() {
+        assert_eq!(in_one_line("a\n\u{1b}[31mWARN é".to_owned()), "a\\n\\u{1b}[31mWARN é");
+    }
 }
