@@ -109,7 +109,10 @@ class Parser(argparse.ArgumentParser):
             if "://" in flag and "--worker" in names:
                 hint = "; name an engine by --worker URL"
             elif not flag.startswith("-"):
-                hint = "; a value follows its flag, as in --port 8000 (see --help)"
+                hint = (
+                    "; a value follows its flag, as in --port 8000, and words without a flag"
+                    " stand together before the flags (see --help)"
+                )
             self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
         return known
 
