@@ -124,9 +124,9 @@ class EndpointRouter:
         """Fields of a request that concern the router."""
         options = override_options(request.get("router_config_override"))
         options |= {field: request.get(field) for field in _ROUTING}
-        options["worker_id"] = request.get("backend_instance_id", request.get("worker_id"))
-        if options["worker_id"] is not None:
-            options["dp_rank"] = request.get("dp_rank")
+        pinned = [request.get(name) for name in ("backend_instance_id", "worker_id")]
+        options["worker_id"] = next((one for one in pinned if one is not None), None)
+        options["dp_rank"] = request.get("dp_rank")
         # With a single model, requests may use any name for it.
         if len(self._workers.models) > 1:
             options["model_name"] = request.get("model")

@@ -135,10 +135,13 @@ def test_requests_go_to_the_worker_that_holds_the_prompt_and_items_come_back(rou
             await best.wait_for_instances(30)
             assert [item async for item in await best.random(IDS)] == [second.id]
             assert load(Loads(router), second.id) == (0, 0, 0)
-            wrong = {"mm": [{"identifier": "", "offset": 0, "length": 1}]}, {"embeds": ["xy"]}
-            for keys in wrong:
-                (field,) = keys
-                with pytest.raises(InvalidArgumentError, match=rf"{field}\[0\]"):
+            wrong = (
+                ({"mm": [{"identifier": "", "offset": 0, "length": 1}]}, r"mm\[0\]"),
+                ({"embeds": ["xy"]}, r"embeds\[0\]"),
+                ({"dp_rank": 1}, "dp_rank 1 needs worker_id: add it, or leave dp_rank out"),
+            )
+            for keys, text in wrong:
+                with pytest.raises(InvalidArgumentError, match=text):
                     stream = await best.random({"token_ids": IDS, **keys})
                     await anext(aiter(stream))
             client = await runtime.endpoint("ns.router.generate").client()
@@ -157,7 +160,7 @@ def test_requests_go_to_the_worker_that_holds_the_prompt_and_items_come_back(rou
             assert asked["estimated_prefix_hit_num_blocks"] == 4
             assert (asked["dp_rank"], asked["top"], asked["token_ids"]) == (0, 1, IDS)
             # Another one on demand.
-            pinned = {"token_ids": IDS, "worker_id": first.id}
+            pinned = {"token_ids": IDS, "worker_id": first.id, "backend_instance_id": None}
             assert len([item async for item in await client.random(pinned)]) == 3
             assert len(first.asked) == 1
         await first.close()
