@@ -2,6 +2,7 @@
 
 import atexit
 import logging
+import operator
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -163,10 +164,13 @@ def _scores(choice: Any, candidates: list[PolicyCandidate]) -> list[float | None
     """Convert a choice to a score for each candidate; TypeError or ValueError if it is invalid."""
     if isinstance(choice, PolicyCandidate):
         choice = choice.index
-    if isinstance(choice, int) and not isinstance(choice, bool):
-        if not 0 <= choice < len(candidates):
-            raise ValueError("no such candidate")
-        return [1.0 if at == choice else None for at in range(len(candidates))]
-    if choice is None or isinstance(choice, str | bytes):
+    if choice is None or isinstance(choice, bool | str | bytes):
         raise TypeError("no choice")
-    return [None if score is None else float(score) for score in choice]
+    try:
+        # Integers of NumPy count, too.
+        chosen = operator.index(choice)
+    except TypeError:
+        return [None if score is None else float(score) for score in choice]
+    if not 0 <= chosen < len(candidates):
+        raise ValueError("no such candidate")
+    return [1.0 if at == chosen else None for at in range(len(candidates))]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvflash import (
@@ -239,6 +240,15 @@ def test_a_policy_in_python_chooses_and_is_told(asked: Callable[..., AskedPolicy
         ("finished", "u", 3, (16, 8, 5)),
         ("removed", 3, 0),
     ]
+    assert sample(made, "outside_policy_answers_total", "followed") == 1
+
+
+@pytest.mark.parametrize("choice", [np.int64(1), np.array([0, 2, 1]), np.uint8(1)])
+def test_a_choice_may_be_of_numpy(asked: Callable[..., AskedPolicy], choice: Any) -> None:
+    policy = Last()
+    policy.choose = lambda *_: choice  # type: ignore[method-assign]
+    made = core(policy_desk=asked(policy).desk)
+    assert made.book(IDS).worker_id == 2
     assert sample(made, "outside_policy_answers_total", "followed") == 1
 
 
