@@ -147,12 +147,12 @@ class MockerConfig:
             )
         # A longer request could never be admitted, and would block the queue for ever.
         longest = self._longest_request()
-        if self.max_model_len is not None and self.max_model_len > longest:
+        if self.max_model_len is not None and not 1 <= self.max_model_len <= longest:
             limits = "--num-gpu-blocks, --block-size and --watermark"
             if not self.enable_chunked_prefill:
                 limits += ", and --max-num-batched-tokens with --no-enable-chunked-prefill"
             raise ConfigError(
-                f"--max-model-len must be at most {longest} (limited by {limits}), "
+                f"--max-model-len must be in 1..{longest} (limited by {limits}), "
                 f"got {self.max_model_len}"
             )
 
