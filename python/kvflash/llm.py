@@ -62,6 +62,9 @@ class ModelRuntimeConfig:
     reasoning_parser: str | None = None
     tool_call_parser: str | None = None
 
+    def __post_init__(self) -> None:
+        self.check()
+
     def check(self) -> None:
         """Refuse numbers out of range, half of the bootstrap, and names that are no strings."""
         for name in ("total_kv_blocks", "max_num_seqs", "max_num_batched_tokens"):
@@ -73,7 +76,7 @@ class ModelRuntimeConfig:
                 "bootstrap_host and bootstrap_port go together, got "
                 f"{self.bootstrap_host!r} and {self.bootstrap_port!r}"
             )
-        for name in ("reasoning_parser", "tool_call_parser"):
+        for name in ("bootstrap_host", "reasoning_parser", "tool_call_parser"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise InvalidArgumentError(f"{name} must be a string, got {value!r}")
@@ -107,7 +110,8 @@ async def register_llm(  # noqa: PLR0917 - the order that workers know
         model_type: Request types that it supports.
         endpoint: The endpoint that serves the model.
         model_path: Folder with tokenizer.json, which must also exist on the frontend's machine, or
-            the id of a model in the local Hub cache; anything else is only a name.
+            the id of a model in the local Hub cache. Another name, such as an id that is not in
+            the cache, is only a name; a path (absolute, or with ./ or ../) must exist.
         model_name: Name in requests; default: model_path.
         context_length: Longest prompt including its answer; unit tokens.
         kv_cache_block_size: Tokens in a block; default 16.
@@ -123,6 +127,15 @@ async def register_llm(  # noqa: PLR0917 - the order that workers know
         raise InvalidArgumentError(f"model_input must be a ModelInput, got {model_input!r}")
     if not isinstance(model_type, ModelType) or not model_type:
         raise InvalidArgumentError(f"model_type must be a ModelType, got {model_type!r}")
+    for field, value, kind in (
+        ("model_path", model_path, str | os.PathLike),
+        ("model_name", model_name, str),
+        ("runtime_config", runtime_config, ModelRuntimeConfig),
+        ("lora_names", lora_names, list | tuple),
+    ):
+        if not (value is None or isinstance(value, kind)):
+            wanted = getattr(kind, "__name__", kind)
+            raise InvalidArgumentError(f"{field} must be of type {wanted}, got {value!r}")
     name = model_name or (None if model_path is None else os.fspath(model_path))
     if not name:
         raise InvalidArgumentError("model_name or model_path must be given")
@@ -155,7 +168,10 @@ async def register_llm(  # noqa: PLR0917 - the order that workers know
         "tool_call_parser": config.tool_call_parser,
         "user_data": user_data,
     }
-    await endpoint.runtime.announce(model_key(endpoint), card)
+    try:
+        await endpoint.runtime.announce(model_key(endpoint), card)
+    except TypeError as error:
+        raise InvalidArgumentError(f"user_data must be JSON: {error}") from None
 
 
 async def unregister_llm(endpoint: Endpoint) -> None:
@@ -172,8 +188,14 @@ def _folder(path: str | os.PathLike[str] | None) -> str | None:
         return None
     if Path(path).is_dir():
         return str(Path(path).resolve())
+    text = os.fspath(path)
+    if text.startswith(("/", "./", "../", "~")) and not Path(text).exists():
+        raise InvalidArgumentError(
+            "model_path must be a folder with tokenizer.json, or the id of a model, got "
+            f"{text!r}, which does not exist on this machine: correct it, or pass only model_name"
+        )
     try:
-        return str(Path(model_folder(os.fspath(path))).resolve())
+        return str(Path(model_folder(text)).resolve())
     except ConfigError:
         return None  # Only a name.
 

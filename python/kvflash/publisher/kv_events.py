@@ -13,11 +13,11 @@ from typing import Any, overload
 from kvflash._core import EventOutbox
 from kvflash.errors import ClosedError, ConflictError, InvalidArgumentError
 from kvflash.publisher.announce import announce_events
-from kvflash.publisher.arguments import check_range
 from kvflash.publisher.brokered import BrokerOutlet, BrokerStream, Served, served_of
 from kvflash.publisher.relay import Relay
 from kvflash.publisher.stream import EventStream, Sender
 from kvflash.runtime import Component
+from kvflash.runtime.arguments import check_range
 from kvflash.servers import plane_of_events
 
 logger = logging.getLogger(__name__)
@@ -280,7 +280,7 @@ class KvEventPublisher:
 
         Cost: O(tokens) for validation and encoding. Waits only while 16 MiB are queued.
         """
-        outbox, args = self._outbox("publish_stored"), _without_event_id(args, named)
+        outbox, args = self._outbox("publish_stored"), _without_event_id(args, named, "token_ids")
         dropped = outbox.store(*args, **{"medium": "GPU", **named})
         if dropped is not None:
             self._warnings += 1
@@ -312,7 +312,10 @@ class KvEventPublisher:
             ConflictError: The publisher relays an engine's events.
             ClosedError: The publisher is shut down.
         """
-        outbox, args = self._outbox("publish_removed"), _without_event_id(args, named)
+        outbox, args = (
+            self._outbox("publish_removed"),
+            _without_event_id(args, named, "block_hashes"),
+        )
         outbox.remove(*args, **{"medium": "GPU", **named})
 
     def publish_cleared(self) -> None:
@@ -378,10 +381,10 @@ class ZmqKvEventPublisher(KvEventPublisher):
         )
 
 
-def _without_event_id(args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the arguments without the leading event id that older engines pass."""
+def _without_event_id(args: tuple[Any, ...], named: dict[str, Any], first: str) -> tuple[Any, ...]:
+    """Return the arguments, from ``first`` on, without the event id that older engines pass."""
     given = named.pop("event_id", None)
-    if given is None and args:
+    if given is None and (len(args) > 1 or (args and first in named)):
         try:
             given, args = operator.index(args[0]), args[1:]
         except TypeError:

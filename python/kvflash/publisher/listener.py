@@ -9,7 +9,7 @@ import zmq.asyncio
 
 from kvflash._core import compute_block_hash_for_seq
 from kvflash.errors import InvalidArgumentError
-from kvflash.publisher.arguments import check_range
+from kvflash.runtime.arguments import check_range
 from kvflash.transport.zmq_socket import dial
 
 _FRAME_BYTES_MAX = 16 << 20

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvflash.errors import OverloadedError
-from kvflash.publisher.arguments import check_range
 from kvflash.runtime import Component
+from kvflash.runtime.arguments import check_range
 
 logger = logging.getLogger(__name__)
 

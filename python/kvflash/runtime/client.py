@@ -13,6 +13,7 @@ from kvflash.errors import (
     ClosedError,
     DeadlineError,
     DecodeError,
+    InvalidArgumentError,
     KvflashError,
     NotFoundError,
     NoWorkerError,
@@ -67,6 +68,7 @@ class Client:
         Raises:
             DeadlineError: No instance appeared within ``timeout_s``.
         """
+        _check_timeout(timeout_s)
         self._instances.start()
 
         async def any_instance() -> None:
@@ -98,7 +100,8 @@ class Client:
         Raises:
             NoWorkerError: There are no instances.
             TransportError: None of the instances that were tried can be reached.
-            InvalidArgumentError: The request is too large or can't be encoded.
+            InvalidArgumentError: The request is too large or can't be encoded, or timeout_s is
+                not a number.
         """
 
         def pick(without: set[int]) -> Instance:
@@ -149,6 +152,7 @@ class Client:
     async def _send(
         self, pick: Pick, payload: Any, request_id: str | None, timeout_s: float | None
     ) -> Stream:
+        _check_timeout(timeout_s)
         await self._instances.synced(SYNC_TIMEOUT_S)
         stream = Stream(self, pick, payload, request_id or secrets.token_hex(16), timeout_s)
         await stream._open(None)
@@ -300,3 +304,10 @@ class Stream:
             return await asyncio.wait_for(work, left_s)
         except asyncio.TimeoutError as error:
             raise DeadlineError(f"request {self.request_id}: its timeout expired") from error
+
+
+def _check_timeout(timeout_s: Any) -> None:
+    if timeout_s is not None and not isinstance(timeout_s, int | float):
+        raise InvalidArgumentError(
+            f"timeout_s must be a number of seconds, or None for no limit, got {timeout_s!r}"
+        )

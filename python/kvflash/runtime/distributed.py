@@ -18,6 +18,7 @@ from kvflash.errors import (
     KvflashError,
     TransportError,
 )
+from kvflash.runtime.arguments import check_range
 from kvflash.runtime.component import Endpoint, Namespace
 from kvflash.runtime.instances import Instances
 from kvflash.runtime.limits import RuntimeLimits
@@ -60,6 +61,7 @@ class DistributedRuntime:
 
     Raises:
         ConfigError: A setting is invalid.
+        InvalidArgumentError: The port is out of range.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class DistributedRuntime:
         self.instance_id = new_lease_id()
         self._plane = plane_name(request_plane)
         self.host = host or host_address(is_local=self.discovery.is_local)
-        self._port = runtime_port() if port is None else port
+        self._port = runtime_port() if port is None else check_range("port", port, 0, 65_535)
         self._serving = Serving(self.instance_id, self.limits)
         self._signals = Signals()
         self._clients: dict[str, PlaneClient] = {}

@@ -392,8 +392,9 @@ def test_a_wrong_argument_is_named_and_nothing_published(publisher, changes, wan
     with pytest.raises(InvalidArgumentError) as caught:
         made.publish_stored(**call)
     assert wanted in str(caught.value)
-    with pytest.raises(InvalidArgumentError, match=r"block_hashes\[0\]"):
-        made.publish_removed([None])
+    for hashes, text in (([None], r"block_hashes\[0\]"), (5, "block_hashes must be a list")):
+        with pytest.raises(InvalidArgumentError, match=text):
+            made.publish_removed(hashes)
     assert made.stats()["events_total"] == 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +60,26 @@ def test_arguments_are_checked_as_the_environment_is() -> None:
         DistributedRuntime("x")
     with pytest.raises(ConfigError, match="request_plane must be one of tcp, http, nats, got 'x'"):
         DistributedRuntime("mem", "x")
+    for port in (99_999, -1, "80"):
+        with pytest.raises(
+            InvalidArgumentError, match=rf"port must be in 0\.\.65535, got {port!r}"
+        ):
+            DistributedRuntime("mem", port=port)  # type: ignore[arg-type]
+
+
+def test_a_timeout_is_a_number() -> None:
+    async def scenario() -> None:
+        async with DistributedRuntime("mem") as runtime:
+            client = runtime.endpoint("n.c.e").client()
+            for asked in (
+                client.generate({}, timeout_s="1"),
+                client.direct({}, 1, timeout_s="1"),  # type: ignore[arg-type]
+                client.wait_for_instances("1"),  # type: ignore[arg-type]
+            ):
+                with pytest.raises(InvalidArgumentError, match=r"timeout_s must be a .* got '1'"):
+                    await asked
+
+    asyncio.run(scenario())
 
 
 def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,13 +212,14 @@ def test_the_model_card(tmp_path: Any) -> None:
         ({"context_length": -1}, r"context_length must be in 1\.\.=2147483647, got -1"),
         ({"context_length": True}, "context_length must be in"),
         ({"lora_names": ["x"] * 1025}, "lora_names may have at most 1024 entries, got 1025"),
-        ({"runtime_config": ModelRuntimeConfig(max_num_seqs=0)}, "max_num_seqs must be in"),
-        ({"runtime_config": ModelRuntimeConfig(data_parallel_size=1025)}, "data_parallel_size"),
-        ({"runtime_config": ModelRuntimeConfig(bootstrap_port=1)}, "go together, got None and 1"),
-        (
-            {"runtime_config": ModelRuntimeConfig(tool_call_parser=1)},  # type: ignore[arg-type]
-            "tool_call_parser must be a string, got 1",
-        ),
+        ({"lora_names": "x"}, "lora_names must be of type list"),
+        ({"model_name": 5}, "model_name must be of type str, got 5"),
+        ({"model_path": 5}, "model_path must be of type str"),
+        ({"model_path": "/no/folder"}, "'/no/folder', which does not exist on this machine"),
+        ({"model_path": Path("/no/folder")}, "correct it, or pass only model_name"),
+        ({"model_path": "./no-folder"}, "model_path must be a folder with tokenizer.json, or"),
+        ({"runtime_config": {"max_num_seqs": 1}}, "runtime_config must be of type ModelRuntime"),
+        ({"user_data": {1}}, "user_data must be JSON"),
     ],
 )
 def test_a_model_card_that_can_not_be_is_refused(changed: dict[str, Any], text: str) -> None:
@@ -214,6 +236,22 @@ def test_a_model_card_that_can_not_be_is_refused(changed: dict[str, Any], text: 
                 await register_llm(**arguments)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs must be in"),
+        ({"data_parallel_size": 1025}, r"data_parallel_size must be in 1\.\.=1024, got 1025"),
+        ({"data_parallel_size": "2"}, "data_parallel_size must be in"),
+        ({"bootstrap_port": 1}, "go together, got None and 1"),
+        ({"bootstrap_port": 1, "bootstrap_host": 2}, "bootstrap_host must be a string, got 2"),
+        ({"tool_call_parser": 1}, "tool_call_parser must be a string, got 1"),
+    ],
+)
+def test_what_an_engine_can_not_be_is_refused(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=text):
+        ModelRuntimeConfig(**settings)
 
 
 def test_the_worker_decorator_gives_a_runtime_and_closes_it() -> None:

@@ -1,4 +1,4 @@
-"""Validation of what engines hand over, before any of it is published."""
+"""Checks of callers' numbers."""
 
 import operator
 
