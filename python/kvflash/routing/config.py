@@ -68,7 +68,8 @@ class KvRouterConfig:
         router_track_prefill_tokens: Count prompt tokens until the first output token.
         router_assume_kv_reuse: Count a block that several requests share once.
         router_ttl_secs: Lifetime of assumed blocks, without events; unit seconds.
-        router_max_tree_size: Assumed blocks, counted per worker.
+        router_max_tree_size: Maximum assumed blocks over all workers; with events, maximum
+            predicted blocks.
         router_prune_target_ratio: Share of them to keep when the limit is exceeded.
         router_predicted_ttl_secs: With events: seconds for which a prompt just sent to a worker
             counts as cached there, until its events arrive; None or 0 disables it.
@@ -174,11 +175,19 @@ class KvRouterConfig:
             raise ConfigError("router_track_output_blocks requires router_track_active_blocks")
 
     def _check_policies(self) -> None:
+        shadows, mode = self.shadow_policies, self.router_mode
+        if not isinstance(shadows, list | tuple) or not all(isinstance(x, str) for x in shadows):
+            raise ConfigError(f"shadow_policies must be a list of policies' names, got {shadows!r}")
         try:
-            check_shadow_policies(list(self.shadow_policies))
+            check_shadow_policies(list(shadows))
         except ValueError as error:
             raise ConfigError(f"shadow_policies: {error}") from error
-        mode = self.router_mode
+        is_policy = callable(getattr(mode, "choose", None)) and not isinstance(mode, type)
+        if not (mode is None or isinstance(mode, str) or is_policy):
+            raise ConfigError(
+                "router_mode must be a policy's name, or an object with a method "
+                f"choose(request, candidates), got {mode!r}"
+            )
         if isinstance(mode, str) and not mode.startswith(PREFIX):
             try:
                 check_policy(mode)

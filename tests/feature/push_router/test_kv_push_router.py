@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import json
 import pickle
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ from kvflash import (
     NotFoundError,
     NoWorkerError,
     OverloadedError,
+    Policy,
     WorkerError,
 )
 from support_push_router import BLOCK, PATH, TOKENS, Stage, eventually, is_idle, known, run
@@ -415,6 +419,10 @@ def test_load_expires_by_last_activity() -> None:
         ({"router_max_tree_size": 1.5}, "router_max_tree_size must be a whole number"),
         ({"router_snapshot_threshold": 0}, "router_snapshot_threshold"),
         ({"active_decode_blocks_threshold": 1.1}, "active_decode_blocks_threshold"),
+        ({"router_mode": 5}, r"router_mode must be .* a method choose\(request, .* got 5"),
+        ({"router_mode": Policy}, "router_mode must be a policy's name, or an object"),
+        ({"shadow_policies": "kv"}, "shadow_policies must be a list of policies' names, got 'kv'"),
+        ({"shadow_policies": 5}, "shadow_policies must be a list"),
         ({"use_kv_events": 1}, "use_kv_events must be True or False"),
         ({"durable_kv_events": True, "use_kv_events": False}, "requires use_kv_events"),
         (
@@ -426,6 +434,20 @@ def test_load_expires_by_last_activity() -> None:
 def test_settings_are_checked_by_name(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         KvRouterConfig(**settings)
+
+
+def test_the_manual_says_which_methods_are_coroutines() -> None:
+    methods = {
+        name: getattr(KvPushRouter, name) for name in vars(KvPushRouter) if not name.startswith("_")
+    }
+    plain = {
+        name for name, method in methods.items()
+        if callable(method) and not inspect.iscoroutinefunction(method)
+    }  # fmt: skip
+    manual = (Path(__file__).parents[3] / "docs/routing.md").read_text()
+    (said,) = re.findall(r"Await every method, except ([^,]+(?:, [^,]+)*), which return", manual)
+    assert set(re.findall(r"`(\w+)`", said)) == plain
+    assert len(methods) > len(plain) > 3
 
 
 def test_without_weight_or_credit_nobody_listens() -> None:
