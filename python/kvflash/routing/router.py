@@ -91,6 +91,8 @@ class KvPushRouter:
         self._line, self._sender = self._make_sender()
         self._feed: Feed | None = None
         self._starting: asyncio.Task[None] | None = None
+        # Completed once the latest call may book.
+        self._arrival: asyncio.Future[None] | None = None
         self._thresholds: dict[str, Any] | None = None
         self._is_started = False
         self._is_closed = False
@@ -521,17 +523,28 @@ class KvPushRouter:
             raise
         except KvflashError:
             # The next call tries again.
-            self._starting = None
+            if self._starting is starting:
+                self._starting = None
             raise
         await self._workers.synced(SYNC_TIMEOUT_S)
 
     async def _opened(self) -> None:
-        """As :meth:`_started`, and wait for the workers that must be there before any request."""
-        await self._started()
-        # The core refuses the request if they did not come in time.
-        await self._workers.wait_for(self._min_workers, self.config.router_queue_timeout)
-        if self._is_closed:
-            raise ClosedError("the router was closed while a request waited for workers")
+        """As :meth:`_started`, and wait for the workers that must be there before any request.
+
+        Calls that wait go on in the order of their arrival.
+        """
+        before, passed = self._arrival, asyncio.get_running_loop().create_future()
+        self._arrival = passed
+        try:
+            await self._started()
+            # The core refuses the request if they did not come in time.
+            await self._workers.wait_for(self._min_workers, self.config.router_queue_timeout)
+            if before is not None and not before.done():
+                await asyncio.wait([before])
+            if self._is_closed:
+                raise ClosedError("the router was closed while a request waited for workers")
+        finally:
+            passed.set_result(None)
 
     async def _start(self) -> None:
         await asyncio.to_thread(self._cluster.check)

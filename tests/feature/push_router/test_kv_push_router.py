@@ -519,6 +519,39 @@ def test_requests_wait_until_enough_workers_were_there(monkeypatch: pytest.Monke
     assert KvRouterConfig(min_initial_workers=0).make_core(BLOCK)
 
 
+def test_calls_that_wait_for_the_first_workers_go_on_in_their_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def work() -> None:
+        async with Stage() as stage:
+            await stage.worker()
+            router = await stage.router(1)
+            asked, slow = asyncio.Event(), asyncio.Event()
+            done: list[int] = []
+
+            async def sync(_timeout_s: float) -> None:
+                is_first = not asked.is_set()
+                asked.set()
+                if is_first:
+                    await slow.wait()
+
+            monkeypatch.setattr(router._workers, "synced", sync)
+
+            async def ask(number: int) -> None:
+                await router.best_worker(TOKENS)
+                done.append(number)
+
+            first = asyncio.create_task(ask(0))
+            await asked.wait()
+            others = [asyncio.create_task(ask(number)) for number in range(1, 5)]
+            assert not (await asyncio.wait(others, timeout=0.05))[0]
+            slow.set()
+            await asyncio.gather(first, *others)
+            assert done == [0, 1, 2, 3, 4]
+
+    run(work())
+
+
 def test_prompts_with_pictures_and_embeddings_go_where_they_are_cached() -> None:
     async def work() -> None:
         async with Stage() as stage:
