@@ -104,9 +104,14 @@ class Parser(argparse.ArgumentParser):
         known, rest = self.parse_known_args(args, namespace)
         if rest:
             flag = next((word for word in rest if word.startswith("-")), rest[0])
-            names = [name for action in self._actions for name in action.option_strings]
+            metavars = {n: str(one.metavar) for one in self._actions for n in one.option_strings}
+            names = list(metavars)
             hint = did_you_mean(flag.partition("=")[0], names)
-            if "://" in flag and "--worker" in names:
+            words = list(sys.argv[1:] if args is None else args)
+            flags = [word for word in words[: words.index(flag)] if word.startswith("-")]
+            if not flag.startswith("-") and metavars.get("".join(flags[-1:]), "").endswith(",..."):
+                hint = f"; separate the values of {flags[-1]} with commas"
+            elif "://" in flag and "--worker" in names:
                 hint = "; name an engine by --worker URL"
             elif not flag.startswith("-"):
                 hint = (

@@ -159,6 +159,13 @@ def test_a_word_without_a_flag_is_refused_with_a_hint(
     assert ended.value.code == 2 and told in capsys.readouterr().err
 
 
+def test_values_without_commas_are_refused_with_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        SERVICES["indexer"](["--port", "1", "--peers", "http://a:1", "http://b:1", "http://c:1"])
+    told = "arguments: http://b:1 http://c:1; separate the values of --peers with commas\n"
+    assert told in capsys.readouterr().err
+
+
 def test_several_workers_may_stand_behind_one_flag() -> None:
     args = frontend(["--worker", "http://a", "http://b", "--port", "1", "--worker", "http://c"])
     assert (args.workers, args.port) == (["http://a", "http://b", "http://c"], 1)
