@@ -48,6 +48,7 @@ class ReplicaSyncService(Background):
         self._prefix = f"v1/replica_sync/{namespace}/{component}/"
         self._open_discovery, self._open_channel = open_discovery, open_channel
         self._lease_ttl_s = lease_ttl_s
+        self._has_strangers = False
         super().__init__(
             "replica sync, which tells other routers' load,", self._serve, is_cancelled=False
         )
@@ -103,11 +104,25 @@ class ReplicaSyncService(Background):
                             for router_id in _router(event.key[len(self._prefix) :], b"{}"):
                                 routers.pop(router_id, None)
                         if is_synced:
+                            self._warn_of_strangers(routers, channel)
                             channel.follow({url for url in routers.values() if url})
                             self.sync.listed(set(routers), time.monotonic())
             except KvflashError as error:
                 logger.warning("replica sync: can't list the other routers: %s", error)
             await asyncio.sleep(_RETRY_S)
+
+    def _warn_of_strangers(self, routers: Mapping[int, str | None], channel: Channel) -> None:
+        """Warn, once while there are any, of routers on the other plane: only ZMQ has endpoints."""
+        is_zmq = channel.endpoint is not None
+        strangers = sum((endpoint is not None) != is_zmq for endpoint in routers.values())
+        if strangers and not self._has_strangers:
+            own, other = ("zmq", "nats") if is_zmq else ("nats", "zmq")
+            logger.warning(
+                "replica sync: %d routers of %s share their load over %s, this one over %s, so "
+                "they do not count each other's requests: give all the same --event-plane",
+                strangers, self._prefix.split("/", 2)[2].strip("/"), other, own,
+            )  # fmt: skip
+        self._has_strangers = strangers > 0
 
     async def _send(self, channel: Channel) -> None:
         while True:

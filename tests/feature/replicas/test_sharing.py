@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import threading
+from functools import partial
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from kvflash._core import Router
 from kvflash.discovery import open_discovery
 from kvflash.discovery.base import Discovery
 from kvflash.routing.sharing import Sharing
+from kvflash.routing.sync_service import ReplicaSyncService
+from kvflash.transport.channel import ZmqChannel
 from service import until
 
 COMPONENT = ("ns", "backend")
@@ -47,3 +53,39 @@ def test_what_is_booked_before_it_is_connected_is_told_when_it_is(tmp_path) -> N
     finally:
         is_there.set()
         sharing.stop()
+
+
+class WithoutEndpoint(ZmqChannel):
+    """A channel over a server, as of NATS: it announces no endpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.endpoint = None
+
+
+def test_routers_on_other_planes_are_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def over(channel: type[ZmqChannel]) -> ZmqChannel:
+        return channel()
+
+    routers = [
+        ReplicaSyncService(
+            *COMPONENT,
+            Router().bookings,
+            open_discovery=lambda: open_discovery("file", folder=tmp_path),
+            open_channel=partial(over, channel),
+        )
+        for channel in (ZmqChannel, ZmqChannel, WithoutEndpoint)
+    ]
+    try:
+        for router in routers:
+            router.start()
+        until(lambda: caplog.text.count("this one over zmq") == 2, "both to warn")
+        until(lambda: "over zmq, this one over nats" in caplog.text, "the third to warn")
+        told = "replica sync: 1 routers of ns/backend share their load over nats, this one over zmq"
+        assert told in caplog.text
+    finally:
+        for router in routers:
+            router.stop()
+    assert caplog.text.count("this one over") == 3
