@@ -40,6 +40,8 @@ class Outage:
     def ends(self) -> None:
         """An attempt succeeded."""
         if self._began_s is not None:
-            self._logger.info("%s after %.1f s", self._back, self._clock() - self._began_s)
+            lasted_s = self._clock() - self._began_s
+            # It began before its first failure was noticed.
+            self._logger.info("%s after at least %.1f s", self._back, lasted_s)
             self._began_s = None
             self._show("")

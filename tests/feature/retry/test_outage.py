@@ -33,7 +33,7 @@ def test_an_outage_is_told_once_then_now_and_then_and_its_end(
     outage.lasts("away again")
     assert [record.message for record in caplog.records] == [
         "refused",
-        "it answers again after 119.0 s",
+        "it answers again after at least 119.0 s",
         "away again",
     ]
     # Every failure is shown, whether logged or not.
