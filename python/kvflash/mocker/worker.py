@@ -3,10 +3,10 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
-from kvflash.errors import ClosedError, ConfigError, InvalidArgumentError
+from kvflash.errors import ClosedError, ConfigError, InvalidArgumentError, TransportError
 from kvflash.llm import ModelInput, ModelRuntimeConfig, ModelType, register_llm
 from kvflash.mocker.answer import usage
 from kvflash.mocker.block_hash import output_seed
@@ -17,6 +17,7 @@ from kvflash.mocker.publisher import TICK_MS, open_stream
 from kvflash.mocker.scheduler import Scheduler
 from kvflash.mocker.tokenizer import Tokenizer
 from kvflash.mocker.tokens import parse_tokens, request_room
+from kvflash.outage import Outage
 from kvflash.publisher import WorkerMetricsPublisher
 from kvflash.publisher.announce import events_key
 from kvflash.publisher.brokered import BrokerOutlet, BrokerStream, Served
@@ -26,6 +27,8 @@ from kvflash.runtime import Context, DistributedRuntime, RuntimeLimits
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0
+# Pause between two attempts to announce the worker.
+RETRY_S = 1.0
 
 
 class RuntimeWorker:
@@ -72,8 +75,7 @@ class RuntimeWorker:
     async def start(self) -> None:
         """Wait for the startup time, then announce everything and serve.
 
-        Raises OSError if a bootstrap port is taken, and TransportError if discovery can't be
-        reached.
+        Waits for discovery if it is down. Raises OSError if a bootstrap port is taken.
         """
         config = self._config
         if config.bootstrap_ports:
@@ -83,12 +85,22 @@ class RuntimeWorker:
             self._tasks.append(asyncio.create_task(engine.run()))
             self._report(rank, engine.scheduler)
             engine.on_pass = lambda scheduler, rank=rank: self._report(rank, scheduler)
-        await self._announce()
-        serving = self._endpoint.serve_endpoint(
-            self.generate, max_concurrent_requests=config.max_waiting
+        if config.tokenizer is None:
+            logger.warning(
+                "worker %s has no --tokenizer folder: Python routers can use it; frontends "
+                "refuse it, because they tokenize with that folder",
+                self.instance_id,
+            )
+        await self._patiently(self._announce_events)
+        await self._patiently(lambda: self._metrics.create_endpoint(self._endpoint.component))
+        await self._patiently(self._register)
+        serving = self._patiently(
+            lambda: self._endpoint.serve_endpoint(
+                self.generate, max_concurrent_requests=config.max_waiting
+            )
         )
         self._tasks.append(asyncio.create_task(serving))
-        await asyncio.wait_for(self._is_found(), START_TIMEOUT_S)
+        await self._patiently(lambda: asyncio.wait_for(self._is_found(), START_TIMEOUT_S))
 
     async def close(self) -> None:
         """Leave discovery, wait for running requests up to the drain timeout, then close all."""
@@ -114,9 +126,23 @@ class RuntimeWorker:
             }
         )
 
-    async def _announce(self) -> None:
-        config = self._config
-        component = self._endpoint.component
+    async def _patiently(self, step: Callable[[], Awaitable[None]]) -> None:
+        """Retry a step of the start while discovery can't be reached, as launchers do."""
+        outage = Outage(logger, f"worker {self.instance_id}: discovery answers")
+        while True:
+            try:
+                await step()
+            except (TransportError, asyncio.TimeoutError) as error:
+                outage.lasts(
+                    f"worker {self.instance_id} can't be announced: {str(error) or 'no answer'}; "
+                    "trying again"
+                )
+            else:
+                return outage.ends()
+            await asyncio.sleep(RETRY_S)
+
+    async def _announce_events(self) -> None:
+        config, component = self._config, self._endpoint.component
         for stream, rank in zip(self._streams, self._ranks(), strict=False):
             where = {
                 "kind": stream.kind,
@@ -125,15 +151,11 @@ class RuntimeWorker:
                 "block_size": config.block_size,
             }
             await self._runtime.announce(events_key(component, self.instance_id, rank), where)
-        await self._metrics.create_endpoint(component)
+
+    async def _register(self) -> None:
+        config = self._config
         port = self._handover.bootstrap_port
         is_prefill = self._handover.is_prefill
-        if config.tokenizer is None:
-            logger.warning(
-                "worker %s has no --tokenizer folder: Python routers can use it; frontends "
-                "refuse it, because they tokenize with that folder",
-                self.instance_id,
-            )
         await register_llm(
             ModelInput.Tokens,
             ModelType.Prefill if is_prefill else ModelType.Chat | ModelType.Completions,

@@ -11,7 +11,10 @@ import pytest
 
 from kvflash import DistributedRuntime, InvalidArgumentError, TransportError
 from kvflash.discovery import open_discovery
+from kvflash.mocker import tokenizer
+from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.handover import Handover, Room, meet
+from kvflash.mocker.worker import RuntimeWorker
 from service import EmbeddedIndexer, until, wait_for_sequence
 
 FAST = ("--speedup-ratio", "1000", "--block-size", "4", "--num-gpu-blocks", "512")
@@ -354,3 +357,28 @@ def test_a_computed_prompt_that_nobody_fetches_holds_nothing_up(free_port):
             await meet(room)
 
     asyncio.run(check())
+
+
+def test_a_worker_waits_while_discovery_is_down(monkeypatch, caplog):
+    monkeypatch.setenv("KVFLASH_DISCOVERY", "mem")
+    monkeypatch.setattr("kvflash.mocker.worker.RETRY_S", 0)
+    announce, refused = DistributedRuntime.announce, []
+
+    async def fail_first(runtime, key, value):
+        if key not in refused:
+            refused.append(key)
+            raise TransportError("etcd can't be reached")
+        await announce(runtime, key, value)
+
+    monkeypatch.setattr(DistributedRuntime, "announce", fail_first)
+
+    async def work():
+        config = MockerConfig(endpoint=ENDPOINT, zmq_events_port="auto")
+        worker = RuntimeWorker(0, config, tokenizer.load(None))
+        await worker.start()
+        await worker.close()
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+    kinds = [key.split("/")[1] for key in refused]
+    assert kinds == ["events", "instances", "models", "instances"]
+    assert caplog.text.count("can't be announced: etcd can't be reached; trying again") == 4
