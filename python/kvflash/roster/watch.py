@@ -59,6 +59,8 @@ class DiscoveryWatch(Background):
         self._compared: set[Component] = set()
         # Workers that the core refused, with the reason; they are retried.
         self._refused: dict[Name, str] = {}
+        # No worker is accepted; logged once.
+        self._is_useless = False
         # Those whose refusal the core shows until they are removed there.
         self._shown: set[int] = set()
         self._has_left, self._is_again = asyncio.Event(), False
@@ -133,6 +135,13 @@ class DiscoveryWatch(Background):
                     self._loads.follow(path, instance_id, instance["transport"])
             else:
                 await self._tell_safely(name)
+        is_useless = bool(self._refused) and not self._told
+        if is_useless and not self._is_useless:
+            logger.warning(
+                "all %d workers in discovery are refused (see the errors before this line), so "
+                "this service knows no worker, though others may find it", len(self._refused),
+            )  # fmt: skip
+        self._is_useless = is_useless
 
     async def _compare(self) -> None:
         """Remove workers that exist only in the shared state."""

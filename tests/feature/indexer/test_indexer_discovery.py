@@ -64,6 +64,15 @@ def keys(number: int, endpoint: str, namespace: str = "tests") -> dict[str, dict
     }
 
 
+def test_an_indexer_that_refuses_all_workers_warns_once(service, caplog) -> None:
+    for number in (7, 8):
+        nameless = {f"v1/models/tests/backend/generate/{number}": {}}
+        tell(keys(number, "tcp://127.0.0.1:1") | nameless)
+    service(discovery="file")
+    until(lambda: "this service knows no worker" in caplog.text, "the warning")
+    assert caplog.text.count("workers in discovery are refused") == 1
+
+
 def test_workers_of_discovery_are_followed(service, client, engine):
     engines = [engine(replay=False), engine(replay=False)]
     http = client(service(discovery="file", namespace="tests").url)
