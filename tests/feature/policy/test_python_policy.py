@@ -166,6 +166,9 @@ def test_kv_chooses_where_it_fails_or_takes_too_long(
         assert answers(frontend, "followed") == 0
         assert all(fake.received for fake in fakes)
         assert frontend.explain(prompt_of("p"))["reason"] != "highest_score"
+        warned = [one for one in frontend.http.get("/health")["warnings"] if "policy" in one]
+        assert len(warned) == 1 and "times in a row" in warned[0], warned
+        assert ("has not returned within 5 ms" in warned[0]) == (outcome == "late")
         # Said once a minute, not for each request; what was raised with its trace.
         errors = frontend.process.errors
         line = "the policy gave no decision; kv decides instead"

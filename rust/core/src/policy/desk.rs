@@ -7,7 +7,7 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use parking_lot::{Condvar, Mutex};
 
@@ -114,6 +114,9 @@ struct Counts {
     failed: [AtomicU64; Failure::ALL.len()],
     dropped_news: AtomicU64,
     logged_ms: AtomicU64,
+    /// Failures since the last advice, and the cause of the latest.
+    failed_in_row: AtomicU64,
+    last_failure: AtomicUsize,
 }
 
 /// The events that the policy handles.
@@ -259,10 +262,16 @@ impl Desk {
     /// The advice in `answer`, if there is any; failures are counted, and logged once a minute.
     pub fn settle(&self, answer: Answer, now_ms: u64) -> Option<Advice> {
         match answer {
-            Ok(advice) => Some(advice),
+            Ok(advice) => {
+                // Relaxed: a slightly outdated report does no harm.
+                self.counts.failed_in_row.store(0, Ordering::Relaxed);
+                Some(advice)
+            }
             Err(failure) => {
                 // Relaxed: statistics; of concurrent threads one logs.
                 self.counts.failed[failure as usize].fetch_add(1, Ordering::Relaxed);
+                self.counts.last_failure.store(failure as usize, Ordering::Relaxed);
+                self.counts.failed_in_row.fetch_add(1, Ordering::Relaxed);
                 let is_due = |logged_ms| {
                     let is_late = now_ms.saturating_sub(logged_ms) >= LOG_INTERVAL_MS;
                     (logged_ms == 0 || is_late).then_some(now_ms.max(1))
@@ -281,6 +290,28 @@ impl Desk {
                 None
             }
         }
+    }
+
+    /// Why the policy does not decide at the moment, as text for operators.
+    pub fn trouble(&self) -> Option<String> {
+        // Relaxed: a slightly outdated report does no harm.
+        let failures = self.counts.failed_in_row.load(Ordering::Relaxed);
+        if failures == 0 {
+            return None;
+        }
+        let last = self.counts.last_failure.load(Ordering::Relaxed);
+        let (name, cause) = (&self.name, Failure::ALL[last].name());
+        let why = if self.state.lock().is_stuck {
+            let deadline_ms = self.deadline_ms;
+            format!(
+                "a call has not returned within {deadline_ms} ms and still runs; it is asked again once it returns"
+            )
+        } else {
+            format!("see the log, and kvflash_outside_policy_answers_total{{outcome=\"{cause}\"}}")
+        };
+        Some(format!(
+            "policy {name} gave no decision {failures} times in a row ({cause}), so kv decides: {why}"
+        ))
     }
 
     /// Counts whether a request followed the advice given for it.

@@ -130,6 +130,7 @@ const SILENT_REQUESTS: u64 = 20;
 fn warnings(app: &App, reasons: &[WorkerReason]) -> Vec<String> {
     let mut warnings = app.outside_warnings.read().clone();
     warnings.extend(app.registrations.trouble());
+    warnings.extend(app.options.routing.policies.desk().and_then(|desk| desk.trouble()));
     warnings.extend(app.options.http.lock().troubles());
     let by_caches = [AUTO, Policy::Kv.name()].contains(&app.options.routing.policy_name());
     let publishers = app.catalog.publishers();

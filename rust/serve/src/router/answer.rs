@@ -184,6 +184,7 @@ pub(super) fn health(app: &App) -> Value {
     let reservations: usize = pools.iter().map(|pool| pool.selector.reserved()).sum();
     let mut warnings = app.outside_warnings.read().clone();
     warnings.extend(app.registrations.trouble());
+    warnings.extend(app.options.routing.policies.desk().and_then(|desk| desk.trouble()));
     warnings.extend(app.options.http.lock().troubles());
     for pool in &pools {
         if pool.selector.block_size() == 0 {

@@ -107,6 +107,9 @@ fn a_policy_that_is_stuck_in_news_is_not_waited_for_either() {
     desk.take_back(number);
     assert_eq!(late.recv().unwrap(), Err(Failure::Closed));
     assert_eq!(ask(&desk).1.recv().unwrap(), Err(Failure::Stuck));
+    assert_eq!(desk.settle(Err(Failure::Stuck), 1), None);
+    let trouble = desk.trouble().unwrap();
+    assert!(trouble.contains("a call has not returned within 5 ms"), "{trouble}");
 }
 
 #[test]
@@ -177,7 +180,14 @@ fn what_there_is_instead_of_advice_is_counted() {
     for failure in [Failure::Late, Failure::Late, Failure::Nonsense] {
         assert_eq!(desk.settle(Err(failure), 1), None);
     }
+    let trouble = desk.trouble().unwrap();
+    assert!(
+        trouble
+            .starts_with("policy mine gave no decision 3 times in a row (nonsense), so kv decides"),
+        "{trouble}"
+    );
     assert!(desk.settle(Ok(Advice::default()), 1).is_some());
+    assert_eq!(desk.trouble(), None);
     let counts = ["late", "raised", "nonsense", "full", "closed"].map(|one| count(&desk, one));
     assert_eq!(counts, [2.0, 0.0, 1.0, 0.0, 0.0]);
 }
