@@ -89,7 +89,7 @@ def test_a_file_that_does_not_fit_is_refused_by_field(tmp_path):
         other.load_snapshot(path)
     assert str(caught.value) == f"path {path}: snapshot's block size: expected 8, found 4"
     for damaged, word in (
-        (b"KVFSNAP\0" + whole[8:], "magic"),
+        (b"KVFSNAP\0" + whole[8:], r"begins with KVFSNAP\\x00, not with kvfsnap\\x00; name a file"),
         (whole[:8] + b"\x09" + whole[9:], "version"),
         (whole[:33] + b"\xff" + whole[34:], "checksum"),
         (whole[:20], "truncated within its header"),

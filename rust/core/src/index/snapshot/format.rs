@@ -99,7 +99,7 @@ pub(super) fn decode_head(bytes: &[u8; HEAD_BYTES]) -> Result<Head, LoadError> {
     let (magic, rest) = bytes.split_at(MAGIC.len());
     if magic != MAGIC {
         let text = |bytes: &[u8]| bytes.escape_ascii().to_string();
-        return Err(differs("magic", text(&MAGIC), text(magic)));
+        return Err(LoadError::Alien { expected: text(&MAGIC), found: text(magic) });
     }
     let mut fields = Fields(rest);
     let version = fields.u32();

@@ -134,6 +134,16 @@ pub enum LoadError {
     /// The header could not be read.
     #[error("the snapshot cannot be read: {0}")]
     Io(#[from] io::Error),
+    /// It does not begin as a snapshot does.
+    #[error(
+        "is not a snapshot: it begins with {found}, not with {expected}; name a file that kvflash saved"
+    )]
+    Alien {
+        /// The first bytes of every snapshot.
+        expected: String,
+        /// The first bytes found.
+        found: String,
+    },
     /// It is shorter than its header.
     #[error("the snapshot is truncated within its header")]
     Cut,
