@@ -115,7 +115,7 @@ impl Publisher {
         let Registration {
             worker, endpoint, replay_endpoint, capacity_blocks, facts, source, ..
         } = registration;
-        let standing = Standing::new(model.index.evicted_blocks_total());
+        let standing = Standing::new(model.index.evicted_blocks_total(), clock.now_ms());
         model.roster.add(worker);
         let unheard = Some(Unheard::Silent);
         model.unheard.set(worker, unheard);
@@ -228,7 +228,9 @@ impl Publisher {
         let mut state = self.state.lock();
         view.evidence.evicted_blocks = state.standing.evicted_since(evicted);
         view.evidence.device_blocks = device_blocks;
-        let (error, looked_at) = (view.last_error.as_deref(), Code::OF_INDEX);
+        // It may have become worth a line by now.
+        let looked_at = Code::OF_INDEX.with(Code::NeverConnected);
+        let error = view.last_error.as_deref();
         let clock = self.clock.as_ref();
         state.standing.tell(clock, self.worker, &self.endpoint, &view.evidence, error, looked_at);
     }

@@ -8,6 +8,9 @@ use crate::clock::Clock;
 use crate::ids::Worker;
 use crate::log_limit::LogLimit;
 
+/// Time for a new publisher's first connection; until then it is not worth a warning.
+const CONNECT_MS: u64 = 5_000;
+
 /// Kept under the publisher's lock.
 #[derive(Debug, Default)]
 pub(super) struct Standing {
@@ -19,6 +22,8 @@ pub(super) struct Standing {
     seen: Evidence,
     /// Codes that were logged.
     told: Codes,
+    /// When it was registered.
+    since_ms: u64,
     /// Whether a warning was logged since the last recovery.
     is_warned: bool,
     /// How often each fault may still be logged.
@@ -26,9 +31,9 @@ pub(super) struct Standing {
 }
 
 impl Standing {
-    /// For a newly registered publisher; the index has evicted `evicted` blocks so far.
-    pub fn new(evicted: u64) -> Self {
-        Self { evicted_before: evicted, ..Self::default() }
+    /// For a publisher registered at `since_ms`; the index has evicted `evicted` blocks so far.
+    pub fn new(evicted: u64, since_ms: u64) -> Self {
+        Self { evicted_before: evicted, since_ms, ..Self::default() }
     }
 
     /// All its blocks were dropped, and a new stream begins.
@@ -143,7 +148,10 @@ impl Standing {
         last_error: Option<&str>,
         looked_at: Codes,
     ) {
-        let found = trust::findings(evidence).and(looked_at);
+        let mut found = trust::findings(evidence).and(looked_at);
+        if clock.now_ms() < self.since_ms + CONNECT_MS {
+            found = found.without(Codes::EMPTY.with(Code::NeverConnected));
+        }
         let before = self.told;
         if found == before.and(looked_at) {
             return;
@@ -174,5 +182,29 @@ impl Standing {
             self.lines.len() - 1
         });
         &mut self.lines[at].1
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::clock::ManualClock;
+
+    #[test]
+    fn a_new_publisher_has_time_to_connect() {
+        let clock = ManualClock::default();
+        let mut standing = Standing::new(0, clock.now_ms());
+        let silent = Evidence::default();
+        let told = |standing: &mut Standing, after_ms| {
+            clock.advance(after_ms);
+            standing.tell(&clock, Worker::new(1, 0), "tcp://h:1", &silent, None, Codes::all());
+            standing.told
+        };
+        let never = Codes::EMPTY.with(Code::NeverConnected);
+        assert_eq!(told(&mut standing, 0), Codes::EMPTY);
+        assert_eq!(told(&mut standing, CONNECT_MS - 1), Codes::EMPTY);
+        assert!(!standing.is_warned);
+        assert_eq!(told(&mut standing, 1), never);
+        assert!(standing.is_warned);
     }
 }
