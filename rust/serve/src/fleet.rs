@@ -255,12 +255,9 @@ impl<M, R> Fleet<M, R> {
         match effect {
             Effect::Open(key) => self.open(tables, key)?,
             Effect::BlockSize(key, size) => {
-                let known = tables.pools[&key].index().learn_block_size(size);
-                if known != size {
-                    let ModelKey { model_name, tenant_id } = key;
-                    return Err(Error::Conflict(format!(
-                        "block_size {size} differs from {known}, that of model={model_name} tenant={tenant_id}"
-                    )));
+                let index = tables.pools[&key].index();
+                if index.learn_block_size(size) != size {
+                    return Err(index.other_block_size(size, false));
                 }
             }
             Effect::SetWorkers(key, workers) => {

@@ -470,6 +470,17 @@ def test_the_block_size_is_learned_from_events_and_forgotten_with_the_last_worke
     add(http, 1, block_size=16)
 
 
+def test_a_wrong_block_size_is_the_workers_or_the_routers(service, client):
+    router = service(kv_cache_block_size=32)
+    error = add(client(router.url), 1, block_size=16, expect=409)["error"]
+    assert error.startswith("the worker's block_size 16 differs from 32, the router's for model=m ")
+    router = service(kv_cache_block_size=32)
+    # Over NATS a worker's events may come before the worker.
+    router._core.catalog.register(9, "jetstream://s/9/0", model_name="m", block_size=16)
+    error = add(client(router.url), 1, block_size=16, expect=409)["error"]
+    assert error.startswith("the router's block_size 32 differs from 16, that of the workers of ")
+
+
 def test_reservations_have_a_limit(service, client):
     http = client(service(max_concurrent_requests=2).url)
     add(http, 1)

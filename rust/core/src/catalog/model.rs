@@ -13,6 +13,7 @@ use super::reuse::{self, Layouts, PromptNames, Question, Reuse};
 use super::roster::Roster;
 use super::unheard::{Unheard, UnheardTable};
 use super::watch::{CacheWatch, CacheWatches};
+use crate::error::Error;
 use crate::hash::content_hashes;
 use crate::hash::engine::{NameCache, NameKeys};
 use crate::ids::{Tier, Worker};
@@ -336,6 +337,23 @@ impl ModelIndex {
             Ok(_) => size,
             Err(known) => known,
         }
+    }
+
+    /// The refusal of another block size, which the router `is_given`, or a worker has.
+    pub fn other_block_size(&self, size: u32, is_given: bool) -> Error {
+        let ModelKey { model_name, tenant_id } = &self.key;
+        let (known, of) =
+            (self.block_size().unwrap_or(0), format!("model={model_name} tenant={tenant_id}"));
+        Error::Conflict(match (is_given, self.given_block_size > 0) {
+            (true, _) => format!(
+                "the router's block_size {size} differs from {known}, that of the workers of {of}: give the router {known}"
+            ),
+            (false, true) => format!(
+                "the worker's block_size {size} differs from {known}, the router's for {of}: its blocks never match; \
+                 give the router {size}, or the worker {known}"
+            ),
+            (false, false) => format!("block_size {size} differs from {known}, that of {of}"),
+        })
     }
 
     /// The main group of an engine has blocks of `size` tokens, so the hint belongs to another

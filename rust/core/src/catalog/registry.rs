@@ -163,12 +163,8 @@ impl Catalog {
     ) -> Result<Arc<ModelIndex>> {
         if let Some(model) = tables.models.get(key) {
             if let Some(size) = block_size {
-                let known = model.learn_block_size(size);
-                if known != size {
-                    return Err(Error::Conflict(format!(
-                        "block_size {size} differs from {known}, that of model={} tenant={}",
-                        key.model_name, key.tenant_id
-                    )));
+                if model.learn_block_size(size) != size {
+                    return Err(model.other_block_size(size, given.is_some()));
                 }
             }
             return Ok(Arc::clone(model));

@@ -109,7 +109,7 @@ settings! {
         temperature: f64 = 0.0, 0.0.., "--router-temperature DYN_ROUTER_TEMPERATURE";
         /// Tokens per KV block; learned from the engines if not given
         ///
-        /// A worker with another block size is refused
+        /// A router refuses workers with another block size; a frontend never counts their caches
         block_size: Option<u32> = None, 1..=u64::from(u32::MAX),
             "--kv-cache-block-size TOKENS DYN_KV_CACHE_BLOCK_SIZE";
     } }
