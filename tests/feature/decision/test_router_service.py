@@ -449,6 +449,10 @@ def test_workers_that_cannot_be_are_refused_by_field(service, client):
         error = http.post("/workers", {**new_worker(2), **fields}, expect=400)["error"]
         assert wanted in error, (fields, error)
     assert "block_size 8 differs from 4" in add(http, 2, block_size=8, expect=409)["error"]
+    unknown = http.post("/select", {"token_ids": IDS, "tenant_id": "x"}, expect=404)["error"]
+    assert unknown == "no workers for tenant=x"
+    typo = http.call("GET", "/workers?model=m")[1]["error"]
+    assert "unknown field `model`, expected `model_name`" in typo
     assert "already registered" in add(http, 1, expect=409)["error"]
     add(http, 2)
     assert "limit of 2 workers" in add(http, 3, expect=429)["error"]

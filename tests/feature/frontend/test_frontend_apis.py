@@ -233,6 +233,8 @@ def test_tokens_in(frontend: Frontend, path: str, field: str, limit: str) -> Non
     expected, cached = until_matched(ask)
     assert cached == expected * 16 > 100
     assert frontend.http.post(f"/explain?path={path}", body)["expected_cached_tokens"] == cached
+    typo = frontend.http.post(f"/explain?pth={path}", body, expect=400)
+    assert "unknown field `pth`, expected `path`" in str(typo)
 
 
 def test_answers_are_evidence_of_events(frontend: Frontend) -> None:

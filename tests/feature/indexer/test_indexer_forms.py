@@ -131,7 +131,19 @@ def test_what_is_no_msgpack_request_is_400(http, body):
     assert ask(http, "/query", body, expect=400)[0]["error"].startswith("invalid request body: ")
 
 
-def test_a_bad_query_string_is_refused_as_json(http):
-    status, body, headers = http.call("GET", "/workers?model_name=a&model_name=b")
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/workers?model_name=a&model_name=b", "duplicate field `model_name`"),
+        ("/workers?model=a", "unknown field `model`, expected `model_name`"),
+        (
+            "/dump?typo=1",
+            "unknown field `typo`, expected one of `format`, `model_name`, `tenant_id`",
+        ),
+        ("/digest?typo=1", "unknown field `typo`"),
+    ],
+)
+def test_a_bad_query_string_is_refused_as_json(http, path, said):
+    status, body, headers = http.call("GET", path)
     assert (status, headers["content-type"]) == (400, "application/json")
-    assert "model_name" in body["error"]
+    assert said in body["error"]

@@ -417,6 +417,7 @@ fn with_trust(app: &App, mut decision: Value, trust: &HashMap<String, Trust>) ->
 
 /// The path of the request that `/explain` is about.
 #[derive(Default, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct Asked {
     path: Option<String>,
 }

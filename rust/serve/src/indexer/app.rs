@@ -377,6 +377,7 @@ async fn unregister(State(app): State<Arc<App>>, body: Body) -> Answer {
 }
 
 #[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
 struct WorkersFilter {
     model_name: Option<String>,
 }

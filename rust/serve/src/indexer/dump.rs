@@ -33,6 +33,7 @@ const IDLE_S: u64 = 30;
 
 /// Filter of a dump.
 #[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct DumpQuery {
     pub format: Option<String>,
     pub model_name: Option<String>,

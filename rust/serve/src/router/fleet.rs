@@ -152,8 +152,8 @@ impl Fleet {
     /// The pool of a model; the only one if none is named.
     ///
     /// # Errors
-    /// `NotFound` for an unknown model; `InvalidArgument` if there are several and none is named;
-    /// `NoWorker` while none is registered.
+    /// `NotFound` for an unknown model or tenant; `InvalidArgument` if there are several and none is
+    /// named; `NoWorker` while none is registered.
     pub fn find(&self, model_name: Option<&str>, tenant_id: Option<&str>) -> Result<Arc<Pool>> {
         let tables = self.fleet.read();
         let fits = |key: &ModelKey| {
@@ -177,7 +177,10 @@ impl Fleet {
                     Error::NotFound(format!("no workers for model={name} tenant={tenant}"))
                 })
             }
-            (None, _, None) => Err(Error::NoWorker("no worker is registered".to_owned())),
+            (None, _, None) => Err(match tenant_id.filter(|_| !tables.pools.is_empty()) {
+                Some(tenant) => Error::NotFound(format!("no workers for tenant={tenant}")),
+                None => Error::NoWorker("no worker is registered".to_owned()),
+            }),
         }
     }
 
