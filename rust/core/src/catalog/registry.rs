@@ -162,10 +162,10 @@ impl Catalog {
         given: Option<u32>,
     ) -> Result<Arc<ModelIndex>> {
         if let Some(model) = tables.models.get(key) {
-            if let Some(size) = block_size {
-                if model.learn_block_size(size) != size {
-                    return Err(model.other_block_size(size, given.is_some()));
-                }
+            if let Some(size) = block_size
+                && model.learn_block_size(size) != size
+            {
+                return Err(model.other_block_size(size, given.is_some()));
             }
             return Ok(Arc::clone(model));
         }
