@@ -4,14 +4,14 @@
 #![allow(unsafe_code, reason = "the buffer protocol is a C interface")]
 
 use std::ffi::{CStr, c_char, c_int, c_void};
+use std::fmt::Display;
 use std::marker::PhantomData;
 
-use kvflash_core::error::Error;
 use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::{PyByteArray, PyBytes, PyList, PySequence, PyString};
+use pyo3::types::{PyBool, PyByteArray, PyBytes, PyList, PySequence, PyString};
 
-use super::error::raise;
+use super::error::{Fault, Raised, invalid};
 
 /// C layout of `Py_buffer`.
 ///
@@ -63,14 +63,6 @@ impl Buffer {
         Some(Self { raw })
     }
 
-    fn check_flat(&self, name: &str, py: Python<'_>) -> PyResult<()> {
-        if self.raw.ndim == 1 {
-            return Ok(());
-        }
-        let message = format!("{name} must have one dimension, got {}", self.raw.ndim);
-        Err(raise(py, &Error::invalid(message)))
-    }
-
     /// The native type code, without an explicit native byte order; `None` for anything else.
     fn kind(&self) -> Option<u8> {
         if self.raw.format.is_null() {
@@ -83,6 +75,13 @@ impl Buffer {
             [b'<', code] if cfg!(target_endian = "little") => Some(*code),
             _ => None,
         }
+    }
+
+    /// Whether it has aligned elements of one of these kinds, with the size of `T`.
+    fn holds<T>(&self, kinds: &[u8]) -> bool {
+        self.raw.itemsize as usize == size_of::<T>()
+            && self.kind().is_some_and(|kind| kinds.contains(&kind))
+            && self.raw.buf.cast::<T>().is_aligned()
     }
 
     /// The elements as `T`.
@@ -120,14 +119,14 @@ pub(super) enum Bytes<'py> {
 impl<'py> Bytes<'py> {
     /// # Errors
     /// `InvalidArgumentError` for an object without a contiguous buffer.
-    pub fn of(object: Bound<'py, PyAny>) -> PyResult<Self> {
+    pub fn of(object: Bound<'py, PyAny>) -> Raised<Self> {
         let object = match object.cast_into::<PyBytes>() {
             Ok(bytes) => return Ok(Self::Object(bytes)),
             Err(error) => error.into_inner(),
         };
-        Buffer::of(&object).map(Self::Exported).ok_or_else(|| {
-            raise(object.py(), &Error::invalid("a message part must be bytes or have a buffer"))
-        })
+        Buffer::of(&object)
+            .map(Self::Exported)
+            .ok_or_else(|| invalid("a message part must be bytes or have a buffer"))
     }
 
     pub fn as_slice(&self) -> &[u8] {
@@ -142,22 +141,124 @@ impl<'py> Bytes<'py> {
     }
 }
 
+/// An unsigned integer that Python passes in lists and buffers.
+pub(super) trait Integer: Copy + 'static {
+    /// Its format in messages, and its legal values.
+    const FORM: &str;
+    const LEGAL: &str;
+    /// Kinds of buffers of this type, and of those with the same bits.
+    const KINDS: &[u8];
+    const SAME_BITS: &[u8];
+
+    fn of(value: i128) -> Option<Self>;
+
+    /// The elements of a buffer of another type of integer.
+    fn converted(_buffer: &Buffer, _name: &str) -> Option<Raised<Vec<Self>>> {
+        None
+    }
+}
+
+/// Token ids; anything outside u32 is refused by index and value.
+impl Integer for u32 {
+    const FORM: &str = "uint32";
+    const LEGAL: &str = "0..=4294967295";
+    const KINDS: &[u8] = b"IL";
+    const SAME_BITS: &[u8] = b"IL";
+
+    fn of(value: i128) -> Option<Self> {
+        value.try_into().ok()
+    }
+
+    fn converted(buffer: &Buffer, name: &str) -> Option<Raised<Vec<Self>>> {
+        match (buffer.kind()?, buffer.raw.itemsize) {
+            (b'i' | b'l', 4) => converted::<i32>(buffer, name),
+            (b'q' | b'l', 8) => converted::<i64>(buffer, name),
+            (b'Q' | b'L', 8) => converted::<u64>(buffer, name),
+            (b'H', 2) => converted::<u16>(buffer, name),
+            (b'h', 2) => converted::<i16>(buffer, name),
+            _ => None,
+        }
+    }
+}
+
+/// Block hashes; negative numbers are the same bits.
+impl Integer for u64 {
+    const FORM: &str = "uint64";
+    const LEGAL: &str = "64 bits";
+    const KINDS: &[u8] = b"QL";
+    const SAME_BITS: &[u8] = b"qQlL";
+
+    fn of(value: i128) -> Option<Self> {
+        value.try_into().ok().or_else(|| i64::try_from(value).ok().map(|signed| signed as u64))
+    }
+}
+
+fn converted<T: Copy + Display>(buffer: &Buffer, name: &str) -> Option<Raised<Vec<u32>>>
+where
+    u32: TryFrom<T>,
+{
+    // SAFETY: the item size is that of the type, and every bit pattern is an integer.
+    let slice = unsafe { buffer.as_slice::<T>() }?;
+    // Checks all values first, vectorized; the position of an error matters only on failure.
+    if slice.iter().fold(true, |fit, &value| fit & u32::try_from(value).is_ok()) {
+        return Some(Ok(slice.iter().map(|&v| u32::try_from(v).unwrap_or_default()).collect()));
+    }
+    let at = slice.iter().position(|&value| u32::try_from(value).is_err())?;
+    Some(Err(out_of_range::<u32>(name, at, &slice[at].to_string())))
+}
+
 /// Integers of an argument, borrowed if possible.
-pub(super) struct Integers<T: Copy + 'static> {
+pub(super) struct Integers<T> {
     /// Keeps the borrowed memory exported.
     buffer: Option<Buffer>,
     copied: Vec<T>,
 }
 
-impl<T: Copy + 'static> Integers<T> {
+impl<T: Integer> Integers<T> {
     pub fn as_slice(&self) -> &[T] {
         match &self.buffer {
             // SAFETY: only buffers of unsigned integers, or of the same bits, with the size of T
-            // are kept (see `tokens` and `hashes`).
+            // are kept (see `of`).
             Some(buffer) => unsafe { buffer.as_slice::<T>() }.unwrap_or(&[]),
             None => &self.copied,
         }
     }
+
+    fn of(name: &str, object: &Bound<'_, PyAny>) -> Raised<Self> {
+        if let Ok(list) = object.cast::<PyList>() {
+            return Ok(Self { buffer: None, copied: from_list(name, list)? });
+        }
+        // Strings and bytes are sequences too, but never of integers, so they are refused.
+        if object.is_instance_of::<PyString>()
+            || object.is_instance_of::<PyBytes>()
+            || object.is_instance_of::<PyByteArray>()
+        {
+            return Err(no_integers(name, object)?);
+        }
+        if let Some(buffer) = Buffer::of(object) {
+            if buffer.raw.ndim != 1 {
+                let got = buffer.raw.ndim;
+                return Err(invalid(format!("{name} must have one dimension, got {got}")));
+            }
+            if buffer.holds::<T>(T::SAME_BITS) {
+                return Ok(Self { buffer: Some(buffer), copied: Vec::new() });
+            }
+            if let Some(copied) = T::converted(&buffer, name) {
+                return Ok(Self { buffer: None, copied: copied? });
+            }
+        }
+        Ok(Self { buffer: None, copied: from_sequence(name, object)? })
+    }
+}
+
+/// Token ids: u32; anything outside is refused by index and value.
+pub(super) fn tokens(name: &str, object: &Bound<'_, PyAny>) -> Raised<Integers<u32>> {
+    Integers::of(name, object)
+}
+
+/// Block hashes: 64 bits; negative numbers are the same bits.
+pub(super) fn hashes(name: &str, object: &Bound<'_, PyAny>) -> Raised<Integers<u64>> {
+    Integers::of(name, object)
 }
 
 /// The caller's memory for unsigned integers, exported as long as this lives.
@@ -170,194 +271,74 @@ pub(super) struct Room<T> {
 // which its owner does with the GIL held. A concurrent writer races, as with any buffer.
 unsafe impl<T: Sync> Sync for Room<T> {}
 
-impl Room<u32> {
+impl<T: Integer> Room<T> {
     /// # Errors
-    /// `InvalidArgumentError` for anything but a writable flat buffer of unsigned 32-bit integers.
-    pub fn of(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Self> {
-        room(name, object, "uint32", b"IL")
+    /// `InvalidArgumentError` for anything but a writable flat buffer of this type.
+    pub fn of(name: &str, object: &Bound<'_, PyAny>) -> Raised<Self> {
+        let refuse = |why: String| {
+            invalid(format!("{name} must be a writable flat buffer of {}, {why}", T::FORM))
+        };
+        let Some(buffer) = Buffer::with_flags(object, CONTIGUOUS_WITH_FORMAT | WRITABLE) else {
+            let kind = object.get_type().name()?;
+            return Err(refuse(format!("got {kind} that is not writable or not contiguous")));
+        };
+        if buffer.raw.ndim == 1 && buffer.holds::<T>(T::KINDS) {
+            return Ok(Self { buffer, _element: PhantomData });
+        }
+        let RawBuffer { ndim, itemsize, buf, .. } = *buffer.raw;
+        let kind = buffer.kind().map_or('?', char::from);
+        Err(refuse(if (buf as usize).is_multiple_of(align_of::<T>()) {
+            format!("got {ndim} dimensions of format {kind:?} with {itemsize} bytes")
+        } else {
+            "got one that is not aligned".to_owned()
+        }))
     }
-}
 
-impl Room<u64> {
-    /// # Errors
-    /// `InvalidArgumentError` for anything but a writable flat buffer of unsigned 64-bit integers.
-    pub fn of(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Self> {
-        room(name, object, "uint64", b"QL")
+    pub fn len(&self) -> usize {
+        self.buffer.raw.len as usize / size_of::<T>()
     }
 
     /// The elements, for a writer that runs without the GIL.
     ///
     /// # Errors
     /// `InvalidArgumentError` when they lie in the same memory as `input`.
-    pub fn as_mut_slice(
-        &mut self,
-        name: &str,
-        input: &[u32],
-        py: Python<'_>,
-    ) -> PyResult<&mut [u64]> {
+    pub fn as_mut_slice(&mut self, name: &str, input: &[u32]) -> Raised<&mut [T]> {
         let len = self.len();
         if len == 0 {
             return Ok(&mut []);
         }
         let start = self.buffer.raw.buf as usize;
         let others = input.as_ptr_range();
-        if start < others.end as usize && (others.start as usize) < start + len * 8 {
-            let message = format!("{name} must not share memory with the tokens");
-            return Err(raise(py, &Error::invalid(message)));
+        if start < others.end as usize && (others.start as usize) < start + len * size_of::<T>() {
+            return Err(invalid(format!("{name} must not share memory with the tokens")));
         }
-        // SAFETY: `room` checked format, size and alignment; the buffer is writable, contiguous and
+        // SAFETY: `of` checked format, size and alignment; the buffer is writable, contiguous and
         // exported while `self` lives; `input`, the only other view here, is elsewhere (checked).
         // Python code that touches it meanwhile would race, as with any buffer.
         Ok(unsafe { std::slice::from_raw_parts_mut(self.buffer.raw.buf.cast(), len) })
-    }
-}
-
-impl<T: Copy> Room<T> {
-    pub fn len(&self) -> usize {
-        self.buffer.raw.len as usize / size_of::<T>()
     }
 
     /// Writes an element; those beyond the end are dropped.
     pub fn write(&self, at: usize, value: T) {
         if at < self.len() {
-            // SAFETY: within the buffer, which `room` found writable and aligned; no reference to
+            // SAFETY: within the buffer, which `of` found writable and aligned; no reference to
             // its elements is ever made, so that two rooms may lie in one memory.
             unsafe { self.buffer.raw.buf.cast::<T>().add(at).write(value) };
         }
     }
 }
 
-fn room<T>(name: &str, object: &Bound<'_, PyAny>, form: &str, kinds: &[u8]) -> PyResult<Room<T>> {
-    let refuse = |why: String| {
-        let message = format!("{name} must be a writable flat buffer of {form}, {why}");
-        raise(object.py(), &Error::invalid(message))
-    };
-    let Some(buffer) = Buffer::with_flags(object, CONTIGUOUS_WITH_FORMAT | WRITABLE) else {
-        let kind = object.get_type().name()?;
-        return Err(refuse(format!("got {kind} that is not writable or not contiguous")));
-    };
-    let size = buffer.raw.itemsize as usize;
-    if buffer.raw.ndim != 1
-        || size != size_of::<T>()
-        || !buffer.kind().is_some_and(|kind| kinds.contains(&kind))
-    {
-        let kind = buffer.kind().map_or('?', char::from);
-        return Err(refuse(format!(
-            "got {} dimensions of format {kind:?} with {size} bytes",
-            buffer.raw.ndim
-        )));
-    }
-    if !(buffer.raw.buf as usize).is_multiple_of(align_of::<T>()) {
-        return Err(refuse("got one that is not aligned".to_owned()));
-    }
-    Ok(Room { buffer, _element: PhantomData })
+/// The error for an object that is no sequence of integers.
+fn no_integers(name: &str, object: &Bound<'_, PyAny>) -> Raised<Fault> {
+    let got = object.get_type().name()?;
+    Ok(invalid(format!("{name} must be a list, an array or a buffer of integers, got {got}")))
 }
 
-/// Token ids: u32; anything outside is refused by index and value.
-pub(super) fn tokens(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Integers<u32>> {
-    if let Ok(list) = object.cast::<PyList>() {
-        let copied = from_list(name, list, |value| u32::try_from(value).ok())?;
-        return Ok(Integers { buffer: None, copied });
-    }
-    refuse_other_shapes(name, object)?;
-    if let Some(buffer) = Buffer::of(object) {
-        buffer.check_flat(name, object.py())?;
-        let size = buffer.raw.itemsize as usize;
-        let refuse = |at: usize, value: String| out_of_range(object.py(), name, at, &value);
-        macro_rules! converted {
-            ($type:ty) => {{
-                // SAFETY: the item size is that of the type, and every bit pattern is an integer.
-                let slice = unsafe { buffer.as_slice::<$type>() };
-                match slice {
-                    Some(slice) => {
-                        // Checks all values first, vectorized; the position of an error matters
-                        // only on failure.
-                        if slice.iter().fold(true, |fit, &value| fit & u32::try_from(value).is_ok())
-                        {
-                            let copied = slice.iter().map(|&value| value as u32).collect();
-                            return Ok(Integers { buffer: None, copied });
-                        }
-                        let mut copied = Vec::with_capacity(slice.len());
-                        for (at, value) in slice.iter().enumerate() {
-                            let token = u32::try_from(*value);
-                            copied.push(token.map_err(|_| refuse(at, value.to_string()))?);
-                        }
-                        return Ok(Integers { buffer: None, copied });
-                    }
-                    None => {}
-                }
-            }};
-        }
-        let is_aligned = |align: usize| (buffer.raw.buf as usize).is_multiple_of(align);
-        match (buffer.kind(), size) {
-            (Some(b'I' | b'L'), 4) if is_aligned(4) => {
-                return Ok(Integers { buffer: Some(buffer), copied: Vec::new() });
-            }
-            (Some(b'i' | b'l'), 4) => converted!(i32),
-            (Some(b'q' | b'l'), 8) => converted!(i64),
-            (Some(b'Q' | b'L'), 8) => converted!(u64),
-            (Some(b'H'), 2) => converted!(u16),
-            (Some(b'h'), 2) => converted!(i16),
-            _ => {}
-        }
-    }
-    let copied = from_sequence(name, object, |value| u32::try_from(value).ok())?;
-    Ok(Integers { buffer: None, copied })
+fn out_of_range<T: Integer>(name: &str, at: usize, value: &str) -> Fault {
+    invalid(format!("{name}[{at}] must be an integer in {}, got {value}", T::LEGAL))
 }
 
-/// Block hashes: 64 bits; negative numbers are the same bits.
-pub(super) fn hashes(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Integers<u64>> {
-    let bits = |value: i128| {
-        u64::try_from(value).ok().or_else(|| i64::try_from(value).ok().map(|signed| signed as u64))
-    };
-    if let Ok(list) = object.cast::<PyList>() {
-        let copied = from_list(name, list, bits)?;
-        return Ok(Integers { buffer: None, copied });
-    }
-    refuse_other_shapes(name, object)?;
-    if let Some(buffer) = Buffer::of(object) {
-        buffer.check_flat(name, object.py())?;
-        let is_aligned = (buffer.raw.buf as usize).is_multiple_of(8);
-        if matches!(buffer.kind(), Some(b'q' | b'Q' | b'l' | b'L'))
-            && buffer.raw.itemsize == 8
-            && is_aligned
-        {
-            return Ok(Integers { buffer: Some(buffer), copied: Vec::new() });
-        }
-    }
-    Ok(Integers { buffer: None, copied: from_sequence(name, object, bits)? })
-}
-
-/// Strings and bytes are sequences too, but never of token ids, so they are refused.
-fn refuse_other_shapes(name: &str, object: &Bound<'_, PyAny>) -> PyResult<()> {
-    if object.is_instance_of::<PyString>()
-        || object.is_instance_of::<PyBytes>()
-        || object.is_instance_of::<PyByteArray>()
-    {
-        let message = format!(
-            "{name} must be a list, an array or a buffer of integers, got {}",
-            object.get_type().name()?
-        );
-        return Err(raise(object.py(), &Error::invalid(message)));
-    }
-    Ok(())
-}
-
-fn out_of_range(py: Python<'_>, name: &str, at: usize, value: &str) -> PyErr {
-    let limit = if name.contains("hash") { "64 bits" } else { "0..=4294967295" };
-    raise(py, &Error::invalid(format!("{name}[{at}] must be an integer in {limit}, got {value}")))
-}
-
-fn refused(name: &str, at: usize, item: &Bound<'_, PyAny>) -> PyErr {
-    let shown = item.repr().map_or_else(|_| "?".to_owned(), |text| text.to_string());
-    out_of_range(item.py(), name, at, &shown)
-}
-
-fn from_list<T>(
-    name: &str,
-    list: &Bound<'_, PyList>,
-    convert: impl Fn(i128) -> Option<T>,
-) -> PyResult<Vec<T>> {
+fn from_list<T: Integer>(name: &str, list: &Bound<'_, PyList>) -> Raised<Vec<T>> {
     let py = list.py();
     let len = list.len();
     let mut out = Vec::with_capacity(len);
@@ -367,7 +348,7 @@ fn from_list<T>(
         let value = unsafe {
             let item = ffi::PyList_GetItem(list.as_ptr(), at as isize);
             if item.is_null() {
-                return Err(PyErr::fetch(py));
+                return Err(PyErr::fetch(py).into());
             }
             if ffi::PyLong_CheckExact(item) != 0 {
                 let value = ffi::PyLong_AsLongLong(item);
@@ -375,51 +356,33 @@ fn from_list<T>(
                     let _ = PyErr::take(py);
                     None
                 } else {
-                    convert(i128::from(value))
+                    T::of(value.into())
                 }
             } else {
                 None
             }
         };
-        match value {
-            Some(value) => out.push(value),
-            // Not a plain int of 64 bits: numpy scalars, large hashes, or a mistake.
-            None => {
-                let item = list.get_item(at)?;
-                out.push(slow(&item, &convert).ok_or_else(|| refused(name, at, &item))?);
-            }
-        }
+        // Not a plain int of 64 bits: numpy scalars, large hashes, or a mistake.
+        out.push(value.map_or_else(|| slow(name, at, &list.get_item(at)?), Ok)?);
     }
     Ok(out)
 }
 
-fn slow<T>(item: &Bound<'_, PyAny>, convert: &impl Fn(i128) -> Option<T>) -> Option<T> {
-    if item.is_instance_of::<pyo3::types::PyBool>() {
-        return None;
-    }
-    let value: i128 = match item.extract::<u64>() {
-        Ok(value) => value.into(),
-        Err(_) => item.extract::<i64>().ok()?.into(),
+fn slow<T: Integer>(name: &str, at: usize, item: &Bound<'_, PyAny>) -> Raised<T> {
+    let value = match item.extract::<u64>() {
+        _ if item.is_instance_of::<PyBool>() => None,
+        Ok(value) => T::of(value.into()),
+        Err(_) => item.extract::<i64>().ok().and_then(|value| T::of(value.into())),
     };
-    convert(value)
+    value.ok_or_else(|| {
+        let shown = item.repr().map_or_else(|_| "?".to_owned(), |text| text.to_string());
+        out_of_range::<T>(name, at, &shown)
+    })
 }
 
-fn from_sequence<T>(
-    name: &str,
-    object: &Bound<'_, PyAny>,
-    convert: impl Fn(i128) -> Option<T>,
-) -> PyResult<Vec<T>> {
+fn from_sequence<T: Integer>(name: &str, object: &Bound<'_, PyAny>) -> Raised<Vec<T>> {
     if object.cast::<PySequence>().is_err() && object.try_iter().is_err() {
-        let message = format!(
-            "{name} must be a list, an array or a buffer of integers, got {}",
-            object.get_type().name()?
-        );
-        return Err(raise(object.py(), &Error::invalid(message)));
+        return Err(no_integers(name, object)?);
     }
-    let mut out = Vec::new();
-    for (at, item) in object.try_iter()?.enumerate() {
-        let item = item?;
-        out.push(slow(&item, &convert).ok_or_else(|| refused(name, at, &item))?);
-    }
-    Ok(out)
+    object.try_iter()?.enumerate().map(|(at, item)| slow(name, at, &item?)).collect()
 }

@@ -1,6 +1,5 @@
 //! Hashes of token blocks.
 
-use kvflash_core::error::Error;
 use kvflash_core::hash;
 use kvflash_core::hash::engine::MediaItem;
 use pyo3::intern;
@@ -8,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyMemoryView, PySlice};
 
 use super::buffer::{Room, hashes, tokens};
-use super::error::raise;
+use super::error::{Raised, invalid};
 use super::prompt_keys::{digests, media};
 use super::query::{SHORT_TOKENS, detached};
 
@@ -43,17 +42,17 @@ use super::query::{SHORT_TOKENS, detached};
 #[allow(clippy::too_many_arguments)]
 pub(super) fn compute_block_hash_for_seq(
     py: Python<'_>,
-    #[pyo3(from_py_with = raw)] tokens: Bound<'_, PyAny>,
+    tokens: &Bound<'_, PyAny>,
     kv_block_size: &Bound<'_, PyAny>,
     lora_name: Option<&str>,
     cache_salt: Option<&str>,
     is_eagle: bool,
     mm: Option<&Bound<'_, PyAny>>,
     embeds: Option<&Bound<'_, PyAny>>,
-) -> PyResult<Vec<u64>> {
-    let content = Content::of(py, mm, embeds, is_eagle)?;
-    let block_size = block_size(py, kv_block_size)?;
-    let ids = self::tokens("tokens", &tokens)?;
+) -> Raised<Vec<u64>> {
+    let content = Content::of(mm, embeds, is_eagle)?;
+    let block_size = block_size(kv_block_size)?;
+    let ids = self::tokens("tokens", tokens)?;
     let slice = ids.as_slice();
     let seed = hash::identity_seed(lora_name, cache_salt);
     Ok(py.detach(|| match content {
@@ -103,9 +102,9 @@ pub(super) fn compute_block_hash_array<'py>(
     out: Option<&Bound<'py, PyAny>>,
     mm: Option<&Bound<'py, PyAny>>,
     embeds: Option<&Bound<'py, PyAny>>,
-) -> PyResult<Bound<'py, PyAny>> {
-    let content = Content::of(py, mm, embeds, is_eagle)?;
-    let block_size = block_size(py, kv_block_size)?;
+) -> Raised<Bound<'py, PyAny>> {
+    let content = Content::of(mm, embeds, is_eagle)?;
+    let block_size = block_size(kv_block_size)?;
     let ids = self::tokens("tokens", tokens)?;
     let ids = ids.as_slice();
     let seed = hash::identity_seed(lora_name, cache_salt);
@@ -125,13 +124,15 @@ pub(super) fn compute_block_hash_array<'py>(
     if let Some(object) = out {
         let mut room = Room::<u64>::of("out", object)?;
         if room.len() < blocks {
-            let message = format!("out must have room for {blocks} hashes, got {}", room.len());
-            return Err(raise(py, &Error::invalid(message)));
+            return Err(invalid(format!(
+                "out must have room for {blocks} hashes, got {}",
+                room.len()
+            )));
         }
-        let slice = room.as_mut_slice("out", ids, py)?;
+        let slice = room.as_mut_slice("out", ids)?;
         detached(py, ids.len() > SHORT_TOKENS, || fill(slice));
         let written = PySlice::new(py, 0, blocks as isize, 1);
-        return PyMemoryView::from(object)?.get_item(written);
+        return Ok(PyMemoryView::from(object)?.get_item(written)?);
     }
     let bytes = PyBytes::new_with(py, blocks * size_of::<u64>(), |bytes| {
         detached(py, ids.len() > SHORT_TOKENS, || {
@@ -146,7 +147,8 @@ pub(super) fn compute_block_hash_array<'py>(
         });
         Ok(())
     })?;
-    PyMemoryView::from(bytes.as_any())?.call_method1(intern!(py, "cast"), (intern!(py, "Q"),))
+    let view = PyMemoryView::from(bytes.as_any())?;
+    Ok(view.call_method1(intern!(py, "cast"), (intern!(py, "Q"),))?)
 }
 
 /// Chain local block hashes, so that each one identifies its whole prefix.
@@ -160,7 +162,7 @@ pub(super) fn compute_block_hash_array<'py>(
 /// Raises:
 ///     InvalidArgumentError: A hash outside 64 bits, by index and value.
 #[pyfunction]
-pub(super) fn compute_sequence_hashes(block_hashes: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
+pub(super) fn compute_sequence_hashes(block_hashes: &Bound<'_, PyAny>) -> Raised<Vec<u64>> {
     let locals = hashes("block_hashes", block_hashes)?;
     let mut out = Vec::new();
     hash::sequence_hashes_into(locals.as_slice(), &mut out);
@@ -181,18 +183,16 @@ struct Content {
 
 impl Content {
     fn of(
-        py: Python<'_>,
         mm: Option<&Bound<'_, PyAny>>,
         embeds: Option<&Bound<'_, PyAny>>,
         is_eagle: bool,
-    ) -> PyResult<Option<Self>> {
+    ) -> Raised<Option<Self>> {
         let content = Self { media: media(mm)?, embeds: digests(embeds)? };
         if content.media.is_empty() && content.embeds.is_empty() {
             return Ok(None);
         }
         if is_eagle {
-            let message = "mm and embeds have no EAGLE hashes; leave is_eagle out";
-            return Err(raise(py, &Error::invalid(message)));
+            return Err(invalid("mm and embeds have no EAGLE hashes; leave is_eagle out"));
         }
         Ok(Some(content))
     }
@@ -202,14 +202,8 @@ impl Content {
     }
 }
 
-fn block_size(py: Python<'_>, value: &Bound<'_, PyAny>) -> PyResult<u32> {
+fn block_size(value: &Bound<'_, PyAny>) -> Raised<u32> {
     value.extract::<u32>().ok().filter(|size| *size > 0).ok_or_else(|| {
-        let message =
-            format!("kv_block_size must be a whole number in 1..=4294967295, got {value}");
-        raise(py, &Error::invalid(message))
+        invalid(format!("kv_block_size must be a whole number in 1..=4294967295, got {value}"))
     })
-}
-
-fn raw<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-    Ok(object.clone())
 }

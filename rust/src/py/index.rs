@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use super::buffer::{Integers, tokens};
-use super::error::raise;
+use super::error::{Raised, invalid};
 
 /// Applies an engine's event as JSON, on the device.
 pub(super) fn apply_event(index: &dyn BlockIndex, worker_id: u64, json: &[u8]) -> Result<()> {
@@ -36,7 +36,7 @@ pub(super) fn workers(index: &dyn BlockIndex) -> Vec<(u64, u32)> {
     index.workers().into_iter().map(|worker| (worker.instance_id, worker.dp_rank)).collect()
 }
 
-pub(super) fn stats<'py>(py: Python<'py>, index: &dyn BlockIndex) -> PyResult<Bound<'py, PyDict>> {
+pub(super) fn stats<'py>(py: Python<'py>, index: &dyn BlockIndex) -> Raised<Bound<'py, PyDict>> {
     // All fields by name, so that a new field of the index does not compile until it is added here.
     macro_rules! dict {
         ($stats:expr; $($field:ident),* $(,)?) => {{
@@ -53,20 +53,19 @@ pub(super) fn stats<'py>(py: Python<'py>, index: &dyn BlockIndex) -> PyResult<Bo
     )
 }
 
-pub(super) fn token_ids(object: &Bound<'_, PyAny>) -> PyResult<Integers<u32>> {
+pub(super) fn token_ids(object: &Bound<'_, PyAny>) -> Raised<Integers<u32>> {
     tokens("token_ids", object)
 }
 
-pub(super) fn block_size(py: Python<'_>, size: u32) -> PyResult<u32> {
-    hash::check_block_size(size).map_err(|error| raise(py, &error))
+pub(super) fn block_size(size: u32) -> Raised<u32> {
+    Ok(hash::check_block_size(size)?)
 }
 
 /// A tier by its name in routers, or by an engine's medium.
-pub(super) fn tier(py: Python<'_>, name: &str) -> PyResult<Tier> {
+pub(super) fn tier(name: &str) -> Raised<Tier> {
     Tier::from_name(name).or_else(|| Tier::from_medium(name)).ok_or_else(|| {
-        let message = format!(
+        invalid(format!(
             "tier must be device, host_pinned, disk, external or an engine's medium, got {name:?}"
-        );
-        raise(py, &Error::invalid(message))
+        ))
     })
 }

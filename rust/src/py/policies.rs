@@ -7,12 +7,12 @@ use kvflash_core::error::{Error, Result};
 use kvflash_core::policy::{
     Affinity, Counted, Outside, Policy, Profile, Settings, Shadow, registry,
 };
-use kvflash_core::select::Policies;
+use kvflash_core::select::{ModeSettings, Policies};
 use pyo3::prelude::*;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 
-use super::error::OrRaise;
+use super::error::Raised;
 use super::policy_desk::PolicyDesk;
 
 /// Check the name of a policy, or a weighted strategy such as ``prefix-cache:2,least-request``.
@@ -20,10 +20,9 @@ use super::policy_desk::PolicyDesk;
 /// Raises:
 ///     InvalidArgumentError: Lists the known policies.
 #[pyfunction]
-pub(super) fn check_policy(py: Python<'_>, strategy: &str) -> PyResult<()> {
+pub(super) fn check_policy(strategy: &str) -> Raised<()> {
     let mut rng = SmallRng::seed_from_u64(0);
-    let built = registry::build(strategy.trim(), &Settings::default(), &mut rng);
-    built.map(|_| ()).or_raise(py)
+    Ok(registry::build(strategy.trim(), &Settings::default(), &mut rng).map(drop)?)
 }
 
 /// Check shadow policies: strategies, or one with settings: ``kv:temperature=0.5``.
@@ -32,79 +31,62 @@ pub(super) fn check_policy(py: Python<'_>, strategy: &str) -> PyResult<()> {
 ///     InvalidArgumentError: Names the policy, the parameter and what is legal; also for more than
 ///         four policies, and for a repeated policy with equal parameters.
 #[pyfunction]
-pub(super) fn check_shadow_policies(py: Python<'_>, policies: Vec<String>) -> PyResult<()> {
+pub(super) fn check_shadow_policies(policies: Vec<String>) -> Raised<()> {
     let (settings, counted) = (Settings::default(), Counted::default());
     let mut rng = SmallRng::seed_from_u64(0);
-    let built = Shadow::of_texts(&policies, &settings, counted, &mut rng, 0);
-    built.map(|_| ()).or_raise(py)
+    Ok(Shadow::of_texts(&policies, &settings, counted, &mut rng, 0).map(drop)?)
 }
 
-/// The policies that flags and variables select.
-pub(super) struct Chosen {
-    pub built_in: Policy,
-    pub policies: Policies,
-    pub settings: Settings,
-}
-
-impl Chosen {
-    /// The policy at `desk`, else `policy` by name, else by `ROUTING_ALGORITHM`, else `default`;
-    /// defaults from `profile`, else from `POLICY_PROFILE`. Sessions stay on their worker for
-    /// `affinity_ttl_secs` before any policy chooses; `None` leaves the choice to the policy.
-    /// `counted` is what the router's load table counts; `has_events`: engines' events are
-    /// received.
-    ///
-    /// # Errors
-    /// `Config` or `InvalidArgument`, naming the variable or the known values.
-    #[allow(clippy::too_many_arguments)]
-    pub fn new(
-        policy: Option<&str>,
-        profile: Option<&str>,
-        shadows: &[String],
-        counted: Counted,
-        desk: Option<&PolicyDesk>,
-        affinity_ttl_secs: Option<u64>,
-        default: &str,
-        has_events: bool,
-        seed: u64,
-    ) -> Result<Self> {
-        let lookup = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
-        let named = ["KVFLASH_POLICY_PROFILE", "AIBRIX_POLICY_PROFILE"];
-        let profile = profile.map(str::to_owned).or_else(|| named.into_iter().find_map(lookup));
-        let profile = profile.map_or(Ok(Profile::default()), |name| name.parse())?;
-        let settings = Settings::read(profile, lookup)?;
-        let mut rng = SmallRng::seed_from_u64(seed);
-        let affinity = affinity_ttl_secs.map(Affinity::new).transpose()?.map(Arc::new);
-        let mut policies = Policies { affinity, ..Policies::default() };
-        let named = policy.or(settings.algorithm.as_deref()).unwrap_or(default).trim();
-        let strategy = desk.map_or(named, |desk| desk.inner.name());
-        let all: Vec<&str> = once(strategy).chain(shadows.iter().map(String::as_str)).collect();
-        let unused = settings.without_effect(&all, has_events);
-        for warning in settings.warnings.iter().chain(&unused) {
-            tracing::warn!("{warning}");
-        }
-        let built_in = match desk {
-            Some(desk) => {
-                policies.active = Some(Arc::new(Outside::new(Arc::clone(&desk.inner))));
-                None
-            }
-            None => strategy.parse().ok(),
-        };
-        if built_in.is_none() && desk.is_none() {
-            policies.active = Some(
-                registry::build(strategy, &settings, &mut rng)
-                    .map_err(|error| of_flag("--router-mode", &error))?,
-            );
-        }
-        policies.shadows = Shadow::of_texts(shadows, &settings, counted, &mut rng, seed)
-            .map_err(|error| of_flag("--shadow-policy", &error))?;
-        let set: Vec<String> = settings
-            .origins
-            .iter()
-            .filter_map(|origin| Some(format!("{}={:?}", origin.read_from.as_ref()?, origin.value)))
-            .collect();
-        tracing::info!(policy = strategy, %profile, variables = set.join(" "), "routing policy");
-        Ok(Self { built_in: built_in.unwrap_or_default(), policies, settings })
+/// The policies that flags and variables select: at `desk`, else the mode's by name, else by
+/// `ROUTING_ALGORITHM`, else `default`; defaults from the mode's profile, else from
+/// `POLICY_PROFILE`. Sessions stay on their worker for the mode's time before any policy chooses;
+/// without one the choice is the policy's. `counted` is what the router's load table counts;
+/// `has_events`: engines' events are received.
+///
+/// # Errors
+/// `Config` or `InvalidArgument`, naming the variable or the known values.
+pub(super) fn chosen(
+    mode: &ModeSettings,
+    counted: Counted,
+    desk: Option<&PolicyDesk>,
+    default: &str,
+    has_events: bool,
+    seed: u64,
+) -> Result<(Policy, Policies, Settings)> {
+    let lookup = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
+    let named = ["KVFLASH_POLICY_PROFILE", "AIBRIX_POLICY_PROFILE"];
+    let profile = mode.policy_profile.clone().or_else(|| named.into_iter().find_map(lookup));
+    let profile = profile.map_or(Ok(Profile::default()), |name| name.parse())?;
+    let settings = Settings::read(profile, lookup)?;
+    let mut rng = SmallRng::seed_from_u64(seed);
+    let affinity = mode.session_affinity_ttl_s.map(Affinity::new).transpose()?.map(Arc::new);
+    let mut policies = Policies { affinity, ..Policies::default() };
+    let named = mode.policy.as_deref().or(settings.algorithm.as_deref()).unwrap_or(default).trim();
+    let strategy = desk.map_or(named, |desk| desk.inner.name());
+    let shadows = &mode.shadow_policies;
+    let all: Vec<&str> = once(strategy).chain(shadows.iter().map(String::as_str)).collect();
+    let unused = settings.without_effect(&all, has_events);
+    for warning in settings.warnings.iter().chain(&unused) {
+        tracing::warn!("{warning}");
     }
+    let built_in = if desk.is_none() { strategy.parse().ok() } else { None };
+    policies.active = match (desk, built_in) {
+        (Some(desk), _) => Some(Arc::new(Outside::new(Arc::clone(&desk.inner)))),
+        (None, Some(_)) => None,
+        (None, None) => Some(
+            registry::build(strategy, &settings, &mut rng)
+                .map_err(|error| of_flag("--router-mode", &error))?,
+        ),
+    };
+    policies.shadows = Shadow::of_texts(shadows, &settings, counted, &mut rng, seed)
+        .map_err(|error| of_flag("--shadow-policy", &error))?;
+    let set: Vec<String> = settings
+        .origins
+        .iter()
+        .filter_map(|origin| Some(format!("{}={:?}", origin.read_from.as_ref()?, origin.value)))
+        .collect();
+    tracing::info!(policy = strategy, %profile, variables = set.join(" "), "routing policy");
+    Ok((built_in.unwrap_or_default(), policies, settings))
 }
 
 fn of_flag(flag: &str, error: &Error) -> Error {

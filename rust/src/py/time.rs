@@ -4,11 +4,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use kvflash_core::clock::{Clock, SystemClock};
-use kvflash_core::error::Error;
+use kvflash_core::error::{Error, Result};
 use kvflash_core::index::BlockIndex;
 use pyo3::prelude::*;
 
-use super::error::raise;
+use super::error::{Raised, invalid};
 
 /// The caller's clock, or the machine's, passed to the index when it advances.
 pub(super) struct Time {
@@ -23,15 +23,15 @@ impl Time {
         Self { system: SystemClock::default(), given, told_ms: AtomicU64::new(0) }
     }
 
-    pub fn tell(&self, py: Python<'_>, index: &dyn BlockIndex) -> PyResult<()> {
+    pub fn tell(&self, py: Python<'_>, index: &dyn BlockIndex) -> Raised<()> {
         let now_ms = match &self.given {
             None => self.system.now_ms(),
             Some(clock) => {
                 let seconds: f64 = clock.bind(py).call0()?.extract()?;
                 if !(seconds.is_finite() && seconds >= 0.0) {
-                    let message =
-                        format!("clock must return finite seconds of at least 0, got {seconds}");
-                    return Err(raise(py, &Error::invalid(message)));
+                    return Err(invalid(format!(
+                        "clock must return finite seconds of at least 0, got {seconds}"
+                    )));
                 }
                 (seconds * 1_000.0) as u64
             }
@@ -47,17 +47,15 @@ impl Time {
 }
 
 /// A lifetime in seconds, as milliseconds.
-pub(super) fn ttl_ms(py: Python<'_>, ttl_s: f64) -> PyResult<u64> {
+pub(super) fn ttl_ms(ttl_s: f64) -> Raised<u64> {
     if !(0.001..=1e12).contains(&ttl_s) {
-        let message = format!("ttl_s must be seconds in 0.001..=1e12, got {ttl_s}");
-        return Err(raise(py, &Error::invalid(message)));
+        return Err(invalid(format!("ttl_s must be seconds in 0.001..=1e12, got {ttl_s}")));
     }
     Ok((ttl_s * 1_000.0) as u64)
 }
 
-pub(super) fn seconds(py: Python<'_>, name: &str, value: f64) -> PyResult<Duration> {
+pub(super) fn seconds(name: &str, value: f64) -> Result<Duration> {
     Duration::try_from_secs_f64(value).map_err(|_| {
-        let message = format!("{name} must be a number of seconds of at least 0, got {value}");
-        raise(py, &Error::Config(message))
+        Error::Config(format!("{name} must be a number of seconds of at least 0, got {value}"))
     })
 }
