@@ -7,6 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use super::buffer::hashes;
+use super::error::Raised;
 use super::index;
 use super::overlap::{OverlapScores, predictions};
 use super::query::{SHORT_TOKENS, Shape, detached, overlaps};
@@ -42,14 +43,13 @@ impl ApproxKvIndexer {
     #[new]
     #[pyo3(signature = (block_size, ttl_s=120.0, *, capacity_blocks=0, clock=None))]
     fn new(
-        py: Python<'_>,
         block_size: u32,
         ttl_s: f64,
         capacity_blocks: usize,
         clock: Option<Py<PyAny>>,
-    ) -> PyResult<Self> {
-        let block_size = index::block_size(py, block_size)?;
-        let predicted_ttl_ms = ttl_ms(py, ttl_s)?;
+    ) -> Raised<Self> {
+        let block_size = index::block_size(block_size)?;
+        let predicted_ttl_ms = ttl_ms(ttl_s)?;
         let limits = Limits { predicted_ttl_ms, capacity_blocks, ..Limits::default() };
         let options = Options { limits, hash_seed: rand::random(), ..Options::default() };
         Ok(Self { index: RadixIndex::new(options), block_size, time: Time::new(clock) })
@@ -76,7 +76,7 @@ impl ApproxKvIndexer {
         dp_rank: u32,
         lora_name: Option<&str>,
         cache_salt: Option<&str>,
-    ) -> PyResult<usize> {
+    ) -> Raised<usize> {
         let shape = Shape::new(self.block_size, lora_name, cache_salt);
         let ids = index::token_ids(token_ids)?;
         let ids = ids.as_slice();
@@ -96,7 +96,7 @@ impl ApproxKvIndexer {
         py: Python<'_>,
         local_hashes: &Bound<'_, PyAny>,
         early_exit: bool,
-    ) -> PyResult<OverlapScores> {
+    ) -> Raised<OverlapScores> {
         // Accepted for callers that pass it to every index; predictions are always counted in full.
         let _ = early_exit;
         let locals = hashes("local_hashes", local_hashes)?;
@@ -112,7 +112,7 @@ impl ApproxKvIndexer {
         token_ids: &Bound<'_, PyAny>,
         lora_name: Option<&str>,
         cache_salt: Option<&str>,
-    ) -> PyResult<OverlapScores> {
+    ) -> Raised<OverlapScores> {
         let shape = Shape::new(self.block_size, lora_name, cache_salt);
         let ids = index::token_ids(token_ids)?;
         let ids = ids.as_slice();
@@ -137,7 +137,7 @@ impl ApproxKvIndexer {
     }
 
     /// Sizes and counters, as KvIndexer.stats; ``predicted`` counts blocks per worker.
-    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+    fn stats<'py>(&self, py: Python<'py>) -> Raised<Bound<'py, PyDict>> {
         self.time.tell(py, &self.index)?;
         index::stats(py, &self.index)
     }

@@ -4,13 +4,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use kvflash_core::error::Error;
 use kvflash_core::ids::Worker;
 use kvflash_core::select::{Outbox, Selector, Tiding};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PyTuple};
+use pyo3::types::{IntoPyDict, PyDict, PyTuple};
 
-use super::error::OrRaise;
+use super::error::{Raised, invalid};
 use super::time::seconds;
 
 /// Calls back with each selector until the callback returns true; returns whether it did.
@@ -47,9 +46,9 @@ impl Bookings {
     /// Raises:
     ///     InvalidArgumentError: 0.
     #[pyo3(signature = (*, waiting_max=100_000))]
-    fn turn_on(&self, py: Python<'_>, waiting_max: usize) -> PyResult<()> {
+    fn turn_on(&self, waiting_max: usize) -> Raised<()> {
         if waiting_max == 0 {
-            return Err(Error::invalid("waiting_max must be at least 1, got 0")).or_raise(py);
+            return Err(invalid("waiting_max must be at least 1, got 0"));
         }
         self.outbox.turn_on(waiting_max);
         Ok(())
@@ -69,27 +68,23 @@ impl Bookings {
         py: Python<'py>,
         timeout_s: f64,
         limit: usize,
-    ) -> PyResult<Bound<'py, PyList>> {
+    ) -> Raised<Vec<Bound<'py, PyTuple>>> {
         let timeout = match timeout_s {
             0.0 => Duration::ZERO,
-            _ => seconds(py, "timeout_s", timeout_s)?,
+            _ => seconds("timeout_s", timeout_s)?,
         };
         let tidings = py.detach(|| self.outbox.take(timeout, limit));
-        let list = PyList::empty(py);
-        for tiding in tidings {
-            let entry: Bound<'py, PyTuple> = match tiding {
-                Tiding::Added { name, worker, hashes, isl_tokens, overlap_blocks } => {
-                    let worker = (worker.instance_id, worker.dp_rank);
-                    let hashes = hashes.map(Vec::from);
-                    ("add", name.to_string(), worker, hashes, isl_tokens, overlap_blocks)
-                        .into_pyobject(py)?
-                }
-                Tiding::Prefilled(name) => ("prefilled", name.to_string()).into_pyobject(py)?,
-                Tiding::Freed(name) => ("free", name.to_string()).into_pyobject(py)?,
-            };
-            list.append(entry)?;
-        }
-        Ok(list)
+        let told = tidings.into_iter().map(|tiding| match tiding {
+            Tiding::Added { name, worker, hashes, isl_tokens, overlap_blocks } => {
+                let worker = (worker.instance_id, worker.dp_rank);
+                let hashes = hashes.map(Vec::from);
+                ("add", name.to_string(), worker, hashes, isl_tokens, overlap_blocks)
+                    .into_pyobject(py)
+            }
+            Tiding::Prefilled(name) => ("prefilled", name.to_string()).into_pyobject(py),
+            Tiding::Freed(name) => ("free", name.to_string()).into_pyobject(py),
+        });
+        Ok(told.collect::<PyResult<_>>()?)
     }
 
     /// Record another router's booking; repeating it changes nothing.
@@ -171,12 +166,13 @@ impl Bookings {
             });
         });
         let (waiting, dropped) = self.outbox.counts();
-        let entry = PyDict::new(py);
-        entry.set_item("remote_requests", requests)?;
-        entry.set_item("remote_refused_total", refused)?;
-        entry.set_item("remote_ignored_total", self.ignored.load(Ordering::Relaxed))?;
-        entry.set_item("waiting", waiting)?;
-        entry.set_item("dropped_total", dropped)?;
-        Ok(entry)
+        let entries = [
+            ("remote_requests", requests as u64),
+            ("remote_refused_total", refused),
+            ("remote_ignored_total", self.ignored.load(Ordering::Relaxed)),
+            ("waiting", waiting as u64),
+            ("dropped_total", dropped),
+        ];
+        entries.into_py_dict(py)
     }
 }

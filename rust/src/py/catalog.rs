@@ -16,7 +16,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
 use super::buffer::Bytes;
-use super::error::{OrRaise, raise};
+use super::error::{Fault, Raised, invalid};
 
 /// Orders for the event transport, and the frames that it delivers.
 ///
@@ -37,10 +37,10 @@ type Order = (String, u64, String, Option<String>);
 type Told = ((String, String), u64, u32, usize, u64, Option<u64>);
 type Verdict = (usize, String, u64, u64);
 
-fn sequence(py: Python<'_>, bytes: &[u8]) -> PyResult<u64> {
+fn sequence(bytes: &[u8]) -> Raised<u64> {
     bytes.try_into().map(u64::from_be_bytes).map_err(|_| {
         let message = format!("a sequence number has 8 bytes, got {}", bytes.len());
-        raise(py, &Error::decode(0, message))
+        Fault::from(Error::decode(0, message))
     })
 }
 
@@ -126,8 +126,8 @@ impl CatalogDump {
         this
     }
 
-    fn __next__(&self, py: Python<'_>) -> PyResult<Option<Py<PyBytes>>> {
-        let chunk = py.detach(|| self.left.lock().next()).or_raise(py)?;
+    fn __next__(&self, py: Python<'_>) -> Raised<Option<Py<PyBytes>>> {
+        let chunk = py.detach(|| self.left.lock().next())?;
         Ok(chunk.map(|chunk| PyBytes::new(py, &chunk).unbind()))
     }
 }
@@ -165,11 +165,11 @@ impl Catalog {
         tenant_id: &str,
         dp_rank: u32,
         replay_endpoint: Option<String>,
-    ) -> PyResult<u64> {
+    ) -> Raised<u64> {
         let (worker, tenant_id) = (Worker::new(instance_id, dp_rank), tenant_id.to_owned());
         let key = ModelKey { model_name, tenant_id };
         let registration = registration(worker, key, block_size, endpoint, replay_endpoint);
-        py.detach(|| self.inner.register(registration)).or_raise(py).map(|publisher| publisher.id)
+        Ok(py.detach(|| self.inner.register(registration))?.id)
     }
 
     /// Unregister an instance, or one rank of it, in any model, and drop its blocks.
@@ -224,9 +224,9 @@ impl Catalog {
     ///     DecodeError: Not a dump, or truncated; complete parts before the error are kept.
     ///
     /// Cost: O(blocks); releases the GIL.
-    fn restore(&self, py: Python<'_>, dump: &[u8]) -> PyResult<(usize, usize, Vec<String>)> {
+    fn restore(&self, py: Python<'_>, dump: &[u8]) -> Raised<(usize, usize, Vec<String>)> {
         let restored = py.detach(|| catalog::restore(&self.inner, &mut &*dump, &mut |_| {}));
-        let progress = restored.map_err(|error| raise(py, &Error::decode(0, error.to_string())))?;
+        let progress = restored.map_err(|error| Error::decode(0, error.to_string()))?;
         Ok((progress.publishers, progress.blocks, progress.skipped))
     }
 
@@ -311,7 +311,7 @@ impl Catalog {
         publisher: u64,
         messages: &Bound<'_, PyList>,
         replayed: bool,
-    ) -> PyResult<Verdict> {
+    ) -> Raised<Verdict> {
         let Some(publisher) = self.publisher(publisher) else {
             return Ok((0, "closed".to_owned(), 0, 0));
         };
@@ -319,7 +319,7 @@ impl Catalog {
         let mut owned: Vec<(usize, u64, Bytes<'_>)> = Vec::with_capacity(all);
         let mut malformed = Vec::new();
         for (at, message) in messages.iter().enumerate() {
-            match parts(&message.cast_into::<PyList>()?) {
+            match parts(&message.cast_into::<PyList>().map_err(PyErr::from)?) {
                 Some((sequence, payload)) => owned.push((at, sequence, payload)),
                 None => malformed.push(at),
             }
@@ -377,10 +377,10 @@ impl Catalog {
         py: Python<'_>,
         publisher: u64,
         message: Option<(Bound<'_, PyBytes>, Bound<'_, PyBytes>)>,
-    ) -> PyResult<bool> {
+    ) -> Raised<bool> {
         let Some(publisher) = self.publisher(publisher) else { return Ok(true) };
         let first = match &message {
-            Some((head, payload)) => Some((sequence(py, head.as_bytes())?, payload.as_bytes())),
+            Some((head, payload)) => Some((sequence(head.as_bytes())?, payload.as_bytes())),
             None => None,
         };
         Ok(py.detach(|| publisher.verify(first)))
@@ -398,22 +398,16 @@ impl Catalog {
 
     /// Report the socket's state: pending, active, paused or failed.
     #[pyo3(signature = (publisher, status, error=None))]
-    fn set_status(
-        &self,
-        py: Python<'_>,
-        publisher: u64,
-        status: &str,
-        error: Option<String>,
-    ) -> PyResult<()> {
+    fn set_status(&self, publisher: u64, status: &str, error: Option<String>) -> Raised<()> {
         let status = match status {
             "pending" => ListenerStatus::Pending,
             "active" => ListenerStatus::Active,
             "paused" => ListenerStatus::Paused,
             "failed" => ListenerStatus::Failed,
             other => {
-                let message =
-                    format!("status must be pending, active, paused or failed, got {other:?}");
-                return Err(raise(py, &Error::invalid(message)));
+                return Err(invalid(format!(
+                    "status must be pending, active, paused or failed, got {other:?}"
+                )));
             }
         };
         if let Some(publisher) = self.publisher(publisher) {

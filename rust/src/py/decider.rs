@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use super::error::{OrRaise, raise};
+use super::error::{Fault, Raised};
 use super::index;
 use super::query::{SHORT_BLOCKS, SHORT_TOKENS, detached};
 use super::router_ask::Options;
@@ -197,10 +197,10 @@ impl Decider {
         py: Python<'_>,
         token_ids: &Bound<'_, PyAny>,
         options: Option<&Bound<'_, PyDict>>,
-    ) -> PyResult<Selected> {
+    ) -> Raised<Selected> {
         let ids = index::token_ids(token_ids)?;
         let ids = ids.as_slice();
-        let options = Options::of(py, options)?;
+        let options = Options::of(options)?;
         let query = || {
             let (Desk { selector, .. }, request) = self.request(ids, options, None)?;
             let advice = request.ask(None, None, |ask| selector.advice(ask));
@@ -208,7 +208,7 @@ impl Decider {
             self.decisions.note(&request, false, outcome.as_ref());
             outcome
         };
-        Ok(selected(&py.detach(query).or_raise(py)?))
+        Ok(selected(&py.detach(query)?))
     }
 
     /// Book a request as :meth:`RouterCore.book` does.
@@ -226,12 +226,12 @@ impl Decider {
         token_ids: &Bound<'_, PyAny>,
         options: Option<&Bound<'_, PyDict>>,
         request_id: Option<String>,
-    ) -> PyResult<Py<PyAny>> {
+    ) -> Raised<Py<PyAny>> {
         let ids = index::token_ids(token_ids)?;
         let ids = ids.as_slice();
-        let options = Options::of(py, options)?;
+        let options = Options::of(options)?;
         let is_long = ids.len() > SHORT_TOKENS || self.decisions.is_slow();
-        match detached(py, is_long, || self.take(ids, options, request_id)).or_raise(py)? {
+        match detached(py, is_long, || self.take(ids, options, request_id))? {
             Entered::Booked(booked) => Ok(Py::new(py, RouterBooking::new(booked))?.into_any()),
             Entered::Waits(place) => Ok(Py::new(py, RouterWait::new(place))?.into_any()),
         }
@@ -266,9 +266,9 @@ impl RouterWait {
         Self { place: Mutex::new(Some(Box::new(place))), number }
     }
 
-    fn take(&self, py: Python<'_>) -> PyResult<Box<Place>> {
+    fn take(&self) -> Result<Box<Place>> {
         let taken = self.place.lock().take();
-        taken.ok_or_else(|| raise(py, &Error::Closed("the request is no longer waiting".into())))
+        taken.ok_or_else(|| Error::Closed("the request is no longer waiting".into()))
     }
 }
 
@@ -282,9 +282,9 @@ impl RouterWait {
     /// Raises:
     ///     KvflashError: As :meth:`RouterCore.book`; the request has then left the queue.
     ///     ClosedError: It no longer waits.
-    fn try_again(&self, py: Python<'_>) -> PyResult<Option<RouterBooking>> {
+    fn try_again(&self, py: Python<'_>) -> Raised<Option<RouterBooking>> {
         // Without holding its lock during the call: another thread may want the GIL.
-        let mut place = self.take(py)?;
+        let mut place = self.take()?;
         let is_long = place.booker.request.prompt.locals.len() > SHORT_BLOCKS;
         let (tried, place) = detached(py, is_long, || {
             let Place { booker, waiting, .. } = &mut *place;
@@ -296,7 +296,7 @@ impl RouterWait {
             }
             (tried, place)
         });
-        let booked = tried.or_raise(py)?;
+        let booked = tried?;
         if booked.is_none() {
             *self.place.lock() = Some(place);
         }
@@ -304,16 +304,14 @@ impl RouterWait {
     }
 
     /// Leave the queue after a timeout; returns the AllBusyError to raise.
-    fn expire(&self, py: Python<'_>) -> PyErr {
-        match self.take(py) {
-            Ok(place) => {
-                let Place { booker, waiting, .. } = *place;
-                let error = waiting.expire();
-                booker.note(Err(&error));
-                raise(py, &error)
-            }
-            Err(error) => error,
-        }
+    fn expire(&self) -> PyErr {
+        let expired = self.take().map(|place| {
+            let Place { booker, waiting, .. } = *place;
+            let error = waiting.expire();
+            booker.note(Err(&error));
+            error
+        });
+        Fault::from(expired.unwrap_or_else(|error| error)).into()
     }
 
     /// Leave the queue. Does nothing if it has left, or after :meth:`try_again` has booked it.

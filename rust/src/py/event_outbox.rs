@@ -2,7 +2,6 @@
 
 use std::time::{Duration, Instant};
 
-use kvflash_core::error::Error;
 use kvflash_publish::blocks::Blocks;
 use kvflash_publish::items::Part;
 use kvflash_publish::outbox::Settings;
@@ -13,35 +12,26 @@ use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyBool, PyBytes, PyDict, PyString};
 
 use super::buffer::{hashes, tokens};
-use super::error::raise;
+use super::error::{Fault, Raised, invalid};
 use super::kv_indexer::one_hash;
 
 /// Sequence number (or the end marker) and payload.
 type Batch = (u64, Py<PyBytes>);
 
-fn failed(py: Python<'_>, error: kvflash_publish::Error) -> PyErr {
-    let error = match error {
-        kvflash_publish::Error::InvalidArgument(text) => Error::invalid(text),
-        kvflash_publish::Error::Io(text) => Error::Config(text),
-        kvflash_publish::Error::Closed(text) => Error::Closed(text.to_owned()),
-    };
-    raise(py, &error)
-}
-
-fn refused(field: &str, must: &str, value: &Bound<'_, PyAny>) -> PyErr {
+fn refused(field: &str, must: &str, value: &Bound<'_, PyAny>) -> Fault {
     let shown = value.repr().map_or_else(|_| "?".to_owned(), |text| text.to_string());
-    raise(value.py(), &Error::invalid(format!("{field} must be {must}, got {shown}")))
+    invalid(format!("{field} must be {must}, got {shown}"))
 }
 
 /// A name; "" means none.
-fn name(field: &str, value: Option<&Bound<'_, PyAny>>) -> PyResult<Option<String>> {
+fn name(field: &str, value: Option<&Bound<'_, PyAny>>) -> Raised<Option<String>> {
     let Some(value) = value else { return Ok(None) };
     let text = value.cast::<PyString>().map_err(|_| refused(field, "text", value))?;
     Ok(Some(text.to_string()).filter(|text| !text.is_empty()))
 }
 
 /// An engine's number of a LoRA adapter; 0 means none.
-fn lora_number(value: Option<&Bound<'_, PyAny>>) -> PyResult<u64> {
+fn lora_number(value: Option<&Bound<'_, PyAny>>) -> Raised<u64> {
     let Some(value) = value else { return Ok(0) };
     let number = value.extract().ok().filter(|_| !value.is_instance_of::<PyBool>());
     number.ok_or_else(|| refused("lora_id", "in 0..9223372036854775807", value))
@@ -62,7 +52,7 @@ struct MediaObject {
 }
 
 /// The parts of a block that multimodal items cover.
-fn media(block: usize, info: &Bound<'_, PyAny>, block_size: u32) -> PyResult<Vec<Part>> {
+fn media(block: usize, info: &Bound<'_, PyAny>, block_size: u32) -> Raised<Vec<Part>> {
     let mut parts = Vec::new();
     if !info.is_truthy()? {
         return Ok(parts);
@@ -116,7 +106,6 @@ impl EventOutbox {
     ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
-        py: Python<'_>,
         block_size: u32,
         shape: &str,
         dp_rank: Option<u32>,
@@ -126,14 +115,14 @@ impl EventOutbox {
         pending_bytes_max: usize,
         ring_batches: usize,
         ring_bytes: usize,
-    ) -> PyResult<Self> {
+    ) -> Raised<Self> {
         let tick = Duration::try_from_secs_f64(tick_s)
-            .map_err(|error| raise(py, &Error::invalid(format!("tick_s: {error}"))))?;
+            .map_err(|error| invalid(format!("tick_s: {error}")))?;
         let shape = match shape {
             "own" => Shape::Own,
             "tagged" => Shape::Tagged,
             "positional" => Shape::Positional,
-            _ => return Err(raise(py, &Error::invalid(format!("unknown shape {shape:?}")))),
+            _ => return Err(invalid(format!("unknown shape {shape:?}"))),
         };
         let settings = Settings {
             dp_rank,
@@ -143,8 +132,10 @@ impl EventOutbox {
             ring_batches,
             ring_bytes,
         };
-        let inner = Publisher::new(shape, block_size, event_bytes_max, settings);
-        inner.map(|inner| Self { inner, block_size }).map_err(|error| failed(py, error))
+        Ok(Self {
+            inner: Publisher::new(shape, block_size, event_bytes_max, settings)?,
+            block_size,
+        })
     }
 
     /// Queue stored blocks; see ``KvEventPublisher.publish_stored``.
@@ -168,44 +159,34 @@ impl EventOutbox {
         lora_name: Option<&Bound<'_, PyAny>>,
         cache_salt: Option<&Bound<'_, PyAny>>,
         medium: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Option<String>> {
+    ) -> Raised<Option<String>> {
         let block_hashes = hashes("block_hashes", block_hashes)?;
         let sizes = tokens("num_block_tokens", num_block_tokens)?;
         let sizes: Vec<usize> = sizes.as_slice().iter().map(|&size| size as usize).collect();
         let token_ids = tokens("token_ids", token_ids)?;
-        let parent_hash = parent_hash.map(|name| one_hash(py, name)).transpose()?;
-        let items = match block_mm_infos {
-            None => None,
-            Some(infos) => {
-                let each =
-                    infos.try_iter().map_err(|_| refused("block_mm_infos", "a list", infos))?;
-                let each = each.enumerate();
-                let parts = each.map(|(block, info)| media(block, &info?, self.block_size));
-                Some(parts.collect::<PyResult<Vec<_>>>()?)
-            }
+        let parent_hash = parent_hash.map(one_hash).transpose()?;
+        let items = block_mm_infos.map(|infos| {
+            let each = infos.try_iter().map_err(|_| refused("block_mm_infos", "a list", infos))?;
+            let each = each.enumerate();
+            each.map(|(block, info)| media(block, &info?, self.block_size))
+                .collect::<Raised<Vec<_>>>()
+        });
+        let items = items.transpose()?;
+        let lora_name = name("lora_name", lora_name)?;
+        let cache_salt = name("cache_salt", cache_salt)?;
+        let medium = name("medium", medium)?;
+        let blocks = Blocks {
+            token_ids: token_ids.as_slice(),
+            sizes: Some(&sizes),
+            block_hashes: block_hashes.as_slice(),
+            parent_hash,
+            lora_id: lora_number(lora_id)?,
+            lora_name: lora_name.as_deref(),
+            cache_salt: cache_salt.as_deref(),
+            medium: medium.as_deref(),
+            items: None,
         };
-        let (lora_name, cache_salt, medium) = (
-            name("lora_name", lora_name)?,
-            name("cache_salt", cache_salt)?,
-            name("medium", medium)?,
-        );
-        let lora_id = lora_number(lora_id)?;
-        let (token_ids, block_hashes) = (token_ids.as_slice(), block_hashes.as_slice());
-        py.detach(|| {
-            let blocks = Blocks {
-                token_ids,
-                sizes: Some(&sizes),
-                block_hashes,
-                parent_hash,
-                lora_id,
-                lora_name: lora_name.as_deref(),
-                cache_salt: cache_salt.as_deref(),
-                medium: medium.as_deref(),
-                items: None,
-            };
-            self.inner.store(&blocks, items.as_deref())
-        })
-        .map_err(|error| failed(py, error))
+        Ok(py.detach(|| self.inner.store(&blocks, items.as_deref()))?)
     }
 
     /// Queue removed blocks.
@@ -215,25 +196,23 @@ impl EventOutbox {
         py: Python<'_>,
         block_hashes: &Bound<'_, PyAny>,
         medium: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<()> {
-        let (block_hashes, medium) =
-            (hashes("block_hashes", block_hashes)?, name("medium", medium)?);
-        let block_hashes = block_hashes.as_slice();
-        py.detach(|| self.inner.remove(block_hashes, medium.as_deref()))
-            .map_err(|error| failed(py, error))
+    ) -> Raised<()> {
+        let hashes = hashes("block_hashes", block_hashes)?;
+        let (block_hashes, medium) = (hashes.as_slice(), name("medium", medium)?);
+        Ok(py.detach(|| self.inner.remove(block_hashes, medium.as_deref()))?)
     }
 
     /// Queue that the cache is empty.
-    fn clear(&self, py: Python<'_>) -> PyResult<()> {
-        py.detach(|| self.inner.clear()).map_err(|error| failed(py, error))
+    fn clear(&self, py: Python<'_>) -> Raised<()> {
+        Ok(py.detach(|| self.inner.clear())?)
     }
 
     /// Queue encoded events, which stay together.
     ///
     /// Raises:
     ///     ClosedError: It is closed, or belongs to the parent of a forked process.
-    fn put(&self, py: Python<'_>, events: Vec<Vec<u8>>) -> PyResult<()> {
-        py.detach(|| self.inner.outbox.put(events)).map_err(|error| failed(py, error))
+    fn put(&self, py: Python<'_>, events: Vec<Vec<u8>>) -> Raised<()> {
+        Ok(py.detach(|| self.inner.outbox.put(events))?)
     }
 
     /// Close the batch of the waiting events; never waits.
@@ -242,16 +221,15 @@ impl EventOutbox {
     }
 
     /// Wait until everything queued before is sent; False if that took longer.
-    fn flush(&self, py: Python<'_>, timeout_s: f64) -> PyResult<bool> {
+    fn flush(&self, py: Python<'_>, timeout_s: f64) -> Raised<bool> {
         let timeout = Duration::try_from_secs_f64(timeout_s.max(0.0)).unwrap_or(Duration::MAX);
         let timeout = timeout.min(Duration::from_secs(86_400));
-        let left = py.detach(|| self.inner.outbox.flush(timeout));
-        left.map(|left| left == 0).map_err(|error| failed(py, error))
+        Ok(py.detach(|| self.inner.outbox.flush(timeout))? == 0)
     }
 
     /// Accept no more; the thread sends what is queued. Raises ClosedError in a fork.
-    fn close(&self, py: Python<'_>) -> PyResult<()> {
-        py.detach(|| self.inner.outbox.close()).map_err(|error| failed(py, error))
+    fn close(&self, py: Python<'_>) -> Raised<()> {
+        Ok(py.detach(|| self.inner.outbox.close())?)
     }
 
     /// A descriptor that is readable when the thread has work.
@@ -299,10 +277,10 @@ impl EventOutbox {
     }
 
     /// Counters and gauges; names include units.
-    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+    fn stats<'py>(&self, py: Python<'py>) -> Raised<Bound<'py, PyDict>> {
         let stats = self.inner.stats();
         let out = stats.outbox;
-        [
+        Ok([
             ("stored_blocks_total", stats.stored_blocks),
             ("removed_blocks_total", stats.removed_blocks),
             ("dropped_blocks_total", stats.dropped_blocks),
@@ -316,6 +294,6 @@ impl EventOutbox {
             ("replays_total", out.replays),
             ("replays_refused_total", out.replays_refused),
         ]
-        .into_py_dict(py)
+        .into_py_dict(py)?)
     }
 }

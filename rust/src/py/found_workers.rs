@@ -6,7 +6,7 @@ use kvflash_serve::indexer;
 use pyo3::prelude::*;
 
 use super::catalog::Catalog;
-use super::error::OrRaise;
+use super::error::{Raised, released};
 
 /// Engines whose events a catalog follows without registration.
 ///
@@ -44,8 +44,8 @@ impl FoundWorkers {
     ///     ConfigError: Names the field, what is legal and what came.
     ///     ConflictError: The number is taken, or the block size differs from the model's.
     ///     OverloadedError: The limit is reached.
-    fn add_worker(&self, py: Python<'_>, spec: &str) -> PyResult<InstanceId> {
-        py.detach(|| self.inner.add(spec)).or_raise(py)
+    fn add_worker(&self, py: Python<'_>, spec: &str) -> Raised<InstanceId> {
+        released(py, || self.inner.add(spec))
     }
 
     /// Follow a discovered worker, or apply its changes; returns its number.
@@ -57,8 +57,8 @@ impl FoundWorkers {
     ///     ConfigError: Names the field, what is legal and what came.
     ///     ConflictError: The block size differs from the model's.
     ///     OverloadedError: The limit is reached.
-    fn put_worker(&self, py: Python<'_>, worker: &str) -> PyResult<InstanceId> {
-        py.detach(|| self.inner.put(worker)).or_raise(py)
+    fn put_worker(&self, py: Python<'_>, worker: &str) -> Raised<InstanceId> {
+        released(py, || self.inner.put(worker))
     }
 
     /// Set whether a worker takes new requests; its events are followed either way.
@@ -70,20 +70,15 @@ impl FoundWorkers {
     /// Raises:
     ///     ConfigError: An unknown state.
     ///     NotFoundError: An unknown worker.
-    fn set_worker_state(
-        &self,
-        py: Python<'_>,
-        instance_id: InstanceId,
-        state: &str,
-    ) -> PyResult<()> {
-        py.detach(|| self.inner.set_state(instance_id, state)).or_raise(py)
+    fn set_worker_state(&self, py: Python<'_>, instance_id: InstanceId, state: &str) -> Raised<()> {
+        released(py, || self.inner.set_state(instance_id, state))
     }
 
     /// Stop following a worker, and forget its blocks.
     ///
     /// Raises:
     ///     NotFoundError: It is not followed.
-    fn remove_worker(&self, py: Python<'_>, instance_id: InstanceId) -> PyResult<()> {
-        py.detach(|| self.inner.remove(instance_id)).or_raise(py)
+    fn remove_worker(&self, py: Python<'_>, instance_id: InstanceId) -> Raised<()> {
+        released(py, || self.inner.remove(instance_id))
     }
 }

@@ -13,9 +13,9 @@ use pyo3::types::PyDict;
 
 use super::bookings::Bookings;
 use super::catalog::Catalog;
-use super::error::OrRaise;
+use super::error::{Raised, released};
 use super::policy_desk::PolicyDesk;
-use super::select::Routing;
+use super::select::routing;
 use super::service::Service;
 use super::settings::{finish, given, http};
 
@@ -47,19 +47,18 @@ impl Frontend {
         has_broker_events: bool,
         waits_for: &str,
         settings: Option<&Bound<'_, PyDict>>,
-    ) -> PyResult<Self> {
+    ) -> Raised<Self> {
         let mut given = given(settings)?;
-        let own = FrontendSettings::take(&mut given).or_raise(py)?;
-        let fairness = FairnessSettings::take(&mut given).or_raise(py)?;
-        let http = http(py, &mut given, Face::Api)?;
-        let Routing { options: mut routing, limits } =
-            Routing::take(py, &mut given, policy_desk.as_ref())?;
+        let own = FrontendSettings::take(&mut given)?;
+        let fairness = FairnessSettings::take(&mut given)?;
+        let http = http(&mut given, Face::Api)?;
+        let (mut routing, limits) = routing(&mut given, policy_desk.as_ref())?;
         finish(given)?;
         routing.selector.router.max_requests = own.max_concurrent_requests;
         let options = FrontendOptions {
-            fairness: FairnessOptions::of(fairness, own.max_concurrent_requests).or_raise(py)?,
+            fairness: FairnessOptions::of(fairness, own.max_concurrent_requests)?,
             routing,
-            enforce_disagg: own.enforce_disagg.parse().or_raise(py)?,
+            enforce_disagg: own.enforce_disagg.parse()?,
             has_broker_events,
             waits_for: waits_for.to_owned(),
             http,
@@ -69,13 +68,12 @@ impl Frontend {
         let (threads, drain, http) = (options.threads, options.drain_timeout, options.http.clone());
         let clock = Arc::new(SystemClock::default());
         let catalog = Arc::new(catalog::Catalog::new(limits, clock.clone()));
-        py.detach(|| {
+        released(py, || {
             let shutdown = http.shutdown().clone();
             let app = FrontendApp::new(options, Arc::clone(&catalog), clock, shutdown)?;
             let service = Service::new(threads, &http, drain)?;
             Ok(Self { catalog, app, uses_events, service })
         })
-        .or_raise(py)
     }
 
     /// The catalog of its models, engines and their blocks.
@@ -113,8 +111,8 @@ impl Frontend {
     /// Raises:
     ///     ConfigError: Not ``http://host:port``.
     #[pyo3(signature = (url))]
-    fn set_remote_indexer(&self, py: Python<'_>, url: Option<&str>) -> PyResult<()> {
-        self.app.set_remote_indexer(url).or_raise(py)
+    fn set_remote_indexer(&self, url: Option<&str>) -> Raised<()> {
+        Ok(self.app.set_remote_indexer(url)?)
     }
 
     /// Check a spec for :meth:`add_worker`; nothing is added.
@@ -122,8 +120,8 @@ impl Frontend {
     /// Raises:
     ///     ConfigError: An invalid spec; names the field, what is legal and what came.
     #[staticmethod]
-    fn check_worker(py: Python<'_>, spec: &str) -> PyResult<()> {
-        spec.parse::<EngineSpec>().map(drop).or_raise(py)
+    fn check_worker(spec: &str) -> Raised<()> {
+        Ok(spec.parse::<EngineSpec>().map(drop)?)
     }
 
     /// Add an engine: ``URL[,events=tcp://...][,replay=tcp://...][,id=N][,dp=N][,role=prefill|decode]``.
@@ -134,9 +132,9 @@ impl Frontend {
     /// Raises:
     ///     ConfigError: An invalid spec.
     ///     ConflictError: The id or address is already in use.
-    fn add_worker(&self, py: Python<'_>, spec: &str) -> PyResult<u64> {
-        let spec: EngineSpec = spec.parse().or_raise(py)?;
-        py.detach(|| self.service.enter(|| self.app.add(spec))).or_raise(py)
+    fn add_worker(&self, py: Python<'_>, spec: &str) -> Raised<u64> {
+        let spec: EngineSpec = spec.parse()?;
+        released(py, || self.service.enter(|| self.app.add(spec)))
     }
 
     /// Add or change a worker of the runtime.
@@ -158,8 +156,8 @@ impl Frontend {
     ///     OverloadedError: The limit of workers or tokenizers is reached.
     ///
     /// Cost: the first worker of a model loads its tokenizer, up to seconds; releases the GIL.
-    fn put_worker(&self, py: Python<'_>, worker: &str) -> PyResult<InstanceId> {
-        py.detach(|| self.service.enter(|| self.app.put_worker(worker))).or_raise(py)
+    fn put_worker(&self, py: Python<'_>, worker: &str) -> Raised<InstanceId> {
+        released(py, || self.service.enter(|| self.app.put_worker(worker)))
     }
 
     /// Take a worker out of service, or back into it; its blocks and running requests stay.
@@ -171,21 +169,16 @@ impl Frontend {
     /// Raises:
     ///     ConfigError: An unknown state.
     ///     NotFoundError: An unknown worker.
-    fn set_worker_state(
-        &self,
-        py: Python<'_>,
-        instance_id: InstanceId,
-        state: &str,
-    ) -> PyResult<()> {
-        py.detach(|| self.app.set_worker_state(instance_id, state)).or_raise(py)
+    fn set_worker_state(&self, py: Python<'_>, instance_id: InstanceId, state: &str) -> Raised<()> {
+        released(py, || self.app.set_worker_state(instance_id, state))
     }
 
     /// Remove a worker: it gets no new requests, its blocks are forgotten; running requests go on.
     ///
     /// Raises:
     ///     NotFoundError: An unknown worker.
-    fn remove_worker(&self, py: Python<'_>, instance_id: InstanceId) -> PyResult<()> {
-        py.detach(|| self.app.remove_worker(instance_id)).or_raise(py)
+    fn remove_worker(&self, py: Python<'_>, instance_id: InstanceId) -> Raised<()> {
+        released(py, || self.app.remove_worker(instance_id))
     }
 
     /// Apply a runtime worker's report of its load.
@@ -197,16 +190,16 @@ impl Frontend {
     /// Raises:
     ///     ConfigError: Names the field at fault.
     ///     NotFoundError: An unknown worker.
-    fn report_load(&self, py: Python<'_>, report: &str) -> PyResult<()> {
-        py.detach(|| self.app.report_load(report)).or_raise(py)
+    fn report_load(&self, py: Python<'_>, report: &str) -> Raised<()> {
+        released(py, || self.app.report_load(report))
     }
 
     /// Bind and serve in the background. Returns the bound port.
     ///
     /// Raises:
     ///     ConfigError: The address can't be bound.
-    fn start(&self, py: Python<'_>, host: &str, port: u16) -> PyResult<u16> {
-        py.detach(|| {
+    fn start(&self, py: Python<'_>, host: &str, port: u16) -> Raised<u16> {
+        released(py, || {
             self.service.enter(|| self.app.restore())?;
             let address = self.service.start(host, port, self.app.router())?;
             let app = self.app.clone();
@@ -215,7 +208,6 @@ impl Frontend {
             });
             Ok(address.port())
         })
-        .or_raise(py)
     }
 
     /// Report in the readiness check that it is about to stop; it still accepts requests.

@@ -14,7 +14,7 @@ use pyo3::types::{PyBytes, PyDict};
 
 use super::buffer::tokens;
 use super::catalog::{Catalog, registration};
-use super::error::OrRaise;
+use super::error::{Raised, released};
 use super::prompt_keys::{PromptKeys, digests, media};
 use super::service::Service;
 use super::settings::{finish, given, http};
@@ -37,11 +37,11 @@ pub(super) struct Indexer {
 impl Indexer {
     #[new]
     #[pyo3(signature = (**settings))]
-    fn new(py: Python<'_>, settings: Option<&Bound<'_, PyDict>>) -> PyResult<Self> {
+    fn new(settings: Option<&Bound<'_, PyDict>>) -> Raised<Self> {
         let mut given = given(settings)?;
-        let options = IndexerOptions::take(&mut given).or_raise(py)?;
-        let http = http(py, &mut given, Face::Control)?;
-        let index = IndexSettings::take(&mut given).or_raise(py)?;
+        let options = IndexerOptions::take(&mut given)?;
+        let http = http(&mut given, Face::Control)?;
+        let index = IndexSettings::take(&mut given)?;
         finish(given)?;
         let IndexSettings { max_blocks, index_memory_bytes } = index;
         let limits = CatalogOptions { max_blocks, index_memory_bytes, ..CatalogOptions::default() };
@@ -51,7 +51,7 @@ impl Indexer {
             catalog.hold();
         }
         let drain = options.drain_timeout_s;
-        let service = Service::new(options.threads, &http, drain).or_raise(py)?;
+        let service = Service::new(options.threads, &http, drain)?;
         Ok(Self { catalog, options, http, service, app: OnceLock::new() })
     }
 
@@ -66,8 +66,8 @@ impl Indexer {
     /// Raises:
     ///     ConfigError: The address can't be bound, or metrics_prefix is not a valid metric name
     ///         prefix.
-    fn start(&self, py: Python<'_>, host: &str, port: u16) -> PyResult<u16> {
-        py.detach(|| {
+    fn start(&self, py: Python<'_>, host: &str, port: u16) -> Raised<u16> {
+        released(py, || {
             let app = self.service.enter(|| {
                 IndexerApp::service(Arc::clone(&self.catalog), self.options.clone(), &self.http)
             })?;
@@ -75,7 +75,6 @@ impl Indexer {
             let _ = self.app.set(app.clone());
             self.service.start(host, port, app).map(|address| address.port())
         })
-        .or_raise(py)
     }
 
     /// Whether it has recovered from a peer and has its initial workers, as GET /ready reports it.
@@ -129,7 +128,7 @@ impl Indexer {
         capacity_blocks: Option<u64>,
         attention_chunk_size: Option<u32>,
         offload_chunk: Option<u32>,
-    ) -> PyResult<()> {
+    ) -> Raised<()> {
         let (worker, tenant_id) = (Worker::new(instance_id, dp_rank), tenant_id.to_owned());
         let key = ModelKey { model_name, tenant_id };
         let registration = Registration {
@@ -138,7 +137,7 @@ impl Indexer {
             facts: EngineFacts { attention_chunk_size, offload_chunk },
             ..registration(worker, key, block_size, endpoint, replay_endpoint)
         };
-        py.detach(|| self.catalog.register(registration)).or_raise(py).map(|_| ())
+        released(py, || self.catalog.register(registration)).map(drop)
     }
 
     /// Remove an instance or one rank of it, as POST /unregister does.
@@ -153,10 +152,9 @@ impl Indexer {
         model_name: &str,
         tenant_id: Option<&str>,
         dp_rank: Option<u32>,
-    ) -> PyResult<()> {
-        py.detach(|| self.catalog.unregister(instance_id, model_name, tenant_id, dp_rank))
-            .or_raise(py)
-            .map(|_| ())
+    ) -> Raised<()> {
+        py.detach(|| self.catalog.unregister(instance_id, model_name, tenant_id, dp_rank))?;
+        Ok(())
     }
 
     /// The response of POST /query, as JSON.
@@ -188,15 +186,14 @@ impl Indexer {
         cache_salt: Option<String>,
         mm: Option<&Bound<'_, PyAny>>,
         embeds: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Py<PyBytes>> {
+    ) -> Raised<Py<PyBytes>> {
         let ids = tokens("token_ids", token_ids)?;
         let ids = ids.as_slice();
         let key = (model_name, tenant_id);
         let (media, embeds) = (media(mm)?, digests(embeds)?);
         let keys = PromptKeys { lora_name, lora_path, cache_salt, media, embeds };
-        py.detach(|| query_tokens(&self.catalog, key, ids, &keys.keys()))
-            .or_raise(py)
-            .map(|json| PyBytes::new(py, &json).unbind())
+        let json = py.detach(|| query_tokens(&self.catalog, key, ids, &keys.keys()))?;
+        Ok(PyBytes::new(py, &json).unbind())
     }
 
     /// Stop serving; open requests get the drain time. Blocks until done.

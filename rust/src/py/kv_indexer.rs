@@ -13,7 +13,7 @@ use pyo3::pybacked::{PyBackedBytes, PyBackedStr};
 use pyo3::types::{PyDict, PyList};
 
 use super::buffer::{Room, hashes};
-use super::error::{OrRaise, raise};
+use super::error::{Raised, invalid, released};
 use super::index;
 use super::overlap::{OverlapScores, facts};
 use super::prompt_keys::{digests, media};
@@ -73,7 +73,7 @@ impl Json {
 
 impl KvIndexer {
     /// The index with expired blocks removed.
-    fn at_now(&self, py: Python<'_>) -> PyResult<&RadixIndex> {
+    fn at_now(&self, py: Python<'_>) -> Raised<&RadixIndex> {
         if let Some(time) = &self.time {
             time.tell(py, &self.index)?;
         }
@@ -90,7 +90,6 @@ impl KvIndexer {
     ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
-        py: Python<'_>,
         block_size: u32,
         count_mode: &str,
         max_blocks: usize,
@@ -98,21 +97,21 @@ impl KvIndexer {
         max_bytes: usize,
         ttl_s: Option<f64>,
         clock: Option<Py<PyAny>>,
-    ) -> PyResult<Self> {
-        let block_size = index::block_size(py, block_size)?;
+    ) -> Raised<Self> {
+        let block_size = index::block_size(block_size)?;
         let count_mode = match count_mode {
             "copies" => CountMode::Copies,
             "set" => CountMode::Set,
             other => {
-                let message = format!("count_mode must be \"copies\" or \"set\", got {other:?}");
-                return Err(raise(py, &Error::invalid(message)));
+                return Err(invalid(format!(
+                    "count_mode must be \"copies\" or \"set\", got {other:?}"
+                )));
             }
         };
         if clock.is_some() && ttl_s.is_none() {
-            let message = "clock needs ttl_s, which is missing";
-            return Err(raise(py, &Error::invalid(message)));
+            return Err(invalid("clock needs ttl_s, which is missing"));
         }
-        let ttl_ms = ttl_s.map(|ttl_s| ttl_ms(py, ttl_s)).transpose()?.unwrap_or(0);
+        let ttl_ms = ttl_s.map(ttl_ms).transpose()?.unwrap_or(0);
         let limits = Limits { max_blocks, capacity_blocks, max_bytes, ttl_ms, ..Limits::default() };
         let options = Options { count_mode, limits, hash_seed: rand::random() };
         let time = (ttl_ms > 0).then(|| Time::new(clock));
@@ -130,9 +129,9 @@ impl KvIndexer {
         py: Python<'_>,
         worker_id: u64,
         kv_cache_event_bytes: &[u8],
-    ) -> PyResult<()> {
+    ) -> Raised<()> {
         let index = self.at_now(py)?;
-        py.detach(|| index::apply_event(index, worker_id, kv_cache_event_bytes)).or_raise(py)
+        released(py, || index::apply_event(index, worker_id, kv_cache_event_bytes))
     }
 
     /// Apply router events in order, with one release of the GIL.
@@ -148,9 +147,9 @@ impl KvIndexer {
     ///     DecodeError: Not such an event; names its place in the list. Earlier events stay
     ///         applied.
     ///     InvalidArgumentError: As apply_event, likewise.
-    fn apply_events(&self, py: Python<'_>, events: Vec<Json>) -> PyResult<usize> {
+    fn apply_events(&self, py: Python<'_>, events: Vec<Json>) -> Raised<usize> {
         let index = self.at_now(py)?;
-        py.detach(|| {
+        released(py, || {
             for (at, json) in events.iter().enumerate() {
                 let apply = || -> Result<()> {
                     apply_router_event(index, &RouterEvent::from_json(json.as_bytes())?)
@@ -164,7 +163,6 @@ impl KvIndexer {
             }
             Ok(events.len())
         })
-        .or_raise(py)
     }
 
     /// Record that a worker holds a chain of blocks.
@@ -203,22 +201,21 @@ impl KvIndexer {
         tier: &str,
         lora_name: Option<&str>,
         cache_salt: Option<&str>,
-    ) -> PyResult<u32> {
-        let (worker, tier) = (Worker::new(worker_id, dp_rank), index::tier(py, tier)?);
+    ) -> Raised<u32> {
+        let (worker, tier) = (Worker::new(worker_id, dp_rank), index::tier(tier)?);
         let names = hashes("block_hashes", block_hashes)?;
         let locals = hashes("local_hashes", local_hashes)?;
-        let parent = parent_hash.map(|name| one_hash(py, name)).transpose()?;
+        let parent = parent_hash.map(one_hash).transpose()?;
         let (names, locals) = (names.as_slice(), locals.as_slice());
         if names.len() != locals.len() {
             let (names, locals) = (names.len(), locals.len());
-            let message = format!(
+            return Err(invalid(format!(
                 "block_hashes and local_hashes must be of one length, got {names} and {locals}"
-            );
-            return Err(raise(py, &Error::invalid(message)));
+            )));
         }
         let seed = hash::identity_seed(lora_name, cache_salt);
         let index = self.at_now(py)?;
-        py.detach(|| {
+        released(py, || {
             let blocks: Vec<Block> = names
                 .iter()
                 .zip(locals)
@@ -227,7 +224,6 @@ impl KvIndexer {
             let outcome = store_blocks(index, worker, tier, parent, seed, &blocks)?;
             Ok(outcome.added + outcome.moved)
         })
-        .or_raise(py)
     }
 
     /// Record that a worker evicted blocks, by name; unknown names are skipped.
@@ -242,8 +238,8 @@ impl KvIndexer {
         block_hashes: &Bound<'_, PyAny>,
         dp_rank: u32,
         tier: &str,
-    ) -> PyResult<u32> {
-        let (worker, tier) = (Worker::new(worker_id, dp_rank), index::tier(py, tier)?);
+    ) -> Raised<u32> {
+        let (worker, tier) = (Worker::new(worker_id, dp_rank), index::tier(tier)?);
         let names = hashes("block_hashes", block_hashes)?;
         let (index, names) = (self.at_now(py)?, names.as_slice());
         Ok(py.detach(|| index.remove(worker, tier, names).removed))
@@ -266,7 +262,7 @@ impl KvIndexer {
         py: Python<'_>,
         local_hashes: &Bound<'_, PyAny>,
         early_exit: bool,
-    ) -> PyResult<OverlapScores> {
+    ) -> Raised<OverlapScores> {
         let locals = hashes("local_hashes", local_hashes)?;
         Ok(overlaps(py, self.at_now(py)?, locals.as_slice(), early_exit, facts))
     }
@@ -294,7 +290,7 @@ impl KvIndexer {
         cache_salt: Option<&str>,
         mm: Option<&Bound<'_, PyAny>>,
         embeds: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<OverlapScores> {
+    ) -> Raised<OverlapScores> {
         let (media, embeds) = (media(mm)?, digests(embeds)?);
         let shape = Shape::new(self.block_size, lora_name, cache_salt);
         let ids = index::token_ids(token_ids)?;
@@ -319,10 +315,9 @@ impl KvIndexer {
         requests: &Bound<'_, PyList>,
         lora_name: Option<&str>,
         cache_salt: Option<&str>,
-    ) -> PyResult<Vec<OverlapScores>> {
+    ) -> Raised<Vec<OverlapScores>> {
         let shape = Shape::new(self.block_size, lora_name, cache_salt);
-        let ids =
-            requests.iter().map(|one| index::token_ids(&one)).collect::<PyResult<Vec<_>>>()?;
+        let ids = requests.iter().map(|one| index::token_ids(&one)).collect::<Raised<Vec<_>>>()?;
         let ids: Vec<_> = ids.iter().map(|one| one.as_slice()).collect();
         let index = self.at_now(py)?;
         Ok(py.detach(|| shape.overlaps_of_many(index, &ids, facts)))
@@ -336,7 +331,7 @@ impl KvIndexer {
         py: Python<'_>,
         local_hashes: &Bound<'_, PyAny>,
         k: usize,
-    ) -> PyResult<Vec<(u64, u32, u32)>> {
+    ) -> Raised<Vec<(u64, u32, u32)>> {
         let locals = hashes("local_hashes", local_hashes)?;
         Ok(matches(py, self.at_now(py)?, locals.as_slice(), false, |found| {
             found.keep_top(k);
@@ -368,7 +363,7 @@ impl KvIndexer {
         worker_ids: &Bound<'_, PyAny>,
         dp_ranks: &Bound<'_, PyAny>,
         depths: &Bound<'_, PyAny>,
-    ) -> PyResult<usize> {
+    ) -> Raised<usize> {
         let locals = hashes("local_hashes", local_hashes)?;
         let ids = Room::<u64>::of("worker_ids", worker_ids)?;
         let ranks = Room::<u32>::of("dp_ranks", dp_ranks)?;
@@ -402,13 +397,13 @@ impl KvIndexer {
         py: Python<'_>,
         worker_id: u64,
         dp_rank: Option<u32>,
-    ) -> PyResult<usize> {
+    ) -> Raised<usize> {
         let index = self.at_now(py)?;
         Ok(py.detach(|| index::clear(index, worker_id, dp_rank)))
     }
 
     /// All blocks as JSON router events, for ``apply_events``; see RadixTree.
-    fn dump_tree_as_events(&self, py: Python<'_>) -> PyResult<Vec<String>> {
+    fn dump_tree_as_events(&self, py: Python<'_>) -> Raised<Vec<String>> {
         let index = self.at_now(py)?;
         Ok(py.detach(|| dump_events(index).map(|event| event.to_json()).collect()))
     }
@@ -428,7 +423,7 @@ impl KvIndexer {
     /// on; events wait while the names of one worker are copied.
     ///
     /// Cost: 16 bytes per block, and memory for two copies of the largest worker; releases the GIL.
-    fn save_snapshot<'py>(&self, py: Python<'py>, path: PathBuf) -> PyResult<Bound<'py, PyDict>> {
+    fn save_snapshot<'py>(&self, py: Python<'py>, path: PathBuf) -> Raised<Bound<'py, PyDict>> {
         snapshot::save(py, self.at_now(py)?, self.block_size, &path)
     }
 
@@ -446,7 +441,7 @@ impl KvIndexer {
     ///     OSError: The file system's error.
     ///
     /// Cost: O(blocks), and memory for the largest worker; releases the GIL.
-    fn load_snapshot<'py>(&self, py: Python<'py>, path: PathBuf) -> PyResult<Bound<'py, PyDict>> {
+    fn load_snapshot<'py>(&self, py: Python<'py>, path: PathBuf) -> Raised<Bound<'py, PyDict>> {
         snapshot::restore(py, self.at_now(py)?, self.block_size, &path)
     }
 
@@ -457,18 +452,18 @@ impl KvIndexer {
 
     /// Blocks that a worker holds, all tiers.
     #[pyo3(signature = (worker_id, dp_rank=0))]
-    fn block_count(&self, py: Python<'_>, worker_id: u64, dp_rank: u32) -> PyResult<usize> {
+    fn block_count(&self, py: Python<'_>, worker_id: u64, dp_rank: u32) -> Raised<usize> {
         let index = self.at_now(py)?;
         Ok(py.detach(|| index.blocks(Worker::new(worker_id, dp_rank))))
     }
 
     /// Sizes and counters; monotonic ones end in ``_total``, ``bytes`` is its memory.
-    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+    fn stats<'py>(&self, py: Python<'py>) -> Raised<Bound<'py, PyDict>> {
         index::stats(py, self.at_now(py)?)
     }
 }
 
-pub(super) fn one_hash(py: Python<'_>, value: &Bound<'_, PyAny>) -> PyResult<u64> {
-    let list = PyList::new(py, [value])?;
+pub(super) fn one_hash(value: &Bound<'_, PyAny>) -> Raised<u64> {
+    let list = PyList::new(value.py(), [value])?;
     hashes("parent_hash", list.as_any()).map(|one| one.as_slice()[0])
 }

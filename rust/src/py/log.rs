@@ -6,7 +6,7 @@ use tracing_subscriber::EnvFilter;
 use tracing_subscriber::field::MakeExt;
 use tracing_subscriber::fmt::format::debug_fn;
 
-use super::error::raise;
+use super::error::{Fault, Raised};
 
 /// Send the core's log lines to stderr.
 ///
@@ -21,12 +21,13 @@ use super::error::raise;
 ///     ConfigError: An unknown level.
 #[pyfunction]
 #[pyo3(signature = (level="info", *, json=false))]
-pub(super) fn init_logging(py: Python<'_>, level: &str, json: bool) -> PyResult<bool> {
+pub(super) fn init_logging(level: &str, json: bool) -> Raised<bool> {
     let directives = match level {
         "error" | "warn" | "info" | "debug" | "trace" => format!("warn,kvflash={level}"),
         other => {
-            let message = format!("level must be error, warn, info, debug or trace, got {other:?}");
-            return Err(raise(py, &Error::Config(message)));
+            return Err(Fault::from(Error::Config(format!(
+                "level must be error, warn, info, debug or trace, got {other:?}"
+            ))));
         }
     };
     let builder = tracing_subscriber::fmt()

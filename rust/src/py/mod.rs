@@ -37,51 +37,31 @@ mod zmq_drain;
 #[pyo3::pymodule]
 mod _core {
     #[pymodule_export]
-    use super::approx_kv_indexer::ApproxKvIndexer;
-    #[pymodule_export]
-    use super::bookings::Bookings;
-    #[pymodule_export]
-    use super::catalog::{Catalog, CatalogDump};
-    #[pymodule_export]
-    use super::decider::{Decider, RouterWait};
-    #[pymodule_export]
-    use super::event_outbox::EventOutbox;
-    #[pymodule_export]
-    use super::found_workers::FoundWorkers;
-    #[pymodule_export]
-    use super::frontend::Frontend;
-    #[pymodule_export]
-    use super::hash::{
-        compute_block_hash_array, compute_block_hash_for_seq, compute_sequence_hashes, item_hash,
+    use super::{
+        approx_kv_indexer::ApproxKvIndexer,
+        bookings::Bookings,
+        catalog::{Catalog, CatalogDump},
+        decider::{Decider, RouterWait},
+        event_outbox::EventOutbox,
+        found_workers::FoundWorkers,
+        frontend::Frontend,
+        hash::{
+            compute_block_hash_array, compute_block_hash_for_seq, compute_sequence_hashes,
+            item_hash,
+        },
+        indexer::Indexer,
+        kv_indexer::KvIndexer,
+        log::init_logging,
+        overlap::OverlapScores,
+        policies::{check_policy, check_shadow_policies},
+        policy_desk::{PolicyCandidate, PolicyDesk, PolicyEnded, PolicyQuestion, PolicyRequest},
+        radix_tree::RadixTree,
+        repair::Repair,
+        router::Router,
+        router_booking::RouterBooking,
+        router_core::RouterCore,
+        settings::{check_keys, settings_table},
+        tokenizer::{Tokenizer, model_folder},
+        zmq_drain::ZmqDrain,
     };
-    #[pymodule_export]
-    use super::indexer::Indexer;
-    #[pymodule_export]
-    use super::kv_indexer::KvIndexer;
-    #[pymodule_export]
-    use super::log::init_logging;
-    #[pymodule_export]
-    use super::overlap::OverlapScores;
-    #[pymodule_export]
-    use super::policies::{check_policy, check_shadow_policies};
-    #[pymodule_export]
-    use super::policy_desk::{
-        PolicyCandidate, PolicyDesk, PolicyEnded, PolicyQuestion, PolicyRequest,
-    };
-    #[pymodule_export]
-    use super::radix_tree::RadixTree;
-    #[pymodule_export]
-    use super::repair::Repair;
-    #[pymodule_export]
-    use super::router::Router;
-    #[pymodule_export]
-    use super::router_booking::RouterBooking;
-    #[pymodule_export]
-    use super::router_core::RouterCore;
-    #[pymodule_export]
-    use super::settings::{check_keys, settings_table};
-    #[pymodule_export]
-    use super::tokenizer::{Tokenizer, model_folder};
-    #[pymodule_export]
-    use super::zmq_drain::ZmqDrain;
 }

@@ -7,9 +7,9 @@ use kvflash_core::policy::desk::{Asked, Failure, Interests, Task};
 use kvflash_core::policy::{Advice, Desk, Ended, News, OutsideCandidate, OutsideRequest};
 use parking_lot::Mutex;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyList, PyTuple};
+use pyo3::types::{IntoPyDict, PyDict, PyList, PyTuple};
 
-use super::error::raise;
+use super::error::{Fault, Raised};
 use super::time::seconds;
 
 /// Asks a policy in Python on behalf of a service; users subclass :class:`kvflash.Policy`.
@@ -31,17 +31,17 @@ impl PolicyDesk {
     #[new]
     #[pyo3(signature = (name, *, deadline_s=0.005, routed=false, finished=false, removed=false))]
     fn new(
-        py: Python<'_>,
         name: &str,
         deadline_s: f64,
         routed: bool,
         finished: bool,
         removed: bool,
-    ) -> PyResult<Self> {
-        let deadline_ms = seconds(py, "deadline_s", deadline_s)?.as_millis() as u64;
+    ) -> Raised<Self> {
+        let deadline_ms = seconds("deadline_s", deadline_s)?.as_millis() as u64;
         if deadline_ms == 0 {
-            let message = format!("deadline_s must be at least 0.001, got {deadline_s}");
-            return Err(raise(py, &Error::Config(message)));
+            return Err(Fault::from(Error::Config(format!(
+                "deadline_s must be at least 0.001, got {deadline_s}"
+            ))));
         }
         let interests = Interests { routed, finished, removed };
         Ok(Self { inner: Arc::new(Desk::new(name, deadline_ms, interests)) })
@@ -54,26 +54,22 @@ impl PolicyDesk {
     ///     ``("finished", PolicyEnded, None)`` or ``("removed", worker_id, dp_rank)``.
     fn next<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyTuple>>> {
         let Some(task) = py.detach(|| self.inner.next()) else { return Ok(None) };
-        let none = || py.None().into_bound(py);
-        let (kind, first, second) = match task {
+        let told = match task {
             Task::Answer(asked) => {
-                let question = PolicyQuestion::new(py, asked)?;
-                ("choose", Bound::new(py, question)?.into_any(), none())
+                ("choose", PolicyQuestion::new(py, asked)?, py.None()).into_pyobject(py)?
             }
             Task::Note(News::Routed(request, candidate)) => {
-                let request = Bound::new(py, PolicyRequest { inner: *request })?.into_any();
                 let candidate = PolicyCandidate::new(py, 0, &candidate)?;
-                ("routed", request, Bound::new(py, candidate)?.into_any())
+                ("routed", PolicyRequest::from(*request), candidate).into_pyobject(py)?
             }
             Task::Note(News::Finished(ended)) => {
-                ("finished", Bound::new(py, PolicyEnded::from(ended))?.into_any(), none())
+                ("finished", PolicyEnded::from(ended), py.None()).into_pyobject(py)?
             }
             Task::Note(News::Removed(worker)) => {
-                let id = worker.instance_id.into_pyobject(py)?.into_any();
-                ("removed", id, worker.dp_rank.into_pyobject(py)?.into_any())
+                ("removed", worker.instance_id, worker.dp_rank).into_pyobject(py)?
             }
         };
-        PyTuple::new(py, [kind.into_pyobject(py)?.into_any(), first, second]).map(Some)
+        Ok(Some(told))
     }
 
     /// Ask nothing more; waiting requests are decided without the policy.
@@ -99,10 +95,10 @@ impl PolicyQuestion {
         let request = std::mem::take(&mut asked.question.request);
         let candidates = asked.question.candidates.iter().enumerate();
         let candidates: PyResult<Vec<_>> =
-            candidates.map(|(at, one)| Py::new(py, PolicyCandidate::new(py, at, one)?)).collect();
+            candidates.map(|(at, one)| PolicyCandidate::new(py, at, one)).collect();
         Ok(Self {
             asked: Mutex::new(Some(asked)),
-            request: Py::new(py, PolicyRequest { inner: request })?,
+            request: Py::new(py, PolicyRequest::from(request))?,
             candidates: PyList::new(py, candidates?)?.unbind(),
         })
     }
@@ -136,59 +132,38 @@ impl PolicyQuestion {
 }
 
 /// A request, as a policy sees it.
-#[pyclass(frozen, module = "kvflash._core")]
+#[pyclass(frozen, get_all, module = "kvflash._core")]
 pub(super) struct PolicyRequest {
-    inner: OutsideRequest,
+    /// The requested model.
+    model: String,
+    /// Length of the prompt in tokens; estimated if unknown.
+    isl_tokens: u64,
+    /// Tokens in a block; 0 while unknown.
+    block_size: u32,
+    /// Its text in UTF-8, without the surrounding JSON; token ids have four bytes each.
+    prompt: Vec<u8>,
+    /// The model's own tokens, a new list each time; empty while unknown.
+    token_ids: Vec<u32>,
+    /// The client's user, if it named one.
+    user: Option<String>,
+    /// Its session, if the client named one.
+    session_key: Option<String>,
+    /// The worker and rank that the client named.
+    session_worker: Option<(u64, u32)>,
 }
 
-#[pymethods]
-impl PolicyRequest {
-    /// The requested model.
-    #[getter]
-    fn model(&self) -> &str {
-        &self.inner.model
-    }
-
-    /// Length of the prompt in tokens; estimated if unknown.
-    #[getter]
-    fn isl_tokens(&self) -> u64 {
-        self.inner.isl_tokens
-    }
-
-    /// Tokens in a block; 0 while unknown.
-    #[getter]
-    fn block_size(&self) -> u32 {
-        self.inner.block_size
-    }
-
-    /// Its text in UTF-8, without the surrounding JSON; token ids have four bytes each.
-    #[getter]
-    fn prompt<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
-        PyBytes::new(py, &self.inner.prompt)
-    }
-
-    /// The model's own tokens, a new list each time; empty while unknown.
-    #[getter]
-    fn token_ids<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        PyList::new(py, self.inner.token_ids.iter())
-    }
-
-    /// The client's user, if it named one.
-    #[getter]
-    fn user(&self) -> Option<&str> {
-        self.inner.user.as_deref()
-    }
-
-    /// Its session, if the client named one.
-    #[getter]
-    fn session_key(&self) -> Option<&str> {
-        self.inner.session_key.as_deref()
-    }
-
-    /// The worker and rank that the client named.
-    #[getter]
-    fn session_worker(&self) -> Option<(u64, u32)> {
-        self.inner.session_worker.map(|worker| (worker.instance_id, worker.dp_rank))
+impl From<OutsideRequest> for PolicyRequest {
+    fn from(request: OutsideRequest) -> Self {
+        Self {
+            model: request.model.into(),
+            isl_tokens: request.isl_tokens,
+            block_size: request.block_size,
+            prompt: request.prompt.into(),
+            token_ids: request.token_ids.into(),
+            user: request.user.map(String::from),
+            session_key: request.session_key.map(String::from),
+            session_worker: request.session_worker.map(|one| (one.instance_id, one.dp_rank)),
+        }
     }
 }
 
@@ -221,10 +196,6 @@ impl PolicyCandidate {
     fn new(py: Python<'_>, index: usize, one: &OutsideCandidate) -> PyResult<Self> {
         let OutsideCandidate { candidate, metrics, terms } = one;
         let load = candidate.load.unwrap_or_default();
-        let reported = PyDict::new(py);
-        for (name, value) in metrics.reported() {
-            reported.set_item(name, value)?;
-        }
         Ok(Self {
             index,
             worker_id: candidate.worker.instance_id,
@@ -235,7 +206,7 @@ impl PolicyCandidate {
             active_blocks: load.blocks,
             queued_tokens: load.prefill_tokens,
             cost: terms.cost,
-            metrics: reported.unbind(),
+            metrics: metrics.reported().into_py_dict(py)?.unbind(),
         })
     }
 }

@@ -5,7 +5,7 @@ use kvflash_core::index::{BlockIndex, Options, RadixIndex};
 use pyo3::prelude::*;
 
 use super::buffer::hashes;
-use super::error::OrRaise;
+use super::error::{Raised, released};
 use super::index;
 use super::overlap::{OverlapScores, facts};
 use super::query::overlaps;
@@ -43,7 +43,7 @@ impl RadixTree {
         py: Python<'_>,
         sequence: &Bound<'_, PyAny>,
         early_exit: bool,
-    ) -> PyResult<OverlapScores> {
+    ) -> Raised<OverlapScores> {
         let locals = hashes("block_hashes", sequence)?;
         Ok(overlaps(py, &self.index, locals.as_slice(), early_exit, facts))
     }
@@ -64,8 +64,8 @@ impl RadixTree {
         py: Python<'_>,
         worker_id: u64,
         kv_cache_event_bytes: &[u8],
-    ) -> PyResult<()> {
-        py.detach(|| index::apply_event(&self.index, worker_id, kv_cache_event_bytes)).or_raise(py)
+    ) -> Raised<()> {
+        released(py, || index::apply_event(&self.index, worker_id, kv_cache_event_bytes))
     }
 
     /// Forget all ranks of an instance. Returns the number of ranks.

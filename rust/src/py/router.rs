@@ -21,9 +21,9 @@ use super::bookings::Bookings;
 use super::buffer::Bytes;
 use super::catalog::Catalog;
 use super::decider::{Decider, Decisions, Desk};
-use super::error::{OrRaise, raise};
+use super::error::{Fault, Raised, released};
 use super::policy_desk::PolicyDesk;
-use super::select::Routing;
+use super::select::routing;
 use super::service::Service;
 use super::settings::{finish, given, http};
 
@@ -79,12 +79,11 @@ impl Router {
         py: Python<'_>,
         policy_desk: Option<Py<PolicyDesk>>,
         settings: Option<&Bound<'_, PyDict>>,
-    ) -> PyResult<Self> {
+    ) -> Raised<Self> {
         let mut given = given(settings)?;
-        let own = RouterSettings::take(&mut given).or_raise(py)?;
-        let http = http(py, &mut given, Face::Control)?;
-        let Routing { options: mut routing, limits } =
-            Routing::take(py, &mut given, policy_desk.as_ref())?;
+        let own = RouterSettings::take(&mut given)?;
+        let http = http(&mut given, Face::Control)?;
+        let (mut routing, limits) = routing(&mut given, policy_desk.as_ref())?;
         finish(given)?;
         routing.selector.router.max_requests = own.max_requests;
         let options = RouterOptions { routing, http, own };
@@ -92,12 +91,11 @@ impl Router {
         let (threads, drain, http) = (options.threads, options.drain_timeout, options.http.clone());
         let clock = Arc::new(SystemClock::default());
         let catalog = Arc::new(catalog::Catalog::new(limits, clock.clone()));
-        py.detach(|| {
+        released(py, || {
             let app = RouterApp::new(options, Arc::clone(&catalog), clock)?;
             let service = Service::new(threads, &http, drain)?;
             Ok(Self { catalog, app, uses_events, service: Arc::new(service) })
         })
-        .or_raise(py)
     }
 
     /// The catalog of its models, engines and their blocks.
@@ -122,9 +120,9 @@ impl Router {
 
     /// The same decisions for an event loop of this process; creates a new object.
     #[getter]
-    fn decider(&self, py: Python<'_>) -> PyResult<Decider> {
+    fn decider(&self) -> Raised<Decider> {
         let decisions = InProcess { app: self.app.clone(), service: Arc::clone(&self.service) };
-        Decider::new(Arc::new(decisions)).or_raise(py)
+        Ok(Decider::new(Arc::new(decisions))?)
     }
 
     /// Set additional lines for ``/metrics``, in the OpenMetrics text format.
@@ -142,8 +140,8 @@ impl Router {
     /// Raises:
     ///     ConfigError: Not ``http://host:port``.
     #[pyo3(signature = (url))]
-    fn set_remote_indexer(&self, py: Python<'_>, url: Option<&str>) -> PyResult<()> {
-        self.app.set_remote_indexer(url).or_raise(py)
+    fn set_remote_indexer(&self, url: Option<&str>) -> Raised<()> {
+        Ok(self.app.set_remote_indexer(url)?)
     }
 
     /// How many times a worker was registered or removed. Cost: O(1).
@@ -170,8 +168,8 @@ impl Router {
     ///
     /// Raises:
     ///     ConfigError: The address can't be bound.
-    fn start(&self, py: Python<'_>, host: &str, port: u16) -> PyResult<u16> {
-        py.detach(|| {
+    fn start(&self, py: Python<'_>, host: &str, port: u16) -> Raised<u16> {
+        released(py, || {
             self.app.restore()?;
             let address = self.service.start(host, port, self.app.router())?;
             let app = self.app.clone();
@@ -180,7 +178,6 @@ impl Router {
             });
             Ok(address.port())
         })
-        .or_raise(py)
     }
 
     /// Report in the readiness check that it is about to stop; it still accepts requests.
@@ -208,9 +205,9 @@ impl Router {
         method: &str,
         path: &str,
         body: &Bound<'_, PyAny>,
-    ) -> PyResult<Py<PyBytes>> {
+    ) -> Raised<Py<PyBytes>> {
         if self.service.shutdown.is_stopped() {
-            return Err(raise(py, &Error::Closed("the router is stopped".to_owned())));
+            return Err(Fault::from(Error::Closed("the router is stopped".to_owned())));
         }
         let body = Bytes::of(body.clone())?;
         let bytes = bytes::Bytes::copy_from_slice(body.as_slice());
@@ -238,7 +235,7 @@ impl Router {
                 refused.map_or(Ok(body), Err)
             })
         });
-        Ok(PyBytes::new(py, &answer.or_raise(py)?).unbind())
+        Ok(PyBytes::new(py, &answer?).unbind())
     }
 
     /// Stop serving; open calls get the drain time. Blocks until done.

@@ -1,13 +1,12 @@
 //! Routing options of a prompt, from a Python dict.
 
-use kvflash_core::error::Error;
 use kvflash_core::fair::Wish;
 use kvflash_core::ids::Worker;
 use kvflash_core::select::{Pin, Request, Selector};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use super::error::{OrRaise, raise};
+use super::error::{Fault, Raised, invalid};
 use super::prompt_keys::{PromptKeys, digests, media};
 
 const KNOWN: &str = "overlap_score_weight, overlap_score_credit, prefill_load_scale, router_temperature, assume_kv_reuse, worker_id, dp_rank, \
@@ -30,7 +29,7 @@ impl Options {
     /// # Errors
     /// `InvalidArgumentError`, naming the option. Unknown options are refused, as they would have
     /// no effect.
-    pub fn of(py: Python<'_>, given: Option<&Bound<'_, PyDict>>) -> PyResult<Self> {
+    pub fn of(given: Option<&Bound<'_, PyDict>>) -> Raised<Self> {
         let mut options = Self::default();
         let (mut worker_id, mut dp_rank) = (None, None);
         let (mut priority, mut strict_priority) = (None, None);
@@ -81,18 +80,18 @@ impl Options {
                 "embeds" => keys.embeds = digests(Some(&value))?,
                 other => {
                     let message = format!("unknown option {other:?}; known options are {KNOWN}");
-                    return Err(raise(py, &Error::invalid(message)));
+                    return Err(invalid(message));
                 }
             }
         }
-        options.request.wish = Wish::of(priority, strict_priority).or_raise(py)?;
+        options.request.wish = Wish::of(priority, strict_priority)?;
         options.request.pin = match (worker_id, dp_rank) {
             (Some(instance_id), dp_rank) => Some(Pin { instance_id, dp_rank }),
             (None, None) => None,
             (None, Some(rank)) => {
-                let message =
-                    format!("dp_rank {rank} needs worker_id: add it, or leave dp_rank out");
-                return Err(raise(py, &Error::invalid(message)));
+                return Err(invalid(format!(
+                    "dp_rank {rank} needs worker_id: add it, or leave dp_rank out"
+                )));
             }
         };
         Ok(options)
@@ -131,23 +130,23 @@ struct Given<'a, 'py> {
 }
 
 impl<'py> Given<'_, 'py> {
-    fn wrong(&self, wanted: &str) -> PyErr {
+    fn wrong(&self, wanted: &str) -> Fault {
         let Self { name, value } = self;
-        raise(value.py(), &Error::invalid(format!("{name} must be {wanted}, got {value}")))
+        invalid(format!("{name} must be {wanted}, got {value}"))
     }
 
-    fn a<T>(&self, wanted: &str) -> PyResult<Option<T>>
+    fn a<T>(&self, wanted: &str) -> Raised<Option<T>>
     where
         for<'a> T: FromPyObject<'a, 'py>,
     {
         self.value.extract().map(Some).map_err(|_| self.wrong(wanted))
     }
 
-    fn number(&self) -> PyResult<Option<f64>> {
+    fn number(&self) -> Raised<Option<f64>> {
         self.a("a number")
     }
 
-    fn text(&self) -> PyResult<Option<String>> {
+    fn text(&self) -> Raised<Option<String>> {
         self.a("a string")
     }
 }

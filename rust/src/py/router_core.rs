@@ -13,18 +13,18 @@ use kvflash_core::select::{
 };
 use kvflash_serve::RoutingOptions;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList};
+use pyo3::types::{IntoPyDict, PyDict};
 
 use super::bookings::Bookings;
 use super::catalog::{Catalog, registration};
 use super::decider::{Decider, Decisions, Desk, Selected, selected};
-use super::error::{OrRaise, raise};
+use super::error::{Fault, Raised};
 use super::index;
 use super::policy_desk::PolicyDesk;
 use super::query::{SHORT_TOKENS, detached};
 use super::router_ask::Options;
 use super::router_booking::RouterBooking;
-use super::select::Routing;
+use super::select::routing;
 use super::settings::{finish, given};
 
 /// One component's workers, for its event loop.
@@ -93,8 +93,8 @@ impl RouterCore {
         token_ids: &Bound<'_, PyAny>,
         options: Option<&Bound<'_, PyDict>>,
         then: impl FnOnce(&Ask<'_>) -> Result<T, Error> + Send,
-    ) -> PyResult<T> {
-        self.component.started().or_raise(py)?;
+    ) -> Raised<T> {
+        self.component.started()?;
         self.asked(py, token_ids, options, |request| {
             let advice = request.ask(None, None, |ask| self.selector.advice(ask));
             request.ask(None, advice.as_ref(), then)
@@ -109,12 +109,12 @@ impl RouterCore {
         token_ids: &Bound<'_, PyAny>,
         options: Option<&Bound<'_, PyDict>>,
         then: impl FnOnce(&Request) -> Result<T, Error> + Send,
-    ) -> PyResult<T> {
+    ) -> Raised<T> {
         let ids = index::token_ids(token_ids)?;
         let ids = ids.as_slice();
-        let options = Options::of(py, options)?;
+        let options = Options::of(options)?;
         let is_long = ids.len() > SHORT_TOKENS || self.selector.desk().is_some();
-        detached(py, is_long, || then(&options.request(&self.selector, ids, None))).or_raise(py)
+        Ok(detached(py, is_long, || then(&options.request(&self.selector, ids, None)))?)
     }
 }
 
@@ -127,29 +127,27 @@ impl RouterCore {
     ))]
     #[allow(clippy::too_many_arguments)]
     fn new(
-        py: Python<'_>,
         block_size: u32,
         policy_desk: Option<Py<PolicyDesk>>,
         model_name: &str,
         tenant_id: &str,
         max_requests: usize,
         settings: Option<&Bound<'_, PyDict>>,
-    ) -> PyResult<Self> {
+    ) -> Raised<Self> {
         let mut given = given(settings)?;
-        let Routing { options, limits } = Routing::take(py, &mut given, policy_desk.as_ref())?;
+        let (options, limits) = routing(&mut given, policy_desk.as_ref())?;
         finish(given)?;
         let RoutingOptions { selector: mut config, policies, queue, .. } = options;
-        let block_size = index::block_size(py, block_size)?;
+        let block_size = index::block_size(block_size)?;
         (config.router.block_size, config.router.max_requests) = (block_size, max_requests);
         let uses_events = config.overlap != Overlap::Predictions && config.router.weighs_overlap();
         let clock = Arc::new(SystemClock::default());
         let catalog = Arc::new(catalog::Catalog::new(limits, clock.clone()));
         let key = ModelKey { model_name: model_name.to_owned(), tenant_id: tenant_id.to_owned() };
-        let model = catalog.model_or_create(&key, Some(block_size)).or_raise(py)?;
-        let selector =
-            Selector::with_policies(config, policies, model, clock.clone()).or_raise(py)?;
+        let model = catalog.model_or_create(&key, Some(block_size))?;
+        let selector = Selector::with_policies(config, policies, model, clock.clone())?;
         let selector = Arc::new(selector);
-        queue.as_ref().map_or(Ok(()), QueueOptions::check).or_raise(py)?;
+        queue.as_ref().map_or(Ok(()), QueueOptions::check)?;
         let component = Component {
             queue: queue.map(|options| {
                 let clock: Arc<dyn Clock> = clock.clone();
@@ -219,10 +217,10 @@ impl RouterCore {
     ///
     /// Raises:
     ///     OverloadedError: More than 65,535; nothing is changed.
-    fn set_workers(&self, py: Python<'_>, workers: Vec<(u64, u32)>) -> PyResult<()> {
+    fn set_workers(&self, py: Python<'_>, workers: Vec<(u64, u32)>) -> Raised<()> {
         let workers: Vec<Worker> =
             workers.into_iter().map(|(id, rank)| Worker::new(id, rank)).collect();
-        py.detach(|| self.selector.set_workers(&workers)).or_raise(py)?;
+        py.detach(|| self.selector.set_workers(&workers))?;
         Ok(())
     }
 
@@ -245,10 +243,10 @@ impl RouterCore {
         dp_rank: u32,
         endpoint: String,
         replay_endpoint: Option<String>,
-    ) -> PyResult<()> {
+    ) -> Raised<()> {
         let (worker, key) = (Worker::new(worker_id, dp_rank), self.key.clone());
         let registration = registration(worker, key, self.block_size, endpoint, replay_endpoint);
-        py.detach(|| self.catalog.register(registration)).or_raise(py)?;
+        py.detach(|| self.catalog.register(registration))?;
         Ok(())
     }
 
@@ -298,12 +296,11 @@ impl RouterCore {
     ///     InvalidArgumentError: An unknown figure, or one out of range, by name.
     fn report_metrics(
         &self,
-        py: Python<'_>,
         worker_id: u64,
         dp_rank: u32,
         metrics: HashMap<String, f64>,
-    ) -> PyResult<bool> {
-        let metrics = EngineMetrics::from_fields(metrics).or_raise(py)?;
+    ) -> Raised<bool> {
+        let metrics = EngineMetrics::from_fields(metrics)?;
         let worker = Worker::new(worker_id, dp_rank);
         if self.selector.busy.reported(worker).is_none() {
             return Ok(false);
@@ -327,17 +324,16 @@ impl RouterCore {
     ))]
     fn set_busy_thresholds(
         &self,
-        py: Python<'_>,
         active_decode_blocks_threshold: Option<f64>,
         active_prefill_tokens_threshold: Option<u64>,
         active_prefill_tokens_threshold_frac: Option<f64>,
-    ) -> PyResult<()> {
+    ) -> Raised<()> {
         let thresholds = Thresholds {
             active_decode_blocks: active_decode_blocks_threshold,
             active_prefill_tokens: active_prefill_tokens_threshold,
             active_prefill_tokens_frac: active_prefill_tokens_threshold_frac,
         };
-        self.selector.busy.set_thresholds(thresholds).or_raise(py)
+        Ok(self.selector.busy.set_thresholds(thresholds)?)
     }
 
     /// The worker that would be selected now, with a new draw where chance decides; books nothing.
@@ -356,7 +352,7 @@ impl RouterCore {
         py: Python<'_>,
         token_ids: &Bound<'_, PyAny>,
         options: Option<&Bound<'_, PyDict>>,
-    ) -> PyResult<Selected> {
+    ) -> Raised<Selected> {
         let selection = self.chosen(py, token_ids, options, |ask| self.selector.query(ask))?;
         Ok(selected(&selection))
     }
@@ -373,7 +369,7 @@ impl RouterCore {
         token_ids: &Bound<'_, PyAny>,
         request_id: &str,
         options: Option<&Bound<'_, PyDict>>,
-    ) -> PyResult<Selected> {
+    ) -> Raised<Selected> {
         let reserve = |ask: &Ask<'_>| self.selector.reserve(request_id, ask);
         Ok(selected(&self.chosen(py, token_ids, options, reserve)?))
     }
@@ -386,15 +382,15 @@ impl RouterCore {
         token_ids: &Bound<'_, PyAny>,
         options: Option<&Bound<'_, PyDict>>,
         request_id: Option<&str>,
-    ) -> PyResult<RouterBooking> {
+    ) -> Raised<RouterBooking> {
         let select = |ask: &Ask<'_>| self.selector.select(&Ask { request_id, ..*ask });
         Ok(RouterBooking::new(self.chosen(py, token_ids, options, select)?))
     }
 
     /// A booker for an event loop; creates a new object.
     #[getter]
-    fn decider(&self, py: Python<'_>) -> PyResult<Decider> {
-        Decider::new(self.component.clone()).or_raise(py)
+    fn decider(&self) -> Raised<Decider> {
+        Ok(Decider::new(self.component.clone())?)
     }
 
     /// Queued requests, ``pending`` and ``pending_isl_tokens``, and outcomes of earlier ones.
@@ -403,21 +399,21 @@ impl RouterCore {
     /// ``_total``.
     fn queue_stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = self.component.queue.as_ref().map(|queue| queue.stats()).unwrap_or_default();
-        let entry = PyDict::new(py);
-        entry.set_item("pending", stats.pending)?;
-        entry.set_item("pending_isl_tokens", stats.pending_isl_tokens)?;
-        for (outcome, count) in stats.outcomes() {
-            entry.set_item(format!("{outcome}_total"), count)?;
-        }
-        Ok(entry)
+        let pending = [
+            ("pending".to_owned(), stats.pending as u64),
+            ("pending_isl_tokens".to_owned(), stats.pending_isl_tokens),
+        ];
+        let outcomes = stats.outcomes().into_iter();
+        let outcomes = outcomes.map(|(outcome, count)| (format!("{outcome}_total"), count));
+        pending.into_iter().chain(outcomes).into_py_dict(py)
     }
 
     /// The prompt of a reserved request is prefilled.
     ///
     /// Raises:
     ///     NotFoundError: No request of that name is active.
-    fn mark_prefill_complete(&self, py: Python<'_>, request_id: &str) -> PyResult<()> {
-        self.selector.mark_prefill_completed(request_id).or_raise(py)
+    fn mark_prefill_complete(&self, request_id: &str) -> Raised<()> {
+        Ok(self.selector.mark_prefill_completed(request_id)?)
     }
 
     /// Record activity of a reserved request. False if it is not active.
@@ -450,22 +446,22 @@ impl RouterCore {
         py: Python<'py>,
         token_ids: &Bound<'py, PyAny>,
         options: Option<&Bound<'_, PyDict>>,
-    ) -> PyResult<Bound<'py, PyList>> {
+    ) -> Raised<Vec<Bound<'py, PyDict>>> {
         let loads = self.asked(py, token_ids, options, |request| {
             request.ask(None, None, |ask| self.selector.potential_loads(ask))
         })?;
-        let list = PyList::empty(py);
-        for load in loads {
-            let entry = PyDict::new(py);
-            entry.set_item("worker_id", load.worker.instance_id)?;
-            entry.set_item("dp_rank", load.worker.dp_rank)?;
-            entry.set_item("potential_prefill_tokens", load.prefill_tokens)?;
-            entry.set_item("potential_decode_blocks", load.decode_blocks)?;
-            entry.set_item("active_requests", load.active_requests)?;
-            entry.set_item("overlap_blocks", load.overlap_blocks)?;
-            list.append(entry)?;
-        }
-        Ok(list)
+        let rows = loads.into_iter().map(|load| {
+            let row = [
+                ("worker_id", load.worker.instance_id),
+                ("dp_rank", load.worker.dp_rank.into()),
+                ("potential_prefill_tokens", load.prefill_tokens),
+                ("potential_decode_blocks", load.decode_blocks),
+                ("active_requests", load.active_requests.into()),
+                ("overlap_blocks", load.overlap_blocks.into()),
+            ];
+            row.into_py_dict(py)
+        });
+        Ok(rows.collect::<PyResult<_>>()?)
     }
 
     /// The decision that would be made now, with the cost terms of every candidate; JSON.
@@ -475,7 +471,7 @@ impl RouterCore {
         py: Python<'_>,
         token_ids: &Bound<'_, PyAny>,
         options: Option<&Bound<'_, PyDict>>,
-    ) -> PyResult<String> {
+    ) -> Raised<String> {
         let (_, record) = self.chosen(py, token_ids, options, |ask| self.selector.preview(ask))?;
         Ok(record.decision().to_string())
     }
@@ -484,11 +480,12 @@ impl RouterCore {
     ///
     /// Raises:
     ///     NotFoundError: No decision of that request is kept.
-    fn why(&self, py: Python<'_>, request_id: &str) -> PyResult<String> {
+    fn why(&self, request_id: &str) -> Raised<String> {
         let found = self.selector.journal.find(request_id);
         if found.is_empty() {
-            let message = format!("no decision is stored for request {request_id:?}");
-            return Err(raise(py, &Error::NotFound(message)));
+            return Err(Fault::from(Error::NotFound(format!(
+                "no decision is stored for request {request_id:?}"
+            ))));
         }
         let now_ms = self.clock.now_ms();
         let decisions: Vec<_> = found.iter().map(|record| record.whole(now_ms)).collect();
@@ -510,14 +507,15 @@ impl RouterCore {
     ///     workers, requests, prefill_tokens, blocks, reserved, predicted_blocks.
     fn totals<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let totals = self.selector.totals();
-        let entry = PyDict::new(py);
-        entry.set_item("workers", totals.workers)?;
-        entry.set_item("requests", totals.requests)?;
-        entry.set_item("prefill_tokens", totals.prefill_tokens)?;
-        entry.set_item("blocks", totals.blocks)?;
-        entry.set_item("reserved", self.selector.reserved())?;
-        entry.set_item("predicted_blocks", self.selector.model().index.stats().predicted)?;
-        Ok(entry)
+        let entries = [
+            ("workers", totals.workers as u64),
+            ("requests", totals.requests),
+            ("prefill_tokens", totals.prefill_tokens),
+            ("blocks", totals.blocks),
+            ("reserved", self.selector.reserved() as u64),
+            ("predicted_blocks", self.selector.model().index.stats().predicted as u64),
+        ];
+        entries.into_py_dict(py)
     }
 
     /// Expire old entries. Returns the number of expired bookings. Call it every second.

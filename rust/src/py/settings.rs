@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use kvflash_core::error::Error;
+use kvflash_core::error::{Error, Result};
 use kvflash_core::policy::VARIABLES;
 use kvflash_core::settings::{Concern, Given};
 use kvflash_serve::{Face, Http, HttpSettings, TlsSettings, settings_tables};
@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
 use serde_json::{Map, Value, json};
 
-use super::error::{OrRaise, raise};
+use super::error::Raised;
 
 /// Every setting of every service, and the variables of policies, as JSON.
 ///
@@ -34,7 +34,7 @@ pub(super) fn settings_table() -> String {
 ///
 /// # Errors
 /// `TypeError` for an unsupported type of value, `Config` for a number that is not finite.
-pub(super) fn given(settings: Option<&Bound<'_, PyDict>>) -> PyResult<Given> {
+pub(super) fn given(settings: Option<&Bound<'_, PyDict>>) -> Raised<Given> {
     let mut given = Given::default();
     for (name, value) in settings.iter().flat_map(|settings| settings.iter()) {
         let name: String = name.extract()?;
@@ -56,11 +56,11 @@ pub(super) fn finish(given: Given) -> PyResult<()> {
 ///
 /// # Errors
 /// `Config`, by the setting's flag.
-pub(super) fn http(py: Python<'_>, given: &mut Given, face: Face) -> PyResult<Http> {
-    let settings = HttpSettings::take(given).or_raise(py)?;
-    let http = Http::of(settings, face).or_raise(py)?;
-    let tls = TlsSettings::take(given).or_raise(py)?;
-    http.over(&tls).or_raise(py)
+pub(super) fn http(given: &mut Given, face: Face) -> Result<Http> {
+    let settings = HttpSettings::take(given)?;
+    let http = Http::of(settings, face)?;
+    let tls = TlsSettings::take(given)?;
+    http.over(&tls)
 }
 
 /// Check the content of a key file, as a service reads it.
@@ -68,14 +68,11 @@ pub(super) fn http(py: Python<'_>, given: &mut Given, face: Face) -> PyResult<Ht
 /// Raises:
 ///     ConfigError: The file is invalid; names line, field, what came and what is legal.
 #[pyfunction]
-pub(super) fn check_keys(py: Python<'_>, text: &str) -> PyResult<()> {
-    kvflash_serve::check_keys(text).or_raise(py)
+pub(super) fn check_keys(text: &str) -> Raised<()> {
+    Ok(kvflash_serve::check_keys(text)?)
 }
 
-fn plain(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Value> {
-    let each = |items: Vec<Bound<'_, PyAny>>| -> PyResult<Value> {
-        items.iter().map(|item| plain(name, item)).collect::<PyResult<Vec<_>>>().map(Value::from)
-    };
+fn plain(name: &str, value: &Bound<'_, PyAny>) -> Raised<Value> {
     Ok(if value.is_none() {
         Value::Null
     } else if value.is_instance_of::<PyBool>() {
@@ -88,18 +85,17 @@ fn plain(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Value> {
     } else if value.is_instance_of::<PyFloat>() {
         let number: f64 = value.extract()?;
         if !number.is_finite() {
-            let error = Error::Config(format!("{name} must be finite, got {number}"));
-            return Err(raise(value.py(), &error));
+            return Err(Error::Config(format!("{name} must be finite, got {number}")).into());
         }
         number.into()
     } else if value.is_instance_of::<PyString>() {
         value.extract::<String>()?.into()
     } else if value.is_instance_of::<PyList>() || value.is_instance_of::<PyTuple>() {
-        each(value.try_iter()?.collect::<PyResult<_>>()?)?
+        value.try_iter()?.map(|item| plain(name, &item?)).collect::<Raised<Vec<_>>>()?.into()
     } else if let Ok(path) = value.extract::<PathBuf>() {
         path.to_string_lossy().into()
     } else {
         let kind = value.get_type().name()?;
-        return Err(PyTypeError::new_err(format!("argument '{name}' can't be a {kind}")));
+        return Err(PyTypeError::new_err(format!("argument '{name}' can't be a {kind}")).into());
     })
 }

@@ -5,32 +5,32 @@ use std::io;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use kvflash_core::error::Error;
 use kvflash_core::index::BlockIndex;
-use kvflash_core::index::snapshot::{Expected, LoadError, Loaded, Meta, load, save_to_path};
+use kvflash_core::index::snapshot::{Expected, LoadError, Meta, load, save_to_path};
 use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{IntoPyDict, PyDict};
 
-use super::error::raise;
+use super::error::{Fault, Raised, invalid};
 
 pub(super) fn save<'py>(
     py: Python<'py>,
     index: &dyn BlockIndex,
     block_size: u32,
     path: &Path,
-) -> PyResult<Bound<'py, PyDict>> {
+) -> Raised<Bound<'py, PyDict>> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let meta = Meta { block_size, created_ms: now.as_millis() as u64, key: Vec::new() };
     // No cursors: a caller that passes events itself knows its position.
     let saved = py
         .detach(|| save_to_path(index, &meta, |_| None, path))
-        .map_err(|error| failed(py, &error, path))?;
-    let dict = PyDict::new(py);
-    dict.set_item("workers", saved.workers)?;
-    dict.set_item("blocks", saved.blocks)?;
-    dict.set_item("bytes", saved.bytes)?;
-    Ok(dict)
+        .map_err(|error| failed(&error, path))?;
+    let entries = [
+        ("workers", saved.workers as u64),
+        ("blocks", saved.blocks as u64),
+        ("bytes", saved.bytes),
+    ];
+    Ok(entries.into_py_dict(py)?)
 }
 
 pub(super) fn restore<'py>(
@@ -38,17 +38,13 @@ pub(super) fn restore<'py>(
     index: &dyn BlockIndex,
     block_size: u32,
     path: &Path,
-) -> PyResult<Bound<'py, PyDict>> {
+) -> Raised<Bound<'py, PyDict>> {
     let expected = Expected { block_size: Some(block_size), key: None };
     let loaded = py.detach(|| load(index, &mut File::open(path)?, &expected));
     let loaded = loaded.map_err(|error| match error {
-        LoadError::Io(error) => failed(py, &error, path),
-        other => raise(py, &Error::invalid(format!("path {}: {other}", path.display()))),
+        LoadError::Io(error) => failed(&error, path),
+        other => invalid(format!("path {}: {other}", path.display())),
     })?;
-    told(py, &loaded)
-}
-
-fn told<'py>(py: Python<'py>, loaded: &Loaded) -> PyResult<Bound<'py, PyDict>> {
     let blocks: usize = loaded.workers.iter().map(|restored| restored.blocks).sum();
     let lost: Vec<(u64, u32, String)> = loaded
         .lost
@@ -65,14 +61,14 @@ fn told<'py>(py: Python<'py>, loaded: &Loaded) -> PyResult<Bound<'py, PyDict>> {
 }
 
 /// File system errors as Python's `OSError`; refused arguments as argument errors.
-fn failed(py: Python<'_>, error: &io::Error, path: &Path) -> PyErr {
+fn failed(error: &io::Error, path: &Path) -> Fault {
     let mut text = error.to_string();
     let Some(code) = error.raw_os_error() else {
-        return raise(py, &Error::invalid(format!("path {}: {text}", path.display())));
+        return invalid(format!("path {}: {text}", path.display()));
     };
     // Python adds the number itself, and picks the subclass, such as FileNotFoundError.
     if let Some(said) = text.strip_suffix(&format!(" (os error {code})")) {
         text = said.to_owned();
     }
-    PyOSError::new_err((code, text, path.as_os_str().to_owned()))
+    PyOSError::new_err((code, text, path.as_os_str().to_owned())).into()
 }

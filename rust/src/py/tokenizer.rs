@@ -10,7 +10,7 @@ use kvflash_core::text::{
 use pyo3::prelude::*;
 
 use super::buffer::tokens;
-use super::error::{OrRaise, raise};
+use super::error::{Raised, invalid, released};
 
 /// The folder of a model, given as a path or as the id of a model in the local Hub cache.
 ///
@@ -20,8 +20,8 @@ use super::error::{OrRaise, raise};
 /// Cost: reads folders; releases the GIL.
 #[pyfunction]
 #[pyo3(signature = (named))]
-pub(super) fn model_folder(py: Python<'_>, named: &str) -> PyResult<OsString> {
-    py.detach(|| text::model_folder(named).map(PathBuf::into_os_string)).or_raise(py)
+pub(super) fn model_folder(py: Python<'_>, named: &str) -> Raised<OsString> {
+    released(py, || text::model_folder(named).map(PathBuf::into_os_string))
 }
 
 /// Tokenizer and chat template of a model folder; results equal the engine's.
@@ -34,17 +34,17 @@ pub(super) struct Tokenizer {
 impl Tokenizer {
     #[new]
     #[pyo3(signature = (folder, *, cache_bytes=268_435_456))]
-    fn new(py: Python<'_>, folder: PathBuf, cache_bytes: usize) -> PyResult<Self> {
+    fn new(py: Python<'_>, folder: PathBuf, cache_bytes: usize) -> Raised<Self> {
         let cache = CacheOptions { capacity_bytes: cache_bytes };
         let options = TextOptions { cache, ..TextOptions::default() };
-        let model = py.detach(|| TextModel::from_folder(&folder, options)).or_raise(py)?;
+        let model = py.detach(|| TextModel::from_folder(&folder, options))?;
         Ok(Self { model })
     }
 
     /// Token ids of a text, u32.
     #[pyo3(signature = (text, add_special_tokens=true))]
-    fn encode(&self, py: Python<'_>, text: &str, add_special_tokens: bool) -> PyResult<Vec<u32>> {
-        py.detach(|| self.model.completion_tokens(text, add_special_tokens)).or_raise(py)
+    fn encode(&self, py: Python<'_>, text: &str, add_special_tokens: bool) -> Raised<Vec<u32>> {
+        released(py, || self.model.completion_tokens(text, add_special_tokens))
     }
 
     /// The text of token ids.
@@ -54,10 +54,10 @@ impl Tokenizer {
         py: Python<'_>,
         ids: &Bound<'_, PyAny>,
         skip_special_tokens: bool,
-    ) -> PyResult<String> {
+    ) -> Raised<String> {
         let ids = tokens("ids", ids)?;
         let ids = ids.as_slice();
-        py.detach(|| self.model.tokenizer.decode(ids, skip_special_tokens)).or_raise(py)
+        released(py, || self.model.tokenizer.decode(ids, skip_special_tokens))
     }
 
     /// The prompt text of a chat; None for non-text content.
@@ -68,7 +68,7 @@ impl Tokenizer {
         messages_json: &str,
         add_generation_prompt: bool,
         tools_json: Option<&str>,
-    ) -> PyResult<Option<String>> {
+    ) -> Raised<Option<String>> {
         with_chat(py, messages_json, tools_json, add_generation_prompt, |request| {
             let template = self.model.template.as_ref();
             let template =
@@ -88,7 +88,7 @@ impl Tokenizer {
         messages_json: &str,
         add_generation_prompt: bool,
         tools_json: Option<&str>,
-    ) -> PyResult<Option<Vec<u32>>> {
+    ) -> Raised<Option<Vec<u32>>> {
         with_chat(py, messages_json, tools_json, add_generation_prompt, |request| {
             self.model.chat_tokens(request).map(|prompt| match prompt {
                 Prompt::Tokens(ids) => Some(ids),
@@ -104,13 +104,13 @@ fn with_chat<T: Send>(
     tools: Option<&str>,
     add_generation_prompt: bool,
     call: impl FnOnce(&ChatRequest<'_>) -> kvflash_core::error::Result<T> + Send,
-) -> PyResult<T> {
+) -> Raised<T> {
     for (name, text) in [("messages_json", Some(messages)), ("tools_json", tools)] {
         let Some(text) = text else { continue };
         serde_json::from_str::<&serde_json::value::RawValue>(text)
-            .map_err(|error| raise(py, &Error::invalid(format!("{name}: {error}"))))?;
+            .map_err(|error| invalid(format!("{name}: {error}")))?;
     }
-    py.detach(|| {
+    released(py, || {
         call(&ChatRequest {
             messages: Some(messages),
             tools,
@@ -118,5 +118,4 @@ fn with_chat<T: Send>(
             ..ChatRequest::default()
         })
     })
-    .or_raise(py)
 }

@@ -18,7 +18,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use super::catalog::Catalog;
-use super::error::raise;
+use super::error::{Fault, Raised};
 
 const DONT_WAIT: c_int = 1;
 
@@ -226,13 +226,13 @@ pub(super) struct ZmqDrain {
 #[pymethods]
 impl ZmqDrain {
     #[new]
-    fn new(py: Python<'_>, library: &str) -> PyResult<Self> {
+    fn new(library: &str) -> Raised<Self> {
         let functions = CString::new(library)
             .map_err(|_| "the path of a library must not contain zero bytes".to_owned())
             .and_then(|library| Functions::of(&library));
         match functions {
             Ok(functions) => Ok(Self { functions }),
-            Err(why) => Err(raise(py, &Error::Transport(format!("can't call libzmq: {why}")))),
+            Err(why) => Err(Fault::from(Error::Transport(format!("can't call libzmq: {why}")))),
         }
     }
 
@@ -263,10 +263,10 @@ impl ZmqDrain {
         publisher: u64,
         socket: &Bound<'_, PyAny>,
         limit: usize,
-    ) -> PyResult<(usize, Option<Frame>)> {
+    ) -> Raised<(usize, Option<Frame>)> {
         let address: usize = socket.getattr("underlying")?.extract()?;
         if address == 0 {
-            return Err(raise(py, &Error::Closed("the socket is closed".to_owned())));
+            return Err(Fault::from(Error::Closed("the socket is closed".to_owned())));
         }
         let publisher = catalog.get().inner.publisher(publisher);
         let mut message = Message::new(self.functions);
@@ -300,7 +300,7 @@ impl ZmqDrain {
         });
         let (taken, is_gap) = drained.map_err(|errno: c_int| {
             let error = std::io::Error::from_raw_os_error(errno);
-            raise(py, &Error::Transport(format!("can't receive from a socket: {error}")))
+            Fault::from(Error::Transport(format!("can't receive from a socket: {error}")))
         })?;
         let unread = message.frame().filter(|_| is_gap).map(|(sequence, payload)| {
             let sequence = PyBytes::new(py, &sequence.to_be_bytes()).unbind();
