@@ -80,25 +80,15 @@ pub unsafe extern "C" fn kvflash_publisher_create(
         let publisher = writable("publisher", publisher)?;
         // SAFETY: as the caller promises; null and size are checked.
         let options = unsafe { sized("options", options) }?;
-        // SAFETY: strings of the caller's, NULL or terminated, for each of the five.
-        let texts = unsafe {
-            [
-                text("host", options.host)?,
-                text("topic", options.topic)?,
-                text("namespace", options.namespace)?,
-                text("component", options.component)?,
-            ]
+        // SAFETY: strings of the caller's, NULL or terminated, for each of the four.
+        let (host, topic, place) = unsafe {
+            let place = place(options.namespace, options.component, options.worker_id)?;
+            (text("host", options.host)?, text("topic", options.topic)?, place)
         };
-        let [host, topic, namespace, component] = texts;
-        let place = match (namespace, component) {
-            (None, None) => None,
-            (Some(namespace), component) => Some(Place {
-                namespace: namespace.to_owned(),
-                component: component.unwrap_or("backend").to_owned(),
-                worker_id: if options.worker_id == 0 { random_id()? } else { options.worker_id },
-            }),
-            (None, Some(_)) => return Err(invalid("component is given and namespace is NULL")),
-        };
+        // SAFETY: the same.
+        if place.is_none() && unsafe { text("component", options.component) }?.is_some() {
+            return Err(invalid("component is given and namespace is NULL"));
+        }
         let settings = publisher::Options {
             host: host.unwrap_or("127.0.0.1").to_owned(),
             port: options.port,
@@ -183,14 +173,14 @@ pub unsafe extern "C" fn kvflash_publish_removed(
         let (hashes, medium) = unsafe {
             (block_list("block_hashes", block_hashes, block_count)?, text("medium", medium)?)
         };
-        publisher.remove(hashes, medium)
+        Ok(publisher.events.remove(hashes, medium)?)
     })
 }
 
 /// Publishes that the cache is empty.
 #[unsafe(no_mangle)]
 pub extern "C" fn kvflash_publish_cleared(publisher: u64) -> c_int {
-    guard(|| handle::find(publisher)?.clear())
+    guard(|| Ok(handle::find(publisher)?.events.clear()?))
 }
 
 /// Waits until everything published is handed to the socket.
@@ -209,11 +199,8 @@ pub unsafe extern "C" fn kvflash_publisher_endpoint(
     buffer: *mut c_char,
     size: usize,
 ) -> c_int {
-    guard(|| {
-        let publisher = handle::find(publisher)?;
-        // SAFETY: as the caller promises.
-        unsafe { give(&publisher.endpoint, buffer, size) }
-    })
+    // SAFETY: as the caller promises.
+    guard(|| unsafe { give(&handle::find(publisher)?.endpoint, buffer, size) })
 }
 
 /// Copies the endpoint of the replay.
@@ -226,11 +213,8 @@ pub unsafe extern "C" fn kvflash_publisher_replay_endpoint(
     buffer: *mut c_char,
     size: usize,
 ) -> c_int {
-    guard(|| {
-        let publisher = handle::find(publisher)?;
-        // SAFETY: as the caller promises.
-        unsafe { give(&publisher.replay_endpoint, buffer, size) }
-    })
+    // SAFETY: as the caller promises.
+    guard(|| unsafe { give(&handle::find(publisher)?.replay_endpoint, buffer, size) })
 }
 
 /// Counters and gauges of a publisher.
@@ -245,7 +229,7 @@ pub unsafe extern "C" fn kvflash_publisher_get_stats(
     guard(|| {
         // SAFETY: as the caller promises; null and size are checked.
         let struct_size = unsafe { sized("stats", stats.cast_const()) }?.struct_size;
-        let now = handle::find(publisher)?.stats();
+        let now = handle::find(publisher)?.events.stats();
         let answer = PublisherStats {
             struct_size,
             stored_blocks_total: now.stored_blocks,
@@ -300,6 +284,26 @@ fn check_pointer<T>(field: &str, pointer: *const T) -> Result<()> {
 fn writable<T>(field: &str, pointer: *mut T) -> Result<*mut T> {
     check_pointer(field, pointer.cast_const())?;
     Ok(pointer)
+}
+
+/// Where a publisher is announced; nowhere without a namespace. A worker number of 0 means random.
+///
+/// # Safety
+/// Both strings are NULL or terminated by NUL.
+pub unsafe fn place(
+    namespace: *const c_char,
+    component: *const c_char,
+    worker_id: u64,
+) -> Result<Option<Place>> {
+    // SAFETY: as the caller promises.
+    let (namespace, component) =
+        unsafe { (text("namespace", namespace)?, text("component", component)?) };
+    let Some(namespace) = namespace else { return Ok(None) };
+    Ok(Some(Place {
+        namespace: namespace.to_owned(),
+        component: component.unwrap_or("backend").to_owned(),
+        worker_id: if worker_id == 0 { random_id()? } else { worker_id },
+    }))
 }
 
 /// One list of a call's blocks.

@@ -5,14 +5,13 @@
 
 use std::env;
 use std::ffi::{c_char, c_int};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use kvflash_publish::announce::{Place, random_id};
 use kvflash_publish::blocks::{Blocks, CALL_TOKENS_MAX};
 use kvflash_publish::outbox::Settings;
 
 use crate::fault::{Code, Result, fault, guard, invalid};
-use crate::ffi::{block_list, list, optional, text};
+use crate::ffi::{block_list, list, optional, place};
 use crate::handle;
 use crate::publisher::{self, Publisher};
 
@@ -23,12 +22,16 @@ fn default_handle() -> MutexGuard<'static, u64> {
     DEFAULT.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn default_publisher() -> Result<std::sync::Arc<Publisher>> {
-    let handle = *default_handle();
-    if handle == 0 {
-        return Err(fault(Code::NoPublisher, "kvflash_llm_init was not called, or undone"));
+/// The handle, unless it is 0.
+fn made(handle: u64) -> Result<u64> {
+    match handle {
+        0 => Err(fault(Code::NoPublisher, "kvflash_llm_init was not called, or undone")),
+        handle => Ok(handle),
     }
-    handle::find(handle)
+}
+
+fn default_publisher() -> Result<Arc<Publisher>> {
+    handle::find(made(*default_handle())?)
 }
 
 /// Older functions have a single failure code, and treat partial publication as success.
@@ -52,33 +55,22 @@ pub unsafe extern "C" fn kvflash_llm_init(
     kv_block_size: u32,
 ) -> c_int {
     guard_older(|| {
-        // SAFETY: as the caller promises.
-        let (namespace, component) =
-            unsafe { (text("namespace", namespace)?, text("component", component)?) };
         let mut default = default_handle();
         if *default != 0 {
             return Err(invalid("kvflash_llm_init was called before; call kvflash_llm_shutdown"));
         }
-        let port = port("KVFLASH_EVENTS_PORT")?;
+        let port = port_of("KVFLASH_EVENTS_PORT")?;
         let options = publisher::Options {
             host: env::var("KVFLASH_HOST").unwrap_or_else(|_| "127.0.0.1".to_owned()),
             port,
-            replay_port: self::port("KVFLASH_REPLAY_PORT")?,
+            replay_port: port_of("KVFLASH_REPLAY_PORT")?,
             topic: "kv-events".to_owned(),
             settings: Settings { dp_rank: Some(0), ..Settings::default() },
         };
-        let worker_id = match u64::try_from(worker_id) {
-            Ok(0) => random_id()?,
-            Ok(id) => id,
-            Err(_) => {
-                return Err(invalid(format!("worker_id must be at least 0, got {worker_id}")));
-            }
-        };
-        let place = namespace.map(|namespace| Place {
-            namespace: namespace.to_owned(),
-            component: component.unwrap_or("backend").to_owned(),
-            worker_id,
-        });
+        let worker_id = u64::try_from(worker_id)
+            .map_err(|_| invalid(format!("worker_id must be at least 0, got {worker_id}")))?;
+        // SAFETY: as the caller promises.
+        let place = unsafe { place(namespace, component, worker_id) }?;
         if place.is_none() && port == 0 {
             return Err(invalid(
                 "namespace is NULL and KVFLASH_EVENTS_PORT is not set: no subscriber could find the events",
@@ -89,7 +81,7 @@ pub unsafe extern "C" fn kvflash_llm_init(
     })
 }
 
-fn port(name: &str) -> Result<u16> {
+fn port_of(name: &str) -> Result<u16> {
     match env::var(name) {
         Ok(value) if !value.is_empty() => value
             .parse()
@@ -103,10 +95,7 @@ fn port(name: &str) -> Result<u16> {
 pub extern "C" fn kvflash_llm_shutdown() -> c_int {
     guard_older(|| {
         let handle = std::mem::take(&mut *default_handle());
-        if handle == 0 {
-            return Err(fault(Code::NoPublisher, "kvflash_llm_init was not called, or undone"));
-        }
-        handle::take(handle)?.close()
+        handle::take(made(handle)?)?.close()
     })
 }
 
@@ -170,12 +159,12 @@ pub unsafe extern "C" fn kvflash_kv_event_publish_removed(
         let publisher = default_publisher()?;
         // SAFETY: as the caller promises.
         let hashes = unsafe { block_list("block_ids", block_ids, num_blocks) }?;
-        publisher.remove(hashes, None)
+        Ok(publisher.events.remove(hashes, None)?)
     })
 }
 
 /// Publishes that the cache is empty, with the default publisher.
 #[unsafe(no_mangle)]
 pub extern "C" fn kvflash_kv_event_publish_cleared(_event_id: u64) -> c_int {
-    guard_older(|| default_publisher()?.clear())
+    guard_older(|| Ok(default_publisher()?.events.clear()?))
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use kvflash_publish::announce::{Announcement, Offer, Place};
 use kvflash_publish::blocks::Blocks;
 use kvflash_publish::outbox::{PUB_QUEUE_BATCHES, Settings};
-use kvflash_publish::publisher::{EVENT_BYTES_MAX, Publisher as Events, Stats};
+use kvflash_publish::publisher::{EVENT_BYTES_MAX, Publisher as Events};
 use kvflash_publish::replay::REPLAY_BURST_BATCHES;
 use kvflash_publish::wire::Shape;
 
@@ -30,7 +30,8 @@ pub struct Options {
 /// One data-parallel rank of an engine, from the callers' view.
 #[derive(Debug)]
 pub struct Publisher {
-    events: Arc<Events>,
+    /// Checks, encodes and queues calls.
+    pub events: Arc<Events>,
     thread: Mutex<Option<JoinHandle<()>>>,
     pub endpoint: String,
     pub replay_endpoint: String,
@@ -44,8 +45,8 @@ impl Publisher {
         let replay_queue = options.settings.ring_batches.saturating_add(REPLAY_BURST_BATCHES);
         let events = Events::new(Shape::Own, block_size, EVENT_BYTES_MAX, options.settings)?;
         let sockets = Sockets::new(PUB_QUEUE_BATCHES, replay_queue, LINGER_MS)?;
-        let endpoint = sockets.bind_publish(&options.host, options.port)?;
-        let replay_endpoint = sockets.bind_replay(&options.host, options.replay_port)?;
+        let (endpoint, replay_endpoint) =
+            sockets.bind(&options.host, options.port, options.replay_port)?;
         let events = Arc::new(events);
         let worker = Worker { events: Arc::clone(&events), sockets, topic: options.topic };
         let thread = std::thread::Builder::new()
@@ -76,16 +77,6 @@ impl Publisher {
         }
     }
 
-    /// Publishes removed blocks.
-    pub fn remove(&self, block_hashes: &[u64], medium: Option<&str>) -> Result<()> {
-        Ok(self.events.remove(block_hashes, medium)?)
-    }
-
-    /// Publishes that the cache is empty.
-    pub fn clear(&self) -> Result<()> {
-        Ok(self.events.clear()?)
-    }
-
     /// Waits until everything published is handed to ZMQ.
     pub fn flush(&self, timeout: Duration) -> Result<()> {
         match self.events.outbox.flush(timeout)? {
@@ -94,11 +85,6 @@ impl Publisher {
                 Err(fault(Code::Timeout, format!("{left} events still wait after {timeout:?}")))
             }
         }
-    }
-
-    /// Counters and gauges.
-    pub fn stats(&self) -> Stats {
-        self.events.stats()
     }
 
     /// Withdraws the announcement, sends queued events and closes the sockets; waits until that is done.

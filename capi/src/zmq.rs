@@ -68,7 +68,7 @@ pub struct Sockets {
 unsafe impl Send for Sockets {}
 
 impl Sockets {
-    /// Creates the sockets; [`Sockets::bind_publish`] and [`Sockets::bind_replay`] bind them.
+    /// Creates the sockets; [`Sockets::bind`] binds them.
     pub fn new(publish_queue: usize, replay_queue: usize, linger_ms: i32) -> Result<Self> {
         // SAFETY: no arguments; null is checked below.
         let context = unsafe { zmq_ctx_new() };
@@ -90,18 +90,14 @@ impl Sockets {
             set(socket, LINGER, linger_ms)?;
         }
         // A client that sends more than a request is disconnected.
-        set_wide(sockets.replay, MAXMSGSIZE, FRAME_BYTES_MAX as i64)?;
+        set(sockets.replay, MAXMSGSIZE, FRAME_BYTES_MAX as i64)?;
         Ok(sockets)
     }
 
-    /// Binds the PUB socket; returns the address to connect to.
-    pub fn bind_publish(&self, host: &str, port: u16) -> Result<String> {
-        bind(self.publish, host, port, "port")
-    }
-
-    /// Binds the ROUTER socket; returns the address to connect to.
-    pub fn bind_replay(&self, host: &str, port: u16) -> Result<String> {
-        bind(self.replay, host, port, "replay_port")
+    /// Binds both; returns the addresses to connect to.
+    pub fn bind(&self, host: &str, port: u16, replay_port: u16) -> Result<(String, String)> {
+        let endpoint = bind(self.publish, host, port, "port")?;
+        Ok((endpoint, bind(self.replay, host, replay_port, "replay_port")?))
     }
 
     /// Waits for a request, or for a descriptor to be readable; -1 waits forever. Returns whether a
@@ -169,17 +165,11 @@ impl Drop for Sockets {
     }
 }
 
-fn set(socket: *mut c_void, option: c_int, value: i32) -> Result<()> {
-    // SAFETY: the option takes an int, and the size says so.
+/// Sets an option, an `int` or an `int64_t`.
+fn set<T: Into<i64>>(socket: *mut c_void, option: c_int, value: T) -> Result<()> {
+    // SAFETY: the size says how many bytes of the value to read; ZMQ refuses another than its own.
     let status =
-        unsafe { zmq_setsockopt(socket, option, (&raw const value).cast(), size_of::<i32>()) };
-    check(status, option)
-}
-
-fn set_wide(socket: *mut c_void, option: c_int, value: i64) -> Result<()> {
-    // SAFETY: the option takes an int64_t, and the size says so.
-    let status =
-        unsafe { zmq_setsockopt(socket, option, (&raw const value).cast(), size_of::<i64>()) };
+        unsafe { zmq_setsockopt(socket, option, (&raw const value).cast(), size_of::<T>()) };
     check(status, option)
 }
 
@@ -190,6 +180,7 @@ fn check(status: c_int, option: c_int) -> Result<()> {
     Err(fault(Code::Internal, format!("ZMQ option {option}: {}", last_error())))
 }
 
+/// Binds a socket; returns the address to connect to. Errors name the port as `field`.
 fn bind(socket: *mut c_void, host: &str, port: u16, field: &str) -> Result<String> {
     let host = host.trim_start_matches('[').trim_end_matches(']');
     let is_ipv6 = host.contains(':');

@@ -2,30 +2,26 @@
 //! `keys/<key>` contains the number of a lease and the value, `leases/<number>` is locked by the
 //! process, and `lock` is held while keys change.
 
-#![allow(unsafe_code, reason = "flock and getuid are C functions")]
-
 use std::env;
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Read, Write};
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::retry_on_intr;
+use rustix::process::getuid;
+
 use crate::error::{Error, Result, invalid};
 
-const LOCK_SH: i32 = 1;
-const LOCK_EX: i32 = 2;
-const LOCK_NB: i32 = 4;
 const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 const LOCK_PAUSE: Duration = Duration::from_millis(5);
 /// Maximum length of a file name; keys are names of files.
 const NAME_BYTES_MAX: usize = 255;
-
-unsafe extern "C" {
-    fn flock(fd: i32, operation: i32) -> i32;
-    fn getuid() -> u32;
-}
+/// What Python's `quote(key, safe="")` replaces.
+const QUOTED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'_').remove(b'.').remove(b'-').remove(b'~');
 
 /// The place where a publisher is announced.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -82,7 +78,7 @@ impl Announcement {
             "v1/events/{}/{}/{}/{dp_rank}",
             place.namespace, place.component, place.worker_id
         );
-        let name = quoted(&key);
+        let name = utf8_percent_encode(&key, QUOTED).to_string();
         if name.len() > NAME_BYTES_MAX {
             let text =
                 format!("namespace and component are too long: a key of {} bytes", name.len());
@@ -139,8 +135,7 @@ fn check_discovery() -> Result<()> {
 }
 
 fn folder() -> Result<PathBuf> {
-    // SAFETY: takes nothing, can't fail.
-    let user = unsafe { getuid() };
+    let user = getuid().as_raw();
     let named = |name: &str| env::var_os(name).filter(|path| !path.is_empty()).map(PathBuf::from);
     let folder = named("KVFLASH_DISCOVERY_DIR").unwrap_or_else(|| {
         let base = named("XDG_RUNTIME_DIR").unwrap_or_else(|| PathBuf::from("/tmp"));
@@ -167,7 +162,7 @@ fn write(folder: &Path, name: &str, value: &str) -> io::Result<Announcement> {
     let draft = folder.join("new").join(format!("lease-{id:016x}"));
     let held = File::create(&draft)?;
     // Locked before others can see it, so that they do not take it for dead.
-    locked(&held, LOCK_EX | LOCK_NB)?;
+    locked(&held, FlockOperation::NonBlockingLockExclusive)?;
     let lease = folder.join("leases").join(format!("{id:016x}"));
     fs::rename(&draft, &lease)?;
     let key = folder.join("keys").join(name);
@@ -190,7 +185,7 @@ fn living_lease(folder: &Path, key: &Path) -> Option<u64> {
     let head = content.split(|&byte| byte == b'\n').next()?;
     let id = u64::from_str_radix(std::str::from_utf8(head).ok()?, 16).ok()?;
     let file = File::open(folder.join("leases").join(format!("{id:016x}"))).ok()?;
-    locked(&file, LOCK_SH | LOCK_NB).err().map(|_| id)
+    locked(&file, FlockOperation::NonBlockingLockShared).err().map(|_| id)
 }
 
 /// Holds the folder's lock until dropped. Its holders keep it while they write a file; only a
@@ -198,7 +193,7 @@ fn living_lease(folder: &Path, key: &Path) -> Option<u64> {
 fn lock(folder: &Path) -> io::Result<File> {
     let file = File::create(folder.join("lock"))?;
     let end = Instant::now() + LOCK_TIMEOUT;
-    while let Err(error) = locked(&file, LOCK_EX | LOCK_NB) {
+    while let Err(error) = locked(&file, FlockOperation::NonBlockingLockExclusive) {
         if error.kind() != io::ErrorKind::WouldBlock || Instant::now() >= end {
             return Err(error);
         }
@@ -207,28 +202,6 @@ fn lock(folder: &Path) -> io::Result<File> {
     Ok(file)
 }
 
-fn locked(file: &File, operation: i32) -> io::Result<()> {
-    loop {
-        // SAFETY: the descriptor is open as long as the file is borrowed.
-        if unsafe { flock(file.as_raw_fd(), operation) } == 0 {
-            return Ok(());
-        }
-        let error = io::Error::last_os_error();
-        if error.kind() != io::ErrorKind::Interrupted {
-            return Err(error);
-        }
-    }
-}
-
-/// Equals Python's `quote(key, safe="")`.
-fn quoted(key: &str) -> String {
-    let mut name = String::with_capacity(key.len() * 2);
-    for byte in key.bytes() {
-        if byte.is_ascii_alphanumeric() || b"_.-~".contains(&byte) {
-            name.push(byte as char);
-        } else {
-            name.push_str(&format!("%{byte:02X}"));
-        }
-    }
-    name
+fn locked(file: &File, operation: FlockOperation) -> io::Result<()> {
+    Ok(retry_on_intr(|| flock(file, operation))?)
 }

@@ -1,31 +1,21 @@
 //! Errors of publishing and announcing.
 
-use std::fmt;
-
 /// A failure by cause, with a text for people.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// An argument is wrong.
+    #[error("{0}")]
     InvalidArgument(String),
     /// A file or folder could not be read or written.
+    #[error("{0}")]
     Io(String),
     /// The publisher is shut down, or belongs to another process.
+    #[error("{0}")]
     Closed(&'static str),
 }
 
 /// Shorthand of the crate.
 pub type Result<T> = std::result::Result<T, Error>;
-
-impl fmt::Display for Error {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::InvalidArgument(text) | Self::Io(text) => formatter.write_str(text),
-            Self::Closed(text) => formatter.write_str(text),
-        }
-    }
-}
-
-impl std::error::Error for Error {}
 
 /// An invalid argument.
 pub(crate) fn invalid(text: impl Into<String>) -> Error {

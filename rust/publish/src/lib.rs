@@ -12,8 +12,6 @@
 //! | [`ring`] | numbers batches and keeps the latest for replay |
 //! | [`replay`] | answers clients that request missed batches |
 //! | [`announce`] | writes a key into the discovery folder of the machine |
-//!
-//! `unsafe` is used only in [`announce`], for two system calls.
 
 pub mod announce;
 pub mod blocks;
