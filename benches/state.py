@@ -396,13 +396,14 @@ def routing_in_python(blocks: int) -> list[str]:
     fill(state, blocks)
     publisher = Publisher("python", 999)
     tokens, samples, is_over = prompts(), Samples(), threading.Event()
+    decider = router.decider
 
     def decide(number: int) -> None:
-        router.book(tokens[number % len(tokens)]).free()
+        decider.enter(tokens[number % len(tokens)]).free()
 
     thread = threading.Thread(target=samples.run, args=(decide, is_over, 200))
     thread.start()
-    rows = measured(state, publisher, samples, "`RouterCore.book` in a Python thread")
+    rows = measured(state, publisher, samples, "`Decider.enter` in a Python thread")
     is_over.set()
     thread.join()
     state.stop()

@@ -117,7 +117,9 @@ impl ApproxKvIndexer {
         let ids = index::token_ids(token_ids)?;
         let ids = ids.as_slice();
         self.time.tell(py, &self.index)?;
-        Ok(detached(py, ids.len() > SHORT_TOKENS, || shape.overlaps(&self.index, ids, predictions)))
+        Ok(detached(py, ids.len() > SHORT_TOKENS, || {
+            shape.overlaps(&self.index, ids, (&[], &[]), predictions)
+        }))
     }
 
     /// Forget all ranks of an instance. Returns the number of ranks.

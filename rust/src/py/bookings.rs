@@ -2,15 +2,18 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 
 use kvflash_core::ids::Worker;
 use kvflash_core::select::{Outbox, Selector, Tiding};
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict, PyTuple};
 
-use super::error::{Raised, invalid};
+use super::error::Raised;
 use super::time::seconds;
+
+/// Bookings that may wait to be shared, and those that one call takes.
+const WAITING_MAX: usize = 100_000;
+const TAKEN_MAX: usize = 1_000;
 
 /// Calls back with each selector until the callback returns true; returns whether it did.
 pub(super) type Each = Box<dyn Fn(&mut dyn FnMut(&Selector) -> bool) -> bool + Send + Sync>;
@@ -38,23 +41,14 @@ impl Bookings {
 
 #[pymethods]
 impl Bookings {
-    /// Record bookings from now on, for :meth:`take`.
-    ///
-    /// Args:
-    ///     waiting_max: Bookings that may wait; further ones are counted and not shared.
-    ///
-    /// Raises:
-    ///     InvalidArgumentError: 0.
-    #[pyo3(signature = (*, waiting_max=100_000))]
-    fn turn_on(&self, waiting_max: usize) -> Raised<()> {
-        if waiting_max == 0 {
-            return Err(invalid("waiting_max must be at least 1, got 0"));
-        }
-        self.outbox.turn_on(waiting_max);
-        Ok(())
+    /// Record bookings from now on, for :meth:`take`; up to 100,000 may wait, and further ones are
+    /// counted and not shared.
+    fn turn_on(&self) {
+        self.outbox.turn_on(WAITING_MAX);
     }
 
-    /// Bookings since the last call, in order; empty after ``timeout_s``. Releases the GIL.
+    /// Up to 1,000 bookings since the last call, in order; empty after ``timeout_s``. Releases the
+    /// GIL.
     ///
     /// Returns:
     ///     ``("add", name, (instance id, dp rank), sequence hashes or None, isl, overlap)``,
@@ -62,18 +56,9 @@ impl Bookings {
     ///
     /// Raises:
     ///     ConfigError: A negative time.
-    #[pyo3(signature = (timeout_s, limit=1_000))]
-    fn take<'py>(
-        &self,
-        py: Python<'py>,
-        timeout_s: f64,
-        limit: usize,
-    ) -> Raised<Vec<Bound<'py, PyTuple>>> {
-        let timeout = match timeout_s {
-            0.0 => Duration::ZERO,
-            _ => seconds("timeout_s", timeout_s)?,
-        };
-        let tidings = py.detach(|| self.outbox.take(timeout, limit));
+    fn take<'py>(&self, py: Python<'py>, timeout_s: f64) -> Raised<Vec<Bound<'py, PyTuple>>> {
+        let timeout = seconds("timeout_s", timeout_s)?;
+        let tidings = py.detach(|| self.outbox.take(timeout, TAKEN_MAX));
         let told = tidings.into_iter().map(|tiding| match tiding {
             Tiding::Added { name, worker, hashes, isl_tokens, overlap_blocks } => {
                 let worker = (worker.instance_id, worker.dp_rank);

@@ -1,11 +1,12 @@
 //! The event transport's side of the catalog: orders out, frames in.
 
+use std::iter::once;
 use std::sync::Arc;
 use std::time::Duration;
 
 use kvflash_core::catalog::{
     self, CatalogOptions, Command, EngineFacts, FrameOutcome, Identity, ListenerStatus, MAGIC,
-    ModelKey, Part, Publisher, Registration, Source,
+    ModelKey, Publisher, Registration, Source,
 };
 use kvflash_core::clock::SystemClock;
 use kvflash_core::error::Error;
@@ -32,10 +33,10 @@ pub(super) struct Catalog {
     pub(super) inner: Arc<catalog::Catalog>,
 }
 
-type Order = (String, u64, String, Option<String>);
+type Order = (&'static str, u64, String, Option<String>);
 /// Model and tenant, instance, rank, blocks, digest, last batch.
 type Told = ((String, String), u64, u32, usize, u64, Option<u64>);
-type Verdict = (usize, String, u64, u64);
+type Verdict = (usize, &'static str, u64, u64);
 
 fn sequence(bytes: &[u8]) -> Raised<u64> {
     bytes.try_into().map(u64::from_be_bytes).map_err(|_| {
@@ -96,25 +97,17 @@ pub(super) struct CatalogDump {
     left: Mutex<Left>,
 }
 
-/// The rest of a dump.
+/// The rest of a dump: of the current part, and the parts after it.
 struct Left {
-    /// The end mark follows the last part.
-    parts: Option<std::vec::IntoIter<Part>>,
-    /// Rest of the current part.
     encoded: bytes::Bytes,
+    parts: Box<dyn Iterator<Item = Result<bytes::Bytes, Error>> + Send>,
 }
 
 impl Left {
     fn next(&mut self) -> Result<Option<bytes::Bytes>, Error> {
         if self.encoded.is_empty() {
-            let Some(parts) = &mut self.parts else { return Ok(None) };
-            self.encoded = match parts.next() {
-                Some(part) => part.encode()?.into(),
-                None => {
-                    self.parts = None;
-                    bytes::Bytes::from_static(&[0; 8])
-                }
-            };
+            let Some(part) = self.parts.next() else { return Ok(None) };
+            self.encoded = part?;
         }
         Ok(Some(self.encoded.split_to(CHUNK_BYTES.min(self.encoded.len()))))
     }
@@ -210,8 +203,10 @@ impl Catalog {
     fn dump(&self, py: Python<'_>, instance_id: Option<u64>) -> CatalogDump {
         let mut parts = py.detach(|| catalog::parts(&self.inner));
         parts.retain(|part| instance_id.is_none_or(|id| part.worker.instance_id == id));
+        let parts = parts.into_iter().map(|part| Ok(part.encode()?.into()));
+        let parts = Box::new(parts.chain(once(Ok(bytes::Bytes::from_static(&[0; 8])))));
         let encoded = bytes::Bytes::from_static(&MAGIC);
-        CatalogDump { left: Mutex::new(Left { parts: Some(parts.into_iter()), encoded }) }
+        CatalogDump { left: Mutex::new(Left { encoded, parts }) }
     }
 
     /// Restore a dump: blocks and stream positions of publishers that have none yet.
@@ -241,18 +236,11 @@ impl Catalog {
         py.detach(|| {
             let parts = catalog::parts(&self.inner);
             let told = parts.iter().flat_map(|part| {
-                let key = &part.model.key;
-                part.digests().into_iter().map(|digest| {
-                    let Worker { instance_id, dp_rank } = digest.worker;
-                    let model = (key.model_name.clone(), key.tenant_id.clone());
-                    (
-                        model,
-                        instance_id,
-                        dp_rank,
-                        digest.blocks,
-                        digest.digest,
-                        digest.last_sequence,
-                    )
+                let ModelKey { model_name, tenant_id } = &part.model.key;
+                part.digests().into_iter().map(|told| {
+                    let model = (model_name.clone(), tenant_id.clone());
+                    let Worker { instance_id, dp_rank } = told.worker;
+                    (model, instance_id, dp_rank, told.blocks, told.digest, told.last_sequence)
                 })
             });
             told.collect()
@@ -272,16 +260,15 @@ impl Catalog {
             let timeout = Duration::try_from_secs_f64(timeout_s.max(0.0)).unwrap_or(Duration::MAX);
             timeout.min(Duration::from_secs(3_600))
         });
+        let bare = |kind, publisher| (kind, publisher, String::new(), None);
         py.detach(|| self.inner.commands.next(timeout)).map(|command| match command {
             Command::Subscribe { publisher, endpoint, replay_endpoint, is_held } => {
                 let kind = if is_held { "hold" } else { "subscribe" };
-                (kind.to_owned(), publisher, endpoint, replay_endpoint)
+                (kind, publisher, endpoint, replay_endpoint)
             }
-            Command::Resume { publisher } => ("resume".to_owned(), publisher, String::new(), None),
-            Command::Pause { publisher } => ("pause".to_owned(), publisher, String::new(), None),
-            Command::Unsubscribe { publisher } => {
-                ("unsubscribe".to_owned(), publisher, String::new(), None)
-            }
+            Command::Resume { publisher } => bare("resume", publisher),
+            Command::Pause { publisher } => bare("pause", publisher),
+            Command::Unsubscribe { publisher } => bare("unsubscribe", publisher),
         })
     }
 
@@ -313,7 +300,7 @@ impl Catalog {
         replayed: bool,
     ) -> Raised<Verdict> {
         let Some(publisher) = self.publisher(publisher) else {
-            return Ok((0, "closed".to_owned(), 0, 0));
+            return Ok((0, "closed", 0, 0));
         };
         let all = messages.len();
         let mut owned: Vec<(usize, u64, Bytes<'_>)> = Vec::with_capacity(all);
@@ -328,7 +315,7 @@ impl Catalog {
             .iter()
             .map(|(at, sequence, payload)| (*at, *sequence, payload.as_slice()))
             .collect();
-        let verdict = py.detach(|| {
+        Ok(py.detach(|| {
             // Only those before the message that is to be passed again.
             let count = |end: usize| {
                 let passed = malformed.iter().filter(|at| **at < end).count();
@@ -351,8 +338,7 @@ impl Catalog {
             }
             count(all);
             (all, "applied", 0, 0)
-        });
-        Ok((verdict.0, verdict.1.to_owned(), verdict.2, verdict.3))
+        }))
     }
 
     /// Give up on missing batches: the stream continues at ``sequence``.

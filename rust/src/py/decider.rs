@@ -211,7 +211,8 @@ impl Decider {
         Ok(selected(&py.detach(query)?))
     }
 
-    /// Book a request as :meth:`RouterCore.book` does.
+    /// Choose a worker, and book the request there; ``request_id`` is only its name for
+    /// :meth:`RouterCore.why`.
     ///
     /// Returns:
     ///     A place in the queue, if ``router_queue_threshold`` is set and every eligible worker has
@@ -280,7 +281,7 @@ impl RouterWait {
     ///     None without room: it keeps waiting, and the next request is called.
     ///
     /// Raises:
-    ///     KvflashError: As :meth:`RouterCore.book`; the request has then left the queue.
+    ///     KvflashError: As :meth:`Decider.enter`; the request has then left the queue.
     ///     ClosedError: It no longer waits.
     fn try_again(&self, py: Python<'_>) -> Raised<Option<RouterBooking>> {
         // Without holding its lock during the call: another thread may want the GIL.

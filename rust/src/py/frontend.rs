@@ -33,6 +33,9 @@ use super::settings::{finish, given, http};
 pub(super) struct Frontend {
     catalog: Arc<catalog::Catalog>,
     app: FrontendApp,
+    /// Whether engines' events are followed: they are on, caches have a weight, and no other indexer
+    /// is asked.
+    #[pyo3(get)]
     uses_events: bool,
     service: Service,
 }
@@ -80,13 +83,6 @@ impl Frontend {
     #[getter]
     fn catalog(&self) -> Catalog {
         Catalog { inner: Arc::clone(&self.catalog) }
-    }
-
-    /// Whether engines' events are followed: they are on, caches have a weight, and no other indexer
-    /// is asked.
-    #[getter]
-    fn uses_events(&self) -> bool {
-        self.uses_events
     }
 
     /// The bookings shared with replicas.

@@ -169,12 +169,6 @@ pub(super) fn compute_sequence_hashes(block_hashes: &Bound<'_, PyAny>) -> Raised
     Ok(out)
 }
 
-/// Hash of a multimodal item's identifier, part of the hashes of its blocks.
-#[pyfunction]
-pub(super) fn item_hash(identifier: &str) -> u64 {
-    hash::item_hash(identifier)
-}
-
 /// Multimodal items and embeddings of a prompt that has any.
 struct Content {
     media: Vec<MediaItem>,

@@ -297,7 +297,7 @@ impl KvIndexer {
         let ids = ids.as_slice();
         let index = self.at_now(py)?;
         Ok(detached(py, ids.len() > SHORT_TOKENS, || {
-            shape.overlaps_with(index, ids, (&media, &embeds), facts)
+            shape.overlaps(index, ids, (&media, &embeds), facts)
         }))
     }
 

@@ -45,10 +45,7 @@ mod _core {
         event_outbox::EventOutbox,
         found_workers::FoundWorkers,
         frontend::Frontend,
-        hash::{
-            compute_block_hash_array, compute_block_hash_for_seq, compute_sequence_hashes,
-            item_hash,
-        },
+        hash::{compute_block_hash_array, compute_block_hash_for_seq, compute_sequence_hashes},
         indexer::Indexer,
         kv_indexer::KvIndexer,
         log::init_logging,

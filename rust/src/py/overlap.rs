@@ -4,7 +4,7 @@ use kvflash_core::ids::Worker;
 use kvflash_core::index::Match;
 use pyo3::exceptions::PyStopIteration;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{IntoPyDict, PyDict};
 
 /// The number of leading blocks of a prompt that each worker holds.
 ///
@@ -39,6 +39,10 @@ impl OverlapScores {
     }
 }
 
+fn named(worker: Worker) -> (u64, u32) {
+    (worker.instance_id, worker.dp_rank)
+}
+
 #[pymethods]
 impl OverlapScores {
     /// Blocks on the device by (worker id, dp rank), without workers that hold none.
@@ -46,12 +50,7 @@ impl OverlapScores {
     /// For an ApproxKvIndexer: predicted blocks.
     #[getter]
     fn scores<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let scores = PyDict::new(py);
-        for found in self.on_device() {
-            let Worker { instance_id, dp_rank } = found.worker;
-            scores.set_item((instance_id, dp_rank), found.device)?;
-        }
-        Ok(scores)
+        self.on_device().map(|found| (named(found.worker), found.device)).into_py_dict(py)
     }
 
     /// Blocks by (worker id, dp rank) as (device, host, disk, external).
@@ -60,13 +59,12 @@ impl OverlapScores {
     /// on.
     #[getter]
     fn tier_scores<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let scores = PyDict::new(py);
-        for found in self.found.iter().filter(|found| found.external > 0) {
-            let Worker { instance_id, dp_rank } = found.worker;
+        let held = self.found.iter().filter(|found| found.external > 0);
+        held.map(|found| {
             let depths = (found.device, found.host, found.disk, found.external);
-            scores.set_item((instance_id, dp_rank), depths)?;
-        }
-        Ok(scores)
+            (named(found.worker), depths)
+        })
+        .into_py_dict(py)
     }
 
     /// Per depth, the number of workers that hold at least that many leading blocks.

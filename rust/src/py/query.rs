@@ -86,37 +86,24 @@ impl Shape {
         })
     }
 
-    /// The overlaps of a prompt; runs without Python.
+    /// The overlaps of a prompt, with its multimodal items and embeddings; runs without Python.
     pub fn overlaps(
-        self,
-        index: &dyn BlockIndex,
-        tokens: &[u32],
-        counted: fn(&Match) -> Match,
-    ) -> OverlapScores {
-        self.hashed(tokens, |locals| {
-            MATCHES.with_borrow_mut(|matches| {
-                index.find_matches(locals, matches);
-                OverlapScores::of(matches.as_slice(), counted)
-            })
-        })
-    }
-
-    /// The overlaps of a prompt with multimodal items or embeddings; runs without Python.
-    pub fn overlaps_with(
         self,
         index: &dyn BlockIndex,
         tokens: &[u32],
         (media, embeds): (&[MediaItem], &[Vec<u8>]),
         counted: fn(&Match) -> Match,
     ) -> OverlapScores {
+        let find = |locals: &[u64]| {
+            MATCHES.with_borrow_mut(|matches| {
+                index.find_matches(locals, matches);
+                OverlapScores::of(matches.as_slice(), counted)
+            })
+        };
         if media.is_empty() && embeds.is_empty() {
-            return self.overlaps(index, tokens, counted);
+            return self.hashed(tokens, find);
         }
-        let locals = hash::content_hashes(tokens, self.block_size, self.seed, media, embeds);
-        MATCHES.with_borrow_mut(|matches| {
-            index.find_matches(&locals, matches);
-            OverlapScores::of(matches.as_slice(), counted)
-        })
+        find(&hash::content_hashes(tokens, self.block_size, self.seed, media, embeds))
     }
 
     /// The overlaps of many prompts; runs without Python.

@@ -35,6 +35,9 @@ use super::settings::{finish, given, http};
 pub(super) struct Router {
     catalog: Arc<catalog::Catalog>,
     app: RouterApp,
+    /// Whether engines' events are followed: they are on, caches have a weight, and no other indexer
+    /// is asked.
+    #[pyo3(get)]
     uses_events: bool,
     service: Arc<Service>,
 }
@@ -102,13 +105,6 @@ impl Router {
     #[getter]
     fn catalog(&self) -> Catalog {
         Catalog { inner: Arc::clone(&self.catalog) }
-    }
-
-    /// Whether engines' events are followed: they are on, caches have a weight, and no other indexer
-    /// is asked.
-    #[getter]
-    fn uses_events(&self) -> bool {
-        self.uses_events
     }
 
     /// The bookings shared with replicas.

@@ -23,7 +23,6 @@ use super::index;
 use super::policy_desk::PolicyDesk;
 use super::query::{SHORT_TOKENS, detached};
 use super::router_ask::Options;
-use super::router_booking::RouterBooking;
 use super::select::routing;
 use super::settings::{finish, given};
 
@@ -80,7 +79,11 @@ pub(super) struct RouterCore {
     clock: Arc<SystemClock>,
     selector: Arc<Selector>,
     key: ModelKey,
+    /// Tokens in a block.
+    #[pyo3(get)]
     block_size: u32,
+    /// Whether events can change a decision: they are on, and overlap has a weight.
+    #[pyo3(get)]
     uses_events: bool,
     component: Arc<Component>,
 }
@@ -175,12 +178,6 @@ impl RouterCore {
         Bookings::new(outbox, Box::new(move |call| call(&selector)))
     }
 
-    /// Tokens in a block.
-    #[getter]
-    fn block_size(&self) -> u32 {
-        self.block_size
-    }
-
     /// The name of the routing policy.
     #[getter]
     fn policy(&self) -> &str {
@@ -199,12 +196,6 @@ impl RouterCore {
         };
         self.selector.policies().samples(&mut note);
         samples
-    }
-
-    /// Whether events can change a decision: they are on, and overlap has a weight.
-    #[getter]
-    fn uses_events(&self) -> bool {
-        self.uses_events
     }
 
     /// Whether the first replay of every subscription is over, or can't come.
@@ -309,11 +300,6 @@ impl RouterCore {
         Ok(true)
     }
 
-    /// Instances that are busy by the thresholds in force, ascending.
-    fn busy_workers(&self, py: Python<'_>) -> Vec<u64> {
-        py.detach(|| self.selector.busy.busy(self.selector.loads()))
-    }
-
     /// Set the busy thresholds; ``None`` removes one.
     ///
     /// Raises:
@@ -372,19 +358,6 @@ impl RouterCore {
     ) -> Raised<Selected> {
         let reserve = |ask: &Ask<'_>| self.selector.reserve(request_id, ask);
         Ok(selected(&self.chosen(py, token_ids, options, reserve)?))
-    }
-
-    /// As :meth:`query`, and book it; ``request_id`` is only its name for :meth:`why`.
-    #[pyo3(signature = (token_ids, options=None, *, request_id=None))]
-    fn book(
-        &self,
-        py: Python<'_>,
-        token_ids: &Bound<'_, PyAny>,
-        options: Option<&Bound<'_, PyDict>>,
-        request_id: Option<&str>,
-    ) -> Raised<RouterBooking> {
-        let select = |ask: &Ask<'_>| self.selector.select(&Ask { request_id, ..*ask });
-        Ok(RouterBooking::new(self.chosen(py, token_ids, options, select)?))
     }
 
     /// A booker for an event loop; creates a new object.
@@ -462,18 +435,6 @@ impl RouterCore {
             row.into_py_dict(py)
         });
         Ok(rows.collect::<PyResult<_>>()?)
-    }
-
-    /// The decision that would be made now, with the cost terms of every candidate; JSON.
-    #[pyo3(signature = (token_ids, options=None))]
-    fn explain(
-        &self,
-        py: Python<'_>,
-        token_ids: &Bound<'_, PyAny>,
-        options: Option<&Bound<'_, PyDict>>,
-    ) -> Raised<String> {
-        let (_, record) = self.chosen(py, token_ids, options, |ask| self.selector.preview(ask))?;
-        Ok(record.decision().to_string())
     }
 
     /// The decisions made for a request, and its outcome; a JSON list.

@@ -25,11 +25,8 @@ pub(super) fn save<'py>(
     let saved = py
         .detach(|| save_to_path(index, &meta, |_| None, path))
         .map_err(|error| failed(&error, path))?;
-    let entries = [
-        ("workers", saved.workers as u64),
-        ("blocks", saved.blocks as u64),
-        ("bytes", saved.bytes),
-    ];
+    let entries =
+        [("workers", saved.workers as u64), ("blocks", saved.blocks), ("bytes", saved.bytes)];
     Ok(entries.into_py_dict(py)?)
 }
 

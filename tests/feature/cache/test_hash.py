@@ -19,7 +19,6 @@ from kvflash import (
     compute_block_hash_for_seq,
     compute_sequence_hashes,
 )
-from kvflash._core import item_hash
 from service import VECTORS
 
 VECTOR = json.loads((VECTORS / "hash.json").read_text())
@@ -115,12 +114,6 @@ def test_recorded_sequence_hashes():
     assert compute_sequence_hashes(np.array(signed, dtype=np.int64)) == wanted
     assert compute_sequence_hashes(np.array(hashes, dtype=">u8")) == wanted
     assert compute_sequence_hashes([]) == []
-
-
-def test_recorded_item_hashes():
-    assert VECTOR["identifiers"]
-    for case in VECTOR["identifiers"]:
-        assert item_hash(case["identifier"]) == int(case["hash"])
 
 
 def test_an_incomplete_block_has_no_hash():

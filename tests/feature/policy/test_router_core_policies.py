@@ -121,9 +121,10 @@ def test_every_policy_chooses_beside_shadows(policy: str) -> None:
     made = core(policy=policy, shadow_policies=["kv", "least-request"])
     assert made.policy == policy
     for n in range(6):
-        assert made.book([n, *IDS], {"user": "u"}).worker_id in (1, 2, 3)
+        booked = made.decider.enter([n, *IDS], {"user": "u"}, request_id="r")
+        assert booked.worker_id in (1, 2, 3)
     assert sample(made, "shadow_decisions_total", "kv") == 6
-    assert f'"policy":"{policy}"' in made.explain(IDS)
+    assert f'"policy":"{policy}"' in made.why("r")
 
 
 @pytest.mark.parametrize(
@@ -146,7 +147,7 @@ def test_without_events_auto_goes_by_the_size_of_the_cache(
     assert made.report(1, kv_total_blocks=10)
     first, second = list(range(24)), list(range(100, 124))
     for prompt in (first, second):
-        made.book(prompt)
+        made.decider.enter(prompt)
     assert made.query(first)[2] == left_blocks
     assert made.query(second)[2] == 6
 
@@ -186,10 +187,13 @@ def test_faults_are_named() -> None:
 
 def test_sessions_users_and_figures_of_engines_are_told() -> None:
     sessions = core(policy="session-affinity")
-    assert len({sessions.book([n, *IDS], {"session_key": "k"}).worker_id for n in range(5)}) == 1
+    assert (
+        len({sessions.decider.enter([n, *IDS], {"session_key": "k"}).worker_id for n in range(5)})
+        == 1
+    )
     assert sessions.query(IDS, {"session_worker": (3, 0), "session_key": "k"})[0] == 3
     shares = core(policy="vtc-basic")
-    booking = shares.book(IDS, {"user": "u"})
+    booking = shares.decider.enter(IDS, {"user": "u"})
     booking.first_token()
     booking.used(cached_tokens=4)
     booking.used(input_tokens=16, output_tokens=900)
@@ -211,7 +215,7 @@ def test_sessions_users_and_figures_of_engines_are_told() -> None:
 
 def test_text_stands_for_four_bytes_a_token() -> None:
     made = core(policy="prefix-cache")
-    home = made.book([0x61626364] * 64).worker_id
+    home = made.decider.enter([0x61626364] * 64).worker_id
     found = made.query([1], {"prompt": "abcd" * 64})
     assert found[0] == home
 
@@ -223,7 +227,7 @@ def test_a_policy_in_python_chooses_and_is_told(asked: Callable[..., AskedPolicy
     policy = Last()
     made = core(policy_desk=asked(policy).desk)
     assert made.policy == "python:Last"
-    booking = made.book(IDS, {"user": "u"})
+    booking = made.decider.enter(IDS, {"user": "u"})
     assert booking.worker_id == 3
     # The one that may not take it is not among the candidates; one alone is no choice.
     assert made.query(IDS, {"allowed_worker_ids": [1, 2]})[0] == 2
@@ -257,7 +261,7 @@ def test_kv_chooses_for_a_policy_that_is_stuck_and_nobody_piles_up(
 ) -> None:
     made = core(policy_desk=asked(Stuck()).desk)
     for n in range(20):
-        made.book([n, *IDS])
+        made.decider.enter([n, *IDS])
     # No request waits again for one that has not come back.
     answers = {
         name: sample(made, "outside_policy_answers_total", name) for name in ("late", "stuck")
