@@ -135,10 +135,7 @@ pub unsafe extern "C" fn kvflash_kv_event_publish_stored(
                 block_hashes: block_list("block_ids", block_ids, num_blocks)?,
                 parent_hash: optional("parent_hash", parent_hash)?,
                 lora_id,
-                lora_name: None,
-                cache_salt: None,
-                medium: None,
-                items: None,
+                ..Blocks::default()
             }
         };
         publisher.store(&blocks)

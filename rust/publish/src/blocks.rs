@@ -9,7 +9,7 @@ pub const CALL_BLOCKS_MAX: usize = 1 << 24;
 pub const CALL_TOKENS_MAX: usize = 1 << 28;
 
 /// The blocks of a call.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub struct Blocks<'a> {
     /// Tokens of all the blocks, in prompt order.
     pub token_ids: &'a [u32],

@@ -225,12 +225,7 @@ mod tests {
             token_ids: &token_ids,
             sizes: None,
             block_hashes: &block_hashes,
-            parent_hash: None,
-            lora_id: 0,
-            lora_name: None,
-            cache_salt: None,
-            medium: None,
-            items: None,
+            ..Blocks::default()
         };
         let encoded = call.encode(Shape::Own, 16, usize::MAX).expect("legal");
         assert_eq!((encoded.events.len(), encoded.blocks), (3, 3 << 16));
@@ -248,12 +243,7 @@ mod tests {
             token_ids: &[1, 2, 3, 4, 5, 6, 7],
             sizes: Some(&[2, 2, 1, 2]),
             block_hashes: &[1, 2, 3, 4],
-            parent_hash: None,
-            lora_id: 0,
-            lora_name: None,
-            cache_salt: None,
-            medium: None,
-            items: None,
+            ..Blocks::default()
         };
         assert_eq!(call.encode(Shape::Own, 2, usize::MAX).map(|encoded| encoded.blocks), Ok(2));
         let wrong = Blocks { token_ids: &[1, 2, 3], ..call };

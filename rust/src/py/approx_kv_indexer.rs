@@ -1,12 +1,13 @@
 //! The index for engines without events: it predicts that a worker holds what was sent there
 //! recently.
 
+use kvflash_core::hash;
 use kvflash_core::ids::Worker;
 use kvflash_core::index::{BlockIndex, Limits, Options, RadixIndex};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use super::buffer::hashes;
+use super::buffer::{hashes, tokens};
 use super::error::Raised;
 use super::index;
 use super::overlap::{OverlapScores, predictions};
@@ -48,7 +49,7 @@ impl ApproxKvIndexer {
         capacity_blocks: usize,
         clock: Option<Py<PyAny>>,
     ) -> Raised<Self> {
-        let block_size = index::block_size(block_size)?;
+        let block_size = hash::check_block_size(block_size)?;
         let predicted_ttl_ms = ttl_ms(ttl_s)?;
         let limits = Limits { predicted_ttl_ms, capacity_blocks, ..Limits::default() };
         let options = Options { limits, hash_seed: rand::random(), ..Options::default() };
@@ -78,7 +79,7 @@ impl ApproxKvIndexer {
         cache_salt: Option<&str>,
     ) -> Raised<usize> {
         let shape = Shape::new(self.block_size, lora_name, cache_salt);
-        let ids = index::token_ids(token_ids)?;
+        let ids = tokens("token_ids", token_ids)?;
         let ids = ids.as_slice();
         let worker = Worker::new(worker_id, dp_rank);
         self.time.tell(py, &self.index)?;
@@ -114,7 +115,7 @@ impl ApproxKvIndexer {
         cache_salt: Option<&str>,
     ) -> Raised<OverlapScores> {
         let shape = Shape::new(self.block_size, lora_name, cache_salt);
-        let ids = index::token_ids(token_ids)?;
+        let ids = tokens("token_ids", token_ids)?;
         let ids = ids.as_slice();
         self.time.tell(py, &self.index)?;
         Ok(detached(py, ids.len() > SHORT_TOKENS, || {

@@ -15,8 +15,8 @@ use parking_lot::Mutex;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use super::buffer::tokens;
 use super::error::{Fault, Raised};
-use super::index;
 use super::query::{SHORT_BLOCKS, SHORT_TOKENS, detached};
 use super::router_ask::Options;
 use super::router_booking::RouterBooking;
@@ -198,7 +198,7 @@ impl Decider {
         token_ids: &Bound<'_, PyAny>,
         options: Option<&Bound<'_, PyDict>>,
     ) -> Raised<Selected> {
-        let ids = index::token_ids(token_ids)?;
+        let ids = tokens("token_ids", token_ids)?;
         let ids = ids.as_slice();
         let options = Options::of(options)?;
         let query = || {
@@ -228,7 +228,7 @@ impl Decider {
         options: Option<&Bound<'_, PyDict>>,
         request_id: Option<String>,
     ) -> Raised<Py<PyAny>> {
-        let ids = index::token_ids(token_ids)?;
+        let ids = tokens("token_ids", token_ids)?;
         let ids = ids.as_slice();
         let options = Options::of(options)?;
         let is_long = ids.len() > SHORT_TOKENS || self.decisions.is_slow();

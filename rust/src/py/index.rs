@@ -3,13 +3,11 @@
 use kvflash_core::catalog::apply_router_event;
 use kvflash_core::codec::router::{KvEvent, RouterEvent};
 use kvflash_core::error::{Error, Result};
-use kvflash_core::hash;
 use kvflash_core::ids::{InstanceId, Tier, Worker};
 use kvflash_core::index::{BlockIndex, IndexStats};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use super::buffer::{Integers, tokens};
 use super::error::{Raised, invalid};
 
 /// Applies an engine's event as JSON, on the device.
@@ -51,14 +49,6 @@ pub(super) fn stats<'py>(py: Python<'py>, index: &dyn BlockIndex) -> Raised<Boun
         slots_exhausted_total, refused_blocks_total, unknown_removals_total, duplicate_blocks_total,
         moved_blocks_total, evicted_blocks_total, expired_blocks_total, bytes,
     )
-}
-
-pub(super) fn token_ids(object: &Bound<'_, PyAny>) -> Raised<Integers<u32>> {
-    tokens("token_ids", object)
-}
-
-pub(super) fn block_size(size: u32) -> Raised<u32> {
-    Ok(hash::check_block_size(size)?)
 }
 
 /// A tier by its name in routers, or by an engine's medium.

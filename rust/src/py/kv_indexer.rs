@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use kvflash_core::catalog::{apply_router_event, dump_events, store_blocks};
 use kvflash_core::codec::router::RouterEvent;
-use kvflash_core::error::{Error, Result};
+use kvflash_core::error::Error;
 use kvflash_core::hash;
 use kvflash_core::ids::{InstanceId, Worker};
 use kvflash_core::index::{Block, BlockIndex, CountMode, Limits, Match, Options, RadixIndex};
@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use pyo3::pybacked::{PyBackedBytes, PyBackedStr};
 use pyo3::types::{PyDict, PyList};
 
-use super::buffer::{Room, hashes};
+use super::buffer::{Room, hashes, tokens};
 use super::error::{Raised, invalid, released};
 use super::index;
 use super::overlap::{OverlapScores, facts};
@@ -98,7 +98,7 @@ impl KvIndexer {
         ttl_s: Option<f64>,
         clock: Option<Py<PyAny>>,
     ) -> Raised<Self> {
-        let block_size = index::block_size(block_size)?;
+        let block_size = hash::check_block_size(block_size)?;
         let count_mode = match count_mode {
             "copies" => CountMode::Copies,
             "set" => CountMode::Set,
@@ -151,10 +151,9 @@ impl KvIndexer {
         let index = self.at_now(py)?;
         released(py, || {
             for (at, json) in events.iter().enumerate() {
-                let apply = || -> Result<()> {
-                    apply_router_event(index, &RouterEvent::from_json(json.as_bytes())?)
-                };
-                apply().map_err(|error| match error {
+                let event = RouterEvent::from_json(json.as_bytes());
+                let applied = event.and_then(|event| apply_router_event(index, &event));
+                applied.map_err(|error| match error {
                     Error::Decode { offset, reason } => {
                         Error::decode(offset, format!("events[{at}]: {reason}"))
                     }
@@ -293,7 +292,7 @@ impl KvIndexer {
     ) -> Raised<OverlapScores> {
         let (media, embeds) = (media(mm)?, digests(embeds)?);
         let shape = Shape::new(self.block_size, lora_name, cache_salt);
-        let ids = index::token_ids(token_ids)?;
+        let ids = tokens("token_ids", token_ids)?;
         let ids = ids.as_slice();
         let index = self.at_now(py)?;
         Ok(detached(py, ids.len() > SHORT_TOKENS, || {
@@ -317,7 +316,8 @@ impl KvIndexer {
         cache_salt: Option<&str>,
     ) -> Raised<Vec<OverlapScores>> {
         let shape = Shape::new(self.block_size, lora_name, cache_salt);
-        let ids = requests.iter().map(|one| index::token_ids(&one)).collect::<Raised<Vec<_>>>()?;
+        let ids =
+            requests.iter().map(|one| tokens("token_ids", &one)).collect::<Raised<Vec<_>>>()?;
         let ids: Vec<_> = ids.iter().map(|one| one.as_slice()).collect();
         let index = self.at_now(py)?;
         Ok(py.detach(|| shape.overlaps_of_many(index, &ids, facts)))

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use kvflash_core::catalog::{self, ModelKey, dump_events};
 use kvflash_core::clock::{Clock, SystemClock};
 use kvflash_core::error::Error;
+use kvflash_core::hash;
 use kvflash_core::ids::Worker;
 use kvflash_core::policy::{EngineMetrics, Sample};
 use kvflash_core::select::{
@@ -16,10 +17,10 @@ use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict};
 
 use super::bookings::Bookings;
+use super::buffer::tokens;
 use super::catalog::{Catalog, registration};
 use super::decider::{Decider, Decisions, Desk, Selected, selected};
 use super::error::{Fault, Raised};
-use super::index;
 use super::policy_desk::PolicyDesk;
 use super::query::{SHORT_TOKENS, detached};
 use super::router_ask::Options;
@@ -113,7 +114,7 @@ impl RouterCore {
         options: Option<&Bound<'_, PyDict>>,
         then: impl FnOnce(&Request) -> Result<T, Error> + Send,
     ) -> Raised<T> {
-        let ids = index::token_ids(token_ids)?;
+        let ids = tokens("token_ids", token_ids)?;
         let ids = ids.as_slice();
         let options = Options::of(options)?;
         let is_long = ids.len() > SHORT_TOKENS || self.selector.desk().is_some();
@@ -141,7 +142,7 @@ impl RouterCore {
         let (options, limits) = routing(&mut given, policy_desk.as_ref())?;
         finish(given)?;
         let RoutingOptions { selector: mut config, policies, queue, .. } = options;
-        let block_size = index::block_size(block_size)?;
+        let block_size = hash::check_block_size(block_size)?;
         (config.router.block_size, config.router.max_requests) = (block_size, max_requests);
         let uses_events = config.overlap != Overlap::Predictions && config.router.weighs_overlap();
         let clock = Arc::new(SystemClock::default());

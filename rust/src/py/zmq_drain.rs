@@ -28,74 +28,68 @@ struct RawMessage([u8; 64]);
 
 const _: () = assert!(align_of::<RawMessage>() >= align_of::<*const c_void>());
 
-/// libzmq's functions as its header declares them, and their lookup.
-macro_rules! functions {
-    ($($name:ident = $symbol:literal ($($argument:ty),*) -> $result:ty;)*) => {
-        #[derive(Clone, Copy)]
-        struct Functions { $($name: unsafe extern "C" fn($($argument),*) -> $result,)* }
-
-        impl Functions {
-            /// # Safety
-            /// `find` finds the symbols of libzmq 4.x.
-            unsafe fn find(
-                find: impl Fn(&CStr) -> Result<*mut c_void, String>,
-            ) -> Result<Self, String> {
-                type Found = *mut c_void;
-                // SAFETY: by the caller's promise, symbols of these names have these signatures.
-                unsafe {
-                    Ok(Self { $($name: std::mem::transmute::<
-                        Found,
-                        unsafe extern "C" fn($($argument),*) -> $result,
-                    >(find($symbol)?),)* })
-                }
-            }
-        }
-    };
+/// libzmq's functions as its header declares them.
+#[derive(Clone, Copy)]
+struct Functions {
+    init: unsafe extern "C" fn(*mut RawMessage) -> c_int,
+    close: unsafe extern "C" fn(*mut RawMessage) -> c_int,
+    recv: unsafe extern "C" fn(*mut RawMessage, *mut c_void, c_int) -> c_int,
+    data: unsafe extern "C" fn(*mut RawMessage) -> *mut c_void,
+    size: unsafe extern "C" fn(*const RawMessage) -> usize,
+    more: unsafe extern "C" fn(*const RawMessage) -> c_int,
+    errno: unsafe extern "C" fn() -> c_int,
 }
 
-functions! {
-    init = c"zmq_msg_init" (*mut RawMessage) -> c_int;
-    close = c"zmq_msg_close" (*mut RawMessage) -> c_int;
-    recv = c"zmq_msg_recv" (*mut RawMessage, *mut c_void, c_int) -> c_int;
-    data = c"zmq_msg_data" (*mut RawMessage) -> *mut c_void;
-    size = c"zmq_msg_size" (*const RawMessage) -> usize;
-    more = c"zmq_msg_more" (*const RawMessage) -> c_int;
-    errno = c"zmq_errno" () -> c_int;
-}
+type Version = unsafe extern "C" fn(*mut c_int, *mut c_int, *mut c_int);
 
 impl Functions {
     /// The functions of a library that this process has loaded, directly or as a dependency.
     fn of(library: &CStr) -> Result<Self, String> {
         // SAFETY: the path is NUL-terminated; NOLOAD runs nothing: it finds what is loaded, or nothing.
         let handle = unsafe { libc::dlopen(library.as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD) };
+        let library = library.to_string_lossy();
         if handle.is_null() {
-            return Err(format!("{} is not loaded", library.to_string_lossy()));
+            return Err(format!("{library} is not loaded"));
         }
         // The handle is never closed, so that the symbols stay valid.
         let find = |name: &CStr| {
             // SAFETY: the handle is open, the name NUL-terminated.
             let symbol = unsafe { libc::dlsym(handle, name.as_ptr()) };
             if symbol.is_null() {
-                let (library, name) = (library.to_string_lossy(), name.to_string_lossy());
-                return Err(format!("{library} has no {name}"));
+                return Err(format!("{library} has no {}", name.to_string_lossy()));
             }
             Ok(symbol)
         };
-        let version = find(c"zmq_version")?;
         let (mut major, mut minor, mut patch) = (0, 0, 0);
         // SAFETY: a symbol of this name has this signature in every libzmq; it writes three integers.
-        unsafe {
-            type Version = unsafe extern "C" fn(*mut c_int, *mut c_int, *mut c_int);
-            let version = std::mem::transmute::<*mut c_void, Version>(version);
-            version(&mut major, &mut minor, &mut patch);
-        }
+        unsafe { function::<Version>(find(c"zmq_version")?)(&mut major, &mut minor, &mut patch) };
         // Since 4.1 a message has 64 bytes, and no release of 4 may change that.
         if major != 4 || minor < 1 {
             return Err(format!("libzmq must be 4.1 or a later 4.x, got {major}.{minor}.{patch}"));
         }
-        // SAFETY: it is libzmq 4.x (checked above).
-        unsafe { Self::find(find) }
+        // SAFETY: it is libzmq 4.x (checked above), whose symbols of these names have these signatures.
+        unsafe {
+            Ok(Self {
+                init: function(find(c"zmq_msg_init")?),
+                close: function(find(c"zmq_msg_close")?),
+                recv: function(find(c"zmq_msg_recv")?),
+                data: function(find(c"zmq_msg_data")?),
+                size: function(find(c"zmq_msg_size")?),
+                more: function(find(c"zmq_msg_more")?),
+                errno: function(find(c"zmq_errno")?),
+            })
+        }
     }
+}
+
+/// A symbol as a function.
+///
+/// # Safety
+/// `F` is the type of a pointer to that function.
+unsafe fn function<F: Copy>(symbol: *mut c_void) -> F {
+    const { assert!(size_of::<F>() == size_of::<*mut c_void>()) };
+    // SAFETY: of one size (asserted), and that function by the caller's promise.
+    unsafe { std::mem::transmute_copy(&symbol) }
 }
 
 /// A part of a message, in libzmq's memory. Boxed, because libzmq's messages must not be moved.
