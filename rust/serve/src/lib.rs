@@ -16,6 +16,7 @@ mod metrics;
 mod openapi;
 mod outbound;
 mod outside;
+mod page;
 mod policy_metrics;
 mod prompt_keys;
 mod queue;

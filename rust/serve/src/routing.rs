@@ -6,7 +6,8 @@ use kvflash_core::select::{Overlap, Policies, QueueOptions, SelectorConfig};
 use prometheus_client::registry::Registry;
 
 use super::Http;
-use super::policy_metrics::PolicyMetrics;
+use super::page::{Page, Pages};
+use super::policy_metrics::write_policies;
 use super::remote::{RemoteIndexer, RemoteIndexerOptions};
 
 /// How a service chooses workers, and what it knows of their caches.
@@ -71,12 +72,11 @@ impl RoutingOptions {
         http: &Http,
         registry: &mut Registry,
     ) -> Result<Option<RemoteIndexer>> {
-        let policy_metrics = PolicyMetrics {
-            name: self.policy_name().to_owned(),
-            policies: self.policies.clone(),
-            settings: self.settings.clone(),
-        };
-        registry.register_collector(Box::new(policy_metrics));
+        let (name, policies) = (self.policy_name().to_owned(), self.policies.clone());
+        let settings = self.settings.clone();
+        registry.register_collector(Box::new(Pages(move |page: &mut Page<'_>| {
+            write_policies(page, &name, &policies, &settings)
+        })));
         let remote = self.remote_indexer.as_ref();
         remote.map(|remote| RemoteIndexer::new(remote, http, registry)).transpose()
     }
