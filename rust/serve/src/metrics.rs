@@ -1,22 +1,22 @@
 //! Metrics in the Prometheus text format: the response, and values read from the catalog.
 
 use std::borrow::Cow;
+use std::fmt;
 use std::ops::Deref;
-use std::sync::Mutex;
-use std::sync::atomic::Ordering;
 
 use axum::http::header;
 use axum::response::{IntoResponse, Response};
-use kvflash_core::catalog::Catalog;
 use kvflash_core::error::{Error, Result};
-use kvflash_core::select::{Journal, JournalStats};
 use parking_lot::RwLock;
 use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::encoding::text::{encode_eof, encode_registry};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
-use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
-use prometheus_client::registry::{Registry, Unit};
+use prometheus_client::registry::{Metric, Registry};
+
+use super::fleet::Common;
+use super::page::{Page, Pages, column, label, split_unit};
 
 /// Maximum length of a prefix.
 const MAX_PREFIX_BYTES: usize = 64;
@@ -25,13 +25,6 @@ const MAX_PREFIX_BYTES: usize = 64;
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(crate) struct KindLabel {
     pub kind: &'static str,
-}
-
-/// Label of per-model metrics.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-pub(super) struct ModelLabel {
-    pub model: String,
-    pub tenant: String,
 }
 
 /// Label of HTTP metrics. Paths are the routes of the API, never a client's input.
@@ -60,17 +53,30 @@ pub(super) struct StageLabel {
     pub stage: &'static str,
 }
 
+/// Registers a metric, whose name ends in its unit.
+pub(crate) fn add<M: Metric + Clone>(
+    registry: &mut Registry,
+    name: &str,
+    help: &str,
+    metric: M,
+) -> M {
+    match split_unit(name) {
+        (name, None) => registry.register(name, help, metric.clone()),
+        (name, Some(unit)) => registry.register_with_unit(name, help, unit.clone(), metric.clone()),
+    }
+    metric
+}
+
 /// Defines a struct of metrics with a function that registers them. Each is declared once: `field:
-/// type = "name", "help";`, with its unit in brackets before the help, and with a constructor if it
-/// has no default. `@stages "name", "help": fields` are counters of one metric, labelled by field
-/// name.
+/// type = "name", "help";`, with a constructor if it has no default. `@stages "name", "help":
+/// fields` are counters of one metric, labelled by field name.
 macro_rules! metrics {
     (
         $(#[$meta:meta])*
         $vis:vis struct $name:ident {
             $(@stages $stages:literal, $about:literal: $($stage_vis:vis $stage:ident),+;)?
             $($(#[$doc:meta])* $field_vis:vis $field:ident: $kind:ty
-                = $metric:literal, $([$unit:ident])? $help:literal $(, $new:expr)?;)+
+                = $metric:literal, $help:literal $(, $new:expr)?;)+
         }
     ) => {
         $(#[$meta])*
@@ -81,59 +87,34 @@ macro_rules! metrics {
 
         impl $name {
             $vis fn register(registry: &mut Registry) -> Self {
-                $(let stages = Family::<$crate::metrics::StageLabel, Counter>::default();
-                registry.register($stages, $about, stages.clone());)?
-                $(let $field: $kind = $crate::metrics::metrics!(@new $($new)?);
-                $crate::metrics::metrics!(@register registry, $metric, $help, $field $(, $unit)?);)+
+                use $crate::metrics::{self as of, add};
+                $(let stages = Family::<of::StageLabel, Counter>::default();
+                let stages = add(registry, $stages, $about, stages);)?
                 Self {
-                    $($($stage: {
-                        let stage = stringify!($stage);
-                        stages.get_or_create_owned(&$crate::metrics::StageLabel { stage })
-                    },)+)?
-                    $($field,)+
+                    $($($stage: stages
+                        .get_or_create_owned(&of::StageLabel { stage: stringify!($stage) }),)+)?
+                    $($field: add(registry, $metric, $help, of::metrics!(@new $($new)?)),)+
                 }
             }
         }
     };
     (@new) => { Default::default() };
     (@new $new:expr) => { $new };
-    (@register $registry:ident, $metric:literal, $help:literal, $field:ident) => {
-        $registry.register($metric, $help, $field.clone())
-    };
-    (@register $registry:ident, $metric:literal, $help:literal, $field:ident, $unit:ident) => {
-        $registry.register_with_unit($metric, $help, Unit::$unit, $field.clone())
-    };
 }
 pub(super) use metrics;
 
 metrics! {
-    /// Metrics of requests, events and indexes.
+    /// Metrics of requests.
     pub(super) struct CommonFigures {
         pub requests: Family<RequestLabel, Counter> = "requests", "HTTP requests answered";
-        pub request_seconds: Histogram = "request_duration",
-            [Seconds] "Time from a request's head to its answer's head", seconds_histogram();
-        events: Family<KindLabel, Gauge> = "events",
-            "Engine events of all publishers since the start, by kind";
-        blocks: Family<ModelLabel, Gauge> = "index_blocks",
-            "Blocks held, one per worker and tier that holds it";
-        unique_blocks: Family<ModelLabel, Gauge> = "index_unique_blocks",
-            "Different blocks held by any worker";
-        index_bytes: Family<ModelLabel, Gauge> = "index", [Bytes] "Memory of the index";
-        evicted_blocks: Family<ModelLabel, Counter> = "index_evicted_blocks",
-            "Blocks that the index dropped at a limit, although their workers may still hold them";
-        predicted_blocks: Family<ModelLabel, Gauge> = "index_predicted_blocks",
-            "Blocks that workers are predicted to hold soon";
-        workers: Family<ModelLabel, Gauge> = "index_workers", "Workers with indexed blocks";
-        journal_bytes: Gauge = "decision_journal", [Bytes] "Memory of past decisions";
-        journal_records: Gauge = "decision_journal_records", "Past decisions in memory";
-        journal_dropped: Counter = "decision_journal_dropped",
-            "Past decisions dropped for newer ones";
+        pub request_seconds: Histogram = "request_duration_seconds",
+            "Time from a request's head to its answer's head", seconds_histogram();
     }
 }
 
-/// The metrics of every service, and the responses to scrapes.
+/// The metrics of a frontend and a router, and the responses to scrapes.
 pub(super) struct CommonMetrics {
-    registry: Mutex<Registry>,
+    registry: Registry,
     /// Held by the scrape in progress.
     turn: tokio::sync::Mutex<()>,
     figures: CommonFigures,
@@ -155,93 +136,71 @@ pub(super) fn seconds_histogram() -> Histogram {
     Histogram::new(steps.into_iter().chain([1.0, 2.0, 5.0, 10.0, 30.0, 100.0]))
 }
 
+/// A registry for the metrics of a frontend or a router.
+pub(super) fn new_registry() -> Registry {
+    Registry::with_prefix(PREFIX)
+}
+
 impl CommonMetrics {
-    pub fn new() -> (Self, Registry) {
-        let mut registry = Registry::with_prefix(PREFIX);
-        let figures = CommonFigures::register(&mut registry);
-        let (registry_kept, turn, more) = Default::default();
-        let metrics = Self { registry: registry_kept, turn, figures, more };
-        (metrics, registry)
+    /// `registry` has everything else.
+    pub fn new(mut registry: Registry) -> Self {
+        let (turn, more) = Default::default();
+        Self { figures: CommonFigures::register(&mut registry), registry, turn, more }
     }
 
-    /// Sets the registry, once everything is registered.
-    pub fn seal(&self, registry: Registry) {
-        *self.registry.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = registry;
-    }
-
-    /// The exposition text, with names that begin with `prefix`: registered metrics, families
-    /// updated now by `refill`, the values of the catalog and of the `journal`, and those of other
-    /// parts.
-    ///
-    /// # Consistency
-    /// Scrapes are serialized, so none sees families that another one has cleared and not yet
-    /// filled.
+    /// The exposition text, with names that begin with `prefix`: registered metrics, those that
+    /// `read` reads now, those of indexes, events and past decisions, and those of other parts.
     ///
     /// # Cost
     /// Thousands of workers take tens of milliseconds: other connections continue meanwhile.
-    pub async fn expose_with(
+    pub async fn expose(
         &self,
-        catalog: &Catalog,
-        journal: &Journal,
+        common: &Common,
         prefix: &str,
-        refill: impl FnOnce(),
+        read: impl Fn(&mut Page<'_>) -> fmt::Result + Send + Sync + 'static,
     ) -> Response {
         let _turn = self.turn.lock().await;
-        super::aside::block_in_place(|| {
-            refill();
-            self.read(catalog, &journal.stats());
-            let registry = self.registry.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-            exposition_with(&registry, &self.more.read(), prefix)
-        })
-    }
-
-    fn read(&self, catalog: &Catalog, journal: &JournalStats) {
-        self.journal_records.set(journal.records as i64);
-        self.journal_bytes.set(journal.bytes as i64);
-        self.journal_dropped.inner().store(journal.dropped_total, Ordering::Relaxed);
-        for (kind, value) in catalog.event_counts().entries() {
-            self.events.get_or_create(&KindLabel { kind }).set(value as i64);
-        }
-        // Rebuilt at each scrape, so that a removed index leaves no labels behind.
-        let of_models = [
-            &self.blocks,
-            &self.unique_blocks,
-            &self.index_bytes,
-            &self.predicted_blocks,
-            &self.workers,
-        ];
-        of_models.into_iter().for_each(|family| family.clear());
-        self.evicted_blocks.clear();
-        for model in catalog.models() {
-            let label = ModelLabel {
-                model: escape(&model.key.model_name),
-                tenant: escape(&model.key.tenant_id),
-            };
-            let stats = model.index.stats();
-            self.blocks.get_or_create(&label).set(stats.memberships as i64);
-            self.unique_blocks.get_or_create(&label).set(stats.unique_blocks as i64);
-            self.index_bytes.get_or_create(&label).set(stats.bytes as i64);
-            // The index counts; the scrape reads its current count.
-            let evicted = self.evicted_blocks.get_or_create(&label);
-            evicted.inner().store(stats.evicted_blocks_total, Ordering::Relaxed);
-            self.predicted_blocks.get_or_create(&label).set(stats.predicted as i64);
-            self.workers.get_or_create(&label).set(stats.workers as i64);
-        }
+        let common = common.clone();
+        let mut now = new_registry();
+        now.register_collector(Box::new(Pages(move |page: &mut Page<'_>| {
+            read(page)?;
+            read_common(page, &common)
+        })));
+        let registries = [&self.registry, &now];
+        super::aside::block_in_place(|| exposition(registries, &self.more.read(), prefix))
     }
 }
 
-/// A registry as the response to a scrape; its names begin with `prefix`.
-pub(super) fn exposition(registry: &Registry, prefix: &str) -> Response {
-    exposition_with(registry, "", prefix)
+fn read_common(page: &mut Page<'_>, common: &Common) -> fmt::Result {
+    let events = common.catalog.event_counts();
+    let events = events.entries().map(|(kind, value)| (label("kind", kind), value));
+    page.gauges("events", "Engine events of all publishers since the start, by kind", events)?;
+    let models = page.indexes(&common.catalog)?;
+    let predicted = column(&models, |stats| stats.predicted);
+    let help = "Blocks that workers are predicted to hold soon";
+    page.gauges("index_predicted_blocks", help, predicted)?;
+    let workers = column(&models, |stats| stats.workers);
+    page.gauges("index_workers", "Workers with indexed blocks", workers)?;
+    let journal = common.journal.stats();
+    page.gauge("decision_journal_bytes", "Memory of past decisions", journal.bytes)?;
+    page.gauge("decision_journal_records", "Past decisions in memory", journal.records)?;
+    let help = "Past decisions dropped for newer ones";
+    page.counter("decision_journal_dropped", help, journal.dropped_total)
 }
 
-fn exposition_with(registry: &Registry, more: &str, prefix: &str) -> Response {
+/// Registries and further lines as the response to a scrape; the names begin with `prefix`.
+pub(super) fn exposition<'a>(
+    registries: impl IntoIterator<Item = &'a Registry>,
+    more: &str,
+    prefix: &str,
+) -> Response {
     let mut text = String::with_capacity(16 * 1024);
     // Writing to a String cannot fail.
-    let _ = prometheus_client::encoding::text::encode(&mut text, registry);
-    // Its last line must stay the last.
-    let end = text.rfind("# EOF").unwrap_or(text.len());
-    text.insert_str(end, more);
+    for registry in registries {
+        let _ = encode_registry(&mut text, registry);
+    }
+    text.push_str(more);
+    let _ = encode_eof(&mut text);
     let text = if prefix == PREFIX { text } else { renamed(&text, prefix) };
     let content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8";
     ([(header::CONTENT_TYPE, content_type)], text).into_response()
@@ -281,11 +240,6 @@ pub(super) fn check_prefix(prefix: &str) -> Result<()> {
         "--metrics-prefix must be 1 to {MAX_PREFIX_BYTES} letters, digits and underscores and must not begin \
          with a digit, got {prefix:?}"
     )))
-}
-
-/// Escapes a label's value for the text format; the encoder does not.
-pub(super) fn escape(value: &str) -> String {
-    value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }
 
 #[cfg(test)]

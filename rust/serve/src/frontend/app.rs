@@ -28,7 +28,7 @@ use crate::body::Intake;
 use crate::compute::Compute;
 use crate::gateway::attempts::{Failed, Retries};
 use crate::indexer::query_routes;
-use crate::metrics::{CauseLabel, CommonMetrics, KindLabel};
+use crate::metrics::{CauseLabel, CommonMetrics, KindLabel, new_registry};
 use crate::remote::RemoteIndexer;
 use crate::state_file::Registrations;
 use crate::tenant::SaltSecret;
@@ -122,12 +122,12 @@ impl App {
             options.reasoning_parser.as_deref(),
             options.tool_call_parser.as_deref(),
         )?;
-        let (common, mut registry) = CommonMetrics::new();
+        let mut registry = new_registry();
         let metrics = FrontendMetrics::register(&mut registry);
         let remote = options.routing.register(&options.http, &mut registry)?;
         let intake = options.http.intake(options.max_body_bytes, &mut registry).refusing_unread();
         let compute = Compute::new(options.tokenize_timeout, Arc::clone(&clock), &mut registry)?;
-        common.seal(registry);
+        let common = CommonMetrics::new(registry);
         let questions = match options.routing.serve_indexer {
             true => Some(query_routes(Arc::clone(&catalog), intake.clone(), options.http.mask())?),
             false => None,

@@ -16,12 +16,11 @@ use tokio::time::Instant;
 use super::app::App;
 use super::engine::{Engine, Pool};
 use super::forms::{Example, Form, Forms, Standing, Standings, examples};
-use super::metrics::FormLabel;
 use crate::gateway::api::Api;
 use crate::gateway::as_chat::chat_of;
 use crate::gateway::envelope::{Envelope, ask_body};
 use crate::metrics::OutcomeLabel;
-use crate::metrics::escape;
+use crate::page::{Labels, and, label};
 
 /// Time to the next comparison after one without an answer from the engine.
 const RETRY_TIME: Duration = Duration::from_secs(300);
@@ -116,22 +115,21 @@ impl Parity {
         warnings
     }
 
-    /// Updates `/metrics`.
-    pub fn refill(&self, app: &App) {
-        let metrics = &app.metrics;
-        metrics.parity.clear();
-        for ((model, version), record) in &*self.records.lock() {
-            for (form, record) in &record.forms {
+    /// Per form, whether its tokens agree.
+    pub fn rows(&self) -> Vec<(Labels, i64)> {
+        let records = self.records.lock();
+        let forms = records.iter().flat_map(|((model, version), record)| {
+            let version = and(&label("model", model), "version", version);
+            record.forms.iter().filter_map(move |(form, record)| {
                 let value = match record.outcome {
-                    Outcome::NotCompared(_) => continue,
+                    Outcome::NotCompared(_) => return None,
                     Outcome::Agrees => 1,
                     Outcome::Differs(_) => 0,
                 };
-                let (model, version) = (escape(model), escape(version));
-                let label = FormLabel { model, version, form: form.name() };
-                metrics.parity.get_or_create(&label).set(value);
-            }
-        }
+                Some((and(&version, "form", form.name()), value))
+            })
+        });
+        forms.collect()
     }
 
     /// Claims the comparison of a version, if it is due. Records of versions in `live` are kept,

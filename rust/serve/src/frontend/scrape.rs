@@ -1,5 +1,7 @@
-//! GET /metrics: families that are recomputed at each scrape.
+//! GET /metrics: values that are read at each scrape.
 
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -8,201 +10,190 @@ use axum::response::Response;
 use kvflash_core::fleet::WorkerState;
 use kvflash_core::text::CacheStats;
 
-use super::super::metrics::escape;
 use super::app::App;
-use super::metrics::{
-    ClientIdLabel, ClientLabel, EncoderLabel, ModelNameLabel, TurnLabel, WorkerLabel,
-};
 use crate::gateway::evidence;
-use crate::metrics::OutcomeLabel;
+use crate::page::{Labels, Page, and, column, label};
 
 /// GET /metrics
 pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
-    let prefix = &app.options.metrics_prefix;
-    let common = &app.fleet.common;
-    app.common.expose_with(&app.catalog, &common.journal, prefix, || refill(&app)).await
+    let (common, prefix) = (&app.fleet.common, &app.options.metrics_prefix);
+    let of = Arc::clone(&app);
+    let read = move |page: &mut Page<'_>| {
+        page.gauge("requests_in_flight", "Requests in flight", of.in_flight())?;
+        write_workers(&of, page)?;
+        write_clients(&of, page)?;
+        write_reuse(&of, page)?;
+        write_turns(&of, page)?;
+        write_tokenizers(&of, page)?;
+        let (bytes, evictions_total) = of.taught.held();
+        page.gauge("taught_cache_bytes", "Memory of what engines told of conversations", bytes)?;
+        let help = "Conversations evicted from the memory of what engines told";
+        page.counter("taught_cache_evictions", help, evictions_total)
+    };
+    app.common.expose(common, prefix, read).await
 }
 
-/// Updates the families of current values.
-fn refill(app: &App) {
-    let metrics = &app.metrics;
-    metrics.in_flight.set(app.in_flight() as i64);
-    // Rebuilt at each scrape, so that a departed worker leaves no labels behind.
-    for family in [
-        &metrics.worker_healthy,
-        &metrics.worker_requests,
-        &metrics.worker_failures,
-        &metrics.worker_active_blocks,
-        &metrics.worker_active_prefill,
-        &metrics.worker_active_requests,
-        &metrics.worker_prefill_rate,
-        &metrics.worker_busy,
-        &metrics.worker_draining,
-    ] {
-        family.clear();
-    }
-    for engine in app.fleet.engines() {
-        let label = WorkerLabel { worker: engine.id.to_string() };
-        metrics.worker_healthy.get_or_create(&label).set(i64::from(engine.is_healthy()));
-        let requests = engine.requests.load(Ordering::Relaxed);
-        metrics.worker_requests.get_or_create(&label).set(requests as i64);
-        metrics.worker_busy.get_or_create(&label).set(0);
-        let is_draining = app.fleet.state_of(engine.id) == WorkerState::Draining;
-        metrics.worker_draining.get_or_create(&label).set(i64::from(is_draining));
-        let failures = engine.failures.load(Ordering::Relaxed);
-        metrics.worker_failures.get_or_create(&label).set(failures as i64);
-    }
-    for pool in app.fleet.pools() {
-        for id in pool.selector.busy.busy(pool.selector.loads()) {
-            let label = WorkerLabel { worker: id.to_string() };
-            metrics.worker_busy.get_or_create(&label).set(1);
-        }
-        for load in pool.selector.loads() {
-            let label = WorkerLabel { worker: load.worker.to_string() };
-            metrics.worker_active_blocks.get_or_create(&label).set(load.blocks as i64);
-            metrics.worker_active_prefill.get_or_create(&label).set(load.prefill_tokens as i64);
-            metrics.worker_active_requests.get_or_create(&label).set(i64::from(load.requests));
-            if let Some(per_s) = load.prefill_tokens_per_s {
-                metrics.worker_prefill_rate.get_or_create(&label).set(per_s as i64);
-            }
-        }
-    }
-    tell_clients(app);
-    app.parity.refill(app);
-    tell_reuse(app);
-    tell_turns(app);
-    tell_queues(app);
-    tell_tokenizers(app);
-    let (taught_bytes, evictions_total) = app.taught.held();
-    metrics.taught_bytes.set(taught_bytes as i64);
-    metrics.taught_evictions.inner().store(evictions_total, Ordering::Relaxed);
-}
-
-/// Loaded tokenizers, their caches, and the results of their checks.
-fn tell_tokenizers(app: &App) {
-    let metrics = &app.metrics;
-    metrics.tokenizers.clear();
-    metrics.tokenizer_checks.clear();
-    let texts = app.tokenizers.loaded();
-    let (tokens, messages): (Vec<_>, Vec<_>) =
-        texts.iter().map(|text| text.model.cache_stats()).unzip();
-    if !tokens.is_empty() {
-        type Part = fn(&CacheStats) -> u64;
-        let sum = |stats: &[CacheStats], part: Part| stats.iter().map(part).sum::<u64>() as i64;
-        metrics.tokenizer_hits.set(sum(&tokens, |one| one.hits_total));
-        metrics.tokenizer_misses.set(sum(&tokens, |one| one.misses_total));
-        metrics.message_hits.set(sum(&messages, |one| one.hits_total));
-        metrics.message_misses.set(sum(&messages, |one| one.misses_total));
-        let of_both = |part| sum(&tokens, part) + sum(&messages, part);
-        metrics.tokenizer_bytes.set(of_both(|one| one.held_bytes));
-        metrics.tokenizer_evictions.set(of_both(|one| one.evictions_total));
-    }
-    for report in texts.iter().map(|text| text.model.tokenizer.encoder()) {
-        let label = EncoderLabel { encoder: report.name() };
-        metrics.tokenizers.get_or_create(&label).inc();
-        for (outcome, count) in [
-            ("same", report.checks_total - report.mismatches_total),
-            ("different", report.mismatches_total),
-            ("skipped", report.skipped_total),
-        ] {
-            metrics.tokenizer_checks.get_or_create(&OutcomeLabel { outcome }).inc_by(count);
-        }
-    }
-}
-
-/// Trust in the workers' events, and the underlying data.
-fn tell_reuse(app: &App) {
-    let metrics = &app.metrics;
-    metrics.worker_index_incomplete.clear();
-    for worker in evidence::unheard(app).into_keys() {
-        let label = WorkerLabel { worker: worker.to_string() };
-        metrics.worker_index_incomplete.get_or_create(&label).set(1);
-    }
-    metrics.worker_reuse_trust.clear();
-    metrics.worker_reuse_predicted.clear();
-    metrics.worker_reuse_reported.clear();
-    for (worker, view) in app.fleet.pools().iter().flat_map(|pool| pool.selector.reuse.views()) {
-        let label = WorkerLabel { worker: worker.to_string() };
-        metrics.worker_reuse_trust.get_or_create(&label).set(view.credit);
-        for (family, tokens) in [
-            (&metrics.worker_reuse_predicted, view.predicted_tokens),
-            (&metrics.worker_reuse_reported, view.reported_tokens),
-        ] {
-            family.get_or_create(&label).inner().store(tokens, Ordering::Relaxed);
-        }
-    }
+fn write_workers(app: &App, page: &mut Page<'_>) -> fmt::Result {
+    let engines: Vec<_> = app
+        .fleet
+        .engines()
+        .into_iter()
+        .map(|engine| (label("worker", engine.id), engine))
+        .collect();
+    let pools = app.fleet.pools();
+    let busy: BTreeSet<_> =
+        pools.iter().flat_map(|pool| pool.selector.busy.busy(pool.selector.loads())).collect();
+    let healthy = column(&engines, |engine| u32::from(engine.is_healthy()));
+    page.gauges("worker_healthy", "1 = the worker's last health check passed", healthy)?;
+    let sent = column(&engines, |engine| engine.requests.load(Ordering::Relaxed));
+    let help = "Requests sent to the worker since it was registered";
+    page.gauges("worker_requests_sent", help, sent)?;
+    let failures = column(&engines, |engine| engine.failures.load(Ordering::Relaxed));
+    let help = "Failures of the worker since it was registered";
+    page.gauges("worker_failures_seen", help, failures)?;
+    let is_busy = column(&engines, |engine| u32::from(busy.contains(&engine.id)));
+    let help = "1 = the worker is busier than its model's thresholds allow";
+    page.gauges("worker_busy", help, is_busy)?;
+    let is_draining = column(&engines, |engine| {
+        u32::from(app.fleet.state_of(engine.id) == WorkerState::Draining)
+    });
+    let help = "1 = the worker takes no new requests (PATCH /workers/{id})";
+    page.gauges("worker_draining", help, is_draining)?;
+    let loads = pools.iter().flat_map(|pool| pool.selector.loads());
+    page.loads(&loads.map(|load| (label("worker", load.worker), load)).collect::<Vec<_>>())?;
+    // A model's prefill workers have a separate queue: the sum is reported.
+    let queues = pools.iter().filter_map(|pool| Some((&pool.name, pool.queue.as_ref()?.stats())));
+    page.queues(queues.map(|(model, stats)| (label("model", model), stats)))
 }
 
 /// Usage and limits of clients with keys.
-fn tell_clients(app: &App) {
-    let metrics = &app.metrics;
-    metrics.client_requests.clear();
-    metrics.client_tokens.clear();
-    metrics.client_in_flight.clear();
-    for (client, counts, in_flight) in app.meters.all() {
-        let label = ClientIdLabel { client: client.clone() };
-        metrics.client_in_flight.get_or_create(&label).set(in_flight as i64);
-        let tokens = counts.uncached_tokens;
-        metrics.client_tokens.get_or_create(&label).inner().store(tokens, Ordering::Relaxed);
-        for (outcome, count) in [
+fn write_clients(app: &App, page: &mut Page<'_>) -> fmt::Result {
+    let clients: Vec<_> = app.meters.all();
+    let clients: Vec<_> = clients
+        .into_iter()
+        .map(|(client, counts, in_flight)| (label("client", client), (counts, in_flight)))
+        .collect();
+    let in_flight = column(&clients, |(_, in_flight)| *in_flight);
+    let help = "Requests of each client key that are in flight";
+    page.gauges("client_requests_in_flight", help, in_flight)?;
+    let tokens = column(&clients, |(counts, _)| counts.uncached_tokens);
+    let help = "Uncached prompt tokens of each client key";
+    page.counters("client_uncached_prompt_tokens", help, tokens)?;
+    let requests = clients.iter().flat_map(|(client, (counts, _))| {
+        [
             ("served", counts.served),
             ("refused_requests", counts.requests),
             ("refused_tokens", counts.tokens),
             ("refused_concurrency", counts.concurrency),
-        ] {
-            let label = ClientLabel { client: client.clone(), outcome };
-            metrics.client_requests.get_or_create(&label).inner().store(count, Ordering::Relaxed);
-        }
-    }
+        ]
+        .map(|(outcome, count)| (and(client, "outcome", outcome), count))
+    });
+    let help = "Requests of each client key: served, or refused by requests, tokens or concurrency";
+    page.counters("client_requests", help, requests)
+}
+
+/// Trust in the workers' events, and the underlying data.
+fn write_reuse(app: &App, page: &mut Page<'_>) -> fmt::Result {
+    let unheard = evidence::unheard(app).into_keys().map(|worker| (label("worker", worker), 1));
+    let help = "1 = the worker may hold blocks that no event has reported; they earn no credit";
+    page.gauges("worker_index_incomplete", help, unheard)?;
+    let pools = app.fleet.pools();
+    let views = pools.iter().flat_map(|pool| pool.selector.reuse.views());
+    let views: Vec<_> = views.map(|(worker, view)| (label("worker", worker), view)).collect();
+    page.gauges(
+        "worker_reuse_trust",
+        "Weight of the worker's overlap, 0 to 1: lower while the engine's reported reuse contradicts its events",
+        column(&views, |view| view.credit),
+    )?;
+    page.counters(
+        "worker_reuse_predicted_tokens",
+        "Prompt tokens that the worker's events predicted, in compared answers",
+        column(&views, |view| view.predicted_tokens),
+    )?;
+    page.counters(
+        "worker_reuse_reported_tokens",
+        "Prompt tokens that the worker reported as reused, in the same answers",
+        column(&views, |view| view.reported_tokens),
+    )?;
+    let help = "1 = prompts of this form have the same tokens here and at engines of this version, 0 = they differ";
+    page.gauges("parity", help, app.parity.rows())
 }
 
 /// Requests that wait for a turn, and outcomes of earlier ones.
-fn tell_turns(app: &App) {
-    let metrics = &app.metrics;
-    metrics.turns.clear();
-    metrics.turns_waiting.clear();
-    metrics.turn_clients.clear();
-    metrics.turn_clients_forgotten.clear();
-    for pool in app.fleet.pools() {
-        let Some(room) = &pool.waiting else { continue };
-        let (stats, model) = (room.stats(), escape(&pool.name));
-        let waiting = metrics.turns_waiting.get_or_create(&ModelNameLabel { model: model.clone() });
-        waiting.set(stats.queued as i64);
-        let label = ModelNameLabel { model: model.clone() };
-        metrics.turn_clients.get_or_create(&label).set(stats.clients as i64);
-        let forgotten = metrics.turn_clients_forgotten.get_or_create(&label);
-        forgotten.inner().store(stats.forgotten_clients_total, Ordering::Relaxed);
-        for (outcome, count) in [
+fn write_turns(app: &App, page: &mut Page<'_>) -> fmt::Result {
+    let pools = app.fleet.pools();
+    let rooms = pools.iter().filter_map(|pool| Some((&pool.name, pool.waiting.as_ref()?.stats())));
+    let rooms: Vec<_> = rooms.map(|(model, stats)| (label("model", model), stats)).collect();
+    let waiting = column(&rooms, |stats| stats.queued);
+    page.gauges("turns_waiting", "Requests of a model that wait for their turn", waiting)?;
+    page.gauges(
+        "turn_clients",
+        "Clients of a model with counted turns; each name that a client uses counts as one",
+        column(&rooms, |stats| stats.clients),
+    )?;
+    page.counters(
+        "turn_clients_forgotten",
+        "Idle clients of a model that were forgotten to make room for others",
+        column(&rooms, |stats| stats.forgotten_clients_total),
+    )?;
+    let turns = rooms.iter().flat_map(|(model, stats)| {
+        [
             ("granted", stats.admitted_total),
             ("refused_queue", stats.refused_queue_total),
             ("refused_client_queue", stats.refused_client_queue_total),
             ("refused_clients", stats.refused_clients_total),
             ("expired", stats.expired_total),
             ("left", stats.cancelled_total),
-        ] {
-            let label = TurnLabel { model: model.clone(), outcome };
-            metrics.turns.get_or_create(&label).inner().store(count, Ordering::Relaxed);
-        }
-    }
+        ]
+        .map(|(outcome, count)| (and(model, "outcome", outcome), count))
+    });
+    page.counters("turns", "Requests of a model that were queued for their turn, by outcome", turns)
 }
 
-/// Requests that wait for a worker with room to prefill, and outcomes of earlier ones.
-fn tell_queues(app: &App) {
-    let metrics = &app.metrics;
-    metrics.queue_pending.clear();
-    metrics.queue_pending_tokens.clear();
-    metrics.queued.clear();
-    // A model's prefill workers have a separate queue: the sum is reported.
-    for pool in app.fleet.pools() {
-        let Some(queue) = &pool.queue else { continue };
-        let (stats, model) = (queue.stats(), escape(&pool.name));
-        let label = ModelNameLabel { model: model.clone() };
-        metrics.queue_pending.get_or_create(&label).inc_by(stats.pending as i64);
-        let tokens = stats.pending_isl_tokens as i64;
-        metrics.queue_pending_tokens.get_or_create(&label).inc_by(tokens);
-        for (outcome, count) in stats.outcomes() {
-            let label = TurnLabel { model: model.clone(), outcome };
-            metrics.queued.get_or_create(&label).inc_by(count);
+/// Loaded tokenizers, their caches, and the results of their checks.
+fn write_tokenizers(app: &App, page: &mut Page<'_>) -> fmt::Result {
+    type Part = fn(&CacheStats) -> u64;
+    let texts = app.tokenizers.loaded();
+    let (tokens, messages): (Vec<_>, Vec<_>) =
+        texts.iter().map(|text| text.model.cache_stats()).unzip();
+    let sum = |stats: &[CacheStats], part: Part| stats.iter().map(part).sum::<u64>();
+    let of_both = |part| sum(&tokens, part) + sum(&messages, part);
+    for (name, help, value) in [
+        ("hits", "Pieces of text found in the cache", sum(&tokens, |one| one.hits_total)),
+        ("misses", "Pieces of text that were tokenized", sum(&tokens, |one| one.misses_total)),
+        (
+            "message_hits",
+            "Messages of long chats found in the cache",
+            sum(&messages, |one| one.hits_total),
+        ),
+        (
+            "message_misses",
+            "Messages of long chats that were parsed",
+            sum(&messages, |one| one.misses_total),
+        ),
+        (
+            "evictions",
+            "Pieces of text and messages evicted from the cache",
+            of_both(|one| one.evictions_total),
+        ),
+        ("bytes", "Memory of cached tokens and messages", of_both(|one| one.held_bytes)),
+    ] {
+        page.gauge(&format!("tokenizer_cache_{name}"), help, value)?;
+    }
+    let mut encoders = BTreeMap::<Labels, u64>::new();
+    let mut checks = BTreeMap::<Labels, u64>::new();
+    for report in texts.iter().map(|text| text.model.tokenizer.encoder()) {
+        *encoders.entry(label("encoder", report.name())).or_default() += 1;
+        for (outcome, count) in [
+            ("same", report.checks_total - report.mismatches_total),
+            ("different", report.mismatches_total),
+            ("skipped", report.skipped_total),
+        ] {
+            *checks.entry(label("outcome", outcome)).or_default() += count;
         }
     }
+    let help = "Tokenizers in memory, by the library that makes their ids";
+    page.gauges("tokenizers", help, encoders)?;
+    let help = "Prompts selected for a second encoding by the tokenizers library, by outcome";
+    page.counters("tokenizer_checks", help, checks)
 }

@@ -25,7 +25,8 @@ use super::super::busy::{Change, list};
 use super::super::indexer::form::{Form, Params};
 use super::super::indexer::query_routes;
 use super::super::lock::Subject;
-use super::super::metrics::{CommonMetrics, RequestLabel};
+use super::super::metrics::{CommonMetrics, RequestLabel, new_registry};
+use super::super::page::Page;
 use super::super::reject::PlainReject;
 use super::super::state_file::Registrations;
 use super::super::worker_state::{Patch, worker_id};
@@ -35,7 +36,7 @@ use super::app::{App, RouterOptions};
 use super::choose::Chosen;
 use super::fleet::Fleet;
 use super::method::{Message, obey};
-use super::metrics::RouterMetrics;
+use super::metrics::{RouterMetrics, write_fleet};
 use super::request::{Choose, LoadReport, Named, NewWorker, WorkersFilter};
 
 /// Longest name for GET /why and in a header.
@@ -59,11 +60,11 @@ impl RouterApp {
         clock: Arc<dyn Clock>,
     ) -> KvResult<Self> {
         options.check()?;
-        let (common, mut registry) = CommonMetrics::new();
+        let mut registry = new_registry();
         let metrics = RouterMetrics::register(&mut registry);
         let remote = options.routing.register(&options.http, &mut registry)?;
         let intake = options.http.intake(options.max_body_bytes, &mut registry);
-        common.seal(registry);
+        let common = CommonMetrics::new(registry);
         let fleet =
             Fleet::new(options.routing.clone(), options.max_workers, Arc::clone(&catalog), clock);
         let wanted = options.routing.min_initial_workers;
@@ -408,8 +409,7 @@ async fn ready(State(app): State<Arc<App>>) -> Response {
 }
 
 pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
-    let prefix = &app.options.metrics_prefix;
-    let refill = || app.metrics.refill(&app.fleet);
-    let journal = &app.fleet.common.journal;
-    app.common.expose_with(&app.catalog, journal, prefix, refill).await
+    let (of, prefix) = (Arc::clone(&app), &app.options.metrics_prefix);
+    let read = move |page: &mut Page<'_>| write_fleet(&of.fleet, page);
+    app.common.expose(&app.fleet.common, prefix, read).await
 }
