@@ -15,13 +15,13 @@ use kvflash_core::error::Error;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
-use prometheus_client::registry::{Registry, Unit};
+use prometheus_client::registry::Registry;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, timeout_at};
 
 pub(crate) use self::rest::{Forwarded, Rest};
 use super::Reject;
-use super::metrics::CauseLabel;
+use super::metrics::{CauseLabel, add};
 
 /// Limits up to which a refused body is read and discarded before its connection is closed.
 const DISCARD_BYTES: usize = 64 * 1024 * 1024;
@@ -144,19 +144,11 @@ impl Intake {
             0 => usize::try_from((memory() / MEMORY_SHARE).max(MIN_BUFFERED)).unwrap_or(usize::MAX),
             given => given,
         };
-        let (buffered, refused) = (Gauge::default(), Family::default());
-        registry.register_with_unit(
-            "buffered_bodies",
-            "Memory of request bodies above 16 KiB, from their receipt to the end of the answer; limited by \
-             --max-buffered-bytes",
-            Unit::Bytes,
-            Gauge::clone(&buffered),
-        );
-        registry.register(
-            "bodies_refused",
-            "Request bodies refused before they were read completely, by cause",
-            Family::clone(&refused),
-        );
+        let help = "Memory of request bodies above 16 KiB, from their receipt to the end of the answer; limited by \
+                    --max-buffered-bytes";
+        let buffered = add(registry, "buffered_bodies_bytes", help, Gauge::default());
+        let help = "Request bodies refused before they were read completely, by cause";
+        let refused = add(registry, "bodies_refused", help, Family::default());
         let large = Arc::clone(large);
         let turns = Arc::new(Semaphore::new(LARGE_AT_ONCE / 1_024));
         Self {

@@ -8,14 +8,14 @@ use kvflash_core::error::Result;
 use kvflash_core::fair::{ClientName, Cost, FairConfig, Options};
 use parking_lot::Mutex;
 use prometheus_client::metrics::histogram::Histogram;
-use prometheus_client::registry::{Registry, Unit};
+use prometheus_client::registry::Registry;
 use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder};
 use tokio::time::{Instant, sleep};
 
 use super::aside::block_in_place;
 use super::gateway::turn::Identity;
 use super::gateway::turn::{FairnessOptions, WaitingRoom};
-use super::metrics::seconds_histogram;
+use super::metrics::{add, seconds_histogram};
 
 /// Runs as many jobs at once as there are cores; clients with waiting jobs take turns by bytes. A
 /// client is identified by key or address, because one client can't have many of these.
@@ -52,13 +52,8 @@ impl Compute {
         };
         let (weights, identity) = (Vec::new(), Identity::default());
         let options = FairnessOptions { queue, max_running: 1, weights, identity };
-        let waited = seconds_histogram();
-        registry.register_with_unit(
-            "tokenize_wait",
-            "Time that prompts waited for a core to be tokenized on; short and cached prompts do not wait",
-            Unit::Seconds,
-            Histogram::clone(&waited),
-        );
+        let help = "Time that prompts waited for a core to be tokenized on; short and cached prompts do not wait";
+        let waited = add(registry, "tokenize_wait_seconds", help, seconds_histogram());
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = Arc::new(Threads { cores, pool: Mutex::default() });
         Ok(Self { room: Arc::new(WaitingRoom::new(&options, clock)?), threads, cores, waited })

@@ -89,8 +89,9 @@ impl IndexerMetrics {
             return self.count(endpoint.path(), "POST", status, started);
         }
         let (requests, seconds) = self.questions[endpoint as usize].get_or_init(|| {
-            let path = ("endpoint", endpoint.path().into());
-            let seconds = self.seconds.get_or_create_owned(&[path.clone()]);
+            let path = [("endpoint", endpoint.path().into())];
+            let seconds = self.seconds.get_or_create_owned(&path);
+            let [path] = path;
             (self.requests.get_or_create_owned(&[path, ("method", "POST".into())]), seconds)
         });
         requests.inc();

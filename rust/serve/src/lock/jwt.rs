@@ -151,21 +151,12 @@ impl Tokens {
 
     /// Have checks, and changes of the file, counted in `registry`.
     pub fn register(&self, registry: &mut Registry) {
-        registry.register(
-            "jwt_checks",
-            "Tokens that came with requests: cached (right, as before), verified, refused",
-            self.checks.clone(),
-        );
-        registry.register(
-            "jwt_cached_tokens",
-            "Tokens that were found right and are not verified again",
-            self.cached.clone(),
-        );
-        registry.register(
-            "jwt_cached_tokens_evicted",
-            "Tokens that are verified again because the table of tokens was full",
-            self.evicted.clone(),
-        );
+        let help = "Tokens that came with requests: cached (right, as before), verified, refused";
+        registry.register("jwt_checks", help, self.checks.clone());
+        let help = "Tokens that were found right and are not verified again";
+        registry.register("jwt_cached_tokens", help, self.cached.clone());
+        let help = "Tokens that are verified again because the table of tokens was full";
+        registry.register("jwt_cached_tokens_evicted", help, self.evicted.clone());
         let help = "Reloads of --jwt-jwks-file, by outcome; the log has the reasons";
         self.jwks.register(registry, "jwks_renewals", help);
     }
