@@ -15,54 +15,32 @@ use super::body::{Body, Raw};
 #[derive(Debug, Default, Deserialize)]
 #[serde(expecting = "an object")]
 pub(crate) struct Envelope<'a> {
-    #[serde(borrow, default)]
+    #[serde(borrow)]
     pub model: Option<Cow<'a, str>>,
-    #[serde(borrow, default)]
     pub messages: Option<Raw<'a>>,
-    #[serde(borrow, default)]
     pub prompt: Option<Raw<'a>>,
-    #[serde(borrow, default)]
     pub stream: Option<Raw<'a>>,
-    #[serde(borrow, default)]
     pub tools: Option<Raw<'a>>,
-    #[serde(borrow, default)]
     pub documents: Option<Raw<'a>>,
-    #[serde(borrow, default)]
     pub chat_template: Option<Raw<'a>>,
-    #[serde(borrow, default)]
     pub chat_template_kwargs: Option<Raw<'a>>,
-    #[serde(borrow, default)]
     pub cache_salt: Option<Cow<'a, str>>,
-    #[serde(borrow, default)]
     pub tool_choice: Option<Raw<'a>>,
-    #[serde(borrow, default)]
     pub reasoning_effort: Option<Raw<'a>>,
-    #[serde(borrow, default)]
     pub truncate_prompt_tokens: Option<Raw<'a>>,
-    #[serde(borrow, default)]
     pub user: Option<Raw<'a>>,
-    #[serde(borrow, default)]
     pub priority: Option<Raw<'a>>,
     pub add_generation_prompt: Option<bool>,
     pub continue_final_message: Option<bool>,
     pub add_special_tokens: Option<bool>,
-    #[serde(borrow, default)]
     pub prompt_logprobs: Option<Raw<'a>>,
-    #[serde(borrow, default)]
     pub echo: Option<Raw<'a>>,
-    #[serde(borrow, default)]
     pub logprobs: Option<Raw<'a>>,
-    #[serde(borrow, default)]
     pub n: Option<Raw<'a>>,
-    #[serde(borrow, default)]
     pub best_of: Option<Raw<'a>>,
-    #[serde(borrow, default)]
     pub use_beam_search: Option<Raw<'a>>,
-    #[serde(borrow, default)]
     pub skip_reading_prefix_cache: Option<Raw<'a>>,
-    #[serde(borrow, default)]
     pub kv_transfer_params: Option<Raw<'a>>,
-    #[serde(borrow, default)]
     pub nvext: Option<Raw<'a>>,
 }
 
@@ -124,18 +102,15 @@ pub(super) struct CacheUse {
 pub(super) fn cache_use(api: Api, body: &Body) -> CacheUse {
     #[derive(Deserialize)]
     struct Outer<'a> {
-        #[serde(borrow, default)]
+        #[serde(borrow)]
         sampling_params: Option<Raw<'a>>,
-        #[serde(borrow, default)]
         logprob_start_len: Option<Raw<'a>>,
     }
     #[derive(Deserialize)]
     struct Sampling<'a> {
-        #[serde(borrow, default)]
+        #[serde(borrow)]
         n: Option<&'a RawValue>,
-        #[serde(borrow, default)]
         prompt_logprobs: Option<&'a RawValue>,
-        #[serde(borrow, default)]
         skip_reading_prefix_cache: Option<&'a RawValue>,
     }
     if !matches!(api, Api::Tokens | Api::Generate) {

@@ -30,29 +30,19 @@ const LONG_BYTES: usize = 32 * 1024;
 #[serde(expecting = "an object")]
 struct Fields<'a> {
     /// Tokens API.
-    #[serde(borrow, default)]
+    #[serde(borrow)]
     content_parts: Option<Raw<'a>>,
     /// SGLang's Generate.
-    #[serde(borrow, default)]
     input_ids: Option<Raw<'a>>,
-    #[serde(borrow, default)]
     text: Option<Raw<'a>>,
-    #[serde(borrow, default)]
     input_embeds: Option<Raw<'a>>,
-    #[serde(borrow, default)]
     image_data: Option<Raw<'a>>,
-    #[serde(borrow, default)]
     video_data: Option<Raw<'a>>,
-    #[serde(borrow, default)]
     audio_data: Option<Raw<'a>>,
-    #[serde(borrow, default)]
     lora_path: Option<Raw<'a>>,
-    #[serde(borrow, default)]
     extra_key: Option<Raw<'a>>,
     /// Responses and Messages.
-    #[serde(borrow, default)]
     previous_response_id: Option<Raw<'a>>,
-    #[serde(borrow, default)]
     thinking: Option<Raw<'a>>,
 }
 

@@ -440,7 +440,7 @@ fn resolve(
 ) -> Result<Option<(Arc<str>, Bytes)>, Reject> {
     #[derive(Deserialize)]
     struct Named<'a> {
-        #[serde(borrow, default)]
+        #[serde(borrow)]
         model: Option<Cow<'a, str>>,
     }
     let Some(aliases) = &app.aliases else { return Ok(None) };

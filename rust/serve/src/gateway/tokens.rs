@@ -304,23 +304,15 @@ fn prompt_fields(api: Api) -> (&'static str, &'static [&'static str]) {
 /// goes as it came.
 #[derive(Debug, Default, Deserialize)]
 struct Bound<'a> {
-    #[serde(borrow, default)]
+    #[serde(borrow)]
     max_completion_tokens: Option<Raw<'a>>,
-    #[serde(borrow, default)]
     max_tokens: Option<Raw<'a>>,
-    #[serde(borrow, default)]
     suffix: Option<Raw<'a>>,
-    #[serde(borrow, default)]
     prompt_embeds: Option<Raw<'a>>,
-    #[serde(borrow, default)]
     truncation_side: Option<Raw<'a>>,
-    #[serde(borrow, default)]
     return_token_offsets: Option<Raw<'a>>,
-    #[serde(borrow, default)]
     input_ids: Option<Raw<'a>>,
-    #[serde(borrow, default)]
     mm_processor_kwargs: Option<Raw<'a>>,
-    #[serde(borrow, default)]
     media_io_kwargs: Option<Raw<'a>>,
 }
 

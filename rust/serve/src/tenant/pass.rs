@@ -184,7 +184,7 @@ fn salt_of(
 ) -> Result<Option<String>, Reject> {
     #[derive(Deserialize)]
     struct Own<'a> {
-        #[serde(borrow, default)]
+        #[serde(borrow)]
         cache_salt: Option<Cow<'a, str>>,
     }
     let row = row.unwrap_or_else(|| Row::of_fields(body.has("messages")));
