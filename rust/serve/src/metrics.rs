@@ -3,10 +3,13 @@
 use std::borrow::Cow;
 use std::fmt;
 use std::ops::Deref;
+use std::sync::Arc;
 
 use axum::http::header;
 use axum::response::{IntoResponse, Response};
+use kvflash_core::catalog::Catalog;
 use kvflash_core::error::{Error, Result};
+use kvflash_core::select::Journal;
 use parking_lot::RwLock;
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::encoding::text::{encode_eof, encode_registry};
@@ -15,7 +18,6 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Metric, Registry};
 
-use super::fleet::Common;
 use super::page::{Page, Pages, column, label, split_unit};
 
 /// Maximum length of a prefix.
@@ -155,33 +157,34 @@ impl CommonMetrics {
     /// Thousands of workers take tens of milliseconds: other connections continue meanwhile.
     pub async fn expose(
         &self,
-        common: &Common,
+        catalog: &Arc<Catalog>,
+        journal: &Arc<Journal>,
         prefix: &str,
         read: impl Fn(&mut Page<'_>) -> fmt::Result + Send + Sync + 'static,
     ) -> Response {
         let _turn = self.turn.lock().await;
-        let common = common.clone();
+        let (catalog, journal) = (Arc::clone(catalog), Arc::clone(journal));
         let mut now = new_registry();
         now.register_collector(Box::new(Pages(move |page: &mut Page<'_>| {
             read(page)?;
-            read_common(page, &common)
+            read_common(page, &catalog, &journal)
         })));
         let registries = [&self.registry, &now];
         super::aside::block_in_place(|| exposition(registries, &self.more.read(), prefix))
     }
 }
 
-fn read_common(page: &mut Page<'_>, common: &Common) -> fmt::Result {
-    let events = common.catalog.event_counts();
+fn read_common(page: &mut Page<'_>, catalog: &Catalog, journal: &Journal) -> fmt::Result {
+    let events = catalog.event_counts();
     let events = events.entries().map(|(kind, value)| (label("kind", kind), value));
     page.gauges("events", "Engine events of all publishers since the start, by kind", events)?;
-    let models = page.indexes(&common.catalog)?;
+    let models = page.indexes(catalog)?;
     let predicted = column(&models, |stats| stats.predicted);
     let help = "Blocks that workers are predicted to hold soon";
     page.gauges("index_predicted_blocks", help, predicted)?;
     let workers = column(&models, |stats| stats.workers);
     page.gauges("index_workers", "Workers with indexed blocks", workers)?;
-    let journal = common.journal.stats();
+    let journal = journal.stats();
     page.gauge("decision_journal_bytes", "Memory of past decisions", journal.bytes)?;
     page.gauge("decision_journal_records", "Past decisions in memory", journal.records)?;
     let help = "Past decisions dropped for newer ones";

@@ -146,6 +146,13 @@ impl From<Error> for Reject {
     }
 }
 
+/// A refusal in the format of the OpenAI API, as what a handler returns.
+impl IntoResponse for Reject {
+    fn into_response(self) -> Response {
+        self.openai()
+    }
+}
+
 /// A refusal in the format of the router and the indexer, as what a handler returns.
 pub(super) struct PlainReject(Reject);
 

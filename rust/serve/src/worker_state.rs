@@ -9,12 +9,28 @@ use serde::Deserialize;
 use crate::Reject;
 use crate::indexer::form::parse_json;
 
+/// A part of a path.
+pub(crate) type PathText = Result<Path<String>, PathRejection>;
+
+/// The text of a part of a path, `what`.
+///
+/// # Errors
+/// 400 for text that is not UTF-8.
+pub(crate) fn text_of(what: &str, path: PathText) -> Result<String, Reject> {
+    path.map(|Path(text)| text).map_err(|error| Reject::bad_request(format!("{what}: {error}")))
+}
+
+/// A worker's key in the file of registrations.
+pub(crate) fn worker_key(id: InstanceId) -> String {
+    format!("worker/{id}")
+}
+
 /// The worker id in a path.
 ///
 /// # Errors
 /// 400 with the value instead of a number.
-pub(crate) fn worker_id(path: Result<Path<String>, PathRejection>) -> Result<InstanceId, Reject> {
-    let Path(id) = path.map_err(|error| Reject::bad_request(format!("worker id: {error}")))?;
+pub(crate) fn worker_id(path: PathText) -> Result<InstanceId, Reject> {
+    let id = text_of("worker id", path)?;
     id.parse().map_err(|_| Reject::bad_request(format!("a worker id must be a number, got {id:?}")))
 }
 

@@ -6,11 +6,11 @@ use std::sync::atomic::Ordering;
 
 use axum::Json;
 use axum::body::Body;
-use axum::extract::rejection::{PathRejection, QueryRejection};
-use axum::extract::{Path, Query, State};
+use axum::extract::rejection::QueryRejection;
+use axum::extract::{Query, State};
 use axum::http::{HeaderMap, StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
-use kvflash_core::catalog::{Trust, TrustState, Unheard};
+use kvflash_core::catalog::{Report, Trust, TrustState, Unheard};
 use kvflash_core::ids::Worker;
 use kvflash_core::policy::{AUTO, Policy};
 use kvflash_core::select::{ReuseView, WorkerReason};
@@ -27,7 +27,9 @@ use crate::gateway::call::Head;
 use crate::gateway::evidence;
 use crate::gateway::plan::{Part, Plan};
 use crate::metrics::CauseLabel;
+use crate::reject::PlainReject;
 use crate::remote::RemoteIndexer;
+use crate::worker_state::{PathText, text_of};
 use crate::{Caller, Reject};
 
 /// 200 while at least one worker can serve, else 503; the body has the state of each. Prefill-only
@@ -40,7 +42,11 @@ fn tell_health(app: &App) -> Response {
     let engines = app.fleet.engines();
     let healthy = engines.iter().filter(|engine| engine.is_healthy()).count();
     let reasons = evidence::reasons(app);
-    let is_unmatched = has_unmatched(app, &engines);
+    let reports = app.catalog.reports(|_| true);
+    // The blocks of a worker can't be matched: it does not fit its model, or its events can't be
+    // received or read.
+    let is_unmatched = engines.iter().any(|engine| engine.notes.lock().last_error.is_some())
+        || reports.iter().any(|report| report.trust.state == TrustState::Stale);
     let (status, word) = match (healthy, engines.len()) {
         _ if app.fleet.decoding().1 == 0 => (StatusCode::SERVICE_UNAVAILABLE, "unavailable"),
         (healthy, all) if healthy < all || is_unmatched || !reasons.is_empty() => {
@@ -56,20 +62,13 @@ fn tell_health(app: &App) -> Response {
         "requests_in_flight": app.in_flight(),
         "router_policy": app.options.routing.policy_name(),
         "tokenizers": app.tokenizers.loaded().iter().map(|text| text.health()).collect::<Vec<_>>(),
-        "warnings": warnings(app, &reasons),
+        "warnings": warnings(app, &engines, reports, &reasons),
         "reasons": reasons,
         "reuse": reuse(app, &engines),
         "index_incomplete": incomplete(app),
         "parity": app.parity.view(),
     });
     (status, Json(body)).into_response()
-}
-
-/// Whether the blocks of a worker can't be matched: it does not fit its model, or its events can't be
-/// received or read.
-fn has_unmatched(app: &App, engines: &[Arc<Engine>]) -> bool {
-    engines.iter().any(|engine| engine.notes.lock().last_error.is_some())
-        || app.catalog.reports(|_| true).iter().any(|of| of.trust.state == TrustState::Stale)
 }
 
 /// Workers that may hold blocks unknown to the index, and the reasons.
@@ -127,17 +126,19 @@ pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
 const SILENT_REQUESTS: u64 = 20;
 
 /// Causes of silently failing prefix matching, as text.
-fn warnings(app: &App, reasons: &[WorkerReason]) -> Vec<String> {
+fn warnings(
+    app: &App,
+    engines: &[Arc<Engine>],
+    reports: Vec<Report>,
+    reasons: &[WorkerReason],
+) -> Vec<String> {
     let mut warnings = app.outside_warnings.read().clone();
     warnings.extend(app.registrations.trouble());
     warnings.extend(app.options.routing.policies.desk().and_then(|desk| desk.trouble()));
     warnings.extend(app.options.http.lock().troubles());
     let by_caches = [AUTO, Policy::Kv.name()].contains(&app.options.routing.policy_name());
-    let publishers = app.catalog.publishers();
-    let heard: HashSet<_> =
-        publishers.iter().map(|publisher| publisher.worker.instance_id).collect();
-    let engines: BTreeMap<_, _> =
-        app.fleet.engines().into_iter().map(|engine| (engine.id, engine)).collect();
+    let heard: HashSet<_> = reports.iter().map(|report| report.view.worker.instance_id).collect();
+    let engines: BTreeMap<_, _> = engines.iter().map(|engine| (engine.id, engine)).collect();
     warnings.extend(reasons.iter().map(|reason| {
         let end = if reason.message.ends_with(['.', '?']) { "" } else { "." };
         format!("{}{end} Fix: {}", reason.message, reason.fix)
@@ -197,8 +198,7 @@ fn warnings(app: &App, reasons: &[WorkerReason]) -> Vec<String> {
             ));
         }
     }
-    for publisher in publishers {
-        let view = publisher.view();
+    for Report { view, .. } in reports {
         let worker = view.worker;
         let engine = engines.get(&worker.instance_id);
         let requests = engine.map_or(0, |engine| engine.requests.load(Ordering::Relaxed));
@@ -274,26 +274,21 @@ fn tell_models(app: &App) -> Response {
 }
 
 /// GET /v1/models/{id}, where the id may contain slashes.
-pub(super) async fn model(
-    State(app): State<Arc<App>>,
-    id: Result<Path<String>, PathRejection>,
-) -> Response {
-    match id {
-        Ok(Path(id)) => app.aside.make(|| tell_model(&app, &id)).await,
-        Err(error) => Reject::bad_request(format!("model id: {error}")).openai(),
-    }
+pub(super) async fn model(State(app): State<Arc<App>>, id: PathText) -> Result<Response, Reject> {
+    let id = text_of("model id", id)?;
+    app.aside.make(|| tell_model(&app, &id)).await
 }
 
-fn tell_model(app: &App, id: &str) -> Response {
+fn tell_model(app: &App, id: &str) -> Result<Response, Reject> {
     let Some(name) = app.names().into_iter().find(|name| name.name == id) else {
         let model = app.aliases.iter().flat_map(Aliases::all).find(|(alias, _)| *alias == id);
         let model = model.and_then(|(_, mut models)| models.next());
-        return Reject::from(app.not_served(id, model)).openai();
+        return Err(app.not_served(id, model).into());
     };
     let pools = app.fleet.pools();
     let limit = pools.iter().find(|pool| pool.name == name.base);
     let limit = limit.and_then(|pool| pool.members().max_model_len());
-    Json(card(&name, limit)).into_response()
+    Ok(Json(card(&name, limit)).into_response())
 }
 
 /// A name in the format of OpenAI's API.
@@ -322,38 +317,27 @@ pub(super) async fn set_thresholds(
     State(app): State<Arc<App>>,
     headers: HeaderMap,
     body: Body,
-) -> Response {
-    let changed = async {
-        Change::check_type(&headers)?;
-        let change = Change::parse(&app.intake.control(body).await?)?;
-        let route = app.fleet.route(&change.model).ok().flatten();
-        change.apply(route.iter().map(|route| &route.pool.selector.busy))
-    };
-    match changed.await {
-        Ok(value) => Json(value).into_response(),
-        Err(reject) => reject.plain(),
-    }
+) -> Result<Json<Value>, PlainReject> {
+    Change::check_type(&headers)?;
+    let change = Change::parse(&app.intake.control(body).await?)?;
+    let route = app.fleet.route(&change.model).ok().flatten();
+    Ok(Json(change.apply(route.iter().map(|route| &route.pool.selector.busy))?))
 }
 
 /// GET /why/{request id}: the decisions made for a request, and its outcome.
-pub(super) async fn why(
-    State(app): State<Arc<App>>,
-    id: Result<Path<String>, PathRejection>,
-) -> Response {
-    match id {
-        Ok(Path(id)) => app.aside.make(|| tell_why(&app, &id)).await,
-        Err(error) => Reject::bad_request(format!("request id: {error}")).openai(),
-    }
+pub(super) async fn why(State(app): State<Arc<App>>, id: PathText) -> Result<Response, Reject> {
+    let id = text_of("request id", id)?;
+    app.aside.make(|| tell_why(&app, &id)).await
 }
 
-fn tell_why(app: &App, id: &str) -> Response {
+fn tell_why(app: &App, id: &str) -> Result<Response, Reject> {
     let records = app.fleet.common.journal.find(id);
     if records.is_empty() {
         let message = format!(
             "no decision is stored for request {id:?}: it was not routed here, or newer decisions have replaced \
              it (--decision-journal)"
         );
-        return Reject::new(StatusCode::NOT_FOUND, message).openai();
+        return Err(Reject::new(StatusCode::NOT_FOUND, message));
     }
     let now_ms = app.fleet.common.clock.now_ms();
     let mut trusts = HashMap::new();
@@ -368,7 +352,7 @@ fn tell_why(app: &App, id: &str) -> Response {
             decision
         })
         .collect();
-    Json(json!({ "request_id": id, "decisions": decisions })).into_response()
+    Ok(Json(json!({ "request_id": id, "decisions": decisions })).into_response())
 }
 
 /// The trust in the events of each worker of a model.
@@ -442,28 +426,24 @@ pub(super) async fn explain(
     caller: Caller,
     headers: HeaderMap,
     body: Body,
-) -> Response {
-    let explained = async {
-        let Query(asked) = asked.map_err(|error| Reject::bad_request(format!("query: {error}")))?;
-        let row = asked.row()?;
-        // It costs work on behalf of a client, so it counts against the client's key like a
-        // request.
-        let _running = caller.client().map(|key| app.meters.begin(key)).transpose()?;
-        let bytes = app.intake.whole(body).await?.bytes;
-        let head = Head { uri: Uri::default(), headers, address: None, caller };
-        let plan = Plan::make(&app, row, head, String::new(), bytes, None).await?;
-        let prefill = Prefill::of(&app, &plan).await?.explain(&app).await;
-        let part = Part { is_decode_only: prefill.is_some(), ..Part::default() };
-        let decision = plan.explain(&app, part).await.map_err(Reject::from)?;
-        let made = app.aside.make(|| {
-            let trust = trust(&app, &plan.route.pool.name);
-            let mut value = with_trust(&app, decision, &trust);
-            if let Some(prefill) = prefill {
-                value["prefill"] = with_trust(&app, prefill, &trust);
-            }
-            Json(value).into_response()
-        });
-        Ok::<_, Reject>(made.await)
-    };
-    explained.await.unwrap_or_else(Reject::openai)
+) -> Result<Response, Reject> {
+    let Query(asked) = asked.map_err(|error| Reject::bad_request(format!("query: {error}")))?;
+    let row = asked.row()?;
+    // It costs work on behalf of a client, so it counts against the client's key like a request.
+    let _running = caller.client().map(|key| app.meters.begin(key)).transpose()?;
+    let bytes = app.intake.whole(body).await?.bytes;
+    let head = Head { uri: Uri::default(), headers, address: None, caller };
+    let plan = Plan::make(&app, row, head, String::new(), bytes, None).await?;
+    let prefill = Prefill::of(&app, &plan).await?.explain(&app).await;
+    let part = Part { is_decode_only: prefill.is_some(), ..Part::default() };
+    let decision = plan.explain(&app, part).await?;
+    let made = app.aside.make(|| {
+        let trust = trust(&app, &plan.route.pool.name);
+        let mut value = with_trust(&app, decision, &trust);
+        if let Some(prefill) = prefill {
+            value["prefill"] = with_trust(&app, prefill, &trust);
+        }
+        Json(value).into_response()
+    });
+    Ok(made.await)
 }

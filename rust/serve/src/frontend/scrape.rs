@@ -16,8 +16,7 @@ use crate::page::{Labels, Page, and, column, label};
 
 /// GET /metrics
 pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
-    let (common, prefix) = (&app.fleet.common, &app.options.metrics_prefix);
-    let of = Arc::clone(&app);
+    let (of, prefix) = (Arc::clone(&app), &app.options.metrics_prefix);
     let read = move |page: &mut Page<'_>| {
         page.gauge("requests_in_flight", "Requests in flight", of.in_flight())?;
         write_workers(&of, page)?;
@@ -30,7 +29,7 @@ pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
         let help = "Conversations evicted from the memory of what engines told";
         page.counter("taught_cache_evictions", help, evictions_total)
     };
-    app.common.expose(common, prefix, read).await
+    app.common.expose(&app.catalog, &app.fleet.common.journal, prefix, read).await
 }
 
 fn write_workers(app: &App, page: &mut Page<'_>) -> fmt::Result {

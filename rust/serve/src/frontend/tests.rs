@@ -9,7 +9,7 @@ use std::time::Duration;
 use axum::body::{Body, to_bytes};
 use axum::extract::{Query, State};
 use axum::http::{HeaderMap, StatusCode};
-use axum::response::Response;
+use axum::response::{IntoResponse, Response};
 use kvflash_core::catalog::{Catalog, ListenerStatus};
 use kvflash_core::clock::ManualClock;
 use kvflash_core::error::Error;
@@ -113,13 +113,13 @@ fn scrapes_at_once_tell_of_every_worker() {
 /// On a runtime with one serving thread: while `answer` waits for what `guard` holds, others are served.
 fn hold_up<A, G>(runtime: &Runtime, answer: A, guard: G)
 where
-    A: Future<Output = Response> + Send + 'static,
+    A: Future<Output: IntoResponse> + Send + 'static,
 {
     let (begun, has_begun) = mpsc::channel();
     let answer = runtime.spawn(async move {
         // No await before the answer: the thread that tells is in it.
         begun.send(()).unwrap();
-        answer.await.status()
+        answer.await.into_response().status()
     });
     has_begun.recv_timeout(DEADLINE).unwrap();
     let (served, is_served) = mpsc::channel();
@@ -291,13 +291,17 @@ fn a_worker_that_may_hold_more_than_was_heard_of_is_named_everywhere() {
     let explain = || {
         let body = Body::from(body.to_string());
         let asked = Query(admin::Asked::default());
-        json(runtime.block_on(admin::explain(
-            state(),
-            Ok(asked),
-            Caller::default(),
-            HeaderMap::new(),
-            body,
-        )))
+        json(
+            runtime
+                .block_on(admin::explain(
+                    state(),
+                    Ok(asked),
+                    Caller::default(),
+                    HeaderMap::new(),
+                    body,
+                ))
+                .unwrap(),
+        )
     };
     let incomplete = |answer: &serde_json::Value| -> Vec<bool> {
         let candidates = answer["candidates"].as_array().unwrap_or_else(|| panic!("{answer}"));

@@ -6,8 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use axum::body::Body;
-use axum::extract::rejection::PathRejection;
-use axum::extract::{Path, State};
+use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
@@ -24,7 +23,7 @@ use super::engine_spec::{EngineSpec, WorkerKey, is_prefill};
 use super::probe;
 use crate::indexer::form::parse_json;
 use crate::lock::Subject;
-use crate::worker_state::{Patch, worker_id};
+use crate::worker_state::{Patch, PathText, worker_id, worker_key};
 use crate::{Peer, Reject};
 
 /// The entry of `engine` in `GET /workers`, with these publishers and this number of requests.
@@ -115,7 +114,7 @@ impl NewWorker {
     /// # Errors
     /// 403, naming the field, the address and the flag.
     async fn check_places(&self, app: &App) -> Result<(), Reject> {
-        let allow = app.options.http.worker_allow();
+        let allow = &app.options.http.worker_allow;
         allow.check_url("url", &self.url).await?;
         for (field, address) in [("events", &self.events), ("replay", &self.replay)] {
             if let Some(address) = address {
@@ -151,14 +150,9 @@ impl NewWorker {
             other => other.into(),
         })?;
         app.fleet.set_state(engine.id, self.state)?;
-        app.registrations.put(&key(engine.id), &Self { id: Some(engine.id), ..self });
+        app.registrations.put(&worker_key(engine.id), &Self { id: Some(engine.id), ..self });
         Ok(engine)
     }
-}
-
-/// Its key in the file of registrations.
-fn key(id: InstanceId) -> String {
-    format!("worker/{id}")
 }
 
 /// Restores a worker that was registered before the start. Must be called within a tokio runtime.
@@ -174,37 +168,27 @@ pub(super) async fn add_worker(
     State(app): State<Arc<App>>,
     peer: Option<Extension<Peer>>,
     body: Body,
-) -> Response {
-    let added = async {
-        let body = app.intake.control(body).await?;
-        let new: NewWorker = parse_json(&body)
-            .map_err(|error| Reject::bad_request(format!("invalid worker: {error}")))?;
-        let registrant = peer.map(|Extension(Peer(address))| address.ip());
-        new.check_places(&app).await?;
-        new.register(&app, registrant)
-    };
-    match added.await {
-        Ok(engine) => {
-            let entry = Json(entry(&app, &engine, &[], 0));
-            let response = (StatusCode::CREATED, entry).into_response();
-            Subject::mark(response, engine.id, &engine.base)
-        }
-        Err(reject) => reject.openai(),
-    }
+) -> Result<Response, Reject> {
+    let body = app.intake.control(body).await?;
+    let new: NewWorker = parse_json(&body)
+        .map_err(|error| Reject::bad_request(format!("invalid worker: {error}")))?;
+    let registrant = peer.map(|Extension(Peer(address))| address.ip());
+    new.check_places(&app).await?;
+    let engine = new.register(&app, registrant)?;
+    let entry = Json(entry(&app, &engine, &[], 0));
+    let response = (StatusCode::CREATED, entry).into_response();
+    Ok(Subject::mark(response, engine.id, &engine.base))
 }
 
 /// DELETE /workers/{id}
 pub(super) async fn remove_worker(
     State(app): State<Arc<App>>,
-    id: Result<Path<String>, PathRejection>,
-) -> Response {
-    let removed = worker_id(id)
-        .and_then(|id| app.fleet.remove(id).map_err(Reject::from))
-        .inspect(|engine| app.registrations.remove(&key(engine.id)));
-    match removed {
-        Ok(engine) => Json(json!({ "status": "ok", "id": engine.id })).into_response(),
-        Err(reject) => reject.openai(),
-    }
+    id: PathText,
+) -> Result<Json<Value>, Reject> {
+    let id = worker_id(id)?;
+    app.fleet.remove(id)?;
+    app.registrations.remove(&worker_key(id));
+    Ok(Json(json!({ "status": "ok", "id": id })))
 }
 
 /// Booked and unfinished requests per worker.
@@ -228,24 +212,20 @@ fn entry_of(app: &App, engine: &Engine) -> Value {
 /// GET /workers/{id}
 pub(super) async fn tell_worker(
     State(app): State<Arc<App>>,
-    id: Result<Path<String>, PathRejection>,
-) -> Response {
-    let found = worker_id(id).and_then(|id| Ok(app.fleet.known(id)?));
-    found.map_or_else(Reject::openai, |engine| Json(entry_of(&app, &engine)).into_response())
+    id: PathText,
+) -> Result<Json<Value>, Reject> {
+    Ok(Json(entry_of(&app, &*app.fleet.known(worker_id(id)?)?)))
 }
 
 /// PATCH /workers/{id} {state}
 pub(super) async fn change_worker(
     State(app): State<Arc<App>>,
-    id: Result<Path<String>, PathRejection>,
+    id: PathText,
     body: Body,
-) -> Response {
-    let changed = async {
-        let id = worker_id(id)?;
-        let Patch { state } = Patch::parse(&app.intake.control(body).await?)?;
-        let engine = app.fleet.set_state(id, state)?;
-        app.registrations.amend(&key(id), "state", state);
-        Ok(Json(entry_of(&app, &engine)).into_response())
-    };
-    changed.await.unwrap_or_else(Reject::openai)
+) -> Result<Json<Value>, Reject> {
+    let id = worker_id(id)?;
+    let Patch { state } = Patch::parse(&app.intake.control(body).await?)?;
+    let engine = app.fleet.set_state(id, state)?;
+    app.registrations.amend(&worker_key(id), "state", state);
+    Ok(Json(entry_of(&app, &engine)))
 }
