@@ -2,123 +2,66 @@
 
 use std::collections::HashMap;
 
-use kvflash_core::catalog::{ListenerStatus, Report, Trust};
+use kvflash_core::catalog::Report;
 use kvflash_core::fleet::WorkerState;
-use kvflash_core::ids::{InstanceId, Worker};
-use kvflash_core::load::WorkerLoad;
-use serde::Serialize;
+use kvflash_core::ids::Worker;
 use serde_json::{Value, json};
 
 use super::app::App;
 use super::fleet::{Member, Pool};
 
-/// One entry of GET /workers.
-#[derive(Debug, Serialize)]
-pub(super) struct WorkerEntry {
-    worker_id: InstanceId,
-    model_name: String,
-    tenant_id: String,
-    url: Option<String>,
-    dp_size: u32,
-    block_size: Option<u32>,
-    /// Whether it takes new requests.
-    state: WorkerState,
-    /// Booked and unfinished requests.
-    in_flight: u64,
-    /// Whether all of its ranks are above a threshold: it gets no requests.
-    is_busy: bool,
-    /// Blocks held, all ranks and tiers.
-    blocks: usize,
-    ranks: Vec<RankEntry>,
-}
-
-#[derive(Debug, Serialize)]
-struct RankEntry {
-    dp_rank: u32,
-    /// Blocks held, all tiers.
-    blocks: usize,
-    active_blocks: u64,
-    active_prefill_tokens: u64,
-    active_requests: u32,
-    reported: Value,
-    listener: Option<Listener>,
-}
-
-#[derive(Debug, Serialize)]
-struct Listener {
-    endpoint: String,
-    replay_endpoint: Option<String>,
-    status: ListenerStatus,
-    trust: Trust,
-    last_error: Option<String>,
-    last_sequence: Option<u64>,
-    last_event_age_ms: Option<u64>,
-}
-
-impl Listener {
-    fn of(report: Report) -> Self {
-        let Report { view, trust, .. } = report;
-        Self {
-            endpoint: view.endpoint,
-            replay_endpoint: view.replay_endpoint,
-            status: view.status,
-            trust,
-            last_error: view.last_error,
-            last_sequence: view.last_sequence,
-            last_event_age_ms: view.last_event_age_ms,
-        }
-    }
-}
-
 /// All workers, optionally of one model, by model, tenant and id.
-pub(super) fn worker_entries(app: &App, model_name: Option<&str>) -> Vec<WorkerEntry> {
-    let mut entries = Vec::new();
-    for pool in app.fleet.fitting(model_name, None) {
+pub(super) fn worker_entries(app: &App, model_name: Option<&str>) -> Vec<Value> {
+    let of_pool = |pool: &Pool| {
         let reports = app.catalog.reports(|model| model.key == pool.key);
-        let mut reports: HashMap<Worker, Report> =
-            reports.into_iter().map(|report| (report.view.worker, report)).collect();
-        let loads = pool.selector.loads();
-        let busy = pool.selector.busy.busy(loads.iter().copied());
-        for member in pool.members().all() {
-            let is_busy = busy.binary_search(&member.id).is_ok();
-            entries.push(entry(&pool, member, is_busy, &loads, &mut reports));
-        }
-    }
-    entries
+        entries(pool, pool.members().all().map(|member| &**member), reports)
+    };
+    app.fleet.fitting(model_name, None).iter().flat_map(|pool| of_pool(pool)).collect()
 }
 
 /// The entry of one worker.
-pub(super) fn worker_entry(app: &App, pool: &Pool, member: &Member) -> WorkerEntry {
+pub(super) fn worker_entry(app: &App, pool: &Pool, member: &Member) -> Value {
     // A worker belongs to one pool.
     let reports = app.catalog.reports_of(member.id);
-    let mut reports = reports.into_iter().map(|report| (report.view.worker, report)).collect();
-    let loads = pool.selector.loads();
-    let busy = pool.selector.busy.busy(loads.iter().copied());
-    entry(pool, member, busy.binary_search(&member.id).is_ok(), &loads, &mut reports)
+    entries(pool, [member].into_iter(), reports).pop().unwrap_or_default()
 }
 
-fn entry(
+/// Entries of GET /workers.
+fn entries<'a>(
     pool: &Pool,
-    member: &Member,
-    is_busy: bool,
-    loads: &[WorkerLoad],
-    reports: &mut HashMap<Worker, Report>,
-) -> WorkerEntry {
-    let index = &pool.selector.model().index;
-    let engines = pool.selector.engines.all();
+    members: impl Iterator<Item = &'a Member>,
+    reports: Vec<Report>,
+) -> Vec<Value> {
+    let (selector, model) = (&pool.selector, pool.selector.model());
+    let reports: HashMap<Worker, Report> =
+        reports.into_iter().map(|report| (report.view.worker, report)).collect();
+    let (loads, engines) = (selector.loads(), selector.engines.all());
+    let busy = selector.busy.busy(loads.iter().copied());
+    let listener = |Report { view, trust, .. }: &Report| {
+        json!({
+            "endpoint": view.endpoint,
+            "replay_endpoint": view.replay_endpoint,
+            "status": view.status,
+            "trust": trust,
+            "last_error": view.last_error,
+            "last_sequence": view.last_sequence,
+            "last_event_age_ms": view.last_event_age_ms,
+        })
+    };
     let rank = |worker: Worker| {
         // Ascending by worker.
         let place = loads.binary_search_by_key(&worker, |load| load.worker).ok();
         let load = place.map(|place| loads[place]);
-        let reported = pool.selector.busy.reported(worker).unwrap_or_default();
+        let reported = selector.busy.reported(worker).unwrap_or_default();
         let engine = engines.get(&worker).copied().unwrap_or_default();
-        RankEntry {
-            dp_rank: worker.dp_rank,
-            blocks: index.blocks(worker),
-            active_blocks: load.map_or(0, |load| load.blocks),
-            active_prefill_tokens: load.map_or(0, |load| load.prefill_tokens),
-            active_requests: load.map_or(0, |load| load.requests),
-            reported: json!({
+        let (blocks, requests) = (model.index.blocks(worker), load.map_or(0, |load| load.requests));
+        let entry = json!({
+            "dp_rank": worker.dp_rank,
+            "blocks": blocks,
+            "active_blocks": load.map_or(0, |load| load.blocks),
+            "active_prefill_tokens": load.map_or(0, |load| load.prefill_tokens),
+            "active_requests": requests,
+            "reported": {
                 "kv_used_blocks": reported.kv_used_blocks,
                 "active_decode_blocks": reported.active_decode_blocks,
                 "active_prefill_tokens": reported.active_prefill_tokens,
@@ -134,30 +77,33 @@ fn entry(
                 "avg_generation_tokens": engine.avg_generation_tokens,
                 "busy_ratio": engine.busy_ratio,
                 "utilization": engine.utilization,
-            }),
-            listener: None,
-        }
+            },
+            "listener": reports.get(&worker).map(listener),
+        });
+        (entry, blocks, u64::from(requests))
     };
-    let mut ranks: Vec<RankEntry> = member.ranks().map(rank).collect();
-    for (rank, worker) in ranks.iter_mut().zip(member.ranks()) {
-        rank.listener = reports.remove(&worker).map(Listener::of);
-    }
-    WorkerEntry {
-        worker_id: member.id,
-        model_name: pool.key.model_name.clone(),
-        tenant_id: pool.key.tenant_id.clone(),
-        url: member.url.clone(),
-        dp_size: member.dp_size,
-        block_size: pool.selector.model().block_size(),
-        state: match pool.selector.draining.has(member.id) {
-            true => WorkerState::Draining,
-            false => WorkerState::Active,
-        },
-        in_flight: ranks.iter().map(|rank| u64::from(rank.active_requests)).sum(),
-        is_busy,
-        blocks: ranks.iter().map(|rank| rank.blocks).sum(),
-        ranks,
-    }
+    let entry = |member: &Member| {
+        let ranks: Vec<_> = member.ranks().map(rank).collect();
+        let is_draining = selector.draining.has(member.id);
+        json!({
+            "worker_id": member.id,
+            "model_name": pool.key.model_name,
+            "tenant_id": pool.key.tenant_id,
+            "url": member.url,
+            "dp_size": member.dp_size,
+            "block_size": model.block_size(),
+            // Whether it takes new requests.
+            "state": if is_draining { WorkerState::Draining } else { WorkerState::Active },
+            // Booked and unfinished requests.
+            "in_flight": ranks.iter().map(|(.., requests)| requests).sum::<u64>(),
+            // Whether all of its ranks are above a threshold: it gets no requests.
+            "is_busy": busy.binary_search(&member.id).is_ok(),
+            // Blocks held, all ranks and tiers.
+            "blocks": ranks.iter().map(|(_, blocks, _)| blocks).sum::<usize>(),
+            "ranks": ranks.iter().map(|(entry, ..)| entry).collect::<Vec<_>>(),
+        })
+    };
+    members.map(entry).collect()
 }
 
 /// Whether enough workers have registered, with the numbers.

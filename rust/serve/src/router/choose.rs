@@ -59,17 +59,6 @@ pub(super) struct Answer {
     session_id: Option<String>,
 }
 
-/// One entry of the response of POST /potential_loads.
-#[derive(Debug, Serialize)]
-pub(super) struct LoadAnswer {
-    worker_id: InstanceId,
-    dp_rank: u32,
-    potential_prefill_tokens: u64,
-    potential_decode_blocks: u64,
-    active_requests: u32,
-    overlap_blocks: u32,
-}
-
 impl Chosen {
     /// Finds the model, hashes the prompt, and queries the remote indexer, if there is one.
     ///
@@ -167,15 +156,17 @@ impl Chosen {
     }
 
     /// Every worker's load if it took the request.
-    pub fn potential_loads(&self) -> Result<Vec<LoadAnswer>> {
+    pub fn potential_loads(&self) -> Result<Vec<Value>> {
         let loads = self.ask(|ask| self.pool.selector.potential_loads(ask))?;
-        let entry = |load: Terms| LoadAnswer {
-            worker_id: load.worker.instance_id,
-            dp_rank: load.worker.dp_rank,
-            potential_prefill_tokens: load.prefill_tokens,
-            potential_decode_blocks: load.decode_blocks,
-            active_requests: load.active_requests,
-            overlap_blocks: load.overlap_blocks,
+        let entry = |load: Terms| {
+            json!({
+                "worker_id": load.worker.instance_id,
+                "dp_rank": load.worker.dp_rank,
+                "potential_prefill_tokens": load.prefill_tokens,
+                "potential_decode_blocks": load.decode_blocks,
+                "active_requests": load.active_requests,
+                "overlap_blocks": load.overlap_blocks,
+            })
         };
         Ok(loads.into_iter().map(entry).collect())
     }

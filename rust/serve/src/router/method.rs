@@ -3,11 +3,12 @@
 use std::net::IpAddr;
 
 use kvflash_core::error::{Error, Result};
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
+use serde_json::{Value, json};
 
 use super::super::indexer::request::TokenIds;
 use super::app::App;
-use super::choose::{Answer, Chosen, LoadAnswer};
+use super::choose::{Answer, Chosen};
 use super::request::Choose;
 
 /// A message. Its request id is in it, or in the header `x-request-id`.
@@ -60,31 +61,6 @@ pub(super) struct Urgency {
     seed: Option<u64>,
 }
 
-/// The response to a message.
-#[derive(Debug, Serialize)]
-#[serde(tag = "method", rename_all = "snake_case")]
-pub(super) enum MethodAnswer {
-    New {
-        worker_id: u64,
-        dp_rank: u32,
-        overlap_blocks: u32,
-        /// Only if the request had one: other clients expect the published response.
-        #[serde(skip_serializing_if = "Option::is_none")]
-        seed: Option<u64>,
-    },
-    PrefillMarked {
-        success: bool,
-    },
-    FreeMarked {
-        success: bool,
-    },
-    PotentialLoads {
-        loads: Vec<LoadAnswer>,
-        pending_count: usize,
-        pending_isl_tokens: u64,
-    },
-}
-
 impl About {
     fn choose(self, tokens: TokenIds) -> Choose {
         Choose {
@@ -116,7 +92,7 @@ pub(super) async fn obey(
     message: Message,
     request_id: Option<String>,
     caller: Option<IpAddr>,
-) -> Result<MethodAnswer> {
+) -> Result<Value> {
     let named = |about: About| About { request_id: about.request_id.or(request_id), ..about };
     match message {
         Message::New { tokens, about, urgency } => {
@@ -134,27 +110,42 @@ pub(super) async fn obey(
             let chosen = Chosen::understand(app, choose).await?.advised().await;
             let answer = if is_named { chosen.reserve(app).await? } else { chosen.query(app)? };
             let Answer { worker_id, dp_rank, overlap_blocks, .. } = answer;
-            Ok(MethodAnswer::New { worker_id, dp_rank, overlap_blocks, seed })
+            let mut answer = json!({
+                "method": "new",
+                "worker_id": worker_id,
+                "dp_rank": dp_rank,
+                "overlap_blocks": overlap_blocks,
+            });
+            // Only if the request had one: other clients expect the published response.
+            if let Some(seed) = seed {
+                answer["seed"] = json!(seed);
+            }
+            Ok(answer)
         }
         Message::MarkPrefill { about } => {
             let about = named(about);
             let pools = app.fleet.fitting(about.model_name.as_deref(), about.tenant_id.as_deref());
             let name = about.name()?;
             let marked = pools.iter().filter(|p| p.selector.mark_prefill_completed(name).is_ok());
-            Ok(MethodAnswer::PrefillMarked { success: marked.count() > 0 })
+            Ok(json!({ "method": "prefill_marked", "success": marked.count() > 0 }))
         }
         Message::MarkFree { about } => {
             let about = named(about);
             let pools = app.fleet.fitting(about.model_name.as_deref(), about.tenant_id.as_deref());
             let name = about.name()?;
             let freed = pools.iter().filter(|pool| pool.selector.free(name));
-            Ok(MethodAnswer::FreeMarked { success: freed.count() > 0 })
+            Ok(json!({ "method": "free_marked", "success": freed.count() > 0 }))
         }
         Message::PotentialLoads { tokens, about } => {
             let chosen = Chosen::understand(app, about.choose(tokens)).await?;
             let loads = chosen.potential_loads()?;
             let (pending_count, pending_isl_tokens) = chosen.pending();
-            Ok(MethodAnswer::PotentialLoads { loads, pending_count, pending_isl_tokens })
+            Ok(json!({
+                "method": "potential_loads",
+                "loads": loads,
+                "pending_count": pending_count,
+                "pending_isl_tokens": pending_isl_tokens,
+            }))
         }
     }
 }
