@@ -23,9 +23,9 @@ pub struct Http {
     settings: HttpSettings,
     /// What its server obeys.
     limits: ServeLimits,
-    outbound: Outbound,
-    worker_allow: WorkerAllow,
-    mask: Option<HashMask>,
+    pub(crate) outbound: Outbound,
+    pub(crate) worker_allow: WorkerAllow,
+    pub(crate) mask: Option<HashMask>,
     shutdown: Shutdown,
     /// Bytes of large bodies since they were last read.
     large: Arc<AtomicU64>,
@@ -113,24 +113,9 @@ impl Http {
         &self.shutdown
     }
 
-    /// The mask for block hashes in responses.
-    pub(crate) fn mask(&self) -> Option<HashMask> {
-        self.mask.clone()
-    }
-
     /// Authorization of callers.
     pub fn lock(&self) -> &Lock {
         &self.limits.lock
-    }
-
-    /// Outgoing connections.
-    pub(crate) fn outbound(&self) -> &Outbound {
-        &self.outbound
-    }
-
-    /// Allowed addresses of workers that are added over HTTP.
-    pub(crate) fn worker_allow(&self) -> &WorkerAllow {
-        &self.worker_allow
     }
 
     /// Reloads changed certificates for outgoing connections; call it on a timer.
@@ -146,21 +131,14 @@ impl Http {
 
     /// The reader of its bodies, of up to `max_bytes` each. Registers its metrics at `registry`.
     pub(crate) fn intake(&self, max_bytes: usize, registry: &mut Registry) -> Intake {
-        registry.register(
-            "connections_refused",
-            "Connections closed because their address had too many (--max-connections-per-address)",
-            self.limits.refused.clone(),
-        );
-        registry.register(
-            "connections_crowded_out",
-            "Connections beyond --max-connections: probes are answered, other requests get 503",
-            self.limits.crowded_out.clone(),
-        );
-        registry.register(
-            "panics",
-            "Requests answered with 500 because of a fault in kvflash",
-            self.limits.panics.clone(),
-        );
+        let help =
+            "Connections closed because their address had too many (--max-connections-per-address)";
+        registry.register("connections_refused", help, self.limits.refused.clone());
+        let help =
+            "Connections beyond --max-connections: probes are answered, other requests get 503";
+        registry.register("connections_crowded_out", help, self.limits.crowded_out.clone());
+        let help = "Requests answered with 500 because of a fault in kvflash";
+        registry.register("panics", help, self.limits.panics.clone());
         self.lock().register(registry);
         if let Some(tls) = &self.limits.tls {
             tls.register(registry);

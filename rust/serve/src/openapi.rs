@@ -4,26 +4,39 @@
 //! with the responses
 //! (`test_frontend_openapi.py`, `test_router_openapi.py`, `test_indexer_openapi.py`).
 
-use axum::http::header;
+use axum::Router;
+use axum::body::Body;
+use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
+use axum::routing::get;
 
-const FRONTEND: &str = include_str!("frontend/openapi.json");
-const INDEXER: &str = include_str!("indexer/openapi.json");
-const ROUTER: &str = include_str!("router/openapi.json");
+use super::Reject;
+use super::body::discard;
 
-pub(crate) async fn frontend() -> Response {
-    answer(FRONTEND)
+pub(crate) const FRONTEND: &str = include_str!("frontend/openapi.json");
+pub(crate) const INDEXER: &str = include_str!("indexer/openapi.json");
+pub(crate) const ROUTER: &str = include_str!("router/openapi.json");
+
+/// All routes of a router or an indexer: they serve this document and refuse what is not in it.
+pub(crate) fn complete<S: Clone + Send + Sync + 'static>(
+    routes: Router<S>,
+    document: &'static str,
+) -> Router<S> {
+    let refuse = |status, what: &'static str| {
+        async move |mut body: Body| {
+            discard(&mut body).await;
+            Reject::new(status, what).plain()
+        }
+    };
+    let absent = "no such path; GET /openapi.json lists all paths";
+    let method = "method not allowed; GET /openapi.json lists the methods of this path";
+    routes
+        .route("/openapi.json", get(async move || answer(document)))
+        .fallback(refuse(StatusCode::NOT_FOUND, absent))
+        .method_not_allowed_fallback(refuse(StatusCode::METHOD_NOT_ALLOWED, method))
 }
 
-pub(crate) async fn indexer() -> Response {
-    answer(INDEXER)
-}
-
-pub(crate) async fn router() -> Response {
-    answer(ROUTER)
-}
-
-fn answer(document: &'static str) -> Response {
+pub(crate) fn answer(document: &'static str) -> Response {
     ([(header::CONTENT_TYPE, "application/json")], document).into_response()
 }
 

@@ -17,13 +17,13 @@ use parking_lot::{Mutex, RwLock};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::histogram::Histogram;
-use prometheus_client::registry::{Registry, Unit};
+use prometheus_client::registry::Registry;
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
 use super::Http;
 use super::lock::Credential;
-use super::metrics::{OutcomeLabel, seconds_histogram};
+use super::metrics::{OutcomeLabel, add, seconds_histogram};
 use super::outbound::Connector;
 
 /// Size limit of a response: thousands of workers.
@@ -115,24 +115,16 @@ impl RemoteIndexer {
         if deadline.is_zero() {
             return Err(Error::Config("--remote-indexer-deadline must be above 0".to_owned()));
         }
-        let connector = http.outbound().connector(*deadline);
+        let connector = http.outbound.connector(*deadline);
         let client = Client::builder(TokioExecutor::new())
             .pool_timer(TokioTimer::new())
             .pool_idle_timeout(IDLE_TIMEOUT)
             .pool_max_idle_per_host(IDLE_CONNECTIONS_MAX)
             .build(connector);
-        let (lookups, seconds) = (Family::default(), seconds_histogram());
-        registry.register(
-            "remote_indexer_lookups",
-            "Queries to the remote indexer, by outcome; without an answer a request is routed by load alone",
-            Family::clone(&lookups),
-        );
-        registry.register_with_unit(
-            "remote_indexer_lookup",
-            "Time that queries to the remote indexer took, failed ones included",
-            Unit::Seconds,
-            Histogram::clone(&seconds),
-        );
+        let help = "Queries to the remote indexer, by outcome; without an answer a request is routed by load alone";
+        let lookups = add(registry, "remote_indexer_lookups", help, Family::default());
+        let help = "Time that queries to the remote indexer took, failed ones included";
+        let seconds = add(registry, "remote_indexer_lookup_seconds", help, seconds_histogram());
         let (uri, trouble) = (RwLock::new(uri), Mutex::default());
         let (deadline, credential) = (*deadline, http.lock().credential().clone());
         Ok(Self { client, uri, deadline, credential, lookups, seconds, trouble })

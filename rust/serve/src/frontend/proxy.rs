@@ -57,8 +57,8 @@ impl Upstream {
     /// `Config` for an API key that is not valid in a header.
     pub fn new(options: &FrontendOptions, api_key: Option<&str>) -> Result<Self, Error> {
         let authorization = api_key.map(|key| bearer("--worker-api-key", key)).transpose()?;
-        let (outbound, limit) = (options.http.outbound(), options.connect_timeout);
-        let allow = options.http.worker_allow().clone();
+        let (outbound, limit) = (&options.http.outbound, options.connect_timeout);
+        let allow = options.http.worker_allow.clone();
         let client = client_with(outbound.connector(limit));
         let client_of_added = client_with(outbound.connector_within(allow, limit));
         Ok(Self { client, client_of_added, authorization })

@@ -163,7 +163,7 @@ impl FrontendApp {
             .route("/explain", post(admin::explain))
             .route("/why/{id}", get(admin::why))
             .route("/busy_threshold", get(admin::thresholds).post(admin::set_thresholds))
-            .route("/openapi.json", get(openapi::frontend))
+            .route("/openapi.json", get(async || openapi::answer(openapi::FRONTEND)))
             .fallback(async |uri: Uri, mut body: Body| {
                 body::discard(&mut body).await;
                 let (form, message) = Row::missing(uri.path());

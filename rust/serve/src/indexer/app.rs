@@ -25,7 +25,7 @@ use prometheus_client::registry::Registry;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
-use super::super::body::{self, Intake, Received};
+use super::super::body::{Intake, Received};
 use super::super::metrics::check_prefix;
 use super::answer::worker_entries;
 use super::dump::{DUMP_TYPE, DumpQuery, Dumps, binary_body, digests, json_body};
@@ -98,7 +98,7 @@ impl IndexerApp {
         http: &Http,
     ) -> KvResult<(Arc<App>, Router)> {
         check_prefix(&options.metrics_prefix)?;
-        if http.mask().is_some() && !options.peers.is_empty() {
+        if http.mask.is_some() && !options.peers.is_empty() {
             return Err(Error::Config(format!(
                 "{HASH_SECRET} with --peers: replicas recover by each other's block hashes, which the secret hides; \
                  leave one of them out"
@@ -116,8 +116,8 @@ impl IndexerApp {
         }
         let app = App {
             shutdown: http.shutdown().clone(),
-            worker_allow: http.worker_allow().clone(),
-            ..App::new(catalog, options, intake, metrics, startup, http.mask())
+            worker_allow: http.worker_allow.clone(),
+            ..App::new(catalog, options, intake, metrics, startup, http.mask.clone())
         };
         app.registrations.restore(http.state_file.as_deref(), |request: Register| {
             register_at(&app.catalog, request).map_err(|error| error.to_string())
@@ -152,26 +152,9 @@ impl IndexerApp {
             .route("/workers", get(workers))
             .route("/query", post(query))
             .route("/query_by_hash", post(query_by_hash))
-            .route("/dump", get(dump))
-            .route("/openapi.json", get(openapi::indexer))
-            .fallback(async |mut body: Body| {
-                body::discard(&mut body).await;
-                Reject::new(
-                    StatusCode::NOT_FOUND,
-                    "no such path; GET /openapi.json lists all paths",
-                )
-                .plain()
-            })
-            .method_not_allowed_fallback(async |mut body: Body| {
-                body::discard(&mut body).await;
-                Reject::new(
-                    StatusCode::METHOD_NOT_ALLOWED,
-                    "method not allowed; GET /openapi.json lists the methods of this path",
-                )
-                .plain()
-            })
-            .with_state(Arc::clone(&app))
-            .layer(counted);
+            .route("/dump", get(dump));
+        let router = openapi::complete(router, openapi::INDEXER);
+        let router = router.with_state(Arc::clone(&app)).layer(counted);
         Ok((app, router))
     }
 }
@@ -439,9 +422,7 @@ async fn ready(State(app): State<Arc<App>>) -> Response {
     } else if is_ready {
         return Form::Json.respond(StatusCode::OK, &answer);
     }
-    let mut response = Form::Json.respond(StatusCode::SERVICE_UNAVAILABLE, &answer);
-    response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
-    response
+    Form::not_ready(&answer)
 }
 
 async fn register_peer(State(app): State<Arc<App>>, body: Body) -> Answer {

@@ -2,7 +2,7 @@
 
 use axum::extract::{FromRequestParts, Query};
 use axum::http::request::Parts;
-use axum::http::{HeaderMap, StatusCode, header};
+use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use rmp_serde::Deserializer as Msgpack;
 use serde::Serialize;
@@ -24,6 +24,13 @@ pub(crate) enum Form {
 }
 
 impl Form {
+    /// 503 for a readiness check that fails; the next one may come in a second.
+    pub fn not_ready(body: &impl Serialize) -> Response {
+        let mut response = Self::Json.respond(StatusCode::SERVICE_UNAVAILABLE, body);
+        response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+        response
+    }
+
     /// From `content-type`.
     pub fn of_body(headers: &HeaderMap) -> Self {
         let value = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());

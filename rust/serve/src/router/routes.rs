@@ -4,9 +4,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use axum::body::Body;
-use axum::extract::rejection::PathRejection;
-use axum::extract::{MatchedPath, Path, Request, State};
-use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::extract::{MatchedPath, Request, State};
+use axum::http::{HeaderMap, StatusCode};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::Response;
 use axum::routing::{get, post};
@@ -14,7 +13,7 @@ use axum::{Extension, Router};
 use kvflash_core::catalog::Catalog;
 use kvflash_core::clock::Clock;
 use kvflash_core::error::{Error, Result as KvResult};
-use kvflash_core::ids::{InstanceId, Worker};
+use kvflash_core::ids::Worker;
 use kvflash_core::select::StartGate;
 use parking_lot::RwLock;
 use serde::Serialize;
@@ -29,8 +28,8 @@ use super::super::metrics::{CommonMetrics, RequestLabel, new_registry};
 use super::super::page::Page;
 use super::super::reject::PlainReject;
 use super::super::state_file::Registrations;
-use super::super::worker_state::{Patch, worker_id};
-use super::super::{Peer, Reject, body, openapi};
+use super::super::worker_state::{Patch, PathText, text_of, worker_id, worker_key};
+use super::super::{Peer, Reject, openapi};
 use super::answer::{health, readiness, worker_entries, worker_entry};
 use super::app::{App, RouterOptions};
 use super::choose::Chosen;
@@ -110,7 +109,7 @@ impl RouterApp {
 }
 
 fn routes(app: &Arc<App>) -> KvResult<Router> {
-    let mut router = Router::new()
+    let routes = Router::new()
         .route("/", post(method))
         .route("/workers", get(workers).post(add_worker))
         .route("/workers/{id}", get(tell_worker).patch(change_worker).delete(remove_worker))
@@ -126,26 +125,12 @@ fn routes(app: &Arc<App>) -> KvResult<Router> {
         .route("/why/{request_id}", get(why))
         .route("/health", get(tell_health))
         .route("/ready", get(ready))
-        .route("/metrics", get(metrics))
-        .route("/openapi.json", get(openapi::router))
-        .fallback(async |mut body: Body| {
-            body::discard(&mut body).await;
-            Reject::new(StatusCode::NOT_FOUND, "no such path; GET /openapi.json lists all paths")
-                .plain()
-        })
-        .method_not_allowed_fallback(async |mut body: Body| {
-            body::discard(&mut body).await;
-            Reject::new(
-                StatusCode::METHOD_NOT_ALLOWED,
-                "method not allowed: GET /openapi.json lists the methods \
-                                                         of this path",
-            )
-            .plain()
-        })
-        .with_state(Arc::clone(app));
+        .route("/metrics", get(metrics));
+    let mut router = openapi::complete(routes, openapi::ROUTER).with_state(Arc::clone(app));
     if app.options.routing.serve_indexer {
         let catalog = Arc::clone(&app.catalog);
-        router = router.merge(query_routes(catalog, app.intake.clone(), app.options.http.mask())?);
+        router =
+            router.merge(query_routes(catalog, app.intake.clone(), app.options.http.mask.clone())?);
     }
     Ok(router.layer(from_fn_with_state(Arc::clone(app), count)))
 }
@@ -188,20 +173,15 @@ async fn add_worker(
     // Workers from flags and discovery are added again at the next start.
     let kept = new.registrant.map(|_| new.clone());
     if kept.is_some() {
-        new.check_places(app.options.http.worker_allow()).await?;
+        new.check_places(&app.options.http.worker_allow).await?;
     }
     let (pool, member) = app.fleet.add(new)?;
     if let Some(kept) = kept {
-        app.registrations.put(&key(member.id), &kept);
+        app.registrations.put(&worker_key(member.id), &kept);
     }
     let entry = worker_entry(&app, &pool, &member);
     let response = Form::of_answer(&headers).respond(StatusCode::CREATED, &entry);
     Ok(Subject::mark(response, member.id, member.url.as_deref().unwrap_or("no url")))
-}
-
-/// A worker's key in the file of registrations.
-fn key(id: InstanceId) -> String {
-    format!("worker/{id}")
 }
 
 async fn workers(
@@ -213,11 +193,7 @@ async fn workers(
     app.aside.make(|| reply_to(&headers, &entries())).await
 }
 
-async fn tell_worker(
-    State(app): State<Arc<App>>,
-    headers: HeaderMap,
-    id: Result<Path<String>, PathRejection>,
-) -> Answer {
+async fn tell_worker(State(app): State<Arc<App>>, headers: HeaderMap, id: PathText) -> Answer {
     let (pool, member) = app.fleet.known(worker_id(id)?)?;
     Ok(reply_to(&headers, &worker_entry(&app, &pool, &member)))
 }
@@ -225,24 +201,21 @@ async fn tell_worker(
 async fn change_worker(
     State(app): State<Arc<App>>,
     headers: HeaderMap,
-    id: Result<Path<String>, PathRejection>,
+    id: PathText,
     body: Body,
 ) -> Answer {
     let id = worker_id(id)?;
     let Patch { state } = app.parse(&headers, body).await?;
     app.fleet.set_state(id, state)?;
-    app.registrations.amend(&key(id), "state", state);
+    app.registrations.amend(&worker_key(id), "state", state);
     let (pool, member) = app.fleet.known(id)?;
     Ok(reply_to(&headers, &worker_entry(&app, &pool, &member)))
 }
 
-async fn remove_worker(
-    State(app): State<Arc<App>>,
-    id: Result<Path<String>, PathRejection>,
-) -> Answer {
+async fn remove_worker(State(app): State<Arc<App>>, id: PathText) -> Answer {
     let id = worker_id(id)?;
     app.fleet.remove(id)?;
-    app.registrations.remove(&key(id));
+    app.registrations.remove(&worker_key(id));
     Ok(reply(&json!({ "status": "ok", "worker_id": id })))
 }
 
@@ -358,14 +331,9 @@ async fn set_thresholds(State(app): State<Arc<App>>, headers: HeaderMap, body: B
     Ok(reply(&change.apply(pools.iter().map(|pool| &pool.selector.busy))?))
 }
 
-async fn why(
-    State(app): State<Arc<App>>,
-    headers: HeaderMap,
-    request_id: Result<Path<String>, PathRejection>,
-) -> Answer {
+async fn why(State(app): State<Arc<App>>, headers: HeaderMap, request_id: PathText) -> Answer {
     let found = || {
-        let Path(request_id) =
-            request_id.map_err(|error| Reject::bad_request(format!("request_id: {error}")))?;
+        let request_id = text_of("request_id", request_id)?;
         let now_ms = app.fleet.common.clock.now_ms();
         let records = app.fleet.common.journal.find(&request_id);
         let decisions: Vec<_> = records.iter().map(|record| record.whole(now_ms)).collect();
@@ -403,13 +371,11 @@ async fn ready(State(app): State<Arc<App>>) -> Response {
     if is_ready {
         return reply(&answer);
     }
-    let mut response = Form::Json.respond(StatusCode::SERVICE_UNAVAILABLE, &answer);
-    response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
-    response
+    Form::not_ready(&answer)
 }
 
 pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
     let (of, prefix) = (Arc::clone(&app), &app.options.metrics_prefix);
     let read = move |page: &mut Page<'_>| write_fleet(&of.fleet, page);
-    app.common.expose(&app.fleet.common, prefix, read).await
+    app.common.expose(&app.catalog, &app.fleet.common.journal, prefix, read).await
 }
