@@ -28,7 +28,7 @@ use tokio::task::JoinHandle;
 
 use super::connection::{ConnectionTimer, Guarded, RESERVED_TIME, Reserve};
 use super::lock::Lock;
-use super::tls::{Handshake, Tls, names_of_client};
+use super::tls::{DONE, FAILED, SLOW, Tls, names_of_client};
 
 /// A client that vanishes silently is noticed after silence, probes and the time for their replies;
 /// a client that reads nothing of its response after that time, too.
@@ -307,17 +307,17 @@ impl<A: App> Door<A> {
             };
             match encrypted {
                 Ok(Ok(stream)) => {
-                    tls.count(Handshake::Done);
+                    tls.count(DONE);
                     service.certified = names_of_client(&stream);
                     let stream = TokioIo::new(timer.watch(stream));
                     answer(builder.serve_connection(stream, service), shutdown).await;
                 }
                 Ok(Err(error)) => {
-                    tls.count(Handshake::Failed);
+                    tls.count(FAILED);
                     tracing::debug!(%peer, %error, "TLS handshake failed");
                 }
                 Err(_) => {
-                    tls.count(Handshake::Slow);
+                    tls.count(SLOW);
                     tracing::debug!(%peer, ?limit, "TLS handshake took too long");
                 }
             }

@@ -40,15 +40,11 @@ struct Shared {
     checks_clients: bool,
 }
 
-/// Outcome of a handshake.
-#[derive(Debug, Clone, Copy)]
-pub(super) enum Handshake {
-    Done,
-    /// The client speaks no TLS or does not trust the certificate, or it is a port scan.
-    Failed,
-    /// It timed out.
-    Slow,
-}
+/// Outcomes of handshakes.
+pub(super) const DONE: &str = "done";
+/// The client speaks no TLS or does not trust the certificate, or it is a port scan.
+pub(super) const FAILED: &str = "failed";
+pub(super) const SLOW: &str = "timeout";
 
 impl Tls {
     /// Reads the PEM files, `None` without any: the server's certificate followed by intermediate
@@ -96,33 +92,19 @@ impl Tls {
 
     /// Registers the counters of handshakes and reloads in `registry`.
     pub(super) fn register(&self, registry: &mut Registry) {
-        for outcome in [Handshake::Done, Handshake::Failed, Handshake::Slow] {
-            // Rates need zeros from the start.
-            let _ = self.handshakes_of(outcome);
+        // Rates need zeros from the start.
+        for outcome in [DONE, FAILED, SLOW] {
+            drop(self.shared.handshakes.get_or_create(&OutcomeLabel { outcome }));
         }
-        registry.register(
-            "tls_handshakes",
-            "TLS handshakes of clients, by outcome",
-            self.shared.handshakes.clone(),
-        );
-        self.shared.acceptor.register(
-            registry,
-            "tls_renewals",
-            "Reloads of --tls-cert-path, --tls-key-path and --tls-client-ca-path, by outcome; the log has the reasons",
-        );
+        let help = "TLS handshakes of clients, by outcome";
+        registry.register("tls_handshakes", help, self.shared.handshakes.clone());
+        let help = "Reloads of --tls-cert-path, --tls-key-path and --tls-client-ca-path, by outcome; the log has the reasons";
+        self.shared.acceptor.register(registry, "tls_renewals", help);
     }
 
-    pub(super) fn count(&self, handshake: Handshake) {
-        self.handshakes_of(handshake).inc();
-    }
-
-    fn handshakes_of(&self, handshake: Handshake) -> Counter {
-        let outcome = match handshake {
-            Handshake::Done => "done",
-            Handshake::Failed => "failed",
-            Handshake::Slow => "timeout",
-        };
-        self.shared.handshakes.get_or_create_owned(&OutcomeLabel { outcome })
+    /// Counts a handshake.
+    pub(super) fn count(&self, outcome: &'static str) {
+        self.shared.handshakes.get_or_create(&OutcomeLabel { outcome }).inc();
     }
 
     /// The handshake of a new connection; without a time limit.

@@ -333,22 +333,14 @@ impl Field {
         }
     }
 
+    /// The field of a code; 0 means no field.
     fn of(code: u8) -> Option<Self> {
-        match code {
-            1 => Some(Self::Prompt),
-            2 => Some(Self::KvTransferParams),
-            3 => Some(Self::InputIds),
-            _ => None,
-        }
+        let all = [Self::Prompt, Self::KvTransferParams, Self::InputIds];
+        all.into_iter().find(|field| Self::code(Some(*field)) == code)
     }
 
     fn code(field: Option<Self>) -> u8 {
-        match field {
-            None => 0,
-            Some(Self::Prompt) => 1,
-            Some(Self::KvTransferParams) => 2,
-            Some(Self::InputIds) => 3,
-        }
+        field.map_or(0, |field| field as u8 + 1)
     }
 }
 

@@ -10,7 +10,7 @@ use axum::extract::FromRequestParts;
 use axum::http::request::Parts;
 use axum::http::{Method, Request, Response};
 
-use super::keys::{Key, Pass, Role};
+use super::keys::{Key, Role};
 use crate::gateway::api::{Form, Row};
 
 /// Who sent a request: every request that came over a listener has one among its extensions.
@@ -47,12 +47,6 @@ impl Caller {
     /// The key of a client; operators' requests are not filtered.
     pub(crate) fn client(&self) -> Option<&Key> {
         self.key().filter(|key| key.role == Role::Client)
-    }
-
-    /// Whether a field or header that controls an engine passes through to it: always without a key, and for
-    /// operators.
-    pub fn may_pass(&self, pass: Pass) -> bool {
-        self.key().is_none_or(|key| key.role == Role::Admin || key.allow.contains(&pass))
     }
 
     /// Its name for the log.

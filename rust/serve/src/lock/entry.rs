@@ -8,6 +8,7 @@ use axum::body::Body;
 use axum::http::header::{AUTHORIZATION, FORWARDED, VIA, WWW_AUTHENTICATE};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode};
 use bytes::Bytes;
+use futures_util::future::OptionFuture;
 use kvflash_core::error::{Error, Result};
 use kvflash_core::log_limit::LogLimit;
 use parking_lot::Mutex;
@@ -23,6 +24,7 @@ use super::keys::{Found, KEYS_FLAG, Key, Keys, KeysFile, Role};
 use super::rules::{Face, Rules, allowed_origin, check_host_count, check_page, preflight, share};
 use crate::metrics::CauseLabel;
 use crate::outbound::is_from_here;
+use crate::reread::Reread;
 use crate::tls::CLIENT_CA_FLAG;
 use crate::{HttpSettings, Reject};
 
@@ -286,40 +288,22 @@ impl Lock {
 
     /// Look for changes of the files of keys, for ever.
     pub(crate) async fn keep_renewing(self) {
-        let (keys, credential) = (self.shared.keys.clone(), self.shared.credential.0.clone());
-        let keys = async {
-            if let Some(keys) = keys {
-                keys.keep_renewing().await;
-            }
-        };
-        let credential = async {
-            if let Some(credential) = credential {
-                credential.keep_renewing().await;
-            }
-        };
-        let tokens = self.shared.tokens.as_ref().map(|tokens| Arc::clone(&tokens.jwks));
-        let tokens = async {
-            if let Some(tokens) = tokens {
-                tokens.keep_renewing().await;
-            }
-        };
+        let Shared { keys, credential, tokens, .. } = &*self.shared;
+        let keys = OptionFuture::from(keys.clone().map(Reread::keep_renewing));
+        let credential = OptionFuture::from(credential.0.clone().map(Reread::keep_renewing));
+        let jwks = tokens.as_ref().map(|tokens| Arc::clone(&tokens.jwks));
+        let tokens = OptionFuture::from(jwks.map(Reread::keep_renewing));
         tokio::join!(keys, credential, tokens);
     }
 
     /// Have refusals and changes of keys counted in `registry`.
     pub(crate) fn register(&self, registry: &mut Registry) {
-        registry.register(
-            "lock_refused",
-            "Requests refused for their key or origin: no key, unknown key, key of another role, from another \
-             machine, from a foreign web page, from this service itself",
-            Family::clone(&self.shared.refused),
-        );
+        let help = "Requests refused for their key or origin: no key, unknown key, key of another role, from \
+                     another machine, from a foreign web page, from this service itself";
+        registry.register("lock_refused", help, self.shared.refused.clone());
         if let Some(keys) = &self.shared.keys {
-            keys.register(
-                registry,
-                "keys_renewals",
-                "Reloads of --keys-file, by outcome; the log has the reasons",
-            );
+            let help = "Reloads of --keys-file, by outcome; the log has the reasons";
+            keys.register(registry, "keys_renewals", help);
         }
         if let Some(tokens) = &self.shared.tokens {
             tokens.register(registry);
