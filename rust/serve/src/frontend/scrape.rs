@@ -67,7 +67,7 @@ fn write_workers(app: &App, page: &mut Page<'_>) -> fmt::Result {
 
 /// Usage and limits of clients with keys.
 fn write_clients(app: &App, page: &mut Page<'_>) -> fmt::Result {
-    let clients: Vec<_> = app.meters.all();
+    let clients = app.meters.all();
     let clients: Vec<_> = clients
         .into_iter()
         .map(|(client, counts, in_flight)| (label("client", client), (counts, in_flight)))

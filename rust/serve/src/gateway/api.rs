@@ -150,11 +150,7 @@ impl Verb {
 
     /// The router's filter for it.
     pub fn filter(self) -> MethodFilter {
-        match self {
-            Self::Post => MethodFilter::POST,
-            Self::Get => MethodFilter::GET,
-            Self::Delete => MethodFilter::DELETE,
-        }
+        MethodFilter::try_from(self.method()).expect("routes have filters for these methods")
     }
 }
 

@@ -269,13 +269,9 @@ async fn load(
     drop(pieces);
     let outcome: Result<Progress, TransferError> =
         reader.await.map_err(|error| format!("the recovery failed: {error}"))?;
-    match outcome {
-        Ok(progress) => {
-            startup.update(|recovery| recovery.progress = progress.clone());
-            Ok(progress)
-        }
-        Err(error) => Err(error.to_string()),
-    }
+    let progress = outcome.map_err(|error| error.to_string())?;
+    startup.update(|recovery| recovery.progress = progress.clone());
+    Ok(progress)
 }
 
 /// Passes the body on piece by piece, until it ends, the receiver is gone, or it exceeds `most`

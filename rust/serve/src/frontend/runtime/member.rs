@@ -31,20 +31,7 @@ impl Member {
 
     /// What it reported last, by rank.
     pub fn load_json(&self) -> Value {
-        let loads = self.loads.lock();
-        loads
-            .iter()
-            .map(|(rank, load)| {
-                let fields = json!({
-                    "kv_used_blocks": load.kv_used_blocks,
-                    "kv_total_blocks": load.kv_total_blocks,
-                    "active_decode_blocks": load.active_decode_blocks,
-                    "active_prefill_tokens": load.active_prefill_tokens,
-                });
-                (rank.to_string(), fields)
-            })
-            .collect::<serde_json::Map<_, _>>()
-            .into()
+        json!(*self.loads.lock())
     }
 
     /// What its card says, as engines tell it over HTTP.

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use kvflash_core::error::{Error, Result};
 use kvflash_core::fleet::EventSpec;
 use kvflash_core::ids::InstanceId;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 /// Most data-parallel ranks of a worker.
@@ -178,10 +178,11 @@ impl WorkerSpec {
 }
 
 /// A worker's own report of its load.
-#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
 pub(crate) struct LoadReport {
+    #[serde(skip_serializing)]
     pub id: InstanceId,
-    #[serde(default)]
+    #[serde(default, skip_serializing)]
     pub dp_rank: u32,
     pub kv_used_blocks: Option<u64>,
     pub kv_total_blocks: Option<u64>,
