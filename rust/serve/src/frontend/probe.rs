@@ -3,9 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::http::Uri;
 use bytes::Bytes;
-use kvflash_core::error::{Error, Result};
+use kvflash_core::error::Result;
 use kvflash_core::text::model_folder;
 use serde::Deserialize;
 use tokio::time::Instant;
@@ -36,14 +35,8 @@ const MAX_VERSION_BYTES: usize = 128;
 /// Adds an engine, and monitors it. Must be called within a tokio runtime.
 ///
 /// # Errors
-/// As [`Fleet::add`](super::fleet::Fleet::add); `Config` for the frontend's own address.
+/// As [`Fleet::add`](super::fleet::Fleet::add).
 pub(super) fn add(app: &Arc<App>, spec: EngineSpec) -> Result<Arc<Engine>> {
-    if is_at(&spec.url, &app.options.host, app.options.port) {
-        return Err(Error::Config(format!(
-            "worker url {:?} is this frontend's own address: give the engine's, or start the frontend at another port",
-            spec.url
-        )));
-    }
     let text = spec.tokenizer.as_deref().and_then(|named| {
         let folder = model_folder(named);
         let text = folder.and_then(|at| app.tokenizers.open(&at, app.options.tokenizer_cache));
@@ -290,33 +283,9 @@ async fn learn(app: &App, engine: &Engine) -> Result<EngineNotes, String> {
     Ok(notes)
 }
 
-/// Whether a URL names a server at this host and port of this machine.
-fn is_at(url: &str, host: &str, port: u16) -> bool {
-    let Ok(uri) = url.parse::<Uri>() else { return false };
-    let named = uri.host().unwrap_or_default();
-    let is_local = |host: &str| {
-        ["localhost", "127.0.0.1", "[::1]", "::1", "0.0.0.0", "[::]", "::"].contains(&host)
-    };
-    uri.port_u16() == Some(port) && (named == host || is_local(named) && is_local(host))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_frontend_knows_its_own_address() {
-        for (url, host, is_own) in [
-            ("http://127.0.0.1:8000", "0.0.0.0", true),
-            ("http://localhost:8000/v1", "127.0.0.1", true),
-            ("http://10.0.0.7:8000", "10.0.0.7", true),
-            ("http://127.0.0.1:8001", "0.0.0.0", false),
-            ("http://10.0.0.8:8000", "0.0.0.0", false),
-            ("http://127.0.0.1", "0.0.0.0", false),
-        ] {
-            assert_eq!(is_at(url, host, 8000), is_own, "{url} {host}");
-        }
-    }
 
     #[test]
     fn engines_that_stay_away_are_asked_less_and_less_often() {
