@@ -138,7 +138,7 @@ impl<T> FairQueue<T> {
             queued_at_ms: now_ms,
         };
         let place = (Reverse(options.standing), ticket.0);
-        self.clients.change(slot, |client| client.queue.insert(place, waiting));
+        self.clients.change_queue(slot, |queue| queue.insert(place, waiting));
         self.places.insert(ticket, (slot, place));
         self.deadlines.insert((deadline_ms, ticket));
         Ok(ticket)
@@ -154,13 +154,12 @@ impl<T> FairQueue<T> {
         self.raise_floor();
         let (slot, place) =
             self.clients.in_turn().take(1 + self.config.skip_limit).find_map(|slot| {
-                let queue = &self.clients.at(slot)?.queue;
-                let (&place, waiting) = queue.first_key_value()?;
+                let (&place, waiting) = self.clients.at(slot).queue.first_key_value()?;
                 fits(&waiting.item).then_some((slot, place))
             })?;
         let waiting = self.take(slot, place)?;
-        let client = self.clients.at(slot)?;
-        let expected = waiting.predicted.unwrap_or(client.predictor.length());
+        let usual = self.clients.at(slot).predictor.length();
+        let expected = waiting.predicted.unwrap_or(usual);
         let predicted = if self.config.discipline.is_predictive() { expected } else { 0.0 };
         let started_at = self.clients.counter(slot).max(self.floor);
         let paid = self.config.price.total(waiting.input, predicted);
@@ -174,7 +173,6 @@ impl<T> FairQueue<T> {
         self.running.insert(grant, running);
         let waited_ms = now_ms.saturating_sub(waiting.queued_at_ms);
         self.stats.admitted_total += 1;
-        self.stats.waited_ms_total += waited_ms;
         self.pace = Some(match self.pace {
             None => (now_ms, 0.0),
             // About the last dozen admissions count.
@@ -240,7 +238,6 @@ impl<T> FairQueue<T> {
             queued: self.places.len(),
             running: self.running.len(),
             clients: self.clients.len(),
-            waiting_clients: self.clients.waiting_len(),
             ..self.stats
         }
     }
@@ -262,8 +259,7 @@ impl<T> FairQueue<T> {
             return Err(Refusal::ClientQueueFull);
         }
         if let Some(slot) = self.clients.slot(name) {
-            let queued = self.clients.at(slot).map_or(0, |client| client.queue.len());
-            let is_full = queued >= self.config.max_queued_per_client;
+            let is_full = self.clients.at(slot).queue.len() >= self.config.max_queued_per_client;
             return if is_full { Err(Refusal::ClientQueueFull) } else { Ok(slot) };
         }
         if self.clients.len() >= self.config.max_clients {
@@ -283,8 +279,7 @@ impl<T> FairQueue<T> {
     }
 
     fn refuse(&mut self, name: ClientName<'_>, refusal: Refusal) -> Refused {
-        let slot = self.clients.slot(name).and_then(|slot| self.clients.at(slot));
-        let own = slot.map_or(0, |client| client.queue.len());
+        let own = self.clients.slot(name).map_or(0, |slot| self.clients.at(slot).queue.len());
         let (count, error) = match &refusal {
             Refusal::QueueFull => {
                 let limit = self.config.max_queued;
@@ -324,14 +319,14 @@ impl<T> FairQueue<T> {
 
     /// A client that was idle must not keep credit from that time.
     fn lift(&mut self, slot: u32) {
-        if self.clients.at(slot).is_some_and(|client| !client.queue.is_empty()) {
+        if !self.clients.at(slot).queue.is_empty() {
             return;
         }
         if self.config.discipline.lifts_within_groups() {
             self.clients.lift_within(slot);
         }
         if !self.clients.is_waiting(slot) && self.config.discipline.lifts_on_arrival() {
-            self.stats.lifted_total += u64::from(self.clients.lift(slot));
+            self.clients.lift(slot);
         }
     }
 
@@ -349,11 +344,10 @@ impl<T> FairQueue<T> {
 
     /// Removes a waiting request.
     fn take(&mut self, slot: u32, place: Place) -> Option<Waiting<T>> {
-        let waiting = self.clients.change(slot, |client| client.queue.remove(&place)).flatten()?;
+        let waiting = self.clients.change_queue(slot, |queue| queue.remove(&place))?;
         let ticket = Ticket(place.1);
         self.places.remove(&ticket);
         self.deadlines.remove(&(waiting.deadline_ms, ticket));
-        self.clients.has_left(slot);
         Some(waiting)
     }
 

@@ -9,8 +9,6 @@ pub struct FairStats {
     pub running: usize,
     /// Remembered clients.
     pub clients: usize,
-    /// Of these, clients with a waiting request.
-    pub waiting_clients: usize,
     /// Admitted requests.
     pub admitted_total: u64,
     /// Requests refused because too many waited.
@@ -23,10 +21,6 @@ pub struct FairStats {
     pub expired_total: u64,
     /// Requests cancelled while they waited.
     pub cancelled_total: u64,
-    /// Raised clients.
-    pub lifted_total: u64,
     /// Idle clients forgotten to make room.
     pub forgotten_clients_total: u64,
-    /// Total waiting time of admitted requests, in milliseconds.
-    pub waited_ms_total: u64,
 }
