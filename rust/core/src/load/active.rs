@@ -1,12 +1,10 @@
 //! Active sequences: requests that were assigned to a worker and have not ended.
 
-use hashbrown::HashMap;
-
 use super::blocks::Blocks;
 use super::blocks::WHOLE;
 use super::config::{BlockUse, LoadConfig, PrefillSpeed};
 use super::decay::Takes;
-use super::recency::Recency;
+use super::recency::Recent;
 use super::slots::{Slots, WorkerLoad};
 use crate::error::{Error, Result};
 use crate::ids::Worker;
@@ -54,7 +52,6 @@ pub struct LoadTotals {
 
 #[derive(Debug)]
 struct Request {
-    id: RequestId,
     slot: u16,
     /// Booked by another router, so it does not count against the limit.
     is_remote: bool,
@@ -102,11 +99,7 @@ pub struct ActiveSequences {
     config: LoadConfig,
     slots: Slots,
     blocks: Blocks,
-    /// A slab with reused places; `by_id` maps requests to places.
-    requests: Vec<Option<Request>>,
-    free_places: Vec<u32>,
-    by_id: HashMap<RequestId, u32>,
-    recency: Recency,
+    requests: Recent<RequestId, Request>,
     bookings: u64,
     /// Requests booked by other routers.
     remote: usize,
@@ -123,10 +116,7 @@ impl ActiveSequences {
             config,
             slots: Slots::new(estimates_queue),
             blocks: Blocks::default(),
-            requests: Vec::new(),
-            free_places: Vec::new(),
-            by_id: HashMap::new(),
-            recency: Recency::default(),
+            requests: Recent::new(usize::MAX),
             bookings: 0,
             remote: 0,
             now_ms: 0,
@@ -182,7 +172,7 @@ impl ActiveSequences {
     /// that is not in the table, [`Error::Overloaded`] at `max_requests`. Nothing changes then.
     pub fn book(&mut self, work: &Assignment<'_>, now_ms: u64) -> Result<()> {
         let Assignment { id, worker, isl_tokens, unseen_ms, is_remote, .. } = *work;
-        if self.by_id.contains_key(&id) {
+        if self.is_booked(id) {
             return Err(Error::Conflict(format!("request {} is already booked", id.0)));
         }
         let slot = self
@@ -200,7 +190,6 @@ impl ActiveSequences {
             BlockUse::Private(count) => (&[][..], count),
         };
         let request = Request {
-            id,
             slot,
             is_remote,
             private_fraction: WHOLE,
@@ -239,13 +228,7 @@ impl ActiveSequences {
         }
         counters.blocks += added + u64::from(private_blocks);
         counters.last_booked = self.bookings;
-        let place = self.free_places.pop().unwrap_or(self.requests.len() as u32);
-        if place as usize == self.requests.len() {
-            self.requests.push(None);
-        }
-        self.requests[place as usize] = Some(request);
-        self.by_id.insert(id, place);
-        self.recency.push(place);
+        self.requests.insert(id, request);
         Ok(())
     }
 
@@ -255,7 +238,7 @@ impl ActiveSequences {
     /// [`Error::Overloaded`] at `max_requests`.
     pub fn check_room(&self) -> Result<()> {
         let limit = self.config.max_requests;
-        if self.by_id.len() < limit + self.remote {
+        if self.requests.len() < limit + self.remote {
             return Ok(());
         }
         Err(Error::Overloaded(format!("{limit} requests are active, the limit (max_requests)")))
@@ -267,7 +250,7 @@ impl ActiveSequences {
     /// # Errors
     /// [`Error::NotFound`] for a request that is not booked.
     pub fn mark_prefill_completed(&mut self, id: RequestId) -> Result<()> {
-        let request = Self::request(&self.by_id, &mut self.requests, id)?;
+        let request = self.requests.get_mut(id).ok_or_else(|| not_booked(id))?;
         let tokens = std::mem::take(&mut request.prefill_tokens);
         let counters = self.slots.counters(request.slot);
         counters.queue.complete(request.number, self.now_ms);
@@ -287,10 +270,9 @@ impl ActiveSequences {
     /// [`Error::NotFound`] for a request that is not booked.
     pub fn touch(&mut self, id: RequestId, now_ms: u64) -> Result<()> {
         let now_ms = self.hear(now_ms);
-        let place = *self.by_id.get(&id).ok_or_else(|| not_booked(id))?;
-        Self::request(&self.by_id, &mut self.requests, id)?.active_at_ms = now_ms;
-        self.recency.remove(place);
-        self.recency.push(place);
+        let place = self.requests.place(id).ok_or_else(|| not_booked(id))?;
+        self.requests[place].active_at_ms = now_ms;
+        self.requests.renew(place);
         Ok(())
     }
 
@@ -306,7 +288,7 @@ impl ActiveSequences {
             return Err(Error::invalid(format!("fraction must be in 0..=1, got {fraction}")));
         }
         let fraction = (fraction * f64::from(WHOLE)).round() as u16;
-        let request = Self::request(&self.by_id, &mut self.requests, id)?;
+        let request = self.requests.get_mut(id).ok_or_else(|| not_booked(id))?;
         let (held, before) = (request.private_blocks, request.private_discount());
         request.private_blocks = request.private_blocks.saturating_add(count);
         let count = request.private_blocks - held;
@@ -323,7 +305,7 @@ impl ActiveSequences {
     /// Ends `id`, for whatever reason, including a prompt that is not prefilled yet. False for a
     /// request that is not booked, which is not an error.
     pub fn free(&mut self, id: RequestId) -> bool {
-        let place = self.by_id.get(&id).copied();
+        let place = self.requests.place(id);
         place.inspect(|&place| self.drop_request(place)).is_some()
     }
 
@@ -332,14 +314,14 @@ impl ActiveSequences {
     pub fn expire(&mut self, now_ms: u64) -> Vec<Expired> {
         let now_ms = self.hear(now_ms);
         let mut expired = Vec::new();
-        while let Some(place) = self.recency.first() {
-            let Some(request) = &self.requests[place as usize] else { break };
+        while let Some(place) = self.requests.first() {
+            let request = &self.requests[place];
             let idle_ms = now_ms - request.active_at_ms;
             if idle_ms <= self.config.expiry_ms {
                 break;
             }
             let worker = self.slots.worker(request.slot);
-            expired.push(Expired { request: request.id, worker, idle_ms });
+            expired.push(Expired { request: self.requests.key(place), worker, idle_ms });
             self.drop_request(place);
         }
         expired
@@ -352,7 +334,7 @@ impl ActiveSequences {
 
     /// Whether `id` is booked.
     pub fn is_booked(&self, id: RequestId) -> bool {
-        self.by_id.contains_key(&id)
+        self.requests.place(id).is_some()
     }
 
     /// Workers in the table.
@@ -409,11 +391,7 @@ impl ActiveSequences {
         for slot in workers.iter().filter_map(|&worker| self.slots.slot(worker)) {
             is_gone[usize::from(slot)] = true;
         }
-        let places: Vec<u32> = (0..)
-            .zip(&self.requests)
-            .filter(|(_, request)| request.as_ref().is_some_and(|r| is_gone[usize::from(r.slot)]))
-            .map(|(place, _)| place)
-            .collect();
+        let places = self.requests.places(|request| is_gone[usize::from(request.slot)]);
         for &place in &places {
             self.drop_request(place);
         }
@@ -426,22 +404,9 @@ impl ActiveSequences {
         self.now_ms
     }
 
-    /// By field, so that the caller can change the counters while it holds the request.
-    fn request<'a>(
-        by_id: &HashMap<RequestId, u32>,
-        requests: &'a mut [Option<Request>],
-        id: RequestId,
-    ) -> Result<&'a mut Request> {
-        let place = by_id.get(&id).ok_or_else(|| not_booked(id))?;
-        requests[*place as usize].as_mut().ok_or_else(|| not_booked(id))
-    }
-
     fn drop_request(&mut self, place: u32) {
-        let Some(request) = self.requests[place as usize].take() else { return };
-        self.by_id.remove(&request.id);
+        let request = self.requests.remove(place);
         self.remote -= usize::from(request.is_remote);
-        self.recency.remove(place);
-        self.free_places.push(place);
         let released = self.blocks.release(&request.hashes, request.slot);
         let counters = self.slots.counters(request.slot);
         counters.requests -= 1;

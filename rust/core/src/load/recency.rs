@@ -1,86 +1,38 @@
 //! LRU order: moving an item to the end costs the same at any size.
 
+use std::hash::Hash;
+use std::ops::{Index, IndexMut};
+
 use hashbrown::HashMap;
+use slab::Slab;
 
 const NONE: u32 = u32::MAX;
 
-#[derive(Debug, Clone, Copy)]
-struct Link {
+#[derive(Debug)]
+struct Entry<K, V> {
+    key: K,
+    value: V,
     before: u32,
     after: u32,
 }
 
-/// A doubly linked list over the places of a slab; the caller knows which places are linked.
+/// A map in the order of use, whose values keep their place: above its size the least recently used
+/// one is evicted.
 #[derive(Debug)]
-pub(crate) struct Recency {
-    links: Vec<Link>,
+pub(crate) struct Recent<K, V> {
+    max: usize,
+    by_key: HashMap<K, u32>,
+    entries: Slab<Entry<K, V>>,
     first: u32,
     last: u32,
-}
-
-impl Default for Recency {
-    fn default() -> Self {
-        Self { links: Vec::new(), first: NONE, last: NONE }
-    }
-}
-
-impl Recency {
-    /// The place that has been idle longest.
-    pub(crate) fn first(&self) -> Option<u32> {
-        (self.first != NONE).then_some(self.first)
-    }
-
-    /// Link `place`, which is not linked, as the most recent one.
-    pub(crate) fn push(&mut self, place: u32) {
-        let index = place as usize;
-        if index >= self.links.len() {
-            self.links.resize(index + 1, Link { before: NONE, after: NONE });
-        }
-        self.links[index] = Link { before: self.last, after: NONE };
-        match self.last {
-            NONE => self.first = place,
-            last => self.links[last as usize].after = place,
-        }
-        self.last = place;
-    }
-
-    /// Unlink `place`, which is linked.
-    pub(crate) fn remove(&mut self, place: u32) {
-        let Link { before, after } = self.links[place as usize];
-        match before {
-            NONE => self.first = after,
-            before => self.links[before as usize].after = after,
-        }
-        match after {
-            NONE => self.last = before,
-            after => self.links[after as usize].before = before,
-        }
-    }
-}
-
-/// A bounded LRU map: above its size the least recently used value is evicted.
-#[derive(Debug)]
-pub(crate) struct Recent<V> {
-    max: usize,
-    by_key: HashMap<u64, u32>,
-    /// Unused places are in `free`.
-    entries: Vec<(u64, V)>,
-    free: Vec<u32>,
-    recency: Recency,
     evicted: u64,
 }
 
-impl<V> Recent<V> {
+impl<K: Copy + Eq + Hash, V> Recent<K, V> {
     /// An empty map for `max` values.
     pub(crate) fn new(max: usize) -> Self {
-        Self {
-            max,
-            by_key: HashMap::new(),
-            entries: Vec::new(),
-            free: Vec::new(),
-            recency: Recency::default(),
-            evicted: 0,
-        }
+        let (by_key, entries) = (HashMap::new(), Slab::new());
+        Self { max, by_key, entries, first: NONE, last: NONE, evicted: 0 }
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -92,60 +44,123 @@ impl<V> Recent<V> {
         self.evicted
     }
 
-    /// The value of `key`; does not count as a use.
-    pub(crate) fn get(&self, key: u64) -> Option<&V> {
-        self.by_key.get(&key).map(|&place| &self.entries[place as usize].1)
+    /// The place of `key`; does not count as a use.
+    pub(crate) fn place(&self, key: K) -> Option<u32> {
+        self.by_key.get(&key).copied()
     }
 
-    pub(crate) fn get_mut(&mut self, key: u64) -> Option<&mut V> {
-        self.by_key.get(&key).map(|&place| &mut self.entries[place as usize].1)
+    /// The value of `key`; does not count as a use.
+    pub(crate) fn get(&self, key: K) -> Option<&V> {
+        self.place(key).map(|place| &self[place])
+    }
+
+    pub(crate) fn get_mut(&mut self, key: K) -> Option<&mut V> {
+        self.place(key).map(|place| &mut self[place])
+    }
+
+    /// The key of a place.
+    pub(crate) fn key(&self, place: u32) -> K {
+        self.entries[place as usize].key
+    }
+
+    /// The place that was not used for longest.
+    pub(crate) fn first(&self) -> Option<u32> {
+        (self.first != NONE).then_some(self.first)
     }
 
     /// Uses the value of `key`, created if missing.
-    pub(crate) fn touch(&mut self, key: u64, make: impl FnOnce() -> V) -> &mut V {
-        if let Some(&place) = self.by_key.get(&key) {
-            self.recency.remove(place);
-            self.recency.push(place);
-            return &mut self.entries[place as usize].1;
+    pub(crate) fn touch(&mut self, key: K, make: impl FnOnce() -> V) -> &mut V {
+        let place = match self.place(key) {
+            Some(place) => {
+                self.renew(place);
+                place
+            }
+            None => self.insert(key, make()),
+        };
+        &mut self[place]
+    }
+
+    /// Adds the value of a new key as the most recently used one.
+    pub(crate) fn insert(&mut self, key: K, value: V) -> u32 {
+        if self.len() >= self.max {
+            self.evict();
         }
-        if self.by_key.len() >= self.max
-            && let Some(place) = self.recency.first()
-        {
-            self.drop_at(place);
-            self.evicted += 1;
-        }
-        let place = self.free.pop().unwrap_or(self.entries.len() as u32);
-        match self.entries.get_mut(place as usize) {
-            Some(entry) => *entry = (key, make()),
-            None => self.entries.push((key, make())),
-        }
+        let place = self.entries.insert(Entry { key, value, before: NONE, after: NONE }) as u32;
         self.by_key.insert(key, place);
-        self.recency.push(place);
-        &mut self.entries[place as usize].1
+        self.link(place);
+        place
+    }
+
+    /// Marks the value at `place` as the most recently used one.
+    pub(crate) fn renew(&mut self, place: u32) {
+        self.unlink(place);
+        self.link(place);
+    }
+
+    /// Drops the least recently used value, if there is one.
+    pub(crate) fn evict(&mut self) -> Option<V> {
+        let value = self.remove(self.first()?);
+        self.evicted += 1;
+        Some(value)
+    }
+
+    pub(crate) fn remove(&mut self, place: u32) -> V {
+        self.unlink(place);
+        let entry = self.entries.remove(place as usize);
+        self.by_key.remove(&entry.key);
+        entry.value
     }
 
     /// Drops values while `is_old`, least recently used first; returns their number.
     pub(crate) fn drop_while(&mut self, is_old: impl Fn(&V) -> bool) -> usize {
         let before = self.len();
-        while let Some(place) = self.recency.first() {
-            if !is_old(&self.entries[place as usize].1) {
-                break;
-            }
-            self.drop_at(place);
+        while let Some(place) = self.first().filter(|&place| is_old(&self[place])) {
+            self.remove(place);
         }
         before - self.len()
     }
 
-    /// Drops all values selected by `is_gone`. Costs O(all).
-    pub(crate) fn drop_where(&mut self, is_gone: impl Fn(&V) -> bool) {
-        let held = self.by_key.values().copied();
-        let gone: Vec<u32> = held.filter(|&at| is_gone(&self.entries[at as usize].1)).collect();
-        gone.into_iter().for_each(|place| self.drop_at(place));
+    /// The places of all values that are `wanted`, in no particular order.
+    pub(crate) fn places(&self, wanted: impl Fn(&V) -> bool) -> Vec<u32> {
+        let found = self.entries.iter().filter(|(_, entry)| wanted(&entry.value));
+        found.map(|(place, _)| place as u32).collect()
     }
 
-    fn drop_at(&mut self, place: u32) {
-        self.recency.remove(place);
-        self.by_key.remove(&self.entries[place as usize].0);
-        self.free.push(place);
+    fn link(&mut self, place: u32) {
+        let before = std::mem::replace(&mut self.last, place);
+        let entry = &mut self.entries[place as usize];
+        (entry.before, entry.after) = (before, NONE);
+        *self.after(before) = place;
+    }
+
+    fn unlink(&mut self, place: u32) {
+        let Entry { before, after, .. } = self.entries[place as usize];
+        *self.after(before) = after;
+        match after {
+            NONE => self.last = before,
+            after => self.entries[after as usize].before = before,
+        }
+    }
+
+    /// What follows after a place; at first for [`NONE`].
+    fn after(&mut self, place: u32) -> &mut u32 {
+        match place {
+            NONE => &mut self.first,
+            place => &mut self.entries[place as usize].after,
+        }
+    }
+}
+
+impl<K, V> Index<u32> for Recent<K, V> {
+    type Output = V;
+
+    fn index(&self, place: u32) -> &V {
+        &self.entries[place as usize].value
+    }
+}
+
+impl<K, V> IndexMut<u32> for Recent<K, V> {
+    fn index_mut(&mut self, place: u32) -> &mut V {
+        &mut self.entries[place as usize].value
     }
 }

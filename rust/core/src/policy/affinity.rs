@@ -43,7 +43,7 @@ struct Place {
 
 #[derive(Debug)]
 struct State {
-    places: Recent<Place>,
+    places: Recent<u64, Place>,
     kept: u64,
     moved: u64,
     begun: u64,

@@ -155,7 +155,7 @@ struct Pin {
 
 /// The last full block of prompts, and the workers that answered them.
 #[derive(Debug)]
-struct Pins(Recent<Pin>);
+struct Pins(Recent<u64, Pin>);
 
 impl Pins {
     fn key(model: &str, hash: u64) -> u64 {
@@ -194,7 +194,9 @@ impl Pins {
     }
 
     fn forget(&mut self, worker: Worker) {
-        self.0.drop_where(|pin| pin.worker == worker);
+        for place in self.0.places(|pin| pin.worker == worker) {
+            self.0.remove(place);
+        }
     }
 }
 

@@ -1,12 +1,11 @@
 //! Blocks by hash, with the workers they were sent to; bounded, least recently used dropped first.
 
-use hashbrown::HashMap;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::super::settings::PrefixSettings;
 use super::holders::{Holders, Slots};
 use crate::ids::Worker;
-use crate::load::recency::Recency;
+use crate::load::recency::Recent;
 
 /// Blocks and the workers that they were sent to.
 ///
@@ -22,16 +21,12 @@ pub struct PrefixTable {
     ttl_ms: u64,
     interval_ms: u64,
     swept_ms: u64,
-    by_key: HashMap<Key, u32>,
-    entries: Vec<Entry>,
-    free: Vec<u32>,
-    recency: Recency,
+    entries: Recent<Key, Entry>,
     slots: Slots,
     /// Memory allocated for the holders of all entries.
     holder_bytes: usize,
     /// Memory of the last look-up, reused by the next.
     walk: Walk,
-    evicted: u64,
     expired: u64,
 }
 
@@ -40,7 +35,6 @@ type Key = (u64, u64);
 
 #[derive(Debug)]
 struct Entry {
-    key: Key,
     used_ms: u64,
     holders: Holders,
 }
@@ -68,7 +62,7 @@ pub struct TableStats {
 }
 
 /// Memory of an entry, its place in the hash table (filled to 7/8 at most) and in the LRU order.
-const ENTRY_BYTES: usize = size_of::<Entry>() + (size_of::<(Key, u32)>() + 1) * 8 / 7 + 8;
+const ENTRY_BYTES: usize = size_of::<(Key, Entry)>() + (size_of::<(Key, u32)>() + 1) * 8 / 7 + 8;
 
 impl PrefixTable {
     /// An empty table.
@@ -80,27 +74,27 @@ impl PrefixTable {
             ttl_ms: settings.eviction_duration_ms,
             interval_ms: settings.eviction_interval_ms,
             swept_ms: 0,
-            by_key: HashMap::new(),
-            entries: Vec::new(),
-            free: Vec::new(),
-            recency: Recency::default(),
+            entries: Recent::new(settings.max_blocks),
             slots: Slots::default(),
             holder_bytes: 0,
             walk: Walk::default(),
-            evicted: 0,
             expired: 0,
         }
     }
 
     /// Current sizes and counters.
     pub fn stats(&self) -> TableStats {
-        let (evicted, expired) = (self.evicted, self.expired);
-        TableStats { blocks: self.by_key.len() as u64, bytes: self.bytes(), evicted, expired }
+        TableStats {
+            blocks: self.entries.len() as u64,
+            bytes: self.bytes(),
+            evicted: self.entries.evicted(),
+            expired: self.expired,
+        }
     }
 
     fn bytes(&self) -> u64 {
         let walk = self.walk.steps.capacity() * size_of::<u32>();
-        (self.by_key.len() * ENTRY_BYTES + self.holder_bytes + self.slots.bytes() + walk) as u64
+        (self.entries.len() * ENTRY_BYTES + self.holder_bytes + self.slots.bytes() + walk) as u64
     }
 
     /// Sets `percents[i]`, for each eligible one of `workers`, to the contiguous share of `hashes`
@@ -144,7 +138,7 @@ impl PrefixTable {
         while let Some((place, _)) = holders {
             let taken = depths.len() as u32;
             let mut is_anybody_left = false;
-            for &slot in self.entries[place as usize].holders.slots() {
+            for &slot in self.entries[place].holders.slots() {
                 let step = &mut steps[slot as usize];
                 let is_alive = *step == taken;
                 *step += u32::from(is_alive);
@@ -204,8 +198,8 @@ impl PrefixTable {
         depth: usize,
         now_ms: u64,
     ) -> Option<(u32, usize)> {
-        let place = *self.by_key.get(&self.key(model, *hashes.get(depth)?))?;
-        let holders = &mut self.entries[place as usize].holders;
+        let place = self.entries.place(self.key(model, *hashes.get(depth)?))?;
+        let holders = &mut self.entries[place].holders;
         if !self.is_compat {
             self.holder_bytes -= holders.bytes();
             holders.prune(&mut self.slots, now_ms, self.ttl_ms);
@@ -228,16 +222,15 @@ impl PrefixTable {
         if hashes.is_empty() {
             return;
         }
-        let place_of = |&hash: &u64| self.by_key.get(&(model, hash)).copied();
+        let place_of = |&hash: &u64| self.entries.place((model, hash));
         let places: Vec<Option<u32>> = hashes.iter().map(place_of).collect();
         let missing = places.iter().filter(|place| place.is_none()).count();
-        if self.by_key.len() + missing > self.max_blocks {
+        if self.entries.len() + missing > self.max_blocks {
             // Existing blocks must not be evicted to make room for their successors.
             for &place in places.iter().flatten() {
-                self.recency.remove(place);
-                self.recency.push(place);
+                self.entries.renew(place);
             }
-            while self.by_key.len() + missing > self.max_blocks && self.evict() {}
+            while self.entries.len() + missing > self.max_blocks && self.evict() {}
         }
         let slot = self.slots.of((model, worker));
         // In reverse, so that the first block is the most recently used.
@@ -252,8 +245,8 @@ impl PrefixTable {
         if self.max_blocks == 0 {
             return;
         }
-        let place = self.by_key.get(&self.key(model, hash)).copied();
-        if place.is_none() && self.by_key.len() >= self.max_blocks {
+        let place = self.entries.place(self.key(model, hash));
+        if place.is_none() && self.entries.len() >= self.max_blocks {
             self.evict();
         }
         let slot = self.slots.of((model, worker));
@@ -262,15 +255,10 @@ impl PrefixTable {
 
     /// Records a use by the worker of `slot`, of the block at `place` or a new one.
     fn use_entry(&mut self, place: Option<u32>, key: Key, slot: u32, now_ms: u64) {
-        let place = match place {
-            Some(place) => {
-                self.recency.remove(place);
-                place
-            }
-            None => self.add(key, now_ms),
-        };
-        self.recency.push(place);
-        let entry = &mut self.entries[place as usize];
+        let new = || Entry { used_ms: now_ms, holders: Holders::default() };
+        let place = place.unwrap_or_else(|| self.entries.insert(key, new()));
+        self.entries.renew(place);
+        let entry = &mut self.entries[place];
         self.holder_bytes -= entry.holders.bytes();
         entry.used_ms = now_ms;
         entry.holders.put(&mut self.slots, slot, now_ms);
@@ -282,7 +270,7 @@ impl PrefixTable {
 
     /// Whether the block was sent to any worker.
     pub fn has(&self, model: u64, hash: u64) -> bool {
-        self.by_key.contains_key(&self.key(model, hash))
+        self.entries.place(self.key(model, hash)).is_some()
     }
 
     /// Drops all entries of `worker`.
@@ -290,12 +278,10 @@ impl PrefixTable {
     /// # Cost
     /// O(blocks).
     pub fn forget(&mut self, worker: Worker) {
-        let places: Vec<u32> = self.by_key.values().copied().collect();
-        for place in places {
-            let entry = &mut self.entries[place as usize];
-            entry.holders.forget(&mut self.slots, worker);
-            if entry.holders.slots().is_empty() {
-                self.recency.remove(place);
+        for place in self.entries.places(|_| true) {
+            let holders = &mut self.entries[place].holders;
+            holders.forget(&mut self.slots, worker);
+            if holders.slots().is_empty() {
                 self.drop_entry(place);
             }
         }
@@ -312,11 +298,10 @@ impl PrefixTable {
             }
             self.swept_ms = now_ms;
         }
-        while let Some(place) = self.recency.first() {
-            if now_ms.saturating_sub(self.entries[place as usize].used_ms) <= self.ttl_ms {
+        while let Some(place) = self.entries.first() {
+            if now_ms.saturating_sub(self.entries[place].used_ms) <= self.ttl_ms {
                 break;
             }
-            self.recency.remove(place);
             self.drop_entry(place);
             self.expired += 1;
         }
@@ -331,35 +316,17 @@ impl PrefixTable {
     }
 
     fn evict(&mut self) -> bool {
-        let Some(place) = self.recency.first() else { return false };
-        self.recency.remove(place);
-        self.drop_entry(place);
-        self.evicted += 1;
-        true
+        let gone = self.entries.evict();
+        gone.map(|entry| self.has_dropped(entry)).is_some()
     }
 
-    fn add(&mut self, key: Key, now_ms: u64) -> u32 {
-        let entry = Entry { key, used_ms: now_ms, holders: Holders::default() };
-        let place = match self.free.pop() {
-            Some(place) => {
-                self.entries[place as usize] = entry;
-                place
-            }
-            None => {
-                self.entries.push(entry);
-                self.entries.len() as u32 - 1
-            }
-        };
-        self.by_key.insert(key, place);
-        place
-    }
-
-    /// Drops an entry that is already removed from the LRU order.
     fn drop_entry(&mut self, place: u32) {
-        let entry = &mut self.entries[place as usize];
-        self.by_key.remove(&entry.key);
+        let entry = self.entries.remove(place);
+        self.has_dropped(entry);
+    }
+
+    fn has_dropped(&mut self, mut entry: Entry) {
         self.holder_bytes -= entry.holders.bytes();
         entry.holders.clear(&mut self.slots);
-        self.free.push(place);
     }
 }
