@@ -4,7 +4,6 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use hashbrown::HashMap;
 use parking_lot::Mutex;
 
 use super::ask::TokenSource;
@@ -129,13 +128,10 @@ pub struct Record {
 
 impl Record {
     pub(super) fn bytes(&self) -> usize {
-        // Twice the name, because the table of names has it, too, and some words for the entry
-        // there.
         size_of::<Self>()
-            + 2 * self.request_id.len()
+            + self.request_id.len()
             + self.alias.as_deref().map_or(0, str::len)
             + size_of_val(&*self.candidates)
-            + 64
     }
 }
 
@@ -145,19 +141,10 @@ const MAX_FOUND: usize = 16;
 #[derive(Debug, Default)]
 struct State {
     /// Oldest first; the first one has the number `first`.
-    ring: VecDeque<Kept>,
+    ring: VecDeque<Record>,
     first: u64,
-    /// The latest decision of a name.
-    by_id: HashMap<Arc<str>, u64>,
     bytes: usize,
     dropped_total: u64,
-}
-
-#[derive(Debug)]
-struct Kept {
-    record: Record,
-    /// The previous decision for the same name.
-    previous: Option<u64>,
 }
 
 /// Sizes and counters of a [`Journal`].
@@ -174,7 +161,7 @@ pub struct JournalStats {
 /// The latest decisions, as many as its limit allows; the oldest are dropped.
 ///
 /// # Cost
-/// A lock and O(1) besides the record itself.
+/// A lock and O(1) besides the record itself; [`find`](Self::find) looks at every record.
 #[derive(Debug)]
 pub struct Journal {
     limit_bytes: usize,
@@ -206,8 +193,7 @@ impl Journal {
             state.drop_oldest();
         }
         let number = state.first + state.ring.len() as u64;
-        let previous = state.by_id.insert(Arc::clone(&record.request_id), number);
-        state.ring.push_back(Kept { record, previous });
+        state.ring.push_back(record);
         state.bytes += bytes;
         number
     }
@@ -215,23 +201,18 @@ impl Journal {
     /// Changes a record, if it still exists.
     pub fn update(&self, number: u64, change: impl FnOnce(&mut Record)) {
         let mut state = self.state.lock();
-        if let Some(kept) = state.at(number) {
-            change(&mut kept.record);
+        let place = number.checked_sub(state.first).map(|place| place as usize);
+        if let Some(record) = place.and_then(|place| state.ring.get_mut(place)) {
+            change(record);
         }
     }
 
     /// The latest decisions for `request_id`, 16 at most, oldest first: several if several workers
     /// were tried.
     pub fn find(&self, request_id: &str) -> Vec<Record> {
-        let mut state = self.state.lock();
-        let mut next = state.by_id.get(request_id).copied();
-        let mut found = Vec::new();
-        while found.len() < MAX_FOUND
-            && let Some(kept) = next.and_then(|number| state.at(number))
-        {
-            found.push(kept.record.clone());
-            next = kept.previous;
-        }
+        let state = self.state.lock();
+        let of_name = state.ring.iter().rev().filter(|record| &*record.request_id == request_id);
+        let mut found: Vec<Record> = of_name.take(MAX_FOUND).cloned().collect();
         found.reverse();
         found
     }
@@ -248,16 +229,8 @@ impl Journal {
 }
 
 impl State {
-    fn at(&mut self, number: u64) -> Option<&mut Kept> {
-        let place = number.checked_sub(self.first)?;
-        self.ring.get_mut(usize::try_from(place).ok()?)
-    }
-
     fn drop_oldest(&mut self) {
-        let Some(Kept { record, .. }) = self.ring.pop_front() else { return };
-        if self.by_id.get(&record.request_id) == Some(&self.first) {
-            self.by_id.remove(&record.request_id);
-        }
+        let Some(record) = self.ring.pop_front() else { return };
         self.first += 1;
         self.bytes -= record.bytes();
         self.dropped_total += 1;
