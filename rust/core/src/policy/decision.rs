@@ -173,12 +173,12 @@ impl fmt::Display for Formula<'_> {
             ),
         };
         let requests = self.request.scale.active_request_weight;
+        let active = f64::from(self.terms.active_requests);
+        let is_charged = requests > 0.0 && self.request.block_size > 0;
+        let charge = if is_charged { requests * active } else { 0.0 };
+        let cost = weight * prefill + decode + charge;
+        let instance = worker.instance_id;
         if f.alternate() {
-            let active = f64::from(self.terms.active_requests);
-            let is_charged = requests > 0.0 && self.request.block_size > 0;
-            let charge = if is_charged { requests * active } else { 0.0 };
-            let cost = weight * prefill + decode + charge;
-            let instance = worker.instance_id;
             write!(f, "Formula for worker_{instance}: {cost:.1} = {weight:.1} * {prefill:.1} + ")?;
             write!(f, "{decode:.1}")?;
             if is_charged {
@@ -190,23 +190,16 @@ impl fmt::Display for Formula<'_> {
                 rank => write!(f, ", dp_rank: {rank})"),
             };
         }
-        if requests > 0.0 && self.request.block_size > 0 {
-            let active = self.terms.active_requests;
-            let cost = weight * prefill + decode + requests * f64::from(active);
-            return write!(
-                f,
-                "Formula for worker_id={} dp_rank={} with {overlap_blocks} cached blocks: \
-                 {cost:.3} = {weight:.3} * {} + {} + {requests:.3} * active_requests = \
-                 {weight:.3} * {prefill:.3} + {decode:.3} + {requests:.3} * {active}",
-                worker.instance_id, worker.dp_rank, names[0], names[1],
-            );
+        let rank = worker.dp_rank;
+        write!(f, "Formula for worker_id={instance} dp_rank={rank} with {overlap_blocks} cached ")?;
+        write!(f, "blocks: {cost:.3} = {weight:.3} * {} + {}", names[0], names[1])?;
+        if is_charged {
+            write!(f, " + {requests:.3} * active_requests")?;
         }
-        let cost = weight * prefill + decode;
-        write!(
-            f,
-            "Formula for worker_id={} dp_rank={} with {overlap_blocks} cached blocks: \
-             {cost:.3} = {weight:.3} * {} + {} = {weight:.3} * {prefill:.3} + {decode:.3}",
-            worker.instance_id, worker.dp_rank, names[0], names[1],
-        )
+        write!(f, " = {weight:.3} * {prefill:.3} + {decode:.3}")?;
+        if is_charged {
+            write!(f, " + {requests:.3} * {active}")?;
+        }
+        Ok(())
     }
 }

@@ -37,15 +37,17 @@ impl FromStr for Profile {
     }
 }
 
-/// How `prefix-cache` cuts a prompt.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum TokenizerKind {
-    /// Bytes of UTF-8.
-    Character,
-    /// Tokens of `cl100k_base`.
-    Tiktoken,
-    /// The model's own tokens.
-    Model,
+named! {
+    /// How `prefix-cache` cuts a prompt.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    pub enum TokenizerKind {
+        /// Bytes of UTF-8.
+        Character = "character",
+        /// Tokens of `cl100k_base`.
+        Tiktoken = "tiktoken",
+        /// The model's own tokens.
+        Model = "model",
+    }
 }
 
 /// The source of holders for `prefix-cache`.
@@ -87,17 +89,19 @@ pub struct PrefixSettings {
     pub source: PrefixSource,
 }
 
-/// Unit of the window of `vtc-basic`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum TimeUnit {
-    /// 3,600 seconds.
-    Hours,
-    /// 60 seconds.
-    Minutes,
-    /// Seconds.
-    Seconds,
-    /// Thousandths of a second.
-    Milliseconds,
+named! {
+    /// Unit of the window of `vtc-basic`.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    pub enum TimeUnit {
+        /// 3,600 seconds.
+        Hours = "hours",
+        /// 60 seconds.
+        Minutes = "minutes",
+        /// Seconds.
+        Seconds = "seconds",
+        /// Thousandths of a second.
+        Milliseconds = "milliseconds",
+    }
 }
 
 /// Settings of `vtc-basic`.

@@ -38,11 +38,8 @@ pub(super) fn settings(
         let origin = reader.origin(variable)?;
         reader.origins.push(origin);
     }
-    let tokenizer = match reader.text("PREFIX_CACHE_TOKENIZER_TYPE") {
-        "tiktoken" => TokenizerKind::Tiktoken,
-        "model" => TokenizerKind::Model,
-        _ => TokenizerKind::Character,
-    };
+    let tokenizer = TokenizerKind::from_name(reader.text("PREFIX_CACHE_TOKENIZER_TYPE"))
+        .expect("only legal values are kept");
     if !is_compat && tokenizer != TokenizerKind::Character {
         reader.replace_default("PREFIX_CACHE_BLOCK_SIZE", "16");
     }
@@ -56,12 +53,8 @@ pub(super) fn settings(
         Some(false) => PrefixSource::Table,
         None => PrefixSource::Auto,
     };
-    let time_unit = match reader.text("ROUTER_VTC_TOKEN_TRACKER_TIME_UNIT") {
-        "hours" => TimeUnit::Hours,
-        "seconds" => TimeUnit::Seconds,
-        "milliseconds" => TimeUnit::Milliseconds,
-        _ => TimeUnit::Minutes,
-    };
+    let time_unit = TimeUnit::from_name(reader.text("ROUTER_VTC_TOKEN_TRACKER_TIME_UNIT"))
+        .expect("only legal values are kept");
     Ok(Settings {
         profile,
         algorithm: Some(reader.text("ROUTING_ALGORITHM").to_owned()).filter(|a| !a.is_empty()),
