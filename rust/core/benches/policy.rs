@@ -46,12 +46,12 @@ fn main() {
             overlap_blocks: rng.random_range(0..20),
             predicted_blocks: 0,
             lower_milliblocks: 0,
-            load: Some(ActiveLoad {
+            load: ActiveLoad {
                 requests: rng.random_range(0..12),
                 prefill_tokens: rng.random_range(0..10_000),
                 blocks: rng.random_range(0..4_000),
                 ..ActiveLoad::default()
-            }),
+            },
         })
         .collect();
     let metrics: Vec<EngineMetrics> = (0..WORKERS)
@@ -163,14 +163,14 @@ fn fleet(workers: u64, blocks: u32, rng: &mut SmallRng) -> Vec<Candidate> {
             overlap_blocks: held(rng),
             predicted_blocks: 0,
             lower_milliblocks: 0,
-            load: Some(ActiveLoad {
+            load: ActiveLoad {
                 requests,
                 prefill_tokens: rng.random_range(0..10_000),
                 queued_tokens: rng.random_range(0..10_000),
                 blocks: rng.random_range(0..4_000),
                 context_tokens: u64::from(requests) * 2_000,
                 ..ActiveLoad::default()
-            }),
+            },
         }
     };
     (0..workers).map(candidate).collect()

@@ -128,8 +128,8 @@ impl Peer {
         match self.rule {
             Rule::LMetric => all
                 .map(|at| {
-                    let new =
-                        request.uncached_tokens(&found.list[at]) + found.load(at).prefill_tokens;
+                    let new = request.uncached_tokens(&found.list[at])
+                        + found.list[at].load.prefill_tokens;
                     new as f64 * (requests(at) + 1.0)
                 })
                 .collect(),

@@ -195,7 +195,7 @@ pub(super) struct PolicyCandidate {
 impl PolicyCandidate {
     fn new(py: Python<'_>, index: usize, one: &OutsideCandidate) -> PyResult<Self> {
         let OutsideCandidate { candidate, metrics, terms } = one;
-        let load = candidate.load.unwrap_or_default();
+        let load = candidate.load;
         Ok(Self {
             index,
             worker_id: candidate.worker.instance_id,

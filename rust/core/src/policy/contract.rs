@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock};
 
 use rand::RngCore;
 
-use super::cost::{ActiveLoad, Candidate, CandidateCost, RequestTerms};
+use super::cost::{Candidate, CandidateCost, RequestTerms};
 use super::decision::Choice;
 use super::desk::Desk;
 use super::engine::EngineMetrics;
@@ -98,7 +98,7 @@ pub trait RoutePolicy: fmt::Debug + Send + Sync {
         None
     }
 
-    /// Whether it uses [`ActiveLoad::queued_tokens`], which the load table then maintains.
+    /// Whether it uses [`ActiveLoad::queued_tokens`](super::ActiveLoad::queued_tokens), which the load table then maintains.
     fn estimates_queue(&self) -> bool {
         false
     }
@@ -273,14 +273,9 @@ impl<'a> Candidates<'a> {
         self.metrics.get(index).copied().unwrap_or_default()
     }
 
-    /// Active requests of candidate `index` as booked here; 0 if it is not in the load table.
+    /// Active requests of candidate `index` as booked here.
     pub fn requests(&self, index: usize) -> u32 {
-        self.list[index].load.map_or(0, |load| load.requests)
-    }
-
-    /// The load of candidate `index`; idle if it is not in the load table.
-    pub fn load(&self, index: usize) -> ActiveLoad {
-        self.list[index].load.unwrap_or_default()
+        self.list[index].load.requests
     }
 
     /// Requests on the engine of candidate `index`: its own count, or the bookings here if engines

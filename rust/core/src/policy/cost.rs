@@ -103,8 +103,8 @@ pub struct Candidate {
     /// Saving of further blocks that it holds in host memory or on disks, in thousandths of a block
     /// to prefill.
     pub lower_milliblocks: u32,
-    /// Its load; `None` if it is not in the load table.
-    pub load: Option<ActiveLoad>,
+    /// Its load.
+    pub load: ActiveLoad,
 }
 
 impl Candidate {
@@ -154,7 +154,7 @@ pub struct Terms {
     /// Saving of blocks in host memory and on disks besides these, in thousandths of a block to
     /// prefill.
     pub lower_milliblocks: u32,
-    /// Active requests, without this one; 0 if the worker is not in the load table.
+    /// Active requests, without this one.
     pub active_requests: u32,
     /// Tokens to prefill, including those of active requests.
     pub prefill_tokens: u64,
@@ -187,9 +187,8 @@ impl RequestTerms {
     /// `kv`: `overlap_score_weight * prefill_blocks + decode_blocks`; while the block size is
     /// unknown, `overlap_score_weight * prefill_tokens + active requests`. With another [`KvScale`]
     /// the first product uses `prefill_load_scale * max(0, queued and own blocks - credit *
-    /// overlap)`, and active requests are added with their weight. A worker that is not in the load
-    /// table counts as idle and gets no credit for overlap. After a predicted overlap, a remainder
-    /// of less than a block costs nothing, so that the same prompt is not computed again elsewhere.
+    /// overlap)`, and active requests are added with their weight. After a predicted overlap, a remainder of
+    /// less than a block costs nothing, so that the same prompt is not computed again elsewhere.
     /// Blocks in host memory and on disks count by their weight, after those of the device.
     /// `least_loaded` and `power_of_two`: the load of the candidate, whatever the request.
     ///
@@ -232,36 +231,31 @@ impl RequestTerms {
     #[inline(always)]
     fn without_cost(&self, is_plain: bool, candidate: &Candidate) -> Terms {
         let block_size = u64::from(self.block_size);
-        let (prefill_tokens, decode_blocks) = match &candidate.load {
-            Some(load) => {
-                // An overlap longer than the prompt is an error of its source and saves no more.
-                let lower_tokens = match candidate.lower_milliblocks {
-                    0 => 0,
-                    lower => (u64::from(lower) * block_size).saturating_add(500) / 1_000,
-                };
-                let cached_tokens =
-                    (u64::from(candidate.overlap_blocks) * block_size).saturating_add(lower_tokens);
-                let own_tokens = self.isl_tokens.saturating_sub(cached_tokens);
-                let is_twin = candidate.predicted_blocks > 0 && own_tokens < block_size;
-                let own_tokens = if is_twin { 0 } else { own_tokens };
-                let own_blocks = self.tracked_blocks.saturating_sub(load.shared_blocks);
-                let prefill_tokens = load.prefill_tokens.saturating_add(own_tokens);
-                (prefill_tokens, load.blocks.saturating_add(u64::from(own_blocks)))
-            }
-            None => (self.isl_tokens, self.isl_tokens.checked_div(block_size).unwrap_or(0)),
+        let load = &candidate.load;
+        // An overlap longer than the prompt is an error of its source and saves no more.
+        let lower_tokens = match candidate.lower_milliblocks {
+            0 => 0,
+            lower => (u64::from(lower) * block_size).saturating_add(500) / 1_000,
         };
+        let cached_tokens =
+            (u64::from(candidate.overlap_blocks) * block_size).saturating_add(lower_tokens);
+        let own_tokens = self.isl_tokens.saturating_sub(cached_tokens);
+        let is_twin = candidate.predicted_blocks > 0 && own_tokens < block_size;
+        let own_tokens = if is_twin { 0 } else { own_tokens };
+        let own_blocks = self.tracked_blocks.saturating_sub(load.shared_blocks);
+        let prefill_tokens = load.prefill_tokens.saturating_add(own_tokens);
+        let decode_blocks = load.blocks.saturating_add(u64::from(own_blocks));
         let prefill_blocks = self.blocks_of(prefill_tokens);
-        let weighed_prefill_blocks = match &candidate.load {
-            _ if is_plain || block_size == 0 => prefill_blocks,
-            None => self.scale.prefill_load_scale * prefill_blocks,
-            Some(_) => self.weigh(candidate, prefill_blocks),
+        let weighed_prefill_blocks = match is_plain || block_size == 0 {
+            true => prefill_blocks,
+            false => self.weigh(candidate, prefill_blocks),
         };
         Terms {
             worker: candidate.worker,
             overlap_blocks: candidate.overlap_blocks,
             predicted_blocks: candidate.predicted_blocks,
             lower_milliblocks: candidate.lower_milliblocks,
-            active_requests: candidate.load.as_ref().map_or(0, |load| load.requests),
+            active_requests: load.requests,
             prefill_tokens,
             prefill_blocks,
             weighed_prefill_blocks,
@@ -285,9 +279,7 @@ impl RequestTerms {
                     + self.scale.active_request_weight * requests
             }
             Policy::LeastLoaded | Policy::PowerOfTwo => {
-                let load = candidate.load.as_ref();
-                let (blocks, tokens) =
-                    load.map_or((0, 0), |load| (load.blocks, load.prefill_tokens));
+                let ActiveLoad { blocks, prefill_tokens: tokens, .. } = candidate.load;
                 match self.block_size {
                     0 => tokens as f64,
                     _ => blocks as f64 + self.blocks_of(tokens),
@@ -308,7 +300,7 @@ impl RequestTerms {
     /// Blocks to prefill as weighed by [`KvScale`]; `prefill_blocks` excludes the overlap.
     fn weigh(&self, candidate: &Candidate, prefill_blocks: f64) -> f64 {
         let overlap = f64::from(candidate.overlap_blocks);
-        let queued = candidate.load.map_or(0, |load| load.prefill_tokens);
+        let queued = candidate.load.prefill_tokens;
         let excess = self.blocks_of(queued.saturating_sub(self.least_prefill_tokens));
         let fading = self.scale.overlap_score_credit_decay * excess;
         let share = fading / self.blocks_of(self.isl_tokens.max(1));

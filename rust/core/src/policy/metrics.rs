@@ -15,7 +15,6 @@ fn each(
 
 /// Active requests, as this router booked them.
 pub(super) fn requests(candidates: &Candidates<'_>, values: &mut Values) {
-    // A worker that is not in the load table counts as idle.
     let requests = |index| Some(f64::from(candidates.requests(index)));
     values.extend((0..candidates.len()).map(requests));
 }

@@ -88,26 +88,18 @@ impl RoutePolicy for Outside {
     ) -> Option<Choice> {
         let fallback = select(Policy::Kv, &context.request, candidates.list, costs, rng)?.choice;
         let Some(advice) = context.advice else { return Some(fallback) };
-        let mut best: Option<(f64, usize)> = None;
-        let (mut ties, mut next) = (0, f64::NEG_INFINITY);
-        for (index, one) in candidates.list.iter().enumerate() {
-            let Some(score) = advice.score(one.worker) else { continue };
-            match best {
-                Some((high, held))
-                    if score < high || (score == high && !cheaper(costs, index, held)) =>
-                {
-                    next = next.max(score);
-                    ties += usize::from(score == high);
-                }
-                _ => {
-                    let high = best.map_or(f64::NEG_INFINITY, |(high, _)| high);
-                    next = next.max(high);
-                    ties = if score == high { ties + 1 } else { 1 };
-                    best = Some((score, index));
-                }
-            }
-        }
-        let Some((score, index)) = best else { return Some(fallback) };
+        let scored = candidates.list.iter().enumerate();
+        let scored = scored.filter_map(|(at, one)| Some((at, advice.score(one.worker)?)));
+        let scored: Vec<(usize, f64)> = scored.collect();
+        let high = scored.iter().map(|(_, score)| *score).fold(f64::NEG_INFINITY, f64::max);
+        let best = scored.iter().filter(|(_, score)| *score == high);
+        let ties = best.clone().count();
+        let Some(&(index, score)) = best.min_by(|a, b| costs[a.0].cost.total_cmp(&costs[b.0].cost))
+        else {
+            return Some(fallback);
+        };
+        let others = scored.iter().filter(|(at, _)| *at != index);
+        let next = others.map(|(_, score)| *score).fold(f64::NEG_INFINITY, f64::max);
         let margin = next.is_finite().then_some(score - next);
         Some(Choice { index, ties, margin, reason: Reason::HighestScore, score: Some(score) })
     }
@@ -137,8 +129,4 @@ impl RoutePolicy for Outside {
     fn samples(&self, visit: &mut dyn FnMut(Sample<'_>)) {
         self.desk.samples(visit);
     }
-}
-
-fn cheaper(costs: &[CandidateCost], index: usize, than: usize) -> bool {
-    costs[index].cost < costs[than].cost
 }

@@ -26,62 +26,74 @@ pub fn select<'a>(
 ) -> Option<Decision<'a>> {
     let mut request = *request;
     if request.scale.overlap_score_credit_decay > 0.0 {
-        let queued =
-            candidates.iter().map(|candidate| candidate.load.map_or(0, |l| l.prefill_tokens));
+        let queued = candidates.iter().map(|candidate| candidate.load.prefill_tokens);
         request.least_prefill_tokens = queued.min().unwrap_or(0);
     }
     let mut all = Lowest::new();
     match policy {
-        // The most common policy has its own loop, which also finds the lowest cost.
+        // The most common policy has its own loop.
         Policy::Kv => request.fill(Policy::Kv, candidates, costs, |index, candidate, cost| {
             all.see(index, cost, || rank(Policy::Kv, &request, candidate));
         }),
-        _ => request.fill(policy, candidates, costs, |_, _, _| {}),
+        Policy::RoundRobin | Policy::LeastLoaded => {
+            request.fill(policy, candidates, costs, |index, candidate, cost| {
+                all.see(index, cost, || rank(policy, &request, candidate));
+            });
+        }
+        Policy::Random | Policy::PowerOfTwo => {
+            request.fill(policy, candidates, costs, |_, _, _| {})
+        }
     }
     let costs = &*costs;
-    let lowest_of = |indices: &mut dyn Iterator<Item = usize>| {
-        let mut lowest = Lowest::new();
-        for index in indices {
-            let rank = || rank(policy, &request, &candidates[index]);
-            lowest.see(index, value(policy, &costs[index]), rank);
-        }
-        lowest
-    };
+    let rank = |at: usize| rank(policy, &request, &candidates[at]);
     let choice = match (policy, candidates.len()) {
-        (_, 0) => return None,
-        (_, 1) => Choice::plain(0, 1, Reason::OnlyCandidate),
-        (Policy::Kv, _) if request.temperature > 0.0 => {
-            let values = costs.iter().map(|one| one.cost);
-            warm(costs, sample(values, request.temperature, rng))
+        (Policy::Random, count @ 2..) => {
+            Choice::plain(rng.random_range(0..count), count, Reason::Chance)
         }
-        (Policy::Random, count) => Choice::plain(rng.random_range(0..count), count, Reason::Chance),
-        (Policy::PowerOfTwo, count) => {
+        (Policy::PowerOfTwo, count @ 2..) => {
             // The second draw skips the first one's index, so that the two differ.
             let first = rng.random_range(0..count);
             let second = rng.random_range(0..count - 1);
             let second = if second < first { second } else { second + 1 };
             let drawn = [first, second];
-            let lowest = lowest_of(&mut drawn.into_iter());
-            settle(policy, &request, lowest, drawn.into_iter(), candidates, costs, rng)
+            let mut lowest = Lowest::new();
+            drawn.into_iter().for_each(|at| lowest.see(at, costs[at].cost, || rank(at)));
+            among_equals(lowest, drawn.into_iter(), lowest.is_tied(costs, rank), rng)
         }
-        (Policy::Kv, count) => settle(policy, &request, all, 0..count, candidates, costs, rng),
-        (Policy::RoundRobin | Policy::LeastLoaded, count) => {
-            let lowest = lowest_of(&mut (0..count));
-            settle(policy, &request, lowest, 0..count, candidates, costs, rng)
+        // Workers that never had a request are equally due: taken in order, not by chance.
+        (Policy::RoundRobin, 2..) => Choice::plain(all.index, 1, Reason::Turn),
+        _ => {
+            let temperature = if policy == Policy::Kv { request.temperature } else { 0.0 };
+            by_cost(costs, all, temperature, rank, rng)?
         }
     };
     Some(Decision::new(Some(policy), request, candidates, costs, choice))
 }
 
-/// The value that a policy minimizes.
-fn value(policy: Policy, cost: &CandidateCost) -> f64 {
-    if policy == Policy::RoundRobin { 0.0 } else { cost.cost }
+/// One of all candidates, with the `lowest` of their `costs`: that one at temperature 0, where the
+/// lowest `rank`, then chance breaks ties. `None` without candidates.
+pub(super) fn by_cost(
+    costs: &[CandidateCost],
+    lowest: Lowest,
+    temperature: f64,
+    rank: impl Fn(usize) -> u64,
+    rng: &mut (impl Rng + ?Sized),
+) -> Option<Choice> {
+    match costs.len() {
+        0 => None,
+        1 => Some(Choice::plain(0, 1, Reason::OnlyCandidate)),
+        _ if temperature > 0.0 => {
+            let values = costs.iter().map(|one| one.cost);
+            Some(warm(costs, sample(values, temperature, rng)))
+        }
+        count => Some(among_equals(lowest, 0..count, lowest.is_tied(costs, rank), rng)),
+    }
 }
 
 /// The value that it minimizes among equals.
 #[inline(always)]
 fn rank(policy: Policy, request: &RequestTerms, candidate: &Candidate) -> u64 {
-    let requests = candidate.load.as_ref().map_or(0, |load| load.requests);
+    let requests = candidate.load.requests;
     match policy {
         Policy::Kv => {
             let is_twin =
@@ -90,7 +102,7 @@ fn rank(policy: Policy, request: &RequestTerms, candidate: &Candidate) -> u64 {
         }
         Policy::Random => 0,
         Policy::LeastLoaded | Policy::PowerOfTwo => u64::from(requests),
-        Policy::RoundRobin => candidate.load.map_or(0, |load| load.last_booked),
+        Policy::RoundRobin => candidate.load.last_booked,
     }
 }
 
@@ -112,29 +124,8 @@ pub(super) fn among_equals(
     Choice { index, ties, margin: Some(lowest.margin()), reason, score: None }
 }
 
-/// One of the `lowest` among the candidates at `indices`, which are at least two.
-fn settle(
-    policy: Policy,
-    request: &RequestTerms,
-    lowest: Lowest,
-    indices: impl Iterator<Item = usize>,
-    candidates: &[Candidate],
-    costs: &[CandidateCost],
-    rng: &mut (impl Rng + ?Sized),
-) -> Choice {
-    if policy == Policy::RoundRobin {
-        // Workers that never had a request are equally due: taken in order, not by chance.
-        return Choice::plain(lowest.index, 1, Reason::Turn);
-    }
-    let is_tied = |at: usize| {
-        value(policy, &costs[at]) == lowest.value
-            && rank(policy, request, &candidates[at]) == lowest.rank
-    };
-    among_equals(lowest, indices, is_tied, rng)
-}
-
 /// The result of a choice drawn by temperature.
-pub(super) fn warm(costs: &[CandidateCost], index: usize) -> Choice {
+fn warm(costs: &[CandidateCost], index: usize) -> Choice {
     let chosen = costs[index].cost;
     let lowest = costs.iter().map(|one| one.cost).fold(f64::INFINITY, f64::min);
     let ties = costs.iter().filter(|one| one.cost == lowest).count();
@@ -180,6 +171,15 @@ impl Lowest {
             self.next = value;
             self.ties += usize::from((value, rank) == (self.value, self.rank));
         }
+    }
+
+    /// Whether a candidate is one of the lowest.
+    fn is_tied(
+        self,
+        costs: &[CandidateCost],
+        rank: impl Fn(usize) -> u64,
+    ) -> impl Fn(usize) -> bool {
+        move |at| costs[at].cost == self.value && rank(at) == self.rank
     }
 
     /// The difference between the lowest of the others and the lowest.

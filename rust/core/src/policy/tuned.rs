@@ -102,27 +102,27 @@ fn unknown(policy: &str, parameters: &[Parameter], key: &str) -> String {
 #[derive(Clone, Copy)]
 enum Parameter {
     /// A finite number of at least 0.
-    Number(&'static str, fn(&mut Changes) -> &mut Option<f64>),
-    /// A boolean, and whether the router counts what it controls.
-    Switch(&'static str, fn(&mut Changes) -> &mut Option<bool>, fn(Counted) -> bool),
+    Number(&'static str, fn(&mut RequestTerms) -> &mut f64),
+    /// Whether the policy sees what the router counts.
+    Switch(&'static str, fn(&mut Counted) -> &mut bool),
     /// One of the policies' variables.
     Variable(&'static Variable),
 }
 
 use Parameter::{Number, Switch};
 
-const TEMPERATURE: Parameter = Number("temperature", |changes| &mut changes.temperature);
+const TEMPERATURE: Parameter = Number("temperature", |of| &mut of.temperature);
 
 const KV: [Parameter; 9] = [
-    Number("overlap_score_weight", |changes| &mut changes.overlap_score_weight),
-    Number("overlap_score_credit", |changes| &mut changes.overlap_score_credit),
-    Number("overlap_score_credit_decay", |changes| &mut changes.overlap_score_credit_decay),
-    Number("prefill_load_scale", |changes| &mut changes.prefill_load_scale),
-    Number("active_request_weight", |changes| &mut changes.active_request_weight),
+    Number("overlap_score_weight", |of| &mut of.overlap_score_weight),
+    Number("overlap_score_credit", |of| &mut of.scale.overlap_score_credit),
+    Number("overlap_score_credit_decay", |of| &mut of.scale.overlap_score_credit_decay),
+    Number("prefill_load_scale", |of| &mut of.scale.prefill_load_scale),
+    Number("active_request_weight", |of| &mut of.scale.active_request_weight),
     TEMPERATURE,
-    Switch("track_active_blocks", |of| &mut of.track_active_blocks, |of| of.active_blocks),
-    Switch("track_prefill_tokens", |of| &mut of.track_prefill_tokens, |of| of.prefill_tokens),
-    Switch("assume_kv_reuse", |of| &mut of.assume_kv_reuse, |of| of.kv_reuse),
+    Switch("track_active_blocks", |of| &mut of.active_blocks),
+    Switch("track_prefill_tokens", |of| &mut of.prefill_tokens),
+    Switch("assume_kv_reuse", |of| &mut of.kv_reuse),
 ];
 
 fn parameters_of(policy: &str) -> Vec<Parameter> {
@@ -143,7 +143,7 @@ fn parameters_of(policy: &str) -> Vec<Parameter> {
 impl Parameter {
     fn name(&self) -> String {
         match self {
-            Self::Number(name, _) | Self::Switch(name, ..) => (*name).into(),
+            Self::Number(name, _) | Self::Switch(name, _) => (*name).into(),
             Self::Variable(variable) => variable.name.to_ascii_lowercase(),
         }
     }
@@ -162,22 +162,22 @@ impl Parameter {
         &self,
         value: &str,
         settings: &Settings,
-        counted: Counted,
+        mut counted: Counted,
         changes: &mut Changes,
     ) -> Result<String, String> {
         match self {
             Self::Number(_, place) => {
                 let number = value.parse().ok().filter(|n: &f64| n.is_finite() && *n >= 0.0);
                 let number = number.ok_or("finite and at least 0")?;
-                *place(changes) = Some(number);
+                changes.numbers.push((*place, number));
                 Ok(number.to_string())
             }
-            Self::Switch(_, place, is_counted) => {
+            Self::Switch(_, place) => {
                 let switch = flag(value).ok_or("true or false")?;
-                if switch && !is_counted(counted) {
+                if switch && !*place(&mut counted) {
                     return Err("false, because the router does not count it".into());
                 }
-                *place(changes) = Some(switch);
+                *place(&mut changes.counted) = switch;
                 Ok(switch.to_string())
             }
             Self::Variable(variable) => match settings.fault(variable, value) {
@@ -190,34 +190,20 @@ impl Parameter {
 }
 
 /// Differences between its policy's view and the router's.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[derive(Debug, Default)]
 struct Changes {
-    overlap_score_weight: Option<f64>,
-    overlap_score_credit: Option<f64>,
-    overlap_score_credit_decay: Option<f64>,
-    prefill_load_scale: Option<f64>,
-    active_request_weight: Option<f64>,
-    temperature: Option<f64>,
-    track_active_blocks: Option<bool>,
-    track_prefill_tokens: Option<bool>,
-    assume_kv_reuse: Option<bool>,
+    numbers: Vec<(fn(&mut RequestTerms) -> &mut f64, f64)>,
+    /// What it sees of the router's counts.
+    counted: Counted,
 }
 
 impl Changes {
     fn request(&self, request: &RequestTerms) -> RequestTerms {
         let mut of = *request;
-        let scale = &mut of.scale;
-        for (place, value) in [
-            (&mut of.overlap_score_weight, self.overlap_score_weight),
-            (&mut of.temperature, self.temperature),
-            (&mut scale.overlap_score_credit, self.overlap_score_credit),
-            (&mut scale.overlap_score_credit_decay, self.overlap_score_credit_decay),
-            (&mut scale.prefill_load_scale, self.prefill_load_scale),
-            (&mut scale.active_request_weight, self.active_request_weight),
-        ] {
-            *place = value.unwrap_or(*place);
+        for (place, number) in &self.numbers {
+            *place(&mut of) = *number;
         }
-        if self.track_active_blocks == Some(false) {
+        if !self.counted.active_blocks {
             of.tracked_blocks = 0;
         }
         of
@@ -225,22 +211,21 @@ impl Changes {
 
     /// Whether it sees different loads than the router.
     fn changes_loads(&self) -> bool {
-        [self.track_active_blocks, self.track_prefill_tokens, self.assume_kv_reuse]
-            .contains(&Some(false))
+        self.counted != Counted::default()
     }
 
     fn candidate(&self, candidate: &Candidate, block_size: u32) -> Candidate {
         let mut of = *candidate;
-        let Some(load) = &mut of.load else { return of };
-        if self.assume_kv_reuse == Some(false) {
+        let load = &mut of.load;
+        if !self.counted.kv_reuse {
             load.shared_blocks = 0;
             // The full prompts of all requests, except for the unfilled part of each last block.
             load.blocks = load.context_tokens.checked_div(u64::from(block_size)).unwrap_or(0);
         }
-        if self.track_active_blocks == Some(false) {
+        if !self.counted.active_blocks {
             (load.shared_blocks, load.blocks) = (0, 0);
         }
-        if self.track_prefill_tokens == Some(false) {
+        if !self.counted.prefill_tokens {
             load.prefill_tokens = 0;
         }
         of
@@ -272,7 +257,7 @@ impl RoutePolicy for Tuned {
         costs: &mut Vec<CandidateCost>,
         rng: &mut dyn RngCore,
     ) -> Option<Choice> {
-        if self.changes == Changes::default() {
+        if self.changes.numbers.is_empty() && !self.changes.changes_loads() {
             return self.policy.choose(context, candidates, costs, rng);
         }
         let request = self.changes.request(&context.request);

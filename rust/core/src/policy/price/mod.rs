@@ -22,10 +22,10 @@ use parking_lot::Mutex;
 use rand::RngCore;
 
 use super::contract::{Candidates, Context, Finished, RoutePolicy};
-use super::cost::{ActiveLoad, CandidateCost, Stage};
-use super::decision::{Choice, Reason};
+use super::cost::{CandidateCost, Stage};
+use super::decision::Choice;
 use super::metrics::Sample;
-use super::select::{Lowest, among_equals, sample, warm};
+use super::select::{Lowest, by_cost};
 use super::settings::Settings;
 use crate::error::Result;
 use crate::ids::Worker;
@@ -181,12 +181,9 @@ impl PricePolicy {
                     break;
                 }
             }
-            let (cost, price) = match &one.load {
-                Some(load) => tariff.price(one.overlap_blocks, one.lower_milliblocks, load, rates),
-                // A worker that is not in the load table gets no credit for its blocks.
-                None => tariff.price(0, 0, &ActiveLoad::default(), rates),
-            };
-            lowest.see(index, cost, || u64::from(candidates.requests(index)));
+            let (cost, price) =
+                tariff.price(one.overlap_blocks, one.lower_milliblocks, &one.load, rates);
+            lowest.see(index, cost, || u64::from(one.load.requests));
             CandidateCost { cost, price }
         }));
         lowest
@@ -214,23 +211,10 @@ impl RoutePolicy for PricePolicy {
         rng: &mut dyn RngCore,
     ) -> Option<Choice> {
         let lowest = self.price(context, candidates, costs);
-        match candidates.len() {
-            0 => None,
-            1 => Some(Choice::plain(0, 1, Reason::OnlyCandidate)),
-            _ if context.request.temperature > 0.0 => {
-                let values = costs.iter().map(|one| one.cost);
-                Some(warm(costs, sample(values, context.request.temperature, rng)))
-            }
-            count => {
-                // Among equal costs the fewest requests win, then chance: round-robin would move
-                // the sessions of one worker to the next one, again and again.
-                let is_tied = |at: usize| {
-                    let rank = u64::from(candidates.requests(at));
-                    costs[at].cost == lowest.value && rank == lowest.rank
-                };
-                Some(among_equals(lowest, 0..count, is_tied, rng))
-            }
-        }
+        // Among equal costs the fewest requests win, then chance: round-robin would move the
+        // sessions of one worker to the next one, again and again.
+        let rank = |at: usize| u64::from(candidates.requests(at));
+        by_cost(costs, lowest, context.request.temperature, rank, rng)
     }
 
     fn estimates_queue(&self) -> bool {
@@ -244,7 +228,6 @@ impl RoutePolicy for PricePolicy {
 
     fn routed(&self, context: &Context<'_>, candidates: &Candidates<'_>, choice: &Choice) {
         let chosen = &candidates.list[choice.index];
-        let load = candidates.load(choice.index);
         let own = context.request.uncached_tokens(chosen);
         let marks = context.memo.marks(context.sequence_hashes);
         let best = candidates.list.iter().map(|one| one.overlap_blocks).max().unwrap_or(0);
@@ -261,7 +244,7 @@ impl RoutePolicy for PricePolicy {
         drop(state);
         context.memo.set_ticket(Ticket {
             marks: marks.clone(),
-            work_tokens: load.queued_tokens.saturating_add(own) as f64,
+            work_tokens: chosen.load.queued_tokens.saturating_add(own) as f64,
             own_tokens: own as f64,
             is_whole: context.is_whole,
             stage: context.request.stage(),

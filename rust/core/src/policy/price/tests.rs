@@ -31,7 +31,7 @@ fn candidate(id: u64, overlap_blocks: u32, load: ActiveLoad) -> Candidate {
         overlap_blocks,
         predicted_blocks: 0,
         lower_milliblocks: 0,
-        load: Some(load),
+        load,
     }
 }
 
@@ -117,7 +117,7 @@ fn equals_are_served_evenly_and_the_least_loaded_first() {
         counts[choice.index] += 1;
     }
     assert!(counts.iter().all(|count| (900..1_100).contains(count)), "{counts:?}");
-    list[2].load.as_mut().unwrap().requests = 1;
+    list[2].load.requests = 1;
     assert_eq!(chosen(&policy, 100, &list), Worker::new(3, 0));
 }
 

@@ -219,7 +219,7 @@ fn the_highest_score_that_may_take_it_wins_and_kv_without_any() {
     let equal = Advice::new(&question(&[0; 3]), &[Some(1.0); 3]);
     let mut busy = [candidate(0, Some(1)), candidate(1, Some(1)), candidate(2, Some(1))];
     for (at, one) in busy.iter_mut().enumerate() {
-        one.load = one.load.map(|load| ActiveLoad { blocks: [9, 2, 5][at], ..load });
+        one.load.blocks = [9, 2, 5][at];
     }
     let context = Context { advice: Some(&equal), ..context(0) };
     let mut rng = SmallRng::seed_from_u64(1);

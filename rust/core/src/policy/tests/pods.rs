@@ -29,7 +29,7 @@ pub(super) fn pods(object: &Value) -> (Vec<String>, Vec<Value>) {
 }
 
 pub(super) fn candidate(id: usize, requests: Option<u32>) -> Candidate {
-    let load = requests.map(|requests| ActiveLoad { requests, ..ActiveLoad::default() });
+    let load = ActiveLoad { requests: requests.unwrap_or(0), ..ActiveLoad::default() };
     Candidate {
         worker: Worker::new(id as u64, 0),
         overlap_blocks: 0,

@@ -72,7 +72,7 @@ fn a_shadow_judges_by_its_own_settings() {
 #[test]
 fn a_temperature_of_its_own_spreads_its_choices() {
     let mut list = [1, 2, 3].map(|id| candidate(id, ActiveLoad::default()));
-    list[2].load.as_mut().unwrap().requests = 1;
+    list[2].load.requests = 1;
     let context = Context::new(RequestTerms { block_size: 16, ..REQUEST }, "m", 0);
     let choice = Choice { index: 0, ties: 1, margin: None, reason: Reason::Turn, score: None };
     for (text, is_spread) in [

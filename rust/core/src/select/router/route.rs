@@ -410,7 +410,7 @@ impl Router {
                 overlap_blocks: leading,
                 predicted_blocks: predicted.saturating_sub(held),
                 lower_milliblocks: self.config.tiers.milliblocks(leading, host, disk),
-                load: Some(ActiveLoad {
+                load: ActiveLoad {
                     requests: load.requests,
                     shared_blocks: scratch.shared[slot],
                     prefill_tokens: load.prefill_tokens,
@@ -418,7 +418,7 @@ impl Router {
                     queued_tokens: load.queued_tokens,
                     context_tokens: load.context_tokens,
                     last_booked: load.last_booked,
-                }),
+                },
             };
             let is_draining = |id| ask.known.draining.binary_search(id).is_ok();
             match ask.known.gate {
@@ -475,7 +475,7 @@ fn check_blocks(blocks: usize) -> Result<()> {
 /// # Errors
 /// [`Error::MustWait`] if none has.
 fn check_room(gate: Option<&dyn Gate>, candidates: &[Candidate]) -> Result<()> {
-    let queued = |one: &Candidate| (one.worker, one.load.map_or(0, |load| load.prefill_tokens));
+    let queued = |one: &Candidate| (one.worker, one.load.prefill_tokens);
     let count = candidates.len();
     if count > 0 && gate.is_some_and(|gate| gate.must_wait(&mut candidates.iter().map(queued))) {
         return Err(Error::MustWait(format!(

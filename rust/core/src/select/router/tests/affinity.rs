@@ -1,7 +1,7 @@
 //! Sessions stay with the worker of their last request until it can't take one.
 
 use super::*;
-use crate::policy::{Affinity, Candidate, Sample, Session, Settings, Terms, registry};
+use crate::policy::{ActiveLoad, Affinity, Candidate, Sample, Session, Settings, Terms, registry};
 
 const TTL_SECS: u64 = 60;
 
@@ -51,7 +51,7 @@ fn candidate(id: u64) -> Candidate {
         overlap_blocks: 0,
         predicted_blocks: 0,
         lower_milliblocks: 0,
-        load: None,
+        load: ActiveLoad::default(),
     }
 }
 
