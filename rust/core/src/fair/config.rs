@@ -80,9 +80,6 @@ pub struct FairConfig {
     pub max_clients: usize,
     /// Longest wait of a request, in milliseconds; at least 1.
     pub max_wait_ms: u64,
-    /// How many other clients are tried if the next request does not fit. 0 is the paper's rule and
-    /// keeps its bound; higher values use workers that the next request can't use.
-    pub skip_limit: usize,
 }
 
 impl Default for FairConfig {
@@ -96,7 +93,6 @@ impl Default for FairConfig {
             max_queued_per_client: 1_024,
             max_clients: 65_536,
             max_wait_ms: 60_000,
-            skip_limit: 0,
         }
     }
 }

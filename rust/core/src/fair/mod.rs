@@ -24,9 +24,7 @@ pub use line::{Line, Place};
 pub use order::{LineOrder, Standing, Wish};
 pub use price::{Predictor, Price};
 pub use queue::FairQueue;
-pub use request::{
-    ClientName, Cost, Dropped, Grant, Granted, Options, Refusal, Refused, Ticket, Used,
-};
+pub use request::{ClientName, Cost, Grant, Granted, Options, Refusal, Refused, Ticket, Used};
 pub use stats::FairStats;
 
 #[cfg(test)]

@@ -7,9 +7,7 @@ use hashbrown::HashMap;
 
 use super::config::{Discipline, FairConfig};
 use super::ready::{Clients, Place, Waiting};
-use super::request::{
-    ClientName, Cost, Dropped, Grant, Granted, Options, Refusal, Refused, Ticket, Used,
-};
+use super::request::{ClientName, Cost, Grant, Granted, Options, Refusal, Refused, Ticket, Used};
 use super::stats::FairStats;
 use crate::error::{Error, Result};
 
@@ -40,8 +38,7 @@ struct Running {
 /// One model's waiting requests, and the counters of its clients.
 ///
 /// # Cost
-/// O(log clients + log requests) for every call; [`pop`](Self::pop) calls `fits` at most `1 +
-/// skip_limit` times.
+/// O(log clients + log requests) for every call.
 #[derive(Debug)]
 pub struct FairQueue<T> {
     pub(super) config: FairConfig,
@@ -50,7 +47,8 @@ pub struct FairQueue<T> {
     pub(super) places: HashMap<Ticket, (u32, Place)>,
     deadlines: BTreeSet<(u64, Ticket)>,
     running: BTreeMap<Grant, Running>,
-    dropped: Vec<Dropped<T>>,
+    /// Requests that have timed out.
+    dropped: Vec<T>,
     /// The least value that a counter counts as (`vtc-max-fair`).
     pub(super) floor: f64,
     /// The highest counter.
@@ -135,7 +133,6 @@ impl<T> FairQueue<T> {
             input: self.chargeable(cost.input_tokens, cost.cached_tokens),
             predicted: cost.output_tokens.map(|tokens| tokens as f64),
             deadline_ms,
-            queued_at_ms: now_ms,
         };
         let place = (Reverse(options.standing), ticket.0);
         self.clients.change_queue(slot, |queue| queue.insert(place, waiting));
@@ -145,18 +142,17 @@ impl<T> FairQueue<T> {
     }
 
     /// The next request, if it fits: the one of the client with the lowest counter, where a group counts as
-    /// one client and has its own clients take turns likewise. `fits` sees it first, and at most `skip_limit`
-    /// requests of other clients after it.
+    /// one client and has its own clients take turns likewise. No other goes before it.
     ///
     /// Its client is charged for the prompt and, with predictions, for the answer.
-    pub fn pop(&mut self, now_ms: u64, mut fits: impl FnMut(&T) -> bool) -> Option<Granted<T>> {
+    pub fn pop(&mut self, now_ms: u64, fits: impl FnOnce(&T) -> bool) -> Option<Granted<T>> {
         self.drop_late(now_ms);
         self.raise_floor();
-        let (slot, place) =
-            self.clients.in_turn().take(1 + self.config.skip_limit).find_map(|slot| {
-                let (&place, waiting) = self.clients.at(slot).queue.first_key_value()?;
-                fits(&waiting.item).then_some((slot, place))
-            })?;
+        let slot = self.clients.first_in_turn()?;
+        let (&place, waiting) = self.clients.at(slot).queue.first_key_value()?;
+        if !fits(&waiting.item) {
+            return None;
+        }
         let waiting = self.take(slot, place)?;
         let usual = self.clients.at(slot).predictor.length();
         let expected = waiting.predicted.unwrap_or(usual);
@@ -171,7 +167,6 @@ impl<T> FairQueue<T> {
         let input = waiting.input;
         let running = Running { slot, input, output: 0.0, predicted, paid, started_at };
         self.running.insert(grant, running);
-        let waited_ms = now_ms.saturating_sub(waiting.queued_at_ms);
         self.stats.admitted_total += 1;
         self.pace = Some(match self.pace {
             None => (now_ms, 0.0),
@@ -180,7 +175,7 @@ impl<T> FairQueue<T> {
                 (now_ms, mean + (now_ms.saturating_sub(last_ms) as f64 - mean) / 16.0)
             }
         });
-        Some(Granted { grant, ticket: Ticket(place.1), item: waiting.item, waited_ms })
+        Some(Granted { grant, item: waiting.item })
     }
 
     /// Charges `tokens` more generated tokens to an admitted request. No effect if it has ended.
@@ -227,7 +222,7 @@ impl<T> FairQueue<T> {
 
     /// Requests that have timed out, longest wait first. Call it on a timer: it costs nothing if
     /// there are none.
-    pub fn expire(&mut self, now_ms: u64) -> Vec<Dropped<T>> {
+    pub fn expire(&mut self, now_ms: u64) -> Vec<T> {
         self.drop_late(now_ms);
         std::mem::take(&mut self.dropped)
     }
@@ -360,8 +355,7 @@ impl<T> FairQueue<T> {
             let Some(&(slot, place)) = self.places.get(&ticket) else { continue };
             let Some(waiting) = self.take(slot, place) else { continue };
             self.stats.expired_total += 1;
-            let waited_ms = now_ms.saturating_sub(waiting.queued_at_ms);
-            self.dropped.push(Dropped { ticket, item: waiting.item, waited_ms });
+            self.dropped.push(waiting.item);
         }
     }
 }

@@ -16,7 +16,6 @@ pub(super) struct Waiting<T> {
     pub(super) input: f64,
     pub(super) predicted: Option<f64>,
     pub(super) deadline_ms: u64,
-    pub(super) queued_at_ms: u64,
 }
 
 /// Position in a client's queue: high priorities first, then order of arrival.
@@ -121,13 +120,10 @@ impl<T> Clients<T> {
         self.at(self.taker(slot)).counter
     }
 
-    /// Clients that wait, whose turn comes first first; of a group all, one after the other.
-    pub(super) fn in_turn(&self) -> impl Iterator<Item = u32> {
-        self.at(ROOT).waiting.iter().flat_map(|&(_, _, taker)| {
-            let members = &self.at(taker).waiting;
-            let alone = members.is_empty().then_some(taker);
-            alone.into_iter().chain(members.iter().map(|&(_, _, slot)| slot))
-        })
+    /// The client whose turn it is, of all that wait.
+    pub(super) fn first_in_turn(&self) -> Option<u32> {
+        let &(_, _, taker) = self.at(ROOT).waiting.first()?;
+        Some(self.at(taker).waiting.first().map_or(taker, |&(_, _, slot)| slot))
     }
 
     /// A client that is new and idle. A counter is that of its group, where that is new, too.

@@ -69,23 +69,8 @@ pub struct Used {
 pub struct Granted<T> {
     /// Its number for charges.
     pub grant: Grant,
-    /// Its number while it waited.
-    pub ticket: Ticket,
     /// The pushed item.
     pub item: T,
-    /// How long it waited, in milliseconds.
-    pub waited_ms: u64,
-}
-
-/// A request that timed out while it waited.
-#[derive(Debug, PartialEq)]
-pub struct Dropped<T> {
-    /// Its number.
-    pub ticket: Ticket,
-    /// The pushed item.
-    pub item: T,
-    /// How long it waited, in milliseconds.
-    pub waited_ms: u64,
 }
 
 /// Why a request may not wait.

@@ -273,14 +273,12 @@ fn priorities_order_a_clients_own_requests_only() {
 }
 
 #[test]
-fn what_does_not_fit_stops_the_queue_unless_others_may_be_asked() {
-    for (skip_limit, wanted) in [(0, None), (1, Some(2))] {
-        let mut queue = FairQueue::new(FairConfig { skip_limit, ..FairConfig::default() }).unwrap();
-        push(&mut queue, "a", 1, cost(1));
-        push(&mut queue, "b", 2, cost(1));
-        let next = queue.pop(0, |&item| item != 1).map(|granted| granted.item);
-        assert_eq!(next, wanted);
-    }
+fn what_does_not_fit_stops_the_queue() {
+    let mut queue = FairQueue::new(FairConfig::default()).unwrap();
+    push(&mut queue, "a", 1, cost(1));
+    push(&mut queue, "b", 2, cost(1));
+    assert_eq!(queue.pop(0, |&item| item != 1), None);
+    assert_eq!(queue.pop(0, |&item| item == 1).map(|granted| granted.item), Some(1));
 }
 
 #[test]
@@ -329,14 +327,13 @@ fn time_runs_out_and_requests_are_taken_back() {
     queue.push("a", 1, cost(1), at(50), 10).unwrap();
     queue.push("a", 2, cost(1), at(5_000), 10).unwrap();
     let ticket = queue.push("b", 3, cost(1), Options::default(), 20).unwrap();
-    assert_eq!(queue.expire(49), []);
+    assert!(queue.expire(49).is_empty());
     // The next call, whichever it is, finds the expired request.
     assert!(queue.pop(50, |_| false).is_none());
-    let dropped = queue.expire(50);
-    assert_eq!((dropped.len(), dropped[0].item, dropped[0].waited_ms), (1, 1, 40));
+    assert_eq!(queue.expire(50), [1]);
     assert_eq!(queue.cancel(ticket), Some(3));
     assert_eq!(queue.cancel(ticket), None);
-    assert_eq!(queue.expire(109), []);
+    assert!(queue.expire(109).is_empty());
     assert_eq!(queue.expire(110).len(), 1, "no later than the queue's own limit");
     assert!(queue.is_empty());
     let stats = queue.stats();
