@@ -94,7 +94,7 @@ pub struct Answer {
 }
 
 /// A replay in progress.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Replay {
     /// The requested number, or the one up to which everything was given up.
     first: u64,
@@ -114,7 +114,7 @@ struct Replay {
 const FRAMES_MAX: u64 = 1 << 20;
 
 /// The state machine of one publisher.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Repair {
     has_endpoint: bool,
     timeout_ms: u64,
@@ -133,17 +133,7 @@ impl Repair {
     /// For a publisher with or without a replay endpoint. A replay without data for `timeout_ms` is
     /// given up; while `is_held`, nothing is read.
     pub fn new(has_endpoint: bool, timeout_ms: u64, is_held: bool) -> Self {
-        Self {
-            has_endpoint,
-            timeout_ms,
-            replay: None,
-            waiting: VecDeque::new(),
-            wants_verify: false,
-            is_held,
-            effects: Vec::new(),
-            lost_lines: LogLimit::default(),
-            failed_lines: LogLimit::default(),
-        }
+        Self { has_endpoint, timeout_ms, is_held, ..Self::default() }
     }
 
     /// Whether the transport should read the subscription.
@@ -293,16 +283,8 @@ impl Repair {
 
     fn ask(&mut self, feed: &impl Feed, first: u64, is_verifying: bool, now_ms: u64) {
         feed.replay_started();
-        self.replay = Some(Replay {
-            first,
-            is_verifying,
-            has_answered: false,
-            has_ended: false,
-            stalled: None,
-            deadline_ms: now_ms + self.timeout_ms,
-            is_idle: false,
-            frames: 0,
-        });
+        let deadline_ms = now_ms + self.timeout_ms;
+        self.replay = Some(Replay { first, is_verifying, deadline_ms, ..Replay::default() });
         self.effects.push(Effect::Ask(first));
     }
 

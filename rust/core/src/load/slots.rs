@@ -1,6 +1,7 @@
 //! The workers of the table, each with a small number and its counters.
 
 use hashbrown::HashMap;
+use slab::Slab;
 
 use super::blocks::WHOLE;
 use super::decay::Prefills;
@@ -63,8 +64,8 @@ struct Slot {
 /// Workers by slot, slots by worker, and slots in worker order.
 #[derive(Debug, Default)]
 pub(super) struct Slots {
-    /// Indexed by slot; `None` can be reused.
-    slots: Vec<Option<Slot>>,
+    slots: Slab<Slot>,
+    capacity: usize,
     by_worker: HashMap<Worker, u16>,
     /// Used slots in worker order, which makes every walk deterministic.
     order: Vec<u16>,
@@ -79,7 +80,7 @@ impl Slots {
 
     /// Maximum number of slots ever used at once: every slot is below it.
     pub(super) fn capacity(&self) -> usize {
-        self.slots.len()
+        self.capacity
     }
 
     pub(super) fn len(&self) -> usize {
@@ -95,8 +96,7 @@ impl Slots {
     }
 
     pub(super) fn counters(&mut self, slot: u16) -> &mut Counters {
-        let slot = self.slots[usize::from(slot)].as_mut();
-        &mut slot.expect("a request is dropped together with its worker").counters
+        &mut self.slots[usize::from(slot)].counters
     }
 
     /// The slots of `workers`. Those in worker order, which is common for long stretches, cost a
@@ -132,16 +132,11 @@ impl Slots {
 
     /// Assigns a slot with empty counters to each of `workers`, which have none yet.
     pub(super) fn add(&mut self, workers: &[Worker]) {
-        let mut free = 0;
         for &worker in workers {
-            while self.slots.get(free).is_some_and(Option::is_some) {
-                free += 1;
-            }
-            if free == self.slots.len() {
-                self.slots.push(None);
-            }
-            self.slots[free] = Some(Slot { worker, rank: 0, counters: Counters::default() });
-            self.by_worker.insert(worker, free as u16);
+            let new = Slot { worker, rank: 0, counters: Counters::default() };
+            let slot = self.slots.insert(new);
+            self.capacity = self.capacity.max(slot + 1);
+            self.by_worker.insert(worker, slot as u16);
         }
         self.sort();
     }
@@ -150,8 +145,8 @@ impl Slots {
     pub(super) fn remove(&mut self, workers: &[Worker]) {
         for worker in workers {
             let Some(slot) = self.by_worker.remove(worker) else { continue };
-            let gone = self.slots[usize::from(slot)].take();
-            debug_assert!(gone.is_none_or(|gone| gone.counters.is_idle()), "no request, no load");
+            let gone = self.slots.remove(usize::from(slot));
+            debug_assert!(gone.counters.is_idle(), "no request, no load");
         }
         self.sort();
     }
@@ -159,19 +154,14 @@ impl Slots {
     fn sort(&mut self) {
         self.order = self.by_worker.values().copied().collect();
         let slots = &mut self.slots;
-        self.order.sort_unstable_by_key(|&slot| {
-            slots[usize::from(slot)].as_ref().map(|slot| slot.worker)
-        });
+        self.order.sort_unstable_by_key(|&slot| slots[usize::from(slot)].worker);
         for (rank, &slot) in self.order.iter().enumerate() {
-            if let Some(slot) = &mut slots[usize::from(slot)] {
-                slot.rank = rank;
-            }
+            slots[usize::from(slot)].rank = rank;
         }
     }
 
     fn taken(&self, slot: u16) -> &Slot {
-        let slot = self.slots[usize::from(slot)].as_ref();
-        slot.expect("only taken slots are in the order and in requests")
+        &self.slots[usize::from(slot)]
     }
 }
 

@@ -141,7 +141,7 @@ pub trait RoutePolicy: fmt::Debug + Send + Sync {
 }
 
 /// One request, as policies see it.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Context<'a> {
     /// Length, block size and weights.
     pub request: RequestTerms,
@@ -175,21 +175,7 @@ pub struct Context<'a> {
 impl<'a> Context<'a> {
     /// A request of `model` of which only the terms are known.
     pub fn new(request: RequestTerms, model: &'a str, now_ms: u64) -> Self {
-        Self {
-            request,
-            model,
-            prompt: &[],
-            token_ids: &[],
-            sequence_hashes: &[],
-            local_hashes: &[],
-            is_indexed: false,
-            is_whole: false,
-            user: None,
-            session: Session::default(),
-            advice: None,
-            now_ms,
-            memo: Memo::default(),
-        }
+        Self { request, model, now_ms, ..Self::default() }
     }
 }
 

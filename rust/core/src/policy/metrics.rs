@@ -61,13 +61,13 @@ const GENERATION_TOKENS: f64 = 100.0;
 /// typical lengths are the mean over the engines that report a length above 0.
 pub(super) fn latency(candidates: &Candidates<'_>, values: &mut Values) {
     let list = candidates.metrics;
-    let (mut prompt, mut generation) = (Mean::default(), Mean::default());
-    for metrics in list {
-        prompt.add(metrics.avg_prompt_tokens);
-        generation.add(metrics.avg_generation_tokens);
-    }
-    let prompt = prompt.or(PROMPT_TOKENS);
-    let generation = generation.or(GENERATION_TOKENS);
+    let mean = |length: fn(&EngineMetrics) -> Option<f64>, without: f64| {
+        let lengths = list.iter().filter_map(length).filter(|&length| length > 0.0);
+        let (sum, count) = lengths.fold((0.0, 0.0), |(sum, count), one| (sum + one, count + 1.0));
+        if count > 0.0 { sum / count } else { without }
+    };
+    let prompt = mean(|metrics| metrics.avg_prompt_tokens, PROMPT_TOKENS);
+    let generation = mean(|metrics| metrics.avg_generation_tokens, GENERATION_TOKENS);
     // An engine without requests so far reports times, if any, of a typical one.
     let scaled = |time: f64, own: Option<f64>, usual: f64| {
         time / own.filter(|&tokens| tokens > 0.0).unwrap_or(usual) * usual
@@ -78,25 +78,6 @@ pub(super) fn latency(candidates: &Candidates<'_>, values: &mut Values) {
         Some(metrics.queue_s? + prefill + decode)
     }));
     values.resize(candidates.len(), None);
-}
-
-/// The mean of the lengths above 0.
-#[derive(Default)]
-struct Mean {
-    sum: f64,
-    count: f64,
-}
-
-impl Mean {
-    fn add(&mut self, length: Option<f64>) {
-        let length = length.filter(|&length| length > 0.0);
-        self.sum += length.unwrap_or(0.0);
-        self.count += f64::from(u8::from(length.is_some()));
-    }
-
-    fn or(self, without: f64) -> f64 {
-        if self.count > 0.0 { self.sum / self.count } else { without }
-    }
 }
 
 /// One counter or gauge of a policy.

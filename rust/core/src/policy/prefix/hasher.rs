@@ -1,8 +1,5 @@
 //! A prompt's blocks, and their chained hashes.
 
-use std::fmt;
-
-use tiktoken_rs::CoreBPE;
 use xxhash_rust::xxh64::Xxh64;
 
 use super::super::contract::Context;
@@ -14,19 +11,14 @@ use crate::error::Result;
 pub const MAX_TIKTOKEN_BYTES: usize = 1 << 18;
 
 /// Cuts prompts into blocks and hashes them.
+#[derive(Debug)]
 pub struct BlockHasher {
-    tokenizer: Tokenizer,
-    /// Bytes of a block; characters of one with [`Tokenizer::Character`].
+    tokenizer: TokenizerKind,
+    is_compat: bool,
+    /// Bytes of a block; characters of one with [`TokenizerKind::Character`] in `document`.
     block_len: usize,
     seed: u64,
     id: u64,
-}
-
-enum Tokenizer {
-    Byte,
-    Character,
-    Tiktoken(&'static CoreBPE),
-    Model,
 }
 
 impl BlockHasher {
@@ -38,20 +30,18 @@ impl BlockHasher {
     /// # Errors
     /// None today; reserved for a tokenizer file that is missing.
     pub fn new(settings: &PrefixSettings, seed: u64) -> Result<Self> {
-        let tokenizer = match settings.tokenizer {
-            TokenizerKind::Character if settings.is_compat => Tokenizer::Byte,
-            TokenizerKind::Character => Tokenizer::Character,
-            // The vocabulary is compiled in.
-            TokenizerKind::Tiktoken => Tokenizer::Tiktoken(tiktoken_rs::cl100k_base_singleton()),
-            TokenizerKind::Model => Tokenizer::Model,
-        };
+        if settings.tokenizer == TokenizerKind::Tiktoken {
+            // The vocabulary is compiled in, and unpacked now rather than for the first request.
+            tiktoken_rs::cl100k_base_singleton();
+        }
         let is_single = settings.is_compat || settings.tokenizer == TokenizerKind::Character;
         let token_len = if is_single { 1 } else { size_of::<u32>() };
         let block_len = (settings.block_size as usize).max(1) * token_len;
         let mut id = Xxh64::new(seed);
         id.update(&(block_len as u64).to_le_bytes());
         id.update(&[settings.tokenizer as u8, u8::from(settings.is_compat)]);
-        Ok(Self { tokenizer, block_len, seed, id: id.digest() })
+        let PrefixSettings { tokenizer, is_compat, .. } = *settings;
+        Ok(Self { tokenizer, is_compat, block_len, seed, id: id.digest() })
     }
 
     /// Equal for hashers that compute equal hashes.
@@ -64,14 +54,15 @@ impl BlockHasher {
     /// # Cost
     /// One pass over the prompt; with tiktoken also tokenization, some microseconds per kilobyte.
     pub fn hashes(&self, context: &Context<'_>) -> Vec<u64> {
-        match &self.tokenizer {
-            Tokenizer::Byte => self.chain(context.prompt),
-            Tokenizer::Character => self.chain_blocks(self.characters(context.prompt)),
-            Tokenizer::Tiktoken(tokenizer) => {
+        match self.tokenizer {
+            TokenizerKind::Character if self.is_compat => self.chain(context.prompt),
+            TokenizerKind::Character => self.chain_blocks(self.characters(context.prompt)),
+            TokenizerKind::Tiktoken => {
+                let tokenizer = tiktoken_rs::cl100k_base_singleton();
                 let text = &context.prompt[..context.prompt.len().min(MAX_TIKTOKEN_BYTES)];
                 self.tokens(&tokenizer.encode_ordinary(&String::from_utf8_lossy(text)))
             }
-            Tokenizer::Model => self.tokens(context.token_ids),
+            TokenizerKind::Model => self.tokens(context.token_ids),
         }
     }
 
@@ -107,20 +98,5 @@ impl BlockHasher {
                 parent
             })
             .collect()
-    }
-}
-
-impl fmt::Debug for BlockHasher {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let tokenizer = match self.tokenizer {
-            Tokenizer::Byte => "byte",
-            Tokenizer::Character => "character",
-            Tokenizer::Tiktoken(_) => "tiktoken",
-            Tokenizer::Model => "model",
-        };
-        f.debug_struct("BlockHasher")
-            .field("tokenizer", &tokenizer)
-            .field("block_len", &self.block_len)
-            .finish_non_exhaustive()
     }
 }

@@ -65,12 +65,16 @@ impl Answers {
 /// Time to the first token against prefill tokens before it, over all workers.
 #[derive(Debug, Default)]
 pub(super) struct Prefills {
-    weight: f64,
-    work: f64,
-    ms: f64,
-    work_work: f64,
-    work_ms: f64,
+    /// Sums of: 1, work, milliseconds, work x work, work x ms.
+    sums: [f64; 5],
     seen: u32,
+}
+
+/// Adds one observation to fading sums.
+fn observe<const N: usize>(sums: &mut [f64; N], one: [f64; N]) {
+    for (sum, one) in sums.iter_mut().zip(one) {
+        *sum = *sum * KEEP + one;
+    }
 }
 
 impl Prefills {
@@ -82,20 +86,17 @@ impl Prefills {
             let (base, slope) = self.line();
             (ms / (base + slope * work).max(1.0)).ln()
         });
-        self.weight = self.weight * KEEP + 1.0;
-        self.work = self.work * KEEP + work;
-        self.ms = self.ms * KEEP + ms;
-        self.work_work = self.work_work * KEEP + work * work;
-        self.work_ms = self.work_ms * KEEP + work * ms;
+        observe(&mut self.sums, [1.0, work, ms, work * work, work * ms]);
         self.seen = self.seen.saturating_add(1);
         expected.filter(|ln| ln.is_finite())
     }
 
     /// Fixed milliseconds, and milliseconds per token; neither is negative.
     fn line(&self) -> (f64, f64) {
-        let (work, ms) = (self.work / self.weight, self.ms / self.weight);
-        let variance = self.work_work / self.weight - work * work;
-        let covariance = self.work_ms / self.weight - work * ms;
+        let weight = self.sums[0];
+        let [_, work, ms, work_work, work_ms] = self.sums.map(|sum| sum / weight);
+        let variance = work_work - work * work;
+        let covariance = work_ms - work * ms;
         if variance <= 1.0 || covariance <= 0.0 {
             return (ms, 0.0);
         }
@@ -110,7 +111,7 @@ impl Prefills {
 
     /// Prefill seconds per token; 0 before any observation.
     pub fn seconds_per_token(&self) -> f64 {
-        if self.weight > 0.0 { self.line().1 / 1_000.0 } else { 0.0 }
+        if self.seen > 0 { self.line().1 / 1_000.0 } else { 0.0 }
     }
 }
 
@@ -120,9 +121,8 @@ impl Prefills {
 /// total then gives the prefill time.
 #[derive(Debug, Default)]
 pub(super) struct Wholes {
-    weight: f64,
-    /// Sums of: prompt tokens, answer tokens, milliseconds.
-    sums: [f64; 3],
+    /// Sums of: 1, prompt tokens, answer tokens, milliseconds.
+    sums: [f64; 4],
     /// Sums of products: prompt x prompt, prompt x answer, answer x answer, prompt x ms, answer x ms.
     products: [f64; 5],
 }
@@ -131,25 +131,21 @@ impl Wholes {
     /// Records an answer of `answer` tokens that ended `ms` after its request with `prompt`
     /// uncached tokens was routed.
     pub fn see(&mut self, prompt: f64, answer: f64, ms: f64) {
-        self.weight = self.weight * KEEP + 1.0;
-        for (sum, one) in self.sums.iter_mut().zip([prompt, answer, ms]) {
-            *sum = *sum * KEEP + one;
-        }
-        let products =
-            [prompt * prompt, prompt * answer, answer * answer, prompt * ms, answer * ms];
-        for (sum, one) in self.products.iter_mut().zip(products) {
-            *sum = *sum * KEEP + one;
-        }
+        observe(&mut self.sums, [1.0, prompt, answer, ms]);
+        let (of_prompt, of_answer) = (prompt * ms, answer * ms);
+        let products = [prompt * prompt, prompt * answer, answer * answer, of_prompt, of_answer];
+        observe(&mut self.products, products);
     }
 
     /// Milliseconds that a prompt token adds; a guess until there are answers.
     pub fn ms_per_token(&self) -> f64 {
-        if self.weight < 1.0 {
+        let weight = self.sums[0];
+        if weight < 1.0 {
             return TOKEN_MS;
         }
-        let [prompt, answer, ms] = self.sums.map(|sum| sum / self.weight);
+        let [_, prompt, answer, ms] = self.sums.map(|sum| sum / weight);
         let [pp, pa, aa, pm, am] = self.products;
-        let off = |sum: f64, mean: f64| sum - self.weight * mean;
+        let off = |sum: f64, mean: f64| sum - weight * mean;
         let (pp, aa) = (off(pp, prompt * prompt) + GUESS_PROMPTS, off(aa, answer * answer) + 1.0);
         let pa = off(pa, prompt * answer);
         let (pm, am) = (off(pm, prompt * ms) + GUESS_PROMPTS * TOKEN_MS, off(am, answer * ms));

@@ -59,3 +59,9 @@ pub(super) fn check(case: &Value, names: &[String], found: &BTreeSet<usize>, wan
     let found: BTreeSet<&str> = found.iter().map(|&at| names[at].as_str()).collect();
     assert_eq!(found, wanted, "{}", case["id"]);
 }
+
+/// Lowest and highest total of a client, without what has left the window since.
+pub(super) fn range_at(tracker: &mut vtc_basic::TokenTracker, now_ms: u64) -> (f64, f64) {
+    let _of_nobody = tracker.total("", now_ms);
+    tracker.range()
+}

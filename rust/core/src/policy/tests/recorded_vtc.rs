@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use super::super::settings::{TimeUnit, VtcSettings};
 use super::super::vtc_basic::*;
 use super::super::*;
-use super::pods::{candidate, cases, context};
+use super::pods::{candidate, cases, context, range_at};
 
 fn settings(input: &Value) -> VtcSettings {
     let number = |name: &str, without: f64| input[name].as_f64().unwrap_or(without);
@@ -51,7 +51,7 @@ fn play(case: &Value, is_compat: bool) -> Value {
         match op[0].as_str().unwrap() {
             "get" => totals.push(tracker.total(client, now_ms)),
             "update" => is_error = tracker.charge(client, number(2), number(3), now_ms).is_err(),
-            "minmax" => ranges.push(tracker.range_at(now_ms)),
+            "minmax" => ranges.push(range_at(&mut tracker, now_ms)),
             "sleep_ms" => now_ms += number(1) as u64,
             other => panic!("{other}"),
         }

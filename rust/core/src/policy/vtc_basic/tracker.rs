@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 /// In `document` a client is dropped from the lowest, highest and sum as soon as its tokens leave
 /// the window. In `aibrix-compat` that happens when it is next looked up, or when there is no room
 /// for another client.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct TokenTracker {
     is_compat: bool,
     /// Length of a bucket, in milliseconds.
@@ -61,13 +61,7 @@ impl TokenTracker {
             weights: (settings.input_token_weight, settings.output_token_weight),
             default_totals: settings.default_totals,
             max_clients: settings.max_clients,
-            clients: HashMap::new(),
-            totals: BTreeMap::new(),
-            sum: 0.0,
-            queue: VecDeque::new(),
-            uncounted: 0,
-            swept: None,
-            now_ms: 0,
+            ..Self::default()
         }
     }
 
@@ -103,14 +97,6 @@ impl TokenTracker {
         let lowest = self.totals.keys().next().map(|&bits| f64::from_bits(bits));
         let highest = self.totals.keys().next_back().map(|&bits| f64::from_bits(bits));
         lowest.zip(highest).unwrap_or(self.default_totals)
-    }
-
-    /// As [`range`](Self::range), at a time: in `document` without clients that have expired since.
-    pub fn range_at(&mut self, now_ms: u64) -> (f64, f64) {
-        if !self.is_compat {
-            self.forget_old("", now_ms);
-        }
-        self.range()
     }
 
     /// Charges tokens to `client`. Negative numbers count as 0.
