@@ -51,10 +51,14 @@ pub struct Stream {
     last_live: Option<u64>,
     /// `next` at the last counted gap, so that a gap under repair counts once.
     gap_at: Option<u64>,
-    gaps: u64,
-    lost: u64,
-    restarts: u64,
-    duplicates: u64,
+    /// Detected gaps, each counted once however many frames wait behind it.
+    pub gaps: u64,
+    /// Batches given up by [`Stream::skip_to`].
+    pub lost: u64,
+    /// Restarts, detected by a repeated live number or by [`Stream::verify`].
+    pub restarts: u64,
+    /// Frames dropped because they were already applied or given up.
+    pub duplicates: u64,
 }
 
 impl Stream {
@@ -173,26 +177,6 @@ impl Stream {
     /// The payload hash of the last applied batch, if [`Stream::applied`] was called.
     pub fn last_payload_hash(&self) -> Option<u64> {
         self.last.and_then(|(_, hash)| hash)
-    }
-
-    /// Detected gaps, each counted once however many frames wait behind it.
-    pub fn gaps(&self) -> u64 {
-        self.gaps
-    }
-
-    /// Batches given up by [`Stream::skip_to`].
-    pub fn lost(&self) -> u64 {
-        self.lost
-    }
-
-    /// Restarts, detected by a repeated live number or by [`Stream::verify`].
-    pub fn restarts(&self) -> u64 {
-        self.restarts
-    }
-
-    /// Frames dropped because they were already applied or given up.
-    pub fn duplicates(&self) -> u64 {
-        self.duplicates
     }
 
     fn take(&mut self, seq: u64) -> Step {

@@ -425,7 +425,7 @@ impl Feed for Publisher {
             return FrameOutcome::Closed;
         }
         self.settle_unplaced(&mut state, sequence, payload);
-        let gaps = state.stream.gaps();
+        let gaps = state.stream.gaps;
         let mut step = state.stream.live(sequence);
         if step == Step::Duplicate && state.stream.contradicts(sequence, xxh3_64(payload)) {
             step = Step::Restarted;
@@ -435,7 +435,7 @@ impl Feed for Publisher {
             step = state.stream.live(sequence);
         }
         if let Step::Gap { from, to } = step
-            && state.stream.gaps() > gaps
+            && state.stream.gaps > gaps
         {
             // A frame that is offered again after a failed repair shows the same gap.
             add(&self.counters.gap_batches, to - from + 1);
@@ -489,10 +489,10 @@ impl Feed for Publisher {
     /// Gives up on missing batches: the stream continues at `sequence`.
     fn give_up(&self, sequence: u64) {
         let mut state = self.state.lock();
-        let before = state.stream.lost();
+        let before = state.stream.lost;
         let is_first = state.stream.last().is_none();
         state.stream.skip_to(sequence);
-        let lost = state.stream.lost() - before;
+        let lost = state.stream.lost - before;
         add(&self.counters.lost_batches, lost);
         state.standing.gave_up(lost, is_first);
         self.tell(&mut state);

@@ -62,17 +62,13 @@ impl Thresholds {
 
 impl fmt::Display for Thresholds {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut parts = Vec::new();
-        if let Some(share) = self.active_decode_blocks {
-            parts.push(format!("active_decode_blocks_threshold={share}"));
-        }
-        if let Some(tokens) = self.active_prefill_tokens {
-            parts.push(format!("active_prefill_tokens_threshold={tokens}"));
-        }
-        if let Some(factor) = self.active_prefill_tokens_frac {
-            parts.push(format!("active_prefill_tokens_threshold_frac={factor}"));
-        }
-        f.write_str(&parts.join(", "))
+        let parts = [
+            self.active_decode_blocks.map(|it| format!("active_decode_blocks_threshold={it}")),
+            self.active_prefill_tokens.map(|it| format!("active_prefill_tokens_threshold={it}")),
+            self.active_prefill_tokens_frac
+                .map(|it| format!("active_prefill_tokens_threshold_frac={it}")),
+        ];
+        f.write_str(&parts.into_iter().flatten().collect::<Vec<_>>().join(", "))
     }
 }
 

@@ -190,7 +190,7 @@ impl Queue {
         let place = state.line.push(standing, isl_tokens, told);
         let place = place.inspect_err(|_| state.stats.refused_total += 1)?;
         self.pending.store(state.line.len(), Ordering::Relaxed);
-        Ok(Waiting { queue: Arc::clone(self), place, end: End::Left })
+        Ok(Waiting { queue: Arc::clone(self), place, end: |stats| &mut stats.left_total })
     }
 
     /// Reports that there may be room.
@@ -249,20 +249,13 @@ impl State {
     }
 }
 
-#[derive(Debug, Clone, Copy)]
-enum End {
-    Left,
-    Placed,
-    Expired,
-    Failed,
-}
-
 /// A place in the queue, given up when dropped.
 #[must_use = "dropping it leaves the line"]
 pub struct Waiting {
     queue: Arc<Queue>,
     place: Place,
-    end: End,
+    /// The count of its end.
+    end: fn(&mut QueueStats) -> &mut u64,
 }
 
 impl Waiting {
@@ -285,7 +278,10 @@ impl Waiting {
                 Ok(None)
             }
             outcome => {
-                self.end = if outcome.is_ok() { End::Placed } else { End::Failed };
+                self.end = match outcome {
+                    Ok(_) => |stats| &mut stats.placed_total,
+                    Err(_) => |stats| &mut stats.failed_total,
+                };
                 outcome.map(Some)
             }
         }
@@ -293,7 +289,7 @@ impl Waiting {
 
     /// Leaves after its timeout; returns the error.
     pub fn expire(mut self) -> Error {
-        self.end = End::Expired;
+        self.end = |stats| &mut stats.expired_total;
         Error::AllBusy(format!(
             "no worker had room to prefill within {} s (router_queue_timeout)",
             self.queue.max_wait.as_secs_f64()
@@ -306,13 +302,7 @@ impl Drop for Waiting {
         let mut state = self.queue.state.lock();
         let _told = state.line.remove(self.place);
         self.queue.pending.store(state.line.len(), Ordering::Relaxed);
-        let stats = &mut state.stats;
-        match self.end {
-            End::Left => stats.left_total += 1,
-            End::Placed => stats.placed_total += 1,
-            End::Expired => stats.expired_total += 1,
-            End::Failed => stats.failed_total += 1,
-        }
+        *(self.end)(&mut state.stats) += 1;
         if state.trying == Some(self.place) {
             // There may be room for more than one.
             state.first_tries();

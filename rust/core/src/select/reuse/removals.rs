@@ -1,5 +1,7 @@
 //! Recent removals: blocks that were held at the decision may be gone when the engine starts.
 
+use std::collections::VecDeque;
+
 use hashbrown::HashMap;
 use parking_lot::Mutex;
 
@@ -19,9 +21,8 @@ pub struct Removals {
 
 #[derive(Debug, Default)]
 struct Ring {
-    /// Local hash and time; the entry after the newest is the oldest.
-    latest: Vec<(u64, u64)>,
-    newest: usize,
+    /// Local hash and time, oldest first.
+    latest: VecDeque<(u64, u64)>,
     cleared_ms: Option<u64>,
 }
 
@@ -34,13 +35,10 @@ impl Removals {
         let mut by_worker = self.by_worker.lock();
         let ring = by_worker.entry(worker).or_default();
         for &hash in local_hashes {
-            if ring.latest.len() < REMOVALS {
-                ring.newest = ring.latest.len();
-                ring.latest.push((hash, now_ms));
-            } else {
-                ring.newest = (ring.newest + 1) % REMOVALS;
-                ring.latest[ring.newest] = (hash, now_ms);
+            if ring.latest.len() == REMOVALS {
+                ring.latest.pop_front();
             }
+            ring.latest.push_back((hash, now_ms));
         }
     }
 

@@ -108,11 +108,15 @@ impl RouterConfig {
     pub fn validate(&self) -> Result<()> {
         // Places in the table are 32-bit numbers.
         let limit = u32::MAX as usize - 1;
-        let fault = fault_of("overlap_score_weight", self.overlap_score_weight)
-            .or_else(|| fault_of("temperature", self.temperature))
-            .or_else(|| fault_of("host_cache_hit_weight", self.tiers.host))
-            .or_else(|| fault_of("disk_cache_hit_weight", self.tiers.disk))
-            .or_else(|| self.scale.fields().into_iter().find_map(|(name, n)| fault_of(name, n)))
+        let numbers = [
+            ("overlap_score_weight", self.overlap_score_weight),
+            ("temperature", self.temperature),
+            ("host_cache_hit_weight", self.tiers.host),
+            ("disk_cache_hit_weight", self.tiers.disk),
+        ];
+        let mut numbers = numbers.into_iter().chain(self.scale.fields());
+        let fault = numbers
+            .find_map(|(name, number)| fault_of(name, number))
             .or_else(|| (self.expiry_ms == 0).then(|| "expiry_ms must be at least 1, got 0".into()))
             .or_else(|| {
                 let is_legal = (1..=limit).contains(&self.max_requests);
