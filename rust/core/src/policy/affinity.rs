@@ -12,7 +12,6 @@ use super::contract::Session;
 use super::cost::Candidate;
 use super::decision::{Choice, Reason};
 use super::metrics::Sample;
-use super::session::check_key;
 use crate::error::{Error, Result};
 use crate::ids::Worker;
 use crate::load::recency::Recent;
@@ -74,14 +73,6 @@ impl Affinity {
     pub fn seat(&self) -> Seat {
         // Relaxed: the numbers only have to be unique.
         Seat(self.seats.fetch_add(1, Ordering::Relaxed))
-    }
-
-    /// Checks that the key of `session` can be stored.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] for a key that is too long, with its length and the limit.
-    pub fn check(&self, session: Session<'_>) -> Result<()> {
-        check_key("session_key", session.key)
     }
 
     /// The candidate that took the last request of `session`; `None` if it is not among

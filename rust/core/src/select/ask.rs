@@ -3,7 +3,8 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::router::{Gate, RouteOverride};
+use super::busy::BusyGate;
+use super::router::RouteOverride;
 use crate::catalog::PromptNames;
 use crate::error::Result;
 use crate::fair::Wish;
@@ -184,7 +185,7 @@ pub struct Known<'a> {
     /// the device. Blocks beyond the device save a share, see [`TierWeights`](super::TierWeights).
     pub tiers: &'a [(Worker, [u32; 2])],
     /// Decides which workers are too busy; `None` without limits.
-    pub gate: Option<&'a dyn Gate>,
+    pub gate: Option<&'a BusyGate<'a>>,
     /// The engines' reports; `None` without any. Called under the router's lock, so it must use
     /// only its own data and not call the router.
     pub metrics: Option<&'a dyn Fn(Worker) -> EngineMetrics>,

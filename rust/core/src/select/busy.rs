@@ -11,7 +11,6 @@ use hashbrown::HashMap;
 use parking_lot::Mutex;
 
 use super::config::{QueueThreshold, Thresholds};
-use super::router::Gate;
 use crate::error::Result;
 use crate::ids::{InstanceId, Worker};
 use crate::load::WorkerLoad;
@@ -208,11 +207,11 @@ impl BusyTable {
     /// bookings, in worker order.
     pub fn busy(&self, loads: impl IntoIterator<Item = WorkerLoad>) -> Vec<InstanceId> {
         let mut busy = Vec::new();
-        self.collect(&mut loads.into_iter(), &mut busy);
+        self.collect(loads.into_iter(), &mut busy);
         busy
     }
 
-    fn collect(&self, loads: &mut dyn Iterator<Item = WorkerLoad>, busy: &mut Vec<InstanceId>) {
+    fn collect(&self, loads: impl Iterator<Item = WorkerLoad>, busy: &mut Vec<InstanceId>) {
         if !self.is_any_set() {
             return;
         }
@@ -244,7 +243,7 @@ impl BusyTable {
     fn are_all_full(
         &self,
         threshold: QueueThreshold,
-        loads: &mut dyn Iterator<Item = (Worker, u64)>,
+        loads: impl Iterator<Item = (Worker, u64)>,
     ) -> bool {
         let state = self.state.lock();
         for (worker, own) in loads {
@@ -260,8 +259,9 @@ impl BusyTable {
     }
 }
 
-/// The router's view of the table, during one decision.
-pub(super) struct BusyGate<'a> {
+/// Decides which workers are too busy, from the table and the load at the moment of a decision.
+pub struct BusyGate<'a> {
+    /// The other signals.
     pub table: &'a BusyTable,
     /// Terms of the skipped workers.
     pub passed_over: &'a RefCell<Vec<Terms>>,
@@ -269,16 +269,22 @@ pub(super) struct BusyGate<'a> {
     pub queue: Option<QueueThreshold>,
 }
 
-impl Gate for BusyGate<'_> {
-    fn shut(&self, loads: &mut dyn Iterator<Item = WorkerLoad>, shut: &mut Vec<InstanceId>) {
+impl BusyGate<'_> {
+    /// Adds the instances that take no requests now to `shut`, ascending. `loads` are those of all
+    /// registered workers, in worker order.
+    pub(super) fn shut(&self, loads: impl Iterator<Item = WorkerLoad>, shut: &mut Vec<InstanceId>) {
         self.table.collect(loads, shut);
     }
 
-    fn must_wait(&self, candidates: &mut dyn Iterator<Item = (Worker, u64)>) -> bool {
+    /// Whether none of `candidates`, each with its prompt tokens still to be prefilled, has room
+    /// for more. Only called if the request can wait.
+    pub(super) fn must_wait(&self, candidates: impl Iterator<Item = (Worker, u64)>) -> bool {
         self.queue.is_some_and(|threshold| self.table.are_all_full(threshold, candidates))
     }
 
-    fn passed_over(&self, terms: Terms) {
+    /// Reports an allowed worker that is skipped because its instance is shut, with the request's
+    /// cost there.
+    pub(super) fn passed_over(&self, terms: Terms) {
         self.passed_over.borrow_mut().push(terms);
     }
 }

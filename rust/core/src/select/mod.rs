@@ -42,7 +42,7 @@ pub use reuse::{
     WorkerReason,
 };
 pub use router::{
-    Considered, Gate, Policies, RoomWatch, RouteOverride, Router, RouterConfig, TierWeights, Usage,
+    Considered, Policies, RoomWatch, RouteOverride, Router, RouterConfig, TierWeights, Usage,
 };
 pub use selector::Selector;
 pub use settings::{

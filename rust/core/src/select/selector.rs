@@ -103,7 +103,8 @@ impl Selector {
         config.validate()?;
         let built_in = config.router.policy.name();
         let policy_name = policies.active.as_ref().map_or(built_in, |active| active.name()).into();
-        let watches = policies.watches_caches() || config.overlap != Overlap::Predictions;
+        let watches = policies.each().any(|one| one.watches_caches());
+        let watches = watches || config.overlap != Overlap::Predictions;
         let router = Arc::new(Router::with_policies(config.router, policies, Arc::clone(&clock))?);
         if watches {
             let router: Weak<Router> = Arc::downgrade(&router);
@@ -165,7 +166,7 @@ impl Selector {
 
     /// Whether prompts must be hashed: some policy uses tokens or caches.
     pub fn needs_tokens(&self) -> bool {
-        self.is_kv() || self.router.policies().needs_tokens()
+        self.is_kv() || self.router.policies().each().any(|one| one.needs_tokens())
     }
 
     /// Whether some policy needs more of a request than its tokens.
@@ -175,7 +176,7 @@ impl Selector {
 
     /// Whether some policy needs the prompt's text.
     pub fn needs_text(&self) -> bool {
-        self.router.policies().needs_text()
+        self.router.policies().each().any(|one| one.needs_text())
     }
 
     fn is_kv(&self) -> bool {

@@ -247,8 +247,8 @@ impl Router {
         costs: &[CandidateCost],
         now_ms: u64,
     ) -> Option<Choice> {
-        let affinity = self.policies.affinity.as_ref()?;
-        let kept = affinity.kept(self.seat?, ask.session, candidates, now_ms)?;
+        let (affinity, seat) = self.affinity.as_ref()?;
+        let kept = affinity.kept(*seat, ask.session, candidates, now_ms)?;
         let has_costs = match &self.policies.active {
             Some(active) => active.name() == AUTO,
             None => self.config.policy == Policy::Kv,
@@ -261,15 +261,15 @@ impl Router {
 
     /// The worker of the session of `ask`, by its key.
     pub(in crate::select) fn session_place(&self, ask: &Ask<'_>) -> Option<Worker> {
-        let affinity = self.policies.affinity.as_ref()?;
-        affinity.place(self.seat?, ask.session, self.clock.now_ms())
+        let (affinity, seat) = self.affinity.as_ref()?;
+        affinity.place(*seat, ask.session, self.clock.now_ms())
     }
 
     /// Records that the session of `ask` is at `worker` from now on. Called under the lock of the
     /// choice, so that the session's next request sees it.
     pub(super) fn keep(&self, ask: &Ask<'_>, worker: Worker, now_ms: u64) {
-        if let (Some(affinity), Some(seat)) = (&self.policies.affinity, self.seat) {
-            affinity.routed(seat, ask.session, worker, now_ms);
+        if let Some((affinity, seat)) = &self.affinity {
+            affinity.routed(*seat, ask.session, worker, now_ms);
         }
     }
 }

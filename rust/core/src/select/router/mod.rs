@@ -15,7 +15,7 @@ mod route;
 pub use config::{RouteOverride, RouterConfig, TierWeights};
 pub(super) use policies::Tail;
 pub use policies::{Considered, Policies, Usage};
-pub use route::{Gate, RoomWatch, Router};
+pub use route::{RoomWatch, Router};
 
 #[cfg(test)]
 mod tests;

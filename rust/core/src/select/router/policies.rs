@@ -30,18 +30,8 @@ impl Policies {
     }
 
     /// The deciding one, then the shadows.
-    fn each(&self) -> impl Iterator<Item = &dyn RoutePolicy> {
+    pub(in crate::select) fn each(&self) -> impl Iterator<Item = &dyn RoutePolicy> {
         self.active.as_deref().into_iter().chain(self.shadows.iter().map(|shadow| shadow.policy()))
-    }
-
-    /// Whether the prompt's tokens improve any of them.
-    pub fn needs_tokens(&self) -> bool {
-        self.each().any(|policy| policy.needs_tokens())
-    }
-
-    /// Whether any of them needs the prompt's text.
-    pub fn needs_text(&self) -> bool {
-        self.each().any(|policy| policy.needs_text())
     }
 
     /// Whether the deciding one uses estimates of the queue.
@@ -80,27 +70,6 @@ impl Policies {
         for shadow in &self.shadows {
             let _wanted = shadow.observe(context, found, choice);
         }
-    }
-
-    pub(super) fn finished(&self, finished: &Finished<'_>) {
-        self.each().for_each(|policy| policy.finished(finished));
-    }
-
-    /// Whether any of them uses evictions.
-    pub fn watches_caches(&self) -> bool {
-        self.each().any(|policy| policy.watches_caches())
-    }
-
-    pub(super) fn evicted(&self, worker: Worker, local_hashes: &[u64], now_ms: u64) {
-        self.each().for_each(|policy| policy.evicted(worker, local_hashes, now_ms));
-    }
-
-    pub(super) fn cleared(&self, worker: Worker) {
-        self.each().for_each(|policy| policy.cleared(worker));
-    }
-
-    pub(super) fn removed(&self, worker: Worker) {
-        self.each().for_each(|policy| policy.removed(worker));
     }
 }
 

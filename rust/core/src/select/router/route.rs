@@ -16,8 +16,10 @@ use crate::ids::{InstanceId, Worker};
 use crate::load::{
     ActiveSequences, Assignment, BlockUse, Expired, LoadTotals, RequestId, WorkerChange, WorkerLoad,
 };
-use crate::policy::{ActiveLoad, Candidate, KvScale, RequestTerms, Seat, Terms};
+use crate::policy::session::check_key;
+use crate::policy::{ActiveLoad, Affinity, Candidate, KvScale, RequestTerms, Seat, Terms};
 use crate::select::ask::{Ask, Known};
+use crate::select::busy::BusyGate;
 use crate::select::reuse::Removals;
 
 /// Maximum sequence hashes of a request: a prompt of 16 million tokens in blocks of 16.
@@ -29,23 +31,6 @@ const TOUCHES_PER_EXPIRY: u64 = 16;
 /// Called when a worker may have room for more.
 pub type RoomWatch = Box<dyn Fn() + Send + Sync>;
 
-/// Decides which workers are too busy, from the load at the moment of a decision.
-///
-/// Called under the router's lock, so it must use only its own data and not call the router.
-pub trait Gate {
-    /// Adds the instances that take no requests now to `shut`, ascending. `loads` are those of all
-    /// registered workers, in worker order.
-    fn shut(&self, loads: &mut dyn Iterator<Item = WorkerLoad>, shut: &mut Vec<InstanceId>);
-
-    /// Whether none of `candidates`, each with its prompt tokens still to be prefilled, has room
-    /// for more. Only called if the request can wait.
-    fn must_wait(&self, candidates: &mut dyn Iterator<Item = (Worker, u64)>) -> bool;
-
-    /// Reports an allowed worker that is skipped because its instance is shut, with the request's
-    /// cost there.
-    fn passed_over(&self, terms: Terms);
-}
-
 /// Assigns requests of one model to workers and tracks their load.
 ///
 /// # Consistency
@@ -54,7 +39,7 @@ pub trait Gate {
 pub struct Router {
     pub(super) config: RouterConfig,
     pub(super) policies: Policies,
-    pub(super) seat: Option<Seat>,
+    pub(super) affinity: Option<(Arc<Affinity>, Seat)>,
     pub(super) clock: Arc<dyn Clock>,
     pub(super) state: Mutex<State>,
     pub(super) watch: OnceLock<RoomWatch>,
@@ -104,10 +89,13 @@ impl Router {
             scratch: Scratch::default(),
         };
         let (state, watch) = (Mutex::new(state), OnceLock::new());
-        let seat = policies.affinity.as_ref().map(|affinity| affinity.seat());
+        let affinity = policies.affinity.clone().map(|affinity| {
+            let seat = affinity.seat();
+            (affinity, seat)
+        });
         let questions = Mutex::new(SmallRng::seed_from_u64(!config.seed));
         let removals = Removals::default();
-        Ok(Self { config, policies, seat, clock, state, watch, removals, questions })
+        Ok(Self { config, policies, affinity, clock, state, watch, removals, questions })
     }
 
     /// The deciding and shadow policies besides the built-in ones.
@@ -186,13 +174,10 @@ impl Router {
     /// # Errors
     /// [`Error::NotFound`] for a request that is not booked.
     pub fn mark_prefill_completed(&self, request: RequestId) -> Result<()> {
-        let now_ms = self.clock.now_ms();
-        {
-            let load = &mut self.state.lock().load;
-            load.advance(now_ms);
+        self.with_load(|load, now_ms| {
             load.mark_prefill_completed(request)?;
-            load.touch(request, now_ms)?;
-        }
+            load.touch(request, now_ms)
+        })?;
         self.made_room();
         Ok(())
     }
@@ -209,7 +194,7 @@ impl Router {
         };
         let known: HashSet<Worker> = workers.iter().copied().collect();
         let gone = before.into_iter().filter(|worker| !known.contains(worker));
-        gone.for_each(|worker| self.policies.removed(worker));
+        gone.for_each(|worker| self.policies.each().for_each(|one| one.removed(worker)));
         self.made_room();
         Ok(change)
     }
@@ -217,7 +202,7 @@ impl Router {
     /// Removes one worker and its requests; returns their number, `None` if it is not registered.
     pub fn remove_worker(&self, worker: Worker) -> Option<usize> {
         let dropped = self.state.lock().load.remove_worker(worker)?;
-        self.policies.removed(worker);
+        self.policies.each().for_each(|one| one.removed(worker));
         Some(dropped)
     }
 
@@ -233,18 +218,20 @@ impl Router {
 
     /// Load of every registered worker, in worker order.
     pub fn loads(&self) -> Vec<WorkerLoad> {
-        let now_ms = self.clock.now_ms();
-        let load = &mut self.state.lock().load;
-        load.advance(now_ms);
-        load.loads().map(|(_, load)| load).collect()
+        self.with_load(|load, _| load.loads().map(|(_, load)| load).collect())
     }
 
     /// Sums over all workers.
     pub fn totals(&self) -> LoadTotals {
+        self.with_load(|load, _| load.totals())
+    }
+
+    /// Calls `act` with the current load and time.
+    fn with_load<T>(&self, act: impl FnOnce(&mut ActiveSequences, u64) -> T) -> T {
         let now_ms = self.clock.now_ms();
         let load = &mut self.state.lock().load;
         load.advance(now_ms);
-        load.totals()
+        act(load, now_ms)
     }
 
     /// Frees requests that have been idle for longer than `expiry_ms`, longest idle first. Call it
@@ -252,7 +239,7 @@ impl Router {
     pub fn expire(&self) -> Vec<Expired> {
         let now_ms = self.clock.now_ms();
         let expired = self.state.lock().load.expire(now_ms);
-        if let Some(affinity) = &self.policies.affinity {
+        if let Some((affinity, _)) = &self.affinity {
             affinity.expire(now_ms);
         }
         if !expired.is_empty() {
@@ -305,17 +292,13 @@ impl Router {
     }
 
     pub(crate) fn free(&self, request: RequestId) {
-        let now_ms = self.clock.now_ms();
-        {
-            let load = &mut self.state.lock().load;
-            load.advance(now_ms);
-            load.free(request);
-        }
+        self.with_load(|load, _| load.free(request));
         self.made_room();
     }
 
     pub(crate) fn finished(&self, worker: Worker, tail: &Tail) {
-        self.policies.finished(&tail.finished(worker, self.clock.now_ms()));
+        let finished = tail.finished(worker, self.clock.now_ms());
+        self.policies.each().for_each(|one| one.finished(&finished));
     }
 
     pub(super) fn validate(&self, ask: &Ask<'_>) -> Result<()> {
@@ -325,8 +308,8 @@ impl Router {
             ));
         }
         check_blocks(ask.prompt.sequence_hashes.len())?;
-        if let Some(affinity) = &self.policies.affinity {
-            affinity.check(ask.session)?;
+        if self.affinity.is_some() {
+            check_key("session_key", ask.session.key)?;
         }
         ask.overrides.validate()
     }
@@ -395,7 +378,7 @@ impl Router {
         load.spread(ask.known.tiers, &mut scratch.tiers);
         scratch.shut.clear();
         if let Some(gate) = ask.known.gate {
-            gate.shut(&mut load.loads().map(|(_, load)| load), &mut scratch.shut);
+            gate.shut(load.loads().map(|(_, load)| load), &mut scratch.shut);
         }
         let (mut passed_over, mut draining) = (0, 0);
         for (slot, load) in load.loads() {
@@ -453,12 +436,12 @@ impl CacheWatch for Router {
     fn evicted(&self, worker: Worker, local_hashes: &[u64]) {
         let now_ms = self.clock.now_ms();
         self.removals.removed(worker, local_hashes, now_ms);
-        self.policies.evicted(worker, local_hashes, now_ms);
+        self.policies.each().for_each(|one| one.evicted(worker, local_hashes, now_ms));
     }
 
     fn cleared(&self, worker: Worker) {
         self.removals.cleared(worker, self.clock.now_ms());
-        self.policies.cleared(worker);
+        self.policies.each().for_each(|one| one.cleared(worker));
     }
 }
 
@@ -474,10 +457,10 @@ fn check_blocks(blocks: usize) -> Result<()> {
 ///
 /// # Errors
 /// [`Error::MustWait`] if none has.
-fn check_room(gate: Option<&dyn Gate>, candidates: &[Candidate]) -> Result<()> {
+fn check_room(gate: Option<&BusyGate<'_>>, candidates: &[Candidate]) -> Result<()> {
     let queued = |one: &Candidate| (one.worker, one.load.prefill_tokens);
     let count = candidates.len();
-    if count > 0 && gate.is_some_and(|gate| gate.must_wait(&mut candidates.iter().map(queued))) {
+    if count > 0 && gate.is_some_and(|gate| gate.must_wait(candidates.iter().map(queued))) {
         return Err(Error::MustWait(format!(
             "all {count} workers that may take this request have more to prefill than \
              router_queue_threshold allows"

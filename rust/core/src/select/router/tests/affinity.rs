@@ -1,23 +1,13 @@
 //! Sessions stay with the worker of their last request until it can't take one.
 
+use std::cell::RefCell;
+
 use super::*;
-use crate::policy::{ActiveLoad, Affinity, Candidate, Sample, Session, Settings, Terms, registry};
+use crate::policy::{ActiveLoad, Affinity, Candidate, Sample, Session, Settings, registry};
+use crate::select::busy::BusyGate;
+use crate::select::{BusyTable, Report, Thresholds};
 
 const TTL_SECS: u64 = 60;
-
-struct Shut(u64);
-
-impl Gate for Shut {
-    fn shut(&self, _: &mut dyn Iterator<Item = WorkerLoad>, shut: &mut Vec<u64>) {
-        shut.push(self.0);
-    }
-
-    fn must_wait(&self, _: &mut dyn Iterator<Item = (Worker, u64)>) -> bool {
-        false
-    }
-
-    fn passed_over(&self, _: Terms) {}
-}
 
 struct Bench {
     router: Arc<Router>,
@@ -112,7 +102,11 @@ fn a_worker_that_can_take_no_request_loses_its_sessions() {
     let bench = bench("kv");
     let (home, _) = bench.route(&of_session("a"));
     // Busy: another one takes it, and keeps it when the first one is free again.
-    let gate = Shut(home.instance_id);
+    let limit = Thresholds { active_prefill_tokens: Some(0), ..Thresholds::default() };
+    let (table, passed_over) = (BusyTable::new(limit).unwrap(), RefCell::default());
+    table.set_workers(&workers([1, 2, 3]));
+    table.report(home, &Report { active_prefill_tokens: Some(1), ..Report::default() });
+    let gate = BusyGate { table: &table, passed_over: &passed_over, queue: None };
     let (second, reason) = bench
         .route(&Ask { known: Known { gate: Some(&gate), ..Known::default() }, ..of_session("a") });
     assert_ne!((second, reason), (home, Reason::SessionAffinity));
