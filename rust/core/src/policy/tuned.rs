@@ -98,11 +98,13 @@ fn unknown(policy: &str, parameters: &[Parameter], key: &str) -> String {
     }
 }
 
+type NumberOf = fn(&mut RequestTerms) -> &mut f64;
+
 /// A parameter of one policy.
 #[derive(Clone, Copy)]
 enum Parameter {
     /// A finite number of at least 0.
-    Number(&'static str, fn(&mut RequestTerms) -> &mut f64),
+    Number(&'static str, NumberOf),
     /// Whether the policy sees what the router counts.
     Switch(&'static str, fn(&mut Counted) -> &mut bool),
     /// One of the policies' variables.
@@ -192,7 +194,7 @@ impl Parameter {
 /// Differences between its policy's view and the router's.
 #[derive(Debug, Default)]
 struct Changes {
-    numbers: Vec<(fn(&mut RequestTerms) -> &mut f64, f64)>,
+    numbers: Vec<(NumberOf, f64)>,
     /// What it sees of the router's counts.
     counted: Counted,
 }
