@@ -70,37 +70,21 @@ else:
     __getattr__ = lazy_names(
         __name__,
         {
-            "__version__": "kvflash.version",
-            "Client": "kvflash.runtime",
-            "Component": "kvflash.runtime",
-            "Context": "kvflash.runtime",
-            "DistributedRuntime": "kvflash.runtime",
-            "Endpoint": "kvflash.runtime",
-            "ForwardPassMetrics": "kvflash.publisher",
-            "KvEventPublisher": "kvflash.publisher",
-            "KvStats": "kvflash.publisher",
-            "KvPushRouter": "kvflash.routing.router",
-            "KvRouterConfig": "kvflash.routing.config",
-            "ModelInput": "kvflash.llm",
-            "ModelRuntimeConfig": "kvflash.llm",
-            "ModelType": "kvflash.llm",
-            "Namespace": "kvflash.runtime",
-            "Policy": "kvflash.policy",
-            "PolicyCandidate": "kvflash.policy",
-            "PolicyEnded": "kvflash.policy",
-            "PolicyRequest": "kvflash.policy",
-            "RoutedStream": "kvflash.routing.stream",
-            "RuntimeLimits": "kvflash.runtime",
-            "SpecDecodeStats": "kvflash.publisher",
-            "Stream": "kvflash.runtime",
-            "WorkerMetricsPublisher": "kvflash.publisher",
-            "WorkerStats": "kvflash.publisher",
-            "ZmqKvEventListener": "kvflash.publisher",
-            "ZmqKvEventPublisher": "kvflash.publisher",
-            "ZmqKvEventPublisherConfig": "kvflash.publisher",
-            "kvflash_worker": "kvflash.runtime",
-            "register_llm": "kvflash.llm",
-            "unregister_llm": "kvflash.llm",
+            "kvflash.llm": "ModelInput ModelRuntimeConfig ModelType register_llm unregister_llm",
+            "kvflash.policy": "Policy PolicyCandidate PolicyEnded PolicyRequest",
+            "kvflash.publisher": (
+                "ForwardPassMetrics KvEventPublisher KvStats SpecDecodeStats "
+                "WorkerMetricsPublisher WorkerStats ZmqKvEventListener ZmqKvEventPublisher "
+                "ZmqKvEventPublisherConfig"
+            ),
+            "kvflash.routing.config": "KvRouterConfig",
+            "kvflash.routing.router": "KvPushRouter",
+            "kvflash.routing.stream": "RoutedStream",
+            "kvflash.runtime": (
+                "Client Component Context DistributedRuntime Endpoint Namespace RuntimeLimits "
+                "Stream kvflash_worker"
+            ),
+            "kvflash.version": "__version__",
         },
     )
 

@@ -6,8 +6,12 @@ from importlib import import_module
 from typing import Any
 
 
-def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Create a module's ``__getattr__`` that imports a name from its home and keeps it."""
+def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """Create a module's ``__getattr__`` that imports a name from its home and keeps it.
+
+    ``modules`` has the names of each home, separated by spaces.
+    """
+    homes = {name: home for home, names in modules.items() for name in names.split()}
 
     def load(name: str) -> Any:
         home = homes.get(name)

@@ -14,14 +14,9 @@ else:
     __getattr__ = lazy_names(
         __name__,
         {
-            "Delete": "kvflash.discovery.base",
-            "Discovery": "kvflash.discovery.base",
-            "FileDiscovery": "kvflash.discovery.file",
-            "Lease": "kvflash.discovery.base",
-            "MemoryDiscovery": "kvflash.discovery.memory",
-            "Put": "kvflash.discovery.base",
-            "Synced": "kvflash.discovery.base",
-            "Watch": "kvflash.discovery.base",
+            "kvflash.discovery.base": "Delete Discovery Lease Put Synced Watch",
+            "kvflash.discovery.file": "FileDiscovery",
+            "kvflash.discovery.memory": "MemoryDiscovery",
         },
     )
 

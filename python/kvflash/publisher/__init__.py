@@ -24,16 +24,14 @@ else:
     __getattr__ = lazy_names(
         __name__,
         {
-            "EventStream": "kvflash.publisher.stream",
-            "ForwardPassMetrics": "kvflash.publisher.load",
-            "KvEventPublisher": "kvflash.publisher.kv_events",
-            "KvStats": "kvflash.publisher.load",
-            "SpecDecodeStats": "kvflash.publisher.load",
-            "WorkerMetricsPublisher": "kvflash.publisher.load",
-            "WorkerStats": "kvflash.publisher.load",
-            "ZmqKvEventListener": "kvflash.publisher.listener",
-            "ZmqKvEventPublisher": "kvflash.publisher.kv_events",
-            "ZmqKvEventPublisherConfig": "kvflash.publisher.kv_events",
+            "kvflash.publisher.kv_events": (
+                "KvEventPublisher ZmqKvEventPublisher ZmqKvEventPublisherConfig"
+            ),
+            "kvflash.publisher.listener": "ZmqKvEventListener",
+            "kvflash.publisher.load": (
+                "ForwardPassMetrics KvStats SpecDecodeStats WorkerMetricsPublisher WorkerStats"
+            ),
+            "kvflash.publisher.stream": "EventStream",
         },
     )
 

@@ -33,9 +33,12 @@ else:
     __getattr__ = lazy_names(
         __name__,
         {
-            **dict.fromkeys(__all__, "kvflash.compat.dynamo.classes"),
-            "install": "kvflash.compat.dynamo.modules",
-            "main": "kvflash.compat.dynamo.run",
+            "kvflash.compat.dynamo.classes": (
+                "Client DistributedRuntime KvIndexer KvPushRouter KvRouterConfig Matches "
+                "dynamo_worker"
+            ),
+            "kvflash.compat.dynamo.modules": "install",
+            "kvflash.compat.dynamo.run": "main",
         },
     )
 
