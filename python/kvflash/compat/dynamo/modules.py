@@ -7,42 +7,29 @@ from typing import Any
 from kvflash import _core, llm, publisher, runtime
 from kvflash.compat.dynamo import classes
 
+
+def _named(home: object, names: str) -> dict[str, Any]:
+    return {name: getattr(home, name) for name in names.split()}
+
+
 _LLM: dict[str, Any] = {
-    "ApproxKvIndexer": _core.ApproxKvIndexer,
-    "ForwardPassMetrics": publisher.ForwardPassMetrics,
-    "KvEventPublisher": publisher.KvEventPublisher,
-    "KvIndexer": classes.KvIndexer,
-    "KvPushRouter": classes.KvPushRouter,
+    **_named(_core, "ApproxKvIndexer OverlapScores RadixTree compute_block_hash_for_seq"),
+    **_named(llm, "ModelInput ModelRuntimeConfig ModelType register_llm unregister_llm"),
+    **_named(
+        publisher,
+        "ForwardPassMetrics KvEventPublisher KvStats SpecDecodeStats WorkerMetricsPublisher "
+        "WorkerStats ZmqKvEventListener ZmqKvEventPublisher ZmqKvEventPublisherConfig",
+    ),
+    **_named(
+        classes,
+        "KvIndexer KvPushRouter KvRouterConfig RouterConfig RouterConfigOverride RouterMode",
+    ),
     "KvRouter": classes.KvPushRouter,
-    "KvRouterConfig": classes.KvRouterConfig,
-    "KvStats": publisher.KvStats,
-    "ModelInput": llm.ModelInput,
-    "ModelRuntimeConfig": llm.ModelRuntimeConfig,
-    "ModelType": llm.ModelType,
-    "OverlapScores": _core.OverlapScores,
-    "RadixTree": _core.RadixTree,
-    "RouterConfig": classes.RouterConfig,
-    "RouterConfigOverride": classes.RouterConfigOverride,
-    "RouterMode": classes.RouterMode,
-    "SpecDecodeStats": publisher.SpecDecodeStats,
-    "WorkerMetricsPublisher": publisher.WorkerMetricsPublisher,
-    "WorkerStats": publisher.WorkerStats,
-    "ZmqKvEventListener": publisher.ZmqKvEventListener,
-    "ZmqKvEventPublisher": publisher.ZmqKvEventPublisher,
-    "ZmqKvEventPublisherConfig": publisher.ZmqKvEventPublisherConfig,
-    "compute_block_hash_for_seq": _core.compute_block_hash_for_seq,
     "compute_block_hash_for_seq_py": _core.compute_block_hash_for_seq,
-    "register_llm": llm.register_llm,
-    "unregister_llm": llm.unregister_llm,
 }
 _RUNTIME: dict[str, Any] = {
-    "Client": classes.Client,
-    "Component": runtime.Component,
-    "Context": runtime.Context,
-    "DistributedRuntime": classes.DistributedRuntime,
-    "Endpoint": runtime.Endpoint,
-    "Namespace": runtime.Namespace,
-    "dynamo_worker": classes.dynamo_worker,
+    **_named(runtime, "Component Context Endpoint Namespace"),
+    **_named(classes, "Client DistributedRuntime dynamo_worker"),
 }
 
 # Each module with its names; any other name is an ImportError.
