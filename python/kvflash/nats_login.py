@@ -1,11 +1,14 @@
-"""Login and trust for NATS: every connection of this package is made with these.
+"""Connects to NATS: every connection of this package is made here, with its login and trust.
 
 With TLS nothing is sent before the handshake, so a server without TLS receives no password.
 """
 
 import asyncio
+import contextlib
+import logging
 import ssl
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +19,13 @@ import nkeys
 from nats.aio.transport import TcpTransport
 
 from kvflash.errors import ConfigError, TransportError
+from kvflash.outage import Outage
 from kvflash.servers import NatsSettings
 
+logger = logging.getLogger(__name__)
+
+# Failed attempts whose reasons are examined.
+_SAID_MAX = 16
 # How long a connection may take to close.
 CLOSE_S_MAX = 1.0
 NO_TLS = "the server offers no TLS"
@@ -117,6 +125,64 @@ class Client(nats.aio.client.Client):
             # Pause before the next attempt, as after a failed one.
             self._current_server.last_attempt = time.monotonic()
         await self._process_op_err(error)
+
+
+async def connect(
+    settings: NatsSettings,
+    *,
+    who: str,
+    otherwise: str,
+    timeout_s: float | None = None,
+    **options: Any,
+) -> Client:
+    """Connect; afterwards the client reconnects without limit, and logs when it has to.
+
+    Raises ConfigError if the server refuses the login, and TransportError, which ends with
+    ``otherwise``, if no server answers. ``who`` begins the log lines; ``options`` are nats-py's.
+    """
+    client, said = Client(settings), deque[Exception](maxlen=_SAID_MAX)
+    is_connected = False
+    outage = Outage(logger, f"{who}: connected again")
+
+    async def on_error(error: Exception) -> None:
+        logger.debug("%s: %r", who, error)
+        made = failure(settings, [error], otherwise)
+        is_refused = isinstance(made, ConfigError)
+        if not is_connected:
+            said.append(error)
+            # A refused login would be refused again, so stop trying.
+            client.options["allow_reconnect"] = not is_refused
+        elif not client.is_connected:
+            # The client reports every attempt.
+            outage.lasts(f"{who}: {made}; trying again", kind=is_refused)
+        elif type(error) is nats.errors.Error:
+            # The server's own words, such as a violation of permissions.
+            logger.warning("%s: %s", who, error)
+
+    async def on_disconnected() -> None:
+        if is_connected and not client.is_closed:
+            logger.warning("%s: disconnected; connecting again", who)
+
+    async def on_reconnected() -> None:
+        outage.ends()
+
+    try:
+        connecting = client.connect(
+            **login_options(settings),
+            error_cb=on_error,
+            disconnected_cb=on_disconnected,
+            reconnected_cb=on_reconnected,
+            **options,
+        )
+        await asyncio.wait_for(connecting, timeout_s)
+    except (nats.errors.Error, OSError, asyncio.TimeoutError) as error:
+        with contextlib.suppress(nats.errors.Error, OSError):
+            await client.close()
+        # The client reports each attempt's reason there, and in the end only that it gave up.
+        raise failure(settings, list(said) or [error], otherwise) from None
+    is_connected = True
+    client.options["max_reconnect_attempts"] = -1
+    return client
 
 
 def login_options(settings: NatsSettings) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def test_a_broker_that_is_not_there_is_said(
 ) -> None:
     async def scenario() -> None:
         server.kill()
-        monkeypatch.setattr("kvflash.runtime.broker.CONNECT_TIMEOUT_S", 0.5)
+        monkeypatch.setattr("kvflash.runtime.nats.CONNECT_TIMEOUT_S", 0.5)
         async with DistributedRuntime("mem", "nats") as runtime:
 
             async def handler(request: int) -> int:

@@ -33,13 +33,29 @@ from kvflash.errors import (
     OverloadedError,
     TransportError,
 )
-from kvflash.runtime.broker import NatsConnection, NatsError, connect
 from kvflash.runtime.frame import REFUSALS, Failure, FrameReader, Kind, Request, unpack
 from kvflash.runtime.limits import RuntimeLimits
 from kvflash.runtime.plane import FailedError, GoneError, PlaneClient, PlaneServer
 from kvflash.runtime.serving import Running, Serving
+from kvflash.servers import NatsSettings, missing_nats
+
+try:
+    from nats.errors import Error as NatsError
+
+    from kvflash import nats_login
+    from kvflash.nats_login import Client as NatsConnection
+except ImportError as error:
+    raise missing_nats("the nats request plane", error) from error
 
 logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 5.0
+RECONNECT_PAUSE_S = 1
+# Data that may wait to be sent while the broker is away; beyond it sending fails.
+PENDING_BYTES_MAX = 8 * 1024 * 1024
+# After two unanswered pings the broker counts as gone.
+PING_INTERVAL_S = 10
+_OTHERWISE = "start one (nats-server), set NATS_SERVER, or use the request plane tcp"
 
 WINDOW_BYTES = 256 * 1024
 PART_BYTES = 64 * 1024
@@ -57,6 +73,20 @@ _NEVER_MIND = -1
 def silence_s(limits: RuntimeLimits) -> float:
     """How long the peer may be silent."""
     return min(limits.peer_silence_s, SILENCE_S_MAX)
+
+
+async def connect() -> NatsConnection:
+    """Connect to NATS_SERVER; see :func:`kvflash.nats_login.connect`."""
+    return await nats_login.connect(
+        NatsSettings.from_env(),
+        who="nats",
+        otherwise=_OTHERWISE,
+        timeout_s=CONNECT_TIMEOUT_S,
+        max_reconnect_attempts=-1,
+        reconnect_time_wait=RECONNECT_PAUSE_S,
+        ping_interval=PING_INTERVAL_S,
+        pending_size=PENDING_BYTES_MAX,
+    )
 
 
 async def _leave(connection: NatsConnection | None) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from kvflash import DistributedRuntime, TransportError
 from kvflash.publisher.brokered import BrokerOutlet, Served
-from kvflash.runtime.broker import connect as runtime_connect
+from kvflash.runtime.nats import connect as runtime_connect
 from kvflash.servers import NatsSettings
 from kvflash.transport.jetstream import JetStreamLog
 from kvflash.transport.jetstream_writer import JetStreamWriter
@@ -74,9 +74,9 @@ def test_a_writer_tells_once_that_events_are_not_stored(
 def test_the_broker_of_requests_tells_once_that_it_is_away(
     server: NatsServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.DEBUG, "kvflash.runtime.broker")
+    caplog.set_level(logging.DEBUG, "kvflash.nats_login")
     monkeypatch.setenv("NATS_SERVER", server.url)
-    monkeypatch.setattr("kvflash.runtime.broker.RECONNECT_PAUSE_S", 0.05)
+    monkeypatch.setattr("kvflash.runtime.nats.RECONNECT_PAUSE_S", 0.05)
 
     def told(level: int) -> list[str]:
         return [record.getMessage() for record in caplog.records if record.levelno == level]

@@ -18,7 +18,7 @@ from certificates import Authority, NatsOperator
 from kvflash import DistributedRuntime
 from kvflash.errors import ConfigError, KvflashError, TransportError
 from kvflash.nats_login import failure
-from kvflash.runtime.broker import connect as runtime_connect
+from kvflash.runtime.nats import connect as runtime_connect
 from kvflash.servers import NatsSettings
 from kvflash.transport.jetstream import JetStreamLog
 from kvflash.transport.jetstream_writer import JetStreamWriter
@@ -236,7 +236,7 @@ def test_who_is_thrown_out_comes_back_with_its_subscriptions(
     env = {"NATS_SERVER": server.url, "NATS_AUTH_USERNAME": "u", "NATS_AUTH_PASSWORD": "p"}
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("kvflash.runtime.broker.RECONNECT_PAUSE_S", 0.05)
+    monkeypatch.setattr("kvflash.runtime.nats.RECONNECT_PAUSE_S", 0.05)
 
     async def scenario() -> None:
         if door == "state":
@@ -347,5 +347,5 @@ def test_a_connection_goes_on_over_tls_when_the_server_comes_back(
         await client.flush()
         await client.close()
 
-    with caplog.at_level(logging.DEBUG, "kvflash.transport.nats_connection"):
+    with caplog.at_level(logging.DEBUG, "kvflash.nats_login"):
         asyncio.run(scenario())
