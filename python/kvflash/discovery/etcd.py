@@ -122,11 +122,10 @@ class EtcdDiscovery(Discovery):
         self.outage = Outage(logger, "discovery: etcd answers again", show=self.tell_outage)
 
     def twin(self) -> EtcdDiscovery:
-        """See :meth:`Discovery.twin`."""
         return EtcdDiscovery(",".join(self._endpoints), settings=self._settings)
 
     async def lease(self, ttl_s: float = LEASE_TTL_S, *, lease_id: int | None = None) -> Lease:
-        """See :meth:`Discovery.lease`; whole seconds, at least LEASE_TTL_S_MIN."""
+        """In whole seconds, at least LEASE_TTL_S_MIN."""
         check_open(self._is_closed)
         number, ttl = lease_id or new_lease_id(), max(LEASE_TTL_S_MIN, round(ttl_s))
         try:
@@ -140,35 +139,29 @@ class EtcdDiscovery(Discovery):
         return lease
 
     async def put(self, key: str, value: bytes, lease: Lease | None = None) -> None:
-        """See :meth:`Discovery.put`."""
         await self._ask("kv/put", self._put(key, value, lease))
 
     async def create(self, key: str, value: bytes, lease: Lease | None = None) -> bool:
-        """See :meth:`Discovery.create`."""
         put = self._put(key, value, lease)
         absent = {"key": put["key"], "target": "CREATE", "create_revision": 0}
         answer = await self._ask("kv/txn", {"compare": [absent], "success": [{"request_put": put}]})
         return answer.get("succeeded") is True
 
     async def delete(self, key: str) -> bool:
-        """See :meth:`Discovery.delete`."""
         check_key(key)
         answer = await self._ask("kv/deleterange", {"key": _text(key.encode())})
         return int(answer.get("deleted", 0)) > 0
 
     async def get_prefix(self, prefix: str) -> dict[str, bytes]:
-        """See :meth:`Discovery.get_prefix`."""
         return (await self._read(prefix))[0]
 
     def watch(self, prefix: str) -> Watch:
-        """See :meth:`Discovery.watch`."""
         check_open(self._is_closed)
         watch = Watch(self._forget)
         self._watches[watch] = asyncio.get_running_loop().create_task(self._follow(watch, prefix))
         return watch
 
     async def close(self) -> None:
-        """See :meth:`Discovery.close`."""
         watches, leases = dict(self._watches), list(self.leases)
         for watch in watches:
             await watch.aclose()

@@ -85,11 +85,10 @@ class FileDiscovery(Discovery):
         self._is_closed = False
 
     def twin(self) -> FileDiscovery:
-        """See :meth:`Discovery.twin`."""
         return FileDiscovery(self._folder.path)
 
     async def lease(self, ttl_s: float = LEASE_TTL_S, *, lease_id: int | None = None) -> Lease:
-        """See :meth:`Discovery.lease`; its end is noticed at once, whatever ``ttl_s`` says."""
+        """Its end is noticed at once, whatever ``ttl_s`` says."""
         check_open(self._is_closed)
         number = lease_id or new_lease_id()
         with self._told():
@@ -100,13 +99,11 @@ class FileDiscovery(Discovery):
         return lease
 
     async def put(self, key: str, value: bytes, lease: Lease | None = None) -> None:
-        """See :meth:`Discovery.put`."""
         check_lease(lease, self.leases)
         async with self._locked():
             self._folder.write(key, value, 0 if lease is None else lease.id)
 
     async def create(self, key: str, value: bytes, lease: Lease | None = None) -> bool:
-        """See :meth:`Discovery.create`."""
         check_lease(lease, self.leases)
         async with self._locked():
             if self._folder.read(key) is not None:
@@ -115,13 +112,11 @@ class FileDiscovery(Discovery):
             return True
 
     async def delete(self, key: str) -> bool:
-        """See :meth:`Discovery.delete`."""
         async with self._locked():
             is_there = self._folder.read(key) is not None
             return self._folder.delete(key) and is_there
 
     async def get_prefix(self, prefix: str) -> dict[str, bytes]:
-        """See :meth:`Discovery.get_prefix`."""
         check_open(self._is_closed)
         with self._told():
             self._folder.make()
@@ -129,7 +124,6 @@ class FileDiscovery(Discovery):
         return {key: value for key, value in living.items() if key.startswith(prefix)}
 
     def watch(self, prefix: str) -> Watch:
-        """See :meth:`Discovery.watch`."""
         check_open(self._is_closed)
         watch = Watch(self._forget)
         self._watches[watch] = prefix
@@ -142,7 +136,6 @@ class FileDiscovery(Discovery):
             self._folder.sweep()
 
     async def close(self) -> None:
-        """See :meth:`Discovery.close`."""
         self._is_closed = True
         for watch in list(self._watches):
             await watch.aclose()

@@ -101,13 +101,11 @@ class MemoryDiscovery(Discovery):
         self._is_closed = False
 
     def twin(self) -> MemoryDiscovery:
-        """See :meth:`Discovery.twin`."""
         twin = MemoryDiscovery()
         twin._store = self._store
         return twin
 
     async def lease(self, ttl_s: float = LEASE_TTL_S, *, lease_id: int | None = None) -> Lease:
-        """See :meth:`Discovery.lease`; everything ends with the process."""
         check_open(self._is_closed)
         lease = _MemoryLease(self._store, lease_id or new_lease_id())
         with self._store.lock:
@@ -117,27 +115,22 @@ class MemoryDiscovery(Discovery):
         return lease
 
     async def put(self, key: str, value: bytes, lease: Lease | None = None) -> None:
-        """See :meth:`Discovery.put`."""
         check_open(self._is_closed)
         self._store.set(key, value, 0 if lease is None else lease.id, is_new=False)
 
     async def create(self, key: str, value: bytes, lease: Lease | None = None) -> bool:
-        """See :meth:`Discovery.create`."""
         check_open(self._is_closed)
         return self._store.set(key, value, 0 if lease is None else lease.id, is_new=True)
 
     async def delete(self, key: str) -> bool:
-        """See :meth:`Discovery.delete`."""
         check_open(self._is_closed)
         return self._store.delete(key)
 
     async def get_prefix(self, prefix: str) -> dict[str, bytes]:
-        """See :meth:`Discovery.get_prefix`."""
         check_open(self._is_closed)
         return self._store.with_prefix(prefix)
 
     def watch(self, prefix: str) -> Watch:
-        """See :meth:`Discovery.watch`."""
         check_open(self._is_closed)
         watch = Watch(self._forget)
         loop = asyncio.get_running_loop()
@@ -148,7 +141,6 @@ class MemoryDiscovery(Discovery):
         return watch
 
     async def close(self) -> None:
-        """See :meth:`Discovery.close`."""
         self._is_closed = True
         for watch in list(self._watches):
             await watch.aclose()

@@ -67,18 +67,15 @@ class TokensAnswer(Answer):
         self._model = model
 
     def whole(self, choices: Sequence[Choice]) -> Body:
-        """The body of a non-streamed answer."""
         told = [_tokens_choice(one, 0, len(one.plan.token_ids), is_last=True) for one in choices]
         used = usage_of(choices)
         return {**self._head, "model": self._model, "choices": told, "usage": used}
 
     def piece(self, choice: Choice, step: Step) -> bytes:
-        """A chunk of tokens."""
         told = _tokens_choice(choice, step.start, step.end, is_last=step.is_last)
         return event({**self._head, "choices": [told]})
 
     def closing(self, choices: Sequence[Choice]) -> bytes:
-        """The usage and the end."""
         return event({**self._head, "choices": [], "usage": usage_of(choices)}) + DONE
 
 
@@ -97,7 +94,6 @@ class GenerateAnswer(Answer):
         self._text = ""
 
     def whole(self, choices: Sequence[Choice]) -> Body:
-        """The body of a non-streamed answer."""
         (choice,) = choices
         return self._body(choice, choice.plan.text, len(choice.plan.token_ids), is_last=True)
 
@@ -109,7 +105,6 @@ class GenerateAnswer(Answer):
         return event(self._body(choice, self._text, step.end, is_last=False))
 
     def closing(self, choices: Sequence[Choice]) -> bytes:
-        """The last event and the end."""
         return event(self.whole(choices)) + DONE
 
     def _body(self, choice: Choice, text: str, count: int, *, is_last: bool) -> Body:

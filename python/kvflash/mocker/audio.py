@@ -82,7 +82,6 @@ class SoundAnswer(Answer):
         self._upload = upload
 
     def whole(self, choices: Sequence[Choice]) -> Body:
-        """The text."""
         (choice,) = choices
         text, seconds = choice.plan.text, self._upload.seconds
         used = {"type": "duration", "seconds": seconds}
@@ -102,7 +101,6 @@ class SoundAnswer(Answer):
         return web.json_response(body)
 
     def piece(self, choice: Choice, step: Step) -> bytes:
-        """A chunk of text."""
         text = "".join(delta.text for delta in step.deltas)
         reason = choice.plan.finish_reason if step.is_last else None
         told = {"index": 0, "delta": {"content": text}, "finish_reason": reason}

@@ -33,7 +33,6 @@ class _OpenAiAnswer(Answer):
         self._told_logprobs = logprobs
 
     def whole(self, choices: Sequence[Choice]) -> Body:
-        """The body of a non-streamed answer."""
         told = [self._choice(one, self._content(one.plan)) for one in choices]
         used = usage_of(choices)
         return {**self._head, "object": self._kind, "choices": told, "usage": used}
@@ -100,13 +99,11 @@ class ChatAnswer(_OpenAiAnswer):
     _chunk_kind = "chat.completion.chunk"
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
-        """The role."""
         role = {"delta": {"role": "assistant", "content": ""}}
         chunks = [self._chunk(choice.index, role) for choice in choices]
         return b"".join(event({**chunk, **self._prompt_ids()}) for chunk in chunks)
 
     def whole(self, choices: Sequence[Choice]) -> Body:
-        """The body of an answer that is not streamed."""
         return {**super().whole(choices), **self._prompt_ids()}
 
     def _prompt_ids(self) -> Body:

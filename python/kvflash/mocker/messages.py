@@ -130,7 +130,6 @@ class MessageAnswer(Answer):
         }
 
     def whole(self, choices: Sequence[Choice]) -> Body:
-        """The message."""
         (choice,) = choices
         plan = choice.plan
         blocks: list[Body] = [
@@ -147,17 +146,14 @@ class MessageAnswer(Answer):
         return {**self._head, "content": blocks, **_ending(plan), "usage": _usage(choice)}
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
-        """The empty message."""
         used = {"input_tokens": self._prompt_tokens, "output_tokens": 0}
         empty: Body = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": used}
         return _event("message_start", message={**self._head, **empty})
 
     def piece(self, choice: Choice, step: Step) -> bytes:
-        """More of the open block, or a new one."""
         return b"".join(self._piece(choice.plan, delta) for delta in step.deltas)
 
     def closing(self, choices: Sequence[Choice]) -> bytes:
-        """The end of the last block and of the message."""
         (choice,) = choices
         opened = b"" if self._blocks else self._begin(choice.plan, None)
         used = _usage(choice)
@@ -169,7 +165,6 @@ class MessageAnswer(Answer):
         )
 
     def failure(self, error: ApiError) -> bytes:
-        """The error as an event."""
         return event(error_body(error), "error")
 
     def _piece(self, plan: Plan, delta: Delta) -> bytes:

@@ -166,7 +166,6 @@ class ResponseAnswer(Answer):
         return self._whole or begun
 
     def whole(self, choices: Sequence[Choice]) -> Body:
-        """The response."""
         (choice,) = choices
         for delta in choice.plan.deltas(0, len(choice.plan.raw)) or [Delta("", None, True)]:
             self._take(choice.plan, delta)
@@ -177,24 +176,20 @@ class ResponseAnswer(Answer):
         return self._completed(choice)
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
-        """The response in progress."""
         begun = self.told()
         created = self._event("response.created", response=begun)
         return created + self._event("response.in_progress", response=begun)
 
     def piece(self, choice: Choice, step: Step) -> bytes:
-        """More of the open item, or a new one."""
         return b"".join(self._take(choice.plan, delta, step) for delta in step.deltas)
 
     def closing(self, choices: Sequence[Choice]) -> bytes:
-        """The end of the last item and of the response."""
         (choice,) = choices
         opened = b"" if self._items else self._take(choice.plan, Delta("", None, True))
         ended = opened + self._finish()
         return ended + self._event("response.completed", response=self._completed(choice))
 
     def failure(self, error: ApiError) -> bytes:
-        """The error as an event."""
         told = error.body["error"]
         fields = {"code": told["type"], "message": told["message"], "param": None, "error": told}
         return self._event("error", **fields)

@@ -253,7 +253,6 @@ class DistributedRuntime:
     async def serve(
         self, endpoint: Endpoint, handler: Handler, *, requests_max: int | None, is_graceful: bool
     ) -> None:
-        """See :meth:`Endpoint.serve_endpoint`."""
         path = endpoint.path
         served = self._serving.add(
             path, handler, requests_max=requests_max, is_graceful=is_graceful

@@ -57,7 +57,6 @@ class HttpServer(PlaneServer):
     _runner: web.AppRunner | None = None
 
     async def start(self) -> None:
-        """Listen; ConfigError if the address can't be bound."""
         app = web.Application(client_max_size=self._limits.frame_bytes_max)
         app.router.add_post("/{namespace}/{component}/{endpoint}", self._answer)
         self._runner = web.AppRunner(
@@ -79,11 +78,9 @@ class HttpServer(PlaneServer):
         self.url = f"http://{self._host}:{port}"
 
     async def open(self, endpoint: str) -> dict[str, Any]:
-        """How an instance is announced; this plane needs no preparation."""
         return {"kind": "http", "url": self.url}
 
     async def close(self) -> None:
-        """Stop listening and close the remaining connections."""
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -197,7 +194,7 @@ class HttpClient(PlaneClient):
         self._replies: weakref.WeakSet[HttpReply] = weakref.WeakSet()
 
     async def ask(self, transport: dict[str, Any], request: Request) -> HttpReply:
-        """See :meth:`PlaneClient.ask`; also refuses an id that is not valid in a header."""
+        """Also refuses an id that is not valid in a header."""
         body = pack(request.payload, "request")
         size, size_max = len(body) + REQUEST_MARGIN_BYTES, self.limits.frame_bytes_max
         if size > size_max:
@@ -239,7 +236,6 @@ class HttpClient(PlaneClient):
             return await session.post(url, headers=headers, data=io.BytesIO(body))
 
     async def close(self) -> None:
-        """See :meth:`PlaneClient.close`."""
         for reply in list(self._replies):
             reply.close()
         if self._session is not None:
@@ -265,7 +261,6 @@ class HttpReply:
         self._frames: deque[tuple[int, bytes]] = deque()
 
     async def receive(self) -> bytes | None:
-        """See :class:`kvflash.runtime.plane.Reply`."""
         try:
             if self._response is None:
                 await self._begin()
@@ -293,7 +288,6 @@ class HttpReply:
         raise DecodeError(f"frame of kind {kind} is not an answer")
 
     def close(self) -> None:
-        """See :class:`kvflash.runtime.plane.Reply`."""
         sending, self._sending = self._sending, None
         response, self._response = self._response, None
         if response is not None:

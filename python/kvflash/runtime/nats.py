@@ -111,12 +111,10 @@ class NatsServer(PlaneServer):
         self._ticking: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Connect to the broker; errors as in :func:`connect`."""
         self._connection = await connect()
         self._ticking = asyncio.get_running_loop().create_task(self._tick())
 
     async def open(self, endpoint: str) -> dict[str, Any]:
-        """Accept requests for an endpoint; TransportError if the broker can't be reached."""
         assert self._connection is not None
         subject = f"kvflash.{endpoint.replace('/', '.')}.{self._serving.instance_id}"
         try:
@@ -127,7 +125,6 @@ class NatsServer(PlaneServer):
         return {"kind": "nats", "subject": subject}
 
     async def close(self) -> None:
-        """Leave the broker once it has received everything sent."""
         if self._ticking is not None:
             self._ticking.cancel()
             await asyncio.gather(self._ticking, return_exceptions=True)
@@ -289,7 +286,6 @@ class NatsClient(PlaneClient):
         self._is_closed = False
 
     async def ask(self, transport: dict[str, Any], request: Request) -> NatsReply:
-        """See :meth:`PlaneClient.ask`."""
         data = request.pack(self.limits.frame_bytes_max)
         await self._connected()
         name, subject = secrets.token_bytes(_NAME_BYTES), str(transport["subject"])
@@ -307,7 +303,6 @@ class NatsClient(PlaneClient):
         return reply
 
     async def close(self) -> None:
-        """See :meth:`PlaneClient.close`."""
         self._is_closed = True
         for reply in list(self._replies.values()):
             reply.close()
@@ -390,7 +385,6 @@ class NatsReply:
         self._news = asyncio.Event()
 
     async def receive(self) -> bytes | None:
-        """See :class:`kvflash.runtime.plane.Reply`."""
         while not self._frames:
             if self._failure is not None:
                 self.close()
@@ -412,7 +406,6 @@ class NatsReply:
         raise DecodeError(f"{self.subject}: frame of kind {kind} is not an answer")
 
     def close(self) -> None:
-        """See :class:`kvflash.runtime.plane.Reply`."""
         if self._is_open:
             self._client.sign(self.subject, self.name, _NEVER_MIND)
             self._end()

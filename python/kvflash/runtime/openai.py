@@ -105,7 +105,7 @@ class OpenAiClient(HttpClient):
     idle_s_max = 4.0
 
     async def ask(self, transport: dict[str, Any], request: Request) -> HttpReply:
-        """See :meth:`PlaneClient.ask`; also refuses one without token ids, or with a bad id."""
+        """Also refuses a request without token ids, or with a bad id."""
         try:
             # json does not encode numpy's integers.
             wanted = completion(request.payload)

@@ -36,7 +36,6 @@ class TcpServer(PlaneServer):
         self.address = ""
 
     async def start(self) -> None:
-        """Listen; ConfigError if the address can't be bound."""
         loop = asyncio.get_running_loop()
         try:
             self._server = await loop.create_server(
@@ -53,11 +52,9 @@ class TcpServer(PlaneServer):
         self.address = f"{self._host}:{port}"
 
     async def open(self, endpoint: str) -> dict[str, Any]:
-        """How an instance is announced; this plane needs no preparation."""
         return {"kind": "tcp", "address": self.address}
 
     async def close(self) -> None:
-        """Stop listening and close the remaining connections."""
         if self._server is None:
             return
         self._server.close()
@@ -133,7 +130,6 @@ class TcpClient(PlaneClient):
         self._replies: weakref.WeakSet[TcpReply] = weakref.WeakSet()
 
     async def ask(self, transport: dict[str, Any], request: Request) -> TcpReply:
-        """See :meth:`PlaneClient.ask`."""
         data = request.pack(self.limits.frame_bytes_max)
         address = transport["address"]
         kept = self._take(address)
@@ -148,7 +144,6 @@ class TcpClient(PlaneClient):
         return reply
 
     async def close(self) -> None:
-        """See :meth:`PlaneClient.close`."""
         self._is_closed = True
         for reply in list(self._replies):
             reply.close()
@@ -231,7 +226,6 @@ class TcpReply:
         self._data = resend
 
     async def receive(self) -> bytes | None:
-        """See :class:`kvflash.runtime.plane.Reply`."""
         try:
             kind, payload = await self._next()
         except TransportError as error:
@@ -254,7 +248,6 @@ class TcpReply:
         return None
 
     def close(self) -> None:
-        """See :class:`kvflash.runtime.plane.Reply`."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.abort()

@@ -55,7 +55,7 @@ class ZmqChannel:
         self._is_closed = False
 
     async def open(self, on_message: Callable[[bytes], None]) -> None:
-        """See :meth:`Channel.open`: messages arrive while :meth:`hear` runs."""
+        """Messages arrive while :meth:`hear` runs."""
         self._on_message = on_message
 
     async def hear(self) -> None:
@@ -64,11 +64,10 @@ class ZmqChannel:
             self._on_message(await self._sub.recv())
 
     async def send(self, data: bytes) -> None:
-        """See :meth:`Channel.send`: a receiver that is too slow loses the message."""
+        """A receiver that is too slow loses the message."""
         await self._pub.send(data)
 
     def follow(self, endpoints: set[str]) -> None:
-        """See :meth:`Channel.follow`."""
         wanted = endpoints - {self.endpoint}
         for endpoint in self._followed - wanted:
             with contextlib.suppress(zmq.ZMQError):
@@ -81,6 +80,5 @@ class ZmqChannel:
         self._followed = wanted
 
     async def close(self) -> None:
-        """See :meth:`Channel.close`."""
         self._is_closed = True
         self._context.destroy(0)

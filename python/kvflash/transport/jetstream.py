@@ -68,7 +68,6 @@ class JetStreamLog:
         self._subject = f"{name}.queue"
 
     async def ensure(self) -> None:
-        """See :meth:`Log.ensure`."""
         settings = self._settings
         config = api.StreamConfig(
             name=self.name,
@@ -91,7 +90,6 @@ class JetStreamLog:
                     await self._js.stream_info(self.name)
 
     async def state(self) -> LogState:
-        """See :meth:`Log.state`."""
         async with reaching(f"stream {self.name}"):
             info = await self._js.stream_info(self.name)
         first, last = info.state.first_seq, info.state.last_seq
@@ -100,7 +98,6 @@ class JetStreamLog:
         return LogState(str(info.created), first, last)
 
     async def append(self, headers: Mapping[str, str], payload: bytes, *, key: str) -> int:
-        """See :meth:`Log.append`."""
         named = {**headers, "Nats-Msg-Id": key}
         size, size_max = message_bytes(named, payload), self._client.max_payload
         if size > size_max:
@@ -120,7 +117,6 @@ class JetStreamLog:
         return ack.seq
 
     async def open_reader(self, name: str, start: int) -> JetStreamReader:
-        """See :meth:`Log.open_reader`."""
         config = api.ConsumerConfig(
             durable_name=name,
             deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
@@ -139,7 +135,6 @@ class JetStreamLog:
         return reader
 
     async def floors(self) -> dict[str, int]:
-        """See :meth:`Log.floors`."""
         found: dict[str, int] = {}
         async with reaching(f"consumers of stream {self.name}"):
             while True:
@@ -150,7 +145,6 @@ class JetStreamLog:
                     return found
 
     async def drop_reader(self, name: str) -> None:
-        """See :meth:`Log.drop_reader`."""
         async with reaching(f"consumer {name} of stream {self.name}"):
             if not self._client.is_connected:
                 # A reader that leaves does not wait for a server to come back.
@@ -159,7 +153,6 @@ class JetStreamLog:
                 await self._js.delete_consumer(self.name, name)
 
     async def age_s(self, sequence: int) -> float | None:
-        """See :meth:`Log.age_s`."""
         async with reaching(f"stream {self.name}"):
             request = json.dumps({"seq": sequence}).encode()
             # The client leaves out the timestamp.
@@ -182,7 +175,6 @@ class JetStreamLog:
         return max(0.0, now_s - _seconds(stored))
 
     async def purge(self, last: int) -> None:
-        """See :meth:`Log.purge`."""
         async with reaching(f"stream {self.name}"):
             # The server takes the first number to keep.
             await self._js.purge_stream(self.name, seq=last + 1)
@@ -226,7 +218,6 @@ class JetStreamReader:
         self._heard = asyncio.get_running_loop().time()
 
     async def fetch(self, timeout_s: float) -> Sequence[Message]:
-        """See :meth:`Reader.fetch`."""
         if self._broken is not None:
             raise self._broken
         loop = asyncio.get_running_loop()
@@ -256,14 +247,12 @@ class JetStreamReader:
         return messages
 
     async def ack(self, sequence: int) -> None:
-        """See :meth:`Reader.ack`."""
         if self._last_reply is not None and self._last_reply[0] <= sequence:
             async with reaching(f"consumer {self._name}"):
                 await self._client.publish(self._last_reply[1], b"+ACK")
             self._last_reply = None
 
     async def close(self) -> None:
-        """See :meth:`Reader.close`."""
         if self._subscription is not None:
             with contextlib.suppress(nats.errors.Error, OSError):
                 await self._subscription.unsubscribe()

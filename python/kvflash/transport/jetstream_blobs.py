@@ -68,7 +68,6 @@ class JetStreamBlobs:
         self._keys: Any = None
 
     async def ensure(self) -> None:
-        """See :meth:`Blobs.ensure`."""
         async with reaching(f"bucket {self._bucket}"):
             try:
                 self._store = await self._js.object_store(self._bucket)
@@ -82,7 +81,6 @@ class JetStreamBlobs:
                 self._keys = await self._js.create_key_value(wanted)
 
     async def put(self, name: str, chunks: Iterable[bytes]) -> str:
-        """See :meth:`Blobs.put`."""
         stream = _Stream(chunks)
         options = api.ObjectMetaOptions(max_chunk_size=_CHUNK_BYTES)
         async with reaching(f"bucket {self._bucket}"):
@@ -90,7 +88,6 @@ class JetStreamBlobs:
         return stream.digest.hexdigest()
 
     async def read(self, name: str) -> AsyncIterator[bytes]:
-        """See :meth:`Blobs.read`."""
         async with reaching(f"bucket {self._bucket}"):
             try:
                 info = await self._store.get_info(name)
@@ -116,7 +113,6 @@ class JetStreamBlobs:
                 await subscription.unsubscribe()
 
     async def names(self) -> list[str]:
-        """See :meth:`Blobs.names`."""
         async with reaching(f"bucket {self._bucket}"):
             try:
                 return [entry.name for entry in await self._store.list()]
@@ -124,13 +120,11 @@ class JetStreamBlobs:
                 return []
 
     async def delete(self, name: str) -> None:
-        """See :meth:`Blobs.delete`."""
         async with reaching(f"bucket {self._bucket}"):
             with contextlib.suppress(nats.js.errors.NotFoundError):
                 await self._store.delete(name)
 
     async def pointer(self) -> tuple[Pointer | None, int]:
-        """See :meth:`Blobs.pointer`."""
         async with reaching(f"bucket {self._pointer_bucket}"):
             try:
                 entry = await self._keys.get(_KEY)
@@ -143,7 +137,6 @@ class JetStreamBlobs:
             return None, entry.revision
 
     async def flip(self, pointer: Pointer, revision: int) -> bool:
-        """See :meth:`Blobs.flip`."""
         value = json.dumps(dataclasses.asdict(pointer)).encode()
         async with reaching(f"bucket {self._pointer_bucket}"):
             try:

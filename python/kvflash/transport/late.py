@@ -22,11 +22,10 @@ class LateReceiver:
         self._receiver: Receiver | None = None
 
     def start(self) -> None:
-        """See :meth:`ZmqReceiver.start`."""
         self._catalog.limit_sockets(most_streams())
 
     def obey(self, order: Order) -> None:
-        """See :meth:`ZmqReceiver.obey`; the first call returns once the sockets are open."""
+        """The first call returns once the sockets are open."""
         if self._receiver is None:
             from kvflash.transport.zmq import ZmqReceiver  # noqa: PLC0415
 
@@ -35,6 +34,5 @@ class LateReceiver:
         self._receiver.obey(order)
 
     def stop(self) -> None:
-        """See :meth:`ZmqReceiver.stop`."""
         if self._receiver is not None:
             self._receiver.stop()

@@ -20,7 +20,6 @@ class NatsChannel:
         self._subscription: Any = None
 
     async def open(self, on_message: Callable[[bytes], None]) -> None:
-        """See :meth:`Channel.open`."""
 
         async def hear(message: Any) -> None:
             on_message(message.data)
@@ -30,15 +29,13 @@ class NatsChannel:
             await self._client.flush()
 
     async def send(self, data: bytes) -> None:
-        """See :meth:`Channel.send`."""
         async with reaching(f"subject {self._subject}"):
             await self._client.publish(self._subject, data)
 
     def follow(self, endpoints: set[str]) -> None:
-        """See :meth:`Channel.follow`: no effect, since the server knows the members."""
+        """No effect, since the server knows the members."""
 
     async def close(self) -> None:
-        """See :meth:`Channel.close`."""
         if self._subscription is not None:
             with contextlib.suppress(nats.errors.Error, OSError):
                 await self._subscription.unsubscribe()

@@ -25,11 +25,11 @@ class NatsComponentsReceiver:
         self._of: dict[int, Receiver | None] = {}
 
     def start(self) -> None:
-        """See :meth:`Receiver.start`. It connects on the first endpoint of a component."""
+        """It connects on the first endpoint of a component."""
         self._sockets.start()
 
     def obey(self, order: Order) -> None:
-        """See :meth:`Receiver.obey`. One thread makes all calls, and they end before the stop."""
+        """One thread makes all calls, and they end before the stop."""
         kind, publisher, endpoint, _ = order
         if kind in ("subscribe", "hold"):
             self._of[publisher] = self._receiver(publisher, endpoint)
@@ -40,7 +40,6 @@ class NatsComponentsReceiver:
             receiver.obey(order)
 
     def stop(self) -> None:
-        """See :meth:`Receiver.stop`."""
         for receiver in (*self._components.values(), self._sockets):
             receiver.stop()
 

@@ -328,15 +328,13 @@ class NatsCoreReceiver:
         return {} if self._follower is None else dict(self._follower.stats)
 
     def start(self) -> None:
-        """See :meth:`Receiver.start`."""
         self._background.start()
 
     def stop(self) -> None:
-        """See :meth:`Receiver.stop`."""
         self._background.stop()
 
     def obey(self, order: Order) -> None:
-        """See :meth:`Receiver.obey`. Orders to hold or pause are for sockets and have no effect."""
+        """Orders to hold or pause are for sockets and have no effect."""
         kind, publisher, endpoint, _ = order
         if kind in ("subscribe", "hold"):
             self._background.call_soon(partial(self._join, publisher, endpoint))
