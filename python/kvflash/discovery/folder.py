@@ -162,7 +162,6 @@ class Folder:
         return found
 
     def delete(self, key: str) -> bool:
-        """Delete a key."""
         try:
             self._path(key).unlink()
         except FileNotFoundError:

@@ -29,7 +29,6 @@ class Admin:
         self._started_s = time.time()
 
     def routes(self) -> list[web.RouteDef]:
-        """The routes that it serves."""
         return [
             web.get("/v1/models", self.models),
             web.get("/health", self.health),
@@ -41,7 +40,6 @@ class Admin:
         ]
 
     async def models(self, _request: web.Request) -> web.Response:
-        """GET /v1/models: the model, then its adapters."""
         base = self._config.model_name
         cards = [
             {
@@ -58,11 +56,9 @@ class Admin:
         return web.json_response({"object": "list", "data": cards})
 
     async def health(self, _request: web.Request) -> web.Response:
-        """GET /health: 200 with an empty body, 503 once the engine has stopped."""
         return web.Response(status=200 if self._engine.is_alive else 503)
 
     async def version(self, _request: web.Request) -> web.Response:
-        """GET /version: the version of the kvflash package."""
         # Here, because it is slow to load, and few ask for it.
         from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415
 
@@ -74,7 +70,6 @@ class Admin:
         return web.json_response({"version": text})
 
     async def metrics(self, _request: web.Request) -> web.Response:
-        """GET /metrics: Prometheus text."""
         text = render(self._engine.scheduler, self._config, self._started_s)
         return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
 

@@ -97,7 +97,6 @@ class Api:
         self._store = ResponseStore()
 
     async def openai(self, request: web.Request, *, is_chat: bool) -> web.StreamResponse:
-        """POST /v1/chat/completions and /v1/completions."""
         body = parse_json(await request.read())
         # Read first: if anything else is wrong, the waiting decode worker must be informed.
         room = parse_bootstrap(body)
@@ -131,11 +130,9 @@ class Api:
         return await self._generator.answer(request, params, answer, on_plan=keep)
 
     async def kept_response(self, request: web.Request) -> web.Response:
-        """GET /v1/responses/{id}."""
         return web.json_response(self._store.response(request.match_info["id"]))
 
     async def delete_response(self, request: web.Request) -> web.Response:
-        """DELETE /v1/responses/{id}."""
         return web.json_response(self._store.delete(request.match_info["id"]))
 
     async def cancel_response(self, request: web.Request) -> web.Response:
@@ -144,19 +141,16 @@ class Api:
         refuse("Cannot cancel a synchronous response.", "response_id")
 
     async def message(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/messages."""
         chat = messages.as_chat(parse_json(await request.read()))
         params = self._params(request, chat, is_chat=True)
         answer = MessageAnswer(uuid.uuid4().hex, params.model, len(params.prompt_ids))
         return await self._generator.answer(request, params, answer)
 
     def count_tokens(self, body: Body) -> Body:
-        """POST /v1/messages/count_tokens."""
         chat = messages.as_chat(body, needs_max_tokens=False)
         return {"input_tokens": len(self.render(chat)["token_ids"])}
 
     def render(self, body: Body, *, is_chat: bool = True) -> Body:
-        """POST /v1/chat/completions/render: the prompt tokens of a chat."""
         parse_model(body, self._config)
         token_ids = parse_prompt(body, is_chat=is_chat, tokenizer=self._tokenizer)
         return {"request_id": uuid.uuid4().hex, "token_ids": token_ids, "features": None}
@@ -166,22 +160,18 @@ class Api:
         return [self.render(body, is_chat=False)]
 
     def render_response(self, body: Body) -> Body:
-        """POST /v1/responses/render: the prompt tokens of a response."""
         if body.get("previous_response_id") is not None:
             refuse("previous_response_id cannot be rendered", "previous_response_id")
         return self.render(responses.as_chat(body, self._store))
 
     def render_message(self, body: Body) -> Body:
-        """POST /v1/messages/render: the prompt tokens of a message."""
         return self.render(messages.as_chat(body))
 
     def pool(self, answer: Pooling, body: Body) -> Body:
-        """An answer without generation."""
         model, _ = parse_model(body, self._config)
         return answer(body, model, self._tokenizer)
 
     async def generate_tokens(self, request: web.Request) -> web.StreamResponse:
-        """POST /inference/v1/generate."""
         body = parse_json(await request.read())
         prompt = parse_token_ids(body.get("token_ids"), "token_ids")
         completion = _completion(body, prompt, "max_tokens")
@@ -202,7 +192,6 @@ class Api:
         return await self._generator.answer(request, params, GenerateAnswer(uuid.uuid4().hex))
 
     async def sound(self, request: web.Request, *, is_translated: bool) -> web.StreamResponse:
-        """POST /v1/audio/transcriptions and /v1/audio/translations."""
         upload = await audio.read_upload(request, is_translated=is_translated)
         digest = blake2b(upload.sound, digest_size=8).hexdigest()
         params = self._params(request, upload.as_completion(digest), is_chat=False)

@@ -82,7 +82,6 @@ class Worker:
             await asyncio.to_thread(self._stream.close)
 
     def ready_line(self) -> str:
-        """One line of JSON with the worker's addresses."""
         return json.dumps(
             {
                 "event": "ready",

@@ -38,7 +38,6 @@ class Upload:
 
     @property
     def seconds(self) -> int:
-        """Duration in seconds."""
         return max(1, math.ceil(len(self.sound) / SOUND_BYTES_PER_S))
 
     def as_completion(self, digest: str) -> Body:
@@ -95,7 +94,6 @@ class SoundAnswer(Answer):
         return {**told, "segments": [segment], "usage": used}
 
     def respond(self, body: Body) -> web.Response:
-        """The response of a non-streamed text."""
         if self._upload.form == "text":
             return web.Response(text=body["text"])
         return web.json_response(body)
@@ -107,7 +105,6 @@ class SoundAnswer(Answer):
         return event({**self._head, "choices": [told]})
 
     def closing(self, choices: Sequence[Choice]) -> bytes:
-        """The usage, if requested, and the end."""
         is_wanted = self._upload.fields.get("stream_include_usage", "").lower() == "true"
         if not is_wanted:
             return DONE

@@ -45,7 +45,6 @@ class BlockManager:
         return block_hash in self._active or block_hash in self._inactive
 
     def cached_prefix(self, block_hashes: Iterable[int]) -> int:
-        """Count the leading hashes that are cached."""
         return sum(1 for _ in takewhile(self.is_cached, block_hashes))
 
     def growth(self, block_hashes: Iterable[int], partial: int = 0) -> int:

@@ -53,7 +53,6 @@ class _OpenAiAnswer(Answer):
         return b"".join(map(event, chunks))
 
     def closing(self, choices: Sequence[Choice]) -> bytes:
-        """The usage, if requested, and the end."""
         if not self._params.has_usage_chunk:
             return DONE
         head = {**self._head, "object": self._chunk_kind}
@@ -70,7 +69,6 @@ class _OpenAiAnswer(Answer):
         return {**self._head, "object": self._chunk_kind, "choices": [choice]}
 
     def _beside(self, plan: Plan, start: int, end: int, chars: int) -> Body:
-        """Tokens and log probabilities, as requested."""
         beside: Body = {}
         if self._params.has_token_ids:
             beside["token_ids"] = plan.token_ids[start:end]

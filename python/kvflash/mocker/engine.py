@@ -51,12 +51,10 @@ class Generation:
         return token_ids
 
     def notify(self) -> None:
-        """Signal a new token to the waiter."""
         if self._is_streaming or self.request.is_finished:
             self._changed.set()
 
     def fail(self, error: ClosedError) -> None:
-        """Signal to the waiter that no more tokens come."""
         self._error = error
         self._changed.set()
 
@@ -78,7 +76,6 @@ class Engine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine still works on requests."""
         return self._error is None
 
     def submit(

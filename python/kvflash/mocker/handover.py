@@ -87,7 +87,6 @@ class Handover:
 
     @property
     def is_prefill(self) -> bool:
-        """Whether the worker only computes prompts."""
         return self._role == "prefill"
 
     async def open(self, port: int) -> None:

@@ -45,7 +45,6 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the answer is complete."""
         return len(self.tokens) == len(self.prompt_ids) + len(self.planned_ids)
 
 

@@ -161,7 +161,6 @@ class ResponseAnswer(Answer):
         }
 
     def told(self) -> Body:
-        """The response in its current state."""
         begun = {**self._head, "status": "in_progress", "output": self._items, "usage": None}
         return self._whole or begun
 
@@ -248,7 +247,6 @@ class ResponseAnswer(Answer):
         return added + self._event("response.content_part.added", **self._place(), part=part)
 
     def _finish(self) -> bytes:
-        """Close the open item."""
         if not self._items:
             return b""
         item = self._items[-1]

@@ -115,7 +115,6 @@ class FolderTokenizer:
             )
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Text to token ids."""
         return list(self._core.encode(text, add_special_tokens))
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -142,7 +141,6 @@ class FolderTokenizer:
         return [rng.choice(self._first), *rng.choices(self._rest, k=count - 1)]
 
     def piece(self, token_id: int) -> str:
-        """The word of the token."""
         return self._pieces[token_id]
 
     def _single_tokens(self, words: Sequence[str]) -> dict[int, str]:

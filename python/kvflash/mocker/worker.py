@@ -114,7 +114,6 @@ class RuntimeWorker:
             await asyncio.to_thread(stream.close)
 
     def ready_line(self) -> str:
-        """One line of JSON with the worker's addresses."""
         return json.dumps(
             {
                 "event": "ready",
@@ -186,7 +185,6 @@ class RuntimeWorker:
                     self._tasks[-1].result()
 
     async def generate(self, request: Any, context: Context) -> AsyncIterator[dict[str, Any]]:
-        """Answer one request; the handler of the endpoint."""
         if isinstance(request, list):
             # Clients without other fields send the prompt's tokens alone.
             request = {"token_ids": request}

@@ -42,7 +42,6 @@ class Connection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         transport.set_write_buffer_limits(self._limits.send_buffer_bytes)
@@ -51,7 +50,6 @@ class Connection(asyncio.Protocol):
             self._on_made(self)
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio."""
         if self._fault is not None:
             return
         try:
@@ -70,16 +68,13 @@ class Connection(asyncio.Protocol):
         _wake(self._waiter)
 
     def pause_writing(self) -> None:
-        """See asyncio."""
         self._writable = asyncio.get_running_loop().create_future()
 
     def resume_writing(self) -> None:
-        """See asyncio."""
         _wake(self._writable)
         self._writable = None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio."""
         self.is_lost = True
         _wake(self._waiter)
         _wake(self._writable)
@@ -121,7 +116,6 @@ class Connection(asyncio.Protocol):
         return bool(self._frames) or self._fault is not None
 
     def write(self, data: bytes) -> None:
-        """Send without waiting."""
         if not self.is_lost:
             self._transport.write(data)
 

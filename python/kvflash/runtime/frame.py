@@ -126,7 +126,6 @@ class Failure:
         return cls.of(error, retry=True)
 
     def pack(self) -> bytes:
-        """Encode the frame."""
         short = Failure(self.code, self.message[:MESSAGE_CHARS_MAX], self.retry)
         return frame(Kind.ERROR, msgpack.packb(asdict(short), unicode_errors="replace"))
 
@@ -195,7 +194,6 @@ class FrameReader:
 
     @property
     def is_amid(self) -> bool:
-        """Whether a frame is incomplete."""
         return bool(self._buffer)
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[tuple[int, bytes]]:

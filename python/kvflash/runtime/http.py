@@ -125,7 +125,6 @@ class _Answer:
             raise GoneError(str(error)) from error
 
     async def end(self) -> web.StreamResponse:
-        """The response that aiohttp expects."""
         if self._response is None:
             return _refusal(Failure("internal", "the handler ended without an answer"))
         if not isinstance(self._response, web.Response):
@@ -311,7 +310,6 @@ class HttpReply:
         return response.status == 200 and response.content_type == FRAMES
 
     def _refusal(self, response: aiohttp.ClientResponse, text: bytes) -> Failure:
-        """The reason of a refusal, from the response."""
         try:
             fields = json.loads(text)
         except ValueError:

@@ -56,7 +56,6 @@ class Instances:
             raise TransportError(f"discovery has not answered within {timeout_s:g} s") from error
 
     async def changed(self) -> None:
-        """Wait for the next change."""
         self._changed.clear()
         await self._changed.wait()
 
@@ -79,7 +78,6 @@ class Instances:
         return [i for i in rest if i.id not in suspects] or rest
 
     async def close(self) -> None:
-        """Stop following."""
         self._is_closed = True
         if self._task is not None:
             self._task.cancel()

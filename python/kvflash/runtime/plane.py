@@ -26,7 +26,6 @@ class FailedError(Exception):
         self.failure = failure
 
     def error(self) -> KvflashError:
-        """The exception that the user sees."""
         return self.failure.error()
 
 

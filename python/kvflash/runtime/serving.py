@@ -51,7 +51,6 @@ class Served:
         self._takes_context = _takes_context(handler)
 
     def call(self, payload: Any, context: Context) -> Any:
-        """Call the handler."""
         return self._handler(payload, context) if self._takes_context else self._handler(payload)
 
     async def drain(self, timeout_s: float, grace_s: float) -> None:

@@ -25,7 +25,6 @@ class Signals:
         self._received: signal.Signals | None = None
 
     def take(self, call: Callable[[], None]) -> None:
-        """Install the handlers."""
         if self._loop is not None or threading.current_thread() is not threading.main_thread():
             return
         self._loop = asyncio.get_running_loop()

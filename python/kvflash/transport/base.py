@@ -48,7 +48,6 @@ class LogState:
 
     @property
     def messages(self) -> int:
-        """Number of stored messages."""
         return self.last - self.first + 1
 
 

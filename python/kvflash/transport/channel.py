@@ -59,7 +59,6 @@ class ZmqChannel:
         self._on_message = on_message
 
     async def hear(self) -> None:
-        """Deliver messages until cancelled."""
         while not self._is_closed:
             self._on_message(await self._sub.recv())
 

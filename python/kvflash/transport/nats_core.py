@@ -80,13 +80,11 @@ class CoreFollower:
         worker.task = asyncio.get_running_loop().create_task(self._follow(worker))
 
     def leave(self, publisher: int) -> None:
-        """Stop following an unregistered worker."""
         worker = self._workers.pop(self._of.pop(publisher, (-1, -1)), None)
         if worker is not None and worker.task is not None:
             worker.task.cancel()
 
     async def close(self) -> None:
-        """Stop following all workers."""
         await cancel([w.task for w in self._workers.values() if w.task is not None])
 
     def heard(self, headers: dict[str, str] | None, payload: bytes) -> None:

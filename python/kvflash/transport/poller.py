@@ -24,7 +24,6 @@ class Poller:
         self._looked_at: dict[zmq.Socket[bytes], None] = {}
 
     def register(self, socket: zmq.Socket[bytes]) -> None:
-        """Start watching a socket."""
         self._selector.register(socket.fileno(), selectors.EVENT_READ, socket)
         # Messages that it took in earlier were signalled before the registration.
         self._looked_at[socket] = None
@@ -57,7 +56,6 @@ class Poller:
                 return ready
 
     def close(self) -> None:
-        """Close the selector; the sockets stay open."""
         self._selector.close()
 
 
