@@ -170,10 +170,7 @@ class Flags:
         summary: str,
         variables: Sequence[str] = (),
     ) -> None:
-        """Add a flag with one of a few values; without an argument it is ``bare``.
-
-        In the environment and in files the words for yes and no mean ``bare`` and ``default``.
-        """
+        """Add a flag with one of a few values; without an argument, or for yes, it is ``bare``."""
         words = {**dict.fromkeys(_TRUE, bare), **dict.fromkeys(_FALSE, default)}
 
         def parse(text: str) -> str:
@@ -198,10 +195,7 @@ class Flags:
         )
 
     def add_list(self, name: str, *, dest: str, summary: str, metavar: str) -> None:
-        """Add a flag with one or more values that may be repeated.
-
-        In the environment, white space separates them. A file may also use ``dest`` as its key.
-        """
+        """Add a flag with one or more values, which may be repeated; ``dest`` is a key, too."""
         found = (self._setting(name, ())[1] or "").split()
         self._lists[dest] = found
         self._parser.add_argument(name, dest=dest, action="extend", nargs="+", metavar=metavar)

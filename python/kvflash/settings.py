@@ -1,8 +1,4 @@
-"""The core's settings, one table for all services: flags, variables, files, classes.
-
-A setting's names are its key in the core, its flags with ``_`` for ``-``, and the attributes that
-they set.
-"""
+"""The core's settings, one table for all services: flags, variables, files, classes."""
 
 from __future__ import annotations
 
@@ -270,10 +266,7 @@ class Args:
 
 
 def of_table(service: str) -> Callable[[type[_T]], type[_T]]:
-    """Make a class a dataclass with a field, and its default, for each setting of a service.
-
-    Fields that the class defines take precedence over those of the table.
-    """
+    """Make a class a dataclass with a field, unless it has it, for each setting of a service."""
 
     def made(cls: type[_T]) -> type[_T]:
         cls.service = service  # type: ignore[attr-defined]

@@ -97,10 +97,7 @@ class EventPorts:
 
     @staticmethod
     def of(config: dict[str, Any]) -> EventPorts | None:
-        """The ports in an engine's own --kv-events-config; None if it publishes nothing.
-
-        Raises ConfigError if its events can't be announced.
-        """
+        """The ports in an engine's own config, or None; ConfigError if they can't be announced."""
         if config.get("publisher") != "zmq" or config.get("enable_kv_cache_events") is False:
             return None
         replay = config.get("replay_endpoint")

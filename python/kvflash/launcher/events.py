@@ -31,11 +31,7 @@ class EngineEvents:
         self._relays: dict[int, Relay] = {}
 
     async def check(self) -> None:
-        """Check the required server before an engine spends minutes loading.
-
-        Raises TransportError if NATS does not answer, and ConfigError if it refuses the login or
-        its client is not installed.
-        """
+        """Check the server that is needed before an engine spends minutes loading."""
         is_nats = self._options.event_plane == "nats"
         if self._options.enable_local_indexer and not is_nats:
             logger.warning("%s", UNUSED_LOCAL_INDEXER)

@@ -34,10 +34,7 @@ class LauncherOptions:
 def parse_options(
     engine: str, program: Sequence[str], argv: Sequence[str]
 ) -> tuple[LauncherOptions, Arguments]:
-    """Split a command line into the launcher's flags and the engine's.
-
-    ``program`` starts the engine by default.
-    """
+    """Split a command line into the launcher's flags and the engine's."""
     parser = console.Parser(
         prog=console.program(engine),
         description=f"Start {engine} with KV events and register it; other flags are passed on.",
@@ -143,10 +140,7 @@ def http_port(arguments: Arguments) -> int:
 def engine_events(
     options: LauncherOptions, arguments: Arguments, ranks: int, **more: object
 ) -> EventPorts | None:
-    """Where the engine publishes: as given, or at free ports, with ``more`` for its config.
-
-    Raises ConfigError if the given events can't be announced, or no ports are free.
-    """
+    """Where the engine publishes: as given, or at free ports, with ``more`` for its config."""
     said = arguments.document("--kv-events-config")
     if not options.kv_events:
         return None

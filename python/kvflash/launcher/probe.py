@@ -1,7 +1,4 @@
-"""Queries a running engine: its model and cache, and before its end the requests it still has.
-
-vLLM aborts requests that still run when SIGTERM ends it.
-"""
+"""Queries a running engine: its model and cache, and before its end the requests it still has."""
 
 import asyncio
 import logging
@@ -133,10 +130,7 @@ def _count(text: str | None) -> int | None:
 
 
 async def wait_until_idle(url: str, child: Child, timeout_s: float) -> None:
-    """Wait until an engine has had no request for a second, ``timeout_s`` at most.
-
-    Returns at once when it has ended, or does not tell how many requests it has.
-    """
+    """Wait until an engine has had no request for a second; returns at once if it tells none."""
     clock = asyncio.get_running_loop().time
     end_s = clock() + timeout_s
     idle_since_s: float | None = None

@@ -1,7 +1,4 @@
-"""Routes besides answers: models, tokens, health and metrics.
-
-Metrics are Prometheus text under vLLM's names, and `mocker:` for the mocker's own.
-"""
+"""Routes besides answers: models, tokens, health, and metrics under vLLM's names or `mocker:`."""
 
 import time
 from collections.abc import Mapping

@@ -52,10 +52,7 @@ POOLING: dict[str, Pooling] = {
 def build_app(
     engine: Engine, config: MockerConfig, tokenizer: Tokenizer, handover: Handover
 ) -> web.Application:
-    """Build the HTTP application of one worker.
-
-    Run it with handler cancellation, so that a disconnecting client ends its request.
-    """
+    """The HTTP application of one worker, to be run with handler cancellation."""
     api = Api(engine, config, tokenizer, handover)
     app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[errors])
     app.add_routes(

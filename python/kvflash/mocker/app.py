@@ -120,11 +120,7 @@ def _make_worker(index: int, config: MockerConfig, tokenizer: Tokenizer) -> Work
 
 
 async def serve(config: MockerConfig) -> Mocker:
-    """Start the workers in the running event loop and return them when they are ready.
-
-    Raises ConfigError for an unusable tokenizer folder, and OSError for a port that is taken; then
-    nothing is left running.
-    """
+    """Start the workers; raises ConfigError for an unusable tokenizer, OSError for a taken port."""
     if config.enable_local_indexer and config.event_plane != "nats":
         from kvflash.publisher.brokered import UNUSED_LOCAL_INDEXER  # noqa: PLC0415
 

@@ -15,10 +15,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> tuple[MockerConfig, str]:
-    """Parse the command line to a configuration and the log level.
-
-    On an error it prints the legal values and exits with status 2.
-    """
+    """Parse the command line to a configuration and the log level; exits with 2 on an error."""
     flags = _flags()
     values = vars(flags.parse(argv))
     log_level = values.pop("log_level")

@@ -73,10 +73,7 @@ class BlockManager:
         return True
 
     def deref(self, block_hashes: Sequence[int]) -> None:
-        """Drop one reference of every active hash; a block without references becomes inactive.
-
-        The tail goes first, so that it is evicted before its prefix.
-        """
+        """Drop a reference of every active hash, the tail first, so that it is evicted first."""
         for block_hash in reversed(block_hashes):
             refs = self._active[block_hash]
             if refs > 1:
@@ -86,11 +83,7 @@ class BlockManager:
                 self._inactive[block_hash] = None
 
     def promote(self, block_hash: int) -> bool:
-        """Turn one partial block into a full one that can be found by its hash.
-
-        If another request computed the same tokens at the same time, the caller gets a reference on
-        that block and its own is freed. Returns whether the hash is newly cached.
-        """
+        """Make a partial block a full one, or use another's of this hash; returns if it is new."""
         self.release(1)
         is_new = not self.is_cached(block_hash)
         self._inactive.pop(block_hash, None)

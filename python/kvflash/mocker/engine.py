@@ -37,10 +37,7 @@ class Generation:
         self._changed = asyncio.Event()
 
     async def take(self) -> list[int]:
-        """Wait for the next output tokens: at least one when streaming, otherwise all of them.
-
-        Raises ClosedError if the engine stopped before the answer was complete.
-        """
+        """Wait for tokens, all of them unless streaming; ClosedError if the engine stopped."""
         await self._changed.wait()
         self._changed.clear()
         if self._error is not None:
@@ -115,10 +112,7 @@ class Engine:
             self.scheduler.abort(generation.request)
 
     def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache and publish that.
-
-        Returns False, with nothing changed, while a request holds a block.
-        """
+        """Empty the prefix cache and publish that; False, and no change, while a request runs."""
         cleared = self.scheduler.reset()
         if cleared is None:
             return False

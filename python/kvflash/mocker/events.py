@@ -43,10 +43,7 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 def put(outbox: EventOutbox, events: Sequence[Event]) -> None:
-    """Queue the events of one pass as a separate batch; without events, do nothing.
-
-    Never waits: a subscriber that is too slow loses batches and sees a gap.
-    """
+    """Queue the events of one pass as a batch. Never waits: a slow subscriber sees a gap."""
     if not events:
         return
     for event in events:

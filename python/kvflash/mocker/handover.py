@@ -29,10 +29,7 @@ _ROOM_MAX = (1 << 64) - 1
 
 
 def is_handed_over(params: object) -> bool:
-    """Whether transfer parameters say that another worker computes the prompt.
-
-    Raises InvalidArgumentError if they are not those of a prefill worker.
-    """
+    """Whether another worker computes the prompt; InvalidArgumentError for malformed parameters."""
     if params is None:
         return False
     if not isinstance(params, Mapping):
@@ -112,11 +109,7 @@ class Handover:
         await asyncio.gather(*self._answers, return_exceptions=True)
 
     async def receive(self, params: object, room: Room | None) -> bool:
-        """Wait for the KV of a prompt if another worker computes it; returns whether one does.
-
-        Raises InvalidArgumentError for wrong parameters, and TransportError if the prefill failed
-        or its worker can't be reached.
-        """
+        """Wait until the worker that computes the prompt is done; returns whether there is one."""
         is_ready = is_handed_over(params)
         if self._role != "decode":
             return False
@@ -183,10 +176,7 @@ class Handover:
 
 
 async def meet(room: Room) -> None:
-    """Wait until the prefill worker has computed the prompt of a room.
-
-    Raises TransportError if it can't be reached, disconnects, fails or takes too long.
-    """
+    """Wait until the prefill worker has computed a room's prompt; TransportError if it does not."""
     where = f"room {room.number} at {room.host}:{room.port}"
 
     async def ask() -> bytes:

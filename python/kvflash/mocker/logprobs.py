@@ -33,10 +33,7 @@ class Logprobs:
         offset: int,
         is_prompt: bool = False,
     ) -> Body:
-        """In the form of completions: lists, with the offsets of the tokens in the text.
-
-        The first token of a prompt has no probability. ``offset`` counts the characters before.
-        """
+        """In the form of completions: lists, with offsets in the text from ``offset`` on."""
         chances: list[float | None] = [_chance(token_id) for token_id in token_ids]
         tops: list[dict[str, float] | None] | None = None
         if self._count:

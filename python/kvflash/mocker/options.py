@@ -1,7 +1,4 @@
-"""Requirements on an answer: tool calls, a schema, where it stops, log probabilities.
-
-Read from the fields of a chat or a completion; requests of other APIs are converted to these.
-"""
+"""Requirements on an answer, from a chat or a completion, to which other APIs are converted."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -113,10 +113,7 @@ class Choice:
 def plan_answer(
     options: AnswerOptions, tokenizer: Tokenizer, *, seed: int, index: int, max_tokens: int
 ) -> Plan:
-    """Plan answer ``index`` to a prompt whose tokens make the ``seed``.
-
-    It is deterministic in its arguments, and refuses a schema for which it finds no value.
-    """
+    """Plan answer ``index`` for a ``seed``; refuses a schema for which it finds no value."""
     if options.seed is not None or index:
         mixed = blake2b(f"{seed} {options.seed} {index}".encode(), digest_size=8)
         seed = int.from_bytes(mixed.digest(), "big")

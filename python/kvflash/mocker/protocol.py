@@ -1,7 +1,4 @@
-"""Converts OpenAI request bodies to engine parameters.
-
-Sampling options have no effect; they are ignored like unknown fields.
-"""
+"""Converts OpenAI request bodies to engine parameters; sampling options have no effect."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -108,10 +105,7 @@ def parse_generation(
     tokenizer: Tokenizer,
     text_tokens: int | None = None,
 ) -> GenerationParams:
-    """Check a chat or completion request and tokenize its prompt.
-
-    Refuses an unknown model with 404, and everything else that is wrong with 400.
-    """
+    """Check a chat or completion and tokenize its prompt; refuses with 404 or 400."""
     model, lora = parse_model(body, config)
     cache_salt = body.get("cache_salt")
     if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):

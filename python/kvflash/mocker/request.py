@@ -1,7 +1,4 @@
-"""A request in the engine, and the results of passes.
-
-Data only: the scheduler alone changes a request.
-"""
+"""A request in the engine, which the scheduler alone changes, and the results of passes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -55,11 +55,7 @@ class Scheduler:
         return sum(max(0, left) for left in running) + sum(waiting)
 
     def add(self, request: Request) -> None:
-        """Put a request at the end of the queue.
-
-        Raises OverloadedError if the queue is full, and InvalidArgumentError for a request that is
-        empty or longer than a worker can hold.
-        """
+        """Queue a request; OverloadedError if the queue is full, InvalidArgumentError if too long."""
         total = len(request.prompt_ids) + len(request.planned_ids)
         if not request.prompt_ids or not request.planned_ids or total > self._config.model_len:
             raise InvalidArgumentError(
@@ -73,10 +69,7 @@ class Scheduler:
         self._waiting.append(request)
 
     def abort(self, request: Request) -> None:
-        """End a request early; without effect if it has ended.
-
-        Its blocks are free at once, or at the end of the current pass.
-        """
+        """End a request early; its blocks are free at once, or at the end of the current pass."""
         if request.is_aborted or request.is_finished:
             return
         request.is_aborted = True
@@ -149,10 +142,7 @@ class Scheduler:
         return PassResult(advanced, events if self._config.enable_prefix_caching else ())
 
     def _reserve(self, request: Request, count: int) -> bool:
-        """Reserve blocks for `count` more tokens of a running request, preempting younger ones.
-
-        Returns False if it was the youngest and was preempted itself.
-        """
+        """Reserve blocks, preempting younger requests; False if it was the youngest itself."""
         missing = (
             self._block_count(request.computed_tokens + count)
             - request.stored_blocks
@@ -177,10 +167,7 @@ class Scheduler:
         self.counters.preemptions += 1
 
     def _admit(self, budget: int) -> tuple[Request, int] | None:
-        """Move the first waiting request to the running ones, if it fits.
-
-        Returns it with the number of its tokens that this pass computes.
-        """
+        """Run the first waiting request, if it fits; returns it with its tokens in this pass."""
         if not self._waiting or len(self._running) >= self._config.max_num_seqs:
             return None
         request = self._waiting[0]

@@ -36,10 +36,7 @@ class _DeadEndError(Exception):
 
 
 def instance(schema: object, rng: random.Random) -> Any:
-    """Make a small value that a schema allows; deterministic in its arguments.
-
-    Raises InvalidArgumentError, which says why, if it finds no value.
-    """
+    """Make a small value that a schema allows; an InvalidArgumentError says why there is none."""
     maker = _Maker(schema, rng)
     reason = "too deep"
     for depth in DEPTHS:

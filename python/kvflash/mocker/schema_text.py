@@ -41,10 +41,7 @@ _FORMATS = {
 
 
 def text(schema: dict[str, Any], rng: random.Random) -> str:
-    """Make a short string that minLength, maxLength, pattern and format of a schema allow.
-
-    Raises InvalidArgumentError, which names the obstacle, if it finds no string.
-    """
+    """Make a short string that minLength, maxLength, pattern and format of a schema allow."""
     least, most = schema.get("minLength", 0), schema.get("maxLength", TEXT_CHARS_MAX)
     if type(least) is not int or type(most) is not int or not 0 <= least <= TEXT_CHARS_MAX:
         raise InvalidArgumentError(

@@ -85,11 +85,7 @@ class ByteTokenizer:
 
 
 class FolderTokenizer:
-    """The tokenizer of a Hugging Face model folder, in the Rust core.
-
-    Raises ConfigError for a folder without a usable tokenizer, or if it encodes no common word as
-    one token.
-    """
+    """The tokenizer of a model folder, in the Rust core; ConfigError if it can't be used."""
 
     def __init__(self, folder: str) -> None:
         if not Path(folder, "tokenizer.json").is_file():

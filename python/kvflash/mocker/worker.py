@@ -73,10 +73,7 @@ class RuntimeWorker:
         return open_stream(config, self._runtime.host, offset=offset, dp_rank=rank)
 
     async def start(self) -> None:
-        """Wait for the startup time, then announce everything and serve.
-
-        Waits for discovery if it is down. Raises OSError if a bootstrap port is taken.
-        """
+        """Wait for the startup time, and for discovery if it is down; then announce all and serve."""
         config = self._config
         if config.bootstrap_ports:
             await self._handover.open(config.bootstrap_ports[self.index])

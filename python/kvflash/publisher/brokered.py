@@ -119,10 +119,7 @@ class BrokerOutlet:
             self._next_sequence += batches
 
     def flush(self, timeout_s: float = 10.0) -> bool:
-        """Wait until the server has stored every batch; False if that took longer.
-
-        A local index stores nothing on the server: then this waits only until all is sent.
-        """
+        """Wait until all batches are stored, or with an index sent; False if that took longer."""
         end = time.monotonic() + timeout_s
         while self._writer is None and not self._is_closed.is_set():
             if time.monotonic() > end:

@@ -86,11 +86,7 @@ class Connection(asyncio.Protocol):
     # -- our own
 
     async def receive(self) -> tuple[int, bytes]:
-        """Return the next frame.
-
-        A TransportError says that the peer hung up; after an InvalidArgumentError or DecodeError
-        the connection can't be read any further.
-        """
+        """Return the next frame; a TransportError says that the peer hung up."""
         while not self._frames:
             if self._fault is not None:
                 raise self._fault

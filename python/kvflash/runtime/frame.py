@@ -197,10 +197,7 @@ class FrameReader:
         return bool(self._buffer)
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[tuple[int, bytes]]:
-        """Take bytes; return the frames that they complete, as (kind, payload).
-
-        A frame that is too large raises InvalidArgumentError, an empty one DecodeError.
-        """
+        """Take bytes; return the frames that they complete, as (kind, payload)."""
         buffer = self._buffer
         buffer += data
         frames, start = [], 0

@@ -100,10 +100,7 @@ def make_server(plane: str, serving: Serving, *, host: str, port: int) -> PlaneS
 
 
 def make_client(plane: str, limits: RuntimeLimits) -> PlaneClient:
-    """Create a client for a plane, or for engines that speak only OpenAI's API.
-
-    Raises ConfigError if the plane is unknown or its dependencies are not installed.
-    """
+    """Create a client; ConfigError if its plane is unknown or its dependencies are missing."""
     if plane not in (*PLANES, OPENAI):
         raise ConfigError(f"request plane must be one of {', '.join(PLANES)}, got {plane!r}")
     client: PlaneClient = import_module(f"kvflash.runtime.{plane}").make_client(limits)

@@ -14,10 +14,7 @@ _OURS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 class Signals:
-    """Calls back at the first SIGTERM, SIGHUP or SIGINT; the second has its usual effect.
-
-    Works only in the main thread, and only for signals without another handler.
-    """
+    """Calls back at the first of these signals without a handler, in the main thread only."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None

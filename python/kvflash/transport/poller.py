@@ -41,10 +41,7 @@ class Poller:
         return is_readable
 
     def poll(self, timeout_ms: int | None) -> list[zmq.Socket[bytes]]:
-        """Wait until sockets have messages, and return these; empty after ``timeout_ms``.
-
-        Cost: O(sockets that have or had something). None waits without limit.
-        """
+        """Wait, for None without limit; returns sockets with messages, none after a timeout."""
         while True:
             is_waiting = not self._looked_at
             timeout_s = None if timeout_ms is None else timeout_ms / 1000
