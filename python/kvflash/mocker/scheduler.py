@@ -55,7 +55,7 @@ class Scheduler:
         return sum(max(0, left) for left in running) + sum(waiting)
 
     def add(self, request: Request) -> None:
-        """Queue a request; OverloadedError if the queue is full, InvalidArgumentError if too long."""
+        """Queue a request; raises OverloadedError if the queue is full."""
         total = len(request.prompt_ids) + len(request.planned_ids)
         if not request.prompt_ids or not request.planned_ids or total > self._config.model_len:
             raise InvalidArgumentError(
