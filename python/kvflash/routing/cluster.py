@@ -13,7 +13,7 @@ from kvflash._core import Catalog, Frontend, Router, RouterCore
 from kvflash.cluster_flags import ClusterFlags
 from kvflash.errors import KvflashError
 from kvflash.roster.core import Component, Replicas, announced, is_brokered
-from kvflash.transport.late import LateReceiver
+from kvflash.transport.receiver import EventReceiver
 
 if TYPE_CHECKING:
     from kvflash.discovery import Discovery
@@ -97,12 +97,7 @@ class Cluster(Replicas):
 
     def make_receiver(self, catalog: Catalog) -> Receiver:
         """The receiver of the core's orders: sockets, and events over a broker."""
-        sockets = LateReceiver(catalog)
-        if not self.is_nats:
-            return sockets
-        from kvflash.transport.nats_components import NatsComponentsReceiver  # noqa: PLC0415
-
-        return NatsComponentsReceiver(catalog, sockets)
+        return EventReceiver(catalog, has_broker=self.is_nats)
 
     def start(self) -> None:
         """Start sharing in the background."""

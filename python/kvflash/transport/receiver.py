@@ -1,0 +1,79 @@
+"""Receives events of any workers: opens sockets, or connects to a broker, at the first order."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvflash._core import Catalog
+from kvflash.transport import names
+from kvflash.transport.options import most_streams
+
+if TYPE_CHECKING:
+    from kvflash.transport.base import Order, Receiver
+
+_SUBJECT = re.compile(r"namespace\.([^./]+)\.component\.([^./]+)\.kv-events")
+
+
+class EventReceiver:
+    """A :class:`Receiver` for services whose workers may have no events.
+
+    With has_broker, endpoints ``nats://SUBJECT/INSTANCE/RANK`` have a connection per component, and
+    events at ``jetstream://`` arrive in another way; all other endpoints are sockets. One thread
+    makes all calls of :meth:`obey`, and they end before :meth:`stop`.
+    """
+
+    def __init__(self, catalog: Catalog, *, has_broker: bool) -> None:
+        self._catalog, self._has_broker = catalog, has_broker
+        # By the component's subject; "" are sockets.
+        self._receivers: dict[str, Receiver] = {}
+        # By publisher; None takes no orders.
+        self._of: dict[int, Receiver | None] = {}
+
+    def start(self) -> None:
+        self._catalog.limit_sockets(most_streams())
+
+    def obey(self, order: Order) -> None:
+        """The first call for sockets returns once they are open."""
+        kind, publisher, endpoint, _ = order
+        if kind in ("subscribe", "hold"):
+            self._of[publisher] = self._receiver(publisher, endpoint)
+        receiver = self._of.get(publisher)
+        if kind == "unsubscribe":
+            self._of.pop(publisher, None)
+        if receiver is not None:
+            receiver.obey(order)
+
+    def stop(self) -> None:
+        for receiver in self._receivers.values():
+            receiver.stop()
+
+    def _receiver(self, publisher: int, endpoint: str) -> Receiver | None:
+        scheme, _, rest = endpoint.partition("://")
+        subject = ""
+        if self._has_broker and scheme == "jetstream":
+            return None
+        if self._has_broker and scheme == "nats":
+            subject = rest.partition("/")[0]
+            if _SUBJECT.fullmatch(subject) is None:
+                message = f"endpoint must be nats://subject/instance/rank, got {endpoint!r}"
+                self._catalog.set_status(publisher, "failed", message)
+                return None
+        return self._receivers.get(subject) or self._open(subject)
+
+    def _open(self, subject: str) -> Receiver:
+        # Each is imported on first use: services without it need not wait for it.
+        receiver: Receiver
+        if found := _SUBJECT.fullmatch(subject):
+            from kvflash.transport.nats_core import NatsCoreReceiver  # noqa: PLC0415
+
+            subject_of = partial(names.query_subject, found[1], found[2])
+            receiver = NatsCoreReceiver(self._catalog, subject, subject_of)
+        else:
+            from kvflash.transport.zmq import ZmqReceiver  # noqa: PLC0415
+
+            receiver = ZmqReceiver(self._catalog)
+        receiver.start()
+        self._receivers[subject] = receiver
+        return receiver
