@@ -7,7 +7,7 @@ contains, patternProperties and propertyNames: a value may violate them.
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -131,19 +131,18 @@ class _Maker:
             return schema["const"]
         if "enum" in schema:
             return self._rng.choice(_list(schema, "enum"))
-        if kind == "object":
-            return self._object(schema, depth)
-        if kind == "array":
-            return self._array(schema, depth)
-        if kind == "string":
-            return text(schema, self._rng)
-        if kind in ("integer", "number"):
-            return self._number(schema, is_integer=kind == "integer")
-        if kind == "boolean":
-            return self._rng.random() < 0.5
-        if kind == "null":
-            return None
-        raise InvalidArgumentError(f"type must be one of JSON's, got {kind!r:.80}")
+        makers: dict[object, Callable[[], Any]] = {
+            "object": lambda: self._object(schema, depth),
+            "array": lambda: self._array(schema, depth),
+            "string": lambda: text(schema, self._rng),
+            "integer": lambda: self._number(schema, is_integer=True),
+            "number": lambda: self._number(schema, is_integer=False),
+            "boolean": lambda: self._rng.random() < 0.5,
+            "null": lambda: None,
+        }
+        if not isinstance(kind, str) or kind not in makers:
+            raise InvalidArgumentError(f"type must be one of JSON's, got {kind!r:.80}")
+        return makers[kind]()
 
     def _object(self, schema: dict[str, Any], depth: int) -> dict[str, Any]:
         properties, more = schema.get("properties", {}), schema.get("additionalProperties", True)
@@ -173,26 +172,26 @@ class _Maker:
         return items
 
     def _number(self, schema: dict[str, Any], *, is_integer: bool) -> float:
-        low, is_low_out = _bound(schema, "minimum", "exclusiveMinimum", max)
-        high, is_high_out = _bound(schema, "maximum", "exclusiveMaximum", min)
-        step = _figure(schema, "multipleOf") or Fraction(1)
+        least, most, above, below, step = (_figure(schema, key) for key in _TYPES["number"])
+        low = max((limit for limit in (least, above) if limit is not None), default=None)
+        high = min((limit for limit in (most, below) if limit is not None), default=None)
+        step = step or Fraction(1)
         if low is None:
             low = Fraction(0) if high is None or high >= 0 else high - SPREAD * step
         if high is None:
             high = max(low, Fraction(0)) + SPREAD * step
         if is_integer and step.denominator != 1:
             step = Fraction(step.numerator)  # The least integer among its multiples.
-        first, last = math.ceil(low / step), math.floor(high / step)
-        first += is_low_out and first * step == low
-        last -= is_high_out and last * step == high
-        if first <= last:
-            value = self._rng.randint(first, min(last, first + SPREAD)) * step
-        elif is_integer or "multipleOf" in schema or low > high:
-            raise _DeadEndError(f"no number in {float(low)}..={float(high)}")
-        else:
-            value = (low + high) / 2
-            if value == low and (is_low_out or is_high_out):
-                raise _DeadEndError(f"no number between {float(low)} and {float(high)}")
+        first = math.ceil(low / step)
+        last = min(math.floor(high / step), first + SPREAD)
+        values = [n * step for n in range(first, last + 1) if n * step not in (above, below)]
+        if not values:
+            middle = (low + high) / 2
+            is_free = not is_integer and "multipleOf" not in schema
+            if not is_free or low > high or middle in (above, below):
+                raise _DeadEndError(f"no number in {float(low)}..={float(high)}")
+            values = [middle]
+        value = self._rng.choice(values)
         return int(value) if value.denominator == 1 else float(value)
 
 
@@ -222,11 +221,9 @@ def _merged(one: object, other: object) -> dict[str, Any]:
         elif key == "enum":
             merged[key] = [one for one in merged[key] if one in value]
         elif key == "type":
-            mine, theirs = (
-                [kind] if isinstance(kind, str) else kind for kind in (merged[key], value)
-            )
+            mine, theirs = ([v] if isinstance(v, str) else v for v in (merged[key], value))
             both = [kind for kind in mine if kind in theirs]
-            if "integer" in [*mine, *theirs] and "number" in [*mine, *theirs] and not both:
+            if not both and "integer" in [*mine, *theirs] and "number" in [*mine, *theirs]:
                 both = ["integer"]
             if not both:
                 return {"enum": []}
@@ -264,15 +261,3 @@ def _figure(schema: dict[str, Any], key: str) -> Fraction | None:
         raise InvalidArgumentError(f"multipleOf must be above 0, got {value!r}")
     # By its decimal notation: 0.1 is a tenth.
     return Fraction(str(value))
-
-
-def _bound(
-    schema: dict[str, Any], inclusive: str, exclusive: str, tighter: Any
-) -> tuple[Fraction | None, bool]:
-    """A limit, and whether it is exclusive."""
-    limits = [(_figure(schema, inclusive), False), (_figure(schema, exclusive), True)]
-    known = [(limit, is_out) for limit, is_out in limits if limit is not None]
-    if not known:
-        return None, False
-    limit = tighter(limit for limit, _ in known)
-    return limit, any(is_out for one, is_out in known if one == limit)
