@@ -152,7 +152,6 @@ def texts(_: str, raw: Any) -> list[str]:
 
 
 def _worker(fields: Sequence[tuple[str, Any]]) -> str:
-    """Convert a worker's mapping to the form of the command line."""
     given = dict(fields)
     if len(given) < len(fields):
         raise argparse.ArgumentTypeError(f"duplicate field in {_shown(Pairs(fields))}")
@@ -187,7 +186,6 @@ def _text(raw: Any) -> str:
 
 
 def _shown(raw: Any) -> str:
-    """The beginning of a value, as JSON."""
     return json.dumps(_plain(raw), default=str)[:64]
 
 

@@ -35,8 +35,6 @@ def source_of(name: str, text: str) -> str:
 
 @dataclass(kw_only=True)
 class _File:
-    """A flag that names a file, and the flags that this file may set."""
-
     name: str
     dest: str
     path: str | None
@@ -272,7 +270,6 @@ class Flags:
         self._parser.error(message)
 
     def _say(self, name: str, shown: str, summary: str) -> None:
-        """Keep a flag's line for the help."""
         title = _FIRST if name in self._first else self._section
         self._lines[name] = (title, shown, summary)
 
@@ -364,7 +361,6 @@ class Flags:
             self._parser.error(f"environment variables contradict each other: {said}")
 
     def _truth(self, variable: str, text: str) -> bool:
-        """Parse the value of an on/off variable."""
         word = text.strip().lower()
         if word not in (*_TRUE, *_FALSE):
             self._parser.error(

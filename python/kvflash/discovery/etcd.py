@@ -51,8 +51,6 @@ NOT_FOUND, ALREADY_THERE, DENIED, UNAUTHENTICATED = 5, 6, 7, 16
 
 
 class _RefusedError(KvflashError):
-    """etcd refused the request."""
-
     def __init__(self, code: int, message: str) -> None:
         super().__init__(f"etcd: {message}")
         self.code = code
@@ -270,7 +268,6 @@ class EtcdDiscovery(Discovery):
         return put if lease is None else {**put, "lease": lease.id}
 
     async def _read(self, prefix: str) -> tuple[dict[str, bytes], int]:
-        """Read all keys of a prefix, and their revision."""
         answer = await self._ask("kv/range", _range(prefix))
         pairs = (_pair(entry) for entry in answer.get("kvs", []))
         return dict(pairs), int(answer["header"]["revision"])

@@ -24,8 +24,6 @@ KEYS_MAX = 65_536
 
 @dataclass
 class _Store:
-    """Keys with their value and lease, and their watches."""
-
     lock: threading.RLock = field(default_factory=threading.RLock)
     keys: dict[str, tuple[bytes, int]] = field(default_factory=dict)
     leases: set[int] = field(default_factory=set)

@@ -29,8 +29,6 @@ MAX_URLS = 1_000
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """A URL with its first answers."""
-
     url: str
     workers: Answer
     models: Answer

@@ -152,7 +152,6 @@ def ask_replays(targets: Sequence[tuple[str, int]], timeout_s: float) -> list[Re
 
 
 def _take_answer(answer: Replayed, parts: list[bytes]) -> None:
-    """Take the start of an answer."""
     answer.has_answered = True
     if len(parts) < 2 or len(parts[-2]) != 8:
         answer.contents.undecodable += 1

@@ -42,7 +42,6 @@ def _plane_of(endpoint: str | None) -> str:
 
 
 def _role_of(values: dict[str, Any], flags: Flags) -> str:
-    """The role set by one of three flags."""
     said = {
         "--is-prefill-worker": "prefill" if values.pop("is_prefill_worker") else None,
         "--is-decode-worker": "decode" if values.pop("is_decode_worker") else None,

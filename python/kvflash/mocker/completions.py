@@ -20,8 +20,6 @@ class Echo(NamedTuple):
 
 
 class _OpenAiAnswer(Answer):
-    """Common base of chats and completions."""
-
     _prefix: ClassVar[str]  # Of the answer's id.
     _kind: ClassVar[str]
     _chunk_kind: ClassVar[str]

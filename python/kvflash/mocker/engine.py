@@ -141,7 +141,6 @@ class Engine:
             self._stop(ClosedError("the engine was stopped"))
 
     async def _pace(self, planned: Pass) -> None:
-        """Wait for the modelled time of a pass."""
         modelled_ms = pass_ms(planned.prefill_tokens, planned.decode_count, planned.kv_usage)
         now_s = asyncio.get_running_loop().time()
         self._due_s = max(self._due_s, now_s - CATCH_UP_S_MAX)

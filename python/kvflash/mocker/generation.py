@@ -48,7 +48,8 @@ class Generator:
         try:
             is_transferred = await self._handover.receive(params.transfer, room)
             for index in range(params.options.choices):
-                running.append(self._submit(params, index, is_transferred=is_transferred))
+                worker = self._engine, self._tokenizer, self._handover
+                running.append(submit(*worker, params, index, is_transferred=is_transferred))
             if params.is_streaming:
                 response = await _stream(request, running, answer, on_plan)
             else:
@@ -68,25 +69,33 @@ class Generator:
                 self._engine.abort(generation)
             self._handover.finish(room, is_done=is_done)
 
-    def _submit(
-        self, params: GenerationParams, index: int, *, is_transferred: bool
-    ) -> tuple[Choice, Generation]:
-        plan = plan_answer(
-            params.options,
-            self._tokenizer,
-            seed=output_seed(params.lora.name if params.lora else None, params.prompt_ids),
-            index=index,
-            max_tokens=1 if self._handover.is_prefill else params.max_tokens,
-        )
-        generation = self._engine.submit(
-            params.prompt_ids,
-            plan.token_ids,
-            lora=params.lora,
-            cache_salt=params.cache_salt,
-            is_streaming=params.is_streaming,
-            is_transferred=is_transferred,
-        )
-        return Choice(index, plan, generation.request), generation
+
+def submit(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    handover: Handover,
+    params: GenerationParams,
+    index: int,
+    *,
+    is_transferred: bool,
+) -> tuple[Choice, Generation]:
+    """Plan answer ``index`` to a request, and let the engine work on it."""
+    plan = plan_answer(
+        params.options,
+        tokenizer,
+        seed=output_seed(params.lora.name if params.lora else None, params.prompt_ids),
+        index=index,
+        max_tokens=1 if handover.is_prefill else params.max_tokens,
+    )
+    generation = engine.submit(
+        params.prompt_ids,
+        plan.token_ids,
+        lora=params.lora,
+        cache_salt=params.cache_salt,
+        is_streaming=params.is_streaming,
+        is_transferred=is_transferred,
+    )
+    return Choice(index, plan, generation.request), generation
 
 
 async def _stream(

@@ -53,7 +53,6 @@ def error_body(error: ApiError) -> Body:
 
 
 def _turns(message: Body) -> list[Body]:
-    """Convert a message with tool calls or results to messages of a chat."""
     content, role = message.get("content"), message.get("role")
     said = content_of(_texts(content, "messages.content"))
     blocks = content if isinstance(content, list) else []

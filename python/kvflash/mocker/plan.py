@@ -148,7 +148,6 @@ def plan_answer(
 
 
 def _calls(options: AnswerOptions, rng: random.Random) -> tuple[str, list[Span], list[ToolCall]]:
-    """The text of calls, the spans of their arguments, and the calls."""
     tools = options.tools[:CALLS_MAX] if options.calls_each else [rng.choice(options.tools)]
     raw, spans, calls = "", [], []
     for number, tool in enumerate(tools):

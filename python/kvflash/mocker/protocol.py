@@ -208,7 +208,6 @@ def _is_call(call: object) -> bool:
 def _max_tokens(
     body: Body, prompt_tokens: int, *, is_chat: bool, config: MockerConfig
 ) -> int | None:
-    """The token limit of the request."""
     room = config.model_len - prompt_tokens
     most = f"This model's maximum context length is {config.model_len} tokens, but"
     prompt = "messages" if is_chat else "prompt"

@@ -84,8 +84,6 @@ def _matching(pattern: object, least: int, most: int, rng: random.Random) -> str
 
 
 class _Drawer:
-    """Draws strings that match the tree of a pattern."""
-
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._left = STEPS_MAX
@@ -125,7 +123,6 @@ class _Drawer:
 
 
 def _choices(members: list[Any]) -> str:
-    """The characters of a class, such as [a-f_]."""
     found = ""
     for op, value in members:
         name = str(op)

@@ -174,7 +174,6 @@ def texts_of(content: object) -> list[str]:
 
 
 def _content_text(message: Message) -> str:
-    """The content of a message, with its tool calls."""
     content = "".join(texts_of(message.get("content")))
     texts = [content] if content else []
     for call in message.get("tool_calls") or ():

@@ -1,30 +1,17 @@
 """Converts requests of the runtime, which contain token ids, to engine parameters."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from kvflash.errors import InvalidArgumentError
-from kvflash.mocker import protocol
 from kvflash.mocker.block_hash import TOKEN_ID_MAX
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.handover import Room, parse_room
+from kvflash.mocker.protocol import COMPLETION_TOKENS, GenerationParams
 from kvflash.mocker.request import Lora
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenRequest:
-    """A validated request."""
-
-    token_ids: list[int]
-    max_tokens: int
-    lora: Lora | None
-    cache_salt: str | None
-    dp_rank: int | None  # Rank that must take it, or None.
-    transfer: Mapping[str, Any] | None  # The prefill worker's transfer parameters, or None.
-
-
-def parse_tokens(request: Mapping[str, Any], config: MockerConfig) -> TokenRequest:
+def parse_tokens(request: Mapping[str, Any], config: MockerConfig) -> GenerationParams:
     """Validate a request; an InvalidArgumentError names the wrong field."""
     token_ids = request.get("token_ids")
     # type() and not isinstance(): true is not a token id.
@@ -41,7 +28,7 @@ def parse_tokens(request: Mapping[str, Any], config: MockerConfig) -> TokenReque
         )
     max_tokens = _map(request, "stop_conditions").get("max_tokens")
     if max_tokens is None:
-        max_tokens = min(room_left, protocol.COMPLETION_TOKENS)
+        max_tokens = min(room_left, COMPLETION_TOKENS)
     if type(max_tokens) is not int or not 1 <= max_tokens <= room_left:
         raise InvalidArgumentError(
             f"stop_conditions.max_tokens must be in 1..={room_left}, got {max_tokens!r}"
@@ -49,16 +36,16 @@ def parse_tokens(request: Mapping[str, Any], config: MockerConfig) -> TokenReque
     cache_salt = request.get("cache_salt") or None
     if cache_salt is not None and not isinstance(cache_salt, str):
         raise InvalidArgumentError(f"cache_salt must be text, got {cache_salt!r}")
-    dp_rank = request.get("dp_rank")
-    if dp_rank is not None and type(dp_rank) is not int:
-        raise InvalidArgumentError(f"dp_rank must be a number, got {dp_rank!r}")
     prefill = _map(request, "prefill_result")
-    return TokenRequest(
-        token_ids=token_ids,
+    lora = _lora(request.get("lora_name"), config)
+    return GenerationParams(
+        model=config.model_name,
+        prompt_ids=token_ids,
         max_tokens=max_tokens,
-        lora=_lora(request.get("lora_name"), config),
+        lora=lora,
         cache_salt=cache_salt,
-        dp_rank=dp_rank,
+        is_streaming=True,
+        has_usage_chunk=False,
         transfer=_map(prefill, "disaggregated_params").get("kv_transfer_params"),
     )
 

@@ -9,9 +9,9 @@ from typing import Any
 from kvflash.errors import ClosedError, ConfigError, InvalidArgumentError, TransportError
 from kvflash.llm import ModelInput, ModelRuntimeConfig, ModelType, register_llm
 from kvflash.mocker.answer import usage
-from kvflash.mocker.block_hash import output_seed
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.engine import Engine, Generation
+from kvflash.mocker.generation import submit
 from kvflash.mocker.handover import Handover
 from kvflash.mocker.publisher import TICK_MS, open_stream
 from kvflash.mocker.scheduler import Scheduler
@@ -190,19 +190,11 @@ class RuntimeWorker:
         generation: Generation | None = None
         watching: asyncio.Task[None] | None = None
         try:
-            parsed = parse_tokens(request, self._config)
-            is_transferred = await self._handover.receive(parsed.transfer, room)
-            engine = self.engines[self._rank_index(parsed.dp_rank)]
-            seed = output_seed(parsed.lora.name if parsed.lora else None, parsed.token_ids)
-            count = 1 if self._handover.is_prefill else parsed.max_tokens
-            generation = engine.submit(
-                parsed.token_ids,
-                self._tokenizer.plan_output(seed, count),
-                lora=parsed.lora,
-                cache_salt=parsed.cache_salt,
-                is_streaming=True,
-                is_transferred=is_transferred,
-            )
+            params = parse_tokens(request, self._config)
+            is_transferred = await self._handover.receive(params.transfer, room)
+            engine = self.engines[self._rank_index(request.get("dp_rank"))]
+            worker = engine, self._tokenizer, self._handover
+            _, generation = submit(*worker, params, 0, is_transferred=is_transferred)
             watching = asyncio.create_task(_stop_with(context, engine, generation))
             is_last = False
             while not is_last:
@@ -212,7 +204,7 @@ class RuntimeWorker:
                 item: dict[str, Any] = {"token_ids": token_ids, "finish_reason": reason}
                 if is_last:
                     item["completion_usage"] = usage([generation.request])
-                    if (handed := self._handover.params(len(parsed.token_ids))) is not None:
+                    if (handed := self._handover.params(len(params.prompt_ids))) is not None:
                         item["disaggregated_params"] = {"kv_transfer_params": handed}
                 yield item
         finally:
@@ -227,8 +219,10 @@ class RuntimeWorker:
         first = self._config.data_parallel_rank
         return range(first, first + self._config.data_parallel_size)
 
-    def _rank_index(self, dp_rank: int | None) -> int:
+    def _rank_index(self, dp_rank: Any) -> int:
         """Select the engine of a request: the requested rank, or the one with the least load."""
+        if dp_rank is not None and type(dp_rank) is not int:
+            raise InvalidArgumentError(f"dp_rank must be a number, got {dp_rank!r}")
         if dp_rank is None:
             loads = [
                 engine.scheduler.running_count + engine.scheduler.waiting_count

@@ -65,7 +65,6 @@ async def send(
 async def _ask(
     session: aiohttp.ClientSession, url: str, call: Call, model: str | None, result: Result
 ) -> None:
-    """Send one call and read its answer to the end."""
     loop = asyncio.get_running_loop()
     body = {**call.body, "stream": True, "stream_options": {"include_usage": True}}
     if model is not None:
@@ -95,7 +94,6 @@ async def _ask(
 
 
 def _take(chunk: dict[str, Any], result: Result, since_s: float) -> None:
-    """Record one event of the answer."""
     if chunk.get("error"):
         result.error = json.dumps(chunk["error"])[:_ERROR_CHARS_MAX]
     if chunk.get("choices") and result.first_s is None:

@@ -204,8 +204,6 @@ class NatsServer(PlaneServer):
 
 
 class _Partial:
-    """A request that is not complete yet."""
-
     def __init__(self, limits: RuntimeLimits) -> None:
         self._reader = FrameReader(limits.frame_bytes_max)
         self.since = time.monotonic()
@@ -218,8 +216,6 @@ class _Partial:
 
 
 class _Answer:
-    """Sends a request's frames to its client."""
-
     def __init__(self, server: NatsServer, reply: str) -> None:
         self._server = server
         self._reply = reply

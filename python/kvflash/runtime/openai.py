@@ -265,7 +265,6 @@ class OpenAiReply(HttpReply):
 
 
 def _joined(item: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
-    """Add an event's choice to ``item``."""
     text, logprobs = choice.get("text"), choice.get("logprobs")
     joined = item | {
         "token_ids": [*item["token_ids"], *(choice.get("token_ids") or ())],

@@ -217,7 +217,6 @@ def _data(item: Any, bytes_max: int) -> bytes:
 
 
 async def _items(result: Any) -> AsyncIterator[Any]:
-    """A handler's result, as an async iterator."""
     if inspect.isawaitable(result):
         result = await result
     if hasattr(result, "__aiter__"):

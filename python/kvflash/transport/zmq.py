@@ -48,8 +48,6 @@ def find_drain() -> ZmqDrain | None:
 
 @dataclass
 class _Unopened:
-    """A subscription without an open file."""
-
     endpoint: str
     replay_endpoint: str | None
     is_held: bool
