@@ -6,7 +6,7 @@ import os
 import re
 import socket
 import ssl
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -204,13 +204,18 @@ def agreed(*names: str) -> tuple[str, str] | None:
     return next(iter(found.items()), None)
 
 
+def chosen(named: str | None, legal: Sequence[str], argument: str, *variables: str) -> str:
+    """A named choice, in errors ``argument``, else that of the environment, else the first one."""
+    found = agreed(*variables) if named is None else None
+    name, value = found or (argument, legal[0] if named is None else named)
+    if value not in legal:
+        raise ConfigError(f"{name} must be one of {', '.join(legal)}, got {value!r}")
+    return value
+
+
 def plane_of_events(named: str | None = None) -> str:
     """The event plane; default ``zmq``."""
-    found = agreed("KVFLASH_EVENT_PLANE", "DYN_EVENT_PLANE") if named is None else None
-    name, value = found or ("event_plane", "zmq" if named is None else named)
-    if value not in EVENT_PLANES:
-        raise ConfigError(f"{name} must be one of {', '.join(EVENT_PLANES)}, got {value!r}")
-    return value
+    return chosen(named, EVENT_PLANES, "event_plane", "KVFLASH_EVENT_PLANE", "DYN_EVENT_PLANE")
 
 
 def _addresses(name: str, value: str) -> tuple[str, ...]:

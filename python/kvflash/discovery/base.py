@@ -179,10 +179,6 @@ class Discovery(ABC):
     async def close(self) -> None:
         """Revoke this object's leases and end its watches."""
 
-    def tell_outage(self, reason: str) -> None:
-        """Show the reason why the store can't be reached, or that it can, to the owner."""
-        self.show_outage(reason)
-
     @abstractmethod
     def twin(self) -> Discovery:
         """Open the same keys for another event loop; the result is closed separately."""

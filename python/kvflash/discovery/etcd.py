@@ -7,6 +7,7 @@ is safe in a worker that forks; gRPC's threads are not.
 from __future__ import annotations
 
 import asyncio
+import functools
 import io
 import json
 import logging
@@ -117,7 +118,11 @@ class EtcdDiscovery(Discovery):
         self._watches: dict[Watch, asyncio.Task[None]] = {}
         self._is_closed = False
         self.leases: set[_EtcdLease] = set()
-        self.outage = Outage(logger, "discovery: etcd answers again", show=self.tell_outage)
+
+    @functools.cached_property
+    def outage(self) -> Outage:
+        # At the first failure, when its owner has set show_outage.
+        return Outage(logger, "discovery: etcd answers again", show=self.show_outage)
 
     def twin(self) -> EtcdDiscovery:
         return EtcdDiscovery(",".join(self._endpoints), settings=self._settings)

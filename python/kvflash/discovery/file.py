@@ -182,7 +182,7 @@ class FileDiscovery(Discovery):
     async def _poll_forever(self) -> None:
         """Report changes to the watches until there are no watches and leases left."""
         back = f"discovery folder {self._folder.path} can be used again"
-        outage = Outage(logger, back, show=self.tell_outage)
+        outage = Outage(logger, back, show=self.show_outage)
         while self._watches or self.leases:
             # CPU time of this thread only, so that other work of the process does not count.
             began_s, look_s = time.thread_time(), 0.0

@@ -18,7 +18,6 @@ from aiohttp import web
 
 from kvflash.errors import (
     ClosedError,
-    ConfigError,
     DecodeError,
     InvalidArgumentError,
     KvflashError,
@@ -71,9 +70,7 @@ class HttpServer(PlaneServer):
             await web.TCPSite(self._runner, self._bind, self._wanted_port, backlog=BACKLOG).start()
         except OSError as error:
             await self._runner.cleanup()
-            raise ConfigError(
-                f"can't listen on {self._bind}:{self._wanted_port}: {error.strerror or error}"
-            ) from error
+            raise self.cannot_listen(error) from error
         port = self._runner.addresses[0][1]
         self.url = f"http://{self._host}:{port}"
 

@@ -60,6 +60,11 @@ class PlaneServer(ABC):
         self._host = f"[{host}]" if ":" in host else host
         self._wanted_port, self._bind = port, bind
 
+    def cannot_listen(self, error: OSError) -> ConfigError:
+        """The error for an address that can't be bound."""
+        where = f"{self._bind}:{self._wanted_port}"
+        return ConfigError(f"can't listen on {where}: {error.strerror or error}")
+
     @abstractmethod
     async def start(self) -> None:
         """Listen, or connect to the broker; a failure is a ConfigError or TransportError."""

@@ -4,7 +4,7 @@ import os
 import socket
 
 from kvflash.errors import ConfigError
-from kvflash.servers import agreed
+from kvflash.servers import chosen
 
 PLANES = ("tcp", "http", "nats")
 # Used only to look up a route; no packet is sent.
@@ -13,12 +13,7 @@ ROUTED_ADDRESS = ("192.0.2.1", 9)
 
 def plane_name(named: str | None = None) -> str:
     """The plane that a process serves; default tcp. A wrong one is a ConfigError."""
-    variables = ("KVFLASH_REQUEST_PLANE", "DYN_REQUEST_PLANE")
-    found = agreed(*variables) if named is None else None
-    name, value = found or ("request_plane", "tcp" if named is None else named)
-    if value not in PLANES:
-        raise ConfigError(f"{name} must be one of {', '.join(PLANES)}, got {value!r}")
-    return value
+    return chosen(named, PLANES, "request_plane", "KVFLASH_REQUEST_PLANE", "DYN_REQUEST_PLANE")
 
 
 def host_address(*, is_local: bool) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 
 from kvflash.errors import (
     ClosedError,
-    ConfigError,
     DecodeError,
     InvalidArgumentError,
     OverloadedError,
@@ -45,9 +44,7 @@ class TcpServer(PlaneServer):
                 backlog=BACKLOG,
             )
         except OSError as error:
-            raise ConfigError(
-                f"can't listen on {self._bind}:{self._wanted_port}: {error.strerror or error}"
-            ) from error
+            raise self.cannot_listen(error) from error
         port = self._server.sockets[0].getsockname()[1]
         self.address = f"{self._host}:{port}"
 
