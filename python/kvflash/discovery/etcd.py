@@ -1,8 +1,4 @@
-"""Discovery in etcd, for many machines.
-
-It uses etcd's HTTP gateway, which every etcd from 3.4 on serves on its client port. Plain asyncio
-is safe in a worker that forks; gRPC's threads are not.
-"""
+"""Discovery in etcd, over the HTTP gateway of its client port: unlike gRPC, it survives forks."""
 
 from __future__ import annotations
 
@@ -94,15 +90,10 @@ class _EtcdLease:
 
 
 class EtcdDiscovery(Discovery):
-    """Keys in etcd.
+    """Keys in etcd, at ``endpoints`` with commas, default ETCD_ENDPOINTS; tried one after another.
 
-    Args:
-        endpoints: Addresses, separated by commas; default: ETCD_ENDPOINTS, else
-            ``http://127.0.0.1:2379``. If one fails, the next is tried.
-        settings: Login and certificates; default: from the environment.
-
-    Raises:
-        ConfigError: No address, or an invalid variable.
+    Login and certificates are those of the settings, default the environment's; a ConfigError says
+    that one is invalid.
     """
 
     is_local = False

@@ -1,8 +1,4 @@
-"""Discovery in a folder, for the processes of one machine.
-
-The kernel releases a lock when its process ends, for whatever reason, so deaths are detected
-without clocks. A watch polls every POLL_S, or with very many leases at most every POLL_S_MAX.
-"""
+"""Discovery in a folder, for the processes of one machine: the kernel unlocks dead ones' files."""
 
 from __future__ import annotations
 
@@ -70,11 +66,7 @@ class _FileLease:
 class FileDiscovery(Discovery):
     """Keys in a folder that the processes of one machine and user share.
 
-    Args:
-        folder: The folder; created with mode 0700 if it does not exist. Default: default_folder().
-
-    Raises:
-        ConfigError: The folder can't be created, or others have access to it.
+    The folder is created with mode 0700; one to which others have access is a ConfigError.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:

@@ -86,11 +86,7 @@ class _MemoryLease:
 
 
 class MemoryDiscovery(Discovery):
-    """Keys in this process's memory, at most KEYS_MAX of them.
-
-    Args:
-        is_shared: Share the keys with all other shared instances of this process.
-    """
+    """Keys in this process's memory, at most KEYS_MAX, shared by all instances with is_shared."""
 
     def __init__(self, *, is_shared: bool = True) -> None:
         self._store = _SHARED if is_shared else _Store()

@@ -1,8 +1,6 @@
-"""Token ids to chained block hashes.
+"""Token ids to chained block hashes: each covers its tokens and, through its parent, all before.
 
-A block's hash covers its own tokens and, through its parent's hash, everything before it. Anything
-else that distinguishes prompts of equal tokens (LoRA adapter, cache salt) goes into the root of the
-chain, so their blocks never match.
+What else tells prompts of equal tokens apart, adapter and cache salt, is in the root of the chain.
 """
 
 from array import array

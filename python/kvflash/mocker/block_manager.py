@@ -1,14 +1,7 @@
-"""The paged KV cache of one engine: its blocks, their users, and the order of eviction.
+"""The paged KV cache of one engine, without clock, sockets and randomness.
 
-A block is in one of three states:
-
-- *partial*: reserved by one request and not fully computed; it has no hash, so no other request can
-  find it.
-- *active*: full, found by its hash, used by one or more requests (reference counted).
-- *inactive*: full, found by its hash, unused; the least recently used one is evicted when room is
-  needed.
-
-The rest of the capacity is free. Pure: no clock, no sockets, no randomness.
+A block is *partial* (reserved by one request, without a hash), *active* (full, found by its hash,
+used by one or more requests) or *inactive* (full, unused, evicted when room is needed).
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,9 +1,7 @@
-"""Transfer of a prompt from the worker that computed it to the one that answers it.
+"""Transfer of a prompt from the worker that computed it; only the news of its end is sent here.
 
-As engines do it, in two ways. vLLM's prefill worker answers with the location of its blocks, and
-that answer accompanies the request to the decode worker. With SGLang both workers get the request
-at once, with a room number, and the decode worker waits at the prefill worker's port until the room
-is done. Only the message that it is done is transferred here.
+vLLM's prefill worker answers with the location of its blocks, which goes to the decode worker. With
+SGLang both get a room number at once, and the decode worker waits at the other's port for its end.
 """
 
 import asyncio

@@ -1,9 +1,7 @@
 """The duration of one engine pass, in modelled milliseconds.
 
-The base curves are polynomials fitted to a real GPU by the authors of NVIDIA Dynamo's mocker.
-Theirs make decoding cost the same for one request as for 256. Here a decode step also grows with
-its batch, so that spreading load over workers pays off as on real hardware.
-Pure: no clock.
+The curves are those of NVIDIA Dynamo's mocker, fitted to a real GPU. Here a decode step also grows
+with its batch, so that spreading load over workers pays off as on real hardware.
 """
 
 # Milliseconds per token squared, per token, and per pass.

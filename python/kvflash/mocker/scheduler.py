@@ -1,13 +1,9 @@
-"""Continuous batching over the block manager: the work of every engine pass.
+"""Continuous batching over the block manager, without clock, sockets and randomness.
 
-`schedule` plans a pass and `complete` applies it; in between the engine waits for the modelled
-time. Running requests come first, oldest first, then waiting ones in order of arrival. A request
-computes its prompt (in chunks, if a pass has no room for all of it), then one token per pass. All
-blocks of a prompt are reserved at admission. A block for decoding is reserved when needed. If none
-is left, the youngest running request is preempted: it releases its blocks and starts again from the
-front of the queue, with what is still cached.
-
-Pure: no clock, no sockets, no randomness.
+`schedule` plans a pass and `complete` applies it. Running requests come first, oldest first, then
+waiting ones. Admission reserves all blocks of a prompt, which is computed in chunks; decoding
+reserves more as needed. If none is left, the youngest running request releases its blocks and
+starts again from the front of the queue, with what is still cached.
 """
 
 from collections import deque

@@ -1,10 +1,8 @@
 r"""Text to token ids and back, chat templates, and the words of answers.
 
-Without a tokenizer folder a token is a UTF-8 byte, and a chat is rendered as
-``<|role|>\ncontent\n`` for every message. ``<|tools|>\n`` and a line for each tool come before the
-messages, and ``<|assistant|>\n`` after them if an answer is requested. Answers are pseudo-random
-words whose text encodes to exactly the generated tokens, so that the next turn of a conversation
-finds them in the cache.
+Without a tokenizer folder a token is a UTF-8 byte, and a chat has ``<|role|>\ncontent\n`` for every
+message. Answers are pseudo-random words whose text encodes to exactly the generated tokens, so that
+the next turn of a conversation finds them in the cache.
 """
 
 import importlib

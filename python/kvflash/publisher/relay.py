@@ -29,10 +29,9 @@ _END = b"\xff" * 8
 class Relay:
     """Reads an engine's batches and hands them to an outlet; requests the ones that it missed.
 
-    A sequence number that repeats with other content means that the engine restarted; a new outlet
-    then begins another lifetime of the publisher. A restart goes unnoticed if the engine's numbers
-    are already beyond those of its predecessor. Batches that can no longer be had are skipped in
-    the numbering, so that routers see the gap.
+    A sequence number that repeats with other content means that the engine restarted, and begins a
+    new outlet. Batches that can no longer be had are skipped in the numbering, so that routers see
+    the gap.
     """
 
     #: Routers find the relayed batches at the broker.

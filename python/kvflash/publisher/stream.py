@@ -30,10 +30,9 @@ _FOREIGN = (errno.ENODEV, errno.EADDRNOTAVAIL, errno.EINVAL)
 
 
 class Sender(ABC):
-    """A thread that sends an outbox's batches and answers requests for a replay.
+    """A thread that sends an outbox's batches, and replays them to clients of ``router``.
 
-    ``router`` is the socket of these requests, if there is one; ``head`` goes between the client's
-    identity and the number of a replayed batch.
+    ``head`` goes between a client's identity and the number of a replayed batch.
     """
 
     kind: str

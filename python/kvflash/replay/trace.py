@@ -38,19 +38,12 @@ class Call:
 
 
 def read_trace(path: str, *, limit: int | None = None) -> list[Call]:
-    """The requests of a file, ordered by time.
+    """The requests of a file, ordered by time; a ConfigError names the wrong line.
 
     A line has a time, ``timestamp`` in milliseconds or ``at`` in seconds, and a prompt:
     ``messages``, ``prompt`` (text or token ids), ``token_ids``, or Mooncake's ``hash_ids`` with
-    ``input_length``. For hash ids tokens are generated: equal ids become equal tokens.
-    ``max_tokens`` or ``output_length`` is the length of the answer, ``model`` the model.
-
-    Args:
-        path: The file.
-        limit: Lines to read; None reads all.
-
-    Raises:
-        ConfigError: The file can't be read, has no request, or has a wrong line; names the line.
+    ``input_length``, for which tokens are generated. ``max_tokens`` or ``output_length`` is the
+    length of the answer, ``model`` the model. ``limit`` counts lines.
     """
     calls: list[Call] = []
     try:

@@ -1,12 +1,8 @@
-"""The nats request plane: every message goes through a broker.
+"""The nats request plane: messages through a broker, which may lose them.
 
-A request goes to the instance's subject, in parts; its frames come back to a subject of the client,
-in numbered messages. NATS has no end-to-end connection and may lose messages in transit, so the
-plane does itself what a connection would:
-
-- the client acknowledges what it has read; at most WINDOW_BYTES may be in flight
-- both sides send signs of life; a silence of SILENCE_S_MAX ends a request
-- a missing message ends a request with an error
+So the plane does itself what a connection would: the client acknowledges what it has read, with at
+most WINDOW_BYTES in flight; both sides send signs of life, and a silence of SILENCE_S_MAX or a
+missing message ends a request.
 
 Message to the instance's subject: 1 byte kind (part, last part, signs). A part continues with the
 request's name (16 bytes) and data; signs are msgpack [[name, bytes read, or -1 to cancel], ...].

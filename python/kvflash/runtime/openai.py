@@ -1,8 +1,7 @@
 """Calls engines that only speak OpenAI's API as if they were workers of the runtime.
 
-A request with token ids becomes POST {url}/v1/completions. The events of its stream become the
-items that a worker would yield; without token ids (vLLM returns them on request) only the text is
-set. A reader that stops closes the connection, which ends the request at the engine.
+The events of POST {url}/v1/completions become a worker's items, with text only if the engine sends
+no token ids. A reader that stops closes the connection, which ends the request at the engine.
 """
 
 import asyncio

@@ -20,13 +20,11 @@ _RETRY_S_MAX = 2.0
 
 
 class JetStreamWriter:
-    """Writes batches to a component's stream, in the background.
+    """Writes batches to a component's stream, in the background and in order.
 
-    One batch is in flight at a time, so that the stream keeps the publisher's order. A batch
-    without an acknowledgement is sent again under the same key, which is stored once. If the server
-    is down or refuses the login, the writer retries without limit. A batch above the server's limit
-    is dropped and counted, as is the oldest when more than waiting_bytes_max wait; readers see a
-    gap. ``headers`` and ``key`` make those of a batch from its number.
+    A batch without an acknowledgement is sent again under the same key, without limit, and stored
+    once. A batch above the server's limit is dropped and counted, as is the oldest when more than
+    waiting_bytes_max wait; readers see a gap. ``headers`` and ``key`` take a batch's number.
     """
 
     def __init__(

@@ -6,16 +6,12 @@ import zmq
 
 
 class Poller:
-    """Finds its sockets with messages.
+    """Finds its sockets with messages; it and they are used by one thread.
 
-    A ZMQ socket's descriptor says when to check the socket, not that it has a message (``ZMQ_FD``
-    in zmq_getsockopt(3)): it is readable until the socket is checked, whatever remains to be
-    received. So a socket that had a message is checked again before the next wait, until it has
-    none.
-
-    Sockets are used by one thread. Once registered, a socket may be used only between a ``poll``
-    that returned it and the next one: otherwise messages it takes in meanwhile go unnoticed.
-    Register a socket again to have it checked, or call :meth:`look_at`.
+    A ZMQ socket's descriptor is readable until the socket is checked, whatever remains to be
+    received (``ZMQ_FD`` in zmq_getsockopt(3)). So a socket that had a message is checked again
+    before the next wait, until it has none. Between polls a socket may be used only if the last one
+    returned it; after other uses, register it again or call :meth:`look_at`.
     """
 
     def __init__(self) -> None:

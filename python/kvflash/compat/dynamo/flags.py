@@ -35,10 +35,8 @@ class _Parser(argparse.ArgumentParser):
 def translate(command: str, words: Sequence[str]) -> list[str]:
     """Convert the arguments of ``dynamo.COMMAND`` to those of ``kvflash COMMAND``.
 
-    Flags that kvflash sets by variables are put into this process's environment.
-
-    Raises:
-        ConfigError: A flag that kvflash can't follow; says why.
+    Flags that kvflash sets by variables change this process's environment; a ConfigError says why
+    a flag can't be followed.
     """
     convert = _CONVERTERS.get(command)
     return list(words) if convert is None else convert(words)
