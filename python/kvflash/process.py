@@ -113,6 +113,11 @@ class FedService:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    @property
+    def is_listening(self) -> bool:
+        """Whether clients reach it; False while another process at its port serves them."""
+        return self._core.is_listening()
+
     def announce_stop(self) -> None:
         """Report "not ready" ahead of a stop; requests are still accepted."""
         self._core.announce_stop()
@@ -196,7 +201,9 @@ def run_service(
         args = parse(argv)
         start_logging(args.log_level, args.log_format)
         service = make(args)
-        run_until_stopped(service, args, name=name, is_ready=lambda: is_ready(service))
+        run_until_stopped(
+            service, args, name=name, is_ready=lambda: service.is_listening and is_ready(service)
+        )
     except KvflashError as error:
         return refuse(name, error, failure=2)
     return 0
@@ -207,7 +214,7 @@ def run_until_stopped(
 ) -> None:
     """Serve until SIGTERM, SIGHUP or SIGINT; prints a line with the address, ``ready``, once it listens.
 
-    If it listens before ``is_ready``, the line is ``listening``, and ``ready`` follows. Between
+    If it starts before ``is_ready``, the line is ``listening``, and ``ready`` follows. Between
     the signal and its stop, load balancers have ``--lame-duck-timeout`` to learn that they must send
     no more. A second signal ends the process at once.
     """

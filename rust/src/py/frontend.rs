@@ -197,13 +197,20 @@ impl Frontend {
     fn start(&self, py: Python<'_>, host: &str, port: u16) -> Raised<u16> {
         released(py, || {
             self.service.enter(|| self.app.restore())?;
-            let address = self.service.start(host, port, self.app.router())?;
+            let app = self.app.clone();
+            let address =
+                self.service.start(host, port, self.app.router(), move || app.is_ready())?;
             let app = self.app.clone();
             self.service.every_second(move || {
                 app.expire();
             });
             Ok(address.port())
         })
+    }
+
+    /// Whether clients reach it; False while another process at its port serves them.
+    fn is_listening(&self) -> bool {
+        self.service.is_listening()
     }
 
     /// Report in the readiness check that it is about to stop; it still accepts requests.

@@ -73,13 +73,18 @@ impl Indexer {
             })?;
             // It starts once.
             let _ = self.app.set(app.clone());
-            self.service.start(host, port, app).map(|address| address.port())
+            self.service.start(host, port, app.clone(), move || app.is_ready()).map(|at| at.port())
         })
     }
 
     /// Whether it has recovered from a peer and has its initial workers, as GET /ready reports it.
     fn is_ready(&self, py: Python<'_>) -> bool {
         py.detach(|| self.app.get().is_some_and(IndexerService::is_ready))
+    }
+
+    /// Whether clients reach it; False while another process at its port serves them.
+    fn is_listening(&self) -> bool {
+        self.service.is_listening()
     }
 
     /// Report in the readiness check that it is about to stop; it still accepts requests.

@@ -2,16 +2,16 @@
 
 use std::cell::Cell;
 use std::future::Future;
-use std::net::SocketAddr;
-use std::sync::Once;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Once};
 use std::time::{Duration, Instant};
 
 use kvflash_core::error::{Error, Result};
 use kvflash_core::log_limit::LogLimit;
 use kvflash_serve::{App, Http, Lock, ServeLimits, Shutdown, serve};
 use parking_lot::Mutex;
-use tokio::net::{TcpListener, TcpSocket, lookup_host};
+use tokio::net::{TcpSocket, TcpStream, lookup_host};
 use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
 
@@ -59,6 +59,8 @@ pub(super) struct Service {
     pub shutdown: Shutdown,
     runtime: Mutex<Option<Runtime>>,
     servers: Mutex<Vec<JoinHandle<std::io::Result<()>>>>,
+    /// False while another process at the same port takes the requests.
+    is_listening: Arc<AtomicBool>,
     handle: tokio::runtime::Handle,
     http: Http,
     limits: ServeLimits,
@@ -84,17 +86,25 @@ impl Service {
             handle: runtime.handle().clone(),
             runtime: Mutex::new(Some(runtime)),
             servers: Mutex::default(),
+            is_listening: Arc::new(AtomicBool::new(true)),
             http: http.clone(),
             limits: http.limits(drain),
         })
     }
 
     /// Bind and serve, including the admin side if it has its own address. Returns the bound
-    /// address.
+    /// address. With `--reuse-port`, at a port where another process serves, clients are left to it
+    /// until `is_ready`.
     ///
     /// # Errors
     /// `Config` naming the address when it can't be bound.
-    pub fn start(&self, host: &str, port: u16, app: impl App + Clone) -> Result<SocketAddr> {
+    pub fn start(
+        &self,
+        host: &str,
+        port: u16,
+        app: impl App + Clone,
+        is_ready: impl Fn() -> bool + Send + 'static,
+    ) -> Result<SocketAddr> {
         let lock = self.http.lock();
         if let Some((admin_host, admin_port)) = lock.admin_address()
             && (admin_port, port != 0) == (port, true)
@@ -106,10 +116,11 @@ impl Service {
         }
         if let Some((host, port)) = lock.admin_address() {
             let flags = "--admin-host, --admin-port";
-            let address = self.listen(flags, host, port, lock.clone().for_admin(), app.clone())?;
+            let lock = lock.clone().for_admin();
+            let address = self.listen(flags, host, port, lock, app.clone(), || true)?;
             tracing::info!(%address, "the admin side is served here");
         }
-        let address = self.listen("--host, --port", host, port, lock.clone(), app)?;
+        let address = self.listen("--host, --port", host, port, lock.clone(), app, is_ready)?;
         lock.announce(address);
         if cfg!(debug_assertions) {
             tracing::info!(
@@ -141,17 +152,50 @@ impl Service {
         port: u16,
         lock: Lock,
         app: impl App,
+        is_ready: impl Fn() -> bool + Send + 'static,
     ) -> Result<SocketAddr> {
         let cannot = |error: std::io::Error| {
             Error::Config(format!("can't listen on {host}:{port} ({flags}): {error}"))
         };
-        let listener =
-            self.handle.block_on(listen(host, port, self.http.reuse_port)).map_err(cannot)?;
-        let address = listener.local_addr().map_err(cannot)?;
-        let limits = ServeLimits { lock, ..self.limits.clone() };
-        let server = serve(listener, app, limits, self.shutdown.clone());
-        self.servers.lock().push(self.handle.spawn(server));
+        let reuse_port = self.http.reuse_port;
+        let socket = self.handle.block_on(bind(host, port, reuse_port)).map_err(cannot)?;
+        let address = socket.local_addr().map_err(cannot)?;
+        let (limits, shutdown) =
+            (ServeLimits { lock, ..self.limits.clone() }, self.shutdown.clone());
+        let is_taken = reuse_port && !is_ready() && self.handle.block_on(is_served(address));
+        let server = if is_taken {
+            tracing::info!(
+                %address,
+                "another process serves this address (--reuse-port): it takes all requests until this one is ready"
+            );
+            self.is_listening.store(false, Ordering::Relaxed);
+            let is_listening = Arc::clone(&self.is_listening);
+            self.handle.spawn(async move {
+                while !is_ready() && is_served(address).await {
+                    tokio::select! {
+                        () = tokio::time::sleep(TAKE_OVER_PERIOD) => {}
+                        () = shutdown.wait() => return Ok(()),
+                    }
+                }
+                let listener = socket.listen(BACKLOG).inspect_err(|error| {
+                    tracing::error!(%address, %error, "can't listen: restart this process");
+                })?;
+                is_listening.store(true, Ordering::Relaxed);
+                tracing::info!(%address, "requests are taken here, too");
+                serve(listener, app, limits, shutdown).await
+            })
+        } else {
+            let _context = self.handle.enter();
+            let listener = socket.listen(BACKLOG).map_err(cannot)?;
+            self.handle.spawn(serve(listener, app, limits, shutdown))
+        };
+        self.servers.lock().push(server);
         Ok(address)
+    }
+
+    /// Whether clients reach it, or are left to another process at its port.
+    pub fn is_listening(&self) -> bool {
+        self.is_listening.load(Ordering::Relaxed)
     }
 
     /// Run a task beside the server until the stop.
@@ -211,15 +255,30 @@ impl Drop for Service {
 /// loses a second before it retries.
 const BACKLOG: u32 = 16_384;
 
-async fn listen(host: &str, port: u16, is_shared: bool) -> std::io::Result<TcpListener> {
+/// Time between two looks at who serves an address that two processes share.
+const TAKE_OVER_PERIOD: Duration = Duration::from_millis(200);
+
+/// Whether another process accepts connections at `address`.
+async fn is_served(mut address: SocketAddr) -> bool {
+    match address.ip() {
+        IpAddr::V4(ip) if ip.is_unspecified() => address.set_ip(Ipv4Addr::LOCALHOST.into()),
+        IpAddr::V6(ip) if ip.is_unspecified() => address.set_ip(Ipv6Addr::LOCALHOST.into()),
+        _ => {}
+    }
+    let connected = tokio::time::timeout(Duration::from_secs(1), TcpStream::connect(address)).await;
+    matches!(connected, Ok(Ok(_)))
+}
+
+/// A socket at the address, which does not listen yet: the system gives it no connections.
+async fn bind(host: &str, port: u16, is_shared: bool) -> std::io::Result<TcpSocket> {
     let mut last = std::io::Error::new(std::io::ErrorKind::NotFound, "no such address");
     for address in lookup_host((host, port)).await? {
         let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
         // Allows a port to be reused immediately.
         socket.set_reuseaddr(true)?;
         socket.set_reuseport(is_shared)?;
-        match socket.bind(address).and_then(|()| socket.listen(BACKLOG)) {
-            Ok(listener) => return Ok(listener),
+        match socket.bind(address) {
+            Ok(()) => return Ok(socket),
             Err(error) => last = error,
         }
     }

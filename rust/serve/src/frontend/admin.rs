@@ -103,8 +103,18 @@ pub(super) async fn live() -> StatusCode {
 /// 200 if requests are accepted: enough workers were healthy at the start, and one is now. For load
 /// balancers; `/health` has the state of each worker.
 pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
+    let why = not_ready(&app);
+    let status = why.as_ref().map_or(StatusCode::OK, |_| StatusCode::SERVICE_UNAVAILABLE);
+    let incomplete: Vec<String> =
+        evidence::unheard(&app).into_keys().map(|worker| worker.to_string()).collect();
+    let body = json!({ "ready": why.is_none(), "reason": why, "index_incomplete": incomplete });
+    (status, Json(body)).into_response()
+}
+
+/// Why requests are not accepted now.
+pub(super) fn not_ready(app: &App) -> Option<String> {
     let decoding = app.fleet.decoding();
-    let why = match app.started() {
+    match app.started() {
         _ if app.shutdown.is_announced() => Some("the frontend is shutting down".to_owned()),
         Err(error) => Some(error.to_string()),
         Ok(()) if decoding.0 == 0 => Some("no decode worker is healthy".to_owned()),
@@ -114,12 +124,7 @@ pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
             Some(format!("{limit} requests are in flight, the limit (--max-concurrent-requests)"))
         }
         Ok(()) => None,
-    };
-    let status = why.as_ref().map_or(StatusCode::OK, |_| StatusCode::SERVICE_UNAVAILABLE);
-    let incomplete: Vec<String> =
-        evidence::unheard(&app).into_keys().map(|worker| worker.to_string()).collect();
-    let body = json!({ "ready": why.is_none(), "reason": why, "index_incomplete": incomplete });
-    (status, Json(body)).into_response()
+    }
 }
 
 /// An engine that has stored nothing after this many requests is assumed to publish no events.

@@ -111,6 +111,13 @@ impl FrontendApp {
         registry::report(&self.app, json)
     }
 
+    /// Whether it accepts requests, as `GET /ready` reports it, and has checked each worker once.
+    pub fn is_ready(&self) -> bool {
+        let is_checked =
+            |engine: &Arc<Engine>| engine.is_healthy() || engine.notes.lock().last_error.is_some();
+        admin::not_ready(&self.app).is_none() && self.app.fleet.engines().iter().all(is_checked)
+    }
+
     /// Frees inactive bookings; call it on a timer.
     pub fn expire(&self) -> usize {
         for pool in self.app.fleet.pools() {

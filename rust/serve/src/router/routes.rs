@@ -95,6 +95,11 @@ impl RouterApp {
         app.registrations.restore(app.options.http.state_file.as_deref(), again)
     }
 
+    /// Whether it has the workers to decide, as `GET /ready` reports it.
+    pub fn is_ready(&self) -> bool {
+        readiness(&self.app).0
+    }
+
     /// Frees inactive reservations; call it on a timer.
     pub fn expire(&self) -> usize {
         let expired = self.app.fleet.expire();
