@@ -1,12 +1,16 @@
-//! Expiry of predictions: by age, or by their worker's history.
+//! Expiry of blocks: of predictions by age, or by their worker's history, and of held blocks that
+//! are not stored again.
 //!
 //! A prediction begins at a prompt's start, so all preceding blocks are predicted with it, except
-//! for those that the engine evicted since. Each member is queued once, at or before the end of its
-//! last block, by the low half of that end.
+//! for those that the engine evicted since. Storing a block renews it and all its ancestors that
+//! the worker holds, in all tiers. So parents never expire before their children. Each member is
+//! queued once, at or before the end of its last block, by the low half of that end.
 //!
-//! Ends are times, in one queue for all workers. A worker with a *history* has its own queue, and
-//! its ends are stamps: they count its predictions, and within one prompt a deeper run has a lower
-//! stamp. The lowest stamp is dropped first: the oldest prediction, deepest first.
+//! Ends are times, in one queue for all workers: milliseconds of predictions; of held blocks ticks,
+//! 1/128 of a block's lifetime, so that the walk to the root ends at the first run that was already
+//! renewed in this tick. A worker with a *history* has its own queue, and its ends are stamps: they
+//! count its predictions, and within one prompt a deeper run has a lower stamp. The lowest stamp is
+//! dropped first: the oldest prediction, deepest first.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -18,14 +22,12 @@ use super::steps::{Step, Steps};
 /// Queue entries of removed members that are tolerated before a cleanup.
 const NOTES_KEPT: usize = 64;
 
-/// Ends from here on are stamps; below they are times in milliseconds.
+/// Ends from here on are stamps; below they are times.
 pub(super) const STAMPS: u64 = 1 << 63;
 
 /// Bits of a stamp for the depth at which a run begins. Prompts are much shorter; deeper runs are
 /// dropped together.
 pub(super) const DEPTH_BITS: u32 = 24;
-
-type Age = Steps<u64, u32>;
 
 /// Members by the end of their last block, or earlier.
 #[derive(Default)]
@@ -41,7 +43,7 @@ impl Queue {
     }
 
     /// Removed members stay queued until their time, so they must be limited.
-    fn forget_notes(&mut self, ages: &Slab<Age>) {
+    fn forget_notes(&mut self, ages: &Slab<Steps>) {
         if self.notes.len() <= 2 * self.len + NOTES_KEPT {
             return;
         }
@@ -54,12 +56,12 @@ impl Queue {
     }
 }
 
-fn is_kept(ages: &Slab<Age>, id: MemberId) -> bool {
+fn is_kept(ages: &Slab<Steps>, id: MemberId) -> bool {
     id < ages.end() && ages.get(id).is_kept()
 }
 
 /// Whether an entry is valid: the number may have been reassigned, or predicted again since.
-fn is_noted(ages: &Slab<Age>, id: MemberId, at: u64) -> bool {
+fn is_noted(ages: &Slab<Steps>, id: MemberId, at: u64) -> bool {
     is_kept(ages, id) && ages.get(id).noted == at as u32
 }
 
@@ -72,9 +74,10 @@ pub(super) struct History {
     queue: Queue,
 }
 
-/// The ages of all predictions.
+/// The ages of all predictions, or of all held blocks.
+#[derive(Default)]
 pub(super) struct Ages {
-    by_member: Slab<Age>,
+    by_member: Slab<Steps>,
     timed: Queue,
     /// By the worker's number.
     histories: Vec<Option<Box<History>>>,
@@ -87,17 +90,6 @@ pub(super) struct Ages {
 }
 
 impl Ages {
-    pub fn new() -> Self {
-        Self {
-            by_member: Slab::new(),
-            timed: Queue::default(),
-            histories: Vec::new(),
-            queue_bytes: 0,
-            step_bytes: 0,
-            depth: 0,
-        }
-    }
-
     pub fn bytes(&self) -> usize {
         self.by_member.bytes() + self.table_bytes() + self.queue_bytes + self.step_bytes
     }
@@ -160,7 +152,7 @@ impl Ages {
     fn noting<R>(
         &mut self,
         number: Option<u32>,
-        work: impl FnOnce(&mut Slab<Age>, &mut Queue) -> R,
+        work: impl FnOnce(&mut Slab<Steps>, &mut Queue) -> R,
     ) -> R {
         let history = number.and_then(|number| self.histories.get_mut(number as usize)?.as_mut());
         let queue = history.map_or(&mut self.timed, |history| &mut history.queue);
@@ -171,14 +163,19 @@ impl Ages {
     }
 
     /// Changes a member's data and updates the byte count.
-    fn change(&mut self, id: MemberId, change: impl FnOnce(&mut Age)) {
+    fn change(&mut self, id: MemberId, change: impl FnOnce(&mut Steps)) {
         let age = self.by_member.get_or_grow(id);
         let bytes = age.heap_bytes();
         change(age);
         self.step_bytes = self.step_bytes + age.heap_bytes() - bytes;
     }
 
-    /// Predicts the blocks of a worker's member up to `end`, until `at`.
+    /// When the first block of a member's run expires.
+    pub fn front(&self, id: MemberId) -> Option<u64> {
+        is_kept(&self.by_member, id).then(|| self.by_member.get(id).front())?
+    }
+
+    /// Makes the blocks of a worker's member up to `end` valid until `at`.
     pub fn renew(&mut self, number: u32, id: MemberId, end: u16, at: u64) {
         let is_new = !is_kept(&self.by_member, id);
         self.change(id, |age| {
@@ -196,7 +193,7 @@ impl Ages {
         }
     }
 
-    /// Removes the blocks of a worker's member from `end` on.
+    /// Removes the blocks of a worker's member from `end` on; 0 removes the member.
     pub fn cut(&mut self, number: u32, id: MemberId, end: u16) {
         if !is_kept(&self.by_member, id) {
             return;
@@ -208,30 +205,25 @@ impl Ages {
         });
     }
 
-    /// Removes a worker's member.
-    pub fn forget(&mut self, number: u32, id: MemberId) {
-        self.cut(number, id, 0);
-    }
-
     /// No block expires by age before this time.
     pub fn due_ms(&self) -> u64 {
-        self.timed.notes.peek().map_or(u64::MAX, |Reverse((at_ms, _))| *at_ms)
+        self.timed.notes.peek().map_or(u64::MAX, |Reverse((at, _))| *at)
     }
 
-    /// A member with blocks that expired by `now_ms`, and its number of remaining blocks.
-    pub fn next_over(&mut self, now_ms: u64) -> Option<(MemberId, u16)> {
+    /// A member with blocks that expired by `now`, and its number of remaining blocks.
+    pub fn next_over(&mut self, now: u64) -> Option<(MemberId, u16)> {
         self.noting(None, |ages, queue| {
             loop {
-                let Reverse((at_ms, id)) = *queue.notes.peek()?;
-                if at_ms > now_ms {
+                let Reverse((at, id)) = *queue.notes.peek()?;
+                if at > now {
                     return None;
                 }
                 queue.notes.pop();
-                if !is_noted(ages, id, at_ms) || ages.get(id).front() >= Some(STAMPS) {
+                if !is_noted(ages, id, at) || ages.get(id).front() >= Some(STAMPS) {
                     continue;
                 }
                 let age = ages.get_mut(id);
-                let left = age.iter().find(|step| step.at > now_ms);
+                let left = age.iter().find(|step| step.at > now);
                 let Some(step) = left else { return Some((id, 0)) };
                 age.noted = step.at as u32;
                 let is_over = step.end < age.end();
@@ -273,7 +265,7 @@ impl Ages {
     pub fn audit(&self, number: u32, id: MemberId, end: u16) {
         let age = self.by_member.get(id);
         assert_eq!(age.end(), end, "the last step ends with the blocks");
-        let steps: Vec<Step<u64>> = age.iter().collect();
+        let steps: Vec<Step> = age.iter().collect();
         assert!(steps.windows(2).all(|w| w[0].end > w[1].end && w[0].at < w[1].at));
         let history = self.history(number);
         assert!(steps.iter().all(|step| (step.at >= STAMPS) == history.is_some()));
@@ -281,10 +273,10 @@ impl Ages {
             note.0.1 == id && note.0.0 as u32 == age.noted && note.0.0 <= steps[0].at
         };
         let queue = history.map_or(&self.timed, |history| &history.queue);
-        assert!(queue.notes.iter().any(is_noted), "every prediction comes to its end");
+        assert!(queue.notes.iter().any(is_noted), "every block comes to its end");
     }
 
-    /// Checks all data against the number of members predicted with an age, and of each history.
+    /// Checks all data against the number of members with an age, and of each history.
     pub fn audit_all(&self, timed: usize, of_history: impl Fn(u32) -> (usize, usize)) {
         assert_eq!(self.timed.len, timed);
         assert_eq!(self.step_bytes, self.by_member.all().map(Steps::heap_bytes).sum::<usize>());

@@ -148,9 +148,12 @@ impl Writer {
         let (slots, facts): (Vec<_>, Vec<_>) =
             slots.partition(|slot| slot.plane == Plane::Predicted);
         if self.options.limits.ttl_ms > 0 {
-            self.times.stamps.audit_all(facts.iter().map(|slot| slot.members.len()).sum());
-            for id in facts.iter().flat_map(|slot| slot.members.values()) {
-                self.times.stamps.audit(*id, self.members.get(*id).spans.end());
+            let members = facts.iter().map(|slot| slot.members.len()).sum();
+            self.times.held.audit_all(members, |_| (0, 0));
+            for slot in &facts {
+                for id in slot.members.values() {
+                    self.times.held.audit(slot.worker, *id, self.members.get(*id).spans.end());
+                }
             }
         }
         let has_history = |number| self.times.ages.history_most(number).is_some();

@@ -131,7 +131,7 @@ impl Writer {
             let extra: Vec<u64> = self.slot(slot).extra.all_at(loc).collect();
             for name in &extra {
                 self.slot_mut(slot).extra.remove(*name);
-                self.forget_extra(*name);
+                self.forget(*name);
             }
             self.account(slot, extra.len(), false);
             let id = self.slot(slot).members[&run];
@@ -252,11 +252,10 @@ impl Writer {
 
     /// Bytes to track the expiry of members with this many blocks.
     fn age_growth(&self, slot: &Slot, blocks: usize) -> usize {
-        let limits = &self.options.limits;
         match slot.plane {
             Plane::Predicted => self.times.ages.growth(slot.worker, blocks),
-            Plane::Held(_) if limits.ttl_ms == 0 => 0,
-            Plane::Held(_) => self.times.stamps.growth(blocks, limits.end_tick(self.times.now_ms)),
+            Plane::Held(_) if self.options.limits.ttl_ms == 0 => 0,
+            Plane::Held(_) => self.times.held.growth(slot.worker, blocks),
         }
     }
 

@@ -7,8 +7,8 @@
 //!
 //! The room: `walk` (the query), `scratch` (its working memory), `shared` (state of readers and
 //! writer), `writer` (events), `state` (its data), `names` (from an engine's name to a block),
-//! `filter` (names in use), `limits` (eviction), `order` (of use), `ages` (of predictions),
-//! `stamps` (of held blocks), `steps` (expiry data of a member), `report` (bytes), `room` (in
+//! `filter` (names in use), `limits` (eviction), `order` (of use), `ages` (of blocks),
+//! `steps` (expiry data of a member), `report` (bytes), `room` (in
 //! tables), `dump` and `events` (export of a worker's content), `seats` (worker <-> slot),
 //! `holder`, `run`, `spans`, `paged`.
 
@@ -44,7 +44,6 @@ pub(super) mod scratch;
 mod seats;
 mod shared;
 mod spans;
-mod stamps;
 mod state;
 mod steps;
 mod walk;

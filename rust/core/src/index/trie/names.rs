@@ -234,8 +234,9 @@ impl Writer {
         name == 0 || (!self.names.suspects.is_empty() && self.names.suspects.contains(&name))
     }
 
-    /// Records another location of a name; returns whether it may have had one before.
-    fn note(&mut self, name: u64) -> bool {
+    /// Records another location of a name; returns whether it may have had one before. An
+    /// additional name of a block always needs a search when it appears again.
+    pub(super) fn note(&mut self, name: u64) -> bool {
         if name == 0 {
             return true;
         }
@@ -256,7 +257,7 @@ impl Writer {
         is_known
     }
 
-    fn forget(&mut self, name: u64) {
+    pub(super) fn forget(&mut self, name: u64) {
         if name == 0 {
             return;
         }
@@ -270,15 +271,6 @@ impl Writer {
             self.names.suspects.remove(&name);
             shrink_set(&mut self.names.suspects);
         }
-    }
-
-    /// Records an additional name of a block, which always needs a search when it appears again.
-    pub(super) fn note_extra(&mut self, name: u64) {
-        self.note(name);
-    }
-
-    pub(super) fn forget_extra(&mut self, name: u64) {
-        self.forget(name);
     }
 
     // ---- columns

@@ -3,6 +3,7 @@
 const PAGE: usize = 256;
 
 /// A table of values by small numbers; freed numbers are reused.
+#[derive(Default)]
 pub(super) struct Slab<T> {
     pages: Vec<Box<[T]>>,
     free: Vec<u32>,
@@ -10,10 +11,6 @@ pub(super) struct Slab<T> {
 }
 
 impl<T: Default> Slab<T> {
-    pub fn new() -> Self {
-        Self { pages: Vec::new(), free: Vec::new(), next: 0 }
-    }
-
     /// Adds a value; returns its number.
     pub fn add(&mut self, value: T) -> u32 {
         let at = self.free.pop().unwrap_or_else(|| {

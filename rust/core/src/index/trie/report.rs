@@ -31,7 +31,7 @@ impl Writer {
             + self.names.suspects.allocation_size()
             + self.tree.seeds.allocation_size()
             + self.times.ages.bytes()
-            + self.times.stamps.bytes()
+            + self.times.held.bytes()
             + self.order.bytes()
             + self.tree.scattered.allocation_size()
             + self.sizes.scattered

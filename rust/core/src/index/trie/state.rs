@@ -10,7 +10,6 @@ use super::filter::NameFilter;
 use super::holder::{Lane, Mix, Slot, WorkerState};
 use super::paged::Slab;
 use super::run::{Loc, RunMeta};
-use super::stamps::Stamps;
 use crate::ids::Worker;
 use crate::index::arena::edges;
 use crate::index::arena::epoch::Retired;
@@ -37,7 +36,7 @@ impl Tree {
         Self {
             runs,
             edges,
-            metas: Slab::new(),
+            metas: Slab::default(),
             seeds: HashMap::with_hasher(mix),
             scattered: HashMap::with_hasher(mix),
             idle: Vec::new(),
@@ -112,11 +111,13 @@ pub(super) struct Sizes {
     pub workers: usize,
 }
 
-/// The current time, and the ages of blocks.
+/// The current time, and the ages of predictions.
+#[derive(Default)]
 pub(super) struct Times {
     pub now_ms: u64,
     pub ages: Ages,
-    pub stamps: Stamps,
+    /// The ages of held blocks, in ticks.
+    pub held: Ages,
 }
 
 /// State of all lanes.

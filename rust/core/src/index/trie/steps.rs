@@ -6,24 +6,24 @@
 
 /// Blocks up to `end` expire at `at`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Step<T> {
-    pub at: T,
+pub(super) struct Step {
+    pub at: u64,
     pub end: u16,
 }
 
 /// Expiry of a member's blocks. This is the last step; the others end before it and expire later.
 #[derive(Debug, Default)]
-pub(super) struct Steps<T, N> {
-    at: T,
+pub(super) struct Steps {
+    at: u64,
     #[expect(clippy::box_collection, reason = "nearly always none: a word, not three")]
-    before: Option<Box<Vec<Step<T>>>>,
-    /// Time under which the member is recorded, at or before that of its last step.
-    pub noted: N,
+    before: Option<Box<Vec<Step>>>,
+    /// Low half of the time under which the member is queued, at or before that of its last step.
+    pub noted: u32,
     /// 0 without blocks.
     end: u16,
 }
 
-impl<T: Copy + Default + Eq, N> Steps<T, N> {
+impl Steps {
     pub fn is_kept(&self) -> bool {
         self.end > 0
     }
@@ -34,27 +34,27 @@ impl<T: Copy + Default + Eq, N> Steps<T, N> {
     }
 
     pub fn heap_bytes(&self) -> usize {
-        self.before.as_ref().map_or(0, |before| {
-            size_of::<Vec<Step<T>>>() + before.capacity() * size_of::<Step<T>>()
-        })
+        self.before
+            .as_ref()
+            .map_or(0, |before| size_of::<Vec<Step>>() + before.capacity() * size_of::<Step>())
     }
 
     /// All steps, from the last to the first.
-    pub fn iter(&self) -> impl Iterator<Item = Step<T>> + '_ {
+    pub fn iter(&self) -> impl Iterator<Item = Step> + '_ {
         let last = Step { at: self.at, end: self.end };
         let last = (last.end > 0).then_some(last);
         last.into_iter().chain(self.before.iter().flat_map(|b| b.iter().rev().copied()))
     }
 
     /// When the first block expires.
-    pub fn front(&self) -> Option<T> {
+    pub fn front(&self) -> Option<u64> {
         let first = self.before.as_ref().and_then(|before| before.first());
         self.is_kept().then(|| first.map_or(self.at, |step| step.at))
     }
 
     /// Sets the steps, in the order of [`Steps::iter`]; an empty list removes all data.
-    fn set(&mut self, mut steps: Vec<Step<T>>) {
-        let none = Step { at: T::default(), end: 0 };
+    fn set(&mut self, mut steps: Vec<Step>) {
+        let none = Step { at: 0, end: 0 };
         let Step { at, end } = steps.first().copied().unwrap_or(none);
         (self.at, self.end) = (at, end);
         steps.reverse();
@@ -64,13 +64,13 @@ impl<T: Copy + Default + Eq, N> Steps<T, N> {
     }
 
     /// Makes all blocks valid until `at`.
-    pub fn level(&mut self, at: T) {
+    pub fn level(&mut self, at: u64) {
         self.before = None;
         self.at = at;
     }
 
     /// Makes blocks up to `end` valid until `at`, which is no earlier than any time set before.
-    pub fn renew(&mut self, end: u16, at: T) {
+    pub fn renew(&mut self, end: u16, at: u64) {
         debug_assert!(end > 0, "of no block nothing is kept");
         if self.end <= end {
             self.level(at);
@@ -80,7 +80,7 @@ impl<T: Copy + Default + Eq, N> Steps<T, N> {
         if self.front() == Some(at) && self.iter().any(|step| step.at == at && step.end >= end) {
             return;
         }
-        let mut steps: Vec<Step<T>> = self.iter().filter(|step| step.end > end).collect();
+        let mut steps: Vec<Step> = self.iter().filter(|step| step.end > end).collect();
         if steps.last().is_none_or(|later| later.at != at) {
             steps.push(Step { at, end });
         }
@@ -97,7 +97,7 @@ impl<T: Copy + Default + Eq, N> Steps<T, N> {
             return;
         }
         // Of the steps that reach beyond the cut, the one that expires last applies up to it.
-        let mut steps: Vec<Step<T>> = self.iter().collect();
+        let mut steps: Vec<Step> = self.iter().collect();
         let beyond = steps.iter().take_while(|step| step.end > end).count();
         let covers = steps.get(beyond).map_or(0, |next| next.end);
         let at = steps[beyond - 1].at;
@@ -122,7 +122,7 @@ mod tests {
         let mut rng = SmallRng::seed_from_u64(1);
         let mut most = 0;
         for _ in 0..200 {
-            let (mut steps, mut blocks) = (Steps::<u16, u16>::default(), Vec::<u16>::new());
+            let (mut steps, mut blocks) = (Steps::default(), Vec::<u64>::new());
             for at in 1..200 {
                 let end = rng.random_range(0..12_usize);
                 if rng.random_range(0..4) > 0 && end > 0 {

@@ -9,13 +9,11 @@ mod release;
 
 use std::sync::Arc;
 
-use super::ages::Ages;
 use super::holder::{Member, MemberId, Mix, NO_MEMBER, Slot, WorkerState};
 use super::paged::Slab;
 use super::room::shrink_map;
 use super::seats::{NONE, Plane};
 use super::shared::Shared;
-use super::stamps::Stamps;
 use super::state::{Names, Order, Owners, Sizes, Times, Tree};
 use crate::ids::{Tier, Worker};
 use crate::index::arena::cover::Entries;
@@ -120,9 +118,9 @@ impl Writer {
             mix,
             tree: Tree::new(runs, edges, mix),
             owners: Owners::new(mix),
-            members: Slab::new(),
+            members: Slab::default(),
             names: Names::new(options.hash_seed, mix),
-            times: Times { now_ms: 0, ages: Ages::new(), stamps: Stamps::new() },
+            times: Times::default(),
             order: Order::default(),
             sizes,
             counters: IndexStats::default(),

@@ -278,7 +278,7 @@ impl Writer {
         state.held -= extra.len();
         self.counters.memberships -= extra.len();
         // The filter counts them separately from the columns' names, which go with the columns.
-        extra.iter().for_each(|(name, _)| self.forget_extra(name));
+        extra.iter().for_each(|(name, _)| self.forget(name));
         let state = self.slot_mut(slot);
         state.copies.clear();
         let members: Vec<MemberId> = state.members.values().copied().collect();

@@ -81,15 +81,15 @@ impl Writer {
         if limits.ttl_ms == 0 {
             return;
         }
-        let at = limits.end_tick(self.times.now_ms);
+        let (number, at) = (self.slot(slot).worker, limits.end_tick(self.times.now_ms));
         let (mut run, mut end) = (place.run, place.offset);
         while run != ROOT {
             let mut is_fresh = false;
             for slot in self.siblings(slot) {
                 let Some(&id) = self.slot(slot).members.get(&run) else { continue };
-                is_fresh |= self.times.stamps.front(id) == Some(at as u16);
+                is_fresh |= self.times.held.front(id) == Some(at);
                 let end = (end as u16).min(self.members.get(id).spans.end());
-                self.times.stamps.renew(id, end, at);
+                self.times.held.renew(number, id, end, at);
             }
             if is_fresh {
                 // By an event that also renewed all ancestors.
@@ -105,10 +105,10 @@ impl Writer {
         if self.options.limits.ttl_ms == 0 {
             return 0;
         }
-        self.times.stamps.go_on(self.options.limits.tick_at(self.times.now_ms));
+        let tick = self.options.limits.tick_at(self.times.now_ms);
         let mut gone = 0;
         while gone < most
-            && let Some((id, until)) = self.times.stamps.next_over()
+            && let Some((id, until)) = self.times.held.next_over(tick)
         {
             let &Member { slot, run, .. } = self.members.get(id);
             debug_assert!(self.slot(slot).plane != Plane::Predicted);

@@ -39,8 +39,8 @@ impl Writer {
             self.members.take(id);
         debug_assert!(spans.is_empty() && cut == 0 && !is_scattered, "it covers nothing");
         let number = self.slot(slot).worker;
-        self.times.ages.forget(number, id);
-        self.times.stamps.forget(id);
+        self.times.ages.cut(number, id, 0);
+        self.times.held.cut(number, id, 0);
         let (parent, _) = self.shared.runs.peek(&self.tree.runs, run).place();
         let state = self.owners.slots[usize::from(slot)].as_mut().expect("a member's slot");
         state.members.remove(&run);

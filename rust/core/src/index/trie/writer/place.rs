@@ -304,7 +304,7 @@ impl Writer {
             outcome.added += 1;
         }
         if has_block {
-            self.note_extra(name);
+            self.note(name);
             let state = self.slot_mut(slot);
             state.extra.add(name, loc);
             self.account(slot, 1, true);

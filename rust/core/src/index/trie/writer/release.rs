@@ -25,14 +25,14 @@ impl Writer {
         }
         if state.extra.find(name).is_some() {
             state.extra.remove(name);
-            self.forget_extra(name);
+            self.forget(name);
             self.account(slot, 1, false);
         } else if let Some(other) = state.extra.at(loc) {
             // The block stays, under its other name.
             state.extra.remove(other);
             let id = state.members[&loc.run];
             self.rename(id, loc.offset as usize, other);
-            self.forget_extra(other);
+            self.forget(other);
             self.account(slot, 1, false);
         } else {
             self.uncover(slot, loc.run, loc.offset as u16, loc.offset as u16 + 1);
@@ -205,8 +205,8 @@ impl Writer {
             return;
         }
         if new_end < old_end {
-            self.times.stamps.cut(id, new_end);
             let number = self.slot(slot).worker;
+            self.times.held.cut(number, id, new_end);
             self.times.ages.cut(number, id, new_end);
         }
         let member = self.members.get(id);
