@@ -242,10 +242,10 @@ pub trait BlockIndex: Send + Sync {
     /// Everything that `worker` holds, ascending; equal states give equal lists.
     ///
     /// # Consistency
-    /// One moment: events wait meanwhile.
+    /// One moment.
     ///
     /// # Cost
-    /// O(n log n) for the worker's n blocks and the length of their prompts, and as much memory.
+    /// That of [`dump_worker`](Self::dump_worker), and O(n log n) for the worker's n blocks.
     fn memberships(&self, worker: Worker) -> Vec<Membership>;
 
     /// Events that recreate what `worker` holds now in an empty index. See [`DumpEvent`].

@@ -78,13 +78,6 @@ impl<R: Read> Reader<R> {
                     let lost = lost.map(|worker| Lost { worker: *worker, cause: Cause::Header });
                     loaded.lost.extend(lost);
                     next += skipped;
-                    if section.body_bytes().is_none() {
-                        let cause = Cause::Invalid("a section's length");
-                        loaded.lost.push(Lost { worker: section.worker, cause });
-                        // The start of the next one must be searched.
-                        next += 1;
-                        continue;
-                    }
                     match body(index, &mut source, &section, &mut blocks) {
                         Ok(restored) => loaded.workers.push(restored),
                         Err(cause @ (Cause::Cut | Cause::Unreadable(_))) => {
@@ -178,6 +171,7 @@ fn body(
     section: &Section,
     blocks: &mut Vec<Block>,
 ) -> Result<Restored, Cause> {
+    // Without it the start of the next section must be searched.
     let len = section.body_bytes().ok_or(Cause::Invalid("a section's length"))?;
     let body = source.peek(len).map_err(|error| Cause::Unreadable(error.kind()))?;
     if (body.len() as u64) < len {

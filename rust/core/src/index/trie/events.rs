@@ -7,10 +7,41 @@ use std::collections::{BTreeMap, HashMap};
 
 use super::run::Loc;
 use super::shared::Shared;
+use crate::hash::extend;
 use crate::ids::Tier;
 use crate::index::arena::epoch::Pin;
 use crate::index::arena::runs::{ROOT, RunId};
-use crate::index::types::{Block, DEFAULT_SEED, DumpEvent};
+use crate::index::types::{Block, DEFAULT_SEED, DumpEvent, Membership};
+
+/// What a worker holds, by its dump; ascending.
+pub(super) fn memberships(events: &[DumpEvent]) -> Vec<Membership> {
+    let mut chains: HashMap<u64, u64> = HashMap::new();
+    let mut held: HashMap<(u64, Tier), Membership> = HashMap::new();
+    for event in events {
+        match event {
+            DumpEvent::Stored { tier, parent, seed, blocks } => {
+                let mut chain = parent.map(|parent| chains[&parent]);
+                for Block { engine_hash, local_hash } in blocks {
+                    let own = extend(chain, *local_hash);
+                    chain = Some(own);
+                    chains.insert(*engine_hash, own);
+                    let (engine_hash, tier, seed) = (*engine_hash, *tier, *seed);
+                    held.entry((engine_hash, tier))
+                        .and_modify(|known| known.copies += 1)
+                        .or_insert(Membership { chain: own, engine_hash, tier, seed, copies: 1 });
+                }
+            }
+            DumpEvent::Removed { tier, names } => {
+                for name in names {
+                    held.remove(&(*name, *tier));
+                }
+            }
+        }
+    }
+    let mut all: Vec<Membership> = held.into_values().collect();
+    all.sort_unstable();
+    all
+}
 
 /// Fillers get names that differ from all engine names, up to a probability of 2^-64 each.
 const FILLER: u64 = 0x6b76_666c_6173_6821;

@@ -259,7 +259,7 @@ impl BlockIndex for RadixIndex {
     }
 
     fn memberships(&self, worker: Worker) -> Vec<Membership> {
-        self.look(|writer| writer.memberships(worker))
+        events::memberships(&self.dump_worker(worker))
     }
 
     fn dump_worker(&self, worker: Worker) -> Vec<DumpEvent> {
