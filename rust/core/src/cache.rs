@@ -74,15 +74,25 @@ impl<V: Weighed> Shard<V> {
     }
 }
 
-/// Contents and evictions of a cache.
+/// Counters and sizes of a cache.
+///
+/// # Consistency
+/// Summed shard by shard without a common lock: each number is exact, but they are not of one
+/// moment.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Held {
-    /// Entries.
-    pub(crate) entries: u64,
-    /// Bytes, including bookkeeping.
-    pub(crate) bytes: u64,
-    /// Entries evicted so far.
-    pub(crate) evictions_total: u64,
+pub struct CacheStats {
+    /// Pieces of text, messages, or blocks with names that were found.
+    pub hits_total: u64,
+    /// Those that were not found, and then computed.
+    pub misses_total: u64,
+    /// Evicted entries.
+    pub evictions_total: u64,
+    /// Current bytes, including bookkeeping.
+    pub held_bytes: u64,
+    /// Current entries.
+    pub held_entries: u64,
+    /// The limit.
+    pub capacity_bytes: u64,
 }
 
 /// The cache. It evicts approximately the least recently used entries, as CLOCK does.
@@ -93,16 +103,20 @@ pub(crate) struct Held {
 pub(crate) struct ClockCache<V> {
     shards: Box<[RwLock<Shard<V>>]>,
     shard_capacity_bytes: usize,
-    // Relaxed: a statistic.
+    // Relaxed: statistics.
+    hits: AtomicU64,
+    misses: AtomicU64,
     evictions: AtomicU64,
 }
 
 impl<V: Weighed> ClockCache<V> {
-    /// An empty cache of at most `capacity_bytes`, including bookkeeping.
+    /// An empty cache of at most `capacity_bytes`, including bookkeeping; 0 turns it off.
     pub(crate) fn new(capacity_bytes: usize) -> Self {
         Self {
             shards: (0..SHARD_COUNT).map(|_| RwLock::default()).collect(),
             shard_capacity_bytes: capacity_bytes / SHARD_COUNT,
+            hits: AtomicU64::new(0),
+            misses: AtomicU64::new(0),
             evictions: AtomicU64::new(0),
         }
     }
@@ -130,17 +144,31 @@ impl<V: Weighed> ClockCache<V> {
         Some(found)
     }
 
-    /// Stores `value` under `key`, evicting others as needed; false if it is too large.
-    pub(crate) fn insert(&self, key: u128, value: V) -> bool {
+    /// As [`read`](Self::read), and counts the look-up.
+    pub(crate) fn find<R>(&self, key: u128, read: impl FnOnce(&V) -> Option<R>) -> Option<R> {
+        let found = self.read(key, read);
+        let counter = if found.is_some() { &self.hits } else { &self.misses };
+        counter.fetch_add(1, Ordering::Relaxed);
+        found
+    }
+
+    /// Counts what look-ups found, in the caller's unit.
+    pub(crate) fn count(&self, hits: usize, misses: usize) {
+        self.hits.fetch_add(hits as u64, Ordering::Relaxed);
+        self.misses.fetch_add(misses as u64, Ordering::Relaxed);
+    }
+
+    /// Stores `value` under `key`, evicting others as needed, unless it is too large.
+    pub(crate) fn insert(&self, key: u128, value: V) {
         let size_bytes = Slot::size_bytes(&value);
         if size_bytes > self.shard_capacity_bytes {
-            return false;
+            return;
         }
         let slot = Slot { key, value, is_referenced: AtomicBool::new(false) };
         let mut shard = self.shard(key).write();
         if shard.positions.contains_key(&key) {
             // Another thread has already stored the same value.
-            return true;
+            return;
         }
         let mut evicted = 0;
         while shard.held_bytes + size_bytes > self.shard_capacity_bytes {
@@ -153,18 +181,22 @@ impl<V: Weighed> ClockCache<V> {
         shard.held_bytes += size_bytes;
         drop(shard);
         self.evictions.fetch_add(evicted, Ordering::Relaxed);
-        true
     }
 
-    /// Sizes, summed shard by shard without a common lock.
-    pub(crate) fn held(&self) -> Held {
-        let evictions_total = self.evictions.load(Ordering::Relaxed);
-        let mut held = Held { evictions_total, ..Held::default() };
+    /// Counters and sizes.
+    pub(crate) fn stats(&self) -> CacheStats {
+        let mut stats = CacheStats {
+            hits_total: self.hits.load(Ordering::Relaxed),
+            misses_total: self.misses.load(Ordering::Relaxed),
+            evictions_total: self.evictions.load(Ordering::Relaxed),
+            capacity_bytes: (self.shard_capacity_bytes * SHARD_COUNT) as u64,
+            ..CacheStats::default()
+        };
         for shard in &self.shards {
             let shard = shard.read();
-            held.bytes += shard.held_bytes as u64;
-            held.entries += shard.slots.len() as u64;
+            stats.held_bytes += shard.held_bytes as u64;
+            stats.held_entries += shard.slots.len() as u64;
         }
-        held
+        stats
     }
 }

@@ -14,10 +14,11 @@ use super::model::{ModelIndex, ModelKey, Named};
 use super::past::{Past, PastKind};
 use super::publisher::Publisher;
 use super::registration::{ListenerStatus, Place, PublisherId, Registration};
+use crate::cache::CacheStats;
 use crate::clock::{Clock, SystemClock};
 use crate::codec;
 use crate::error::{Error, Result};
-use crate::hash::engine::{NameCache, NameCacheStats};
+use crate::hash::engine::NameCache;
 use crate::ids::{InstanceId, Worker};
 use crate::index::groups::GroupIndex;
 use crate::index::{self, CountMode, RadixIndex};
@@ -119,7 +120,7 @@ impl Catalog {
     }
 
     /// Statistics of the name cache.
-    pub fn name_cache_stats(&self) -> NameCacheStats {
+    pub fn name_cache_stats(&self) -> CacheStats {
         self.names.stats()
     }
 

@@ -20,7 +20,7 @@ use sha2::{Digest as _, Sha256};
 use smallvec::SmallVec;
 use xxhash_rust::xxh3::xxh3_128;
 
-pub use cache::{NameCache, NameCacheStats};
+pub use cache::NameCache;
 use keys::KeysOfBlocks;
 pub(super) use keys::MediaOfBlock;
 pub use keys::{Key, MediaItem, NameKeys};

@@ -32,7 +32,6 @@ mod template;
 mod tokenizer;
 
 pub use cache::CacheOptions;
-pub use cache::CacheStats;
 pub use content::ContentFormat;
 pub use cut::CutMode;
 pub use detokenize::Detokenizer;
@@ -44,3 +43,5 @@ pub use request::{ChatRequest, Effort};
 pub use scan::{Field, Scan};
 pub use template::{ChatTemplate, Rendered, TemplateOptions, WallClock};
 pub use tokenizer::{Tokenizer, Tokens};
+
+pub use crate::cache::CacheStats;

@@ -3,12 +3,12 @@
 use std::path::Path;
 
 use super::cache::CacheOptions;
-use super::cache::CacheStats;
 use super::config::FolderConfig;
 use super::message::Dialect;
 use super::request::{ChatRequest, Effort};
 use super::template::{ChatTemplate, Rendered, TemplateOptions};
 use super::tokenizer::{Tokenizer, Tokens};
+use crate::cache::CacheStats;
 use crate::error::{Error, Result};
 
 /// Models (by `model_type`) whose chats an engine writes with code of its own, whatever template

@@ -10,7 +10,6 @@ use serde_json::Value as Json;
 use serde_json::value::RawValue;
 
 use super::cache::CacheOptions;
-use super::cache::CacheStats;
 use super::config::FolderConfig;
 use super::content::{ContentFormat, detect_sglang, detect_vllm};
 use super::jinja::environment;
@@ -18,6 +17,7 @@ use super::known::{Key, MessageCache};
 use super::message::{Dialect, Stop, prepare_message, prepare_tools};
 use super::request::{ChatRequest, Effort};
 use super::source::{rewrite, unix_lines};
+use crate::cache::CacheStats;
 use crate::error::{Error, Result};
 
 /// Put behind a message that is to be continued, and looked for in the rendered text.

@@ -8,12 +8,12 @@ use serde::Deserialize;
 use serde_json::Value;
 use tokenizers::{AddedToken, Tokenizer as Inner};
 
-use super::cache::CacheStats;
 use super::cache::{CacheOptions, Context, Key, PieceCache};
 use super::config::FolderConfig;
 use super::cut::{CutMode, Cutter, Layout, Segment, words};
 use super::encoder::{EncoderReport, Encoders};
 use super::hard::hard_texts;
+use crate::cache::CacheStats;
 use crate::error::{Error, Result};
 
 /// Token ids of one prompt.
@@ -116,7 +116,7 @@ impl Tokenizer {
             encoders: Arc::new(encoders),
             cutter,
             wrapping: Wrapping::Opaque,
-            cache: PieceCache::new(options),
+            cache: PieceCache::new(options.capacity_bytes),
         };
         tokenizer.wrapping = tokenizer.probe_wrapping(config)?;
         while tokenizer.cutter.mode() > CutMode::Whole && !tokenizer.agrees_on(&wanted)? {
@@ -258,7 +258,7 @@ impl Tokenizer {
         let ids = self.encode_piece(piece, context)?;
         work.ids.extend_from_slice(&ids);
         if !self.cache.is_off() {
-            self.cache.insert(key, &ids);
+            self.cache.keep(key, &ids);
         }
         Ok(())
     }

@@ -1,38 +1,16 @@
 //! A cache of names: a returning conversation only pays for its new blocks.
 
 use std::hash::{BuildHasher, RandomState};
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use xxhash_rust::xxh3::xxh3_128_with_seed;
 
 use super::{Key, KeysOfBlocks, NameDigest, NameKeys, NameScheme, Namer, append, names_into};
-use crate::cache::{ClockCache, Weighed};
+use crate::cache::{CacheStats, ClockCache, Weighed};
 use crate::hash::little_endian;
 
 /// Tokens of a chunk, which is found and evicted as a whole. Finding 64 blocks of 16 costs a
 /// look-up instead of 64 digests; the blocks after the last chunk are computed each time.
 const CHUNK_TOKENS: usize = 1_024;
-
-/// Statistics of a [`NameCache`].
-///
-/// # Consistency
-/// Summed shard by shard without a common lock: each number is exact, but they are not of one
-/// moment.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct NameCacheStats {
-    /// Blocks with names found in the cache.
-    pub hit_blocks_total: u64,
-    /// Blocks with computed names.
-    pub missed_blocks_total: u64,
-    /// Evicted chunks.
-    pub evictions_total: u64,
-    /// Current bytes, including bookkeeping.
-    pub held_bytes: u64,
-    /// Current chunks.
-    pub held_chunks: u64,
-    /// The limit.
-    pub capacity_bytes: u64,
-}
 
 /// Names of a chunk of blocks, and the digest from which the next one continues.
 #[derive(Debug)]
@@ -59,10 +37,6 @@ pub struct NameCache {
     chunks: ClockCache<Chunk>,
     /// Random, so that clients can't construct two prompts with equal keys.
     seed: u64,
-    capacity_bytes: usize,
-    // Relaxed: statistics.
-    hits: AtomicU64,
-    misses: AtomicU64,
 }
 
 impl Default for NameCache {
@@ -75,13 +49,8 @@ impl Default for NameCache {
 impl NameCache {
     /// An empty cache of at most `capacity_bytes`, including bookkeeping; 0 disables it.
     pub fn new(capacity_bytes: usize) -> Self {
-        Self {
-            chunks: ClockCache::new(capacity_bytes),
-            seed: RandomState::new().hash_one(0),
-            capacity_bytes,
-            hits: AtomicU64::new(0),
-            misses: AtomicU64::new(0),
-        }
+        let seed = RandomState::new().hash_one(0);
+        Self { chunks: ClockCache::new(capacity_bytes), seed }
     }
 
     /// Appends the names of the complete blocks of `unit` tokens, as [`names_into`] does.
@@ -100,8 +69,7 @@ impl NameCache {
             }
             _ => names_into(scheme, tokens, unit, keys, out),
         };
-        self.hits.fetch_add(*found as u64, Ordering::Relaxed);
-        self.misses.fetch_add((out.len() - held - *found) as u64, Ordering::Relaxed);
+        self.chunks.count(*found, out.len() - held - *found);
         is_complete
     }
 
@@ -188,17 +156,9 @@ impl NameCache {
         true
     }
 
-    /// Counters and sizes.
-    pub fn stats(&self) -> NameCacheStats {
-        let held = self.chunks.held();
-        NameCacheStats {
-            hit_blocks_total: self.hits.load(Ordering::Relaxed),
-            missed_blocks_total: self.misses.load(Ordering::Relaxed),
-            evictions_total: held.evictions_total,
-            held_bytes: held.bytes,
-            held_chunks: held.entries,
-            capacity_bytes: self.capacity_bytes as u64,
-        }
+    /// Counters of blocks, and sizes; an entry is a chunk.
+    pub fn stats(&self) -> CacheStats {
+        self.chunks.stats()
     }
 }
 

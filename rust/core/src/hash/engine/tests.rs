@@ -89,13 +89,13 @@ fn a_returning_conversation_pays_for_its_new_blocks() {
     let (cache, keys) = (NameCache::default(), NameKeys::default());
     let tokens: Vec<u32> = (0..10_000).collect();
     by_cache(&cache, &tokens[..5_000], 16, &keys);
-    assert_eq!((cache.stats().hit_blocks_total, cache.stats().missed_blocks_total), (0, 312));
+    assert_eq!((cache.stats().hits_total, cache.stats().misses_total), (0, 312));
     let returned = by_cache(&cache, &tokens, 16, &keys);
     assert_eq!(returned, names(&NameScheme::default(), &tokens, 16, &keys));
     // Four chunks of 64 blocks were complete the first time.
     let stats = cache.stats();
-    assert_eq!((stats.hit_blocks_total, stats.missed_blocks_total), (256, 312 + 625 - 256));
-    assert_eq!((stats.held_chunks, stats.evictions_total), (9, 0));
+    assert_eq!((stats.hits_total, stats.misses_total), (256, 312 + 625 - 256));
+    assert_eq!((stats.held_entries, stats.evictions_total), (9, 0));
 }
 
 #[test]
@@ -106,11 +106,11 @@ fn known_names_stay_under_their_limit() {
         assert!(cache.stats().held_bytes <= 64 * 1024);
     }
     let stats = cache.stats();
-    assert!(stats.held_chunks > 32, "{stats:?}");
-    assert_eq!(stats.held_chunks + stats.evictions_total, 500);
+    assert!(stats.held_entries > 32, "{stats:?}");
+    assert_eq!(stats.held_entries + stats.evictions_total, 500);
     let off = NameCache::new(0);
     assert_eq!(by_cache(&off, &[1; 32], 16, &keys).1.len(), 2);
-    assert_eq!((off.stats().held_chunks, off.stats().missed_blocks_total), (0, 2));
+    assert_eq!((off.stats().held_entries, off.stats().misses_total), (0, 2));
 }
 
 #[test]
@@ -135,8 +135,8 @@ fn chunks_of_other_keys_do_not_meet() {
     }
     // All of the second round; in the first, the 64 blocks before the item, which is in two cases.
     let stats = cache.stats();
-    assert_eq!(stats.hit_blocks_total, 9 * 256 + 64 + 64);
-    assert_eq!(stats.hit_blocks_total + stats.missed_blocks_total, 2 * 9 * 256);
+    assert_eq!(stats.hits_total, 9 * 256 + 64 + 64);
+    assert_eq!(stats.hits_total + stats.misses_total, 2 * 9 * 256);
 }
 
 proptest! {
