@@ -4,9 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use kvflash_core::error::Error;
-use kvflash_core::text::{
-    self, CacheOptions, ChatRequest, Prompt, Rendered, TextModel, TextOptions,
-};
+use kvflash_core::text::{self, CacheOptions, ChatRequest, Prompt, Rendered, TextModel};
 use pyo3::prelude::*;
 
 use super::buffer::tokens;
@@ -36,8 +34,7 @@ impl Tokenizer {
     #[pyo3(signature = (folder, *, cache_bytes=268_435_456))]
     fn new(py: Python<'_>, folder: PathBuf, cache_bytes: usize) -> Raised<Self> {
         let cache = CacheOptions { capacity_bytes: cache_bytes };
-        let options = TextOptions { cache, ..TextOptions::default() };
-        let model = py.detach(|| TextModel::from_folder(&folder, options))?;
+        let model = py.detach(|| TextModel::from_folder(&folder, cache))?;
         Ok(Self { model })
     }
 

@@ -1,6 +1,6 @@
 //! Which form of message content a chat template expects.
 
-use super::source::{Kind, pieces, quoted};
+use super::source::{Kind, atoms, pieces, word};
 
 /// The form of `message.content` that a template is given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -11,30 +11,14 @@ pub enum ContentFormat {
     Parts,
 }
 
-/// Words by which SGLang takes a template for a multimodal one.
-const MEDIA_WORDS: [&str; 4] = ["image", "audio", "video", "vision"];
-
 /// vLLM's rule: a template that loops over the content of something it got by looping over
 /// `messages` (or a variable set to it) wants parts.
 ///
 /// # Source
 /// vLLM `_detect_content_format`. There a loop or assignment to anything but a plain name ends the
 /// search with the answer "string", so it does here.
-pub(super) fn detect_vllm(template: &str) -> ContentFormat {
+pub(super) fn detect(template: &str) -> ContentFormat {
     search(template).unwrap_or(ContentFormat::String)
-}
-
-/// SGLang's rule: any mention of media, or a loop over the content of `message`, `msg` or `m`.
-///
-/// # Source
-/// SGLang `detect_jinja_template_content_format`.
-pub(super) fn detect_sglang(template: &str) -> ContentFormat {
-    let has_media = MEDIA_WORDS.iter().any(|word| template.contains(word));
-    let has_loop = statements(template).iter().any(|statement| {
-        let Statement::For { over, .. } = statement else { return false };
-        matches!(access(over), Some(("message" | "msg" | "m", Some("content"))))
-    });
-    if has_media || has_loop { ContentFormat::Parts } else { ContentFormat::String }
 }
 
 fn search(template: &str) -> Option<ContentFormat> {
@@ -97,20 +81,12 @@ fn statements(template: &str) -> Vec<Statement> {
 /// A statement with one space wherever it has any, but none around dots; literals stay as they are.
 fn spaced(body: &str) -> String {
     let mut out = String::with_capacity(body.len());
-    let mut at = 0;
-    while let Some(character) = body[at..].chars().next() {
-        if matches!(character, '\'' | '"') {
-            let length = quoted(&body[at..]);
-            out.push_str(&body[at..at + length]);
-            at += length;
-            continue;
-        }
-        at += character.len_utf8();
-        if !character.is_whitespace() {
-            if character == '.' && out.ends_with(' ') {
+    for (_, atom) in atoms(body) {
+        if !atom.trim().is_empty() {
+            if atom == "." && out.ends_with(' ') {
                 out.pop();
             }
-            out.push(character);
+            out.push_str(atom);
         } else if !out.ends_with([' ', '.']) {
             out.push(' ');
         }
@@ -120,17 +96,14 @@ fn spaced(body: &str) -> String {
 
 /// `text` up to the first `separator` that stands outside of brackets and quotes.
 fn outside_brackets<'a>(text: &'a str, separator: &str) -> &'a str {
-    let (mut depth, mut quote) = (0usize, None);
-    for (at, character) in text.char_indices() {
-        match (quote, character) {
-            (Some(open), _) if character == open => quote = None,
-            (Some(_), _) => {}
-            (None, '\'' | '"') => quote = Some(character),
-            (None, '(' | '[' | '{') => depth += 1,
-            (None, ')' | ']' | '}') => depth = depth.saturating_sub(1),
+    let mut depth = 0_usize;
+    for (at, atom) in atoms(text) {
+        match atom {
+            "(" | "[" | "{" => depth += 1,
+            ")" | "]" | "}" => depth = depth.saturating_sub(1),
             _ => {}
         }
-        if depth == 0 && quote.is_none() && text[at..].starts_with(separator) {
+        if depth == 0 && text[at..].starts_with(separator) {
             return &text[..at];
         }
     }
@@ -145,10 +118,7 @@ fn access(expression: &str) -> Option<(&str, Option<&str>)> {
         Some(inner) => return access(inner),
         None => bare,
     };
-    let name_end = bare
-        .find(|character: char| !(character.is_alphanumeric() || character == '_'))
-        .unwrap_or(bare.len());
-    let (name, mut rest) = bare.split_at(name_end);
+    let (name, mut rest) = bare.split_at(word(bare));
     plain_name(name)?;
     let mut key = None;
     if let Some(attribute) = rest.strip_prefix('.') {
@@ -184,7 +154,7 @@ fn literal(text: &str) -> Option<&str> {
 
 fn plain_name(text: &str) -> Option<&str> {
     let is_name = !text.is_empty()
-        && text.chars().all(|character| character.is_alphanumeric() || character == '_')
+        && word(text) == text.len()
         && !text.starts_with(|character: char| character.is_ascii_digit());
     is_name.then_some(text)
 }
@@ -210,12 +180,11 @@ mod tests {
         let parts = "{% set all = messages[1:] %}{% for m in all if m.role != 'x' %}\
                      {%- for part in m['content'] -%}{{ part.text }}{% endfor %}{% endfor %}";
         let other = "{% for m in messages %}{% for c in m.tool_calls %}{% endfor %}{% endfor %}";
-        assert_eq!(detect_vllm(text), ContentFormat::String);
-        assert_eq!(detect_vllm(parts), ContentFormat::Parts);
-        assert_eq!(detect_vllm(other), ContentFormat::String);
+        assert_eq!(detect(text), ContentFormat::String);
+        assert_eq!(detect(parts), ContentFormat::Parts);
+        assert_eq!(detect(other), ContentFormat::String);
         let tuple = "{% for a, b in messages %}{% for c in a.content %}{% endfor %}{% endfor %}";
-        assert_eq!(detect_vllm(tuple), ContentFormat::String);
-        assert_eq!(detect_sglang(parts), ContentFormat::Parts);
+        assert_eq!(detect(tuple), ContentFormat::String);
         let inner = "{% for c in message.content %}{% endfor %}";
         let around = |inner: &str| format!("{{% for message in messages %}}{inner}{{% endfor %}}");
         for inner in [
@@ -225,8 +194,7 @@ mod tests {
             "{% if x == '{% for c in message.content %}' %}{% endif %}".to_owned(),
             "{% set x = 'for c in message.content' %}".to_owned(),
         ] {
-            assert_eq!(detect_vllm(&around(&inner)), ContentFormat::String, "{inner}");
-            assert_eq!(detect_sglang(&around(&inner)), ContentFormat::String, "{inner}");
+            assert_eq!(detect(&around(&inner)), ContentFormat::String, "{inner}");
         }
         for inner in [
             "{%\n  for\tc\n  in message.content\n%}{% endfor %}",
@@ -236,10 +204,7 @@ mod tests {
             "{%- for  c  in  message.content | list -%}{% endfor %}",
             "{% for c in message.content if c.type == '%}' %}{% endfor %}",
         ] {
-            assert_eq!(detect_vllm(&around(inner)), ContentFormat::Parts, "{inner}");
-            assert_eq!(detect_sglang(&around(inner)), ContentFormat::Parts, "{inner}");
+            assert_eq!(detect(&around(inner)), ContentFormat::Parts, "{inner}");
         }
-        assert_eq!(detect_sglang("{{ '<image>' }}"), ContentFormat::Parts);
-        assert_eq!(detect_sglang(text), ContentFormat::String);
     }
 }

@@ -1,20 +1,8 @@
-//! Messages and tools as an engine hands them to the template: not as the client sent them.
+//! Messages and tools as vLLM hands them to the template: not as the client sent them.
 
 use serde_json::{Map, Value, json};
 
 use super::content::ContentFormat;
-
-/// Which engine's preparation of requests to follow.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum Dialect {
-    /// vLLM: text parts joined by a line feed; tools as `{type, function: {name, description,
-    /// parameters}}`; fields it does not know are left out of messages.
-    #[default]
-    Vllm,
-    /// SGLang: text parts joined by a space; tools as `{type, function: {description, name,
-    /// parameters, strict}}`, none of them with `tool_choice: "none"`; nulls left out of messages.
-    Sglang,
-}
 
 /// Why a conversation cannot be prepared.
 #[derive(Debug, PartialEq, Eq)]
@@ -34,11 +22,10 @@ type Object = Map<String, Value>;
 /// Message number `at` as the template gets it; it depends on no other.
 ///
 /// # Source
-/// vLLM `parse_chat_messages`, SGLang `_apply_jinja_template`.
+/// vLLM `parse_chat_messages`: text parts are joined by a line feed, and fields it does not know are left out.
 pub(super) fn prepare_message(
     at: usize,
     message: Value,
-    dialect: Dialect,
     format: ContentFormat,
 ) -> Result<Value, Stop> {
     let Value::Object(mut message) = message else {
@@ -47,20 +34,14 @@ pub(super) fn prepare_message(
     let Some(role) = message.get("role").and_then(Value::as_str).map(str::to_owned) else {
         return Err(Stop::Invalid(format!("messages[{at}].role must be a string")));
     };
-    parse_arguments(&mut message, &role, dialect);
+    parse_arguments(&mut message, &role);
     let content = message.get_mut("content").map(Value::take).unwrap_or_default();
-    let content = match dialect {
-        Dialect::Vllm => content_vllm(content, format, role == "tool")?,
-        Dialect::Sglang => content_sglang(content, format, role == "tool")?,
-    };
-    Ok(Value::Object(match dialect {
-        Dialect::Vllm => message_vllm(message, &role, content),
-        Dialect::Sglang => message_sglang(message, content),
-    }))
+    let content = prepare_content(content, format, role == "tool")?;
+    Ok(Value::Object(known_fields(message, &role, content)))
 }
 
 /// The fields vLLM carries over, in its order.
-fn message_vllm(mut message: Object, role: &str, content: Value) -> Object {
+fn known_fields(mut message: Object, role: &str, content: Value) -> Object {
     let mut out = Object::new();
     let mut take = |key: &str| message.get_mut(key).map(Value::take).filter(|v| !v.is_null());
     out.insert("role".to_owned(), role.into());
@@ -88,37 +69,26 @@ fn message_vllm(mut message: Object, role: &str, content: Value) -> Object {
     out
 }
 
-/// SGLang keeps what is not null; `content` keeps its place.
-fn message_sglang(mut message: Object, content: Value) -> Object {
-    message.insert("content".to_owned(), content);
-    message.into_iter().filter(|(_, value)| !value.is_null()).collect()
-}
-
-fn content_vllm(content: Value, format: ContentFormat, is_tool: bool) -> Result<Value, Stop> {
+fn prepare_content(content: Value, format: ContentFormat, is_tool: bool) -> Result<Value, Stop> {
+    // Most templates take tool results as a string only, so vLLM joins them in any format.
+    let is_string = format == ContentFormat::String || is_tool;
     let parts = match content {
         Value::Null => Vec::new(),
-        Value::String(text) if format == ContentFormat::String || is_tool => return Ok(text.into()),
+        Value::String(text) if is_string => return Ok(text.into()),
         Value::String(text) => vec![Value::String(text)],
         Value::Array(parts) => parts,
         _ => return Err(bad_content()),
     };
-    let mut texts = Vec::with_capacity(parts.len());
-    for part in parts {
-        if let Some(text) = part_text_vllm(part)? {
-            texts.push(text);
-        }
-    }
-    // Most templates take tool results as a string only, so vLLM joins them in any format.
-    Ok(match format {
-        ContentFormat::Parts if !is_tool => {
-            texts.into_iter().map(|text| json!({"type": "text", "text": text})).collect()
-        }
-        _ => texts.join("\n").into(),
+    let texts = parts.into_iter().filter_map(|part| part_text(part).transpose());
+    let texts: Vec<String> = texts.collect::<Result<_, Stop>>()?;
+    Ok(match is_string {
+        false => texts.into_iter().map(|text| json!({"type": "text", "text": text})).collect(),
+        true => texts.join("\n").into(),
     })
 }
 
 /// The text of a part; `None` for a text part without text, which vLLM skips.
-fn part_text_vllm(mut part: Value) -> Result<Option<String>, Stop> {
+fn part_text(mut part: Value) -> Result<Option<String>, Stop> {
     if let Value::String(text) = part {
         return Ok(Some(text));
     }
@@ -136,31 +106,6 @@ fn part_text_vllm(mut part: Value) -> Result<Option<String>, Stop> {
     }
 }
 
-fn content_sglang(content: Value, format: ContentFormat, is_tool: bool) -> Result<Value, Stop> {
-    let parts = match content {
-        Value::Null => return Ok("".into()),
-        Value::String(text) => return Ok(text.into()),
-        Value::Array(parts) => parts,
-        _ => return Err(bad_content()),
-    };
-    let mut texts = Vec::with_capacity(parts.len());
-    for mut part in parts {
-        match part_kind(&part)?.as_str() {
-            "text" | "input_text" => match part.get_mut("text").map(Value::take) {
-                Some(Value::String(text)) => texts.push(text),
-                _ => return Err(Stop::Invalid("content part needs a string \"text\"".to_owned())),
-            },
-            kind => return Err(Stop::Unsupported(format!("content part of type {kind:?}"))),
-        }
-    }
-    Ok(match format {
-        ContentFormat::Parts if !is_tool => {
-            texts.into_iter().map(|text| json!({"type": "text", "text": text})).collect()
-        }
-        _ => texts.join(" ").into(),
-    })
-}
-
 fn part_kind(part: &Value) -> Result<String, Stop> {
     // Without a type it is an image or audio in a short form.
     match part.get("type") {
@@ -175,7 +120,7 @@ fn bad_content() -> Stop {
 }
 
 /// Clients send the arguments of past tool calls as a JSON string, templates want the object.
-fn parse_arguments(message: &mut Object, role: &str, dialect: Dialect) {
+fn parse_arguments(message: &mut Object, role: &str) {
     if role != "assistant" {
         return;
     }
@@ -185,14 +130,13 @@ fn parse_arguments(message: &mut Object, role: &str, dialect: Dialect) {
         match function.get_mut("arguments") {
             Some(Value::Object(_) | Value::Array(_)) => {}
             Some(Value::String(text)) => {
-                // vLLM takes broken JSON for no arguments; SGLang refuses the request itself.
+                // vLLM takes broken JSON for no arguments.
                 let parsed = serde_json::from_str(text).unwrap_or_else(|_| json!({}));
                 function.insert("arguments".to_owned(), parsed);
             }
-            _ if dialect == Dialect::Vllm => {
+            _ => {
                 function.insert("arguments".to_owned(), json!({}));
             }
-            _ => {}
         }
     }
 }
@@ -200,53 +144,26 @@ fn parse_arguments(message: &mut Object, role: &str, dialect: Dialect) {
 /// The tools as the template gets them; null if there are none.
 ///
 /// # Source
-/// The request models that vLLM (`ChatCompletionToolsParam`) and SGLang (`Tool`) dump: their field
-/// order, and null for what is not given.
-pub(super) fn prepare_tools(
-    tools: Option<Value>,
-    choice: Option<&Value>,
-    dialect: Dialect,
-) -> Result<Value, Stop> {
+/// The request model that vLLM (`ChatCompletionToolsParam`) dumps: its field order, and null for
+/// what is not given.
+pub(super) fn prepare_tools(tools: Option<Value>) -> Result<Value, Stop> {
     let tools = match tools {
         None | Some(Value::Null) => return Ok(Value::Null),
         Some(Value::Array(tools)) => tools,
         Some(_) => return Err(Stop::Invalid("tools must be a list".to_owned())),
     };
-    let is_none = choice.and_then(Value::as_str) == Some("none");
-    if dialect == Dialect::Sglang && (is_none || tools.is_empty()) {
-        return Ok(Value::Null);
-    }
-    let chosen = choice.and_then(|choice| choice.pointer("/function/name")).cloned();
     let mut out = Vec::with_capacity(tools.len());
     for mut tool in tools {
         let kind = tool.get("type").cloned().unwrap_or_else(|| "function".into());
         let Some(Value::Object(mut function)) = tool.get_mut("function").map(Value::take) else {
             return Err(Stop::Unsupported("tool that is not a function".to_owned()));
         };
-        let is_chosen = chosen.as_ref().is_none_or(|name| function.get("name") == Some(name));
-        if dialect == Dialect::Sglang && !is_chosen {
-            continue;
-        }
         let mut ordered = Object::new();
-        let fields: &[(&str, Value)] = match dialect {
-            Dialect::Vllm => {
-                &[("name", Value::Null), ("description", Value::Null), ("parameters", Value::Null)]
-            }
-            Dialect::Sglang => &[
-                ("description", Value::Null),
-                ("name", Value::Null),
-                ("parameters", Value::Null),
-                ("strict", Value::Bool(false)),
-            ],
-        };
-        for (key, default) in fields {
-            let value = function.shift_remove(*key).unwrap_or_else(|| default.clone());
-            ordered.insert((*key).to_owned(), value);
+        for key in ["name", "description", "parameters"] {
+            ordered.insert(key.to_owned(), function.shift_remove(key).unwrap_or_default());
         }
-        if dialect == Dialect::Vllm {
-            // Fields beyond its own are kept, behind them.
-            ordered.extend(function);
-        }
+        // Fields beyond its own are kept, behind them.
+        ordered.extend(function);
         out.push(json!({"type": kind, "function": ordered}));
     }
     Ok(Value::Array(out))

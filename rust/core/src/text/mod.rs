@@ -7,8 +7,8 @@
 //! - [`TextModel`]: a model's folder, loaded; chat or completion body in, token ids out
 //! - [`Tokenizer`]: `fastokens`, checked against the `tokenizers` crate, or that crate itself, behind a cache of
 //!   [pieces](CutMode)
-//! - [`ChatTemplate`]: chat templates as `apply_chat_template` runs them, messages prepared as the
-//!   engine's [`Dialect`] does
+//! - [`ChatTemplate`]: chat templates as `apply_chat_template` runs them, messages prepared as vLLM
+//!   does
 //! - [`Detokenizer`]: token ids to text as they arrive, complete characters only
 
 mod cache;
@@ -37,11 +37,10 @@ pub use cut::CutMode;
 pub use detokenize::Detokenizer;
 pub use encoder::EncoderReport;
 pub use hub::model_folder;
-pub use message::Dialect;
-pub use model::{Prompt, TextModel, TextOptions};
+pub use model::{Prompt, TextModel};
 pub use request::{ChatRequest, Effort};
 pub use scan::{Field, Scan};
-pub use template::{ChatTemplate, Rendered, TemplateOptions, WallClock};
+pub use template::{ChatTemplate, Rendered, WallClock};
 pub use tokenizer::{Tokenizer, Tokens};
 
 pub use crate::cache::CacheStats;

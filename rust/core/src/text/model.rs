@@ -4,36 +4,22 @@ use std::path::Path;
 
 use super::cache::CacheOptions;
 use super::config::FolderConfig;
-use super::message::Dialect;
 use super::request::{ChatRequest, Effort};
-use super::template::{ChatTemplate, Rendered, TemplateOptions};
+use super::template::{ChatTemplate, Rendered};
 use super::tokenizer::{Tokenizer, Tokens};
 use crate::cache::CacheStats;
 use crate::error::{Error, Result};
 
-/// Models (by `model_type`) whose chats an engine writes with code of its own, whatever template
-/// lies in their folder.
+/// Models (by `model_type`) whose chats vLLM writes with code of its own, whatever template lies in
+/// their folder.
 ///
 /// # Source
-/// vLLM's harmony path for gpt-oss; both engines' encoders for DeepSeek V3.2 and V4.
-const CODED_CHATS: [(&str, &[Dialect]); 3] = [
-    ("gpt_oss", &[Dialect::Vllm]),
-    ("deepseek_v32", &[Dialect::Vllm, Dialect::Sglang]),
-    ("deepseek_v4", &[Dialect::Vllm, Dialect::Sglang]),
-];
+/// vLLM's harmony path for gpt-oss, and its encoders for DeepSeek V3.2 and V4.
+const CODED_CHATS: [&str; 3] = ["gpt_oss", "deepseek_v32", "deepseek_v4"];
 
 /// The part of the cache's memory for messages: one in so many bytes. Tokens take as much as their text and cost ten
 /// times as much to make again.
 const MESSAGES_SHARE: usize = 4;
-
-/// How to load a model's text side.
-#[derive(Debug, Clone, Default)]
-pub struct TextOptions {
-    /// Limits of what is kept of text seen before: tokens of its pieces, and messages.
-    pub cache: CacheOptions,
-    /// How the engine renders chats.
-    pub template: TemplateOptions,
-}
 
 /// A chat request's prompt.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -60,29 +46,26 @@ pub struct TextModel {
 }
 
 impl TextModel {
-    /// Load a model's folder: `tokenizer.json`, and what is there of `tokenizer_config.json`,
+    /// Load a model's folder, with limits of what is kept of text seen before, tokens of its pieces
+    /// and messages: `tokenizer.json`, and what is there of `tokenizer_config.json`,
     /// `special_tokens_map.json` and the chat template files.
     ///
     /// # Errors
     /// `Error::Config` naming the file that is missing or invalid.
-    pub fn from_folder(folder: impl AsRef<Path>, options: TextOptions) -> Result<Self> {
+    pub fn from_folder(folder: impl AsRef<Path>, cache: CacheOptions) -> Result<Self> {
         let folder = folder.as_ref();
         let config = FolderConfig::read(folder)?;
-        let CacheOptions { capacity_bytes } = options.cache;
+        let CacheOptions { capacity_bytes } = cache;
         let share = if config.templates.is_empty() { 0 } else { capacity_bytes / MESSAGES_SHARE };
         let of_tokens = CacheOptions { capacity_bytes: capacity_bytes - share };
         let of_messages = CacheOptions { capacity_bytes: share };
-        let dialect = options.template.dialect;
-        let is_coded = |kind: &&str| {
-            CODED_CHATS.iter().any(|(name, dialects)| name == kind && dialects.contains(&dialect))
-        };
-        let coded = config.model_type.as_deref().filter(is_coded);
+        let coded = config.model_type.as_deref().filter(|kind| CODED_CHATS.contains(kind));
         let chat_unsupported =
             coded.map(|kind| format!("{kind} chats are not rendered by a template"));
         Ok(Self {
             chat_unsupported,
             tokenizer: Tokenizer::load(folder, &config, of_tokens)?,
-            template: ChatTemplate::load(&config, options.template, of_messages)?,
+            template: ChatTemplate::load(&config, of_messages)?,
         })
     }
 

@@ -115,21 +115,26 @@ pub(super) fn rewrite(source: &str) -> String {
 
 /// Where `text` ends with `close` outside of quotes, that included.
 fn closing(text: &str, close: &str) -> usize {
-    let mut at = 0;
-    while at < text.len() {
-        if text[at..].starts_with(close) {
-            return at + close.len();
-        }
-        at = match text.as_bytes()[at] {
-            b'\'' | b'"' => at + quoted(&text[at..]),
-            _ => at + width(&text[at..]),
+    let mut starts = atoms(text).map(|(at, _)| at);
+    starts.find(|at| text[*at..].starts_with(close)).map_or(text.len(), |at| at + close.len())
+}
+
+/// The string literals of a piece of code, whole, and its other characters, each with its place.
+pub(super) fn atoms(text: &str) -> impl Iterator<Item = (usize, &str)> {
+    let mut next = 0;
+    std::iter::from_fn(move || {
+        let (at, rest) = (next, &text[next..]);
+        let length = match rest.as_bytes().first()? {
+            b'\'' | b'"' => quoted(rest),
+            _ => width(rest),
         };
-    }
-    text.len()
+        next += length;
+        Some((at, &rest[..length]))
+    })
 }
 
 /// Length of the string literal that `text` starts with.
-pub(super) fn quoted(text: &str) -> usize {
+fn quoted(text: &str) -> usize {
     let quote = text.as_bytes()[0];
     let mut is_escaped = false;
     for (at, &byte) in text.as_bytes().iter().enumerate().skip(1) {
@@ -146,20 +151,9 @@ pub(super) fn quoted(text: &str) -> usize {
 /// The code with its literals' escapes as both template engines read them.
 fn plain_escapes(body: &str) -> String {
     let mut out = String::with_capacity(body.len());
-    let mut at = 0;
-    while at < body.len() {
-        let rest = &body[at..];
-        let length = match rest.as_bytes()[0] {
-            b'\'' | b'"' => quoted(rest),
-            _ => {
-                out.push_str(&rest[..width(rest)]);
-                at += width(rest);
-                continue;
-            }
-        };
-        let mut literal = &rest[..length];
-        at += length;
-        while let Some(start) = literal.find('\\') {
+    for (_, atom) in atoms(body) {
+        let mut literal = atom;
+        while let Some(start) = literal.find('\\').filter(|_| atom.starts_with(['\'', '"'])) {
             out.push_str(&literal[..start]);
             let escape = &literal[start..];
             let (length, plain) = plain_escape(escape);
@@ -199,20 +193,15 @@ fn plain_escape(text: &str) -> (usize, Option<String>) {
 
 /// Length of the bracketed group that `text` starts with.
 fn bracketed(text: &str) -> usize {
-    let (mut depth, mut at) = (0usize, 0);
-    while at < text.len() {
-        match text.as_bytes()[at] {
-            b'\'' | b'"' => {
-                at += quoted(&text[at..]);
-                continue;
-            }
-            b'(' | b'[' | b'{' => depth += 1,
-            b')' | b']' | b'}' => depth -= 1,
+    let mut depth = 0_usize;
+    for (at, atom) in atoms(text) {
+        match atom {
+            "(" | "[" | "{" => depth += 1,
+            ")" | "]" | "}" => depth -= 1,
             _ => {}
         }
-        at += width(&text[at..]);
         if depth == 0 {
-            return at;
+            return at + atom.len();
         }
     }
     text.len()
@@ -224,7 +213,7 @@ fn width(text: &str) -> usize {
 }
 
 /// Length of the name or number that `text` starts with.
-fn word(text: &str) -> usize {
+pub(super) fn word(text: &str) -> usize {
     text.find(|character: char| !(character.is_alphanumeric() || character == '_'))
         .unwrap_or(text.len())
 }

@@ -11,10 +11,10 @@ use serde_json::value::RawValue;
 
 use super::cache::CacheOptions;
 use super::config::FolderConfig;
-use super::content::{ContentFormat, detect_sglang, detect_vllm};
+use super::content::{ContentFormat, detect};
 use super::jinja::environment;
 use super::known::{Key, MessageCache};
-use super::message::{Dialect, Stop, prepare_message, prepare_tools};
+use super::message::{Stop, prepare_message, prepare_tools};
 use super::request::{ChatRequest, Effort};
 use super::source::{rewrite, unix_lines};
 use crate::cache::CacheStats;
@@ -58,19 +58,6 @@ impl std::fmt::Debug for WallClock {
     }
 }
 
-/// How the engine was told to render.
-#[derive(Debug, Clone, Default)]
-pub struct TemplateOptions {
-    /// Whose preparation of messages and tools to follow.
-    pub dialect: Dialect,
-    /// The form of message content; `None` finds out from the template, as the engines do.
-    pub content_format: Option<ContentFormat>,
-    /// Template variables for all requests; a request's own outrank them.
-    pub default_kwargs: serde_json::Map<String, Json>,
-    /// Where `strftime_now` gets the date.
-    pub clock: WallClock,
-}
-
 /// What rendering came to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Rendered {
@@ -87,7 +74,7 @@ pub enum Rendered {
 /// The chat templates of a model, compiled.
 ///
 /// # Source
-/// transformers `apply_chat_template`, called as vLLM and SGLang call it.
+/// transformers `apply_chat_template`, called as vLLM calls it.
 #[derive(Debug)]
 pub struct ChatTemplate {
     environment: Environment<'static>,
@@ -95,7 +82,6 @@ pub struct ChatTemplate {
     quick: Environment<'static>,
     formats: Vec<(String, ContentFormat)>,
     special_tokens: Vec<(String, Value)>,
-    options: TemplateOptions,
     known: MessageCache,
 }
 
@@ -105,19 +91,19 @@ impl ChatTemplate {
     ///
     /// # Errors
     /// `Error::Config` naming the file that is invalid or the template that does not compile.
-    pub fn from_folder(folder: impl AsRef<Path>, options: TemplateOptions) -> Result<Option<Self>> {
+    pub fn from_folder(folder: impl AsRef<Path>) -> Result<Option<Self>> {
         let off = CacheOptions { capacity_bytes: 0 };
-        Self::load(&FolderConfig::read(folder.as_ref())?, options, off)
+        Self::load(&FolderConfig::read(folder.as_ref())?, off)
     }
 
-    /// One template and the special tokens it may name.
+    /// One template, the special tokens it may name, and where `strftime_now` gets the date.
     ///
     /// # Errors
     /// `Error::Config` if the template does not compile.
     pub fn from_source(
         source: &str,
         special_tokens: &[(&str, &str)],
-        options: TemplateOptions,
+        clock: WallClock,
     ) -> Result<Self> {
         let owned = |(name, text): &(&str, &str)| ((*name).to_owned(), (*text).to_owned());
         let config = FolderConfig {
@@ -125,37 +111,29 @@ impl ChatTemplate {
             ..FolderConfig::default()
         };
         let templates = [("default".to_owned(), source.to_owned())];
-        Self::build(&templates, &config, options, CacheOptions { capacity_bytes: 0 })
+        Self::build(&templates, &config, clock, CacheOptions { capacity_bytes: 0 })
     }
 
     /// Load with the folder's configuration already read; `cache` is for messages that come again.
-    pub(super) fn load(
-        config: &FolderConfig,
-        options: TemplateOptions,
-        cache: CacheOptions,
-    ) -> Result<Option<Self>> {
+    pub(super) fn load(config: &FolderConfig, cache: CacheOptions) -> Result<Option<Self>> {
         if config.templates.is_empty() {
             return Ok(None);
         }
-        Self::build(&config.templates, config, options, cache).map(Some)
+        Self::build(&config.templates, config, WallClock::default(), cache).map(Some)
     }
 
     fn build(
         templates: &[(String, String)],
         config: &FolderConfig,
-        options: TemplateOptions,
+        clock: WallClock,
         cache: CacheOptions,
     ) -> Result<Self> {
         let known = MessageCache::new(cache.capacity_bytes);
-        let mut environment = environment(options.clock.clone());
+        let mut environment = environment(clock);
         let mut formats = Vec::with_capacity(templates.len());
         for (name, source) in templates {
             let source = &unix_lines(source);
-            let found = match options.dialect {
-                Dialect::Vllm => detect_vllm(source),
-                Dialect::Sglang => detect_sglang(source),
-            };
-            formats.push((name.clone(), options.content_format.unwrap_or(found)));
+            formats.push((name.clone(), detect(source)));
             environment
                 .add_template_owned(name.clone(), rewrite(source))
                 .map_err(|error| Error::Config(format!("chat template {name:?}: {error}")))?;
@@ -168,7 +146,7 @@ impl ChatTemplate {
         let mut quick = environment.clone();
         environment.set_fuel(Some(MAX_STEPS));
         quick.set_fuel(Some(QUICK_STEPS));
-        Ok(Self { environment, quick, formats, special_tokens, options, known })
+        Ok(Self { environment, quick, formats, special_tokens, known })
     }
 
     /// The form of message content the template called `name` is given.
@@ -221,32 +199,26 @@ impl ChatTemplate {
         if !effort.allows(bytes, bytes) {
             return Err(Stop::Costly);
         }
-        let dialect = self.options.dialect;
-        let choice = parse("tool_choice", request.tool_choice)?;
-        let tools = parse("tools", request.tools)?;
-        let tools = prepare_tools(tools, choice.as_ref(), dialect)?;
+        // It changes nothing, but must be JSON.
+        parse("tool_choice", request.tool_choice)?;
+        let tools = prepare_tools(parse("tools", request.tools)?)?;
         let (name, format) = self.choose(&tools)?;
         let mut raw = messages(request)?;
-        let mut generates = request.add_generation_prompt.unwrap_or(true);
-        let (mut last, mut continued, mut behind) = (None, None, String::new());
+        let generates = request.add_generation_prompt.unwrap_or(true);
+        let (mut last, mut continued) = (None, None);
         if request.continue_final_message == Some(true) {
             let at = raw.len().saturating_sub(1);
             last = raw.pop().map(|json| self.prepare(at, json, format)).transpose()?;
-            if dialect == Dialect::Sglang {
-                behind = take_assistant(&mut last);
-            } else if generates {
+            if generates {
                 return Err(Stop::Invalid(
                     "continue_final_message and add_generation_prompt exclude each other"
                         .to_owned(),
                 ));
-            } else {
-                continued = Some(tag_last(last.as_mut())?);
             }
+            continued = Some(tag_last(last.as_mut())?);
         }
         let mut messages = self.values(&raw, format, effort)?;
         messages.extend(last.map(Value::from_serialize));
-        // SGLang always asks for the start of an answer.
-        generates |= dialect == Dialect::Sglang;
         let context = self.context(request, messages, tools, generates)?;
         // Text is seldom longer than the JSON it comes from.
         let expected = request.messages.map_or(0, str::len) + 1_024;
@@ -254,7 +226,6 @@ impl ChatTemplate {
         if let Some(said) = continued {
             cut_at_tag(&mut text, &said)?;
         }
-        text.push_str(&behind);
         Ok(text)
     }
 
@@ -262,7 +233,7 @@ impl ChatTemplate {
     fn prepare(&self, at: usize, json: &str, format: ContentFormat) -> Result<Json, Stop> {
         let message = serde_json::from_str(json)
             .map_err(|error| Stop::Invalid(format!("messages[{at}]: {error}")))?;
-        prepare_message(at, message, self.options.dialect, format)
+        prepare_message(at, message, format)
     }
 
     /// The values of messages: those that are known are not parsed again.
@@ -314,9 +285,6 @@ impl ChatTemplate {
         let mut context = self.special_tokens.clone();
         let mut put = |name: &str, value: Value| context.push((name.to_owned(), value));
         put("documents", Value::from(()));
-        for (name, value) in &self.options.default_kwargs {
-            put(name, Value::from_serialize(value));
-        }
         match parse("chat_template_kwargs", request.chat_template_kwargs)? {
             None => {}
             Some(Json::Object(kwargs)) => {
@@ -411,12 +379,6 @@ fn messages<'a>(request: &ChatRequest<'a>) -> Result<Vec<&'a str>, Stop> {
     let raw: Vec<&RawValue> =
         serde_json::from_str(list).map_err(|error| Stop::Invalid(format!("messages: {error}")))?;
     Ok(raw.into_iter().map(RawValue::get).collect())
-}
-
-/// Take the last message off if it is the assistant's; its text.
-fn take_assistant(last: &mut Option<Json>) -> String {
-    let message = last.take_if(|message| message["role"] == "assistant").unwrap_or_default();
-    message["content"].as_str().unwrap_or_default().to_owned()
 }
 
 /// Mark the end of the last message; the text it had.

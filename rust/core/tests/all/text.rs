@@ -8,8 +8,8 @@ use std::time::Instant;
 
 use kvflash_core::error::Error;
 use kvflash_core::text::{
-    CacheOptions, ChatRequest, ChatTemplate, ContentFormat, CutMode, Detokenizer, Dialect, Effort,
-    Prompt, Rendered, TemplateOptions, TextModel, TextOptions, Tokenizer, WallClock,
+    CacheOptions, ChatRequest, ChatTemplate, ContentFormat, CutMode, Detokenizer, Effort, Prompt,
+    Rendered, TextModel, Tokenizer, WallClock,
 };
 use proptest::prelude::*;
 use serde_json::value::RawValue;
@@ -52,9 +52,9 @@ fn folder(files: &[(&str, Value)]) -> Folder {
     folder
 }
 
-fn template(source: &str, options: TemplateOptions) -> ChatTemplate {
+fn template(source: &str, clock: WallClock) -> ChatTemplate {
     let tokens = [("bos_token", "<s>"), ("eos_token", "</s>")];
-    ChatTemplate::from_source(source, &tokens, options).expect("a template that compiles")
+    ChatTemplate::from_source(source, &tokens, clock).expect("a template that compiles")
 }
 
 /// The fields of a body that decide a chat's tokens.
@@ -78,9 +78,9 @@ fn request(body: &[u8]) -> ChatRequest<'_> {
     }
 }
 
-fn render(source: &str, body: &Value, options: TemplateOptions) -> Result<Rendered, Error> {
+fn render(source: &str, body: &Value, clock: WallClock) -> Result<Rendered, Error> {
     let body = body.to_string();
-    template(source, options).render(&request(body.as_bytes()))
+    template(source, clock).render(&request(body.as_bytes()))
 }
 
 fn rendered(text: &str) -> Result<Rendered, Error> {
@@ -124,9 +124,8 @@ fn renders_and_tokenizes_as_python_does() {
         golden.special_tokens.iter().map(|(name, text)| (name.as_str(), text.as_str())).collect();
     let mut compiled = BTreeMap::new();
     for (name, wanted) in &golden.templates {
-        let template =
-            ChatTemplate::from_source(&wanted.source, &special, TemplateOptions::default())
-                .unwrap_or_else(|error| panic!("{name}: {error}"));
+        let template = ChatTemplate::from_source(&wanted.source, &special, WallClock::default())
+            .unwrap_or_else(|error| panic!("{name}: {error}"));
         let format = match wanted.format.as_str() {
             "parts" => ContentFormat::Parts,
             _ => ContentFormat::String,
@@ -427,7 +426,7 @@ fn cached_ids_are_the_ids() {
 
 #[test]
 fn a_growing_conversation_is_tokenized_once() {
-    let model = TextModel::from_folder(tiny(), TextOptions::default()).expect("tiny-llama");
+    let model = TextModel::from_folder(tiny(), CacheOptions::default()).expect("tiny-llama");
     let template = model.template.as_ref().expect("a template");
     let (mut messages, mut misses) = (Vec::new(), Vec::new());
     for turn in 0..8 {
@@ -454,7 +453,7 @@ fn a_template_has_an_end() {
         let messages = vec![json!({"role": "user", "content": "a"}); count];
         json!({ "messages": messages }).to_string()
     };
-    let template = template(SQUARE, TemplateOptions::default());
+    let template = template(SQUARE, WallClock::default());
     let render = |body: &str, is_quick, text_bytes| {
         template
             .render_within(&request(body.as_bytes()), Effort { text_bytes, is_quick })
@@ -471,7 +470,7 @@ fn a_template_has_an_end() {
 
 #[test]
 fn a_quick_try_makes_few_new_tokens_and_keeps_them() {
-    let model = TextModel::from_folder(tiny(), TextOptions::default()).expect("tiny-llama");
+    let model = TextModel::from_folder(tiny(), CacheOptions::default()).expect("tiny-llama");
     let quick = Effort { text_bytes: 100_000, is_quick: true };
     let tokens = |text: &str| model.text_tokens(text, false, quick).expect("no error");
     assert!(matches!(tokens("a short text"), Prompt::Tokens(_)));
@@ -494,7 +493,7 @@ fn special_tokens_follow_post_processor_and_config() {
     let json = sentence_piece(Value::Null, Value::Null);
     let load = |files: &[(&str, Value)]| {
         let folder = folder(files);
-        TextModel::from_folder(folder.path(), TextOptions::default()).expect("a model")
+        TextModel::from_folder(folder.path(), CacheOptions::default()).expect("a model")
     };
     let ids = |model: &TextModel, adds| model.completion_tokens("a", adds).expect("ids");
     let plain = load(&[("tokenizer.json", json.clone())]);
@@ -525,7 +524,7 @@ fn truncation_of_the_file_is_ignored() {
 fn load_errors_name_the_file() {
     let load = |files: &[(&str, Value)]| {
         let folder = folder(files);
-        TextModel::from_folder(folder.path(), TextOptions::default()).err()
+        TextModel::from_folder(folder.path(), CacheOptions::default()).err()
     };
     let cases = [
         (load(&[]), "tokenizer.json"),
@@ -554,7 +553,7 @@ fn templates_are_chosen_as_transformers_does() {
     let files = [("tokenizer_config.json", json!({"chat_template": named, "bos_token": "<s>"}))];
     let render = |files: &[(&str, Value)], body: Value| {
         let folder = folder(files);
-        let template = ChatTemplate::from_folder(folder.path(), TemplateOptions::default());
+        let template = ChatTemplate::from_folder(folder.path());
         let body = body.to_string();
         let request = request(body.as_bytes());
         template.expect("loads").map(|template| template.render(&request))
@@ -578,24 +577,24 @@ fn values_are_written_as_python_writes_them() {
         {%- for m in messages %}{% set ns.l = ns.l + [m.role] %}{% endfor %} {{ ns.l }}";
     let wanted =
         "['a', 'b'] ['\u{1f469}\\u200d\u{1f467}'] \u{1f469}\\/ [{'text': 'kept'}] ['user']";
-    assert_eq!(render(source, &body, TemplateOptions::default()), rendered(wanted));
+    assert_eq!(render(source, &body, WallClock::default()), rendered(wanted));
     let own = json!({"messages": [], "documents": [1], "chat_template_kwargs": {"documents": [2]}});
-    assert_eq!(render("{{ documents }}", &own, TemplateOptions::default()), rendered("[1]"));
+    assert_eq!(render("{{ documents }}", &own, WallClock::default()), rendered("[1]"));
     let none = json!({"messages": []});
-    assert_eq!(render("{{ documents }}", &none, TemplateOptions::default()), rendered("None"));
+    assert_eq!(render("{{ documents }}", &none, WallClock::default()), rendered("None"));
 }
 
 #[test]
 fn lines_of_templates_end_as_jinja_ends_them() {
     let unix = "{% for m in messages %}\n  {%- if m.role %}\n{{ m.content + 'a\nb' }}\n  {% endif %}\n{% endfor %}\n{{ 1 }}\n";
     let body = json!({"messages": [{"role": "user", "content": "x\r\ny"}]});
-    let wanted = render(unix, &body, TemplateOptions::default());
+    let wanted = render(unix, &body, WallClock::default());
     assert_eq!(wanted, rendered("x\r\nya\nb\n1"));
     for end in ["\r\n", "\r"] {
         let source = unix.replace('\n', end);
-        assert_eq!(render(&source, &body, TemplateOptions::default()), wanted, "{end:?}");
+        assert_eq!(render(&source, &body, WallClock::default()), wanted, "{end:?}");
         let folder = folder(&[("chat_template.jinja", source.into())]);
-        let template = ChatTemplate::from_folder(folder.path(), TemplateOptions::default());
+        let template = ChatTemplate::from_folder(folder.path());
         let template = template.expect("loads").expect("a template");
         let body = body.to_string();
         let request = request(body.as_bytes());
@@ -610,21 +609,18 @@ fn what_cannot_be_reproduced_is_said_and_not_guessed() {
         {"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "x"}}]}]});
     let own = json!({"messages": [], "chat_template": "{{ 1 }}"});
     for body in [image, own] {
-        for dialect in [Dialect::Vllm, Dialect::Sglang] {
-            let options = TemplateOptions { dialect, ..TemplateOptions::default() };
-            let rendered = render(source, &body, options);
-            assert!(matches!(rendered, Ok(Rendered::Unsupported(_))), "{rendered:?}");
-        }
+        let rendered = render(source, &body, WallClock::default());
+        assert!(matches!(rendered, Ok(Rendered::Unsupported(_))), "{rendered:?}");
     }
     let coded = folder(&[
         ("tokenizer.json", tiny_json()),
         ("config.json", json!({"model_type": "gpt_oss"})),
         ("chat_template.jinja", json!("x")),
     ]);
-    let model = TextModel::from_folder(coded.path(), TextOptions::default()).expect("a model");
+    let model = TextModel::from_folder(coded.path(), CacheOptions::default()).expect("a model");
     let prompt = model.chat_tokens(&request(b"{}"));
     assert!(matches!(prompt, Ok(Prompt::Unsupported(_))), "{prompt:?}");
-    let model = TextModel::from_folder(tiny(), TextOptions::default()).expect("tiny-llama");
+    let model = TextModel::from_folder(tiny(), CacheOptions::default()).expect("tiny-llama");
     let body = br#"{"messages": [], "truncate_prompt_tokens": 5}"#;
     let prompt = model.chat_tokens(&request(body));
     assert!(matches!(prompt, Ok(Prompt::Unsupported(_))), "{prompt:?}");
@@ -643,17 +639,17 @@ fn wrong_requests_are_refused() {
         json!({"messages": [{"role": "user", "content": "x"}], "continue_final_message": true}),
     ];
     for body in wrong {
-        let rendered = render("{{ messages }}", &body, TemplateOptions::default());
+        let rendered = render("{{ messages }}", &body, WallClock::default());
         assert!(matches!(rendered, Err(Error::InvalidArgument(_))), "{body}: {rendered:?}");
     }
     let source = "{{ raise_exception('no ' ~ 1) }}";
-    let raised = render(source, &json!({"messages": []}), TemplateOptions::default());
+    let raised = render(source, &json!({"messages": []}), WallClock::default());
     let Err(Error::InvalidArgument(message)) = raised else { panic!("{raised:?}") };
     assert!(message.contains("no 1"), "{message}");
 }
 
 #[test]
-fn engines_prepare_requests_differently() {
+fn requests_are_prepared_as_by_vllm() {
     let parts = json!([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]);
     let body = json!({
         "messages": [{"role": "user", "content": parts, "x": 1}],
@@ -661,46 +657,28 @@ fn engines_prepare_requests_differently() {
         "reasoning_effort": "low",
     });
     let source = "{{ messages | tojson }}{{ tools | tojson }}{{ reasoning_effort }}";
-    let vllm = concat!(
+    let expected = concat!(
         r#"[{"role": "user", "content": "a\nb"}]"#,
         r#"[{"type": "function", "function": {"name": "f", "description": null, "#,
         r#""parameters": {}}}]low"#
     );
-    let sglang = concat!(
-        r#"[{"role": "user", "content": "a b", "x": 1}]"#,
-        r#"[{"type": "function", "function": {"description": null, "name": "f", "#,
-        r#""parameters": {}, "strict": false}}]low"#
-    );
-    let options = |dialect| TemplateOptions { dialect, ..TemplateOptions::default() };
-    assert_eq!(render(source, &body, options(Dialect::Vllm)), rendered(vllm));
-    assert_eq!(render(source, &body, options(Dialect::Sglang)), rendered(sglang));
-    let body = json!({"continue_final_message": true, "messages": [
-        {"role": "user", "content": "q"}, {"role": "assistant", "content": "so f"}]});
-    let source = "{% for m in messages %}[{{ m.content }}]{% endfor %}{{ add_generation_prompt }} ";
-    assert_eq!(render(source, &body, options(Dialect::Sglang)), rendered("[q]True so f"));
+    assert_eq!(render(source, &body, WallClock::default()), rendered(expected));
 }
 
 #[test]
-fn options_reach_the_template() {
-    let mut default_kwargs = serde_json::Map::new();
-    default_kwargs.insert("a".to_owned(), 1.into());
-    default_kwargs.insert("b".to_owned(), 2.into());
-    let options = TemplateOptions {
-        content_format: Some(ContentFormat::Parts),
-        default_kwargs,
-        clock: WallClock::fixed(1_709_211_909),
-        ..TemplateOptions::default()
-    };
+fn kwargs_and_the_date_reach_the_template() {
     let body = json!({
         "messages": [{"role": "user", "content": "x"}, {"role": "tool", "content": "y"}],
-        "chat_template_kwargs": {"b": [null, 3.0]},
+        "chat_template_kwargs": {"a": 1, "b": [null, 3.0]},
         "add_generation_prompt": false,
     });
-    let source = "{{ a }} {{ b }} {{ strftime_now('%d %b %Y') }} \
+    // A template with this loop gets parts.
+    let source = "{% for m in messages %}{% for part in m.content %}{% endfor %}{% endfor %}\
+                  {{ a }} {{ b }} {{ strftime_now('%d %b %Y') }} \
                   {{ messages[0].content | tojson }} {{ messages[1].content }} \
                   {{ add_generation_prompt }}";
     let expected = r#"1 [None, 3.0] 29 Feb 2024 [{"type": "text", "text": "x"}] y False"#;
-    assert_eq!(render(source, &body, options), rendered(expected));
+    assert_eq!(render(source, &body, WallClock::fixed(1_709_211_909)), rendered(expected));
 }
 
 // ---- back to text -------------------------------------------------------------------------------
@@ -832,7 +810,7 @@ fn chat(model: &TextModel, body: &str) {
 #[test]
 #[ignore = "a measurement, not a check"]
 fn measure() {
-    let model = TextModel::from_folder(tiny(), TextOptions::default()).expect("tiny-llama");
+    let model = TextModel::from_folder(tiny(), CacheOptions::default()).expect("tiny-llama");
     let tokenizer = &model.tokenizer;
     let mut prompts = Prompts(1);
     let texts: Vec<_> = (0..200).map(|_| prompts.next(4_500)).collect();
@@ -886,7 +864,7 @@ fn measure() {
     for name in ["tiny", "qwen_like"] {
         let model = TextModel {
             tokenizer: Tokenizer::from_folder(tiny(), CacheOptions::default()).expect("tiny"),
-            template: Some(template(&golden.templates[name].source, TemplateOptions::default())),
+            template: Some(template(&golden.templates[name].source, WallClock::default())),
             chat_unsupported: None,
         };
         measure_chat(name, &model, &mut prompts);

@@ -6,7 +6,7 @@ use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use kvflash_core::policy::Policy;
-use kvflash_core::text::{ChatRequest, Prompt, TextModel, TextOptions};
+use kvflash_core::text::{ChatRequest, Prompt, TextModel};
 use serde_json::{Value, json};
 
 use super::engine::Engine;
@@ -33,7 +33,7 @@ pub fn tokenizing() -> Stage {
 /// The tokens of a body of `/tokenize` as the model itself makes them.
 pub fn renderer() -> impl Fn(&Value) -> Option<Vec<u32>> + Send + Sync + 'static {
     static TINY: LazyLock<TextModel> =
-        LazyLock::new(|| TextModel::from_folder(folder(), TextOptions::default()).unwrap());
+        LazyLock::new(|| TextModel::from_folder(folder(), Default::default()).unwrap());
     let model = &*TINY;
     move |body| {
         if let Some(prompt) = body["prompt"].as_str() {

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 
 use kvflash_core::error::{Error, Result};
-use kvflash_core::text::{CacheOptions, TextModel, TextOptions, model_folder};
+use kvflash_core::text::{CacheOptions, TextModel, model_folder};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 
@@ -27,8 +27,7 @@ impl ModelText {
     /// `Config` naming the file.
     pub fn load(folder: &Path, cache_bytes: usize) -> Result<Self> {
         let cache = CacheOptions { capacity_bytes: cache_bytes };
-        let options = TextOptions { cache, ..TextOptions::default() };
-        let model = TextModel::from_folder(folder, options)?;
+        let model = TextModel::from_folder(folder, cache)?;
         let eos_token_ids = eos_token_ids(folder, &model);
         Ok(Self { folder: folder.to_owned(), eos_token_ids, model: Arc::new(model) })
     }
