@@ -119,28 +119,20 @@ pub struct Question<'a> {
 }
 
 /// The groups of one worker along a prompt: per unit and tier, the groups that hold the block which
-/// ends there.
+/// ends there. In the order of tiers; shared stores count as disks.
 #[derive(Debug, Default)]
-struct Stand {
-    device: Vec<GroupBits>,
-    host: Vec<GroupBits>,
-    disk: Vec<GroupBits>,
-}
+struct Stand([Vec<GroupBits>; 3]);
 
 impl Stand {
     fn reset(&mut self, units: usize) {
-        for tier in [&mut self.device, &mut self.host, &mut self.disk] {
+        for tier in &mut self.0 {
             tier.clear();
             tier.resize(units, 0);
         }
     }
 
     fn tier_mut(&mut self, tier: Tier) -> &mut [GroupBits] {
-        match tier {
-            Tier::Device => &mut self.device,
-            Tier::Host => &mut self.host,
-            Tier::Disk | Tier::External => &mut self.disk,
-        }
+        &mut self.0[(tier as usize).min(2)]
     }
 }
 
@@ -259,8 +251,9 @@ impl Prompt<'_> {
         } else {
             self.resumable(tree)
         };
-        let mut host = self.with_lower(device, |at| self.bits(&self.stand.host, at)).max(device);
-        let both = |at| self.bits(&self.stand.host, at) | self.bits(&self.stand.disk, at);
+        let [_, of_host, of_disk] = &self.stand.0;
+        let mut host = self.with_lower(device, |at| self.bits(of_host, at)).max(device);
+        let both = |at| self.bits(of_host, at) | self.bits(of_disk, at);
         let mut disk = self.with_lower(device, both).max(host);
         if let Some(found) = found.filter(|_| is_of_tree && !self.layout.has_lower) {
             host = host.max(found.host.saturating_mul(block_size));
@@ -275,7 +268,7 @@ impl Prompt<'_> {
     }
 
     fn holds(&self, group: &Group, at: u32) -> bool {
-        group.idx < GroupBits::BITS && self.bits(&self.stand.device, at) & 1 << group.idx != 0
+        group.idx < GroupBits::BITS && self.bits(&self.stand.0[0], at) & 1 << group.idx != 0
     }
 
     /// The deepest position from which every group can continue, on the device alone. At least one

@@ -8,10 +8,9 @@
 //! Unlike engines' events these contain local hashes instead of tokens. Unknown keys are ignored,
 //! and hashes may be signed: only the bits matter.
 
-use std::fmt;
-
-use serde::de::{Deserializer, Visitor};
+use serde::de::Deserializer;
 use serde::{Deserialize, Serialize};
+use serde_json::Number;
 
 use crate::error::Error;
 use crate::hash::SEED;
@@ -125,43 +124,25 @@ fn decode_error(json: &[u8], error: &serde_json::Error) -> Error {
     Error::decode(before + error.column(), error.to_string())
 }
 
-/// A hash as a JSON number: written unsigned, read unsigned or signed.
-struct Hash(u64);
-
-impl<'de> Deserialize<'de> for Hash {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(HashVisitor)
-    }
-}
-
-struct HashVisitor;
-
-impl Visitor<'_> for HashVisitor {
-    type Value = Hash;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a hash: an integer of 64 bits")
-    }
-
-    fn visit_u64<E: serde::de::Error>(self, hash: u64) -> Result<Hash, E> {
-        Ok(Hash(hash))
-    }
-
-    fn visit_i64<E: serde::de::Error>(self, hash: i64) -> Result<Hash, E> {
-        Ok(Hash(hash.cast_unsigned()))
-    }
+/// A hash is a JSON number: written unsigned, read unsigned or signed.
+fn bits<E: serde::de::Error>(number: Number) -> Result<u64, E> {
+    let signed = || Some(number.as_i64()?.cast_unsigned());
+    number
+        .as_u64()
+        .or_else(signed)
+        .ok_or_else(|| E::custom(format!("a hash must be an integer of 64 bits, not {number}")))
 }
 
 fn hash<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
-    Hash::deserialize(deserializer).map(|Hash(hash)| hash)
+    bits(Number::deserialize(deserializer)?)
 }
 
 fn optional_hash<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
-    Ok(Option::<Hash>::deserialize(deserializer)?.map(|Hash(hash)| hash))
+    Option::<Number>::deserialize(deserializer)?.map(bits).transpose()
 }
 
 fn hashes<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<u64>, D::Error> {
-    Ok(Vec::<Hash>::deserialize(deserializer)?.into_iter().map(|Hash(hash)| hash).collect())
+    Vec::<Number>::deserialize(deserializer)?.into_iter().map(bits).collect()
 }
 
 /// Identity seeds: absent and null mean no identity.
