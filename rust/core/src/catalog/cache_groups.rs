@@ -131,15 +131,18 @@ impl Layout {
 
 /// What a publisher's events have shown so far.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
-struct Shown {
-    main: Option<u32>,
+pub(super) struct Shown {
+    /// The group in the tree of contents, once an event has named it.
+    pub main: Option<u32>,
     seen: Vec<Group>,
     seen_chunk: u32,
     has_lower: bool,
-    has_named: bool,
+    /// Blocks of the main group may be known only by name.
+    pub has_named: bool,
     stores: Vec<String>,
-    /// Its events contain, or could contain, everything besides tokens that the engine hashed.
-    is_keyed: bool,
+    /// Its events contain, or could contain, everything besides tokens that the engine hashed, so
+    /// that an absent key means none.
+    pub is_keyed: bool,
     /// Stores that looked like reports of reuse, with the blocks that their requests then computed.
     #[serde(default)]
     reports: u32,
@@ -148,7 +151,7 @@ struct Shown {
     has_copies: bool,
     /// Blocks of different adapters or salts have had the same name.
     #[serde(default)]
-    shares_names: bool,
+    pub shares_names: bool,
 }
 
 /// Maximum blocks of a publisher with doubtful copies; copies of further blocks are not counted.
@@ -170,7 +173,7 @@ struct Doubt {
 /// The groups of one publisher, as shown by its events.
 #[derive(Debug, Default)]
 pub(super) struct CacheGroups {
-    shown: Shown,
+    pub shown: Shown,
     proof: Proof,
     /// Blocks that were stored while they were held.
     doubts: HashMap<Doubted, Doubt>,
@@ -234,11 +237,6 @@ impl CacheGroups {
         })
     }
 
-    /// The group in the tree of contents, once an event has named it.
-    pub fn credited(&self) -> Option<u32> {
-        self.shown.main
-    }
-
     /// Records a stored event; returns whether it belongs to the main group.
     pub fn learn(&mut self, event: &Stored, is_device: bool) -> bool {
         let idx = event.group_idx.unwrap_or(0);
@@ -286,14 +284,9 @@ impl CacheGroups {
 
     /// Records the properties of an event of a slower tier.
     pub fn learn_lower(&mut self, tokens: u32, store: Option<&str>) {
-        if tokens > self.shown.seen_chunk {
-            self.shown.seen_chunk = tokens;
-            self.has_changed = true;
-        }
-        if !self.shown.has_lower {
-            self.shown.has_lower = true;
-            self.has_changed = true;
-        }
+        self.has_changed |= tokens > self.shown.seen_chunk;
+        self.shown.seen_chunk = self.shown.seen_chunk.max(tokens);
+        self.has_changed |= !std::mem::replace(&mut self.shown.has_lower, true);
         if let Some(store) = store
             && !self.shown.stores.iter().any(|known| known == store)
             && self.shown.stores.len() < MAX_STORES
@@ -306,11 +299,6 @@ impl CacheGroups {
     /// Records that some blocks of the main group are known only by name.
     pub fn note_named(&mut self) {
         self.has_changed |= !std::mem::replace(&mut self.shown.has_named, true);
-    }
-
-    /// Whether blocks of the main group may be known only by name.
-    pub fn has_named(&self) -> bool {
-        self.shown.has_named
     }
 
     /// Another worker has these groups.
@@ -329,25 +317,9 @@ impl CacheGroups {
         self.proof.naming()
     }
 
-    /// Whether events contain everything besides tokens that distinguishes blocks, so that an
-    /// absent key means none.
-    pub fn is_keyed(&self) -> bool {
-        self.shown.is_keyed
-    }
-
-    /// Whether this event of the device is the first to show that.
+    /// Whether this event of the device is the first to show that events have keys.
     pub fn becomes_keyed(&self, event: &Stored) -> bool {
         !self.shown.is_keyed && has_keys(event)
-    }
-
-    /// Whether equal names may stand for blocks of different adapters or salts.
-    pub fn shares_names(&self) -> bool {
-        self.shown.shares_names
-    }
-
-    /// Records that they do.
-    pub fn note_shared_names(&mut self) {
-        self.shown.shares_names = true;
     }
 
     /// Whether a block that is stored again counts as another copy, instead of as a report of reuse.

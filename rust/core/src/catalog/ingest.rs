@@ -29,7 +29,7 @@ impl Ingest<'_> {
         add(&self.counters.malformed, u64::from(batch.malformed));
         let mut rest = batch.events.as_slice();
         while let Some(event) = rest.first() {
-            let together = if self.groups.is_keyed() { of_one_prompt(rest) } else { 1 };
+            let together = if self.groups.shown.is_keyed { of_one_prompt(rest) } else { 1 };
             let (events, later) = rest.split_at(together);
             rest = later;
             match event {
@@ -38,7 +38,7 @@ impl Ingest<'_> {
                 Event::Cleared => {
                     // vLLM keeps what it has offloaded; other engines drop all, and vLLM before its
                     // events had keys may have.
-                    match self.groups.is_keyed() {
+                    match self.groups.shown.is_keyed {
                         true => self.model.clear_device(self.worker),
                         false => self.model.clear_worker(self.worker),
                     }
@@ -61,7 +61,7 @@ impl Ingest<'_> {
     /// the batch stores follow the repeated ones, a request has gone on from its hit: a report.
     fn store_prompt(&mut self, events: &[Event], later: &[Event]) {
         let stored = || events.iter().filter_map(as_stored);
-        let main = stored().find(|event| self.groups.is_keyed() && self.starts_prompt(event));
+        let main = stored().find(|event| self.groups.shown.is_keyed && self.starts_prompt(event));
         let main = main.filter(|main| self.holds(&main.block_hashes[..1]));
         let mut not_copied = Vec::new();
         if let Some(main) = main {
@@ -219,7 +219,7 @@ impl Ingest<'_> {
             }
             return;
         }
-        if !is_device && self.groups.is_keyed() && event.extra_keys.is_empty() {
+        if !is_device && self.groups.shown.is_keyed && event.extra_keys.is_empty() {
             // The engine reports what else it hashed for blocks of its device, but not for these,
             // so only the names identify their prompt.
             return self.copy(event, tier);
@@ -342,7 +342,7 @@ impl Ingest<'_> {
         } else if tier == Tier::Device && self.removes_copy(group, names) {
             self.count_copies();
             self.model.evict(self.worker, tier, names).unknown
-        } else if self.groups.has_named() {
+        } else if self.groups.shown.has_named {
             self.remove_main(tier, group, names)
         } else {
             self.model.evict(self.worker, tier, names).unknown
@@ -406,13 +406,14 @@ impl Ingest<'_> {
                 && let Some(first) = event.block_hashes.first()
                 && seed_of(*first).is_some_and(|seed| seed != own)
             {
-                self.groups.note_shared_names();
+                self.groups.shown.shares_names = true;
             }
             return Some(own);
         };
         match seed_of(parent) {
             Some(inherited) if inherited != own => {
-                let is_salted = !self.groups.shares_names() && !agreement.is_unsalted(inherited);
+                let is_salted =
+                    !self.groups.shown.shares_names && !agreement.is_unsalted(inherited);
                 (salt.is_none() && is_salted).then_some(inherited)
             }
             _ => Some(own),

@@ -171,7 +171,8 @@ impl Publisher {
     pub fn set_status(&self, status: ListenerStatus, error: Option<String>) {
         let mut state = self.state.lock();
         let (before, has_position) = (state.status, state.stream.last().is_some());
-        if status == ListenerStatus::Active && before != status && state.standing.has_connected() {
+        if status == ListenerStatus::Active && before != status && state.standing.seen.was_connected
+        {
             state.stream.reconnected();
         }
         state.standing.socket(before, status, has_position);
@@ -184,7 +185,7 @@ impl Publisher {
 
     /// Whether its socket was ever connected.
     pub(super) fn has_connected(&self) -> bool {
-        self.state.lock().standing.has_connected()
+        self.state.lock().standing.seen.was_connected
     }
 
     /// Whether what it published before the registration has been replayed, or can't be: it has no
@@ -310,7 +311,7 @@ impl Publisher {
                 return FrameOutcome::Duplicate;
             }
             Step::Gap { from, to } => {
-                state.standing.missing(to - from + 1);
+                state.standing.seen.missing_batches = to - from + 1;
                 return FrameOutcome::Gap { from, to };
             }
             // Not a sequence number at all, or a second restart, which the state machine can't see
@@ -511,20 +512,20 @@ impl Feed for Publisher {
     fn replay_started(&self) {
         add(&self.counters.replays, 1);
         let mut state = self.state.lock();
-        state.standing.replaying(true);
+        state.standing.seen.is_replaying = true;
         self.tell(&mut state);
     }
 
     fn replay_ended(&self, failure: Option<&str>, is_empty: bool) {
         add(&self.counters.failed_replays, u64::from(failure.is_some()));
         let mut state = self.state.lock();
-        state.standing.replaying(false);
+        state.standing.seen.is_replaying = false;
         if let Some(why) = failure {
             state.last_error = Some(format!("replay failed: {why}"));
         }
         if is_empty {
-            // Everything was requested: the engine holds nothing.
-            state.standing.found_empty();
+            // Everything was requested: the engine has published nothing yet.
+            state.standing.seen.is_known_empty = true;
         }
         self.tell(&mut state);
     }

@@ -19,7 +19,7 @@ pub(super) struct Standing {
     /// Evictions of the index until then.
     evicted_before: u64,
     /// Its own observations; the rest of the evidence is read on demand.
-    seen: Evidence,
+    pub seen: Evidence,
     /// Codes that were logged.
     told: Codes,
     /// When it was registered.
@@ -70,21 +70,11 @@ impl Standing {
         self.seen.was_connected = true;
     }
 
-    /// Whether the socket was ever connected.
-    pub fn has_connected(&self) -> bool {
-        self.seen.was_connected
-    }
-
     /// A batch was applied, or a replay verified the stream.
     pub fn went_on(&mut self) {
         self.seen.missing_batches = 0;
         self.seen.is_unverified = false;
         self.seen.is_known_empty = false;
-    }
-
-    /// These batches are being requested.
-    pub fn missing(&mut self, batches: u64) {
-        self.seen.missing_batches = batches;
     }
 
     /// Batches were given up; `is_first` if none was applied before.
@@ -95,11 +85,6 @@ impl Standing {
         }
     }
 
-    /// A replay is in progress, or has ended.
-    pub fn replaying(&mut self, is_replaying: bool) {
-        self.seen.is_replaying = is_replaying;
-    }
-
     /// An earlier registration applied this many batches, whose blocks are gone. They can be
     /// requested if there is a replay.
     pub fn returned(&mut self, batches: u64, has_replay: bool) {
@@ -108,11 +93,6 @@ impl Standing {
         } else {
             self.seen.batches_before = batches;
         }
-    }
-
-    /// A replay from the start was empty: the engine has published nothing yet.
-    pub fn found_empty(&mut self) {
-        self.seen.is_known_empty = true;
     }
 
     /// Its blocks came from a peer, with or without a stream position, exact or not.

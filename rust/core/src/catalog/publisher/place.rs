@@ -144,7 +144,7 @@ impl Publisher {
         Place {
             cursor,
             ranks: state.ranks.clone(),
-            group: state.groups.credited(),
+            group: state.groups.shown.main,
             cache: state.groups.knowledge(),
             is_inexact: findings.iter().any(is_doubt),
         }
