@@ -166,6 +166,12 @@ class Process:
             if line.startswith("{") and json.loads(line).get("event") == event:
                 return dict(json.loads(line))
 
+    def rest(self) -> list[str]:
+        """What nobody has read of its output, once it has ended."""
+        for reader in self._readers:
+            reader.join()
+        return list(iter(self._lines.get, None))
+
     def kill(self) -> None:
         self.popen.kill()
         self.popen.wait()

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kvflash import Client, DistributedRuntime
-from service import DEADLINE_S
+from service import DEADLINE_S, Process
 
 T = TypeVar("T")
 
@@ -43,39 +40,20 @@ async def eventually(
         await asyncio.sleep(0.01)
 
 
-class WorkerProcess:
+class WorkerProcess(Process):
     """`worker.py` in a process of its own."""
 
     def __init__(self, env: dict[str, str], **limits: Any) -> None:
-        self.popen = subprocess.Popen(
-            [sys.executable, str(WORKER), json.dumps(limits)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **env},
-        )
-        assert self.popen.stdout is not None
-        line = self.popen.stdout.readline()
-        if not line:
-            raise AssertionError(self.popen.communicate()[1])
-        self.instance_id = int(json.loads(line)["instance_id"])
-
-    def kill(self) -> None:
-        self.popen.kill()
-        self.popen.wait()
+        super().__init__(str(WORKER), json.dumps(limits), env=env)
+        self.instance_id = int(self.ready()["instance_id"])
 
     def send(self, number: signal.Signals) -> None:
         self.popen.send_signal(number)
 
     def finish(self) -> tuple[int, str, str]:
         """Exit status, what it printed, what it logged."""
-        printed, logged = self.popen.communicate(timeout=DEADLINE_S)
-        return self.popen.returncode, printed, logged
-
-    def close(self) -> None:
-        if self.popen.poll() is None:
-            self.popen.kill()
-        self.popen.communicate()
+        code = self.popen.wait(DEADLINE_S)
+        return code, "".join(self.rest()), "".join(self.errors)
 
 
 def client(runtime: DistributedRuntime, endpoint: str = "run") -> Client:
