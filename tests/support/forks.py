@@ -36,7 +36,7 @@ PACKAGES = (
     "nats.aio.client",
 )
 # Read by the interpreter, the loader or an import, so before a forked process has its own.
-READ_AT_START = ("LD_", "PYTHON", "SSL_")
+READ_AT_START = ("LD_", "PYTHON", "SSL_", "FAKETIME", "DONT_FAKE", "NO_FAKE")
 MESSAGE_BYTES_MAX = 1 << 20
 FILES_MAX = 1 << 16
 
@@ -104,7 +104,7 @@ class Forks:
             None if its environment differs in what is read before it has its own, and where the
             system tells of the end of a process to its parent only.
         """
-        if not hasattr(os, "pidfd_open") or _read_at_start(env) != _read_at_start(self._env):
+        if not hasattr(os, "pidfd_open") or read_at_start(env) != read_at_start(self._env):
             return None
         with self._lock:
             if self._control is None:
@@ -140,7 +140,8 @@ class Forks:
         return control
 
 
-def _read_at_start(env: Mapping[str, str]) -> dict[str, str]:
+def read_at_start(env: Mapping[str, str]) -> dict[str, str]:
+    """What of an environment a process has to be started with."""
     return {key: value for key, value in env.items() if key.startswith(READ_AT_START)}
 
 

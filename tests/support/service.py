@@ -23,7 +23,7 @@ import msgpack
 import pytest
 import zmq
 
-from forks import Forks
+from forks import Forked, Forks, read_at_start
 from kvflash import compute_sequence_hashes
 from kvflash._core import Indexer
 from kvflash.process import FedService
@@ -123,6 +123,15 @@ class Http:
 # A process of a test trusts nobody by default: reading the system's authorities takes 40 ms.
 NO_AUTHORITIES = Path(__file__).with_name("no_authorities.pem")
 _FORKS = Forks({**os.environ, "SSL_CERT_FILE": os.fspath(NO_AUTHORITIES)})
+# Those of a library that is loaded before the system's: of a clock that many processes share.
+_PRELOADED_FORKS: dict[frozenset[tuple[str, str]], Forks] = {}
+
+
+def _forked(words: list[str], env: dict[str, str]) -> Forked | None:
+    if "LD_PRELOAD" not in env or env["LD_PRELOAD"] == os.environ.get("LD_PRELOAD"):
+        return _FORKS.start(words, env)
+    key = frozenset(read_at_start(env).items())
+    return _PRELOADED_FORKS.setdefault(key, Forks(env)).start(words, env)
 
 
 class Process:
@@ -130,7 +139,7 @@ class Process:
 
     def __init__(self, module: str, *args: str, env: dict[str, str] | None = None) -> None:
         env = {**os.environ, "SSL_CERT_FILE": os.fspath(NO_AUTHORITIES), **(env or {})}
-        self.popen = _FORKS.start([module, *args], env) or subprocess.Popen(
+        self.popen = _forked([module, *args], env) or subprocess.Popen(
             [sys.executable, *([] if module.endswith(".py") else ["-m"]), module, *args],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -23,9 +23,16 @@ ACTIVE = "kvflash_worker_active_requests"
 LONG = "word " * 40
 
 
+@pytest.fixture(scope="module")
+def shared_clock(tmp_path_factory: pytest.TempPathFactory) -> WallClock:
+    """One for all tests: their processes are forked from one that was started with it."""
+    return WallClock(tmp_path_factory.mktemp("clock"))
+
+
 @pytest.fixture
-def clock(tmp_path: Path) -> WallClock:
-    return WallClock(tmp_path)
+def clock(shared_clock: WallClock) -> WallClock:
+    shared_clock.leap(0)
+    return shared_clock
 
 
 @pytest.fixture
