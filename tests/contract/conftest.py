@@ -36,9 +36,10 @@ def plane(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="session")
+# For a file, not for all: an etcd that nobody asks takes 2 % of a processor, until the last test.
+@pytest.fixture(scope="module")
 def etcd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
-    """One etcd for all tests; each has to clear away its keys."""
+    """One etcd for a file's tests; each has to clear away its keys."""
     with closing(EtcdServer(tmp_path_factory.mktemp("etcd"))) as server:
         yield server
 
@@ -53,9 +54,9 @@ def etcd(etcd_server: EtcdServer) -> Iterator[str]:
     http.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
-    """One broker for all tests."""
+    """One broker for a file's tests."""
     with closing(NatsServer(tmp_path_factory.mktemp("nats"))) as server:
         yield server
 

@@ -153,8 +153,9 @@ class EtcdServer(_Server):
             f"--initial-advertise-peer-urls={peer}",
             f"--initial-cluster=default={peer}",
             f"--listen-metrics-urls=http://127.0.0.1:{self.monitor}",
-            # It waits for other members that might be the leader before it is ready.
-            *("--heartbeat-interval=20", "--election-timeout=200"),
+            # It waits for other members that might be the leader before it is ready. Heartbeats, of
+            # which five have to fit, are what it spends its time on.
+            *("--heartbeat-interval=40", "--election-timeout=200"),
             "--log-level=error",
             *self._args,
         ]
