@@ -212,11 +212,11 @@ def run_service(
 def run_until_stopped(
     service: FedService, args: Any, *, name: str, is_ready: Callable[[], bool]
 ) -> None:
-    """Serve until SIGTERM, SIGHUP or SIGINT; prints a line with the address, ``ready``, once it listens.
+    """Serve until SIGTERM, SIGHUP or SIGINT; prints a line, ``ready``, with its address.
 
-    If it starts before ``is_ready``, the line is ``listening``, and ``ready`` follows. Between
-    the signal and its stop, load balancers have ``--lame-duck-timeout`` to learn that they must send
-    no more. A second signal ends the process at once.
+    If it starts before ``is_ready``, the line is ``listening``, and ``ready`` follows. Between the
+    signal and its stop, load balancers have ``--lame-duck-timeout`` to learn that they must send no
+    more. A second signal ends the process at once.
     """
     stopped = []
 
