@@ -32,6 +32,7 @@ mod spelling;
 mod state_file;
 mod tenant;
 mod tls;
+mod via;
 mod worker_allow;
 mod worker_state;
 

@@ -7,11 +7,11 @@ use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::pin::Pin;
-use std::sync::{Arc, LazyLock, OnceLock};
+use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use axum::http::{HeaderMap, HeaderValue, Uri, header};
+use axum::http::Uri;
 use futures_util::future::BoxFuture;
 use hyper::rt::{Read, ReadBufCursor, Write};
 use hyper_util::client::legacy::connect::dns::{GaiResolver, Name};
@@ -42,19 +42,6 @@ const SYSTEM_CA_FILES: [&str; 4] = [
     "/etc/ssl/ca-bundle.pem",
     "/etc/ssl/cert.pem",
 ];
-
-/// What this process adds to the `Via` of each request that it sends to an engine (RFC 9110, 7.6.3).
-pub(crate) static VIA: LazyLock<HeaderValue> = LazyLock::new(|| {
-    let name = format!("1.1 kvflash-{:016x}", rand::random::<u64>());
-    HeaderValue::try_from(name).unwrap_or(HeaderValue::from_static("1.1 kvflash"))
-});
-
-/// Whether this process has sent the request itself: it is one of its own workers, or one of those leads back to it.
-pub(crate) fn is_from_here(headers: &HeaderMap) -> bool {
-    headers.get_all(header::VIA).iter().any(|via| {
-        via.as_bytes().split(|byte| *byte == b',').any(|hop| hop.trim_ascii() == VIA.as_bytes())
-    })
-}
 
 /// TLS identity and trusted authorities of this service. The files are reloaded when they change.
 #[derive(Debug, Clone, Default)]

@@ -19,7 +19,8 @@ use tokio::sync::oneshot;
 use super::engine_spec::{EngineSpec, WorkerKey, bearer};
 use super::options::FrontendOptions;
 use crate::body::Forwarded;
-use crate::outbound::{Connector, VIA};
+use crate::outbound::Connector;
+use crate::via::VIA;
 
 /// Maximum 1xx responses before the final one: an engine with more never answers.
 const MAX_INFORMATIONAL: usize = 16;

@@ -23,9 +23,9 @@ use super::jwt::{Tokens, is_token, now_s};
 use super::keys::{Found, KEYS_FLAG, Key, Keys, KeysFile, Role};
 use super::rules::{Face, Rules, allowed_origin, check_host_count, check_page, preflight, share};
 use crate::metrics::CauseLabel;
-use crate::outbound::is_from_here;
 use crate::reread::Reread;
 use crate::tls::CLIENT_CA_FLAG;
+use crate::via::is_from_here;
 use crate::{HttpSettings, Reject};
 
 static API_KEY: HeaderName = HeaderName::from_static("x-api-key");

@@ -335,7 +335,7 @@ async fn a_request_says_once_where_it_goes_and_what_it_is_called() {
 #[tokio::test]
 async fn what_this_process_has_sent_itself_is_refused() {
     let lock = Lock::default();
-    let ours = format!("1.0 fred, {}", crate::outbound::VIA.to_str().unwrap());
+    let ours = format!("1.0 fred, {}", crate::via::VIA.to_str().unwrap());
     assert_eq!(outcome(&lock, "/health", &[("via", "1.1 a"), ("via", &ours)]).await, "508 loop");
     assert_eq!(outcome(&lock, "/health", &[("via", "1.1 kvflash-0, 1.1 a")]).await, "anonymous");
 }
