@@ -72,3 +72,45 @@ metrics! {
             "Bookings freed as leaked, without activity for --active-request-expiry";
     }
 }
+
+/// Causes of [`FrontendMetrics::refused`].
+const REFUSED: [&str; 8] = [
+    "all_busy",
+    "all_failed",
+    "client_limit",
+    "concurrency",
+    "invalid",
+    "no_turn",
+    "no_worker",
+    "overloaded",
+];
+
+/// Causes of [`FrontendMetrics::untokenized`].
+const UNTOKENIZED: [&str; 14] = [
+    "batch",
+    "no_engine",
+    "not_text",
+    "refused",
+    "render_failed",
+    "render_refused",
+    "render_timeout",
+    "stored",
+    "template",
+    "tokenize_failed",
+    "tokenize_refused",
+    "tokenize_timeout",
+    "tokenizer_busy",
+    "too_long",
+];
+
+impl FrontendMetrics {
+    /// Shows each cause with 0: an alert on a rate misses the first count of a series that begins
+    /// with it.
+    pub fn show_causes(&self) {
+        for (family, causes) in [(&self.refused, &REFUSED[..]), (&self.untokenized, &UNTOKENIZED)] {
+            for &cause in causes {
+                drop(family.get_or_create(&CauseLabel { cause }));
+            }
+        }
+    }
+}

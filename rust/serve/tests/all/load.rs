@@ -1,5 +1,6 @@
 //! The load of requests at their workers, and the busy thresholds.
 
+use axum::http::Method;
 use kvflash_core::policy::Policy;
 use serde_json::json;
 
@@ -55,6 +56,9 @@ async fn busy_workers_get_nothing_and_none_left_is_a_503() {
     let refused = stage.ask(&prompt(0..40)).await;
     assert_eq!((refused.status, refused.header("retry-after")), (503, Some("1")));
     assert_eq!(stage.metric("refused_requests_total{cause=\"all_busy\"}").await, 1.0);
+    let page = stage.call(Method::GET, "/metrics", &[], None).await;
+    let unseen = "kvflash_refused_requests_total{cause=\"no_worker\"} 0\n";
+    assert!(page.text().contains(unseen), "a rate would miss the first");
     let free = stage.engine().await;
     for n in 0..3 {
         assert_eq!(stage.ask(&prompt(n..n + 40)).await.worker(), free.id);
