@@ -20,7 +20,7 @@ METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH")
 
 def routes(service: str) -> dict[str, set[str]]:
     """Paths and their methods, as the source of a service routes them."""
-    paths = sorted((SOURCES / service).glob("*.rs"))
+    paths = [*sorted((SOURCES / service).glob("*.rs")), SOURCES / "openapi.rs"]
     text = "".join(path.read_text(encoding="utf-8") for path in paths)
     found: dict[str, set[str]] = {}
     for part in text.split(".route(")[1:]:

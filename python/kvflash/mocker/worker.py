@@ -73,7 +73,7 @@ class RuntimeWorker:
         return open_stream(config, self._runtime.host, offset=offset, dp_rank=rank)
 
     async def start(self) -> None:
-        """Wait for the startup time, and for discovery if it is down; then announce all and serve."""
+        """Wait for the startup time, and for discovery if it is down; then serve."""
         config = self._config
         if config.bootstrap_ports:
             await self._handover.open(config.bootstrap_ports[self.index])

@@ -58,19 +58,22 @@ def test_a_new_process_takes_over_the_port_and_no_request_is_lost() -> None:
 
 
 def test_a_new_process_leaves_clients_to_the_old_one_until_it_is_ready() -> None:
-    with closing(Mocker()) as mocker, FakeEngine("m", health=503) as engine:
-        with FrontendProcess("--worker", mocker.url, "--reuse-port") as old:
-            port = str(urlsplit(old.url).port)
-            until(lambda: status(old.url, "GET", "/ready") == 200, "the first to be ready")
-            flags = ("--host", "127.0.0.1", "--port", port, "--reuse-port", "--discovery", "none")
-            new = Process("kvflash.frontend", *flags, "--worker", engine.url)
-            with closing(new):
-                new.ready("listening")
-                # One that listened would get about half of them.
-                answers = {status(old.url, "POST", "/v1/chat/completions", CHAT) for _ in range(20)}
-                assert answers == {200}
-                engine.health = 200
-                new.ready()
+    with (
+        closing(Mocker()) as mocker,
+        FakeEngine("m", health=503) as engine,
+        FrontendProcess("--worker", mocker.url, "--reuse-port") as old,
+    ):
+        port = str(urlsplit(old.url).port)
+        until(lambda: status(old.url, "GET", "/ready") == 200, "the first to be ready")
+        flags = ("--host", "127.0.0.1", "--port", port, "--reuse-port", "--discovery", "none")
+        new = Process("kvflash.frontend", *flags, "--worker", engine.url)
+        with closing(new):
+            new.ready("listening")
+            # One that listened would get about half of them.
+            answers = {status(old.url, "POST", "/v1/chat/completions", CHAT) for _ in range(20)}
+            assert answers == {200}
+            engine.health = 200
+            new.ready()
 
 
 @pytest.mark.parametrize("service", ["router", "indexer"])

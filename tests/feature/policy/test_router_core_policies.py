@@ -252,7 +252,7 @@ def test_a_choice_may_be_of_numpy(asked: Callable[..., AskedPolicy], choice: Any
     policy = Last()
     policy.choose = lambda *_: choice  # type: ignore[method-assign]
     made = core(policy_desk=asked(policy).desk)
-    assert made.book(IDS).worker_id == 2
+    assert made.decider.enter(IDS).worker_id == 2
     assert sample(made, "outside_policy_answers_total", "followed") == 1
 
 
