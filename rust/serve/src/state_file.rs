@@ -24,6 +24,9 @@ const BYTES_MAX: u64 = 256 << 20;
 /// Maximum obsolete lines before the file is rewritten.
 const OLD_LINES_MAX: usize = 4_096;
 
+/// Keys of registrations that could not be restored begin with this, and a number.
+const REFUSED: &str = "refused/";
+
 /// The registrations, kept in the file of `--state-file`, if it is set.
 #[derive(Default)]
 pub(crate) struct Registrations(OnceLock<StateFile>);
@@ -42,31 +45,33 @@ impl Registrations {
     ) -> Result<()> {
         let Some(path) = file else { return Ok(()) };
         let (state, kept) = StateFile::open(path)?;
-        let bodies: Vec<(String, T)> = kept
-            .into_iter()
-            .map(|(key, body)| match serde_json::from_value(body) {
-                Ok(body) => Ok((key, body)),
-                Err(error) => Err(wrong(
-                    path,
-                    &format!(
-                        "{key:?} is no registration of this service ({error}): name this service's own file; if this \
-                         is it, remove the line"
-                    ),
-                )),
-            })
-            .collect::<Result<_>>()?;
+        let parse = |(key, body): (String, Value)| match T::deserialize(&body) {
+            Ok(new) => Ok((key, body, new)),
+            Err(error) => {
+                let why = format!(
+                    "{key:?} is no registration of this service ({error}): name this service's own file; if this is \
+                     it, remove the line"
+                );
+                Err(wrong(path, &why))
+            }
+        };
+        let kept: Vec<(String, Value, T)> = kept.into_iter().map(parse).collect::<Result<_>>()?;
         let mut count = 0;
-        for (key, body) in bodies {
-            match register(body) {
-                Ok(()) => count += 1,
-                Err(why) => {
-                    tracing::warn!(
-                        key,
-                        why,
-                        "a registration of --state-file can't be restored; it stays in the file for the next start"
-                    );
-                    state.inner.lock().refused.insert(key, why);
-                }
+        for (key, body, new) in kept {
+            state.remove(&key);
+            let name = key.strip_prefix(REFUSED).and_then(|rest| rest.split_once('/'));
+            let name = name.map_or(&*key, |(_, name)| name);
+            let outcome = register(new);
+            if let Err(why) = outcome {
+                tracing::warn!(
+                    key = name,
+                    why,
+                    "a registration of --state-file can't be restored; it stays in the file for the next start"
+                );
+                state.put_aside(name, &body, why);
+            } else {
+                state.put(name, &body);
+                count += 1;
             }
         }
         tracing::info!(count, path = %path.display(), "registrations are restored");
@@ -85,7 +90,10 @@ impl Registrations {
         } else {
             let (key, why) = inner.refused.first_key_value()?;
             let count = inner.refused.len();
-            format!("registrations that could not be restored: {count}, such as {key}: {why}")
+            format!(
+                "registrations that could not be restored: {count}, such as {key}: {why}; the next start tries again, \
+                 or stop the service and remove the line"
+            )
         };
         Some(format!("--state-file {}: {trouble}", state.path.display()))
     }
@@ -213,19 +221,25 @@ impl StateFile {
         from.take_while(|key| key.starts_with(prefix)).cloned().collect()
     }
 
+    /// Keeps a registration that can't be restored now, out of the way of workers with its id.
+    fn put_aside(&self, name: &str, body: &Value, why: String) {
+        let number = self.inner.lock().refused.len();
+        let key = format!("{REFUSED}{number}/{name}");
+        self.put(&key, body);
+        self.inner.lock().refused.insert(key, why);
+    }
+
     fn put(&self, key: &str, body: &impl Serialize) {
         // Values read from JSON can always be written as JSON.
         let Ok(body) = serde_json::to_value(body) else { return };
         let line = line_of(key, &body);
         let inner = &mut *self.inner.lock();
         inner.kept.insert(key.to_owned(), line.clone());
-        inner.refused.remove(key);
         self.write(inner, &line);
     }
 
     fn remove(&self, key: &str) {
         let inner = &mut *self.inner.lock();
-        inner.refused.remove(key);
         if inner.kept.remove(key).is_some() {
             self.write(inner, &format!("{}\n", json!({ "remove": key })));
         }
@@ -391,11 +405,23 @@ mod tests {
         let take = |body: u32| if body == 1 { Ok(()) } else { Err("--max-workers".to_owned()) };
         registrations.restore(Some(&path), take).unwrap();
         let trouble = registrations.trouble().unwrap();
-        assert!(trouble.ends_with("restored: 1, such as worker/2: --max-workers"), "{trouble}");
-        assert_eq!(StateFile::open(&path).unwrap().1.len(), 2);
+        assert!(trouble.contains("1, such as refused/0/worker/2: --max-workers"), "{trouble}");
+        // Another worker gets the id, and goes.
+        registrations.put("worker/2", &json!(3));
         registrations.remove("worker/2");
-        assert_eq!(registrations.trouble(), None);
-        assert_eq!(StateFile::open(&path).unwrap().1.len(), 1);
+        for starts in 0..2 {
+            let next = Registrations::default();
+            let mut seen = Vec::new();
+            let take = |body: u32| {
+                seen.push(body);
+                if starts == 1 || body == 1 { Ok(()) } else { Err("--max-workers".to_owned()) }
+            };
+            next.restore(Some(&path), take).unwrap();
+            seen.sort_unstable();
+            assert_eq!((seen, next.trouble().is_some()), (vec![1, 2], starts == 0));
+        }
+        let kept = StateFile::open(&path).unwrap().1;
+        assert_eq!(kept, [("worker/1".to_owned(), json!(1)), ("worker/2".to_owned(), json!(2))]);
         assert_eq!(fs::read_to_string(sibling).unwrap(), "mine");
     }
 
