@@ -282,7 +282,7 @@ impl Lock {
         let Shared { keys, credential, tokens, .. } = &*self.shared;
         let keys = keys.as_ref().and_then(|keys| keys.trouble());
         let credential = credential.0.as_ref().and_then(|credential| credential.trouble());
-        let tokens = tokens.as_ref().and_then(|tokens| tokens.jwks.trouble());
+        let tokens = tokens.as_ref().and_then(Tokens::trouble);
         [keys, credential, tokens].into_iter().flatten().collect()
     }
 

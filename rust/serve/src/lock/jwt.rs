@@ -144,6 +144,16 @@ impl Tokens {
         }))
     }
 
+    /// A warning while the file can't be used, or no token can be accepted.
+    pub fn trouble(&self) -> Option<String> {
+        let is_closed = || {
+            self.jwks.current().keys.is_empty().then(|| {
+                format!("{JWKS_FLAG}: the file has no key that can check a token, so all tokens are refused")
+            })
+        };
+        self.jwks.trouble().or_else(is_closed)
+    }
+
     /// Who issues them.
     pub fn issuer(&self) -> &str {
         &self.issuer

@@ -239,6 +239,7 @@ fn a_token_is_verified_once_until_it_ends_or_the_keys_change() {
     std::fs::write(&path, r#"{"keys": []}"#).unwrap();
     tokens.jwks.renew();
     assert!(tokens.check(token.as_bytes(), now_s).unwrap_err().contains("is not in"));
+    assert!(tokens.trouble().unwrap().contains("all tokens are refused"));
     std::fs::remove_file(path).unwrap();
 }
 
