@@ -40,6 +40,8 @@ pub(super) fn init_logging(level: &str, json: bool) -> Raised<bool> {
     } else {
         let fields = debug_fn(|writer, field, value| match field.name() {
             "message" => writer.write_str(&in_one_line(format!("{value:?}"))),
+            // Where a dependency's line was written.
+            name if name.starts_with("log.") => Ok(()),
             name => write!(writer, "{name}={}", in_one_line(format!("{value:?}"))),
         });
         builder.with_ansi(false).fmt_fields(fields.delimited(" ")).try_init()
