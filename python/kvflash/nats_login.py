@@ -1,4 +1,4 @@
-"""Connects to NATS: every connection of this package is made here, with its login and trust.
+"""Connects to NATS: every connection of this package is made here, with login and TLS.
 
 With TLS nothing is sent before the handshake, so a server without TLS receives no password.
 """
@@ -150,18 +150,20 @@ async def connect(
         is_refused = isinstance(made, ConfigError)
         if not is_connected:
             said.append(error)
-            # A refused login would be refused again, so stop trying.
-            client.options["allow_reconnect"] = not is_refused
+            # A refused login would be refused again, unless another server takes it.
+            client.options["allow_reconnect"] = not is_refused or len(settings.servers) > 1
         elif not client.is_connected:
             # The client reports every attempt.
             outage.lasts(f"{who}: {made}; trying again", kind=is_refused)
-        elif type(error) is nats.errors.Error:
-            # The server's own words, such as a violation of permissions.
-            logger.warning("%s: %s", who, error)
+        else:
+            # The server's own words, such as a violation of permissions; a message that was
+            # dropped; or a fault in the handler of a message.
+            trace = None if isinstance(error, nats.errors.Error) else error
+            logger.warning("%s: %s", who, error or type(error).__name__, exc_info=trace)
 
     async def on_disconnected() -> None:
         if is_connected and not client.is_closed:
-            logger.warning("%s: disconnected; connecting again", who)
+            outage.lasts(f"{who}: disconnected; connecting again")
 
     async def on_reconnected() -> None:
         outage.ends()

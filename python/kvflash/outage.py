@@ -41,7 +41,7 @@ class Outage:
         """An attempt succeeded."""
         if self._began_s is not None:
             lasted_s = self._clock() - self._began_s
-            # It began before its first failure was noticed.
+            # The outage began before its first failure was noticed.
             self._logger.info("%s after at least %.1f s", self._back, lasted_s)
             self._began_s = None
             self._show("")
