@@ -144,10 +144,14 @@ async def serve(config: MockerConfig) -> Mocker:
 
 
 async def run(config: MockerConfig) -> None:
-    """Serve until SIGTERM or SIGINT; prints one line of JSON on stdout per worker once ready."""
+    """Serve until a signal; prints one line of JSON on stdout per worker once ready."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    ours = [signal.SIGTERM, signal.SIGINT]
+    # Under nohup it is ignored, and stays so.
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        ours.append(signal.SIGHUP)
+    for number in ours:
         loop.add_signal_handler(number, stop.set)
     logger.info("starting %d workers", config.num_workers)
     starting = asyncio.create_task(serve(config))
@@ -162,7 +166,7 @@ async def run(config: MockerConfig) -> None:
         for worker in mocker.workers:
             print(worker.ready_line(), flush=True)
         await stopping
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in ours:
             loop.remove_signal_handler(number)
             # The default action ends the process at once; asyncio would wait after a
             # KeyboardInterrupt.

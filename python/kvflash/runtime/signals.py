@@ -14,7 +14,7 @@ _OURS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 class Signals:
-    """Calls back at the first of these signals without a handler, in the main thread only."""
+    """Calls back at the first signal that has no other handler; works in the main thread only."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None

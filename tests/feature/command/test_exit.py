@@ -94,12 +94,14 @@ def test_a_runtime_leaves_a_program_its_own_handler_of_ctrl_c() -> None:
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "False\n", "")
 
 
-def test_ctrl_c_ends_a_mocker_of_the_runtime(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_a_mocker_of_the_runtime(number: signal.Signals, tmp_path: Path) -> None:
     env = {"KVFLASH_DISCOVERY": "file", "KVFLASH_DISCOVERY_DIR": str(tmp_path / "discovery")}
-    mocker = Process("kvflash.mocker", "--endpoint", "a.b.c", "--no-kv-events", env=env)
+    flags = ("--endpoint", "a.b.c", "--no-kv-events", "--num-workers", "2")
+    mocker = Process("kvflash.mocker", *flags, env=env)
     try:
         mocker.ready()
-        mocker.popen.send_signal(signal.SIGINT)
+        mocker.popen.send_signal(number)
         assert mocker.popen.wait(30) == 0
     finally:
         mocker.close()
