@@ -544,7 +544,11 @@ class KvPushRouter:
             if self._is_closed:
                 raise ClosedError("the router was closed while a request waited for workers")
         finally:
-            passed.set_result(None)
+            if before is None or before.done():
+                passed.set_result(None)
+            else:
+                # This call was given up: those behind it wait for those before it.
+                before.add_done_callback(lambda _: passed.set_result(None))
 
     async def _start(self) -> None:
         await asyncio.to_thread(self._cluster.check)
