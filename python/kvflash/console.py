@@ -115,8 +115,8 @@ class Parser(argparse.ArgumentParser):
                 hint = "; name an engine by --worker URL"
             elif not flag.startswith("-"):
                 hint = (
-                    "; a value follows its flag, as in --port 8000, and words without a flag"
-                    " stand together before the flags (see --help)"
+                    "; put a value right after its flag, as in --port 8000, and words without a"
+                    " flag together before the flags (see --help)"
                 )
             self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
         return known

@@ -193,7 +193,7 @@ class Flags:
         )
 
     def add_list(self, name: str, *, dest: str, summary: str, metavar: str) -> None:
-        """Add a flag with one or more values, which may be repeated; ``dest`` is a key, too."""
+        """Add a flag with one or more values, which may be repeated; files may call it ``dest``."""
         found = (self._setting(name, ())[1] or "").split()
         self._lists[dest] = found
         self._parser.add_argument(name, dest=dest, action="extend", nargs="+", metavar=metavar)

@@ -1,5 +1,6 @@
 """Models: what a worker announces about the model that it serves."""
 
+import json
 import os
 from dataclasses import dataclass
 from enum import Enum, Flag, auto
@@ -111,7 +112,8 @@ async def register_llm(  # noqa: PLR0917 - the order that workers know
         endpoint: The endpoint that serves the model.
         model_path: Folder with tokenizer.json, which must also exist on the frontend's machine, or
             the id of a model in the local Hub cache. Another name, such as an id that is not in
-            the cache, is only a name; a path (absolute, or with ./ or ../) must exist.
+            the cache, is only a name; a path (absolute, or with ./, ../ or ~/) must
+            exist.
         model_name: Name in requests; default: model_path.
         context_length: Longest prompt including its answer; unit tokens.
         kv_cache_block_size: Tokens in a block; default 16.
@@ -169,9 +171,10 @@ async def register_llm(  # noqa: PLR0917 - the order that workers know
         "user_data": user_data,
     }
     try:
-        await endpoint.runtime.announce(model_key(endpoint), card)
-    except TypeError as error:
+        json.dumps(user_data)
+    except (TypeError, ValueError) as error:
         raise InvalidArgumentError(f"user_data must be JSON: {error}") from None
+    await endpoint.runtime.announce(model_key(endpoint), card)
 
 
 async def unregister_llm(endpoint: Endpoint) -> None:

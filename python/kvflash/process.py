@@ -212,7 +212,7 @@ def run_service(
 def run_until_stopped(
     service: FedService, args: Any, *, name: str, is_ready: Callable[[], bool]
 ) -> None:
-    """Serve until SIGTERM, SIGHUP or SIGINT; prints a line, ``ready``, with its address.
+    """Serve until SIGTERM, SIGHUP or SIGINT; print a ``ready`` line with the address.
 
     If it starts before ``is_ready``, the line is ``listening``, and ``ready`` follows. Between the
     signal and its stop, load balancers have ``--lame-duck-timeout`` to learn that they must send no
@@ -236,7 +236,7 @@ def run_until_stopped(
         )
 
     ours = [signal.SIGTERM, signal.SIGINT]
-    # nohup lets a process ignore the end of its terminal.
+    # Under nohup it is ignored, and stays so.
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
         ours.append(signal.SIGHUP)
     for number in ours:

@@ -205,7 +205,7 @@ def agreed(*names: str) -> tuple[str, str] | None:
 
 
 def chosen(named: str | None, legal: Sequence[str], argument: str, *variables: str) -> str:
-    """A named choice, in errors ``argument``, else that of the environment, else the first one."""
+    """The given choice, else the environment's, else the first; errors name where it came from."""
     found = agreed(*variables) if named is None else None
     name, value = found or (argument, legal[0] if named is None else named)
     if value not in legal:

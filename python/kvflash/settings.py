@@ -266,7 +266,7 @@ class Args:
 
 
 def of_table(service: str) -> Callable[[type[_T]], type[_T]]:
-    """Make a class a dataclass with a field, unless it has it, for each setting of a service."""
+    """Make a class a dataclass with a field for each setting of a service; its own come first."""
 
     def made(cls: type[_T]) -> type[_T]:
         cls.service = service  # type: ignore[attr-defined]

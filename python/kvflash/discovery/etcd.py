@@ -1,4 +1,4 @@
-"""Discovery in etcd, over the HTTP gateway of its client port: unlike gRPC, it survives forks."""
+"""Discovery in etcd, over the HTTP gateway of its client port: unlike gRPC, it may be forked."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class _EtcdLease:
 
 
 class EtcdDiscovery(Discovery):
-    """Keys in etcd, at ``endpoints`` with commas, default ETCD_ENDPOINTS; tried one after another.
+    """Keys in etcd at ``endpoints`` (comma-separated; default ETCD_ENDPOINTS), tried in turn.
 
     Login and certificates are those of the settings, default the environment's; a ConfigError says
     that one is invalid.
@@ -112,7 +112,7 @@ class EtcdDiscovery(Discovery):
 
     @functools.cached_property
     def outage(self) -> Outage:
-        # At the first failure, when its owner has set show_outage.
+        # On first use: its owner has set show_outage by then.
         return Outage(logger, "discovery: etcd answers again", show=self.show_outage)
 
     def twin(self) -> EtcdDiscovery:

@@ -1,4 +1,4 @@
-"""Discovery in a folder, for the processes of one machine: the kernel unlocks dead ones' files."""
+"""Discovery in a folder, for one machine: the kernel frees a process's locks when it ends."""
 
 from __future__ import annotations
 

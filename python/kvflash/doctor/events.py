@@ -183,7 +183,7 @@ def _ready(poller: zmq.Poller, deadline: float) -> list[_Socket]:
 def _dialed(
     kind: int, targets: Iterable[tuple[tuple[str, int | None], _Result]]
 ) -> Iterator[tuple[dict[_Socket, _Result], zmq.Poller]]:
-    """Sockets to all endpoints, each asked for batches from its number on; errors go to results."""
+    """Sockets to all endpoints, each asked for batches from its number on; results get errors."""
     context: zmq.Context[_Socket] = zmq.Context()
     sockets: dict[_Socket, _Result] = {}
     poller = zmq.Poller()

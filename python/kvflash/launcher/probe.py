@@ -1,4 +1,7 @@
-"""Queries a running engine: its model and cache, and before its end the requests it still has."""
+"""Queries a running engine: its model and cache, and how many requests it still has.
+
+vLLM aborts requests that run when it gets SIGTERM.
+"""
 
 import asyncio
 import logging
@@ -130,7 +133,10 @@ def _count(text: str | None) -> int | None:
 
 
 async def wait_until_idle(url: str, child: Child, timeout_s: float) -> None:
-    """Wait until an engine has had no request for a second; returns at once if it tells none."""
+    """Wait, at most ``timeout_s``, until an engine has had no request for a second.
+
+    Returns at once if the engine has ended, or does not report its requests.
+    """
     clock = asyncio.get_running_loop().time
     end_s = clock() + timeout_s
     idle_since_s: float | None = None

@@ -1,6 +1,6 @@
 """Token ids to chained block hashes: each covers its tokens and, through its parent, all before.
 
-What else tells prompts of equal tokens apart, adapter and cache salt, is in the root of the chain.
+Adapter and cache salt are in the root of the chain, so that equal tokens of others never match.
 """
 
 from array import array

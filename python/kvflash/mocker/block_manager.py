@@ -76,7 +76,7 @@ class BlockManager:
                 self._inactive[block_hash] = None
 
     def promote(self, block_hash: int) -> bool:
-        """Make a partial block a full one, or use another's of this hash; returns if it is new."""
+        """Make a partial block full, or use the block with this hash; returns whether it is new."""
         self.release(1)
         is_new = not self.is_cached(block_hash)
         self._inactive.pop(block_hash, None)

@@ -1,7 +1,8 @@
-"""Transfer of a prompt from the worker that computed it; only the news of its end is sent here.
+"""Hands a prompt from its prefill worker to its decode worker; only its completion is sent.
 
 vLLM's prefill worker answers with the location of its blocks, which goes to the decode worker. With
-SGLang both get a room number at once, and the decode worker waits at the other's port for its end.
+SGLang both get a room number at once, and the decode worker waits at the other's port until the
+room is done.
 """
 
 import asyncio

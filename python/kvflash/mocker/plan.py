@@ -113,7 +113,7 @@ class Choice:
 def plan_answer(
     options: AnswerOptions, tokenizer: Tokenizer, *, seed: int, index: int, max_tokens: int
 ) -> Plan:
-    """Plan answer ``index`` for a ``seed``; refuses a schema for which it finds no value."""
+    """Plan answer ``index``, the same for equal seeds; refuses a schema without a value."""
     if options.seed is not None or index:
         mixed = blake2b(f"{seed} {options.seed} {index}".encode(), digest_size=8)
         seed = int.from_bytes(mixed.digest(), "big")

@@ -119,7 +119,7 @@ class BrokerOutlet:
             self._next_sequence += batches
 
     def flush(self, timeout_s: float = 10.0) -> bool:
-        """Wait until all batches are stored, or with an index sent; False if that took longer."""
+        """Wait until all batches are stored (with a local index: sent); False after the timeout."""
         end = time.monotonic() + timeout_s
         while self._writer is None and not self._is_closed.is_set():
             if time.monotonic() > end:

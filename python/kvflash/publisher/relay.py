@@ -30,7 +30,8 @@ class Relay:
     """Reads an engine's batches and hands them to an outlet; requests the ones that it missed.
 
     A sequence number that repeats with other content means that the engine restarted, and begins a
-    new outlet. Batches that can no longer be had are skipped in the numbering, so that routers see
+    new outlet; a restart goes unnoticed if the engine's numbers are already beyond those of the
+    one before. Batches that can no longer be had are skipped in the numbering, so that routers see
     the gap.
     """
 

@@ -118,8 +118,8 @@ class ReplicaSyncService(Background):
         if strangers and not self._has_strangers:
             own, other = ("zmq", "nats") if is_zmq else ("nats", "zmq")
             logger.warning(
-                "replica sync: %d routers of %s share their load over %s, this one over %s, so "
-                "they do not count each other's requests: give all the same --event-plane",
+                "replica sync: %d router(s) of %s share load over %s, but this one uses %s, so "
+                "they do not count each other's requests; use the same --event-plane everywhere",
                 strangers, self._prefix.split("/", 2)[2].strip("/"), other, own,
             )  # fmt: skip
         self._has_strangers = strangers > 0

@@ -1,4 +1,4 @@
-"""Checks of callers' numbers."""
+"""Checks numbers that callers pass."""
 
 import operator
 

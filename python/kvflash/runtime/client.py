@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import numbers
 import random
 import secrets
 import time
@@ -307,7 +308,7 @@ class Stream:
 
 
 def _check_timeout(timeout_s: Any) -> None:
-    if timeout_s is not None and not isinstance(timeout_s, int | float):
+    if timeout_s is not None and not isinstance(timeout_s, numbers.Real):
         raise InvalidArgumentError(
             f"timeout_s must be a number of seconds, or None for no limit, got {timeout_s!r}"
         )

@@ -37,7 +37,7 @@ class Poller:
         return is_readable
 
     def poll(self, timeout_ms: int | None) -> list[zmq.Socket[bytes]]:
-        """Wait, for None without limit; returns sockets with messages, none after a timeout."""
+        """Wait for sockets with messages; None waits without limit. Empty after a timeout."""
         while True:
             is_waiting = not self._looked_at
             timeout_s = None if timeout_ms is None else timeout_ms / 1000

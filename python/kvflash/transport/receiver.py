@@ -1,4 +1,4 @@
-"""Receives events of any workers: opens sockets, or connects to a broker, at the first order."""
+"""Receives the events of all workers; opens sockets, or connects to a broker, when asked to."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class EventReceiver:
 
     def __init__(self, catalog: Catalog, *, has_broker: bool) -> None:
         self._catalog, self._has_broker = catalog, has_broker
-        # By the component's subject; "" are sockets.
+        # By subject of the component; "" is the receiver with sockets.
         self._receivers: dict[str, Receiver] = {}
         # By publisher; None takes no orders.
         self._of: dict[int, Receiver | None] = {}
@@ -63,7 +63,7 @@ class EventReceiver:
         return self._receivers.get(subject) or self._open(subject)
 
     def _open(self, subject: str) -> Receiver:
-        # Each is imported on first use: services without it need not wait for it.
+        # Each is imported on first use, so that services without it start faster.
         receiver: Receiver
         if found := _SUBJECT.fullmatch(subject):
             from kvflash.transport.nats_core import NatsCoreReceiver  # noqa: PLC0415

@@ -171,7 +171,9 @@ impl Service {
             self.is_listening.store(false, Ordering::Relaxed);
             let is_listening = Arc::clone(&self.is_listening);
             self.handle.spawn(async move {
-                while !is_ready() && is_served(address).await {
+                let mut periods = 0_u32;
+                while !is_ready() && (periods % 8 != 7 || is_served(address).await) {
+                    periods = periods.wrapping_add(1);
                     tokio::select! {
                         () = tokio::time::sleep(TAKE_OVER_PERIOD) => {}
                         () = shutdown.wait() => return Ok(()),
@@ -255,7 +257,8 @@ impl Drop for Service {
 /// loses a second before it retries.
 const BACKLOG: u32 = 16_384;
 
-/// Time between two looks at who serves an address that two processes share.
+/// Time between two looks whether this process is ready; every eighth time, it also looks whether another still serves
+/// the address.
 const TAKE_OVER_PERIOD: Duration = Duration::from_millis(200);
 
 /// Whether another process accepts connections at `address`.

@@ -69,8 +69,8 @@ def test_an_indexer_that_refuses_all_workers_warns_once(service, caplog) -> None
         nameless = {f"v1/models/tests/backend/generate/{number}": {}}
         tell(keys(number, "tcp://127.0.0.1:1") | nameless)
     service(discovery="file")
-    until(lambda: "this service knows no worker" in caplog.text, "the warning")
-    assert caplog.text.count("workers in discovery are refused") == 1
+    until(lambda: "this service refused all" in caplog.text, "the warning")
+    assert caplog.text.count("this service refused all") == 1
 
 
 def test_workers_of_discovery_are_followed(service, client, engine):

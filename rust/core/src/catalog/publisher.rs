@@ -229,8 +229,11 @@ impl Publisher {
         let mut state = self.state.lock();
         view.evidence.evicted_blocks = state.standing.evicted_since(evicted);
         view.evidence.device_blocks = device_blocks;
-        // It may have become worth a line by now.
-        let looked_at = Code::OF_INDEX.with(Code::NeverConnected);
+        let mut looked_at = Code::OF_INDEX;
+        if state.status == view.status {
+            // It may have become worth a line by now.
+            looked_at = looked_at.with(Code::NeverConnected);
+        }
         let error = view.last_error.as_deref();
         let clock = self.clock.as_ref();
         state.standing.tell(clock, self.worker, &self.endpoint, &view.evidence, error, looked_at);

@@ -74,7 +74,7 @@ metrics! {
 }
 
 /// Causes of [`FrontendMetrics::refused`].
-const REFUSED: [&str; 8] = [
+const REFUSED: [&str; 9] = [
     "all_busy",
     "all_failed",
     "client_limit",
@@ -83,6 +83,7 @@ const REFUSED: [&str; 8] = [
     "no_turn",
     "no_worker",
     "overloaded",
+    "tokenizer",
 ];
 
 /// Causes of [`FrontendMetrics::untokenized`].

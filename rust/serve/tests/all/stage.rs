@@ -138,7 +138,7 @@ impl Stage {
         .await;
     }
 
-    async fn call(
+    pub async fn call(
         &self,
         method: Method,
         path: &str,
