@@ -155,11 +155,11 @@ async def connect(
         elif not client.is_connected:
             # The client reports every attempt.
             outage.lasts(f"{who}: {made}; trying again", kind=is_refused)
-        else:
-            # The server's own words, such as a violation of permissions; a message that was
-            # dropped; or a fault in the handler of a message.
-            trace = None if isinstance(error, nats.errors.Error) else error
-            logger.warning("%s: %s", who, error or type(error).__name__, exc_info=trace)
+        elif not isinstance(error, nats.errors.Error | OSError):
+            logger.warning("%s: a message could not be handled", who, exc_info=error)
+        elif type(error) in (nats.errors.Error, nats.errors.SlowConsumerError):
+            # The server's own words, such as a violation of permissions, or a dropped message.
+            logger.warning("%s: %s", who, error)
 
     async def on_disconnected() -> None:
         if is_connected and not client.is_closed:

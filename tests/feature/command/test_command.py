@@ -149,7 +149,10 @@ def test_an_unknown_flag_is_refused_with_what_was_meant(
 
 @pytest.mark.parametrize(
     ("word", "told"),
-    [("http://e:1", "name an engine by --worker URL"), ("8000", "a value follows its flag")],
+    [
+        ("http://e:1", "name an engine by --worker URL"),
+        ("8000", "put a value right after its flag"),
+    ],
 )
 def test_a_word_without_a_flag_is_refused_with_a_hint(
     word: str, told: str, capsys: pytest.CaptureFixture[str]

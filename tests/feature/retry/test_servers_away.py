@@ -98,6 +98,26 @@ def test_the_broker_of_requests_tells_once_that_it_is_away(
     assert back.startswith("nats: connected again after ")
 
 
+def test_a_fault_in_a_handler_of_messages_is_told(
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("NATS_SERVER", server.url)
+
+    async def fail(_message: object) -> None:
+        raise LookupError("no such thing")
+
+    async def scenario() -> None:
+        client = await runtime_connect()
+        await client.subscribe("s", cb=fail)
+        await client.publish("s", b"x")
+        await asyncio.to_thread(until, lambda: "no such thing" in caplog.text, "the fault")
+        await client.close()
+
+    asyncio.run(scenario())
+    [told] = caplog.records
+    assert told.getMessage() == "nats: a message could not be handled"
+
+
 def test_a_publisher_tells_once_that_nothing_is_sent(
     server: NatsServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
