@@ -21,6 +21,7 @@ use super::super::busy::{Change, list};
 use super::alias::Aliases;
 use super::app::{App, Name};
 use super::engine::Engine;
+use crate::body::discard;
 use crate::gateway::api::Row;
 use crate::gateway::backend::worker::Prefill;
 use crate::gateway::call::Head;
@@ -323,8 +324,9 @@ pub(super) async fn set_thresholds(
     headers: HeaderMap,
     body: Body,
 ) -> Result<Json<Value>, PlainReject> {
+    let body = app.intake.control(body).await?;
     Change::check_type(&headers)?;
-    let change = Change::parse(&app.intake.control(body).await?)?;
+    let change = Change::parse(&body)?;
     let route = app.fleet.route(&change.model).ok().flatten();
     Ok(Json(change.apply(route.iter().map(|route| &route.pool.selector.busy))?))
 }
@@ -430,12 +432,21 @@ pub(super) async fn explain(
     asked: Result<Query<Asked>, QueryRejection>,
     caller: Caller,
     headers: HeaderMap,
-    body: Body,
+    mut body: Body,
 ) -> Result<Response, Reject> {
-    let Query(asked) = asked.map_err(|error| Reject::bad_request(format!("query: {error}")))?;
-    let row = asked.row()?;
-    // It costs work on behalf of a client, so it counts against the client's key like a request.
-    let _running = caller.client().map(|key| app.meters.begin(key)).transpose()?;
+    let begin = || {
+        let Query(asked) = asked.map_err(|error| Reject::bad_request(format!("query: {error}")))?;
+        let row = asked.row()?;
+        // It costs work on behalf of a client, so it counts against the client's key like a request.
+        Ok((row, caller.client().map(|key| app.meters.begin(key)).transpose()?))
+    };
+    let (row, _running) = match begin() {
+        Ok(begun) => begun,
+        Err(reject) => {
+            discard(&mut body).await;
+            return Err(reject);
+        }
+    };
     let bytes = app.intake.whole(body).await?.bytes;
     let head = Head { uri: Uri::default(), headers, address: None, caller };
     let plan = Plan::make(&app, row, head, String::new(), bytes, None).await?;

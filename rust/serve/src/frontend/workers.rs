@@ -223,8 +223,9 @@ pub(super) async fn change_worker(
     id: PathText,
     body: Body,
 ) -> Result<Json<Value>, Reject> {
-    let id = worker_id(id)?;
+    // Read the body first: an unread body ends the connection.
     let Patch { state } = Patch::parse(&app.intake.control(body).await?)?;
+    let id = worker_id(id)?;
     let engine = app.fleet.set_state(id, state)?;
     app.registrations.amend(&worker_key(id), "state", state);
     Ok(Json(entry_of(&app, &engine)))

@@ -209,8 +209,9 @@ async fn change_worker(
     id: PathText,
     body: Body,
 ) -> Answer {
-    let id = worker_id(id)?;
+    // Read the body first: an unread body ends the connection.
     let Patch { state } = app.parse(&headers, body).await?;
+    let id = worker_id(id)?;
     app.fleet.set_state(id, state)?;
     app.registrations.amend(&worker_key(id), "state", state);
     let (pool, member) = app.fleet.known(id)?;
@@ -330,8 +331,9 @@ async fn thresholds(State(app): State<Arc<App>>) -> Response {
 }
 
 async fn set_thresholds(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Answer {
+    let body = app.read(body).await?;
     Change::check_type(&headers)?;
-    let change = Change::parse(&app.read(body).await?)?;
+    let change = Change::parse(&body)?;
     let pools = app.fleet.fitting(Some(&change.model), None);
     Ok(reply(&change.apply(pools.iter().map(|pool| &pool.selector.busy))?))
 }
