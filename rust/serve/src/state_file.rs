@@ -55,23 +55,29 @@ impl Registrations {
                 Err(wrong(path, &why))
             }
         };
-        let kept: Vec<(String, Value, T)> = kept.into_iter().map(parse).collect::<Result<_>>()?;
+        let mut kept: Vec<(String, Value, T)> =
+            kept.into_iter().map(parse).collect::<Result<_>>()?;
+        // Those that were put aside come last: another worker may have the id of one by now.
+        kept.sort_by_key(|(key, ..)| key.starts_with(REFUSED));
         let mut count = 0;
         for (key, body, new) in kept {
-            state.remove(&key);
             let name = key.strip_prefix(REFUSED).and_then(|rest| rest.split_once('/'));
             let name = name.map_or(&*key, |(_, name)| name);
-            let outcome = register(new);
-            if let Err(why) = outcome {
-                tracing::warn!(
-                    key = name,
-                    why,
-                    "a registration of --state-file can't be restored; it stays in the file for the next start"
-                );
-                state.put_aside(name, &body, why);
-            } else {
-                state.put(name, &body);
-                count += 1;
+            match register(new) {
+                Ok(()) => {
+                    state.rename(&key, name, &body);
+                    count += 1;
+                }
+                Err(why) => {
+                    tracing::warn!(
+                        key = name,
+                        why,
+                        "a registration of --state-file can't be restored; it stays in the file for the next start"
+                    );
+                    let aside = if name == key { state.aside(name) } else { key.clone() };
+                    state.rename(&key, &aside, &body);
+                    state.inner.lock().refused.insert(aside, why);
+                }
             }
         }
         tracing::info!(count, path = %path.display(), "registrations are restored");
@@ -221,12 +227,20 @@ impl StateFile {
         from.take_while(|key| key.starts_with(prefix)).cloned().collect()
     }
 
-    /// Keeps a registration that can't be restored now, out of the way of workers with its id.
-    fn put_aside(&self, name: &str, body: &Value, why: String) {
-        let number = self.inner.lock().refused.len();
-        let key = format!("{REFUSED}{number}/{name}");
-        self.put(&key, body);
-        self.inner.lock().refused.insert(key, why);
+    /// A free key for a registration that can't be restored, out of the way of workers with its id.
+    fn aside(&self, name: &str) -> String {
+        let inner = self.inner.lock();
+        let key = |number: usize| format!("{REFUSED}{number}/{name}");
+        let taken = (0..).take_while(|number| inner.kept.contains_key(&key(*number))).count();
+        key(taken)
+    }
+
+    /// Moves a registration to another key; the file has it at each moment.
+    fn rename(&self, key: &str, to: &str, body: &Value) {
+        if key != to {
+            self.put(to, body);
+            self.remove(key);
+        }
     }
 
     fn put(&self, key: &str, body: &impl Serialize) {
@@ -423,6 +437,26 @@ mod tests {
         let kept = StateFile::open(&path).unwrap().1;
         assert_eq!(kept, [("worker/1".to_owned(), json!(1)), ("worker/2".to_owned(), json!(2))]);
         assert_eq!(fs::read_to_string(sibling).unwrap(), "mine");
+    }
+
+    #[test]
+    fn what_was_put_aside_takes_nobody_s_place() {
+        let path = at("aside.jsonl");
+        let (state, _) = StateFile::open(&path).unwrap();
+        state.put("refused/0/worker/2", &json!(1));
+        state.put("worker/1", &json!(2));
+        state.put("worker/2", &json!(3));
+        let text = fs::read_to_string(&path).unwrap();
+        let registrations = Registrations::default();
+        let mut seen = Vec::new();
+        let take = |body: u32| {
+            seen.push(body);
+            if body == 1 { Err("the id is in use".to_owned()) } else { Ok(()) }
+        };
+        registrations.restore(Some(&path), take).unwrap();
+        assert_eq!(seen, [2, 3, 1]);
+        assert!(registrations.trouble().unwrap().contains("refused/0/worker/2: the id is in use"));
+        assert_eq!(fs::read_to_string(&path).unwrap(), text, "nothing is written again");
     }
 
     #[test]
