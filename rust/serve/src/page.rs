@@ -190,12 +190,26 @@ pub(crate) fn of_model(key: &ModelKey) -> Labels {
     and(&label("model", &key.model_name), "tenant", &key.tenant_id)
 }
 
-/// The labels, and one more. Escapes its value for the text format; the encoder does not.
+/// A label's value for the text format, which the encoder writes as it is.
+pub(crate) fn escaped(value: impl Display) -> String {
+    value.to_string().replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+}
+
+/// The labels, and one more.
 pub(crate) fn and(
     labels: &[(Cow<'static, str>, String)],
     key: &'static str,
     value: impl Display,
 ) -> Labels {
-    let value = value.to_string().replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
-    labels.iter().cloned().chain([(Cow::Borrowed(key), value)]).collect()
+    labels.iter().cloned().chain([(Cow::Borrowed(key), escaped(value))]).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_in_labels_end_no_line_and_no_value() {
+        assert_eq!(and(&[], "model", "a\"b\\c\nd"), [("model".into(), "a\\\"b\\\\c\\nd".into())]);
+    }
 }

@@ -7,11 +7,18 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 
 use crate::metrics::{CauseLabel, KindLabel, OutcomeLabel, metrics, seconds_histogram};
+use crate::page::escaped;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(crate) struct AliasLabel {
-    pub alias: String,
-    pub model: String,
+    alias: String,
+    model: String,
+}
+
+impl AliasLabel {
+    pub fn new(alias: &str, model: &str) -> Self {
+        Self { alias: escaped(alias), model: escaped(model) }
+    }
 }
 
 metrics! {

@@ -127,7 +127,7 @@ impl Plan {
             kept.check(&route, &model)?;
         }
         if let Some(alias) = &alias {
-            let label = AliasLabel { alias: alias.to_string(), model: model.clone() };
+            let label = AliasLabel::new(alias, &model);
             app.metrics.aliased.get_or_create(&label).inc();
         }
         let cache_salt = envelope.cache_salt.as_deref().map(str::to_owned);
