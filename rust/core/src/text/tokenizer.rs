@@ -75,10 +75,11 @@ impl Tokenizer {
         let path = folder.join("tokenizer.json");
         let invalid =
             |error: &dyn std::fmt::Display| Error::Config(format!("{}: {error}", path.display()));
-        let bytes = fs::read(&path).map_err(|error| invalid(&error))?;
-        let inner = Inner::from_bytes(&bytes).map_err(|error| invalid(&error))?;
-        let json = serde_json::from_slice(&bytes).map_err(|error| invalid(&error))?;
-        drop(bytes);
+        let text = fs::read_to_string(&path).map_err(|error| invalid(&error))?;
+        // `from_bytes` is generic: its deserialisation would be compiled here once more.
+        let inner = text.parse::<Inner>().map_err(|error| invalid(&error))?;
+        let json = serde_json::from_str(&text).map_err(|error| invalid(&error))?;
+        drop(text);
         let tokenizer =
             Self::build(inner, json, config, options).map_err(|error| invalid(&error))?;
         let report = tokenizer.encoder();
