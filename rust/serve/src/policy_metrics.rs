@@ -26,17 +26,17 @@ pub(super) fn write_policies(
     let help = "Constant 1; the labels give a variable of the policies, its value and its source";
     page.gauges("policy_setting_info", help, origins)?;
     // A policy that appears twice in a strategy has one family of metrics.
-    let mut by_name = BTreeMap::<String, BTreeMap<Labels, f64>>::new();
+    let mut by_name = BTreeMap::<String, (&str, BTreeMap<Labels, f64>)>::new();
     policies.samples(&mut |sample: Sample<'_>| {
         let labels = match sample.label {
             ("", _) => Labels::new(),
             (key, value) => vec![(key.to_owned().into(), value.to_owned())],
         };
-        let family = by_name.entry(sample.name.to_owned()).or_default();
+        let (_, family) =
+            by_name.entry(sample.name.to_owned()).or_insert_with(|| (sample.help, BTreeMap::new()));
         *family.entry(labels).or_default() += sample.value;
     });
-    let help = "Reported by a routing policy";
-    for (name, family) in by_name {
+    for (name, (help, family)) in by_name {
         match name.strip_suffix("_total") {
             Some(name) => page.counters(name, help, family)?,
             None => page.gauges(&name, help, family)?,

@@ -121,16 +121,20 @@ impl Affinity {
     /// Reports every counter.
     pub fn samples(&self, visit: &mut dyn FnMut(Sample<'_>)) {
         let state = self.state.lock();
-        visit(Sample::plain("session_affinity_sessions", state.places.len() as f64));
+        let help = "Sessions with a remembered worker";
+        visit(Sample::plain("session_affinity_sessions", help, state.places.len() as f64));
         let requests = [("kept", state.kept), ("moved", state.moved), ("begun", state.begun)];
         for (outcome, count) in requests {
             let (name, label) = ("session_affinity_requests_total", ("outcome", outcome));
-            visit(Sample { name, label, value: count as f64 });
+            let help =
+                "Requests of sessions: kept at their worker, moved to another, or the first ones";
+            visit(Sample { name, help, label, value: count as f64 });
         }
         let forgotten = [("expired", state.expired), ("evicted", state.places.evicted())];
         for (cause, count) in forgotten {
             let (name, label) = ("session_affinity_forgotten_total", ("cause", cause));
-            visit(Sample { name, label, value: count as f64 });
+            let help = "Sessions forgotten, by cause";
+            visit(Sample { name, help, label, value: count as f64 });
         }
     }
 

@@ -326,7 +326,8 @@ impl Desk {
         let name = "outside_policy_answers_total";
         let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed) as f64;
         let mut answers = |outcome, counter: &AtomicU64| {
-            visit(Sample { name, label: ("outcome", outcome), value: count(counter) });
+            let help = "Calls of a policy in Python, by outcome";
+            visit(Sample { name, help, label: ("outcome", outcome), value: count(counter) });
         };
         answers("followed", &self.counts.advised);
         answers("outdated", &self.counts.outdated);
@@ -334,9 +335,11 @@ impl Desk {
             answers(failure.name(), &self.counts.failed[failure as usize]);
         }
         let dropped = count(&self.counts.dropped_news);
-        visit(Sample::plain("outside_policy_dropped_news_total", dropped));
+        let help = "News of requests and workers that a slow policy in Python was not told";
+        visit(Sample::plain("outside_policy_dropped_news_total", help, dropped));
         let waiting = self.state.lock().tasks.len() as f64;
-        visit(Sample::plain("outside_policy_waiting", waiting));
+        let help = "Calls that wait for a policy in Python";
+        visit(Sample::plain("outside_policy_waiting", help, waiting));
     }
 }
 

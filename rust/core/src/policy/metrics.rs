@@ -85,6 +85,8 @@ pub(super) fn latency(candidates: &Candidates<'_>, values: &mut Values) {
 pub struct Sample<'a> {
     /// Name without the program's prefix; counters end in `_total`.
     pub name: &'a str,
+    /// What it is, as a sentence without a full stop.
+    pub help: &'static str,
     /// Label and its value; `("", "")` without a label.
     pub label: (&'a str, &'a str),
     /// The value.
@@ -93,7 +95,7 @@ pub struct Sample<'a> {
 
 impl<'a> Sample<'a> {
     /// A sample without a label.
-    pub const fn plain(name: &'a str, value: f64) -> Self {
-        Self { name, label: ("", ""), value }
+    pub const fn plain(name: &'a str, help: &'static str, value: f64) -> Self {
+        Self { name, help, label: ("", ""), value }
     }
 }

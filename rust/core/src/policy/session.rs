@@ -110,8 +110,9 @@ impl RoutePolicy for SessionAffinity {
 
     fn samples(&self, visit: &mut dyn FnMut(Sample<'_>)) {
         let pins = self.pins.lock();
-        visit(Sample::plain("session_pins", pins.0.len() as f64));
-        visit(Sample::plain("session_evicted_pins_total", pins.0.evicted() as f64));
+        visit(Sample::plain("session_pins", "Sessions that have a worker", pins.0.len() as f64));
+        let help = "Sessions that lost their worker at SESSION_MAX_SESSIONS";
+        visit(Sample::plain("session_evicted_pins_total", help, pins.0.evicted() as f64));
     }
 }
 

@@ -156,16 +156,32 @@ impl Shadow {
     pub fn samples(&self, visit: &mut dyn FnMut(Sample<'_>)) {
         let stats = self.stats();
         // The policy's own counters are omitted: their names are those of the deciding policy.
-        for (name, value) in [
-            ("shadow_decisions_total", stats.decisions),
-            ("shadow_agreed_total", stats.agreed),
-            ("shadow_refused_total", stats.refused),
-            ("shadow_active_reused_blocks_total", stats.active_reused_blocks),
-            ("shadow_reused_blocks_total", stats.shadow_reused_blocks),
-            ("shadow_active_requests_total", stats.active_requests),
-            ("shadow_requests_total", stats.shadow_requests),
+        for (name, help, value) in [
+            ("shadow_decisions_total", "Decisions that the shadow compared", stats.decisions),
+            ("shadow_agreed_total", "Decisions in which both chose the same worker", stats.agreed),
+            ("shadow_refused_total", "Decisions in which the shadow chose none", stats.refused),
+            (
+                "shadow_active_reused_blocks_total",
+                "Prompt blocks held by the workers that the deciding policy chose",
+                stats.active_reused_blocks,
+            ),
+            (
+                "shadow_reused_blocks_total",
+                "Prompt blocks held by the workers that the shadow would have chosen",
+                stats.shadow_reused_blocks,
+            ),
+            (
+                "shadow_active_requests_total",
+                "Sum over the decisions of the requests at the workers that the deciding policy chose",
+                stats.active_requests,
+            ),
+            (
+                "shadow_requests_total",
+                "Sum over the decisions of the requests at the workers that the shadow would have chosen",
+                stats.shadow_requests,
+            ),
         ] {
-            visit(Sample { name, label: ("policy", self.name()), value: value as f64 });
+            visit(Sample { name, help, label: ("policy", self.name()), value: value as f64 });
         }
     }
 }

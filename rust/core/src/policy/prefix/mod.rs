@@ -226,21 +226,37 @@ impl RoutePolicy for PrefixCache {
         let State { table, counters, .. } = &*state;
         for (reason, &count) in SELECTIONS.iter().zip(&counters.selections) {
             let label = ("selection", reason.name());
-            visit(Sample { name: "prefix_cache_selection_total", label, value: count as f64 });
+            let (name, help) = ("prefix_cache_selection_total", "Decisions by what settled them");
+            visit(Sample { name, help, label, value: count as f64 });
         }
         for (&last, &count) in BUCKETS.iter().zip(&counters.buckets) {
             let label = ("match_percent_bucket", match_percent_bucket(last));
-            visit(Sample { name: "prefix_cache_decisions_total", label, value: count as f64 });
+            let name = "prefix_cache_decisions_total";
+            let help =
+                "Decisions by the share of the prompt that the chosen worker is believed to hold";
+            visit(Sample { name, help, label, value: count as f64 });
         }
         let stats = table.stats();
-        for (name, value) in [
-            ("prefix_cache_load_imbalance_total", counters.imbalanced),
-            ("prefix_cache_blocks", stats.blocks),
-            ("prefix_cache_bytes", stats.bytes),
-            ("prefix_cache_evicted_blocks_total", stats.evicted),
-            ("prefix_cache_expired_blocks_total", stats.expired),
+        for (name, help, value) in [
+            (
+                "prefix_cache_load_imbalance_total",
+                "Decisions by load alone, because the workers' loads differed too much",
+                counters.imbalanced,
+            ),
+            ("prefix_cache_blocks", "Blocks in the policy's table", stats.blocks),
+            ("prefix_cache_bytes", "Memory of the policy's table", stats.bytes),
+            (
+                "prefix_cache_evicted_blocks_total",
+                "Blocks that left the policy's table at its limit",
+                stats.evicted,
+            ),
+            (
+                "prefix_cache_expired_blocks_total",
+                "Blocks that left the policy's table because of their age",
+                stats.expired,
+            ),
         ] {
-            visit(Sample::plain(name, value as f64));
+            visit(Sample::plain(name, help, value as f64));
         }
     }
 }

@@ -309,25 +309,65 @@ impl RoutePolicy for PricePolicy {
         let state = self.state.lock();
         for (model, traffic) in &state.traffic {
             let label = ("model", &**model);
-            let mut tell = |name, value| visit(Sample { name, label, value });
+            let mut tell = |name, help, value| visit(Sample { name, help, label, value });
             let (mean, spread, count) = traffic.gaps.ln_gap();
-            tell("auto_answer_tokens", traffic.answers.last_mean_tokens());
-            tell("auto_session_gap_seconds", mean.exp() / 1_000.0);
-            tell("auto_session_gap_log_spread", spread);
-            tell("auto_session_gaps_total", count);
-            tell("auto_wanted_prefixes", traffic.wanted.len() as f64);
-            tell("auto_prefill_seconds_per_token", traffic.prefills.seconds_per_token());
-            tell("auto_whole_seconds_per_token", traffic.wholes.ms_per_token() / 1_000.0);
+            tell(
+                "auto_answer_tokens",
+                "Mean length of an answer in the last minute",
+                traffic.answers.last_mean_tokens(),
+            );
+            tell(
+                "auto_session_gap_seconds",
+                "Typical pause between the requests of a session",
+                mean.exp() / 1_000.0,
+            );
+            tell(
+                "auto_session_gap_log_spread",
+                "Spread of the sessions' pauses, in units of ln(seconds)",
+                spread,
+            );
+            tell(
+                "auto_session_gaps_total",
+                "Pauses between the requests of a session that were seen",
+                count,
+            );
+            tell(
+                "auto_wanted_prefixes",
+                "Prefixes that requests in flight want",
+                traffic.wanted.len() as f64,
+            );
+            tell(
+                "auto_prefill_seconds_per_token",
+                "Time that a streamed prompt takes per uncached token",
+                traffic.prefills.seconds_per_token(),
+            );
+            tell(
+                "auto_whole_seconds_per_token",
+                "Time that each prompt token adds to an answer without streaming",
+                traffic.wholes.ms_per_token() / 1_000.0,
+            );
         }
         for known in &state.workers {
             let worker = known.worker.to_string();
             let label = ("worker", worker.as_str());
-            let mut tell = |name, value| visit(Sample { name, label, value });
-            tell("auto_worker_slowness_ratio", known.learned.pace.last_slowness());
+            let mut tell = |name, help, value| visit(Sample { name, help, label, value });
+            tell(
+                "auto_worker_slowness_ratio",
+                "The worker's time to the first token relative to the others'",
+                known.learned.pace.last_slowness(),
+            );
             if let Some(ms) = known.learned.retention.last_age_ms() {
-                tell("auto_worker_retention_seconds", ms / 1_000.0);
+                tell(
+                    "auto_worker_retention_seconds",
+                    "Time since the last use of the blocks that the worker evicts now",
+                    ms / 1_000.0,
+                );
             }
-            tell("auto_worker_eviction_price_ratio", known.rates.pressure);
+            tell(
+                "auto_worker_eviction_price_ratio",
+                "Price of pushing a token into the worker's full cache, in prompt tokens; 0 while it has room",
+                known.rates.pressure,
+            );
         }
     }
 }

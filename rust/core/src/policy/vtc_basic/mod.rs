@@ -168,8 +168,15 @@ impl RoutePolicy for VtcBasic {
 
     fn samples(&self, visit: &mut dyn FnMut(Sample<'_>)) {
         let state = self.state.lock();
-        visit(Sample::plain("vtc_clients", state.tracker.len() as f64));
-        visit(Sample::plain("vtc_uncounted_requests_total", state.tracker.uncounted() as f64));
-        visit(Sample::plain("vtc_corrected_requests_total", state.corrected as f64));
+        visit(Sample::plain(
+            "vtc_clients",
+            "Clients with counted tokens",
+            state.tracker.len() as f64,
+        ));
+        let help = "Requests of clients beyond ROUTER_VTC_MAX_CLIENTS";
+        let uncounted = state.tracker.uncounted() as f64;
+        visit(Sample::plain("vtc_uncounted_requests_total", help, uncounted));
+        let help = "Requests with tokens corrected at their end";
+        visit(Sample::plain("vtc_corrected_requests_total", help, state.corrected as f64));
     }
 }
