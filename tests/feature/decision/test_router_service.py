@@ -467,6 +467,12 @@ def test_the_block_size_is_learned_from_events_and_forgotten_with_the_last_worke
     made = engine()
     add(http, 1, engine=made, block_size=None)
     assert "block size is unknown" in str(http.get("/health")["warnings"])
+
+    def are_counted():
+        row = f"\nkvflash_health_warnings {len(http.get('/health')['warnings'])}\n"
+        return row in http.get("/metrics").decode()
+
+    until(are_counted, "the warnings in both")
     hold(http, made, 1)
     assert worker(http, 1)["block_size"] == SIZE
     assert ask(http)["overlap_blocks"] == 4

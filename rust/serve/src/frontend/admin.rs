@@ -131,6 +131,12 @@ pub(super) fn not_ready(app: &App) -> Option<String> {
 /// An engine that has stored nothing after this many requests is assumed to publish no events.
 const SILENT_REQUESTS: u64 = 20;
 
+/// How many warnings `GET /health` shows.
+pub(super) fn warnings_count(app: &App) -> usize {
+    let reports = app.catalog.reports(|_| true);
+    warnings(app, &app.fleet.engines(), reports, &evidence::reasons(app)).len()
+}
+
 /// Causes of silently failing prefix matching, as text.
 fn warnings(
     app: &App,

@@ -123,16 +123,29 @@ pub(super) fn readiness(app: &App) -> (bool, Value) {
     (is_ready, answer)
 }
 
-/// The state of the service: it runs, and causes of silently failing prefix matching.
+/// The state of the service: it runs, and what is wrong.
 pub(super) fn health(app: &App) -> Value {
     let (workers, _) = app.fleet.counts();
     let pools = app.fleet.pools();
     let reservations: usize = pools.iter().map(|pool| pool.selector.reserved()).sum();
+    json!({
+        "status": if workers == 0 { "no_workers" } else { "ok" },
+        "workers": workers,
+        "draining_workers": app.fleet.draining(),
+        "models": pools.len(),
+        "reservations": reservations,
+        "router_policy": app.options.routing.policy_name(),
+        "warnings": warnings(app),
+    })
+}
+
+/// Causes of silently failing prefix matching, as text.
+pub(super) fn warnings(app: &App) -> Vec<String> {
     let mut warnings = app.outside_warnings.read().clone();
     warnings.extend(app.registrations.trouble());
     warnings.extend(app.options.routing.policies.desk().and_then(|desk| desk.trouble()));
     warnings.extend(app.options.http.lock().troubles());
-    for pool in &pools {
+    for pool in app.fleet.pools() {
         if pool.selector.block_size() == 0 {
             warnings.push(format!(
                 "model={} tenant={}: the block size is unknown, so prompts are routed by load alone; register \
@@ -148,13 +161,5 @@ pub(super) fn health(app: &App) -> Value {
             }
         }
     }
-    json!({
-        "status": if workers == 0 { "no_workers" } else { "ok" },
-        "workers": workers,
-        "draining_workers": app.fleet.draining(),
-        "models": pools.len(),
-        "reservations": reservations,
-        "router_policy": app.options.routing.policy_name(),
-        "warnings": warnings,
-    })
+    warnings
 }

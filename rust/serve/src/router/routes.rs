@@ -30,7 +30,7 @@ use super::super::reject::PlainReject;
 use super::super::state_file::Registrations;
 use super::super::worker_state::{Patch, PathText, text_of, worker_id, worker_key};
 use super::super::{Peer, Reject, openapi};
-use super::answer::{health, readiness, worker_entries, worker_entry};
+use super::answer::{health, readiness, warnings, worker_entries, worker_entry};
 use super::app::{App, RouterOptions};
 use super::choose::Chosen;
 use super::fleet::Fleet;
@@ -383,6 +383,9 @@ async fn ready(State(app): State<Arc<App>>) -> Response {
 
 pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
     let (of, prefix) = (Arc::clone(&app), &app.options.metrics_prefix);
-    let read = move |page: &mut Page<'_>| write_fleet(&of.fleet, page);
+    let read = move |page: &mut Page<'_>| {
+        page.gauge("health_warnings", "Warnings in GET /health", warnings(&of).len() as u64)?;
+        write_fleet(&of.fleet, page)
+    };
     app.common.expose(&app.catalog, &app.fleet.common.journal, prefix, read).await
 }

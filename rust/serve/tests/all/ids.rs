@@ -172,7 +172,9 @@ async fn the_first_refusal_turns_it_off_and_loses_nothing() {
     assert_eq!(sent(&stage, &engine, CHATS, &body).await, body);
     assert_eq!(engine.count(), 2 + 2);
     assert_eq!(stage.metric("token_ids_given_up_total{cause=\"refused\"}").await, 1.0);
-    let warnings = stage.get("/health").await["warnings"].to_string();
+    let warnings = stage.get("/health").await["warnings"].clone();
+    assert_eq!(stage.metric("health_warnings").await, warnings.as_array().unwrap().len() as f64);
+    let warnings = warnings.to_string();
     assert!(warnings.contains("it answered 400 Bad Request to token ids"), "{warnings}");
     assert_eq!(sent(&stage, &engine, CHATS, &body).await, body);
     assert_eq!(engine.count(), 2 + 3);
