@@ -112,12 +112,8 @@ impl Options {
             prompt: selector.prompt(ids, &self.keys.keys()).into(),
             ..self.request
         };
-        if selector.needs_facts() {
-            request.tokens = ids.to_vec().into();
-            request.text = match self.prompt {
-                Some(prompt) => prompt.into_bytes().into(),
-                None => Request::text_of(ids),
-            };
+        if selector.needs_text() {
+            request.tell_prompt(ids.to_vec(), self.prompt);
         }
         request
     }

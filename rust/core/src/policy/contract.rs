@@ -41,7 +41,8 @@ pub trait RoutePolicy: fmt::Debug + Send + Sync {
         self.members().iter().any(|one| one.needs_tokens())
     }
 
-    /// Whether it needs the prompt's text, which for a long chat costs as much as forwarding it.
+    /// Whether it needs the prompt's text or token ids, which for a long chat cost as much as
+    /// forwarding it.
     fn needs_text(&self) -> bool {
         let members = self.members();
         members.is_empty() || members.iter().any(|one| one.needs_text())

@@ -174,7 +174,7 @@ impl Selector {
         !self.router.policies().is_empty()
     }
 
-    /// Whether some policy needs the prompt's text.
+    /// Whether some policy needs the prompt's text or its tokens themselves, besides their hashes.
     pub fn needs_text(&self) -> bool {
         self.router.policies().each().any(|one| one.needs_text())
     }

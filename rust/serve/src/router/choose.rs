@@ -239,13 +239,9 @@ impl Choose {
             ..Request::default()
         };
         request.check_client()?;
-        if pool.selector.needs_facts() {
+        if pool.selector.needs_text() {
             let tokens = self.token_ids.map(|tokens| tokens.0).unwrap_or_default();
-            request.text = match self.prompt {
-                Some(text) => text.into_bytes().into(),
-                None => Request::text_of(&tokens),
-            };
-            request.tokens = tokens.into();
+            request.tell_prompt(tokens, self.prompt);
         }
         Ok(request)
     }
