@@ -5,6 +5,7 @@ use super::super::config::Overlap;
 use super::super::record::Selection;
 use super::super::selector::{SCRATCH, Selector};
 use super::trust::{ReuseChange, ReuseSample};
+use crate::catalog::Unheard;
 use crate::ids::Worker;
 use crate::select::router::RouteOverride;
 
@@ -53,6 +54,7 @@ impl Selector {
             explained_tokens,
             reported_tokens,
             block_size: prompt.block_size,
+            is_silent: unheard == Some(Unheard::Silent),
         };
         // Held so that a worker that leaves is removed with its evidence.
         let known = self.workers.lock();

@@ -54,7 +54,8 @@ impl ReuseFinding {
             ),
             (Self::ReuseNotInEvents | Self::EventsCrossed, EventSource::Silent) => (
                 "events_missing",
-                "reuses prefixes, but no event ever came from its event socket. Does events= name the right socket?",
+                "reuses prefixes, but no event ever came from its event socket. Does events= name the right socket, or has \
+                 the engine stored nothing since this service started?",
                 "point events= at the endpoint of the engine's --kv-events-config, and check that its KV events are on",
             ),
             (Self::ReuseNotInEvents, EventSource::Heard) => (

@@ -24,6 +24,7 @@ fn sample(predicted_blocks: u64, reported_blocks: u64) -> ReuseSample {
         explained_tokens: tokens(predicted_blocks),
         reported_tokens: Some(tokens(reported_blocks)),
         block_size: BLOCK,
+        is_silent: false,
     }
 }
 
@@ -320,6 +321,20 @@ fn every_finding_names_a_cause_and_a_fix() {
     }
 }
 
+/// Whether the socket or the engine's past is at fault can't be known before an event comes.
+#[test]
+fn the_first_event_ends_the_distrust_of_a_silent_socket() {
+    let mut trust = reporting();
+    let silent = ReuseSample { is_silent: true, ..sample(0, 9) };
+    let found: Vec<_> = (0..30).filter_map(|_| trust.take(&silent)).collect();
+    assert_eq!(found, [ReuseChange::Distrusted(ReuseFinding::ReuseNotInEvents)]);
+    assert_eq!(trust.credit(), 0.0);
+    assert_eq!(trust.take(&sample(9, 9)), Some(ReuseChange::Recovered));
+    assert_eq!((trust.credit(), trust.finding), (1.0, None));
+    // A socket of another engine is found again.
+    assert!((0..30).any(|_| trust.take(&sample(0, 9)).is_some()));
+}
+
 #[test]
 fn the_table_tells_decisions_only_of_those_with_less_credit() {
     let (table, one, two) = (ReuseTable::default(), Worker::new(1, 0), Worker::new(2, 0));
@@ -371,6 +386,7 @@ proptest! {
                 explained_tokens: predicted,
                 reported_tokens: is_told.then_some(reported),
                 block_size,
+                is_silent: false,
             });
             prop_assert!((0.0..=1.0).contains(&trust.credit()));
             prop_assert_eq!(change.is_some(), before != trust.finding);

@@ -47,6 +47,8 @@ pub struct ReuseSample {
     pub reported_tokens: Option<u64>,
     /// Tokens in a block; differences of up to one block are rounding.
     pub block_size: u32,
+    /// Whether no event of the worker has ever arrived.
+    pub is_silent: bool,
 }
 
 /// A change in the assessment of a worker.
@@ -96,6 +98,8 @@ pub struct ReuseTrust {
     unannounced: Score,
     /// Both.
     either: Score,
+    /// Whether no event had arrived at the last answer.
+    was_silent: bool,
     pub(super) finding: Option<ReuseFinding>,
 }
 
@@ -141,6 +145,11 @@ impl ReuseTrust {
                 self.early_zeros = (self.early_zeros + is_promised).min(EARLY_ZEROS_MAX);
             }
             return None;
+        }
+        let was_silent = std::mem::replace(&mut self.was_silent, sample.is_silent);
+        if was_silent && !sample.is_silent {
+            // Blocks from before the first event looked like those of another engine's socket.
+            (self.unreused, self.unannounced, self.either) = Default::default();
         }
         let reported = sample.reported_tokens?;
         if !std::mem::replace(&mut self.has_reported, true) {
