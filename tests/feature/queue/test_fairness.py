@@ -207,7 +207,9 @@ def test_full_queues_and_late_requests_are_refused() -> None:
         assert sorted(call.finish().status for call in calls) == [200, 503, 503]
         long = ask(frontend.url, COMPLETIONS, body(), {"user": "u" * 257})
         assert long.status == 400 and b"257 bytes; the limit is 256" in long.body
-        assert frontend.metric('kvflash_refused_requests_total{cause="no_turn"}') == 5
+        causes = {"no_turn": 3, "client_limit": 1, "invalid": 1}
+        for cause, count in causes.items():
+            assert frontend.metric(f'kvflash_refused_requests_total{{cause="{cause}"}}') == count
         assert frontend.metric("kvflash_turn_wait_seconds_count") == 6
         frontend.wait_idle()
 

@@ -278,19 +278,21 @@ impl<T> FairQueue<T> {
         let (count, error) = match &refusal {
             Refusal::QueueFull => {
                 let limit = self.config.max_queued;
-                let error = format!("{limit} requests wait; max_queued is {limit}");
+                let error = format!(
+                    "{limit} requests wait for their turn, the limit (--max-concurrent-requests)"
+                );
                 (&mut self.stats.refused_queue_total, Error::Overloaded(error))
             }
             Refusal::ClientQueueFull => {
                 let limit = self.config.max_queued_per_client;
                 let error = match name.group.filter(|_| own < limit) {
                     None => format!(
-                        "{own} requests of client {:?} wait; max_queued_per_client is {limit}",
+                        "{own} requests of client {:?} wait, the limit (--fairness-queue-limit)",
                         name.client
                     ),
                     Some(group) => format!(
                         "{} requests of {group} wait, whatever names they have; the limit is three quarters of \
-                         max_queued",
+                         --max-concurrent-requests",
                         self.clients.queued_of(group)
                     ),
                 };

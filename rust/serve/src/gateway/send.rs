@@ -110,7 +110,10 @@ async fn respond(
         let cost = plan.cost(room.cached_share);
         let turn = room.turn(client.as_name(), cost, plan.urgency.turn(), workers).await;
         app.metrics.turn_seconds.observe(waited.elapsed().as_secs_f64());
-        in_flight.turn = Some(turn.inspect_err(|_| app.refused("no_turn"))?);
+        in_flight.turn = Some(turn.map_err(|(cause, reject)| {
+            app.refused(cause);
+            reject
+        })?);
     }
     let plan = Arc::new(plan);
     let in_flight = Arc::new(in_flight);

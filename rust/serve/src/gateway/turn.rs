@@ -119,24 +119,28 @@ impl WaitingRoom {
     ///
     /// # Errors
     /// 429 if too many wait, 503 after a timeout, both with Retry-After; 400 for a name that is too
-    /// long.
+    /// long. With the cause under which `FrontendMetrics::refused` counts it.
     pub async fn turn(
         self: &Arc<Self>,
         client: ClientName<'_>,
         cost: Cost,
         options: Options,
         workers: usize,
-    ) -> Result<Turn, Reject> {
+    ) -> Result<Turn, (&'static str, Reject)> {
         let (sender, receiver) = oneshot::channel();
         let now_ms = self.clock.now_ms();
         let pushed = self.state.lock().queue.push(client, sender, cost, options, now_ms);
         let ticket = pushed.map_err(|refused| {
-            let is_full = !matches!(refused.refusal, Refusal::Name(_));
+            let cause = match refused.refusal {
+                Refusal::Name(_) => "invalid",
+                Refusal::ClientQueueFull => "client_limit",
+                Refusal::QueueFull | Refusal::TooManyClients => "no_turn",
+            };
             let mut reject = Reject::from(refused.error);
-            if is_full {
+            if cause != "invalid" {
                 reject.retry_after_s = Some(refused.retry_after_ms.div_ceil(1_000) as u32);
             }
-            reject
+            (cause, reject)
         })?;
         let mut waiting = Waiting { room: self, ticket, receiver };
         self.call(workers);
@@ -149,7 +153,7 @@ impl WaitingRoom {
                     "the request got no turn within {} s (--fairness-queue-timeout)",
                     self.max_wait.as_secs_f64()
                 ));
-                Err(error.into())
+                Err(("no_turn", error.into()))
             }
         }
     }
