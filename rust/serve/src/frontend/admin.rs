@@ -10,7 +10,7 @@ use axum::extract::rejection::QueryRejection;
 use axum::extract::{Query, State};
 use axum::http::{HeaderMap, StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
-use kvflash_core::catalog::{Report, Trust, TrustState, Unheard};
+use kvflash_core::catalog::{Code, Report, Trust, TrustState, Unheard};
 use kvflash_core::ids::Worker;
 use kvflash_core::policy::{AUTO, Policy};
 use kvflash_core::select::{ReuseView, WorkerReason};
@@ -210,7 +210,7 @@ fn warnings(
             ));
         }
     }
-    for Report { view, .. } in reports {
+    for Report { view, trust, .. } in reports {
         let worker = view.worker;
         let engine = engines.get(&worker.instance_id);
         let requests = engine.map_or(0, |engine| engine.requests.load(Ordering::Relaxed));
@@ -222,7 +222,6 @@ fn warnings(
                 view.counts.block_size_mismatch,
                 "stored events have a block size that differs from the index's",
             ),
-            (view.counts.lost_batches, "event batches were lost and not replayed"),
             (view.counts.undecodable, "event frames could not be decoded"),
             (view.counts.refused_blocks, "blocks were refused: the index is full"),
         ] {
@@ -230,6 +229,9 @@ fn warnings(
                 warnings.push(format!("worker {worker}: {count} {what}"));
             }
         }
+        // Batches from before the first one received are lost, too, but no block is credited wrongly.
+        let lost = trust.reasons.iter().filter(|reason| reason.code == Code::LostBatches.name());
+        warnings.extend(lost.map(|reason| format!("worker {worker}: {}", reason.message)));
         if let Some(error) = view.last_error {
             warnings.push(format!("worker {worker}: events at {}: {error}", view.endpoint));
         }
