@@ -29,7 +29,10 @@ PREFIX = {"indexer": "kvflash_kvindexer_", "frontend": "kvflash_"}
 # Labels added by the scrape.
 SCRAPED = {"job", "instance"}
 # Label values and metrics that only a service in trouble shows.
-RARE = {"status_class": {"4xx", "5xx"}, "endpoint": {"/ready"}}
+RARE = {
+    "status_class": {"4xx", "5xx"},
+    "endpoint": {"/", "/ready", "/live", "/health", "/metrics"},
+}
 RARELY_EXPOSED = {"kvflash_kvindexer_errors_total", "kvflash_attempts_failed_total"}
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 

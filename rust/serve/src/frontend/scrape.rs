@@ -10,7 +10,7 @@ use axum::response::Response;
 use kvflash_core::fleet::WorkerState;
 use kvflash_core::text::CacheStats;
 
-use super::admin::warnings_count;
+use super::admin::{not_ready, warnings_count};
 use super::app::App;
 use crate::gateway::evidence;
 use crate::page::{Labels, Page, and, column, label};
@@ -20,6 +20,8 @@ pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
     let (of, prefix) = (Arc::clone(&app), &app.options.metrics_prefix);
     let read = move |page: &mut Page<'_>| {
         page.gauge("requests_in_flight", "Requests in flight", of.in_flight())?;
+        let is_ready = u32::from(not_ready(&of).is_none());
+        page.gauge("ready", "1 = GET /ready answers 200: requests are accepted", is_ready)?;
         page.gauge("health_warnings", "Warnings in GET /health", warnings_count(&of) as u64)?;
         write_workers(&of, page)?;
         write_clients(&of, page)?;
