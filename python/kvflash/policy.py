@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 #: Prefix of a Python policy's name in ``--router-mode``.
 PREFIX = "python:"
+#: Limits of a policy's ``deadline_s``; a request can't wait longer than a day for a choice.
+DEADLINE_S_MIN, DEADLINE_S_MAX = 0.001, 86_400.0
 LOG_INTERVAL_S = 60.0
 CLOSE_S_MAX = 1.0
 
@@ -39,7 +41,8 @@ class Policy(ABC):
     events are delivered only to the event methods that a subclass defines.
 
     Attributes:
-        deadline_s: How long a request waits for :meth:`choose`, seconds; at least 0.001.
+        deadline_s: How long a request waits for :meth:`choose`, seconds; at least 0.001
+            and at most 86,400.
     """
 
     deadline_s: float = 0.005
@@ -85,7 +88,8 @@ def load(text: str) -> Policy:
 class AskedPolicy:
     """A policy, and the thread that runs it.
 
-    ``name`` stands in metrics, logs and decisions; default: the class's name.
+    ``name`` stands in metrics, logs and decisions; default: the class's name. A ConfigError names
+    a ``deadline_s`` outside its limits.
     """
 
     def __init__(self, policy: Policy, name: str | None = None) -> None:
@@ -94,7 +98,7 @@ class AskedPolicy:
         #: The core's interface to it.
         self.desk = PolicyDesk(
             name or PREFIX + type(policy).__name__,
-            deadline_s=float(getattr(policy, "deadline_s", Policy.deadline_s)),
+            deadline_s=_deadline_s(policy),
             **{event: _overrides(policy, event) for event in ("routed", "finished", "removed")},
         )
         self._thread = threading.Thread(target=self._run, name="kvflash-policy", daemon=True)
@@ -150,8 +154,29 @@ class AskedPolicy:
 def asked_of(mode: str | Policy | None) -> AskedPolicy | None:
     """The policy in Python that a routing mode selects, if any; errors as of :func:`load`."""
     if isinstance(mode, str):
-        return AskedPolicy(load(mode), mode) if mode.startswith(PREFIX) else None
+        if not mode.startswith(PREFIX):
+            return None
+        policy = load(mode)
+        try:
+            return AskedPolicy(policy, mode)
+        except ConfigError as error:
+            raise ConfigError(f"--router-mode {mode}: {error}") from None
     return None if mode is None else AskedPolicy(mode)
+
+
+def _deadline_s(policy: Policy) -> float:
+    found = getattr(policy, "deadline_s", Policy.deadline_s)
+    try:
+        deadline_s = float(found)
+    except (TypeError, ValueError, OverflowError):
+        deadline_s = float("nan")
+    # NaN is refused, too.
+    if not DEADLINE_S_MIN <= deadline_s <= DEADLINE_S_MAX:
+        raise ConfigError(
+            f"{type(policy).__name__}.deadline_s must be a number of seconds, at least "
+            f"{DEADLINE_S_MIN:g} and at most {DEADLINE_S_MAX:g}, got {found!r:.100}"
+        )
+    return deadline_s
 
 
 def _overrides(policy: Policy, event: str) -> bool:

@@ -91,6 +91,9 @@ class Needs(Policy):
 
 class Mute:
     pass
+
+class Soon(Last):
+    deadline_s = "soon"
 """
 ANSWERS = 'kvflash_outside_policy_answers_total{outcome="%s"}'
 
@@ -215,13 +218,15 @@ def test_it_is_told_what_becomes_of_requests(
 
 def test_what_is_no_policy_is_refused_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN)
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PYTHONPATH": path}
     for name, why in (
         ("python:mine", "must be python:module:Class"),
         ("python:elsewhere:Last", "ModuleNotFoundError"),
         ("python:mine:First", "AttributeError"),
         ("python:mine:Needs", "TypeError"),
         ("python:mine:Mute", "has no method choose"),
+        ("python:mine:Soon", "python:mine:Soon: Soon.deadline_s must be a number of seconds"),
     ):
         for service in ("frontend", "router"):
             process = Process(f"kvflash.{service}", "--port", "0", "--router-mode", name, env=env)

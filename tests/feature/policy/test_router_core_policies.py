@@ -281,6 +281,20 @@ def test_the_thread_ends_with_its_router(asked: Callable[..., AskedPolicy]) -> N
         PolicyDesk("p", deadline_s=0.0001)
 
 
+@pytest.mark.parametrize(
+    "deadline_s",
+    ["soon", None, 0, -1, 0.0001, 86_401, float("nan"), float("inf"), 10**400, [1]],
+    ids=lambda value: f"{value!r:.9}",
+)
+def test_a_wrong_deadline_names_class_limit_and_value(deadline_s: Any) -> None:
+    policy = Last()
+    policy.deadline_s = deadline_s
+    limit = "must be a number of seconds, at least 0.001 and at most 86400, got "
+    with pytest.raises(ConfigError) as caught:
+        asked_of(policy)
+    assert str(caught.value) == f"Last.deadline_s {limit}{deadline_s!r:.100}"
+
+
 def test_services_and_push_routers_take_objects_and_names(monkeypatch: pytest.MonkeyPatch) -> None:
     with RouterService(host="127.0.0.1", port=0, policy=Last()) as router:
         for worker_id in (1, 2):
