@@ -207,7 +207,12 @@ def _check_reuse(worker: Worker, reuse: Any) -> Iterator[Finding]:
             seen = "the engine reports no reuse: its events cannot be checked"
             yield warn(subject, "reuse", seen, _REPORT)
         elif not known.get("reported"):
-            yield ok(subject, "reuse", "not reported yet: no prompt was sent there twice")
+            seen = (
+                "no answer has reported reused tokens yet; if prompts repeat, check that the "
+                "engine's prefix caching is on and that it reports reuse (vLLM: "
+                "--enable-prompt-tokens-details; SGLang: --enable-cache-report)"
+            )
+            yield ok(subject, "reuse", seen)
         else:
             seen = (
                 f"the events predicted {known.get('predicted_tokens')} tokens, the engine reused "

@@ -98,6 +98,18 @@ def test_each_fault_once(fields: dict[str, Any], check: str, level: str) -> None
     assert found(**fields)[check] == level
 
 
+def test_reuse_that_is_not_reported_says_what_to_check() -> None:
+    (worker,) = workers.workers_of(URL, [entry()])
+    health = {"reuse": {"1:0": {"reported": None, "requests": 25}}}
+    (seen,) = (
+        one.seen
+        for one in workers.check_worker(worker, health, {}, {}, 5.0)
+        if one.check == "reuse"
+    )
+    assert "no answer has reported reused tokens yet" in seen and "twice" not in seen
+    assert "prefix caching" in seen and "--enable-prompt-tokens-details" in seen
+
+
 def test_reasons_fail_and_are_not_repeated_as_warnings() -> None:
     reason = {"code": "events_crossed", "worker": "1:0", "message": "worker 1:0 ...", "fix": "x"}
     health = {"reasons": [reason], "warnings": ["worker 1:0 ... Fix: x", "something else"]}
