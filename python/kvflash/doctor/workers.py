@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvflash.ask import Answer
-from kvflash.doctor.checks import PROMPT_HINT, Listener, batches, check_heard, check_replay
+from kvflash.doctor.checks import Listener, batches, check_heard, check_replay
 from kvflash.doctor.events import Heard, Replayed
 from kvflash.doctor.finding import FAIL, Finding, fail, ok, warn
 
@@ -16,6 +16,11 @@ SAMPLE_TEXT = (
 )
 
 _TOKENIZER = "set --tokenizer to the folder of the model"
+_PUBLISH = (
+    "send the engine a prompt longer than one block; if still no event comes, restart the engine "
+    'with "enable_kv_cache_events": true and "publisher": "zmq" in its --kv-events-config, and '
+    "with prefix caching enabled"
+)
 #: What /health shows for an engine that has not reported its reuse.
 _REPORT = (
     "vLLM: start it with --enable-prompt-tokens-details; SGLang: with --enable-cache-report; both "
@@ -185,7 +190,7 @@ def _check_listener(listener: Listener, worker: Mapping[str, Any]) -> Iterator[F
         yield ok(subject, "publishes", batches(counts["batches"]))
     elif worker.get("requests"):
         seen = f"no events came, although its engine got {worker['requests']} requests"
-        yield warn(subject, "publishes", seen, PROMPT_HINT)
+        yield warn(subject, "publishes", seen, _PUBLISH)
     else:
         yield ok(subject, "publishes", "no events yet, and no requests")
     if counts.get("undecodable"):
