@@ -39,7 +39,7 @@ _NTP = "let both hosts take their time from the same NTP servers"
 
 @dataclass(frozen=True, kw_only=True)
 class Listener:
-    """One event socket of an indexer, as listed by its GET /workers."""
+    """One event socket of an indexer or a frontend, as listed by its GET /workers."""
 
     indexer: str
     instance: int
@@ -48,6 +48,7 @@ class Listener:
     tenant: str
     block_size: int | None
     entry: dict[str, Any]
+    is_of_frontend: bool = False
 
     @property
     def subject(self) -> str:
@@ -64,6 +65,20 @@ class Listener:
         """Its replay socket."""
         endpoint = self.entry.get("replay_endpoint")
         return str(endpoint) if endpoint else None
+
+    @property
+    def events_setting(self) -> str:
+        """How its service is given the event socket."""
+        if self.is_of_frontend:
+            return "events= of its --worker, or events in POST /workers"
+        return "endpoint in POST /register"
+
+    @property
+    def replay_setting(self) -> str:
+        """How its service is given the replay socket."""
+        if self.is_of_frontend:
+            return ",replay=tcp://HOST:PORT after its --worker, or as replay in POST /workers"
+        return "replay_endpoint in POST /register"
 
     @property
     def last_sequence(self) -> int | None:
@@ -245,8 +260,8 @@ def check_replay(
             subject,
             "replay",
             "no replay_endpoint: lost batches cannot be recovered, and a restart may go unnoticed",
-            'add "replay_endpoint": "tcp://*:PORT" to the engine\'s --kv-events-config and '
-            "register the worker with it",
+            'add "replay_endpoint": "tcp://*:PORT" to the engine\'s --kv-events-config, and give '
+            f"that socket as {listener.replay_setting}",
         )
         return
     reach = (
@@ -278,14 +293,15 @@ def check_heard(listener: Listener, heard: Heard) -> Iterator[Finding]:
     subject, endpoint = listener.subject, listener.endpoint
     if heard.error:
         seen = f"{endpoint} cannot be used from here: {heard.error}"
-        yield fail(subject, "listened", seen, "check the endpoint of the registration")
+        how = f"check {listener.events_setting}"
+        yield fail(subject, "listened", seen, how)
     elif not heard.messages:
         # Events come only when blocks are stored or removed: "publishes" judges engines at work.
         seen = f"no event from {endpoint}, as is normal for an idle engine; to test it, send it a "
         yield ok(subject, "listened", seen + "new prompt while the doctor listens")
     elif heard.malformed:
         seen = f"{heard.malformed} of {heard.messages} messages have no sequence number"
-        how = "the endpoint is not a KV event socket: correct the registration"
+        how = f"it is not a KV event socket: correct {listener.events_setting}"
         yield fail(subject, "listened", seen, how)
     elif heard.holes:
         seen = f"{heard.holes} batches are missing between {heard.first} and {heard.last}"

@@ -65,6 +65,7 @@ def workers_of(url: str, workers: Any) -> list[Worker]:
                 tenant="",
                 block_size=size if isinstance(size, int) else None,
                 entry=dict(one),
+                is_of_frontend=True,
             )
             for one in entry.get("listeners") or []
         )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kvflash.ask import Answer
-from kvflash.doctor import workers
-from kvflash.doctor.events import Replayed
+from kvflash.doctor import checks, workers
+from kvflash.doctor.events import Heard, Replayed
 from kvflash.doctor.finding import FAIL, OK, WARN
 
 URL = "http://f:8000"
@@ -108,6 +109,22 @@ def test_reuse_that_is_not_reported_says_what_to_check() -> None:
     )
     assert "no answer has reported reused tokens yet" in seen and "twice" not in seen
     assert "prefix caching" in seen and "--enable-prompt-tokens-details" in seen
+
+
+def test_fixes_name_the_settings_of_the_service() -> None:
+    (worker,) = workers.workers_of(URL, [entry(listener={"replay_endpoint": None})])
+    (at_frontend,) = worker.listeners
+    at_indexer = replace(at_frontend, is_of_frontend=False)
+    for listener, replay, events in (
+        (at_frontend, "replay=tcp://HOST:PORT after its --worker, or as replay in", "events= of"),
+        (at_indexer, "replay_endpoint in POST /register", "endpoint in POST /register"),
+    ):
+        (missing,) = checks.check_replay(listener, None, 5.0)
+        assert replay in missing.fix and "--kv-events-config" in missing.fix
+        for heard in (Heard(error="refused"), Heard(messages=1, malformed=1)):
+            (unheard, *_) = checks.check_heard(listener, heard)
+            assert events in unheard.fix
+    assert "POST /workers" not in missing.fix
 
 
 def test_reasons_fail_and_are_not_repeated_as_warnings() -> None:
