@@ -79,7 +79,11 @@ def load(text: str) -> Policy:
     try:
         made = getattr(import_module(module), name)()
     except Exception as error:
-        raise ConfigError(f"--router-mode {text}: {type(error).__name__}: {error}") from error
+        why = f"{type(error).__name__}: {error}"
+        # Not a module that this one imports.
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+            why += "; add the folder that contains it to PYTHONPATH"
+        raise ConfigError(f"--router-mode {text}: {why}") from error
     if not callable(getattr(made, "choose", None)):
         raise ConfigError(f"--router-mode {text}: {name} has no method choose(request, candidates)")
     return made  # type: ignore[no-any-return]

@@ -222,7 +222,10 @@ def test_what_is_no_policy_is_refused_at_the_start(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": path}
     for name, why in (
         ("python:mine", "must be python:module:Class"),
-        ("python:elsewhere:Last", "ModuleNotFoundError"),
+        (
+            "python:elsewhere:Last",
+            "No module named 'elsewhere'; add the folder that contains it to",
+        ),
         ("python:mine:First", "AttributeError"),
         ("python:mine:Needs", "TypeError"),
         ("python:mine:Mute", "has no method choose"),

@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -293,6 +294,21 @@ def test_a_wrong_deadline_names_class_limit_and_value(deadline_s: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         asked_of(policy)
     assert str(caught.value) == f"Last.deadline_s {limit}{deadline_s!r:.100}"
+
+
+def test_pythonpath_is_named_for_the_policy_s_own_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "imports_another.py").write_text("import nowhere_else")
+    monkeypatch.syspath_prepend(tmp_path)
+    for module, is_named in (
+        ("nowhere", True),
+        ("nowhere.deeper", True),
+        ("imports_another", False),
+    ):
+        with pytest.raises(ConfigError, match="ModuleNotFoundError") as caught:
+            load(f"python:{module}:Last")
+        assert ("PYTHONPATH" in str(caught.value)) is is_named
 
 
 def test_services_and_push_routers_take_objects_and_names(monkeypatch: pytest.MonkeyPatch) -> None:
