@@ -58,3 +58,12 @@ def test_policies_and_weights_are_taken() -> None:
     assert len(set(policies)) >= 8
     for name in {*policies, cell.split("`")[1].split()[1]}:
         assert parse_args(["--worker", "http://a:1", "--router-mode", name]).router_mode == name
+
+
+def test_commands_for_aibrix_set_what_has_an_effect() -> None:
+    text = (FOLDER / "aibrix.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^    (AIBRIX_.*\n(?: {8}.*\n)*)", text, re.MULTILINE)
+    assert len(commands) == 2
+    for command in commands:
+        has_own_blocks = "KV_EVENT_SYNC_ENABLED=false" in command
+        assert ("TOKENIZER_TYPE" in command) is has_own_blocks is (",events=" not in command)
