@@ -79,7 +79,8 @@ def _call(line: str, where: str) -> Call:
         return Call(at_s=at_s, path="/v1/chat/completions", given=body)
     for name in ("prompt", "token_ids"):
         if name in given:
-            return Call(at_s=at_s, path=_COMPLETIONS, given={**body, "prompt": given[name]})
+            prompt = _prompt(given[name], name, where)
+            return Call(at_s=at_s, path=_COMPLETIONS, given={**body, "prompt": prompt})
     if not {"hash_ids", "input_length"} <= given.keys():
         raise ConfigError(
             f"{where}: needs messages, prompt, token_ids, or hash_ids with input_length; got "
@@ -105,6 +106,19 @@ def _time_s(given: Mapping[str, Any], where: str) -> float:
         if name in given:
             return _number(given[name], name, where) / unit
     raise ConfigError(f"{where}: needs a time: timestamp in milliseconds, or at in seconds")
+
+
+def _prompt(value: Any, name: str, where: str) -> Any:
+    if name == "prompt":
+        # A list may be token ids or, as in OpenAI's API, several prompts.
+        is_legal, kinds = isinstance(value, str | list), "text or a list of token ids"
+    else:
+        # Not isinstance(): a bool is no token.
+        is_legal = isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
+        kinds = "a list of integers of at least 0"
+    if not is_legal:
+        raise ConfigError(f"{where}: {name} must be {kinds}, got {value!r:.100}")
+    return value
 
 
 def _number(value: Any, name: str, where: str) -> float:
