@@ -81,7 +81,9 @@ def parse_url(text: str) -> str:
     except ValueError:
         is_legal = False
     if not is_legal or any(mark <= " " or mark == "\x7f" for mark in text) or not text.isascii():
-        raise ConfigError(f"URL must be http://HOST[:PORT][/PATH], got {text!r}")
+        raise ConfigError(
+            f"URL must be http://HOST[:PORT][/PATH] with PORT in 1..65535, got {text!r}"
+        )
     return url.rstrip("/")
 
 
