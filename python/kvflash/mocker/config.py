@@ -72,6 +72,7 @@ class MockerConfig:
             raise ConfigError(f"--event-era must be positional or tagged, got {self.event_era!r}")
         if self.zmq_replay_port != 0 and self.zmq_events_port == 0:
             raise ConfigError("--zmq-replay-port needs --zmq-events-port")
+        self._check_overlap()
         if self.event_plane not in ("zmq", "nats"):
             raise ConfigError(f"--event-plane must be zmq or nats, got {self.event_plane!r}")
         if self.event_plane == "nats" and self.endpoint is None:
@@ -111,6 +112,18 @@ class MockerConfig:
         if not isinstance(port, int) or not 0 <= port <= last:
             raise ConfigError(
                 f"{_flag(name)} must be in 0..{last} for {self.num_workers} workers, got {port!r}"
+            )
+
+    def _check_overlap(self) -> None:
+        events, replay = self.zmq_events_port, self.zmq_replay_port
+        count = self.num_workers * self.data_parallel_size
+        if not isinstance(events, int) or not isinstance(replay, int) or 0 in (events, replay):
+            return
+        if abs(events - replay) < count:
+            raise ConfigError(
+                f"--zmq-events-port {events}..{events + count - 1} and --zmq-replay-port "
+                f"{replay}..{replay + count - 1} overlap: each takes a port per worker and rank, "
+                f"so they must be at least {count} apart"
             )
 
     def _check_roles(self) -> None:

@@ -79,6 +79,11 @@ def test_roles_have_two_spellings(flags: str, role: str) -> None:
         ("--zmq-events-port 70000", "--zmq-events-port must be in 0..65535"),
         ("--zmq-events-port soon", "--zmq-events-port: must be a port, 0 or auto, got 'soon'"),
         ("--zmq-replay-port 6000", "--zmq-replay-port needs --zmq-events-port"),
+        (
+            "--num-workers 2 --zmq-events-port 19400 --zmq-replay-port 19401",
+            "--zmq-events-port 19400..19401 and --zmq-replay-port 19401..19402 overlap",
+        ),
+        ("--zmq-events-port 7000 --zmq-replay-port 7000", "so they must be at least 1 apart"),
         ("--is-prefill-worker --is-decode-worker", "not allowed with argument"),
         ("--disaggregation-mode both-ways", "must be agg, prefill or decode, got 'both-ways'"),
         ("--data-parallel-size 2", "--data-parallel-size needs --endpoint"),
