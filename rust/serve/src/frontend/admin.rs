@@ -12,7 +12,6 @@ use axum::http::{HeaderMap, StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
 use kvflash_core::catalog::{Code, Report, Trust, TrustState, Unheard};
 use kvflash_core::ids::Worker;
-use kvflash_core::policy::{AUTO, Policy};
 use kvflash_core::select::{ReuseView, WorkerReason};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -148,7 +147,6 @@ fn warnings(
     warnings.extend(app.registrations.trouble());
     warnings.extend(app.options.routing.policies.desk().and_then(|desk| desk.trouble()));
     warnings.extend(app.options.http.lock().troubles());
-    let by_caches = [AUTO, Policy::Kv.name()].contains(&app.options.routing.policy_name());
     let heard: HashSet<_> = reports.iter().map(|report| report.view.worker.instance_id).collect();
     let engines: BTreeMap<_, _> = engines.iter().map(|engine| (engine.id, engine)).collect();
     warnings.extend(reasons.iter().map(|reason| {
@@ -187,7 +185,7 @@ fn warnings(
         if let Some(why) = engine.ids.trouble() {
             warnings.push(format!("worker {}: token ids are no longer sent: {why}", engine.id));
         }
-        if by_caches && app.uses_events && !heard.contains(&engine.id) {
+        if app.routes_by_events() && !heard.contains(&engine.id) {
             warnings.extend(unheard(app, engine));
         }
     }

@@ -9,6 +9,7 @@ use axum::Router;
 use kvflash_core::catalog::Catalog;
 use kvflash_core::clock::Clock;
 use kvflash_core::error::{Error, Result};
+use kvflash_core::policy::{AUTO, Policy};
 use kvflash_core::select::StartGate;
 use parking_lot::{Mutex, RwLock};
 use tokio::time::Instant;
@@ -256,6 +257,11 @@ impl App {
             *full_since = None;
         }
         full_since.is_some_and(|since| since.elapsed() >= FULL_TIME)
+    }
+
+    /// Whether the policy decides by what engines' events tell of their caches.
+    pub fn routes_by_events(&self) -> bool {
+        self.uses_events && [AUTO, Policy::Kv.name()].contains(&self.options.routing.policy_name())
     }
 
     pub fn in_flight(&self) -> usize {

@@ -141,7 +141,7 @@ async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
 /// Warns of a worker with an unknown event socket: its cache earns no credit.
 fn warn_without_events(app: &App, engine: &Engine, notes: &EngineNotes) {
     let is_told = engine.spec.events.is_some() || engine.member.is_some();
-    if app.uses_events && !is_told && notes.server.is_none() {
+    if app.routes_by_events() && !is_told && notes.server.is_none() {
         tracing::warn!(
             worker = engine.id,
             url = engine.base,
