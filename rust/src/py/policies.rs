@@ -75,7 +75,7 @@ pub(super) fn chosen(
         (None, Some(_)) => None,
         (None, None) => Some(
             registry::build(strategy, &settings, &mut rng)
-                .map_err(|error| of_flag("--router-mode", &error))?,
+                .map_err(|error| of_flag(source_of(mode, &settings), &error))?,
         ),
     };
     policies.shadows = Shadow::of_texts(shadows, &settings, counted, &mut rng, seed)
@@ -87,6 +87,13 @@ pub(super) fn chosen(
         .collect();
     tracing::info!(policy = strategy, %profile, variables = set.join(" "), "routing policy");
     Ok((built_in.unwrap_or_default(), policies, settings))
+}
+
+/// Where the routing policy was named: the flag, or the variable that was read.
+fn source_of<'a>(mode: &ModeSettings, settings: &'a Settings) -> &'a str {
+    let mut origins = settings.origins.iter().filter(|origin| origin.name == "ROUTING_ALGORITHM");
+    let variable = origins.find_map(|origin| origin.read_from.as_deref());
+    variable.filter(|_| mode.policy.is_none()).unwrap_or("--router-mode")
 }
 
 fn of_flag(flag: &str, error: &Error) -> Error {

@@ -86,7 +86,7 @@ def test_flags_and_variables_of_both_names(http, monkeypatch):
     args = parse_args(["--shadow-policy", "kv", "--shadow-policy", "throughput"])
     assert list(args.shadow_policies) == ["kv", "throughput"]
     monkeypatch.setenv("AIBRIX_ROUTING_ALGORITHM", "fastest")
-    with pytest.raises(ConfigError, match=r"--router-mode.*session-affinity"):
+    with pytest.raises(ConfigError, match=r"AIBRIX_ROUTING_ALGORITHM: .*session-affinity"):
         RouterService(**LOCAL)
     with pytest.raises(ConfigError, match=r"--shadow-policy.*limit is 4"):
         RouterService(**LOCAL, router_mode="kv", shadow_policies=["kv"] * 5)
