@@ -144,7 +144,8 @@ class AskedPolicy:
             question.fail(is_nonsense=True)
             is_answered = False
         if not is_answered:
-            wanted = f"one of {len(candidates)} candidates, its index, or a score for each"
+            wanted = f"one of {len(candidates)} candidates, its index, or a score for each with "
+            wanted += "None for some"
             self._log(f"the policy's choose() must return {wanted}, got {choice!r:.200}")
 
     def _log(self, message: str, error: BaseException | None = None) -> None:
@@ -199,7 +200,10 @@ def _scores(choice: Any, candidates: list[PolicyCandidate]) -> list[float | None
         # Integers of NumPy count, too.
         chosen = operator.index(choice)
     except TypeError:
-        return [None if score is None else float(score) for score in choice]
+        scores = [None if score is None else float(score) for score in choice]
+        if scores and all(score is None for score in scores):
+            raise ValueError("every candidate is excluded") from None
+        return scores
     if not 0 <= chosen < len(candidates):
         raise ValueError("no such candidate")
     return [1.0 if at == chosen else None for at in range(len(candidates))]

@@ -62,7 +62,7 @@ class Nonsense(Patient):
     def choose(self, request, candidates):
         count = len(candidates)
         answers = ["first", None, True, count, -1, [1.0], 1.5, [math.nan] * count]
-        answers += [[10 ** 400] * count, object()]
+        answers += [[10 ** 400] * count, object(), [None] * count]
         return answers[int(request.user)]
 
 class Told(Patient):
@@ -185,11 +185,11 @@ def test_kv_chooses_where_the_answer_is_nonsense(own: Callable[[str], FrontendPr
     fakes = [FakeEngine("p") for _ in range(2)]
     frontend = own("Nonsense")
     with engines(frontend, *fakes):
-        for n in range(10):
+        for n in range(11):
             body = {**prompt_of("p"), "user": str(n)}
             assert ask(frontend.url, COMPLETIONS, body).status == 200, n
             assert answers(frontend, "nonsense") == n + 1
-        said = "one of 2 candidates, its index, or a score for each, got 'first'"
+        said = "one of 2 candidates, its index, or a score for each with None for some, got 'first'"
         until(lambda: said in "".join(frontend.process.errors), "the line in the log")
 
 
