@@ -47,7 +47,14 @@ pub(super) fn build(
 ) -> Result<(Arc<dyn RoutePolicy>, String)> {
     let text = text.trim();
     let Some((name, given)) = text.split_once(':').filter(|(_, given)| given.contains('=')) else {
-        let policy = registry::build(text, settings, rng)?;
+        let policy =
+            registry::build(text, settings, rng).map_err(|error| match text.split_once(':') {
+                Some(("python", _)) => Error::invalid("a policy in Python can't be a shadow"),
+                Some(_) if !text.contains(',') => Error::invalid(format!(
+                    "{error}; settings of a shadow are written NAME:PARAMETER=VALUE"
+                )),
+                _ => error,
+            })?;
         let key = policy.name().to_owned();
         return Ok((policy, key));
     };

@@ -148,6 +148,8 @@ fn faults_name_the_parameter_and_what_is_legal() {
         (&["fastest:temperature=1"], "policy must be one of auto, kv".into()),
         (&["kv:1,random:1"], "has no scores".into()),
         (&["kv:x"], "the weight of \"kv\" must be an integer".into()),
+        (&["kv:temperature"], "settings of a shadow are written NAME:PARAMETER=VALUE".into()),
+        (&["python:mine:Policy"], "a policy in Python can't be a shadow".into()),
         (
             &["prefix-cache:prefix_cache_block_size=0"],
             "prefix_cache_block_size must be an integer in 1..=1048576, got \"0\"".into(),
