@@ -190,7 +190,10 @@ class Service:
         if not answer.status:
             raise TransportError(f"{asked}: {answer.error}; does the service run there?")
         if answer.status == 404:
-            raise NotFoundError(f"{asked}: {answer.said}")
+            # An engine, or a service without this command.
+            is_strange = any(words in answer.said for words in ("Not Found", "no such path"))
+            hint = "; does a kvflash frontend or router run there?" if is_strange else ""
+            raise NotFoundError(f"{asked}: {answer.said}{hint}")
         if answer.status == 401 and self._key is None:
             raise TransportError(f"{asked}: {answer.said}; name a file with a key by {KEY_FILE}")
         if answer.status != 200:
