@@ -102,6 +102,13 @@ impl Page<'_> {
         Ok(())
     }
 
+    /// What `GET /ready` and `GET /health` answer, for alerts.
+    pub fn state(&mut self, is_ready: bool, warnings: usize) -> fmt::Result {
+        let help = "1 = GET /ready answers 200: requests are accepted";
+        self.gauge("ready", help, u32::from(is_ready))?;
+        self.gauge("health_warnings", "Warnings in GET /health", warnings as u64)
+    }
+
     /// What all services tell of their indexes; returns it for what only some tell.
     pub fn indexes(&mut self, catalog: &Catalog) -> Result<Vec<(Labels, IndexStats)>, fmt::Error> {
         let models = catalog.models();

@@ -20,9 +20,7 @@ pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
     let (of, prefix) = (Arc::clone(&app), &app.options.metrics_prefix);
     let read = move |page: &mut Page<'_>| {
         page.gauge("requests_in_flight", "Requests in flight", of.in_flight())?;
-        let is_ready = u32::from(not_ready(&of).is_none());
-        page.gauge("ready", "1 = GET /ready answers 200: requests are accepted", is_ready)?;
-        page.gauge("health_warnings", "Warnings in GET /health", warnings_count(&of) as u64)?;
+        page.state(not_ready(&of).is_none(), warnings_count(&of))?;
         write_workers(&of, page)?;
         write_clients(&of, page)?;
         write_reuse(&of, page)?;

@@ -131,16 +131,13 @@ impl WaitingRoom {
         let now_ms = self.clock.now_ms();
         let pushed = self.state.lock().queue.push(client, sender, cost, options, now_ms);
         let ticket = pushed.map_err(|refused| {
-            let cause = match refused.refusal {
-                Refusal::Name(_) => "invalid",
-                Refusal::ClientQueueFull => "client_limit",
-                Refusal::QueueFull | Refusal::TooManyClients => "no_turn",
+            let retry_after_s = Some(refused.retry_after_ms.div_ceil(1_000) as u32);
+            let (cause, retry_after_s) = match refused.refusal {
+                Refusal::Name(_) => ("invalid", None),
+                Refusal::ClientQueueFull => ("client_limit", retry_after_s),
+                Refusal::QueueFull | Refusal::TooManyClients => ("no_turn", retry_after_s),
             };
-            let mut reject = Reject::from(refused.error);
-            if cause != "invalid" {
-                reject.retry_after_s = Some(refused.retry_after_ms.div_ceil(1_000) as u32);
-            }
-            (cause, reject)
+            (cause, Reject { retry_after_s, ..Reject::from(refused.error) })
         })?;
         let mut waiting = Waiting { room: self, ticket, receiver };
         self.call(workers);

@@ -384,13 +384,7 @@ async fn ready(State(app): State<Arc<App>>) -> Response {
 pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
     let (of, prefix) = (Arc::clone(&app), &app.options.metrics_prefix);
     let read = move |page: &mut Page<'_>| {
-        let is_ready = u32::from(readiness(&of).0);
-        page.gauge(
-            "ready",
-            "1 = GET /ready answers 200: enough workers have registered",
-            is_ready,
-        )?;
-        page.gauge("health_warnings", "Warnings in GET /health", warnings(&of).len() as u64)?;
+        page.state(readiness(&of).0, warnings(&of).len())?;
         write_fleet(&of.fleet, page)
     };
     app.common.expose(&app.catalog, &app.fleet.common.journal, prefix, read).await
