@@ -144,8 +144,8 @@ class AskedPolicy:
             question.fail(is_nonsense=True)
             is_answered = False
         if not is_answered:
-            wanted = f"one of {len(candidates)} candidates, its index, or a score for each with "
-            wanted += "None for some"
+            wanted = f"one of {len(candidates)} candidates, its index, or a score for each, "
+            wanted += "not all None"
             self._log(f"the policy's choose() must return {wanted}, got {choice!r:.200}")
 
     def _log(self, message: str, error: BaseException | None = None) -> None:

@@ -189,7 +189,7 @@ def test_kv_chooses_where_the_answer_is_nonsense(own: Callable[[str], FrontendPr
             body = {**prompt_of("p"), "user": str(n)}
             assert ask(frontend.url, COMPLETIONS, body).status == 200, n
             assert answers(frontend, "nonsense") == n + 1
-        said = "one of 2 candidates, its index, or a score for each with None for some, got 'first'"
+        said = "one of 2 candidates, its index, or a score for each, not all None, got 'first'"
         until(lambda: said in "".join(frontend.process.errors), "the line in the log")
 
 

@@ -335,7 +335,8 @@ impl Desk {
             answers(failure.name(), &self.counts.failed[failure as usize]);
         }
         let dropped = count(&self.counts.dropped_news);
-        let help = "News of requests and workers that a slow policy in Python was not told";
+        let help =
+            "News of requests and workers that was dropped because the policy in Python was slow";
         visit(Sample::plain("outside_policy_dropped_news_total", help, dropped));
         let waiting = self.state.lock().tasks.len() as f64;
         let help = "Calls that wait for a policy in Python";

@@ -238,7 +238,7 @@ pub struct Request {
     pub alias: Option<Arc<str>>,
     /// Its prompt, hashed.
     pub prompt: Arc<Prompt>,
-    /// The prompt's tokens, for policies; empty while unknown, or if none needs the text.
+    /// The prompt's tokens, for policies; may be empty while unknown, or if none needs the text.
     pub tokens: Arc<Vec<u32>>,
     /// The prompt's text, UTF-8, for policies; empty if none needs it.
     pub text: Arc<[u8]>,

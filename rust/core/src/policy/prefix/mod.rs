@@ -226,7 +226,8 @@ impl RoutePolicy for PrefixCache {
         let State { table, counters, .. } = &*state;
         for (reason, &count) in SELECTIONS.iter().zip(&counters.selections) {
             let label = ("selection", reason.name());
-            let (name, help) = ("prefix_cache_selection_total", "Decisions by what settled them");
+            let (name, help) =
+                ("prefix_cache_selection_total", "Decisions by the rule that settled them");
             visit(Sample { name, help, label, value: count as f64 });
         }
         for (&last, &count) in BUCKETS.iter().zip(&counters.buckets) {

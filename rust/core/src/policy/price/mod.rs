@@ -328,7 +328,7 @@ impl RoutePolicy for PricePolicy {
             );
             tell(
                 "auto_session_gaps_total",
-                "Pauses between the requests of a session that were seen",
+                "Observed pauses between the requests of a session",
                 count,
             );
             tell(

@@ -176,7 +176,7 @@ impl RoutePolicy for VtcBasic {
         let help = "Requests of clients beyond ROUTER_VTC_MAX_CLIENTS";
         let uncounted = state.tracker.uncounted() as f64;
         visit(Sample::plain("vtc_uncounted_requests_total", help, uncounted));
-        let help = "Requests with tokens corrected at their end";
+        let help = "Requests with token counts corrected at their end";
         visit(Sample::plain("vtc_corrected_requests_total", help, state.corrected as f64));
     }
 }
