@@ -78,7 +78,7 @@ capi:
 	$(CAPI) build --quiet --profile $(CAPI_PROFILE) --locked --package kvflash-capi
 
 # Several files side by side: tests mostly wait, for processes and for clocks. tests/conftest.py has the order.
-TESTS = -n 5 --dist loadfile --no-loadscope-reorder --reruns 2 --reruns-delay 1
+TESTS = -n 7 --dist loadfile --no-loadscope-reorder --reruns 2 --reruns-delay 1
 # With kvflash/python, although it tests nothing of it, cargo test takes the crates that were compiled for the wheel: pyo3
 # switches on a feature of syn, on which nearly all of them depend.
 test: lint

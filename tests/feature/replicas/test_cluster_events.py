@@ -173,8 +173,10 @@ def test_a_frontend_on_sockets_says_what_a_worker_in_a_stream_needs(cluster: Clu
 def test_health_tells_of_events_in_a_stream_only_what_is_wrong(cluster: Cluster) -> None:
     workers = cluster.workers(*NATS, count=1)
     (worker,) = workers.ids
-    # It has stored nothing yet, and need not have.
-    assert cluster.frontend(workers, *NATS).http.get("/health")["warnings"] == []
-    (lost,) = cluster.frontend(workers).http.get("/health")["warnings"]
-    assert lost.startswith(f"worker {worker}: its events are at jetstream://"), lost
+    # It has stored nothing yet, and need not have. It announces its events once it is registered.
+    listening, deaf = cluster.frontend(workers, *NATS).http, cluster.frontend(workers).http
+    until(lambda: listening.get("/health")["warnings"] == [], "the events' announcement")
+    said = f"worker {worker}: its events are at jetstream://"
+    until(lambda: said in str(deaf.get("/health")["warnings"]), "the warning")
+    (lost,) = deaf.get("/health")["warnings"]
     assert "which needs --event-plane nats on this frontend" in lost
