@@ -6,6 +6,8 @@ round. Measured are:
 
 - *round-robin*, *kv*: requests through the frontend to four workers that answer at once (nginx);
   ``kv`` tokenizes and hashes 4,500 characters. wrk, 32 connections;
+- *auto*: the same, OTHER with ``auto`` beside BASE with ``kv``;
+- *decision*: ``auto`` of OTHER beside ``kv`` of BASE in process, from tokens to the booked worker;
 - *query*: ``POST /query`` of 1,900 token ids to an indexer, under the same wrk;
 - *ingest*: batches of events that four publishers send as fast as a fresh indexer takes them.
 
@@ -52,6 +54,7 @@ ROOT = Path(__file__).parents[2]
 CACHE = Path.home() / ".cache" / "kvflash"
 FIRST_WORKER, FIRST_PORT = 9_101, 8_310
 TOKENIZER = ROOT / "tests" / "vectors" / "tiny-llama"
+DECISIONS = Path(__file__).with_name("decisions.py")
 # One for both, whatever their manifests say: what `make bench` measures.
 PROFILE = {"CARGO_PROFILE_RELEASE_LTO": "thin", "CARGO_PROFILE_RELEASE_CODEGEN_UNITS": "8"}
 
@@ -110,7 +113,9 @@ Loads = Callable[[int], Figures]
 
 
 @contextmanager
-def frontends(pair: Pair, folder: Path, size: Size, flags: tuple[str, ...]) -> Iterator[Loads]:
+def frontends(
+    pair: Pair, folder: Path, size: Size, flags: tuple[tuple[str, ...], tuple[str, ...]]
+) -> Iterator[Loads]:
     """Both frontends before the same workers; yields how to load one of them."""
     lua = script(folder / "chat.lua", chat_bodies())
     with ExitStack() as stack:
@@ -118,7 +123,7 @@ def frontends(pair: Pair, folder: Path, size: Size, flags: tuple[str, ...]) -> I
         urls = []
         for at, one in enumerate(pair):
             port = FIRST_PORT + at
-            command = one.command("frontend", "--host", "127.0.0.1", *flags)
+            command = one.command("frontend", "--host", "127.0.0.1", *flags[at])
             command += [part for url in workers for part in ("--worker", url)]
             running = stack.enter_context(service(command, port, folder / f"{one.commit}.log"))
             wait(f"{running.url}/v1/models", 180)
@@ -172,16 +177,32 @@ def filled(one: Build, port: int, folder: Path, batches: int) -> Iterator[tuple[
         yield running, ingest(running, sent, "wire")
 
 
+@contextmanager
+def decisions(pair: Pair, folder: Path, size: Size) -> Iterator[Loads]:
+    """Yields how to time the decisions of one of the two."""
+
+    def load(at: int) -> Figures:
+        command = [str(pair[at].python), str(DECISIONS), ("kv", "auto")[at]]
+        run = subprocess.run(command, check=True, capture_output=True, text=True)
+        return {f"{shape}, us": us for shape, us in json.loads(run.stdout).items()}
+
+    yield load
+
+
 def rate(load: Load) -> Figures:
     """What counts of a load."""
     assert not load.failed, load
     return {"requests/s": load.requests_per_s, "p50 ms": load.p50_ms}
 
 
-KV = ("--router-mode", "kv", "--tokenizer", str(TOKENIZER), "--kv-cache-block-size", "16")
+ROUND_ROBIN = ("--router-mode", "round-robin")
+TOKENS = ("--tokenizer", str(TOKENIZER), "--kv-cache-block-size", "16")
+KV, AUTO = ("--router-mode", "kv", *TOKENS), ("--router-mode", "auto", *TOKENS)
 PARTS = {
-    "round-robin": partial(frontends, flags=("--router-mode", "round-robin")),
-    "kv": partial(frontends, flags=KV),
+    "round-robin": partial(frontends, flags=(ROUND_ROBIN, ROUND_ROBIN)),
+    "kv": partial(frontends, flags=(KV, KV)),
+    "auto": partial(frontends, flags=(KV, AUTO)),
+    "decision": decisions,
     "query": queries,
     "ingest": intake,
 }
@@ -223,7 +244,7 @@ def main() -> int:
             with PARTS[part](pair, Path(name), size) as load:
                 measured = compare(load, args.rounds)
             for figure, pairs in measured.items():
-                is_time = figure.endswith("ms")
+                is_time = figure.endswith((" ms", " us"))
                 ratios = [base / other if is_time else other / base for base, other in pairs]
                 ratio = statistics.median(ratios)
                 is_met &= ratio >= args.at_least
