@@ -166,6 +166,7 @@ impl Slots {
 }
 
 impl Slot {
+    #[inline]
     fn load(&self, now_ms: u64, estimates: bool) -> WorkerLoad {
         let Counters { requests, context_tokens, prefills, queue, blocks, discount, last_booked } =
             &self.counters;

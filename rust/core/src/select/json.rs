@@ -9,8 +9,7 @@ use crate::policy::AUTO;
 impl Record {
     /// The decision with every candidate's terms, without the outcome.
     pub fn decision(&self) -> Value {
-        let candidates: Vec<Value> =
-            self.candidates.iter().map(|one| self.candidate(one)).collect();
+        let candidates = self.candidates();
         json!({
             "model": &*self.model,
             "alias": self.alias.as_deref(),
@@ -28,23 +27,23 @@ impl Record {
             "overlap_blocks": self.overlap_blocks,
             "overlap_score_weight": self.request.overlap_score_weight,
             "temperature": self.request.temperature,
-            "because": self.because(),
+            "because": self.because(&candidates),
             "diverted": self.diverted.map(|Diverted { from, by }| json!({
                 "from": from, "by": by.name(), "because": "draining",
             })),
-            "candidates": candidates,
+            "candidates": candidates.iter().map(|one| self.candidate(one)).collect::<Vec<_>>(),
         })
     }
 
     /// Why the chosen worker was cheaper than the next one, if the price decided; largest part
     /// first.
-    fn because(&self) -> Option<String> {
+    fn because(&self, candidates: &[CandidateRecord]) -> Option<String> {
         if &*self.policy != AUTO {
             return None;
         }
-        let chosen = self.candidates.iter().find(|one| one.terms.worker == self.worker)?;
+        let chosen = candidates.iter().find(|one| one.terms.worker == self.worker)?;
         let others =
-            self.candidates.iter().filter(|one| !one.is_busy && !one.is_draining && one != &chosen);
+            candidates.iter().filter(|one| !one.is_busy && !one.is_draining && one != &chosen);
         let next = others.min_by(|a, b| a.terms.cost.total_cmp(&b.terms.cost))?;
         let parts = chosen.terms.price.parts().into_iter().zip(next.terms.price.parts());
         let mut differences: Vec<(&str, f64)> =

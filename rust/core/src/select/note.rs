@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::ask::{Ask, Pin};
 use super::config::Overlap;
 use super::draining::{Diverted, Wanted};
-use super::record::{CandidateRecord, Outcome, Record, Selection};
+use super::record::{Outcome, Record, Seen, Selection, told};
 use super::selector::Selector;
 use crate::error::Error;
 use crate::ids::{InstanceId, Worker};
@@ -52,21 +52,17 @@ impl Selector {
         Some(Diverted { from, by: Wanted::Session })
     }
 
-    /// The reported overlap: held blocks, and predicted blocks beyond them. Without events all are
-    /// predicted.
-    pub(super) fn told(&self, terms: &Terms) -> (u32, u32) {
-        match self.overlap {
-            Overlap::Predictions => (terms.overlap_blocks, 0),
-            _ => (terms.overlap_blocks - terms.predicted_blocks, terms.predicted_blocks),
-        }
+    fn is_predicted(&self) -> bool {
+        matches!(self.overlap, Overlap::Predictions)
     }
 
     pub(super) fn selection(&self, decision: &Decision<'_>, matches: &Matches) -> Selection {
-        let (overlap_blocks, predicted_blocks) = self.told(&decision.terms());
+        let is_predicted = self.is_predicted();
+        let (overlap_blocks, predicted_blocks) = told(&decision.terms(), is_predicted);
         let best = |blocks: fn(&Match) -> u32| matches.as_slice().iter().map(blocks).max();
-        let best = match self.overlap {
-            Overlap::Predictions => best(|found| found.predicted),
-            _ => best(|found| found.device),
+        let best = match is_predicted {
+            true => best(|found| found.predicted),
+            false => best(|found| found.device),
         };
         let held = matches.as_slice().iter().find(|found| found.worker == decision.worker);
         Selection {
@@ -93,29 +89,18 @@ impl Selector {
         matches: &Matches,
         passed_over: &[Terms],
     ) -> Record {
-        let mut found: Vec<&Match> = matches.as_slice().iter().collect();
-        found.sort_unstable_by_key(|found| found.worker);
-        let credits = self.reuse.credits();
         let is_draining =
             |terms: &Terms| ask.known.draining.binary_search(&terms.worker.instance_id).is_ok();
-        let candidate = |terms: Terms, is_busy| {
-            let place = found.binary_search_by_key(&terms.worker, |found| found.worker);
-            let held = place.ok().map(|place| found[place]);
-            let blocks = |tier: fn(&Match) -> u32| held.map_or(0, tier);
-            CandidateRecord {
-                terms,
-                overlap_blocks: self.told(&terms).0,
-                device_blocks: blocks(|held| held.device),
-                host_blocks: blocks(|held| held.host),
-                disk_blocks: blocks(|held| held.external),
-                predicted_blocks: blocks(|held| held.predicted),
-                credit: credits.as_ref().and_then(|low| low.get(&terms.worker)).copied(),
-                is_busy,
-                is_draining: is_draining(&terms),
-            }
+        let credits = self.reuse.credits();
+        let credits = credits.iter().flat_map(|low| low.iter());
+        let seen = Seen {
+            open: decision.candidates.into(),
+            costs: decision.costs.into(),
+            passed_over: passed_over.iter().map(|terms| (*terms, is_draining(terms))).collect(),
+            found: matches.as_slice().into(),
+            credits: credits.map(|(worker, credit)| (*worker, *credit)).collect(),
+            is_predicted: self.is_predicted(),
         };
-        let open = decision.all_terms().map(|terms| candidate(terms, false));
-        let busy = passed_over.iter().map(|terms| candidate(*terms, !is_draining(terms)));
         Record {
             request_id: request_id.into(),
             model: Arc::clone(&self.name),
@@ -130,7 +115,7 @@ impl Selector {
             request_blocks: ask.prompt.sequence_hashes.len() as u32,
             overlap_blocks: self.selection(decision, matches).overlap_blocks,
             diverted: self.diverted(ask, ask.known.unpinned),
-            candidates: open.chain(busy).collect(),
+            seen,
             first_token_ms: None,
             ended_ms: None,
             cached_tokens: None,

@@ -1,5 +1,8 @@
 //! Decisions as they are reported: the selected worker, a record of all inputs and the outcome, and a
 //! ring of the latest records by request id, limited in bytes.
+//!
+//! A record keeps what the decision read, as it lay there: every request makes one, and hardly
+//! anybody looks at it. What people read is computed for them.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -9,7 +12,8 @@ use parking_lot::Mutex;
 use super::ask::TokenSource;
 use super::draining::Diverted;
 use crate::ids::Worker;
-use crate::policy::{Choice, Reason, RequestTerms, Terms};
+use crate::index::Match;
+use crate::policy::{Candidate, CandidateCost, Choice, Reason, RequestTerms, Terms};
 
 named! {
     /// Outcome of a request.
@@ -85,6 +89,42 @@ pub struct CandidateRecord {
     pub is_draining: bool,
 }
 
+/// What a decision read of the workers.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Seen {
+    /// Candidates that were neither busy nor draining.
+    pub open: Box<[Candidate]>,
+    /// The cost of each of these.
+    pub costs: Box<[CandidateCost]>,
+    /// The others, and whether they were draining.
+    pub passed_over: Box<[(Terms, bool)]>,
+    /// What the index found.
+    pub found: Box<[Match]>,
+    /// Weights of blocks below 1.
+    pub credits: Box<[(Worker, f64)]>,
+    /// There are no events: an overlap is a prediction.
+    pub is_predicted: bool,
+}
+
+impl Seen {
+    fn bytes(&self) -> usize {
+        size_of_val(&*self.open)
+            + size_of_val(&*self.costs)
+            + size_of_val(&*self.passed_over)
+            + size_of_val(&*self.found)
+            + size_of_val(&*self.credits)
+    }
+}
+
+/// Held blocks, and predicted blocks beyond them, as they are reported; without events all are
+/// predicted.
+pub(super) fn told(terms: &Terms, is_predicted: bool) -> (u32, u32) {
+    match is_predicted {
+        true => (terms.overlap_blocks, 0),
+        false => (terms.overlap_blocks - terms.predicted_blocks, terms.predicted_blocks),
+    }
+}
+
 /// One decision.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Record {
@@ -114,8 +154,7 @@ pub struct Record {
     pub overlap_blocks: u32,
     /// The draining worker that it should have used.
     pub diverted: Option<Diverted>,
-    /// All candidates, skipped ones last.
-    pub candidates: Box<[CandidateRecord]>,
+    pub(super) seen: Seen,
     /// Milliseconds from the decision to the first token.
     pub first_token_ms: Option<u64>,
     /// Milliseconds from the decision to the end.
@@ -127,11 +166,42 @@ pub struct Record {
 }
 
 impl Record {
+    /// All candidates, skipped ones last.
+    ///
+    /// # Cost
+    /// O(candidates), and sorting what the index found.
+    pub fn candidates(&self) -> Vec<CandidateRecord> {
+        let Seen { open, costs, passed_over, found, credits, is_predicted } = &self.seen;
+        let mut found: Vec<&Match> = found.iter().collect();
+        found.sort_unstable_by_key(|found| found.worker);
+        let candidate = |terms: Terms, is_busy, is_draining| {
+            let place = found.binary_search_by_key(&terms.worker, |found| found.worker);
+            let blocks = |tier: fn(&Match) -> u32| place.map_or(0, |place| tier(found[place]));
+            let credit = credits.iter().find(|(worker, _)| *worker == terms.worker);
+            CandidateRecord {
+                terms,
+                overlap_blocks: told(&terms, *is_predicted).0,
+                device_blocks: blocks(|held| held.device),
+                host_blocks: blocks(|held| held.host),
+                disk_blocks: blocks(|held| held.external),
+                predicted_blocks: blocks(|held| held.predicted),
+                credit: credit.map(|(_, credit)| *credit),
+                is_busy,
+                is_draining,
+            }
+        };
+        let open = open.iter().zip(costs).map(|(one, cost)| self.request.terms_at(one, cost));
+        let passed_over = passed_over.iter();
+        open.map(|terms| candidate(terms, false, false))
+            .chain(passed_over.map(|&(terms, draining)| candidate(terms, !draining, draining)))
+            .collect()
+    }
+
     pub(super) fn bytes(&self) -> usize {
         size_of::<Self>()
             + self.request_id.len()
             + self.alias.as_deref().map_or(0, str::len)
-            + size_of_val(&*self.candidates)
+            + self.seen.bytes()
     }
 }
 

@@ -15,7 +15,8 @@ use crate::clock::{Clock, ManualClock};
 use crate::error::Error;
 use crate::hash::engine::NameKeys;
 use crate::ids::{Tier, Worker};
-use crate::index::Block;
+use crate::index::{Block, Match};
+use crate::policy::{Candidate, CandidateCost};
 use crate::select::{Policies, RouteOverride, RouterConfig};
 
 mod busy;
@@ -617,13 +618,13 @@ fn a_decision_is_kept_with_all_that_went_into_it_and_what_came_of_it() {
         (worker(1), Outcome::Running, 10)
     );
     assert_eq!((record.request_blocks, record.overlap_blocks), (4, 2));
-    let tiers: Vec<_> = record
-        .candidates
+    let candidates = record.candidates();
+    let tiers: Vec<_> = candidates
         .iter()
         .map(|one| (one.device_blocks, one.host_blocks, one.disk_blocks, one.is_busy))
         .collect();
     assert_eq!(tiers, [(0, 0, 0, false), (2, 3, 3, false), (0, 0, 0, false)]);
-    let costs: Vec<f64> = record.candidates.iter().map(|one| one.terms.cost).collect();
+    let costs: Vec<f64> = candidates.iter().map(|one| one.terms.cost).collect();
     // A block in host memory saves three quarters of one to prefill.
     assert_eq!((costs, record.choice.margin), (vec![8.0, 5.25, 8.0], Some(2.75)));
     bench.clock.advance(30);
@@ -669,6 +670,14 @@ fn the_journal_keeps_the_latest_within_its_bytes() {
     small.update(none, |_| panic!("it was never there"));
     assert_eq!(small.stats(), JournalStats { dropped_total: 1, ..JournalStats::default() });
     assert!(!Journal::new(0).is_on());
+}
+
+#[test]
+fn a_candidate_takes_as_much_of_the_journal_as_the_manual_says() {
+    let manual = include_str!("../../../../docs/routing.md");
+    let [seen, found] = [size_of::<Candidate>() + size_of::<CandidateCost>(), size_of::<Match>()];
+    let text = format!("A candidate takes {seen} bytes, and {found} more if it holds blocks");
+    assert!(manual.contains(&text), "{text}");
 }
 
 #[test]

@@ -145,7 +145,7 @@ impl Chosen {
         }
         let trust = self.trust(app);
         if let Some(candidates) = value["candidates"].as_array_mut() {
-            for (entry, candidate) in candidates.iter_mut().zip(&record.candidates) {
+            for (entry, candidate) in candidates.iter_mut().zip(record.candidates()) {
                 let worker = candidate.terms.worker;
                 entry["worker_id"] = json!(worker.instance_id);
                 entry["dp_rank"] = json!(worker.dp_rank);

@@ -135,7 +135,7 @@ fn busy_workers_get_nothing_whatever_the_policy() {
         }
         let record = bench.selector.journal.find("x").pop().unwrap();
         let busy: Vec<_> =
-            record.candidates.iter().map(|one| (one.terms.worker, one.is_busy)).collect();
+            record.candidates().iter().map(|one| (one.terms.worker, one.is_busy)).collect();
         assert_eq!(busy, [(worker(1), false), (worker(2), false), (worker(0), true)]);
         for id in [1, 2] {
             bench.selector.busy.report(worker(id), &full(90));

@@ -73,7 +73,7 @@ fn a_request_may_want_another_credit() {
         let ask = Ask { overrides, ..Ask::new(&prompt) };
         let (selection, record) = bench.selector.preview(&ask).unwrap();
         assert_eq!(selection.worker.instance_id, expected["selected"].as_u64().unwrap());
-        for one in &record.candidates {
+        for one in record.candidates() {
             // The recorded costs leave the request's own blocks out.
             let cost = one.terms.cost - f64::from(blocks(&input["isl"]));
             let wanted = &expected["logits"][one.terms.worker.instance_id.to_string()];

@@ -24,7 +24,7 @@ fn a_draining_worker_gets_nothing_new_and_keeps_what_it_has() {
     let load = bench.selector.loads()[1];
     assert_eq!((load.worker, load.requests), (worker(1), 1), "what it has goes on");
     let (_, record) = bench.selector.preview(&ask_of(&prompt)).unwrap();
-    let candidate = record.candidates.last().unwrap();
+    let candidate = record.candidates().pop().unwrap();
     assert_eq!((candidate.terms.worker, candidate.device_blocks), (worker(1), 4));
     assert!(candidate.is_draining && !candidate.is_busy);
     assert_eq!(record.diverted, None);

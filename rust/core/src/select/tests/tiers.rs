@@ -96,10 +96,10 @@ fn a_prediction_and_the_tiers_behind_it_do_not_count_twice() {
     let prompt = bench.prompt(&tokens);
     let ask = Ask::new(&prompt);
     let before = bench.selector.preview(&ask).unwrap().1;
-    assert_eq!(before.candidates[0].terms.lower_milliblocks, 3_000);
-    assert_eq!(before.candidates[0].terms.prefill_tokens, 32 - 12);
+    assert_eq!(before.candidates()[0].terms.lower_milliblocks, 3_000);
+    assert_eq!(before.candidates()[0].terms.prefill_tokens, 32 - 12);
     bench.selector.model().index.predict(worker(0), prompt.seed, &prompt.locals);
     let after = bench.selector.preview(&ask).unwrap().1;
-    let terms = after.candidates[0].terms;
+    let terms = after.candidates()[0].terms;
     assert_eq!((terms.predicted_blocks, terms.lower_milliblocks, terms.prefill_tokens), (8, 0, 0));
 }
