@@ -381,9 +381,10 @@ impl Router {
             gate.shut(load.loads().map(|(_, load)| load), &mut scratch.shut);
         }
         let (mut passed_over, mut draining) = (0, 0);
-        for (slot, load) in load.loads() {
+        // A `for` loop would call the iterator's `next` for each worker; this is compiled into one loop.
+        load.loads().for_each(|(slot, load)| {
             if !ask.allows(load.worker) {
-                continue;
+                return;
             }
             let (held, predicted) = (scratch.overlaps[slot], scratch.predictions[slot]);
             let leading = held.max(predicted);
@@ -417,7 +418,7 @@ impl Router {
                 }
                 _ => candidates.push(candidate),
             }
-        }
+        });
         if candidates.is_empty() && passed_over > 0 {
             let text = format!("all {passed_over} workers that may take this request are busy");
             return Err(Error::AllBusy(text));
