@@ -67,6 +67,11 @@ class Listener:
         return str(endpoint) if endpoint else None
 
     @property
+    def service(self) -> str:
+        """Whose listener it is, for messages."""
+        return "the frontend" if self.is_of_frontend else "the indexer"
+
+    @property
     def events_setting(self) -> str:
         """How its service is given the event socket."""
         if self.is_of_frontend:
@@ -82,7 +87,7 @@ class Listener:
 
     @property
     def last_sequence(self) -> int | None:
-        """The last batch that the indexer applied."""
+        """The last batch that its service applied."""
         number = self.entry.get("last_sequence")
         return number if isinstance(number, int) else None
 
@@ -187,7 +192,7 @@ def _check_metrics(url: str, metrics: Answer) -> Iterator[Finding]:
 def check_listener(
     listener: Listener, replayed: Replayed | None, heard: Heard | None, timeout_s: float
 ) -> list[Finding]:
-    """Check one event socket: the indexer's knowledge of it, and its own answers."""
+    """Check one event socket: its service's knowledge of it, and its own answers."""
     found = list(_check_trust(listener))
     found += check_replay(listener, replayed, timeout_s)
     if heard is not None:
@@ -222,8 +227,8 @@ def _check_trust(listener: Listener) -> Iterator[Finding]:
         if entry.get("status") != "active":
             seen = f"{entry.get('status')}: {entry.get('last_error')}"
             yield fail(subject, "connected", seen, "check the endpoint and that the engine runs")
-        seen = "the indexer reports no trust state"
-        yield warn(subject, "trust", seen, "upgrade the indexer")
+        seen = f"{listener.service} reports no trust state"
+        yield warn(subject, "trust", seen, f"upgrade {listener.service}")
         return
     reasons = trust.get("reasons") or []
     for reason in reasons:
@@ -278,11 +283,11 @@ def check_replay(
     elif last is None:
         yield ok(subject, "replay", f"{endpoint} answers")
     elif replayed.first is None:
-        seen = f"{endpoint} has nothing from batch {last} on, which the indexer has applied"
+        seen = f"{endpoint} has nothing from batch {last} on, which {listener.service} has applied"
         how = "it is another engine's or rank's socket, or the engine restarted: correct the port"
         yield fail(subject, "replay", seen, how)
     elif replayed.first > last + 1:
-        seen = f"the ring begins at batch {replayed.first}, the indexer is at {last}"
+        seen = f"the ring begins at batch {replayed.first}, {listener.service} is at {last}"
         yield warn(subject, "replay", seen, "a larger buffer_steps in --kv-events-config")
     else:
         yield ok(subject, "replay", f"{endpoint} answers, and its ring covers batch {last}")
@@ -312,7 +317,7 @@ def check_heard(listener: Listener, heard: Heard) -> Iterator[Finding]:
     if heard.last is not None:
         behind = heard.last - (listener.last_sequence if listener.last_sequence is not None else -1)
         if behind > LAG_BATCHES_MAX:
-            seen = f"the indexer is {behind} batches behind what was heard here"
+            seen = f"{listener.service} is {behind} batches behind what was heard here"
             how = "look at its CPU and at `status`; more --threads, fewer engines"
             yield warn(subject, "lag", seen, how)
     yield from check_clock(subject, heard.skew_s)

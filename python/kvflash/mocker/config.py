@@ -1,6 +1,7 @@
 """Every option of the mocker, with its default and legal values."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from kvflash.errors import ConfigError
@@ -115,16 +116,21 @@ class MockerConfig:
             )
 
     def _check_overlap(self) -> None:
-        events, replay = self.zmq_events_port, self.zmq_replay_port
         count = self.num_workers * self.data_parallel_size
-        if not isinstance(events, int) or not isinstance(replay, int) or 0 in (events, replay):
-            return
-        if abs(events - replay) < count:
-            raise ConfigError(
-                f"--zmq-events-port {events}..{events + count - 1} and --zmq-replay-port "
-                f"{replay}..{replay + count - 1} overlap: each takes a port per worker and rank, "
-                f"so they must be at least {count} apart"
-            )
+        ranges = {"port": self.num_workers, "zmq_events_port": count, "zmq_replay_port": count}
+        taken: list[tuple[int, str, int]] = []
+        for name, size in ranges.items():
+            port = getattr(self, name)
+            is_used = name != "port" or self.endpoint is None
+            if is_used and isinstance(port, int) and port:
+                taken.append((port, _flag(name), size))
+        for (low, one, size), (high, other, other_size) in pairwise(sorted(taken)):
+            if low + size > high:
+                raise ConfigError(
+                    f"{one} {low}..{low + size - 1} and {other} {high}..{high + other_size - 1} "
+                    "overlap: HTTP takes a port per worker, events and replay one per worker and "
+                    f"rank, so {other} must be {low + size} or more"
+                )
 
     def _check_roles(self) -> None:
         if self.role not in ("both", "prefill", "decode"):

@@ -83,7 +83,14 @@ def test_roles_have_two_spellings(flags: str, role: str) -> None:
             "--num-workers 2 --zmq-events-port 19400 --zmq-replay-port 19401",
             "--zmq-events-port 19400..19401 and --zmq-replay-port 19401..19402 overlap",
         ),
-        ("--zmq-events-port 7000 --zmq-replay-port 7000", "so they must be at least 1 apart"),
+        (
+            "--zmq-events-port 7000 --zmq-replay-port 7000",
+            "so --zmq-replay-port must be 7001 or more",
+        ),
+        (
+            "--num-workers 4 --port 5555 --zmq-events-port 5557",
+            "--port 5555..5558 and --zmq-events-port 5557..5560 overlap",
+        ),
         ("--is-prefill-worker --is-decode-worker", "not allowed with argument"),
         ("--disaggregation-mode both-ways", "must be agg, prefill or decode, got 'both-ways'"),
         ("--data-parallel-size 2", "--data-parallel-size needs --endpoint"),
