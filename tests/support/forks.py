@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 # What the processes of tests import; nothing of it may start a thread.
@@ -33,8 +34,9 @@ PACKAGES = (
     "kvflash.mocker.worker",
     "kvflash.router.service",
     "kvflash.runtime.distributed",
-    "nats.aio.client",
 )
+# Not in every environment that runs tests: the clients' own has no NATS.
+OPTIONAL = ("nats.aio.client",)
 # Read by the interpreter, the loader or an import, so before a forked process has its own.
 READ_AT_START = ("LD_", "PYTHON", "SSL_", "FAKETIME", "DONT_FAKE", "NO_FAKE")
 MESSAGE_BYTES_MAX = 1 << 20
@@ -197,6 +199,9 @@ def _run(words: list[str]) -> None:
 if __name__ == "__main__":
     for package in PACKAGES:
         importlib.import_module(package)
+    for package in OPTIONAL:
+        with suppress(ModuleNotFoundError):
+            importlib.import_module(package)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # What is there now is never collected, nor copied for it.
     gc.freeze()
