@@ -179,4 +179,5 @@ def test_health_tells_of_events_in_a_stream_only_what_is_wrong(cluster: Cluster)
     said = f"worker {worker}: its events are at jetstream://"
     until(lambda: said in str(deaf.get("/health")["warnings"]), "the warning")
     (lost,) = deaf.get("/health")["warnings"]
+    assert lost.startswith(said), lost
     assert "which needs --event-plane nats on this frontend" in lost
