@@ -7,6 +7,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use hashbrown::HashMap;
 use parking_lot::Mutex;
 
 use super::ask::TokenSource;
@@ -174,10 +175,10 @@ impl Record {
         let Seen { open, costs, passed_over, found, credits, is_predicted } = &self.seen;
         let mut found: Vec<&Match> = found.iter().collect();
         found.sort_unstable_by_key(|found| found.worker);
+        let credits: HashMap<Worker, f64> = credits.iter().copied().collect();
         let candidate = |terms: Terms, is_busy, is_draining| {
             let place = found.binary_search_by_key(&terms.worker, |found| found.worker);
             let blocks = |tier: fn(&Match) -> u32| place.map_or(0, |place| tier(found[place]));
-            let credit = credits.iter().find(|(worker, _)| *worker == terms.worker);
             CandidateRecord {
                 terms,
                 overlap_blocks: told(&terms, *is_predicted).0,
@@ -185,7 +186,7 @@ impl Record {
                 host_blocks: blocks(|held| held.host),
                 disk_blocks: blocks(|held| held.external),
                 predicted_blocks: blocks(|held| held.predicted),
-                credit: credit.map(|(_, credit)| *credit),
+                credit: credits.get(&terms.worker).copied(),
                 is_busy,
                 is_draining,
             }
