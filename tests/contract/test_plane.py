@@ -428,7 +428,7 @@ def test_a_thousand_streams_at_once(plane: str, environment: Environment) -> Non
             await asyncio.sleep(0)
 
     async def scenario() -> None:
-        # Both ends share one event loop, which on a busy machine is away for longer than two seconds.
+        # Both ends share one event loop, which a busy machine can hold up for over two seconds.
         async with Pair(slow, limits=RuntimeLimits(connect_timeout_s=30.0)) as pair:
             streams = await asyncio.gather(
                 *(pair.client.generate(number) for number in range(streams_count))
