@@ -13,10 +13,13 @@ use crate::policy::cost::{ActiveLoad, Stage};
 /// Weight of a queued token: engines prefill several prompts side by side, so a request waits for
 /// only part of its queue.
 const QUEUE_WEIGHT: f64 = 0.5;
-/// Additional weight of a queued token for each token by which this worker's evictions are cheaper
-/// than those of the costliest worker. Otherwise all requests without cached blocks would queue up
-/// there.
-const QUEUE_PER_PRESSURE: f64 = 1.2;
+/// Additional weight of a token in a long queue for each token by which this worker's evictions are
+/// cheaper than those of the costliest worker. Otherwise all requests without cached blocks would
+/// queue up there.
+const QUEUE_PER_PRESSURE: f64 = 3.0;
+/// Queue, in prompts like this one, at which half of the additional weight applies: behind less,
+/// waiting costs little beside blocks that another worker would lose.
+const HALF_CROWDED: f64 = 0.7;
 /// Prefill cost that attention adds per token and preceding token, in tokens.
 const ATTENTION: f64 = 3e-5;
 /// Maximum running answers that a prefill stalls: further ones share the stall.
@@ -26,7 +29,7 @@ const STEP_PER_REQUEST: f64 = 0.2;
 /// Cost that a context token adds to a decode step.
 const STEP_PER_CONTEXT: f64 = 0.002;
 /// Weight of a decode step relative to the time to the first token.
-const STEP_WEIGHT: f64 = 0.1;
+const STEP_WEIGHT: f64 = 0.07;
 /// Cost of a lost block relative to a computed one.
 const EVICTION: f64 = 6.0;
 /// Cost of a token pushed into a full cache, whatever the gaps between turns are.
@@ -56,6 +59,8 @@ pub(super) struct Tariff {
     queued: f64,
     /// Cost of a token pushed into the costliest cache.
     most_pressure: f64,
+    /// Queued tokens at which half of [`QUEUE_PER_PRESSURE`] applies.
+    half_crowded: f64,
     /// Weight of its prefill, including the answers that it stalls.
     computed: f64,
     stalled: f64,
@@ -76,10 +81,12 @@ impl Tariff {
         let weight = if stage == Stage::Prefill { 0.0 } else { STEP_WEIGHT * answer_tokens };
         let added = STEP_PER_REQUEST + STEP_PER_CONTEXT * miss.input;
         let is_fetched = stage == Stage::Decode;
+        let half_crowded = HALF_CROWDED * miss.input.max(1.0);
         Self {
             miss,
             queued: if is_fetched { 0.0 } else { QUEUE_WEIGHT },
             most_pressure,
+            half_crowded,
             computed: if is_fetched { 0.0 } else { 1.0 },
             stalled: if stage == Stage::Both { STALLED_MOST } else { 0.0 },
             fetched: if is_fetched { TRANSFER } else { 0.0 },
@@ -101,8 +108,10 @@ impl Tariff {
             lower => self.miss.beyond_lower(leading, lower),
         };
         let stalls = 1.0 + self.stalled * requests / (requests + STALLED_MOST);
-        let crowd = 1.0 + QUEUE_PER_PRESSURE * ((self.most_pressure - pressure).max(0.0));
-        let queue = self.queued * slowness * crowd * load.queued_tokens as f64;
+        let queued = load.queued_tokens as f64;
+        let crowd = QUEUE_PER_PRESSURE * queued / (queued + self.half_crowded);
+        let crowd = 1.0 + crowd * (self.most_pressure - pressure).max(0.0);
+        let queue = self.queued * slowness * crowd * queued;
         let prefill = self.computed * slowness * miss * stalls + self.fetched * uncached;
         let steps = self.steps
             + self.steps_per_request * requests

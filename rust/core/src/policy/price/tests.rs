@@ -164,15 +164,18 @@ fn a_prefill_worker_has_no_steps_and_a_decode_worker_no_queue() {
 }
 
 #[test]
-fn a_queue_counts_more_where_evicting_is_cheap() {
-    let queue = |most_pressure, pressure| {
+fn a_long_queue_counts_more_where_evicting_is_cheap() {
+    let queue = |most_pressure, pressure, queued_tokens| {
         let miss = MissCost::new(1_000.0, f64::from(BLOCK), &[]);
         let tariff = Tariff::new(0.0, Stage::Both, miss, most_pressure);
-        let load = ActiveLoad { queued_tokens: 800, ..ActiveLoad::default() };
+        let load = ActiveLoad { queued_tokens, ..ActiveLoad::default() };
         tariff.price(0, 0, &load, Rates { slowness: 1.0, pressure }).1.queue
     };
-    assert_eq!([queue(0.0, 0.0), queue(3.0, 3.0), queue(0.0, 3.0)], [400.0; 3]);
-    assert_eq!([queue(3.0, 2.0), queue(3.0, 0.0)], [880.0, 1_840.0]);
+    assert_eq!([queue(0.0, 0.0, 700), queue(3.0, 3.0, 700), queue(0.0, 3.0, 700)], [350.0; 3]);
+    assert_eq!([queue(3.0, 2.0, 700), queue(3.0, 0.0, 700)], [875.0, 1_925.0]);
+    // A tenth of the prompt hardly counts more; ten prompts count almost the whole addition.
+    assert_eq!([queue(3.0, 2.0, 100), queue(3.0, 2.0, 9_300)], [68.75, 17_623.5]);
+    assert_eq!(queue(3.0, 2.0, 0), 0.0);
 
     let mut most = MostPressure::default();
     most.see(5.0, 4);
