@@ -24,6 +24,8 @@ PAGES = sorted(
         *(ROOT / "tests" / "attack").glob("*.md"),
     }
 )
+# Source files named in the text, with some of their folders or none.
+SOURCE = re.compile(r"`([A-Za-z_][\w/]*\.(?:rs|py))`")
 LINK = re.compile(r"(?<!!)\[[^\]\n]*(?:\n[^\]\n]*)?\]\(([^)\s]+)\)")
 
 
@@ -55,6 +57,21 @@ def anchors(path: Path) -> frozenset[str]:
 def test_the_pages_are_found() -> None:
     assert len(PAGES) >= 35
     assert sum(len(LINK.findall("\n".join(prose(page)))) for page in PAGES) > 300
+
+
+@cache
+def sources() -> frozenset[str]:
+    """Every source file of the repository, under its path and each end of it."""
+    folders = ("rust", "capi", "python", "tests", "benches", "demo", "deploy", "examples", "fuzz")
+    files = [path.relative_to(ROOT) for top in folders for path in (ROOT / top).rglob("*.*")]
+    parts = [path.parts for path in files if path.suffix in (".rs", ".py")]
+    return frozenset("/".join(path[at:]) for path in parts for at in range(len(path)))
+
+
+def test_named_source_files_exist() -> None:
+    named = {name: page for page in PAGES for name in SOURCE.findall("\n".join(prose(page)))}
+    assert len(named) > 15
+    assert {name: page for name, page in named.items() if name not in sources()} == {}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
