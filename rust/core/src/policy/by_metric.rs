@@ -1,6 +1,7 @@
 //! Policies that minimize one value per candidate.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use rand::{Rng, RngCore};
 
@@ -20,17 +21,39 @@ pub(super) type Values = fn(&Candidates<'_>, &mut Vec<Option<f64>>);
 pub(super) struct ByMetric {
     name: &'static str,
     values: Values,
+    /// None of the latest candidates had a value.
+    is_blind: AtomicBool,
 }
 
 impl ByMetric {
     pub(super) fn policy(name: &'static str, values: Values) -> Arc<dyn RoutePolicy> {
-        Arc::new(Self { name, values })
+        Arc::new(Self { name, values, is_blind: AtomicBool::new(false) })
+    }
+
+    fn read(&self, candidates: &Candidates<'_>, values: &mut Vec<Option<f64>>) {
+        (self.values)(candidates, values);
+        let is_blind = !values.is_empty() && values.iter().all(Option::is_none);
+        // Relaxed: a slightly outdated report does no harm. Read first, so that decisions of many
+        // threads don't wait for a value that hardly ever changes.
+        if self.is_blind.load(Ordering::Relaxed) != is_blind {
+            self.is_blind.store(is_blind, Ordering::Relaxed);
+        }
     }
 }
 
 impl RoutePolicy for ByMetric {
     fn name(&self) -> &str {
         self.name
+    }
+
+    fn trouble(&self) -> Option<String> {
+        self.is_blind.load(Ordering::Relaxed).then(|| {
+            format!(
+                "policy {} prefers no worker: none that could take the latest request reported its metric; see \
+                 what the engines' GET /metrics lacks, or set another --router-mode",
+                self.name
+            )
+        })
     }
 
     fn choose(
@@ -41,7 +64,7 @@ impl RoutePolicy for ByMetric {
         rng: &mut dyn RngCore,
     ) -> Option<Choice> {
         let mut values = Vec::with_capacity(candidates.len());
-        (self.values)(candidates, &mut values);
+        self.read(candidates, &mut values);
         candidates.fill(costs, |index| values[index].unwrap_or(f64::INFINITY));
         choose_lowest(&values, rng)
     }
@@ -58,7 +81,7 @@ impl RoutePolicy for ByMetric {
         _rng: &mut dyn RngCore,
     ) -> Result<Polarity> {
         scores.clear();
-        (self.values)(candidates, scores);
+        self.read(candidates, scores);
         Ok(Polarity::Least)
     }
 }

@@ -53,6 +53,11 @@ pub trait RoutePolicy: fmt::Debug + Send + Sync {
         None
     }
 
+    /// Why it does not decide as it should at the moment, as text for operators.
+    fn trouble(&self) -> Option<String> {
+        self.members().iter().find_map(|one| one.trouble())
+    }
+
     /// Work to do before the router's lock is taken: tokenizing, hashing.
     ///
     /// # Errors

@@ -79,6 +79,10 @@ impl RoutePolicy for Outside {
         Some(&self.desk)
     }
 
+    fn trouble(&self) -> Option<String> {
+        self.desk.trouble()
+    }
+
     fn choose(
         &self,
         context: &Context<'_>,

@@ -145,7 +145,7 @@ fn warnings(
 ) -> Vec<String> {
     let mut warnings = app.outside_warnings.read().clone();
     warnings.extend(app.registrations.trouble());
-    warnings.extend(app.options.routing.policies.desk().and_then(|desk| desk.trouble()));
+    warnings.extend(app.options.routing.policies.troubles());
     warnings.extend(app.options.http.lock().troubles());
     let heard: HashSet<_> = reports.iter().map(|report| report.view.worker.instance_id).collect();
     let engines: BTreeMap<_, _> = engines.iter().map(|engine| (engine.id, engine)).collect();

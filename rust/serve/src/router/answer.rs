@@ -143,7 +143,7 @@ pub(super) fn health(app: &App) -> Value {
 pub(super) fn warnings(app: &App) -> Vec<String> {
     let mut warnings = app.outside_warnings.read().clone();
     warnings.extend(app.registrations.trouble());
-    warnings.extend(app.options.routing.policies.desk().and_then(|desk| desk.trouble()));
+    warnings.extend(app.options.routing.policies.troubles());
     warnings.extend(app.options.http.lock().troubles());
     for pool in app.fleet.pools() {
         if pool.selector.block_size() == 0 {

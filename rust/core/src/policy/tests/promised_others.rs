@@ -118,8 +118,12 @@ fn without_metrics_any_candidate_is_taken() {
                 choice.map(|choice| choice.index)
             })
         };
+        assert_eq!(policy.trouble(), None);
         assert_eq!(found(&metrics).len(), 3);
+        let wanted = format!("policy {name} prefers no worker");
+        assert!(policy.trouble().is_some_and(|trouble| trouble.starts_with(&wanted)));
         assert_eq!(Vec::from_iter(found(&[metrics[0], busy, metrics[0]])), [1]);
+        assert_eq!(policy.trouble(), None);
     }
 }
 

@@ -34,6 +34,11 @@ impl Policies {
         self.active.as_deref().into_iter().chain(self.shadows.iter().map(|shadow| shadow.policy()))
     }
 
+    /// What keeps each of them from deciding as it should at the moment, as text for operators.
+    pub fn troubles(&self) -> impl Iterator<Item = String> {
+        self.each().filter_map(|policy| policy.trouble())
+    }
+
     /// Whether the deciding one uses estimates of the queue.
     pub(super) fn estimates_queue(&self) -> bool {
         self.active.as_ref().is_some_and(|policy| policy.estimates_queue())
