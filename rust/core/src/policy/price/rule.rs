@@ -22,8 +22,8 @@ const QUEUE_PER_PRESSURE: f64 = 3.0;
 const HALF_CROWDED: f64 = 0.7;
 /// Prefill cost that attention adds per token and preceding token, in tokens.
 const ATTENTION: f64 = 3e-5;
-/// Maximum running answers that a prefill stalls: further ones share the stall.
-const STALLED_MOST: f64 = 2.0;
+/// Maximum running answers that a prefill stalls.
+const STALLED_MOST: f64 = 1.0;
 /// Cost that a request adds to a decode step, in prefill tokens.
 const STEP_PER_REQUEST: f64 = 0.2;
 /// Cost that a context token adds to a decode step.
