@@ -16,7 +16,14 @@ from kvflash._core import Catalog, Repair, ZmqDrain
 from kvflash.transport.base import Order
 from kvflash.transport.options import ZmqOptions, most_streams
 from kvflash.transport.poller import Poller
-from kvflash.transport.zmq_socket import dial, explain, is_exhausted, open_replay, open_stream
+from kvflash.transport.zmq_socket import (
+    dial,
+    dialable,
+    explain,
+    is_exhausted,
+    open_replay,
+    open_stream,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +35,8 @@ _Part = bytes | zmq.Frame
 # ZMQ does not reconnect after a protocol violation, such as a frame above the limit. The only sign
 # is that the monitor reports no new attempt, since it reports any other one at once.
 _RECONNECT_GRACE_S = 1.0
+# Longest wait for the ZMQ handshake of a connection; libzmq itself waits for 30 s.
+_HANDSHAKE_S = 10.0
 
 # Other users may close files; subscriptions without one are retried.
 _REOPEN_S = 5.0
@@ -66,6 +75,10 @@ class _Subscription:
     replay: zmq.Socket[bytes] | None = None
     is_connected: bool = False
     reconnect_at: float | None = None
+    #: Whether the last connection got as far as the ZMQ handshake.
+    has_greeted: bool = False
+    #: Whether the peer closed a connection before that: it is left alone until ``reconnect_at``.
+    is_refused: bool = False
     has_failed: bool = False
     breach_line_at: float = 0.0
 
@@ -287,8 +300,7 @@ class ZmqReceiver:
         now = time.monotonic()
         if subscription.reconnect_at is None or subscription.reconnect_at > now:
             return
-        limit = self._options.message_bytes_max
-        message = f"protocol violation, such as a frame above {limit} bytes; connecting again"
+        message = self._explain_end(subscription)
         opened = None
         subscription.reconnect_at = None
         try:
@@ -296,16 +308,43 @@ class ZmqReceiver:
         except zmq.ZMQError as error:
             subscription.reconnect_at = now + _RECONNECT_GRACE_S
             message = f"{message} fails: {explain(error)}"
-        if subscription.breach_line_at <= now:
-            subscription.breach_line_at = now + _BREACH_LINE_S
-            logger.warning("engine at %s: %s", subscription.endpoint, message)
-        self._catalog.set_status(subscription.publisher, "pending", message)
+        self._report_end(subscription, message)
         if opened is None:
             return
         self._close_stream(subscription)
         subscription.socket, subscription.monitor = opened
+        subscription.is_refused = False
         self._connect(subscription)
         self._follow(subscription, [])
+
+    def _explain_end(self, subscription: _Subscription) -> str:
+        if not subscription.has_greeted:
+            return (
+                "the address accepts connections, but not as a socket that publishes events: is it "
+                "the engine's replay_endpoint, its HTTP port, or a proxy of a stopped engine? "
+                "Events come from `endpoint` of its --kv-events-config; connecting again"
+            )
+        limit = self._options.message_bytes_max
+        return f"protocol violation, such as a frame above {limit} bytes; connecting again"
+
+    def _report_end(self, subscription: _Subscription, message: str) -> None:
+        now = time.monotonic()
+        if subscription.breach_line_at <= now:
+            subscription.breach_line_at = now + _BREACH_LINE_S
+            logger.warning("engine at %s: %s", subscription.endpoint, message)
+        self._catalog.set_status(subscription.publisher, "pending", message)
+
+    def _refuse(self, subscription: _Subscription) -> None:
+        # libzmq forgets its pauses whenever a connection opens, and would try 20 times per second.
+        with contextlib.suppress(zmq.ZMQError):
+            subscription.socket.disconnect(dialable(subscription.endpoint))
+        subscription.is_refused = True
+        self._reconnect_in(subscription, self._options.reconnect_ms_max / 1000)
+        self._report_end(subscription, self._explain_end(subscription))
+
+    def _reconnect_in(self, subscription: _Subscription, wait_s: float) -> None:
+        subscription.reconnect_at = time.monotonic() + wait_s
+        self._timed[subscription.publisher] = subscription
 
     def _unsubscribe(self, publisher: int) -> None:
         subscription = self._subscriptions.pop(publisher, None)
@@ -327,14 +366,21 @@ class ZmqReceiver:
             # Its number, its value, then an address. Not read by pyzmq, which would load asyncio.
             # Source: zmq_socket_monitor(3).
             kind = int.from_bytes(subscription.monitor.recv_multipart()[0][:2], sys.byteorder)
+            if subscription.is_refused:
+                continue
             subscription.is_connected = kind == zmq.EVENT_HANDSHAKE_SUCCEEDED
             subscription.reconnect_at = None
-            if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            if kind == zmq.EVENT_CONNECTED:
+                subscription.has_greeted = False
+                self._reconnect_in(subscription, _HANDSHAKE_S)
+            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                subscription.has_greeted = True
                 self._catalog.set_status(publisher, "active")
                 self._follow(subscription, subscription.repair.connected())
+            elif kind == zmq.EVENT_DISCONNECTED and not subscription.has_greeted:
+                self._refuse(subscription)
             elif kind == zmq.EVENT_DISCONNECTED:
-                subscription.reconnect_at = time.monotonic() + _RECONNECT_GRACE_S
-                self._timed[publisher] = subscription
+                self._reconnect_in(subscription, _RECONNECT_GRACE_S)
                 self._catalog.set_status(publisher, "pending", "disconnected; connecting again")
             elif kind == zmq.EVENT_CONNECT_RETRIED:
                 self._catalog.set_status(publisher, "pending", "connecting fails; trying again")

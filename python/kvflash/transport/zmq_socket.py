@@ -9,7 +9,8 @@ import zmq
 from kvflash.transport.options import ZmqOptions
 
 _MONITORED = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CONNECT_RETRIED
     | zmq.EVENT_CONNECT_DELAYED

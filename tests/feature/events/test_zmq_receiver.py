@@ -10,9 +10,11 @@ import dataclasses
 import random
 import re
 import resource
+import socket
 import threading
 import time
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -264,6 +266,41 @@ def test_a_replay_with_holes_is_asked_for_again(hasty, engine):
     wait_for_sequence(hasty, 1, last)
     assert counts(hasty)["lost_batches"] == 0
     assert dumped_blocks(hasty) == held.facts
+
+
+def test_swapped_endpoints_are_named_and_can_be_corrected(http, engine, caplog):
+    made = engine()
+    swapped = SimpleNamespace(endpoint=made.replay_endpoint, replay_endpoint=made.endpoint)
+    register(http, swapped, is_awaited=False)
+    told = "is it the engine's replay_endpoint"
+    until(lambda: told in listener(http, 1).get("last_error", ""), "the reason")
+    assert listener(http, 1)["status"] == "pending"
+    assert caplog.text.count(told) == 1
+    http.post("/unregister", {"instance_id": 1, "model_name": "m"})
+    register(http, made)
+    assert "last_error" not in listener(http, 1)
+
+
+def test_a_peer_that_hangs_up_is_told_and_tried_until_it_publishes(http, engine):
+    """As a proxy does whose engine is down, which libzmq alone would dial 20 times per second."""
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        endpoint = f"tcp://127.0.0.1:{proxy.getsockname()[1]}"
+        peer = SimpleNamespace(endpoint=endpoint, replay_endpoint=None)
+        register(http, peer, is_awaited=False)
+        for _ in range(3):
+            proxy.accept()[0].close()
+        until(lambda: "a proxy" in listener(http, 1).get("last_error", ""), "the reason")
+    engine(replay=False, endpoint=endpoint)
+    until(lambda: listener(http, 1)["status"] == "active", "the connection")
+
+
+def test_a_peer_that_says_nothing_is_told(http, monkeypatch):
+    monkeypatch.setattr("kvflash.transport.zmq._HANDSHAKE_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        peer = SimpleNamespace(endpoint=endpoint, replay_endpoint=None)
+        register(http, peer, is_awaited=False)
+        until(lambda: "its HTTP port" in listener(http, 1).get("last_error", ""), "the reason")
 
 
 def test_nobody_at_the_replay_endpoint(hasty, engine):
