@@ -49,12 +49,15 @@ def _check_tokenizer(named: str) -> None:
     from pathlib import Path  # noqa: PLC0415
 
     model, sign, folder = named.partition("=")
+    flag = source_of("--tokenizer", named)
     if not (model and sign) or Path(named).is_dir():
         folder = named
+    else:
+        flag += f" of {model}"
     try:
         model_folder(folder)
     except ConfigError as error:
-        raise ConfigError(f"{source_of('--tokenizer', named)} {error}") from None
+        raise ConfigError(f"{flag} {error}") from None
 
 
 def _component(fleet: dict[int, str]) -> tuple[str, str]:

@@ -486,6 +486,7 @@ def test_flags_that_would_do_nothing_beside_others_are_refused(line, wanted):
         ),
         (["--tokenizer", ""], {}, '^--tokenizer must be a folder with tokenizer.json, got ""'),
         (["--tokenizer", "/a/tokenizer.json"], {}, '^--tokenizer must be .* "/a/tokenizer.json"'),
+        (["--tokenizer", "org/chat=/nope"], {}, "^--tokenizer of org/chat must be a fol"),
     ],
 )
 def test_what_can_not_be_made_names_where_it_came_from(argv, variables, wanted, monkeypatch):
