@@ -35,12 +35,17 @@ pub struct FairnessOptions {
 
 impl FairnessOptions {
     /// The options from the settings, for this limit of requests in flight; `None` without fair
-    /// queueing.
+    /// queueing, and then a warning for each setting that has no effect.
     ///
     /// # Errors
     /// `Config` for an unknown discipline or identity.
     pub fn of(settings: FairnessSettings, max_requests: usize) -> Result<Option<Self>> {
         if settings.fairness == "none" {
+            for name in unused(&settings) {
+                tracing::warn!(
+                    "{name} has no effect without --fairness: no request waits for a turn; add --fairness vtc-fair"
+                );
+            }
             return Ok(None);
         }
         let queue = FairConfig {
@@ -74,6 +79,22 @@ impl FairnessOptions {
         }
         Ok(queue)
     }
+}
+
+/// The flags that were given, of those that only fair queueing uses.
+fn unused(given: &FairnessSettings) -> Vec<&'static str> {
+    let own = FairnessSettings::default();
+    [
+        ("--fairness-identity", given.fairness_identity != own.fairness_identity),
+        ("--fairness-weight", given.fairness_weight != own.fairness_weight),
+        ("--fairness-queue-limit", given.fairness_queue_limit != own.fairness_queue_limit),
+        ("--fairness-queue-timeout", given.fairness_queue_timeout != own.fairness_queue_timeout),
+        ("--fairness-max-running", given.fairness_max_running != own.fairness_max_running),
+        ("--fairness-cached-share", given.fairness_cached_share != own.fairness_cached_share),
+    ]
+    .into_iter()
+    .filter_map(|(name, is_given)| is_given.then_some(name))
+    .collect()
 }
 
 type Waiter = oneshot::Sender<Turn>;

@@ -60,3 +60,15 @@ fn what_is_no_identity_is_named() {
         assert!(error.contains("authorization, user or header:NAME, got"), "{error}");
     }
 }
+
+#[test]
+fn settings_of_fair_queueing_alone_are_named() {
+    let given = FairnessSettings {
+        fairness_max_running: 8,
+        fairness_weight: vec![("a".into(), 2.0)],
+        ..FairnessSettings::default()
+    };
+    assert_eq!(unused(&given), ["--fairness-weight", "--fairness-max-running"]);
+    assert!(unused(&FairnessSettings::default()).is_empty());
+    assert!(FairnessOptions::of(given, 1).unwrap().is_none());
+}
