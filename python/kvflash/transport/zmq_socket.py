@@ -56,6 +56,10 @@ def open_replay(
 
 def dial(socket: zmq.Socket[Any], endpoint: str) -> None:
     """Connect to an engine's socket; an invalid endpoint is a ZMQError."""
+    # With a domain but no authenticator, libzmq refuses peers older than ZMTP 3.0 and accepts all
+    # others. Otherwise it takes a web server's answer for ZMTP 1.0, delivers it as messages, and
+    # aborts the process where one of them ends early (`!_more` in its fq.cpp).
+    socket.setsockopt(zmq.ZAP_DOMAIN, b"kvflash")
     # libzmq accepts IPv6 addresses, but never reaches them without this option; for a name it would
     # look up IPv6 first.
     socket.setsockopt(zmq.IPV6, int("://[" in endpoint))

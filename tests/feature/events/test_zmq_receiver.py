@@ -303,6 +303,22 @@ def test_a_peer_that_says_nothing_is_told(http, monkeypatch):
         until(lambda: "its HTTP port" in listener(http, 1).get("last_error", ""), "the reason")
 
 
+def test_what_a_web_server_answers_is_no_message(http):
+    """libzmq would read it as ZMTP 1.0, and abort the process where its last frame is cut off."""
+    said = b"HTTP/1.1 400 Bad Request\r\n" + b"content-type: text/plain\r\n" * 100
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        peer = SimpleNamespace(endpoint=endpoint, replay_endpoint=None)
+        register(http, peer, is_awaited=False)
+        for _ in range(3):
+            with server.accept()[0] as connection:
+                connection.recv(64)
+                connection.sendall(said)
+        until(lambda: "its HTTP port" in listener(http, 1).get("last_error", ""), "the reason")
+    events = listener(http, 1)["events"]
+    assert (events["undecodable"], events["malformed"], events["gap_batches"]) == (0, 0, 0)
+
+
 def test_nobody_at_the_replay_endpoint(hasty, engine):
     made = engine()
     made.stop_replay()
