@@ -156,6 +156,7 @@ def check_worker(
         yield from _check_no_events(worker, health)
     for listener in worker.listeners:
         yield from _check_listener(listener, worker.entry)
+        yield from _check_block_size(listener, worker.entry)
         replayed = replays.get((listener.instance, listener.rank))
         yield from check_replay(listener, replayed, timeout_s)
         if listener.endpoint in heard:
@@ -198,10 +199,17 @@ def _check_listener(listener: Listener, worker: Mapping[str, Any]) -> Iterator[F
         seen = f"{counts['undecodable']} messages are not event batches"
         how = "check that the endpoint is the KV event socket of a vLLM or SGLang engine"
         yield warn(subject, "decodes", seen, how)
+
+
+def _check_block_size(listener: Listener, worker: Mapping[str, Any]) -> Iterator[Finding]:
     own = worker.get("engine_block_size")
     if isinstance(own, int) and listener.block_size not in (None, own):
         seen = f"the engine has {own} tokens, the index {listener.block_size}"
-        yield fail(subject, "block size", seen, "the same --block-size for all engines of a model")
+        how = (
+            "remove --kv-cache-block-size of the frontend, and give all engines of a model the "
+            "same --block-size"
+        )
+        yield fail(listener.subject, "block size", seen, how)
 
 
 def _check_reuse(worker: Worker, reuse: Any) -> Iterator[Finding]:

@@ -90,6 +90,7 @@ def test_a_worker_that_is_well() -> None:
         ({"listener": {"replay_endpoint": None}}, "replay", WARN),
         ({"replayed": Replayed()}, "replay", FAIL),
         ({"engine_block_size": 32}, "block size", FAIL),
+        ({"engine_block_size": 32, "listener": {"status": "pending"}}, "block size", FAIL),
         ({"reuse": {"reported": False}}, "reuse", WARN),
         ({"reuse": {"reported": None}}, "reuse", OK),
         ({"reuse": {**REUSE, "reported_tokens": 0, "trust": 0.25}}, "reuse", WARN),
