@@ -199,6 +199,10 @@ pub trait Concern: Sized {
     /// # Errors
     /// As [`Given::take`].
     fn take(given: &mut Given) -> Result<Self>;
+
+    /// First flags of the settings that differ from their defaults, in the order of the help; empty
+    /// for one without a flag.
+    fn changed(&self) -> Vec<&'static str>;
 }
 
 /// Declares a struct of settings, which is a [`Concern`] with defaults.
@@ -242,6 +246,16 @@ macro_rules! settings {
                 $($(given.take(stringify!($key), &mut settings.$key)?;)+)+
                 Ok(settings)
             }
+
+            fn changed(&self) -> Vec<&'static str> {
+                use $crate::settings::Shape;
+                let default = Self::default();
+                [$($(($spelled, self.$key.value() != default.$key.value()),)+)+]
+                    .into_iter()
+                    .filter(|(_, is_changed)| *is_changed)
+                    .filter_map(|(spelled, _)| spelled.split(' ').next())
+                    .collect()
+            }
         }
     };
 }
@@ -276,6 +290,7 @@ mod tests {
         let mut given = given(r#"{"wait": 0.25, "limit": null, "other": 1}"#);
         let mine = Mine::take(&mut given).unwrap();
         assert_eq!((mine.wait.as_millis(), mine.limit, mine.word.as_str()), (250, None, "a"));
+        assert_eq!((mine.changed(), Mine::default().changed()), (vec!["--wait"], vec![]));
         let error = given.finish().unwrap_err();
         assert_eq!(error, Error::invalid("unknown setting \"other\""));
     }

@@ -15,6 +15,7 @@ use kvflash_core::fair::{
     ClientName, Cost, FairConfig, FairQueue, FairStats, Grant, Options, Refusal, Ticket, Used,
 };
 use kvflash_core::select::Usage;
+use kvflash_core::settings::Concern;
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
@@ -41,7 +42,7 @@ impl FairnessOptions {
     /// `Config` for an unknown discipline or identity.
     pub fn of(settings: FairnessSettings, max_requests: usize) -> Result<Option<Self>> {
         if settings.fairness == "none" {
-            for name in unused(&settings) {
+            for name in settings.changed() {
                 tracing::warn!(
                     "{name} has no effect without --fairness: no request waits for a turn; add --fairness vtc-fair"
                 );
@@ -79,22 +80,6 @@ impl FairnessOptions {
         }
         Ok(queue)
     }
-}
-
-/// The flags that were given, of those that only fair queueing uses.
-fn unused(given: &FairnessSettings) -> Vec<&'static str> {
-    let own = FairnessSettings::default();
-    [
-        ("--fairness-identity", given.fairness_identity != own.fairness_identity),
-        ("--fairness-weight", given.fairness_weight != own.fairness_weight),
-        ("--fairness-queue-limit", given.fairness_queue_limit != own.fairness_queue_limit),
-        ("--fairness-queue-timeout", given.fairness_queue_timeout != own.fairness_queue_timeout),
-        ("--fairness-max-running", given.fairness_max_running != own.fairness_max_running),
-        ("--fairness-cached-share", given.fairness_cached_share != own.fairness_cached_share),
-    ]
-    .into_iter()
-    .filter_map(|(name, is_given)| is_given.then_some(name))
-    .collect()
 }
 
 type Waiter = oneshot::Sender<Turn>;

@@ -68,7 +68,7 @@ fn settings_of_fair_queueing_alone_are_named() {
         fairness_weight: vec![("a".into(), 2.0)],
         ..FairnessSettings::default()
     };
-    assert_eq!(unused(&given), ["--fairness-weight", "--fairness-max-running"]);
-    assert!(unused(&FairnessSettings::default()).is_empty());
+    assert_eq!(given.changed(), ["--fairness-weight", "--fairness-max-running"]);
+    assert!(FairnessSettings::default().changed().is_empty());
     assert!(FairnessOptions::of(given, 1).unwrap().is_none());
 }
