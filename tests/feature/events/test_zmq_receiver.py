@@ -281,12 +281,19 @@ def test_swapped_endpoints_are_named_and_can_be_corrected(http, engine, caplog):
     assert "last_error" not in listener(http, 1)
 
 
-def test_a_peer_that_hangs_up_is_told_and_tried_until_it_publishes(http, engine):
-    """As a proxy does whose engine is down, which libzmq alone would dial 20 times per second."""
-    with socket.create_server(("127.0.0.1", 0)) as proxy:
-        endpoint = f"tcp://127.0.0.1:{proxy.getsockname()[1]}"
+@contextlib.contextmanager
+def registered_server(http):
+    """A TCP server at the event endpoint of worker 1, which does not answer by itself."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"tcp://127.0.0.1:{server.getsockname()[1]}"
         peer = SimpleNamespace(endpoint=endpoint, replay_endpoint=None)
         register(http, peer, is_awaited=False)
+        yield server, endpoint
+
+
+def test_a_peer_that_hangs_up_is_told_and_tried_until_it_publishes(http, engine):
+    """As a proxy does whose engine is down, which libzmq alone would dial 20 times per second."""
+    with registered_server(http) as (proxy, endpoint):
         for _ in range(3):
             proxy.accept()[0].close()
         until(lambda: "a proxy" in listener(http, 1).get("last_error", ""), "the reason")
@@ -296,20 +303,14 @@ def test_a_peer_that_hangs_up_is_told_and_tried_until_it_publishes(http, engine)
 
 def test_a_peer_that_says_nothing_is_told(http, monkeypatch):
     monkeypatch.setattr("kvflash.transport.zmq._HANDSHAKE_S", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        endpoint = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
-        peer = SimpleNamespace(endpoint=endpoint, replay_endpoint=None)
-        register(http, peer, is_awaited=False)
+    with registered_server(http):
         until(lambda: "its HTTP port" in listener(http, 1).get("last_error", ""), "the reason")
 
 
 def test_what_a_web_server_answers_is_no_message(http):
     """libzmq would read it as ZMTP 1.0, and abort the process where its last frame is cut off."""
     said = b"HTTP/1.1 400 Bad Request\r\n" + b"content-type: text/plain\r\n" * 100
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        endpoint = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-        peer = SimpleNamespace(endpoint=endpoint, replay_endpoint=None)
-        register(http, peer, is_awaited=False)
+    with registered_server(http) as (server, _):
         for _ in range(3):
             with server.accept()[0] as connection:
                 connection.recv(64)
