@@ -174,6 +174,8 @@ def _decision(decision: Mapping[str, Any]) -> Iterator[str]:
     if decision.get("prompt_source") == "taught":
         about += ", blocks as an engine told them with an earlier answer"
     yield f"{model}: {about}, policy {decision.get('policy')}"
+    if decision.get("instead_of"):
+        yield f"{decision['instead_of']} gave no valid choice in time; the log and /health say why"
     worker = decision.get("worker")
     reason = str(decision.get("reason")).replace("_", " ")
     because = decision.get("because")
@@ -196,8 +198,10 @@ def _candidates(
     shown = ordered[:CANDIDATES_MAX]
     parts = list(dict.fromkeys(part for one in shown for part in one.get("price") or {}))
     costs = ["COST", *(part.upper() for part in parts)] if is_by_cost else []
-    titles = ["", "WORKER", *costs]
-    rows: list[list[object]] = [[*titles, "CACHED", "TO PREFILL", "RUNNING", "NOTE"]]
+    # Blocks that events have not reported: the prompt was sent there a moment ago.
+    is_predicted = any(_predicted(one) for one in shown)
+    titles = ["", "WORKER", *costs, "CACHED", *(["PREDICTED"] if is_predicted else [])]
+    rows: list[list[object]] = [[*titles, "TO PREFILL", "RUNNING", "NOTE"]]
     for one in shown:
         price = one.get("price") or {}
         costs = [_number(one.get("cost")), *(_number(price.get(part)) for part in parts)]
@@ -207,6 +211,7 @@ def _candidates(
                 one.get("worker"),
                 *(costs if is_by_cost else []),
                 one.get("overlap_blocks"),
+                *([_predicted(one)] if is_predicted else []),
                 one.get("prefill_tokens"),
                 one.get("active_requests"),
                 _note(one),
@@ -220,12 +225,23 @@ def _candidates(
     yield from ["", *formulas] if formulas and is_by_cost else []
     unit = "COST and its parts are tokens of prefill; " if parts and is_by_cost else ""
     yield ""
-    yield f"{unit}CACHED is in blocks, TO PREFILL in tokens"
+    blocks = (
+        "CACHED and PREDICTED (further ones, sent there lately) are"
+        if is_predicted
+        else "CACHED is"
+    )
+    yield f"{unit}{blocks} in blocks, TO PREFILL in tokens"
 
 
 def _cost(candidate: Mapping[str, Any]) -> float:
     cost = candidate.get("cost")
     return float(cost) if isinstance(cost, int | float) else float("inf")
+
+
+def _predicted(candidate: Mapping[str, Any]) -> int:
+    """Blocks that the worker was predicted to hold beyond those that it holds."""
+    held, predicted = candidate.get("overlap_blocks"), candidate.get("predicted_blocks")
+    return max(0, (predicted or 0) - (held or 0))
 
 
 def _number(value: Any) -> str:

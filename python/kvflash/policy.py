@@ -1,6 +1,7 @@
 """Your own routing policies: a class that chooses workers and runs in its own thread."""
 
 import atexit
+import inspect
 import logging
 import operator
 import threading
@@ -93,10 +94,15 @@ class AskedPolicy:
     """A policy, and the thread that runs it.
 
     ``name`` stands in metrics, logs and decisions; default: the class's name. A ConfigError names
-    a ``deadline_s`` outside its limits.
+    a ``deadline_s`` outside its limits, and a ``choose`` that is a coroutine function.
     """
 
     def __init__(self, policy: Policy, name: str | None = None) -> None:
+        if inspect.iscoroutinefunction(policy.choose):
+            raise ConfigError(
+                f"{type(policy).__name__}.choose must be a plain method, got an async one; write "
+                "def choose(self, request, candidates)"
+            )
         self._policy = policy
         self._logged_s = -LOG_INTERVAL_S
         #: The core's interface to it.

@@ -282,6 +282,23 @@ def test_a_decision_is_readable(service: Service, capsys: pytest.CaptureFixture[
     assert "COST" not in said and "1 + 4" not in said and "CACHED" in said
 
 
+def test_predicted_blocks_and_a_policy_that_did_not_choose_are_shown() -> None:
+    held = {"worker": "2:0", "cost": 1.0, "overlap_blocks": 4, "predicted_blocks": 6}
+    candidates = [held, {**held, "worker": "1:0", "overlap_blocks": 6, "cost": 2.0}]
+    decision = {
+        "worker": "2:0",
+        "model": "m",
+        "policy": "kv",
+        "instead_of": "python:mine:Own",
+        "candidates": candidates,
+    }
+    lines = [*lines_of(decision)]
+    assert lines[1].startswith("python:mine:Own gave no valid choice in time; ")
+    heading, first, second, *_ = (line.split() for line in lines[4:])
+    assert heading[2:4] == ["CACHED", "PREDICTED"]
+    assert (first[3:5], second[2:4]) == (["4", "2"], ["6", "0"])
+
+
 def test_what_is_known_now_of_a_past_decision_is_marked(
     service: Service, capsys: pytest.CaptureFixture[str]
 ) -> None:

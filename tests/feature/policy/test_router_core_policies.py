@@ -296,6 +296,15 @@ def test_a_wrong_deadline_names_class_limit_and_value(deadline_s: Any) -> None:
     assert str(caught.value) == f"Last.deadline_s {limit}{deadline_s!r:.100}"
 
 
+def test_an_async_choose_is_refused() -> None:
+    class Waiting(Last):
+        async def choose(self, request: Any, candidates: Any) -> Any:
+            return candidates[-1]
+
+    with pytest.raises(ConfigError, match=r"Waiting\.choose must be a plain method, got an async"):
+        asked_of(Waiting())
+
+
 def test_pythonpath_is_named_for_the_policy_s_own_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

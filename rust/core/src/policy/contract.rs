@@ -9,6 +9,7 @@ use super::cost::{Candidate, CandidateCost, RequestTerms};
 use super::decision::Choice;
 use super::desk::Desk;
 use super::engine::EngineMetrics;
+use super::kind::Policy;
 use super::metrics::Sample;
 use super::price::marks::Marks;
 use super::price::ticket::Ticket;
@@ -56,6 +57,11 @@ pub trait RoutePolicy: fmt::Debug + Send + Sync {
     /// Why it does not decide as it should at the moment, as text for operators.
     fn trouble(&self) -> Option<String> {
         self.members().iter().find_map(|one| one.trouble())
+    }
+
+    /// The built-in policy that made `choice`, because this one is outside the core and gave none.
+    fn stand_in(&self, _choice: &Choice) -> Option<Policy> {
+        None
     }
 
     /// Work to do before the router's lock is taken: tokenizing, hashing.

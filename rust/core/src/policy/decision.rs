@@ -75,7 +75,8 @@ pub struct Decision<'a> {
     pub worker: Worker,
     /// Leading blocks of the prompt that it holds.
     pub overlap_blocks: u32,
-    /// The policy that chose; `None` if it is not built in.
+    /// The policy that chose; `None` if it is not built in. A policy outside the core that has not
+    /// chosen has its stand-in here.
     pub policy: Option<Policy>,
     /// The request as the policy saw it.
     pub request: RequestTerms,

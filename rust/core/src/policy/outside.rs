@@ -83,6 +83,15 @@ impl RoutePolicy for Outside {
         self.desk.trouble()
     }
 
+    fn stand_in(&self, choice: &Choice) -> Option<Policy> {
+        // A single candidate, and a session's worker, need no policy.
+        let is_kv = !matches!(
+            choice.reason,
+            Reason::HighestScore | Reason::SessionAffinity | Reason::OnlyCandidate
+        );
+        is_kv.then_some(Policy::Kv)
+    }
+
     fn choose(
         &self,
         context: &Context<'_>,

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use super::draining::Diverted;
 use super::record::{CandidateRecord, Record};
-use crate::policy::AUTO;
+use crate::policy::{AUTO, Policy};
 
 impl Record {
     /// The decision with every candidate's terms, without the outcome.
@@ -14,6 +14,7 @@ impl Record {
             "model": &*self.model,
             "alias": self.alias.as_deref(),
             "policy": &*self.policy,
+            "instead_of": self.instead_of.as_deref(),
             "worker": self.worker.to_string(),
             "reason": self.choice.reason.name(),
             "ties": self.choice.ties,
@@ -55,14 +56,15 @@ impl Record {
             .iter()
             .map(|(name, by)| format!("{:.0} tokens {} {name}", by.abs(), word(*by)))
             .collect();
-        let (own, other) = (chosen.terms.overlap_blocks, next.terms.overlap_blocks);
-        if own != other {
-            let blocks = own.abs_diff(other);
-            said.push(format!(
-                "{blocks} {} blocks cached",
-                if own > other { "more" } else { "fewer" }
-            ));
-        }
+        let mut compare = |own: u32, other: u32, what: &str| {
+            if own != other {
+                let more = if own > other { "more" } else { "fewer" };
+                said.push(format!("{} {more} blocks {what}", own.abs_diff(other)));
+            }
+        };
+        let further = |one: &CandidateRecord| one.terms.overlap_blocks - one.overlap_blocks;
+        compare(chosen.overlap_blocks, next.overlap_blocks, "cached");
+        compare(further(chosen), further(next), "predicted");
         if said.is_empty() {
             return Some(format!("it costs as much as {}", next.terms.worker));
         }
@@ -97,13 +99,13 @@ impl Record {
             "is_busy": one.is_busy,
             "is_draining": one.is_draining,
             "cost": terms.cost,
-            "formula": match is_priced {
-                true => format!("{}: {}", terms.worker, terms.price),
-                false => terms.formula(&self.request).to_string(),
-            },
         });
+        // The others choose by something else than this cost.
         if is_priced {
+            value["formula"] = json!(format!("{}: {}", terms.worker, terms.price));
             value["price"] = terms.price.parts().into_iter().collect();
+        } else if &*self.policy == Policy::Kv.name() {
+            value["formula"] = json!(terms.formula(&self.request).to_string());
         }
         if let Some(credit) = one.credit {
             value["reuse_credit"] = json!(credit);

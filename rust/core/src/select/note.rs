@@ -107,6 +107,7 @@ impl Selector {
             alias: ask.alias.map(Arc::from),
             decided_at_ms: self.clock.now_ms(),
             policy: self.decided_by(decision),
+            instead_of: self.replaced(decision),
             worker: decision.worker,
             choice: decision.choice,
             seed: decision.seed,
@@ -123,12 +124,19 @@ impl Selector {
         }
     }
 
-    /// The policy that chose, which for a single request may be the built-in one instead of `auto`.
+    /// The policy that chose, which for a single request may be a built-in one instead of `auto` or
+    /// of a policy outside the core.
     fn decided_by(&self, decision: &Decision<'_>) -> Arc<str> {
         match decision.policy {
-            Some(policy) if &*self.policy_name == AUTO => policy.name().into(),
+            Some(policy) if policy.name() != &*self.policy_name => policy.name().into(),
             _ => Arc::clone(&self.policy_name),
         }
+    }
+
+    /// The policy outside the core that should have chosen, and has not.
+    fn replaced(&self, decision: &Decision<'_>) -> Option<Arc<str>> {
+        let is_outside = self.router.policies().desk().is_some();
+        (is_outside && decision.policy.is_some()).then(|| Arc::clone(&self.policy_name))
     }
 
     /// One line for the decision, and one for each candidate's cost: complete at level debug; short

@@ -66,6 +66,14 @@ pub struct Selection {
     pub seed: u64,
 }
 
+impl Selection {
+    /// Leading blocks of the prompt that it will find on the device: those it holds, and those
+    /// predicted beyond them.
+    pub fn expected_blocks(&self) -> u32 {
+        self.overlap_blocks + self.predicted_blocks
+    }
+}
+
 /// One worker that could have taken the request.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CandidateRecord {
@@ -139,6 +147,8 @@ pub struct Record {
     pub decided_at_ms: u64,
     /// The policy that chose.
     pub policy: Arc<str>,
+    /// The policy outside the core that should have chosen, if it gave no valid choice in time.
+    pub instead_of: Option<Arc<str>>,
     /// The chosen worker.
     pub worker: Worker,
     /// The choice among the candidates that were neither busy nor draining, which come first.
@@ -151,7 +161,7 @@ pub struct Record {
     pub prompt_source: TokenSource,
     /// Full blocks of the prompt, as far as its tokens were known.
     pub request_blocks: u32,
-    /// Leading blocks that the chosen worker was credited with.
+    /// Leading blocks of the chosen worker reported as its overlap; see [`CandidateRecord`].
     pub overlap_blocks: u32,
     /// The draining worker that it should have used.
     pub diverted: Option<Diverted>,

@@ -369,9 +369,7 @@ impl Selector {
             worker: selection.worker,
             hashes: is_tracked.then(|| ask.prompt.sequence_hashes.as_slice().into()),
             isl_tokens: ask.prompt.isl_tokens,
-            overlap_blocks: selection.overlap_blocks
-                + selection.predicted_blocks
-                + selection.lower_blocks,
+            overlap_blocks: selection.expected_blocks() + selection.lower_blocks,
         }
     }
 

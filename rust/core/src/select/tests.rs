@@ -5,6 +5,8 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::sync::Arc;
 
+use rand::SeedableRng;
+use rand::rngs::SmallRng;
 use serde_json::Value;
 
 use super::*;
@@ -16,7 +18,8 @@ use crate::error::Error;
 use crate::hash::engine::NameKeys;
 use crate::ids::{Tier, Worker};
 use crate::index::{Block, Match};
-use crate::policy::{Candidate, CandidateCost};
+use crate::policy::desk::{Desk, Interests};
+use crate::policy::{Advice, Candidate, CandidateCost, Outside, Settings, registry};
 use crate::select::{Policies, RouteOverride, RouterConfig};
 
 mod busy;
@@ -642,6 +645,58 @@ fn a_decision_is_kept_with_all_that_went_into_it_and_what_came_of_it() {
         bench.selector.journal.find("r").iter().map(|record| record.outcome).collect();
     assert_eq!(outcomes, [Outcome::Complete, Outcome::Failed]);
     assert!(bench.selector.journal.find("nobody").is_empty());
+}
+
+#[test]
+fn a_decision_names_the_policy_that_made_it() {
+    let desk = Arc::new(Desk::new("python:mine", 5, Interests::default()));
+    let policies = Policies { active: Some(Arc::new(Outside::new(desk))), ..Policies::default() };
+    let router = RouterConfig { block_size: BLOCK_SIZE, ..RouterConfig::default() };
+    let config = SelectorConfig { router, overlap: Overlap::Events, ..SelectorConfig::default() };
+    let bench = with_policies(config, policies, CatalogOptions::default(), 2);
+    let prompt = bench.prompt(&[1; 8]);
+    let made = |advice| {
+        let ask = Ask { request_id: Some("r"), advice, ..Ask::new(&prompt) };
+        drop(bench.selector.select(&ask).unwrap());
+        bench.selector.journal.find("r").pop().unwrap().decision()
+    };
+    let question = bench.selector.question(&Ask::new(&prompt)).unwrap();
+    let advice = Advice::new(&question, &[Some(0.0), Some(1.0)]);
+    let followed = made(Some(&advice));
+    assert_eq!(
+        (&followed["policy"], &followed["reason"]),
+        (&"python:mine".into(), &"highest_score".into())
+    );
+    assert_eq!(
+        (&followed["instead_of"], &followed["candidates"][0]["formula"]),
+        (&Value::Null, &Value::Null)
+    );
+    // It was late, raised an error or answered nonsense.
+    let replaced = made(None);
+    assert_eq!(
+        (&replaced["policy"], &replaced["instead_of"]),
+        (&"kv".into(), &"python:mine".into())
+    );
+    assert!(replaced["candidates"][0]["formula"].is_string(), "{replaced}");
+}
+
+#[test]
+fn blocks_that_are_only_predicted_are_not_told_as_cached() {
+    let mut rng = SmallRng::seed_from_u64(1);
+    let active = registry::build("auto", &Settings::default(), &mut rng).unwrap();
+    let policies = Policies { active: Some(active), ..Policies::default() };
+    let router = RouterConfig { block_size: BLOCK_SIZE, ..RouterConfig::default() };
+    let config = SelectorConfig { router, ..SelectorConfig::default() };
+    let options = CatalogOptions { predicted_ttl_ms: 5_000, ..CatalogOptions::default() };
+    let bench = with_policies(config, policies, options, 2);
+    bench.register(2);
+    let prompt = bench.prompt(&(0..400).collect::<Vec<_>>());
+    drop(bench.selector.select(&Ask::new(&prompt)).unwrap());
+    let (selection, record) = bench.selector.preview(&Ask::new(&prompt)).unwrap();
+    assert_eq!((selection.overlap_blocks, selection.expected_blocks()), (0, 100));
+    let because = record.decision()["because"].as_str().unwrap().to_owned();
+    assert!(because.contains("100 more blocks predicted"), "{because}");
+    assert!(!because.contains("cached"), "{because}");
 }
 
 #[test]

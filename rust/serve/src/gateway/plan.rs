@@ -390,7 +390,7 @@ impl Plan {
         let mut value = record.decision();
         value["lora_name"] = json!(self.route.lora_name);
         value["prompt_tokens"] = json!(self.prompt_tokens());
-        let expected = self.request.prompt.reusable_tokens(selection.overlap_blocks);
+        let expected = self.request.prompt.reusable_tokens(selection.expected_blocks());
         value["expected_cached_tokens"] = json!(expected);
         Ok(value)
     }

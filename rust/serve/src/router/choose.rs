@@ -196,7 +196,7 @@ impl Chosen {
             best_blocks: selection.best_blocks,
             block_size: Some(prompt.block_size).filter(|size| *size > 0),
             isl_tokens: prompt.isl_tokens,
-            expected_cached_tokens: prompt.reusable_tokens(selection.overlap_blocks),
+            expected_cached_tokens: prompt.reusable_tokens(selection.expected_blocks()),
             reason: selection.reason.name(),
             ties: selection.ties,
             margin: selection.margin,

@@ -162,7 +162,10 @@ impl Router {
         considered: &'a Considered,
         choice: Choice,
     ) -> Decision<'a> {
-        let built_in = self.decider(overrides).is_none().then_some(self.config.policy);
+        let built_in = match self.decider(overrides) {
+            Some(active) => active.stand_in(&choice),
+            None => Some(self.config.policy),
+        };
         let Considered { candidates, costs, .. } = considered;
         Decision::new(built_in, context.request, candidates, costs, choice)
     }
