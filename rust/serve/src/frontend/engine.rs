@@ -105,6 +105,12 @@ impl Engine {
         self.healthy.load(Ordering::Relaxed)
     }
 
+    /// Why it takes no requests; `None` if it is healthy.
+    pub fn why_unhealthy(&self) -> Option<String> {
+        let why = || self.notes.lock().last_error.clone();
+        (!self.is_healthy()).then(|| why().unwrap_or_else(|| "not checked yet".into()))
+    }
+
     pub fn is_removed(&self) -> bool {
         self.removed.load(Ordering::Relaxed)
     }

@@ -33,11 +33,7 @@ type Tables = fleet::Tables<Engine, Rooms>;
 /// The first of the unhealthy ones among `engines`, with reasons, for people.
 pub(crate) fn unhealthy<'a>(engines: impl Iterator<Item = &'a Arc<Engine>>) -> String {
     let down: Vec<String> = engines
-        .filter(|engine| !engine.is_healthy())
-        .map(|engine| {
-            let why = engine.notes.lock().last_error.clone();
-            format!("{}: {}", engine.id, why.as_deref().unwrap_or("not checked yet"))
-        })
+        .filter_map(|engine| Some(format!("{}: {}", engine.id, engine.why_unhealthy()?)))
         .take(5)
         .collect();
     if down.is_empty() { String::new() } else { format!("; unhealthy: {}", down.join("; ")) }

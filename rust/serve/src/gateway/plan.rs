@@ -321,6 +321,15 @@ impl Plan {
             return error;
         }
         let members = self.route.pool.members();
+        let pinned = self.request.pin.and_then(|pin| members.get(pin.instance_id));
+        if let Some((engine, why)) = pinned.and_then(|one| Some((one, one.why_unhealthy()?))) {
+            let message = format!(
+                "worker {}, which the request names, is unhealthy: {why}; without the name \
+                 another worker can take the request",
+                engine.id
+            );
+            return Error::NoWorker(message);
+        }
         let draining = match self.route.pool.selector.draining.all().len() {
             0 => String::new(),
             count => format!(

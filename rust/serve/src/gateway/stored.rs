@@ -124,12 +124,8 @@ impl Kept {
 
     /// Why its worker takes no requests, if so.
     pub fn absence(&self) -> Option<Error> {
-        if self.engine.is_healthy() {
-            return None;
-        }
+        let why = self.engine.why_unhealthy()?;
         let (worker, id) = (self.engine.id, shown(&self.id));
-        let why = self.engine.notes.lock().last_error.clone();
-        let why = why.as_deref().unwrap_or("not checked yet");
         let message = format!("worker {worker}, which keeps response {id}, is unhealthy: {why}");
         Some(Error::NoWorker(message))
     }

@@ -82,6 +82,13 @@ async fn pins_are_obeyed() {
     engines[0].closes();
     let body = with(prompt(0..64), json!({ "nvext": { "backend_instance_id": engines[0].id } }));
     assert_eq!(stage.ask(&body).await.status, 502);
+    // One that fails its health check is told as the reason, not a fleet that has others.
+    engines[1].health(500);
+    stage.until_healthy(engines[1].id, false).await;
+    let body = with(prompt(0..64), json!({ "nvext": { "backend_instance_id": engines[1].id } }));
+    let refused = stage.ask(&body).await;
+    let wanted = format!("worker {}, which the request names, is unhealthy: ", engines[1].id);
+    assert!(refused.status == 503 && refused.text().contains(&wanted), "{}", refused.text());
     assert_eq!(engines.map(|engine| engine.count()), [3, 2, 2]);
 }
 
