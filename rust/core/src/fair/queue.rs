@@ -303,7 +303,7 @@ impl<T> FairQueue<T> {
                 let error = format!("{limit} clients have requests; max_clients is {limit}");
                 (&mut self.stats.refused_clients_total, Error::Overloaded(error))
             }
-            Refusal::Name(error) => (&mut self.stats.refused_clients_total, error.clone()),
+            Refusal::Name(error) => (&mut self.stats.refused_names_total, error.clone()),
         };
         *count += 1;
         // By then half of the queue will have been admitted.

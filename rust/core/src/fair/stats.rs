@@ -17,6 +17,8 @@ pub struct FairStats {
     pub refused_client_queue_total: u64,
     /// Requests refused because there were too many clients.
     pub refused_clients_total: u64,
+    /// Requests refused because their client's name was too long.
+    pub refused_names_total: u64,
     /// Requests that timed out while they waited.
     pub expired_total: u64,
     /// Requests cancelled while they waited.

@@ -311,6 +311,8 @@ fn every_limit_refuses() {
     assert_eq!(error, "2 clients have requests; max_clients is 2");
     let (refusal, _) = refused(&mut queue, &"x".repeat(257), 7);
     assert!(matches!(refusal, Refusal::Name(Error::InvalidArgument(_))), "{refusal:?}");
+    let stats = queue.stats();
+    assert_eq!((stats.refused_clients_total, stats.refused_names_total), (1, 1));
     // When a client is idle it makes room.
     queue.finish(grant, Used::default());
     let (grant, item) = pop(&mut queue).unwrap();

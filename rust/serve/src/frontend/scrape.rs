@@ -143,6 +143,7 @@ fn write_turns(app: &App, page: &mut Page<'_>) -> fmt::Result {
             ("refused_queue", stats.refused_queue_total),
             ("refused_client_queue", stats.refused_client_queue_total),
             ("refused_clients", stats.refused_clients_total),
+            ("refused_names", stats.refused_names_total),
             ("expired", stats.expired_total),
             ("left", stats.cancelled_total),
         ]

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use axum::body::Body;
-use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
 use axum::response::Response;
 use kvflash_core::error::Error;
 use kvflash_core::ids::Worker;
@@ -86,10 +86,11 @@ async fn respond(
     in_flight.running = running;
     let began = Instant::now();
     let plan = Plan::make(app, Some(row), head, request_id, bytes, rest).await;
-    let plan = plan.inspect_err(|reject| {
-        if reject.status.as_u16() == 503 {
-            app.refused("no_worker");
-        }
+    let plan = plan.inspect_err(|reject| match reject.status {
+        StatusCode::SERVICE_UNAVAILABLE => app.refused("no_worker"),
+        // Counted where the cores were found to be busy.
+        StatusCode::TOO_MANY_REQUESTS => {}
+        _ => app.refused("invalid"),
     })?;
     app.metrics.route_seconds.observe(began.elapsed().as_secs_f64());
     // It was neither too long nor invalid: the next large body may be read.

@@ -75,14 +75,20 @@ impl Chosen {
         Ok(Self { pool, request, request_id, caller, advice: None })
     }
 
-    /// Asks a policy outside the core, if one decides.
-    pub async fn advised(mut self) -> Self {
-        let selector = &self.pool.selector;
+    /// A request for a worker, understood, and with the advice of a policy outside the core, if one
+    /// decides. Counts a refusal.
+    ///
+    /// # Errors
+    /// As [`understand`](Self::understand).
+    pub async fn advised(app: &App, choose: Choose) -> Result<Self> {
+        let understood = Self::understand(app, choose).await;
+        let mut chosen = understood.inspect_err(|error| app.note_refusal(error))?;
+        let selector = &chosen.pool.selector;
         if selector.desk().is_some() {
-            let question = self.ask(|ask| selector.question(ask));
-            self.advice = outside::advice(selector, question).await;
+            let question = chosen.ask(|ask| selector.question(ask));
+            chosen.advice = outside::advice(selector, question).await;
         }
-        self
+        Ok(chosen)
     }
 
     fn ask<T>(&self, act: impl FnOnce(&Ask<'_>) -> T) -> T {
@@ -96,7 +102,7 @@ impl Chosen {
     /// As [`kvflash_core::select::Selector::query`]; `NoWorker` while the start gate waits for
     /// workers.
     pub fn query(&self, app: &App) -> Result<Answer> {
-        app.started()?;
+        app.started().inspect_err(|error| app.note_refusal(error))?;
         let outcome = self.ask(|ask| self.pool.selector.query(ask));
         app.note("previewed", outcome.as_ref());
         Ok(self.answer(app, &outcome?, None))
@@ -111,7 +117,7 @@ impl Chosen {
         let Some(request_id) = self.request_id.as_deref() else {
             return Err(Error::invalid("missing field `request_id`: a reservation needs one"));
         };
-        app.started()?;
+        app.started().inspect_err(|error| app.note_refusal(error))?;
         let selector = &self.pool.selector;
         let reserve = || self.ask(|ask| selector.reserve_for(self.caller, request_id, ask));
         let outcome = match &self.pool.queue {
@@ -315,14 +321,24 @@ fn prompt(pool: &Pool, request: &Choose) -> Result<Prompt> {
 impl App {
     /// Counts the outcome of a request for a worker.
     pub fn note(&self, done: &'static str, outcome: Result<&Selection, &Error>) {
-        let outcome = match outcome {
-            Ok(_) => done,
-            Err(Error::AllBusy(_)) => "all_busy",
-            Err(Error::NoWorker(_)) => "no_worker",
-            Err(Error::Overloaded(_)) => "overloaded",
-            Err(Error::Conflict(_)) => "duplicate",
-            Err(_) => "invalid",
-        };
+        match outcome {
+            Ok(_) => self.count(done),
+            Err(error) => self.note_refusal(error),
+        }
+    }
+
+    /// Counts a request that got no worker.
+    fn note_refusal(&self, error: &Error) {
+        self.count(match error {
+            Error::AllBusy(_) => "all_busy",
+            Error::NoWorker(_) | Error::NotFound(_) => "no_worker",
+            Error::Overloaded(_) => "overloaded",
+            Error::Conflict(_) => "duplicate",
+            _ => "invalid",
+        });
+    }
+
+    fn count(&self, outcome: &'static str) {
         self.metrics.selections.get_or_create(&OutcomeLabel { outcome }).inc();
     }
 

@@ -107,7 +107,7 @@ pub(super) async fn obey(
                 ..choose
             };
             let is_named = choose.request_id.is_some();
-            let chosen = Chosen::understand(app, choose).await?.advised().await;
+            let chosen = Chosen::advised(app, choose).await?;
             let answer = if is_named { chosen.reserve(app).await? } else { chosen.query(app)? };
             let Answer { worker_id, dp_rank, overlap_blocks, .. } = answer;
             let mut answer = json!({

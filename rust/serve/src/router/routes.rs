@@ -154,8 +154,7 @@ async fn count(State(app): State<Arc<App>>, request: Request, next: Next) -> Res
 type Answer = Result<Response, PlainReject>;
 
 async fn chosen(app: &App, headers: &HeaderMap, body: Body) -> Result<Chosen, Reject> {
-    let request: Choose = app.parse(headers, body).await?;
-    Ok(Chosen::understand(app, request).await?)
+    Ok(Chosen::advised(app, app.parse(headers, body).await?).await?)
 }
 
 fn reply(body: &impl Serialize) -> Response {
@@ -226,7 +225,7 @@ async fn remove_worker(State(app): State<Arc<App>>, id: PathText) -> Answer {
 }
 
 async fn select(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Answer {
-    let chosen = chosen(&app, &headers, body).await?.advised().await;
+    let chosen = chosen(&app, &headers, body).await?;
     Ok(reply_to(&headers, &chosen.query(&app)?))
 }
 
@@ -238,17 +237,17 @@ async fn reserve(
 ) -> Answer {
     let mut request: Choose = app.parse(&headers, body).await?;
     request.caller = peer.map(|Extension(Peer(address))| address.ip());
-    let chosen = Chosen::understand(&app, request).await?.advised().await;
+    let chosen = Chosen::advised(&app, request).await?;
     Ok(reply_to(&headers, &chosen.reserve(&app).await?))
 }
 
 async fn explain(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Answer {
-    let chosen = chosen(&app, &headers, body).await?.advised().await;
+    let chosen = chosen(&app, &headers, body).await?;
     app.aside.make(|| Ok(reply_to(&headers, &chosen.explain(&app)?))).await
 }
 
 async fn potential_loads(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Answer {
-    let chosen = chosen(&app, &headers, body).await?;
+    let chosen = Chosen::understand(&app, app.parse(&headers, body).await?).await?;
     let loads = chosen.potential_loads()?;
     let (count, tokens) = chosen.pending();
     let answer = json!({ "loads": loads, "pending_count": count, "pending_isl_tokens": tokens });

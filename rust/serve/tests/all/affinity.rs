@@ -66,6 +66,8 @@ async fn an_adapter_goes_to_workers_that_have_it() {
     }
     let body = with(prompt(0..40), json!({ "model": "nobody" }));
     assert_eq!(stage.ask(&body).await.status, 404);
+    assert_eq!(stage.ask(&json!([])).await.status, 400);
+    assert_eq!(stage.metric("refused_requests_total{cause=\"invalid\"}").await, 2.0);
 }
 
 #[tokio::test]
