@@ -37,7 +37,7 @@ const IDLE_CONNECTIONS_MAX: usize = 64;
 pub struct RemoteIndexerOptions {
     /// Its address, `http://host:port`; empty: discovered later.
     pub url: String,
-    /// Time after which a request is routed by load alone.
+    /// Longest wait for an answer.
     pub deadline: Duration,
 }
 
@@ -121,7 +121,7 @@ impl RemoteIndexer {
             .pool_idle_timeout(IDLE_TIMEOUT)
             .pool_max_idle_per_host(IDLE_CONNECTIONS_MAX)
             .build(connector);
-        let help = "Queries to the remote indexer, by outcome; without an answer a request is routed by load alone";
+        let help = "Queries to the remote indexer, by outcome; without an answer only the load and the prompts sent lately decide";
         let lookups = add(registry, "remote_indexer_lookups", help, Family::default());
         let help = "Time that queries to the remote indexer took, failed ones included";
         let seconds = add(registry, "remote_indexer_lookup_seconds", help, seconds_histogram());
@@ -139,9 +139,13 @@ impl RemoteIndexer {
         Ok(())
     }
 
-    /// Why the last query failed; `None` if it succeeded.
-    pub fn trouble(&self) -> Option<String> {
-        self.trouble.lock().clone()
+    /// Why the last query failed and what follows, as a warning; `None` if it succeeded.
+    pub fn warning(&self) -> Option<String> {
+        let why = self.trouble.lock().clone()?;
+        Some(format!(
+            "--use-remote-indexer: {why}; until it answers, only the load and the prompts sent lately \
+             decide"
+        ))
     }
 
     fn note(&self, trouble: Option<String>) {
@@ -190,7 +194,10 @@ impl RemoteIndexer {
             Err(Failure::Unknown) => (
                 "unknown_model",
                 None,
-                Some(format!("it does not know the model {key} (model:tenant)")),
+                Some(format!(
+                    "it does not know the model {key} (model:tenant); kvflash workers URL_OF_INDEXER \
+                     lists those that it knows"
+                )),
             ),
             Err(Failure::Other(why)) => ("failed", None, Some(why)),
         };

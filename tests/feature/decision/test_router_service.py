@@ -628,6 +628,9 @@ def test_a_remote_indexer_that_is_late_or_gone_is_done_without(service, client):
     add(http, 1)
     assert ask(http)["overlap_blocks"] == 0
     assert metric(http, 'kvflash_remote_indexer_lookups_total{outcome="failed"}') == 1
+    (warning,) = http.get("/health")["warnings"]
+    assert warning.startswith("--use-remote-indexer: "), warning
+    assert warning.endswith("only the load and the prompts sent lately decide"), warning
 
 
 # -- messages with a method

@@ -86,7 +86,7 @@ def test_a_remote_indexer_of_no_use_is_told() -> None:
         assert warnings(frontend) == []
         assert ask(frontend.url, CHAT, BODY).status == 200
         (told,) = warnings(frontend)
-        assert told.startswith(f"{flag}: ") and told.endswith("requests are routed by load")
+        assert told.startswith(f"{flag}: ") and told.endswith("the prompts sent lately decide")
 
 
 def test_chats_without_a_template_are_told(tmp_path: Path) -> None:

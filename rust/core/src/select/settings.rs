@@ -261,7 +261,7 @@ settings! {
         /// Without a URL the [one in discovery](indexer.md#engines-without-registration). Its
         /// instance ids are the workers' ids; see [with an indexer](router.md#with-an-indexer)
         remote_indexer: Option<String> = None, Legal::Bare("discovery"), "--use-remote-indexer URL";
-        /// Longest wait for its answer; after it a request is routed by load alone
+        /// Longest wait for its answer; after it only the load and the prompts sent lately decide
         remote_indexer_deadline: Duration = Duration::from_millis(50),
             0.001..=60.0, "--remote-indexer-deadline SECONDS";
     }

@@ -168,9 +168,7 @@ fn warnings(
                 .push(format!("alias {alias}: no worker serves its models {}", models.join(", "))),
         }
     }
-    if let Some(trouble) = app.remote.as_ref().and_then(RemoteIndexer::trouble) {
-        warnings.push(format!("--use-remote-indexer: {trouble}; requests are routed by load"));
-    }
+    warnings.extend(app.remote.as_ref().and_then(RemoteIndexer::warning));
     let untold = app.metrics.untokenized.get(&CauseLabel { cause: "template" });
     if let Some(count) = untold.map(|count| count.get()).filter(|count| *count > 0) {
         warnings.push(format!(

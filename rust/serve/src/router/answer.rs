@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 
 use super::app::App;
 use super::fleet::{Member, Pool};
+use crate::remote::RemoteIndexer;
 
 /// All workers, optionally of one model, by model, tenant and id.
 pub(super) fn worker_entries(app: &App, model_name: Option<&str>) -> Vec<Value> {
@@ -145,6 +146,7 @@ pub(super) fn warnings(app: &App) -> Vec<String> {
     warnings.extend(app.registrations.trouble());
     warnings.extend(app.options.routing.policies.troubles());
     warnings.extend(app.options.http.lock().troubles());
+    warnings.extend(app.remote.as_ref().and_then(RemoteIndexer::warning));
     for pool in app.fleet.pools() {
         if pool.selector.block_size() == 0 {
             warnings.push(format!(
