@@ -38,6 +38,8 @@ _RECONNECT_GRACE_S = 1.0
 # Longest wait for the ZMQ handshake of a connection; libzmq itself waits for 30 s.
 _HANDSHAKE_S = 10.0
 
+_NO_ADDRESS = "the host of the address is unknown here (DNS), or no route leads to it"
+
 # Other users may close files; subscriptions without one are retried.
 _REOPEN_S = 5.0
 # Interval between log lines about a publisher that keeps violating the protocol.
@@ -75,6 +77,8 @@ class _Subscription:
     replay: zmq.Socket[bytes] | None = None
     is_connected: bool = False
     reconnect_at: float | None = None
+    #: Whether a connection was tried since the last pause: libzmq tries none without an address.
+    has_dialled: bool = False
     #: Whether the last connection got as far as the ZMQ handshake.
     has_greeted: bool = False
     #: Whether the peer closed a connection before that: it is left alone until ``reconnect_at``.
@@ -370,6 +374,8 @@ class ZmqReceiver:
                 continue
             subscription.is_connected = kind == zmq.EVENT_HANDSHAKE_SUCCEEDED
             subscription.reconnect_at = None
+            if kind in (zmq.EVENT_CONNECT_DELAYED, zmq.EVENT_CONNECTED):
+                subscription.has_dialled = True
             if kind == zmq.EVENT_CONNECTED:
                 subscription.has_greeted = False
                 self._reconnect_in(subscription, _HANDSHAKE_S)
@@ -383,7 +389,9 @@ class ZmqReceiver:
                 self._reconnect_in(subscription, _RECONNECT_GRACE_S)
                 self._catalog.set_status(publisher, "pending", "disconnected; connecting again")
             elif kind == zmq.EVENT_CONNECT_RETRIED:
-                self._catalog.set_status(publisher, "pending", "connecting fails; trying again")
+                has_dialled, subscription.has_dialled = subscription.has_dialled, False
+                why = "connecting fails" if has_dialled else _NO_ADDRESS
+                self._catalog.set_status(publisher, "pending", f"{why}; trying again")
 
     def _on_stream(self, subscription: _Subscription) -> None:
         messages: list[list[_Part]]

@@ -190,6 +190,12 @@ def test_a_worker_is_pending_until_its_engine_is_there(http, engine, model):
     until(lambda: listener(http, 1)["status"] == "pending", "the loss to be seen")
 
 
+def test_a_host_without_an_address_is_told(http, engine, model):
+    register(http, engine(replay=False), model, is_awaited=False, endpoint="tcp://gpu.invalid:5557")
+    reason = "the host of the address is unknown here (DNS)"
+    until(lambda: reason in listener(http, 1).get("last_error", ""), "the reason")
+
+
 def _is_refused(endpoint):
     host, port = endpoint.removeprefix("tcp://").split(":")
     with socket.socket() as probe:

@@ -257,8 +257,9 @@ const fn fix(code: Code, has_replay: bool) -> &'static str {
     match code {
         Code::Failed => "correct the fault that the message names, and register the worker again",
         Code::NeverConnected => {
-            "check that the engine runs with KV events on and that this host reaches the endpoint \
-             (nc -vz HOST PORT); the engine must bind tcp://*:PORT, not 127.0.0.1"
+            "unless the message names the cause: check that the engine runs with KV events on and that this \
+             host reaches the endpoint (nc -vz HOST PORT); for other hosts the engine must bind tcp://*:PORT, \
+             not 127.0.0.1"
         }
         Code::Disconnected => {
             "kvflash reconnects by itself; if the engine is gone for good, remove it (indexer: POST /unregister; \
