@@ -6,7 +6,7 @@ use kvflash_core::policy::{AUTO, Counted};
 use kvflash_core::select::{
     BusySettings, CacheSettings, CostSettings, DecisionSettings, IndexSettings, LoadSettings,
     ModeSettings, Overlap, QueueOptions, QueueThreshold, RemoteSettings, RouterConfig,
-    SelectorConfig, Thresholds, TierWeights,
+    SelectorConfig, Thresholds, TierWeights, without_effect,
 };
 use kvflash_core::settings::{Concern, Given};
 use kvflash_serve::{RemoteIndexerOptions, RoutingOptions};
@@ -46,6 +46,10 @@ pub(super) fn routing(
     let has_events = caches.use_kv_events && cost.weighs_overlap();
     let (policy, policies, settings) =
         chosen(&mode, counted, desk.map(Py::get), default, has_events, seed)?;
+    let deciding = policies.active.as_ref().map_or(policy.name(), |active| active.name());
+    for warning in without_effect(deciding, &cost, &caches, &busy) {
+        tracing::warn!("{warning}");
+    }
     // An explicit time enables this; `kv` has its documented default.
     limits.has_histories = policies.active.as_ref().is_some_and(|active| active.name() == AUTO)
         && !caches.use_kv_events

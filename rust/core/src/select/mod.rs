@@ -47,7 +47,7 @@ pub use router::{
 pub use selector::Selector;
 pub use settings::{
     BusySettings, CacheSettings, ClusterSettings, CostSettings, DecisionSettings, IndexSettings,
-    LoadSettings, ModeSettings, RemoteSettings, routing_table,
+    LoadSettings, ModeSettings, RemoteSettings, routing_table, without_effect,
 };
 pub use start::StartGate;
 

@@ -8,7 +8,7 @@ use super::DEFAULT_JOURNAL_BYTES;
 use crate::catalog::DEFAULT_MAX_BLOCKS;
 use crate::error::{Error, Result};
 use crate::load::PrefillSpeed;
-use crate::policy::{AUTO, KvScale};
+use crate::policy::{AUTO, KvScale, Policy};
 use crate::settings;
 use crate::settings::{Concern, Legal, Setting, Shape};
 
@@ -336,5 +336,99 @@ impl CostSettings {
             && load.assume_kv_reuse
             && self.prefill_tokens_per_s == PrefillSpeed::Unknown;
         if is_plain { AUTO } else { "kv" }
+    }
+}
+
+/// What was set and changes nothing, one sentence each, with what to do about it; `policy` is the
+/// name of the one that decides.
+pub fn without_effect(
+    policy: &str,
+    cost: &CostSettings,
+    caches: &CacheSettings,
+    busy: &BusySettings,
+) -> Vec<String> {
+    const OF_FORMULA: [&str; 5] = [
+        "--kv-overlap-score-weight",
+        "--router-kv-overlap-score-credit",
+        "--router-kv-overlap-score-credit-decay",
+        "--router-prefill-load-scale",
+        "--router-active-request-weight",
+    ];
+    const OF_QUEUE: [&str; 4] = [
+        "--router-queue-policy",
+        "--router-queue-limit",
+        "--router-queue-timeout",
+        "--router-queue-batched-tokens",
+    ];
+    let mut found = Vec::new();
+    // `kv` stands in for a policy in Python.
+    let is_kv = policy == Policy::Kv.name() || policy.starts_with("python:");
+    let of_kv = "leave out --router-mode, or set it to kv";
+    for name in cost.changed() {
+        // Without weight, no policy has events.
+        if OF_FORMULA.contains(&name) && !is_kv && cost.weighs_overlap() {
+            found.push(format!("{name} has no effect under policy {policy}; {of_kv}"));
+        } else if name == "--router-temperature" && !is_kv && policy != AUTO {
+            found.push(format!("{name} has no effect under policy {policy}; {of_kv} or auto"));
+        }
+    }
+    for name in caches.changed() {
+        if name == "--router-ttl" && caches.use_kv_events {
+            found.push(format!(
+                "{name} has no effect with KV events; add --no-kv-events, or set \
+                 --router-predicted-ttl-secs"
+            ));
+        } else if name == "--router-predicted-ttl-secs" && !caches.use_kv_events {
+            found.push(format!("{name} has no effect without KV events; set --router-ttl"));
+        }
+    }
+    if busy.router_queue_threshold.is_none() {
+        let named = busy.changed().into_iter().filter(|name| OF_QUEUE.contains(name));
+        found.extend(named.map(|name| {
+            format!(
+                "{name} has no effect without --router-queue-threshold: no request waits; add it"
+            )
+        }));
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_changes_nothing_is_named() {
+        let cost = CostSettings {
+            overlap_score_weight: 2.0,
+            temperature: 0.5,
+            host_cache_hit_weight: 0.5,
+            ..CostSettings::default()
+        };
+        let caches =
+            CacheSettings { router_ttl_s: Duration::from_secs(9), ..CacheSettings::default() };
+        let busy = BusySettings { router_queue_limit: 7, ..BusySettings::default() };
+        let named =
+            |policy: &str, cost: &CostSettings, caches: &CacheSettings, busy: &BusySettings| {
+                let told = without_effect(policy, cost, caches, busy);
+                let names = told.iter().filter_map(|text| text.split(' ').next());
+                names.map(str::to_owned).collect::<Vec<_>>()
+            };
+        let (weight, temperature) = ("--kv-overlap-score-weight", "--router-temperature");
+        let (ttl, limit) = ("--router-ttl", "--router-queue-limit");
+        let of = |policy| named(policy, &cost, &caches, &busy);
+        assert_eq!(of("round-robin"), [weight, temperature, ttl, limit]);
+        assert_eq!(of("auto"), [weight, ttl, limit]);
+        assert_eq!(of("kv"), [ttl, limit]);
+        assert_eq!(of("python:mine:Own"), [ttl, limit]);
+        // Without weight no events are listened to, under every policy.
+        let deaf = CostSettings { overlap_score_weight: 0.0, temperature: 0.0, ..cost };
+        let caches = CacheSettings { use_kv_events: false, ..caches };
+        let busy = BusySettings { router_queue_threshold: Some(1.0), ..busy };
+        assert!(named("auto", &deaf, &caches, &busy).is_empty());
+        let caches = CacheSettings { predicted_ttl_s: None, ..caches };
+        assert_eq!(named("kv", &deaf, &caches, &busy), ["--router-predicted-ttl-secs"]);
+        let idle = (CostSettings::default(), CacheSettings::default(), BusySettings::default());
+        assert!(named("random", &idle.0, &idle.1, &idle.2).is_empty());
     }
 }
