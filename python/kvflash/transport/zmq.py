@@ -446,7 +446,8 @@ class ZmqReceiver:
                     why,
                 )
             else:
-                logger.warning("engine at %s: replay from %d failed: %s", endpoint, first, why)
+                text = "engine at %s: replay from batch %d by %s failed: %s"
+                logger.warning(text, endpoint, first, subscription.replay_endpoint, why)
         socket, is_read = subscription.socket, subscription.socket in self._handlers
         if subscription.repair.wants_live and not is_read:
             self._add(socket, lambda: self._on_stream(subscription))
