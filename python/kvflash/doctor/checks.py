@@ -123,9 +123,9 @@ def listeners_of(url: str, workers: Any) -> list[Listener]:
     return found
 
 
-def batches(count: object) -> str:
-    """A number of batches in words."""
-    return f"{count} batch" if count == 1 else f"{count} batches"
+def counted(count: object, one: str, many: str) -> str:
+    """The count, and the words for one or for many of them."""
+    return f"{count} {one if count == 1 else many}"
 
 
 def check_clock(subject: str, skew_s: float | None) -> Iterator[Finding]:
@@ -246,7 +246,7 @@ def _check_trust(listener: Listener) -> Iterator[Finding]:
     age_ms, count = entry.get("last_event_age_ms"), (entry.get("events") or {}).get("batches")
     heard = "nothing came yet"
     if age_ms is not None:
-        heard = f"{batches(count)}, the last one {age_ms / 1000:.0f} s ago"
+        heard = f"{counted(count, 'batch', 'batches')}, the last one {age_ms / 1000:.0f} s ago"
     yield ok(subject, "connected", f"to {listener.endpoint}")
     yield ok(subject, "publishes", heard)
     if age_ms is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvflash.ask import Answer
-from kvflash.doctor.checks import Listener, batches, check_heard, check_replay
+from kvflash.doctor.checks import Listener, check_heard, check_replay, counted
 from kvflash.doctor.events import Heard, Replayed
 from kvflash.doctor.finding import FAIL, Finding, fail, ok, warn
 
@@ -155,7 +155,9 @@ def check_worker(
     if not worker.listeners:
         yield from _check_no_events(worker, health)
     for listener in worker.listeners:
-        yield from _check_listener(listener, worker.entry)
+        yield from _check_connected(listener)
+        if listener.entry.get("status") == "active":
+            yield from _check_events(listener, worker, health)
         yield from _check_block_size(listener, worker.entry)
         replayed = replays.get((listener.instance, listener.rank))
         yield from check_replay(listener, replayed, timeout_s)
@@ -176,29 +178,58 @@ def _check_no_events(worker: Worker, health: Mapping[str, Any]) -> Iterator[Find
         yield warn(worker.subject, "events", seen[0], how)
 
 
-def _check_listener(listener: Listener, worker: Mapping[str, Any]) -> Iterator[Finding]:
+def _check_connected(listener: Listener) -> Iterator[Finding]:
     entry, subject = listener.entry, listener.subject
-    counts = entry.get("events") or {}
-    if entry.get("status") != "active":
-        seen = f"{listener.endpoint}: {entry.get('status')}: {entry.get('last_error')}"
-        how = (
-            "check that events= is the endpoint of the engine's --kv-events-config, and that the "
-            "frontend's host reaches it (nc -vz HOST PORT)"
-        )
-        yield fail(subject, "connected", seen, how)
+    if entry.get("status") == "active":
+        yield ok(subject, "connected", f"to {listener.endpoint}")
         return
-    yield ok(subject, "connected", f"to {listener.endpoint}")
+    seen = f"{listener.endpoint}: {entry.get('status')}: {entry.get('last_error')}"
+    how = (
+        "check that events= is the endpoint of the engine's --kv-events-config, and that the "
+        "frontend's host reaches it (nc -vz HOST PORT)"
+    )
+    yield fail(subject, "connected", seen, how)
+
+
+def _check_events(
+    listener: Listener, worker: Worker, health: Mapping[str, Any]
+) -> Iterator[Finding]:
+    subject, counts = listener.subject, listener.entry.get("events") or {}
     if counts.get("batches"):
-        yield ok(subject, "publishes", batches(counts["batches"]))
-    elif worker.get("requests"):
-        seen = f"no events came, although its engine got {worker['requests']} requests"
-        yield warn(subject, "publishes", seen, _PUBLISH)
+        yield ok(subject, "publishes", counted(counts["batches"], "batch", "batches"))
     else:
-        yield ok(subject, "publishes", "no events yet, and no requests")
+        yield _silence(listener, worker, health)
     if counts.get("undecodable"):
-        seen = f"{counts['undecodable']} messages are not event batches"
+        one, many = "message is not an event batch", "messages are not event batches"
+        seen = counted(counts["undecodable"], one, many)
         how = "check that the endpoint is the KV event socket of a vLLM or SGLang engine"
         yield warn(subject, "decodes", seen, how)
+
+
+def _silence(listener: Listener, worker: Worker, health: Mapping[str, Any]) -> Finding:
+    """Judge that no event came: an engine publishes only the blocks that it stores."""
+    subject = listener.subject
+    reuse = (health.get("reuse") or {}).get(f"{worker.id}:{listener.rank}") or {}
+    if any((one.entry.get("events") or {}).get("batches") for one in worker.listeners):
+        seen = "no events yet; another rank of its engine publishes, so this one may be idle"
+        return ok(subject, "publishes", seen)
+    # If the events stay away, the frontend reports the code events_missing.
+    if reuse.get("reported_tokens"):
+        seen = (
+            f"no events yet; the engine reused {reuse['reported_tokens']} tokens, which it may "
+            "hold from before the frontend's start, and such prompts store nothing new"
+        )
+        return ok(subject, "publishes", seen)
+    requests, failures = (worker.entry.get(name) or 0 for name in ("requests", "failures"))
+    sent = counted(requests, "request", "requests")
+    # Failures include failed health checks; a silence that lasts is a warning of the frontend.
+    if requests > failures:
+        seen = f"no events came, although its engine got {sent}"
+        return warn(subject, "publishes", seen, _PUBLISH)
+    if not requests:
+        return ok(subject, "publishes", "no events yet, and no requests")
+    seen = f"no events yet; its engine got {sent} and may have answered none: failures {failures}"
+    return ok(subject, "publishes", seen)
 
 
 def _check_block_size(listener: Listener, worker: Mapping[str, Any]) -> Iterator[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,8 @@ from kvflash.doctor.events import Heard, Replayed
 from kvflash.doctor.finding import FAIL, OK, WARN
 
 URL = "http://f:8000"
+SILENT: dict[str, Any] = {"events": {"batches": 0}}
+UNREPORTED = {"reported": None, "reported_tokens": 0}
 REUSE = {"reported": True, "predicted_tokens": 640, "reported_tokens": 640, "trust": 1.0}
 
 
@@ -85,7 +88,7 @@ def test_a_worker_that_is_well() -> None:
     [
         ({"healthy": False, "last_error": "refused"}, "healthy", FAIL),
         ({"listener": {"status": "pending"}}, "connected", FAIL),
-        ({"listener": {"events": {"batches": 0}}}, "publishes", WARN),
+        ({"listener": SILENT, "reuse": UNREPORTED}, "publishes", WARN),
         ({"listener": {"events": {"batches": 1, "undecodable": 1}}}, "decodes", WARN),
         ({"listener": {"replay_endpoint": None}}, "replay", WARN),
         ({"replayed": Replayed()}, "replay", FAIL),
@@ -98,6 +101,32 @@ def test_a_worker_that_is_well() -> None:
 )
 def test_each_fault_once(fields: dict[str, Any], check: str, level: str) -> None:
     assert found(**fields)[check] == level
+
+
+@pytest.mark.parametrize(
+    ("fields", "level", "seen"),
+    [
+        ({"requests": 0}, OK, "no requests"),
+        ({"requests": 1}, WARN, "its engine got 1 request"),
+        ({"requests": 9, "failures": 7}, WARN, "its engine got 9 requests"),
+        ({"requests": 9, "failures": 9}, OK, "may have answered none: failures 9"),
+        # The engine ran before the frontend: prompts that it holds store nothing.
+        ({"reuse": {**UNREPORTED, "reported_tokens": 256}}, OK, "reused 256 tokens"),
+        ({"rank": 1}, OK, "another rank of its engine publishes"),
+    ],
+)
+def test_silence_is_a_fault_only_if_answers_should_have_stored_blocks(
+    fields: dict[str, Any], level: str, seen: str
+) -> None:
+    reuse = fields.pop("reuse", UNREPORTED)
+    told = entry(**fields, listener=SILENT)
+    if fields.get("rank"):
+        told["listeners"].append({**told["listeners"][0], "dp_rank": 1, "events": {"batches": 8}})
+    (worker,) = workers.workers_of(URL, [told])
+    health = {"reuse": {"1:0": reuse}}
+    findings = workers.check_worker(worker, health, {}, {}, 5.0)
+    found = next(one for one in findings if one.check == "publishes")
+    assert found.level == level and re.search(rf"{seen}\b", found.seen), found
 
 
 def test_reuse_that_is_not_reported_says_what_to_check() -> None:
