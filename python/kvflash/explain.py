@@ -150,12 +150,14 @@ def lines_of(answer: Mapping[str, Any]) -> Iterator[str]:
     decisions = answer.get("decisions")
     if isinstance(decisions, list):
         yield f"request {answer.get('request_id')}"
+        before = None
         for number, decision in enumerate(decisions, 1):
             yield ""
             if len(decisions) > 1:
-                yield f"attempt {number} of {len(decisions)}"
+                yield _title(f"decision {number} of {len(decisions)}", decision, before)
             yield from _decision(decision)
             yield _outcome(decision)
+            before = decision
         return
     prefill = answer.get("prefill")
     if isinstance(prefill, dict):
@@ -164,6 +166,19 @@ def lines_of(answer: Mapping[str, Any]) -> Iterator[str]:
         yield ""
         yield "decode:"
     yield from _decision(answer)
+
+
+def _title(name: str, decision: Mapping[str, Any], before: Mapping[str, Any] | None) -> str:
+    """One of several decisions for an id: a request has several, and several may have its id."""
+    age_ms = decision.get("age_ms")
+    title = name if age_ms is None else f"{name}, {age_ms / 1000:.3f} s ago"
+    # All decisions of a request have its model and prompt.
+    others = before and [
+        words
+        for words, keys in (("model", ("model", "alias")), ("prompt length", ("isl_tokens",)))
+        if any(decision.get(key) != before.get(key) for key in keys)
+    ]
+    return f"{title}: another request, with another {' and '.join(others)}" if others else title
 
 
 def _decision(decision: Mapping[str, Any]) -> Iterator[str]:

@@ -412,20 +412,26 @@ def test_a_past_request_has_its_outcome(
     service: Service, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended = {"outcome": "client_gone", "first_token_ms": 2, "ended_ms": 9, "cached_tokens": 16}
-    decisions = [{**DECISION, "outcome": "failed"}, {**DECISION, **ended}]
+    decisions = [
+        {**DECISION, "age_ms": 9_017, "outcome": "failed"},
+        {**DECISION, "age_ms": 9_002, **ended},
+        {**DECISION, "age_ms": 12, "model": "n", "isl_tokens": 7, "outcome": "running"},
+    ]
     why = {"request_id": "a/b", "decisions": decisions}
     service.answers = {"/why/a%2Fb": (200, why)}
     assert explain([service.url, "a/b"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "request a/b"
-    assert [line for line in lines if line.startswith("attempt")] == [
-        "attempt 1 of 2",
-        "attempt 2 of 2",
+    assert [line for line in lines if line.startswith("decision")] == [
+        "decision 1 of 3, 9.017 s ago",
+        "decision 2 of 3, 9.002 s ago",
+        "decision 3 of 3, 0.012 s ago: another request, with another model and prompt length",
     ]
     assert [line for line in lines if line.startswith("outcome")] == [
         "outcome: failed",
         "outcome: client gone, first token after 2 ms, ended after 9 ms, 16 tokens came from the "
         "cache",
+        "outcome: running",
     ]
 
 
