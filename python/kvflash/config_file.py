@@ -42,22 +42,29 @@ class Setting:
 
 
 class Pairs(list[tuple[str, Any]]):
-    """A mapping from a file, with duplicate keys kept."""
+    """A mapping from a file, with duplicate keys kept, and the lines of the keys if known."""
+
+    lines: Sequence[int] = ()
 
 
 Translate = Callable[[Pairs], Pairs]
 
 
 def read_settings(
-    path: str, known: Sequence[Setting], translate: Translate | None = None
+    path: str,
+    known: Sequence[Setting],
+    translate: Translate | None = None,
+    elsewhere: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Read the file at ``path``: values by attribute, without those that are already given.
 
     A key is a flag's name without its leading dashes; ``-`` and ``_`` are equivalent in it. A file
     that ends in neither ``.toml`` nor ``.json`` is YAML, or JSON if it begins with a brace.
-    ``translate`` converts the keys of another file format to ours. Any fault is a ConfigError that
-    names file and key, and says what is legal.
+    ``translate`` converts the keys of another file format to ours; ``elsewhere`` has the flag of
+    the file that each other setting belongs in. Any fault is a ConfigError that names file and key,
+    and says what is legal.
     """
+    elsewhere = {_key(name): place for name, place in (elsewhere or {}).items()}
     by_name = {_key(name): one for one in known for name in one.names}
     values: dict[str, Any] = {}
     keys: dict[str, str] = {}
@@ -66,16 +73,25 @@ def read_settings(
         pairs = pairs if translate is None else translate(pairs)
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from None
-    for key, raw in pairs:
+    lines = [f" (line {line})" for line in pairs.lines] or [""] * len(pairs)
+    for (key, raw), line in zip(pairs, lines, strict=True):
         setting = by_name.get(_key(key))
+        place = elsewhere.get(_key(key))
+        if setting is None and place is not None:
+            raise ConfigError(
+                f"{path}: key {key!r}{line} belongs in the file of {place}: move it there, or give "
+                "it as a flag"
+            )
         if setting is None:
             hint = did_you_mean(_key(key), by_name)
             hint = hint or "; a key is a flag of --help without the dashes in front"
             raise ConfigError(f"{path}: unknown key {key!r}{hint}")
         dest = setting.dest
         if dest in keys:
-            raise ConfigError(f"{path}: {keys[dest]!r} and {key!r} set the same thing")
-        keys[dest] = key
+            raise ConfigError(
+                f"{path}: {keys[dest]} and {key!r}{line} set the same thing; keep one of them"
+            )
+        keys[dest] = f"{key!r}{line}"
         try:
             value = setting.read(key, raw)
         except (argparse.ArgumentTypeError, ValueError) as error:
@@ -221,7 +237,9 @@ def _content(path: str) -> Pairs:
     pairs = pairs_of(found)
     if pairs is None:
         raise ValueError(f"must be a mapping of flags to values, got a {type(found).__name__}")
-    return Pairs(pairs)
+    named = Pairs(pairs)
+    named.lines = getattr(found, "lines", ())
+    return named
 
 
 def _json(text: str) -> Any:
@@ -247,10 +265,13 @@ def _yaml(text: str) -> Any:
 
     for kind, pattern, first in _YAML_WORDS:
         Loader.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(pattern), first)
-    Loader.add_constructor(
-        "tag:yaml.org,2002:map",
-        lambda loader, node: Pairs(loader.construct_pairs(node, deep=True)),
-    )
+
+    def mapping(loader: Any, node: Any) -> Pairs:
+        pairs = Pairs(loader.construct_pairs(node, deep=True))
+        pairs.lines = [key.start_mark.line + 1 for key, _ in node.value]
+        return pairs
+
+    Loader.add_constructor("tag:yaml.org,2002:map", mapping)
     try:
         return yaml.load(text, Loader)
     except yaml.MarkedYAMLError as error:

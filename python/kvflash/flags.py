@@ -327,8 +327,14 @@ class Flags:
 
     def _read_file(self, file: _File, path: str) -> dict[str, Any]:
         """One file's values, with presets expanded."""
+        elsewhere = {
+            name: other.name
+            for other in self._files
+            for one in other.settings
+            for name in one.names
+        }
         try:
-            values = read_settings(path, file.settings, file.translate)
+            values = read_settings(path, file.settings, file.translate, elsewhere)
         except ConfigError as error:
             self._parser.error(f"{file.name} {error}")
         given = {one.dest for one in file.settings if one.is_given}

@@ -195,7 +195,7 @@ def test_the_file_of_routing_goes_before_that_of_all(file: Write) -> None:
         ("port: [1]", "port: must be a string, a number or null, got [1]"),
         ("port: true", "port: must be a string, a number or null, got true"),
         ("port: {a: 1}", 'port: must be a string, a number or null, got {"a": 1}'),
-        ("port: 1\nport: 2", "'port' and 'port' set the same thing"),
+        ("port: 1\nport: 2", "'port' (line 1) and 'port' (line 2) set the same thing; keep one"),
         ("- port", "must be a mapping of flags to values, got a list"),
         ("port", "must be a mapping of flags to values, got a str"),
         ("port: 1\n  host: x", "is not YAML: line 2, column "),
@@ -222,7 +222,7 @@ def test_what_is_wrong_is_named_in_one_line(
         ("worker: [{events: tcp://a:1}]", 'a worker needs a url, got {"events": "tcp://a:1"}'),
         ("worker: [{url: http://a, id: 1, id: 2}]", "duplicate field in"),
         ("worker: [{url: 'http://a,id=1'}]", "no comma and no space may be in 'http://a,id=1'"),
-        ("worker: a\nworkers: b", "'worker' and 'workers' set the same thing"),
+        ("worker: a\n\nworkers: b", "'worker' (line 1) and 'workers' (line 3) set the same thing"),
     ],
 )
 def test_what_is_wrong_with_a_frontends_file_is_named(

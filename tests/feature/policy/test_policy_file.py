@@ -146,8 +146,14 @@ def test_the_command_line_goes_before_the_environment_and_that_before_the_file(
             {"router-tempreature": 1},
             "unknown key 'router-tempreature'; did you mean 'router-temperature'?",
         ),
-        ({"port": 80}, "unknown key 'port'; a key is a flag of --help without the dashes"),
-        ({"router-policy-config": "x"}, "unknown key 'router-policy-config'"),
+        (
+            {"port": 80},
+            "key 'port' belongs in the file of --config: move it there, or give it as a flag",
+        ),
+        (
+            {"router-policy-config": "x"},
+            "key 'router-policy-config' belongs in the file of --config",
+        ),
         (
             {"router-temperature": -1},
             "router-temperature: must be a number of at least 0, got '-1'",
@@ -169,7 +175,7 @@ def test_the_command_line_goes_before_the_environment_and_that_before_the_file(
             {"track-active-blocks": True, "no-track-active-blocks": True},
             "'track-active-blocks' and 'no-track-active-blocks' set the same thing",
         ),
-        (b'{"seed": 1, "seed": 1}', "'seed' and 'seed' set the same thing"),
+        (b'{"seed": 1, "seed": 1}', "'seed' and 'seed' set the same thing; keep one of them"),
         (b'{"router-temperature": NaN}', "router-temperature: must be a number of at least 0"),
         (["router-mode"], "must be a mapping of flags to values, got a list"),
         (b"router-mode: kv", "is not JSON: Expecting value: line 1 column 1"),
