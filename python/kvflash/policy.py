@@ -84,9 +84,9 @@ def load(text: str) -> Policy:
         # Not a module that this one imports.
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             why += "; add the folder that contains it to PYTHONPATH"
-        raise ConfigError(f"--router-mode {text}: {why}") from error
+        raise ConfigError(f"{text}: {why}") from error
     if not callable(getattr(made, "choose", None)):
-        raise ConfigError(f"--router-mode {text}: {name} has no method choose(request, candidates)")
+        raise ConfigError(f"{text}: {name} has no method choose(request, candidates)")
     return made  # type: ignore[no-any-return]
 
 
@@ -162,17 +162,23 @@ class AskedPolicy:
             logger.warning("%s", message, exc_info=error)
 
 
-def asked_of(mode: str | Policy | None) -> AskedPolicy | None:
-    """The policy in Python that a routing mode selects, if any; errors as of :func:`load`."""
-    if isinstance(mode, str):
-        if not mode.startswith(PREFIX):
-            return None
+def asked_of(mode: str | Policy | None, setting: str = "--router-mode") -> AskedPolicy | None:
+    """The policy in Python that a routing mode selects, if any.
+
+    A ConfigError names the ``setting`` that has the mode, and says what is wrong with the policy.
+    """
+    if mode is None or (isinstance(mode, str) and not mode.startswith(PREFIX)):
+        return None
+    if not isinstance(mode, str):
+        return AskedPolicy(mode)
+    try:
         policy = load(mode)
-        try:
-            return AskedPolicy(policy, mode)
-        except ConfigError as error:
-            raise ConfigError(f"--router-mode {mode}: {error}") from None
-    return None if mode is None else AskedPolicy(mode)
+    except ConfigError as error:
+        raise ConfigError(f"{setting} {error}") from error.__cause__
+    try:
+        return AskedPolicy(policy, mode)
+    except ConfigError as error:
+        raise ConfigError(f"{setting} {mode}: {error}") from None
 
 
 def _deadline_s(policy: Policy) -> float:

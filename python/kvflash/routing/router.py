@@ -79,7 +79,7 @@ class KvPushRouter:
         self.block_size = block_size
         self.config = kv_router_config or self._default_config()
         self._min_workers = self.config.workers_to_wait_for()
-        self._policy = asked_of(self.config.router_mode)
+        self._policy = asked_of(self.config.router_mode, "router_mode")
         self._core = self.config.make_core(block_size, policy=self._policy)
         self._client = endpoint.client()
         self._discovery = endpoint.runtime.discovery

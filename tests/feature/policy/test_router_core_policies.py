@@ -62,6 +62,12 @@ class Last(Policy):
         self.told.append(("removed", worker_id, dp_rank))
 
 
+class Hasty(Last):
+    """Has no time to choose."""
+
+    deadline_s = 0.0
+
+
 class Stuck(Policy):
     """Chooses nothing for as long as anybody waits."""
 
@@ -329,8 +335,18 @@ def test_services_and_push_routers_take_objects_and_names(monkeypatch: pytest.Mo
     name = f"python:{__name__}:Last"
     assert type(load(name)).__name__ == "Last"
     for wrong in ("python:nowhere:Last", f"python:{__name__}:First", "python:builtins:int"):
-        with pytest.raises(ConfigError, match="--router-mode python:"):
-            asked_of(KvRouterConfig(router_mode=wrong).router_mode)
+        with pytest.raises(ConfigError, match=r"^--router-mode python:"):
+            asked_of(wrong)
+
+
+def test_a_push_router_names_the_field_of_its_config() -> None:
+    async def work() -> None:
+        async with Stage() as stage:
+            for wrong in ("python:nowhere:Last", f"python:{__name__}:Hasty"):
+                with pytest.raises(ConfigError, match=f"^router_mode {wrong}: "):
+                    await stage.router(0, router_mode=wrong)
+
+    run(work())
 
 
 def test_a_push_router_sends_where_its_policy_says() -> None:
