@@ -4,7 +4,6 @@ import argparse
 from collections.abc import Sequence
 from typing import ClassVar
 
-from kvflash.errors import ConfigError
 from kvflash.flags import Flags
 from kvflash.roster.flags import PARSERS, FleetFlags
 from kvflash.router_flags import RoutingArgs, parse
@@ -28,9 +27,7 @@ class FrontendArgs(RoutingArgs, FleetFlags):
     )
 
     def __post_init__(self) -> None:
-        """Refuse flags that would have no effect."""
-        if self.fairness_weight and self.fairness == "none":
-            raise ConfigError("--fairness-weight needs --fairness: without it no request waits")
+        """Check the settings that must hold for every caller."""
         self.check_dns()
 
     @property

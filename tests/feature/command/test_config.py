@@ -460,13 +460,30 @@ def test_load_aware_is_a_preset():
         ("--load-aware --router-mode random", "--load-aware .* contradicts random"),
         ("--use-remote-indexer http://a:1 --no-kv-events", "--no-kv-events switches off"),
         ("--use-remote-indexer http://a:1 --load-aware", "--load-aware switches off"),
-        ("--fairness-weight a=2", "--fairness-weight needs --fairness"),
     ],
 )
 def test_flags_that_would_do_nothing_beside_others_are_refused(line, wanted):
     with pytest.raises(ConfigError, match=wanted):
         frontend.parse_args(line.split())
     assert run_frontend(line.split()) == 2
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--fairness-weight a=2",
+        "--fairness-identity user",
+        "--fairness-queue-limit 5",
+        "--fairness-queue-timeout 5",
+        "--fairness-max-running 8",
+        "--fairness-cached-share 0.5",
+    ],
+)
+def test_settings_of_fairness_alone_are_no_mistake(line):
+    # The core warns of them.
+    args = frontend.parse_args(line.split())
+    assert args.fairness == "none"
+    make_frontend(args)
 
 
 @pytest.mark.parametrize(
