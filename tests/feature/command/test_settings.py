@@ -138,3 +138,12 @@ def test_the_tables_of_the_manuals_are_those_of_make_settings() -> None:
         missing = {flag for one in settings.table(service) for flag in one.flags} - shown
         # Told beside the table: other names of the frontend's flag.
         assert missing <= {"--router-block-size", "--block-size"}, service
+
+
+def test_the_manual_lists_the_fair_queues_that_the_flag_takes() -> None:
+    (setting,) = (one for one in settings.table("frontend") if one.key == "fairness")
+    section = (ROOT / "docs/policies.md").read_text().split("\n## The fair queue\n")[1]
+    table = section.split("| name | rule |\n|---|---|\n")[1].split("\n\n")[0]
+    names = [line.split("|")[1] for line in table.splitlines()]
+    listed = [name for cell in names for name in re.findall("`([^`]+)`", cell)]
+    assert setting.choices == ["none", *listed]
