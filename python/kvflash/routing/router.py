@@ -18,6 +18,7 @@ from kvflash.routing.line import WaitingLine
 from kvflash.routing.stream import RoutedStream, Sender
 from kvflash.routing.workers import Workers
 from kvflash.runtime import Endpoint
+from kvflash.runtime.arguments import check_range
 
 SYNC_TIMEOUT_S = 10.0
 # Request fields that only the router uses.
@@ -25,6 +26,14 @@ _ROUTING = (
     *("allowed_worker_ids", "user", "session_key", "lora_path", "mm", "embeds"),
     *("priority", "strict_priority", "expected_output_tokens"),
 )
+
+
+_U32_MAX, _U64_MAX = 2**32 - 1, 2**64 - 1
+
+
+def _tokens(field: str, value: int | None) -> int | None:
+    """A number of tokens that the core can take, or None."""
+    return None if value is None else check_range(field, value, 0, _U64_MAX)
 
 
 class _Best(NamedTuple):
@@ -403,12 +412,15 @@ class KvPushRouter:
             input_tokens: Tokens of its prompt as the engine counted them, for policies.
             cached_tokens: Of these, tokens that the engine reused.
             output_tokens: Generated tokens.
+
+        Raises:
+            InvalidArgumentError: A number of tokens is out of range; the request stays booked.
         """
         self._core.free(
             request_id,
-            input_tokens=input_tokens,
-            cached_tokens=cached_tokens,
-            output_tokens=output_tokens,
+            input_tokens=_tokens("input_tokens", input_tokens),
+            cached_tokens=_tokens("cached_tokens", cached_tokens),
+            output_tokens=_tokens("output_tokens", output_tokens),
         )
 
     @property
@@ -434,8 +446,10 @@ class KvPushRouter:
             Whether the worker is known.
 
         Raises:
-            InvalidArgumentError: An unknown figure, or one out of range.
+            InvalidArgumentError: An unknown figure, or a number out of range.
         """
+        check_range("worker_id", worker_id, 0, _U64_MAX)
+        check_range("dp_rank", dp_rank, 0, _U32_MAX)
         return self._core.report_metrics(worker_id, dp_rank, figures)
 
     async def dump_events(self) -> str:
@@ -478,7 +492,9 @@ class KvPushRouter:
         """
         self._thresholds = {
             "active_decode_blocks_threshold": active_decode_blocks_threshold,
-            "active_prefill_tokens_threshold": active_prefill_tokens_threshold,
+            "active_prefill_tokens_threshold": _tokens(
+                "active_prefill_tokens_threshold", active_prefill_tokens_threshold
+            ),
             "active_prefill_tokens_threshold_frac": active_prefill_tokens_threshold_frac,
         }
         self._core.set_busy_thresholds(**self._thresholds)

@@ -290,6 +290,29 @@ def test_workers_and_ranks_come_and_go() -> None:
     run(work())
 
 
+@pytest.mark.parametrize("wrong", [-4, 2**64, 1.5, "4"])
+def test_numbers_out_of_range_are_named(wrong: Any) -> None:
+    async def work() -> None:
+        async with Stage() as stage:
+            router = await stage.router(0)
+
+            def refused(field: str, most: int) -> Any:
+                told = re.escape(f"{field} must be in 0..{most}, got {wrong!r}")
+                return pytest.raises(InvalidArgumentError, match=f"^{told}$")
+
+            for field in ("input_tokens", "cached_tokens", "output_tokens"):
+                with refused(field, 2**64 - 1):
+                    await router.free("r", **{field: wrong})
+            with refused("worker_id", 2**64 - 1):
+                router.report_metrics(wrong)
+            with refused("dp_rank", 2**32 - 1):
+                router.report_metrics(1, wrong)
+            with refused("active_prefill_tokens_threshold", 2**64 - 1):
+                router.set_busy_thresholds(active_prefill_tokens_threshold=wrong)
+
+    run(work())
+
+
 def test_without_events_routing_is_the_knowledge() -> None:
     async def work() -> None:
         async with Stage() as stage:
