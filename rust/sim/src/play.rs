@@ -46,6 +46,8 @@ pub struct Fleet {
     pub event_delay_us: u64,
     /// Engines publish events.
     pub has_events: bool,
+    /// Answers are streamed. Routers learn of the first token of another one at its end.
+    pub has_streams: bool,
     /// Chance: of the router that a request comes to, and of its choices.
     pub seed: u64,
 }
@@ -62,6 +64,7 @@ impl Fleet {
             sync_us: None,
             event_delay_us: 0,
             has_events: true,
+            has_streams: true,
             seed: 1,
         }
     }
@@ -291,6 +294,7 @@ impl Play<'_> {
             text: &self.text[..4 * request.input as usize],
             user: Some(client),
             session: Tie { worker: None, key: Some(client) },
+            is_whole: !self.fleet.has_streams,
             ..Ask::new(prompt)
         };
         let router = match self.routers.len() {
@@ -345,7 +349,7 @@ impl Play<'_> {
             let flight = self.flights[number].as_ref().expect("it has not ended");
             debug_assert_eq!(flight.worker, at);
             let router = flight.router;
-            if is_first {
+            if is_first && self.fleet.has_streams {
                 flight.reservation.first_token();
             }
             if let (Some(turns), Some(grant)) = (&mut self.turns, flight.grant) {
@@ -368,6 +372,9 @@ impl Play<'_> {
     fn finish(&mut self, number: usize, job: &Job) {
         let Some(flight) = self.flights[number].take() else { return };
         let cached = job.cached.unwrap_or(0);
+        if !self.fleet.has_streams {
+            flight.reservation.first_token();
+        }
         flight.reservation.used(Usage {
             input_tokens: Some(job.input),
             cached_tokens: Some(cached),

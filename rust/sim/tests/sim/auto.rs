@@ -8,6 +8,7 @@ use kvflash_sim::outcome::Outcome;
 use kvflash_sim::play::{Fleet, play};
 use kvflash_sim::row::Row;
 use kvflash_sim::timing::Timing;
+use kvflash_sim::traffic;
 use kvflash_sim::workload::{Session, Turn, Workload};
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
@@ -133,4 +134,18 @@ fn replicas_that_do_not_hear_each_other_do_not_oscillate() {
         let shares = shares(&outcome, 8, window * 10_000..(window + 1) * 10_000);
         assert!(shares.iter().all(|share| (0.5..=1.5).contains(share)), "{window}: {shares:?}");
     }
+}
+
+#[test]
+fn answers_without_streams_cost_little_reuse() {
+    // The engines' load grows with the conversations, and with it what all answers take.
+    let hit = |has_streams| {
+        let hits = (0..8).map(|seed| {
+            let fleet = Fleet { capacity_tokens: 40_000, has_streams, seed, ..Fleet::of(4) };
+            play(&traffic::Traffic::InLine.make(seed, 480), &fleet, &Row::new(AUTO)).hit_rate()
+        });
+        hits.sum::<f64>() / 8.0
+    };
+    let (streamed, whole) = (hit(true), hit(false));
+    assert!(whole > 0.92 * streamed, "{whole} of {streamed}");
 }

@@ -31,7 +31,7 @@ use crate::error::Result;
 use crate::ids::Worker;
 use gaps::Gaps;
 use marks::Wanted;
-use pace::Pace;
+use pace::{LastWholes, Pace};
 use retention::Retention;
 use rule::{MissCost, MostPressure, Rates, Tariff};
 use ticket::Ticket;
@@ -62,6 +62,7 @@ struct Known {
 struct Learned {
     retention: Retention,
     pace: Pace,
+    wholes: LastWholes,
 }
 
 impl Known {
@@ -79,7 +80,7 @@ impl Known {
 
     #[cold]
     fn refresh(&mut self, gaps: &Gaps, now_ms: u64) {
-        let Learned { retention, pace } = &*self.learned;
+        let Learned { retention, pace, .. } = &*self.learned;
         let age_ms = retention.age_ms(now_ms).unwrap_or(f64::INFINITY);
         self.rates = Rates {
             slowness: pace.slowness(now_ms),
@@ -255,6 +256,9 @@ impl RoutePolicy for PricePolicy {
         let Some(ticket) = finished.ticket else { return };
         let mut guard = self.state.lock();
         let state = &mut *guard;
+        // A worker that has left meanwhile stays forgotten.
+        let place = state.place(finished.worker).ok();
+        let mut known = place.map(|at| &mut state.workers[at]);
         let traffic = state.traffic.entry_ref(finished.model).or_default();
         traffic.wanted.remove(&ticket.marks);
         if finished.output_tokens > 0 && ticket.stage != Stage::Prefill {
@@ -263,19 +267,16 @@ impl RoutePolicy for PricePolicy {
         let Some(ms) = finished.first_token_ms.filter(|_| ticket.stage != Stage::Decode) else {
             return;
         };
-        if ticket.is_whole {
-            traffic.wholes.see(ticket.own_tokens, finished.output_tokens as f64, ms as f64);
+        if let Some(known) = known.as_mut().filter(|_| ticket.is_whole) {
+            let (last, answer) = (&mut known.learned.wholes, finished.output_tokens as f64);
+            traffic.wholes.see(last, ticket.own_tokens, answer, ms as f64);
         }
         let residual = traffic.prefills.see(ticket.work_tokens, ms as f64);
-        let is_time = traffic.prefills.is_time_to_compare();
-        if let Some(residual) = residual {
-            // A worker that has left meanwhile stays forgotten.
-            if let Some(known) = state.find(finished.worker) {
-                known.learned.pace.see(residual, finished.now_ms);
-                known.until_ms = 0;
-            }
+        if let (Some(known), Some(residual)) = (known, residual) {
+            known.learned.pace.see(residual, finished.now_ms);
+            known.until_ms = 0;
         }
-        if is_time {
+        if traffic.prefills.is_time_to_compare() {
             Pace::compare(state.workers.iter_mut().map(|known| &mut known.learned.pace));
         }
     }

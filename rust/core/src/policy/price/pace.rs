@@ -20,6 +20,8 @@ const OWN: f64 = 32.0;
 const TOKEN_MS: f64 = 0.2;
 const GUESS_PROMPTS: f64 = 100_000.0;
 const TOKEN_MS_BOUNDS: (f64, f64) = (0.005, 5.0);
+/// Share of its last whole answers that a worker's means keep with each one: about the last three.
+const KEEP_LAST: f64 = 0.7;
 /// Bounds of slowness; values with a logarithm near 0 count as normal.
 const BOUNDS: (f64, f64) = (0.1, 20.0);
 const LEAST_LN: f64 = 0.05;
@@ -118,37 +120,46 @@ impl Prefills {
 /// Total time of answers against uncached prompt tokens and answer tokens.
 ///
 /// Without streams the first token is not observed. The time that each prompt token adds to the
-/// total then gives the prefill time.
+/// total then gives the prefill time. Everything an answer takes also depends on its worker's load,
+/// and so does the length of the uncached rest: only answers that one worker gave in a row are
+/// compared with each other.
 #[derive(Debug, Default)]
 pub(super) struct Wholes {
-    /// Sums of: 1, prompt tokens, answer tokens, milliseconds.
-    sums: [f64; 4],
-    /// Sums of products: prompt x prompt, prompt x answer, answer x answer, prompt x ms, answer x ms.
+    /// Sums of products of deviations: prompt x prompt, prompt x answer, answer x answer,
+    /// prompt x ms, answer x ms.
     products: [f64; 5],
+}
+
+/// The last few answers of one worker.
+#[derive(Debug, Default)]
+pub(super) struct LastWholes {
+    count: f64,
+    /// Means of prompt tokens, answer tokens and milliseconds.
+    means: [f64; 3],
 }
 
 impl Wholes {
     /// Records an answer of `answer` tokens that ended `ms` after its request with `prompt`
-    /// uncached tokens was routed.
-    pub fn see(&mut self, prompt: f64, answer: f64, ms: f64) {
-        observe(&mut self.sums, [1.0, prompt, answer, ms]);
-        let (of_prompt, of_answer) = (prompt * ms, answer * ms);
-        let products = [prompt * prompt, prompt * answer, answer * answer, of_prompt, of_answer];
+    /// uncached tokens was routed; `last` are those of its worker.
+    pub fn see(&mut self, last: &mut LastWholes, prompt: f64, answer: f64, ms: f64) {
+        last.count = last.count * KEEP_LAST + 1.0;
+        let one = [prompt, answer, ms];
+        let old: [f64; 3] = std::array::from_fn(|at| one[at] - last.means[at]);
+        let new: [f64; 3] = std::array::from_fn(|at| {
+            last.means[at] += old[at] / last.count;
+            one[at] - last.means[at]
+        });
+        let product = |a: usize, b: usize| old[a] * new[b];
+        let (of_prompt, of_answer) = (product(0, 2), product(1, 2));
+        let products = [product(0, 0), product(0, 1), product(1, 1), of_prompt, of_answer];
         observe(&mut self.products, products);
     }
 
     /// Milliseconds that a prompt token adds; a guess until there are answers.
     pub fn ms_per_token(&self) -> f64 {
-        let weight = self.sums[0];
-        if weight < 1.0 {
-            return TOKEN_MS;
-        }
-        let [_, prompt, answer, ms] = self.sums.map(|sum| sum / weight);
         let [pp, pa, aa, pm, am] = self.products;
-        let off = |sum: f64, mean: f64| sum - weight * mean;
-        let (pp, aa) = (off(pp, prompt * prompt) + GUESS_PROMPTS, off(aa, answer * answer) + 1.0);
-        let pa = off(pa, prompt * answer);
-        let (pm, am) = (off(pm, prompt * ms) + GUESS_PROMPTS * TOKEN_MS, off(am, answer * ms));
+        let (pp, aa) = (pp + GUESS_PROMPTS, aa + 1.0);
+        let pm = pm + GUESS_PROMPTS * TOKEN_MS;
         let of_token = (pm * aa - am * pa) / (pp * aa - pa * pa);
         if of_token.is_finite() {
             of_token.clamp(TOKEN_MS_BOUNDS.0, TOKEN_MS_BOUNDS.1)
@@ -261,13 +272,26 @@ mod tests {
 
     #[test]
     fn what_a_prompt_token_takes_is_learned_from_whole_answers() {
-        let mut wholes = Wholes::default();
+        let (mut wholes, mut last) = (Wholes::default(), LastWholes::default());
         assert_eq!(wholes.prefill_ms(1_000), 200);
         for turn in 0..400_u64 {
             let (prompt, answer) = (f64::from(turn as u32 * 37 % 900), f64::from(turn as u32 % 50));
-            wholes.see(prompt, answer, 30.0 + 0.05 * prompt + 12.0 * answer);
+            wholes.see(&mut last, prompt, answer, 30.0 + 0.05 * prompt + 12.0 * answer);
         }
-        assert!((wholes.ms_per_token() - 0.05).abs() < 0.002, "{}", wholes.ms_per_token());
+        assert!((wholes.ms_per_token() - 0.05).abs() < 0.003, "{}", wholes.ms_per_token());
+    }
+
+    #[test]
+    fn load_that_comes_with_long_prompts_is_not_taken_for_their_prefill() {
+        let (mut wholes, mut last) = (Wholes::default(), [(); 2].map(|()| LastWholes::default()));
+        for turn in 0..800_u32 {
+            // One worker has all that is uncached, and is busier; so are both as time goes on.
+            let worker = turn as usize % 2;
+            let load = 100.0 * worker as f64 + 0.2 * f64::from(turn);
+            let prompt = 4.0 * load + f64::from(turn * 37 % 900);
+            wholes.see(&mut last[worker], prompt, 8.0, 50.0 + load + 0.05 * prompt);
+        }
+        assert!((wholes.ms_per_token() - 0.05).abs() < 0.005, "{}", wholes.ms_per_token());
     }
 
     #[test]
