@@ -6,9 +6,13 @@ import functools
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
+from kvflash.errors import ConfigError
 from kvflash.flags import Flags
 
 _T = TypeVar("_T")
+
+#: Prefix of a Python policy's name in ``--router-mode``.
+POLICY_PREFIX = "python:"
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -102,3 +106,11 @@ def number_or_auto(text: str) -> float | Literal["auto"]:
 def add_config(flags: Flags) -> None:
     """Add the flag for the file that may set every flag; it comes before all other flags."""
     flags.add_file("--config", summary="Read flags from this YAML, TOML or JSON file")
+
+
+def policy_parts(text: str) -> tuple[str, str]:
+    """Module and class that ``python:module:Class`` names; a ConfigError for another form."""
+    parts = text.removeprefix(POLICY_PREFIX).split(":")
+    if len(parts) != 2 or not all(parts):
+        raise ConfigError(f"must be {POLICY_PREFIX}module:Class, got {text!r}")
+    return parts[0], parts[1]

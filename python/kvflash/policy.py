@@ -18,14 +18,15 @@ from kvflash._core import (
     PolicyQuestion,
     PolicyRequest,
 )
+from kvflash.config import POLICY_PREFIX, policy_parts
 from kvflash.errors import ConfigError
 
 __all__ = ["Policy", "PolicyCandidate", "PolicyEnded", "PolicyRequest", "asked_of"]
 
 logger = logging.getLogger(__name__)
 
-#: Prefix of a Python policy's name in ``--router-mode``.
-PREFIX = "python:"
+#: See :data:`kvflash.config.POLICY_PREFIX`.
+PREFIX = POLICY_PREFIX
 #: Limits of a policy's ``deadline_s``; a request can't wait longer than a day for a choice.
 DEADLINE_S_MIN, DEADLINE_S_MAX = 0.001, 86_400.0
 LOG_INTERVAL_S = 60.0
@@ -76,7 +77,7 @@ class Policy(ABC):
 
 def load(text: str) -> Policy:
     """Create the policy that ``python:module:Class`` names; a ConfigError says why it can't."""
-    module, _, name = text.removeprefix(PREFIX).rpartition(":")
+    module, name = policy_parts(text)
     try:
         made = getattr(import_module(module), name)()
     except Exception as error:

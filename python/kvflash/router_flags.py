@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from kvflash._core import check_policy
 from kvflash.cluster_flags import ClusterFlags
-from kvflash.config import add_config
+from kvflash.config import POLICY_PREFIX, add_config, policy_parts
 from kvflash.dynamo_policy import translate
 from kvflash.errors import ConfigError
 from kvflash.flags import Flags
@@ -77,14 +77,16 @@ def parse(
 
 def _policy(text: str) -> str:
     """Check the name of a policy."""
-    if text.startswith("python:"):
-        if not all(text.split(":")) or text.count(":") != 2:
-            raise argparse.ArgumentTypeError(f"must be python:module:Class, got {text!r}")
-        return text
     try:
-        check_policy(text)
-    except ValueError as error:
+        if text.startswith(POLICY_PREFIX):
+            policy_parts(text)
+        else:
+            check_policy(text)
+    except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+    except ValueError as error:
+        forms = f"a:2,b:1 for several with weights, or {POLICY_PREFIX}module:Class"
+        raise argparse.ArgumentTypeError(f"{error}; also {forms}") from error
     return text
 
 

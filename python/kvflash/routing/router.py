@@ -75,7 +75,7 @@ class KvPushRouter:
         kv_router_config: Routing settings.
 
     Raises:
-        InvalidArgumentError: The block size is 0 or too large.
+        InvalidArgumentError: The block size is not in 1..4294967295.
     """
 
     #: The settings of a router that is given none.
@@ -85,7 +85,7 @@ class KvPushRouter:
         self, endpoint: Endpoint, block_size: int, kv_router_config: KvRouterConfig | None = None
     ) -> None:
         self.endpoint = endpoint
-        self.block_size = block_size
+        self.block_size = check_range("block_size", block_size, 1, _U32_MAX)
         self.config = kv_router_config or self._default_config()
         self._min_workers = self.config.workers_to_wait_for()
         self._policy = asked_of(self.config.router_mode, "router_mode")
@@ -490,14 +490,15 @@ class KvPushRouter:
         Raises:
             InvalidArgumentError: A threshold is out of range.
         """
-        self._thresholds = {
+        thresholds: dict[str, Any] = {
             "active_decode_blocks_threshold": active_decode_blocks_threshold,
             "active_prefill_tokens_threshold": _tokens(
                 "active_prefill_tokens_threshold", active_prefill_tokens_threshold
             ),
             "active_prefill_tokens_threshold_frac": active_prefill_tokens_threshold_frac,
         }
-        self._core.set_busy_thresholds(**self._thresholds)
+        self._core.set_busy_thresholds(**thresholds)
+        self._thresholds = thresholds
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Counters of the state received over NATS, by namespace.component."""

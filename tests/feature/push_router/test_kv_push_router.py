@@ -309,6 +309,9 @@ def test_numbers_out_of_range_are_named(wrong: Any) -> None:
                 router.report_metrics(1, wrong)
             with refused("active_prefill_tokens_threshold", 2**64 - 1):
                 router.set_busy_thresholds(active_prefill_tokens_threshold=wrong)
+            told = re.escape(f"block_size must be in 1..{2**32 - 1}, got {wrong!r}")
+            with pytest.raises(InvalidArgumentError, match=f"^{told}$"):
+                KvPushRouter(router.endpoint, wrong)
 
     run(work())
 
