@@ -687,13 +687,14 @@ def test_metrics_follow_what_happens(http):
     http.post("/potential_loads", {"model_name": "other", "token_ids": [1]}, expect=404)
     ask(http, "/reserve", request_id="r")
     ask(http, "/reserve", request_id="r", expect=409)
+    ask(http, "/reserve", expect=400)
     text = http.get("/metrics").decode()
     for line in (
         'kvflash_requests_total{endpoint="/reserve",status="200"} 1',
         'kvflash_router_selections_total{outcome="reserved"} 1',
         'kvflash_router_selections_total{outcome="duplicate"} 1',
         'kvflash_router_selections_total{outcome="no_worker"} 2',
-        'kvflash_router_selections_total{outcome="invalid"} 1',
+        'kvflash_router_selections_total{outcome="invalid"} 2',
         'kvflash_router_reservations{model="m",tenant="default"} 1',
         'kvflash_worker_active_blocks{model="m",tenant="default",worker="1:0"} 4',
         'kvflash_prompt_tokens_total{stage="input"} 16',

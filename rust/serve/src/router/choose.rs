@@ -102,8 +102,7 @@ impl Chosen {
     /// As [`kvflash_core::select::Selector::query`]; `NoWorker` while the start gate waits for
     /// workers.
     pub fn query(&self, app: &App) -> Result<Answer> {
-        app.started().inspect_err(|error| app.note_refusal(error))?;
-        let outcome = self.ask(|ask| self.pool.selector.query(ask));
+        let outcome = app.started().and_then(|()| self.ask(|ask| self.pool.selector.query(ask)));
         app.note("previewed", outcome.as_ref());
         Ok(self.answer(app, &outcome?, None))
     }
@@ -114,13 +113,19 @@ impl Chosen {
     /// As [`kvflash_core::select::Selector::reserve`]; `InvalidArgument` without a name; those of
     /// the queue; `NoWorker` while the start gate waits for workers.
     pub async fn reserve(&self, app: &App) -> Result<Answer> {
+        let outcome = self.book(app).await;
+        app.note_booking(&self.request, outcome.as_ref());
+        Ok(self.answer(app, &outcome?, self.request_id.clone()))
+    }
+
+    async fn book(&self, app: &App) -> Result<Selection> {
         let Some(request_id) = self.request_id.as_deref() else {
             return Err(Error::invalid("missing field `request_id`: a reservation needs one"));
         };
-        app.started().inspect_err(|error| app.note_refusal(error))?;
+        app.started()?;
         let selector = &self.pool.selector;
         let reserve = || self.ask(|ask| selector.reserve_for(self.caller, request_id, ask));
-        let outcome = match &self.pool.queue {
+        match &self.pool.queue {
             None => reserve(),
             Some(line) => {
                 let cached = || self.ask(|ask| selector.most_held_tokens(ask));
@@ -132,10 +137,7 @@ impl Chosen {
                 app.metrics.queue_seconds.observe(began.elapsed().as_secs_f64());
                 outcome
             }
-        };
-        app.note_booking(&self.request, outcome.as_ref());
-        let selection = outcome?;
-        Ok(self.answer(app, &selection, Some(request_id.to_owned())))
+        }
     }
 
     /// Why that worker would be chosen: every candidate's terms.
