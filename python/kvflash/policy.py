@@ -85,9 +85,9 @@ def load(text: str) -> Policy:
         # Not a module that this one imports.
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             why += "; add the folder that contains it to PYTHONPATH"
-        raise ConfigError(f"{text}: {why}") from error
+        raise ConfigError(why) from error
     if not callable(getattr(made, "choose", None)):
-        raise ConfigError(f"{text}: {name} has no method choose(request, candidates)")
+        raise ConfigError(f"{name} has no method choose(request, candidates)")
     return made  # type: ignore[no-any-return]
 
 
@@ -173,13 +173,9 @@ def asked_of(mode: str | Policy | None, setting: str = "--router-mode") -> Asked
     if not isinstance(mode, str):
         return AskedPolicy(mode)
     try:
-        policy = load(mode)
+        return AskedPolicy(load(mode), mode)
     except ConfigError as error:
-        raise ConfigError(f"{setting} {error}") from error.__cause__
-    try:
-        return AskedPolicy(policy, mode)
-    except ConfigError as error:
-        raise ConfigError(f"{setting} {mode}: {error}") from None
+        raise ConfigError(f"{setting} {mode}: {error}") from error.__cause__
 
 
 def _deadline_s(policy: Policy) -> float:

@@ -135,8 +135,7 @@ impl Selector {
 
     /// The policy outside the core that should have chosen, and has not.
     fn replaced(&self, decision: &Decision<'_>) -> Option<Arc<str>> {
-        let is_outside = self.router.policies().desk().is_some();
-        (is_outside && decision.policy.is_some()).then(|| Arc::clone(&self.policy_name))
+        (self.desk().is_some() && decision.policy.is_some()).then(|| Arc::clone(&self.policy_name))
     }
 
     /// One line for the decision, and one for each candidate's cost: complete at level debug; short

@@ -354,12 +354,6 @@ pub fn without_effect(
         "--router-prefill-load-scale",
         "--router-active-request-weight",
     ];
-    const OF_QUEUE: [&str; 4] = [
-        "--router-queue-policy",
-        "--router-queue-limit",
-        "--router-queue-timeout",
-        "--router-queue-batched-tokens",
-    ];
     let mut found = Vec::new();
     // `kv` stands in for a policy in Python.
     let is_kv = policy == Policy::Kv.name() || policy.starts_with("python:");
@@ -383,7 +377,7 @@ pub fn without_effect(
         }
     }
     if busy.router_queue_threshold.is_none() {
-        let named = busy.changed().into_iter().filter(|name| OF_QUEUE.contains(name));
+        let named = busy.changed().into_iter().filter(|name| name.starts_with("--router-queue-"));
         found.extend(named.map(|name| {
             format!(
                 "{name} has no effect without --router-queue-threshold: no request waits; add it"

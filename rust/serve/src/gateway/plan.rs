@@ -324,8 +324,8 @@ impl Plan {
         let pinned = self.request.pin.and_then(|pin| members.get(pin.instance_id));
         if let Some((engine, why)) = pinned.and_then(|one| Some((one, one.why_unhealthy()?))) {
             let message = format!(
-                "worker {}, which the request names, is unhealthy: {why}; without the name \
-                 another worker can take the request",
+                "the pinned worker {} is unhealthy: {why}; without the pin another worker can \
+                 take the request",
                 engine.id
             );
             return Error::NoWorker(message);

@@ -89,7 +89,7 @@ async fn pins_are_obeyed() {
     stage.until_healthy(engines[1].id, false).await;
     let body = with(prompt(0..64), json!({ "nvext": { "backend_instance_id": engines[1].id } }));
     let refused = stage.ask(&body).await;
-    let wanted = format!("worker {}, which the request names, is unhealthy: ", engines[1].id);
+    let wanted = format!("the pinned worker {} is unhealthy: ", engines[1].id);
     assert!(refused.status == 503 && refused.text().contains(&wanted), "{}", refused.text());
     assert_eq!(engines.map(|engine| engine.count()), [3, 2, 2]);
 }
