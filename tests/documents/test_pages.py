@@ -27,7 +27,7 @@ NOT_RUN = {
     ("kubernetes.md", "kubectl apply -f deploy/kubernetes/vllm"): "a cluster",
     ("kubernetes.md", "kubectl apply -f deploy/kubernetes/kvflash"): "a cluster",
     ("kubernetes.md", "kubectl port-forward"): "a cluster",
-    ("kubernetes.md", "kvflash doctor"): "the same command as in the tutorial about two servers",
+    ("kubernetes.md", "kubectl exec"): "a cluster; test_deploy_kubernetes.py compares the names",
     ("sizing.md", "memory ="): "a formula",
     ("sizing.md", "cores ="): "a formula",
     ("monitoring.md", "rate("): "a query for Prometheus; test_queries_name_metrics reads them all",

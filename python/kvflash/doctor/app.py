@@ -228,13 +228,18 @@ class _Doctor:
         replays = self._replays([listener for worker in known for listener in worker.listeners])
         tokens: dict[str, list[int] | None] = {}
         for worker in known:
-            yield from workers.check_worker(worker, told, replays, heard, self._args.timeout)
-            is_healthy = worker.entry.get("healthy")
-            if worker.is_http and worker.model and not worker.is_prefill and is_healthy:
-                if worker.model not in tokens:
-                    tokens[worker.model] = self._tokens(url, worker.model)
+            # First: an engine that does not answer this host explains why its sockets do not.
+            engine = None
+            if worker.is_http and worker.entry.get("healthy"):
                 asked = {"model": worker.model, "prompt": workers.SAMPLE_TEXT}
                 engine = self._ask(worker.url, "/tokenize", with_key=True, body=asked)
+            unreached = engine.error if engine else ""
+            yield from workers.check_worker(
+                worker, told, replays, heard, self._args.timeout, unreached=unreached
+            )
+            if engine and worker.model and not worker.is_prefill:
+                if worker.model not in tokens:
+                    tokens[worker.model] = self._tokens(url, worker.model)
                 yield from workers.check_tokens(worker, tokens[worker.model], engine)
 
     def _tokens(self, url: str, model: str) -> list[int] | None:

@@ -34,6 +34,8 @@ _CHECKS = {
 _CHECK_OF = {code: check for check, codes in _CHECKS.items() for code in codes.split()}
 # Codes that make a worker stale: none of its blocks can be relied on.
 _STALE = {*_CHECKS["connected"].split(), "block_size_mismatch", "nothing_decodable"}
+#: The fix for a worker that is healthy for its service and does not answer this host.
+ELSEWHERE = "the worker is not reachable from this host: run the doctor on the service's host"
 _NTP = "let both hosts take their time from the same NTP servers"
 
 
@@ -256,9 +258,12 @@ def _check_trust(listener: Listener) -> Iterator[Finding]:
 
 
 def check_replay(
-    listener: Listener, replayed: Replayed | None, timeout_s: float
+    listener: Listener, replayed: Replayed | None, timeout_s: float, unreached: str = ""
 ) -> Iterator[Finding]:
-    """Check the answer of a replay socket."""
+    """Check the answer of a replay socket.
+
+    ``unreached`` says why its engine, healthy for the service, gave this host no HTTP answer.
+    """
     subject, endpoint, last = listener.subject, listener.replay_endpoint, listener.last_sequence
     if endpoint is None or replayed is None:
         yield warn(
@@ -275,6 +280,9 @@ def check_replay(
     )
     if replayed.error:
         yield fail(subject, "replay", f"{endpoint} cannot be used: {replayed.error}", reach)
+    elif not replayed.has_answered and unreached:
+        seen = f"{endpoint} did not answer in {timeout_s:g} s, nor did its engine: {unreached}"
+        yield warn(subject, "replay", seen, ELSEWHERE)
     elif not replayed.has_answered:
         yield fail(subject, "replay", f"{endpoint} did not answer in {timeout_s:g} s", reach)
     elif replayed.contents.undecodable:

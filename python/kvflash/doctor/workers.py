@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvflash.ask import Answer
-from kvflash.doctor.checks import Listener, check_heard, check_replay, counted
+from kvflash.doctor.checks import ELSEWHERE, Listener, check_heard, check_replay, counted
 from kvflash.doctor.events import Heard, Replayed
 from kvflash.doctor.finding import FAIL, Finding, fail, ok, warn
 
@@ -143,8 +143,13 @@ def check_worker(
     replays: Mapping[tuple[int, int], Replayed],
     heard: Mapping[str, Heard],
     timeout_s: float,
+    *,
+    unreached: str = "",
 ) -> Iterator[Finding]:
-    """Check one worker: its health, its event sockets, and its reported reuse."""
+    """Check one worker: its health, its event sockets, and its reported reuse.
+
+    ``unreached`` says why the worker's own HTTP port gave this host no answer.
+    """
     if worker.entry.get("healthy"):
         yield ok(worker.subject, "healthy", f"{worker.url} serves {worker.model}")
     else:
@@ -160,7 +165,7 @@ def check_worker(
             yield from _check_events(listener, worker, health)
         yield from _check_block_size(listener, worker.entry)
         replayed = replays.get((listener.instance, listener.rank))
-        yield from check_replay(listener, replayed, timeout_s)
+        yield from check_replay(listener, replayed, timeout_s, unreached)
         if listener.endpoint in heard:
             yield from check_heard(listener, heard[listener.endpoint])
     yield from _check_reuse(worker, health.get("reuse"))
@@ -291,7 +296,10 @@ def check_tokens(worker: Worker, ours: Sequence[int] | None, engine: Answer) -> 
         return
     body = engine.json
     theirs = body.get("tokens") if isinstance(body, dict) and engine.status == 200 else None
-    if not isinstance(theirs, list):
+    if not engine.status:
+        seen = f"not compared: POST /tokenize: {engine.said}"
+        yield warn(worker.subject, "tokens", seen, ELSEWHERE)
+    elif not isinstance(theirs, list):
         yield ok(worker.subject, "tokens", f"not compared: POST /tokenize: {engine.said}")
     elif list(ours) == theirs:
         yield ok(worker.subject, "tokens", f"{len(theirs)} for the test text, as in the frontend")

@@ -218,6 +218,15 @@ def test_the_manual_names_files_that_exist_and_says_what_they_say() -> None:
     assert f"{probe['periodSeconds'] * probe['failureThreshold']} s of failures" in MANUAL
 
 
+def test_the_tutorial_runs_the_doctor_where_the_frontend_runs() -> None:
+    tutorial = (ROOT / "docs/start/kubernetes.md").read_text(encoding="utf-8")
+    ((name, url),) = re.findall(r"kubectl exec deployment/(\S+) -- kvflash doctor (\S+)", tutorial)
+    assert urlsplit(url).port == frontend_args().port
+    assert container("Deployment", name)["args"][0] == "kvflash.frontend"
+    # Nowhere else: a port-forward opens neither the engines' HTTP ports nor their replay sockets.
+    assert tutorial.count("kvflash doctor") == 1
+
+
 def test_docker_compose_of_the_manual() -> None:
     block = re.search(r"```yaml\n(.*?)```", MANUAL, re.DOTALL)
     assert block is not None

@@ -65,6 +65,10 @@ def canned():
                 self.end_headers()
                 self.wfile.write(data)
 
+            def do_POST(self):
+                self.rfile.read(int(self.headers["content-length"]))
+                self.do_GET()
+
             def log_message(self, *_):
                 pass
 
@@ -267,6 +271,30 @@ def test_a_frontend_tells_its_warnings(canned, doctor):
     status, findings = doctor(url)
     found = [("warn", "warnings", ""), ("FAIL", "workers", "")]
     assert (status, bad(findings)) == (1, found)
+
+
+def test_workers_that_only_the_frontend_reaches(canned, doctor):
+    socket_ = {"dp_rank": 0, "endpoint": free_endpoint(), "replay_endpoint": free_endpoint(),
+               "status": "active", "events": {"batches": 1}, "last_sequence": 0}  # fmt: skip
+    well = {"url": free_endpoint().replace("tcp:", "http:"), "healthy": True, "model": "m"}
+    workers = [
+        {**well, "id": 1, "role": "decode", "listeners": [socket_]},
+        {**well, "id": 2, "role": "prefill", "listeners": [socket_]},
+    ]
+    health = {"status": "ok", "router_policy": "kv"}
+    models = {"data": [{"id": "m"}]}
+    url = canned(
+        {
+            "/workers": (200, workers, {}),
+            "/v1/models": (200, models, {}),
+            "/health": (200, health, {}),
+            "/v1/completions": (200, b'data: {"nvext": {"token_ids": [1]}}\n', {}),
+        }
+    )
+    status, findings = doctor(url, timeout="0.3")
+    checks = [("warn", check, "") for check in ("replay", "tokens", "replay")]
+    assert (status, bad(findings)) == (0, checks)
+    assert "Connection refused" in seen(findings, "tokens")
 
 
 def test_a_router_is_no_indexer(doctor):

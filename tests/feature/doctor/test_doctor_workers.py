@@ -141,6 +141,26 @@ def test_reuse_that_is_not_reported_says_what_to_check() -> None:
     assert "prefix caching" in seen and "--enable-prompt-tokens-details" in seen
 
 
+def test_a_worker_that_only_its_service_reaches_is_a_warning() -> None:
+    """As through kubectl port-forward: the cluster is well, and this host does not see it."""
+    refused = "ConnectionRefusedError: [Errno 111] Connection refused"
+    (worker,) = workers.workers_of(URL, [entry()])
+    for unreached, level in ((refused, WARN), ("", FAIL)):
+        findings = workers.check_worker(
+            worker, {}, {(1, 0): Replayed()}, {}, 5.0, unreached=unreached
+        )
+        (replay,) = (one for one in findings if one.check == "replay")
+        assert replay.level == level and "did not answer in 5 s" in replay.seen
+        assert (refused in replay.seen) == bool(unreached)
+        assert (replay.fix == checks.ELSEWHERE) == bool(unreached)
+    # An answer that is wrong is one: the socket was reached.
+    wrong = Replayed(has_answered=True)
+    findings = workers.check_worker(worker, {}, {(1, 0): wrong}, {}, 5.0, unreached=refused)
+    assert [one.level for one in findings if one.check == "replay"] == [FAIL]
+    (tokens,) = workers.check_tokens(worker, [1], Answer(error=refused))
+    assert (tokens.level, tokens.fix) == (WARN, checks.ELSEWHERE)
+
+
 def test_fixes_name_the_settings_of_the_service() -> None:
     (worker,) = workers.workers_of(URL, [entry(listener={"replay_endpoint": None})])
     (at_frontend,) = worker.listeners
