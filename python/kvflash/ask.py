@@ -4,6 +4,7 @@ import http.client
 import json
 import os
 import re
+import ssl
 import time
 from argparse import Namespace
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from urllib.parse import urlsplit
 from kvflash.config import bounded_float
 from kvflash.errors import ConfigError, NotFoundError, TransportError
 from kvflash.flags import Flags, variable_of
+from kvflash.table import printable
 
 KEY_FILE = "--service-key-file"
 
@@ -23,6 +25,9 @@ _ANSWER_BYTES_MAX = 256 * 1024 * 1024
 
 #: Characters of a body in a message. Errors end with the next step, so few are cut.
 _SAID_MAX = 1_000
+
+# OpenSSL's codes for a certificate that no known authority has signed.
+_UNKNOWN_AUTHORITY = range(18, 22)
 
 # A label in Prometheus text, with the separator in front of it.
 _LABEL = r'[, ]*([^\s,="{}]+)="((?:\\.|[^"\\])*)"'
@@ -35,12 +40,14 @@ _SLOW = 10
 class Answer:
     """The result of a request; without a response the status is 0, and ``error`` says why.
 
+    ``fix`` is the next step where something is there that can't be asked in this way.
     ``skew_s`` is how far the server's clock is ahead of ours, to a second, if it sent its time.
     """
 
     status: int = 0
     body: bytes = field(default=b"", repr=False)
     error: str = ""
+    fix: str = ""
     seconds: float = 0.0
     skew_s: float | None = None
 
@@ -153,9 +160,26 @@ def ask(
             skew_s=_skew_s(response.getheader("date"), now),
         )
     except (OSError, http.client.HTTPException, ValueError) as error:
-        return Answer(error=f"{type(error).__name__}: {error}", seconds=time.monotonic() - started)
+        reason, fix = _reason(error, url)
+        return Answer(error=reason, fix=fix, seconds=time.monotonic() - started)
     finally:
         connection.close()
+
+
+def _reason(error: Exception, url: str) -> tuple[str, str]:
+    """Why there is no response, and the next step if something else than a service is there."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        fix = "give a URL with a name of the certificate, or renew it"
+        if error.verify_code in _UNKNOWN_AUTHORITY:
+            fix = "set SSL_CERT_FILE to the file of the CA that signed it"
+        return f"the certificate is not trusted here: {error.verify_message.rstrip('.')}", fix
+    is_closed = isinstance(error, http.client.RemoteDisconnected)
+    if isinstance(error, http.client.BadStatusLine) and not is_closed:
+        # The line itself would be TLS records, or frames of ZMQ.
+        secure = f"https{url.removeprefix('http')}"
+        fix = "correct the port" if url.startswith("https") else f"if it speaks TLS, use {secure}"
+        return "this port does not speak HTTP", fix
+    return printable(f"{type(error).__name__}: {error}"), ""
 
 
 def _method(body: Any) -> str:
@@ -188,7 +212,8 @@ class Service:
         answer = self.ask(path, body, method)
         asked = f"{method or _method(body)} {self.url}{path}"
         if not answer.status:
-            raise TransportError(f"{asked}: {answer.error}; does the service run there?")
+            fix = answer.fix or "does the service run there?"
+            raise TransportError(f"{asked}: {answer.error}; {fix}")
         if answer.status == 404:
             # An engine, or a service without this command.
             is_strange = any(words in answer.said for words in ("Not Found", "no such path"))

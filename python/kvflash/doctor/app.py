@@ -233,7 +233,8 @@ class _Doctor:
             if worker.is_http and worker.entry.get("healthy"):
                 asked = {"model": worker.model, "prompt": workers.SAMPLE_TEXT}
                 engine = self._ask(worker.url, "/tokenize", with_key=True, body=asked)
-            unreached = engine.error if engine else ""
+            # With a fix its port did answer, though not to this question.
+            unreached = engine.error if engine and not engine.fix else ""
             yield from workers.check_worker(
                 worker, told, replays, heard, self._args.timeout, unreached=unreached
             )
@@ -267,7 +268,7 @@ class _Doctor:
     def _other(self, place: _Place) -> Iterator[Finding]:
         url = place.url
         if place.kind == "unreachable":
-            how = "check host and port, and that the process runs"
+            how = place.workers.fix or "check host and port, and that the process runs"
             yield fail(url, "reachable", place.workers.said, how)
         elif place.kind == "locked":
             seen = f"GET /workers: {place.workers.said}"

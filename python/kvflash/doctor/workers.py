@@ -298,7 +298,7 @@ def check_tokens(worker: Worker, ours: Sequence[int] | None, engine: Answer) -> 
     theirs = body.get("tokens") if isinstance(body, dict) and engine.status == 200 else None
     if not engine.status:
         seen = f"not compared: POST /tokenize: {engine.said}"
-        yield warn(worker.subject, "tokens", seen, ELSEWHERE)
+        yield warn(worker.subject, "tokens", seen, engine.fix or ELSEWHERE)
     elif not isinstance(theirs, list):
         yield ok(worker.subject, "tokens", f"not compared: POST /tokenize: {engine.said}")
     elif list(ours) == theirs:

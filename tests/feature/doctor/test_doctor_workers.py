@@ -157,8 +157,9 @@ def test_a_worker_that_only_its_service_reaches_is_a_warning() -> None:
     wrong = Replayed(has_answered=True)
     findings = workers.check_worker(worker, {}, {(1, 0): wrong}, {}, 5.0, unreached=refused)
     assert [one.level for one in findings if one.check == "replay"] == [FAIL]
-    (tokens,) = workers.check_tokens(worker, [1], Answer(error=refused))
-    assert (tokens.level, tokens.fix) == (WARN, checks.ELSEWHERE)
+    for fix in ("", "set SSL_CERT_FILE"):
+        (tokens,) = workers.check_tokens(worker, [1], Answer(error=refused, fix=fix))
+        assert (tokens.level, tokens.fix) == (WARN, fix or checks.ELSEWHERE)
 
 
 def test_fixes_name_the_settings_of_the_service() -> None:

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from certificates import Authority
+from kvflash.doctor.app import main as doctor
 from kvflash.errors import ConfigError
 from kvflash.indexer import IndexerService
 from kvflash.indexer.args import parse_args as indexer_args
 from kvflash.keys import main as keys_command
+from kvflash.workers import main as workers
 from service import Http, until
 from spy import Spy
 from support_frontend import CHAT, Frontend
@@ -89,6 +91,36 @@ def test_a_peer_is_recovered_from_over_https(authority: Authority) -> None:
             recovery = http.call("GET", "/ready")[1]["recovery"]
             assert recovery["peer"] == first.url, recovery
             http.close()
+
+
+def test_tools_say_what_https_lacks(
+    tmp_path: Path,
+    authority: Authority,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cert, key = authority.pair("127.0.0.1")
+    tls = ["--host", "127.0.0.1", "--port", "0", "--tls-cert-path", cert, "--tls-key-path", key]
+    monkeypatch.setenv("SSL_CERT_FILE", Authority(tmp_path / "other").ca)
+    with IndexerService(indexer_args(tls)) as indexer:
+        plain = indexer.url.replace("https", "http")
+        named = indexer.url.replace("127.0.0.1", "localhost")
+        for url, seen, fix in (
+            (indexer.url, "the certificate is not trusted here: ", "set SSL_CERT_FILE to the file"),
+            (plain, "this port does not speak HTTP", f"if it speaks TLS, use {indexer.url}"),
+            (named, "not valid for 'localhost'", "give a URL with a name of the certificate"),
+        ):
+            if url == named:
+                monkeypatch.setenv("SSL_CERT_FILE", authority.ca)
+            assert workers([url]) == 1
+            told = capsys.readouterr().err.rstrip("\n")
+            assert f"{url}/workers: " in told and seen in told and f"; {fix}" in told
+            assert told.isprintable() and "does the service run" not in told
+            assert doctor([url]) == 1
+            told = capsys.readouterr().out.splitlines()[0]
+            assert seen in told and f" | fix: {fix}" in told and told.isprintable()
+        assert workers([indexer.url]) == 0
+        capsys.readouterr()
 
 
 def test_a_certificate_stands_for_a_key(tmp_path: Path, authority: Authority) -> None:
