@@ -107,9 +107,10 @@ def _body(service: Service, args: Any) -> dict[str, Any]:
         return body | ({"model_name": args.model} if args.model is not None else {})
     if args.tokens is not None:
         body = {"prompt": args.tokens}
-    if args.model is not None or "model" not in body:
-        body["model"] = args.model if args.model is not None else _only_model(service)
-    return body
+    model = args.model
+    if model is None and "model" not in body:
+        model = _only_model(service)
+    return body if model is None else body | {"model": model}
 
 
 def _file(name: str) -> dict[str, Any]:
@@ -130,8 +131,11 @@ def _file(name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {"prompt": text}
 
 
-def _only_model(service: Service) -> str:
-    """The model that is served, if there is one only."""
+def _only_model(service: Service) -> str | None:
+    """The model that is served, if there is one only; None for a caller who may not ask."""
+    if service.ask("/v1/models").status in (401, 403):
+        # The refusal names the role of clients. That of /explain names the role that it needs.
+        return None
     found = service.demand("/v1/models").json
     models = found.get("data") if isinstance(found, dict) else None
     names = [str(one.get("id")) for one in models or [] if not one.get("parent")]

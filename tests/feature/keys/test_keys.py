@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvflash.explain import main as explain
 from kvflash.workers import main as workers
 from service import until
 from support_frontend import CHAT, Frontend
@@ -71,3 +72,19 @@ def test_workers_are_listed_and_drained_with_a_key(
         assert workers(["drain", frontend.url, "3", "--wait", "60", *shown]) == 0
         assert capsys.readouterr().out == "worker 3: draining, 0 requests in flight\n"
         assert workers(["resume", frontend.url, "3", *shown]) == 0
+
+
+@pytest.mark.parametrize("shown", ["bob", "eve"])
+def test_a_refused_explanation_names_the_role_that_it_needs(
+    tmp_path: Path, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the key may not ask which model is served."""
+    keys, key = tmp_path / "keys", tmp_path / "key"
+    keys.write_text(_line("ann", "admin") + _line("bob", "metrics") + _line("joe", "client"))
+    key.write_text(shown)
+    with Frontend("--keys-file", str(keys)) as frontend:
+        argv = [frontend.url, "--prompt", "hi", "--service-key-file", str(key)]
+        assert explain(argv) == 1
+    told = capsys.readouterr().err
+    assert f"POST {frontend.url}/explain: " in told
+    assert "admin" in told and "client" not in told
