@@ -79,7 +79,10 @@ class Answer:
 
 
 def parse_url(text: str) -> str:
-    """Parse an address such as ``http://host[:port][/path]``; the scheme is optional."""
+    """Parse an address such as ``http://host[:port][/path]``; the scheme is optional.
+
+    A ``/v1`` at the end, as in the base URL of OpenAI's clients, is left out.
+    """
     url = text if "://" in text else f"http://{text}"
     try:
         parts = urlsplit(url)
@@ -91,7 +94,8 @@ def parse_url(text: str) -> str:
         raise ConfigError(
             f"URL must be http://HOST[:PORT][/PATH] with PORT in 1..65535, got {text!r}"
         )
-    return url.rstrip("/")
+    url = url.rstrip("/")
+    return url.removesuffix("/v1") if urlsplit(url).path.endswith("/v1") else url
 
 
 def add_timeout(flags: Flags) -> None:

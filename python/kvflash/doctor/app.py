@@ -285,7 +285,7 @@ class _Doctor:
                 f"neither an indexer nor an engine: GET /workers: {place.workers.said}; "
                 f"GET /v1/models: {place.models.said}"
             )
-            how = "give the URL of an indexer, or the base URL of an engine without /v1"
+            how = "give the base URL of a kvflash service or of an engine"
             yield fail(url, "reachable", seen, how)
 
     @staticmethod

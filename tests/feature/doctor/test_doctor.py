@@ -268,7 +268,7 @@ def test_a_frontend_tells_its_warnings(canned, doctor):
     url = canned(
         {"/workers": (200, [], {}), "/v1/models": (200, models, {}), "/health": (200, health, {})}
     )
-    status, findings = doctor(url)
+    status, findings = doctor(f"{url}/v1")
     found = [("warn", "warnings", ""), ("FAIL", "workers", "")]
     assert (status, bad(findings)) == (1, found)
 

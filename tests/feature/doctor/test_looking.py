@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kvflash.ask import parse_url
 from kvflash.explain import CANDIDATES_MAX, lines_of
 from kvflash.explain import main as explain
 from kvflash.table import table
@@ -138,6 +139,21 @@ def test_the_workers_of_every_service_are_a_table(
     assert workers([service.url]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [" ".join(line.split()) for line in lines] == wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        ("http://localhost:8000/v1", "http://localhost:8000"),
+        ("localhost:8000/v1/", "http://localhost:8000"),
+        ("https://gateway/llm/v1", "https://gateway/llm"),
+        ("https://gateway/v1/llm", "https://gateway/v1/llm"),
+        ("http://v1", "http://v1"),
+        ("http://localhost/api-v1", "http://localhost/api-v1"),
+    ],
+)
+def test_the_base_url_of_clients_is_taken(given: str, asked: str) -> None:
+    assert parse_url(given) == asked
 
 
 def test_warnings_stand_below_the_workers(
