@@ -59,14 +59,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _add(path: Path, args: argparse.Namespace) -> None:
     values = {one: getattr(args, one) for one in _OPTIONS}
-    options = ",".join(
-        f"{name}={'true' if value is True else value}"
+    options = {
+        name: f"{name}={'true' if value is True else value}"
         for name, value in values.items()
         if value not in (None, False)
-    )
+    }
+    # One by one, as a refusal of the whole file would not say which argument is at fault.
+    parts = {"ID": f"{args.id}:certificate:client"}
+    parts |= {f"--{name}": f"id:certificate:{args.role}:{one}" for name, one in options.items()}
+    for argument, part in parts.items():
+        try:
+            check_keys(part)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{argument} is not valid, and {path} is unchanged; a service would say: {error}"
+            ) from None
 
     def line(secret: str) -> str:
-        return ":".join((args.id, secret, args.role, *filter(None, [options])))
+        return ":".join((args.id, secret, args.role, *filter(None, [",".join(options.values())])))
 
     if args.certificate:
         append_line(path, lambda _: line("certificate"))
@@ -81,7 +91,7 @@ def _add(path: Path, args: argparse.Namespace) -> None:
         return line(f"sha256${salt}${digest}")
 
     append_line(path, hashed)
-    print(f"added {args.id} to {path}; its key, which is kept nowhere:", file=sys.stderr)
+    print(f"added {args.id} to {path}; its key, shown only once:", file=sys.stderr)
     print(key)
 
 

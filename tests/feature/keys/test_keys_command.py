@@ -21,7 +21,9 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def _add(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     assert main(["keys", "add", *argv]) == 0
-    return capsys.readouterr().out.strip()
+    captured = capsys.readouterr()
+    assert f"added {argv[0]} to " in captured.err and "its key, shown only once:" in captured.err
+    return captured.out.strip()
 
 
 def test_a_key_is_printed_once_and_kept_as_a_hash(
@@ -79,21 +81,40 @@ def test_a_file_of_something_else_is_not_listed(
 
 
 @pytest.mark.parametrize(
-    ("argv", "told"),
+    ("argv", "blamed", "told"),
     [
-        (["add", "a b", "--role", "admin"], "id must be 1 to 64 letters"),
-        (["add", "ann", "--role", "client", "--allow", "all"], "option allow takes kv_transfer"),
-        (["add", "ann", "--role", "admin", "--rpm", "5"], "option rpm is only for clients"),
+        (["a b", "--role", "admin"], "ID", "id must be 1 to 64 letters"),
+        (
+            ["ann", "--role", "client", "--allow", "all"],
+            "--allow",
+            "option allow takes kv_transfer",
+        ),
+        (["ann", "--role", "admin", "--rpm", "5"], "--rpm", "option rpm is only for clients"),
+        (
+            ["ann", "--role", "client", "--rpm", "5", "--tenant", "a b", "--certificate"],
+            "--tenant",
+            "option tenant must be 1 to 64 letters",
+        ),
     ],
 )
 def test_what_a_service_would_refuse_is_not_written(
-    path: Path, argv: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    path: Path, argv: list[str], blamed: str, told: str, *, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _add(capsys, "bob", "--role", "client")
     before = path.read_text()
-    assert main(["keys", *argv]) == 2
-    assert told in capsys.readouterr().err
+    assert main(["keys", "add", *argv]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"kvflash keys: error: {blamed} is not valid, and {path} is unchanged; ")
+    assert told in said
     assert path.read_text() == before
+
+
+def test_a_file_that_is_wrong_already_is_blamed(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path.write_text("# keys\nport = 8000\n")
+    assert main(["keys", "add", "ann", "--role", "admin"]) == 2
+    assert "error: --keys-file: line 2: must be id:HASH:ROLE" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
