@@ -224,6 +224,9 @@ class _Doctor:
         yield from workers.check_parity(url, told)
         if not known:
             how = "POST /workers, or start the frontend with --worker or --discovery"
+            if told.get("warnings"):
+                # It may have been: DNS or discovery can have lost the workers since.
+                how = f"remove the cause that a warning above names; without one, {how}"
             yield fail(url, "workers", "no worker is registered: every request is refused", how)
         replays = self._replays([listener for worker in known for listener in worker.listeners])
         tokens: dict[str, list[int] | None] = {}

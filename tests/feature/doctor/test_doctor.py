@@ -271,6 +271,10 @@ def test_a_frontend_tells_its_warnings(canned, doctor):
     status, findings = doctor(f"{url}/v1")
     found = [("warn", "warnings", ""), ("FAIL", "workers", "")]
     assert (status, bad(findings)) == (1, found)
+    # As when DNS has lost all workers: they were given.
+    assert findings[-1]["fix"].startswith("remove the cause that a warning above names; ")
+    del health["warnings"]
+    assert doctor(url)[1][-1]["fix"].startswith("POST /workers, or start the frontend with")
 
 
 def test_workers_that_only_the_frontend_reaches(canned, doctor):
