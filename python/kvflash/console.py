@@ -28,6 +28,11 @@ def program(command: str) -> str:
     return f"python -m kvflash.{command}" if is_module else f"kvflash {command}"
 
 
+def counted(count: object, one: str, many: str) -> str:
+    """The count, and the words for one or for many of them."""
+    return f"{count} {one if count == 1 else many}"
+
+
 def refuse(command: str, error: KvflashError, *, failure: int = 1) -> int:
     """Print the reason in one line. Returns the exit status: 2 for bad usage, else ``failure``.
 

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from kvflash.ask import Service, add_key_file, add_timeout
 from kvflash.config import bounded_float
-from kvflash.console import refuse
+from kvflash.console import counted, refuse
 from kvflash.errors import KvflashError, TransportError
 from kvflash.flags import Flags
 from kvflash.table import printable, table
@@ -181,7 +181,7 @@ def _said(worker: str, entry: Any) -> int:
     fields = entry if isinstance(entry, dict) else {}
     count = fields.get("in_flight")
     count = count if isinstance(count, int) else 0
-    requests = "1 request" if count == 1 else f"{count} requests"
+    requests = counted(count, "request", "requests")
     print(printable(f"worker {worker}: {fields.get('state')}, {requests} in flight"))
     return count
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvflash.ask import KEY_FILE, Answer, add_key_file, add_timeout, ask, parse_url, read_key
 from kvflash.config import bounded_float
-from kvflash.console import program, refuse
+from kvflash.console import counted, program, refuse
 from kvflash.doctor import checks, workers
 from kvflash.doctor.checks import Engine, Listener
 from kvflash.doctor.events import NOWHERE, SOCKETS_MAX, Heard, Replayed, ask_replays, listen
@@ -330,4 +330,6 @@ def _print(findings: Sequence[Finding], *, is_json: bool, status: int) -> None:
         fix = f" | fix: {finding.fix}" if finding.fix else ""
         line = f"{finding.level:<4}  {finding.subject}: {finding.check}: {finding.seen}{code}{fix}"
         print(printable(line))
-    print(f"{counts[OK]} ok, {counts[WARN]} warnings, {counts[FAIL]} failures", flush=True)
+    warnings = counted(counts[WARN], "warning", "warnings")
+    failures = counted(counts[FAIL], "failure", "failures")
+    print(f"{counts[OK]} ok, {warnings}, {failures}", flush=True)

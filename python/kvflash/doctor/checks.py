@@ -6,6 +6,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvflash.ask import Answer, samples
+from kvflash.console import counted
 from kvflash.doctor.events import Contents, Heard, Replayed
 from kvflash.doctor.finding import FAIL, WARN, Finding, fail, ok, warn
 from kvflash.transport.zmq_socket import dialable
@@ -125,11 +126,6 @@ def listeners_of(url: str, workers: Any) -> list[Listener]:
     return found
 
 
-def counted(count: object, one: str, many: str) -> str:
-    """The count, and the words for one or for many of them."""
-    return f"{count} {one if count == 1 else many}"
-
-
 def check_clock(subject: str, skew_s: float | None) -> Iterator[Finding]:
     """Compare a service's clock with ours."""
     if skew_s is None:
@@ -157,7 +153,8 @@ def check_indexer(
         yield fail(url, "ready", f"GET /ready: {ready.said}", wait)
     if listeners:
         models = {(listener.model, listener.tenant) for listener in listeners}
-        yield ok(url, "workers", f"{len(listeners)} event sockets, {len(models)} models")
+        sockets = counted(len(listeners), "event socket", "event sockets")
+        yield ok(url, "workers", f"{sockets}, {counted(len(models), 'model', 'models')}")
     else:
         how = "POST /register each engine, or start the indexer with --workers"
         yield fail(url, "workers", "no worker is registered: every query finds nothing", how)
@@ -188,7 +185,8 @@ def _check_metrics(url: str, metrics: Answer) -> Iterator[Finding]:
     )
     if failed:
         how = "fewer /dump and /digest at a time: four are answered; report anything else"
-        yield warn(url, "errors", f"{failed:.0f} requests were answered 5xx", how)
+        seen = counted(int(failed), "request was answered", "requests were answered")
+        yield warn(url, "errors", f"{seen} 5xx", how)
 
 
 def check_listener(
@@ -317,11 +315,13 @@ def check_heard(listener: Listener, heard: Heard) -> Iterator[Finding]:
         how = f"it is not a KV event socket: correct {listener.events_setting}"
         yield fail(subject, "listened", seen, how)
     elif heard.holes:
-        seen = f"{heard.holes} batches are missing between {heard.first} and {heard.last}"
+        missing = counted(heard.holes, "batch is missing", "batches are missing")
+        seen = f"{missing} between {heard.first} and {heard.last}"
         how = "a larger hwm in the engine's --kv-events-config, and a replay_endpoint"
         yield warn(subject, "listened", seen, how)
     else:
-        yield ok(subject, "listened", f"{heard.messages} batches, {heard.first} to {heard.last}")
+        batches = counted(heard.messages, "batch", "batches")
+        yield ok(subject, "listened", f"{batches}, {heard.first} to {heard.last}")
     if heard.last is not None:
         behind = heard.last - (listener.last_sequence if listener.last_sequence is not None else -1)
         if behind > LAG_BATCHES_MAX:
@@ -423,7 +423,8 @@ def check_pairs(engines: Sequence[Engine], listeners: Sequence[Listener]) -> Ite
                 how = "POST /register it with its event endpoint"
                 yield fail(engine.url, "registered", seen, how)
         else:
-            yield ok(engine.url, "registered", f"{len(of_model)} event sockets of its model")
+            sockets = counted(len(of_model), "event socket", "event sockets")
+            yield ok(engine.url, "registered", f"{sockets} of its model")
         paired = of_model or of_host
         sizes = {entry.block_size for entry in paired} - {None, engine.block_size}
         if engine.block_size is not None and sizes:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvflash.ask import Answer
-from kvflash.doctor.checks import ELSEWHERE, Listener, check_heard, check_replay, counted
+from kvflash.console import counted
+from kvflash.doctor.checks import ELSEWHERE, Listener, check_heard, check_replay
 from kvflash.doctor.events import Heard, Replayed
 from kvflash.doctor.finding import FAIL, Finding, fail, ok, warn
 

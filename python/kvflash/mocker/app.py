@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from kvflash.console import counted
 from kvflash.mocker.api import build_app
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.engine import Engine
@@ -153,7 +154,7 @@ async def run(config: MockerConfig) -> None:
         ours.append(signal.SIGHUP)
     for number in ours:
         loop.add_signal_handler(number, stop.set)
-    logger.info("starting %d workers", config.num_workers)
+    logger.info("starting %s", counted(config.num_workers, "worker", "workers"))
     starting = asyncio.create_task(serve(config))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvflash.ask import add_key_file, parse_url, read_key
 from kvflash.config import bounded_float, bounded_int
-from kvflash.console import refuse
+from kvflash.console import counted, refuse
 from kvflash.errors import KvflashError
 from kvflash.flags import Flags
 from kvflash.percentile import percentile
@@ -126,15 +126,17 @@ def _spread(samples_s: Sequence[float]) -> dict[str, float | None]:
 
 
 def _lines(report: dict[str, Any]) -> list[str]:
-    requests, failed = report["requests"], report["failed"]
-    lines = [f"{requests} requests in {report['wall_s']:.1f} s, {failed} failed"]
-    lines += [f"  {count} times: {error}" for error, count in report["errors"].items()]
+    sent = counted(report["requests"], "request", "requests")
+    lines = [f"{sent} in {report['wall_s']:.1f} s, {report['failed']} failed"]
+    lines += [
+        f"  {counted(count, 'time', 'times')}: {error}" for error, count in report["errors"].items()
+    ]
     if report["cached_percent"] is None:
         lines.append(f"{report['prompt_tokens']} prompt tokens; cached tokens were not reported")
     else:
         lines.append(
             f"{report['cached_percent']:.1f} % of the prompt tokens were cached, as reported for "
-            f"{report['reported']} requests"
+            f"{counted(report['reported'], 'request', 'requests')}"
         )
     rows: list[list[object]] = [["", "P50", "P90", "P99", "MAX"]]
     for name, words in (

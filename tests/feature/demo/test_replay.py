@@ -95,6 +95,16 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
         assert line.startswith(f"kvflash replay: error: {path}: ") and told in line
 
 
+def test_a_single_request_is_not_a_plural(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = trace(tmp_path, {"at": 0, "prompt": "x", "model": "m"})
+    assert main(["http://127.0.0.1:1", path]) == 1
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("1 request in ") and first.endswith(" s, 1 failed")
+    assert second.startswith("  1 time: ")
+
+
 def test_figures_are_of_answered_requests_and_percentiles_need_samples() -> None:
     good = [
         Result(first_s=n / 1000, total_s=n / 100, prompt_tokens=10, cached_tokens=5, worker="1:0")

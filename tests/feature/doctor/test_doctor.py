@@ -628,5 +628,5 @@ def test_the_report_in_words(run, canned):
     *lines, last = done.stdout.splitlines()
     assert all(line.startswith(("ok    ", "warn  ", "FAIL  ")) for line in lines), done.stdout
     assert any("first second" in line and "\x1b" not in line for line in lines)
-    assert last == "1 ok, 1 warnings, 2 failures"
+    assert last == "1 ok, 1 warning, 2 failures"
     assert [" | fix: " in line for line in lines] == [not line.startswith("ok") for line in lines]

@@ -261,7 +261,7 @@ def test_signal_before_ready_ends_the_process() -> None:
         try:
             assert process.stderr is not None
             assert select.select([process.stderr], [], [], DEADLINE_S)[0], "no log line in time"
-            assert b"starting 1 workers" in process.stderr.readline()
+            assert b"starting 1 worker\n" in process.stderr.readline()
             process.send_signal(signal.SIGTERM)
             out, _ = process.communicate(timeout=DEADLINE_S)
             assert (process.returncode, out) == (0, b"")
