@@ -172,6 +172,22 @@ def test_queries_name_metrics() -> None:
     assert {name for name in named if name not in manual} == set()
 
 
+def test_every_cause_of_a_failed_attempt_is_listed() -> None:
+    source = ROOT / "rust" / "serve" / "src"
+    plane = (source / "frontend/runtime/plane.rs").read_text(encoding="utf-8")
+    labels = plane.partition("pub fn label(")[2].partition("\n    }\n")[0]
+    causes = set(re.findall(r'=> "([a-z_]+)"', labels))
+    assert len(causes) >= 10
+    for path in (*(source / "gateway").rglob("*.rs"), source / "frontend/proxy.rs"):
+        text = path.read_text(encoding="utf-8")
+        causes.update(re.findall(r'(?:Failed::new\(\s*|cause: )"([a-z_]+)"', text))
+    manual = (ROOT / "docs" / "frontend.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"^\| `kvflash_attempts_failed_total.*$", manual, re.MULTILINE)
+    listed = set(re.findall(r"`([a-z_]+)`", row))
+    # Not counted: no attempt at all, a refusal that every worker would repeat, and a test's own.
+    assert listed == causes - {"none", "response_gone", "test"}
+
+
 # -- cookbook
 
 
