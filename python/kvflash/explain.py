@@ -187,6 +187,8 @@ def _title(name: str, decision: Mapping[str, Any], before: Mapping[str, Any] | N
 
 def _decision(decision: Mapping[str, Any]) -> Iterator[str]:
     model = decision.get("model") or decision.get("model_name")
+    if decision.get("lora_name"):
+        model = f"{model} (adapter {decision['lora_name']})"
     about = f"{decision.get('isl_tokens')} prompt tokens"
     if decision.get("block_size"):
         about += f" ({decision.get('request_blocks')} blocks of {decision['block_size']})"

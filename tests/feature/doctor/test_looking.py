@@ -298,6 +298,16 @@ def test_a_decision_is_readable(service: Service, capsys: pytest.CaptureFixture[
     assert "COST" not in said and "1 + 4" not in said and "CACHED" in said
 
 
+def test_an_adapter_is_named_beside_its_model(
+    service: Service, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.answers = {**FRONTEND, "/explain": (200, {**DECISION, "lora_name": "ada"})}
+    assert explain([service.url, "--prompt", "Hello", "--model", "ada"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == "m (adapter ada): 96 prompt tokens (6 blocks of 16), policy auto"
+    assert next(lines_of({**DECISION, "lora_name": None})).startswith("m: 96 prompt tokens")
+
+
 def test_predicted_blocks_and_a_policy_that_did_not_choose_are_shown() -> None:
     held = {"worker": "2:0", "cost": 1.0, "overlap_blocks": 4, "predicted_blocks": 6}
     candidates = [held, {**held, "worker": "1:0", "overlap_blocks": 6, "cost": 2.0}]
