@@ -63,11 +63,13 @@ lint-rust:
 	$(PYO3) cargo clippy --quiet --locked --all-targets --features kvflash/python -- -D warnings
 	$(CAPI) clippy --quiet --locked --package kvflash-capi -- -D warnings
 
+# Last, tests that can't be imported are told; they are compiled then, which each process of pytest would do by itself.
 lint-python:
 	$(BIN)/ruff format --check python demo tests benches examples deploy
 	$(BIN)/ruff check python demo tests benches examples deploy
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest kvflash._core
+	@$(BIN)/python -m pytest --collect-only -qq > $(VENV)/.collected || { cat $(VENV)/.collected; exit 1; }
 
 # The C library, $(CARGO_TARGET_DIR)/release/libkvflash.{so,a}; its header is capi/include/kvflash.h.
 # libzmq is compiled into it, once, and without the warnings that its sources cause.
