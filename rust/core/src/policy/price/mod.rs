@@ -170,9 +170,10 @@ impl PricePolicy {
         let mut lowest = Lowest::new();
         let mut next = 0;
         costs.clear();
-        costs.extend(candidates.list.iter().enumerate().map(|(index, one)| {
-            // Both are in worker order.
+        costs.reserve(candidates.len());
+        for (index, one) in candidates.list.iter().enumerate() {
             let mut rates = Rates::NEUTRAL;
+            // Both are in worker order.
             while let Some(known) = workers.get_mut(next)
                 && known.worker <= one.worker
             {
@@ -185,8 +186,8 @@ impl PricePolicy {
             let (cost, price) =
                 tariff.price(one.overlap_blocks, one.lower_milliblocks, &one.load, rates);
             lowest.see(index, cost, || u64::from(one.load.requests));
-            CandidateCost { cost, price }
-        }));
+            costs.push(CandidateCost { cost, price });
+        }
         lowest
     }
 }

@@ -24,6 +24,17 @@ const HALF_CROWDED: f64 = 0.7;
 const ATTENTION: f64 = 3e-5;
 /// Maximum running answers that a prefill stalls.
 const STALLED_MOST: f64 = 1.0;
+/// Answers that a prefill stalls, by running answers, as shares of [`STALLED_MOST`]: a division for each
+/// worker is much of a decision's time.
+const STALLED_SHARES: [f64; 64] = {
+    let mut shares = [0.0; 64];
+    let mut at = 0;
+    while at < shares.len() {
+        shares[at] = at as f64 / (at as f64 + STALLED_MOST);
+        at += 1;
+    }
+    shares
+};
 /// Cost that a request adds to a decode step, in prefill tokens.
 const STEP_PER_REQUEST: f64 = 0.2;
 /// Cost that a context token adds to a decode step.
@@ -103,19 +114,23 @@ impl Tariff {
     pub fn price(&self, leading: u32, lower: u32, load: &ActiveLoad, rates: Rates) -> (f64, Price) {
         let Rates { slowness, pressure } = rates;
         let requests = f64::from(load.requests);
+        let share = match STALLED_SHARES.get(load.requests as usize) {
+            Some(share) => *share,
+            None => requests / (requests + STALLED_MOST),
+        };
         let (uncached, miss) = match lower {
             0 => self.miss.beyond(leading),
             lower => self.miss.beyond_lower(leading, lower),
         };
-        let stalls = 1.0 + self.stalled * requests / (requests + STALLED_MOST);
-        let queued = load.queued_tokens as f64;
+        let stalls = 1.0 + self.stalled * share;
+        let queued = float(load.queued_tokens);
         let crowd = QUEUE_PER_PRESSURE * queued / (queued + self.half_crowded);
         let crowd = 1.0 + crowd * (self.most_pressure - pressure).max(0.0);
         let queue = self.queued * slowness * crowd * queued;
         let prefill = self.computed * slowness * miss * stalls + self.fetched * uncached;
         let steps = self.steps
             + self.steps_per_request * requests
-            + self.steps_per_context * load.context_tokens as f64;
+            + self.steps_per_context * float(load.context_tokens);
         let decode = slowness * steps;
         let eviction = pressure * uncached;
         // Infinite parts are shown as the largest number.
@@ -128,6 +143,12 @@ impl Tariff {
         };
         (queue + prefill + decode + eviction, price)
     }
+}
+
+/// A count as a float. Of an i64 the processor makes one at once, of a u64 in six steps.
+#[inline(always)]
+fn float(count: u64) -> f64 {
+    count.min(i64::MAX as u64) as i64 as f64
 }
 
 /// The highest pressure among workers with recent requests: each of them is seen about once.
@@ -212,7 +233,8 @@ impl MissCost {
     #[inline(always)]
     fn of(&self, blocks: u32, cached: f64) -> (f64, f64) {
         // The last token is always computed.
-        let cached = cached.min(self.most);
+        // Neither is NaN, which `min` would look for.
+        let cached = if cached < self.most { cached } else { self.most };
         let piece = marks::piece_of(blocks.min(self.last)).min(self.pieces);
         let (whole, weight) = self.costs[piece];
         (self.input - cached, whole - weight * work(cached))
