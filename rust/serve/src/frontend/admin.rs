@@ -48,7 +48,9 @@ fn tell_health(app: &App) -> Response {
     let is_unmatched = engines.iter().any(|engine| engine.notes.lock().last_error.is_some())
         || reports.iter().any(|report| report.trust.state == TrustState::Stale);
     let (status, word) = match (healthy, engines.len()) {
-        _ if app.fleet.decoding().1 == 0 => (StatusCode::SERVICE_UNAVAILABLE, "unavailable"),
+        _ if app.fleet.decoding().1 == 0 || app.without_prefill().is_err() => {
+            (StatusCode::SERVICE_UNAVAILABLE, "unavailable")
+        }
         (healthy, all) if healthy < all || is_unmatched || !reasons.is_empty() => {
             (StatusCode::OK, "degraded")
         }
@@ -119,6 +121,9 @@ pub(super) fn not_ready(app: &App) -> Option<String> {
         Err(error) => Some(error.to_string()),
         Ok(()) if decoding.0 == 0 => Some("no decode worker is healthy".to_owned()),
         Ok(()) if decoding.1 == 0 => Some("all healthy decode workers are draining".to_owned()),
+        Ok(()) if app.without_prefill().is_err() => {
+            Some("--enforce-disagg is set, and no prefill worker is healthy".to_owned())
+        }
         Ok(()) if app.options.ready_fails_when_full && app.is_full() => {
             let limit = app.options.max_concurrent_requests;
             Some(format!("{limit} requests are in flight, the limit (--max-concurrent-requests)"))
@@ -157,6 +162,12 @@ fn warnings(
     warnings.extend(app.parity.warnings());
     for model in app.fleet.without_decode() {
         warnings.push(format!("model {model} has prefill workers, but no decode worker"));
+    }
+    for model in app.without_prefill().unwrap_or_else(|all| all) {
+        warnings.push(format!(
+            "model {model}: no prefill worker is healthy, and --enforce-disagg refuses requests without one; start \
+             or repair a prefill worker, or allow decode workers to prefill (--enforce-disagg off)"
+        ));
     }
     let served: HashSet<String> = app.fleet.served().into_iter().map(|(name, _)| name).collect();
     for (alias, models) in app.aliases.iter().flat_map(Aliases::all) {
@@ -454,7 +465,7 @@ pub(super) async fn explain(
     let bytes = app.intake.whole(body).await?.bytes;
     let head = Head { uri: Uri::default(), headers, address: None, caller };
     let plan = Plan::make(&app, row, head, String::new(), bytes, None).await?;
-    let prefill = Prefill::of(&app, &plan).await?.explain(&app).await;
+    let prefill = Prefill::of(&app, &plan).await?.explain(&app).await?;
     let part = Part { is_decode_only: prefill.is_some(), ..Part::default() };
     let decision = plan.explain(&app, part).await?;
     let made = app.aside.make(|| {

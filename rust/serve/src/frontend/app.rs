@@ -18,7 +18,7 @@ use super::alias::Aliases;
 use super::engine::{Engine, Pool, Route};
 use super::fleet::Fleet;
 use super::metrics::FrontendMetrics;
-use super::options::FrontendOptions;
+use super::options::{EnforceDisagg, FrontendOptions};
 use super::parity::Parity;
 use super::proxy::Upstream;
 use super::runtime::message::Formats;
@@ -238,6 +238,28 @@ impl App {
             Name { base: root.clone(), name, root, parent }
         });
         own.chain(aliases).collect()
+    }
+
+    /// Whether the decode workers of this model may not prefill (`--enforce-disagg`).
+    pub fn enforces_prefill(&self, model: &str) -> bool {
+        match self.options.enforce_disagg {
+            EnforceDisagg::Off => false,
+            EnforceDisagg::UntilFirstPrefill => self.fleet.had_prefill(model),
+            EnforceDisagg::Always => true,
+        }
+    }
+
+    /// Models that have decode workers, but no prefill worker, which they must have; `Err` if no
+    /// other model can be served.
+    pub fn without_prefill(&self) -> Result<Vec<String>, Vec<String>> {
+        let pools = self.fleet.pools();
+        let decoding = pools.iter().filter(|pool| !pool.prefills() && pool.serving() > 0);
+        let (refused, served): (Vec<_>, Vec<_>) = decoding.partition(|pool| {
+            let prefills = || self.fleet.prefill_pool(&pool.name);
+            self.enforces_prefill(&pool.name) && prefills().is_none_or(|pool| pool.serving() == 0)
+        });
+        let names = refused.iter().map(|pool| pool.name.clone()).collect();
+        if served.is_empty() && !refused.is_empty() { Err(names) } else { Ok(names) }
     }
 
     /// Counts a request that was refused by this process.

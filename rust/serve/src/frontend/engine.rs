@@ -13,6 +13,7 @@ use serde_json::{Value, json};
 use tokio::sync::Notify;
 
 use super::engine_spec::{EngineSpec, base_of};
+use super::fleet::PREFILL_TENANT;
 use super::runtime::member::Member;
 use super::runtime::texts::ModelText;
 use crate::fleet;
@@ -275,6 +276,11 @@ impl Pool {
         let is_open = |id: &InstanceId| draining.binary_search(id).is_err();
         let members = self.members();
         members.all().filter(|engine| engine.is_healthy() && is_open(&engine.id)).count()
+    }
+
+    /// Whether its workers prefill for others.
+    pub fn prefills(&self) -> bool {
+        self.key.tenant_id == PREFILL_TENANT
     }
 
     /// Whether requests may wait, for their turn or for a worker with room.

@@ -368,7 +368,7 @@ impl Fleet {
     /// All pools, those of prefill workers last.
     pub fn pools(&self) -> Vec<Arc<Pool>> {
         let mut pools = self.fleet.pools();
-        pools.sort_by_key(|pool| pool.key.tenant_id == PREFILL_TENANT);
+        pools.sort_by_key(|pool| pool.prefills());
         pools
     }
 
@@ -381,7 +381,7 @@ impl Fleet {
     pub fn without_decode(&self) -> Vec<String> {
         let tables = self.fleet.read();
         let is_alone = |pool: &&Arc<Pool>| {
-            pool.key.tenant_id == PREFILL_TENANT
+            pool.prefills()
                 && pool.members().healthy() > 0
                 && !tables.pools.contains_key(&key_of(&pool.name, false))
         };

@@ -81,12 +81,13 @@ metrics! {
 }
 
 /// Causes of [`FrontendMetrics::refused`].
-const REFUSED: [&str; 9] = [
+const REFUSED: [&str; 10] = [
     "all_busy",
     "all_failed",
     "client_limit",
     "concurrency",
     "invalid",
+    "no_prefill",
     "no_turn",
     "no_worker",
     "overloaded",

@@ -264,11 +264,11 @@ fn tell_session(app: &App, response: &mut Response, engine: &Engine, worker: Wor
 /// # Errors
 /// 503 if no worker can take it.
 async fn tell_workers(plan: &Plan, prefill: &Prefill) -> Result<Response, Reject> {
-    let is_decode_only = prefill.query(None).await.is_some();
+    let is_decode_only = prefill.query(None).await?.is_some();
     let part = Part { is_decode_only, ..Part::default() };
     let Selection { worker: decode, seed, .. } = plan.query(part, None).await?;
     // One seed draws both. Without a prefill worker the decode worker does both.
-    let prefiller = prefill.query(Some(seed)).await.unwrap_or(decode);
+    let prefiller = prefill.query(Some(seed)).await?.unwrap_or(decode);
     let (id, object) = match plan.call.api() {
         Api::Chat => (format!("chatcmpl-{}", plan.call.request_id), "chat.completion.chunk"),
         _ => (format!("cmpl-{}", plan.call.request_id), "text_completion"),

@@ -1,5 +1,6 @@
 //! One engine prefills, another one decodes.
 
+use axum::http::Method;
 use kvflash_core::policy::Policy;
 use kvflash_serve::frontend::EnforceDisagg;
 use serde_json::{Value, json};
@@ -63,8 +64,25 @@ async fn where_it_is_enforced_nobody_decodes_alone() {
     let decode = stage.engine().await;
     let refused = stage.ask(&body()).await;
     assert_eq!((refused.status, decode.count()), (503, 0));
+    stage.until_metric("refused_requests_total{cause=\"no_prefill\"}", 1.0).await;
+    let status = async |path: &str| stage.call(Method::GET, path, &[], None).await.status;
+    // Nothing says otherwise.
+    let answer = stage.call(Method::GET, "/ready", &[], None).await;
+    let reason = "--enforce-disagg is set, and no prefill worker is healthy";
+    assert_eq!((answer.status, &answer.json()["reason"]), (503, &json!(reason)));
+    let answer = stage.call(Method::GET, "/health", &[], None).await;
+    assert_eq!((answer.status, &answer.json()["status"]), (503, &json!("unavailable")));
+    assert!(answer.text().contains("no prefill worker is healthy"), "{}", answer.text());
+    assert_eq!(stage.metric("ready").await, 0.0);
+    let explained = stage.post("/explain", &body()).await;
+    assert_eq!((explained.status, explained.text()), (503, refused.text()));
+    let query = with(body(), json!({ "nvext": { "annotations": ["query_instance_id"] } }));
+    assert_eq!(stage.ask(&query).await.status, 503);
     let prefill = prefiller(&stage).await;
+    assert_eq!((status("/ready").await, status("/health").await), (200, 200));
     assert_eq!(stage.ask(&body()).await.status, 200);
+    assert_eq!(stage.ask(&query).await.status, 200);
+    assert_eq!(stage.post("/explain", &body()).await.status, 200);
     prefill.answers(500, json!({ "error": "no blocks" }));
     assert!(stage.ask(&body()).await.status >= 500);
     assert_eq!(decode.count(), 1);

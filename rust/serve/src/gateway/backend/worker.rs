@@ -198,11 +198,7 @@ impl Prefill {
             );
             return Err(Reject::new(StatusCode::NOT_FOUND, message));
         }
-        let is_enforced = match app.options.enforce_disagg {
-            EnforceDisagg::Off => false,
-            EnforceDisagg::UntilFirstPrefill => app.fleet.had_prefill(name),
-            EnforceDisagg::Always => true,
-        };
+        let is_enforced = app.enforces_prefill(name);
         let tries = match pool {
             Some(pool) => Some(Tries::new(app, Arc::new(plan.on(app, pool, pinned).await))),
             None => None,
@@ -233,16 +229,33 @@ impl Prefill {
     }
 
     /// The worker that would prefill now, drawn with `seed`, which is given by the request or new;
-    /// changes nothing.
-    pub async fn query(&self, seed: Option<u64>) -> Option<Worker> {
-        let tries = self.tries.as_ref()?;
-        tries.plan.query(tries.part(), seed).await.ok().map(|selection| selection.worker)
+    /// `None` if the decode worker would. Changes nothing.
+    ///
+    /// # Errors
+    /// The request would be refused.
+    pub async fn query(&self, seed: Option<u64>) -> Result<Option<Worker>, Reject> {
+        let Some(tries) = &self.tries else { return self.unless_enforced(NONE_IS_REGISTERED) };
+        match tries.plan.query(tries.part(), seed).await {
+            Ok(selection) => Ok(Some(selection.worker)),
+            Err(error) => self.unless_enforced(&error.to_string()),
+        }
     }
 
-    /// The same, with reasons; changes nothing.
-    pub async fn explain(&self, app: &App) -> Option<Value> {
-        let tries = self.tries.as_ref()?;
-        tries.plan.explain(app, tries.part()).await.ok()
+    /// The same, with reasons.
+    ///
+    /// # Errors
+    /// As [`Prefill::query`].
+    pub async fn explain(&self, app: &App) -> Result<Option<Value>, Reject> {
+        let Some(tries) = &self.tries else { return self.unless_enforced(NONE_IS_REGISTERED) };
+        match tries.plan.explain(app, tries.part()).await {
+            Ok(decision) => Ok(Some(decision)),
+            Err(error) => self.unless_enforced(&error.to_string()),
+        }
+    }
+
+    /// Nothing, where the decode worker may prefill what no prefill worker takes because of `why`.
+    fn unless_enforced<T>(&self, why: &str) -> Result<Option<T>, Reject> {
+        if self.is_enforced { Err(refusal(StatusCode::SERVICE_UNAVAILABLE, why)) } else { Ok(None) }
     }
 
     /// The decode beside a prefill has failed: the prefill worker may be used again.
@@ -258,8 +271,8 @@ impl Prefill {
     /// No worker prefilled, and the decode worker may not do it alone; or the request is invalid.
     pub async fn hand_off(&mut self, app: &Arc<App>) -> Result<Handoff, Reject> {
         let is_new = self.tries.as_ref().is_none_or(Tries::is_empty);
-        let none = if is_new { "is registered" } else { "is left to try" };
-        let mut why = format!("no prefill worker {none}");
+        let none = if is_new { NONE_IS_REGISTERED } else { "no prefill worker is left to try" };
+        let mut why = none.to_owned();
         let mut status = StatusCode::SERVICE_UNAVAILABLE;
         while let Some(tries) = self.tries.as_mut().filter(|tries| tries.may_go_on()) {
             let choice = match tries.next().await {
@@ -286,11 +299,8 @@ impl Prefill {
         }
         if self.is_enforced {
             count(app, "refused");
-            let message = format!(
-                "no prefill worker took the request: {why}; --enforce-disagg allows no other \
-                                   way"
-            );
-            return Err(Reject::last_failure(status, message));
+            app.refused("no_prefill");
+            return Err(refusal(status, &why));
         }
         if self.tries.is_some() {
             count(app, "fallback");
@@ -301,6 +311,16 @@ impl Prefill {
         }
         Ok(Handoff::Alone)
     }
+}
+
+/// Why no prefill worker takes a request.
+const NONE_IS_REGISTERED: &str = "no prefill worker is registered";
+
+/// The refusal of a request that decode workers may not prefill.
+fn refusal(status: StatusCode, why: &str) -> Reject {
+    let message =
+        format!("no prefill worker took the request: {why}; --enforce-disagg allows no other way");
+    Reject::last_failure(status, message)
 }
 
 fn count(app: &App, outcome: &'static str) {
