@@ -54,7 +54,7 @@ def parse_json(data: bytes) -> Body:
 
 def shared(body: Body) -> Body:
     """The fields that all generating APIs have in common."""
-    names = ("model", "stream", "cache_salt", "seed")
+    names = ("model", "stream", "cache_salt", "seed", "kv_transfer_params")
     return {name: body[name] for name in names if name in body}
 
 

@@ -297,6 +297,25 @@ def test_the_openai_api_hands_over_as_vllm_does(run, client):
     assert (status, answer["error"]["param"]) == (400, "kv_transfer_params")
 
 
+def test_responses_and_messages_are_handed_over_too(run, client):
+    flags = (*FAST, "--port", "0")
+    prefill = client(run("kvflash.mocker", *flags, "--is-prefill-worker").ready()["url"])
+    decode = client(run("kvflash.mocker", *flags, "--is-decode-worker").ready()["url"])
+    asked = {"kv_transfer_params": {"do_remote_decode": True}}
+    for path, body in (
+        ("/v1/responses", {"input": "a few words to prefill", "max_output_tokens": 3}),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": "a few words"}], "max_tokens": 3},
+        ),
+    ):
+        params = prefill.post(path, {**body, **asked})["kv_transfer_params"]
+        assert params["do_remote_prefill"] is True
+        second = decode.post(path, {**body, "kv_transfer_params": params})
+        assert second["usage"]["output_tokens"] == 3
+        assert "kv_transfer_params" not in second
+
+
 def test_the_openai_api_hands_over_as_sglang_does(run, client, free_port):
     port = free_port()
     prefill = client(run("kvflash.mocker", *FAST, "--port", "0", "--is-prefill-worker",
