@@ -35,6 +35,12 @@ class Authority:
         made.private_key_pem.write_to_path(key)
         return str(cert), str(key)
 
+    def own(self) -> tuple[str, str]:
+        """Its own certificate, and its key: no server should show them."""
+        key = self._folder / "ca.key"
+        self._ca.private_key_pem.write_to_path(key)
+        return self.ca, str(key)
+
 
 class NatsOperator:
     """An operator with two accounts, and users with tokens that the server has never seen."""

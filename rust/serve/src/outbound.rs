@@ -284,10 +284,28 @@ impl Service<Uri> for Connector {
             let stream = connecting.await?.into_inner();
             let connector = TlsConnector::from(config.config()?.current());
             let encrypted = tokio::time::timeout(limit, connector.connect(name, stream)).await;
-            let stream = encrypted.map_err(|_| "the TLS handshake took too long")??;
+            let stream = encrypted.map_err(|_| "the TLS handshake took too long")?;
+            let stream = stream.map_err(|error| match is_ca_itself(&error) {
+                true => CA_ITSELF.into(),
+                false => AnyError::from(error),
+            })?;
             Ok(Stream::Encrypted(Box::new(TokioIo::new(stream))))
         })
     }
+}
+
+/// What rustls calls `Other(OtherError(CaUsedAsEndEntity))`.
+const CA_ITSELF: &str = "its certificate is that of a CA (CA:TRUE, as openssl req -x509 makes them) and not of a \
+                         server: make one with -addext basicConstraints=critical,CA:FALSE";
+
+/// Whether the server showed the certificate of a CA.
+fn is_ca_itself(error: &std::io::Error) -> bool {
+    let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>());
+    let Some(rustls::Error::InvalidCertificate(rustls::CertificateError::Other(other))) = inner
+    else {
+        return false;
+    };
+    other.0.downcast_ref() == Some(&webpki::Error::CaUsedAsEndEntity)
 }
 
 /// The host of a URL, an IPv6 address without its brackets.

@@ -69,6 +69,18 @@ def test_an_engine_of_another_authority_is_not_trusted(engine: str, tmp_path: Pa
         assert "certificate" in worker["last_error"], worker["last_error"]
 
 
+def test_an_engine_that_shows_the_certificate_of_a_ca_is_told_so(tmp_path: Path) -> None:
+    cert, key = Authority(tmp_path).own()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    spy = Spy(context)
+    with Frontend("--tls-ca-path", cert, "--worker", spy.url) as frontend:
+        (worker,) = until_known(frontend)
+        assert "its certificate is that of a CA" in worker["last_error"], worker["last_error"]
+        assert "CA:FALSE" in worker["last_error"]
+    spy.close()
+
+
 def test_a_peer_is_recovered_from_over_https(authority: Authority) -> None:
     cert, key = authority.pair("127.0.0.1")
     common = ["--host", "127.0.0.1", "--port", "0"]
