@@ -92,7 +92,7 @@ impl Body {
             let path = again.err().map(|error| error.path().to_string());
             match path.filter(|path| path != ".") {
                 None => Reject::bad_request(error.to_string()),
-                Some(path) => Reject::bad_request(format!("{path}: {error}")),
+                Some(path) => Reject::bad_request(format!("{path}: {}", without_place(&error))),
             }
         })
     }
@@ -165,7 +165,8 @@ impl Body {
     /// 400 for a value that is nested too deeply.
     pub fn value(&self, name: &str) -> Result<Option<Value>, Reject> {
         let value = self.text_of(name).map(serde_json::from_str);
-        value.transpose().map_err(|error| Reject::bad_request(format!("{name}: {error}")))
+        let wrong = |error| Reject::bad_request(format!("{name}: {}", without_place(&error)));
+        value.transpose().map_err(wrong)
     }
 
     /// Bytes of text in these fields; see [`Field::weight`].
@@ -178,6 +179,13 @@ impl Body {
     pub fn messages(&self) -> Option<&[Range<usize>]> {
         self.messages.as_deref()
     }
+}
+
+/// The error without its line and column: they count from the start of a field, not of the body.
+fn without_place(error: &serde_json::Error) -> String {
+    let text = error.to_string();
+    let place = format!(" at line {} column {}", error.line(), error.column());
+    text.strip_suffix(&place).unwrap_or(&text).to_owned()
 }
 
 /// The error for a body that is not a JSON object, with its position.

@@ -69,7 +69,7 @@ struct StreamOptions {
 }
 
 #[derive(Debug, Deserialize)]
-#[serde(untagged, expecting = "a string or a list of strings")]
+#[serde(untagged, expecting = "must be a string or a list of strings")]
 enum Stop {
     One(String),
     Many(Vec<String>),
@@ -437,7 +437,7 @@ mod tests {
             (json!({"max_tokens": -1}), "max_tokens: invalid value"),
             (json!({"min_tokens": 4, "max_tokens": 3}), "at most max_tokens (3), got 4"),
             (json!({"stop": [""]}), "stop: a string must have 1..=4096 bytes, got 0"),
-            (json!({"stop": 5}), "stop: a string or a list of strings"),
+            (json!({"stop": 5}), "stop: must be a string or a list of strings"),
             (json!({"stop": vec!["x"; 65]}), "stop: at most 64 strings, got 65"),
             (json!({"temperature": -1}), "temperature: must be in 0..=100, got -1"),
             (json!({"response_format": {"type": "x"}}), "response_format.type"),
