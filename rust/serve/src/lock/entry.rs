@@ -464,10 +464,11 @@ impl Lock {
             None => {
                 let (cause, why) =
                     wrong.unwrap_or_else(|| ("no_key", format!("send {}", self.wanted())));
-                let what = format!(
-                    "{why}: Authorization: Bearer KEY, or x-api-key: KEY, of the role {}",
-                    wanted.name()
-                );
+                let how = match self.shared.keys {
+                    Some(_) => "Authorization: Bearer KEY or x-api-key: KEY",
+                    None => "Authorization: Bearer TOKEN",
+                };
+                let what = format!("{why}, of the role {}, as {how}", wanted.name());
                 Err(Refusal::new(cause, StatusCode::UNAUTHORIZED, what))
             }
         }
@@ -476,7 +477,7 @@ impl Lock {
     /// What is wrong with a key that is not known.
     fn unknown(&self) -> String {
         match self.shared.keys {
-            Some(_) => format!("the key is not in this server's {KEYS_FLAG}"),
+            Some(_) => format!("the key is not in this server's {KEYS_FLAG}: send another one"),
             None => format!("the key is not a token (JWT): send {}", self.wanted()),
         }
     }

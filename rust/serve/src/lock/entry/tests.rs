@@ -142,7 +142,12 @@ async fn a_refusal_has_the_form_of_its_api() {
         let body: Value = serde_json::from_slice(&body).unwrap();
         assert_eq!(body["error"]["type"], kind);
         let message = body["error"]["message"].as_str().unwrap();
-        assert!(message.contains("--keys-file: Authorization: Bearer KEY"), "{message}");
+        assert!(
+            message.ends_with(
+                "--keys-file, of the role client, as Authorization: Bearer KEY or x-api-key: KEY"
+            ),
+            "{message}"
+        );
     }
 }
 
