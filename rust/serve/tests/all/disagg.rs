@@ -52,9 +52,15 @@ async fn a_prefill_that_fails_goes_to_another_and_then_the_decoder_does_all() {
     assert_eq!((answer.status, answer.header(PREFILLER)), (200, None));
     assert!(decode.bodies()[2].get("kv_transfer_params").is_none());
     // The request itself is wrong: no other worker is tried.
-    good.answers(400, json!({ "error": "bad prompt" }));
-    bad.answers(400, json!({ "error": "bad prompt" }));
-    assert_eq!((stage.ask(&body()).await.status, decode.count()), (400, 3));
+    let wrong = json!({ "error": { "message": "bad prompt", "param": "prompt" } });
+    good.answers(400, wrong.clone());
+    bad.answers(400, wrong.clone());
+    let refused = stage.ask(&body()).await;
+    assert_eq!((refused.status, decode.count()), (400, 3));
+    // As without a prefill worker: the engine's own words.
+    for field in ["message", "param"] {
+        assert_eq!(refused.json()["error"][field], wrong["error"][field]);
+    }
     stage.until_idle().await;
 }
 

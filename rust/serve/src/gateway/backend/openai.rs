@@ -234,13 +234,14 @@ pub(super) async fn prefill(
         within(app, whole, || format!("worker {id} did not finish the prefill")).await?;
     if !status.is_success() {
         let text: String = String::from_utf8_lossy(&body).chars().take(300).collect();
-        let message = format!("worker {id} answered its prefill with {status}: {text}");
-        let failed = Failed::new("prefill_status", message, StatusCode::BAD_GATEWAY);
         // If the request itself is invalid, the decode worker would refuse it, too.
-        return Err(match status.as_u16() {
-            400 | 413 | 422 => Failed { status, is_final: true, ..failed },
-            _ => failed,
-        });
+        if refuses(status) {
+            let message = said(Some(&body)).unwrap_or(text);
+            let failed = Failed::new("prefill_status", message, status);
+            return Err(Failed { param: param(&body), is_final: true, ..failed });
+        }
+        let message = format!("worker {id} answered its prefill with {status}: {text}");
+        return Err(Failed::new("prefill_status", message, StatusCode::BAD_GATEWAY));
     }
     choice.booking.first_token();
     let answer: Value = serde_json::from_slice(&body).unwrap_or_default();
@@ -259,6 +260,12 @@ fn said(body: Option<&[u8]>) -> Option<String> {
     let answer: Value = serde_json::from_slice(body?).ok()?;
     let places = ["/detail", "/error/message", "/message"];
     places.iter().find_map(|place| answer.pointer(place)?.as_str().map(str::to_owned))
+}
+
+/// The field that an engine refuses.
+fn param(body: &[u8]) -> Option<Cow<'static, str>> {
+    let answer: Value = serde_json::from_slice(body).ok()?;
+    Some(Cow::Owned(answer.pointer("/error/param")?.as_str()?.to_owned()))
 }
 
 /// Whether `text` has `name` as a word of its own.
