@@ -336,9 +336,12 @@ impl Intake {
                 };
                 ("too_large", Reject::new(StatusCode::PAYLOAD_TOO_LARGE, what))
             }
-            Unreadable::CutOff => {
-                ("cut_off", Reject::bad_request("the body ended before its declared length"))
-            }
+            Unreadable::CutOff => (
+                "cut_off",
+                Reject::bad_request(
+                    "the body broke off: it ended before its declared length, or its chunks are invalid",
+                ),
+            ),
             Unreadable::Late => {
                 let seconds = self.timeout.as_secs_f64();
                 let what = format!("the body did not arrive within {seconds} s (--body-timeout)");

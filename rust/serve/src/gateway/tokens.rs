@@ -273,8 +273,8 @@ pub(super) fn check_length(app: &App, call: &Call, pool: &Pool) -> Result<usize,
     let bytes = call.body.weight(fields);
     if bytes > limit {
         return Err(Error::invalid(format!(
-            "{what} more than {limit} bytes of text, the limit ({why}); a number or token id \
-             counts 8"
+            "{what} {bytes} bytes of text, which is more than {limit} bytes, the limit ({why}); a number \
+             or token id counts 8"
         )));
     }
     Ok(limit)

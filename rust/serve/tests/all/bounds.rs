@@ -89,7 +89,9 @@ async fn a_prompt_is_refused_by_its_length_before_it_is_read() {
     let text = |bytes| json!({ "model": "m", "prompt": "a".repeat(bytes) });
     let refused = stage.ask(&text(100_000)).await;
     assert_eq!(refused.status, 400);
-    for part in ["more than 65536 bytes", "max_model_len is 4096", "--max-prompt-bytes"] {
+    for part in
+        ["has 100000 bytes", "more than 65536 bytes", "max_model_len is 4096", "--max-prompt-bytes"]
+    {
         assert!(refused.text().contains(part), "{}", refused.text());
     }
     let refused = stage.ask(&prompt(0..20_000)).await;
