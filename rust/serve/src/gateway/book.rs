@@ -122,6 +122,12 @@ impl Tries {
         self.is_over.is_none() && self.tried.len() < limit
     }
 
+    /// Whether a healthy worker has not been tried yet.
+    fn has_untried(&self) -> bool {
+        let members = self.plan.route.pool.members();
+        members.all().any(|one| one.is_healthy() && !self.tried.contains(&one.id))
+    }
+
     /// Records that a worker answers.
     pub fn answered(&self) {
         self.attempts.answered(self.plan.call.body.bytes());
@@ -166,9 +172,10 @@ impl Tries {
         } else {
             self.attempts.failed(&failed, body.bytes(), self.app.in_flight())
         };
-        let what = match self.is_over {
-            None => "attempt failed before the first byte; trying another worker",
-            Some(_) => "attempt failed before the first byte; no other worker is tried",
+        let what = if self.may_go_on() && self.has_untried() {
+            "attempt failed before the first byte; trying another worker"
+        } else {
+            "attempt failed before the first byte; no other worker is tried"
         };
         self.app.attempt_failed(&failed, engine, what);
         self.last = Some(failed);
