@@ -59,14 +59,16 @@ impl Record {
         let mut compare = |own: u32, other: u32, what: &str| {
             if own != other {
                 let more = if own > other { "more" } else { "fewer" };
-                said.push(format!("{} {more} blocks {what}", own.abs_diff(other)));
+                let count = own.abs_diff(other);
+                let blocks = if count == 1 { "block" } else { "blocks" };
+                said.push(format!("{count} {more} {blocks} {what}"));
             }
         };
         let further = |one: &CandidateRecord| one.terms.overlap_blocks - one.overlap_blocks;
         compare(chosen.overlap_blocks, next.overlap_blocks, "cached");
         compare(further(chosen), further(next), "predicted");
         if said.is_empty() {
-            return Some(format!("it costs as much as {}", next.terms.worker));
+            return Some(format!("{} costs about as much", next.terms.worker));
         }
         Some(format!("{} than {}", said.join(", "), next.terms.worker))
     }
