@@ -437,12 +437,15 @@ class ZmqReceiver:
                 messages = self._receive(subscription.socket)
                 self._follow(subscription, subscription.repair.live(messages))
             elif kind == "lost":
+                # What came before the first batch received can't have evicted a known block.
+                evicted = ", and blocks evicted in them are still credited" if first else ""
                 logger.warning(
-                    "engine at %s: batches %d..%d are missing and it has no replay endpoint; the "
-                    "index may be wrong about it%s",
+                    "engine at %s: batches %d..%d were not received, and it has no replay endpoint "
+                    "to ask for them: blocks stored in them earn no credit%s%s",
                     endpoint,
                     first,
                     last,
+                    evicted,
                     why,
                 )
             else:
