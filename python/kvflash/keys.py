@@ -68,12 +68,13 @@ def _add(path: Path, args: argparse.Namespace) -> None:
     parts = {"ID": f"{args.id}:certificate:client"}
     parts |= {f"--{name}": f"id:certificate:{args.role}:{one}" for name, one in options.items()}
     for argument, part in parts.items():
+        unchanged = f"{argument} is not valid, and {path} is unchanged; a service would"
         try:
             check_keys(part)
         except ConfigError as error:
-            raise ConfigError(
-                f"{argument} is not valid, and {path} is unchanged; a service would say: {error}"
-            ) from None
+            raise ConfigError(f"{unchanged} say: {error}") from None
+        if not any(entries(part)):
+            raise ConfigError(f"{unchanged} take {args.id!r}, which begins with #, for a comment")
 
     def line(secret: str) -> str:
         return ":".join((args.id, secret, args.role, *filter(None, [",".join(options.values())])))
