@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -23,11 +22,11 @@ from demo.record import ArmRun
 from demo.report import AUTO, MODES
 from demo.summary import judge, markdown, notes, summarize, to_json
 from demo.workload import Workload, WorkloadOptions, generate
+from kvflash.signals import ending_signals
 
 __all__ = ["run_demo"]
 
 INTERRUPTED = 130
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run_demo(args: DemoArgs) -> int:
@@ -56,7 +55,7 @@ async def _until_signal(args: DemoArgs) -> int:
             work.cancel()
 
     loop = asyncio.get_running_loop()
-    for number in _SIGNALS:
+    for number in ending_signals():
         loop.add_signal_handler(number, on_signal)
     try:
         return await work

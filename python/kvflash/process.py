@@ -20,6 +20,7 @@ from kvflash._core import Catalog, Frontend, Indexer, Router, init_logging
 from kvflash.console import LogLine, level_name, refuse, utc
 from kvflash.errors import ClosedError, KvflashError
 from kvflash.settings import warn_of_misspelt
+from kvflash.signals import ending_signals
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -235,10 +236,7 @@ def run_until_stopped(
             "%s: stopping on %s%s%s; a second signal ends it now", name, received, pause, grace
         )
 
-    ours = [signal.SIGTERM, signal.SIGINT]
-    # Under nohup it is ignored, and stays so.
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
-        ours.append(signal.SIGHUP)
+    ours = ending_signals()
     for number in ours:
         signal.signal(number, stop)
     _allow_open_files()

@@ -50,7 +50,13 @@ PROCESS_CALLS = {
     "asyncio.create_subprocess_exec",
     "asyncio.create_subprocess_shell",
 }
-SIGNAL_OWNERS = {"process.py", "launcher/child.py", "mocker/app.py", "runtime/signals.py"}
+SIGNAL_OWNERS = {
+    "process.py",
+    "launcher/child.py",
+    "mocker/app.py",
+    "runtime/signals.py",
+    "signals.py",
+}
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ import signal
 from collections.abc import Sequence
 
 from kvflash.errors import ConfigError
+from kvflash.signals import ending_signals
 
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Child:
@@ -34,7 +34,7 @@ class Child:
         child = cls()
         loop = asyncio.get_running_loop()
         # Before anything exists that a signal would leave behind.
-        for number in _SIGNALS:
+        for number in ending_signals():
             loop.add_signal_handler(number, child._receive, number)
         try:
             child._process = await asyncio.create_subprocess_exec(

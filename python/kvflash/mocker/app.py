@@ -17,6 +17,7 @@ from kvflash.mocker.engine import Engine
 from kvflash.mocker.handover import Handover
 from kvflash.mocker.tokenizer import Tokenizer, load
 from kvflash.publisher.address import reachable
+from kvflash.signals import ending_signals
 
 if TYPE_CHECKING:
     from kvflash.mocker.worker import RuntimeWorker
@@ -148,10 +149,7 @@ async def run(config: MockerConfig) -> None:
     """Serve until a signal; prints one line of JSON on stdout per worker once ready."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    ours = [signal.SIGTERM, signal.SIGINT]
-    # Under nohup it is ignored, and stays so.
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
-        ours.append(signal.SIGHUP)
+    ours = ending_signals()
     for number in ours:
         loop.add_signal_handler(number, stop.set)
     logger.info("starting %s", counted(config.num_workers, "worker", "workers"))

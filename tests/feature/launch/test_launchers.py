@@ -7,7 +7,9 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -237,14 +239,40 @@ def test_an_engine_does_not_outlive_a_launcher_that_is_killed(launch, folder):
     until(lambda: found(folder) == {}, "nothing to be announced")
 
 
-def test_a_signal_while_it_loads_ends_it(run, folder):
-    process = run("kvflash.vllm", "m", "--engine-command", "sh -c 'exec sleep 1000'",
-                  env={"KVFLASH_DISCOVERY_DIR": str(folder)})  # fmt: skip
-    children = Path(f"/proc/{process.popen.pid}/task/{process.popen.pid}/children")
+LOADING = ("kvflash.vllm", "m", "--engine-command", "sh -c 'exec sleep 1000'")
+
+
+def engine_of(launcher):
+    """The number of the engine's process, once it loads."""
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
     pid = int(until(lambda: children.read_text().split(), "the engine's process")[0])
     until(lambda: Path(f"/proc/{pid}/comm").read_text() == "sleep\n", "the engine to load")
-    assert process.terminate() == 128 + signal.SIGTERM
+    return pid
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_it_loads_ends_it(run, folder, number):
+    process = run(*LOADING, env={"KVFLASH_DISCOVERY_DIR": str(folder)})
+    pid = engine_of(process.popen)
+    process.popen.send_signal(number)
+    assert process.popen.wait(30) == 128 + number
     assert gone(pid)
+
+
+def test_under_nohup_a_terminal_may_close(folder):
+    words = ["nohup", sys.executable, "-m", *LOADING]
+    env = {**os.environ, "KVFLASH_DISCOVERY_DIR": str(folder)}
+    with subprocess.Popen(
+        words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as launcher:
+        try:
+            engine_of(launcher)
+            status = Path(f"/proc/{launcher.pid}/status").read_text()
+            (ignored,) = re.findall(r"^SigIgn:\s*(\w+)$", status, re.M)
+            assert int(ignored, 16) & 1 << (signal.SIGHUP - 1)
+        finally:
+            launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(30) == 128 + signal.SIGTERM
 
 
 def test_routers_and_clients_of_the_runtime_ask_a_launched_engine(launch, folder):
