@@ -29,6 +29,9 @@ _SAID_MAX = 1_000
 # OpenSSL's codes for a certificate that no known authority has signed.
 _UNKNOWN_AUTHORITY = range(18, 22)
 
+# OpenSSL's reasons where the other side answers in clear text; which one depends on the version.
+_NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "UNKNOWN_PROTOCOL", "HTTP_REQUEST")
+
 # A label in Prometheus text, with the separator in front of it.
 _LABEL = r'[, ]*([^\s,="{}]+)="((?:\\.|[^"\\])*)"'
 
@@ -177,6 +180,9 @@ def _reason(error: Exception, url: str) -> tuple[str, str]:
         if error.verify_code in _UNKNOWN_AUTHORITY:
             fix = "set SSL_CERT_FILE to the file of the CA that signed it"
         return f"the certificate is not trusted here: {error.verify_message.rstrip('.')}", fix
+    if isinstance(error, ssl.SSLError) and error.reason in _NO_TLS:
+        plain = f"http{url.removeprefix('https')}"
+        return "this port does not speak TLS", f"if it speaks HTTP, use {plain}"
     is_closed = isinstance(error, http.client.RemoteDisconnected)
     if isinstance(error, http.client.BadStatusLine) and not is_closed:
         # The line itself would be TLS records, or frames of ZMQ.

@@ -133,6 +133,11 @@ def test_tools_say_what_https_lacks(
             assert seen in told and f" | fix: {fix}" in told and told.isprintable()
         assert workers([indexer.url]) == 0
         capsys.readouterr()
+    with IndexerService(indexer_args(tls[:4])) as indexer:
+        secure = indexer.url.replace("http", "https")
+        assert workers([secure]) == 1
+        told = capsys.readouterr().err
+        assert f"this port does not speak TLS; if it speaks HTTP, use {indexer.url}" in told
 
 
 def test_a_certificate_stands_for_a_key(tmp_path: Path, authority: Authority) -> None:
