@@ -180,7 +180,7 @@ def test_no_worker_at_all(frontend: Frontend) -> None:
     got = ask(frontend.url, COMPLETIONS, prompt_of("any"))
     assert got.status == 503
     assert got.headers["retry-after"] == "1"
-    assert "0 registered" in got.json["error"]["message"]
+    assert "no worker is registered" in got.json["error"]["message"]
     status, body, _ = frontend.http.call("GET", "/health")
     assert (status, body["status"], body["workers"]) == (503, "unavailable", 0)
     assert frontend.metric(refused) == before + 1

@@ -302,7 +302,10 @@ impl Fleet {
             message.push_str(&self.refused_briefly());
             return Error::NoWorker(message);
         }
-        let mut message = format!("no worker has reported its models yet ({count} registered)");
+        let mut message = match count {
+            0 => "no worker is registered".to_owned(),
+            _ => format!("no worker has reported its models yet ({count} registered)"),
+        };
         if count == 0 && !self.waits_for.is_empty() {
             message.push_str("; waiting for ");
             message.push_str(&self.waits_for);

@@ -203,7 +203,7 @@ async fn inspect_tokenizer(app: &App, engine: &Engine, faults: &mut Vec<WorkerRe
         if own != theirs {
             let seen = format!(
                 "--tokenizer makes {} tokens of {sample:?}, the engine {}{}: it belongs to another model, and \
-                 prompts tokenized here never match the engine's cache",
+                 no prompt that is tokenized here matches the engine's cache; those that the engine tokenizes do",
                 own.len(),
                 theirs.len(),
                 if own.len() == theirs.len() { " different ones" } else { "" },
