@@ -13,22 +13,10 @@ pub(super) struct Media(pub Vec<MediaItem>);
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Embeds(pub Vec<Vec<u8>>);
 
-#[derive(Deserialize)]
-struct Item {
-    identifier: String,
-    offset: u32,
-    length: u32,
-}
-
 impl<'de> Deserialize<'de> for Media {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let items = Option::<Vec<Item>>::deserialize(deserializer)?.unwrap_or_default();
-        let items = items.into_iter().map(|Item { identifier, offset, length }| MediaItem {
-            identifier,
-            offset,
-            length,
-        });
-        prompt_keys::media(items.collect()).map(Self).map_err(D::Error::custom)
+        let items = Option::<Vec<MediaItem>>::deserialize(deserializer)?.unwrap_or_default();
+        prompt_keys::media(items).map(Self).map_err(D::Error::custom)
     }
 }
 

@@ -153,11 +153,7 @@ impl Router {
     ///
     /// Cost: O(workers); releases the GIL.
     fn registered(&self, py: Python<'_>) -> Vec<(u64, String, String, Option<String>, u64)> {
-        py.detach(|| {
-            let rows = self.app.registered().into_iter();
-            rows.map(|row| (row.worker_id, row.model_name, row.tenant_id, row.url, row.joined))
-                .collect()
-        })
+        py.detach(|| self.app.registered())
     }
 
     /// Bind and serve in the background. Returns the bound port.

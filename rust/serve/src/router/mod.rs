@@ -14,7 +14,6 @@ mod request;
 mod routes;
 
 pub use app::RouterOptions;
-pub use replicas::Registered;
 pub use routes::RouterApp;
 
 #[cfg(test)]

@@ -73,11 +73,17 @@ impl RouterApp {
         self.app.fleet.changes()
     }
 
-    /// The workers that are registered now, by model.
-    pub fn registered(&self) -> Vec<Registered> {
+    /// The workers that are registered now, by model: id, model, tenant, URL for gateways, and the
+    /// number of the registration at this router, which differs when a worker joins again. By these
+    /// two routers identify it.
+    pub fn registered(&self) -> Vec<(u64, String, String, Option<String>, u64)> {
         let of_pool = |pool: &Arc<Pool>| {
-            let members = pool.members();
-            members.all().map(|member| Registered::new(pool, member)).collect::<Vec<_>>()
+            let key = &pool.key;
+            let row = |one: &Arc<Member>| {
+                let (model, tenant) = (key.model_name.clone(), key.tenant_id.clone());
+                (one.id, model, tenant, one.url.clone(), one.joined)
+            };
+            pool.members().all().map(row).collect::<Vec<_>>()
         };
         self.app.fleet.pools().iter().flat_map(of_pool).collect()
     }
@@ -90,32 +96,5 @@ impl RouterApp {
     /// Sets the caller's warnings, for `/health`; replaces earlier ones.
     pub fn set_warnings(&self, warnings: Vec<String>) {
         *self.app.outside_warnings.write() = warnings;
-    }
-}
-
-/// A registered worker: the data by which two routers identify it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Registered {
-    /// Its instance id.
-    pub worker_id: u64,
-    /// Its model.
-    pub model_name: String,
-    /// Its tenant.
-    pub tenant_id: String,
-    /// Its URL for gateways.
-    pub url: Option<String>,
-    /// The number of its registration at this router; differs when it joins again.
-    pub joined: u64,
-}
-
-impl Registered {
-    fn new(pool: &Pool, member: &Member) -> Self {
-        Self {
-            worker_id: member.id,
-            model_name: pool.key.model_name.clone(),
-            tenant_id: pool.key.tenant_id.clone(),
-            url: member.url.clone(),
-            joined: member.joined,
-        }
     }
 }

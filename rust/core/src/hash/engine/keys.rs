@@ -5,7 +5,7 @@ use smallvec::SmallVec;
 use super::{NameAlgorithm, pickle};
 
 /// A multimodal item of a prompt, which covers the tokens `offset..offset + length`.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, serde::Deserialize)]
 pub struct MediaItem {
     /// The engine's identifier; under a LoRA adapter it may begin with the adapter's name.
     pub identifier: String,
