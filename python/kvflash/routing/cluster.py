@@ -196,7 +196,7 @@ class Cluster(Replicas):
         try:
             self._sharing.worker_joined(component, instance_id, shared_id)
         except KvflashError as error:
-            logger.error("requests of other routers are not known: %s; trying again", error)
+            logger.error("can't learn of the requests of other routers: %s; trying again", error)
             self._later(lambda: self._share(component, instance_id, shared_id))
 
     def worker_left(self, component: Component, instance_id: int) -> None:

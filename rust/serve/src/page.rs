@@ -1,4 +1,4 @@
-//! Metrics that are read when a scrape comes, so that none is left of what is gone.
+//! Metrics that are read when a scrape comes, so that workers that have left leave no series behind.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;

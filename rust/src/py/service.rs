@@ -124,8 +124,7 @@ impl Service {
         lock.announce(address);
         if cfg!(debug_assertions) {
             tracing::info!(
-                "this build is hardly optimised: requests cost several times as much as after make dev or \
-                 pip install ."
+                "this build is not optimised: requests take several times as long as with make dev or pip install ."
             );
         }
         let (http, mut large, mut seconds) = (self.http.clone(), 0, 0);

@@ -1,8 +1,8 @@
 //! Decisions as they are reported: the selected worker, a record of all inputs and the outcome, and a
 //! ring of the latest records by request id, limited in bytes.
 //!
-//! A record keeps what the decision read, as it lay there: every request makes one, and hardly
-//! anybody looks at it. What people read is computed for them.
+//! A record keeps the raw inputs: every request makes one, and few are ever read. What people read
+//! is computed on demand.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

@@ -143,7 +143,7 @@ settings! {
 }
 
 settings! {
-    /// Where knowledge of caches comes from, and how long that stands.
+    /// Where knowledge of caches comes from, and how long it is valid.
     CacheSettings { "Knowledge of caches": {
         /// Listen to the engines' events; off: assume that prompts sent stay cached
         ///
@@ -176,7 +176,7 @@ settings! {
 }
 
 settings! {
-    /// From when on a worker is busy, and how requests wait.
+    /// When a worker counts as busy, and how requests wait.
     BusySettings { "Busy workers": {
         /// Send no requests to workers with more than this share of blocks in use
         active_decode_blocks_threshold: Option<f64> = None, 0.0..=1.0,

@@ -178,10 +178,8 @@ impl FrontendApp {
             })
             .method_not_allowed_fallback(async |method: Method, uri: Uri, mut body: Body| {
                 body::discard(&mut body).await;
-                let message = format!(
-                    "{} does not accept {method}; the header allow of this answer says what it does",
-                    uri.path()
-                );
+                let message =
+                    format!("{} does not accept {method}; see the Allow header", uri.path());
                 let form = Row::of(uri.path()).map_or(Form::OpenAi, |row| row.form);
                 form.refuse(Reject::new(StatusCode::METHOD_NOT_ALLOWED, message))
             })

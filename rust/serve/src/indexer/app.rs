@@ -100,8 +100,8 @@ impl IndexerApp {
         check_prefix(&options.metrics_prefix)?;
         if http.mask.is_some() && !options.peers.is_empty() {
             return Err(Error::Config(format!(
-                "{HASH_SECRET} with --peers: replicas recover by each other's block hashes, which the secret hides; \
-                 leave one of them out"
+                "{HASH_SECRET} with --peers: replicas recover from each other's block hashes, and the secret hides \
+                 them; use only one of the two"
             )));
         }
         let startup = Arc::new(Startup::new(&options.peers, options.min_initial_workers)?);

@@ -60,7 +60,7 @@ fn take(app: &Arc<App>, spec: WorkerSpec) -> Result<InstanceId> {
             let member = Arc::new(Member { plane, text, formats, loads, spec });
             let engine = app.fleet.add_member(Arc::clone(&member))?;
             if let Some(error) = wrong {
-                // It serves without: the text of its answers is whole, and only not taken apart.
+                // It still serves; reasoning and tool calls stay in the text.
                 tracing::warn!(worker = id, %error, "cannot parse its answers");
                 engine.notes.lock().last_error = Some(error.to_string());
             }
@@ -165,7 +165,7 @@ async fn watch(engine: Arc<Engine>, member: Arc<Member>, interval: Duration, shu
                 () = shutdown.wait() => break,
             }
         }
-        // Nothing speaks against it: only silence does.
+        // Only a silent worker fails this check.
         let is_looking = engine.is_healthy() || engine.is_removed();
         match member.plane.ping(&member.spec).await {
             Ok(()) => {

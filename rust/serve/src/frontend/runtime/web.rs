@@ -71,8 +71,8 @@ impl WebPlane {
         Err(error.into())
     }
 
-    /// Does a server answer, whatever it says? That its port is open says nothing: a system takes connections
-    /// for a process that stands still.
+    /// Checks that the server answers anything. An open port proves nothing: the kernel accepts
+    /// connections for a process that hangs.
     pub async fn ping(&self) -> Result<(), PlaneError> {
         let told = |why: &str| format!("no answer from {}: {why}", self.target);
         let cannot = |why: String| PlaneError::new(Cause::Connect, told(&why));

@@ -319,7 +319,7 @@ const NONE_IS_REGISTERED: &str = "no prefill worker is registered";
 /// The refusal of a request that decode workers may not prefill.
 fn refusal(status: StatusCode, why: &str) -> Reject {
     let message =
-        format!("no prefill worker took the request: {why}; --enforce-disagg allows no other way");
+        format!("no prefill worker took the request: {why}; --enforce-disagg requires one");
     Reject::last_failure(status, message)
 }
 
