@@ -7,6 +7,7 @@ import re
 import ssl
 import time
 from argparse import Namespace
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -214,13 +215,22 @@ class Service:
             method=method,
         )
 
-    def demand(self, path: str, body: Any = None, method: str | None = None) -> Answer:
-        """As :meth:`ask`, for an answer that must be JSON with status 200.
+    def demand(
+        self,
+        path: str,
+        body: Any = None,
+        method: str | None = None,
+        *,
+        but: Collection[int] = (),
+    ) -> Answer:
+        """As :meth:`ask`, for an answer that must be JSON with status 200, or have one of ``but``.
 
         Raises NotFoundError for status 404, else TransportError; both name address and reason.
         """
         answer = self.ask(path, body, method)
         asked = f"{method or _method(body)} {self.url}{path}"
+        if answer.status in but:
+            return answer
         if not answer.status:
             fix = answer.fix or "does the service run there?"
             raise TransportError(f"{asked}: {answer.error}; {fix}")

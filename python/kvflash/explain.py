@@ -133,10 +133,11 @@ def _file(name: str) -> dict[str, Any]:
 
 def _only_model(service: Service) -> str | None:
     """The model that is served, if there is one only; None for a caller who may not ask."""
-    if service.ask("/v1/models").status in (401, 403):
+    answer = service.demand("/v1/models", but=(401, 403))
+    if answer.status != 200:
         # The refusal names the role of clients. That of /explain names the role that it needs.
         return None
-    found = service.demand("/v1/models").json
+    found = answer.json
     models = found.get("data") if isinstance(found, dict) else None
     names = [str(one.get("id")) for one in models or [] if not one.get("parent")]
     if len(names) != 1:
