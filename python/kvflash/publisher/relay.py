@@ -22,7 +22,6 @@ _FRAME_BYTES_MAX = 16 * 1024 * 1024
 _QUEUE_MESSAGES = 100_000
 # Batches received as a replay, which the socket may deliver again.
 _REPLAYED_MAX = 10_000
-_REPLAY_OPTIONS = ZmqOptions(receive_queue_messages=0)
 _END = b"\xff" * 8
 
 
@@ -143,7 +142,7 @@ class Relay:
     def _replay(self, first: int) -> Iterator[tuple[int, bytes]]:
         if self._replay_endpoint is None:
             return
-        socket = open_replay(self._context, _REPLAY_OPTIONS, self._replay_endpoint, first)
+        socket = open_replay(self._context, ZmqOptions(), self._replay_endpoint, first)
         try:
             waited_ms = 0
             while not self._is_closed.is_set() and waited_ms < _REPLAY_MS:

@@ -10,6 +10,9 @@ class ZmqOptions:
 
     #: Messages that may wait in one socket.
     receive_queue_messages: int = 4_096
+    #: Messages of a replay that may wait. Engines send all that they keep at once, 10,000 batches
+    #: by vLLM's defaults, and drop what finds no room.
+    replay_queue_messages: int = 131_072
     #: Largest frame; a publisher of a larger one is disconnected.
     message_bytes_max: int = 16 * 1024 * 1024
     #: Messages passed to the core at once.

@@ -44,7 +44,7 @@ def open_replay(
     socket = context.socket(zmq.DEALER)
     try:
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RCVHWM, options.receive_queue_messages)
+        socket.setsockopt(zmq.RCVHWM, options.replay_queue_messages)
         socket.setsockopt(zmq.MAXMSGSIZE, options.message_bytes_max)
         dial(socket, endpoint)
         socket.send_multipart([b"", first.to_bytes(8, "big")], zmq.NOBLOCK)

@@ -113,6 +113,10 @@ struct Replay {
 /// Maximum frames of a reply: engines keep some ten thousand.
 const FRAMES_MAX: u64 = 1 << 20;
 
+/// A reply that stops midway is continued by another request after this part of the timeout. Engines
+/// send thousands of batches at once, and their sockets drop what does not fit.
+const PAUSES: u64 = 10;
+
 /// The state machine of one publisher.
 #[derive(Debug, Default)]
 pub struct Repair {
@@ -131,7 +135,8 @@ pub struct Repair {
 
 impl Repair {
     /// For a publisher with or without a replay endpoint. A replay without data for `timeout_ms` is
-    /// given up; while `is_held`, nothing is read.
+    /// given up; one that stops midway is requested again after a tenth of that. While `is_held`,
+    /// nothing is read.
     pub fn new(has_endpoint: bool, timeout_ms: u64, is_held: bool) -> Self {
         Self { has_endpoint, timeout_ms, is_held, ..Self::default() }
     }
@@ -223,10 +228,12 @@ impl Repair {
         let is_first = !replay.has_answered && !answer.frames.is_empty();
         replay.has_answered |= is_first;
         self.take(feed, answer, false, now_ms);
+        let has_advanced = feed.position().0 > wanted;
         if let Some(replay) = &mut self.replay
-            && (is_first || feed.position().0 > wanted)
+            && (is_first || has_advanced)
         {
-            replay.deadline_ms = now_ms + self.timeout_ms;
+            let parts = if has_advanced { PAUSES } else { 1 };
+            replay.deadline_ms = now_ms + self.timeout_ms / parts;
             replay.is_idle = false;
         }
         self.told()

@@ -24,6 +24,7 @@ from kvflash._core import Indexer
 from kvflash.doctor.events import ask_replays
 from kvflash.transport.options import ZmqOptions
 from kvflash.transport.zmq import ZmqReceiver
+from kvflash.transport.zmq_socket import open_replay
 from service import (
     DEADLINE_S,
     END_OF_REPLAY,
@@ -439,6 +440,22 @@ def test_a_replay_larger_than_a_round(http, engine):
 
 
 # -- connections
+
+
+def test_all_that_an_engine_keeps_waits_for_its_reader(zmq_socket):
+    # As vLLM by default: 10,000 batches, sent at once from a socket that queues 1,000.
+    engine = zmq_socket(zmq.ROUTER)
+    engine.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    engine.setsockopt(zmq.SNDTIMEO, 5_000)
+    port = engine.bind_to_random_port("tcp://127.0.0.1")
+    with zmq.Context() as context:
+        replay = open_replay(context, ZmqOptions(), f"tcp://127.0.0.1:{port}", 0)
+        peer, *_ = engine.recv_multipart()
+        for sequence in range(10_000):
+            engine.send_multipart([peer, b"", sequence.to_bytes(8, "big"), bytes(4_000)])
+        received = [replay.recv_multipart()[1] for _ in range(10_000)]
+        replay.close(0)
+    assert received == [sequence.to_bytes(8, "big") for sequence in range(10_000)]
 
 
 def test_what_came_before_the_subscription_is_caught_up(http, engine):

@@ -263,6 +263,21 @@ fn a_replay_that_stalls_midway_keeps_what_came() {
 }
 
 #[test]
+fn the_rest_of_a_replay_that_stops_midway_is_requested_soon() {
+    let asked = "live 0 5 -> ask 1";
+    for (answers, deadline_ms) in [("", 500), ("answer 1 2", 50), ("answer 1 2\n answer 3", 50)] {
+        let (repair, _) = play(true, &format!("{asked}\n {answers}"));
+        assert_eq!(repair.deadline_ms(), Some(deadline_ms), "{answers}");
+    }
+    // The known batch that proves the stream is the same says nothing about the rest.
+    let (repair, _) = play(true, "live 0 1 2\n connected -> ask 2\n answer 2");
+    assert_eq!(repair.deadline_ms(), Some(500));
+    // The engine may still be busy with the first reply, so the second one gets the whole time.
+    let (repair, _) = play(true, &format!("{asked}\n answer 1 2\n silent -> ask 3"));
+    assert_eq!(repair.deadline_ms(), Some(550));
+}
+
+#[test]
 fn a_replay_that_only_repeats_itself_ends() {
     let (_, taken) = play(
         true,
@@ -278,7 +293,7 @@ fn a_replay_that_only_repeats_itself_ends() {
     assert_eq!((taken.applied, taken.lost), (vec![0, 1, 5, 6], vec![2, 3, 4]));
     // While new batches come it goes on.
     let (repair, _) = play(true, "live 0 9 -> ask 1\n answer 1\n silent more\n answer 2 3");
-    assert_eq!(repair.deadline_ms(), Some(1_000));
+    assert_eq!(repair.deadline_ms(), Some(100));
 }
 
 #[test]
