@@ -34,7 +34,8 @@ RECORDED = {
     "matched": {"native_ns": 238.0},
     "bytes": {"bytes_per_membership": 7.1},
     "sharer": {"bytes_per_block_2_to_16": 38.0},
-    "clear": {"clear_median_us": 171.0},
+    # The map's time depends on the processor's cache: 171 where it exceeds that, 16 in 300 MiB.
+    "clear": {"clear_median_us": 16.0},
 }
 SHARE = 0.6
 
