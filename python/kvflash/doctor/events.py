@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import msgpack  # type: ignore[import-untyped,unused-ignore]
 import zmq
 
+from kvflash.transport.options import ZmqOptions
 from kvflash.transport.zmq_socket import dial
 
 #: Sockets that are open at once.
@@ -28,7 +29,6 @@ _STORED_FIELDS = (
     "lora_name",
     "extra_keys",
 )
-_FRAME_BYTES_MAX = 16 * 1024 * 1024
 #: Messages of one worker that are decoded.
 _LOOKED_INTO_MAX = 1_000
 
@@ -193,7 +193,7 @@ def _dialed(
             socket.setsockopt(zmq.LINGER, 0)
             # An overflow here would look as if the engine had skipped batches.
             socket.setsockopt(zmq.RCVHWM, 20_000)
-            socket.setsockopt(zmq.MAXMSGSIZE, _FRAME_BYTES_MAX)
+            socket.setsockopt(zmq.MAXMSGSIZE, ZmqOptions.message_bytes_max)
             if kind == zmq.SUB:
                 socket.setsockopt(zmq.SUBSCRIBE, b"")
             try:

@@ -18,7 +18,6 @@ logger = logging.getLogger(__name__)
 
 _POLL_MS = 100
 _REPLAY_MS = 5_000
-_FRAME_BYTES_MAX = 16 * 1024 * 1024
 _QUEUE_MESSAGES = 100_000
 # Batches received as a replay, which the socket may deliver again.
 _REPLAYED_MAX = 10_000
@@ -51,7 +50,7 @@ class Relay:
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, _FRAME_BYTES_MAX)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, ZmqOptions.message_bytes_max)
         self._socket.setsockopt(zmq.RCVHWM, _QUEUE_MESSAGES)
         self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
         dial(self._socket, endpoint)

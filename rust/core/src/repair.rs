@@ -113,9 +113,9 @@ struct Replay {
 /// Maximum frames of a reply: engines keep some ten thousand.
 const FRAMES_MAX: u64 = 1 << 20;
 
-/// A reply that stops midway is continued by another request after this part of the timeout. Engines
-/// send thousands of batches at once, and their sockets drop what does not fit.
-const PAUSES: u64 = 10;
+/// After the timeout divided by this, the rest of a reply that stopped midway is requested again:
+/// engines send thousands of batches at once, and their sockets drop what does not fit.
+const PAUSES_PER_TIMEOUT: u64 = 10;
 
 /// The state machine of one publisher.
 #[derive(Debug, Default)]
@@ -232,7 +232,7 @@ impl Repair {
         if let Some(replay) = &mut self.replay
             && (is_first || has_advanced)
         {
-            let parts = if has_advanced { PAUSES } else { 1 };
+            let parts = if has_advanced { PAUSES_PER_TIMEOUT } else { 1 };
             replay.deadline_ms = now_ms + self.timeout_ms / parts;
             replay.is_idle = false;
         }

@@ -439,9 +439,6 @@ def test_a_replay_larger_than_a_round(http, engine):
     assert counts(http)["repaired_batches"] == 3001
 
 
-# -- connections
-
-
 def test_all_that_an_engine_keeps_waits_for_its_reader(zmq_socket):
     # As vLLM by default: 10,000 batches, sent at once from a socket that queues 1,000.
     engine = zmq_socket(zmq.ROUTER)
@@ -456,6 +453,9 @@ def test_all_that_an_engine_keeps_waits_for_its_reader(zmq_socket):
         received = [replay.recv_multipart()[1] for _ in range(10_000)]
         replay.close(0)
     assert received == [sequence.to_bytes(8, "big") for sequence in range(10_000)]
+
+
+# -- connections
 
 
 def test_what_came_before_the_subscription_is_caught_up(http, engine):
