@@ -323,6 +323,9 @@ class ZmqDrain:
     def take(
         self, catalog: Catalog, publisher: int, socket: object, limit: int
     ) -> tuple[int, tuple[bytes, bytes] | None]: ...
+    def answer(
+        self, repair: Repair, socket: object, limit: int
+    ) -> list[tuple[str, int, int, str]]: ...
 
 @final
 class PolicyDesk:

@@ -459,17 +459,23 @@ class ZmqReceiver:
             self._poller.unregister(socket)
 
     def _ask(self, subscription: _Subscription, first: int) -> None:
-        endpoint, repair = subscription.replay_endpoint or "", subscription.repair
+        endpoint = subscription.replay_endpoint or ""
         self._close(subscription.replay)
         subscription.replay = None
         self._timed[subscription.publisher] = subscription
         try:
             socket = open_replay(self._context, self._options, endpoint, first)
         except zmq.ZMQError as error:
-            effects = repair.unreachable(f"can't reach {endpoint}: {explain(error)}")
-            self._follow(subscription, effects)
+            why = f"can't reach {endpoint}: {explain(error)}"
+            self._follow(subscription, subscription.repair.unreachable(why))
             return
         subscription.replay = socket
-        self._add(
-            socket, lambda: self._follow(subscription, repair.answered(self._receive(socket)))
-        )
+        self._add(socket, lambda: self._on_replay(subscription, socket))
+
+    def _on_replay(self, subscription: _Subscription, socket: zmq.Socket[bytes]) -> None:
+        repair = subscription.repair
+        if self._drain is None:
+            effects = repair.answered(self._receive(socket))
+        else:
+            effects = self._drain.answer(repair, socket, self._options.batch_messages)
+        self._follow(subscription, effects)

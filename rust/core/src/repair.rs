@@ -17,6 +17,7 @@ use std::collections::VecDeque;
 use std::num::NonZeroU64;
 
 use crate::log_limit::LogLimit;
+use crate::stream::END_OF_REPLAY;
 
 /// Outcome of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -91,6 +92,23 @@ pub struct Answer {
     pub is_over: bool,
     /// Whether it ended with the end marker.
     pub has_ended: bool,
+}
+
+impl Answer {
+    /// Adds a message: the number of its parts, the last one, and the sequence number in the one
+    /// before that. A message after the end of the reply is skipped.
+    pub fn add(&mut self, parts: usize, sequence: Option<u64>, payload: &[u8]) {
+        if self.is_over {
+            return;
+        }
+        // Engines end a replay with a marker; an empty or one-part message also ends it.
+        self.has_ended = sequence == Some(END_OF_REPLAY);
+        self.is_over = parts < 2 || self.has_ended || payload.is_empty();
+        if !self.is_over {
+            self.frames
+                .push(sequence.map(|sequence| Frame { sequence, payload: payload.to_vec() }));
+        }
+    }
 }
 
 /// A replay in progress.

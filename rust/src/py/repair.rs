@@ -5,15 +5,16 @@ use std::time::Instant;
 
 use kvflash_core::catalog::{self, Publisher};
 use kvflash_core::repair::{self, Answer, Effect, Frame};
-use kvflash_core::stream::END_OF_REPLAY;
 use parking_lot::Mutex;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 
+use super::buffer::Bytes;
 use super::catalog::{Catalog, parts};
+use super::error::Raised;
 
 /// Kind, first and last number, why.
-type Told = (&'static str, u64, u64, String);
+pub(super) type Told = (&'static str, u64, u64, String);
 
 /// Decides about one publisher's lost batches, for the transport that owns its sockets.
 ///
@@ -59,6 +60,11 @@ impl Repair {
             Effect::Failed(first, why) => ("failed", first, first, why),
         });
         told.collect()
+    }
+
+    /// Passes a part of the reply to a request for a replay.
+    pub(super) fn follow(&self, py: Python<'_>, answer: Answer) -> Vec<Told> {
+        self.ask(py, |machine, feed, now_ms| machine.answered(feed, answer, now_ms))
     }
 
     fn now_ms(&self) -> u64 {
@@ -131,21 +137,15 @@ impl Repair {
     }
 
     /// Pass messages of a replay; messages after its end are skipped.
-    fn answered(&self, py: Python<'_>, messages: &Bound<'_, PyList>) -> PyResult<Vec<Told>> {
+    fn answered(&self, py: Python<'_>, messages: &Bound<'_, PyList>) -> Raised<Vec<Told>> {
         let mut answer = Answer::default();
         for message in messages.iter() {
-            let frame = frame(&message);
-            // Engines end a replay with a marker; an empty or one-part message also ends it.
-            let parts: Vec<_> = message.try_iter()?.collect::<PyResult<_>>()?;
-            let is_empty = parts.last().is_none_or(|part| part.len().is_ok_and(|size| size == 0));
-            answer.has_ended = frame.as_ref().is_some_and(|it| it.sequence == END_OF_REPLAY);
-            answer.is_over = parts.len() < 2 || answer.has_ended || is_empty;
-            if answer.is_over {
-                break;
-            }
-            answer.frames.push(frame);
+            let message = message.cast::<PyList>().map_err(PyErr::from)?;
+            let last = message.iter().next_back().map(Bytes::of).transpose()?;
+            let sequence = parts(message).map(|(sequence, _)| sequence);
+            answer.add(message.len(), sequence, last.as_ref().map_or(&[], Bytes::as_slice));
         }
-        Ok(self.ask(py, |machine, feed, now_ms| machine.answered(feed, answer, now_ms)))
+        Ok(self.follow(py, answer))
     }
 
     /// The timeout has passed; ``has_more``: messages have arrived and will be passed.

@@ -13,12 +13,13 @@ use std::mem::MaybeUninit;
 
 use kvflash_core::catalog::FrameOutcome;
 use kvflash_core::error::Error;
-use kvflash_core::repair::Feed;
+use kvflash_core::repair::{Answer, Feed};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use super::catalog::Catalog;
 use super::error::{Fault, Raised};
+use super::repair::{Repair, Told};
 
 const DONT_WAIT: c_int = 1;
 
@@ -189,13 +190,22 @@ impl Message {
         }
     }
 
-    /// Sequence number and payload; `None` for a message without these two parts.
-    fn frame(&mut self) -> Option<(u64, &[u8])> {
+    /// The last part.
+    fn payload(&mut self) -> &[u8] {
+        self.parts[self.last].bytes()
+    }
+
+    /// The part before it as a sequence number; `None` if it is missing or is none.
+    fn sequence(&mut self) -> Option<u64> {
         if self.count < 2 {
             return None;
         }
-        let sequence = self.parts[1 - self.last].bytes().try_into().ok()?;
-        Some((u64::from_be_bytes(sequence), self.parts[self.last].bytes()))
+        self.parts[1 - self.last].bytes().try_into().ok().map(u64::from_be_bytes)
+    }
+
+    /// Sequence number and payload; `None` for a message without these two parts.
+    fn frame(&mut self) -> Option<(u64, &[u8])> {
+        Some((self.sequence()?, self.payload()))
     }
 }
 
@@ -258,10 +268,7 @@ impl ZmqDrain {
         socket: &Bound<'_, PyAny>,
         limit: usize,
     ) -> Raised<(usize, Option<Frame>)> {
-        let address: usize = socket.getattr("underlying")?.extract()?;
-        if address == 0 {
-            return Err(Fault::from(Error::Closed("the socket is closed".to_owned())));
-        }
+        let address = address(socket)?;
         let publisher = catalog.get().inner.publisher(publisher);
         let mut message = Message::new(self.functions);
         let message_ref = &mut message;
@@ -292,14 +299,62 @@ impl ZmqDrain {
             }
             Ok((limit, false))
         });
-        let (taken, is_gap) = drained.map_err(|errno: c_int| {
-            let error = std::io::Error::from_raw_os_error(errno);
-            Fault::from(Error::Transport(format!("can't receive from a socket: {error}")))
-        })?;
+        let (taken, is_gap) = drained.map_err(cant_receive)?;
         let unread = message.frame().filter(|_| is_gap).map(|(sequence, payload)| {
             let sequence = PyBytes::new(py, &sequence.to_be_bytes()).unbind();
             (sequence, PyBytes::new(py, payload).unbind())
         });
         Ok((taken, unread))
     }
+
+    /// Receive waiting messages of a replay and pass them to its repair, like Repair.answered.
+    ///
+    /// Args:
+    ///     repair: Receives the messages.
+    ///     socket: A ``zmq.Socket``; no other thread may use or close it meanwhile.
+    ///     limit: Maximum number of messages.
+    ///
+    /// Returns:
+    ///     The repair's effects.
+    ///
+    /// Raises:
+    ///     ClosedError: The socket is closed.
+    ///     TransportError: libzmq can't receive.
+    ///
+    /// Cost: two GIL releases for all messages, and a copy of each payload.
+    fn answer(
+        &self,
+        py: Python<'_>,
+        repair: &Bound<'_, Repair>,
+        socket: &Bound<'_, PyAny>,
+        limit: usize,
+    ) -> Raised<Vec<Told>> {
+        let address = address(socket)?;
+        let received = py.detach(|| {
+            let (mut message, mut answer) = (Message::new(self.functions), Answer::default());
+            for _ in 0..limit {
+                let socket = address as *mut c_void;
+                // SAFETY: as in `take`.
+                if !unsafe { message.receive(socket) }? {
+                    break;
+                }
+                answer.add(message.count, message.sequence(), message.payload());
+            }
+            Ok(answer)
+        });
+        Ok(repair.get().follow(py, received.map_err(cant_receive)?))
+    }
+}
+
+/// libzmq's address of a pyzmq socket.
+fn address(socket: &Bound<'_, PyAny>) -> Raised<usize> {
+    match socket.getattr("underlying")?.extract()? {
+        0 => Err(Fault::from(Error::Closed("the socket is closed".to_owned()))),
+        address => Ok(address),
+    }
+}
+
+fn cant_receive(errno: c_int) -> Fault {
+    let error = std::io::Error::from_raw_os_error(errno);
+    Fault::from(Error::Transport(format!("can't receive from a socket: {error}")))
 }

@@ -8,7 +8,7 @@ import pytest
 import zmq
 
 from kvflash import errors
-from kvflash._core import Indexer, ZmqDrain
+from kvflash._core import Indexer, Repair, ZmqDrain
 from kvflash.transport.poller import Poller
 from kvflash.transport.zmq import find_drain
 from service import batch, stored, until
@@ -104,12 +104,31 @@ def test_messages_of_nobody_are_read_away(drain, feed, pairs):
     assert not near.poll(0)
 
 
+def test_a_replay_is_read_up_to_its_end(drain, feed, pairs):
+    catalog, publisher = feed
+    near, far = pairs()
+    repair = Repair(catalog, publisher, has_endpoint=True, timeout_s=5)
+    assert repair.connected() == [("ask", 0, 0, "")]
+    for number in range(10):
+        far.send_multipart(message(number, parts=(b"",), size=1 + 40 * (number % 2)))
+    assert drain.answer(repair, near, 4) == []
+    assert catalog.position(publisher) == (4, 3)
+    far.send_multipart([b"one part ends it"])
+    far.send_multipart(message(10))
+    assert drain.answer(repair, near, 256) == [("dismiss", 0, 0, "")]
+    assert catalog.position(publisher) == (10, 9)
+    assert not near.poll(0)
+
+
 def test_a_closed_socket_is_refused(drain, feed, pairs):
     catalog, publisher = feed
     near, _ = pairs()
     near.close(0)
+    repair = Repair(catalog, publisher, has_endpoint=True, timeout_s=5)
     with pytest.raises((errors.ClosedError, zmq.ZMQError)):
         drain.take(catalog, publisher, near, 1)
+    with pytest.raises((errors.ClosedError, zmq.ZMQError)):
+        drain.answer(repair, near, 1)
 
 
 def test_a_socket_of_an_ended_context_is_told(drain, feed):

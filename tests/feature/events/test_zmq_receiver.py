@@ -476,7 +476,8 @@ def test_a_publisher_that_starts_after_its_registration(http, engine):
     made, held = engine(), Holdings(3)
     made.stop()
     register(http, made, is_awaited=False)
-    assert listener(http, 1)["status"] == "pending"
+    # The address of a stopped socket may still accept a connection.
+    until(lambda: listener(http, 1)["status"] == "pending", "no connection")
     made.start()
     for _ in range(50):
         last = made.publish(held.next_batch())

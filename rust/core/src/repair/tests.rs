@@ -100,6 +100,28 @@ fn frames(words: &[&str]) -> Vec<Option<Frame>> {
     words.iter().map(frame).collect()
 }
 
+#[test]
+fn a_reply_ends_with_its_marker_or_an_empty_message() {
+    let batch = |sequence| Some(Frame { sequence, payload: vec![1] });
+    for (parts, sequence, payload, has_ended) in [
+        (3, Some(END_OF_REPLAY), &b""[..], true),
+        (2, Some(END_OF_REPLAY), b"x", true),
+        (3, Some(3), b"", false),
+        (2, None, b"", false),
+        (1, None, b"x", false),
+        (0, None, b"", false),
+    ] {
+        let mut answer = Answer::default();
+        answer.add(3, Some(1), &[1]);
+        answer.add(3, None, b"not a batch");
+        assert!(!answer.is_over, "before {parts} parts, {sequence:?}");
+        answer.add(parts, sequence, payload);
+        answer.add(3, Some(2), &[1]);
+        let wanted = Answer { frames: vec![batch(1), None], is_over: true, has_ended };
+        assert_eq!(answer, wanted, "{parts} parts, {sequence:?}, {payload:?}");
+    }
+}
+
 /// Plays one line a step. `answer 1 2 ...` is a part of an answer, `answer 1 end` the last one, and
 /// `answer 1 cut` one that ends without its mark. Time stands still but for `silent`.
 #[track_caller]
