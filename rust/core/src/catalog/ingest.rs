@@ -203,7 +203,7 @@ impl Ingest<'_> {
         if known != Some(event.block_size)
             && self.groups.others().any(|group| Some(group.block_size) == known)
         {
-            self.model.correct_block_size(event.block_size);
+            self.model.correct_block_size(event.block_size, self.worker);
         }
         if self.model.learn_block_size(event.block_size) != event.block_size {
             let before = self.counters.read().block_size_mismatch;

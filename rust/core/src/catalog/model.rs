@@ -326,6 +326,7 @@ impl ModelIndex {
     /// Resets the block size of an empty index without publishers: the next may differ.
     pub fn forget_block_size(&self) {
         self.block_size.store(self.given_block_size, Ordering::Relaxed);
+        self.is_hint.store(false, Ordering::Relaxed);
     }
 
     /// Learns the block size if it is unknown; returns the current size.
@@ -356,10 +357,18 @@ impl ModelIndex {
         })
     }
 
-    /// The main group of an engine has blocks of `size` tokens, so the hint belongs to another
-    /// group.
-    pub(super) fn correct_block_size(&self, size: u32) {
-        if self.is_hint.swap(false, Ordering::Relaxed) {
+    /// The main group of `worker` has blocks of `size` tokens, so the hint belongs to another group,
+    /// unless other workers hold blocks of the hinted size.
+    pub(super) fn correct_block_size(&self, size: u32, worker: Worker) {
+        let is_other = |it: &Worker| it.instance_id != worker.instance_id;
+        if self.is_hint.swap(false, Ordering::Relaxed)
+            && !self
+                .index
+                .workers()
+                .iter()
+                .filter(|it| is_other(it))
+                .any(|it| self.index.blocks(*it) > 0)
+        {
             self.block_size.store(size, Ordering::Relaxed);
         }
     }

@@ -307,6 +307,38 @@ fn stored(group: (u64, &str), name: u64, tokens: u64) -> rmpv::Value {
     ])
 }
 
+fn batch_of(events: Vec<rmpv::Value>) -> Vec<u8> {
+    let batch = rmpv::Value::Array(vec![0.0.into(), events.into()]);
+    let mut payload = Vec::new();
+    rmpv::encode::write_value(&mut payload, &batch).unwrap();
+    payload
+}
+
+#[test]
+fn the_block_size_of_metrics_stays_if_others_have_such_blocks() {
+    let catalog = Catalog::default();
+    let model = catalog.model_or_create(&key("m"), None).unwrap();
+    assert_eq!(model.hint_block_size(16), 16);
+    let publisher = |instance| {
+        let worker = Worker::new(instance, 0);
+        catalog.register(Registration { block_size: None, ..registration(worker, "m") }).unwrap()
+    };
+    let (plain, hybrid) = (publisher(1), publisher(2));
+    let batch = batch_of(vec![stored((0, "full_attention"), 7, 16)]);
+    assert_eq!(plain.live(0, &batch), FrameOutcome::Applied);
+    for (sequence, size) in [(0, 64), (1, 32)] {
+        let batch = batch_of(vec![
+            stored((0, "sliding_window"), 8, 16),
+            stored((1, "full_attention"), 9 + sequence, size),
+        ]);
+        assert_eq!(hybrid.live(sequence, &batch), FrameOutcome::Applied);
+    }
+    assert_eq!(model.block_size(), Some(16));
+    assert_eq!(model.index.blocks(Worker::new(1, 0)), 1);
+    assert_eq!(hybrid.counts().block_size_mismatch, 2);
+    assert_eq!(plain.counts().block_size_mismatch, 0);
+}
+
 #[test]
 fn the_block_size_of_metrics_yields_to_the_main_group() {
     for (others, wanted) in [(true, 64), (false, 16)] {
@@ -321,9 +353,7 @@ fn the_block_size_of_metrics_yields_to_the_main_group() {
         if others {
             events.insert(0, stored((0, "sliding_window"), 8, 16));
         }
-        let batch = rmpv::Value::Array(vec![0.0.into(), events.into()]);
-        let mut payload = Vec::new();
-        rmpv::encode::write_value(&mut payload, &batch).unwrap();
+        let payload = batch_of(events);
         assert_eq!(publisher.live(0, &payload), FrameOutcome::Applied);
         assert_eq!(model.block_size(), Some(wanted), "another group has the blocks of the hint");
         assert!(model.fits_block_size(16));
