@@ -15,7 +15,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::by_metric::choose_lowest;
 use super::contract::{Candidates, Context, RoutePolicy};
-use super::cost::CandidateCost;
+use super::cost::{CandidateCost, Stage};
 use super::decision::{Choice, Reason};
 use super::metrics::Sample;
 use super::settings::Settings;
@@ -85,7 +85,7 @@ impl RoutePolicy for SessionAffinity {
         if let Some(key) = key.filter(|key| key.len() <= MAX_KEY_BYTES) {
             return pinned(rendezvous(key, candidates)?, Reason::SessionKey);
         }
-        let known = self.pins.lock().longest(context.model, context.sequence_hashes);
+        let known = self.pins.lock().longest(context);
         if let Some(index) = known.and_then(place_of) {
             return pinned(index, Reason::SessionPrefix);
         }
@@ -99,8 +99,8 @@ impl RoutePolicy for SessionAffinity {
         if let Some(&last) = context.sequence_hashes.last() {
             let worker = candidates.list[choice.index].worker;
             let mut pins = self.pins.lock();
-            pins.follow(context.model, context.sequence_hashes);
-            pins.pin(context.model, last, worker);
+            pins.follow(context);
+            pins.pin(context, last, worker);
         }
     }
 
@@ -159,29 +159,32 @@ struct Pin {
 struct Pins(Recent<u64, Pin>);
 
 impl Pins {
-    fn key(model: &str, hash: u64) -> u64 {
-        xxh3_64_with_seed(model.as_bytes(), hash)
+    /// A conversation has a worker for its prefills and another one for the rest.
+    fn key(context: &Context<'_>, hash: u64) -> u64 {
+        let is_prefill = context.request.stage == Stage::Prefill;
+        xxh3_64_with_seed(context.model.as_bytes(), if is_prefill { !hash } else { hash })
     }
 
     /// The longest conversation prompt that this one begins with, by its key, and the block after
     /// it.
-    fn find(&self, model: &str, hashes: &[u64]) -> Option<(u64, Option<u64>)> {
+    fn find(&self, context: &Context<'_>) -> Option<(u64, Option<u64>)> {
+        let hashes = context.sequence_hashes;
         (0..hashes.len()).rev().find_map(|at| {
-            let key = Self::key(model, hashes[at]);
+            let key = Self::key(context, hashes[at]);
             let is_shared = self.0.get(key)?.forks > FORKS_MAX;
             (!is_shared).then(|| (key, hashes.get(at + 1).copied()))
         })
     }
 
     /// The worker that answered it.
-    fn longest(&self, model: &str, hashes: &[u64]) -> Option<Worker> {
-        let (key, _) = self.find(model, hashes)?;
+    fn longest(&self, context: &Context<'_>) -> Option<Worker> {
+        let (key, _) = self.find(context)?;
         self.0.get(key).map(|pin| pin.worker)
     }
 
     /// Records a prompt that may continue another one.
-    fn follow(&mut self, model: &str, hashes: &[u64]) {
-        if let Some((key, Some(next))) = self.find(model, hashes)
+    fn follow(&mut self, context: &Context<'_>) {
+        if let Some((key, Some(next))) = self.find(context)
             && let Some(pin) = self.0.get_mut(key)
         {
             pin.forks += u8::from(pin.next != Some(next));
@@ -189,9 +192,9 @@ impl Pins {
         }
     }
 
-    fn pin(&mut self, model: &str, hash: u64, worker: Worker) {
+    fn pin(&mut self, context: &Context<'_>, hash: u64, worker: Worker) {
         let new = || Pin { worker, next: None, forks: 0 };
-        self.0.touch(Self::key(model, hash), new).worker = worker;
+        self.0.touch(Self::key(context, hash), new).worker = worker;
     }
 
     fn forget(&mut self, worker: Worker) {

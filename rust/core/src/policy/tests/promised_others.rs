@@ -201,6 +201,26 @@ fn a_conversation_without_a_key_follows_its_prefix() {
 }
 
 #[test]
+fn a_conversation_has_a_worker_for_prefills_and_another_for_the_rest() {
+    let policy = policy("session-affinity", &Settings::default());
+    let (prefill, decode) =
+        ([candidate(0, None), candidate(1, Some(5))], [candidate(8, Some(5)), candidate(9, None)]);
+    let turn = |hashes: &[u64], stage, list: &[Candidate]| {
+        let request = RequestTerms { stage, ..context(0).request };
+        let context = Context { sequence_hashes: hashes, request, ..context(0) };
+        let choice = choose(&*policy, &context, list);
+        policy.routed(&context, &Candidates::new(list), &choice);
+        (list[choice.index].worker.instance_id, choice.reason)
+    };
+    assert_eq!(turn(&[1, 2], Stage::Prefill, &prefill), (0, Reason::LowestCost));
+    assert_eq!(turn(&[1, 2], Stage::Both, &decode), (9, Reason::LowestCost));
+    let busy = [candidate(0, Some(7)), prefill[1]];
+    assert_eq!(turn(&[1, 2, 3], Stage::Prefill, &busy), (0, Reason::SessionPrefix));
+    let busy = [decode[0], candidate(9, Some(7))];
+    assert_eq!(turn(&[1, 2, 3], Stage::Both, &busy), (9, Reason::SessionPrefix));
+}
+
+#[test]
 fn pins_are_bounded() {
     let lookup = |name: &str| (name == "KVFLASH_SESSION_MAX_SESSIONS").then(|| "3".to_owned());
     let settings = Settings::read(Profile::Document, lookup).unwrap();
