@@ -242,7 +242,10 @@ impl RoutePolicy for PricePolicy {
         let traffic = state.traffic.entry_ref(context.model).or_default();
         traffic.most_pressure.see(pressure, candidates.len());
         traffic.wanted.add(marks);
-        traffic.gaps.see(context.sequence_hashes, best as usize, context.now_ms);
+        // The request was seen before, when its prefill was routed.
+        if context.request.stage() != Stage::Decode {
+            traffic.gaps.see(context.sequence_hashes, best as usize, context.now_ms);
+        }
         drop(state);
         context.memo.set_ticket(Ticket {
             marks: marks.clone(),
@@ -371,13 +374,5 @@ impl RoutePolicy for PricePolicy {
                 known.rates.pressure,
             );
         }
-    }
-}
-
-impl super::cost::RequestTerms {
-    /// The part of the request that the chosen worker does. A request whose overlaps have no weight
-    /// was prefilled elsewhere.
-    fn stage(&self) -> Stage {
-        if self.overlap_score_weight == 0.0 { Stage::Decode } else { self.stage }
     }
 }

@@ -163,6 +163,29 @@ fn a_prefill_worker_has_no_steps_and_a_decode_worker_no_queue() {
     assert_eq!(decode.decode, both.decode);
 }
 
+/// The values of the model's metric `name`.
+fn samples(policy: &PricePolicy, name: &str) -> Vec<f64> {
+    let mut values = Vec::new();
+    policy.samples(&mut |one| values.extend((one.name == name).then_some(one.value)));
+    values
+}
+
+#[test]
+fn a_prompt_that_is_decoded_elsewhere_is_no_second_turn() {
+    let policy = PricePolicy::default();
+    let list = [candidate(1, 0, load(0, 0))];
+    let route = |stage, weight, hashes: &[u64], now_ms| {
+        let request = RequestTerms { stage, overlap_score_weight: weight, ..request(1_000) };
+        let context = Context { sequence_hashes: hashes, ..Context::new(request, "m", now_ms) };
+        let (choice, _) = choose(&policy, &context, &list);
+        policy.routed(&context, &Candidates::new(&list), &choice);
+        samples(&policy, "auto_session_gaps_total")[0]
+    };
+    assert_eq!(route(Stage::Prefill, 1.0, &[1, 2], 0), 0.0);
+    assert_eq!(route(Stage::Both, 0.0, &[1, 2], 50), 0.0);
+    assert_eq!(route(Stage::Prefill, 1.0, &[1, 2, 3], 9_000), 1.0);
+}
+
 #[test]
 fn a_long_queue_counts_more_where_evicting_is_cheap() {
     let queue = |most_pressure, pressure, queued_tokens| {
