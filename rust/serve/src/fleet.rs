@@ -278,6 +278,7 @@ impl<M, R> Fleet<M, R> {
                 // its model's name: no index and no metric series must stay behind.
                 pool.index().forget_block_size();
                 self.common.catalog.let_go(pool.index());
+                pool.selector.close();
                 let thresholds = pool.selector.busy.thresholds();
                 if thresholds != self.thresholds {
                     if tables.thresholds.len() >= self.common.catalog.options().max_models {

@@ -146,6 +146,11 @@ pub trait RoutePolicy: fmt::Debug + Send + Sync {
         self.members().iter().for_each(|one| one.removed(worker));
     }
 
+    /// The last worker of a model has left: drop what is known about the model.
+    fn closed(&self, model: &str) {
+        self.members().iter().for_each(|one| one.closed(model));
+    }
+
     /// Reports every counter of this policy, for the metrics.
     fn samples(&self, visit: &mut dyn FnMut(Sample<'_>)) {
         self.members().iter().for_each(|one| one.samples(visit));

@@ -207,6 +207,11 @@ impl Selector {
         }
     }
 
+    /// The last worker has left for good: the policies drop what they know about the model.
+    pub fn close(&self) {
+        self.router.policies().each().for_each(|one| one.closed(&self.name));
+    }
+
     /// Sets the workers to select from. All state of others is dropped: their requests, reports,
     /// blocks and predictions.
     ///

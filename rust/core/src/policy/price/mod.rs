@@ -263,7 +263,8 @@ impl RoutePolicy for PricePolicy {
         // A worker that has left meanwhile stays forgotten.
         let place = state.place(finished.worker).ok();
         let mut known = place.map(|at| &mut state.workers[at]);
-        let traffic = state.traffic.entry_ref(finished.model).or_default();
+        // Nor does a closed model come back with its last requests.
+        let Some(traffic) = state.traffic.get_mut(finished.model) else { return };
         traffic.wanted.remove(&ticket.marks);
         if finished.output_tokens > 0 && ticket.stage != Stage::Prefill {
             traffic.answers.see(finished.output_tokens as f64, finished.now_ms);
@@ -308,6 +309,10 @@ impl RoutePolicy for PricePolicy {
         if let Ok(at) = state.place(worker) {
             state.workers.remove(at);
         }
+    }
+
+    fn closed(&self, model: &str) {
+        self.state.lock().traffic.remove(model);
     }
 
     fn samples(&self, visit: &mut dyn FnMut(Sample<'_>)) {

@@ -187,6 +187,40 @@ fn a_prompt_that_is_decoded_elsewhere_is_no_second_turn() {
 }
 
 #[test]
+fn a_closed_model_leaves_nothing() {
+    let policy = PricePolicy::default();
+    let list = [candidate(1, 0, load(0, 0))];
+    for model in ["a", "b"] {
+        let context = Context::new(request(1_000), model, 0);
+        let (choice, _) = choose(&policy, &context, &list);
+        policy.routed(&context, &Candidates::new(&list), &choice);
+    }
+    policy.closed("a");
+    assert_eq!(samples(&policy, "auto_wanted_prefixes").len(), 1);
+    let ticket = Ticket {
+        marks: Marks::default(),
+        work_tokens: 1.0,
+        own_tokens: 1.0,
+        is_whole: false,
+        stage: Stage::Both,
+    };
+    policy.finished(&Finished {
+        model: "a",
+        worker: Worker::new(1, 0),
+        user: None,
+        prompt_bytes: 0,
+        routed_at_ms: 0,
+        now_ms: 9,
+        input_tokens: 1,
+        cached_tokens: 0,
+        output_tokens: 1,
+        first_token_ms: Some(1),
+        ticket: Some(&ticket),
+    });
+    assert_eq!(samples(&policy, "auto_wanted_prefixes").len(), 1);
+}
+
+#[test]
 fn a_long_queue_counts_more_where_evicting_is_cheap() {
     let queue = |most_pressure, pressure, queued_tokens| {
         let miss = MissCost::new(1_000.0, f64::from(BLOCK), &[]);
