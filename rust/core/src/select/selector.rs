@@ -368,11 +368,17 @@ impl Selector {
     }
 
     fn tiding(&self, name: BookingName, ask: &Ask<'_>, selection: &Selection) -> Tiding {
-        let is_tracked = self.router.config().track_active_blocks && ask.prompt.block_size > 0;
+        let config = self.router.config();
+        let is_tracked = config.track_active_blocks && ask.prompt.block_size > 0;
+        let is_shared = ask.overrides.assume_kv_reuse.unwrap_or(config.assume_kv_reuse);
+        let hashes = &ask.prompt.sequence_hashes;
+        // Blocks that no other request shares have hashes of their own, whatever the others assume.
+        let unshared = || hashes.iter().map(|_| rand::random()).collect();
         Tiding::Added {
             name,
             worker: selection.worker,
-            hashes: is_tracked.then(|| ask.prompt.sequence_hashes.as_slice().into()),
+            hashes: is_tracked
+                .then(|| if is_shared { hashes.as_slice().into() } else { unshared() }),
             isl_tokens: ask.prompt.isl_tokens,
             overlap_blocks: selection.expected_blocks() + selection.lower_blocks,
         }

@@ -68,6 +68,27 @@ fn bookings_of_others_expire_unless_their_router_says_that_they_live() {
 }
 
 #[test]
+fn blocks_that_are_not_shared_count_in_full_at_the_others_too() {
+    let (here, there) = (plain(1), plain(1));
+    let outbox = here.selector.outbox();
+    outbox.turn_on(8);
+    let prompt = here.prompt(&[7; 16]);
+    let mut held = Vec::new();
+    for reuse in [None, Some(false), Some(false)] {
+        let overrides = RouteOverride { assume_kv_reuse: reuse, ..RouteOverride::default() };
+        held.push(here.selector.select(&Ask { overrides, ..Ask::new(&prompt) }).unwrap());
+    }
+    for tiding in outbox.take(std::time::Duration::ZERO, 100) {
+        let Tiding::Added { name, worker, hashes, isl_tokens, overlap_blocks } = tiding else {
+            panic!("{tiding:?}")
+        };
+        let (name, hashes) = (name.to_string(), hashes.as_deref());
+        assert!(there.selector.remote_add(7, &name, worker, hashes, isl_tokens, overlap_blocks));
+    }
+    assert_eq!((here.selector.totals().blocks, there.selector.totals().blocks), (12, 12));
+}
+
+#[test]
 fn what_is_booked_here_is_told_once_and_in_order() {
     let bench = plain(1);
     let outbox = bench.selector.outbox();
