@@ -343,8 +343,8 @@ pub(crate) fn unknown(id: InstanceId) -> Error {
     Error::NotFound(format!("no worker {id} is registered"))
 }
 
-/// Applies a change and performs its effects, in order. If one fails the whole change is reverted,
-/// except for successful subscriptions to events.
+/// Applies a change and performs its effects, in order. If one fails the whole change is reverted.
+/// A change of events stays: of those that can't be subscribed to, the next report tries again.
 ///
 /// # Errors
 /// Those of [`Roster::apply`], and the first error of `perform`.
@@ -356,12 +356,18 @@ pub(crate) fn follow(
     let (id, is_whole) = (change.id(), !matches!(change, Change::Events { .. }));
     let mut outcome = Ok(());
     for effect in roster.apply(change)? {
+        let subscribed = match &effect {
+            Effect::Subscribe(registration) => Some(registration.worker),
+            _ => None,
+        };
         let performed = perform(effect);
+        let failed = subscribed.filter(|_| performed.is_err());
         outcome = outcome.and(performed);
         if outcome.is_err() && is_whole {
             roster.apply(Change::Withdrawn { id })?.into_iter().try_for_each(perform)?;
             break;
         }
+        failed.into_iter().for_each(|worker| roster.forget_events(worker));
     }
     outcome
 }
@@ -390,4 +396,33 @@ pub(crate) fn listen(catalog: &Catalog, effect: Effect) -> Result<()> {
         _ => {}
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use kvflash_core::fleet::{Card, EventSpec, Hearing};
+
+    use super::*;
+
+    #[test]
+    fn a_refused_subscription_is_tried_again_with_the_next_report() {
+        let (catalog, mut roster) = (Catalog::default(), Roster::new(Hearing::Sockets, 9));
+        let mut change = |change| follow(&mut roster, change, |effect| listen(&catalog, effect));
+        let key = ModelKey { model_name: "m".to_owned(), tenant_id: "default".to_owned() };
+        let joined = Change::Joined { id: 1, ranks: 3, events: BTreeMap::new(), registrant: None };
+        change(joined).unwrap();
+        change(Change::Card { id: 1, card: Card::new(key) }).unwrap();
+        let events = EventSpec::of_ranks(Some("tcp://a:5557"), None, 3);
+        catalog.limit_sockets(2);
+        let report = || Change::Events { id: 1, events: events.clone() };
+        let refused = change(report()).unwrap_err();
+        assert!(matches!(refused, Error::Overloaded(_)), "{refused}");
+        assert_eq!(catalog.publishers().len(), 2);
+        catalog.limit_sockets(3);
+        change(report()).unwrap();
+        assert_eq!(catalog.publishers().len(), 3);
+        assert_eq!(roster.events_of(1), events);
+    }
 }

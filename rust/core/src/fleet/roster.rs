@@ -350,6 +350,14 @@ impl Roster {
         Ok(())
     }
 
+    /// Forgets the events of a rank that can't be subscribed to: the next report of them tries
+    /// again.
+    pub fn forget_events(&mut self, worker: Worker) {
+        if let Some(member) = self.members.get_mut(&worker.instance_id) {
+            member.events.remove(&worker.dp_rank);
+        }
+    }
+
     /// Subscriptions of a serving worker to the `wanted` events.
     fn subscriptions(
         &self,
