@@ -5,25 +5,23 @@ use std::sync::Arc;
 use super::model::ModelIndex;
 use super::registration::Place;
 use crate::ids::{InstanceId, Worker};
+use crate::index::snapshot::Cursor;
 
-/// Data about a worker without a publisher here: it was unregistered, and its next registration
-/// will continue from here, or its blocks came from another replica.
+/// An unregistered worker, whose blocks are dropped. Its next registration at this endpoint
+/// continues after the batch; another address means another process.
+pub(super) struct Left {
+    pub endpoint: String,
+    pub cursor: Cursor,
+}
+
+/// A worker that was recovered from a peer and has never registered; its blocks count.
 #[derive(Clone)]
-pub(super) struct Past {
+pub(super) struct Recovered {
     pub model: Arc<ModelIndex>,
     pub place: Place,
-    pub kind: PastKind,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum PastKind {
-    /// Unregistered; its blocks are dropped.
-    Left { endpoint: String },
-    /// Recovered from a peer and never registered; its blocks count.
-    Recovered,
-}
-
-impl Past {
+impl Recovered {
     /// Removes its blocks from the index.
     pub fn drop_blocks(&self, instance_id: InstanceId) {
         for dp_rank in &self.place.ranks {

@@ -11,7 +11,7 @@ use super::command::{Command, CommandQueue};
 use super::counters::EventCounts;
 use super::legal::{check_endpoint, check_facts, check_names, is_brokered};
 use super::model::{ModelIndex, ModelKey, Named};
-use super::past::{Past, PastKind};
+use super::past::{Left, Recovered};
 use super::publisher::Publisher;
 use super::registration::{ListenerStatus, Place, PublisherId, Registration};
 use crate::cache::CacheStats;
@@ -75,8 +75,9 @@ pub(super) struct Tables {
     publishers: BTreeMap<PublisherId, Arc<Publisher>>,
     /// An instance may serve several models and tenants, each with a publisher of its own.
     pub(super) workers: BTreeMap<Seat, PublisherId>,
-    /// Workers without a publisher: see [`Past`].
-    pub(super) past: BTreeMap<Seat, Past>,
+    /// Workers without a publisher, together at most `max_publishers`.
+    left: BTreeMap<Seat, Left>,
+    pub(super) recovered: BTreeMap<Seat, Recovered>,
     /// Whether publishers must not read yet.
     pub(super) is_held: bool,
     /// Maximum publishers with a socket.
@@ -258,23 +259,18 @@ impl Catalog {
             model.agreement.check(&identity, &key)?;
         }
         let model = self.model_in(&mut tables, &key, block_size, None)?;
-        let past = tables.past.remove(&seat);
+        let recovered = tables.recovered.remove(&seat);
+        let left = tables.left.remove(&seat).filter(|left| left.endpoint == endpoint);
         model.agreement.settle(identity);
         // Relaxed: the table's lock orders everything else.
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let frame = self.options.frame;
         let publisher = Publisher::new(id, registration, model, frame, Arc::clone(&self.clock));
         let publisher = Arc::new(publisher);
-        match past {
-            None => {}
-            Some(past) => match past.kind {
-                PastKind::Recovered => publisher.go_on_from(&past.place),
-                // Another address means another process.
-                PastKind::Left { endpoint: left } if left != endpoint => {}
-                PastKind::Left { .. } => past.place.cursor.into_iter().for_each(|cursor| {
-                    publisher.return_to(cursor);
-                }),
-            },
+        if let Some(recovered) = recovered {
+            publisher.go_on_from(&recovered.place);
+        } else if let Some(left) = left {
+            publisher.return_to(left.cursor);
         }
         tables.publishers.insert(id, Arc::clone(&publisher));
         tables.workers.insert(seat, id);
@@ -320,8 +316,8 @@ impl Catalog {
         let gone: Vec<(Arc<Publisher>, Place)> =
             gone.into_iter().filter_map(|p| p.close().map(|place| (p, place))).collect();
         let mut tables = self.tables.write();
-        let recovered: Vec<Seat> = seats_of(&tables.past, instance_id)
-            .filter(|((_, key), past)| past.kind == PastKind::Recovered && is_meant(key))
+        let recovered: Vec<Seat> = seats_of(&tables.recovered, instance_id)
+            .filter(|((_, key), _)| is_meant(key))
             .filter(|((worker, _), _)| dp_rank.is_none_or(|rank| worker.dp_rank == rank))
             .map(|(seat, _)| seat.clone())
             .collect();
@@ -333,24 +329,28 @@ impl Catalog {
             )));
         }
         let count = gone.len() + recovered.len() + dropped;
-        let mut left = Vec::new();
+        let mut unused = Vec::new();
         for seat in recovered {
-            if let Some(past) = tables.past.remove(&seat) {
-                past.drop_blocks(instance_id);
-                left.push(past.model);
+            if let Some(recovered) = tables.recovered.remove(&seat) {
+                recovered.drop_blocks(instance_id);
+                unused.push(recovered.model);
             }
         }
         for (publisher, place) in gone {
             tables.publishers.remove(&publisher.id);
-            tables.workers.remove(&(publisher.worker, publisher.model.key.clone()));
-            let kind = PastKind::Left { endpoint: publisher.endpoint.clone() };
-            let past = Past { model: Arc::clone(&publisher.model), place, kind };
-            tables.remember(publisher.worker, past, self.options.max_publishers);
+            let seat = (publisher.worker, publisher.model.key.clone());
+            tables.workers.remove(&seat);
+            let endpoint = publisher.endpoint.clone();
+            if let Some(cursor) = place.cursor
+                && tables.makes_room(self.options.max_publishers)
+            {
+                tables.left.insert(seat, Left { endpoint, cursor });
+            }
             tables.departed.add(&publisher.counts());
             self.commands.push(Command::Unsubscribe { publisher: publisher.id });
-            left.push(Arc::clone(&publisher.model));
+            unused.push(Arc::clone(&publisher.model));
         }
-        for model in left {
+        for model in unused {
             tables.forget_unused(&model);
         }
         Ok(count)
@@ -422,23 +422,19 @@ impl Catalog {
     /// Unregistered workers with blocks from a peer: model, worker, position.
     pub fn recovered(&self) -> Vec<(Arc<ModelIndex>, Worker, Place)> {
         let tables = self.tables.read();
-        let recovered = tables.past.iter().filter(|(_, past)| past.kind == PastKind::Recovered);
-        recovered
-            .map(|((worker, _), past)| (Arc::clone(&past.model), *worker, past.place.clone()))
-            .collect()
+        let place = |((worker, _), past): (&Seat, &Recovered)| {
+            (Arc::clone(&past.model), *worker, past.place.clone())
+        };
+        tables.recovered.iter().map(place).collect()
     }
 
     /// Drops the unregistered workers with blocks from a peer; returns their number.
     pub fn drop_recovered(&self) -> usize {
         let mut tables = self.tables.write();
-        let is_recovered = |past: &Past| past.kind == PastKind::Recovered;
-        let held = tables.past.iter().filter(|(_, past)| is_recovered(past));
-        let recovered: Vec<Seat> = held.map(|(seat, _)| seat.clone()).collect();
-        for seat in &recovered {
-            if let Some(past) = tables.past.remove(seat) {
-                past.drop_blocks(seat.0.instance_id);
-                tables.forget_unused(&past.model);
-            }
+        let recovered = std::mem::take(&mut tables.recovered);
+        for ((worker, _), past) in &recovered {
+            past.drop_blocks(worker.instance_id);
+            tables.forget_unused(&past.model);
         }
         recovered.len()
     }
@@ -466,14 +462,21 @@ impl Catalog {
         tables.of_instance(worker.instance_id).filter(|p| p.worker == worker).cloned().collect()
     }
 
-    /// Keeps `past` until its worker registers. False if it has registered meanwhile.
-    pub(super) fn remember_recovered(&self, worker: Worker, past: Past) -> bool {
+    /// Keeps `recovered` until its worker registers; at the limit its blocks are dropped. False if
+    /// it has registered meanwhile.
+    pub(super) fn remember_recovered(&self, worker: Worker, recovered: Recovered) -> bool {
+        let seat = (worker, recovered.model.key.clone());
         let mut tables = self.tables.write();
-        let is_free = !tables.workers.contains_key(&(worker, past.model.key.clone()));
-        if is_free {
-            tables.remember(worker, past, self.options.max_publishers);
+        if tables.workers.contains_key(&seat) {
+            return false;
         }
-        is_free
+        tables.left.remove(&seat);
+        if tables.makes_room(self.options.max_publishers) {
+            tables.recovered.insert(seat, recovered);
+        } else {
+            recovered.drop_blocks(worker.instance_id);
+        }
+        true
     }
 
     /// The publisher with this number.
@@ -532,9 +535,8 @@ impl Tables {
     }
 
     fn is_used(&self, key: &ModelKey) -> bool {
-        let is_recovered = |past: &Past| past.kind == PastKind::Recovered && past.model.key == *key;
         self.publishers.values().any(|other| other.model.key == *key)
-            || self.past.values().any(is_recovered)
+            || self.recovered.values().any(|past| past.model.key == *key)
     }
 
     /// Checks that another publisher may have a socket. Registrations of one host that never
@@ -572,18 +574,10 @@ impl Tables {
         self.models.remove(&key).is_some()
     }
 
-    /// At the limit the positions of departed workers are dropped first: that costs at most a
-    /// replay.
-    fn remember(&mut self, worker: Worker, past: Past, limit: usize) {
-        if self.past.len() >= limit {
-            let left =
-                self.past.iter().find(|(_, past)| matches!(past.kind, PastKind::Left { .. }));
-            match left.map(|(seat, _)| seat.clone()) {
-                Some(other) => drop(self.past.remove(&other)),
-                None => return past.drop_blocks(worker.instance_id),
-            }
-        }
-        self.past.insert((worker, past.model.key.clone()), past);
+    /// Whether another worker without a publisher may be kept. At the limit the position of a
+    /// departed one is dropped for it: that costs at most a replay.
+    fn makes_room(&mut self, limit: usize) -> bool {
+        self.left.len() + self.recovered.len() < limit || self.left.pop_first().is_some()
     }
 
     pub(super) fn of_instance(

@@ -1,7 +1,6 @@
 //! Workers with a state shared between replicas: a broker's stream, a snapshot, a worker's own
 //! dump.
 
-use super::past::PastKind;
 use super::registry::{Catalog, Seat, seats_of};
 use crate::error::Error;
 use crate::ids::{InstanceId, Worker};
@@ -10,8 +9,7 @@ impl Catalog {
     /// Workers that may hold blocks: registered ones, and those known only from a dump.
     pub fn known_workers(&self) -> Vec<Worker> {
         let tables = self.tables.read();
-        let recovered = tables.past.iter().filter(|(_, past)| past.kind == PastKind::Recovered);
-        let seats = tables.workers.keys().chain(recovered.map(|(seat, _)| seat));
+        let seats = tables.workers.keys().chain(tables.recovered.keys());
         let mut workers: Vec<Worker> = seats.map(|(worker, _)| *worker).collect();
         workers.sort_unstable();
         workers.dedup();
@@ -28,11 +26,11 @@ impl Catalog {
         publishers.iter().for_each(|publisher| publisher.start_over());
         let mut tables = self.tables.write();
         // The positions of unregistered workers do not matter for shared state.
-        let recovered: Vec<Seat> = seats_of(&tables.past, worker.instance_id)
-            .filter(|((held, _), past)| *held == worker && past.kind == PastKind::Recovered)
+        let recovered: Vec<Seat> = seats_of(&tables.recovered, worker.instance_id)
+            .filter(|((held, _), _)| *held == worker)
             .map(|(seat, _)| seat.clone())
             .collect();
-        for past in recovered.iter().filter_map(|seat| tables.past.remove(seat)) {
+        for past in recovered.iter().filter_map(|seat| tables.recovered.remove(seat)) {
             past.drop_blocks(worker.instance_id);
         }
         !publishers.is_empty() || !recovered.is_empty()
@@ -42,7 +40,7 @@ impl Catalog {
     pub fn expel(&self, instance_id: InstanceId, dp_rank: Option<u32>) -> bool {
         let models: Vec<_> = {
             let tables = self.tables.read();
-            let past = seats_of(&tables.past, instance_id);
+            let past = seats_of(&tables.recovered, instance_id);
             let mut models: Vec<_> = past.map(|((_, key), _)| key.clone()).collect();
             let publishers = tables.of_instance(instance_id);
             models.extend(publishers.map(|publisher| publisher.model.key.clone()));

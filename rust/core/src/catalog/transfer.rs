@@ -17,7 +17,7 @@ use super::dump::dump_worker;
 use super::identity::Identity;
 use super::legal::check_names;
 use super::model::{ModelIndex, ModelKey};
-use super::past::{Past, PastKind};
+use super::past::Recovered;
 use super::publisher::Publisher;
 use super::registration::Place;
 use super::registry::Catalog;
@@ -492,7 +492,7 @@ pub(super) fn adopt(
         return publisher.take_over(load);
     }
     let place = load();
-    let past = Past { model: Arc::clone(model), place: place.clone(), kind: PastKind::Recovered };
+    let past = Recovered { model: Arc::clone(model), place: place.clone() };
     if let Some(known) = &place.cache {
         let layout =
             CacheGroups::knowing(known, worker.instance_id).changed(EngineFacts::default());
