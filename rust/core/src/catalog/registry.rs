@@ -253,7 +253,7 @@ impl Catalog {
             )));
         }
         if !is_brokered(&endpoint) {
-            tables.check_sockets(&endpoint)?;
+            tables.check_sockets(&endpoint, worker.instance_id)?;
         }
         if let Some(model) = tables.models.get(&key) {
             model.agreement.check(&identity, &key)?;
@@ -539,9 +539,9 @@ impl Tables {
             || self.recovered.values().any(|past| past.model.key == *key)
     }
 
-    /// Checks that another publisher may have a socket. Registrations of one host that never
-    /// connected may take at most an eighth of the slots once half of them are taken.
-    fn check_sockets(&self, endpoint: &str) -> Result<()> {
+    /// Checks that another publisher of the instance may have a socket. Other instances of its host
+    /// that never connected may take at most an eighth of the slots once half of them are taken.
+    fn check_sockets(&self, endpoint: &str, instance_id: InstanceId) -> Result<()> {
         let Some(most) = self.max_sockets.filter(|most| self.publishers.len() >= most / 2) else {
             return Ok(());
         };
@@ -553,8 +553,12 @@ impl Tables {
             )));
         }
         let host = host_of(endpoint);
-        let is_idle =
-            |other: &&Arc<Publisher>| host_of(&other.endpoint) == host && !other.has_connected();
+        // The ranks of an engine are registered at once, before the first has connected.
+        let is_idle = |other: &&Arc<Publisher>| {
+            other.worker.instance_id != instance_id
+                && host_of(&other.endpoint) == host
+                && !other.has_connected()
+        };
         if with_socket().filter(is_idle).count() >= (most / 8).max(1) {
             return Err(Error::Overloaded(format!(
                 "{} publishers at {host} are registered but never connected; unregister those that are gone, or \

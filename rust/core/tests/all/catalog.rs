@@ -83,6 +83,13 @@ fn publishers_with_a_socket_are_as_many_as_there_are_files_for() {
         "{error}"
     );
     connected.set_status(ListenerStatus::Active, None);
+    // The ranks of one engine are registered before the first of them has connected.
+    for dp_rank in 0..4 {
+        let endpoint = format!("tcp://c:{dp_rank}");
+        let worker = Worker::new(10, dp_rank);
+        catalog.register(Registration { endpoint, ..registration(worker, "m") }).unwrap();
+    }
+    catalog.unregister(10, "m", None, None).unwrap();
     add(10, "tcp://b:3").unwrap();
     for id in 11..16 {
         add(id, &format!("tcp://host-{id}:1")).unwrap();
