@@ -139,7 +139,7 @@ pub(super) struct Shown {
     has_lower: bool,
     /// Blocks of the main group may be known only by name.
     pub has_named: bool,
-    stores: Vec<String>,
+    pub stores: Vec<String>,
     /// Its events contain, or could contain, everything besides tokens that the engine hashed, so
     /// that an absent key means none.
     pub is_keyed: bool,
@@ -282,18 +282,21 @@ impl CacheGroups {
         self.shown.main == Some(idx)
     }
 
-    /// Records the properties of an event of a slower tier.
-    pub fn learn_lower(&mut self, tokens: u32, store: Option<&str>) {
+    /// Records the properties of an event of a slower tier. Returns false for a shared store beyond
+    /// the limit: nothing would clear its names.
+    pub fn learn_lower(&mut self, tokens: u32, store: Option<&str>) -> bool {
         self.has_changed |= tokens > self.shown.seen_chunk;
         self.shown.seen_chunk = self.shown.seen_chunk.max(tokens);
         self.has_changed |= !std::mem::replace(&mut self.shown.has_lower, true);
-        if let Some(store) = store
-            && !self.shown.stores.iter().any(|known| known == store)
-            && self.shown.stores.len() < MAX_STORES
-        {
-            self.shown.stores.push(store.to_owned());
+        let stores = &mut self.shown.stores;
+        let is_known = |store| stores.iter().any(|known| known == store);
+        let Some(store) = store.filter(|store| !is_known(*store)) else { return true };
+        let has_room = stores.len() < MAX_STORES;
+        if has_room {
+            stores.push(store.to_owned());
             self.has_changed = true;
         }
+        has_room
     }
 
     /// Records that some blocks of the main group are known only by name.

@@ -280,7 +280,9 @@ impl Ingest<'_> {
         let names = &event.block_hashes;
         let store = event.shared_store();
         let chunk = event.block_size.saturating_mul(names.len() as u32);
-        self.groups.learn_lower(chunk, store);
+        if !self.groups.learn_lower(chunk, store) {
+            return add(&self.counters.refused_blocks, names.len() as u64);
+        }
         let holder = self.holder(tier, store);
         let group = event.group_idx.unwrap_or(0);
         let mut outcome = self.model.groups.store(&holder, group, names);

@@ -37,15 +37,19 @@ impl Engine {
         self.sent += 1;
     }
 
-    /// Another replica, which has the blocks from this one and hears the engine from now on.
-    fn replica(&self) -> Self {
+    fn dump(&self) -> Vec<u8> {
         let mut dump = MAGIC.to_vec();
         for part in parts(&self.catalog) {
             dump.extend(part.encode().unwrap());
         }
         dump.extend([0; 8]);
+        dump
+    }
+
+    /// Another replica, which has the blocks from this one and hears the engine from now on.
+    fn replica(&self) -> Self {
         let catalog = Catalog::default();
-        restore(&catalog, &mut dump.as_slice(), &mut |_| {}).unwrap();
+        restore(&catalog, &mut self.dump().as_slice(), &mut |_| {}).unwrap();
         let publisher = register(&catalog);
         Self { catalog, publisher, sent: self.sent }
     }
@@ -63,8 +67,8 @@ impl Engine {
     }
 }
 
-fn register(catalog: &Catalog) -> Arc<Publisher> {
-    let registration = Registration {
+fn registration() -> Registration {
+    Registration {
         worker: Worker::new(1, 0),
         key: ModelKey { model_name: "m".into(), tenant_id: "t".into() },
         block_size: Some(SIZE as u32),
@@ -74,8 +78,11 @@ fn register(catalog: &Catalog) -> Arc<Publisher> {
         identity: Identity::default(),
         facts: EngineFacts::default(),
         source: Source::Zmq,
-    };
-    catalog.register(registration).unwrap()
+    }
+}
+
+fn register(catalog: &Catalog) -> Arc<Publisher> {
+    catalog.register(registration()).unwrap()
 }
 
 fn value(json: &Json) -> rmpv::Value {
@@ -375,5 +382,36 @@ fn a_shared_store_s_names_go_with_its_last_worker() {
             engine.catalog.unregister(1, "m", Some("t"), None).unwrap();
         }
         assert_eq!(model.groups.stats().names, 0, "{restarts}");
+    }
+}
+
+#[test]
+fn names_of_more_stores_than_are_kept_are_refused() {
+    let mut engine = Engine::start();
+    for at in 0..20_usize {
+        let remote = json!({
+            "medium": "EXTERNAL", "locality": "REMOTE", "ownership": format!("pool {at}"),
+            "group_idx": 0, "token_ids": [], "block_size": 0,
+        });
+        engine.publish(&[stored(at, at + 1, remote)]);
+    }
+    let model = engine.catalog.model("m", "t").unwrap();
+    assert_eq!((model.groups.stats().names, engine.publisher.counts().refused_blocks), (16, 4));
+    engine.catalog.unregister(1, "m", Some("t"), None).unwrap();
+    assert_eq!(model.groups.stats().names, 0);
+}
+
+#[test]
+fn a_dump_says_that_it_lacks_the_names_of_shared_stores() {
+    for (ownership, is_inexact) in [(None, false), (Some("pool"), true)] {
+        let mut engine = Engine::start();
+        let remote = json!({
+            "medium": "EXTERNAL", "locality": ownership.map(|_| "REMOTE"), "ownership": ownership,
+            "group_idx": 0, "token_ids": [], "block_size": 0,
+        });
+        engine.publish(&[stored(0, 2, json!({"group_idx": 0})), stored(0, 2, remote)]);
+        let replica = Catalog::default();
+        restore(&replica, &mut engine.dump().as_slice(), &mut |_| {}).unwrap();
+        assert_eq!(replica.recovered()[0].2.is_inexact, is_inexact, "{ownership:?}");
     }
 }

@@ -146,7 +146,8 @@ impl Publisher {
             ranks: state.ranks.clone(),
             group: state.groups.shown.main,
             cache: state.groups.knowledge(),
-            is_inexact: findings.iter().any(is_doubt),
+            // Dumps hold the names of workers, not those of the stores that they share.
+            is_inexact: findings.iter().any(is_doubt) || !state.groups.shown.stores.is_empty(),
         }
     }
 }
