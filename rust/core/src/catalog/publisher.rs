@@ -374,23 +374,30 @@ impl Publisher {
         FrameOutcome::Applied
     }
 
-    /// Shares the engine's cache groups with queries, as shown by its events.
+    /// Shares the engine's cache groups with queries, as shown by its events. Another publisher of a
+    /// rank may have shown groups that this one has not.
     fn share_layout(&self, state: &mut State) {
         let Some(layout) = state.groups.changed(self.facts) else { return };
-        for dp_rank in &state.ranks {
-            let worker = Worker::new(self.worker.instance_id, *dp_rank);
-            self.model.set_layout(worker, Some(Arc::clone(&layout)));
-        }
+        let ranks = state.ranks.iter().map(|rank| Worker::new(self.worker.instance_id, *rank));
+        ranks
+            .filter(|worker| !layout.is_plain() || self.is_own(*worker))
+            .for_each(|worker| self.model.set_layout(worker, Some(Arc::clone(&layout))));
     }
 
-    /// Drops the blocks of every rank without another publisher; the ranks stay known.
+    /// Whether no other publisher is responsible for this rank of the instance.
+    fn is_own(&self, rank: Worker) -> bool {
+        rank == self.worker || !self.model.roster.is_shared(rank)
+    }
+
+    /// Its ranks, except for those that also have another publisher.
+    fn own_ranks(&self, state: &State) -> impl Iterator<Item = Worker> {
+        let ranks = state.ranks.iter().map(|rank| Worker::new(self.worker.instance_id, *rank));
+        ranks.filter(|rank| self.is_own(*rank))
+    }
+
+    /// Drops the blocks of its own ranks; the ranks stay known.
     fn clear_ranks(&self, state: &State) {
-        for dp_rank in &state.ranks {
-            let worker = Worker::new(self.worker.instance_id, *dp_rank);
-            if worker == self.worker || !self.model.roster.is_shared(worker) {
-                self.model.clear_worker(worker);
-            }
-        }
+        self.own_ranks(state).for_each(|worker| self.model.clear_worker(worker));
     }
 
     /// The engine has restarted: drops its blocks, and logs that.
@@ -408,9 +415,7 @@ impl Publisher {
     fn forget(&self, state: &mut State) {
         self.clear_ranks(state);
         state.groups = CacheGroups::default();
-        for dp_rank in &state.ranks {
-            self.model.drop_layout(Worker::new(self.worker.instance_id, *dp_rank));
-        }
+        self.own_ranks(state).for_each(|worker| self.model.drop_layout(worker));
         state.is_bare = false;
         state.is_unplaced = false;
         let evicted = self.model.index.evicted_blocks_total();

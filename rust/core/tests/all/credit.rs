@@ -415,3 +415,24 @@ fn a_dump_says_that_it_lacks_the_names_of_shared_stores() {
         assert_eq!(replica.recovered()[0].2.is_inexact, is_inexact, "{ownership:?}");
     }
 }
+
+#[test]
+fn the_groups_of_a_rank_outlive_the_restart_of_another_publisher() {
+    let mut engine = Engine::start();
+    let full = json!({"group_idx": 0, "kv_cache_spec_kind": "full_attention"});
+    let other = json!({
+        "group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 8,
+    });
+    engine.publish(&[stored(0, 4, full), stored(0, 4, other)]);
+    engine.publish(&[removed(0, 4, json!({"group_idx": 1}))]);
+    assert_eq!(engine.reuse(4, None, None), (0, 0));
+    let mut second = registration();
+    second.worker = Worker::new(1, 1);
+    let second = engine.catalog.register(second).unwrap();
+    let of_rank_0 = rmpv::Value::Array(vec![0.0.into(), rmpv::Value::Array(vec![]), 0.into()]);
+    let mut payload = Vec::new();
+    rmpv::encode::write_value(&mut payload, &of_rank_0).unwrap();
+    assert_eq!(second.live(0, &payload), FrameOutcome::Applied);
+    second.restarted();
+    assert_eq!(engine.reuse(4, None, None), (0, 0));
+}
