@@ -2,11 +2,16 @@
 
 import asyncio
 import functools
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
 from kvflash._core import Decider, RouterBooking
 from kvflash.errors import ClosedError
+
+# Calls kept for requests that are not registered yet: at most one per model, since one request of a
+# model tries at a time. The rest is of requests that have left.
+EARLY_CALLS_MAX = 4_096
 
 
 class WaitingLine:
@@ -20,6 +25,8 @@ class WaitingLine:
         self._timeout_s = timeout_s
         self._is_slow = is_slow
         self._waiting: dict[int, asyncio.Future[None]] = {}
+        # A thread may queue a request that is called before this loop hears of it.
+        self._early_calls: OrderedDict[int, None] = OrderedDict()
         self._watched: asyncio.AbstractEventLoop | None = None
         self._is_closed = False
 
@@ -43,6 +50,9 @@ class WaitingLine:
                 called = loop.create_future()
                 self._waiting[entered.number] = called
                 self._watch(loop)
+                if self._is_closed or entered.number in self._early_calls:
+                    self._early_calls.pop(entered.number, None)
+                    called.set_result(None)
                 # A completed future is not awaited: a request called in time gets its attempt.
                 done, _ = await asyncio.wait([called], timeout=max(0.0, deadline - loop.time()))
                 if not done:
@@ -78,5 +88,9 @@ class WaitingLine:
     def _call(self) -> None:
         for number in self._decider.called():
             called = self._waiting.get(number)
-            if called is not None and not called.done():
+            if called is None:
+                self._early_calls[number] = None
+                if len(self._early_calls) > EARLY_CALLS_MAX:
+                    self._early_calls.popitem(last=False)
+            elif not called.done():
                 called.set_result(None)
