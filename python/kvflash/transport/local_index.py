@@ -13,6 +13,7 @@ Each part has the publisher's ``epoch``.
 """
 
 import threading
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
@@ -128,8 +129,9 @@ class LocalIndex:
             if start < oldest:
                 return self._dump()
             stop = newest if end is None else min(end, newest)
-            # Numbers are consecutive.
-            found = islice(self._ring, start - oldest, stop - oldest + 1)
+            # Numbers grow, but not by one where a relay has skipped lost batches.
+            first, behind = (bisect_left(self._ring, (number,)) for number in (start, stop + 1))
+            found = islice(self._ring, first, behind)
             return Answer("events", self._epoch, batches=list(found))
 
     def respond(self, request: bytes) -> list[bytes]:

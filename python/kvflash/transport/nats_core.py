@@ -137,7 +137,7 @@ class CoreFollower:
             self._catalog.restarted(worker.publisher)
         worker.epoch = epoch
         frame = [sequence.to_bytes(8, "big"), payload]
-        gap = self._offer(worker, [frame])
+        gap = self._offer(worker, frame)
         if gap is None:
             return
         # Asked once: batches missing from the answer will not come.
@@ -145,15 +145,19 @@ class CoreFollower:
             # The query may have been lost. A dump contains everything.
             worker.is_known = False
             return
-        gap = self._offer(worker, [frame])
+        self._apply(worker, frame)
+
+    def _apply(self, worker: _Worker, frame: list[bytes]) -> None:
+        """Pass a frame to the catalog; what is missing before it is lost."""
+        gap = self._offer(worker, frame)
         if gap is not None:
             self.stats["lost_batches"] += gap[1] - gap[0] + 1
             self._catalog.give_up(worker.publisher, gap[1] + 1)
-            self._offer(worker, [frame])
+            self._offer(worker, frame)
 
-    def _offer(self, worker: _Worker, frames: list[list[bytes]]) -> tuple[int, int] | None:
-        """Pass frames to the catalog; returns the gap before one of them, if any."""
-        _, outcome, first, last = self._catalog.take(worker.publisher, frames, replayed=True)
+    def _offer(self, worker: _Worker, frame: list[bytes]) -> tuple[int, int] | None:
+        """Pass a frame to the catalog; returns the gap before it, if any."""
+        _, outcome, first, last = self._catalog.take(worker.publisher, [frame], replayed=True)
         return (first, last) if outcome == "gap" else None
 
     async def _repair(self, worker: _Worker, first: int, last: int) -> bool:
@@ -166,7 +170,9 @@ class CoreFollower:
             return True
         if answer.kind == "events":
             self.stats["ranges"] += 1
-            self._offer(worker, [[n.to_bytes(8, "big"), data] for n, data in answer.batches])
+            # One at a time: the worker may have lost some in between as well.
+            for number, data in answer.batches:
+                self._apply(worker, [number.to_bytes(8, "big"), data])
         elif answer.kind == "dump":
             self._restore(worker, answer)
         else:

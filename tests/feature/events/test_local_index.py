@@ -62,6 +62,19 @@ def test_answers_follow_the_published_rules(case: dict[str, Any]) -> None:
         assert (answer.start, answer.end) == (given["start"], given["end"])
 
 
+def test_a_range_is_chosen_by_number_where_batches_were_skipped() -> None:
+    index = local_index()
+    published = [2, 3, 7, 8, 9, 20]
+    for number in published:
+        index.record(number, batch(number))
+    for start in range(2, 21):
+        for end in (*range(start, 22), None):
+            answer = index.answer(start, end)
+            wanted = [n for n in published if start <= n and (end is None or n <= end)]
+            assert (answer.kind, [n for n, _ in answer.batches]) == ("events", wanted)
+    assert index.answer(1, 9).kind == "dump"
+
+
 def test_nonsense_is_answered_with_an_error() -> None:
     for nonsense in (b"", b"\xc1", msgpack.packb([]), msgpack.packb({"start": "a"})):
         answer = join([msgpack.unpackb(part) for part in local_index().respond(nonsense)])
@@ -201,6 +214,22 @@ def test_a_gap_is_asked_for_once(settings, closing, ring: int, kind: str) -> Non
     until(lambda: router.held() == 13, "live events after it")
     assert router.receiver.stats[kind] == before + 1, "no loop"
     assert router.receiver.stats["lost_batches"] == 0
+
+
+def test_batches_behind_others_that_the_worker_lost_are_applied(settings, closing) -> None:
+    worker = Worker(settings)
+    closing.append(worker.publisher)
+    router = Router(settings)
+    closing.append(router.receiver)
+    worker.store(2)
+    until(lambda: router.held() == 2, "live events")
+    for _ in range(2):
+        worker.sequence += 3
+        worker.store(2, is_silent=True)
+    worker.store(1)
+    until(lambda: router.receiver.stats["messages"] == 3, "the batch behind the gap")
+    until(lambda: router.held() == 7, "the gap to be repaired, apart from what is lost")
+    assert router.receiver.stats["lost_batches"] == 6
 
 
 def test_a_batch_that_the_server_does_not_take_ends_no_connection(
