@@ -257,6 +257,9 @@ class CatalogSink:
             self.clear()
             _, _, reasons = self._catalog.restore(bytes(memoryview(snapshot)[16 + size :]))
             self._epochs = known
+            for worker in known:
+                # The snapshot may have it in another index than it is registered in.
+                self._publishers.pop(worker, None)
             for instance_id in {worker[0] for worker in self._catalog.workers()}:
                 if instance_id in self._gone:
                     self._set_beside(instance_id)
@@ -311,8 +314,14 @@ class CatalogSink:
         if origin.epoch < self._epochs.get(worker, 0):
             self.counts["of_earlier_lives"] += 1
             return None
+        key = (origin.model_name, origin.tenant_id, origin.block_size)
         publisher = self._publishers.get(worker)
-        if publisher is None or publisher.catalog.position(publisher.number) is None:
+        if publisher is not None and publisher.catalog.position(publisher.number) is None:
+            publisher = None
+        if publisher is None or publisher.key != key:
+            if publisher is not None or origin.epoch > self._epochs.get(worker, origin.epoch):
+                # It may hold blocks in another index, where no event would remove them.
+                catalog.expel(*worker)
             try:
                 number = catalog.register(
                     origin.instance_id,
@@ -326,13 +335,13 @@ class CatalogSink:
             except KvflashError as error:
                 self._set_aside("refused", message, str(error))
                 return None
-            publisher = self._publishers[worker] = _Publisher(catalog, number)
+            publisher = self._publishers[worker] = _Publisher(catalog, number, key)
             catalog.set_status(number, "active")
         return publisher, origin, sequence
 
     def _take(self, publisher: _Publisher | None, frames: list[list[bytes]]) -> None:
         while publisher is not None and frames:
-            catalog, number = publisher
+            catalog, number, _ = publisher
             # Passed as replayed: an earlier number is then a duplicate, never a restart.
             consumed, outcome, first, last = catalog.take(number, frames, replayed=True)
             if outcome != "gap":
@@ -354,3 +363,5 @@ class CatalogSink:
 class _Publisher(NamedTuple):
     catalog: Catalog
     number: int
+    #: Model, tenant and block size.
+    key: tuple[str, str, int]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from itertools import islice
+from typing import Any
 
 import msgpack
 import pytest
@@ -17,17 +18,37 @@ from kvflash.transport.base import Message
 NEXT = iter(range(1, 1_000_000))
 
 
-def message(instance_id: int, number: int, *, epoch: int = 1) -> Message:
+def message(
+    instance_id: int,
+    number: int,
+    *,
+    epoch: int = 1,
+    model: str = "m",
+    tenant: str = "default",
+    block_size: int = 4,
+) -> Message:
     """A block of its own in a batch of its own."""
-    origin = Origin(instance_id=instance_id, dp_rank=0, epoch=epoch, model_name="m", block_size=4)
-    tokens = [number * 10 + at for at in range(4)]
-    event = ["BlockStored", [number + 1], None, tokens, 4, None]
+    origin = Origin(
+        instance_id=instance_id,
+        dp_rank=0,
+        epoch=epoch,
+        model_name=model,
+        tenant_id=tenant,
+        block_size=block_size,
+    )
+    tokens = [number * 10 + at for at in range(block_size)]
+    event = ["BlockStored", [number + 1], None, tokens, block_size, None]
     payload = msgpack.packb([0.0, [event], 0])
     return Message(next(NEXT), event_headers(origin, number), payload)
 
 
 def blocks(catalog: Catalog) -> dict[int, int]:
     return {told[1]: told[3] for told in catalog.digests()}
+
+
+def indexes(catalog: Catalog) -> dict[tuple[tuple[str, str], int], int]:
+    """Blocks by model and tenant, and worker."""
+    return {(told[0], told[1]): told[3] for told in catalog.digests() if told[3]}
 
 
 class Clock:
@@ -87,6 +108,56 @@ def test_another_life_that_begins_while_it_is_away_begins_empty(
     sink.apply([message(1, 2), message(1, 1, epoch=2)])
     assert blocks(catalog) == {1: 2}
     assert sink.counts["of_earlier_lives"] == 1
+
+
+@pytest.mark.parametrize("index", [{"model": "n"}, {"tenant": "t"}, {"block_size": 8}])
+@pytest.mark.parametrize("is_at_once", [True, False])
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_a_worker_that_moves_to_another_index_leaves_the_one_before(
+    catalog: Catalog, index: dict[str, Any], is_at_once: bool, epoch: int
+) -> None:
+    sink = CatalogSink(catalog)
+    key = (index.get("model", "m"), index.get("tenant", "default"))
+    first = 0 if epoch == 2 else 2
+    messages = [
+        *(message(1, 0), message(1, 1)),
+        *(message(1, number, epoch=epoch, **index) for number in range(first, first + 3)),
+    ]
+    for batch in [messages] if is_at_once else [[one] for one in messages]:
+        sink.apply(batch)
+    assert indexes(catalog) == {(key, 1): 3}
+    # And back again.
+    sink.apply([message(1, 0, epoch=3)])
+    assert indexes(catalog) == {(("m", "default"), 1): 1}
+    assert sink.counts["refused"] == 0
+
+
+def test_a_worker_that_returns_in_another_index_has_no_blocks_in_the_one_before(
+    sink: CatalogSink, catalog: Catalog
+) -> None:
+    sink.apply([message(1, 0), message(1, 1)])
+    sink.leave(1)
+    sink.apply([message(1, 0, epoch=2, model="other")])
+    sink.join(1)
+    assert indexes(catalog) == {(("other", "default"), 1): 1}
+    sink.apply([message(1, 1, epoch=2, model="other")])
+    assert indexes(catalog) == {(("other", "default"), 1): 2}
+    # It has returned before its new life was heard of.
+    sink.leave(1)
+    sink.join(1)
+    sink.apply([message(1, 0, epoch=3)])
+    assert indexes(catalog) == {(("m", "default"), 1): 1}
+
+
+def test_a_restored_worker_stays_in_the_index_of_the_snapshot(
+    sink: CatalogSink, catalog: Catalog
+) -> None:
+    other = CatalogSink(Catalog())
+    other.apply([message(1, 0, epoch=2, model="other")])
+    sink.apply([message(1, 0), message(1, 1)])
+    assert sink.restore(b"".join(other.snapshot())) == []
+    sink.apply([message(1, 1, epoch=2, model="other")])
+    assert indexes(catalog) == {(("other", "default"), 1): 2}
 
 
 def test_who_is_told_of_another_way_is_left_to_whoever_does(
