@@ -181,7 +181,10 @@ class CatalogSink:
                     if origin.epoch != self._epochs.get(origin.worker):
                         self._take(run_of, run)
                         run = []
-                        if origin.worker in self._epochs:
+                        position = publisher.catalog.position(publisher.number)
+                        # Registered again after a long absence, it has the position that it left.
+                        has_position = position is not None and position[1] is not None
+                        if has_position or origin.worker in self._epochs:
                             publisher.catalog.restarted(publisher.number)
                         self._epochs[origin.worker] = origin.epoch
                     run.append([sequence.to_bytes(8, "big"), message.payload])

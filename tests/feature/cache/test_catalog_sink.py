@@ -96,6 +96,22 @@ def test_who_stays_away_for_too_long_is_forgotten(
     assert (sink.counts["of_gone_workers"], sink.counts["lost_batches"]) == (2, 3)
 
 
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_who_returns_after_too_long_is_followed_from_what_it_tells_then(
+    sink: CatalogSink, catalog: Catalog, clock: Clock, epoch: int
+) -> None:
+    sink.apply([message(1, number) for number in range(6)])
+    sink.leave(1)
+    clock.now = 61.0
+    sink.join(1)
+    assert blocks(catalog) == {}
+    # A new life counts from 0; the same one goes on.
+    first = 0 if epoch == 2 else 6
+    sink.apply([message(1, number, epoch=epoch) for number in range(first, first + 3)])
+    assert blocks(catalog) == {1: 3}
+    assert sink.counts["lost_batches"] == first
+
+
 def test_another_life_that_begins_while_it_is_away_begins_empty(
     sink: CatalogSink, catalog: Catalog
 ) -> None:
