@@ -44,6 +44,8 @@ _NO_ADDRESS = "the host of the address is unknown here (DNS), or no route leads 
 _REOPEN_S = 5.0
 # Interval between log lines about a publisher that keeps violating the protocol.
 _BREACH_LINE_S = 60.0
+# Interval between log lines about errors in the transport itself, which may repeat in every turn.
+_FAULT_LINE_S = 60.0
 
 
 def find_drain() -> ZmqDrain | None:
@@ -112,6 +114,7 @@ class ZmqReceiver:
         # Subscriptions that may have a deadline; only these are checked in every turn.
         self._timed: dict[int, _Subscription] = {}
         self._handlers: dict[zmq.Socket[bytes], Callable[[], None]] = {}
+        self._fault_line_at = 0.0
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="kvflash-zmq", daemon=True)
 
@@ -122,7 +125,8 @@ class ZmqReceiver:
 
     def obey(self, order: Order) -> None:
         """Carry out what :meth:`Catalog.next_order` returned; returns at once."""
-        self._order(partial(self._carry_out, *order))
+        publisher = order[1]
+        self._order(partial(self._call, partial(self._carry_out, *order), publisher))
 
     def stop(self) -> None:
         """Close everything and wait for the thread."""
@@ -146,7 +150,7 @@ class ZmqReceiver:
                     # A handler may have closed a socket that is still in this list.
                     handler = self._handlers.get(ready)
                     if handler is not None:
-                        self._call(handler)
+                        handler()
                 self._look_at_deadlines()
         except Exception:
             logger.exception("the event transport failed; index state is no longer updated")
@@ -161,15 +165,28 @@ class ZmqReceiver:
             self._context.destroy(0)
             self._poller.close()
 
-    def _call(self, handler: Callable[[], None]) -> None:
+    def _call(self, handler: Callable[[], None], publisher: int | None = None) -> None:
         try:
             handler()
-        except Exception:
+        except Exception as error:
             # An error of one publisher must not end the service of the others.
-            logger.exception("handling a socket failed; going on")
+            subscription = self._subscriptions.get(-1 if publisher is None else publisher)
+            now = time.monotonic()
+            if subscription is not None:
+                logger.exception("engine at %s: reading its events failed", subscription.endpoint)
+            elif self._fault_line_at <= now:
+                self._fault_line_at = now + _FAULT_LINE_S
+                logger.exception("the event transport had an error; going on")
+            if publisher is not None:
+                # Its sockets may stay readable: it would fail again at once, in every turn.
+                self._unsubscribe(publisher)
+                message = f"reading its events failed: {error!r}; register it again"
+                self._catalog.set_status(publisher, "failed", message)
 
-    def _add(self, socket: zmq.Socket[bytes], handler: Callable[[], None]) -> None:
-        self._handlers[socket] = handler
+    def _add(
+        self, socket: zmq.Socket[bytes], handler: Callable[[], None], publisher: int | None = None
+    ) -> None:
+        self._handlers[socket] = partial(self._call, handler, publisher)
         self._poller.register(socket)
 
     def _close(self, socket: zmq.Socket[bytes] | None) -> None:
@@ -193,16 +210,16 @@ class ZmqReceiver:
     def _look_at_deadlines(self) -> None:
         for subscription in list(self._timed.values()):
             if subscription.repair.wait_s() == 0:
-                self._call(partial(self._silent, subscription))
+                self._call(partial(self._silent, subscription), subscription.publisher)
             reconnect_at = subscription.reconnect_at
             if reconnect_at is not None and reconnect_at <= time.monotonic():
-                self._call(partial(self._reopen_broken, subscription))
+                self._call(partial(self._reopen_broken, subscription), subscription.publisher)
         now = time.monotonic()
         for publisher, late in list(self._unopened.items()):
             if late.retry_at <= now:
                 del self._unopened[publisher]
                 retry = partial(self._subscribe, publisher, late.endpoint, late.replay_endpoint)
-                self._call(partial(retry, is_held=late.is_held, is_again=True))
+                self._call(partial(retry, is_held=late.is_held, is_again=True), publisher)
 
     def _obey(self) -> None:
         while self._woken.poll(0):
@@ -286,7 +303,7 @@ class ZmqReceiver:
 
     def _connect(self, subscription: _Subscription) -> None:
         publisher, endpoint = subscription.publisher, subscription.endpoint
-        self._add(subscription.monitor, lambda: self._on_monitor(subscription))
+        self._add(subscription.monitor, lambda: self._on_monitor(subscription), publisher)
         try:
             dial(subscription.socket, endpoint)
         except zmq.ZMQError as error:
@@ -453,7 +470,7 @@ class ZmqReceiver:
                 logger.warning(text, endpoint, first, subscription.replay_endpoint, why)
         socket, is_read = subscription.socket, subscription.socket in self._handlers
         if subscription.repair.wants_live and not is_read:
-            self._add(socket, lambda: self._on_stream(subscription))
+            self._add(socket, lambda: self._on_stream(subscription), subscription.publisher)
         elif is_read and not subscription.repair.wants_live:
             del self._handlers[socket]
             self._poller.unregister(socket)
@@ -470,7 +487,8 @@ class ZmqReceiver:
             self._follow(subscription, subscription.repair.unreachable(why))
             return
         subscription.replay = socket
-        self._add(socket, lambda: self._on_replay(subscription, socket))
+        handler = partial(self._on_replay, subscription, socket)
+        self._add(socket, handler, subscription.publisher)
 
     def _on_replay(self, subscription: _Subscription, socket: zmq.Socket[bytes]) -> None:
         repair = subscription.repair

@@ -953,3 +953,55 @@ def test_a_socket_that_cannot_work_stays_failed(http, embedded, engine):
     entry = listener(http, 1)
     assert entry["status"] == "failed", entry
     assert "can't connect to tcp://127.0.0.1:*" in entry["last_error"]
+
+
+# -- errors in the transport itself
+
+
+@pytest.mark.parametrize("handler", ["_connect", "_on_monitor", "_on_stream", "_on_replay"])
+def test_a_publisher_whose_handler_raises_is_closed_and_the_others_go_on(
+    http, engine, caplog, monkeypatch, handler
+):
+    made, other = engine(), engine()
+    register(http, other, 2)
+    is_at_once = handler in {"_connect", "_on_monitor"}
+    if not is_at_once:
+        register(http, made)
+        wait_for_sequence(http, 1, made.publish(one(1)))
+    handle, failures = getattr(ZmqReceiver, handler), []
+
+    def broken(self, subscription, *args):
+        if subscription.endpoint == made.endpoint:
+            failures.append(handler)
+            raise ValueError("odd")
+        handle(self, subscription, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ZmqReceiver, handler, broken)
+        if is_at_once:
+            register(http, made, is_awaited=False)
+        else:
+            made.publish(one(2, (2, 2)), is_sent=handler == "_on_stream")
+            made.publish(one(3, (3, 3)))
+        until(lambda: listener(http, 1)["status"] == "failed", "the failure")
+        for name in range(1, 4):
+            wait_for_sequence(http, 2, other.publish(one(name, (name, name))))
+    assert failures == [handler]
+    assert caplog.text.count("Traceback") == 1
+    assert f"engine at {made.endpoint}: reading its events failed" in caplog.text
+    entry = listener(http, 1)
+    assert entry["status"] == "failed"
+    assert "ValueError('odd'); register it again" in entry["last_error"]
+    http.post("/unregister", {"instance_id": 1, "model_name": "m"})
+    register(http, made, is_awaited=False)
+    wait_for_sequence(http, 1, made.publish(one(4, (4, 4))))
+
+
+def test_an_error_that_belongs_to_no_publisher_is_logged_once_a_minute(embedded, caplog):
+    def fail():
+        raise ValueError("odd")
+
+    for _ in range(3):
+        embedded.receiver._order(fail)
+    in_one_turn(embedded.receiver, lambda: None)
+    assert caplog.text.count("Traceback") <= 1
