@@ -12,6 +12,7 @@ event.
 """
 
 import json
+import logging
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvflash._core import Bookings
+
+logger = logging.getLogger(__name__)
 
 DIGEST_S = 2.0
 # Pause between two requests for the same router's state.
@@ -29,7 +32,7 @@ _GONE_MAX = 4_096
 _U64_MAX = (1 << 64) - 1
 _COUNTS = (
     *("sent_events", "dropped_events", "received_events", "malformed", "gaps"),
-    *("digests_differed", "resyncs", "refused_requests", "dropped_routers"),
+    *("digests_differed", "resyncs", "refused_requests", "dropped_routers", "ignored_messages"),
 )
 
 #: Instance id and dp rank.
@@ -44,6 +47,7 @@ class SyncLimits:
     waiting_events_max: int = 100_000
     # Tracked active requests per router; further ones are ignored.
     requests_max: int = 100_000
+    # Other routers; messages of further ones are ignored.
     routers_max: int = 256
     # Events kept while a router's state arrives.
     held_events_max: int = 10_000
@@ -145,6 +149,7 @@ class ReplicaSync:
         self._digest_s = float("-inf")
         self._has_asked_all = False
         self._wants_state = False
+        self._has_warned_of_limit = False
         self.counts = dict.fromkeys(_COUNTS, 0)
 
     # -- of this router's own requests
@@ -227,7 +232,11 @@ class ReplicaSync:
                 self.counts["malformed"] += 1
 
     def listed(self, router_ids: set[int], now_s: float) -> None:
-        """Set the live routers, by their leases; all others are dropped, with their load."""
+        """Set the live routers, by their leases; all others are dropped, with their load.
+
+        To call now and then without a change, too: a router that was never listed is dropped after
+        a while.
+        """
         with self._lock:
             for router_id in self._listed - router_ids:
                 self._drop(router_id)
@@ -343,12 +352,26 @@ class ReplicaSync:
     def _peer(self, router_id: int, now_s: float) -> _Peer | None:
         peer = self._peers.get(router_id)
         if peer is None:
-            if router_id in self._gone or len(self._peers) >= self._limits.routers_max:
+            if router_id in self._gone:
+                return None
+            if len(self._peers) >= self._limits.routers_max:
+                self._ignore(router_id)
                 return None
             peer = self._peers[router_id] = _Peer()
             if router_id not in self._listed:
                 peer.unlisted_since = now_s
         return peer
+
+    def _ignore(self, router_id: int) -> None:
+        self.counts["ignored_messages"] += 1
+        if not self._has_warned_of_limit:
+            self._has_warned_of_limit = True
+            logger.warning(
+                "replica sync: router %d is ignored, and its load is not counted: %d other routers "
+                "are tracked, the maximum",
+                router_id,
+                self._limits.routers_max,
+            )
 
     def _apply(self, router_id: int, peer: _Peer, message: dict[str, Any]) -> None:
         data, request_id = message["data"], str(message["request_id"])

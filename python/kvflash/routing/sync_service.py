@@ -49,6 +49,8 @@ class ReplicaSyncService(Background):
         self._open_discovery, self._open_channel = open_discovery, open_channel
         self._lease_ttl_s = lease_ttl_s
         self._has_strangers = False
+        # The listed routers, while discovery is followed.
+        self._listed: set[int] | None = None
         super().__init__(
             "replica sync, which tells other routers' load,", self._serve, is_cancelled=False
         )
@@ -106,9 +108,13 @@ class ReplicaSyncService(Background):
                         if is_synced:
                             self._warn_of_strangers(routers, channel)
                             channel.follow({url for url in routers.values() if url})
-                            self.sync.listed(set(routers), time.monotonic())
+                            self._listed = set(routers)
+                            self.sync.listed(self._listed, time.monotonic())
             except KvflashError as error:
                 logger.warning("replica sync: can't list the other routers: %s", error)
+            finally:
+                # Routers may come and go unseen from here on.
+                self._listed = None
             await asyncio.sleep(_RETRY_S)
 
     def _warn_of_strangers(self, routers: Mapping[int, str | None], channel: Channel) -> None:
@@ -126,7 +132,11 @@ class ReplicaSyncService(Background):
 
     async def _send(self, channel: Channel) -> None:
         while True:
-            messages = self.sync.outgoing(time.monotonic())
+            now_s = time.monotonic()
+            if self._listed is not None:
+                # The time of routers that were never listed ends without an event of discovery.
+                self.sync.listed(self._listed, now_s)
+            messages = self.sync.outgoing(now_s)
             failures: list[KvflashError] = []
             for data in messages:
                 try:

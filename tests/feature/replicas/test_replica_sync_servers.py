@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,39 @@ def test_what_nobody_thought_of_does_not_end_it(router) -> None:
     until(lambda: not failures, "the failure")
     one.sync.add("b", (1, 0), None, 16, 0)
     until(lambda: (one.sync.router_id, "b") in load.requests, "the next one")
+
+
+def test_a_router_that_is_never_listed_is_dropped_in_a_quiet_fleet(
+    router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvflash.routing.replica_sync._UNLISTED_S", 0.3)
+    (one, load), (two, _) = router(), router()
+    until(lambda: len(one.sync.digests()) == 2, "the other router")
+    stranger = ReplicaSync(7, Load())
+    stranger.add("r", (1, 0), None, 4, 0)
+    for data in stranger.outgoing(0.0):
+        one.sync.received(data, time.monotonic())
+    assert (7, "r") in load.requests
+    until(lambda: not load.requests, "the router to be dropped")
+    assert 7 not in one.sync.digests()
+    until(lambda: set(one.sync.digests()) == {one.sync.router_id, two.sync.router_id}, "the rest")
+
+
+def test_messages_of_routers_beyond_the_limit_are_counted_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    load = Load()
+    router = ReplicaSync(1, load, SyncLimits(routers_max=2))
+    for router_id in (2, 3, 4, 5):
+        other = ReplicaSync(router_id, Load())
+        other.add("r", (7, 0), None, 40, 1)
+        for data in other.outgoing(0.0):
+            router.received(data, 0.0)
+    assert set(load.requests) == {(2, "r"), (3, "r")}
+    # Of two routers: the request for states, the event and the digest.
+    assert router.counts["ignored_messages"] == 6
+    assert caplog.text.count("router 4 is ignored") == 1
+    assert len(caplog.records) == 1
 
 
 def test_events_have_the_published_form() -> None:
