@@ -64,6 +64,11 @@ _OF_DYNAMO = (
     "DYN_NATS_STREAM_MAX_AGE",
     "DYN_ROUTER_POLICY_CONFIG",
 )
+# Poor guesses at what was meant: those of tests, and a flag that no manual names as a variable.
+_NOT_SUGGESTED = frozenset(f"KVFLASH_{name}" for name in ("FILE", *_OF_TESTS.split()))
+# Prefixes of variables, and how similar a name must be to one that is read: other products have
+# many more with theirs, for their own components.
+_SIMILARITY = {"KVFLASH_": 0.8, "DYN_": 0.9, "AIBRIX_": 0.9}
 # Set by Kubernetes for pods when a Service's name begins with "kvflash".
 _OF_SERVICES = re.compile(r"_SERVICE_(HOST|PORT)(_|$)|_PORT_\d+_(TCP|UDP|SCTP)")
 
@@ -282,28 +287,30 @@ def of_table(service: str) -> Callable[[type[_T]], type[_T]]:
 
 @functools.cache
 def known_variables() -> frozenset[str]:
-    """Every environment variable that is read, ours and Dynamo's."""
+    """Every environment variable that is read: ours, Dynamo's and AIBrix's."""
     tables = _tables()
     settings = (one for service in tables["services"] for one in table(service))
+    of_policies = (f"AIBRIX_{name}" for name in tables["policies"])
     names = (*tables["policies"], *_OTHERS.split(), *_OF_TESTS.split())
     of_settings = (name for one in settings for name in one.all_variables())
-    return frozenset((*of_settings, *_OF_DYNAMO, *(f"KVFLASH_{name}" for name in names)))
+    ours = (f"KVFLASH_{name}" for name in names)
+    return frozenset((*of_settings, *_OF_DYNAMO, *of_policies, *ours))
 
 
 def misspelt(environment: Mapping[str, str]) -> Iterator[tuple[str, str | None]]:
     """Variables that kvflash does not read, each with the closest known name.
 
-    Of Dynamo's variables only near misses count: Dynamo has many more, for its own components.
+    Of variables of Dynamo and AIBrix only near misses count.
     """
     known = known_variables()
     for name, value in sorted(environment.items()):
         is_of_service = _OF_SERVICES.search(name) or re.match(r"(tcp|udp|sctp)://", value)
-        if name in known or is_of_service or not name.startswith(("KVFLASH_", "DYN_")):
+        prefix = next(filter(name.startswith, _SIMILARITY), None)
+        if name in known or is_of_service or prefix is None:
             continue
-        is_ours = name.startswith("KVFLASH_")
-        family = [one for one in known if one.startswith("KVFLASH_" if is_ours else "DYN_")]
-        meant = nearest(name, family, cutoff=0.8 if is_ours else 0.9)
-        if is_ours or meant is not None:
+        family = [one for one in known if one.startswith(prefix) and one not in _NOT_SUGGESTED]
+        meant = nearest(name, family, cutoff=_SIMILARITY[prefix])
+        if prefix == "KVFLASH_" or meant is not None:
             yield name, meant
 
 

@@ -65,10 +65,18 @@ def test_a_misspelt_variable_is_told_with_what_was_meant(
     environment = {
         "KVFLASH_ROUTR_MODE": "random",
         "KVFLASH_WHATEVER": "1",
+        # KVFLASH_FILE is nearer, the flag of one command that no manual names as a variable.
+        "KVFLASH_PROFILE": "document",
         "KVFLASH_ROUTER_MODE": "random",
         "OTHER": "1",
         "DYN_ROUTER_TEMPRATURE": "1",
         "DYN_ROUTER_MODE": "kv",
+        "AIBRIX_PREFIX_CACHE_BLOK_SIZE": "64",
+        "AIBRIX_ROUTING_ALGORITM": "random",
+        "AIBRIX_ROUTING_ALGORITHM": "random",
+        # AIBrix's own.
+        "AIBRIX_PREFIX_CACHE_LOAD_IMBALANCE_FACTOR": "1",
+        "AIBRIX_POD_METRIC_REFRESH_INTERVAL_MS": "50",
         # Dynamo's own.
         "DYN_SYSTEM_PORT": "9090",
         "DYN_LOG": "info",
@@ -82,8 +90,14 @@ def test_a_misspelt_variable_is_told_with_what_was_meant(
     with caplog.at_level(logging.WARNING):
         settings.warn_of_misspelt()
     assert [record.message for record in caplog.records] == [
+        "environment variable AIBRIX_PREFIX_CACHE_BLOK_SIZE is not read by kvflash; did you mean "
+        "AIBRIX_PREFIX_CACHE_BLOCK_SIZE?",
+        "environment variable AIBRIX_ROUTING_ALGORITM is not read by kvflash; did you mean "
+        "AIBRIX_ROUTING_ALGORITHM?",
         "environment variable DYN_ROUTER_TEMPRATURE is not read by kvflash; did you mean "
         "DYN_ROUTER_TEMPERATURE?",
+        "environment variable KVFLASH_PROFILE is not read by kvflash; did you mean "
+        "KVFLASH_POLICY_PROFILE?",
         "environment variable KVFLASH_ROUTR_MODE is not read by kvflash; did you mean "
         "KVFLASH_ROUTER_MODE?",
         "environment variable KVFLASH_WHATEVER is not read by kvflash",
