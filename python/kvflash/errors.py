@@ -81,7 +81,15 @@ class DeadlineError(KvflashError, TimeoutError):
 
 
 class TransportError(KvflashError, ConnectionError):
-    """The other side could not be reached or hung up."""
+    """The other side could not be reached or hung up.
+
+    Attributes:
+        was_sent: Whether it had been sent the whole request: that may be what ended it.
+    """
+
+    def __init__(self, *args: object, was_sent: bool = False) -> None:
+        super().__init__(*args)
+        self.was_sent = was_sent
 
 
 class WorkerError(KvflashError):

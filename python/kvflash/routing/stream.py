@@ -17,6 +17,7 @@ from kvflash.errors import (
 )
 from kvflash.routing.line import WaitingLine
 from kvflash.runtime import Client, Stream
+from kvflash.runtime.plane import LOSSES_MAX
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,8 @@ class Sender:
     """Chooses a worker for a request, books the request there and sends it.
 
     A request that fails before its first item is sent to another worker, unless it was pinned; at
-    most ATTEMPTS_MAX workers are tried. After the first item it is never sent again.
+    most ATTEMPTS_MAX workers are tried, and none after LOSSES_MAX have hung up on it: it may be
+    what ends them. After the first item it is never sent again.
     """
 
     def __init__(
@@ -61,11 +63,13 @@ class _Attempt:
         self._sender, self._request, self._options, self._name = sender, request, options, name
         self._left = 1 if options.get("worker_id") is not None else ATTEMPTS_MAX
         self._tried: set[int] = set()
+        self._losses = 0
 
     async def next(self, failed: KvflashError | None = None) -> tuple[RouterBooking, Stream]:
         """Book and send the request at the next worker; raise ``failed`` if no worker is left."""
         while True:
-            if failed is not None and self._left == 0:
+            self._losses += isinstance(failed, TransportError) and failed.was_sent
+            if failed is not None and (self._left == 0 or self._losses >= LOSSES_MAX):
                 raise failed
             try:
                 booking = await self._book()

@@ -23,7 +23,7 @@ from kvflash.errors import (
 )
 from kvflash.runtime.frame import Request, unpack
 from kvflash.runtime.instances import Instance, Instances
-from kvflash.runtime.plane import FailedError, Reply
+from kvflash.runtime.plane import LOSSES_MAX, FailedError, Reply
 
 if TYPE_CHECKING:
     from kvflash.runtime.component import Endpoint
@@ -41,7 +41,8 @@ class Client:
     returns a :class:`Stream` of items once it is sent.
 
     A request that fails before its first item, because no handler has seen it or its connection
-    broke, is sent to another instance (except by `direct`), at most attempts_max times. After the
+    broke, is sent to another instance (except by `direct`), at most attempts_max times. If two
+    instances hang up on it, it is not sent to a third one: it may be what ends them. After the
     first item it is never sent again.
     """
 
@@ -180,6 +181,7 @@ class Stream:
         self._pick, self._payload = pick, payload
         self._end = None if timeout_s is None else time.monotonic() + timeout_s
         self._tried: set[int] = set()
+        self._losses = 0
         self._reply: Reply | None = None
         self._is_started = False
         self._is_ended = False
@@ -264,7 +266,8 @@ class Stream:
                         f"instance {self.instance_id} closed the connection during its answer: "
                         f"{error}"
                     ) from error
-                if len(self._tried) >= limits.attempts_max:
+                self._losses += isinstance(error, TransportError) and error.was_sent
+                if len(self._tried) >= limits.attempts_max or self._losses >= LOSSES_MAX:
                     raise error
             try:
                 instance = self._pick(self._tried)

@@ -91,7 +91,7 @@ class Connection(asyncio.Protocol):
             if self._fault is not None:
                 raise self._fault
             if self.is_lost:
-                amid = " within a frame" if self._reader.is_amid else ""
+                amid = " within a frame" if self.is_amid else ""
                 raise TransportError(f"the connection was closed{amid}")
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -110,6 +110,11 @@ class Connection(asyncio.Protocol):
     def has_frames(self) -> bool:
         """Whether frames have arrived that are not received yet."""
         return bool(self._frames) or self._fault is not None
+
+    @property
+    def is_amid(self) -> bool:
+        """Whether a part of a frame has arrived."""
+        return self._reader.is_amid
 
     def write(self, data: bytes) -> None:
         if not self.is_lost:

@@ -47,6 +47,8 @@ BACKLOG = 4_096
 # Head and separators around a request's payload.
 REQUEST_MARGIN_BYTES = 1_024
 READ_BYTES = 64 * 1024
+# The request was not sent.
+_UNSENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 
 class HttpServer(PlaneServer):
@@ -221,15 +223,27 @@ class HttpClient(PlaneClient):
                 timeout=aiohttp.ClientTimeout(
                     total=None, sock_connect=self.limits.connect_timeout_s
                 ),
+                trace_configs=[_reuse_trace()],
                 auto_decompress=False,
                 read_bufsize=self.limits.receive_buffer_bytes // 2,
             )
-        session = self._session
+        session, connection = self._session, _Connection()
         try:
+            return await session.post(
+                url, headers=headers, data=io.BytesIO(body), trace_request_ctx=connection
+            )
+        except aiohttp.ServerDisconnectedError as error:
+            # Its message is the beginning of an answer, if there was one.
+            if not connection.is_reused or not isinstance(error.message, str):
+                raise
+        try:
+            # The server may have just closed the kept connection: retry once.
             return await session.post(url, headers=headers, data=io.BytesIO(body))
-        except aiohttp.ServerDisconnectedError:
-            # The server may have just closed the kept connection: retry once on a new one.
-            return await session.post(url, headers=headers, data=io.BytesIO(body))
+        except _UNSENT as error:
+            # It may have read the request before it went.
+            raise TransportError(
+                f"the worker died with the request: {error}", was_sent=True
+            ) from error
 
     async def close(self) -> None:
         for reply in list(self._replies):
@@ -241,6 +255,22 @@ class HttpClient(PlaneClient):
         made = socket.socket(info[0], info[1], info[2])
         watch_socket(made, self.limits)
         return made
+
+
+class _Connection:
+    """What becomes known of a request's connection."""
+
+    is_reused = False
+
+
+def _reuse_trace() -> aiohttp.TraceConfig:
+    async def reused(_session: Any, context: Any, _params: Any) -> None:
+        if context.trace_request_ctx is not None:
+            context.trace_request_ctx.is_reused = True
+
+    trace = aiohttp.TraceConfig()
+    trace.on_connection_reuseconn.append(reused)
+    return trace
 
 
 class HttpReply:
@@ -267,9 +297,12 @@ class HttpReply:
         except (FailedError, KvflashError):
             self.close()
             raise
-        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+        except _UNSENT as error:
             self.close()
             raise TransportError(str(error) or type(error).__name__) from error
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+            self.close()
+            raise TransportError(str(error) or type(error).__name__, was_sent=True) from error
 
     async def _receive(self) -> bytes | None:
         """The next item of an answer that has begun; None at its end."""
@@ -322,7 +355,7 @@ class HttpReply:
                 raise ClosedError("the stream is closed")
             data = await self._response.content.readany()
             if not data:
-                raise TransportError("the answer ended without its end")
+                raise TransportError("the answer ended without its end", was_sent=True)
             self._frames.extend(self._reader.feed(data))
         return self._frames.popleft()
 

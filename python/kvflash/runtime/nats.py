@@ -350,7 +350,7 @@ class NatsClient(PlaneClient):
             signs: dict[str, list[tuple[bytes, int]]] = {}
             for reply in list(self._replies.values()):
                 if reply.heard < oldest:
-                    reply.fail(TransportError(f"nothing came for {silence:g} s"))
+                    reply.fail(TransportError(f"nothing came for {silence:g} s", was_sent=True))
                 else:
                     signs.setdefault(reply.subject, []).append((reply.name, reply.read))
             for subject, some in signs.items():
@@ -408,7 +408,7 @@ class NatsReply:
         if self._failure is not None or not self._is_open:
             return
         if len(data) < _NUMBER.size or _NUMBER.unpack_from(data)[0] != self._number:
-            self.fail(TransportError(f"{self.subject}: a message was lost"))
+            self.fail(TransportError(f"{self.subject}: a message was lost", was_sent=True))
             return
         self._number = (self._number + 1) & 0xFFFFFFFF
         self._received += len(data) - _NUMBER.size
@@ -431,7 +431,7 @@ class NatsReply:
         """End the answer: no server is subscribed, so without data none saw the request."""
         why = f"no subscriber at {self.subject}"
         unsent = FailedError(Failure("unreachable", why, retry=True))
-        self.fail(TransportError(why) if self._number else unsent)
+        self.fail(TransportError(why, was_sent=True) if self._number else unsent)
 
     def _acknowledge(self) -> None:
         """Acknowledge what was read, and the received part of an incomplete frame."""

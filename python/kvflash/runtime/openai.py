@@ -237,7 +237,7 @@ class OpenAiReply(HttpReply):
                 self._rest.clear()
                 break
             if not data:
-                raise TransportError("the engine's answer ended without its end")
+                raise TransportError("the engine's answer ended without its end", was_sent=True)
             *lines, rest = data.split(b"\n")
             if lines:
                 lines[0] = b"".join((*self._rest, lines[0]))

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # The transport that launchers announce for their engines.
 OPENAI = "openai"
+# Instances that may hang up on a request: it may be what ended them.
+LOSSES_MAX = 2
 
 
 class FailedError(Exception):

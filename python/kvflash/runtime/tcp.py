@@ -219,7 +219,7 @@ class TcpReply:
         self._client = client
         self._address = address
         self._connection: Connection | None = connection
-        # Kept for one retry: the server may have just closed the kept connection.
+        # Kept for one retry on a kept connection: the server may have just closed it.
         self._data = resend
 
     async def receive(self) -> bytes | None:
@@ -227,7 +227,7 @@ class TcpReply:
             kind, payload = await self._next()
         except TransportError as error:
             self.close()
-            raise TransportError(f"{self._address}: {error}") from error
+            raise TransportError(f"{self._address}: {error}", was_sent=True) from error
         except InvalidArgumentError as error:
             self.close()
             raise DecodeError(f"{self._address}: {error}") from error
@@ -255,11 +255,15 @@ class TcpReply:
         try:
             return await self._connection.receive()
         except TransportError:
-            if self._data is None:
+            if self._data is None or self._connection.is_amid:
                 raise
         data, self._data = self._data, None
         self._connection.abort()
-        self._connection = await self._client.connect(self._address)
+        try:
+            self._connection = await self._client.connect(self._address)
+        except TransportError as error:
+            # It may have read the request before it went.
+            raise TransportError(f"the worker died with the request: {error}") from error
         await _write(self._connection, data, self._address)
         return await self._connection.receive()
 
