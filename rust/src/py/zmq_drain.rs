@@ -195,7 +195,7 @@ impl Message {
         self.parts[self.last].bytes()
     }
 
-    /// The part before it as a sequence number; `None` if it is missing or is none.
+    /// The sequence number in the part before it; `None` without one.
     fn sequence(&mut self) -> Option<u64> {
         if self.count < 2 {
             return None;
