@@ -95,7 +95,8 @@ async def _attend(
             return await child.stop(options.stop_timeout_s)
         status = await child.ended()
         logger.error("the engine ended with status %d before it was ready", status)
-        return status
+        # It serves nothing, whatever it says.
+        return status or 1
     ended = asyncio.ensure_future(child.ended())
     stopping = asyncio.ensure_future(child.stopping.wait())
     registering = asyncio.ensure_future(

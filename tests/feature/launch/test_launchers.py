@@ -145,10 +145,12 @@ def test_an_engine_that_dies_is_unregistered_and_its_status_kept(launch, folder)
     assert found(folder) == {}
 
 
-def test_an_engine_that_does_not_start_gives_its_status(launch):
-    process = launch("vllm", "m", "--fail-with", "7")
-    assert process.popen.wait(30) == 7
-    until(lambda: "ended with status 7 before it was ready" in "".join(process.errors), "the log")
+@pytest.mark.parametrize(("status", "wanted"), [(7, 7), (0, 1)])
+def test_an_engine_that_does_not_start_gives_its_status(status, wanted, launch):
+    process = launch("vllm", "m", "--fail-with", str(status))
+    assert process.popen.wait(30) == wanted
+    line = f"ended with status {status} before it was ready"
+    until(lambda: line in "".join(process.errors), "the log")
 
 
 @pytest.mark.parametrize("is_back", [True, False])
