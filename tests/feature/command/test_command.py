@@ -147,6 +147,15 @@ def test_an_unknown_flag_is_refused_with_what_was_meant(
     assert told in capsys.readouterr().err
 
 
+def test_an_abbreviated_flag_is_refused_with_its_whole_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        SERVICES["frontend"](["--router-temp", "1"])
+    # By its letters --router-ttl is nearer.
+    assert "did you mean '--router-temperature'?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("word", "told"),
     [
