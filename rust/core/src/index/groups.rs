@@ -8,11 +8,10 @@
 //! one store that workers share; per name and seat the table keeps a bit for each group.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use hashbrown::{HashMap, HashTable};
-use parking_lot::RwLock;
+use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 use serde::{Deserialize, Serialize};
 
 use super::types::MAX_COPIES;
@@ -63,10 +62,10 @@ struct Shard {
 }
 
 /// A seat and its number of names.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 struct Seat {
     number: u16,
-    names: Arc<AtomicUsize>,
+    names: AtomicUsize,
 }
 
 #[derive(Debug, Default)]
@@ -77,6 +76,19 @@ struct Seats {
     free: Vec<u16>,
     /// Cleared seats that may still have names in the tables.
     garbage: Vec<u16>,
+}
+
+impl Seats {
+    /// A number for another seat; `None` if all are assigned.
+    fn number(&mut self) -> Option<u16> {
+        self.free.pop().or_else(|| {
+            let number = self.opened;
+            (number < CROWD).then(|| {
+                self.opened += 1;
+                number
+            })
+        })
+    }
 }
 
 /// Names by cache group.
@@ -150,45 +162,37 @@ impl GroupIndex {
         &self.shards[(hash >> 28) as usize % SHARDS]
     }
 
-    fn seat(&self, holder: &Holder) -> Option<Seat> {
-        self.seats.read().given.get(holder).cloned()
-    }
-
-    fn seat_or_new(&self, holder: &Holder) -> Option<Seat> {
-        if let Some(seat) = self.seat(holder) {
-            return Some(seat);
+    /// The seats, with one for `holder` if there is a number left. As long as they are held, no seat
+    /// is cleared, and no number goes to another holder.
+    fn seats_with(&self, holder: &Holder) -> RwLockReadGuard<'_, Seats> {
+        let seats = self.seats.read();
+        if seats.given.contains_key(holder) {
+            return seats;
         }
+        drop(seats);
         let mut seats = self.seats.write();
-        if let Some(seat) = seats.given.get(holder) {
-            return Some(seat.clone());
+        if !seats.given.contains_key(holder)
+            && let Some(number) = seats.number()
+        {
+            seats.given.insert(holder.clone(), Seat { number, names: AtomicUsize::new(0) });
         }
-        let number = match seats.free.pop() {
-            Some(number) => number,
-            None if seats.opened < CROWD => {
-                seats.opened += 1;
-                seats.opened - 1
-            }
-            None => return None,
-        };
-        let seat = Seat { number, names: Arc::default() };
-        seats.given.insert(holder.clone(), seat.clone());
-        Some(seat)
+        RwLockWriteGuard::downgrade(seats)
     }
 
     /// Records that `holder` now holds `names` in `group`. A name stored twice must be removed twice.
     pub fn store(&self, holder: &Holder, group: u32, names: &[u64]) -> GroupOutcome {
-        let mut outcome = GroupOutcome::default();
-        let seat = if group < MAX_GROUPS { self.seat_or_new(holder) } else { None };
-        let Some(seat) = seat else {
-            outcome.refused = names.len() as u32;
+        let mut outcome = GroupOutcome { held: 0, refused: names.len() as u32 };
+        if group >= MAX_GROUPS {
             return outcome;
-        };
+        }
+        let seats = self.seats_with(holder);
+        let Some(seat) = seats.given.get(holder) else { return outcome };
         for name in names {
             // Relaxed: each concurrent writer may exceed the limit by one name.
             let is_full = self.max_names > 0 && self.names.load(Relaxed) >= self.max_names;
-            match self.put(&seat, group as u8, *name, is_full) {
-                true => outcome.held += 1,
-                false => outcome.refused += 1,
+            if self.put(seat, group as u8, *name, is_full) {
+                outcome.held += 1;
+                outcome.refused -= 1;
             }
         }
         outcome
@@ -222,9 +226,10 @@ impl GroupIndex {
     /// Records that `holder` removed `names` in `group`. Returns the number of names that it did
     /// not hold there.
     pub fn remove(&self, holder: &Holder, group: u32, names: &[u64]) -> u32 {
-        let seat = if group < MAX_GROUPS { self.seat(holder) } else { None };
+        let seats = self.seats.read();
+        let seat = seats.given.get(holder).filter(|_| group < MAX_GROUPS);
         let Some(seat) = seat else { return names.len() as u32 };
-        names.iter().map(|name| u32::from(!self.take(&seat, group as u8, *name))).sum()
+        names.iter().map(|name| u32::from(!self.take(seat, group as u8, *name))).sum()
     }
 
     fn take(&self, Seat { number, names }: &Seat, group: u8, name: u64) -> bool {
@@ -262,7 +267,7 @@ impl GroupIndex {
     pub fn clear(&self, holder: &Holder) {
         let mut seats = self.seats.write();
         let Some(Seat { number, names }) = seats.given.remove(holder) else { return };
-        let gone = names.swap(0, Relaxed);
+        let gone = names.into_inner();
         if gone == 0 {
             seats.free.push(number);
             return;
@@ -310,7 +315,8 @@ impl GroupIndex {
 
     /// The groups in which `holder` holds `name`.
     pub fn groups_of(&self, holder: &Holder, name: u64) -> GroupBits {
-        let Some(seat) = self.seat(holder) else { return 0 };
+        let seats = self.seats.read();
+        let Some(seat) = seats.given.get(holder) else { return 0 };
         let hash = self.hash(name);
         self.shard(hash).read().find(hash, name, seat.number).unwrap_or(0)
     }
@@ -497,6 +503,35 @@ mod tests {
             let of = |holder: &Holder| Some((holder.clone(), *found.get(&seat_of(holder)?)?));
             all.iter().filter_map(of).collect()
         })
+    }
+
+    #[test]
+    fn names_stored_while_another_is_cleared_stay_its_own() {
+        let index = GroupIndex::new(0, 7);
+        let names = |id: u64| (id * 1_000..id * 1_000 + 64).collect::<Vec<u64>>();
+        std::thread::scope(|scope| {
+            for id in 0..4 {
+                let index = &index;
+                scope.spawn(move || {
+                    // Of two threads for each holder one stores, while the other clears.
+                    for _ in 0..100_000 {
+                        match id % 2 {
+                            0 => assert_eq!(
+                                index.store(&device(id / 2), 0, &names(id / 2)).refused,
+                                0
+                            ),
+                            _ => index.clear(&device(id / 2)),
+                        }
+                    }
+                });
+            }
+        });
+        for id in 0..2 {
+            let of_other = names(1 - id);
+            assert!(of_other.iter().all(|name| index.groups_of(&device(id), *name) == 0));
+        }
+        (0..2).for_each(|id| index.clear(&device(id)));
+        assert_eq!(index.stats().names, 0);
     }
 
     #[test]
