@@ -211,14 +211,19 @@ impl TcpItems {
                     self.again = None;
                     return Ok(frame);
                 }
-                // Closed without a byte: the worker had given up the idle connection, not the request.
+                // Closed without a byte: the worker may have given up the idle connection. Or the
+                // request, which was written in full, ended the worker: then it was received.
                 (Err(error), Some(request))
                     if error.cause == Cause::Broken && connection.received.is_empty() =>
                 {
                     let request = request.clone();
                     self.connection = None;
                     self.again = None;
-                    let mut fresh = self.plane.connect().await?;
+                    let fresh = self.plane.connect().await;
+                    let mut fresh = fresh.map_err(|again| {
+                        let message = format!("{}, and then: {}", error.message, again.message);
+                        PlaneError::new(Cause::Broken, message)
+                    })?;
                     let sent = fresh.stream.write_all(&request).await;
                     sent.map_err(|error| self.plane.broken(&error.to_string()))?;
                     self.connection = Some(fresh);
@@ -241,5 +246,60 @@ impl TcpItems {
         if let Some(connection) = self.connection.take() {
             self.plane.put_idle(connection);
         }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    async fn receive(stream: &mut TcpStream) {
+        let mut received = BytesMut::new();
+        while !frames::is_complete(&received) {
+            assert_ne!(stream.read_buf(&mut received).await.unwrap(), 0);
+        }
+    }
+
+    /// A plane with one idle connection; its worker's listener and its end of the connection.
+    async fn idle_plane() -> (Arc<TcpPlane>, TcpListener, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let plane = Arc::new(TcpPlane::new(address, Duration::from_secs(5)));
+        let mut items = plane.call(b"first").await.unwrap();
+        let (mut worker, _) = listener.accept().await.unwrap();
+        receive(&mut worker).await;
+        worker.write_all(&frames::encode(Kind::End, b"").unwrap()).await.unwrap();
+        assert_eq!(items.frame().await.unwrap().kind, Kind::End);
+        items.give_back();
+        (plane, listener, worker)
+    }
+
+    #[tokio::test]
+    async fn a_request_that_ends_its_worker_on_an_idle_connection_was_received() {
+        let (plane, listener, mut worker) = idle_plane().await;
+        let mut items = plane.call(b"poison").await.unwrap();
+        receive(&mut worker).await;
+        drop((listener, worker));
+        let error = items.frame().await.unwrap_err();
+        assert_eq!(error.cause, Cause::Broken, "{error:?}");
+        assert!(error.message.contains("can't connect to"), "{error:?}");
+    }
+
+    #[tokio::test]
+    async fn a_request_that_meets_the_close_of_an_idle_connection_is_sent_again() {
+        let (plane, listener, worker) = idle_plane().await;
+        let mut items = plane.call(b"second").await.unwrap();
+        drop(worker);
+        let answer = async {
+            let (mut worker, _) = listener.accept().await.unwrap();
+            receive(&mut worker).await;
+            worker.write_all(&frames::encode(Kind::End, b"").unwrap()).await.unwrap();
+            worker
+        };
+        let (frame, _worker) = tokio::join!(items.frame(), answer);
+        assert_eq!(frame.unwrap().kind, Kind::End);
     }
 }
