@@ -67,8 +67,8 @@ struct Shared {
     keys: Option<Arc<KeysFile>>,
     tokens: Option<Tokens>,
     credential: Credential,
-    comparing: Semaphore,
-    waiting: Semaphore,
+    comparing: Arc<Semaphore>,
+    waiting: Arc<Semaphore>,
     refused: Family<CauseLabel, Counter>,
     /// Lines about changes that were refused.
     log: Mutex<LogLimit>,
@@ -82,8 +82,8 @@ impl Default for Shared {
             keys: None,
             tokens: None,
             credential: Credential::default(),
-            comparing: Semaphore::new(COMPARISONS_AT_ONCE),
-            waiting: Semaphore::new(COMPARISONS_WAITING),
+            comparing: Arc::new(Semaphore::new(COMPARISONS_AT_ONCE)),
+            waiting: Arc::new(Semaphore::new(COMPARISONS_WAITING)),
             refused: Family::default(),
             log: Mutex::default(),
             begun: Instant::now(),
@@ -377,9 +377,15 @@ impl Lock {
             None => None,
             Some(keys) => {
                 let keys = keys.current();
-                let _place = self.shared.waiting.try_acquire().map_err(|_| busy())?;
-                let _turn = self.shared.comparing.acquire().await.map_err(|_| busy())?;
-                tokio::task::spawn_blocking(move || keys.compare(&key)).await.ok().flatten()
+                let Shared { waiting, comparing, .. } = &*self.shared;
+                let place = Arc::clone(waiting).try_acquire_owned().map_err(|_| busy())?;
+                let turn = Arc::clone(comparing).acquire_owned().await.map_err(|_| busy())?;
+                let compare = move || {
+                    // A client that hangs up does not end the comparison, which keeps its place.
+                    let _held = (place, turn);
+                    keys.compare(&key)
+                };
+                tokio::task::spawn_blocking(compare).await.ok().flatten()
             }
         };
         self.judge(request, peer, found.map_or(Presented::Unknown, Presented::Known))

@@ -124,6 +124,38 @@ async fn a_slow_hash_is_compared_beside_and_remembered() {
     drop(waiting);
 }
 
+#[test]
+fn a_client_that_hangs_up_does_not_free_the_place_of_its_comparison() {
+    // One thread for comparisons, which is busy: the next one waits for it.
+    let runtime = tokio::runtime::Builder::new_current_thread().max_blocking_threads(1).build();
+    let runtime = runtime.unwrap();
+    let lock = lock("hangs-up", &["ann:slow one:client"]);
+    let request = request("/v1/models", &[("x-api-key", "slow two")]);
+    let Verdict::Slow(key) = lock.look(&request, PEER.into(), &[]) else {
+        panic!("it is compared slowly")
+    };
+    let free = || {
+        let Shared { waiting, comparing, .. } = &*lock.shared;
+        (waiting.available_permits(), comparing.available_permits())
+    };
+    let (release, held) = std::sync::mpsc::channel::<()>();
+    runtime.spawn_blocking(move || held.recv());
+    runtime.block_on(async {
+        let mut compared = Box::pin(lock.compare(&request, PEER.into(), key));
+        tokio::select! {
+            biased;
+            _ = &mut compared => panic!("the thread is busy"),
+            () = tokio::task::yield_now() => {}
+        }
+        drop(compared);
+        assert_eq!(free(), (COMPARISONS_WAITING - 1, COMPARISONS_AT_ONCE - 1));
+        drop(release);
+        // It runs before what is queued after it.
+        tokio::task::spawn_blocking(|| ()).await.unwrap();
+        assert_eq!(free(), (COMPARISONS_WAITING, COMPARISONS_AT_ONCE));
+    });
+}
+
 #[tokio::test]
 async fn a_refusal_has_the_form_of_its_api() {
     let lock = lock("forms", &["bob:kb:client"]);
