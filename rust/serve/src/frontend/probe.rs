@@ -55,20 +55,23 @@ pub(super) fn add(app: &Arc<App>, spec: EngineSpec) -> Result<Arc<Engine>> {
     Ok(engine)
 }
 
-/// Checks `engine` until it is removed or the service stops.
+/// Checks `engine` until it is removed or the service stops, and while requests wait for its first
+/// byte also after that, so that a frozen engine holds none of them.
 async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
     let interval = app.options.health_interval;
     // Adapters come and go while an engine runs, and it may restart between two checks.
     let learn_interval = interval * CHECKS_PER_LEARNING;
     let mut learned = None::<Instant>;
     let mut missed = 0_u32;
-    while !engine.is_removed() && !shutdown.is_stopped() {
+    while engine.is_waited_for() || !(engine.is_removed() || shutdown.is_stopped()) {
         // Clients may cause 404 as often as they like.
         let stands = if engine.take_unknown() { FIRST_PAUSE } else { learn_interval };
         let is_known = engine.is_healthy() && learned.is_some_and(|at| at.elapsed() < stands);
         match check(&app.upstream, &engine, interval.max(Duration::from_secs(1))).await {
-            Err(why) => engine.check_failed(&why),
-            Ok(()) if is_known => {}
+            // It closes its port before it ends, and still answers what it has.
+            Err(failed) if failed.is_closed && engine.is_removed() => {}
+            Err(failed) => engine.check_failed(&failed.why),
+            Ok(()) if is_known || engine.is_removed() => {}
             Ok(()) => match learn(&app, &engine).await {
                 // It serves and has reported its models before: an update can wait.
                 Err(why) if engine.is_healthy() => {
@@ -86,11 +89,11 @@ async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
                     }
                     learned = Some(Instant::now());
                     if has_other_ranks(&app, &engine, &notes) {
-                        break;
+                        continue;
                     }
                     let outcome = app.fleet.learned(&engine, notes);
                     if engine.is_removed() {
-                        break;
+                        continue;
                     }
                     let known = engine.notes.lock().last_error.clone();
                     if let Err(error) = &outcome
@@ -133,7 +136,7 @@ async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
             () = tokio::time::sleep(pause(missed, interval)) => {}
             // A request has just failed there: check again soon, but not in a tight loop.
             () = engine.doubt.notified(), if engine.is_healthy() => {}
-            () = shutdown.wait() => break,
+            () = shutdown.wait(), if !shutdown.is_stopped() => {}
         }
     }
 }
@@ -201,16 +204,34 @@ fn pause(missed: u32, interval: Duration) -> Duration {
     }
 }
 
-async fn check(upstream: &Upstream, engine: &Engine, timeout: Duration) -> Result<(), String> {
-    let answer = get(upstream, engine, "/health", timeout).await?;
-    match answer.0 {
-        200 => Ok(()),
-        508 => {
-            Err("GET /health answered 508: the worker is this frontend itself, or leads back to it"
-                .into())
-        }
-        status => Err(format!("GET /health answered {status}")),
+/// Why a check failed.
+struct FailedCheck {
+    why: String,
+    /// The engine's system refused or closed the connection.
+    is_closed: bool,
+}
+
+impl From<String> for FailedCheck {
+    fn from(why: String) -> Self {
+        Self { why, is_closed: false }
     }
+}
+
+impl From<FailedCheck> for String {
+    fn from(failed: FailedCheck) -> Self {
+        failed.why
+    }
+}
+
+async fn check(upstream: &Upstream, engine: &Engine, timeout: Duration) -> Result<(), FailedCheck> {
+    let answer = get(upstream, engine, "/health", timeout).await?;
+    let why = match answer.0 {
+        200 => return Ok(()),
+        508 => "GET /health answered 508: the worker is this frontend itself, or leads back to it"
+            .to_owned(),
+        status => format!("GET /health answered {status}"),
+    };
+    Err(why.into())
 }
 
 async fn get(
@@ -218,12 +239,15 @@ async fn get(
     engine: &Engine,
     path: &str,
     timeout: Duration,
-) -> Result<(u16, Bytes), String> {
+) -> Result<(u16, Bytes), FailedCheck> {
     let url = format!("{}{path}", engine.base);
     match tokio::time::timeout(timeout, upstream.get(&engine.spec, &url, MAX_ANSWER_BYTES)).await {
         Ok(Ok(answer)) => Ok(answer),
-        Ok(Err(error)) => Err(format!("GET {path}: {error}")),
-        Err(_) => Err(format!("GET {path}: no answer within {} ms", timeout.as_millis())),
+        Ok(Err(error)) => {
+            let why = format!("GET {path}: {}", error.message);
+            Err(FailedCheck { why, is_closed: error.is_closed })
+        }
+        Err(_) => Err(format!("GET {path}: no answer within {} ms", timeout.as_millis()).into()),
     }
 }
 

@@ -1,5 +1,6 @@
 //! HTTP to the engines: one client with pooled connections, and filtered headers.
 
+use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
@@ -51,6 +52,14 @@ pub(crate) struct AttemptError {
     pub message: String,
     /// Whether the engine may have received the request.
     pub is_sent: bool,
+    /// Whether its system refused or closed the connection, rather than nothing having answered.
+    pub is_closed: bool,
+}
+
+impl AttemptError {
+    fn new(cause: &'static str, message: impl ToString, is_sent: bool) -> Self {
+        Self { cause, message: message.to_string(), is_sent, is_closed: false }
+    }
 }
 
 impl Upstream {
@@ -102,8 +111,9 @@ impl Upstream {
         spec: &EngineSpec,
         url: &str,
         limit: usize,
-    ) -> Result<(u16, Bytes), String> {
-        let request = Request::get(url).body(held(Bytes::new())).map_err(|e| e.to_string())?;
+    ) -> Result<(u16, Bytes), AttemptError> {
+        let request = Request::get(url).body(held(Bytes::new()));
+        let request = request.map_err(|error| AttemptError::new("bad_target", error, false))?;
         self.whole(spec, request, limit).await.map(|(status, bytes)| (status.as_u16(), bytes))
     }
 
@@ -119,7 +129,7 @@ impl Upstream {
             .header(header::CONTENT_TYPE, "application/json")
             .body(held(body))
             .map_err(|e| e.to_string())?;
-        self.whole(spec, request, limit).await
+        self.whole(spec, request, limit).await.map_err(|error| error.message)
     }
 
     async fn whole(
@@ -127,14 +137,15 @@ impl Upstream {
         spec: &EngineSpec,
         mut request: Request<Outgoing>,
         limit: usize,
-    ) -> Result<(StatusCode, Bytes), String> {
+    ) -> Result<(StatusCode, Bytes), AttemptError> {
         if let Some(authorization) = self.authorization(spec) {
             request.headers_mut().insert(header::AUTHORIZATION, authorization.clone());
         }
-        let response = self.send_to(spec, request).await.map_err(|error| error.message)?;
+        let response = self.send_to(spec, request).await?;
         let status = response.status();
         let body = Limited::new(response.into_body(), limit);
-        let bytes = body.collect().await.map_err(|error| error.to_string())?.to_bytes();
+        let whole = body.collect().await;
+        let bytes = whole.map_err(|error| AttemptError::new("no_answer", error, true))?.to_bytes();
         Ok((status, bytes))
     }
 }
@@ -168,21 +179,30 @@ async fn send_with(
         answered = client.request(request) => answered,
         Ok(()) = endless => {
             let message = format!("more than {MAX_INFORMATIONAL} answers of status 1xx");
-            return Err(AttemptError { cause: "not_an_answer", message, is_sent: true });
+            return Err(AttemptError::new("not_an_answer", message, true));
         }
     };
     answered.map_err(|error| {
         let is_sent = !error.is_connect();
         let cause = if is_sent { "no_answer" } else { "connect" };
         // The outermost text only says "client error"; the operator needs the root of it.
-        let mut message = error.to_string();
+        let (mut message, mut is_closed) = (error.to_string(), false);
         let mut source = std::error::Error::source(&error);
         while let Some(inner) = source {
             message = format!("{message}: {inner}");
+            is_closed |= is_close(inner);
             source = inner.source();
         }
-        AttemptError { cause, message, is_sent }
+        AttemptError { cause, message, is_sent, is_closed }
     })
+}
+
+/// Whether the other side's system refused or closed a connection.
+fn is_close(error: &(dyn std::error::Error + 'static)) -> bool {
+    use io::ErrorKind::{ConnectionRefused, ConnectionReset};
+    let kind = error.downcast_ref::<io::Error>().map(io::Error::kind);
+    matches!(kind, Some(ConnectionRefused | ConnectionReset))
+        || error.downcast_ref().is_some_and(hyper::Error::is_incomplete_message)
 }
 
 /// Headers that speak about one connection, not about the request or answer.

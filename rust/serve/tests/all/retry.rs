@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde_json::json;
 
-use super::stage::{Stage, prompt, until, with};
+use super::stage::{DEADLINE, Stage, prompt, until, with};
 
 #[tokio::test]
 async fn a_worker_that_closes_is_replaced_by_another() {
@@ -295,6 +295,56 @@ async fn whoever_waits_for_a_worker_that_fails_its_checks_goes_elsewhere() {
     held.gone().await;
     assert_eq!(stage.metric("attempts_failed_total{cause=\"unwell\"}").await, 1.0);
     stage.until_idle().await;
+}
+
+/// Also while the frontend stops.
+#[tokio::test]
+async fn whoever_waits_for_a_removed_worker_that_fails_its_checks_goes_elsewhere() {
+    for is_stopping in [false, true] {
+        let stage = Stage::new(|_| ());
+        let mut stalls = stage.engine().await.by_hand();
+        let asking = stage.send("a", prompt(0..40));
+        let held = stalls.next().await;
+        let good = stage.engine().await;
+        if is_stopping {
+            stage.stop();
+        } else {
+            stage.remove(stalls.id).await;
+        }
+        stalls.health(500);
+        // Much less than --first-byte-timeout.
+        for _ in 0..10 {
+            stage.skip(Duration::from_secs(1)).await;
+            for _ in 0..100 {
+                tokio::task::yield_now().await;
+            }
+        }
+        let answer = tokio::time::timeout(DEADLINE, asking).await.expect("it waits still").unwrap();
+        assert_eq!((answer.status, answer.worker()), (200, good.id));
+        held.gone().await;
+        stage.until_idle().await;
+    }
+}
+
+#[tokio::test]
+async fn a_removed_worker_that_closes_its_port_ends_what_it_has() {
+    let stage = Stage::new(|_| ());
+    let mut leaves = stage.engine().await.by_hand();
+    let asking = stage.send("a", prompt(0..40));
+    let asked = leaves.next().await;
+    let _other = stage.engine().await;
+    let id = leaves.id;
+    stage.remove(id).await;
+    drop(leaves);
+    for _ in 0..10 {
+        stage.skip(Duration::from_secs(1)).await;
+        for _ in 0..100 {
+            tokio::task::yield_now().await;
+        }
+    }
+    asked.done().await;
+    let answer = asking.await.unwrap();
+    assert_eq!((answer.status, answer.worker()), (200, id));
 }
 
 #[tokio::test]

@@ -337,6 +337,11 @@ impl Stage {
         .await;
     }
 
+    /// The process stops, and answers what it has.
+    pub fn stop(&self) {
+        self.shutdown.stop();
+    }
+
     /// The process stops: it was announced, and the time for answers is over.
     pub fn cut_off(&self) {
         self.shutdown.announce();

@@ -146,15 +146,15 @@ const FIRST_PAUSE: Duration = Duration::from_millis(200);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
 /// Look after a worker until it is removed or the service stops. While requests wait for its first byte it is asked
-/// every `interval`, also once it is removed: one that is frozen takes no requests with it.
+/// every `interval`, also after that: one that is frozen takes no requests with it.
 async fn watch(engine: Arc<Engine>, member: Arc<Member>, interval: Duration, shutdown: Shutdown) {
     let mut pause = FIRST_PAUSE;
-    while (!engine.is_removed() || engine.is_waited_for()) && !shutdown.is_stopped() {
+    while engine.is_waited_for() || !(engine.is_removed() || shutdown.is_stopped()) {
         if engine.is_healthy() {
             tokio::select! {
                 () = engine.doubt.notified() => {}
                 () = tokio::time::sleep(interval) => {}
-                () = shutdown.wait() => break,
+                () = shutdown.wait(), if !shutdown.is_stopped() => {}
             }
             if engine.is_healthy() && !engine.is_waited_for() {
                 continue;
@@ -162,7 +162,7 @@ async fn watch(engine: Arc<Engine>, member: Arc<Member>, interval: Duration, shu
         } else {
             tokio::select! {
                 () = tokio::time::sleep(pause) => {}
-                () = shutdown.wait() => break,
+                () = shutdown.wait(), if !shutdown.is_stopped() => {}
             }
         }
         // Only a silent worker fails this check.
