@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
 
 use super::ask::Ask;
 use super::outbox::{BookingName, Outbox};
@@ -127,6 +128,11 @@ impl Reservation {
             self.touched_ms.store(now_ms, Ordering::Relaxed);
             self.router.touch(self.request, now_ms);
         }
+    }
+
+    /// How often [`touch`](Self::touch) records activity: call it as often while nothing arrives.
+    pub fn touch_interval(&self) -> Duration {
+        Duration::from_millis(self.router.touch_interval_ms().max(1))
     }
 
     /// Adds generated blocks; see [`crate::load::ActiveSequences::add_output_blocks`].

@@ -18,6 +18,7 @@ use super::api::Api;
 use super::attempts::Failed;
 use super::backend::plane::{Opened, failed};
 use super::backend::worker::Handoff;
+use super::book::kept_alive;
 use super::generation;
 use super::plan::Plan;
 use super::relay::Delivery;
@@ -379,7 +380,8 @@ impl Answer {
         }
         let Some(items) = &mut self.items else { return Ok(None) };
         let timeout = self.delivery.app.options.stream_idle_timeout;
-        let mut item = pin!(tokio::time::timeout(timeout, items.next()));
+        let item = tokio::time::timeout(timeout, items.next());
+        let mut item = pin!(kept_alive(&self.delivery.booking, item));
         let item = async {
             if !self.is_whole {
                 return item.await;

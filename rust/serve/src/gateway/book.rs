@@ -1,6 +1,7 @@
 //! Books workers for a request, one after the other, until one of them answers, and compares the
 //! answer with the worker's events.
 
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -42,9 +43,20 @@ impl Choice {
             }
         }
         let mut watch = Watch(Some(&self.booking));
-        let outcome = attempt.await;
+        let outcome = kept_alive(&self.booking, attempt).await;
         watch.0 = None;
         outcome
+    }
+}
+
+/// Waits for `work` of the request that is booked, which does not expire meanwhile.
+pub(super) async fn kept_alive<T>(booking: &Reservation, work: impl Future<Output = T>) -> T {
+    let (mut work, interval) = (pin!(work), booking.touch_interval());
+    loop {
+        match tokio::time::timeout(interval, work.as_mut()).await {
+            Ok(outcome) => return outcome,
+            Err(_) => booking.touch(),
+        }
     }
 }
 

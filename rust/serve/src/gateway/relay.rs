@@ -272,18 +272,22 @@ impl Relay {
     }
 
     /// Ready when the engine has sent nothing for `--stream-idle-timeout`: if its packets are lost
-    /// or its process is stopped, nothing else would end the wait.
+    /// or its process is stopped, nothing else would end the wait. The booking does not expire
+    /// meanwhile.
     fn poll_silence(&mut self, cx: &mut Context<'_>) -> Poll<String> {
         let timeout = self.delivery.app.options.stream_idle_timeout;
         let due = *self.waits_since.get_or_insert_with(Instant::now) + timeout;
-        let alarm = self.alarm.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(due)));
+        let interval = self.delivery.booking.touch_interval();
+        let next = || due.min(Instant::now() + interval);
+        let alarm = self.alarm.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(next())));
         loop {
             ready!(alarm.as_mut().poll(cx));
             if alarm.deadline() >= due {
                 let seconds = timeout.as_secs_f64();
                 return Poll::Ready(format!("nothing for {seconds} s (--stream-idle-timeout)"));
             }
-            alarm.as_mut().reset(due);
+            self.delivery.booking.touch();
+            alarm.as_mut().reset(next());
         }
     }
 

@@ -99,6 +99,34 @@ async fn silence_before_the_first_byte_is_a_failed_attempt() {
 }
 
 #[tokio::test]
+async fn a_booking_does_not_expire_while_its_request_waits() {
+    let stage = Stage::new(|options| {
+        options.routing.selector.router.expiry_ms = 60_000;
+        options.own.health_interval = Duration::from_secs(3_600);
+    });
+    let mut engine = stage.engine().await.by_hand();
+    let asking = stage.send("a", with(prompt(0..40), json!({ "stream": true })));
+    let mut asked = engine.next().await;
+    let active = "worker_active_requests{worker=\"1:0\"}";
+    let wait = async || {
+        for _ in 0..28 {
+            stage.skip(Duration::from_secs(10)).await;
+            stage.expire();
+            assert_eq!(stage.metric(active).await, 1.0);
+        }
+    };
+    wait().await;
+    asked.begin().await;
+    asked.event("{\"n\": 1}").await;
+    stage.until_metric("worker_active_prefill_tokens{worker=\"1:0\"}", 0.0).await;
+    wait().await;
+    asked.end().await;
+    assert_eq!(asking.await.unwrap().status, 200);
+    stage.until_idle().await;
+    assert_eq!(stage.metric("load_expired_total").await, 0.0);
+}
+
+#[tokio::test]
 async fn the_last_silence_is_a_gateway_timeout() {
     let stage = Stage::new(|options| options.own.first_byte_timeout = Duration::from_secs(600));
     let mut hangs = stage.engine().await.by_hand();

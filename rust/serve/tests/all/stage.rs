@@ -32,6 +32,7 @@ const COMPLETIONS: &str = "/v1/completions";
 
 /// A frontend that routes by round robin and expects workers to hold what they were sent.
 pub struct Stage {
+    app: FrontendApp,
     router: Router,
     clock: Arc<ManualClock>,
     shutdown: Shutdown,
@@ -111,7 +112,7 @@ impl Stage {
         );
         let app = app.unwrap();
         app.restore().unwrap();
-        Self { router: app.router(), clock, shutdown }
+        Self { router: app.router(), app, clock, shutdown }
     }
 
     /// An engine that serves `m`, healthy.
@@ -346,6 +347,11 @@ impl Stage {
     pub fn cut_off(&self) {
         self.shutdown.announce();
         self.shutdown.cut_off();
+    }
+
+    /// Free bookings without activity, as the process does every second.
+    pub fn expire(&self) {
+        self.app.expire();
     }
 
     /// Move all clocks on.

@@ -18,7 +18,7 @@ use crate::frontend::EnforceDisagg;
 use crate::frontend::app::App;
 use crate::gateway::api::Api;
 use crate::gateway::attempts::Failed;
-use crate::gateway::book::{Choice, Tries};
+use crate::gateway::book::{Choice, Tries, kept_alive};
 use crate::gateway::plan::Plan;
 use crate::metrics::OutcomeLabel;
 
@@ -351,7 +351,7 @@ async fn begin(app: &Arc<App>, plan: &Arc<Plan>, choice: Choice) -> Result<Hando
         let outcome = async {
             plane.begin_prefill(&app, &plan, &choice, Some(&beside)).await?.drain(&app).await
         };
-        if let Err(error) = outcome.await {
+        if let Err(error) = kept_alive(&choice.booking, outcome).await {
             count(&app, "failed");
             app.attempt_failed(&error, &choice.engine, "the prefill failed while its decode ran");
             // No receiver is left once the decode is complete, and then it is not needed.
