@@ -78,6 +78,22 @@ pub(crate) struct Received {
     pub turn: Option<OwnedSemaphorePermit>,
     /// What was not read yet, if `bytes` are only the beginning.
     pub rest: Option<Arc<Rest>>,
+    pub counted: Counted,
+}
+
+/// The count of a body's bytes, which lasts until the last holder of the body is done; empty for a
+/// small one.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Counted(Option<Arc<Count>>);
+
+impl Counted {
+    /// The body rewritten as `bytes`, which is counted as the one received.
+    pub fn hold(&self, bytes: Bytes) -> Bytes {
+        match &self.0 {
+            None => bytes,
+            Some(count) => Bytes::from_owner(Held { bytes, _count: Arc::clone(count) }),
+        }
+    }
 }
 
 /// Why a body could not be read.
@@ -96,7 +112,7 @@ enum Unreadable {
 /// Bytes that count until their last reader is done.
 struct Held {
     bytes: Bytes,
-    _count: Count,
+    _count: Arc<Count>,
 }
 
 impl AsRef<[u8]> for Held {
@@ -106,6 +122,7 @@ impl AsRef<[u8]> for Held {
 }
 
 /// A number of counted bytes.
+#[derive(Debug)]
 struct Count {
     buffered: Gauge,
     bytes: usize,
@@ -306,13 +323,10 @@ impl Intake {
             joined.extend_from_slice(&data);
         }
         let bytes = if joined.is_empty() { first } else { joined.freeze() };
-        let bytes = if count.bytes == 0 {
-            bytes
-        } else {
-            self.large.fetch_add(count.bytes as u64, Ordering::Relaxed);
-            Bytes::from_owner(Held { bytes, _count: count })
-        };
-        Ok((Received { bytes, turn, rest: None }, is_whole))
+        self.large.fetch_add(count.bytes as u64, Ordering::Relaxed);
+        let counted = Counted((count.bytes > 0).then(|| Arc::new(count)));
+        let bytes = counted.hold(bytes);
+        Ok((Received { bytes, turn, rest: None, counted }, is_whole))
     }
 
     /// How long the next bytes may take from the start on, after `bytes` at this minimum `rate`; and

@@ -20,7 +20,7 @@ use super::super::busy::{Change, list};
 use super::alias::Aliases;
 use super::app::{App, Name};
 use super::engine::Engine;
-use crate::body::discard;
+use crate::body::{Received, discard};
 use crate::gateway::api::Row;
 use crate::gateway::backend::worker::Prefill;
 use crate::gateway::call::Head;
@@ -462,9 +462,9 @@ pub(super) async fn explain(
             return Err(reject);
         }
     };
-    let bytes = app.intake.whole(body).await?.bytes;
+    let Received { bytes, counted, .. } = app.intake.whole(body).await?;
     let head = Head { uri: Uri::default(), headers, address: None, caller };
-    let plan = Plan::make(&app, row, head, String::new(), bytes, None).await?;
+    let plan = Plan::make(&app, row, head, String::new(), bytes, counted, None).await?;
     let prefill = Prefill::of(&app, &plan).await?.explain(&app).await?;
     let part = Part { is_decode_only: prefill.is_some(), ..Part::default() };
     let decision = plan.explain(&app, part).await?;

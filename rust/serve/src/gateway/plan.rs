@@ -26,7 +26,7 @@ use super::lesson::{self, Lesson};
 use super::stored::Kept;
 use super::tokens::{Known, Replaceable, Untokenized, tokens};
 use super::upload;
-use crate::body::Rest;
+use crate::body::{Counted, Rest};
 use crate::frontend::app::App;
 use crate::frontend::engine::{Engine, Members, Pool, Route};
 use crate::frontend::fleet::unhealthy;
@@ -69,8 +69,8 @@ pub(crate) struct Part<'a> {
 }
 
 impl Plan {
-    /// Plans a request with the body `bytes`, which the `rest` of an upload follows; `row` is derived from its fields if the path does not
-    /// determine it.
+    /// Plans a request with the body `bytes`, which is `counted` also where it is rewritten, and which the `rest` of an upload
+    /// follows; `row` is derived from its fields if the path does not determine it.
     ///
     /// # Errors
     /// 400 for a request that no engine would accept, 404 for an unknown model or a required worker
@@ -81,6 +81,7 @@ impl Plan {
         mut head: Head,
         request_id: String,
         bytes: Bytes,
+        counted: Counted,
         rest: Option<Arc<Rest>>,
     ) -> Result<Self, Reject> {
         let count = |kind| app.dropped(kind);
@@ -91,7 +92,7 @@ impl Plan {
         if let Some(key) = head.caller.client()
             && let Some(cleaned) = pass::clean_body(key, row, &body, app.salts.as_ref(), count)?
         {
-            body = Call::body(app, row, &head, cleaned).await?;
+            body = Call::body(app, row, &head, counted.hold(cleaned)).await?;
         }
         let is_upload = row.is_some_and(|row| row.weight == Weight::Sound);
         let kept = match row.filter(|row| row.is_of_responses()) {
@@ -101,7 +102,7 @@ impl Plan {
         let alias = resolve(app, is_upload, &head, &body, kept.as_deref())?;
         if let Some((_, renamed)) = &alias {
             // From here on it is a request for that model: workers do not know aliases.
-            body = Call::body(app, row, &head, renamed.clone()).await?;
+            body = Call::body(app, row, &head, counted.hold(renamed.clone())).await?;
         }
         let alias = alias.map(|(alias, _)| alias);
         if let Some(rest) = rest {

@@ -82,10 +82,10 @@ async fn respond(
         }
     };
     let (mut in_flight, received) = admit(app, row, &head.headers, body).await?;
-    let Received { bytes, turn, rest } = received;
+    let Received { bytes, turn, rest, counted } = received;
     in_flight.running = running;
     let began = Instant::now();
-    let plan = Plan::make(app, Some(row), head, request_id, bytes, rest).await;
+    let plan = Plan::make(app, Some(row), head, request_id, bytes, counted, rest).await;
     let plan = plan.inspect_err(|reject| match reject.status {
         StatusCode::SERVICE_UNAVAILABLE => app.refused("no_worker"),
         // Counted where the cores were found to be busy.

@@ -70,6 +70,21 @@ async fn bodies_have_a_limit_of_memory_together() {
 }
 
 #[tokio::test]
+async fn a_body_that_is_rewritten_counts_until_its_answer_ends() {
+    let stage = Stage::new(|options| options.own.model_alias = vec!["g=m".to_owned()]);
+    let mut engine = stage.engine().await.by_hand();
+    let more = json!({ "model": "g", "user": "u".repeat(200 << 10) });
+    let large = with(prompt(0..40), more);
+    let asking = stage.send("a", large.clone());
+    let asked = engine.next().await;
+    let buffered = stage.metric("buffered_bodies_bytes").await;
+    assert!((buffered - large.to_string().len() as f64).abs() < 1e-9, "{buffered}");
+    asked.done().await;
+    assert_eq!(asking.await.unwrap().status, 200);
+    stage.until_metric("buffered_bodies_bytes", 0.0).await;
+}
+
+#[tokio::test]
 async fn settings_and_workers_are_changed_by_small_bodies() {
     let stage = Stage::new(|_| ());
     let body = json!({ "url": format!("http://{}", "a".repeat(70_000)) });
