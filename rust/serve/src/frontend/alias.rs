@@ -89,16 +89,19 @@ impl Aliases {
         self.0.get(name).into_iter().flatten().map(|target| target.model.as_str())
     }
 
+    /// The models of an alias that have a share.
+    pub fn shares(&self, name: &str) -> impl Iterator<Item = &str> {
+        let targets = self.0.get(name).into_iter().flatten();
+        targets.filter(|target| target.weight > 0.0).map(|target| target.model.as_str())
+    }
+
     pub fn has(&self, name: &str) -> bool {
         self.0.contains_key(name)
     }
 
     /// Every alias with its models that have a share, by name.
     pub fn all(&self) -> impl Iterator<Item = (&str, impl Iterator<Item = &str>)> {
-        self.0.iter().map(|(name, targets)| {
-            let shares = targets.iter().filter(|target| target.weight > 0.0);
-            (name.as_str(), shares.map(|target| target.model.as_str()))
-        })
+        self.0.keys().map(|name| (name.as_str(), self.shares(name)))
     }
 }
 
@@ -139,6 +142,7 @@ mod tests {
             aliases.all().map(|(name, models)| (name, models.collect::<Vec<_>>())).collect();
         assert_eq!(all, [("g", vec!["a", "b"]), ("h", vec!["org/model:8b"])]);
         assert_eq!(aliases.models("g").collect::<Vec<_>>(), ["a", "b", "c"]);
+        assert_eq!(aliases.shares("g").collect::<Vec<_>>(), ["a", "b"]);
     }
 
     #[test]

@@ -25,11 +25,41 @@ static KEY_HEADERS: [HeaderName; 2] =
     [HeaderName::from_static("x-aibrix-session-key"), HeaderName::from_static("x-session-key")];
 static USER_HEADER: HeaderName = HeaderName::from_static("user");
 
-/// The key of a request's session, from its headers.
-pub(super) fn session_key(headers: &HeaderMap) -> Option<&str> {
-    let header = |name| headers.get(name).and_then(|value| value.to_str().ok());
-    let named = KEY_HEADERS.iter().chain([&SESSION_HEADER]).find_map(header);
-    named.filter(|text| !text.is_empty())
+/// The text of a header, unless it is empty.
+fn text_in<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Option<&'a str> {
+    headers.get(name).and_then(|value| value.to_str().ok()).filter(|text| !text.is_empty())
+}
+
+/// A request's session, as its headers name it.
+pub(super) struct Session<'a> {
+    /// The client's own key.
+    pub key: Option<&'a str>,
+    /// Address and rank of a worker in [`SESSION_HEADER`].
+    worker: Option<(String, u32)>,
+}
+
+impl<'a> Session<'a> {
+    pub fn read(headers: &'a HeaderMap) -> Self {
+        let id = text_in(headers, &SESSION_HEADER);
+        let worker = id.and_then(read_session_id);
+        // An id that is not an address is the client's own: a key like the others.
+        let is_address = worker.as_ref().is_some_and(|(address, _)| {
+            address.rsplit_once(':').is_some_and(|(_, port)| port.parse::<u16>().is_ok())
+        });
+        let own_id = id.filter(|_| !is_address);
+        let key = KEY_HEADERS.iter().find_map(|name| text_in(headers, name)).or(own_id);
+        Self { key, worker }
+    }
+
+    /// The one of `engines` that it names, with the rank.
+    pub fn engine_among<'e>(
+        &self,
+        mut engines: impl Iterator<Item = &'e Arc<Engine>>,
+    ) -> Option<(&'e Arc<Engine>, u32)> {
+        let (address, rank) = self.worker.as_ref()?;
+        let engine = engines.find(|engine| address_of(&engine.base) == address)?;
+        (*rank < engine.spec.dp_size).then_some((engine, *rank))
+    }
 }
 
 /// The client's details in `call`; the prompt's text only if a policy `needs_text`.
@@ -40,30 +70,18 @@ pub(super) fn read(
     needs_text: bool,
 ) -> Request {
     let headers = &call.head.headers;
-    let header = |name: &HeaderName| {
-        headers.get(name).and_then(|value| value.to_str().ok()).filter(|text| !text.is_empty())
-    };
     // A key identifies its owner, and the header `user` takes precedence over OpenAI's field.
     let owner = call.head.caller.key().map(|key| key.id.clone());
     let field = envelope.user.and_then(|raw| serde_json::from_str::<String>(raw.get()).ok());
     let user = owner
-        .or_else(|| header(&USER_HEADER).map(str::to_owned))
+        .or_else(|| text_in(headers, &USER_HEADER).map(str::to_owned))
         .or(field)
         .filter(|user| !user.is_empty());
-    let id = header(&SESSION_HEADER);
-    let named = id.and_then(read_session_id);
-    let session_worker = named.as_ref().and_then(|(address, rank)| {
-        let engine = members.all().find(|engine| address_of(&engine.base) == address)?;
-        (*rank < engine.spec.dp_size).then(|| Worker::new(engine.id, *rank))
-    });
-    // An id that is not an address is the client's own: a key like the others.
-    let is_address = named.as_ref().is_some_and(|(address, _)| {
-        address.rsplit_once(':').is_some_and(|(_, port)| port.parse::<u16>().is_ok())
-    });
-    let own_id = id.filter(|_| !is_address);
-    let key = KEY_HEADERS.iter().find_map(header).or(own_id);
+    let session = Session::read(headers);
+    let named = session.engine_among(members.all());
+    let session_worker = named.map(|(engine, rank)| Worker::new(engine.id, rank));
     // Equal names of different tenants are different sessions.
-    let key = key.map(|key| match call.head.caller.client() {
+    let key = session.key.map(|key| match call.head.caller.client() {
         Some(client) => format!("{}/{key}", client.tenant).into(),
         None => Arc::from(key),
     });

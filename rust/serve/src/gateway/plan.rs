@@ -18,7 +18,7 @@ use serde_json::json;
 use super::api::{Api, Row, Weight};
 use super::body::Body;
 use super::call::{Call, Head};
-use super::client::{self, Urgency};
+use super::client::{self, Session, Urgency};
 use super::envelope::Envelope;
 use super::foreign;
 use super::generation::Generation;
@@ -437,7 +437,7 @@ async fn understand(
 }
 
 /// The alias named by a request, and its body with the chosen model's name: a model of the worker
-/// that has `kept` the previous response, if there is one.
+/// that has `kept` the previous response, if there is one, or else of its session's worker.
 ///
 /// # Errors
 /// 400 for a model that is not a string; 404 if that worker serves none of the alias's models.
@@ -459,8 +459,15 @@ fn resolve(
         false => body.read::<Named<'_>>()?.model,
     };
     let Some(name) = name else { return Ok(None) };
-    let key = client::session_key(&head.headers);
-    let Some(mut model) = aliases.model(&name, key) else { return Ok(None) };
+    let session = Session::read(&head.headers);
+    let Some(mut model) = aliases.model(&name, session.key) else { return Ok(None) };
+    if session.key.is_none()
+        && let Some((engine, _)) = session.engine_among(app.fleet.engines().iter())
+        && let Some(served) = aliases.shares(&name).find(|model| engine.serves(model))
+    {
+        // Its earlier requests were for this model.
+        model = served;
+    }
     if let Some(kept) = kept.filter(|kept| !kept.serves(model)) {
         let mut models = aliases.models(&name);
         let served = models.clone().find(|model| kept.serves(model));

@@ -1,11 +1,13 @@
 //! Every API has the same way: matched where its prompt is known, balanced by load where it has none. The gateway
 //! contract of all of them is in `contract`.
 
-use kvflash_core::policy::Policy;
+use std::collections::BTreeSet;
+
+use kvflash_core::policy::{Policy, Profile, Settings, registry};
 use serde_json::{Value, json};
 
 use super::engine::Engine;
-use super::stage::{Stage, with};
+use super::stage::{Stage, until, with};
 
 const MESSAGES: &str = "/v1/messages";
 const RESPONSES: &str = "/v1/responses";
@@ -286,6 +288,39 @@ async fn an_alias_of_several_models_keeps_its_sessions() {
         "{models:?}"
     );
     assert!(models.contains(&"a".to_owned()) && models.contains(&"b".to_owned()));
+}
+
+#[tokio::test]
+async fn a_session_that_names_its_worker_keeps_the_model_of_an_alias() {
+    let stage = Stage::new(|options| {
+        options.own.model_alias = vec!["split=m1:1,m2:1".to_owned()];
+        let settings = Settings::read(Profile::default(), |_| None).unwrap();
+        let policy = registry::build("session-affinity", &settings, &mut rand::rng());
+        options.routing.policies.active = Some(policy.unwrap());
+    });
+    let engines = ["m1", "m2"].map(Engine::of);
+    let [first, second] = engines;
+    let _engines =
+        [stage.add(first.await, json!({})).await, stage.add(second.await, json!({})).await];
+    let body = json!({ "model": "split", "prompt": tokens(40) });
+    let mut homes = BTreeSet::new();
+    while homes.len() < 2 {
+        let answer = stage.ask(&body).await;
+        let id = answer.header("x-session-id").unwrap().to_owned();
+        for _ in 0..10 {
+            let next = stage.ask_with(&[("x-session-id", &id)], &body).await;
+            assert_eq!((next.status, next.worker()), (200, answer.worker()));
+        }
+        homes.insert(answer.worker());
+    }
+    // Of a worker that is gone: the session starts over.
+    let gone = [("x-session-id", "MTAuMC4wLjE6ODAwMC8w")];
+    let mut others = BTreeSet::new();
+    until("both models", async || {
+        others.insert(stage.ask_with(&gone, &body).await.worker());
+        others.len() == 2
+    })
+    .await;
 }
 
 /// Two engines with a model each, and aliases of both.
