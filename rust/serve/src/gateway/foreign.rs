@@ -15,6 +15,7 @@ use super::body::Raw;
 use super::call::Call;
 use super::envelope::Envelope;
 use super::render;
+use super::stored;
 use super::tokens::{Known, Untokenized, check_length, tokens};
 use crate::Reject;
 use crate::compute::Busy;
@@ -41,8 +42,7 @@ struct Fields<'a> {
     audio_data: Option<Raw<'a>>,
     lora_path: Option<Raw<'a>>,
     extra_key: Option<Raw<'a>>,
-    /// Responses and Messages.
-    previous_response_id: Option<Raw<'a>>,
+    /// Messages.
     thinking: Option<Raw<'a>>,
 }
 
@@ -62,7 +62,7 @@ pub(super) async fn known(
         Api::Tokens => token_ids(app, call, &fields).await,
         Api::Generate => generate(app, call, envelope, pool, &fields).await,
         Api::Responses => {
-            if is_given(fields.previous_response_id) {
+            if stored::is_continued(&call.body) {
                 // The engine has the preceding conversation.
                 return Err(Untokenized::Unknown("stored"));
             }

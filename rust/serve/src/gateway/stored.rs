@@ -190,6 +190,11 @@ fn mark_of(tenant: &str) -> String {
     Sha256::digest(tenant)[..8].iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
+/// Whether a request continues a response; null names none.
+pub(super) fn is_continued(body: &Body) -> bool {
+    body.text_of(BEFORE).is_some_and(|id| id != "null")
+}
+
 /// The id of the response that a request continues.
 ///
 /// # Errors

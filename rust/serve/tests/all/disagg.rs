@@ -96,6 +96,19 @@ async fn where_it_is_enforced_nobody_decodes_alone() {
 }
 
 #[tokio::test]
+async fn a_response_that_continues_none_is_prefilled_elsewhere() {
+    let stage = Stage::new(|_| ());
+    let (_decode, prefill) = (stage.engine().await, prefiller(&stage).await);
+    for (before, is_prefilled) in [(Value::Null, true), (json!("resp_1"), false)] {
+        let body = json!({ "model": "m", "input": "hello", "previous_response_id": before });
+        let answer = stage.post("/v1/responses", &body).await;
+        assert_eq!(answer.status, 200, "{}", answer.text());
+        assert_eq!(answer.header(PREFILLER).is_some(), is_prefilled, "{before}");
+    }
+    assert_eq!(prefill.count(), 1);
+}
+
+#[tokio::test]
 async fn a_prompt_that_is_prefilled_elsewhere_is_no_work_for_its_decoder() {
     let stage = Stage::new(|options| options.routing.selector.router.policy = Policy::Kv);
     let mut decode = stage.engine().await.by_hand();

@@ -20,6 +20,7 @@ use crate::gateway::api::Api;
 use crate::gateway::attempts::Failed;
 use crate::gateway::book::{Choice, Tries, kept_alive};
 use crate::gateway::plan::Plan;
+use crate::gateway::stored;
 use crate::metrics::OutcomeLabel;
 
 /// An answer that has begun.
@@ -184,8 +185,7 @@ impl Prefill {
     pub async fn of(app: &Arc<App>, plan: &Plan) -> Result<Self, Reject> {
         let name = &plan.route.pool.name;
         // The earlier part of a continued response is at a single worker.
-        let is_continued = plan.call.body.has("previous_response_id");
-        if plan.call.api().output_limit().is_none() || is_continued {
+        if plan.call.api().output_limit().is_none() || stored::is_continued(&plan.call.body) {
             return Self::of_whole(app, plan);
         }
         let (pool, pinned) = (app.fleet.prefill_pool(name), plan.call.nvext.prefill_pin());
