@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 use kvflash_core::select::Usage;
 use memchr::memmem::Finder;
 
-use super::api::{Form, Row};
+use super::api::{Form, Row, Weight};
 
 /// Scans an answer's bytes for its API's names of these counts, such as `"cached_tokens":N`; the
 /// last ones count. Also counts the events of a stream.
@@ -13,7 +13,7 @@ use super::api::{Form, Row};
 /// Inside generated text quotes are escaped, so a model that writes these words has no effect.
 #[derive(Debug)]
 pub(crate) struct UsageScanner {
-    /// None if the answer reports usage that was counted before.
+    /// None if the answer reports no usage of its own: no model ran for it.
     names: Option<&'static Names>,
     /// End of the previous chunk, to find a name or number that was split.
     carry: Vec<u8>,
@@ -72,7 +72,7 @@ static EVENT: LazyLock<Finder<'_>> = LazyLock::new(|| Finder::new(b"data: {\""))
 impl UsageScanner {
     /// For answers to this row's requests.
     pub fn of(row: &Row) -> Self {
-        let names = (!row.names_response()).then_some(match row.form {
+        let names = (row.weight != Weight::Nothing).then_some(match row.form {
             Form::OpenAi => &OPENAI,
             Form::Responses => &RESPONSES,
             Form::Anthropic => &ANTHROPIC,

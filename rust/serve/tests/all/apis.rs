@@ -247,6 +247,19 @@ async fn a_response_is_continued_where_it_is_kept_at_every_replica() {
 }
 
 #[tokio::test]
+async fn tokens_that_are_only_counted_are_no_input() {
+    let stage = Stage::new(|_| ());
+    let engine = stage.engine().await;
+    engine.answers(200, json!({ "input_tokens": 40 }));
+    let body = json!({ "model": "m", "messages": [] });
+    let input = "tokens_total{stage=\"input\"}";
+    assert_eq!(stage.post("/v1/messages/count_tokens", &body).await.status, 200);
+    assert_eq!(stage.metric(input).await, 0.0);
+    assert_eq!(stage.post(MESSAGES, &body).await.status, 200);
+    stage.until_metric(input, 40.0).await;
+}
+
+#[tokio::test]
 async fn an_alias_is_told_beside_its_model() {
     let stage = Stage::new(|options| options.own.model_alias = vec!["g=m".to_owned()]);
     let engine = stage.engine().await;
