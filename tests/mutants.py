@@ -118,7 +118,7 @@ MUTANTS = [
     Mutant(
         "tried_without_end",
         GATEWAY + "book.rs",
-        "self.tried.len() < limit",
+        "self.tried.len() < self.limit()",
         "true",
     ),
     Mutant(

@@ -129,9 +129,13 @@ impl Tries {
 
     /// Whether another worker may be tried.
     pub fn may_go_on(&self) -> bool {
+        self.is_over.is_none() && self.tried.len() < self.limit()
+    }
+
+    /// Maximum workers to try.
+    fn limit(&self) -> usize {
         let limit = self.app.options.max_attempts;
-        let limit = self.plan.call.max_attempts.map_or(limit, |own| own.min(limit));
-        self.is_over.is_none() && self.tried.len() < limit
+        self.plan.call.max_attempts.map_or(limit, |own| own.min(limit))
     }
 
     /// Whether a healthy worker has not been tried yet.
@@ -201,6 +205,7 @@ impl Tries {
 
     /// The client's error if no worker may take the request, as `error` says, or all were tried.
     pub fn refusal(self, error: Option<Error>) -> Reject {
+        let limit = self.limit();
         match (self.last, error) {
             (None, Some(error)) => {
                 self.app.refused(match error {
@@ -224,6 +229,9 @@ impl Tries {
                     let end = match (self.is_over, others.saturating_sub(tried.len())) {
                         (Some(why), _) => format!("; {why}"),
                         (None, 0) => String::new(),
+                        (None, _) if tried.len() >= limit => format!(
+                            "; it may try {limit} at most (--max-attempts, x-kvflash-max-attempts)"
+                        ),
                         (None, others) => {
                             format!("; its {others} other workers are unhealthy, draining or busy")
                         }
