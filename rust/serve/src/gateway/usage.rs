@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 use kvflash_core::select::Usage;
 use memchr::memmem::Finder;
 
-use super::api::{Form, Row, Weight};
+use super::api::{Api, Form, Row, Weight};
 
 /// Scans an answer's bytes for its API's names of these counts, such as `"cached_tokens":N`; the
 /// last ones count. Also counts the events of a stream.
@@ -26,7 +26,7 @@ pub(crate) struct UsageScanner {
     /// Events that contain an object, most of which are a token each. An event that is split within
     /// its first bytes is missed.
     pub events: u64,
-    is_stopped: bool,
+    is_final: bool,
 }
 
 /// Longer than any name, separator and number that may be split.
@@ -40,29 +40,46 @@ struct Names {
     completion: &'static [u8],
     /// Set if these and cached tokens are not included in the prompt's.
     created: Option<&'static [u8]>,
+    /// Whether bytes show that the counts are final, where earlier events of a stream have some.
+    are_final: Option<fn(&[u8]) -> bool>,
 }
 
-/// `usage` of chats and completions, `meta_info` of SGLang's `/generate`.
+/// `usage` of chats and completions.
 static OPENAI: Names = Names {
     prompt: b"\"prompt_tokens\"",
     cached: b"\"cached_tokens\"",
     completion: b"\"completion_tokens\"",
     created: None,
+    are_final: None,
+};
+/// `meta_info` of SGLang's `/generate`, in each event.
+static GENERATE: Names = Names {
+    prompt: b"\"prompt_tokens\"",
+    cached: b"\"cached_tokens\"",
+    completion: b"\"completion_tokens\"",
+    created: None,
+    are_final: Some(is_finished),
 };
 static RESPONSES: Names = Names {
     prompt: b"\"input_tokens\"",
     cached: b"\"cached_tokens\"",
     completion: b"\"output_tokens\"",
     created: None,
+    are_final: None,
 };
 static ANTHROPIC: Names = Names {
     prompt: b"\"input_tokens\"",
     cached: b"\"cache_read_input_tokens\"",
     completion: b"\"output_tokens\"",
     created: Some(b"\"cache_creation_input_tokens\""),
+    are_final: Some(|bytes| STOP.find(bytes).is_some()),
 };
 /// The last event of Anthropic's streams: the first one already has counts, which are not final.
 static STOP: LazyLock<Finder<'_>> = LazyLock::new(|| Finder::new(b"\"message_stop\""));
+/// Why `/generate` ended; null before.
+static FINISH: LazyLock<Finder<'_>> = LazyLock::new(|| Finder::new(b"\"finish_reason\""));
+/// The last event of other streams. Inside generated text the line break would be escaped.
+static DONE: LazyLock<Finder<'_>> = LazyLock::new(|| Finder::new(b"\ndata: [DONE]"));
 /// How the names of all counts end.
 static COUNT: LazyLock<Finder<'_>> = LazyLock::new(|| Finder::new(b"_tokens\""));
 
@@ -72,10 +89,11 @@ static EVENT: LazyLock<Finder<'_>> = LazyLock::new(|| Finder::new(b"data: {\""))
 impl UsageScanner {
     /// For answers to this row's requests.
     pub fn of(row: &Row) -> Self {
-        let names = (row.weight != Weight::Nothing).then_some(match row.form {
-            Form::OpenAi => &OPENAI,
-            Form::Responses => &RESPONSES,
-            Form::Anthropic => &ANTHROPIC,
+        let names = (row.weight != Weight::Nothing).then_some(match (row.api, row.form) {
+            (Api::Generate, _) => &GENERATE,
+            (_, Form::OpenAi) => &OPENAI,
+            (_, Form::Responses) => &RESPONSES,
+            (_, Form::Anthropic) => &ANTHROPIC,
         });
         Self {
             names,
@@ -84,7 +102,7 @@ impl UsageScanner {
             cached_tokens: None,
             completion_tokens: None,
             created_tokens: None,
-            is_stopped: false,
+            is_final: false,
             events: 0,
         }
     }
@@ -114,10 +132,10 @@ impl UsageScanner {
     }
 
     fn scan(&mut self, bytes: &[u8]) {
-        let Some(Names { prompt, cached, completion, created }) = self.names else { return };
-        if created.is_some() && STOP.find(bytes).is_some() {
-            self.is_stopped = true;
-        }
+        let Some(Names { prompt, cached, completion, created, are_final }) = self.names else {
+            return;
+        };
+        self.is_final |= are_final.is_some_and(|are_final| are_final(bytes));
         // Nearly every chunk has no usage at all.
         for at in COUNT.find_iter(bytes) {
             let (before, after) = bytes.split_at(at + COUNT.needle().len());
@@ -141,7 +159,8 @@ impl UsageScanner {
     /// Whether the engine has reported its complete usage, so that only the end of a stream is
     /// missing.
     pub fn is_told(&self) -> bool {
-        self.cached_tokens.is_some() && (self.created_name().is_none() || self.is_stopped)
+        let is_only_final = self.names.is_some_and(|names| names.are_final.is_none());
+        self.cached_tokens.is_some() && (is_only_final || self.is_final)
     }
 
     /// The engine's counts, with our count of generated tokens if it reported none.
@@ -160,13 +179,26 @@ impl UsageScanner {
     }
 }
 
-/// The complete number after a name and its colon; `None` if it is truncated, null or missing.
-fn number(rest: &[u8]) -> Option<u64> {
+/// Whether an answer of `/generate` has ended.
+fn is_finished(bytes: &[u8]) -> bool {
+    let mut reasons = FINISH.find_iter(bytes).map(|at| &bytes[at + FINISH.needle().len()..]);
+    let is_told = |rest| value(rest).is_some_and(|value| value[0] != b'n');
+    reasons.any(is_told) || DONE.find(bytes).is_some()
+}
+
+/// What begins with the value after a name and its colon.
+fn value(rest: &[u8]) -> Option<&[u8]> {
     let colon = rest.iter().position(|b| *b == b':')?;
     let rest = &rest[colon + 1..];
     let start = rest.iter().position(|b| !b.is_ascii_whitespace())?;
-    let digits = rest[start..].iter().position(|b| !b.is_ascii_digit())?;
-    std::str::from_utf8(&rest[start..start + digits]).ok()?.parse().ok()
+    Some(&rest[start..])
+}
+
+/// The complete number after a name and its colon; `None` if it is truncated, null or missing.
+fn number(rest: &[u8]) -> Option<u64> {
+    let value = value(rest)?;
+    let digits = value.iter().position(|b| !b.is_ascii_digit())?;
+    std::str::from_utf8(&value[..digits]).ok()?.parse().ok()
 }
 
 #[cfg(test)]

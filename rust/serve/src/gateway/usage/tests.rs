@@ -35,3 +35,25 @@ fn text_and_nulls_are_not_counts() {
     scanner.feed(br#"{"prompt_tokens":12,"prompt_tokens_details":{"cached_tokens": null}}"#);
     assert_eq!((scanner.prompt_tokens, scanner.cached_tokens), (Some(12), None));
 }
+
+#[test]
+fn generate_has_told_its_usage_once_it_has_finished() {
+    let event = |reason: &str| {
+        let meta =
+            format!(r#"{{"id":"a","finish_reason":{reason},"prompt_tokens":9,"cached_tokens":8}}"#);
+        format!("data: {{\"text\":\"data: [DONE]\",\"meta_info\":{meta}}}\n\n")
+    };
+    let begun = event("null");
+    for end in [event(r#"{"type":"stop"}"#), event(r#" "abort""#), "data: [DONE]\n\n".to_owned()] {
+        for size in 1..=begun.len() {
+            let mut scanner = UsageScanner::of(Row::of("/generate").unwrap());
+            let mut is_told = |text: &str| {
+                text.as_bytes().chunks(size).for_each(|chunk| scanner.feed(chunk));
+                scanner.is_told()
+            };
+            assert!(!is_told(&begun), "chunks of {size}");
+            assert!(is_told(&end), "chunks of {size}");
+            assert_eq!(scanner.cached_tokens, Some(8));
+        }
+    }
+}
