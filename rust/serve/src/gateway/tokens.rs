@@ -81,9 +81,12 @@ pub(super) async fn tokens(
     let is_long = call.body.bytes().len() > LONG_TEXT_BYTES;
     let bytes = call.body.bytes().len();
     let busy = |Busy| match is_strict {
-        true => Untokenized::Refused(Error::Overloaded(
-            "all cores are busy with tokenizing long prompts; try again".to_owned(),
-        )),
+        true => {
+            app.refused("tokenizer");
+            Untokenized::Refused(Error::Overloaded(
+                "all cores are busy with tokenizing long prompts; try again".to_owned(),
+            ))
+        }
         false => Untokenized::Unknown("tokenizer_busy"),
     };
     let prompt = match (api, envelope.messages, envelope.prompt) {

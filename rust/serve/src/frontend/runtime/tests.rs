@@ -1,22 +1,28 @@
 //! Workers of discovery as the frontend takes them, without a network.
 #![allow(clippy::unwrap_used)]
 
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use axum::body::to_bytes;
 use axum::extract::State;
+use axum::http::{HeaderMap, Uri};
 use kvflash_core::catalog::{Catalog, Command};
 use kvflash_core::clock::ManualClock;
 use kvflash_core::error::{Error, Result};
 use kvflash_core::select::Overlap;
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::runtime::{Builder, Runtime};
 
 use crate::frontend::engine::EngineNotes;
 use crate::frontend::engine_spec::EngineSpec;
 use crate::frontend::{FrontendApp, FrontendOptions, admin};
-use crate::{FrontendSettings, RemoteIndexerOptions, Shutdown};
+use crate::gateway::api::Row;
+use crate::gateway::call::Head;
+use crate::gateway::send::forward;
+use crate::metrics::CauseLabel;
+use crate::{Caller, FrontendSettings, RemoteIndexerOptions, Shutdown};
 
 /// A frontend, the catalog that it subscribes with, and the runtime that its tasks need.
 struct Frontend {
@@ -192,6 +198,52 @@ fn a_request_for_a_model_without_a_decode_worker_is_told_why_one_is_not_accepted
     assert!(refusal().contains(&both), "{}", refusal());
     frontend.app.remove_worker(7).unwrap();
     assert!(refusal().ends_with("add a decode worker"), "{}", refusal());
+}
+
+#[test]
+fn a_request_that_gets_no_core_to_be_tokenized_is_counted() {
+    let own = FrontendSettings {
+        tokenize_timeout: Duration::from_millis(1),
+        ..FrontendSettings::default()
+    };
+    let frontend = Frontend::new(FrontendOptions { own, ..FrontendOptions::default() });
+    let folder = format!("{}/../../tests/vectors/tiny-llama", env!("CARGO_MANIFEST_DIR"));
+    {
+        let _guard = frontend.runtime.enter();
+        let worker = json!({
+            "id": 7, "plane": {"kind": "tcp", "address": "127.0.0.1:9"}, "endpoint": "n/c/e",
+            "card": {"model_name": "m", "tokenizer": folder},
+        });
+        frontend.app.put_worker(&worker.to_string()).unwrap();
+    }
+    let app = &frontend.app.app;
+    let (begun, has_begun) = mpsc::channel();
+    let gate = Arc::new(Mutex::new(()));
+    let held = gate.lock();
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let jobs: Vec<_> = (0..cores)
+        .map(|_| {
+            let (app, gate, begun) = (Arc::clone(app), Arc::clone(&gate), begun.clone());
+            let job = move || {
+                begun.send(()).unwrap();
+                drop(gate.lock());
+            };
+            frontend.runtime.spawn(async move { app.compute.run("a".into(), 1, job).await })
+        })
+        .collect();
+    jobs.iter().for_each(|_| has_begun.recv_timeout(Duration::from_secs(30)).unwrap());
+    let row = Row::of("/v1/completions").unwrap();
+    let (uri, headers) = (Uri::from_static(row.path), HeaderMap::new());
+    let head = Head { uri, headers, address: None, caller: Caller::default() };
+    let body = json!({ "model": "m", "prompt": "word ".repeat(20_000) }).to_string();
+    let answer = forward(Arc::clone(app), row, head, body.into());
+    let status = frontend.runtime.block_on(answer).status();
+    let refused = app.metrics.refused.get_or_create(&CauseLabel { cause: "tokenizer" }).get();
+    assert_eq!((status.as_u16(), refused), (429, 1));
+    drop(held);
+    for job in jobs {
+        frontend.runtime.block_on(job).unwrap().unwrap();
+    }
 }
 
 /// Of one that discovery has taken away, too: its lease ends before anybody knows why.
