@@ -202,7 +202,7 @@ pub(super) fn preflight<B>(
     let mut response = Response::new(Body::empty());
     *response.status_mut() = StatusCode::NO_CONTENT;
     let out = response.headers_mut();
-    out.insert(ACCESS_CONTROL_ALLOW_METHODS, HeaderValue::from_static("GET, POST"));
+    out.insert(ACCESS_CONTROL_ALLOW_METHODS, HeaderValue::from_static("GET, POST, DELETE"));
     out.insert(ACCESS_CONTROL_MAX_AGE, HeaderValue::from_static(PREFLIGHT_SECONDS));
     if let Some(asked) = headers.get(ACCESS_CONTROL_REQUEST_HEADERS) {
         out.insert(ACCESS_CONTROL_ALLOW_HEADERS, asked.clone());

@@ -5,6 +5,7 @@ use serde_json::Value;
 
 use super::super::keys::tests::{argon2, sha256};
 use super::*;
+use crate::gateway::api::{RESPONSES, ROWS};
 
 const PEER: ([u8; 4], u16) = ([10, 0, 0, 9], 4_711);
 
@@ -334,6 +335,12 @@ async fn pages_of_allowed_origins_are_told_what_they_may_send() {
     assert_eq!(told.status(), 204);
     assert_eq!(told.headers()["access-control-allow-origin"], "https://chat.example");
     assert_eq!(told.headers()["access-control-allow-headers"], "authorization,content-type");
+    // Every method of the clients' API.
+    let allowed = told.headers()["access-control-allow-methods"].to_str().unwrap();
+    let allowed: Vec<_> = allowed.split(", ").collect();
+    for row in ROWS.iter().chain(&RESPONSES) {
+        assert!(allowed.contains(&row.verb.method().as_str()), "{}", row.path);
+    }
     for (origin, path) in
         [("https://evil.example", "/v1/models"), ("https://chat.example", "/workers")]
     {
