@@ -247,6 +247,24 @@ async fn a_response_is_continued_where_it_is_kept_at_every_replica() {
 }
 
 #[tokio::test]
+async fn an_engine_gets_the_request_id_that_the_client_is_told() {
+    let stage = Stage::new(|_| ());
+    let mut engine = stage.engine().await.by_hand();
+    let body = json!({ "model": "m", "prompt": "hello" });
+    let too_long = "x".repeat(257);
+    for own in [None, Some("own"), Some(too_long.as_str())] {
+        let headers: Vec<_> = own.iter().map(|id| ("x-request-id", *id)).collect();
+        let asking = stage.send_with(&headers, body.clone());
+        let asked = engine.next().await;
+        let received = asked.headers["x-request-id"].clone();
+        asked.done().await;
+        let answer = asking.await.unwrap();
+        assert_eq!(answer.header("x-request-id"), Some(received.as_str()));
+        assert_eq!(own == Some(received.as_str()), own == Some("own"));
+    }
+}
+
+#[tokio::test]
 async fn tokens_that_are_only_counted_are_no_input() {
     let stage = Stage::new(|_| ());
     let engine = stage.engine().await;

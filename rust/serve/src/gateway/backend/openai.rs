@@ -6,7 +6,7 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use axum::http::{HeaderMap, StatusCode, Uri, header};
+use axum::http::{HeaderMap, HeaderValue, StatusCode, Uri, header};
 use bytes::Bytes;
 use http_body::Body as _;
 use http_body_util::{BodyExt, Limited};
@@ -212,12 +212,8 @@ pub(super) async fn prefill(
     let call = &plan.call;
     let limit = call.api().output_limit().unwrap_or("max_tokens");
     let body = prefill_body(&call.body, limit);
-    let mut headers = call.head.headers.clone();
-    if let Ok(id) = call.request_id.parse() {
-        headers.insert(REQUEST_ID_HEADER.clone(), id);
-    }
     let whole = pin!(async {
-        let sent = send(app, call, choice, call.row.path, &headers, body).await;
+        let sent = send(app, call, choice, call.row.path, &call.head.headers, body).await;
         let response = sent.map_err(|failed| Failed {
             message: format!("prefill at worker {id}: {}", failed.message),
             ..failed
@@ -319,6 +315,12 @@ async fn send(
         Some(rest) => Outgoing::Right(Forwarded::new(body, Arc::clone(rest))),
     };
     let mut request = upstream_request(&call.row.verb.method(), target, &headers, rank, body);
+    // The id that the client is told: its own if that is usable.
+    if head.caller.client().is_none()
+        && let Ok(id) = HeaderValue::try_from(request_id)
+    {
+        request.headers_mut().insert(REQUEST_ID_HEADER.clone(), id);
+    }
     // The key of a client with one of our keys is not meant for the engine.
     if head.caller.key().is_some()
         && let Some(key) = app.upstream.authorization(&engine.spec)
