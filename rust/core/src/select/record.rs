@@ -24,7 +24,7 @@ named! {
         Running = "running",
         /// Its answer is complete.
         Complete = "complete",
-        /// It ended before its first token.
+        /// It ended before its first token, or with the engine's error.
         Failed = "failed",
         /// Its answer was interrupted.
         Broken = "broken",

@@ -147,6 +147,11 @@ impl Delivery {
         }
     }
 
+    /// The answer is the engine's error.
+    fn failed(&self) {
+        self.booking.ended(Outcome::Failed);
+    }
+
     /// The worker interrupted the answer.
     pub fn broken(&self, why: &str, is_engine_at_fault: bool) {
         self.booking.ended(Outcome::Broken);
@@ -186,6 +191,7 @@ struct Relay {
     upstream: Incoming,
     /// Chunk that was awaited before the response head was forwarded.
     first: Option<Bytes>,
+    is_success: bool,
     is_event_stream: bool,
     form: Form,
     scanner: UsageScanner,
@@ -215,6 +221,7 @@ pub(super) fn relay(mut delivery: Delivery, row: &Row, opened: Opened) -> Respon
         delivery,
         upstream,
         first,
+        is_success: status.is_success(),
         is_event_stream,
         form: row.form,
         scanner: UsageScanner::of(row),
@@ -264,6 +271,9 @@ impl Relay {
 
     fn finish(&mut self) {
         self.end = End::Complete;
+        if !self.is_success {
+            return self.delivery.failed();
+        }
         let is_silent = |told: &ToldIds| told.is_hiding() && told.has_choices && !told.has_told;
         if self.told.as_ref().is_some_and(is_silent) {
             self.delivery.untold("absent", "its answer has no ids");

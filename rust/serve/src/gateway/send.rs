@@ -133,7 +133,7 @@ async fn respond(
             in_flight.answered(prompt.isl_tokens.saturating_sub(cached_tokens));
             plan.count(app, &choice.selection);
         }
-        let expected = match is_evidence {
+        let expected = match is_evidence && opened.is_success() {
             true => Expectation::of(app, &plan, choice.selection),
             false => None,
         };

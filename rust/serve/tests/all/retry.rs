@@ -87,6 +87,20 @@ async fn a_wrong_request_is_sent_once() {
 }
 
 #[tokio::test]
+async fn an_engine_s_error_is_told_as_a_failure() {
+    let stage = Stage::new(|_| ());
+    let engine = stage.engine().await;
+    for (status, outcome) in [(200, "complete"), (400, "failed"), (500, "failed")] {
+        engine.answers(status, json!({ "choices": [] }));
+        let id = format!("of-{status}");
+        let answer = stage.ask_with(&[("x-request-id", id.as_str())], &prompt(0..40)).await;
+        assert_eq!(answer.status, status);
+        let told = stage.get(&format!("/why/{id}")).await;
+        assert_eq!(told["decisions"][0]["outcome"], outcome, "{told}");
+    }
+}
+
+#[tokio::test]
 async fn silence_before_the_first_byte_is_a_failed_attempt() {
     let stage = Stage::new(|options| options.own.first_byte_timeout = Duration::from_secs(600));
     let mut hangs = stage.engine().await.by_hand();
