@@ -141,6 +141,7 @@ impl IndexerApp {
             .route("/peers", get(peers))
             .route("/digest", get(digest))
             .route("/health", get(async || StatusCode::OK))
+            .route("/live", get(async || StatusCode::OK))
             .route(
                 "/metrics",
                 get(async |State(app): State<Arc<App>>| {

@@ -129,6 +129,7 @@ fn routes(app: &Arc<App>) -> KvResult<Router> {
         .route("/explain", post(explain))
         .route("/why/{request_id}", get(why))
         .route("/health", get(tell_health))
+        .route("/live", get(async || StatusCode::OK))
         .route("/ready", get(ready))
         .route("/metrics", get(metrics));
     let mut router = openapi::complete(routes, openapi::ROUTER).with_state(Arc::clone(app));

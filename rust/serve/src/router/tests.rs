@@ -4,9 +4,11 @@
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use axum::body::to_bytes;
+use axum::body::{Body, to_bytes};
 use axum::extract::State;
-use axum::http::StatusCode;
+use axum::http::{Request, StatusCode};
+use hyper::service::Service;
+use hyper_util::service::TowerToHyperService;
 use kvflash_core::catalog::Catalog;
 use kvflash_core::clock::ManualClock;
 use kvflash_core::fleet::WorkerState;
@@ -62,6 +64,15 @@ fn scrapes_at_once_tell_of_every_worker() {
     for scrape in scrapes {
         runtime.block_on(scrape).unwrap();
     }
+}
+
+#[tokio::test]
+async fn it_is_live_without_workers() {
+    let (catalog, clock) = (Arc::new(Catalog::default()), Arc::new(ManualClock::default()));
+    let router = RouterApp::new(RouterOptions::default(), catalog, clock).unwrap().router();
+    let request = Request::get("/live").body(Body::empty()).unwrap();
+    let answer = TowerToHyperService::new(router).call(request).await.unwrap();
+    assert_eq!(answer.status(), StatusCode::OK);
 }
 
 #[test]
