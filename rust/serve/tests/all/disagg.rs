@@ -96,6 +96,18 @@ async fn where_it_is_enforced_nobody_decodes_alone() {
 }
 
 #[tokio::test]
+async fn a_response_is_kept_where_it_is_decoded() {
+    let stage = Stage::new(|_| ());
+    let (decode, prefill) = (stage.engine().await, prefiller(&stage).await);
+    let body = json!({ "model": "m", "input": "hello", "store": true, "background": true });
+    assert_eq!(stage.post("/v1/responses", &body).await.status, 200);
+    let (copy, request) = (prefill.bodies().remove(0), decode.bodies().remove(0));
+    assert_eq!((&copy["store"], copy.get("background")), (&json!(false), None));
+    assert_eq!((&copy["max_output_tokens"], &copy["stream"]), (&json!(1), &json!(false)));
+    assert_eq!((&request["store"], &request["background"]), (&json!(true), &json!(true)));
+}
+
+#[tokio::test]
 async fn a_response_that_continues_none_is_prefilled_elsewhere() {
     let stage = Stage::new(|_| ());
     let (_decode, prefill) = (stage.engine().await, prefiller(&stage).await);

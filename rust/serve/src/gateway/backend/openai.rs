@@ -210,8 +210,7 @@ pub(super) async fn prefill(
 ) -> Result<rmpv::Value, Failed> {
     let id = choice.engine.id;
     let call = &plan.call;
-    let limit = call.api().output_limit().unwrap_or("max_tokens");
-    let body = prefill_body(&call.body, limit);
+    let body = prefill_body(&call.body, call.api());
     let whole = pin!(async {
         let sent = send(app, call, choice, call.row.path, &call.head.headers, body).await;
         let response = sent.map_err(|failed| Failed {
@@ -347,9 +346,10 @@ async fn within<T>(
     })
 }
 
-/// The prefill copy of a body: one token, set in the field `limit`, not streamed, with its cache
-/// kept for another engine.
-pub(crate) fn prefill_body(body: &Body, limit: &str) -> Bytes {
+/// The prefill copy of a body: one token, not streamed, with its cache kept for another engine. Of
+/// Responses it is waited for, and the prefill worker does not keep it.
+pub(crate) fn prefill_body(body: &Body, api: Api) -> Bytes {
+    let limit = api.output_limit().unwrap_or("max_tokens");
     let params = json!({
         "do_remote_decode": true,
         "do_remote_prefill": false,
@@ -359,14 +359,18 @@ pub(crate) fn prefill_body(body: &Body, limit: &str) -> Bytes {
         "remote_port": null,
     });
     let one = || Some(json!(1));
-    body.with(&[
+    let mut changes = vec![
         ("stream_options", None),
         ("min_tokens", None),
         ("max_completion_tokens", one().filter(|_| body.has("max_completion_tokens"))),
         (limit, one()),
         ("stream", Some(json!(false))),
         (PARAMS, Some(params)),
-    ])
+    ];
+    if api == Api::Responses {
+        changes.extend([("store", Some(json!(false))), ("background", None)]);
+    }
+    body.with(&changes)
 }
 
 /// Additions to the decode copy of a body: the result of the prefill.
@@ -389,7 +393,7 @@ mod tests {
         let body =
             br#"{"model":"m","stream":true,"stream_options":{},"max_completion_tokens":9,"x":[1]}"#;
         let body = Body::parse(Bytes::from_static(body)).unwrap();
-        let prefill: Value = serde_json::from_slice(&prefill_body(&body, "max_tokens")).unwrap();
+        let prefill: Value = serde_json::from_slice(&prefill_body(&body, Api::Chat)).unwrap();
         assert_eq!(
             (&prefill["max_tokens"], &prefill["max_completion_tokens"]),
             (&json!(1), &json!(1))

@@ -207,9 +207,8 @@ fn stop_conditions(generation: &Generation, is_prefill: bool) -> Value {
 }
 
 fn text_body(plan: &Plan, is_prefill: bool) -> Result<Value, String> {
-    let body = &plan.call.body;
-    let bytes =
-        if is_prefill { openai::prefill_body(body, "max_tokens") } else { body.bytes().clone() };
+    let (body, api) = (&plan.call.body, plan.call.api());
+    let bytes = if is_prefill { openai::prefill_body(body, api) } else { body.bytes().clone() };
     serde_json::from_slice(&bytes).map_err(|error| error.to_string())
 }
 
