@@ -90,7 +90,10 @@ async fn where_it_is_enforced_nobody_decodes_alone() {
     assert_eq!(stage.ask(&query).await.status, 200);
     assert_eq!(stage.post("/explain", &body()).await.status, 200);
     prefill.answers(500, json!({ "error": "no blocks" }));
-    assert!(stage.ask(&body()).await.status >= 500);
+    assert_eq!(stage.ask(&body()).await.status, 502);
+    prefill.answers(503, json!({ "error": "busy" }));
+    let busy = stage.ask(&body()).await;
+    assert_eq!((busy.status, busy.header("retry-after")), (503, Some("1")), "{}", busy.text());
     assert_eq!(decode.count(), 1);
     stage.until_idle().await;
 }

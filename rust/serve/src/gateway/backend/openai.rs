@@ -236,6 +236,9 @@ pub(super) async fn prefill(
             return Err(Failed { param: param(&body), is_final: true, ..failed });
         }
         let message = format!("worker {id} answered its prefill with {status}: {text}");
+        if status == StatusCode::SERVICE_UNAVAILABLE {
+            return Err(Failed::new("unavailable", message, status));
+        }
         return Err(Failed::new("prefill_status", message, StatusCode::BAD_GATEWAY));
     }
     choice.booking.first_token();
