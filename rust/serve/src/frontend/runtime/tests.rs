@@ -1,27 +1,31 @@
-//! Workers of discovery as the frontend takes them, without a network.
+//! Workers of discovery as the frontend takes them, and what stands in for them in this process.
 #![allow(clippy::unwrap_used)]
 
 use std::sync::{Arc, mpsc};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use axum::body::to_bytes;
 use axum::extract::State;
 use axum::http::{HeaderMap, Uri};
+use bytes::BytesMut;
 use kvflash_core::catalog::{Catalog, Command};
 use kvflash_core::clock::ManualClock;
 use kvflash_core::error::{Error, Result};
 use kvflash_core::select::Overlap;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpListener;
 use tokio::runtime::{Builder, Runtime};
 
+use super::frames::{self, Kind};
 use crate::frontend::engine::EngineNotes;
 use crate::frontend::engine_spec::EngineSpec;
 use crate::frontend::{FrontendApp, FrontendOptions, admin};
 use crate::gateway::api::Row;
 use crate::gateway::call::Head;
 use crate::gateway::send::forward;
-use crate::metrics::CauseLabel;
+use crate::metrics::{CauseLabel, OutcomeLabel};
 use crate::{Caller, FrontendSettings, RemoteIndexerOptions, Shutdown};
 
 /// A frontend, the catalog that it subscribes with, and the runtime that its tasks need.
@@ -243,6 +247,82 @@ fn a_request_that_gets_no_core_to_be_tokenized_is_counted() {
     drop(held);
     for job in jobs {
         frontend.runtime.block_on(job).unwrap().unwrap();
+    }
+}
+
+/// A worker on this machine, which answers requests with these frames in order; its address.
+fn fake_worker(runtime: &Runtime, answers: Vec<Vec<(Kind, Vec<u8>)>>) -> String {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    runtime.spawn(async move {
+        let listener = TcpListener::from_std(listener).unwrap();
+        let (mut answers, mut open) = (answers.into_iter(), Vec::new());
+        while let Ok((mut stream, _)) = listener.accept().await {
+            let mut received = BytesMut::new();
+            let frame = loop {
+                if let Some(frame) = frames::take(&mut received).unwrap() {
+                    break frame;
+                }
+                assert_ne!(stream.read_buf(&mut received).await.unwrap(), 0);
+            };
+            let answer = match frame.kind {
+                Kind::Ping => vec![(Kind::Pong, Vec::new())],
+                _ => answers.next().unwrap(),
+            };
+            for (kind, payload) in answer {
+                stream.write_all(&frames::encode(kind, &payload).unwrap()).await.unwrap();
+            }
+            open.push(stream);
+        }
+    });
+    address
+}
+
+/// A prefill that runs beside its decode has one outcome.
+#[test]
+fn a_prefill_beside_its_decode_is_counted_once() {
+    let text = || vec![(Kind::Data, rmp_serde::to_vec("a").unwrap()), (Kind::End, Vec::new())];
+    let error = rmp_serde::to_vec_named(&json!({ "code": "internal", "message": "no" })).unwrap();
+    for (prefill, decode, expected) in [
+        (text(), vec![text()], [1, 0, 0]),
+        // The first attempt to decode waits for a prefill that fails.
+        (vec![(Kind::Error, error)], vec![Vec::new(), text()], [0, 1, 1]),
+    ] {
+        let frontend = Frontend::new(FrontendOptions::default());
+        let put = |id: u64, answers, model_type: &str| {
+            let address = fake_worker(&frontend.runtime, answers);
+            let _guard = frontend.runtime.enter();
+            let worker = json!({
+                "id": id, "plane": {"kind": "tcp", "address": address}, "endpoint": "n/c/e",
+                "card": {
+                    "model_name": "m", "model_input": "text", "model_type": [model_type],
+                    "bootstrap": {"host": "127.0.0.1", "port": 9},
+                },
+            });
+            frontend.app.put_worker(&worker.to_string()).unwrap();
+        };
+        put(7, decode, "completions");
+        put(8, vec![prefill], "prefill");
+        let app = &frontend.app.app;
+        let row = Row::of("/v1/completions").unwrap();
+        let (uri, headers) = (Uri::from_static(row.path), HeaderMap::new());
+        let head = Head { uri, headers, address: None, caller: Caller::default() };
+        let body = json!({ "model": "m", "prompt": "hello" }).to_string();
+        let counted = frontend.runtime.block_on(async {
+            let answer = forward(Arc::clone(app), row, head, body.into()).await;
+            assert_eq!(answer.status().as_u16(), 200);
+            to_bytes(answer.into_body(), usize::MAX).await.unwrap();
+            let count =
+                |outcome| app.metrics.prefills.get_or_create(&OutcomeLabel { outcome }).get();
+            let counts = || ["handed_off", "failed", "fallback"].map(count);
+            let end = Instant::now() + Duration::from_secs(30);
+            while counts() != expected && Instant::now() < end {
+                tokio::task::yield_now().await;
+            }
+            counts()
+        });
+        assert_eq!(counted, expected);
     }
 }
 

@@ -287,7 +287,10 @@ impl Prefill {
             let engine = Arc::clone(&choice.engine);
             match begin(app, &tries.plan, choice).await {
                 Ok(handoff) => {
-                    count(app, "handed_off");
+                    // One that runs beside its decode counts at its end.
+                    if matches!(handoff, Handoff::Done { .. }) {
+                        count(app, "handed_off");
+                    }
                     return Ok(handoff);
                 }
                 Err(failed) => {
@@ -351,13 +354,14 @@ async fn begin(app: &Arc<App>, plan: &Arc<Plan>, choice: Choice) -> Result<Hando
         let outcome = async {
             plane.begin_prefill(&app, &plan, &choice, Some(&beside)).await?.drain(&app).await
         };
-        if let Err(error) = kept_alive(&choice.booking, outcome).await {
-            count(&app, "failed");
-            app.attempt_failed(&error, &choice.engine, "the prefill failed while its decode ran");
-            // No receiver is left once the decode is complete, and then it is not needed.
-            let why = format!("prefill at worker {worker} failed: {}", error.message);
-            let _ = tell.send(Some(why));
-        }
+        let Err(error) = kept_alive(&choice.booking, outcome).await else {
+            return count(&app, "handed_off");
+        };
+        count(&app, "failed");
+        app.attempt_failed(&error, &choice.engine, "the prefill failed while its decode ran");
+        // No receiver is left once the decode is complete, and then it is not needed.
+        let why = format!("prefill at worker {worker} failed: {}", error.message);
+        let _ = tell.send(Some(why));
     });
     let pending = Pending::new(task, failed);
     Ok(Handoff::Beside { worker, info, pending })
