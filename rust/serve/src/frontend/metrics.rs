@@ -73,6 +73,9 @@ metrics! {
         pub queue_seconds: Histogram = "queue_wait_seconds",
             "Time that requests took to get a worker, refused ones included (--router-queue-threshold)",
             seconds_histogram();
+        pub prefill_queue_seconds: Histogram = "prefill_queue_wait_seconds",
+            "Time that requests took to get a prefill worker, refused ones included",
+            seconds_histogram();
         pub dropped: Family<KindLabel, Counter> = "dropped_fields",
             "Fields and headers that control an engine, removed from requests of clients with keys, by kind";
         pub load_expired: Counter = "load_expired",

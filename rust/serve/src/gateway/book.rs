@@ -259,7 +259,10 @@ impl Tries {
         let isl_tokens = request.prompt.isl_tokens;
         let outcome =
             queue::pass(line, &request.wish, isl_tokens, cached_tokens, is_open, book).await;
-        self.app.metrics.queue_seconds.observe(began.elapsed().as_secs_f64());
+        let metrics = &self.app.metrics;
+        let waits =
+            if pool.prefills() { &metrics.prefill_queue_seconds } else { &metrics.queue_seconds };
+        waits.observe(began.elapsed().as_secs_f64());
         outcome
     }
 

@@ -1,7 +1,11 @@
 //! One engine prefills, another one decodes.
 
+use std::time::Duration;
+
 use axum::http::Method;
+use kvflash_core::fair::LineOrder;
 use kvflash_core::policy::Policy;
+use kvflash_core::select::{QueueOptions, QueueThreshold};
 use kvflash_serve::frontend::EnforceDisagg;
 use serde_json::{Value, json};
 
@@ -96,6 +100,20 @@ async fn where_it_is_enforced_nobody_decodes_alone() {
     assert_eq!((busy.status, busy.header("retry-after")), (503, Some("1")), "{}", busy.text());
     assert_eq!(decode.count(), 1);
     stage.until_idle().await;
+}
+
+#[tokio::test]
+async fn waits_for_a_prefill_worker_are_counted_apart() {
+    let stage = Stage::new(|options| {
+        let threshold = QueueThreshold { batches: 1.0, batched_tokens: 1_000 };
+        let (order, limit, max_wait) = (LineOrder::Fcfs, 10, Duration::from_secs(60));
+        options.routing.queue = Some(QueueOptions { threshold, order, limit, max_wait });
+    });
+    let (_decode, _prefill) = (stage.engine().await, prefiller(&stage).await);
+    assert_eq!(stage.ask(&body()).await.status, 200);
+    for name in ["queue_wait_seconds_count", "prefill_queue_wait_seconds_count"] {
+        assert_eq!(stage.metric(name).await, 1.0, "{name}");
+    }
 }
 
 #[tokio::test]
