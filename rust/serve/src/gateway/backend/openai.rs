@@ -317,7 +317,7 @@ async fn send(
         Some(rest) => Outgoing::Right(Forwarded::new(body, Arc::clone(rest))),
     };
     let mut request = upstream_request(&call.row.verb.method(), target, &headers, rank, body);
-    // The id that the client is told: its own if that is usable.
+    // The id in the client's answer, which is the client's own if that is usable.
     if head.caller.client().is_none()
         && let Ok(id) = HeaderValue::try_from(request_id)
     {
