@@ -23,7 +23,10 @@ use super::error::{Fault, Raised};
 #[pyo3(signature = (level="info", *, json=false))]
 pub(super) fn init_logging(level: &str, json: bool) -> Raised<bool> {
     let directives = match level {
-        "error" | "warn" | "info" | "debug" | "trace" => format!("warn,kvflash={level}"),
+        // `_core` is this crate's name: Python imports it by that.
+        "error" | "warn" | "info" | "debug" | "trace" => {
+            format!("warn,kvflash={level},_core={level}")
+        }
         other => {
             return Err(Fault::from(Error::Config(format!(
                 "level must be error, warn, info, debug or trace, got {other:?}"

@@ -209,3 +209,13 @@ def test_calls_without_http_say_the_same(http):
         router.add_worker({"worker_id": 1, "model_name": "m"})
         with pytest.raises(InvalidArgumentError, match="user may have at most 256 bytes"):
             router.call("POST", "/select", {"isl_tokens": 9, "user": "u" * 300})
+
+
+def test_the_settings_are_in_a_line_at_the_start(run):
+    flags = ("--router-mode", "prefix-cache", "--host", "127.0.0.1", "--port", "0")
+    process = run("kvflash.router", *flags, "--admin-port", "0")
+    process.ready()
+    process.close()
+    said = "".join(process.errors)
+    assert 'INFO routing policy policy="prefix-cache" profile=document' in said, said
+    assert "INFO the admin side is served here address=127.0.0.1:" in said, said
