@@ -210,6 +210,15 @@ def test_a_port_in_use_is_refused_by_name(run, embedded):
     process.close()
     assert port in "".join(process.errors)
     assert "--port" in "".join(process.errors)
+def test_an_engine_without_an_event_socket_is_followed_with_a_warning(run):
+    broker = "http://127.0.0.1:8,events=nats://s/6/0"
+    engines = ("--worker", "http://127.0.0.1:9", "--worker", broker)
+    process = run("kvflash.indexer", "--port", "0", "--model-name", "m", *engines)
+    process.ready()
+    process.close()
+    first, second = [line for line in process.errors if "this worker is not followed" in line]
+    assert "add events=tcp://HOST:PORT" in first and "http://127.0.0.1:9" in first, first
+    assert "--event-plane zmq" in second and "worker=2" in second, second
 
 
 def test_an_indexer_is_ready_with_its_initial_workers(run):

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use kvflash_core::catalog::{Catalog, ModelKey, Source};
 use kvflash_core::error::Result;
-use kvflash_core::fleet::{Card, Change, Hearing, Roster};
+use kvflash_core::fleet::{Card, Change, Hearing, Roster, broker_path};
 use kvflash_core::ids::InstanceId;
 use parking_lot::Mutex;
 
@@ -59,6 +59,23 @@ impl FoundWorkers {
             PREFILL_TENANT.clone_into(&mut card.key.tenant_id);
         }
         let (ranks, events) = (spec.dp_size, spec.event_specs());
+        let url = &spec.url;
+        match &spec.events {
+            None => tracing::warn!(
+                worker = id,
+                url,
+                "this worker is not followed, because an indexer hears only event sockets: add \
+                 events=tcp://HOST:PORT to its --worker (of an SGLang engine, too: only a frontend asks it)"
+            ),
+            Some(events) if broker_path(events).is_some() => tracing::warn!(
+                worker = id,
+                url,
+                events,
+                "this worker is not followed, because an indexer reads no events over a broker: start it with \
+                 --event-plane zmq and give events=tcp://HOST:PORT"
+            ),
+            Some(_) => {}
+        }
         self.join(&mut tables, Change::Joined { id, ranks, events, registrant: None }, card)?;
         Ok(id)
     }
