@@ -81,6 +81,20 @@ def test_an_endpoint_that_is_none_is_400_and_named(http, model, field, endpoint)
     assert endpoint in error
 
 
+@pytest.mark.parametrize(
+    "endpoint",
+    ["tcp://a b:5", "tcp://h:1,tcp://h:2", "tcp://h\n:5", "tcp://é:5", f"tcp://{'a' * 5000}:5"],
+)
+@pytest.mark.parametrize("field", ["endpoint", "replay_endpoint"])
+def test_an_endpoint_that_no_socket_can_dial_is_400_and_not_quoted_whole(
+    http, model, field, endpoint
+):
+    body = {**REQUIRED["/register"], "model_name": model, field: endpoint}
+    error = http.post("/register", body, expect=400)["error"]
+    assert error.startswith(f"{field} must be tcp://host:port with ")
+    assert len(error) < 300
+
+
 def test_an_empty_model_name_is_400(http):
     body = {**REQUIRED["/register"], "model_name": ""}
     assert "model_name" in http.post("/register", body, expect=400)["error"]

@@ -6,6 +6,10 @@ use crate::error::{Error, Result};
 
 /// Longest name of a model or tenant, in bytes.
 pub const MAX_NAME_BYTES: usize = 1_024;
+/// Longest host of an endpoint, in bytes: that of a name in DNS.
+const MAX_HOST_BYTES: usize = 255;
+/// A refused endpoint is quoted up to this length, in characters.
+const MAX_QUOTED_CHARS: usize = 80;
 
 /// Checks the names of a model and its tenant.
 ///
@@ -60,7 +64,8 @@ pub(super) fn check_facts(facts: &EngineFacts, block_size: Option<u32>) -> Resul
 
 fn no_socket(field: &str, endpoint: &str) -> Error {
     Error::invalid(format!(
-        "{field} must be tcp://host:port, ipc://path or inproc://name, got {endpoint:?}"
+        "{field} must be tcp://host:port, ipc://path or inproc://name, got {}",
+        quoted(endpoint)
     ))
 }
 
@@ -70,14 +75,51 @@ fn no_socket(field: &str, endpoint: &str) -> Error {
 /// # Errors
 /// `InvalidArgument`: names the field and says what is legal.
 pub(super) fn check_endpoint(field: &str, endpoint: &str) -> Result<()> {
-    let legal = match endpoint.split_once("://") {
-        Some(("tcp", address)) => address.rsplit_once(':').is_some_and(|(host, port)| {
-            !host.is_empty() && (port == "*" || port.parse::<u16>().is_ok())
-        }),
-        Some(("ipc" | "inproc" | "nats" | "jetstream", path)) => !path.is_empty(),
-        _ => false,
-    };
-    if legal { Ok(()) } else { Err(no_socket(field, endpoint)) }
+    let got = || quoted(endpoint);
+    match endpoint.split_once("://") {
+        Some(("tcp", address)) => {
+            let Some((host, port)) = address.rsplit_once(':').filter(|(host, _)| !host.is_empty())
+            else {
+                return Err(no_socket(field, endpoint));
+            };
+            if !host.bytes().all(|byte| byte.is_ascii_graphic() && byte != b',') {
+                return Err(Error::invalid(format!(
+                    "{field} must be tcp://host:port with one host, of ASCII characters without spaces and \
+                     commas, got {}",
+                    got()
+                )));
+            }
+            if host.len() > MAX_HOST_BYTES {
+                return Err(Error::invalid(format!(
+                    "{field} must be tcp://host:port with a host of at most {MAX_HOST_BYTES} bytes, got {} bytes: \
+                     {}",
+                    host.len(),
+                    got()
+                )));
+            }
+            if port != "*" && port.parse::<u16>().is_err() {
+                return Err(Error::invalid(format!(
+                    "{field} must be tcp://host:port with a port in 0..=65535, got {}",
+                    got()
+                )));
+            }
+            Ok(())
+        }
+        Some(("ipc" | "inproc" | "nats" | "jetstream", path))
+            if !path.is_empty() && !path.contains(char::is_control) =>
+        {
+            Ok(())
+        }
+        _ => Err(no_socket(field, endpoint)),
+    }
+}
+
+/// A client's text as quoted in a refusal.
+fn quoted(text: &str) -> String {
+    match text.char_indices().nth(MAX_QUOTED_CHARS) {
+        None => format!("{text:?}"),
+        Some((at, _)) => format!("{:?}... ({} bytes)", &text[..at], text.len()),
+    }
 }
 
 #[cfg(test)]
@@ -110,5 +152,23 @@ mod tests {
             let error = check_endpoint("endpoint", bad).unwrap_err().to_string();
             assert!(error.starts_with("endpoint must be"), "{error}");
         }
+        for (bad, wanted) in [
+            ("tcp://a b:5", r#"without spaces and commas, got "tcp://a b:5""#),
+            ("tcp://h:1,tcp://h:2", r#"with one host, of ASCII"#),
+            ("tcp://h:1 2=tcp://h:2", r#"with one host, of ASCII"#),
+            ("tcp://h\n:5", r#"got "tcp://h\n:5""#),
+            ("tcp://é:5", r#"got "tcp://é:5""#),
+            ("ipc:///tmp/a\n", r#"got "ipc:///tmp/a\n""#),
+            ("tcp://h:70000", r#"with a port in 0..=65535, got "tcp://h:70000""#),
+            ("tcp://h:", r#"with a port in 0..=65535, got "tcp://h:""#),
+        ] {
+            let error = check_endpoint("endpoint", bad).unwrap_err().to_string();
+            assert!(error.starts_with("endpoint must be") && error.contains(wanted), "{error}");
+        }
+        let host = |bytes| format!("tcp://{}:5", "a".repeat(bytes));
+        assert_eq!(check_endpoint("endpoint", &host(MAX_HOST_BYTES)), Ok(()));
+        let error = check_endpoint("endpoint", &host(5_000)).unwrap_err().to_string();
+        assert!(error.contains("at most 255 bytes, got 5000 bytes: \"tcp://aaa"), "{error}");
+        assert!(error.len() < 250, "{error}");
     }
 }
