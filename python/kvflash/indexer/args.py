@@ -57,6 +57,8 @@ class IndexerArgs(Args, FleetFlags):
                 one.check(one.flags[0], getattr(self, one.dest))
         if not self.model_name:
             raise ConfigError("--model-name must not be empty")
+        if not self.tenant_id:
+            raise ConfigError("--tenant-id must not be empty: leave it out for 'default'")
         if self.workers and self.block_size is None:
             raise ConfigError("--block-size is required with --workers")
         seen = set()

@@ -96,6 +96,10 @@ def test_engines_of_flags_are_followed(service, client, engine):
     assert query(http, "m", IDS[:SIZE])["scores"] == {"1": {"0": SIZE}}
     with pytest.raises(ConfigError, match="--worker 'http://h:1,id=x'"):
         IndexerService(**LOCAL, engines=("http://h:1,id=x",))
+    with pytest.raises(ConfigError, match="--tenant-id must not be empty"):
+        IndexerService(**LOCAL, tenant_id="")
+
+
 
 
 @pytest.fixture

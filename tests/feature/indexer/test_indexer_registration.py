@@ -95,6 +95,11 @@ def test_an_endpoint_that_no_socket_can_dial_is_400_and_not_quoted_whole(
     assert len(error) < 300
 
 
+def test_an_empty_tenant_is_400(http):
+    body = {**REQUIRED["/register"], "tenant_id": ""}
+    assert "tenant_id must not be empty" in http.post("/register", body, expect=400)["error"]
+
+
 def test_an_empty_model_name_is_400(http):
     body = {**REQUIRED["/register"], "model_name": ""}
     assert "model_name" in http.post("/register", body, expect=400)["error"]

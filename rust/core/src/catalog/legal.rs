@@ -19,6 +19,9 @@ pub(super) fn check_names(key: &ModelKey) -> Result<()> {
     if key.model_name.is_empty() {
         return Err(Error::invalid("model_name must not be empty"));
     }
+    if key.tenant_id.is_empty() {
+        return Err(Error::invalid("tenant_id must not be empty: leave it out for \"default\""));
+    }
     for (field, name) in [("model_name", &key.model_name), ("tenant_id", &key.tenant_id)] {
         if name.len() > MAX_NAME_BYTES {
             return Err(Error::invalid(format!(
@@ -170,5 +173,18 @@ mod tests {
         let error = check_endpoint("endpoint", &host(5_000)).unwrap_err().to_string();
         assert!(error.contains("at most 255 bytes, got 5000 bytes: \"tcp://aaa"), "{error}");
         assert!(error.len() < 250, "{error}");
+    }
+
+    #[test]
+    fn a_model_and_its_tenant_have_a_name() {
+        let key = |model: &str, tenant: &str| ModelKey {
+            model_name: model.into(),
+            tenant_id: tenant.into(),
+        };
+        assert_eq!(check_names(&key("m", "default")), Ok(()));
+        for (key, wanted) in [(key("", "t"), "model_name"), (key("m", ""), "tenant_id")] {
+            let error = check_names(&key).unwrap_err().to_string();
+            assert!(error.starts_with(&format!("{wanted} must not be empty")), "{error}");
+        }
     }
 }
