@@ -100,6 +100,15 @@ def test_an_empty_tenant_is_400(http):
     assert "tenant_id must not be empty" in http.post("/register", body, expect=400)["error"]
 
 
+def test_null_is_an_absent_field_in_every_request(http, engine, model):
+    absent = {"tenant_id": None, "dp_rank": None}
+    register(http, engine(replay=False), model, **absent)
+    [entry] = http.get("/workers")
+    assert (entry["tenant_id"], list(entry["endpoints"])) == ("default", ["0"])
+    assert query(http, model, tenant_id=None)["scores"] == {"1": {"0": 0}}
+    http.post("/unregister", {"instance_id": 1, "model_name": model, **absent})
+
+
 def test_an_empty_model_name_is_400(http):
     body = {**REQUIRED["/register"], "model_name": ""}
     assert "model_name" in http.post("/register", body, expect=400)["error"]

@@ -159,6 +159,16 @@ pub(crate) fn default_tenant() -> String {
     "default".to_owned()
 }
 
+/// A tenant that may be null, which is the default one.
+fn tenant<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
+    Option::deserialize(deserializer).map(|tenant| tenant.unwrap_or_else(default_tenant))
+}
+
+/// A rank that may be null, which is rank 0.
+fn rank<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u32, D::Error> {
+    Option::deserialize(deserializer).map(Option::unwrap_or_default)
+}
+
 /// POST /register
 #[derive(Debug, Clone, Deserialize, Serialize)]
 pub(super) struct Register {
@@ -166,9 +176,9 @@ pub(super) struct Register {
     pub endpoint: String,
     pub model_name: String,
     pub block_size: u32,
-    #[serde(default = "default_tenant")]
+    #[serde(default = "default_tenant", deserialize_with = "tenant")]
     pub tenant_id: String,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "rank")]
     pub dp_rank: u32,
     pub replay_endpoint: Option<String>,
     pub capacity_blocks: Option<u64>,
@@ -203,7 +213,7 @@ impl Unregister {
 pub(super) struct Query {
     pub token_ids: TokenIds,
     pub model_name: String,
-    #[serde(default = "default_tenant")]
+    #[serde(default = "default_tenant", deserialize_with = "tenant")]
     pub tenant_id: String,
     pub lora_name: Option<String>,
     pub lora_path: Option<String>,
@@ -249,7 +259,7 @@ impl Query {
 pub(super) struct QueryByHash {
     pub block_hashes: BlockHashes,
     pub model_name: String,
-    #[serde(default = "default_tenant")]
+    #[serde(default = "default_tenant", deserialize_with = "tenant")]
     pub tenant_id: String,
     /// Salted hashes already include their salt and the tenant's, so this field has no effect.
     #[serde(rename = "cache_salt")]
@@ -266,7 +276,7 @@ pub(super) struct PeerUrl {
 #[derive(Debug, Deserialize)]
 pub(super) struct Listener {
     pub instance_id: u64,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "rank")]
     pub dp_rank: u32,
 }
 
@@ -287,6 +297,20 @@ mod tests {
             assert!(wanted.iter().all(|part| error.contains(part)), "{json}: {error}");
         }
         assert_eq!(serde_json::from_str::<TokenIds>("[0,4294967295]").unwrap().0, [0, u32::MAX]);
+    }
+
+    #[test]
+    fn null_is_an_absent_field() {
+        let register = r#"{"instance_id": 1, "endpoint": "tcp://h:1", "model_name": "m",
+            "block_size": 16, "tenant_id": null, "dp_rank": null}"#;
+        let parsed: Register = serde_json::from_str(register).unwrap();
+        assert_eq!((parsed.tenant_id.as_str(), parsed.dp_rank), ("default", 0));
+        let query = r#"{"token_ids": [], "model_name": "m", "tenant_id": null, "mm": null}"#;
+        let parsed: Query = serde_json::from_str(query).unwrap();
+        assert_eq!(parsed.tenant_id, "default");
+        let query = r#"{"block_hashes": [], "model_name": "m", "tenant_id": null}"#;
+        let parsed: QueryByHash = serde_json::from_str(query).unwrap();
+        assert_eq!(parsed.tenant_id, "default");
     }
 
     #[test]
