@@ -25,6 +25,8 @@ use crate::stream::{Step, Stream};
 
 /// Maximum ranks per socket; batches of further ones count as malformed.
 const MAX_RANKS: usize = 1_024;
+/// Begins the last error that a replay left.
+const REPLAY_FAILED: &str = "replay failed: ";
 
 struct State {
     stream: Stream,
@@ -529,7 +531,9 @@ impl Feed for Publisher {
         let mut state = self.state.lock();
         state.standing.seen.is_replaying = false;
         if let Some(why) = failure {
-            state.last_error = Some(format!("replay failed: {why}"));
+            state.last_error = Some(format!("{REPLAY_FAILED}{why}"));
+        } else if state.last_error.as_ref().is_some_and(|error| error.starts_with(REPLAY_FAILED)) {
+            state.last_error = None;
         }
         if is_empty {
             // Everything was requested: the engine has published nothing yet.

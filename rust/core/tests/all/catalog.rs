@@ -49,6 +49,21 @@ fn hold(publisher: &Publisher, worker: Worker, names: std::ops::Range<u64>) {
     publisher.model.index.store(worker, Tier::Device, None, DEFAULT_SEED, &blocks);
 }
 
+#[test]
+fn a_replay_that_succeeds_ends_the_error_of_one_that_failed() {
+    let catalog = Catalog::default();
+    let publisher = register(&catalog, 1, 0);
+    let replay = |failure| {
+        publisher.replay_started();
+        publisher.replay_ended(failure, false);
+        publisher.view().last_error
+    };
+    assert_eq!(replay(Some("no answer")).as_deref(), Some("replay failed: no answer"));
+    assert_eq!(replay(None), None);
+    publisher.set_status(ListenerStatus::Pending, Some("no route".to_owned()));
+    assert_eq!(replay(None).as_deref(), Some("no route"), "the socket's own error stays");
+}
+
 fn binary(catalog: &Catalog) -> Vec<u8> {
     let mut bytes = MAGIC.to_vec();
     for part in parts(catalog) {
