@@ -42,6 +42,7 @@
 mod answer;
 mod app;
 mod dump;
+mod fault;
 mod fleet;
 pub(super) mod form;
 mod mask;

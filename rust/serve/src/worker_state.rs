@@ -62,10 +62,10 @@ mod tests {
         assert_eq!(patch.state, WorkerState::Draining);
         for (body, wanted) in [
             (&br#"{"state": "gone"}"#[..], "state: must be active or draining, got \"gone\""),
-            (br#"{"state": 0}"#, "state: invalid type: integer"),
+            (br#"{"state": 0}"#, "state must be a string, got 0"),
             (br#"{"state": "active", "url": "x"}"#, "unknown field `url`"),
             (b"{}", "missing field `state`"),
-            (b"[\"active\"]", "must be an object, got a list"),
+            (b"[\"active\"]", "the body must be a JSON object, got a list"),
             (b"\"active\"", "an object with the field state"),
             (br#"{"state": "active"} {}"#, "trailing characters"),
         ] {

@@ -452,7 +452,7 @@ def test_workers_that_cannot_be_are_refused_by_field(service, client):
     unknown = http.post("/select", {"token_ids": IDS, "tenant_id": "x"}, expect=404)["error"]
     assert unknown == "no workers for tenant=x"
     typo = http.call("GET", "/workers?model=m")[1]["error"]
-    assert "unknown field `model`, expected `model_name`" in typo
+    assert "unknown parameter model; known: model_name" in typo
     assert "already registered" in add(http, 1, expect=409)["error"]
     add(http, 2)
     assert "limit of 2 workers" in add(http, 3, expect=429)["error"]
@@ -543,7 +543,7 @@ def test_msgpack_is_taken_and_given(http):
         ({"token_ids": [1], "alowed_worker_ids": [1]}, "alowed_worker_ids"),
         ({"token_ids": [1], "allowed_worker_ids": [0] * 65_536}, "allowed_worker_ids"),
         ({"token_ids": [1], "router_config_override": {"x": 1}}, "router_config_override"),
-        ([1], "must be an object, got a list"),
+        ([1], "the body must be a JSON object, got a list"),
         (b"{", "invalid request body"),
     ],
 )

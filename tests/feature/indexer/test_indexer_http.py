@@ -87,6 +87,13 @@ def test_what_is_no_request_is_400(http, path, body):
     assert "error" in answer
 
 
+@pytest.mark.parametrize("path", ["/register", "/unregister", "/query", "/query_by_hash"])
+def test_a_compressed_body_is_415(http, path):
+    status, answer, _ = http.call("POST", path, b"\x1f\x8b", {"content-encoding": "gzip"})
+    assert status == 415
+    assert 'content-encoding "gzip" is not supported' in answer["error"]
+
+
 WRONG_TYPES = [
     ("/register", "instance_id", "one"),
     ("/register", "instance_id", -1),

@@ -8,7 +8,7 @@ use axum::Router;
 use axum::body::Body;
 use axum::extract::State;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, Request, StatusCode, header};
-use axum::middleware::from_fn_with_state;
+use axum::middleware::{from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use bytes::Bytes;
@@ -25,11 +25,11 @@ use prometheus_client::registry::Registry;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
-use super::super::body::{Intake, Received};
+use super::super::body::{Intake, Received, discard};
 use super::super::metrics::check_prefix;
 use super::answer::worker_entries;
 use super::dump::{DUMP_TYPE, DumpQuery, Dumps, binary_body, digests, json_body};
-use super::form::{Form, Params};
+use super::form::{Form, Params, check_encoding, refuse_encoded};
 use super::mask::{FLAG as HASH_SECRET, HashMask};
 use super::metrics::{self, Endpoint, IndexerMetrics};
 use super::overlap::{find_hashes, find_tokens};
@@ -155,7 +155,8 @@ impl IndexerApp {
             .route("/query_by_hash", post(query_by_hash))
             .route("/dump", get(dump));
         let router = openapi::complete(router, openapi::INDEXER);
-        let router = router.with_state(Arc::clone(&app)).layer(counted);
+        let router = router.with_state(Arc::clone(&app));
+        let router = router.layer(from_fn(refuse_encoded)).layer(counted);
         Ok((app, router))
     }
 }
@@ -265,7 +266,14 @@ impl App {
         headers: &HeaderMap,
         body: &mut (impl http_body::Body<Data = Bytes> + Unpin),
     ) -> Response {
-        let found = self.intake.whole(body).await.and_then(|Received { bytes, .. }| {
+        let received = match check_encoding(headers) {
+            Ok(()) => self.intake.whole(body).await,
+            Err(reject) => {
+                discard(body).await;
+                Err(reject)
+            }
+        };
+        let found = received.and_then(|Received { bytes, .. }| {
             let (form, to) = (Form::of_body(headers), Form::of_answer(headers));
             let found = match endpoint {
                 Endpoint::Query => self.query(&form.parse_query(&bytes)?, to)?,
@@ -331,7 +339,7 @@ fn register_at(catalog: &Catalog, request: Register) -> KvResult<()> {
     let registered = catalog.register(Registration {
         worker: Worker::new(request.instance_id, request.dp_rank),
         key: ModelKey { model_name: request.model_name, tenant_id: request.tenant_id },
-        block_size: Some(request.block_size),
+        block_size: Some(request.block_size.get()),
         endpoint: request.endpoint,
         replay_endpoint: request.replay_endpoint,
         capacity_blocks: request.capacity_blocks,

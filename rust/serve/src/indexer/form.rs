@@ -1,14 +1,17 @@
 //! JSON or msgpack: the formats of a body and of its response.
 
-use axum::extract::{FromRequestParts, Query};
+use axum::extract::{FromRequestParts, Query, Request};
 use axum::http::request::Parts;
-use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
+use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use rmp_serde::Deserializer as Msgpack;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::super::Reject;
+use super::super::body::discard;
+use super::fault::{worded, worded_parameter};
 use super::request;
 
 /// Maximum nesting of a msgpack body; equal to serde_json's limit.
@@ -90,7 +93,12 @@ impl Form {
             Self::Json => parse_json(bytes),
             Self::Msgpack => parse_msgpack(bytes),
         }
-        .map_err(|message| Reject::bad_request(format!("invalid request body: {message}")))
+        .map_err(|message| {
+            // Those about the body as a whole name it.
+            let is_whole = message.starts_with("the body ");
+            let what = if is_whole { message } else { format!("invalid request body: {message}") };
+            Reject::bad_request(what)
+        })
     }
 
     /// A response in this format; 500 if the body cannot be written.
@@ -108,6 +116,34 @@ impl Form {
     }
 }
 
+/// Refuses a compressed body.
+///
+/// # Errors
+/// 415, naming the encoding.
+pub(crate) fn check_encoding(headers: &HeaderMap) -> Result<(), Reject> {
+    let encoding =
+        headers.get(header::CONTENT_ENCODING).map_or(&b"identity"[..], HeaderValue::as_bytes);
+    if encoding.eq_ignore_ascii_case(b"identity") {
+        return Ok(());
+    }
+    let what = format!(
+        "content-encoding {:?} is not supported: send the body without compression",
+        String::from_utf8_lossy(encoding)
+    );
+    Err(Reject::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, what))
+}
+
+/// A layer that refuses compressed bodies.
+pub(crate) async fn refuse_encoded(mut request: Request, next: Next) -> Response {
+    if [Method::POST, Method::PATCH].contains(request.method())
+        && let Err(reject) = check_encoding(request.headers())
+    {
+        discard(request.body_mut()).await;
+        return reject.plain();
+    }
+    next.run(request).await
+}
+
 /// The parameters of a query string; refusals are JSON, as everywhere.
 pub(crate) struct Params<T>(pub T);
 
@@ -117,7 +153,7 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequestParts<S> for Params<T> {
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Response> {
         match Query::from_request_parts(parts, state).await {
             Ok(Query(params)) => Ok(Self(params)),
-            Err(error) => Err(Reject::bad_request(error.body_text()).plain()),
+            Err(error) => Err(Reject::bad_request(worded_parameter(&error.body_text())).plain()),
         }
     }
 }
@@ -136,8 +172,10 @@ fn media_type(entry: &str) -> (&str, f32) {
 /// The invalid field, what is legal and what came.
 pub(crate) fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
     // Derived parsers would also accept a list of the fields.
-    if bytes.trim_ascii_start().first() == Some(&b'[') {
-        return Err("must be an object, got a list".to_owned());
+    match bytes.trim_ascii_start().first() {
+        None => return Err("the body is empty: send a JSON object".to_owned()),
+        Some(b'[') => return Err("the body must be a JSON object, got a list".to_owned()),
+        Some(_) => {}
     }
     serde_json::from_slice(bytes).map_err(|error| {
         // Second, slower pass, to find the name of the invalid field.
@@ -152,7 +190,9 @@ pub(crate) fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String>
 /// The error with the field's name, which those of long lists have already.
 fn with_field<E: std::fmt::Display>(error: &serde_path_to_error::Error<E>) -> String {
     let inner = error.inner().to_string();
-    if inner.starts_with(&error.path().to_string()) { inner } else { error.to_string() }
+    let path = error.path().to_string();
+    worded(&path, &inner)
+        .unwrap_or_else(|| if inner.starts_with(&path) { inner } else { error.to_string() })
 }
 
 fn parse_msgpack<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
@@ -236,22 +276,23 @@ mod tests {
     #[test]
     fn what_is_wrong_in_msgpack_is_named_as_in_json() {
         for (token_ids, wanted) in [
-            (&b"\x92\x01\xff"[..], "token_ids[1]: invalid value: integer `-1`"),
+            (&b"\x92\x01\xff"[..], "token_ids[1] must be an integer in 0..=4294967295, got -1"),
             (
                 b"\x92\x01\xcf\0\0\0\x01\0\0\0\0",
-                "token_ids[1]: invalid value: integer `4294967296`",
+                "token_ids[1] must be an integer in 0..=4294967295, got 4294967296",
             ),
-            (b"\x92\x01\xa1x", "token_ids[1]: invalid type"),
-            (b"\x92\x01\xc4\x01x", "token_ids[1]: invalid type"),
+            (b"\x92\x01\xa1x", "token_ids[1] must be an integer in 0..=4294967295, got \"x\""),
+            (b"\x92\x01\xc4\x01x", "token_ids[1] must be an integer in 0..=4294967295, got bytes"),
             (b"\xc4\x07abcdefg", "token_ids has 7 bytes, not a multiple of 4"),
-            (b"\xa3abc", "token_ids: invalid type: string"),
-            (b"\x01", "token_ids: invalid type: integer `1`"),
+            (b"\xa3abc", "token_ids must be a list of integers, got \"abc\""),
+            (b"\x01", "token_ids must be a list of integers, got 1"),
             (b"\x91\x01\x01", "1 bytes after the end"),
             (b"\xd4\x01\x01", "token_ids"),
         ] {
             let message = refusal::<Query>(&query(token_ids));
             assert!(message.contains(wanted), "{token_ids:?}: {message}");
             assert!(!message.contains(": token_ids: token_ids"), "{message}");
+            assert!(message.matches("must be").count() <= 1, "said twice: {message}");
             assert!(!message.contains("]: token_ids"), "said twice: {message}");
         }
         assert!(refusal::<Query>(b"\x81\xaamodel_name\xa1m").contains("missing field `token_ids`"));

@@ -1,5 +1,7 @@
 //! Requests of the indexer's clients. Errors name the field and its value.
 
+use std::num::NonZeroU32;
+
 use serde::de::{Deserializer, Error as _, SeqAccess, Unexpected, Visitor};
 use serde::{Deserialize, Serialize};
 
@@ -115,7 +117,7 @@ impl<'de> Visitor<'de> for ElementsVisitor<false> {
     type Value = TokenIds;
 
     fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} as a list of integers", self.field)
+        f.write_str("a list of integers")
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<TokenIds, A::Error> {
@@ -131,7 +133,7 @@ impl<'de> Visitor<'de> for ElementsVisitor<true> {
     type Value = BlockHashes;
 
     fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} as a list of integers", self.field)
+        f.write_str("a list of integers")
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<BlockHashes, A::Error> {
@@ -175,7 +177,7 @@ pub(super) struct Register {
     pub instance_id: u64,
     pub endpoint: String,
     pub model_name: String,
-    pub block_size: u32,
+    pub block_size: NonZeroU32,
     #[serde(default = "default_tenant", deserialize_with = "tenant")]
     pub tenant_id: String,
     #[serde(default, deserialize_with = "rank")]

@@ -6,7 +6,7 @@ use std::time::Instant;
 use axum::body::Body;
 use axum::extract::{MatchedPath, Request, State};
 use axum::http::{HeaderMap, StatusCode};
-use axum::middleware::{Next, from_fn_with_state};
+use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::Response;
 use axum::routing::{get, post};
 use axum::{Extension, Router};
@@ -21,7 +21,7 @@ use serde_json::json;
 
 use super::super::aside::Aside;
 use super::super::busy::{Change, list};
-use super::super::indexer::form::{Form, Params};
+use super::super::indexer::form::{Form, Params, refuse_encoded};
 use super::super::indexer::query_routes;
 use super::super::lock::Subject;
 use super::super::metrics::{CommonMetrics, RequestLabel, new_registry};
@@ -138,6 +138,7 @@ fn routes(app: &Arc<App>) -> KvResult<Router> {
         router =
             router.merge(query_routes(catalog, app.intake.clone(), app.options.http.mask.clone())?);
     }
+    let router = router.layer(from_fn(refuse_encoded));
     Ok(router.layer(from_fn_with_state(Arc::clone(app), count)))
 }
 
