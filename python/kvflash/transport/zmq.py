@@ -455,13 +455,17 @@ class ZmqReceiver:
                 self._follow(subscription, subscription.repair.live(messages))
             elif kind == "lost":
                 # What came before the first batch received can't have evicted a known block.
-                evicted = ", and blocks evicted in them are still credited" if first else ""
+                is_one = first == last
+                lost = f"batch {first} was" if is_one else f"batches {first}..{last} were"
+                them = "it" if is_one else "them"
+                evicted = f", and blocks evicted in {them} are still credited" if first else ""
                 logger.warning(
-                    "engine at %s: batches %d..%d were not received, and it has no replay endpoint "
-                    "to ask for them: blocks stored in them earn no credit%s%s",
+                    "engine at %s: %s not received, and it has no replay endpoint "
+                    "to ask for %s: blocks stored in %s earn no credit%s%s",
                     endpoint,
-                    first,
-                    last,
+                    lost,
+                    them,
+                    them,
                     evicted,
                     why,
                 )

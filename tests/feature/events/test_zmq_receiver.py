@@ -186,6 +186,12 @@ def test_without_a_replay_endpoint_what_is_lost_is_counted(http, engine, caplog)
     # By its address: numbers in the core are not those of workers.
     [said] = [record.message for record in caplog.records if "no replay endpoint" in record.message]
     assert said.startswith(f"engine at {made.endpoint}: batches ")
+    made.publish(one(5, (9, 10)), is_sent=False)
+    last = made.publish(one(6, (11, 12)))
+    wait_for_sequence(http, 1, last)
+    messages = [record.message for record in caplog.records]
+    said = f"engine at {made.endpoint}: batch {last - 1} was not received"
+    assert any(message.startswith(said) for message in messages), messages
 
 
 def test_a_ring_that_begins_later_gives_what_it_has(http, engine):

@@ -136,8 +136,19 @@ impl Trust {
 
 /// A finding as text.
 pub(super) fn explain(code: Code, evidence: &Evidence, last_error: Option<&str>) -> Reason {
-    let message = message(code, evidence, last_error.unwrap_or("no error was reported"));
+    let message = match last_error {
+        // A worker that was just registered.
+        None if code == Code::NeverConnected => {
+            "not connected to its event socket yet, so its cache is unknown".to_owned()
+        }
+        error => message(code, evidence, error.unwrap_or("no error was reported")),
+    };
     Reason { code: code.name(), message, fix: fix(code, evidence.has_replay) }
+}
+
+/// A count with what is said of one, or of several.
+fn counted(count: u64, one: &str, several: &str) -> String {
+    format!("{count} {}", if count == 1 { one } else { several })
 }
 
 fn message(code: Code, evidence: &Evidence, last_error: &str) -> String {
@@ -154,14 +165,19 @@ fn message(code: Code, evidence: &Evidence, last_error: &str) -> String {
         Code::Paused => {
             "its events are not being read, so the index about it is out of date".to_owned()
         }
+        Code::BlockSizeMismatch if since.block_size_mismatch == 1 => format!(
+            "its only stored event has another block size than the index's {size} tokens: none of its blocks \
+             can match"
+        ),
         Code::BlockSizeMismatch => format!(
             "none of its {} stored events has the index's block size of {size} tokens: none of its blocks can \
              match",
             since.block_size_mismatch
         ),
-        Code::NothingDecodable => format!(
-            "{} messages arrived and none is an event batch: its cache is unknown",
-            since.undecodable
+        Code::NothingDecodable => counted(
+            since.undecodable,
+            "message arrived and is not an event batch: its cache is unknown",
+            "messages arrived and none is an event batch: its cache is unknown",
         ),
         Code::NoEventsYet => {
             "connected, but no event has arrived yet: its cache is unknown".to_owned()
@@ -169,18 +185,22 @@ fn message(code: Code, evidence: &Evidence, last_error: &str) -> String {
         Code::CatchingUp if evidence.missing_batches == 0 => {
             "earlier batches are being requested; later ones wait until they have arrived".to_owned()
         }
-        Code::CatchingUp => format!(
-            "{} missing batches are being requested; later ones wait until they have arrived",
-            evidence.missing_batches
+        Code::CatchingUp => counted(
+            evidence.missing_batches,
+            "missing batch is being requested; later ones wait until it has arrived",
+            "missing batches are being requested; later ones wait until they have arrived",
         ),
-        Code::MissedFirstBatches => format!(
-            "{} batches were published before the first one received: blocks stored in them earn no credit; no \
+        Code::MissedFirstBatches => counted(
+            evidence.missed_first_batches + evidence.batches_before,
+            "batch was published before the first one received: blocks stored in it earn no credit; no block is \
+             credited wrongly",
+            "batches were published before the first one received: blocks stored in them earn no credit; no \
              block is credited wrongly",
-            evidence.missed_first_batches + evidence.batches_before
         ),
-        Code::LostBatches => format!(
-            "{} batches were lost: blocks evicted in them are still credited, blocks stored in them are not",
-            since.lost_batches.saturating_sub(evidence.missed_first_batches)
+        Code::LostBatches => counted(
+            since.lost_batches.saturating_sub(evidence.missed_first_batches),
+            "batch was lost: blocks evicted in it are still credited, blocks stored in it are not",
+            "batches were lost: blocks evicted in them are still credited, blocks stored in them are not",
         ),
         Code::UnverifiedReconnect => {
             "reconnected, but it may be a new engine process: if the engine restarted, its old blocks are \
@@ -196,49 +216,64 @@ fn message(code: Code, evidence: &Evidence, last_error: &str) -> String {
             "its blocks came from a peer with an inexact index of it: some may be evicted, some may be missing"
                 .to_owned()
         }
-        Code::Undecodable => format!(
-            "{} messages were not event batches and were dropped: blocks evicted in them are still credited",
-            since.undecodable
+        Code::Undecodable => counted(
+            since.undecodable,
+            "message was not an event batch and was dropped: blocks evicted in it are still credited",
+            "messages were not event batches and were dropped: blocks evicted in them are still credited",
         ),
-        Code::MalformedEvents => format!(
-            "{} events contradicted themselves and were dropped: blocks evicted by them are still credited",
-            since.malformed
+        Code::MalformedEvents => counted(
+            since.malformed,
+            "event contradicted itself and was dropped: blocks evicted by it are still credited",
+            "events contradicted themselves and were dropped: blocks evicted by them are still credited",
         ),
-        Code::UnknownEvents => format!(
-            "{} events of a type that this version does not know were skipped: if they evict, credit is \
-             too high",
-            since.unknown_type
+        Code::UnknownEvents => counted(
+            since.unknown_type,
+            "event of a type that this version does not know was skipped: if it evicts, credit is too high",
+            "events of a type that this version does not know were skipped: if they evict, credit is too high",
         ),
-        Code::UnknownMedium => format!(
-            "{} events named a storage medium that this version does not know: blocks there earn no credit",
-            since.unknown_medium
+        Code::UnknownMedium => counted(
+            since.unknown_medium,
+            "event named a storage medium that this version does not know: blocks there earn no credit",
+            "events named a storage medium that this version does not know: blocks there earn no credit",
         ),
         Code::MixedBlockSizes => format!(
-            "{} of its stored events have another block size than the index's {size} tokens: these blocks \
-             earn no credit",
-            since.block_size_mismatch
+            "{} another block size than the index's {size} tokens: these blocks earn no credit",
+            counted(
+                since.block_size_mismatch,
+                "of its stored events has",
+                "of its stored events have"
+            )
         ),
-        Code::OrphanedStores => format!(
-            "{} stored events continue unknown blocks: what they stored earns no credit",
-            since.orphaned
+        Code::OrphanedStores => counted(
+            since.orphaned,
+            "stored event continues unknown blocks: what it stored earns no credit",
+            "stored events continue unknown blocks: what they stored earns no credit",
         ),
-        Code::SelfParent => format!(
-            "{} stored events named a block twice or as its own ancestor and were dropped",
-            since.self_parent
+        Code::SelfParent => counted(
+            since.self_parent,
+            "stored event named a block twice or as its own ancestor and was dropped",
+            "stored events named a block twice or as its own ancestor and were dropped",
         ),
-        Code::IdentityConflict => format!(
-            "{} stored events continue blocks of another cache salt or adapter and were dropped",
-            since.identity_conflict
+        Code::IdentityConflict => counted(
+            since.identity_conflict,
+            "stored event continues blocks of another cache salt or adapter and was dropped",
+            "stored events continue blocks of another cache salt or adapter and were dropped",
         ),
-        Code::HashReused => format!(
-            "{} blocks were stored under a name that stood for other content: a removal was missed, or \
-             the engine's hashes do not tell its prompts apart",
-            since.moved_blocks
+        Code::HashReused => counted(
+            since.moved_blocks,
+            "block was stored under a name that stood for other content: a removal was missed, or the engine's \
+             hashes do not tell its prompts apart",
+            "blocks were stored under a name that stood for other content: a removal was missed, or the \
+             engine's hashes do not tell its prompts apart",
         ),
-        Code::RefusedBlocks => format!(
-            "{} blocks found no room in the index: they earn no credit",
-            since.refused_blocks
+        Code::RefusedBlocks => counted(
+            since.refused_blocks,
+            "block found no room in the index: it earns no credit",
+            "blocks found no room in the index: they earn no credit",
         ),
+        Code::EvictedByLimit if evidence.evicted_blocks == 1 => {
+            "the index dropped 1 block at its memory limit: if it is this worker's, it earns no credit".to_owned()
+        }
         Code::EvictedByLimit => format!(
             "the index dropped {} blocks at its memory limit: some may be this worker's and earn no credit",
             evidence.evicted_blocks

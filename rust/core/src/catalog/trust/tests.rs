@@ -176,6 +176,53 @@ fn messages_say_how_much() {
 }
 
 #[test]
+fn one_is_not_said_as_several() {
+    let one = || {
+        changed(|e| {
+            e.since = EventCounts {
+                lost_batches: 1,
+                undecodable: 1,
+                malformed: 1,
+                unknown_type: 1,
+                unknown_medium: 1,
+                block_size_mismatch: 1,
+                orphaned: 1,
+                self_parent: 1,
+                identity_conflict: 1,
+                moved_blocks: 1,
+                refused_blocks: 1,
+                ..e.since
+            };
+            (e.missing_batches, e.batches_before, e.evicted_blocks) = (1, 1, 1);
+        })
+    };
+    let deaf = |e: &mut Evidence| {
+        (e.since.stored, e.since.batches) = (0, 0);
+    };
+    let mut alone = one();
+    deaf(&mut alone);
+    let said = |evidence: &Evidence| {
+        let reasons = Trust::of(evidence, None).reasons.into_iter();
+        reasons.map(|reason| reason.message).collect::<Vec<_>>()
+    };
+    let all = [said(&one()), said(&alone)].concat();
+    assert!(all.len() > 20, "{all:?}");
+    for several in ["1 batches", "1 messages", "1 events", "1 blocks", "1 missing batches", "them"]
+    {
+        assert!(!all.iter().any(|message| message.contains(several)), "{several}: {all:#?}");
+    }
+    assert!(!all.iter().any(|message| message.contains("1 stored events")), "{all:#?}");
+}
+
+#[test]
+fn a_worker_just_registered_is_not_connected_yet() {
+    let pending = Evidence { status: Pending, was_connected: false, ..silent() };
+    let said = |error| Trust::of(&pending, error).reasons[0].message.clone();
+    assert!(said(None).starts_with("not connected to its event socket yet"), "{}", said(None));
+    assert!(said(Some("no route")).ends_with(": no route"), "{}", said(Some("no route")));
+}
+
+#[test]
 fn the_fix_for_losses_depends_on_the_replay_endpoint() {
     let fix = |has_replay| {
         let evidence = changed(|e| (e.since.lost_batches, e.has_replay) = (1, has_replay));
