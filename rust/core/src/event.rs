@@ -16,6 +16,8 @@ pub struct Batch {
     pub skipped: u32,
     /// Events with invalid fields: dropped, the others of the batch are kept.
     pub malformed: u32,
+    /// The field of the first of these that is invalid, and what is legal.
+    pub malformed_reason: Option<&'static str>,
 }
 
 /// A change of a worker's blocks.

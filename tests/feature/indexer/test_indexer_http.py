@@ -217,6 +217,19 @@ def test_a_port_in_use_is_refused_by_name(run, embedded):
     process.close()
     assert port in "".join(process.errors)
     assert "--port" in "".join(process.errors)
+def test_the_fault_of_a_dropped_event_is_logged_at_debug(run, client, engine):
+    made = engine(replay=False)
+    flags = ("--block-size", str(SIZE), "--workers", f"1={made.endpoint}", "--log-level", "debug")
+    process = run("kvflash.indexer", "--port", "0", "--host", "127.0.0.1", *flags)
+    http = client(process.ready()["url"])
+    made.wait_for_subscriber()
+    publish(http, made, ["BlockRemoved", [1.5]])
+    process.close()
+    [said] = [line for line in process.errors if "events that contradict themselves" in line]
+    assert 'reason="a block hash must be an integer or bytes"' in said, said
+    assert "sequence=0" in said and made.endpoint in said, said
+
+
 def test_an_engine_without_an_event_socket_is_followed_with_a_warning(run):
     broker = "http://127.0.0.1:8,events=nats://s/6/0"
     engines = ("--worker", "http://127.0.0.1:9", "--worker", broker)

@@ -193,6 +193,11 @@ impl Ingest<'_> {
         let blocks = event.block_hashes.len();
         let expected_tokens = blocks.checked_mul(event.block_size as usize);
         if event.block_size == 0 || expected_tokens != Some(event.token_ids.len()) {
+            let (block_size, tokens) = (event.block_size, event.token_ids.len());
+            tracing::debug!(
+                worker = %self.worker, blocks, block_size, tokens,
+                "dropped a stored event: its tokens do not fill its blocks"
+            );
             return add(&self.counters.malformed, 1);
         }
         if self.is_part(event) {

@@ -335,6 +335,12 @@ impl Publisher {
         }
         match decode_batch(payload, &self.limits) {
             Ok(batch) => {
+                if let Some(reason) = batch.malformed_reason {
+                    tracing::debug!(
+                        worker = %self.worker, endpoint = self.endpoint, sequence, reason,
+                        count = batch.malformed, "dropped events that contradict themselves"
+                    );
+                }
                 let dp_rank = batch.dp_rank.unwrap_or(self.worker.dp_rank);
                 if !state.ranks.contains(&dp_rank) {
                     if state.ranks.len() == MAX_RANKS {

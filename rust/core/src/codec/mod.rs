@@ -158,7 +158,10 @@ fn events(reader: &mut Reader<'_>, batch: &mut Batch) -> Result<(), Fault> {
             }
             Err(fault @ Fault::TokenRange(_)) => return Err(fault),
             Err(Fault::Unsupported) => &mut batch.skipped,
-            Err(Fault::Malformed(_) | Fault::Broken(_)) => &mut batch.malformed,
+            Err(Fault::Malformed(reason) | Fault::Broken(reason)) => {
+                batch.malformed_reason.get_or_insert(reason);
+                &mut batch.malformed
+            }
         };
         *dropped += 1;
         // If the bytes are unreadable, this fails as well, and with it the frame.

@@ -56,7 +56,11 @@ fn a_malformed_event_costs_only_itself() {
     for bad in bad {
         let batch = decode_events(vec![removed(), bad.clone(), removed()]).unwrap();
         assert_eq!((batch.events.len(), batch.skipped, batch.malformed), (2, 0, 1), "{bad:?}");
+        assert!(batch.malformed_reason.is_some(), "{bad:?}");
     }
+    let bad = [Int(3), List(vec![text("BlockRemoved"), List(vec![Nil])])];
+    let batch = decode_events(bad.to_vec()).unwrap();
+    assert_eq!(batch.malformed_reason, Some("an event must be an array or a map"), "the first one");
 }
 
 #[test]
