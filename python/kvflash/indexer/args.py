@@ -45,6 +45,7 @@ class IndexerArgs(Args, FleetFlags):
     """
 
     worker_flags: ClassVar = (("--worker", "engines", ""),)
+    added_by: ClassVar[str] = "POST /register"
     workers: tuple[WorkerEntry, ...] = ()
     engines: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()

@@ -18,6 +18,9 @@ class FleetFlags:
     #: Flags that name workers, with their field, and a role to append.
     worker_flags: ClassVar[Sequence[tuple[str, str, str]]]
 
+    #: Where workers are added over HTTP.
+    added_by: ClassVar[str] = "POST /workers"
+
     worker_dns_interval_secs: float
     worker_dns_server: tuple[str, int] | None
     discovery: str | None
@@ -45,7 +48,7 @@ class FleetFlags:
     def waits_for(self) -> str:
         """Where workers may come from, for messages."""
         specs = [spec for _, spec, _ in self.named_workers() if spec.startswith(DNS_PREFIX)]
-        ways = [*(f"addresses of {spec.partition(',')[0]}" for spec in specs), "POST /workers"]
+        ways = [*(f"addresses of {spec.partition(',')[0]}" for spec in specs), self.added_by]
         if self.discovery_kind is not None:
             scope = f"namespace {self.namespace}" if self.namespace else "any namespace"
             ways.insert(0, f"workers of {scope} in discovery {self.discovery_kind!r}")

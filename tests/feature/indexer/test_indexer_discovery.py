@@ -100,6 +100,10 @@ def test_engines_of_flags_are_followed(service, client, engine):
         IndexerService(**LOCAL, tenant_id="")
 
 
+def test_an_indexer_waits_for_registrations_at_its_own_path(service, caplog):
+    caplog.set_level("INFO", "kvflash.roster.finder")
+    service(discovery="file")
+    assert "in discovery 'file' or POST /register" in caplog.text
 
 
 @pytest.fixture

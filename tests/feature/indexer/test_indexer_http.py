@@ -230,6 +230,16 @@ def test_the_fault_of_a_dropped_event_is_logged_at_debug(run, client, engine):
     assert "sequence=0" in said and made.endpoint in said, said
 
 
+def test_an_indexer_without_a_usable_peer_says_how_it_starts(run):
+    peers = ("--peers", "http://127.0.0.1:9")
+    process = run("kvflash.indexer", "--port", "0", "--host", "127.0.0.1", *peers)
+    process.ready("listening")
+    process.ready()
+    process.close()
+    said = "no peer could be used (see above): the index starts empty"
+    assert said in "".join(process.errors)
+
+
 def test_an_engine_without_an_event_socket_is_followed_with_a_warning(run):
     broker = "http://127.0.0.1:8,events=nats://s/6/0"
     engines = ("--worker", "http://127.0.0.1:9", "--worker", broker)

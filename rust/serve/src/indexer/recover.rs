@@ -90,7 +90,9 @@ pub(super) async fn recover(
             skipped = progress.skipped_count,
             "recovered"
         ),
-        None => tracing::warn!("no peer to recover from: starting with the engines' replays"),
+        None => tracing::warn!(
+            "no peer could be used (see above): the index starts empty and fills from replays and new events"
+        ),
     }
     startup.update(|recovery| recovery.phase = Phase::Done);
     catalog.release();
