@@ -4,6 +4,7 @@ use std::iter::once;
 use std::sync::Arc;
 
 use kvflash_core::error::{Error, Result};
+use kvflash_core::policy::settings::Origin;
 use kvflash_core::policy::{
     Affinity, Counted, Outside, Policy, Profile, Settings, Shadow, registry,
 };
@@ -22,7 +23,9 @@ use super::policy_desk::PolicyDesk;
 #[pyfunction]
 pub(super) fn check_policy(strategy: &str) -> Raised<()> {
     let mut rng = SmallRng::seed_from_u64(0);
-    Ok(registry::build(strategy.trim(), &Settings::default(), &mut rng).map(drop)?)
+    Ok(registry::build(strategy.trim(), &Settings::default(), &mut rng)
+        .map(drop)
+        .map_err(with_flag_instead)?)
 }
 
 /// Check shadow policies: strategies, or one with settings: ``kv:temperature=0.5``.
@@ -34,7 +37,9 @@ pub(super) fn check_policy(strategy: &str) -> Raised<()> {
 pub(super) fn check_shadow_policies(policies: Vec<String>) -> Raised<()> {
     let (settings, counted) = (Settings::default(), Counted::default());
     let mut rng = SmallRng::seed_from_u64(0);
-    Ok(Shadow::of_texts(&policies, &settings, counted, &mut rng, 0).map(drop)?)
+    Ok(Shadow::of_texts(&policies, &settings, counted, &mut rng, 0)
+        .map(drop)
+        .map_err(with_flag_instead)?)
 }
 
 /// The policies that flags and variables select: at `desk`, else the mode's by name, else by
@@ -55,9 +60,15 @@ pub(super) fn chosen(
 ) -> Result<(Policy, Policies, Settings)> {
     let lookup = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
     let named = ["KVFLASH_POLICY_PROFILE", "AIBRIX_POLICY_PROFILE"];
-    let profile = mode.policy_profile.clone().or_else(|| named.into_iter().find_map(lookup));
+    let by_flag = mode.policy_profile.clone().map(|value| ("--policy-profile", value));
+    let by_variable = || named.into_iter().find_map(|name| Some((name, lookup(name)?)));
+    let (source, profile) = by_flag.or_else(by_variable).unzip();
     let profile = profile.map_or(Ok(Profile::default()), |name| name.parse())?;
-    let settings = Settings::read(profile, lookup)?;
+    let mut settings = Settings::read(profile, lookup)?;
+    let is_profile = |origin: &&mut Origin| origin.name == "POLICY_PROFILE";
+    if let Some(origin) = settings.origins.iter_mut().find(is_profile) {
+        origin.read_from = source.map(str::to_owned);
+    }
     let mut rng = SmallRng::seed_from_u64(seed);
     let affinity = mode.session_affinity_ttl_s.map(Affinity::new).transpose()?.map(Arc::new);
     let mut policies = Policies { affinity, ..Policies::default() };
@@ -75,11 +86,11 @@ pub(super) fn chosen(
         (None, Some(_)) => None,
         (None, None) => Some(
             registry::build(strategy, &settings, &mut rng)
-                .map_err(|error| of_flag(source_of(mode, &settings), &error))?,
+                .map_err(|error| of_flag(source_of(mode, &settings), error))?,
         ),
     };
     policies.shadows = Shadow::of_texts(shadows, &settings, counted, &mut rng, seed)
-        .map_err(|error| of_flag("--shadow-policy", &error))?;
+        .map_err(|error| of_flag("--shadow-policy", error))?;
     let set: Vec<String> = settings
         .origins
         .iter()
@@ -96,6 +107,17 @@ fn source_of<'a>(mode: &ModeSettings, settings: &'a Settings) -> &'a str {
     variable.filter(|_| mode.policy.is_none()).unwrap_or("--router-mode")
 }
 
-fn of_flag(flag: &str, error: &Error) -> Error {
-    Error::Config(format!("{flag}: {error}"))
+fn of_flag(flag: &str, error: Error) -> Error {
+    Error::Config(format!("{flag}: {}", with_flag_instead(error)))
+}
+
+/// Adds the flags to use instead of a name that other routers know as a policy.
+fn with_flag_instead(error: Error) -> Error {
+    let Error::InvalidArgument(text) = error else { return error };
+    let name = text.rsplit_once("got ").map_or("", |(_, name)| name.trim_matches('"'));
+    Error::InvalidArgument(match name.replace('_', "-").as_str() {
+        "pd" => format!("{text}; for pd use --prefill-worker and --decode-worker"),
+        "vtc-fair" => format!("{text}; for vtc-fair use --fairness vtc-fair"),
+        _ => text,
+    })
 }

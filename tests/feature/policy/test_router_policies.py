@@ -81,12 +81,23 @@ def test_flags_and_variables_of_both_names(http, monkeypatch):
     assert metric(router, 'kvflash_policy_info{policy="least-request",profile="aibrix-compat"}')
     source = 'name="PREFIX_CACHE_BLOCK_SIZE",source="AIBRIX_PREFIX_CACHE_BLOCK_SIZE",value="32"'
     assert metric(router, f"kvflash_policy_setting_info{{{source}}}") == 1
+    source = 'name="POLICY_PROFILE",source="KVFLASH_POLICY_PROFILE",value="aibrix-compat"'
+    assert metric(router, f"kvflash_policy_setting_info{{{source}}}") == 1
+    router = http(policy_profile="document")
+    source = 'name="POLICY_PROFILE",source="--policy-profile",value="document"'
+    assert metric(router, f"kvflash_policy_setting_info{{{source}}}") == 1
     args = parse_args(["--router-mode", "vtc-basic", "--policy-profile", "document"])
     assert (args.router_mode, args.policy_profile) == ("vtc-basic", "document")
     args = parse_args(["--shadow-policy", "kv", "--shadow-policy", "throughput"])
     assert list(args.shadow_policies) == ["kv", "throughput"]
     monkeypatch.setenv("AIBRIX_ROUTING_ALGORITHM", "fastest")
     with pytest.raises(ConfigError, match=r"AIBRIX_ROUTING_ALGORITHM: .*session-affinity"):
+        RouterService(**LOCAL)
+    monkeypatch.setenv("AIBRIX_ROUTING_ALGORITHM", "pd")
+    with pytest.raises(ConfigError, match=r"for pd use --prefill-worker and --decode-worker"):
+        RouterService(**LOCAL)
+    monkeypatch.setenv("AIBRIX_ROUTING_ALGORITHM", "vtc-fair:2,kv")
+    with pytest.raises(ConfigError, match=r"for vtc-fair use --fairness vtc-fair"):
         RouterService(**LOCAL)
     with pytest.raises(ConfigError, match=r"--shadow-policy.*limit is 4"):
         RouterService(**LOCAL, router_mode="kv", shadow_policies=["kv"] * 5)
