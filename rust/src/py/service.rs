@@ -2,6 +2,7 @@
 
 use std::cell::Cell;
 use std::future::Future;
+use std::io::ErrorKind;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Once};
@@ -154,7 +155,11 @@ impl Service {
         is_ready: impl Fn() -> bool + Send + 'static,
     ) -> Result<SocketAddr> {
         let cannot = |error: std::io::Error| {
-            Error::Config(format!("can't listen on {host}:{port} ({flags}): {error}"))
+            let hint = match error.kind() {
+                ErrorKind::AddrInUse => ": choose another port, or --reuse-port to share it",
+                _ => "",
+            };
+            Error::Config(format!("can't listen on {host}:{port} ({flags}): {error}{hint}"))
         };
         let reuse_port = self.http.reuse_port;
         let socket = self.handle.block_on(bind(host, port, reuse_port)).map_err(cannot)?;

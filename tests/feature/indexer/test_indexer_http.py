@@ -215,8 +215,12 @@ def test_a_port_in_use_is_refused_by_name(run, embedded):
     process = run("kvflash.indexer", "--port", port, "--host", "127.0.0.1")
     assert process.popen.wait(30) == 2
     process.close()
-    assert port in "".join(process.errors)
-    assert "--port" in "".join(process.errors)
+    errors = "".join(process.errors)
+    assert port in errors
+    assert "--port" in errors
+    assert "choose another port, or --reuse-port to share it" in errors
+
+
 def test_the_fault_of_a_dropped_event_is_logged_at_debug(run, client, engine):
     made = engine(replay=False)
     flags = ("--block-size", str(SIZE), "--workers", f"1={made.endpoint}", "--log-level", "debug")
