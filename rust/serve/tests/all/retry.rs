@@ -374,7 +374,9 @@ async fn whoever_waits_for_a_removed_worker_that_fails_its_checks_goes_elsewhere
 
 #[tokio::test]
 async fn a_removed_worker_that_closes_its_port_ends_what_it_has() {
-    let stage = Stage::new(|_| ());
+    // Time that moves on ends no check.
+    let hour = Duration::from_secs(3_600);
+    let stage = Stage::new(|options| options.own.health_interval = hour);
     let mut leaves = stage.engine().await.by_hand();
     let asking = stage.send("a", prompt(0..40));
     let asked = leaves.next().await;

@@ -17,6 +17,7 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
 use tokio::runtime::{Builder, Runtime};
+use tokio::sync::Semaphore;
 
 use super::frames::{self, Kind};
 use crate::frontend::engine::EngineNotes;
@@ -250,8 +251,14 @@ fn a_request_that_gets_no_core_to_be_tokenized_is_counted() {
     }
 }
 
-/// A worker on this machine, which answers requests with these frames in order; its address.
-fn fake_worker(runtime: &Runtime, answers: Vec<Vec<(Kind, Vec<u8>)>>) -> String {
+/// A worker on this machine, which answers requests with these frames in order; its address. One
+/// that prefills answers when the other one has a request, which `decodes` counts.
+fn fake_worker(
+    runtime: &Runtime,
+    answers: Vec<Vec<(Kind, Vec<u8>)>>,
+    is_prefill: bool,
+    decodes: Arc<Semaphore>,
+) -> String {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     listener.set_nonblocking(true).unwrap();
     let address = listener.local_addr().unwrap().to_string();
@@ -268,7 +275,14 @@ fn fake_worker(runtime: &Runtime, answers: Vec<Vec<(Kind, Vec<u8>)>>) -> String 
             };
             let answer = match frame.kind {
                 Kind::Ping => vec![(Kind::Pong, Vec::new())],
-                _ => answers.next().unwrap(),
+                _ if is_prefill => {
+                    decodes.acquire().await.unwrap().forget();
+                    answers.next().unwrap()
+                }
+                _ => {
+                    decodes.add_permits(1);
+                    answers.next().unwrap()
+                }
             };
             for (kind, payload) in answer {
                 stream.write_all(&frames::encode(kind, &payload).unwrap()).await.unwrap();
@@ -290,8 +304,11 @@ fn a_prefill_beside_its_decode_is_counted_once() {
         (vec![(Kind::Error, error)], vec![Vec::new(), text()], [0, 1, 1]),
     ] {
         let frontend = Frontend::new(FrontendOptions::default());
+        let decodes = Arc::new(Semaphore::new(0));
         let put = |id: u64, answers, model_type: &str| {
-            let address = fake_worker(&frontend.runtime, answers);
+            let is_prefill = model_type == "prefill";
+            let decodes = Arc::clone(&decodes);
+            let address = fake_worker(&frontend.runtime, answers, is_prefill, decodes);
             let _guard = frontend.runtime.enter();
             let worker = json!({
                 "id": id, "plane": {"kind": "tcp", "address": address}, "endpoint": "n/c/e",
