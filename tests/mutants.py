@@ -210,8 +210,10 @@ MUTANTS = [
     Mutant(
         "decodes_alone",
         GATEWAY + "backend/worker.rs",
-        "if self.is_enforced {",
-        "if !$ALIVE && self.is_enforced {",
+        """if self.is_enforced {
+            count(app, "refused");""",
+        """if !$ALIVE && self.is_enforced {
+            count(app, "refused");""",
     ),
     # KvPushRouter.
     Mutant(

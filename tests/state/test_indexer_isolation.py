@@ -24,7 +24,14 @@ SIZE = 2
 BLOCKS = 4
 TOKENS = list(range(1, 1 + SIZE * BLOCKS))
 # Joined by a colon, some of them read the same.
-PAIRS = [("a", "b"), ("a:b", "c"), ("a", "b:c"), ("a:b:c", "default"), ("a", "default"), ("a:", "")]
+PAIRS = [
+    ("a", "b"),
+    ("a:b", "c"),
+    ("a", "b:c"),
+    ("a:b:c", "default"),
+    ("a", "default"),
+    ("a:", ":"),
+]
 INSTANCES = [1, 2, 3]
 RANKS = [0, 1]
 KINDS = ["store", "remove", "clear"]

@@ -181,7 +181,7 @@ def test_a_gap_under_repair(http, engine):
     made.publish(one(2), is_sent=False)
     made.publish(one(3))
     becomes(http, "degraded", "catching_up")
-    assert listener(http, 1)["trust"]["reasons"][0]["message"].startswith("1 missing batches")
+    assert listener(http, 1)["trust"]["reasons"][0]["message"].startswith("1 missing batch ")
     made.gate.set()
     becomes(http, "exact")
 
@@ -367,7 +367,7 @@ def test_what_gets_worse_is_logged_once_and_so_is_its_end(run, client, engine):
     until(lambda: logged("not exact about a worker"), "the log line")
     (line,) = logged("not exact about a worker")
     assert " WARN " in line and "worker=1:0" in line and "orphaned_stores" in line
-    assert "fix=" in line and "1 stored events continue unknown blocks" in line
+    assert "fix=" in line and "1 stored event continues unknown blocks" in line
     assert not logged("exact about a worker again")
     wait(http, made, batch(cleared()))
     until(lambda: logged("exact about a worker again"), "the end of it")
