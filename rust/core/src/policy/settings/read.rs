@@ -231,9 +231,9 @@ pub(super) fn fault(profile: Profile, variable: &Variable, value: &str) -> Optio
             (!is_legal).then(|| format!("a finite number {legal}"))
         }
         Kind::Word(words) => {
-            let is_unknown_hour = is_compat && value == "hours";
-            let is_legal = words.contains(&value) && !is_unknown_hour;
-            (!is_legal).then(|| format!("one of {}", words.join(", ")))
+            let is_legal = |word: &&str| !is_compat || *word != "hours";
+            let legal: Vec<&str> = words.iter().copied().filter(is_legal).collect();
+            (!legal.contains(&value)).then(|| format!("one of {}", legal.join(", ")))
         }
         Kind::Flag => flag(value).is_none().then(|| "true or false".into()),
         Kind::Seed => {

@@ -327,6 +327,8 @@ fn variables_are_read_and_zero_is_legal() {
     assert_eq!(origin.read_from.as_deref(), Some("KVFLASH_PREFIX_CACHE_BLOCK_SIZE"));
 
     let compat = Settings::read(Profile::AibrixCompat, lookup).unwrap();
+    let hours = "must be one of minutes, seconds, milliseconds, got \"hours\"";
+    assert!(compat.warnings.iter().any(|one| one.contains(hours)), "{:?}", compat.warnings);
     assert_eq!(compat.prefix.imbalance_abs_count, 8);
     assert_eq!(compat.prefix.standard_deviation_factor, 1.0);
     assert_eq!(compat.vtc.time_unit, settings::TimeUnit::Minutes);
