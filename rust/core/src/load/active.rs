@@ -159,11 +159,6 @@ impl ActiveSequences {
         Ok(WorkerChange { added: wanted.len(), removed: gone.len(), dropped_requests })
     }
 
-    /// Removes one worker and its requests; returns their number, `None` if it is not in the table.
-    pub fn remove_worker(&mut self, worker: Worker) -> Option<usize> {
-        self.slots.slot(worker).map(|_| self.drop_workers(&[worker]))
-    }
-
     /// Assigns a request to a worker: its uncached tokens are to be prefilled, its blocks are in
     /// use.
     ///

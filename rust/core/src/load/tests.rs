@@ -156,8 +156,7 @@ fn booking_errors_change_nothing() {
 fn requests_that_are_gone_are_not_found_but_freed_in_peace() {
     let mut load = table(LoadConfig::default(), &[WORKER]);
     load.give(RequestId(1), WORKER, BlockUse::Private(3), 10, 0, 0).unwrap();
-    assert_eq!(load.remove_worker(WORKER), Some(1));
-    assert_eq!(load.remove_worker(WORKER), None);
+    assert_eq!(load.set_workers(&[]).unwrap().dropped_requests, 1);
     assert!(!load.free(RequestId(1)));
     assert!(matches!(load.mark_prefill_completed(RequestId(1)), Err(Error::NotFound(_))));
     assert!(matches!(load.touch(RequestId(1), 5), Err(Error::NotFound(_))));
@@ -456,9 +455,11 @@ impl Pair {
             }
             Op::Remove(id) => {
                 let worker = Worker::new(*id, 0);
-                let known = self.twin.workers.remove(&worker).is_some();
-                let dropped = self.twin.retain(|request| request.worker != worker);
-                assert_eq!(self.real.remove_worker(worker), known.then_some(dropped));
+                let removed = usize::from(self.twin.workers.remove(&worker).is_some());
+                let dropped_requests = self.twin.retain(|request| request.worker != worker);
+                let left: Vec<Worker> = self.twin.workers.keys().copied().collect();
+                let change = WorkerChange { added: 0, removed, dropped_requests };
+                assert_eq!(self.real.set_workers(&left), Ok(change));
             }
             Op::Book { id, worker, prompt, isl, overlap } => {
                 let worker = Worker::new(*worker, 0);

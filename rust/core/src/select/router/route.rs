@@ -199,13 +199,6 @@ impl Router {
         Ok(change)
     }
 
-    /// Removes one worker and its requests; returns their number, `None` if it is not registered.
-    pub fn remove_worker(&self, worker: Worker) -> Option<usize> {
-        let dropped = self.state.lock().load.remove_worker(worker)?;
-        self.policies.each().for_each(|one| one.removed(worker));
-        Some(dropped)
-    }
-
     /// Tokens in a block; 0 while unknown.
     pub fn block_size(&self) -> u32 {
         self.state.lock().load.block_size()

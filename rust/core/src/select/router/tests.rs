@@ -144,7 +144,8 @@ fn a_booking_outlives_its_worker_and_its_expiry_in_peace() {
     router.set_workers(&workers([1])).unwrap();
     let mut considered = Considered::default();
     let (orphan, _) = router.route(&request(8, &[1, 2]), &mut considered).unwrap();
-    assert_eq!(router.remove_worker(orphan.worker()), Some(1));
+    assert_eq!(router.set_workers(&workers([2])).unwrap().dropped_requests, 1);
+    assert!(!router.is_booked(orphan.request()));
     router.set_workers(&workers([1])).unwrap();
     let (leaked, _) = router.route(&request(8, &[1, 2]), &mut considered).unwrap();
     let (alive, _) = router.route(&request(8, &[1, 2]), &mut considered).unwrap();
@@ -240,7 +241,7 @@ fn round_robin_is_fair_while_workers_come_and_go() {
     assert_eq!(turns(None, 5), [1, 2, 3, 1, 2]);
     router.set_workers(&workers([1, 2, 3, 9])).unwrap();
     assert_eq!(turns(None, 6), [9, 3, 1, 2, 9, 3]);
-    router.remove_worker(Worker::new(2, 0));
+    router.set_workers(&workers([1, 3, 9])).unwrap();
     assert_eq!(turns(None, 4), [1, 9, 3, 1]);
     // Two kinds of requests with different workers do not spoil each other's turns.
     let (mine, other) = (|w: Worker| w.instance_id != 9, |w: Worker| w.instance_id == 9);
@@ -394,7 +395,8 @@ fn many_threads_leave_nothing_behind() {
                     }
                     if thread == 0 && turn % 50 == 0 {
                         router.set_workers(&workers(turn % 7..40 - turn % 5)).unwrap();
-                        router.remove_worker(Worker::new(20, 0));
+                        let others = (turn % 7..40 - turn % 5).filter(|id| *id != 20);
+                        router.set_workers(&workers(others)).unwrap();
                         assert!(router.expire().is_empty());
                     }
                 }
