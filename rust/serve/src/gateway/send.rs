@@ -95,7 +95,10 @@ async fn respond(
     app.metrics.route_seconds.observe(began.elapsed().as_secs_f64());
     // It was neither too long nor invalid: the next large body may be read.
     drop(turn);
-    let mut prefill = Prefill::of(app, &plan).await?;
+    let mut prefill = Prefill::of(app, &plan).await.inspect_err(|reject| {
+        let is_whole = reject.status == StatusCode::NOT_IMPLEMENTED;
+        app.refused(if is_whole { "no_prefill" } else { "invalid" });
+    })?;
     if plan.call.nvext.is_query() {
         return tell_workers(&plan, &prefill).await;
     }

@@ -75,6 +75,13 @@ async fn where_it_is_enforced_nobody_decodes_alone() {
     let refused = stage.ask(&body()).await;
     assert_eq!((refused.status, decode.count()), (503, 0));
     stage.until_metric("refused_requests_total{cause=\"no_prefill\"}", 1.0).await;
+    let mut pinned = body();
+    pinned["nvext"] = json!({ "prefill_worker_id": 77 });
+    assert_eq!(stage.ask(&pinned).await.status, 404);
+    stage.until_metric("refused_requests_total{cause=\"invalid\"}", 1.0).await;
+    let continued = json!({ "input": "x", "previous_response_id": "r" });
+    assert_eq!(stage.post("/v1/responses", &continued).await.status, 501);
+    stage.until_metric("refused_requests_total{cause=\"no_prefill\"}", 2.0).await;
     let status = async |path: &str| stage.call(Method::GET, path, &[], None).await.status;
     // Nothing says otherwise.
     let answer = stage.call(Method::GET, "/ready", &[], None).await;
