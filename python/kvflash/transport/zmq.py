@@ -170,7 +170,7 @@ class ZmqReceiver:
             handler()
         except Exception as error:
             # An error of one publisher must not end the service of the others.
-            subscription = self._subscriptions.get(-1 if publisher is None else publisher)
+            subscription = None if publisher is None else self._subscriptions.get(publisher)
             now = time.monotonic()
             if subscription is not None:
                 logger.exception("engine at %s: reading its events failed", subscription.endpoint)
