@@ -360,15 +360,13 @@ impl ModelIndex {
     /// The main group of `worker` has blocks of `size` tokens, so the hint belongs to another group,
     /// unless other workers hold blocks of the hinted size.
     pub(super) fn correct_block_size(&self, size: u32, worker: Worker) {
-        let is_other = |it: &Worker| it.instance_id != worker.instance_id;
-        if self.is_hint.swap(false, Ordering::Relaxed)
-            && !self
-                .index
-                .workers()
-                .iter()
-                .filter(|it| is_other(it))
-                .any(|it| self.index.blocks(*it) > 0)
-        {
+        if !self.is_hint.swap(false, Ordering::Relaxed) {
+            return;
+        }
+        let is_holder = |other: &Worker| {
+            other.instance_id != worker.instance_id && self.index.blocks(*other) > 0
+        };
+        if !self.index.workers().iter().any(is_holder) {
             self.block_size.store(size, Ordering::Relaxed);
         }
     }
