@@ -25,8 +25,6 @@ use crate::stream::{Step, Stream};
 
 /// Maximum ranks per socket; batches of further ones count as malformed.
 const MAX_RANKS: usize = 1_024;
-/// Begins the last error that a replay left.
-const REPLAY_FAILED: &str = "replay failed: ";
 
 struct State {
     stream: Stream,
@@ -35,6 +33,8 @@ struct State {
     ranks: Vec<u32>,
     status: ListenerStatus,
     last_error: Option<String>,
+    /// It is of a replay, and the next one that succeeds clears it.
+    is_replays_error: bool,
     last_event_ms: Option<u64>,
     /// The stream position was taken over, but not the blocks.
     is_bare: bool,
@@ -139,6 +139,7 @@ impl Publisher {
                 ranks: vec![worker.dp_rank],
                 status: ListenerStatus::Pending,
                 last_error: None,
+                is_replays_error: false,
                 last_event_ms: None,
                 is_bare: false,
                 is_unplaced: false,
@@ -181,6 +182,7 @@ impl Publisher {
         state.status = status;
         if error.is_some() || status == ListenerStatus::Active {
             state.last_error = error;
+            state.is_replays_error = false;
         }
         self.tell(&mut state);
     }
@@ -536,10 +538,9 @@ impl Feed for Publisher {
         add(&self.counters.failed_replays, u64::from(failure.is_some()));
         let mut state = self.state.lock();
         state.standing.seen.is_replaying = false;
-        if let Some(why) = failure {
-            state.last_error = Some(format!("{REPLAY_FAILED}{why}"));
-        } else if state.last_error.as_ref().is_some_and(|error| error.starts_with(REPLAY_FAILED)) {
-            state.last_error = None;
+        if failure.is_some() || state.is_replays_error {
+            state.last_error = failure.map(|why| format!("replay failed: {why}"));
+            state.is_replays_error = failure.is_some();
         }
         if is_empty {
             // Everything was requested: the engine has published nothing yet.
