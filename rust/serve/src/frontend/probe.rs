@@ -16,7 +16,7 @@ use super::engine_spec::EngineSpec;
 use super::ids;
 use super::inspect::inspect;
 use super::parity;
-use super::proxy::Upstream;
+use super::proxy::{AttemptError, Upstream};
 use super::server_info;
 use crate::Shutdown;
 
@@ -70,7 +70,7 @@ async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
         match check(&app.upstream, &engine, interval.max(Duration::from_secs(1))).await {
             // It closes its port before it ends, and still answers what it has.
             Err(failed) if failed.is_closed && engine.is_removed() => {}
-            Err(failed) => engine.check_failed(&failed.why),
+            Err(failed) => engine.check_failed(&failed.message),
             Ok(()) if is_known || engine.is_removed() => {}
             Ok(()) => match learn(&app, &engine).await {
                 // It serves and has reported its models before: an update can wait.
@@ -204,26 +204,11 @@ fn pause(missed: u32, interval: Duration) -> Duration {
     }
 }
 
-/// Why a check failed.
-struct FailedCheck {
-    why: String,
-    /// The engine's system refused or closed the connection.
-    is_closed: bool,
-}
-
-impl From<String> for FailedCheck {
-    fn from(why: String) -> Self {
-        Self { why, is_closed: false }
-    }
-}
-
-impl From<FailedCheck> for String {
-    fn from(failed: FailedCheck) -> Self {
-        failed.why
-    }
-}
-
-async fn check(upstream: &Upstream, engine: &Engine, timeout: Duration) -> Result<(), FailedCheck> {
+async fn check(
+    upstream: &Upstream,
+    engine: &Engine,
+    timeout: Duration,
+) -> Result<(), AttemptError> {
     let answer = get(upstream, engine, "/health", timeout).await?;
     let why = match answer.0 {
         200 => return Ok(()),
@@ -231,7 +216,7 @@ async fn check(upstream: &Upstream, engine: &Engine, timeout: Duration) -> Resul
             .to_owned(),
         status => format!("GET /health answered {status}"),
     };
-    Err(why.into())
+    Err(AttemptError::new("status", why, true))
 }
 
 async fn get(
@@ -239,15 +224,18 @@ async fn get(
     engine: &Engine,
     path: &str,
     timeout: Duration,
-) -> Result<(u16, Bytes), FailedCheck> {
+) -> Result<(u16, Bytes), AttemptError> {
     let url = format!("{}{path}", engine.base);
     match tokio::time::timeout(timeout, upstream.get(&engine.spec, &url, MAX_ANSWER_BYTES)).await {
         Ok(Ok(answer)) => Ok(answer),
         Ok(Err(error)) => {
-            let why = format!("GET {path}: {}", error.message);
-            Err(FailedCheck { why, is_closed: error.is_closed })
+            let message = format!("GET {path}: {}", error.message);
+            Err(AttemptError { message, ..error })
         }
-        Err(_) => Err(format!("GET {path}: no answer within {} ms", timeout.as_millis()).into()),
+        Err(_) => {
+            let why = format!("GET {path}: no answer within {} ms", timeout.as_millis());
+            Err(AttemptError::new("timeout", why, true))
+        }
     }
 }
 

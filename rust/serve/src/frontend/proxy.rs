@@ -45,7 +45,7 @@ pub(crate) struct Upstream {
     authorization: Option<HeaderValue>,
 }
 
-/// Why an attempt ended before the first byte.
+/// Why an attempt, or a call of the frontend itself, ended before the first byte.
 #[derive(Debug)]
 pub(crate) struct AttemptError {
     pub cause: &'static str,
@@ -57,8 +57,14 @@ pub(crate) struct AttemptError {
 }
 
 impl AttemptError {
-    fn new(cause: &'static str, message: impl ToString, is_sent: bool) -> Self {
+    pub fn new(cause: &'static str, message: impl ToString, is_sent: bool) -> Self {
         Self { cause, message: message.to_string(), is_sent, is_closed: false }
+    }
+}
+
+impl From<AttemptError> for String {
+    fn from(error: AttemptError) -> Self {
+        error.message
     }
 }
 
@@ -129,7 +135,7 @@ impl Upstream {
             .header(header::CONTENT_TYPE, "application/json")
             .body(held(body))
             .map_err(|e| e.to_string())?;
-        self.whole(spec, request, limit).await.map_err(|error| error.message)
+        Ok(self.whole(spec, request, limit).await?)
     }
 
     async fn whole(
