@@ -247,7 +247,8 @@ impl Repair {
         replay.has_answered |= is_first;
         self.take(feed, answer, false, now_ms);
         let has_advanced = feed.position().0 > wanted;
-        if let Some(replay) = &mut self.replay
+        // A replay requested meanwhile, which has received nothing yet, gets the whole time.
+        if let Some(replay) = self.replay.as_mut().filter(|replay| replay.frames > 0)
             && (is_first || has_advanced)
         {
             let parts = if has_advanced { PAUSES_PER_TIMEOUT } else { 1 };

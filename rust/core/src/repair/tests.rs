@@ -297,6 +297,11 @@ fn the_rest_of_a_replay_that_stops_midway_is_requested_soon() {
     // The engine may still be busy with the first reply, so the second one gets the whole time.
     let (repair, _) = play(true, &format!("{asked}\n answer 1 2\n silent -> ask 3"));
     assert_eq!(repair.deadline_ms(), Some(550));
+    // So does one that is requested for a hole, or for a gap behind the replay.
+    for answer in ["answer 1 2 4 -> ask 3", "answer 1 2 3 4 end -> dismiss, ask 6"] {
+        let (repair, _) = play(true, &format!("live 0 5 7 -> ask 1\n {answer}"));
+        assert_eq!(repair.deadline_ms(), Some(500), "{answer}");
+    }
 }
 
 #[test]
