@@ -1,8 +1,10 @@
 //! Token ids of pieces of text, bounded in bytes.
 
+use std::hash::{BuildHasher, RandomState};
+
 use xxhash_rust::xxh3::xxh3_128_with_seed;
 
-use crate::cache::{ClockCache, Weighed};
+use crate::cache::{CacheStats, ClockCache, Weighed};
 
 /// Limits of the segment cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,14 +39,6 @@ pub(super) struct Key {
     length_bytes: usize,
 }
 
-impl Key {
-    /// The key of `piece` in `context`; ids of another generation are not found.
-    pub(super) fn new(piece: &str, context: Context, generation: u64) -> Self {
-        let hash = xxh3_128_with_seed(piece.as_bytes(), context as u64 | generation << 8);
-        Self { hash, length_bytes: piece.len() }
-    }
-}
-
 /// The ids of a piece.
 #[derive(Debug)]
 pub(super) struct Piece {
@@ -63,12 +57,35 @@ impl Weighed for Piece {
 ///
 /// # Consistency
 /// A piece's ids never change, so a reader sees either nothing or the truth.
-pub(super) type PieceCache = ClockCache<Piece>;
+#[derive(Debug)]
+pub(super) struct PieceCache {
+    pieces: ClockCache<Piece>,
+    /// Random, so that clients can't construct two pieces with equal keys.
+    seed: u64,
+}
 
 impl PieceCache {
+    /// An empty cache of at most `capacity_bytes`, bookkeeping included; 0 disables it.
+    pub(super) fn new(capacity_bytes: usize) -> Self {
+        let seed = RandomState::new().hash_one(0);
+        Self { pieces: ClockCache::new(capacity_bytes), seed }
+    }
+
+    /// Whether nothing is kept.
+    pub(super) fn is_off(&self) -> bool {
+        self.pieces.is_off()
+    }
+
+    /// The key of `piece` in `context`; ids of another generation are not found.
+    pub(super) fn key(&self, piece: &str, context: Context, generation: u64) -> Key {
+        let seed = self.seed ^ (context as u64 | generation << 8);
+        let hash = xxh3_128_with_seed(piece.as_bytes(), seed);
+        Key { hash, length_bytes: piece.len() }
+    }
+
     /// Append the ids of `key` to `out` if they are known; says whether they were.
     pub(super) fn append(&self, key: Key, out: &mut Vec<u32>) -> bool {
-        let found = self.find(key.hash, |piece| {
+        let found = self.pieces.find(key.hash, |piece| {
             (piece.length_bytes == key.length_bytes).then(|| out.extend_from_slice(&piece.ids))
         });
         found.is_some()
@@ -76,7 +93,12 @@ impl PieceCache {
 
     /// Keep `ids` under `key`, dropping others as needed.
     pub(super) fn keep(&self, key: Key, ids: &[u32]) {
-        self.insert(key.hash, Piece { length_bytes: key.length_bytes, ids: ids.into() });
+        self.pieces.insert(key.hash, Piece { length_bytes: key.length_bytes, ids: ids.into() });
+    }
+
+    /// Counters and sizes.
+    pub(super) fn stats(&self) -> CacheStats {
+        self.pieces.stats()
     }
 }
 
@@ -87,11 +109,11 @@ mod tests {
     #[test]
     fn stays_under_its_limit_and_keeps_what_is_used() {
         let cache = PieceCache::new(64 * 1024);
-        let hot = Key::new("hot", Context::First, 0);
+        let hot = cache.key("hot", Context::First, 0);
         cache.keep(hot, &[7; 16]);
         let mut out = Vec::new();
         for n in 0..5_000u32 {
-            cache.keep(Key::new(&n.to_string(), Context::First, 0), &[n; 16]);
+            cache.keep(cache.key(&n.to_string(), Context::First, 0), &[n; 16]);
             out.clear();
             assert!(cache.append(hot, &mut out), "the piece in use went at {n}");
             assert_eq!(out, [7; 16]);
@@ -100,7 +122,7 @@ mod tests {
         let stats = cache.stats();
         assert!(stats.evictions_total > 4_000, "{stats:?}");
         assert_eq!(stats.held_entries + stats.evictions_total, 5_001);
-        let huge = Key::new("huge", Context::First, 0);
+        let huge = cache.key("huge", Context::First, 0);
         cache.keep(huge, &[0; 10_000]);
         assert!(!cache.append(huge, &mut out), "it is too large");
     }
@@ -108,8 +130,14 @@ mod tests {
     #[test]
     fn contexts_do_not_meet() {
         let cache = PieceCache::new(1 << 20);
-        cache.keep(Key::new("a", Context::First, 0), &[1]);
-        assert!(!cache.append(Key::new("a", Context::Later, 0), &mut Vec::new()));
-        assert!(!cache.append(Key::new("a", Context::Wrapped, 0), &mut Vec::new()));
+        cache.keep(cache.key("a", Context::First, 0), &[1]);
+        assert!(!cache.append(cache.key("a", Context::Later, 0), &mut Vec::new()));
+        assert!(!cache.append(cache.key("a", Context::Wrapped, 0), &mut Vec::new()));
+    }
+
+    #[test]
+    fn no_key_is_that_of_another_cache() {
+        let keys = [0; 2].map(|_| PieceCache::new(1 << 20).key("a", Context::First, 0));
+        assert_ne!(keys[0], keys[1], "whoever knows the keys can find two pieces with one");
     }
 }

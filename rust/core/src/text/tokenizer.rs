@@ -8,7 +8,7 @@ use serde::Deserialize;
 use serde_json::Value;
 use tokenizers::{AddedToken, Tokenizer as Inner};
 
-use super::cache::{CacheOptions, Context, Key, PieceCache};
+use super::cache::{CacheOptions, Context, PieceCache};
 use super::config::FolderConfig;
 use super::cut::{CutMode, Cutter, Layout, Segment, words};
 use super::encoder::{EncoderReport, Encoders};
@@ -251,7 +251,7 @@ impl Tokenizer {
     }
 
     fn append_cached(&self, piece: &str, context: Context, work: &mut Work) -> Result<(), Stop> {
-        let key = Key::new(piece, context, self.generation());
+        let key = self.cache.key(piece, context, self.generation());
         if !self.cache.is_off() && self.cache.append(key, &mut work.ids) {
             return Ok(());
         }
