@@ -208,10 +208,11 @@ impl<T> Clients<T> {
         named.for_each(|(_, client)| client.weight = weight);
     }
 
-    /// Charge a client that was served so much, and its group. Returns the counter by which it takes turns now.
+    /// Charge a client that was served so much, and its group, each by its own weight: clients of a group choose their
+    /// names. Returns the counter by which it takes turns now.
     pub(super) fn charge(&mut self, slot: u32, service: f64) -> f64 {
-        let change = service / self.at(slot).weight;
         for at in self.path(slot) {
+            let change = service / self.at(at).weight;
             self.change(at, |client| client.counter = (client.counter + change).max(0.0));
         }
         self.counter(slot)

@@ -75,6 +75,19 @@ fn clients_of_a_group_take_turns_for_its_turns() {
 }
 
 #[test]
+fn the_weight_of_a_name_counts_within_its_group_alone() {
+    let mut queue: FairQueue<u32> = FairQueue::new(config(Discipline::VtcFair)).unwrap();
+    queue.set_weight("heavy", 4.0).unwrap();
+    for item in 1..=4 {
+        queue.push(of_group("heavy"), item, cost(10), Options::default(), 0).unwrap();
+        queue.push(of_group("light"), item + 4, cost(10), Options::default(), 0).unwrap();
+        queue.push("other", item + 10, cost(10), Options::default(), 0).unwrap();
+    }
+    let order: Vec<u32> = (0..8).map(|_| pop(&mut queue).unwrap().1).collect();
+    assert_eq!(order, [1, 11, 5, 12, 2, 13, 3, 14]);
+}
+
+#[test]
 fn a_group_that_was_idle_has_no_credit() {
     let mut queue: FairQueue<u32> = FairQueue::new(config(Discipline::VtcFair)).unwrap();
     queue.push(of_group("a"), 1, cost(10), Options::default(), 0).unwrap();
