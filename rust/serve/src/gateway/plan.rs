@@ -193,6 +193,8 @@ impl Plan {
                 pin: pinned.map(|instance_id| Pin { instance_id, dp_rank: None }),
                 overlaps: None,
                 expected_output_tokens: None,
+                // The end of a prefill is observed.
+                is_whole: false,
                 ..self.request.clone()
             },
             tokens: None,
