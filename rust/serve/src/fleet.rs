@@ -9,12 +9,13 @@ use kvflash_core::clock::Clock;
 use kvflash_core::error::{Error, Result};
 use kvflash_core::fleet::{Change, Effect, Roster, WorkerState};
 use kvflash_core::ids::{InstanceId, Worker};
-use kvflash_core::select::{
-    Journal, Outbox, Queue, RouterConfig, Selector, SelectorConfig, Thresholds,
-};
+use kvflash_core::select::{Journal, Outbox, Queue, Selector, SelectorConfig, Thresholds};
 use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use super::RoutingOptions;
+
+/// Tenant of the indexes of prefill workers, which hold other blocks than decode workers.
+pub(crate) const PREFILL_TENANT: &str = "prefill";
 
 /// All workers of one model and tenant, with one index and one load table.
 pub(crate) struct Pool<M, R> {
@@ -100,13 +101,16 @@ impl Common {
         Self { catalog, clock, journal, outbox: Arc::default() }
     }
 
-    /// A model's selector and its queue, routing as `router` says.
+    /// A model's selector and its queue.
     pub fn selector(
         &self,
         key: &ModelKey,
-        router: RouterConfig,
         routing: &RoutingOptions,
     ) -> Result<(Selector, Option<Arc<Queue>>)> {
+        let mut router = routing.selector.router.clone();
+        if key.tenant_id == PREFILL_TENANT {
+            router = router.of_prefill();
+        }
         let forced = Some(router.block_size).filter(|size| *size > 0);
         let index = self.catalog.model_or_create(key, forced)?;
         let queue = routing.queue.as_ref();

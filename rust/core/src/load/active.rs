@@ -78,8 +78,8 @@ pub struct Assignment<'a> {
     pub blocks: BlockUse<'a>,
     /// Length of its prompt in tokens.
     pub isl_tokens: u64,
-    /// Leading blocks of it that need no prefill.
-    pub overlap_blocks: u32,
+    /// Tokens of it that the worker has to prefill.
+    pub uncached_tokens: u64,
     /// Estimated duration of the prefill, if its end will not be observed; only for
     /// [`WorkerLoad::queued_tokens`].
     pub unseen_ms: Option<u64>,
@@ -166,7 +166,8 @@ impl ActiveSequences {
     /// [`Error::Conflict`] for a request that is already booked, [`Error::NotFound`] for a worker
     /// that is not in the table, [`Error::Overloaded`] at `max_requests`. Nothing changes then.
     pub fn book(&mut self, work: &Assignment<'_>, now_ms: u64) -> Result<()> {
-        let Assignment { id, worker, isl_tokens, unseen_ms, is_remote, .. } = *work;
+        let Assignment { id, worker, isl_tokens, uncached_tokens, unseen_ms, is_remote, .. } =
+            *work;
         if self.is_booked(id) {
             return Err(Error::Conflict(format!("request {} is already booked", id.0)));
         }
@@ -177,8 +178,6 @@ impl ActiveSequences {
         if !is_remote {
             self.check_room()?;
         }
-        let cached_tokens = u64::from(work.overlap_blocks) * u64::from(self.config.block_size);
-        let uncached_tokens = isl_tokens.saturating_sub(cached_tokens);
         let (hashes, private_blocks) = match work.blocks {
             BlockUse::Untracked => (&[][..], 0),
             BlockUse::Shared(hashes) => (hashes, 0),

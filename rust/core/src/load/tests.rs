@@ -36,8 +36,10 @@ impl ActiveSequences {
         now_ms: u64,
     ) -> Result<()> {
         let is_remote = false;
+        let cached_tokens = u64::from(overlap_blocks) * u64::from(self.block_size());
+        let uncached_tokens = isl_tokens.saturating_sub(cached_tokens);
         let work =
-            Assignment { id, worker, blocks, isl_tokens, overlap_blocks, unseen_ms, is_remote };
+            Assignment { id, worker, blocks, isl_tokens, uncached_tokens, unseen_ms, is_remote };
         self.book(&work, now_ms)
     }
 }

@@ -171,12 +171,6 @@ pub struct Terms {
 }
 
 impl RequestTerms {
-    /// The part of the request that the chosen worker does. A request whose overlaps have no weight
-    /// was prefilled elsewhere.
-    pub(super) fn stage(&self) -> Stage {
-        if self.overlap_score_weight == 0.0 { Stage::Decode } else { self.stage }
-    }
-
     /// Prompt tokens to prefill on `candidate`; savings count in whole blocks.
     pub fn uncached_tokens(&self, candidate: &Candidate) -> u64 {
         let saved = u64::from(candidate.saved_blocks()) * u64::from(self.block_size);

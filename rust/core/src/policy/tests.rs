@@ -150,7 +150,7 @@ fn check_terms(id: &str, weight: f64, input: &Value, expected: &Value) {
         worker,
         blocks: BlockUse::Shared(&active),
         isl_tokens: tokens,
-        overlap_blocks: 0,
+        uncached_tokens: tokens,
         unseen_ms: None,
         is_remote: false,
     };

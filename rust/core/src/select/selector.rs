@@ -380,7 +380,10 @@ impl Selector {
             hashes: is_tracked
                 .then(|| if is_shared { hashes.as_slice().into() } else { unshared() }),
             isl_tokens: ask.prompt.isl_tokens,
-            overlap_blocks: selection.expected_blocks() + selection.lower_blocks,
+            overlap_blocks: match ask.overrides.is_prefilled_elsewhere() {
+                true => hashes.len() as u32,
+                false => selection.expected_blocks() + selection.lower_blocks,
+            },
         }
     }
 

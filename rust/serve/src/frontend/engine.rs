@@ -13,10 +13,9 @@ use serde_json::{Value, json};
 use tokio::sync::Notify;
 
 use super::engine_spec::{EngineSpec, base_of};
-use super::fleet::PREFILL_TENANT;
 use super::runtime::member::Member;
 use super::runtime::texts::ModelText;
-use crate::fleet;
+use crate::fleet::{self, PREFILL_TENANT};
 use crate::gateway::api::Api;
 use crate::gateway::turn::WaitingRoom;
 

@@ -11,7 +11,6 @@ use kvflash_core::clock::Clock;
 use kvflash_core::error::{Error, Result};
 use kvflash_core::fleet::{Card, Change, Claim, EventSpec, Hearing, Roster, WorkerState};
 use kvflash_core::ids::InstanceId;
-use kvflash_core::policy::Stage;
 use kvflash_core::select::Report;
 use parking_lot::Mutex;
 
@@ -19,13 +18,11 @@ use super::engine::{Engine, EngineNotes, Pool, Route};
 use super::engine_spec::{EngineSpec, base_of};
 use super::options::FrontendOptions;
 use super::runtime::member::Member;
-use crate::fleet::{self, Common, Parts};
+use crate::fleet::{self, Common, PREFILL_TENANT, Parts};
 use crate::gateway::turn::WaitingRoom;
 
 /// Tenant of the frontend's own indexes; the cache salt separates clients.
 const TENANT: &str = "default";
-/// Tenant of the indexes of prefill workers, which hold other blocks than decode workers.
-pub(crate) const PREFILL_TENANT: &str = "prefill";
 
 type Rooms = Option<Arc<WaitingRoom>>;
 type Tables = fleet::Tables<Engine, Rooms>;
@@ -420,14 +417,7 @@ fn key_of(name: &str, is_prefill: bool) -> ModelKey {
 /// Creates the components of a model for its first engine.
 fn parts(options: &FrontendOptions, common: &Common, key: &ModelKey) -> Result<Parts<Rooms>> {
     let is_prefill = key.tenant_id == PREFILL_TENANT;
-    let mut router = options.routing.selector.router.clone();
-    // Requests leave no state on a prefill worker: only their prompt tokens count.
-    router.track_active_blocks &= !is_prefill;
-    router.track_output_blocks &= !is_prefill;
-    if is_prefill {
-        router.stage = Stage::Prefill;
-    }
-    let (selector, queue) = common.selector(key, router, &options.routing)?;
+    let (selector, queue) = common.selector(key, &options.routing)?;
     // A request that waits for the decode worker need not wait for the prefill worker.
     let fairness = options.fairness.as_ref().filter(|_| !is_prefill);
     let waiting = fairness.map(|options| WaitingRoom::new(options, Arc::clone(&common.clock)));

@@ -11,9 +11,8 @@ use kvflash_core::ids::InstanceId;
 use parking_lot::Mutex;
 
 use super::super::frontend::engine_spec::EngineSpec;
-use super::super::frontend::fleet::PREFILL_TENANT;
 use super::super::frontend::runtime::spec::WorkerSpec;
-use crate::fleet::follow;
+use crate::fleet::{PREFILL_TENANT, follow};
 
 /// An indexer's workers without registration.
 pub struct FoundWorkers {

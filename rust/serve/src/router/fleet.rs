@@ -12,10 +12,9 @@ use kvflash_core::fleet::{Card, Change, EventSpec, Hearing, Roster, port_of};
 use kvflash_core::ids::{InstanceId, Worker};
 
 use super::super::frontend::engine_spec::address_of;
-use super::super::frontend::fleet::PREFILL_TENANT;
 use super::request::NewWorker;
 use crate::RoutingOptions;
-use crate::fleet::{self, Common};
+use crate::fleet::{self, Common, PREFILL_TENANT};
 
 /// A registered worker.
 #[derive(Debug)]
@@ -82,8 +81,7 @@ impl Fleet {
         let roster = Roster::new(hearing, max_workers);
         let of_all = routing.clone();
         let make = move |common: &Common, key: &ModelKey| {
-            let router = of_all.selector.router.clone();
-            let (selector, queue) = common.selector(key, router, &of_all)?;
+            let (selector, queue) = common.selector(key, &of_all)?;
             Ok((selector, queue, ()))
         };
         let fleet = fleet::Fleet::new(common, roster, &routing, make);

@@ -160,7 +160,9 @@ async fn a_prompt_that_is_prefilled_elsewhere_is_no_work_for_its_decoder() {
     assert_eq!(stage.metric(&load(decode.id)).await, 0.0);
     asked.answer(200, &json!({ "kv_transfer_params": { "remote_port": 9 } })).await;
     let asked = decode.next().await;
-    assert_eq!(stage.metric(&load(prefill.id)).await, 0.0);
+    for worker in [prefill.id, decode.id] {
+        assert_eq!(stage.metric(&load(worker)).await, 0.0);
+    }
     asked.done().await;
     assert_eq!(asking.await.unwrap().status, 200);
     stage.until_idle().await;

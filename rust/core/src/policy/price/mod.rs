@@ -166,7 +166,7 @@ impl PricePolicy {
         let weights = wanted.weights(marks, overlaps);
         let miss = MissCost::new(input, size, &weights);
         let answer_tokens = answers.mean_tokens(context.now_ms);
-        let tariff = Tariff::new(answer_tokens, request.stage(), miss, most_pressure.value());
+        let tariff = Tariff::new(answer_tokens, request.stage, miss, most_pressure.value());
         let mut lowest = Lowest::new();
         let mut next = 0;
         costs.clear();
@@ -243,7 +243,7 @@ impl RoutePolicy for PricePolicy {
         traffic.most_pressure.see(pressure, candidates.len());
         traffic.wanted.add(marks);
         // The request was seen before, when its prefill was routed.
-        if context.request.stage() != Stage::Decode {
+        if context.request.stage != Stage::Decode {
             traffic.gaps.see(context.sequence_hashes, best as usize, context.now_ms);
         }
         drop(state);
@@ -252,7 +252,7 @@ impl RoutePolicy for PricePolicy {
             work_tokens: chosen.load.queued_tokens.saturating_add(own) as f64,
             own_tokens: own as f64,
             is_whole: context.is_whole,
-            stage: context.request.stage(),
+            stage: context.request.stage,
         });
     }
 

@@ -182,7 +182,7 @@ fn a_prompt_that_is_decoded_elsewhere_is_no_second_turn() {
         samples(&policy, "auto_session_gaps_total")[0]
     };
     assert_eq!(route(Stage::Prefill, 1.0, &[1, 2], 0), 0.0);
-    assert_eq!(route(Stage::Both, 0.0, &[1, 2], 50), 0.0);
+    assert_eq!(route(Stage::Decode, 0.0, &[1, 2], 50), 0.0);
     assert_eq!(route(Stage::Prefill, 1.0, &[1, 2, 3], 9_000), 1.0);
 }
 

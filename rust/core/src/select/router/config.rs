@@ -142,6 +142,18 @@ impl RouterConfig {
         fault.map_or(Ok(()), |fault| Err(Error::Config(fault)))
     }
 
+    /// The same for workers that only prefill. Requests leave no state there: only their prompt
+    /// tokens count, and always do.
+    pub fn of_prefill(self) -> Self {
+        Self {
+            stage: Stage::Prefill,
+            track_active_blocks: false,
+            track_output_blocks: false,
+            track_prefill_tokens: true,
+            ..self
+        }
+    }
+
     /// Whether caches count at all.
     pub fn weighs_overlap(&self) -> bool {
         self.scale.weighs_overlap(self.overlap_score_weight)
@@ -189,7 +201,7 @@ impl RouteOverride {
 
     /// Whether it says, as decode workers are asked for, that the prompt is prefilled elsewhere:
     /// every policy knows that.
-    fn is_prefilled_elsewhere(&self) -> bool {
+    pub(in crate::select) fn is_prefilled_elsewhere(&self) -> bool {
         self.overlap_score_weight == Some(0.0) && self.assume_kv_reuse == Some(false)
     }
 

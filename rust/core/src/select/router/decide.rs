@@ -55,7 +55,10 @@ impl Router {
                 worker: chosen.worker,
                 blocks: self.block_use(&state.load, &ask.prompt.sequence_hashes, &ask.overrides),
                 isl_tokens: ask.prompt.isl_tokens,
-                overlap_blocks: chosen.saved_blocks(),
+                uncached_tokens: match ask.overrides.is_prefilled_elsewhere() {
+                    true => 0,
+                    false => context.request.uncached_tokens(chosen),
+                },
                 unseen_ms: self.unseen_prefill_ms(&context, chosen),
                 is_remote: false,
             };

@@ -17,7 +17,7 @@ use crate::load::{
     ActiveSequences, Assignment, BlockUse, Expired, LoadTotals, RequestId, WorkerChange, WorkerLoad,
 };
 use crate::policy::session::check_key;
-use crate::policy::{ActiveLoad, Affinity, Candidate, KvScale, RequestTerms, Seat, Terms};
+use crate::policy::{ActiveLoad, Affinity, Candidate, KvScale, RequestTerms, Seat, Stage, Terms};
 use crate::select::ask::{Ask, Known};
 use crate::select::busy::BusyGate;
 use crate::select::reuse::Removals;
@@ -160,9 +160,11 @@ impl Router {
         let overrides = RouteOverride::default();
         let blocks = self.block_use(&state.load, hashes.unwrap_or_default(), &overrides);
         let id = RequestId(state.next_request);
+        let cached_tokens = u64::from(overlap_blocks) * u64::from(state.load.block_size());
+        let uncached_tokens = isl_tokens.saturating_sub(cached_tokens);
         let (unseen_ms, is_remote) = (None, true);
         let work =
-            Assignment { id, worker, blocks, isl_tokens, overlap_blocks, unseen_ms, is_remote };
+            Assignment { id, worker, blocks, isl_tokens, uncached_tokens, unseen_ms, is_remote };
         state.load.book(&work, now_ms)?;
         state.next_request += 1;
         Ok(id)
@@ -346,7 +348,10 @@ impl Router {
                 ..self.config.scale
             },
             least_prefill_tokens: 0,
-            stage: self.config.stage,
+            stage: match overrides.is_prefilled_elsewhere() {
+                true => Stage::Decode,
+                false => self.config.stage,
+            },
         }
     }
 
