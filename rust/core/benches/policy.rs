@@ -259,6 +259,7 @@ fn decision(workers: u64, tokens: u64) {
             let slowness = if worker.instance_id % 10 == 3 { 3 } else { 1 };
             auto.finished(&Finished {
                 model: "model",
+                pool: "model",
                 user: None,
                 worker,
                 prompt_bytes: 0,

@@ -103,16 +103,16 @@ pub trait RoutePolicy: fmt::Debug + Send + Sync {
         Err(without_scores(self.name()))
     }
 
-    /// How long the prefill of `tokens` prompt tokens of `model` takes, in milliseconds, when its
+    /// How long the prefill of `tokens` prompt tokens in `pool` takes, in milliseconds, when its
     /// end is not observed; it counts as queued for that long. `None`: it counts until the answer
     /// ends.
-    fn unseen_prefill_ms(&self, _model: &str, _tokens: u64) -> Option<u64> {
-        None
+    fn unseen_prefill_ms(&self, pool: &str, tokens: u64) -> Option<u64> {
+        self.members().iter().find_map(|one| one.unseen_prefill_ms(pool, tokens))
     }
 
     /// Whether it uses [`ActiveLoad::queued_tokens`](super::ActiveLoad::queued_tokens), which the load table then maintains.
     fn estimates_queue(&self) -> bool {
-        false
+        self.members().iter().any(|one| one.estimates_queue())
     }
 
     /// The request was routed to `candidates.list[choice.index]`, by this policy or by one that it
@@ -146,9 +146,9 @@ pub trait RoutePolicy: fmt::Debug + Send + Sync {
         self.members().iter().for_each(|one| one.removed(worker));
     }
 
-    /// The last worker of a model has left: drop what is known about the model.
-    fn closed(&self, model: &str) {
-        self.members().iter().for_each(|one| one.closed(model));
+    /// The last worker of a pool has left: drop what is known about its traffic.
+    fn closed(&self, pool: &str) {
+        self.members().iter().for_each(|one| one.closed(pool));
     }
 
     /// Reports every counter of this policy, for the metrics.
@@ -164,6 +164,8 @@ pub struct Context<'a> {
     pub request: RequestTerms,
     /// The requested model.
     pub model: &'a str,
+    /// The workers that compete for it, as text: the model, with the tenant if that has a name.
+    pub pool: &'a str,
     /// Text of the prompt in UTF-8, without the surrounding JSON; empty if no policy needs it.
     pub prompt: &'a [u8],
     /// The model's own token ids; empty while unknown.
@@ -192,7 +194,7 @@ pub struct Context<'a> {
 impl<'a> Context<'a> {
     /// A request of `model` of which only the terms are known.
     pub fn new(request: RequestTerms, model: &'a str, now_ms: u64) -> Self {
-        Self { request, model, now_ms, ..Self::default() }
+        Self { request, model, pool: model, now_ms, ..Self::default() }
     }
 }
 
@@ -318,6 +320,8 @@ pub(super) fn without_scores(policy: &str) -> Error {
 pub struct Finished<'a> {
     /// The requested model.
     pub model: &'a str,
+    /// As [`Context::pool`].
+    pub pool: &'a str,
     /// The request's user.
     pub user: Option<&'a str>,
     /// The worker that served it.

@@ -191,6 +191,8 @@ pub struct Known<'a> {
     pub metrics: Option<&'a dyn Fn(Worker) -> EngineMetrics>,
     /// The requested model.
     pub model: &'a str,
+    /// The workers that compete for the request, as text; see [`Context`](crate::policy::Context).
+    pub pool: &'a str,
     /// Whether the overlaps come from engines' events.
     pub is_indexed: bool,
     /// Instances that take no new requests, ascending.

@@ -65,6 +65,7 @@ thread_local! {
 pub struct Selector {
     pub(super) model: Arc<ModelIndex>,
     pub(super) name: Arc<str>,
+    pool: Box<str>,
     pub(super) router: Arc<Router>,
     pub(super) policy_name: Arc<str>,
     pub(super) overlap: Overlap,
@@ -112,6 +113,7 @@ impl Selector {
         }
         Ok(Self {
             name: model.key.model_name.as_str().into(),
+            pool: model.key.label().into(),
             model,
             router,
             policy_name,
@@ -207,9 +209,9 @@ impl Selector {
         }
     }
 
-    /// The last worker has left for good: the policies drop what they know about the model.
+    /// The last worker has left for good: the policies drop what they know about its traffic.
     pub fn close(&self) {
-        self.router.policies().each().for_each(|one| one.closed(&self.name));
+        self.router.policies().each().for_each(|one| one.closed(&self.pool));
     }
 
     /// Sets the workers to select from. All state of others is dropped: their requests, reports,
@@ -490,6 +492,7 @@ impl Selector {
                 gate: if is_gated { Some(&gate) } else { None },
                 metrics: if is_silent { None } else { Some(&metrics) },
                 model: &self.name,
+                pool: &self.pool,
                 is_indexed: self.is_indexed(ask),
                 draining: &draining,
                 unpinned: ask.pin.filter(|pin| !is_open(pin)),

@@ -92,13 +92,15 @@ impl Known {
     }
 }
 
-/// State of one model's traffic.
+/// State of the traffic of one pool: the workers of a model that compete for its requests.
 #[derive(Debug, Default)]
 struct Traffic {
     gaps: Gaps,
     wanted: Wanted,
     answers: pace::Answers,
-    prefills: pace::Prefills,
+    /// Of streamed answers, to the first token, and of others, to the end: one says nothing about
+    /// the other.
+    prefills: [pace::Prefills; 2],
     wholes: pace::Wholes,
     most_pressure: MostPressure,
 }
@@ -107,7 +109,7 @@ struct Traffic {
 struct State {
     /// Ascending by worker, in the order of the candidates.
     workers: Vec<Known>,
-    /// By model.
+    /// By pool.
     traffic: HashMap<Box<str>, Traffic>,
 }
 
@@ -140,7 +142,7 @@ impl State {
 ///
 /// # Cost
 /// One pass over the candidates, O(1) for each; O(log blocks) for the prompt under the router's
-/// lock. Memory: about 8 KiB per worker, 3 MiB per model.
+/// lock. Memory: about 8 KiB per worker, 3 MiB per pool.
 #[derive(Debug, Default)]
 pub struct PricePolicy {
     state: Mutex<State>,
@@ -160,7 +162,7 @@ impl PricePolicy {
         let mut guard = self.state.lock();
         let State { workers, traffic } = &mut *guard;
         let Traffic { gaps, wanted, answers, most_pressure, .. } =
-            traffic.entry_ref(context.model).or_default();
+            traffic.entry_ref(context.pool).or_default();
         let marks = context.memo.marks(context.sequence_hashes);
         let overlaps = candidates.list.iter().map(|one| one.overlap_blocks);
         let weights = wanted.weights(marks, overlaps);
@@ -223,9 +225,9 @@ impl RoutePolicy for PricePolicy {
         true
     }
 
-    fn unseen_prefill_ms(&self, model: &str, tokens: u64) -> Option<u64> {
+    fn unseen_prefill_ms(&self, pool: &str, tokens: u64) -> Option<u64> {
         let state = self.state.lock();
-        Some(state.traffic.get(model)?.wholes.prefill_ms(tokens))
+        Some(state.traffic.get(pool)?.wholes.prefill_ms(tokens))
     }
 
     fn routed(&self, context: &Context<'_>, candidates: &Candidates<'_>, choice: &Choice) {
@@ -239,7 +241,7 @@ impl RoutePolicy for PricePolicy {
             known.learned.retention.used(context.local_hashes, context.now_ms);
         }
         let pressure = known.rates.pressure;
-        let traffic = state.traffic.entry_ref(context.model).or_default();
+        let traffic = state.traffic.entry_ref(context.pool).or_default();
         traffic.most_pressure.see(pressure, candidates.len());
         traffic.wanted.add(marks);
         // The request was seen before, when its prefill was routed.
@@ -251,6 +253,7 @@ impl RoutePolicy for PricePolicy {
             marks: marks.clone(),
             work_tokens: chosen.load.queued_tokens.saturating_add(own) as f64,
             own_tokens: own as f64,
+            tail: context.sequence_hashes.last().copied(),
             is_whole: context.is_whole,
             stage: context.request.stage,
         });
@@ -263,8 +266,8 @@ impl RoutePolicy for PricePolicy {
         // A worker that has left meanwhile stays forgotten.
         let place = state.place(finished.worker).ok();
         let mut known = place.map(|at| &mut state.workers[at]);
-        // Nor does a closed model come back with its last requests.
-        let Some(traffic) = state.traffic.get_mut(finished.model) else { return };
+        // Nor does a closed pool come back with its last requests.
+        let Some(traffic) = state.traffic.get_mut(finished.pool) else { return };
         traffic.wanted.remove(&ticket.marks);
         if finished.output_tokens > 0 && ticket.stage != Stage::Prefill {
             traffic.answers.see(finished.output_tokens as f64, finished.now_ms);
@@ -276,12 +279,16 @@ impl RoutePolicy for PricePolicy {
             let (last, answer) = (&mut known.learned.wholes, finished.output_tokens as f64);
             traffic.wholes.see(last, ticket.own_tokens, answer, ms as f64);
         }
-        let residual = traffic.prefills.see(ticket.work_tokens, ms as f64);
+        if let Some(last) = ticket.tail {
+            traffic.gaps.answered(last, finished.routed_at_ms);
+        }
+        let prefills = &mut traffic.prefills[usize::from(ticket.is_whole)];
+        let residual = prefills.see(ticket.work_tokens, ms as f64);
         if let (Some(known), Some(residual)) = (known, residual) {
             known.learned.pace.see(residual, finished.now_ms);
             known.until_ms = 0;
         }
-        if traffic.prefills.is_time_to_compare() {
+        if prefills.is_time_to_compare() {
             Pace::compare(state.workers.iter_mut().map(|known| &mut known.learned.pace));
         }
     }
@@ -311,14 +318,14 @@ impl RoutePolicy for PricePolicy {
         }
     }
 
-    fn closed(&self, model: &str) {
-        self.state.lock().traffic.remove(model);
+    fn closed(&self, pool: &str) {
+        self.state.lock().traffic.remove(pool);
     }
 
     fn samples(&self, visit: &mut dyn FnMut(Sample<'_>)) {
         let state = self.state.lock();
-        for (model, traffic) in &state.traffic {
-            let label = ("model", &**model);
+        for (pool, traffic) in &state.traffic {
+            let label = ("model", &**pool);
             let mut tell = |name, help, value| visit(Sample { name, help, label, value });
             let (mean, spread, count) = traffic.gaps.ln_gap();
             tell(
@@ -339,7 +346,7 @@ impl RoutePolicy for PricePolicy {
             tell(
                 "auto_session_gaps_total",
                 "Observed pauses between the requests of a session",
-                count,
+                count as f64,
             );
             tell(
                 "auto_wanted_prefixes",
@@ -349,7 +356,7 @@ impl RoutePolicy for PricePolicy {
             tell(
                 "auto_prefill_seconds_per_token",
                 "Time that a streamed prompt takes per uncached token",
-                traffic.prefills.seconds_per_token(),
+                traffic.prefills[0].seconds_per_token(),
             );
             tell(
                 "auto_whole_seconds_per_token",

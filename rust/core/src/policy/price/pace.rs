@@ -64,7 +64,8 @@ impl Answers {
     }
 }
 
-/// Time to the first token against prefill tokens before it, over all workers.
+/// Time to the first token, or to the end of unstreamed answers, against prefill tokens before it,
+/// over all workers.
 #[derive(Debug, Default)]
 pub(super) struct Prefills {
     /// Sums of: 1, work, milliseconds, work x work, work x ms.
@@ -89,7 +90,8 @@ impl Prefills {
             (ms / (base + slope * work).max(1.0)).ln()
         });
         observe(&mut self.sums, [1.0, work, ms, work * work, work * ms]);
-        self.seen = self.seen.saturating_add(1);
+        // Stays known when it wraps around.
+        self.seen = self.seen.checked_add(1).unwrap_or(FEWEST);
         expected.filter(|ln| ln.is_finite())
     }
 
@@ -267,6 +269,16 @@ mod tests {
         assert!((slow[2] - 3.0).abs() < 0.5, "{slow:?}");
         assert!([0, 1, 3].iter().all(|at| (slow[*at] - 1.0).abs() < 0.1), "{slow:?}");
         assert!(paces[2].slowness(now_ms + 60_000) < 1.2);
+    }
+
+    #[test]
+    fn workers_are_compared_however_many_answers_were_seen() {
+        let mut prefills = Prefills { seen: u32::MAX, ..Prefills::default() };
+        let compared = (0..64).filter(|_| {
+            prefills.see(1.0, 1.0);
+            prefills.is_time_to_compare()
+        });
+        assert_eq!(compared.count(), 64 / COMPARE as usize);
     }
 
     #[test]

@@ -8,7 +8,7 @@ use rand::SeedableRng;
 use rand::rngs::SmallRng;
 
 use super::*;
-use crate::policy::{ActiveLoad, Candidate, KvScale, Marks, RequestTerms};
+use crate::policy::{ActiveLoad, Candidate, KvScale, Marks, Reason, RequestTerms};
 
 const BLOCK: u32 = 16;
 
@@ -174,16 +174,42 @@ fn samples(policy: &PricePolicy, name: &str) -> Vec<f64> {
 fn a_prompt_that_is_decoded_elsewhere_is_no_second_turn() {
     let policy = PricePolicy::default();
     let list = [candidate(1, 0, load(0, 0))];
-    let route = |stage, weight, hashes: &[u64], now_ms| {
-        let request = RequestTerms { stage, overlap_score_weight: weight, ..request(1_000) };
+    let route = |stage, hashes: &[u64], now_ms| {
+        let request = RequestTerms { stage, ..request(1_000) };
         let context = Context { sequence_hashes: hashes, ..Context::new(request, "m", now_ms) };
         let (choice, _) = choose(&policy, &context, &list);
         policy.routed(&context, &Candidates::new(&list), &choice);
+        let ticket = context.memo.into_ticket().unwrap();
+        policy.finished(&properties::finished(1, &ticket, 5, 0, now_ms + 5));
         samples(&policy, "auto_session_gaps_total")[0]
     };
-    assert_eq!(route(Stage::Prefill, 1.0, &[1, 2], 0), 0.0);
-    assert_eq!(route(Stage::Decode, 0.0, &[1, 2], 50), 0.0);
-    assert_eq!(route(Stage::Prefill, 1.0, &[1, 2, 3], 9_000), 1.0);
+    assert_eq!(route(Stage::Prefill, &[1, 2], 0), 0.0);
+    assert_eq!(route(Stage::Decode, &[1, 2], 50), 0.0);
+    assert_eq!(route(Stage::Prefill, &[1, 2, 3], 9_000), 1.0);
+}
+
+#[test]
+fn a_worker_whose_answers_are_not_streamed_is_not_slow() {
+    let policy = PricePolicy::default();
+    let list = [candidate(1, 0, load(0, 0)), candidate(2, 0, load(0, 0))];
+    let mut now_ms = 0;
+    for turn in 0..400_u64 {
+        let is_whole = turn % 2 == 0;
+        let context =
+            Context { is_whole, ..Context::new(request(100 + turn * 37 % 900), "m", now_ms) };
+        let index = usize::from(is_whole);
+        let choice =
+            Choice { index, ties: 1, margin: None, reason: Reason::LowestCost, score: None };
+        policy.routed(&context, &Candidates::new(&list), &choice);
+        let ticket = context.memo.into_ticket().unwrap();
+        let ms = 5 + ticket.own_tokens as u64 / 10 + if is_whole { 2_000 } else { 0 };
+        now_ms += 10;
+        let id = list[index].worker.instance_id;
+        policy.finished(&properties::finished(id, &ticket, ms, 100, now_ms));
+    }
+    assert_eq!(samples(&policy, "auto_worker_slowness_ratio"), [1.0, 1.0]);
+    let per_token = samples(&policy, "auto_prefill_seconds_per_token")[0];
+    assert!((per_token - 0.000_1).abs() < 0.000_01, "{per_token}");
 }
 
 #[test]
@@ -201,11 +227,13 @@ fn a_closed_model_leaves_nothing() {
         marks: Marks::default(),
         work_tokens: 1.0,
         own_tokens: 1.0,
+        tail: None,
         is_whole: false,
         stage: Stage::Both,
     };
     policy.finished(&Finished {
         model: "a",
+        pool: "a",
         worker: Worker::new(1, 0),
         user: None,
         prompt_bytes: 0,

@@ -12,6 +12,8 @@ pub struct Ticket {
     pub work_tokens: f64,
     /// Of these, its own.
     pub own_tokens: f64,
+    /// Hash of the prompt's last full block; `None` while unknown.
+    pub tail: Option<u64>,
     /// Whether its answer is not streamed.
     pub is_whole: bool,
     /// The part of the request that the worker does.

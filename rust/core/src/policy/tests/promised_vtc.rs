@@ -76,6 +76,7 @@ fn what_was_really_used_replaces_the_estimate() {
     let context = Context { user: Some("a"), prompt: &prompt, ..context(1_000) };
     let finished = Finished {
         model: "m",
+        pool: "m",
         user: Some("a"),
         worker: Worker::new(0, 0),
         prompt_bytes: prompt.len(),

@@ -142,8 +142,11 @@ impl Router {
 
     /// How long the request's prefill on `chosen` counts as queued, if its end is not observed.
     fn unseen_prefill_ms(&self, context: &Context<'_>, chosen: &Candidate) -> Option<u64> {
-        let active = self.policies.active.as_ref().filter(|_| context.is_whole)?;
-        active.unseen_prefill_ms(context.model, context.request.uncached_tokens(chosen))
+        if !context.is_whole {
+            return None;
+        }
+        let tokens = context.request.uncached_tokens(chosen);
+        self.policies.each().find_map(|policy| policy.unseen_prefill_ms(context.pool, tokens))
     }
 
     /// The policy that decides about a request with these overrides, if it is not built in. Under
@@ -198,6 +201,7 @@ impl Router {
             user: ask.user,
             session: ask.session,
             advice: ask.advice,
+            pool: ask.known.pool,
             ..Context::new(known, ask.known.model, now_ms)
         }
     }

@@ -39,9 +39,9 @@ impl Policies {
         self.each().filter_map(|policy| policy.trouble())
     }
 
-    /// Whether the deciding one uses estimates of the queue.
+    /// Whether any of them uses estimates of the queue.
     pub(super) fn estimates_queue(&self) -> bool {
-        self.active.as_ref().is_some_and(|policy| policy.estimates_queue())
+        self.each().any(|policy| policy.estimates_queue())
     }
 
     /// The desk that asks the deciding policy in advance, if it is outside the core.
@@ -118,6 +118,7 @@ impl Usage {
 #[derive(Debug)]
 pub(crate) struct Tail {
     model: Box<str>,
+    pool: Box<str>,
     user: Option<Box<str>>,
     prompt_bytes: usize,
     isl_tokens: u64,
@@ -132,6 +133,7 @@ impl Tail {
     pub fn new(ask: &Ask<'_>, routed_at_ms: u64, ticket: Option<Ticket>) -> Self {
         Self {
             model: ask.known.model.into(),
+            pool: ask.known.pool.into(),
             user: ask.user.map(Box::from),
             prompt_bytes: ask.text.len(),
             isl_tokens: ask.prompt.isl_tokens,
@@ -166,6 +168,7 @@ impl Tail {
         let prefilled = if first_token_ms.is_some() { self.isl_tokens } else { 0 };
         Finished {
             model: &self.model,
+            pool: &self.pool,
             user: self.user.as_deref(),
             worker,
             prompt_bytes: self.prompt_bytes,

@@ -73,9 +73,16 @@ fn taught(past: &Past, ids: &[u64]) -> (PricePolicy, u64) {
     (policy, now_ms)
 }
 
-fn finished(id: u64, ticket: &Ticket, ms: u64, output_tokens: u64, now_ms: u64) -> Finished<'_> {
+pub(super) fn finished(
+    id: u64,
+    ticket: &Ticket,
+    ms: u64,
+    output_tokens: u64,
+    now_ms: u64,
+) -> Finished<'_> {
     Finished {
         model: "m",
+        pool: "m",
         user: None,
         worker: Worker::new(id, 0),
         prompt_bytes: 0,
@@ -197,7 +204,7 @@ proptest! {
         let mut state = policy.state.lock();
         prop_assert!(state.workers.iter().all(|known| known.learned.pace.last_slowness() == 1.0));
         let traffic = state.traffic.get_mut("m").unwrap();
-        let is_taught = traffic.prefills.seconds_per_token() > 0.0;
+        let is_taught = traffic.prefills[0].seconds_per_token() > 0.0;
         prop_assert!(is_taught && traffic.gaps.density(1_000.0).is_some());
         traffic.answers = pace::Answers::default();
         (0..40).for_each(|_| traffic.answers.see(200.0, now_ms));
