@@ -62,7 +62,7 @@ class Replicas:
     def worker_joined(
         self, component: Component, instance_id: int, shared_id: int | None = None
     ) -> None:
-        """Called after the core added it; its number between routers may differ."""
+        """Called after the core added or changed it; its number between routers may differ."""
 
     def worker_left(self, component: Component, instance_id: int) -> None:
         """Called when it has left."""

@@ -203,22 +203,51 @@ class DiscoveryWatch(Background):
                 return
         self._cluster.check_events(instance_id, events)
         if instance["transport"].get("kind") == "openai":
-            spec = _spec(instance_id, instance["transport"]["url"], card, events)
-            tokenizer = card.get("tokenizer")
-            # This process renders chats for vLLM only.
-            is_vllm = (card.get("user_data") or {}).get("engine") == "vllm"
-            if self._takes_requests and is_vllm and tokenizer and "," not in tokenizer:
-                spec += f",tokenizer={tokenizer}"
-            if told is None or told[1] != spec:
-                if told is not None:
-                    self._told[instance_id] = (name, "")
-                    await asyncio.to_thread(self._remove, instance_id)
-                await asyncio.to_thread(self._fleet.add_worker, spec)
-                self._told[instance_id] = (name, spec)
-                # For the core it is a different worker.
-                self._states.pop(instance_id, None)
+            is_changed = await self._tell_engine(name, card, instance, events)
+        else:
+            is_changed = await self._tell_worker(name, card, instance, events)
+        try:
             await self._tell_state(instance_id, instance)
-            return
+        finally:
+            if is_changed:
+                # If the core replaced the worker, it dropped other routers' requests there.
+                await asyncio.to_thread(self._cluster.worker_joined, component, instance_id)
+
+    async def _tell_engine(
+        self,
+        name: Name,
+        card: dict[str, Any],
+        instance: dict[str, Any],
+        events: dict[int, dict[str, Any]],
+    ) -> bool:
+        """Add an engine with OpenAI's API, or replace it; False if nothing has changed."""
+        instance_id, told = name[1], self._told.get(name[1])
+        spec = _spec(instance_id, instance["transport"]["url"], card, events)
+        tokenizer = card.get("tokenizer")
+        # This process renders chats for vLLM only.
+        is_vllm = (card.get("user_data") or {}).get("engine") == "vllm"
+        if self._takes_requests and is_vllm and tokenizer and "," not in tokenizer:
+            spec += f",tokenizer={tokenizer}"
+        if told is not None and told[1] == spec:
+            return False
+        if told is not None:
+            self._told[instance_id] = (name, "")
+            await asyncio.to_thread(self._remove, instance_id)
+        await asyncio.to_thread(self._fleet.add_worker, spec)
+        self._told[instance_id] = (name, spec)
+        # For the core it is a different worker.
+        self._states.pop(instance_id, None)
+        return True
+
+    async def _tell_worker(
+        self,
+        name: Name,
+        card: dict[str, Any],
+        instance: dict[str, Any],
+        events: dict[int, dict[str, Any]],
+    ) -> bool:
+        """Add a worker of the runtime, or change it; False if nothing has changed."""
+        (path, instance_id), told = name, self._told.get(name[1])
         plane = NO_PLANE
         if self._takes_requests:
             plane = await self._bridge.open(path, instance_id, instance["transport"])
@@ -230,15 +259,14 @@ class DiscoveryWatch(Background):
             "events": announced(events),
         }
         text = json.dumps(worker, sort_keys=True)
-        if told is None or told[1] != text:
-            self._shown.add(instance_id)
-            # In a thread: the first worker of a model loads its tokenizer.
-            await asyncio.to_thread(self._fleet.put_worker, text)
-            self._shown.discard(instance_id)
-            self._told[instance_id] = (name, text)
-        await self._tell_state(instance_id, instance)
-        if told is None:
-            await asyncio.to_thread(self._cluster.worker_joined, component, instance_id)
+        if told is not None and told[1] == text:
+            return False
+        self._shown.add(instance_id)
+        # In a thread: the first worker of a model loads its tokenizer.
+        await asyncio.to_thread(self._fleet.put_worker, text)
+        self._shown.discard(instance_id)
+        self._told[instance_id] = (name, text)
+        return True
 
     async def _tell_state(self, instance_id: int, instance: dict[str, Any]) -> None:
         """Pass on its serving state; only changes are sent, so that an operator's setting stays."""

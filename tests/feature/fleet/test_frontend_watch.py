@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvflash.discovery import open_discovery
-from kvflash.errors import NotFoundError, OverloadedError
+from kvflash.errors import ConfigError, NotFoundError, OverloadedError
 from kvflash.roster import watch
 from kvflash.roster.watch import DiscoveryWatch
 from service import DEADLINE_S, until
@@ -27,6 +27,7 @@ class SlowFleet:
     """Records its calls; adding a worker waits for the gate."""
 
     watch: DiscoveryWatch
+    cluster: Recorder
     warnings: list[list[str]]
 
     def __init__(self) -> None:
@@ -55,6 +56,8 @@ class SlowFleet:
 
     def set_worker_state(self, instance_id: int, state: str) -> None:
         assert instance_id in self.workers
+        if state == "unknown":
+            raise ConfigError(f"no state {state}")
         self.states.append(state)
 
     def remove_worker(self, instance_id: int) -> None:
@@ -66,22 +69,28 @@ class SlowFleet:
         raise AssertionError(report)
 
 
-class Alone:
-    """No other frontend: nothing is shared."""
+class Recorder:
+    """Records which workers other routers' requests are counted at."""
+
+    def __init__(self) -> None:
+        self.joined: list[int] = []
+
+    def worker_joined(self, _component: Any, instance_id: int) -> None:
+        self.joined.append(instance_id)
 
     def before_worker(self, *_told: Any) -> None:
         pass
 
-    worker_joined = worker_left = only = check_events = before_worker
+    worker_left = only = check_events = before_worker
 
 
 @pytest.fixture
 def fleet(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[SlowFleet]:
     monkeypatch.setenv("KVFLASH_DISCOVERY_DIR", str(tmp_path / "discovery"))
     made = SlowFleet()
-    made.warnings = []
+    made.warnings, made.cluster = [], Recorder()
     made.watch = DiscoveryWatch(
-        made, kind="file", cluster=Alone(), show_warnings=made.warnings.append
+        made, kind="file", cluster=made.cluster, show_warnings=made.warnings.append
     )
     made.watch.start()
     yield made
@@ -121,6 +130,26 @@ def value(fields: dict[str, Any]) -> bytes:
 
 def instance(kind: str, **where: str) -> bytes:
     return value({"instance_id": 7, "transport": {"kind": kind, **where}})
+
+
+@pytest.mark.parametrize("kind", ["tcp", "openai"])
+def test_requests_of_other_routers_count_at_each_worker_of_the_core(
+    fleet: SlowFleet, kind: str
+) -> None:
+    """A changed worker is another one for the core, even if its state is refused."""
+    where = {"address": "127.0.0.1:1"} if kind == "tcp" else {"url": "http://127.0.0.1:1"}
+    fields = {"instance_id": 7, "transport": {"kind": kind, **where}}
+
+    async def steps(discovery: Any) -> None:
+        lease = await discovery.lease()
+        await discovery.put(f"v1/models/{KEY}", value(CARD), lease)
+        await discovery.put(f"v1/instances/{KEY}", value(fields | {"state": "unknown"}), lease)
+        await asyncio.to_thread(until, lambda: fleet.cluster.joined == [7], "the worker")
+        await discovery.put(f"v1/instances/{KEY}", value(fields), lease)
+        await discovery.put(f"v1/models/{KEY}", value({**CARD, "dp_size": 4}), lease)
+        await asyncio.to_thread(until, lambda: fleet.cluster.joined == [7, 7], "the change")
+
+    told(steps)
 
 
 @pytest.mark.parametrize("kind", ["tcp", "openai"])
