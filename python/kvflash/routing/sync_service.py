@@ -11,8 +11,9 @@ from functools import partial
 
 from kvflash._core import Bookings
 from kvflash.background import Background
-from kvflash.discovery import Delete, Discovery, Put, Synced
+from kvflash.discovery import Delete, Discovery, Lease, Put, Synced
 from kvflash.errors import KvflashError
+from kvflash.outage import Outage
 from kvflash.routing.replica_sync import ReplicaSync, SyncLimits
 from kvflash.transport.channel import Channel, ZmqChannel
 
@@ -20,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.05
 _RETRY_S = 0.5
+# Longest pause between two attempts to announce this router.
+_RETRY_S_MAX = 5.0
 
 
 class ReplicaSyncService(Background):
@@ -48,6 +51,7 @@ class ReplicaSyncService(Background):
         self._prefix = f"v1/replica_sync/{namespace}/{component}/"
         self._open_discovery, self._open_channel = open_discovery, open_channel
         self._lease_ttl_s = lease_ttl_s
+        self._lease: Lease | None = None
         self._has_strangers = False
         # The listed routers, while discovery is followed.
         self._listed: set[int] | None = None
@@ -82,14 +86,22 @@ class ReplicaSyncService(Background):
 
     async def _keep_listed(self, discovery: Discovery, channel: Channel) -> None:
         value = json.dumps({"endpoint": channel.endpoint}).encode()
+        outage = Outage(logger, "replica sync: this router is announced")
+        pause_s = _RETRY_S
         while True:
             try:
-                lease = await discovery.lease(self._lease_ttl_s)
-                await discovery.put(f"{self._prefix}{self.sync.router_id}", value, lease)
-                await lease.lost.wait()
+                if self._lease is None or self._lease.lost.is_set():
+                    self._lease = await discovery.lease(self._lease_ttl_s)
+                # A failed attempt keeps its lease for the next one.
+                await discovery.put(f"{self._prefix}{self.sync.router_id}", value, self._lease)
+                outage.ends()
+                pause_s = _RETRY_S
+                await self._lease.lost.wait()
             except KvflashError as error:
-                logger.warning("replica sync: can't announce this router: %s; trying again", error)
-                await asyncio.sleep(_RETRY_S)
+                text = f"replica sync: can't announce this router: {error}; trying again"
+                outage.lasts(text, kind=type(error))
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 2, _RETRY_S_MAX)
 
     async def _watch(self, discovery: Discovery, channel: Channel) -> None:
         while True:

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from kvflash._core import Router
-from kvflash.discovery import open_discovery
+from kvflash.discovery import FileDiscovery, Lease, open_discovery
 from kvflash.discovery.base import Discovery
+from kvflash.errors import TransportError
+from kvflash.routing import sync_service
 from kvflash.routing.sharing import Sharing
 from kvflash.routing.sync_service import ReplicaSyncService
 from kvflash.transport.channel import ZmqChannel
@@ -89,3 +91,39 @@ def test_routers_on_other_planes_are_named_once(
         for router in routers:
             router.stop()
     assert caplog.text.count("but this one uses") == 3
+
+
+class Full(FileDiscovery):
+    """Grants leases, and accepts no key until there is room."""
+
+    attempts, has_room = 0, False
+
+    async def put(self, key: str, value: bytes, lease: Lease | None = None) -> None:
+        self.attempts += 1
+        if not self.has_room:
+            raise TransportError("there is no room")
+        await super().put(key, value, lease)
+
+
+def test_a_router_that_cannot_be_announced_keeps_one_lease(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def channel() -> ZmqChannel:
+        return ZmqChannel()
+
+    for name in ("_RETRY_S", "_RETRY_S_MAX"):
+        monkeypatch.setattr(sync_service, name, 0.01)
+    full = Full(tmp_path)
+    router = ReplicaSyncService(
+        *COMPONENT, Router().bookings, open_discovery=lambda: full, open_channel=channel
+    )
+    router.start()
+    try:
+        until(lambda: full.attempts > 2, "further attempts")
+        assert len(full.leases) == 1
+        assert caplog.text.count("can't announce this router: there is no room") == 1
+        full.has_room = True
+        until(lambda: router._listed == {router.sync.router_id}, "it to be listed")
+        assert len(full.leases) == 1
+    finally:
+        router.stop()
