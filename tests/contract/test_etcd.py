@@ -74,6 +74,43 @@ def test_a_watch_and_a_lease_go_on_when_etcd_comes_back(
     run(scenario())
 
 
+@pytest.mark.parametrize(("ends_s", "is_kept"), [(7.0, True), (8.9, True), (30.0, False)])
+def test_a_lease_outlives_an_outage_that_is_shorter_than_its_ttl(
+    ends_s: float, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In virtual time: etcd is unreachable from 3.2 s on, and the lease has 10 s."""
+    now_s, expiry_s, attempts = 0.0, 10.0, list[float]()
+    real_sleep = asyncio.sleep
+
+    async def sleep(for_s: float) -> None:
+        nonlocal now_s
+        now_s += for_s
+        await real_sleep(0)
+
+    async def call(_method: str, _body: object) -> dict[str, dict[str, str]]:
+        nonlocal expiry_s
+        attempts.append(now_s)
+        if 3.2 <= now_s < ends_s:
+            raise TransportError("etcd can't be reached")
+        if now_s < expiry_s:
+            expiry_s = now_s + 10.0
+        return {"result": {"TTL": "10"} if now_s < expiry_s else {}}
+
+    async def scenario() -> None:
+        mine = etcd.EtcdDiscovery("http://127.0.0.1:1")
+        monkeypatch.setattr(mine, "call", call)
+        monkeypatch.setattr(asyncio, "sleep", sleep)
+        lease = etcd._EtcdLease(mine, 7, 10.0)
+        while now_s < 60.0 and not lease.lost.is_set():
+            await real_sleep(0)
+        assert lease.lost.is_set() is not is_kept
+        lease.keeping.cancel()
+        # Few attempts while etcd is away, and three per TTL otherwise.
+        assert len(attempts) < 60
+
+    asyncio.run(scenario())
+
+
 def test_many_calls_at_once_leave_a_dead_address(server: EtcdServer) -> None:
     async def scenario() -> None:
         mine = open_discovery("etcd", endpoints=f"http://127.0.0.1:1,{server.url}")

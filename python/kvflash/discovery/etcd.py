@@ -73,16 +73,20 @@ class _EtcdLease:
 
     async def _keep(self) -> None:
         """Renew the lease three times per TTL; only etcd knows when it has expired."""
+        retry_s, retry_s_max = PAUSE_S[0], min(PAUSE_S[1], self._ttl_s / 10)
+        pause_s = self._ttl_s / 3
         while True:
-            await asyncio.sleep(self._ttl_s / 3)
+            await asyncio.sleep(pause_s)
             try:
                 answer = await self._discovery.call("lease/keepalive", {"ID": self.id})
             except KvflashError as error:
                 # Includes a refused login: it may be valid again before the lease expires.
                 self._discovery.is_away(f"lease {self.id} was not renewed in time", error)
-                await asyncio.sleep(PAUSE_S[0])
+                pause_s = retry_s * random.uniform(0.5, 1.0)
+                retry_s = min(retry_s * 2, retry_s_max)
                 continue
             self._discovery.outage.ends()
+            retry_s, pause_s = PAUSE_S[0], self._ttl_s / 3
             if int(answer.get("result", {}).get("TTL", 0)) <= 0:
                 self._discovery.leases.discard(self)
                 self.lost.set()
