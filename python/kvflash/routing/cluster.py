@@ -195,8 +195,9 @@ class Cluster(Replicas):
             return
         try:
             self._sharing.worker_joined(component, instance_id, shared_id)
-        except KvflashError as error:
-            logger.error("can't learn of the requests of other routers: %s; trying again", error)
+        except Exception as error:
+            text = "can't learn of the requests of other routers: %s; trying again"
+            logger.error(text, error, exc_info=not isinstance(error, KvflashError))
             self._later(lambda: self._share(component, instance_id, shared_id))
 
     def worker_left(self, component: Component, instance_id: int) -> None:

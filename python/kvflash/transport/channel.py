@@ -8,6 +8,7 @@ from typing import Protocol
 import zmq
 import zmq.asyncio
 
+from kvflash.errors import TransportError
 from kvflash.transport.zmq_socket import dial, netloc
 
 logger = logging.getLogger(__name__)
@@ -36,11 +37,15 @@ class Channel(Protocol):
 
 
 class ZmqChannel:
-    """A PUB socket, with a SUB socket connected to all other members; see :class:`Channel`."""
+    """A PUB socket, with a SUB socket connected to all other members; see :class:`Channel`.
+
+    ``host`` is the address at which others reach this process, ``bind`` the one to listen on, if
+    that differs. Raises TransportError if it can't listen there.
+    """
 
     endpoint: str | None
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
+    def __init__(self, host: str = "127.0.0.1", bind: str | None = None) -> None:
         self._context = zmq.asyncio.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._sub = self._context.socket(zmq.SUB)
@@ -49,8 +54,13 @@ class ZmqChannel:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.MAXMSGSIZE, _MESSAGE_BYTES_MAX)
         self._sub.setsockopt(zmq.SUBSCRIBE, b"")
-        address = f"tcp://{netloc(self._pub, host)}"
-        self.endpoint = f"{address}:{self._pub.bind_to_random_port(address)}"
+        address = f"tcp://{netloc(self._pub, bind or host)}"
+        try:
+            port = self._pub.bind_to_random_port(address)
+        except zmq.ZMQError as error:
+            self._context.destroy(0)
+            raise TransportError(f"can't listen on {address}: {error.strerror}") from error
+        self.endpoint = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
         self._followed: set[str] = set()
         self._is_closed = False
 

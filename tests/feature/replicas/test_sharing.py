@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from functools import partial
@@ -11,10 +12,12 @@ from typing import Any
 import pytest
 
 from kvflash._core import Router
-from kvflash.discovery import FileDiscovery, Lease, open_discovery
+from kvflash.cluster_flags import ClusterFlags
+from kvflash.discovery import FileDiscovery, Lease, MemoryDiscovery, open_discovery
 from kvflash.discovery.base import Discovery
 from kvflash.errors import TransportError
-from kvflash.routing import sync_service
+from kvflash.routing import cluster, sync_service
+from kvflash.routing.cluster import Cluster
 from kvflash.routing.sharing import Sharing
 from kvflash.routing.sync_service import ReplicaSyncService
 from kvflash.transport.channel import ZmqChannel
@@ -127,3 +130,47 @@ def test_a_router_that_cannot_be_announced_keeps_one_lease(
         assert len(full.leases) == 1
     finally:
         router.stop()
+
+
+def test_a_router_behind_a_gateway_announces_the_address_that_others_reach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # No interface of this machine has this address.
+    monkeypatch.setenv("KVFLASH_HOST", "198.51.100.7")
+    sharing = Sharing(
+        Router().bookings, open_discovery=lambda: open_discovery("file", folder=tmp_path)
+    )
+
+    async def announced() -> list[str]:
+        discovery = open_discovery("file", folder=tmp_path)
+        values = (await discovery.get_prefix("v1/replica_sync/ns/backend/")).values()
+        await discovery.close()
+        return [json.loads(value)["endpoint"] for value in values]
+
+    try:
+        sharing.worker_joined(COMPONENT, 7)
+        found = until(lambda: asyncio.run(announced()), "the announcement")
+        assert found[0].startswith("tcp://198.51.100.7:")
+    finally:
+        sharing.stop()
+
+
+def test_sharing_is_retried_after_any_error(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ClusterFlags(router_replica_sync=True)
+    made = Cluster(Router(), flags, open_discovery=MemoryDiscovery)
+    errors = [RuntimeError("unforeseen"), TransportError("it is away")]
+    joined: list[int] = []
+
+    def join(_component: object, instance_id: int, _shared_id: int | None) -> None:
+        if errors:
+            raise errors.pop()
+        joined.append(instance_id)
+
+    assert made._sharing is not None
+    monkeypatch.setattr(made._sharing, "worker_joined", join)
+    monkeypatch.setattr(cluster, "RETRY_S", 0.0)
+    made.worker_joined(COMPONENT, 7)
+    until(lambda: joined == [7], "the retries")
+    assert [bool(record.exc_info) for record in caplog.records] == [False, True]
