@@ -1,20 +1,13 @@
-"""Values of workers' keys in discovery, validated on arrival.
-
-::
-
-    v1/instances/namespace/component/endpoint/number
-    v1/models/namespace/component/endpoint/number
-    v1/events/namespace/component/number/rank
-"""
+"""Workers' keys in discovery, and what changes there."""
 
 import asyncio
-import json
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from kvflash.discovery import Delete, Discovery, Put, Synced
 from kvflash.errors import ClosedError, DecodeError, KvflashError, TransportError
+from kvflash.runtime.worker_key import key_kind, read_key
 
 logger = logging.getLogger(__name__)
 
@@ -22,64 +15,6 @@ logger = logging.getLogger(__name__)
 # over etcd's separate connections. It also limits how often a large fleet is scanned.
 BATCH_S = 0.02
 RESTART_PAUSE_S = 0.5
-PARTS = 6
-NUMBER_MAX, RANK_MAX = 2**64 - 1, 2**32 - 1
-# Fields used by this package, by kind: a wrong type would otherwise fail far from its key.
-_TYPES: dict[str, dict[str, type]] = {
-    "instances": {"transport": dict, "state": str},
-    "models": {
-        "model_name": str,
-        "model_type": list,
-        "dp_size": int,
-        "kv_cache_block_size": int,
-        "total_kv_blocks": int,
-        "max_num_batched_tokens": int,
-    },
-    "events": {"endpoint": str, "replay_endpoint": str, "block_size": int},
-}
-_NEEDED = {"instances": "transport", "events": "endpoint"}
-_TRANSPORT: dict[str, type] = {"kind": str, "address": str, "url": str, "subject": str}
-
-
-def read_key(key: str, value: bytes) -> dict[str, Any]:
-    """Decode a key's value; DecodeError says why it names no worker or is malformed."""
-    kind = _kind(key)
-    try:
-        fields = json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise DecodeError(f"is not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise DecodeError(f"must be an object, got {value[:80]!r}")
-    _check(fields, _TYPES[kind], "")
-    if (needed := _NEEDED.get(kind)) is not None and fields.get(needed) is None:
-        raise DecodeError(f"has no {needed}")
-    if kind == "instances":
-        _check(fields["transport"], _TRANSPORT, "transport.")
-    return fields
-
-
-def _kind(key: str) -> str:
-    """The kind of a worker's key; DecodeError if it names no worker."""
-    parts = key.split("/")
-    kind = parts[1] if len(parts) == PARTS else ""
-    if kind not in _TYPES:
-        raise DecodeError("is not the key of a worker")
-    worker, rank = parts[-2:] if kind == "events" else (parts[-1], "0")
-    if not (_is_number(worker, NUMBER_MAX) and _is_number(rank, RANK_MAX)):
-        raise DecodeError("does not end with numbers of a worker or rank")
-    return kind
-
-
-def _is_number(text: str, number_max: int) -> bool:
-    return text.isascii() and text.isdecimal() and int(text) <= number_max
-
-
-def _check(fields: dict[str, Any], types: dict[str, type], path: str) -> None:
-    """Refuse fields of a wrong type; each field may be missing or null."""
-    for name, kind in types.items():
-        field = fields.get(name)
-        if field is not None and (not isinstance(field, kind) or isinstance(field, bool)):
-            raise DecodeError(f"{path}{name} must be of type {kind.__name__}, got {field!r}")
 
 
 def _set(table: dict[Any, dict[str, Any]], key: Any, value: dict[str, Any] | None) -> None:
@@ -208,7 +143,7 @@ class WorkerKeys:
     def _take(self, key: str, value: bytes | None) -> None:
         """Store a key, or remove it for None; a malformed key must not hide the others."""
         try:
-            kind = _kind(key)
+            kind = key_kind(key)
             fields = None if value is None else read_key(key, value)
         except DecodeError as error:
             logger.error("discovery key %s: %s", key, error)

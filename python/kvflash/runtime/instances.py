@@ -1,14 +1,14 @@
 """The instances of an endpoint, from discovery."""
 
 import asyncio
-import json
 import logging
 import time
 from dataclasses import dataclass
 from typing import Any
 
 from kvflash.discovery import Delete, Discovery, Put, Synced
-from kvflash.errors import ClosedError, KvflashError, TransportError
+from kvflash.errors import ClosedError, DecodeError, KvflashError, TransportError
+from kvflash.runtime.worker_key import read_key
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,10 @@ class Instances:
                     return
                 # Backends reconnect by themselves; if one gives up, try again anyway.
                 logger.warning("instances of %s: %s", self._prefix, error)
-                await asyncio.sleep(RESTART_PAUSE_S)
+            except Exception:
+                # Only this task can find new instances.
+                logger.exception("instances of %s; trying again", self._prefix)
+            await asyncio.sleep(RESTART_PAUSE_S)
 
     def _apply(self, event: Put | Delete | Synced) -> None:
         if isinstance(event, Put):
@@ -112,10 +115,11 @@ class Instances:
 
 
 def _parse(event: Put) -> Instance | None:
+    """The instance of a key; None for a malformed one, which must not hide the others."""
     try:
-        fields = json.loads(event.value)
-        is_draining = fields.get("state") == "draining"
-        return Instance(int(fields["instance_id"]), dict(fields["transport"]), is_draining)
-    except (ValueError, KeyError, TypeError) as error:
-        logger.warning("%s is not an instance: %s", event.key, error)
+        fields = read_key(event.key, event.value)
+    except DecodeError as error:
+        logger.error("discovery key %s: %s", event.key, error)
         return None
+    number = int(event.key.rpartition("/")[2])
+    return Instance(number, fields["transport"], fields.get("state") == "draining")

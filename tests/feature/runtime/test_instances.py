@@ -1,0 +1,49 @@
+"""Instances of an endpoint as its clients see them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvflash import DistributedRuntime
+from kvflash.discovery import MemoryDiscovery
+from support_runtime import eventually, run
+
+PREFIX = "v1/instances/a/b/c/"
+GOOD = json.dumps({"instance_id": 7, "transport": {"kind": "tcp", "address": "127.0.0.1:1"}})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("6", b"[]"),
+        ("6", b"5"),
+        ("6", b"\xff"),
+        ("6", b"[" * 100_000),
+        ("6", b'{"transport": 5}'),
+        ("6", b'{"transport": {"kind": "tcp", "address": ["127.0.0.1:1"]}}'),
+        ("x", GOOD.encode()),
+    ],
+)
+def test_a_malformed_key_hides_no_other_instance(
+    key: str, value: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        discovery = MemoryDiscovery(is_shared=False)
+        async with DistributedRuntime(discovery) as runtime:
+            client = runtime.endpoint("a.b.c").client()
+            await discovery.put(f"{PREFIX}{key}", value)
+            await discovery.put(f"{PREFIX}7", GOOD.encode())
+            assert await client.wait_for_instances(30) == [7]
+            await discovery.delete(f"{PREFIX}{key}")
+            await discovery.put(f"{PREFIX}8", GOOD.encode())
+
+            async def are_both_there() -> bool:
+                return client.instance_ids() == [7, 8]
+
+            await eventually(are_both_there, "the later instance")
+        await discovery.close()
+
+    run(scenario())
+    assert f"discovery key {PREFIX}{key}: " in caplog.text
