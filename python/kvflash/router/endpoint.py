@@ -9,7 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-from kvflash.errors import ClosedError, InvalidArgumentError, TransportError
+from kvflash.errors import ClosedError, InvalidArgumentError, KvflashError, TransportError
 from kvflash.router.workers import DiscoveredWorkers
 from kvflash.routing.cluster import Cluster
 from kvflash.routing.config import override_options
@@ -95,7 +95,10 @@ class EndpointRouter:
         while True:
             try:
                 return await work()
-            except (TransportError, OSError) as error:
+            except ClosedError:
+                raise
+            except (KvflashError, OSError) as error:
+                # Includes a refused login of discovery or the broker, which may be valid later.
                 logger.warning("waiting for %s: %s", what, error)
             await asyncio.sleep(PAUSE_S)
 
@@ -151,7 +154,10 @@ class EndpointThread:
         self._thread = threading.Thread(target=self._run, name="kvflash-endpoint", daemon=True)
 
     def start(self) -> None:
-        """Start following discovery and serving; ConfigError for an invalid environment."""
+        """Start following discovery and serving.
+
+        ConfigError for an invalid environment, such as a runtime port that is taken.
+        """
         self._thread.start()
         self._has_begun.wait()
         if self._failure is not None:
@@ -174,14 +180,19 @@ class EndpointThread:
             pass
         except Exception as error:
             self._failure = error
-            logger.exception("the router no longer serves its endpoints")
+            if self._has_begun.is_set():
+                logger.exception("the router no longer serves its endpoints")
         finally:
             self._has_begun.set()
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._runtime = DistributedRuntime.detached()
-        served = self._make(self._runtime)
-        self._has_begun.set()
         async with self._runtime:
+            try:
+                await self._runtime.server()
+            except TransportError as error:
+                logger.warning("waiting for the request plane: %s", error)
+            served = self._make(self._runtime)
+            self._has_begun.set()
             await served.serve()

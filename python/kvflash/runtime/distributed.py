@@ -259,7 +259,7 @@ class DistributedRuntime:
         )
         try:
             await self._leased()
-            server = await self._started()
+            server = await self.server()
             transport = await server.open(path)
             self._signals.take(self.shutdown)
             await self.announce_instance(path, transport)
@@ -280,7 +280,12 @@ class DistributedRuntime:
             await served.drain(0.0, self.limits.cancel_grace_s)
             self._serving.endpoints.pop(served.name, None)
 
-    async def _started(self) -> PlaneServer:
+    async def server(self) -> PlaneServer:
+        """The server of the request plane, started by the first call.
+
+        Raises ConfigError if the port can't be bound, TransportError if the broker can't be
+        reached; the next call tries again.
+        """
         async with self._beginning:
             if self._server is None:
                 server = make_server(self._plane, self._serving, host=self.host, port=self._port)

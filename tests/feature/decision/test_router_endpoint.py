@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 
 import pytest
 
 from kvflash import (
     ClosedError,
+    ConfigError,
     DistributedRuntime,
     InvalidArgumentError,
     ModelInput,
     ModelRuntimeConfig,
     ModelType,
+    TransportError,
     WorkerError,
     register_llm,
 )
 from kvflash.discovery import open_discovery
-from kvflash.router import RouterService
+from kvflash.router import RouterService, endpoint
+from kvflash.router.endpoint import EndpointRouter
 from service import DEADLINE_S, Engine, batch, stored
 from support_openai_engine import Engine as OpenAiEngine
 from support_openai_engine import chunk
@@ -264,6 +268,35 @@ def test_a_router_that_serves_its_index_is_found_as_an_indexer(monkeypatch, tmp_
         (indexer,) = asyncio.run(eventually_in(announced, "the announcement"))
         assert indexer == {"url": router.url, "namespace": "ns"}
     assert asyncio.run(announced()) == []
+
+
+def test_a_router_whose_runtime_port_is_taken_does_not_start(monkeypatch, tmp_path):
+    monkeypatch.setenv("KVFLASH_DISCOVERY", "file")
+    monkeypatch.setenv("KVFLASH_DISCOVERY_DIR", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("KVFLASH_RUNTIME_PORT", str(port))
+        made = RouterService(**LOCAL, endpoint=ENDPOINT)
+        try:
+            with pytest.raises(ConfigError, match=f"can't listen on 127.0.0.1:{port}"):
+                made.start()
+        finally:
+            made.stop()
+
+
+def test_a_place_that_is_refused_is_asked_for_again(monkeypatch, caplog):
+    """Discovery may refuse the login for a while; the router follows its workers meanwhile."""
+    monkeypatch.setattr(endpoint, "PAUSE_S", 0.0)
+    answers = [ConfigError("refused"), TransportError("away"), OSError("gone"), None]
+
+    async def work():
+        answer = answers.pop(0)
+        if answer is not None:
+            raise answer
+
+    asyncio.run(EndpointRouter._patiently(work, "a place"))
+    assert not answers
+    assert caplog.messages == [f"waiting for a place: {w}" for w in ("refused", "away", "gone")]
 
 
 @pytest.fixture
