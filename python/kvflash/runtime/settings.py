@@ -1,14 +1,21 @@
 """A runtime's address and discovery, from the environment."""
 
+import contextlib
+import logging
 import os
 import socket
 
 from kvflash.errors import ConfigError
 from kvflash.servers import chosen
 
+logger = logging.getLogger(__name__)
+
 PLANES = ("tcp", "http", "nats")
-# Used only to look up a route; no packet is sent.
-ROUTED_ADDRESS = ("192.0.2.1", 9)
+# Used only to look up a route, IPv4 first; no packet is sent.
+ROUTED_ADDRESSES = (
+    (socket.AF_INET, ("192.0.2.1", 9)),
+    (socket.AF_INET6, ("2001:db8::1", 9)),
+)
 
 
 def plane_name(named: str | None = None) -> str:
@@ -23,12 +30,16 @@ def host_address(*, is_local: bool) -> str:
         return named
     if is_local:
         return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(ROUTED_ADDRESS)
+    for family, address in ROUTED_ADDRESSES:
+        # Where the kernel has no IPv6, there is no socket for it either.
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
             return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"
+    logger.warning(
+        "this machine has no route to others, so its address in discovery is 127.0.0.1, which only "
+        "this machine reaches: set KVFLASH_HOST"
+    )
+    return "127.0.0.1"
 
 
 def listen_address(host: str) -> str:

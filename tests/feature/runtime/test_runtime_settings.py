@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,43 @@ def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
         ("fd00::5", "::"),
     ):
         assert listen_address(host) == listened
+
+
+@pytest.mark.parametrize(
+    ("routed", "address"),
+    [
+        ({socket.AF_INET: "10.0.0.5", socket.AF_INET6: "fd00::5"}, "10.0.0.5"),
+        ({socket.AF_INET6: "fd00::5"}, "fd00::5"),
+        ({}, "127.0.0.1"),
+    ],
+)
+def test_the_address_is_that_of_the_route(
+    routed: dict[int, str],
+    address: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Probe:
+        def __init__(self, family: int, _kind: int) -> None:
+            self.family = family
+
+        def __enter__(self) -> Probe:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def connect(self, _address: object) -> None:
+            if self.family not in routed:
+                raise OSError("Network is unreachable")
+
+        def getsockname(self) -> tuple[str, int]:
+            return routed[self.family], 9
+
+    monkeypatch.setattr(socket, "socket", Probe)
+    assert host_address(is_local=False) == address
+    # An address that no other machine reaches is named.
+    assert ("set KVFLASH_HOST" in caplog.text) is not bool(routed)
 
 
 @pytest.mark.parametrize("name", ["", "a.b", "a/b", "a b", "ü", "x" * 49, None, 7])
