@@ -10,6 +10,7 @@ import pytest
 
 from kvflash import DistributedRuntime, TransportError
 from kvflash.discovery import Lease, MemoryDiscovery
+from kvflash.runtime import distributed
 from support_runtime import eventually, run
 
 ENDPOINT = "t.workers.run"
@@ -21,17 +22,24 @@ class Shaky(MemoryDiscovery):
     def __init__(self) -> None:
         super().__init__(is_shared=False)
         self.is_away = False
+        # It grants leases, and accepts no key.
+        self.is_full = False
+        self.puts_refused = self.leases_granted = 0
         self.gate = asyncio.Event()
         self.gate.set()
         self.waiting: list[str] = []
 
     async def lease(self, *args: Any, **options: Any) -> Lease:
         await self._answer("lease")
+        self.leases_granted += 1
         return await super().lease(*args, **options)
 
     async def put(self, key: str, value: bytes, lease: Lease | None = None) -> None:
         if self.is_away:
             raise TransportError("it is away")
+        if self.is_full:
+            self.puts_refused += 1
+            raise TransportError("it is full")
         # The answer is late: what was asked for is done.
         await super().put(key, value, lease)
         await self._answer(key)
@@ -153,5 +161,29 @@ def test_what_is_withdrawn_while_all_is_announced_again_stays_away() -> None:
             discovery.gate.set()
             await withdrawing
             await discovery.has("a", "c")
+
+    run(scenario())
+
+
+def test_a_new_lease_is_kept_until_all_is_announced_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(distributed, "ANNOUNCE_PAUSE_S", (0.0, 0.0))
+
+    async def scenario() -> None:
+        discovery = Shaky()
+        async with DistributedRuntime(discovery) as runtime:
+            await runtime.announce("a", 1)
+            discovery.is_full = True
+            await lose(runtime)
+
+            async def is_retried() -> bool:
+                return discovery.puts_refused > 2
+
+            await eventually(is_retried, "several attempts")
+            assert discovery.leases_granted == 2
+            discovery.is_full = False
+            await discovery.has("a")
+            assert discovery.leases_granted == 2
 
     run(scenario())

@@ -233,10 +233,11 @@ class DistributedRuntime:
             pause_s, pause_s_max = ANNOUNCE_PAUSE_S
             while True:
                 try:
-                    lease = await self.discovery.lease(
-                        self.limits.lease_ttl_s, lease_id=self.instance_id
-                    )
-                    self._lease = lease
+                    # An attempt that failed after the new lease was granted keeps it.
+                    if lease.lost.is_set():
+                        lease = self._lease = await self.discovery.lease(
+                            self.limits.lease_ttl_s, lease_id=self.instance_id
+                        )
                     for key in list(self._announced):
                         async with self._changing:
                             # The key may have been withdrawn meanwhile.
