@@ -152,14 +152,14 @@ class RoutedStream:
             raise StopAsyncIteration
         try:
             item = await self._receive()
+            self._is_started = True
+            self._note(item)
         except StopAsyncIteration:
             self._end(is_complete=True)
             raise
         except BaseException:
             self._end(is_complete=False)
             raise
-        self._is_started = True
-        self._note(item)
         return item
 
     async def _receive(self) -> Any:

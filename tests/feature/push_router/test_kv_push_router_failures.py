@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -44,6 +45,27 @@ def test_a_worker_that_drains_is_passed_over_for_the_others() -> None:
                 only = await router.generate(TOKENS, allowed_worker_ids=[leaving.id])
                 _ = [item async for item in only]
             assert is_idle(router)
+
+    run(work())
+
+
+def test_an_item_that_cannot_be_counted_frees_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def handle(_worker: Worker, _request: object) -> AsyncIterator[dict[str, int]]:
+        yield {"token_ids": 5}
+
+    monkeypatch.setattr(Worker, "handle", handle)
+
+    async def work() -> None:
+        async with Stage() as stage:
+            await stage.worker()
+            router = await stage.router(1)
+            stream = await router.generate(TOKENS)
+            with pytest.raises(TypeError):
+                await anext(stream)
+            assert is_idle(router)
+            # The stream is not garbage yet.
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
 
     run(work())
 
