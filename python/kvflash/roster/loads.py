@@ -56,7 +56,8 @@ class LoadReader:
             try:
                 await self._read(endpoint, instance_id, transport)
                 pause_s = PAUSE_S
-            except (KvflashError, FailedError, OSError, LookupError) as error:
+            except (KvflashError, FailedError, OSError, LookupError, TypeError) as error:
+                # A TypeError is an item that JSON can't hold.
                 logger.debug("load of worker %d: %s", instance_id, error)
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, PAUSE_S_MAX)

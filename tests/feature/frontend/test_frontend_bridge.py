@@ -11,6 +11,7 @@ import pytest
 from kvflash import DistributedRuntime, RuntimeLimits
 from kvflash.errors import NotFoundError, TransportError
 from kvflash.roster import bridge as bridging
+from kvflash.roster import loads as loading
 from kvflash.roster.bridge import Bridge
 from kvflash.roster.loads import LoadReader
 from kvflash.runtime.frame import Request, unpack
@@ -73,13 +74,17 @@ def test_a_bridge_passes_items_and_errors_on(monkeypatch: pytest.MonkeyPatch) ->
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
-def test_loads_are_read_as_they_are_told() -> None:
+def test_loads_are_read_as_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "PAUSE_S", 0.0)
+    # The first stream has an item that JSON can't hold; the reader opens another one.
+    items = [{"kv_used_blocks": b"7"}, {"dp_rank": 0, "kv_used_blocks": 7}]
+
     async def run() -> None:
         async with DistributedRuntime(discovery="mem") as runtime:
             endpoint = runtime.endpoint("tests/backend/load_metrics")
 
             async def loads(_request: Any) -> Any:
-                yield {"dp_rank": 0, "kv_used_blocks": 7}
+                yield items.pop(0)
                 await asyncio.Event().wait()
 
             task = asyncio.create_task(endpoint.serve_endpoint(loads))
