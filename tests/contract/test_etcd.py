@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from kvflash import ConfigError, DistributedRuntime, RuntimeLimits, TransportError
@@ -109,6 +110,50 @@ def test_a_lease_outlives_an_outage_that_is_shorter_than_its_ttl(
         assert len(attempts) < 60
 
     asyncio.run(scenario())
+
+
+def test_what_etcd_refuses_is_one_outage_beside_what_it_answers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A role may read one prefix only: the other watch's successes end no outage."""
+    monkeypatch.setattr(etcd, "PAUSE_S", (0.0, 0.0))
+    reads: list[str] = []
+
+    async def read(prefix: str) -> tuple[dict[str, bytes], int]:
+        reads.append(prefix)
+        if prefix == "denied/":
+            raise ConfigError("permission denied")
+        return {}, 1
+
+    async def changes(_prefix: str, _revision: int) -> AsyncIterator[tuple[str, bytes | None]]:
+        # The connection was silent for a while: the watch reads again.
+        await asyncio.sleep(0)
+        raise aiohttp.SocketTimeoutError
+        yield
+
+    async def scenario() -> None:
+        mine = etcd.EtcdDiscovery("http://127.0.0.1:1")
+        shown: list[str] = []
+        monkeypatch.setattr(mine, "show_outage", shown.append)
+        monkeypatch.setattr(mine, "_read", read)
+        monkeypatch.setattr(mine, "_changes", changes)
+        watches = [mine.watch(prefix) for prefix in ("denied/", "read/")]
+
+        async def are_read() -> bool:
+            return reads.count("denied/") > 3 and reads.count("read/") > 3
+
+        await eventually(are_read, "several attempts of both")
+        assert len(caplog.records) == 1
+        assert all(shown)
+        await watches[0].aclose()
+
+        async def is_over() -> bool:
+            return not shown[-1]
+
+        await eventually(is_over, "the outage to end")
+        await mine.close()
+
+    run(scenario())
 
 
 def test_many_calls_at_once_leave_a_dead_address(server: EtcdServer) -> None:

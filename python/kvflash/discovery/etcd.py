@@ -64,6 +64,7 @@ class _EtcdLease:
     async def revoke(self) -> None:
         if self in self._discovery.leases:
             self._discovery.leases.discard(self)
+            self._discovery.away.discard(self)
             self.keeping.cancel()
             try:
                 await self._discovery.call("lease/revoke", {"ID": self.id})
@@ -81,11 +82,12 @@ class _EtcdLease:
                 answer = await self._discovery.call("lease/keepalive", {"ID": self.id})
             except KvflashError as error:
                 # Includes a refused login: it may be valid again before the lease expires.
-                self._discovery.is_away(f"lease {self.id} was not renewed in time", error)
+                what = f"lease {self.id} was not renewed in time"
+                self._discovery.is_away(self, what, error)
                 pause_s = retry_s * random.uniform(0.5, 1.0)
                 retry_s = min(retry_s * 2, retry_s_max)
                 continue
-            self._discovery.outage.ends()
+            self._discovery.is_back(self)
             retry_s, pause_s = PAUSE_S[0], self._ttl_s / 3
             if int(answer.get("result", {}).get("TTL", 0)) <= 0:
                 self._discovery.leases.discard(self)
@@ -112,6 +114,8 @@ class EtcdDiscovery(Discovery):
         self._session: aiohttp.ClientSession | None = None
         self._watches: dict[Watch, asyncio.Task[None]] = {}
         self._is_closed = False
+        # Those whose last attempt failed: etcd may refuse one and answer the others.
+        self.away: set[Watch | _EtcdLease] = set()
         self.leases: set[_EtcdLease] = set()
 
     @functools.cached_property
@@ -198,8 +202,15 @@ class EtcdDiscovery(Discovery):
         await self._log_in()
         return await self._post(method, body)
 
-    def is_away(self, what: str, error: BaseException) -> None:
+    def is_back(self, who: Watch | _EtcdLease) -> None:
+        """An attempt has succeeded: the outage ends if there is no other failure."""
+        self.away.discard(who)
+        if not self.away:
+            self.outage.ends()
+
+    def is_away(self, who: Watch | _EtcdLease, what: str, error: BaseException) -> None:
         """Log a failure, once for all watches and leases."""
+        self.away.add(who)
         where = ",".join(self._endpoints)
         self.outage.lasts(
             f"discovery: {what}: {error}; trying again (ETCD_ENDPOINTS: {where})",
@@ -279,7 +290,7 @@ class EtcdDiscovery(Discovery):
             try:
                 state, revision = await self._read(prefix)
                 watch.replace(state)
-                self.outage.ends()
+                self.is_back(watch)
                 async for key, value in self._changes(prefix, revision + 1):
                     pause_s = PAUSE_S[0]
                     watch.change(key, value)
@@ -289,7 +300,7 @@ class EtcdDiscovery(Discovery):
             except (aiohttp.ClientError, OSError, KvflashError, ValueError, KeyError) as error:
                 if self._is_closed:
                     return
-                self.is_away(f"watch of {prefix}", error)
+                self.is_away(watch, f"watch of {prefix}", error)
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(pause_s * 2, PAUSE_S[1])
 
@@ -322,6 +333,7 @@ class EtcdDiscovery(Discovery):
 
     def _forget(self, watch: Watch) -> None:
         self._watches.pop(watch).cancel()
+        self.away.discard(watch)
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
