@@ -22,6 +22,8 @@ from kvflash.runtime.plane import LOSSES_MAX
 logger = logging.getLogger(__name__)
 
 ATTEMPTS_MAX = 5
+# No prompt or answer has more.
+TOKENS_MAX = 2**32 - 1
 
 # Nothing has arrived yet, so another worker may succeed.
 RETRIED = (TransportError, NotFoundError, OverloadedError, DrainingError)
@@ -186,13 +188,12 @@ class RoutedStream:
         usage = item.get("completion_usage")
         if isinstance(usage, dict):
             details = usage.get("prompt_tokens_details")
-            cached = details.get("cached_tokens") if isinstance(details, dict) else None
-            if isinstance(cached, int) and cached >= 0:
+            cached = _count(details.get("cached_tokens") if isinstance(details, dict) else None)
+            if cached is not None:
                 self._booking.cached(cached)
                 self._booking.used(cached_tokens=cached)
-            if isinstance(generated := usage.get("completion_tokens"), int):
-                self._generated = max(self._generated, generated)
-            if isinstance(prompt := usage.get("prompt_tokens"), int) and prompt >= 0:
+            self._generated = max(self._generated, _count(usage.get("completion_tokens")) or 0)
+            if (prompt := _count(usage.get("prompt_tokens"))) is not None:
                 self._booking.used(input_tokens=prompt)
         self._booking.generated(self._generated)
 
@@ -211,3 +212,8 @@ class RoutedStream:
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
+
+
+def _count(value: object) -> int | None:
+    """A worker's count of tokens, limited to what is plausible; None for anything else."""
+    return min(value, TOKENS_MAX) if isinstance(value, int) and value >= 0 else None

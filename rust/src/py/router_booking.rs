@@ -52,7 +52,8 @@ impl RouterBooking {
         cached_tokens: Option<u64>,
         output_tokens: Option<u64>,
     ) {
-        self.tell(|held| held.used(Usage { input_tokens, cached_tokens, output_tokens }));
+        let usage = Usage { input_tokens, cached_tokens, output_tokens }.plausible();
+        self.tell(|held| held.used(usage));
     }
 
     /// Free the load; ``is_complete``: the answer reached its end.

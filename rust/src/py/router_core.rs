@@ -404,7 +404,7 @@ impl RouterCore {
         cached_tokens: Option<u64>,
         output_tokens: Option<u64>,
     ) -> bool {
-        let usage = Usage { input_tokens, cached_tokens, output_tokens };
+        let usage = Usage { input_tokens, cached_tokens, output_tokens }.plausible();
         self.selector.note_used(request_id, usage);
         self.selector.free(request_id)
     }

@@ -82,6 +82,16 @@ def core(**settings: Any) -> RouterCore:
     return made
 
 
+def test_a_count_that_no_answer_has_is_limited() -> None:
+    router = core(policy="auto")
+    request_id = "a"
+    router.reserve(IDS, request_id)
+    router.mark_prefill_complete(request_id)
+    router.free(request_id, output_tokens=10**15)
+    samples = {name: value for name, _, _, value in router.policy_samples()}
+    assert samples["auto_answer_tokens"] < 2**32
+
+
 @pytest.mark.parametrize(
     ("given", "policy"),
     [

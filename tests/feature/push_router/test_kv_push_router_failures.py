@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -66,6 +67,25 @@ def test_an_item_that_cannot_be_counted_frees_the_load(monkeypatch: pytest.Monke
             # The stream is not garbage yet.
             with pytest.raises(StopAsyncIteration):
                 await anext(stream)
+
+    run(work())
+
+
+def test_counts_that_no_answer_has_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = {"prompt_tokens": 2**70, "completion_tokens": 2**70}
+    usage |= {"prompt_tokens_details": {"cached_tokens": 2**70}}
+
+    async def handle(_worker: Worker, _request: object) -> AsyncIterator[dict[str, Any]]:
+        yield {"token_ids": [1], "completion_usage": usage}
+
+    monkeypatch.setattr(Worker, "handle", handle)
+
+    async def work() -> None:
+        async with Stage() as stage:
+            await stage.worker()
+            router = await stage.router(1)
+            assert len([item async for item in await router.generate(TOKENS)]) == 1
+            assert is_idle(router)
 
     run(work())
 
