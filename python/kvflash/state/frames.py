@@ -95,9 +95,11 @@ def _parse(headers: Mapping[str, str]) -> tuple[Origin, int]:
     instance_id, dp_rank, epoch = (_number(part, _PUBLISHER) for part in who)
     try:
         model_name, tenant_id, block_size = json.loads(headers[_INDEX])
-    except (ValueError, TypeError):
+        # JSON can hold half a character ("\ud800"), which the catalog can't.
+        f"{model_name}{tenant_id}".encode()
+    except (ValueError, TypeError, RecursionError):
         raise DecodeError(
-            f"{_INDEX} must be a JSON array of three, got {headers[_INDEX]!r}"
+            f"{_INDEX} must be a valid JSON array of three, got {headers[_INDEX]!r}"
         ) from None
     is_fit = isinstance(model_name, str) and isinstance(tenant_id, str)
     if not is_fit or not isinstance(block_size, int) or not 0 < block_size < 1 << 32:
