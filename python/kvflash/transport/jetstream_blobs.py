@@ -1,6 +1,7 @@
 """Snapshots in a JetStream object store, and the key that names the current one."""
 
 import asyncio
+import base64
 import contextlib
 import dataclasses
 import hashlib
@@ -113,16 +114,25 @@ class JetStreamBlobs:
                 await subscription.unsubscribe()
 
     async def names(self) -> list[str]:
+        prefix = f"$O.{self._bucket}.M."
         async with reaching(f"bucket {self._bucket}"):
             try:
-                return [entry.name for entry in await self._store.list()]
+                info = await self._js.stream_info(f"OBJ_{self._bucket}", f"{prefix}*")
             except nats.js.errors.NotFoundError:
                 return []
+        entries = (subject[len(prefix) :] for subject in info.state.subjects or ())
+        return [base64.urlsafe_b64decode(entry).decode() for entry in entries]
 
     async def delete(self, name: str) -> None:
+        entry = base64.urlsafe_b64encode(name.encode()).decode()
         async with reaching(f"bucket {self._bucket}"):
             with contextlib.suppress(nats.js.errors.NotFoundError):
-                await self._store.delete(name)
+                # Also one that the client marked as deleted: its mark would stay for ever.
+                info = await self._store.get_info(name, show_deleted=True)
+                for subject in (f"M.{entry}", f"C.{info.nuid}"):
+                    await self._js.purge_stream(
+                        f"OBJ_{self._bucket}", subject=f"$O.{self._bucket}.{subject}"
+                    )
 
     async def pointer(self) -> tuple[Pointer | None, int]:
         async with reaching(f"bucket {self._pointer_bucket}"):

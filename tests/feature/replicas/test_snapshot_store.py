@@ -1,0 +1,126 @@
+"""What snapshots leave behind in a real nats-server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgpack
+import pytest
+
+from kvflash._core import Catalog
+from kvflash.discovery import MemoryDiscovery
+from kvflash.servers import NatsSettings
+from kvflash.state.discovered import DiscoveredLock, DiscoveredRoster
+from kvflash.state.frames import CatalogSink, Origin, event_headers, event_key
+from kvflash.state.replica import Replica
+from kvflash.state.snapshot import Outcome, Snapshots
+from kvflash.transport.jetstream import JetStreamLog
+from kvflash.transport.jetstream_blobs import JetStreamBlobs
+from kvflash.transport.nats_connection import connect
+from servers import NatsServer
+
+ORIGIN = Origin(instance_id=7, dp_rank=0, epoch=1, model_name="m", block_size=4)
+
+
+@pytest.fixture(scope="module")
+def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    server = NatsServer(tmp_path_factory.mktemp("nats"))
+    yield server
+    server.close()
+
+
+class Store:
+    """One replica with its snapshots, and a view of what the server holds."""
+
+    def __init__(self, client: Any, settings: NatsSettings) -> None:
+        self.js = client.jetstream()
+        self.log = JetStreamLog(client, "log", settings)
+        self.blobs = JetStreamBlobs(client, "blobs", "pointer", settings)
+        keys = MemoryDiscovery(is_shared=False)
+        self.replica = Replica(
+            "router",
+            log=self.log,
+            blobs=self.blobs,
+            roster=DiscoveredRoster(keys, "ns", "c"),
+            sink=CatalogSink(Catalog()),
+        )
+        lock = DiscoveredLock(keys, "v1/locks/ns/c/snapshot")
+        self.snapshots = Snapshots(self.replica, lock=lock, threshold_messages=None, age_s_max=None)
+        self.sequence = 0
+
+    async def snapshot(self) -> Outcome:
+        """One batch more, and a snapshot that covers it."""
+        number, self.sequence = self.sequence, self.sequence + 1
+        payload = msgpack.packb([0.0, [], 0])
+        await self.log.append(event_headers(ORIGIN, number), payload, key=event_key(ORIGIN, number))
+        return await self.snapshots.take()
+
+    async def messages(self) -> int:
+        return (await self.js.stream_info("OBJ_blobs")).state.messages
+
+
+@pytest.fixture
+def in_store(
+    nats_server: NatsServer,
+) -> Callable[[Callable[[Store], Coroutine[Any, Any, None]]], None]:
+    """Runs a test with a store that ends with it."""
+
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[Store]:
+        settings = NatsSettings(servers=(nats_server.url,))
+        client = await connect(settings, name="test")
+        store = Store(client, settings)
+        running = asyncio.create_task(store.replica.run())
+        try:
+            await asyncio.wait_for(store.replica.wait_caught_up(), 20)
+            yield store
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+            for stream in await store.js.streams_info():
+                await store.js.delete_stream(stream.config.name)
+            await client.close()
+
+    def run(test: Callable[[Store], Coroutine[Any, Any, None]]) -> None:
+        async def work() -> None:
+            async with opened() as store:
+                await asyncio.wait_for(test(store), 60)
+
+        asyncio.run(work())
+
+    return run
+
+
+def test_a_bucket_holds_no_trace_of_deleted_snapshots(in_store) -> None:
+    async def test(store: Store) -> None:
+        held = []
+        for _ in range(5):
+            assert await store.snapshot() == Outcome.DONE
+            held.append(await store.messages())
+        assert len(set(held)) == 1, "each snapshot replaces the one before"
+        pointer, _ = await store.blobs.pointer()
+        assert await store.blobs.names() == [pointer.blob]
+
+    in_store(test)
+
+
+def test_a_snapshot_that_the_client_deleted_leaves_the_bucket(in_store) -> None:
+    async def test(store: Store) -> None:
+        objects = await store.js.object_store("blobs")
+        for name in (
+            "radix-state-00000000000000000000-1-a",
+            "radix-state-00000000000000000000-1-b",
+        ):
+            await objects.put(name, b"of an older version")
+        await objects.delete(name)
+        assert await store.snapshot() == Outcome.DONE
+        pointer, _ = await store.blobs.pointer()
+        assert await store.blobs.names() == [pointer.blob]
+        assert len([entry async for entry in store.blobs.read(pointer.blob)]) > 0
+        # Its entry, and its chunk.
+        assert await store.messages() == 2
+
+    in_store(test)
