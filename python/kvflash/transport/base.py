@@ -133,7 +133,7 @@ class Blobs(Protocol):
         """Its chunks, in order; NotFoundError if there is no such blob or it is truncated."""
 
     async def names(self) -> list[str]:
-        """Names of all blobs."""
+        """Names of all blobs, also of those whose upload did not end."""
 
     async def delete(self, name: str) -> None:
         """Delete a blob; no error if it does not exist."""

@@ -8,12 +8,13 @@ import hashlib
 import json
 import logging
 from collections.abc import AsyncIterator, Iterable, Iterator
+from datetime import datetime, timezone
 from typing import Any
 
 import nats.js.errors
 from nats.js import JetStreamContext, api
 
-from kvflash.errors import NotFoundError
+from kvflash.errors import NotFoundError, TransportError
 from kvflash.nats_login import Client
 from kvflash.servers import NatsSettings
 from kvflash.transport.base import Pointer
@@ -29,29 +30,25 @@ _READ_CHUNKS_MAX = 64
 _READ_PAUSE_S_MAX = 10.0
 
 
-class _Stream:
-    """Chunks as a file for the object store, read in a thread; counts the bytes read."""
+def _equal_chunks(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes in chunks of _CHUNK_BYTES; the last may be shorter."""
+    buffer = bytearray()
+    for chunk in chunks:
+        buffer += chunk
+        while len(buffer) >= _CHUNK_BYTES:
+            yield bytes(buffer[:_CHUNK_BYTES])
+            del buffer[:_CHUNK_BYTES]
+    if buffer:
+        yield bytes(buffer)
 
-    def __init__(self, chunks: Iterable[bytes]) -> None:
-        self._chunks: Iterator[bytes] = iter(chunks)
-        self._rest = memoryview(b"")
-        self.digest = hashlib.sha256()
 
-    def readinto(self, into: bytearray) -> int:
-        filled = 0
-        while filled < len(into):
-            if not self._rest:
-                chunk = next(self._chunks, None)
-                if chunk is None:
-                    break
-                self._rest = memoryview(chunk)
-                continue
-            size = min(len(self._rest), len(into) - filled)
-            into[filled : filled + size] = self._rest[:size]
-            self.digest.update(self._rest[:size])
-            self._rest = self._rest[size:]
-            filled += size
-        return filled
+def _entry(name: str) -> str:
+    """The last part of the subject of a blob's entry."""
+    return base64.urlsafe_b64encode(name.encode()).decode()
+
+
+def _name(entry: str) -> str:
+    return base64.urlsafe_b64decode(entry).decode()
 
 
 class JetStreamBlobs:
@@ -82,11 +79,37 @@ class JetStreamBlobs:
                 self._keys = await self._js.create_key_value(wanted)
 
     async def put(self, name: str, chunks: Iterable[bytes]) -> str:
-        stream = _Stream(chunks)
-        options = api.ObjectMetaOptions(max_chunk_size=_CHUNK_BYTES)
-        async with reaching(f"bucket {self._bucket}"):
-            await self._store.put(name, stream, api.ObjectMeta(name=name, options=options))
-        return stream.digest.hexdigest()
+        # Not by the client's put: that names chunks at random, and those of an upload that was
+        # interrupted could not be told from those of one in progress.
+        loop, pieces = asyncio.get_running_loop(), _equal_chunks(chunks)
+        digest, size, count = hashlib.sha256(), 0, 0
+        try:
+            async with reaching(f"bucket {self._bucket}"):
+                while piece := await loop.run_in_executor(None, next, pieces, b""):
+                    digest.update(piece)
+                    await self._js.publish(f"$O.{self._bucket}.C.{name}", piece)
+                    size, count = size + len(piece), count + 1
+                info = api.ObjectInfo(
+                    name=name,
+                    bucket=self._bucket,
+                    nuid=name,
+                    size=size,
+                    chunks=count,
+                    mtime=datetime.now(timezone.utc).isoformat(),
+                    digest=f"SHA-256={base64.urlsafe_b64encode(digest.digest()).decode()}",
+                    options=api.ObjectMetaOptions(max_chunk_size=_CHUNK_BYTES),
+                )
+                await self._js.publish(
+                    f"$O.{self._bucket}.M.{_entry(name)}",
+                    json.dumps(info.as_dict()).encode(),
+                    headers={api.Header.ROLLUP: "sub"},
+                )
+        except Exception:
+            # Where even this fails, or the task is cancelled, a later snapshot deletes it.
+            with contextlib.suppress(TransportError):
+                await self.delete(name)
+            raise
+        return digest.hexdigest()
 
     async def read(self, name: str) -> AsyncIterator[bytes]:
         async with reaching(f"bucket {self._bucket}"):
@@ -114,22 +137,26 @@ class JetStreamBlobs:
                 await subscription.unsubscribe()
 
     async def names(self) -> list[str]:
-        prefix = f"$O.{self._bucket}.M."
+        prefix = f"$O.{self._bucket}."
         async with reaching(f"bucket {self._bucket}"):
             try:
-                info = await self._js.stream_info(f"OBJ_{self._bucket}", f"{prefix}*")
+                info = await self._js.stream_info(f"OBJ_{self._bucket}", f"{prefix}>")
             except nats.js.errors.NotFoundError:
                 return []
-        entries = (subject[len(prefix) :] for subject in info.state.subjects or ())
-        return [base64.urlsafe_b64decode(entry).decode() for entry in entries]
+        found = [subject[len(prefix) :].split(".", 1) for subject in info.state.subjects or ()]
+        return sorted({name if kind == "C" else _name(name) for kind, name in found})
 
     async def delete(self, name: str) -> None:
-        entry = base64.urlsafe_b64encode(name.encode()).decode()
         async with reaching(f"bucket {self._bucket}"):
             with contextlib.suppress(nats.js.errors.NotFoundError):
-                # Also one that the client marked as deleted: its mark would stay for ever.
-                info = await self._store.get_info(name, show_deleted=True)
-                for subject in (f"M.{entry}", f"C.{info.nuid}"):
+                subjects = [f"M.{_entry(name)}", f"C.{name}"]
+                with contextlib.suppress(nats.js.errors.NotFoundError):
+                    # Also one that the client marked as deleted: its mark would stay for ever.
+                    info = await self._store.get_info(name, show_deleted=True)
+                    if info.nuid != name:
+                        # From an older version.
+                        subjects.append(f"C.{info.nuid}")
+                for subject in subjects:
                     await self._js.purge_stream(
                         f"OBJ_{self._bucket}", subject=f"$O.{self._bucket}.{subject}"
                     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 
 from kvflash._core import Catalog
 from kvflash.discovery import MemoryDiscovery
+from kvflash.errors import NotFoundError, TransportError
 from kvflash.servers import NatsSettings
 from kvflash.state.discovered import DiscoveredLock, DiscoveredRoster
 from kvflash.state.frames import CatalogSink, Origin, event_headers, event_key
@@ -122,5 +125,56 @@ def test_a_snapshot_that_the_client_deleted_leaves_the_bucket(in_store) -> None:
         assert len([entry async for entry in store.blobs.read(pointer.blob)]) > 0
         # Its entry, and its chunk.
         assert await store.messages() == 2
+
+    in_store(test)
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+def test_an_interrupted_upload_leaves_with_a_later_snapshot(in_store, is_cancelled: bool) -> None:
+    async def test(store: Store) -> None:
+        has_stored, goes_on = threading.Event(), threading.Event()
+
+        def chunks() -> Iterator[bytes]:
+            yield b"x" * 1_000_000
+            has_stored.set()
+            goes_on.wait(30)
+            raise TransportError("a worker came or went")
+
+        name = "radix-state-00000000000000000000-1-a"
+        upload = asyncio.create_task(store.blobs.put(name, chunks()))
+        assert await asyncio.to_thread(has_stored.wait, 30)
+        assert await store.messages() == 1
+        if is_cancelled:
+            upload.cancel()
+        goes_on.set()
+        with pytest.raises(asyncio.CancelledError if is_cancelled else TransportError):
+            await upload
+        assert await store.blobs.names() == ([name] if is_cancelled else [])
+        with pytest.raises(NotFoundError):
+            _ = [chunk async for chunk in store.blobs.read(name)]
+        assert await store.snapshot() == Outcome.DONE
+        pointer, _ = await store.blobs.pointer()
+        assert await store.blobs.names() == [pointer.blob]
+        assert await store.messages() == 2
+
+    in_store(test)
+
+
+def test_an_upload_reads_as_it_was_written_by_every_client(in_store) -> None:
+    async def test(store: Store) -> None:
+        written = [bytes([at]) * (at * 30_011) for at in range(40)]
+        digest = await store.blobs.put("a", written)
+        whole = b"".join(written)
+        assert digest == hashlib.sha256(whole).hexdigest()
+        assert b"".join([chunk async for chunk in store.blobs.read("a")]) == whole
+        objects = await store.js.object_store("blobs")
+        # It checks the digest.
+        assert (await objects.get("a")).data == whole
+        await objects.delete("a")
+        assert await store.messages() == 1
+        await store.blobs.delete("a")
+        assert await store.messages() == 0
+        assert await store.blobs.put("empty", []) == hashlib.sha256().hexdigest()
+        assert [chunk async for chunk in store.blobs.read("empty")] == []
 
     in_store(test)
