@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 1.0
 _APPLY_S_MAX = 30.0
+# A reset waits for the lock, and then for the pointer, at most 30 s each.
+_RESET_ATTEMPTS, _RESET_PAUSE_S = 300, 0.1
 
 
 class Outcome(Enum):
@@ -133,17 +135,17 @@ class Snapshots:
         """
         await self._log.ensure()
         await self._blobs.ensure()
-        for _ in range(300):
+        for _ in range(_RESET_ATTEMPTS):
             grant = await self._lock.acquire()
             if grant is not None:
                 break
-            await self._clock.sleep(0.1)
+            await self._clock.sleep(_RESET_PAUSE_S)
         else:
             raise TransportError("--router-reset-states: the snapshot lock is held for over 30 s")
         try:
             incarnation, sequence = await self._tell_reset()
             logger.debug("state of %s: reset-told", self._name)
-            while True:
+            for _ in range(_RESET_ATTEMPTS):
                 pointer, revision = await self._blobs.pointer()
                 token = pointer.token + 1 if pointer else 1
                 is_same = pointer is not None and pointer.incarnation == incarnation
@@ -155,6 +157,9 @@ class Snapshots:
                 )
                 if await self._blobs.flip(empty, revision):
                     break
+                await self._clock.sleep(_RESET_PAUSE_S)
+            else:
+                raise TransportError("--router-reset-states: the pointer changed for over 30 s")
             logger.debug("state of %s: reset-flipped", self._name)
             if (await self._log.state()).incarnation == incarnation:
                 await self._log.purge(sequence - 1)

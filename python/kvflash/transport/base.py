@@ -139,7 +139,7 @@ class Blobs(Protocol):
         """Delete a blob; no error if it does not exist."""
 
     async def pointer(self) -> tuple[Pointer | None, int]:
-        """The pointer and its revision; revision 0 without a pointer."""
+        """The pointer and its revision, which is 0 if there never was a pointer."""
 
     async def flip(self, pointer: Pointer, revision: int) -> bool:
         """Set the pointer if its revision is unchanged; False otherwise."""

@@ -165,8 +165,9 @@ class JetStreamBlobs:
         async with reaching(f"bucket {self._pointer_bucket}"):
             try:
                 entry = await self._keys.get(_KEY)
-            except nats.js.errors.KeyNotFoundError:
-                return None, 0
+            except nats.js.errors.KeyNotFoundError as error:
+                # A deleted key has a revision, which the next flip must name.
+                return None, error.entry.revision if error.entry is not None else 0
         try:
             return Pointer(**json.loads(entry.value)), entry.revision
         except (ValueError, TypeError) as error:

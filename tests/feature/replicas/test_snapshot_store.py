@@ -178,3 +178,19 @@ def test_an_upload_reads_as_it_was_written_by_every_client(in_store) -> None:
         assert [chunk async for chunk in store.blobs.read("empty")] == []
 
     in_store(test)
+
+
+@pytest.mark.parametrize("how", ["delete", "purge"])
+def test_snapshots_and_resets_survive_a_deleted_pointer(in_store, how: str) -> None:
+    async def test(store: Store) -> None:
+        assert await store.snapshot() == Outcome.DONE
+        keys = await store.js.key_value("pointer")
+        await getattr(keys, how)("radix-state")
+        assert await store.snapshot() == Outcome.DONE
+        await getattr(keys, how)("radix-state")
+        await store.snapshots.reset()
+        pointer, _ = await store.blobs.pointer()
+        assert pointer.blob is None
+        assert await store.snapshot() == Outcome.DONE
+
+    in_store(test)

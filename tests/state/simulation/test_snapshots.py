@@ -423,6 +423,22 @@ def test_a_snapshot_of_a_replica_that_was_given_another_state_is_thrown_away() -
     directed(script)
 
 
+def test_a_reset_gives_up_on_a_pointer_that_never_holds_still() -> None:
+    async def script(
+        world: World, one: Router, two: Router, publish: Callable[..., object]
+    ) -> None:
+        async def fail(*_: object) -> bool:
+            return False
+
+        one.snapshots._blobs.flip = fail  # type: ignore[method-assign]
+        with pytest.raises(TransportError, match="the pointer changed for over 30 s"):
+            await one.snapshots.reset()
+        # The lock is free.
+        await two.snapshots.reset()
+
+    directed(script)
+
+
 def test_nothing_is_purged_while_somebody_is_starting() -> None:
     async def script(
         world: World, one: Router, two: Router, publish: Callable[..., object]
