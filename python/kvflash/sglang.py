@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from kvflash.errors import ConfigError
 from kvflash.launcher import run
 from kvflash.launcher.command import Arguments, EngineCommand
-from kvflash.launcher.options import LauncherOptions, engine_events, http_port
+from kvflash.launcher.options import LauncherOptions, api_key, engine_events, http_port
 
 PROGRAM = (sys.executable, "-m", "sglang.launch_server")
 # SGLang's own default.
@@ -43,6 +43,7 @@ def build(options: LauncherOptions, given: Arguments, host: str) -> EngineComman
         ranks=ranks,
         bootstrap_port=bootstrap_port,
         details=["/get_server_info"],
+        api_key=api_key(arguments),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvflash.errors import ConfigError
 from kvflash.launcher import run
 from kvflash.launcher.command import Arguments, EngineCommand
-from kvflash.launcher.options import LauncherOptions, engine_events, http_port
+from kvflash.launcher.options import LauncherOptions, api_key, engine_events, http_port
 
 PROGRAM = ("vllm", "serve")
 # How vLLM's workers transfer prompts by default.
@@ -42,6 +42,7 @@ def build(options: LauncherOptions, given: Arguments, host: str) -> EngineComman
         block_size=arguments.number("--block-size"),
         ranks=ranks,
         details=["/metrics"],
+        api_key=api_key(arguments, "VLLM_API_KEY"),
     )
 
 

@@ -132,6 +132,7 @@ class EngineCommand:
     ranks: int = 1  # Number of data-parallel ranks.
     bootstrap_port: int | None = None  # Where decode workers meet an SGLang prefill worker.
     details: list[str] = field(default_factory=list)  # Paths with more details.
+    api_key: str | None = field(default=None, repr=False)  # That its API asks for; None without.
 
 
 def _port(field_name: str, endpoint: object) -> int:

@@ -1,6 +1,7 @@
 """Flags of the launchers; all other flags belong to the engine."""
 
 import argparse
+import os
 import shlex
 import socket
 from collections.abc import Sequence
@@ -135,6 +136,13 @@ def http_port(arguments: Arguments) -> int:
         port = free_ports(1)
         arguments.add("--port", port)
     return port
+
+
+def api_key(arguments: Arguments, *variables: str) -> str | None:
+    """The key that the engine's API asks for: as given, or from the environment."""
+    given = arguments.value("--api-key")
+    found = (os.environ.get(name) for name in (*variables, "KVFLASH_WORKER_API_KEY"))
+    return given or next(filter(None, found), None)
 
 
 def engine_events(

@@ -55,11 +55,12 @@ async def wait_until_ready(
     """Wait until an engine is healthy, then query what it serves.
 
     Raises EngineStopped if it ended or a signal came, DeadlineError if it was not healthy in time,
-    and ConfigError if it serves no model.
+    and ConfigError if it serves no model, or refuses the command's API key.
     """
     deadline = asyncio.get_running_loop().time() + timeout_s
     limit = aiohttp.ClientTimeout(total=_ANSWER_S_MAX)
-    async with aiohttp.ClientSession(url, timeout=limit) as session:
+    headers = {"Authorization": f"Bearer {command.api_key}"} if command.api_key else None
+    async with aiohttp.ClientSession(url, timeout=limit, headers=headers) as session:
         while not await _is_healthy(session):
             if not child.is_running or child.stopping.is_set():
                 raise EngineStopped
@@ -84,10 +85,14 @@ async def _models(session: aiohttp.ClientSession) -> Found:
     """The base model and the adapters that name it as their parent."""
     try:
         async with session.get("/v1/models") as response:
-            response.raise_for_status()
-            answer = await response.json(content_type=None)
+            status = response.status
+            answer = await response.json(content_type=None) if status == 200 else None
     except (*_FAILURES, ValueError) as error:
         raise ConfigError(f"the engine does not answer /v1/models: {error!r}") from error
+    if status != 200:
+        is_refused = status in (401, 403)
+        hint = ": set KVFLASH_WORKER_API_KEY to the engine's API key" if is_refused else ""
+        raise ConfigError(f"the engine's /v1/models answered {status}{hint}")
     try:
         cards = list(answer["data"])
         base = next((card for card in cards if not card.get("parent")), None)

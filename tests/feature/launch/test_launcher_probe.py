@@ -1,0 +1,80 @@
+"""What a launcher asks an engine, and what it makes of the answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from kvflash import vllm
+from kvflash.errors import ConfigError
+from kvflash.launcher.options import parse_options
+from kvflash.launcher.probe import Found, wait_until_ready
+
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Ask = Callable[[str, Any], Awaitable[Any]]
+
+
+def asked(answer: Answer, ask: Ask) -> Any:
+    """The result of ``ask(url, child)`` with an engine that answers so."""
+
+    async def work() -> Any:
+        app = web.Application()
+        app.add_routes([web.get("/{path:.*}", answer)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        child = SimpleNamespace(is_running=True, stopping=asyncio.Event())
+        try:
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            return await asyncio.wait_for(ask(url, child), 30)
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(work())
+
+
+def found(words: str, answer: Answer) -> Found:
+    options, arguments = parse_options("vllm", vllm.PROGRAM, words.split())
+    command = vllm.build(options, arguments, "127.0.0.1")
+    return asked(answer, lambda url, child: wait_until_ready(url, command, child, 30))
+
+
+async def with_key(request: web.Request) -> web.Response:
+    """As vLLM: health and metrics are open, the API asks for the key."""
+    is_api = request.path.startswith("/v1/")
+    if is_api and request.headers.get("Authorization") != "Bearer secret":
+        return web.json_response({"error": "Unauthorized"}, status=401)
+    return web.json_response({"data": [{"id": "served"}]})
+
+
+@pytest.mark.parametrize(
+    ("words", "variables"),
+    [
+        ("m --api-key secret", {"VLLM_API_KEY": "other"}),
+        ("m --api-key=secret", {}),
+        ("m", {"VLLM_API_KEY": "secret", "KVFLASH_WORKER_API_KEY": "other"}),
+        ("m", {"KVFLASH_WORKER_API_KEY": "secret"}),
+    ],
+)
+def test_an_engine_is_asked_with_its_key(words, variables, monkeypatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert found(words, with_key).model_name == "served"
+
+
+def test_a_missing_key_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"answered 401: set KVFLASH_WORKER_API_KEY"):
+        found("m", with_key)
+
+
+def test_another_failure_is_named_by_its_status() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(status=200 if request.path == "/health" else 500)
+
+    with pytest.raises(ConfigError, match=r"^the engine's /v1/models answered 500$"):
+        found("m", answer)
