@@ -395,7 +395,8 @@ def _without_event_id(args: tuple[Any, ...], named: dict[str, Any], first: str) 
 
 
 def _endpoint(field: str, value: str) -> str:
-    if not isinstance(value, str) or "://" not in value:
+    is_url = isinstance(value, str) and "://" in value
+    if not is_url or (value.startswith("tcp:") and not value.rpartition(":")[2].isdecimal()):
         raise InvalidArgumentError(f"{field} must look like tcp://host:port, got {value!r}")
     return value
 

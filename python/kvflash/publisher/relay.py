@@ -12,11 +12,12 @@ from kvflash.errors import KvflashError
 from kvflash.outage import Outage
 from kvflash.publisher.brokered import BrokerOutlet
 from kvflash.transport.options import ZmqOptions
-from kvflash.transport.zmq_socket import dial, open_replay
+from kvflash.transport.zmq_socket import dial, explain, open_replay
 
 logger = logging.getLogger(__name__)
 
 _POLL_MS = 100
+_PAUSE_S = 1.0
 _REPLAY_MS = 5_000
 _QUEUE_MESSAGES = 100_000
 # Batches received as a replay, which the socket may deliver again.
@@ -81,15 +82,26 @@ class Relay:
 
     def _run(self) -> None:
         # Fetch what was published before. An engine that is not up yet is asked at its first batch.
-        self._catch_up(0, None)
+        self._go_on_after(self._catch_up, 0, None)
         while not self._is_closed.is_set():
-            if not self._socket.poll(_POLL_MS):
-                continue
-            frames = self._socket.recv_multipart()
-            if len(frames) >= 2 and len(frames[-2]) == 8:
-                self._take(int.from_bytes(frames[-2], "big"), frames[-1])
-            else:
-                logger.warning("the engine sent a message that is not a batch; skipped")
+            self._go_on_after(self._read)
+
+    def _go_on_after(self, work: Callable[..., None], *args: int | None) -> None:
+        """Do a part of the work; whatever fails, the relay goes on with the next batch."""
+        try:
+            work(*args)
+        except Exception:
+            logger.exception("relaying the engine's events failed; going on")
+            self._is_closed.wait(_PAUSE_S)
+
+    def _read(self) -> None:
+        if not self._socket.poll(_POLL_MS):
+            return
+        frames = self._socket.recv_multipart()
+        if len(frames) >= 2 and len(frames[-2]) == 8:
+            self._take(int.from_bytes(frames[-2], "big"), frames[-1])
+        else:
+            logger.warning("the engine sent a message that is not a batch; skipped")
 
     def _take(self, number: int, payload: bytes) -> None:
         if self._expected is not None and number < self._expected:
@@ -111,7 +123,7 @@ class Relay:
                 break
             except KvflashError as error:
                 outage.lasts(f"events are not relayed: {error}; trying again")
-                self._is_closed.wait(1.0)
+                self._is_closed.wait(_PAUSE_S)
         self._expected = None
         self._replayed.clear()
 
@@ -141,7 +153,12 @@ class Relay:
     def _replay(self, first: int) -> Iterator[tuple[int, bytes]]:
         if self._replay_endpoint is None:
             return
-        socket = open_replay(self._context, ZmqOptions(), self._replay_endpoint, first)
+        try:
+            socket = open_replay(self._context, ZmqOptions(), self._replay_endpoint, first)
+        except zmq.ZMQError as error:
+            text = "can't request missed batches at %s: %s"
+            logger.warning(text, self._replay_endpoint, explain(error))
+            return
         try:
             waited_ms = 0
             while not self._is_closed.is_set() and waited_ms < _REPLAY_MS:

@@ -7,12 +7,14 @@ import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from kvflash import DistributedRuntime, KvPushRouter, KvRouterConfig
 from kvflash.publisher import KvEventPublisher
+from kvflash.publisher.brokered import BrokerOutlet
+from kvflash.publisher.relay import Relay
 from servers import NatsServer
 from service import Engine, batch, stored, until
 
@@ -185,3 +187,42 @@ def test_a_relay_that_is_started_again_tells_what_the_engine_still_has(engine) -
             await stage.holds(2, 3)
 
     run(work())
+
+
+class Outlet:
+    """Takes batches; the first ``failures`` calls fail."""
+
+    kind, endpoint = "jetstream", "jetstream://ns/1/0"
+
+    def __init__(self, failures: int = 0) -> None:
+        self.batches: list[bytes] = []
+        self._failures = failures
+
+    def put(self, payload: bytes) -> None:
+        if self._failures:
+            self._failures -= 1
+            raise OSError("not thought of")
+        self.batches.append(payload)
+
+    def skip(self, batches: int) -> None:
+        self.batches += [b""] * batches
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("failure", ["replay", "outlet"])
+def test_a_relay_goes_on_after_an_error(engine, caplog, failure) -> None:
+    made, outlet = engine(), Outlet(failures=failure == "outlet")
+    # Such an endpoint can't be dialed, as none can without a free file descriptor.
+    replay = "tcp://127.0.0.1" if failure == "replay" else made.replay_endpoint
+    relay = Relay(lambda: cast(BrokerOutlet, outlet), made.endpoint, replay, "")
+    try:
+        made.wait_for_subscriber()
+        say(made, 1, 2)
+        until(lambda: len(outlet.batches) == 2, "both batches")
+    finally:
+        relay.close()
+    assert outlet.batches == [payload for _, payload in made.ring]
+    text = {"replay": "can't request missed batches", "outlet": "not thought of"}[failure]
+    assert text in caplog.text

@@ -408,6 +408,10 @@ def test_a_wrong_argument_is_named_and_nothing_published(publisher, changes, wan
         ({"tick_ms": float("nan")}, "tick_ms must be in 0..1000, got nan"),
         ({"ring_batches": 0}, "ring_batches must be in 1.."),
         ({"zmq_endpoint": "5557"}, "zmq_endpoint must look like tcp://host:port, got '5557'"),
+        (
+            {"zmq_endpoint": "ipc:///tmp/events", "zmq_replay_endpoint": "tcp://127.0.0.1"},
+            "zmq_replay_endpoint must look like tcp://host:port, got 'tcp://127.0.0.1'",
+        ),
     ],
 )
 def test_a_wrong_setting_is_named(settings, wanted):
