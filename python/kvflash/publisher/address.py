@@ -1,7 +1,11 @@
 """Addresses under which others reach what listens here."""
 
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "*": "127.0.0.1", "::": "::1"}
 
-def reachable(host: str) -> str:
-    """Host part of a URL to an interface; a wildcard becomes the loopback address."""
-    host = {"0.0.0.0": "127.0.0.1", "*": "127.0.0.1", "::": "::1"}.get(host, host)
+
+def reachable(host: str, own: str | None = None) -> str:
+    """Host part of a URL to an interface; a wildcard becomes ``own``, or the loopback address."""
+    if own is not None and host in _LOOPBACK:
+        host = own
+    host = _LOOPBACK.get(host, host)
     return f"[{host}]" if ":" in host else host

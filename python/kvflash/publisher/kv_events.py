@@ -110,7 +110,8 @@ class KvEventPublisher:
             zmq_endpoint: Relay mode: where the engine publishes.
             zmq_topic: Topic; default "kv-events". Receivers read all topics.
             zmq_replay_endpoint: Relay mode: where the engine replays.
-            host: Interface to bind to; default: the component's host, or 127.0.0.1.
+            host: Interface to bind to; default: the component's host, or 127.0.0.1. With a wildcard
+                such as 0.0.0.0 the component's host is announced.
             port: Port of the events; 0 picks a free one.
             replay_port: Port of the replay; 0 picks a free one.
             tick_ms: How long the first event of a batch waits for more events; 0..1000.
@@ -159,6 +160,7 @@ class KvEventPublisher:
         elif zmq_endpoint is None:
             self._source = EventStream(
                 host=host or (component.runtime.host if component else "127.0.0.1"),
+                own_host=component.runtime.host if component else None,
                 port=port,
                 replay_port=replay_port,
                 topic="kv-events" if zmq_topic is None else zmq_topic,

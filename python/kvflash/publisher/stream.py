@@ -117,6 +117,7 @@ class EventStream(Sender):
         self,
         *,
         host: str = "127.0.0.1",
+        own_host: str | None = None,
         port: int = 0,
         replay_port: int | None = 0,
         topic: str = "kv-events",
@@ -131,12 +132,13 @@ class EventStream(Sender):
     ) -> None:
         """Bind both sockets and start the thread; ConfigError if an address can't be bound.
 
-        ``host`` may be a wildcard; a port of 0 picks a free one, and a replay_port of None disables
-        the replay. ``topic`` is the first frame of every message, and dp_rank is in every batch.
-        The first event of a batch waits for more during ``tick_ms``. The ring keeps batches for
-        replay, the newest up to both of its limits. ``shape`` is the format of events, see
-        :class:`kvflash._core.EventOutbox`, and ``fields`` are the names of the host and ports in
-        errors.
+        ``host`` may be a wildcard: the endpoints then have ``own_host``, under which others reach
+        this machine, or the loopback address. A port of 0 picks a free one, and a replay_port of
+        None disables the replay. ``topic`` is the first frame of every message, and dp_rank is in
+        every batch. The first event of a batch waits for more during ``tick_ms``. The ring keeps
+        batches for replay, the newest up to both of its limits. ``shape`` is the format of events,
+        see :class:`kvflash._core.EventOutbox`, and ``fields`` are the names of the host and ports
+        in errors.
         """
         outbox = EventOutbox(
             block_size,
@@ -153,12 +155,14 @@ class EventStream(Sender):
         router = None if replay_port is None else self._context.socket(zmq.ROUTER)
         try:
             self._pub.set_hwm(_PUB_QUEUE_BATCHES)
-            self.endpoint = _bind(self._pub, host, port, (fields[0], fields[1]))
+            own = f"tcp://{reachable(host.strip('[]'), own_host)}"
+            bound = _bind(self._pub, host, port, (fields[0], fields[1]))
+            self.endpoint = f"{own}:{bound}"
             if router is not None:
                 # A whole replay; a client that does not read loses the rest and asks again.
                 router.set_hwm(ring_batches + _REPLAY_BURST_BATCHES)
                 bound = _bind(router, host, replay_port or 0, (fields[0], fields[2]))
-                self.replay_endpoint = bound
+                self.replay_endpoint = f"{own}:{bound}"
         except ConfigError:
             self._context.destroy(_LINGER_MS)
             raise
@@ -174,12 +178,11 @@ class EventStream(Sender):
 
 
 def _bind(socket: zmq.Socket[Any], host: str, port: int, fields: tuple[str, str]) -> str:
-    """Bind, and return the URL to connect to."""
+    """Bind, and return the port."""
     host = host.strip("[]")
     try:
         socket.bind(f"tcp://{netloc(socket, host)}:{port}")
     except zmq.ZMQError as error:
         name, value = (fields[0], host) if error.errno in _FOREIGN else (fields[1], port)
         raise ConfigError(f"{name}: can't bind {value} on {host}: {error.strerror}") from error
-    bound = socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
-    return f"tcp://{reachable(host)}:{bound}"
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]

@@ -70,6 +70,33 @@ def test_it_announces_itself_until_shutdown(publisher):
     asyncio.run(engine())
 
 
+@pytest.mark.parametrize(
+    ("host", "own", "announced_host"),
+    [
+        ("0.0.0.0", "10.1.2.3", "10.1.2.3"),
+        ("*", "engine-7", "engine-7"),
+        ("::", "fd00::7", "[fd00::7]"),
+        ("[::]", "fd00::7", "[fd00::7]"),
+        ("0.0.0.0", "0.0.0.0", "127.0.0.1"),
+        ("127.0.0.1", "10.1.2.3", "127.0.0.1"),
+    ],
+)
+def test_a_publisher_on_all_interfaces_announces_the_host_of_its_runtime(
+    publisher, host, own, announced_host
+):
+    async def engine():
+        async with DistributedRuntime(discovery="mem", host=own) as runtime:
+            component = runtime.namespace("test").component("backend")
+            made = publisher(component, host=host)
+            key = f"v1/events/test/backend/{runtime.instance_id}/0"
+            found = (await wait_for_announced(runtime, [key]))[key]
+            for name in ("endpoint", "replay_endpoint"):
+                assert found[name] == getattr(made, name)
+                assert found[name].rpartition(":")[0] == f"tcp://{announced_host}"
+
+    asyncio.run(engine())
+
+
 def test_a_publisher_that_nobody_holds_withdraws():
     async def engine():
         async with DistributedRuntime(discovery="mem") as runtime:
