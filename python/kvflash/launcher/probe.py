@@ -5,6 +5,7 @@ vLLM aborts requests that run when it gets SIGTERM.
 
 import asyncio
 import logging
+import math
 import re
 from dataclasses import dataclass, field
 
@@ -145,10 +146,14 @@ async def wait_until_idle(url: str, child: Child, timeout_s: float) -> None:
     clock = asyncio.get_running_loop().time
     end_s = clock() + timeout_s
     idle_since_s: float | None = None
-    limit = aiohttp.ClientTimeout(total=min(timeout_s, _ANSWER_S_MAX) or None)
-    async with aiohttp.ClientSession(url, timeout=limit) as session:
-        while child.is_running and clock() < end_s:
-            count = await _requests(session)
+    async with aiohttp.ClientSession(url) as session:
+        while child.is_running and (left_s := end_s - clock()) > 0:
+            try:
+                count = await _requests(session, min(left_s, _ANSWER_S_MAX))
+            except _FAILURES as error:
+                # A busy engine may answer late, and it is the one to wait for.
+                logger.debug("the engine does not answer /metrics: %r; asking again", error)
+                count = math.inf
             if count is None:
                 logger.info("the engine does not tell how many requests it has: not waiting")
                 return
@@ -165,12 +170,13 @@ async def wait_until_idle(url: str, child: Child, timeout_s: float) -> None:
         )
 
 
-async def _requests(session: aiohttp.ClientSession) -> float | None:
-    try:
-        async with session.get("/metrics") as response:
-            return requests_in(await response.text()) if response.status == 200 else None
-    except _FAILURES:
-        return None
+async def _requests(session: aiohttp.ClientSession, timeout_s: float) -> float | None:
+    """How many requests the engine has, or None if it does not tell."""
+    limit = aiohttp.ClientTimeout(total=timeout_s)
+    async with session.get("/metrics", timeout=limit) as response:
+        if response.status >= 500:
+            response.raise_for_status()
+        return requests_in(await response.text()) if response.status == 200 else None
 
 
 def requests_in(text: str) -> float | None:

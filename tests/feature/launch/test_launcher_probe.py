@@ -12,8 +12,9 @@ from aiohttp import web
 
 from kvflash import vllm
 from kvflash.errors import ConfigError
+from kvflash.launcher import probe
 from kvflash.launcher.options import parse_options
-from kvflash.launcher.probe import Found, wait_until_ready
+from kvflash.launcher.probe import Found, wait_until_idle, wait_until_ready
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Ask = Callable[[str, Any], Awaitable[Any]]
@@ -25,7 +26,7 @@ def asked(answer: Answer, ask: Ask) -> Any:
     async def work() -> Any:
         app = web.Application()
         app.add_routes([web.get("/{path:.*}", answer)])
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(app, handler_cancellation=True)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         child = SimpleNamespace(is_running=True, stopping=asyncio.Event())
@@ -78,3 +79,33 @@ def test_another_failure_is_named_by_its_status() -> None:
 
     with pytest.raises(ConfigError, match=r"^the engine's /v1/models answered 500$"):
         found("m", answer)
+
+
+@pytest.mark.parametrize("failure", ["late", "unavailable"])
+def test_a_busy_engine_is_waited_for_whatever_its_metrics_do(failure, monkeypatch) -> None:
+    monkeypatch.setattr(probe, "_ANSWER_S_MAX", 0.2 if failure == "late" else 30)
+    monkeypatch.setattr(probe, "SETTLE_S", 0)
+    steps = ["1", failure, "1", failure, "0"]
+
+    async def answer(request: web.Request) -> web.Response:
+        step = steps.pop(0) if len(steps) > 1 else steps[0]
+        if step == "late":
+            await asyncio.Event().wait()
+        if step == "unavailable":
+            return web.Response(status=503)
+        return web.Response(text=f"vllm:num_requests_running {step}.0\n")
+
+    asked(answer, lambda url, child: wait_until_idle(url, child, 30))
+    assert steps == ["0"]
+
+
+@pytest.mark.parametrize("status", [200, 404])
+def test_an_engine_that_does_not_count_is_not_waited_for(status) -> None:
+    seen = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append(request.path)
+        return web.Response(status=status, text="other 1\n")
+
+    asked(answer, lambda url, child: wait_until_idle(url, child, 30))
+    assert seen == ["/metrics"]
