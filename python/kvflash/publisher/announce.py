@@ -9,7 +9,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from kvflash.errors import ConflictError, InvalidArgumentError, KvflashError
+from kvflash.errors import ConflictError, InvalidArgumentError, KvflashError, TransportError
 from kvflash.runtime import Component, DistributedRuntime
 
 logger = logging.getLogger(__name__)
@@ -64,8 +64,17 @@ def announce_events(
     else:
         try:
             announced.result(_WAIT_S_MAX)
-        except BaseException:
+        except BaseException as error:
+            announced.cancel()
+            if home.is_running():
+                # It may have been announced at the last moment.
+                asyncio.run_coroutine_threadsafe(runtime.withdraw(key), home)
             held.discard(key)
+            is_late = isinstance(error, (TimeoutError, FutureTimeoutError))
+            if is_late and not isinstance(error, KvflashError):
+                raise TransportError(
+                    f"discovery did not take the address of events within {_WAIT_S_MAX:g} s"
+                ) from None
             raise
 
     async def take_back() -> None:

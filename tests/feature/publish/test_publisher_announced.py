@@ -10,7 +10,8 @@ import weakref
 import pytest
 
 from kvflash import RadixTree, compute_block_hash_for_seq
-from kvflash.errors import ConflictError, InvalidArgumentError
+from kvflash.discovery import MemoryDiscovery
+from kvflash.errors import ConflictError, InvalidArgumentError, TransportError
 from kvflash.publisher import (
     KvEventPublisher,
     ZmqKvEventListener,
@@ -122,6 +123,38 @@ def test_a_thread_names_the_loop_and_waits_for_the_announcement(publisher):
             assert len(await announced(runtime)) == 1
             await asyncio.to_thread(made.shutdown)
             assert await announced(runtime) == {}
+
+    asyncio.run(engine())
+
+
+def test_an_announcement_that_takes_too_long_leaves_no_key(publisher, monkeypatch):
+    class Slow(MemoryDiscovery):
+        def __init__(self):
+            super().__init__(is_shared=False)
+            self.goes_on = asyncio.Event()
+
+        async def put(self, *args):
+            await self.goes_on.wait()
+            await super().put(*args)
+
+    async def engine():
+        loop = asyncio.get_running_loop()
+        slow = Slow()
+        async with DistributedRuntime(slow) as runtime:
+            component = runtime.namespace("test").component("backend")
+            with monkeypatch.context() as patched:
+                patched.setattr("kvflash.publisher.announce._WAIT_S_MAX", 0.1)
+                with pytest.raises(TransportError, match="did not take the address of events"):
+                    await asyncio.to_thread(publisher, component, loop=loop)
+            slow.goes_on.set()
+            # The runtime puts one key after the other, so the first is done with by then.
+            other = await asyncio.to_thread(publisher, component, dp_rank=1, loop=loop)
+            (found,) = (await announced(runtime)).values()
+            assert found["endpoint"] == other.endpoint
+            again = await asyncio.to_thread(publisher, component, loop=loop)
+            assert len(await announced(runtime)) == 2
+            for each in (other, again):
+                await asyncio.to_thread(each.shutdown)
 
     asyncio.run(engine())
 
