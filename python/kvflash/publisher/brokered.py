@@ -37,6 +37,25 @@ _BATCH_BYTES_MAX = 512 * 1024
 _HEAD_BYTES_MAX = 16 * 1024
 
 
+class _Epochs:
+    """Start times of outlets in nanoseconds; they grow even if the clock is set back.
+
+    Routers drop the batches of an earlier epoch than the worker's latest.
+    """
+
+    def __init__(self) -> None:
+        self._last = 0
+        self._lock = threading.Lock()
+
+    def next(self) -> int:
+        with self._lock:
+            self._last = max(time.time_ns(), self._last + 1)
+            return self._last
+
+
+_EPOCHS = _Epochs()
+
+
 @dataclass(frozen=True)
 class Served:
     """The model that the events belong to, by the name that routers know."""
@@ -80,7 +99,7 @@ class BrokerOutlet:
         self._instance_id, self._dp_rank, self.block_size = instance_id, dp_rank, block_size
         self._served, self._has_local_index = served, has_local_index
         self._settings = settings or NatsSettings.from_env()
-        self._epoch = time.time_ns()
+        self._epoch = _EPOCHS.next()
         self.kind = "nats" if has_local_index else "jetstream"
         place = names.event_subject if has_local_index else names.stream_name
         self._place = place(*self._where)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -154,8 +155,9 @@ def test_without_a_replay_a_gap_is_told_to_routers(engine) -> None:
     run(work())
 
 
+@pytest.mark.parametrize("is_set_back", [False, True])
 @pytest.mark.usefixtures("nats")
-def test_an_engine_that_starts_anew_begins_empty(engine) -> None:
+def test_an_engine_that_starts_anew_begins_empty(engine, monkeypatch, is_set_back: bool) -> None:
     made = engine()
 
     async def work() -> None:
@@ -163,6 +165,9 @@ def test_an_engine_that_starts_anew_begins_empty(engine) -> None:
             publisher = await stage.relay()
             say(made, 1, 2)
             await stage.holds(1, 2)
+            if is_set_back:
+                before_ns = time.time_ns() - 3_600_000_000_000
+                monkeypatch.setattr(time, "time_ns", lambda: before_ns)
             await asyncio.to_thread(made.restart)
             await asyncio.to_thread(made.wait_for_subscriber)
             say(made, 7)
