@@ -207,22 +207,36 @@ def _change(path: Path, change: Callable[[str], str], *, is_made: bool) -> None:
             with open(descriptor, encoding="utf-8", closefd=False) as file:
                 text = change(file.read())
             check_keys(text)
-            mode = os.fstat(descriptor).st_mode & 0o777
+            status = os.fstat(descriptor)
+            # A symbolic link stays.
+            target = path.resolve()
             # A new file, renamed into place: it has its own random name, as a waiting writer may
             # start at once.
-            made, anew = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+            made, anew = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
             try:
-                os.fchmod(made, mode)
                 with os.fdopen(made, "w", encoding="utf-8") as file:
+                    _give(made, status)
                     file.write(text)
                     file.flush()
                     os.fsync(made)
-                Path(anew).replace(path)
+                Path(anew).replace(target)
             except BaseException:
                 Path(anew).unlink(missing_ok=True)
                 raise
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--keys-file {path}: {error}") from None
+
+
+def _give(made: int, status: os.stat_result) -> None:
+    """Give a new file the owner and mode of the one that it replaces, so that services read it."""
+    try:
+        os.fchown(made, status.st_uid, status.st_gid)
+    except PermissionError as error:
+        owner = f"{status.st_uid}:{status.st_gid}"
+        raise PermissionError(
+            error.errno, f"can't keep its owner {owner}; run this as that user or as root"
+        ) from None
+    os.fchmod(made, status.st_mode & 0o777)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 import threading
 from pathlib import Path
 
@@ -69,6 +71,42 @@ def test_a_removed_key_leaves_comments_and_others(
     assert main(["keys", "add", "ann2", "--role", "admin"]) == 2
     assert f"{path} has a key 'ann2' already" in capsys.readouterr().err
     assert path.read_text() == before
+
+
+def test_a_change_keeps_the_owner_and_a_symbolic_link(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _add(capsys, "ann", "--role", "admin")
+    folder = path.parent / "elsewhere"
+    folder.mkdir()
+    target = path.rename(folder / "keys")
+    path.symlink_to(target)
+    owner = (65534, 65534) if os.geteuid() == 0 else (os.geteuid(), os.getgroups()[-1])
+    os.chown(target, *owner)
+    _add(capsys, "bob", "--role", "client")
+    assert main(["keys", "remove", "ann"]) == 0
+    assert path.readlink() == target
+    assert [name for name, _ in entries(target.read_text())] == ["bob"]
+    status = target.stat()
+    assert (status.st_uid, status.st_gid, status.st_mode & 0o777) == (*owner, 0o600)
+    assert list(folder.iterdir()) == [target]
+
+
+def test_a_change_that_would_take_the_file_away_from_its_owner_is_refused(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _add(capsys, "ann", "--role", "admin")
+    before = path.read_text()
+
+    def refuse(*_: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "fchown", refuse)
+    assert main(["keys", "add", "bob", "--role", "client"]) == 2
+    owner = f"{path.stat().st_uid}:{path.stat().st_gid}"
+    assert f"can't keep its owner {owner}; run this as" in capsys.readouterr().err
+    assert path.read_text() == before
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_a_file_of_something_else_is_not_listed(
