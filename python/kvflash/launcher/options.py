@@ -148,12 +148,16 @@ def api_key(arguments: Arguments, *variables: str) -> str | None:
 def engine_events(
     options: LauncherOptions, arguments: Arguments, ranks: int, **more: object
 ) -> EventPorts | None:
-    """Where the engine publishes: as given, or at free ports, with ``more`` for its config."""
+    """Where the engine publishes: as given, or at free ports.
+
+    ``more`` is what its config needs besides; without it the engine publishes nothing.
+    """
     said = arguments.document("--kv-events-config")
     if not options.kv_events:
         return None
     if said is not None:
-        return EventPorts.of(said)
+        ports = EventPorts.of(said)
+        return ports if more.items() <= said.items() else None
     first = free_ports(2 * ranks)
     events = EventPorts(port=first, replay_port=first + ranks)
     arguments.add("--kv-events-config", events.config(**more))

@@ -67,8 +67,15 @@ def test_without_events_nothing_is_announced():
     command = build("vllm", "m --no-kv-events")
     assert command.events is None
     assert "--kv-events-config" not in command.words
-    off = '{"enable_kv_cache_events":false,"publisher":"null"}'
-    assert build("vllm", f"m --kv-events-config {off}").events is None
+    for off in (
+        '{"enable_kv_cache_events":false,"publisher":"null"}',
+        '{"enable_kv_cache_events":false,"publisher":"zmq"}',
+        # vLLM's default is false.
+        '{"publisher":"zmq","endpoint":"tcp://*:5557"}',
+    ):
+        assert build("vllm", f"m --kv-events-config {off}").events is None
+    on = '{"publisher":"zmq","endpoint":"tcp://*:5557"}'
+    assert build("sglang", f"--model m --kv-events-config {on}").events is not None
 
 
 def test_vllm_in_a_role_has_a_connector():
