@@ -8,6 +8,7 @@ import logging
 import math
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 
@@ -87,7 +88,7 @@ async def _models(session: aiohttp.ClientSession) -> Found:
     try:
         async with session.get("/v1/models") as response:
             status = response.status
-            answer = await response.json(content_type=None) if status == 200 else None
+            answer: Any = await response.json(content_type=None) if status == 200 else None
     except (*_FAILURES, ValueError) as error:
         raise ConfigError(f"the engine does not answer /v1/models: {error!r}") from error
     if status != 200:
