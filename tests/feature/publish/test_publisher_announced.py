@@ -80,6 +80,8 @@ def test_it_announces_itself_until_shutdown(publisher):
         ("[::]", "fd00::7", "[fd00::7]"),
         ("0.0.0.0", "0.0.0.0", "127.0.0.1"),
         ("127.0.0.1", "10.1.2.3", "127.0.0.1"),
+        # An address of a gateway, which this machine does not have.
+        (None, "10.1.2.3", "10.1.2.3"),
     ],
 )
 def test_a_publisher_on_all_interfaces_announces_the_host_of_its_runtime(
