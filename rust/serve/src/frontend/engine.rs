@@ -15,6 +15,7 @@ use tokio::sync::Notify;
 use super::engine_spec::{EngineSpec, base_of};
 use super::runtime::member::Member;
 use super::runtime::texts::ModelText;
+use super::server_info::release_of;
 use crate::fleet::{self, PREFILL_TENANT};
 use crate::gateway::api::Api;
 use crate::gateway::turn::WaitingRoom;
@@ -124,6 +125,19 @@ impl Engine {
     /// Whether `name` is among its reported models and adapters.
     pub fn serves(&self, name: &str) -> bool {
         self.notes.lock().models.iter().any(|(served, _)| served == name)
+    }
+
+    /// Whether it reads `cache_salt` in requests of this API. Of Anthropic's Messages only engines that are known to:
+    /// SGLang, which has no version, and older ones of vLLM ignore it there.
+    ///
+    /// # Source
+    /// `AnthropicMessagesRequest` of vLLM 0.32, `convert_anthropic_to_openai_request` of SGLang.
+    pub fn takes_salt(&self, api: Api) -> bool {
+        let is_known = || {
+            let release = self.notes.lock().version.as_deref().and_then(release_of);
+            release.is_some_and(|release| release >= (0, 32, 0))
+        };
+        api != Api::Messages || is_known()
     }
 
     /// It answered 404: another engine with other models may have taken its place.

@@ -281,7 +281,7 @@ async fn learn(app: &App, engine: &Engine) -> Result<EngineNotes, String> {
             .and_then(|value| value.trim().parse().ok());
         notes.capacity_blocks = info.and_then(|line| label(line, "num_gpu_blocks"));
     }
-    if !app.tokenizers.loaded().is_empty()
+    if (!app.tokenizers.loaded().is_empty() || app.salts.is_some())
         && let Ok((200, body)) = get(upstream, engine, "/version", timeout).await
     {
         let version = serde_json::from_slice::<Version>(&body).ok().map(|answer| answer.version);

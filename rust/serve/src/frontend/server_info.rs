@@ -111,17 +111,17 @@ fn read(host: &str, path: &str, body: &[u8]) -> Option<ServerNotes> {
 /// # Source
 /// `KVCacheEventRecorder` of SGLang 0.5.21 to 0.5.23.
 fn names_adapters(version: &str, format: Option<&str>) -> bool {
+    let since = if format == Some("dynamo") { 22 } else { 23 };
+    release_of(version).is_none_or(|release| release >= (0, 5, since))
+}
+
+/// The numbers of a version such as 0.32.0rc1.
+pub(super) fn release_of(version: &str) -> Option<(u32, u32, u32)> {
     let mut parts = version.splitn(3, '.').map(|part| {
         let digits = part.find(|c: char| !c.is_ascii_digit()).unwrap_or(part.len());
-        part[..digits].parse::<u32>().ok()
+        part[..digits].parse().ok()
     });
-    let (Some(Some(major)), Some(Some(minor)), Some(Some(patch))) =
-        (parts.next(), parts.next(), parts.next())
-    else {
-        return true;
-    };
-    let since = if format == Some("dynamo") { 22 } else { 23 };
-    (major, minor, patch) >= (0, 5, since)
+    Some((parts.next()??, parts.next()??, parts.next()??))
 }
 
 /// Event socket, replay socket and format of rank 0.

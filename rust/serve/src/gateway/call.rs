@@ -17,6 +17,7 @@ use super::envelope::{Envelope, cache_use};
 use super::turn::{Client, Identity};
 use crate::compute::Busy;
 use crate::frontend::app::App;
+use crate::frontend::engine::Engine;
 use crate::tenant::pass::REQUEST_ID_HEADER;
 use crate::{Caller, Reject};
 
@@ -124,6 +125,17 @@ impl Call {
 
     pub fn api(&self) -> Api {
         self.row.api
+    }
+
+    /// Whether its client's tenant shares no cache with others.
+    pub fn is_isolated(&self) -> bool {
+        self.head.caller.client().is_some_and(|key| key.is_isolated)
+    }
+
+    /// Whether `engine` serves its API, and reads the salt of an isolated tenant there.
+    pub fn fits(&self, engine: &Engine) -> bool {
+        (self.api().is_for_runtime() || engine.member.is_none())
+            && (!self.is_isolated() || engine.takes_salt(self.api()))
     }
 
     /// A request's body, parsed, for a long one on other threads than those that serve. Uploads are

@@ -28,7 +28,7 @@ use super::tokens::{Known, Replaceable, Untokenized, tokens};
 use super::upload;
 use crate::body::{Counted, Rest};
 use crate::frontend::app::App;
-use crate::frontend::engine::{Engine, Members, Pool, Route};
+use crate::frontend::engine::{Members, Pool, Route};
 use crate::frontend::fleet::unhealthy;
 use crate::frontend::metrics::AliasLabel;
 use crate::frontend::runtime::spec::ModelInput;
@@ -266,7 +266,8 @@ impl Plan {
         let is_open = part.tried.is_empty()
             && self.route.lora_name.is_none()
             && members.are_all_healthy()
-            && (self.call.api().is_for_runtime() || members.all().all(|one| one.member.is_none()));
+            && (self.call.api().is_for_runtime()
+                || members.all().all(|engine| self.call.fits(engine)));
         let is_eligible: Option<&dyn Fn(Worker) -> bool> =
             if is_open { None } else { Some(&is_eligible) };
         self.request.ask(is_eligible, advice, |ask| {
@@ -284,10 +285,8 @@ impl Plan {
     }
 
     fn is_eligible(&self, members: &Members, worker: Worker, tried: &[InstanceId]) -> bool {
-        let serves_api =
-            |engine: &Arc<Engine>| self.call.api().is_for_runtime() || engine.member.is_none();
         members.is_eligible(worker, tried)
-            && members.get(worker.instance_id).is_some_and(serves_api)
+            && members.get(worker.instance_id).is_some_and(|engine| self.call.fits(engine))
             && self.route.lora_name.as_deref().is_none_or(|name| {
                 members.get(worker.instance_id).is_some_and(|engine| engine.serves(name))
             })
@@ -485,16 +484,21 @@ fn resolve(
 /// Checks that a worker of the model can serve the request's API.
 ///
 /// # Errors
-/// 501 if all of them are workers of the runtime, which support only chat and completions.
+/// 501 if all of them are workers of the runtime, which support only chat and completions; 403 if none of them reads
+/// the salt of an isolated tenant there.
 fn check_workers(call: &Call, pool: &Pool) -> Result<(), Reject> {
     let members = pool.members();
-    let is_served = call.api().is_for_runtime()
-        || members.all().next().is_none()
-        || members.all().any(|engine| engine.member.is_none());
-    if is_served {
+    if members.all().next().is_none() || members.all().any(|engine| call.fits(engine)) {
         return Ok(());
     }
     let (model, path) = (&pool.name, call.row.path);
+    if call.is_isolated() && members.all().any(|engine| engine.member.is_none()) {
+        let message = format!(
+            "{path}: no worker of model {model:?} is known to read cache_salt there, and the key shares no cache with \
+             other tenants (isolate); use /v1/chat/completions, or vLLM 0.32 or newer"
+        );
+        return Err(Reject::new(StatusCode::FORBIDDEN, message));
+    }
     let message = format!(
         "the workers of model {model:?} are workers of the runtime, which serve /v1/chat/completions and \
          /v1/completions only; {path} needs an engine over HTTP (--worker URL)"

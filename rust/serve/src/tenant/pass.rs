@@ -211,7 +211,8 @@ fn salt_of(
     Ok(Some(salts.salt(&key.tenant, own)))
 }
 
-/// Whether engines accept the field `cache_salt` in this API.
+/// Whether engines accept the field `cache_salt` in this API: those that do not are passed over, see
+/// [`Engine::takes_salt`](crate::frontend::engine::Engine::takes_salt).
 ///
 /// # Source
 /// The request models of vLLM 0.32 and SGLang 0.5.23.

@@ -39,6 +39,8 @@ struct State {
     manner: Mutex<Manner>,
     health: AtomicU16,
     models: Mutex<Value>,
+    /// What it tells at other paths.
+    told: Mutex<HashMap<String, Value>>,
     renderer: Mutex<Option<Renderer>>,
     /// Requests to `/tokenize` that it answered.
     tokenized: AtomicUsize,
@@ -96,6 +98,7 @@ impl Engine {
             manner: Mutex::new(Manner::Answer(200, json!({ "choices": [] }))),
             health: AtomicU16::new(200),
             models: Mutex::new(json!({ "object": "list", "data": models })),
+            told: Mutex::new([("/version".to_owned(), json!({ "version": "1.2.3" }))].into()),
             renderer: Mutex::default(),
             tokenized: AtomicUsize::new(0),
             arrived: AtomicUsize::new(0),
@@ -133,6 +136,11 @@ impl Engine {
     /// Another engine takes its place, with this model.
     pub fn becomes(&self, model: &str) {
         *self.state.models.lock() = json!({ "object": "list", "data": [{ "id": model }] });
+    }
+
+    /// From now on it tells this at `path`.
+    pub fn tells(&self, path: &str, told: Value) {
+        self.state.told.lock().insert(path.to_owned(), told);
     }
 
     pub fn answers(&self, status: u16, body: Value) {
@@ -253,11 +261,12 @@ async fn converse(mut stream: TcpStream, state: Arc<State>) {
     else {
         return;
     };
+    let told = state.told.lock().get(&path).map(Value::to_string);
     let (status, answer) = match path.as_str() {
+        _ if told.is_some() => (200, told.unwrap_or_default()),
         "/health" => (state.health.load(Ordering::SeqCst), "{}".to_owned()),
         "/v1/models" => (200, state.models.lock().to_string()),
         "/metrics" => (200, format!("vllm:cache_config_info{{block_size=\"{BLOCK}\"}} 1\n")),
-        "/version" => (200, json!({ "version": "1.2.3" }).to_string()),
         path if path.ends_with("/render") => match &*state.rendered.lock() {
             Some(rendered) => (200, rendered.to_string()),
             None => (404, json!({ "detail": "Not Found" }).to_string()),

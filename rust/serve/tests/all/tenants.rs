@@ -9,6 +9,7 @@ use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 use serde_json::{Value, json};
 
+use super::engine::Engine;
 use super::stage::{Answer, BLOCK, Stage, prompt, with};
 
 fn key(id: &str) -> Key {
@@ -341,6 +342,38 @@ async fn an_isolated_tenant_is_refused_where_engines_take_no_salt() {
         assert!(answer.text().contains("no cache_salt"), "{}", answer.text());
     }
     assert_eq!(engine.count(), 0);
+}
+
+/// vLLM before 0.32 and SGLang ignore the salt of Anthropic's Messages.
+#[tokio::test]
+async fn messages_of_an_isolated_tenant_go_only_to_engines_that_read_their_salt() {
+    let stage = isolating();
+    let client = Key { is_isolated: true, ..key("a") };
+    let path = "/v1/messages";
+    let said = json!({ "role": "user", "content": "hi" });
+    let body = json!({ "model": "m", "max_tokens": 1, "messages": [said] });
+    let mut ignorant = Vec::new();
+    for version in [json!({ "version": "0.31.2" }), json!({})] {
+        let engine = Engine::start(&[]).await;
+        engine.tells("/version", version);
+        ignorant.push(stage.add(engine, json!({})).await);
+        let answer = stage.post_as(&client, path, &[], &body).await;
+        assert_eq!(answer.status, 403, "{}", answer.text());
+        assert!(answer.text().contains("vLLM 0.32 or newer"), "{}", answer.text());
+    }
+    assert_eq!(stage.post_as(&key("b"), path, &[], &body).await.status, 200);
+    let engine = Engine::start(&[]).await;
+    engine.tells("/version", json!({ "version": "0.32.0rc1+cpu" }));
+    let engine = stage.add(engine, json!({})).await;
+    for _ in 0..6 {
+        let answer = stage.post_as(&client, path, &[], &body).await;
+        assert_eq!((answer.status, answer.worker()), (200, engine.id));
+    }
+    assert_eq!(engine.bodies()[0]["cache_salt"].as_str().unwrap().len(), 64);
+    assert_eq!(ignorant.iter().map(Engine::count).sum::<usize>(), 1, "the other tenant's");
+    // Their chats are salted everywhere.
+    let chats = "/v1/chat/completions";
+    assert_eq!(stage.post_as(&client, chats, &[], &body).await.status, 200);
 }
 
 #[tokio::test]
