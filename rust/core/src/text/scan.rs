@@ -10,7 +10,7 @@ const VALUE_BYTES: usize = 32;
 
 /// Fields of a message's parts that hold images, sounds and videos: engines put no text of theirs into the
 /// prompt.
-const MEDIA: [&str; 12] = [
+const MEDIA: [&str; 13] = [
     "audio",
     "audio_embeds",
     "audio_url",
@@ -21,6 +21,8 @@ const MEDIA: [&str; 12] = [
     "image_url",
     "input_audio",
     "input_image",
+    // Of images and documents in Anthropic's Messages.
+    "source",
     "video",
     "video_url",
 ];
@@ -35,6 +37,13 @@ pub struct Field {
     /// Bytes of text in its value, images and the like left out; 8 for each number, 32 for each name and list, as
     /// much as they take when they are read.
     pub weight: usize,
+}
+
+impl Field {
+    /// The weight of its value and its name.
+    pub fn weight_with_name(&self) -> usize {
+        VALUE_BYTES + self.name.len() + self.weight
+    }
 }
 
 /// An object as it stands.

@@ -68,9 +68,13 @@ impl Body {
         self.rest.as_ref()
     }
 
-    /// Its length, with what is still to come as far as that is declared.
-    pub fn declared_bytes(&self) -> usize {
-        self.bytes.len() + self.rest.as_ref().map_or(0, |rest| rest.declared_bytes())
+    /// Bytes that the length of its prompt is guessed from: its text, or all of an upload, with what is still to come
+    /// as far as that is declared.
+    pub fn prompt_bytes(&self) -> usize {
+        match self.text.is_empty() {
+            true => self.bytes.len() + self.rest.as_ref().map_or(0, |rest| rest.declared_bytes()),
+            false => text_bytes(self.bytes.len(), &self.fields),
+        }
     }
 
     /// The object as received.
@@ -179,6 +183,17 @@ impl Body {
     pub fn messages(&self) -> Option<&[Range<usize>]> {
         self.messages.as_deref()
     }
+}
+
+/// Bytes of text in an object of `bytes` bytes: images and the like left out.
+fn text_bytes(bytes: usize, fields: &[Field]) -> usize {
+    // What is short weighs more than it is long.
+    bytes.min(fields.iter().map(Field::weight_with_name).sum())
+}
+
+/// Bytes of text in the JSON of a message.
+pub(super) fn message_bytes(json: &str) -> usize {
+    Scan::of(json).map_or(json.len(), |scan| text_bytes(json.len(), &scan.fields))
 }
 
 /// The error without its line and column: they count from the start of a field, not of the body.
@@ -333,6 +348,29 @@ mod tests {
         assert_eq!(changed, r#"{"b\"":1e400,"c":{"x":1},"d":2}"#);
         assert_eq!(body.with(&[("a", None), ("b\"", None), ("c", None)]), "{}");
         assert!(body.has("b\"") && !body.has("d"));
+    }
+
+    #[test]
+    fn only_text_is_text_of_a_prompt() {
+        let image =
+            format!(r#"{{"type": "image_url", "image_url": {{"url": "{}"}}}}"#, "A".repeat(9_000));
+        let text = |bytes: usize| format!(r#"{{"type": "text", "text": "{}"}}"#, "x".repeat(bytes));
+        let message = |parts: &str| format!(r#"{{"role": "user", "content": [{parts}]}}"#);
+        let parsed = |message: &str| {
+            Body::parse(format!(r#"{{"messages": [{message}]}}"#).into()).unwrap().prompt_bytes()
+        };
+        let plain = message(&text(4_000));
+        let mixed = message(&format!("{}, {image}", text(4_000)));
+        for (found, with_image) in
+            [(message_bytes(&plain), message_bytes(&mixed)), (parsed(&plain), parsed(&mixed))]
+        {
+            assert!((4_000..4_200).contains(&found), "{found}");
+            assert!((found..4_500).contains(&with_image), "{with_image}");
+        }
+        let short = r#"{"role": "user", "content": "a"}"#;
+        assert_eq!(message_bytes(short), short.len());
+        assert_eq!(message_bytes(r#""no object""#), 11);
+        assert_eq!(Body::opaque(Bytes::from_static(b"--x")).prompt_bytes(), 3);
     }
 
     #[test]

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use bytes::Bytes;
 use xxhash_rust::xxh3::Xxh3;
 
+use super::body::message_bytes;
 use super::call::Call;
 use super::envelope::Envelope;
 use crate::frontend::app::App;
@@ -72,7 +73,7 @@ pub(crate) struct Lesson {
     keys: Vec<u128>,
     /// What the engine told of an earlier turn.
     pub beginning: Option<Beginning>,
-    /// Bytes of the messages of which nothing is known.
+    /// Bytes of text in the messages of which nothing is known.
     new_bytes: usize,
     /// The client wants the ids itself.
     pub is_asked: bool,
@@ -112,7 +113,8 @@ impl Lesson {
             .collect();
         let beginning = app.taught.find(&keys);
         let known = beginning.as_ref().map_or(0, |beginning| beginning.messages);
-        let new_bytes = places[known..].iter().map(ExactSizeIterator::len).sum();
+        let new_bytes =
+            places[known..].iter().map(|place| message_bytes(&messages[place.clone()])).sum();
         let is_asked = call.body.text_of(FIELD).is_some_and(|json| json == "true");
         Some(Self { keys, beginning, new_bytes, is_asked, is_learned: AtomicBool::new(false) })
     }

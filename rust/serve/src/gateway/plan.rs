@@ -235,7 +235,7 @@ impl Plan {
                 ..hashed(beginning.ids())
             },
             (None, None) => {
-                let bytes = self.call.body.declared_bytes();
+                let bytes = self.call.body.prompt_bytes();
                 select::Prompt::unknown(self.call.row.weight.tokens(bytes))
             }
         };

@@ -26,6 +26,31 @@ async fn a_prompt_counts_until_the_first_token_and_its_blocks_until_the_end() {
     assert_eq!(stage.metric(BLOCKS).await, 0.0);
 }
 
+/// Images have no text: 4 bytes a token is for the rest.
+#[tokio::test]
+async fn an_image_in_a_request_is_no_text_of_its_prompt() {
+    let stage = Stage::new(|options| options.routing.selector.router.policy = Policy::LeastLoaded);
+    let mut engine = stage.engine().await.by_hand();
+    let data = "A".repeat(2_000_000);
+    let source = json!({ "type": "base64", "media_type": "image/png", "data": &data });
+    let url = format!("data:image/png;base64,{data}");
+    for (path, image) in [
+        ("/v1/chat/completions", json!({ "type": "image_url", "image_url": { "url": &url } })),
+        ("/v1/messages", json!({ "type": "image", "source": source })),
+        ("/v1/responses", json!({ "type": "input_image", "image_url": &url })),
+    ] {
+        let text = json!({ "type": "text", "text": "x".repeat(4_000) });
+        let said = json!([{ "role": "user", "content": [text, image] }]);
+        let field = if path == "/v1/responses" { "input" } else { "messages" };
+        let asking = stage.send_to(path, json!({ "model": "m", field: said }));
+        let asked = engine.next().await;
+        let tokens = stage.metric(PREFILL).await;
+        assert!((1_000.0..1_200.0).contains(&tokens), "{path}: {tokens}");
+        asked.done().await;
+        assert_eq!(asking.await.unwrap().status, 200);
+    }
+}
+
 #[tokio::test]
 async fn the_less_loaded_worker_is_chosen() {
     let stage = Stage::new(|options| options.routing.selector.router.policy = Policy::LeastLoaded);
