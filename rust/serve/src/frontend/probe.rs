@@ -171,9 +171,12 @@ fn has_other_ranks(app: &Arc<App>, engine: &Engine, notes: &EngineNotes) -> bool
         );
         let (dp_size, instance_id) = (server.dp_size, Some(id));
         let spec = EngineSpec { dp_size, instance_id, ..engine.spec.clone() };
+        let state = app.fleet.state_of(id);
         // It may have been removed by hand meanwhile.
         let left = app.fleet.remove(id);
-        if let Err(error) = left.and_then(|_| add(app, spec)) {
+        let again = left.and_then(|_| add(app, spec));
+        // More ranks do not bring it back into service.
+        if let Err(error) = again.and_then(|_| app.fleet.set_state(id, state)) {
             tracing::error!(worker = id, url = engine.base, %error, "could not register the worker again");
         }
         return true;

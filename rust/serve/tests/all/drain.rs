@@ -1,9 +1,11 @@
 //! A worker is taken out of service, and comes back with what it holds.
 
 use kvflash_core::policy::Policy;
+use kvflash_core::select::Overlap;
 use serde_json::{Value, json};
 
-use super::stage::{Answer, Stage, prompt, with};
+use super::engine::Engine;
+use super::stage::{Answer, BLOCK, Stage, prompt, with};
 
 fn kv() -> Stage {
     Stage::new(|options| options.routing.selector.router.policy = Policy::Kv)
@@ -49,6 +51,24 @@ async fn a_draining_worker_gets_nothing_new_and_shows_what_it_still_has() {
     assert_eq!(put_state(&stage, leaving.id, "active").await.json()["state"], "active");
     let _elsewhere = stage.send("a", pin);
     leaving.next().await.done().await;
+}
+
+/// SGLang reports how many ranks it has.
+#[tokio::test]
+async fn a_worker_that_has_more_ranks_than_were_given_stays_out_of_service() {
+    let stage = Stage::new(|options| {
+        options.routing.selector.router.policy = Policy::Kv;
+        options.routing.selector.overlap = Overlap::Events;
+    });
+    let engine = Engine::start(&[]).await;
+    let events = json!({
+        "publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657",
+    });
+    let told = json!({ "page_size": BLOCK, "dp_size": 2, "kv_events_config": events.to_string() });
+    engine.tells("/server_info", told);
+    let engine = stage.add(engine, json!({ "state": "draining" })).await;
+    let entry = stage.get(&format!("/workers/{}", engine.id)).await;
+    assert_eq!((&entry["dp_size"], &entry["state"]), (&json!(2), &json!("draining")));
 }
 
 #[tokio::test]
