@@ -45,7 +45,7 @@ fn tell_health(app: &App) -> Response {
     let reports = app.catalog.reports(|_| true);
     // The blocks of a worker can't be matched: it does not fit its model, or its events can't be
     // received or read.
-    let is_unmatched = engines.iter().any(|engine| engine.notes.lock().last_error.is_some())
+    let is_unmatched = engines.iter().any(|engine| engine.notes.lock().error().is_some())
         || reports.iter().any(|report| report.trust.state == TrustState::Stale);
     let (status, word) = match (healthy, engines.len()) {
         _ if app.fleet.decoding().1 == 0 || app.without_prefill().is_err() => {
@@ -188,7 +188,7 @@ fn warnings(
         ));
     }
     for engine in engines.values() {
-        if let Some(why) = engine.notes.lock().last_error.clone() {
+        if let Some(why) = engine.notes.lock().error() {
             warnings.push(format!("worker {}: {why}", engine.id));
         }
         if let Some(why) = engine.ids.trouble() {

@@ -233,6 +233,18 @@ pub(crate) struct EngineNotes {
     pub server: Option<ServerNotes>,
     /// The last error, as text.
     pub last_error: Option<String>,
+    /// What is wrong with a runtime worker's card and events, by part: it serves nevertheless, and checks of its health
+    /// change nothing about it.
+    pub faults: BTreeMap<&'static str, String>,
+}
+
+impl EngineNotes {
+    /// The last error, or else what is wrong with its card and events.
+    pub fn error(&self) -> Option<String> {
+        let faults = || self.faults.values().map(String::as_str).collect::<Vec<_>>().join("; ");
+        let error = self.last_error.clone().unwrap_or_else(faults);
+        (!error.is_empty()).then_some(error)
+    }
 }
 
 /// Results of the last inspection of a worker.

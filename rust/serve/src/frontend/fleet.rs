@@ -151,7 +151,7 @@ impl Fleet {
             }
             // It serves requests, but its blocks can't be matched.
             tracing::error!(worker = id, url = engine.base, %error, "the worker does not match its model");
-            engine.notes.lock().last_error = Some(error.to_string());
+            engine.notes.lock().faults.insert("block_size", error.to_string());
         }
         Ok(engine)
     }

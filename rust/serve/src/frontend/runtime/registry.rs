@@ -62,7 +62,7 @@ fn take(app: &Arc<App>, spec: WorkerSpec) -> Result<InstanceId> {
             if let Some(error) = wrong {
                 // It still serves; reasoning and tool calls stay in the text.
                 tracing::warn!(worker = id, %error, "cannot parse its answers");
-                engine.notes.lock().last_error = Some(error.to_string());
+                engine.notes.lock().faults.insert("card", error.to_string());
             }
             // Another card does not bring it back into service.
             app.fleet.set_state(id, state)?;
@@ -72,11 +72,15 @@ fn take(app: &Arc<App>, spec: WorkerSpec) -> Result<InstanceId> {
             engine
         }
     };
-    if let Err(error) = app.fleet.change_events(id, events) {
+    let subscribed = app.fleet.change_events(id, events);
+    let mut notes = engine.notes.lock();
+    notes.faults.remove("events");
+    if let Err(error) = subscribed {
         // It serves without them: its cache is not known and earns no credit.
         tracing::error!(worker = id, %error, "cannot subscribe to its events");
-        engine.notes.lock().last_error = Some(format!("events: {error}"));
+        notes.faults.insert("events", format!("events: {error}"));
     }
+    drop(notes);
     Ok(id)
 }
 

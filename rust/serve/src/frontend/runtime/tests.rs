@@ -141,6 +141,38 @@ fn sockets_of_discovery_are_left_alone_where_events_are_not_used() {
     }
 }
 
+/// A health check says nothing about its card and its events.
+#[test]
+fn faults_of_a_card_and_of_events_stay_until_they_are_mended() {
+    let frontend = Frontend::new(FrontendOptions::default());
+    let put = |id: u64, endpoint: &str| {
+        let _guard = frontend.runtime.enter();
+        let worker = json!({
+            "id": id, "plane": {"kind": "tcp", "address": "127.0.0.1:9"}, "endpoint": "n/c/e",
+            "card": {
+                "model_name": "m", "model_input": "text",
+                "reasoning_parser": (id == 7).then_some("nonsense"),
+            },
+            "events": {"0": {"endpoint": endpoint}},
+        });
+        frontend.app.put_worker(&worker.to_string()).unwrap();
+    };
+    put(7, "tcp://h:1");
+    put(8, "http://h:1");
+    let fleet = &frontend.app.app.fleet;
+    let told =
+        || (frontend.warnings().contains("nonsense"), frontend.warnings().contains("events: "));
+    assert_eq!(told(), (true, true), "{}", frontend.warnings());
+    for engine in fleet.engines() {
+        engine.failed("it does not answer");
+        assert!(frontend.warnings().contains("does not answer"));
+        engine.recovered();
+    }
+    assert_eq!(told(), (true, true), "{}", frontend.warnings());
+    put(8, "tcp://h:2");
+    assert_eq!(told(), (true, false), "{}", frontend.warnings());
+}
+
 #[test]
 fn a_worker_whose_ranks_do_not_fit_is_refused_and_comes_when_others_left() {
     let mut options = FrontendOptions::default();
