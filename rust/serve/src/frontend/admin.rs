@@ -68,7 +68,7 @@ fn tell_health(app: &App) -> Response {
         "reasons": reasons,
         "reuse": reuse(app, &engines),
         "index_incomplete": incomplete(app),
-        "parity": app.parity.view(),
+        "parity": app.compared().view(),
     });
     (status, Json(body)).into_response()
 }
@@ -159,7 +159,7 @@ fn warnings(
         format!("{}{end} Fix: {}", reason.message, reason.fix)
     }));
     warnings.extend(app.fleet.refused());
-    warnings.extend(app.parity.warnings());
+    warnings.extend(app.compared().warnings());
     for model in app.fleet.without_decode() {
         warnings.push(format!("model {model} has prefill workers, but no decode worker"));
     }

@@ -281,6 +281,13 @@ impl App {
         full_since.is_some_and(|since| since.elapsed() >= FULL_TIME)
     }
 
+    /// The comparisons of tokens with engines of the models that are served.
+    pub fn compared(&self) -> &Parity {
+        let pools = self.fleet.pools();
+        self.parity.keep(|model| pools.iter().any(|pool| pool.name == model));
+        &self.parity
+    }
+
     /// Whether the policy decides by what engines' events tell of their caches.
     pub fn routes_by_events(&self) -> bool {
         self.uses_events && [AUTO, Policy::Kv.name()].contains(&self.options.routing.policy_name())

@@ -132,6 +132,12 @@ impl Parity {
         forms.collect()
     }
 
+    /// Drops the records of models that are not served any more. Their standings stay: until the next comparison the
+    /// engines go on to render what differed.
+    pub fn keep(&self, is_served: impl Fn(&str) -> bool) {
+        self.records.lock().retain(|(model, _), record| record.is_running || is_served(model));
+    }
+
     /// Claims the comparison of a version, if it is due. Records of versions in `live` are kept,
     /// others of the model are dropped.
     fn claim(&self, model: &str, version: &str, live: &[String]) -> bool {

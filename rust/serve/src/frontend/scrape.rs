@@ -117,7 +117,7 @@ fn write_reuse(app: &App, page: &mut Page<'_>) -> fmt::Result {
         column(&views, |view| view.reported_tokens),
     )?;
     let help = "1 = prompts of this form have the same tokens here and at engines of this version, 0 = they differ";
-    page.gauges("parity", help, app.parity.rows())
+    page.gauges("parity", help, app.compared().rows())
 }
 
 /// Requests that wait for a turn, and outcomes of earlier ones.

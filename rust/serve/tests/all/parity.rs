@@ -202,3 +202,26 @@ async fn an_api_that_engines_render_otherwise_is_left_to_them() {
     }
     drop(engine);
 }
+
+#[tokio::test]
+async fn results_of_a_model_go_with_its_last_worker() {
+    let stage = tokenizing();
+    let engine = Engine::start(&[]).await;
+    let render = renderer();
+    engine.renders(move |body| {
+        let mut tokens = render(body)?;
+        tokens.push(7);
+        Some(tokens)
+    });
+    let engine = stage.add(engine, json!({})).await;
+    stage.until_metric(COMPARED, 1.0).await;
+    let health = stage.get("/health").await;
+    assert!(health["warnings"].to_string().contains("model m: prompts of the forms"), "{health}");
+    stage.remove(engine.id).await;
+    let health = stage.get("/health").await;
+    assert_eq!((&health["parity"], &health["warnings"]), (&json!({}), &json!([])));
+    assert!(!stage.scrape().await.contains("kvflash_parity{"));
+    // It is compared again when it comes back.
+    let _engine = stage.add(engine, json!({})).await;
+    stage.until_metric(COMPARED, 2.0).await;
+}
