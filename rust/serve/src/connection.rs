@@ -58,7 +58,8 @@ where
 
     fn call(&self, request: Request<Incoming>) -> Self::Future {
         if let Some(limit) = self.beyond.filter(|_| !is_probe(request.uri().path())) {
-            return Either::Right(refuse_beyond(request, limit).map(Ok).boxed());
+            let lock = self.lock.clone();
+            return Either::Right(refuse_beyond(lock, request, limit).map(Ok).boxed());
         }
         let (panics, peer) = (self.panics.clone(), self.peer);
         match self.lock.look(&request, peer, &self.certified) {
@@ -168,13 +169,20 @@ fn is_probe(path: &str) -> bool {
 }
 
 /// The response to all other requests of such a connection, after the body was discarded.
-async fn refuse_beyond(request: Request<Incoming>, max_connections: usize) -> Response<Body> {
-    discard(&mut request.into_body()).await;
+async fn refuse_beyond(
+    lock: Lock,
+    mut request: Request<Incoming>,
+    max_connections: usize,
+) -> Response<Body> {
+    discard(request.body_mut()).await;
     let what = format!(
         "{max_connections} connections are open, the limit (--max-connections): only probes are answered, \
          try again"
     );
-    Reject { retry_after_s: Some(1), ..Reject::new(StatusCode::SERVICE_UNAVAILABLE, what) }.openai()
+    let reject = Reject::new(StatusCode::SERVICE_UNAVAILABLE, what);
+    let mut response = Reject { retry_after_s: Some(1), ..reject }.openai();
+    lock.show(&request, &mut response);
+    response
 }
 
 /// The timer of a connection, on which hyper sets the limit for the request head with each request.

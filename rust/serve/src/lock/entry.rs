@@ -436,8 +436,7 @@ impl Lock {
             check_page(request, side, is_local, rules)?;
         }
         let audit = Audit::of(request, side, &caller, peer);
-        let origin = allowed_origin(request.headers(), rules).filter(|_| side == Side::Public);
-        Ok(Admitted { caller, origin: origin.cloned(), audit })
+        Ok(Admitted { caller, origin: page_of(request, rules).cloned(), audit })
     }
 
     /// # Errors
@@ -499,6 +498,14 @@ impl Lock {
         }
     }
 
+    /// Let the page that sent a request read its refusal, where it may use the API.
+    pub(crate) fn show<B>(&self, request: &Request<B>, response: &mut Response<Body>) {
+        let origin = self.shared.rules.as_ref().and_then(|rules| page_of(request, rules));
+        if let Some(origin) = origin {
+            share(response.headers_mut(), origin.clone());
+        }
+    }
+
     /// The answer to a request that is not let in, in the form of its API.
     pub(crate) fn refuse<B>(
         &self,
@@ -519,11 +526,18 @@ impl Lock {
         let is_control =
             self.shared.rules.as_ref().is_some_and(|rules| rules.face == Face::Control);
         let mut response = if is_control { reject.plain() } else { form_of(path).refuse(reject) };
+        self.show(request, &mut response);
         if status == StatusCode::UNAUTHORIZED {
             response.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
         response
     }
+}
+
+/// The origin of the page that may read the answer.
+fn page_of<'a, B>(request: &'a Request<B>, rules: &Rules) -> Option<&'a HeaderValue> {
+    let is_public = Side::of(request.uri().path()) == Side::Public;
+    allowed_origin(request.headers(), rules).filter(|_| is_public)
 }
 
 /// # Errors

@@ -11,6 +11,11 @@ const PEER: ([u8; 4], u16) = ([10, 0, 0, 9], 4_711);
 
 /// A lock with these keys, each `id:key:role`.
 fn lock(name: &str, keys: &[&str]) -> Lock {
+    lock_with(name, keys, |_| {})
+}
+
+/// The same with other settings.
+fn lock_with(name: &str, keys: &[&str], edit: impl FnOnce(&mut HttpSettings)) -> Lock {
     let path = std::env::temp_dir().join(format!("kvflash-lock-{name}-{}", std::process::id()));
     let line = |text: &&str| {
         let [id, key, role] = text.split(':').collect::<Vec<_>>().try_into().unwrap();
@@ -18,7 +23,8 @@ fn lock(name: &str, keys: &[&str]) -> Lock {
         format!("{id}:{hash}:{role}\n")
     };
     std::fs::write(&path, keys.iter().map(line).collect::<String>()).unwrap();
-    let settings = HttpSettings { keys_file: Some(path.clone()), ..HttpSettings::default() };
+    let mut settings = HttpSettings { keys_file: Some(path.clone()), ..HttpSettings::default() };
+    edit(&mut settings);
     let lock = Lock::new(&settings, Face::Api).unwrap();
     std::fs::remove_file(&path).unwrap();
     lock
@@ -311,6 +317,29 @@ async fn web_pages_can_not_write() {
             asked.headers_mut().insert(name, value.parse().unwrap());
         }
         assert_eq!(tell(lock, here, &asked).await, wanted, "{method} {path} {headers:?}");
+    }
+}
+
+#[tokio::test]
+async fn pages_of_allowed_origins_can_read_refusals_too() {
+    let settings =
+        |settings: &mut HttpSettings| settings.cors_origin = "https://chat.example".into();
+    let lock = lock_with("cors", &["ann:ka:client"], settings);
+    for (path, origin, wanted) in [
+        ("/v1/models", "https://chat.example", Some("https://chat.example")),
+        ("/v1/models", "https://evil.example", None),
+        ("/workers", "https://chat.example", None),
+    ] {
+        let asked = request(path, &[("origin", origin), ("x-api-key", "wrong")]);
+        let Verdict::Refused(refusal) = lock.look(&asked, PEER.into(), &[]) else {
+            panic!("the key is wrong")
+        };
+        let answer = lock.refuse(&asked, PEER.into(), refusal);
+        assert!(answer.status().is_client_error());
+        let told = answer.headers().get("access-control-allow-origin");
+        assert_eq!(told.map(|told| told.to_str().unwrap()), wanted, "{path} {origin}");
+        let shown = answer.headers().get("access-control-expose-headers");
+        assert_eq!(shown.is_some(), wanted.is_some());
     }
 }
 
