@@ -11,7 +11,7 @@ use kvflash_core::select::Request;
 use serde::Deserialize;
 
 use super::api::Api;
-use super::body::Raw;
+use super::body::{Object, Raw, object};
 use super::call::{Call, Prompt};
 use super::envelope::Envelope;
 use crate::Reject;
@@ -153,12 +153,13 @@ const QUERY: &str = "query_instance_id";
 
 /// The fields of `nvext` that routing reads.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
-#[serde(default, expecting = "an object")]
+#[serde(default)]
 pub(crate) struct Nvext {
     annotations: Option<Vec<String>>,
     backend_instance_id: Option<InstanceId>,
     prefill_worker_id: Option<InstanceId>,
     decode_worker_id: Option<InstanceId>,
+    #[serde(deserialize_with = "object")]
     agent_hints: Option<AgentHints>,
     seed: Option<u64>,
 }
@@ -185,7 +186,8 @@ impl Nvext {
     pub fn parse(raw: Option<Raw<'_>>) -> Result<Self, Reject> {
         let Some(raw) = raw.filter(|raw| raw.get() != "null") else { return Ok(Self::default()) };
         let mut reader = serde_json::Deserializer::from_str(raw.get());
-        let nvext: Self = serde_path_to_error::deserialize(&mut reader).map_err(|error| {
+        let read = serde_path_to_error::deserialize(&mut reader);
+        let Object(nvext): Object<Self> = read.map_err(|error| {
             let path = error.path().to_string();
             let dot = if path == "." { "" } else { "." };
             let path = if path == "." { "" } else { &path };

@@ -4,7 +4,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use super::api::Api;
-use super::body::Body;
+use super::body::{Body, object};
 use super::guide::{Guides, ResponseFormat};
 use crate::Reject;
 
@@ -21,6 +21,7 @@ const MAX_STOP_TOKENS: usize = 1_024;
 #[serde(default)]
 struct Fields {
     stream: Option<bool>,
+    #[serde(deserialize_with = "object")]
     stream_options: Option<StreamOptions>,
     max_tokens: Option<u64>,
     max_completion_tokens: Option<u64>,
@@ -47,6 +48,7 @@ struct Fields {
     repetition_penalty: Option<f64>,
     seed: Option<i64>,
     logit_bias: Option<Map<String, Value>>,
+    #[serde(deserialize_with = "object")]
     response_format: Option<ResponseFormat>,
     structured_outputs: Option<Map<String, Value>>,
     guided_json: Option<Value>,
@@ -59,6 +61,7 @@ struct Fields {
     bad_words: Option<Value>,
     allowed_token_ids: Option<Value>,
     logits_processors: Option<Value>,
+    #[serde(deserialize_with = "object")]
     nvext: Option<Extension>,
 }
 
@@ -117,6 +120,7 @@ pub(crate) struct Generation {
 #[serde(default)]
 struct Form {
     stream: Option<bool>,
+    #[serde(deserialize_with = "object")]
     stream_options: Option<StreamOptions>,
 }
 
@@ -441,6 +445,16 @@ mod tests {
             (json!({"stop": vec!["x"; 65]}), "stop: at most 64 strings, got 65"),
             (json!({"temperature": -1}), "temperature: must be in 0..=100, got -1"),
             (json!({"response_format": {"type": "x"}}), "response_format.type"),
+            (
+                json!({"response_format": ["text"]}),
+                "response_format: invalid type: sequence, expected an object",
+            ),
+            (json!({"response_format": {"type": 1}}), "response_format.type: invalid type"),
+            (
+                json!({"stream_options": [true]}),
+                "stream_options: invalid type: sequence, expected an object",
+            ),
+            (json!({"nvext": []}), "nvext: invalid type: sequence, expected an object"),
             (json!({"tool_choice": "required"}), "tool_choice: "),
             (json!({"tool_choice": {"type": "function"}}), "tool_choice: "),
             (json!({"bad_words": ["x"]}), "bad_words: "),

@@ -79,6 +79,10 @@ fn pins_and_annotations() {
     assert_eq!((older.priority(), older.strict_priority()), (Some(-1.5), None));
     let error = parse(r#"{"agent_hints": {"priority": "high"}}"#).unwrap_err();
     assert!(error.message.contains("nvext.agent_hints.priority"), "{}", error.message);
+    for list in ["[]", r#"[["query_instance_id"]]"#, r#"{"agent_hints": [1.0]}"#] {
+        let error = parse(list).unwrap_err();
+        assert!(error.message.contains("sequence, expected an object"), "{}", error.message);
+    }
     let error = parse(r#"{"prefill_worker_id": "x"}"#).unwrap_err();
     assert!(error.message.contains("nvext.prefill_worker_id: invalid type"), "{}", error.message);
 }
