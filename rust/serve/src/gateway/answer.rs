@@ -248,7 +248,7 @@ impl Answer {
         let Some(payload) = payload else {
             self.end = End::Complete;
             if self.is_plain {
-                collected.close();
+                collected.close(self.plain_usage());
             }
             return Ok(());
         };
@@ -274,7 +274,10 @@ impl Answer {
             let Some(payload) = payload else {
                 self.end = End::Complete;
                 match self.is_plain {
-                    true => self.wording.closing(&Ending::plain("stop"), None, out),
+                    true => {
+                        let usage = self.plain_usage().filter(|_| self.includes_usage);
+                        self.wording.closing(&Ending::plain("stop"), usage, out);
+                    }
                     false => out.push_str(DONE),
                 }
                 return Ok(());
@@ -371,6 +374,13 @@ impl Answer {
             tokens("/usage/completion_tokens").unwrap_or(usage.completion_tokens);
         let cached = chunk.pointer("/usage/prompt_tokens_details/cached_tokens");
         self.usage.cached_tokens = cached.and_then(Value::as_u64).or(self.usage.cached_tokens);
+    }
+
+    /// Usage of a worker of plain strings, which tells none: each counts as a token. `None` where the prompt's tokens
+    /// are not known.
+    fn plain_usage(&self) -> Option<Usage> {
+        let usage = Usage { completion_tokens: self.pieces, ..self.usage };
+        (usage.prompt_tokens > 0).then_some(usage)
     }
 
     async fn next(&mut self) -> Result<Option<Bytes>, PlaneError> {

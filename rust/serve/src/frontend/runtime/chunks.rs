@@ -3,6 +3,7 @@
 use serde_json::{Map, Value, json};
 
 use super::plane::{Cause, PlaneError};
+use super::wording::Usage;
 use crate::gateway::api::Api;
 
 /// Puts the chunks of a stream together to a whole answer.
@@ -69,8 +70,11 @@ impl Collected {
         }
     }
 
-    /// The worker has ended without a word on why: that is the end of its text.
-    pub fn close(&mut self) {
+    /// The worker has ended without a word on why: that is the end of its text, with this usage.
+    pub fn close(&mut self, usage: Option<Usage>) {
+        if let Some(usage) = usage.filter(|_| self.usage.is_null()) {
+            self.usage = usage.json();
+        }
         for choice in self.choices.iter_mut().filter(|choice| choice["finish_reason"].is_null()) {
             choice["finish_reason"] = json!("stop");
         }
@@ -236,7 +240,7 @@ mod tests {
             let choice = json!({"index": 0, "text": text, "logprobs": logprobs});
             collected.take(Api::Completions, json!({"choices": [choice]}));
         }
-        collected.close();
+        collected.close(None);
         let answer = collected.finish(Api::Completions).unwrap();
         let wanted = json!({"index": 0, "text": "xy", "finish_reason": "stop", "logprobs": {
             "tokens": ["x", "y"], "text_offset": [0, 1], "top_logprobs": [{"x": -0.5}, {"y": -0.5}]}});

@@ -425,3 +425,50 @@ fn requests_do_not_wait_for_a_worker_that_is_frozen() {
         assert!(!there.is_healthy());
     });
 }
+
+/// The answers of two workers at one address to a completion of three tokens, and the frontend that asked them.
+fn completed(answers: Vec<Vec<(Kind, Vec<u8>)>>, more: &Value) -> (String, Frontend) {
+    let frontend = Frontend::new(FrontendOptions::default());
+    let address = fake_worker(&frontend.runtime, answers, false, Arc::new(Semaphore::new(0)));
+    for id in [7, 8] {
+        let _guard = frontend.runtime.enter();
+        let worker = json!({
+            "id": id, "plane": {"kind": "tcp", "address": address}, "endpoint": "n/c/e",
+            "card": {"model_name": "m", "model_input": "text"},
+        });
+        frontend.app.put_worker(&worker.to_string()).unwrap();
+    }
+    let row = Row::of("/v1/completions").unwrap();
+    let (uri, headers) = (Uri::from_static(row.path), HeaderMap::new());
+    let head = Head { uri, headers, address: None, caller: Caller::default() };
+    let mut body = json!({ "model": "m", "prompt": [1, 2, 3] });
+    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    let app = &frontend.app.app;
+    let text = frontend.runtime.block_on(async {
+        let answer = forward(Arc::clone(app), row, head, body.to_string().into()).await;
+        assert_eq!(answer.status().as_u16(), 200);
+        to_bytes(answer.into_body(), usize::MAX).await.unwrap()
+    });
+    (String::from_utf8(text.to_vec()).unwrap(), frontend)
+}
+
+/// A worker's answer of these pieces.
+fn pieces(pieces: &[Value]) -> Vec<(Kind, Vec<u8>)> {
+    let data = pieces.iter().map(|piece| (Kind::Data, rmp_serde::to_vec_named(piece).unwrap()));
+    data.chain([(Kind::End, Vec::new())]).collect()
+}
+
+#[test]
+fn the_usage_of_a_worker_of_plain_text_is_what_is_known_here() {
+    let answer = || vec![pieces(&[json!("a"), json!("b")])];
+    let usage = r#""usage":{"prompt_tokens":3,"completion_tokens":2,"total_tokens":5,"#;
+    let wanted = json!({ "stream": true, "stream_options": { "include_usage": true } });
+    for (more, is_told) in
+        [(&json!({}), true), (&wanted, true), (&json!({ "stream": true }), false)]
+    {
+        let (text, _) = completed(answer(), more);
+        let told: Value = serde_json::from_str(&text).unwrap_or_default();
+        let is_found = text.contains(usage) || told["usage"]["total_tokens"] == 5;
+        assert_eq!(is_found, is_told, "{more}: {text}");
+    }
+}

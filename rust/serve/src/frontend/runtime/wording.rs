@@ -20,7 +20,7 @@ pub(crate) struct Usage {
 }
 
 impl Usage {
-    fn json(self) -> Value {
+    pub fn json(self) -> Value {
         json!({
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
