@@ -179,7 +179,6 @@ impl Answer {
                 return Err(Failed { is_engine_at_fault: false, ..failed });
             }
         }
-        self.complete();
         let answer = match &self.content {
             Content::Tokens(writing) => {
                 let ending = self.ending(writing);
@@ -187,10 +186,13 @@ impl Answer {
             }
             Content::Text => collected.finish(self.api),
         };
-        answer.map(|answer| Json(answer).into_response()).ok_or_else(|| {
+        let Some(answer) = answer else {
             let message = format!("worker {} sent an empty answer", self.delivery.engine.id);
-            Failed::new("no_answer", message, StatusCode::BAD_GATEWAY).lost()
-        })
+            self.broken(&PlaneError::new(Cause::Worker("internal".to_owned()), &*message));
+            return Err(Failed::new("no_answer", message, StatusCode::BAD_GATEWAY).lost());
+        };
+        self.complete();
+        Ok(Json(answer).into_response())
     }
 
     /// The next events of the stream; `None` after the last one.

@@ -472,3 +472,13 @@ fn the_usage_of_a_worker_of_plain_text_is_what_is_known_here() {
         assert_eq!(is_found, is_told, "{more}: {text}");
     }
 }
+
+#[test]
+fn an_answer_without_a_choice_is_not_complete() {
+    let empty = pieces(&[json!({ "choices": [] })]);
+    let (text, frontend) = completed(vec![empty, pieces(&[json!("b")])], &json!({}));
+    assert!(text.contains(r#""text":"b""#), "{text}");
+    let answers = &frontend.app.app.metrics.answers;
+    let count = |outcome| answers.get_or_create(&OutcomeLabel { outcome }).get();
+    assert_eq!(["complete", "broken", "client_gone"].map(count), [1, 1, 0]);
+}
