@@ -122,11 +122,16 @@ async fn respond(
     let plan = Arc::new(plan);
     let in_flight = Arc::new(in_flight);
     let mut tries = Tries::new(app, Arc::clone(&plan));
+    // Where the first worker breaks off a whole answer, another one begins it again.
+    let mut is_counted = false;
     loop {
         let sent = send(app, &plan, tries, &mut prefill).await?;
         // From here on the answer counts a client that leaves.
         waiting.over();
-        app.metrics.first_byte_seconds.observe(began.elapsed().as_secs_f64());
+        let is_first = !std::mem::replace(&mut is_counted, true);
+        if is_first {
+            app.metrics.first_byte_seconds.observe(began.elapsed().as_secs_f64());
+        }
         let Sent { tries: left, choice, handoff, opened, is_evidence } = sent;
         tries = left;
         if opened.is_success() {
@@ -134,7 +139,9 @@ async fn respond(
             let prompt = &plan.request.prompt;
             let cached_tokens = prompt.reusable_tokens(choice.selection.overlap_blocks);
             in_flight.answered(prompt.isl_tokens.saturating_sub(cached_tokens));
-            plan.count(app, &choice.selection);
+            if is_first {
+                plan.count(app, &choice.selection);
+            }
         }
         let expected = match is_evidence && opened.is_success() {
             true => Expectation::of(app, &plan, choice.selection),

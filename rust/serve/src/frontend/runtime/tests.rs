@@ -22,7 +22,7 @@ use tokio::sync::Semaphore;
 use super::frames::{self, Kind};
 use crate::frontend::engine::EngineNotes;
 use crate::frontend::engine_spec::EngineSpec;
-use crate::frontend::{FrontendApp, FrontendOptions, admin};
+use crate::frontend::{FrontendApp, FrontendOptions, admin, scrape};
 use crate::gateway::api::Row;
 use crate::gateway::call::Head;
 use crate::gateway::send::forward;
@@ -481,4 +481,21 @@ fn an_answer_without_a_choice_is_not_complete() {
     let answers = &frontend.app.app.metrics.answers;
     let count = |outcome| answers.get_or_create(&OutcomeLabel { outcome }).get();
     assert_eq!(["complete", "broken", "client_gone"].map(count), [1, 1, 0]);
+}
+
+#[test]
+fn a_request_that_is_sent_again_counts_once() {
+    let error = rmp_serde::to_vec_named(&json!({ "code": "internal", "message": "no" })).unwrap();
+    let mut broken = pieces(&[json!("a")]);
+    broken[1] = (Kind::Error, error);
+    let (text, frontend) = completed(vec![broken, pieces(&[json!("b")])], &json!({}));
+    assert!(text.contains(r#""text":"b""#), "{text}");
+    let app = &frontend.app.app;
+    assert_eq!(app.metrics.input.get(), 3);
+    let page = frontend.runtime.block_on(async {
+        let answer = scrape::metrics(State(Arc::clone(app))).await;
+        to_bytes(answer.into_body(), usize::MAX).await.unwrap()
+    });
+    let page = String::from_utf8(page.to_vec()).unwrap();
+    assert!(page.contains("kvflash_first_byte_seconds_count 1\n"), "{page}");
 }
