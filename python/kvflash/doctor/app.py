@@ -220,6 +220,9 @@ class _Doctor:
         known = workers.workers_of(url, self._ask(url, "/workers").json)
         health = self._ask(url, "/health")
         yield from self._routing(url, "a kvflash frontend", health, known)
+        if known:
+            how = "the reason says what is missing: requests are refused until then"
+            yield from checks.check_ready(url, self._ask(url, "/ready"), how)
         told = health.json if isinstance(health.json, dict) else {}
         yield from workers.check_parity(url, told)
         if not known:
@@ -283,6 +286,10 @@ class _Doctor:
             yield fail(url, "reachable", seen, how)
         elif place.health is not None:
             yield from self._routing(url, f"a kvflash {place.kind}", place.health)
+            # Of workers that are missing altogether the finding above says enough.
+            if place.workers.json:
+                how = "register the missing workers: no request gets a worker until then"
+                yield from checks.check_ready(url, self._ask(url, "/ready"), how)
         else:
             seen = (
                 f"neither an indexer nor an engine: GET /workers: {place.workers.said}; "

@@ -38,6 +38,19 @@ _STALE = {*_CHECKS["connected"].split(), "block_size_mismatch", "nothing_decodab
 #: The fix for a worker that is healthy for its service and does not answer this host.
 ELSEWHERE = "the worker is not reachable from this host: run the doctor on the service's host"
 _NTP = "let both hosts take their time from the same NTP servers"
+# By words of the reason that GET /ready gives.
+_UNREADY = {
+    "starting:": "start the missing workers, or lower --min-initial-workers: every request is "
+    "refused until then",
+    "no decode worker": "see its workers below: every request is refused until one is healthy",
+    "draining": "kvflash workers resume URL ID brings one back: requests are refused until then",
+    "--enforce-disagg": "start or repair a prefill worker, or set --enforce-disagg off: requests "
+    "are refused until then",
+    "--max-concurrent-requests": "wait until requests end, raise the limit, or start another "
+    "frontend: further requests are refused until then",
+    "shutting down": "start it again, or send requests to another one: new requests are refused "
+    "after --lame-duck-timeout",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +150,17 @@ def check_clock(subject: str, skew_s: float | None) -> Iterator[Finding]:
         yield ok(subject, "clock", "as this host's")
 
 
+def check_ready(url: str, ready: Answer, otherwise: str) -> Iterator[Finding]:
+    """Judge an answer of GET /ready; ``otherwise`` is the fix if its reason does not imply one."""
+    if ready.status in (200, 404):
+        yield ok(url, "ready", "yes" if ready.status == 200 else "it has no GET /ready")
+        return
+    body = ready.json
+    reason = str((body.get("reason") if isinstance(body, dict) else None) or ready.said)
+    fix = next((fix for words, fix in _UNREADY.items() if words in reason), otherwise)
+    yield fail(url, "ready", f"GET /ready: {reason}", fix)
+
+
 def check_indexer(
     url: str, health: Answer, ready: Answer, metrics: Answer, listeners: Sequence[Listener]
 ) -> Iterator[Finding]:
@@ -146,11 +170,8 @@ def check_indexer(
     else:
         yield fail(url, "reachable", f"GET /health: {health.said}", "look into its log, restart it")
     yield from check_clock(url, health.skew_s)
-    if ready.status in (200, 404):
-        yield ok(url, "ready", "yes" if ready.status == 200 else "it has no GET /ready")
-    else:
-        wait = "wait until it has recovered and its workers have registered; the answer lists them"
-        yield fail(url, "ready", f"GET /ready: {ready.said}", wait)
+    wait = "wait until it has recovered and its workers have registered; the answer lists them"
+    yield from check_ready(url, ready, wait)
     if listeners:
         models = {(listener.model, listener.tenant) for listener in listeners}
         sockets = counted(len(listeners), "event socket", "event sockets")

@@ -1,0 +1,47 @@
+"""The doctor about frontends and routers that refuse requests."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kvflash.doctor.app import main
+from kvflash.router import RouterService
+from support_frontend import COMPLETIONS, FakeEngine, Frontend, ask, engines, prompt_of
+
+Findings = list[dict[str, str]]
+
+
+def findings_of(url: str, capsys: pytest.CaptureFixture[str]) -> Findings:
+    status = main([url, "--json", "--timeout", "5"])
+    found: Findings = json.loads(capsys.readouterr().out)["findings"]
+    assert status == any(one["level"] == "FAIL" for one in found)
+    return found
+
+
+def only(findings: Findings, check: str) -> dict[str, Any]:
+    (found,) = (one for one in findings if one["check"] == check)
+    return found
+
+
+def test_a_frontend_that_still_waits_for_workers(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = FakeEngine("m")
+    with Frontend("--min-initial-workers", "2") as frontend, engines(frontend, engine):
+        assert ask(frontend.url, COMPLETIONS, prompt_of("m")).status == 503
+        ready = only(findings_of(frontend.url, capsys), "ready")
+        assert ready["level"] == "FAIL"
+        assert ready["seen"].startswith("GET /ready: starting: 1 of the 2 workers")
+        assert "--min-initial-workers" in ready["fix"]
+        with engines(frontend, FakeEngine("m")):
+            assert only(findings_of(frontend.url, capsys), "ready")["level"] == "ok"
+
+
+def test_a_router_that_still_waits_for_workers(capsys: pytest.CaptureFixture[str]) -> None:
+    with RouterService(host="127.0.0.1", port=0, min_initial_workers=2) as router:
+        router.call("POST", "/workers", {"worker_id": 1, "model_name": "m"})
+        ready = only(findings_of(router.url, capsys), "ready")
+        assert ready["level"] == "FAIL" and '"min_initial_workers": 2' in ready["seen"]
+        router.call("POST", "/workers", {"worker_id": 2, "model_name": "m"})
+        assert only(findings_of(router.url, capsys), "ready")["level"] == "ok"
