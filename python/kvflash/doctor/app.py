@@ -220,10 +220,14 @@ class _Doctor:
         known = workers.workers_of(url, self._ask(url, "/workers").json)
         health = self._ask(url, "/health")
         yield from self._routing(url, "a kvflash frontend", health, known)
-        if known:
-            how = "the reason says what is missing: requests are refused until then"
-            yield from checks.check_ready(url, self._ask(url, "/ready"), how)
         told = health.json if isinstance(health.json, dict) else {}
+        if known:
+            ready = self._ask(url, "/ready")
+            how = "the reason says what is missing: requests are refused until then"
+            yield from checks.check_ready(url, ready, how)
+            if ready.status == 404 and told.get("status") == "unavailable":
+                seen = "GET /health: unavailable: requests are refused"
+                yield fail(url, "healthy", seen, "see its workers below")
         yield from workers.check_parity(url, told)
         if not known:
             how = "POST /workers, or start the frontend with --worker or --discovery"
@@ -232,7 +236,7 @@ class _Doctor:
                 how = f"remove the cause that a warning above names; without one, {how}"
             yield fail(url, "workers", "no worker is registered: every request is refused", how)
         replays = self._replays([listener for worker in known for listener in worker.listeners])
-        tokens: dict[str, list[int] | None] = {}
+        tokens: dict[str, Answer] = {}
         for worker in known:
             # First: an engine that does not answer this host explains why its sockets do not.
             engine = None
@@ -247,13 +251,14 @@ class _Doctor:
             if engine and worker.model and not worker.is_prefill:
                 if worker.model not in tokens:
                     tokens[worker.model] = self._tokens(url, worker.model)
-                yield from workers.check_tokens(worker, tokens[worker.model], engine)
+                ours = tokens[worker.model]
+                yield from workers.check_tokens(worker, workers.token_ids(ours), engine, query=ours)
 
-    def _tokens(self, url: str, model: str) -> list[int] | None:
-        """The frontend's tokens of a text; the query sends nothing to an engine."""
+    def _tokens(self, url: str, model: str) -> Answer:
+        """The frontend's answer with its tokens of a text; it sends nothing to an engine."""
         nvext = {"annotations": ["query_instance_id:"]}
         body = {"model": model, "prompt": workers.SAMPLE_TEXT, "nvext": nvext}
-        return workers.token_ids(self._ask(url, "/v1/completions", body=body))
+        return self._ask(url, "/v1/completions", body=body)
 
     def _replays(self, listeners: Sequence[Listener]) -> dict[tuple[int, int], Replayed]:
         asked = [entry for entry in listeners if entry.replay_endpoint is not None]
@@ -310,9 +315,6 @@ class _Doctor:
         else:
             yield fail(url, "reachable", f"GET /health: {health.said}", "the message says why")
         yield from checks.check_clock(url, health.skew_s)
-        if body.get("status") == "unavailable" and known:
-            seen = "no worker that decodes is healthy: every request is refused"
-            yield fail(url, "healthy", seen, "see its workers below")
         if body.get("status") == "no_workers":
             how = "register workers with POST /workers, or start it with --endpoint or --worker"
             yield fail(url, "workers", "no worker is registered: every request is refused", how)

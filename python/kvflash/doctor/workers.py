@@ -158,6 +158,9 @@ def check_worker(
         yield fail(worker.subject, "healthy", f"{worker.entry.get('last_error')}", how)
         # Its sockets have the same cause.
         return
+    if worker.entry.get("state") == "draining":
+        how = f"kvflash workers resume {worker.frontend} {worker.id}"
+        yield warn(worker.subject, "draining", "it takes no new requests", how)
     if not worker.listeners:
         yield from _check_no_events(worker, health)
     for listener in worker.listeners:
@@ -288,8 +291,25 @@ def token_ids(answer: Answer) -> list[int] | None:
     return None
 
 
-def check_tokens(worker: Worker, ours: Sequence[int] | None, engine: Answer) -> Iterator[Finding]:
-    """Compare the frontend's tokens of a text with those of the worker's engine."""
+def check_tokens(
+    worker: Worker,
+    ours: Sequence[int] | None,
+    engine: Answer,
+    *,
+    query: Answer = Answer(status=200),  # noqa: B008 - it is frozen
+) -> Iterator[Finding]:
+    """Compare the frontend's tokens of a text with those of the worker's engine.
+
+    ``query`` is the frontend's answer that has its tokens.
+    """
+    if query.status != 200:
+        seen = f"not compared: POST /v1/completions: {query.said}"
+        if query.status == 503:
+            # Other findings say why the frontend refuses requests.
+            yield ok(worker.subject, "tokens", seen)
+        else:
+            yield warn(worker.subject, "tokens", seen, query.fix or "the message says why")
+        return
     if ours is None:
         seen = "the frontend returned no tokens for the test text"
         how = "send it a prompt; kvflash_untokenized_requests_total{cause} says why"

@@ -45,3 +45,38 @@ def test_a_router_that_still_waits_for_workers(capsys: pytest.CaptureFixture[str
         assert ready["level"] == "FAIL" and '"min_initial_workers": 2' in ready["seen"]
         router.call("POST", "/workers", {"worker_id": 2, "model_name": "m"})
         assert only(findings_of(router.url, capsys), "ready")["level"] == "ok"
+
+
+def test_workers_that_are_all_draining(capsys: pytest.CaptureFixture[str]) -> None:
+    with Frontend() as frontend, engines(frontend, FakeEngine("m"), FakeEngine("m")) as (one, two):
+        for worker in (one, two):
+            answer = frontend.http.call("PATCH", f"/workers/{worker}", {"state": "draining"})
+            assert answer[0] == 200
+        findings = findings_of(frontend.url, capsys)
+        bad = [one for one in findings if one["level"] != "ok" and one["check"] != "events"]
+        assert [(f["level"], f["check"]) for f in bad] == [
+            ("FAIL", "ready"),
+            ("warn", "draining"),
+            ("warn", "draining"),
+        ]
+        assert bad[0]["seen"] == "GET /ready: all healthy decode workers are draining"
+        assert [f["fix"] for f in bad] == [
+            "kvflash workers resume URL ID brings one back: requests are refused until then",
+            f"kvflash workers resume {frontend.url} {one}",
+            f"kvflash workers resume {frontend.url} {two}",
+        ]
+        tokens = [f["seen"] for f in findings if f["check"] == "tokens"]
+        assert len(tokens) == 2
+        assert all(t.startswith("not compared: POST /v1/completions: 503 no ") for t in tokens)
+
+
+def test_a_frontend_without_the_prefill_worker_that_it_needs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    frontend = Frontend("--enforce-disagg", "always")
+    with frontend, engines(frontend, FakeEngine("m")):
+        findings = findings_of(frontend.url, capsys)
+        assert [f["check"] for f in findings if f["level"] == "FAIL"] == ["ready"]
+        assert "no prefill worker is healthy" in only(findings, "ready")["seen"]
+        assert "start or repair a prefill worker" in only(findings, "ready")["fix"]
+        assert only(findings, "tokens")["level"] == "ok"

@@ -229,3 +229,13 @@ def test_tokens_are_compared() -> None:
     ]:
         (finding,) = workers.check_tokens(worker, told_ids, engine)
         assert (finding.check, finding.level) == ("tokens", level)
+
+
+def test_a_query_that_the_frontend_refuses_says_nothing_of_tokens() -> None:
+    (worker,) = workers.workers_of(URL, [entry()])
+    engine = Answer(status=200, body=b'{"tokens": [1]}')
+    for status, level in ((503, OK), (401, WARN)):
+        refused = Answer(status=status, body=b'{"error": {"message": "not now"}}')
+        (finding,) = workers.check_tokens(worker, None, engine, query=refused)
+        assert finding.level == level
+        assert finding.seen == f"not compared: POST /v1/completions: {status} not now"
