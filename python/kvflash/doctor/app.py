@@ -208,9 +208,7 @@ class _Doctor:
         own = checks.listeners_of(url, workers.json)
         listeners += own
         yield from checks.check_indexer(url, health, ready, metrics, own)
-        replays = self._replays(own)
-        for listener in own:
-            replayed = replays.get((listener.instance, listener.rank))
+        for listener, replayed in zip(own, self._replays(own), strict=True):
             received = heard.get(listener.endpoint)
             yield from checks.check_listener(listener, replayed, received, self._args.timeout)
 
@@ -235,7 +233,9 @@ class _Doctor:
                 # It may have been: DNS or discovery can have lost the workers since.
                 how = f"remove the cause that a warning above names; without one, {how}"
             yield fail(url, "workers", "no worker is registered: every request is refused", how)
-        replays = self._replays([listener for worker in known for listener in worker.listeners])
+        of_workers = [listener for worker in known for listener in worker.listeners]
+        answers = zip(of_workers, self._replays(of_workers), strict=True)
+        replays = {(e.instance, e.rank): answer for e, answer in answers if answer is not None}
         tokens: dict[str, Answer] = {}
         for worker in known:
             # First: an engine that does not answer this host explains why its sockets do not.
@@ -260,14 +260,15 @@ class _Doctor:
         body = {"model": model, "prompt": workers.SAMPLE_TEXT, "nvext": nvext}
         return self._ask(url, "/v1/completions", body=body)
 
-    def _replays(self, listeners: Sequence[Listener]) -> dict[tuple[int, int], Replayed]:
+    def _replays(self, listeners: Sequence[Listener]) -> list[Replayed | None]:
+        """The answer of each listener's replay socket; None for one without such a socket."""
         asked = [entry for entry in listeners if entry.replay_endpoint is not None]
         targets = [
             (str(e.replay_endpoint), NOWHERE if e.last_sequence is None else e.last_sequence)
             for e in asked
         ]
-        answers = ask_replays(targets, self._args.timeout)
-        return {(e.instance, e.rank): a for e, a in zip(asked, answers, strict=True)}
+        answers = iter(ask_replays(targets, self._args.timeout))
+        return [None if e.replay_endpoint is None else next(answers) for e in listeners]
 
     def _engine(self, place: _Place, engines: list[Engine]) -> Iterator[Finding]:
         metrics = self._ask(place.url, "/metrics", with_key=True)

@@ -1,7 +1,8 @@
 """Checks as pure functions: they turn answers into findings."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -65,11 +66,13 @@ class Listener:
     block_size: int | None
     entry: dict[str, Any]
     is_of_frontend: bool = False
+    is_one_of_several: bool = False
 
     @property
     def subject(self) -> str:
-        """Its name in findings."""
-        return f"{self.indexer} worker {self.instance}:{self.rank}"
+        """Its name in findings, with model and tenant if its instance is registered for several."""
+        name = f"{self.indexer} worker {self.instance}:{self.rank}"
+        return f"{name} of {self.model}:{self.tenant}" if self.is_one_of_several else name
 
     @property
     def endpoint(self) -> str:
@@ -136,7 +139,8 @@ def listeners_of(url: str, workers: Any) -> list[Listener]:
                 entry=dict(entry),
             )
             found.append(listener)
-    return found
+    counts = Counter((one.instance, one.rank) for one in found)
+    return [replace(e, is_one_of_several=counts[e.instance, e.rank] > 1) for e in found]
 
 
 def check_clock(subject: str, skew_s: float | None) -> Iterator[Finding]:

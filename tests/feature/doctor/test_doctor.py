@@ -467,6 +467,21 @@ def test_a_replay_endpoint_that_cannot_be_used(http, engine, url, doctor):
     assert "cannot be used" in seen(findings, "replay")
 
 
+def test_an_instance_of_two_models_has_a_replay_socket_for_each(http, engine, url, doctor):
+    ahead, idle = engine(), engine()
+    register(http, ahead)
+    ahead.publish(one(1))
+    wait_for_sequence(http, 1, ahead.publish(one(2)))
+    register(http, idle, model_name="n")
+    _, findings = doctor(url)
+    replays = {f["subject"]: f["seen"] for f in findings if f["check"] == "replay"}
+    assert replays == {
+        f"{url} worker 1:0 of m:default": f"{ahead.replay_endpoint} answers, and its ring covers "
+        "batch 1",
+        f"{url} worker 1:0 of n:default": f"{idle.replay_endpoint} answers",
+    }
+
+
 def test_a_replay_of_blocks_of_another_size(http, engine, url, doctor):
     """The ring's batch says it, whatever the indexer has counted."""
     replaying(http, engine, lambda first: [[first.to_bytes(8, "big"), one(9, block_size=5)]])
