@@ -202,6 +202,13 @@ def _decision(decision: Mapping[str, Any]) -> Iterator[str]:
     reason = str(decision.get("reason")).replace("_", " ")
     because = decision.get("because")
     yield f"worker {worker}: {reason}" + (f" ({because})" if because else "")
+    diverted = decision.get("diverted")
+    if diverted:
+        wanted = "pinned to" if diverted.get("by") == "pin" else "its session was at"
+        yield (
+            f"{wanted} {diverted.get('from')}, which is {diverted.get('because')}: "
+            "another was chosen"
+        )
     if decision.get("expected_cached_tokens") is not None:
         yield f"{decision['expected_cached_tokens']} tokens are expected to come from its cache"
     yield ""
@@ -213,8 +220,8 @@ def _decision(decision: Mapping[str, Any]) -> Iterator[str]:
 def _candidates(
     candidates: Sequence[Mapping[str, Any]], chosen: Any, *, is_by_cost: bool
 ) -> Iterator[str]:
-    """A table of them, cheapest first and busy ones last."""
-    ordered = sorted(candidates, key=lambda one: (bool(one.get("is_busy")), _cost(one)))
+    """A table of them, cheapest first, and last those that were passed over."""
+    ordered = sorted(candidates, key=lambda one: (_is_passed_over(one), _cost(one)))
     # The one that was chosen is shown, wherever it stands.
     ordered.sort(key=lambda one: one.get("worker") != chosen)
     shown = ordered[:CANDIDATES_MAX]
@@ -227,6 +234,9 @@ def _candidates(
     for one in shown:
         price = one.get("price") or {}
         costs = [_number(one.get("cost")), *(_number(price.get(part)) for part in parts)]
+        if price and _is_passed_over(one) and not any(price.values()):
+            # It has no price: its cost is that of kv, in blocks.
+            costs = ["-"] * len(costs)
         rows.append(
             [
                 "*" if one.get("worker") == chosen else "",
@@ -260,6 +270,11 @@ def _cost(candidate: Mapping[str, Any]) -> float:
     return float(cost) if isinstance(cost, int | float) else float("inf")
 
 
+def _is_passed_over(candidate: Mapping[str, Any]) -> bool:
+    """Whether the policy could not choose it."""
+    return bool(candidate.get("is_busy") or candidate.get("is_draining"))
+
+
 def _predicted(candidate: Mapping[str, Any]) -> int:
     """Blocks that the worker was predicted to hold beyond those that it holds."""
     held, predicted = candidate.get("overlap_blocks"), candidate.get("predicted_blocks")
@@ -272,7 +287,7 @@ def _number(value: Any) -> str:
 
 def _note(candidate: Mapping[str, Any]) -> str:
     """Why it is not like the others."""
-    notes = ["busy"] if candidate.get("is_busy") else []
+    notes = [word for word in ("busy", "draining") if candidate.get(f"is_{word}")]
     # A past decision has what is known now apart from what was known then.
     now = candidate.get("now")
     trust = (now or candidate).get("trust") or {}

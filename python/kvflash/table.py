@@ -4,7 +4,10 @@ from collections.abc import Sequence
 
 
 def table(rows: Sequence[Sequence[object]]) -> list[str]:
-    """Lines of rows, titles first: numbers right-aligned, the rest left-aligned; None is empty."""
+    """Lines of rows, titles first: numbers right-aligned, the rest left-aligned; None is empty.
+
+    A ``-`` stands for a number that there is not.
+    """
     cells = [[printable("" if cell is None else str(cell)) for cell in row] for row in rows]
     columns = []
     for column in zip(*cells, strict=True):
@@ -20,4 +23,6 @@ def printable(text: str) -> str:
 
 
 def _are_numbers(cells: Sequence[str]) -> bool:
-    return all(not cell or cell.replace(".", "", 1).lstrip("-").isdigit() for cell in cells)
+    return all(
+        cell in ("", "-") or cell.replace(".", "", 1).lstrip("-").isdigit() for cell in cells
+    )

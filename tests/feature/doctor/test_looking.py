@@ -325,6 +325,32 @@ def test_predicted_blocks_and_a_policy_that_did_not_choose_are_shown() -> None:
     assert (first[3:5], second[2:4]) == (["4", "2"], ["6", "0"])
 
 
+def test_draining_workers_and_who_was_sent_elsewhere_are_shown() -> None:
+    nothing = {"queue": 0.0, "prefill": 0.0}
+    chosen, other = DECISION["candidates"][1], DECISION["candidates"][0]
+    passed_over = [
+        {**other, "worker": "3:0", "cost": 6.0, "price": nothing, "is_draining": True},
+        {**other, "worker": "4:0", "cost": 7.0, "price": nothing, "is_busy": True},
+    ]
+    diverted = {"from": 3, "by": "pin", "because": "draining"}
+    decision = {**DECISION, "candidates": [*passed_over, other, chosen], "diverted": diverted}
+    lines = [*lines_of(decision)]
+    assert "pinned to 3, which is draining: another was chosen" in lines
+    assert [" ".join(line.split()) for line in lines if ":0  " in line] == [
+        "* 2:0 5.0 4.0 1.0 6 0 0",
+        "1:0 100.1 0.0 96.1 0 96 1 no events yet",
+        "3:0 - - - 0 96 1 draining, no events yet",
+        "4:0 - - - 0 96 1 busy, no events yet",
+    ]
+    # By kv the cost of each is in blocks.
+    candidates = [{**one, "price": None} for one in decision["candidates"]]
+    by_session = {**diverted, "by": "session"}
+    of_kv = {**decision, "policy": "kv", "diverted": by_session, "candidates": candidates}
+    lines = [*lines_of(of_kv)]
+    assert "its session was at 3, which is draining: another was chosen" in lines
+    assert any(line.split()[:2] == ["3:0", "6.0"] for line in lines)
+
+
 def test_what_is_known_now_of_a_past_decision_is_marked(
     service: Service, capsys: pytest.CaptureFixture[str]
 ) -> None:
