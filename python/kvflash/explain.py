@@ -190,8 +190,14 @@ def _decision(decision: Mapping[str, Any]) -> Iterator[str]:
     model = decision.get("model") or decision.get("model_name")
     if decision.get("lora_name"):
         model = f"{model} (adapter {decision['lora_name']})"
+    # Other policies choose by something else than the cost.
+    is_by_cost = decision.get("policy") in ("auto", "kv")
     about = f"{decision.get('isl_tokens')} prompt tokens"
-    if decision.get("block_size"):
+    if decision.get("prompt_source") == "unknown":
+        why = "guessed from bytes: the tokens are not known, so cached blocks do not count"
+        why += "; kvflash_untokenized_requests_total says why" if is_by_cost else ""
+        about = f"about {about} ({why})"
+    elif decision.get("block_size"):
         about += f" ({decision.get('request_blocks')} blocks of {decision['block_size']})"
     if decision.get("prompt_source") == "taught":
         about += ", blocks as an engine told them with an earlier answer"
@@ -212,8 +218,6 @@ def _decision(decision: Mapping[str, Any]) -> Iterator[str]:
     if decision.get("expected_cached_tokens") is not None:
         yield f"{decision['expected_cached_tokens']} tokens are expected to come from its cache"
     yield ""
-    # Other policies choose by something else than the cost.
-    is_by_cost = decision.get("policy") in ("auto", "kv")
     yield from _candidates(decision.get("candidates") or [], worker, is_by_cost=is_by_cost)
 
 

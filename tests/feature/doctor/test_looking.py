@@ -308,6 +308,16 @@ def test_an_adapter_is_named_beside_its_model(
     assert next(lines_of({**DECISION, "lora_name": None})).startswith("m: 96 prompt tokens")
 
 
+def test_a_prompt_length_that_is_guessed_is_no_fact() -> None:
+    unknown = {**DECISION, "prompt_source": "unknown", "isl_tokens": 11, "request_blocks": 0}
+    guess = "m: about 11 prompt tokens (guessed from bytes: the tokens are not known, so cached"
+    why = f"{guess} blocks do not count; kvflash_untokenized_requests_total says why), policy auto"
+    assert next(lines_of(unknown)) == why
+    # A policy that needs no tokens asks for none.
+    by_turns = {**unknown, "policy": "round-robin"}
+    assert next(lines_of(by_turns)) == f"{guess} blocks do not count), policy round-robin"
+
+
 def test_predicted_blocks_and_a_policy_that_did_not_choose_are_shown() -> None:
     held = {"worker": "2:0", "cost": 1.0, "overlap_blocks": 4, "predicted_blocks": 6}
     candidates = [held, {**held, "worker": "1:0", "overlap_blocks": 6, "cost": 2.0}]
