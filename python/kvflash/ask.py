@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from kvflash.config import bounded_float
 from kvflash.errors import ConfigError, NotFoundError, TransportError
 from kvflash.flags import Flags, variable_of
+from kvflash.servers import is_address
 from kvflash.table import printable
 
 KEY_FILE = "--service-key-file"
@@ -88,12 +89,8 @@ def parse_url(text: str) -> str:
     A ``/v1`` at the end, as in the base URL of OpenAI's clients, is left out.
     """
     url = text if "://" in text else f"http://{text}"
-    try:
-        parts = urlsplit(url)
-        is_legal = parts.scheme in ("http", "https") and bool(parts.hostname)
-        is_legal = is_legal and parts.port != 0 and not (parts.query or parts.fragment)
-    except ValueError:
-        is_legal = False
+    is_legal = is_address(url, "http", "https")
+    is_legal = is_legal and not (urlsplit(url).query or urlsplit(url).fragment)
     if not is_legal or any(mark <= " " or mark == "\x7f" for mark in text) or not text.isascii():
         raise ConfigError(
             f"URL must be http://HOST[:PORT][/PATH] with PORT in 1..65535, got {text!r}"

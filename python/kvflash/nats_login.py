@@ -178,7 +178,8 @@ async def connect(
         )
         await asyncio.wait_for(connecting, timeout_s)
     except (nats.errors.Error, OSError, asyncio.TimeoutError) as error:
-        with contextlib.suppress(nats.errors.Error, OSError):
+        # The assertion: a client that refused all addresses does not close.
+        with contextlib.suppress(nats.errors.Error, OSError, AssertionError):
             await client.close()
         # The client reports each attempt's reason there, and in the end only that it gave up.
         raise failure(settings, list(said) or [error], otherwise) from None

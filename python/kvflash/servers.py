@@ -9,6 +9,7 @@ import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from kvflash.errors import ConfigError
 
@@ -102,7 +103,7 @@ class NatsSettings:
             file = None
         _check_file("NATS_AUTH_CREDENTIALS_FILE", file)
         return cls(
-            servers=_addresses("NATS_SERVER", env.get("NATS_SERVER") or "nats://localhost:4222"),
+            servers=_nats_addresses(env.get("NATS_SERVER") or "nats://localhost:4222"),
             user=user,
             password=password,
             token=token,
@@ -223,6 +224,32 @@ def _addresses(name: str, value: str) -> tuple[str, ...]:
     if not found:
         raise ConfigError(f"{name} must be addresses separated by commas, got {value!r}")
     return found
+
+
+def _nats_addresses(value: str) -> tuple[str, ...]:
+    found = _addresses("NATS_SERVER", value)
+    for one in found:
+        _check_address("NATS_SERVER", one, "nats", "tls")
+    return found
+
+
+def is_address(url: str, *schemes: str) -> bool:
+    """Whether it begins with SCHEME://HOST[:PORT], with one of these schemes and a legal port."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        return False
+    return parts.scheme in schemes and bool(host) and port != 0 and " " not in host
+
+
+def _check_address(name: str, text: str, *schemes: str) -> None:
+    """Refuse an address that no client could use; the first scheme may be missing."""
+    if not is_address(text if "://" in text else f"{schemes[0]}://{text}", *schemes):
+        # Up to the last @, as in NatsSettings.where.
+        shown = re.sub(r"(//|^).*@", r"\1***@", text)
+        wanted = " or ".join(f"{scheme}://HOST[:PORT]" for scheme in schemes)
+        raise ConfigError(f"{name} must be {wanted}, several separated by commas, got {shown!r}")
 
 
 def _tls(env: Environment, ca: str, cert: str, key: str) -> TlsFiles:

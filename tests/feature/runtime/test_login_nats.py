@@ -114,6 +114,12 @@ def test_a_missing_server_is_one_line_that_says_what_to_start() -> None:
         check_server(NatsSettings.from_env({"NATS_SERVER": "nats://127.0.0.1:1"}))
 
 
+def test_an_address_that_the_client_refuses_is_one_line() -> None:
+    """The client raises before it opens a connection, and refuses to close what it never opened."""
+    with pytest.raises(TransportError, match=r"no NATS server answers at none .*start one"):
+        check_server(NatsSettings.from_env({"NATS_SERVER": "none"}))
+
+
 def test_a_login_that_took_too_long_is_no_refusal() -> None:
     settings = NatsSettings.from_env({})
     for said, kind in (

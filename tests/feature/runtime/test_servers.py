@@ -52,6 +52,35 @@ def test_what_cannot_work_is_named(env: dict[str, str], named: str) -> None:
         NatsSettings.from_env(env)
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        "foo:bar",
+        "nats://127.0.0.1:99999",
+        "nats://127.0.0.1:0",
+        "nats://",
+        "nats://[::1",
+        "http://a",
+        "nats://a nats://b",
+    ],
+)
+def test_addresses_of_nats_are_checked(address: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        NatsSettings.from_env({"NATS_SERVER": f"nats://a:1,{address}"})
+    assert str(raised.value) == (
+        "NATS_SERVER must be nats://HOST[:PORT] or tls://HOST[:PORT], several separated by "
+        f"commas, got {address!r}"
+    )
+
+
+def test_addresses_of_nats_in_every_form() -> None:
+    given = ("a", "a:1", "[::1]:1", "nats://[::1]", "tls://a.b", "nats://u:p@w@a:1", "u:p@a:1")
+    assert NatsSettings.from_env({"NATS_SERVER": ",".join(given)}).servers == given
+    with pytest.raises(ConfigError) as raised:
+        NatsSettings.from_env({"NATS_SERVER": "u:secret@a:x"})
+    assert "secret" not in str(raised.value) and "***@a:x" in str(raised.value)
+
+
 def test_etcd_needs_both_halves_of_a_login() -> None:
     with pytest.raises(ConfigError, match="ETCD_AUTH_PASSWORD"):
         EtcdSettings.from_env({"ETCD_AUTH_USERNAME": "u"})
