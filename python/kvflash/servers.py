@@ -153,20 +153,18 @@ class EtcdSettings:
         """
         text = endpoints or ",".join(self.endpoints)
         scheme = "https" if self.tls else "http"
-        found = [
-            (part if "://" in part else f"{scheme}://{part}").rstrip("/")
-            for part in (part.strip() for part in text.split(","))
-            if part
-        ]
-        if not found:
+        given = [part.strip() for part in text.split(",") if part.strip()]
+        if not given:
             raise ConfigError(f"ETCD_ENDPOINTS must name an address, got {text!r}")
-        for url in found:
+        found = [(one if "://" in one else f"{scheme}://{one}").rstrip("/") for one in given]
+        for one, url in zip(given, found, strict=True):
             if "@" in url:
                 shown = re.sub(r"//.*@", "//***@", url)
                 raise ConfigError(
                     f"ETCD_ENDPOINTS names {shown}, with a login in it: name the address alone, "
                     "and set ETCD_AUTH_USERNAME and ETCD_AUTH_PASSWORD"
                 )
+            _check_address("ETCD_ENDPOINTS", one, "http", "https")
             if self.tls and not url.startswith("https://"):
                 raise ConfigError(
                     f"ETCD_ENDPOINTS names {url}, which is not https:// though ETCD_AUTH_CA or "

@@ -98,6 +98,18 @@ def test_addresses_of_etcd_are_https_where_there_are_certificates(tmp_path: Path
         settings.urls(" , ")
 
 
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:abc", "http://127.0.0.1:99999", "ftp://a", "http://[::1", "http://"]
+)
+def test_addresses_of_etcd_are_checked(address: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        EtcdSettings.from_env({"ETCD_ENDPOINTS": f"a:1,{address}"}).urls()
+    assert str(raised.value) == (
+        "ETCD_ENDPOINTS must be http://HOST[:PORT] or https://HOST[:PORT], several separated by "
+        f"commas, got {address!r}"
+    )
+
+
 def test_what_must_be_encrypted() -> None:
     assert not NatsSettings().must_encrypt
     assert NatsSettings(servers=("nats://a", "tls://b")).must_encrypt
