@@ -193,7 +193,7 @@ class _Doctor:
             return []
 
     def _listen(self, known: Sequence[Listener], heard: dict[str, Heard]) -> Iterator[Finding]:
-        endpoints = list(dict.fromkeys(entry.endpoint for entry in known))
+        endpoints = list(dict.fromkeys(entry.endpoint for entry in known if entry.has_socket))
         heard.update(zip(endpoints, listen(endpoints, self._args.listen), strict=False))
         if len(endpoints) > SOCKETS_MAX:
             seen = f"listened at {SOCKETS_MAX} of {len(endpoints)} event sockets"

@@ -80,6 +80,11 @@ class Listener:
         return str(self.entry.get("endpoint", ""))
 
     @property
+    def has_socket(self) -> bool:
+        """Whether events come from a socket of the engine; those over NATS need no replay."""
+        return not self.endpoint.startswith(("nats://", "jetstream://"))
+
+    @property
     def replay_endpoint(self) -> str | None:
         """Its replay socket."""
         endpoint = self.entry.get("replay_endpoint")
@@ -288,6 +293,8 @@ def check_replay(
     ``unreached`` says why its engine, healthy for the service, gave this host no HTTP answer.
     """
     subject, endpoint, last = listener.subject, listener.replay_endpoint, listener.last_sequence
+    if not listener.has_socket:
+        return
     if endpoint is None or replayed is None:
         yield warn(
             subject,

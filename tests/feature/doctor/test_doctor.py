@@ -301,6 +301,25 @@ def test_workers_that_only_the_frontend_reaches(canned, doctor):
     assert "Connection refused" in seen(findings, "tokens")
 
 
+@pytest.mark.parametrize("endpoint", ["jetstream://ns-b/1/0", "nats://ns.b/1/0"])
+def test_events_over_nats_have_no_sockets(canned, doctor, endpoint):
+    """NATS, or the publisher behind it, repairs gaps: there is no ring to ask."""
+    events = {"dp_rank": 0, "endpoint": endpoint, "replay_endpoint": None, "status": "active",
+              "events": {"batches": 1}, "last_sequence": 0}  # fmt: skip
+    worker = {"id": 1, "url": "tcp://127.0.0.1:1", "healthy": True, "model": "m", "loads": {},
+              "listeners": [events]}  # fmt: skip
+    url = canned(
+        {
+            "/workers": (200, [worker], {}),
+            "/v1/models": (200, {"data": [{"id": "m"}]}, {}),
+            "/health": (200, {"status": "healthy"}, {}),
+        }
+    )
+    status, findings = doctor(url, "--listen", "0.01")
+    assert (status, bad(findings)) == (0, [])
+    assert seen(findings, "connected") == f"to {endpoint}"
+
+
 def test_a_router_is_no_indexer(doctor):
     with RouterService(host="127.0.0.1", port=0) as router:
         status, findings = doctor(router.url)
