@@ -12,6 +12,7 @@ from kvflash.config import bounded_float
 from kvflash.console import counted, refuse
 from kvflash.errors import KvflashError, TransportError
 from kvflash.flags import Flags
+from kvflash.spelling import did_you_mean
 from kvflash.table import printable, table
 
 _FRONTEND = ("WORKER", "URL", "MODEL", "ROLE", "STATE", "SERVED", "BLOCKS", "EVENTS", "NOTE")
@@ -44,6 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add_timeout(flags)
     add_key_file(flags)
+    # A host of such a name can be given as http://HOST.
+    hint = did_you_mean(word, (*STATES, "list")) if word.isalpha() and word != "list" else ""
+    if hint:
+        flags.error(f"unknown command {word!r}{hint}")
     args = flags.parse(argv)
     try:
         service = Service(args)

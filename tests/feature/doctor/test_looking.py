@@ -218,6 +218,21 @@ def test_workers_are_drained_and_resumed(
     assert "WORKER" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("argv", "nearest"),
+    [(["drian"], "drain"), (["resum", "http://a", "1"], "resume"), (["lst", "a:1"], "list")],
+)
+def test_a_misspelt_command_is_no_address(
+    argv: list[str], nearest: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        workers(argv)
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert f"error: unknown command {argv[0]!r}; did you mean {nearest!r}?" in told
+    assert len(told.splitlines()) == 2
+
+
 def test_a_drain_waits_until_nothing_is_in_flight(
     service: Service, capsys: pytest.CaptureFixture[str]
 ) -> None:
