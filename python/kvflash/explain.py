@@ -22,10 +22,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = _flags()
     args = flags.parse(argv)
     given = [name for name in _PROMPTS if getattr(args, name) is not None]
-    if args.request_id is not None and (given or args.model is not None):
-        flags.error(
-            f"--{(given or ['model'])[0]} and a request id exclude each other; give one of them"
-        )
+    more = [*given, *(name for name in ("model", "path") if getattr(args, name) is not None)]
+    if args.request_id is not None and more:
+        flags.error(f"--{more[0]} and a request id exclude each other; give one of them")
     if args.request_id is None and len(given) != 1:
         shown = " and ".join(f"--{name}" for name in given) or "nothing"
         flags.error(f"give one of --prompt, --tokens, --file or a request id; got {shown}")
@@ -34,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.request_id is not None:
             answer = service.demand(f"/why/{quote(args.request_id, safe='')}")
         else:
-            answer = service.demand("/explain", _body(service, args))
+            path = "" if args.path is None else f"?path={quote(args.path, safe='')}"
+            answer = service.demand(f"/explain{path}", _body(service, args))
         lines = [answer.text] if args.is_json else _lines(answer.json)
     except KvflashError as error:
         name = args.request_id
@@ -76,6 +76,12 @@ def _flags() -> Flags:
     flags.add(
         "--model", metavar="NAME", summary="The model; may be left out where only one is served"
     )
+    flags.add(
+        "--path",
+        metavar="PATH",
+        summary="The API of the body, as /v1/messages, if it is neither a chat nor a completion; "
+        "frontend only",
+    )
     flags.add_switch("--json", dest="is_json", value=True, summary="Print the answer unchanged")
     add_timeout(flags)
     add_key_file(flags)
@@ -100,6 +106,8 @@ def _body(service: Service, args: Any) -> dict[str, Any]:
             f"{service.url} does not make decisions; give the URL of a frontend or a router"
         )
     if health.status and "reservations" in health.json:
+        if args.path is not None:
+            raise ConfigError(f"--path is for frontends: at {service.url} is a router")
         if args.tokens is not None:
             body = {"token_ids": args.tokens}
         elif "prompt" in body and not {"token_ids", "tokens"} & body.keys():

@@ -417,6 +417,20 @@ def test_questions_have_the_form_of_the_service(
         assert service.bodies == [wanted]
 
 
+def test_the_path_of_another_api_is_named(
+    service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = tmp_path / "request.json"
+    body.write_text('{"model": "m", "messages": []}')
+    asked = {"/explain?path=%2Fv1%2Fmessages": (200, DECISION)}
+    service.answers = {"/health": FRONTEND["/health"], **asked}
+    assert explain([service.url, "--file", str(body), "--path", "/v1/messages"]) == 0
+    assert capsys.readouterr().out.startswith("m: 96 prompt tokens")
+    service.answers = ROUTER
+    assert explain([service.url, "--tokens", "1", "--path", "/v1/messages"]) == 2
+    assert "--path is for frontends" in capsys.readouterr().err
+
+
 def test_a_file_of_broken_json_is_no_text(
     service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -474,6 +488,7 @@ def test_what_can_not_be_explained_is_said_in_one_line(
         (["--prompt", "a", "--tokens", "1"], "got --prompt and --tokens"),
         (["r-1", "--prompt", "a"], "--prompt and a request id exclude each other"),
         (["r-1", "--model", "a"], "--model and a request id exclude each other"),
+        (["r-1", "--path", "/v1/messages"], "--path and a request id exclude each other"),
         (["--tokens", "1,a"], "--tokens: must be token ids, separated by commas, got '1,a'"),
         (["--promt", "a"], "did you mean '--prompt'?"),
     ],
