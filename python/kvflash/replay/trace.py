@@ -15,6 +15,8 @@ MOONCAKE_BLOCK = 512
 #: Token ids that exist in nearly every vocabulary and are not special tokens.
 _TOKENS = range(1_000, 30_000)
 _ANSWER_TOKENS = 16
+# Numbers of a trace are smaller: as a time in milliseconds it is the year 33658.
+_NUMBER_END = 1e15
 _COMPLETIONS = "/v1/completions"
 
 
@@ -122,6 +124,8 @@ def _prompt(value: Any, name: str, where: str) -> Any:
 
 
 def _number(value: Any, name: str, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e15:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
         raise ConfigError(f"{where}: {name} must be a number of at least 0, got {value!r}")
+    if value >= _NUMBER_END:
+        raise ConfigError(f"{where}: {name} must be less than {_NUMBER_END:g}, got {value!r}")
     return value

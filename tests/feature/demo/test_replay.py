@@ -68,6 +68,7 @@ def test_equal_hash_ids_are_equal_tokens(tmp_path: Path) -> None:
         ({"prompt": "x"}, ":2: needs a time: timestamp in milliseconds, or at in seconds"),
         ({"at": "now", "prompt": "x"}, ":2: at must be a number of at least 0, got 'now'"),
         ({"at": -1, "prompt": "x"}, ":2: at must be a number of at least 0, got -1"),
+        ({"at": 1e300, "prompt": "x"}, ":2: at must be less than 1e+15, got 1e+300"),
         ({"at": 1, "prompt": "x", "max_tokens": None}, ":2: max_tokens must be a number"),
         (
             {"at": 0, "token_ids": ["a"]},
