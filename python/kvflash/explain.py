@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 from kvflash.ask import Service, add_key_file, add_timeout
-from kvflash.console import refuse
+from kvflash.console import counted, refuse
 from kvflash.errors import ConfigError, KvflashError, NotFoundError, TransportError
 from kvflash.flags import Flags
 from kvflash.table import printable, table
@@ -200,13 +200,14 @@ def _decision(decision: Mapping[str, Any]) -> Iterator[str]:
         model = f"{model} (adapter {decision['lora_name']})"
     # Other policies choose by something else than the cost.
     is_by_cost = decision.get("policy") in ("auto", "kv")
-    about = f"{decision.get('isl_tokens')} prompt tokens"
+    about = counted(decision.get("isl_tokens"), "prompt token", "prompt tokens")
     if decision.get("prompt_source") == "unknown":
         why = "guessed from bytes: the tokens are not known, so cached blocks do not count"
         why += "; kvflash_untokenized_requests_total says why" if is_by_cost else ""
         about = f"about {about} ({why})"
     elif decision.get("block_size"):
-        about += f" ({decision.get('request_blocks')} blocks of {decision['block_size']})"
+        blocks = counted(decision.get("request_blocks"), "block", "blocks")
+        about += f" ({blocks} of {decision['block_size']})"
     if decision.get("prompt_source") == "taught":
         about += ", blocks as an engine told them with an earlier answer"
     yield f"{model}: {about}, policy {decision.get('policy')}"

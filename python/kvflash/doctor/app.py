@@ -228,7 +228,10 @@ class _Doctor:
                 yield fail(url, "healthy", seen, "see its workers below")
         yield from workers.check_parity(url, told)
         if not known:
-            how = "POST /workers, or start the frontend with --worker or --discovery"
+            how = (
+                "POST /workers, or start the frontend with --worker or --discovery, or register "
+                "workers where its --discovery looks"
+            )
             if told.get("warnings"):
                 # It may have been: DNS or discovery can have lost the workers since.
                 how = f"remove the cause that a warning above names; without one, {how}"

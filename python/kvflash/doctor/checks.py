@@ -374,13 +374,15 @@ def _check_contents(listener: Listener, contents: Contents) -> Iterator[Finding]
         how = "the same --block-size for the engine and its registration"
         yield fail(subject, "block size", seen, how)
     stored = contents.stored
+    events = counted(stored, "stored event", "stored events")
     if contents.numbered_adapters:
-        seen = f"{contents.numbered_adapters} of {stored} stored events have a lora_id only"
+        have = "has" if contents.numbered_adapters == 1 else "have"
+        seen = f"{contents.numbered_adapters} of {events} {have} a lora_id only"
         how = "a newer engine: blocks without their adapter's name match no query"
         yield warn(subject, "identity", seen, how)
     elif stored:
         named, salted = contents.named_adapters, contents.salted
-        seen = f"of {stored} stored events {named} have an adapter, {salted} a cache salt"
+        seen = f"of {events} {named} have an adapter, {salted} a cache salt"
         yield ok(subject, "identity", seen)
 
 

@@ -246,8 +246,8 @@ def _check_block_size(listener: Listener, worker: Mapping[str, Any]) -> Iterator
     if isinstance(own, int) and listener.block_size not in (None, own):
         seen = f"the engine has {own} tokens, the index {listener.block_size}"
         how = (
-            "remove --kv-cache-block-size of the frontend, and give all engines of a model the "
-            "same --block-size"
+            "remove --kv-cache-block-size of the frontend, if given, and give all engines of a "
+            "model the same --block-size"
         )
         yield fail(listener.subject, "block size", seen, how)
 

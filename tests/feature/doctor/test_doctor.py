@@ -274,7 +274,10 @@ def test_a_frontend_tells_its_warnings(canned, doctor):
     # As when DNS has lost all workers: they were given.
     assert findings[-1]["fix"].startswith("remove the cause that a warning above names; ")
     del health["warnings"]
-    assert doctor(url)[1][-1]["fix"].startswith("POST /workers, or start the frontend with")
+    fix = doctor(url)[1][-1]["fix"]
+    assert fix.startswith("POST /workers, or start the frontend with")
+    # It may have been started with it, which it does not say.
+    assert "register workers where its --discovery looks" in fix
 
 
 def test_workers_that_only_the_frontend_reaches(canned, doctor):

@@ -11,7 +11,7 @@ import pytest
 
 from kvflash.ask import Answer
 from kvflash.doctor import checks, workers
-from kvflash.doctor.events import Heard, Replayed
+from kvflash.doctor.events import Contents, Heard, Replayed
 from kvflash.doctor.finding import FAIL, OK, WARN
 
 URL = "http://f:8000"
@@ -176,6 +176,31 @@ def test_fixes_name_the_settings_of_the_service() -> None:
             (unheard, *_) = checks.check_heard(listener, heard)
             assert events in unheard.fix
     assert "POST /workers" not in missing.fix
+
+
+def test_one_stored_event_is_no_events() -> None:
+    (listener,) = checks.listeners_of(
+        URL, [{"instance_id": 1, "listeners": {"0": {"endpoint": "tcp://e:1", "trust": {}}}}]
+    )
+    for count, seen, of_adapters in (
+        (1, "of 1 stored event 0 have an adapter", "1 of 1 stored event has a lora_id only"),
+        (2, "of 2 stored events 0 have an adapter", "2 of 2 stored events have a lora_id only"),
+    ):
+        for contents, words in (
+            (Contents(batches=1, stored=count), seen),
+            (Contents(batches=1, stored=count, numbered_adapters=count), of_adapters),
+        ):
+            heard = Heard(messages=1, contents=contents)
+            findings = checks.check_listener(listener, None, heard, 5.0)
+            (identity,) = (one for one in findings if one.check == "identity")
+            assert identity.seen.startswith(words)
+
+
+def test_a_fix_names_flags_that_may_not_be_given() -> None:
+    (worker,) = workers.workers_of(URL, [entry(engine_block_size=32)])
+    findings = workers.check_worker(worker, {}, {}, {}, 5.0)
+    (size,) = (one for one in findings if one.check == "block size")
+    assert size.fix.startswith("remove --kv-cache-block-size of the frontend, if given, and")
 
 
 def test_reasons_fail_and_are_not_repeated_as_warnings() -> None:

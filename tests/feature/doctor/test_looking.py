@@ -333,6 +333,13 @@ def test_a_prompt_length_that_is_guessed_is_no_fact() -> None:
     assert next(lines_of(by_turns)) == f"{guess} blocks do not count), policy round-robin"
 
 
+def test_one_block_is_no_blocks() -> None:
+    first = next(lines_of({**DECISION, "isl_tokens": 16, "request_blocks": 1}))
+    assert first == "m: 16 prompt tokens (1 block of 16), policy auto"
+    first = next(lines_of({**DECISION, "isl_tokens": 1, "request_blocks": 0}))
+    assert first == "m: 1 prompt token (0 blocks of 16), policy auto"
+
+
 def test_predicted_blocks_and_a_policy_that_did_not_choose_are_shown() -> None:
     held = {"worker": "2:0", "cost": 1.0, "overlap_blocks": 4, "predicted_blocks": 6}
     candidates = [held, {**held, "worker": "1:0", "overlap_blocks": 6, "cost": 2.0}]
