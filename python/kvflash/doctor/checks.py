@@ -338,6 +338,10 @@ def check_heard(listener: Listener, heard: Heard) -> Iterator[Finding]:
         seen = f"{endpoint} cannot be used from here: {heard.error}"
         how = f"check {listener.events_setting}"
         yield fail(subject, "listened", seen, how)
+    elif not heard.is_connected:
+        seen = f"{endpoint} did not accept a subscription"
+        how = f"check {listener.events_setting}, and that its port is open to this host"
+        yield warn(subject, "listened", seen, how)
     elif not heard.messages:
         # Events come only when blocks are stored or removed: "publishes" judges engines at work.
         seen = f"no event from {endpoint}, as is normal for an idle engine; to test it, send it a "

@@ -29,6 +29,10 @@ _STORED_FIELDS = (
     "lora_name",
     "extra_keys",
 )
+# How long event sockets may take to accept a subscription, and how many are asked at once: each
+# takes four descriptors, of which a process may have 1,024 only.
+_HANDSHAKE_S = 2.0
+_MONITORED_MAX = 128
 #: Messages of one worker that are decoded.
 _LOOKED_INTO_MAX = 1_000
 
@@ -101,8 +105,10 @@ class Heard:
 
     ``malformed`` messages have no number, ``holes`` are numbers that did not come. ``skew_s`` is
     how far the engine's clock is ahead of ours, by the last batch; it includes the transfer time.
+    Without messages, ``is_connected`` says whether there is an event socket at all.
     """
 
+    is_connected: bool = True
     messages: int = 0
     malformed: int = 0
     first: int | None = None
@@ -170,7 +176,22 @@ def listen(endpoints: Sequence[str], seconds: float) -> list[Heard]:
         while sockets and (ready := _ready(poller, deadline)):
             for socket in ready:
                 sockets[socket].take(socket.recv_multipart())
+    silent = zip(endpoints, all_heard, strict=False)
+    _find_connected([one for one in silent if not one[1].messages and not one[1].error])
     return all_heard
+
+
+def _find_connected(silent: Sequence[tuple[str, Heard]]) -> None:
+    """Note which of these endpoints accept a subscription."""
+    for at in range(0, len(silent), _MONITORED_MAX):
+        targets = [
+            ((endpoint, None), heard) for endpoint, heard in silent[at : at + _MONITORED_MAX]
+        ]
+        with _dialed(zmq.SUB, targets, is_monitored=True) as (sockets, _):
+            deadline = time.monotonic() + _HANDSHAKE_S
+            for socket, heard in sockets.items():
+                left_ms = max(0, int((deadline - time.monotonic()) * 1000))
+                heard.is_connected = bool(socket.get_monitor_socket().poll(left_ms))
 
 
 def _ready(poller: zmq.Poller, deadline: float) -> list[_Socket]:
@@ -181,7 +202,10 @@ def _ready(poller: zmq.Poller, deadline: float) -> list[_Socket]:
 
 @contextlib.contextmanager
 def _dialed(
-    kind: int, targets: Iterable[tuple[tuple[str, int | None], _Result]]
+    kind: int,
+    targets: Iterable[tuple[tuple[str, int | None], _Result]],
+    *,
+    is_monitored: bool = False,
 ) -> Iterator[tuple[dict[_Socket, _Result], zmq.Poller]]:
     """Sockets to all endpoints, each asked for batches from its number on; results get errors."""
     context: zmq.Context[_Socket] = zmq.Context()
@@ -196,6 +220,9 @@ def _dialed(
             socket.setsockopt(zmq.MAXMSGSIZE, ZmqOptions.message_bytes_max)
             if kind == zmq.SUB:
                 socket.setsockopt(zmq.SUBSCRIBE, b"")
+            if is_monitored:
+                # Before it connects, so as to miss nothing; later calls return the same monitor.
+                socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
             try:
                 dial(socket, endpoint)
                 if first is not None:

@@ -15,6 +15,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from kvflash.doctor.app import main
+from kvflash.doctor.checks import check_heard, listeners_of
+from kvflash.doctor.events import listen
 from kvflash.router import RouterService
 from kvflash.transport.options import ZmqOptions
 from service import (
@@ -200,6 +202,20 @@ def test_an_idle_engine_is_no_fault(http, engine, url, doctor):
     status, findings = doctor(url, "--listen", "0.3", "--strict")
     assert (status, bad(findings)) == (0, [])
     assert "idle engine" in seen(findings, "listened")
+
+
+def test_a_port_that_is_no_event_socket_is_not_an_idle_engine(engine, canned):
+    """An HTTP port takes the connection, but not the handshake."""
+    publisher = engine()
+    web = canned({}).replace("http:", "tcp:")
+    idle, strange, nobody = listen([publisher.endpoint, web, free_endpoint()], 0.1)
+    assert [idle.is_connected, strange.is_connected, nobody.is_connected] == [True, False, False]
+    entry = {"endpoint": web, "trust": {}}
+    (of_web,) = listeners_of("http://i", [{"instance_id": 1, "listeners": {"0": entry}}])
+    (found,) = check_heard(of_web, strange)
+    assert (found.level, found.check) == ("warn", "listened")
+    assert found.seen == f"{web} did not accept a subscription"
+    assert "endpoint in POST /register" in found.fix
 
 
 # -- who is there
