@@ -8,7 +8,7 @@ import ctypes
 import logging
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kvflash.errors import ConfigError
 from kvflash.signals import ending_signals
@@ -16,6 +16,23 @@ from kvflash.signals import ending_signals
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
+
+
+# Flags of engines whose values are secret.
+_SECRET_FLAGS = ("--admin-api-key", "--api-key", "--hf-token")
+
+
+def _shown(words: Sequence[str]) -> Iterator[str]:
+    """The words of a command, for the log: without the values of secret flags."""
+    is_secret = False
+    for word in words:
+        if word.startswith("-"):
+            name, _, value = word.partition("=")
+            is_secret = name in _SECRET_FLAGS
+            yield f"{name}=***" if is_secret and value else word
+        else:
+            # A flag may have several.
+            yield "***" if is_secret else word
 
 
 class Child:
@@ -30,7 +47,7 @@ class Child:
     @classmethod
     async def start(cls, words: Sequence[str]) -> Child:
         """Start it; it inherits our output streams. ConfigError if the program can't be started."""
-        logger.info("starting %s", " ".join(words))
+        logger.info("starting %s", " ".join(_shown(words)))
         child = cls()
         loop = asyncio.get_running_loop()
         # Before anything exists that a signal would leave behind.

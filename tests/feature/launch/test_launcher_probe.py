@@ -13,6 +13,7 @@ from aiohttp import web
 from kvflash import vllm
 from kvflash.errors import ConfigError
 from kvflash.launcher import probe
+from kvflash.launcher.child import Child
 from kvflash.launcher.options import parse_options
 from kvflash.launcher.probe import Found, wait_until_idle, wait_until_ready
 
@@ -109,3 +110,16 @@ def test_an_engine_that_does_not_count_is_not_waited_for(status) -> None:
 
     asked(answer, lambda url, child: wait_until_idle(url, child, 30))
     assert seen == ["/metrics"]
+
+
+def test_keys_of_an_engine_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    words = ["/no/such/engine", "--api-key", "secret1", "secret2", "--hf-token=secret3"]
+
+    async def work() -> None:
+        with pytest.raises(ConfigError, match="can't start /no/such/engine"):
+            await Child.start([*words, "--port", "8000"])
+
+    with caplog.at_level("INFO"):
+        asyncio.run(work())
+    line = "starting /no/such/engine --api-key *** *** --hf-token=*** --port 8000"
+    assert line in caplog.text
