@@ -15,7 +15,6 @@ use tokio::sync::Notify;
 use super::engine_spec::{EngineSpec, base_of};
 use super::runtime::member::Member;
 use super::runtime::texts::ModelText;
-use super::server_info::release_of;
 use crate::fleet::{self, PREFILL_TENANT};
 use crate::gateway::api::Api;
 use crate::gateway::turn::WaitingRoom;
@@ -212,6 +211,15 @@ impl Engine {
         }
         self.doubt.notify_one();
     }
+}
+
+/// The numbers of a version such as 0.32.0rc1.
+pub(super) fn release_of(version: &str) -> Option<(u32, u32, u32)> {
+    let mut parts = version.splitn(3, '.').map(|part| {
+        let digits = part.find(|c: char| !c.is_ascii_digit()).unwrap_or(part.len());
+        part[..digits].parse().ok()
+    });
+    Some((parts.next()??, parts.next()??, parts.next()??))
 }
 
 /// Properties and state of an engine.

@@ -8,7 +8,7 @@ use kvflash_core::fleet::{EventSpec, port_of};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::engine::{Engine, ServerNotes};
+use super::engine::{Engine, ServerNotes, release_of};
 use super::engine_spec::dialled;
 use super::proxy::Upstream;
 
@@ -113,15 +113,6 @@ fn read(host: &str, path: &str, body: &[u8]) -> Option<ServerNotes> {
 fn names_adapters(version: &str, format: Option<&str>) -> bool {
     let since = if format == Some("dynamo") { 22 } else { 23 };
     release_of(version).is_none_or(|release| release >= (0, 5, since))
-}
-
-/// The numbers of a version such as 0.32.0rc1.
-pub(super) fn release_of(version: &str) -> Option<(u32, u32, u32)> {
-    let mut parts = version.splitn(3, '.').map(|part| {
-        let digits = part.find(|c: char| !c.is_ascii_digit()).unwrap_or(part.len());
-        part[..digits].parse().ok()
-    });
-    Some((parts.next()??, parts.next()??, parts.next()??))
 }
 
 /// Event socket, replay socket and format of rank 0.
