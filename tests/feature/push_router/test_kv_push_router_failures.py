@@ -72,8 +72,8 @@ def test_an_item_that_cannot_be_counted_frees_the_load(monkeypatch: pytest.Monke
 
 
 def test_counts_that_no_answer_has_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = {"prompt_tokens": 2**70, "completion_tokens": 2**70}
-    usage |= {"prompt_tokens_details": {"cached_tokens": 2**70}}
+    usage = {"prompt_tokens": 2**64 - 1, "completion_tokens": 2**64 - 1}
+    usage |= {"prompt_tokens_details": {"cached_tokens": 2**64 - 1}}
 
     async def handle(_worker: Worker, _request: object) -> AsyncIterator[dict[str, Any]]:
         yield {"token_ids": [1], "completion_usage": usage}
@@ -86,6 +86,8 @@ def test_counts_that_no_answer_has_are_limited(monkeypatch: pytest.MonkeyPatch) 
             router = await stage.router(1)
             assert len([item async for item in await router.generate(TOKENS)]) == 1
             assert is_idle(router)
+            samples = {name: value for name, _, _, value in router._core.policy_samples()}
+            assert 200 < samples["auto_answer_tokens"] < 2**32
 
     run(work())
 
