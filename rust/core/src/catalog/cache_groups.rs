@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use hashbrown::HashMap;
+use hashbrown::hash_map::Entry;
 use serde::{Deserialize, Serialize};
 
 use super::naming::{Naming, NamingOf, Proof};
@@ -368,6 +369,22 @@ impl CacheGroups {
     /// Whether such a block was stored again, and not counted.
     pub fn has_doubt(&self, block: Doubted) -> bool {
         self.doubts.get(&block).is_some_and(|doubt| doubt.not_counted > 0)
+    }
+
+    /// Whether any block was stored again.
+    pub fn has_doubts(&self) -> bool {
+        !self.doubts.is_empty()
+    }
+
+    /// The block is gone, with all counted copies. One that was not counted stays known: its second
+    /// removal would prove it.
+    pub fn forget_copies(&mut self, block: Doubted) {
+        if let Entry::Occupied(mut doubt) = self.doubts.entry(block) {
+            doubt.get_mut().counted = 0;
+            if doubt.get().not_counted == 0 {
+                doubt.remove();
+            }
+        }
     }
 
     /// These blocks of `worker` were stored because it held them no more.

@@ -34,7 +34,10 @@ impl Ingest<'_> {
             rest = later;
             match event {
                 Event::Stored(_) => self.store_prompt(events, later),
-                Event::Removed(removed) => self.remove(removed),
+                Event::Removed(removed) => {
+                    self.remove(removed);
+                    self.forget_gone(removed);
+                }
                 Event::Cleared => {
                     // vLLM keeps what it has offloaded; other engines drop all, and vLLM before its
                     // events had keys may have.
@@ -357,6 +360,21 @@ impl Ingest<'_> {
         add(&self.counters.removed, 1);
         add(&self.counters.removed_blocks, names.len() as u64);
         add(&self.counters.unknown_removed, u64::from(unknown));
+    }
+
+    /// Of blocks that the device holds no more, no copy can be taken back.
+    fn forget_gone(&mut self, event: &Removed) {
+        if event.tier() != Some(Tier::Device) || !self.groups.has_doubts() {
+            return;
+        }
+        let group = event.group_idx.unwrap_or(0);
+        let is_other = self.groups.is_other(group);
+        for name in &event.block_hashes {
+            let is_held = if is_other { self.holds_in(group, *name) } else { self.holds(&[*name]) };
+            if !is_held {
+                self.groups.forget_copies((self.worker, group, *name));
+            }
+        }
     }
 
     /// Whether one of the blocks was stored again while it was held, and is removed again now.

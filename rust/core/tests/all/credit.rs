@@ -303,6 +303,39 @@ fn copies_are_told_from_reports_by_their_second_removal() {
 }
 
 #[test]
+fn copies_that_are_gone_leave_no_doubt() {
+    let window = || {
+        json!({
+            "group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 8,
+        })
+    };
+    let known = |times: usize, removals: usize| {
+        let mut engine = Engine::start();
+        for _ in 0..times {
+            engine.publish(&[stored(0, 4, full(json!({}))), stored(0, 4, window())]);
+        }
+        for _ in 0..removals {
+            engine.publish(&[0, 1].map(|group| removed(0, 4, json!({"group_idx": group}))));
+        }
+        parts(&engine.catalog)[0].events().1.cache
+    };
+    assert_eq!(known(2, 2), known(1, 1));
+    assert_ne!(known(2, 1), known(1, 1), "the other copy may have been a report of reuse");
+}
+
+#[test]
+fn blocks_removed_since_their_report_are_taken_back_too() {
+    let mut engine = Engine::start();
+    engine.publish(&[stored(0, 4, full(json!({})))]);
+    // A report of reuse, but nothing shows that yet.
+    engine.publish(&[stored(0, 4, full(json!({})))]);
+    engine.publish(&[removed(0, 4, json!({"group_idx": 0}))]);
+    assert_eq!(engine.reuse(4, None, None), (4, 4));
+    send_reports(&mut engine);
+    assert_eq!(engine.reuse(4, None, None), (0, 0));
+}
+
+#[test]
 fn a_replica_takes_back_copies_that_were_reports() {
     let mut engine = Engine::start();
     engine.publish(&[stored(0, 4, full(json!({})))]);
