@@ -219,8 +219,7 @@ class CatalogSink:
             if self._away.pop(instance_id, None) is not None:
                 self._moves += 1
                 self._drop_publishers(instance_id)
-                self._catalog.restore(b"".join(self._beside.dump(instance_id)))
-                self._beside.expel(instance_id)
+                self._move(instance_id, self._beside, self._catalog)
 
     def workers(self) -> list[tuple[int, int]]:
         """Present workers that the log has mentioned, as (instance id, dp rank)."""
@@ -280,11 +279,23 @@ class CatalogSink:
             return
         self._moves += 1
         self._beside.expel(instance_id)
-        self._beside.restore(b"".join(self._catalog.dump(instance_id)))
-        self._away[instance_id] = self._now_s() + self._away_s_max
-        self._away.move_to_end(instance_id)
         self._drop_publishers(instance_id)
-        self._catalog.expel(instance_id)
+        if self._move(instance_id, self._catalog, self._beside):
+            self._away[instance_id] = self._now_s() + self._away_s_max
+            self._away.move_to_end(instance_id)
+        else:
+            self._forget(instance_id)
+
+    def _move(self, instance_id: int, source: Catalog, target: Catalog) -> bool:
+        """Move a worker's blocks. On an error they are lost, and it returns False."""
+        try:
+            target.restore(b"".join(source.dump(instance_id)))
+        except KvflashError as error:
+            logger.warning("dropped the blocks of worker %d: %s", instance_id, error)
+            return False
+        finally:
+            source.expel(instance_id)
+        return True
 
     def _drop_publishers(self, instance_id: int) -> None:
         """Drop its publishers; its next message registers it again."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import struct
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import msgpack
 import pytest
 
 from kvflash._core import Catalog
-from kvflash.errors import TransportError
+from kvflash.errors import InvalidArgumentError, TransportError
 from kvflash.state.frames import CatalogSink, Origin, event_headers
 from kvflash.transport.base import Message
 
@@ -94,6 +94,47 @@ def test_who_stays_away_for_too_long_is_forgotten(
     sink.apply([message(1, 3)])
     assert blocks(catalog) == {1: 1, 2: 2}
     assert (sink.counts["of_gone_workers"], sink.counts["lost_batches"]) == (2, 3)
+
+
+class Undumpable:
+    """A catalog that raises when it is dumped."""
+
+    def __init__(self) -> None:
+        self._catalog = Catalog()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._catalog, name)
+
+    def dump(self, instance_id: int | None = None) -> NoReturn:
+        raise InvalidArgumentError(f"worker {instance_id} does not fit the format")
+
+
+def test_blocks_that_can_not_be_set_aside_do_not_count() -> None:
+    catalog = cast("Catalog", Undumpable())
+    sink = CatalogSink(catalog)
+    sink.apply([message(1, 0), message(2, 0)])
+    sink.leave(1)
+    assert blocks(catalog) == {2: 1}
+    assert sink.away() == 0
+    # It is followed again from its next message after its return.
+    sink.apply([message(1, 1)])
+    sink.join(1)
+    assert blocks(catalog) == {2: 1}
+    sink.apply([message(1, 2)])
+    assert blocks(catalog) == {1: 1, 2: 1}
+
+
+def test_a_worker_returns_without_blocks_that_can_not_be_read(
+    monkeypatch: pytest.MonkeyPatch, catalog: Catalog
+) -> None:
+    monkeypatch.setattr("kvflash.state.frames.Catalog", Undumpable)
+    sink = CatalogSink(catalog)
+    sink.apply([message(1, 0), message(2, 0)])
+    sink.leave(1)
+    sink.join(1)
+    assert blocks(catalog) == {2: 1}
+    sink.apply([message(1, 1)])
+    assert blocks(catalog) == {1: 1, 2: 1}
 
 
 @pytest.mark.parametrize("epoch", [1, 2])

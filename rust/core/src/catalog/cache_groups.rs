@@ -187,10 +187,13 @@ pub(super) struct CacheGroups {
 pub struct Knowledge {
     shown: Shown,
     naming: Option<NamingOf>,
-    /// Blocks whose counted copies may be reports of reuse: rank, group, name, copies.
+    /// Blocks whose counted copies may be reports of reuse.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    doubts: Vec<(u32, u32, u64, u32)>,
+    pub(super) doubts: Vec<CountedCopies>,
 }
+
+/// Counted copies of a block: rank, group, name, number.
+pub(super) type CountedCopies = (u32, u32, u64, u32);
 
 /// Maximum stores of slower tiers per publisher.
 const MAX_STORES: usize = 16;

@@ -1,9 +1,9 @@
 //! Transfer between replicas: every publisher's blocks, and their stream position.
 //!
 //! The binary form is a magic, followed by parts: a length (8 bytes, little-endian) and a snapshot
-//! of one publisher's workers, with a key in JSON that identifies them, and the names in their
-//! cache groups in msgpack, if there are any; a length of 0 ends it. The JSON form is the published
-//! dump, which other systems' indexers also provide.
+//! of one publisher's workers, with a key in JSON that identifies them; then in msgpack, if there
+//! are any, their doubtful copies, and the names in their cache groups; a length of 0 ends it. The
+//! JSON form is the published dump, which other systems' indexers also provide.
 
 use std::io::{self, Read};
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use xxhash_rust::xxh3::Xxh3;
 
-use super::cache_groups::{CacheGroups, EngineFacts, Knowledge};
+use super::cache_groups::{CacheGroups, CountedCopies, EngineFacts, Knowledge};
 use super::dump::dump_worker;
 use super::identity::Identity;
 use super::legal::check_names;
@@ -126,13 +126,16 @@ impl Part {
     pub fn encode(&self) -> Result<Vec<u8>, Error> {
         self.read(|place, workers| {
             let Identity { lora_name, cache_salt } = self.model.agreement.held();
+            // A key has a limit, which these would exceed.
+            let mut cache = place.cache.clone();
+            let doubts = cache.as_mut().map(|known| std::mem::take(&mut known.doubts));
             let head = Head {
                 model_name: self.model.key.model_name.clone(),
                 tenant_id: self.model.key.tenant_id.clone(),
                 instance_id: self.worker.instance_id,
                 dp_rank: self.worker.dp_rank,
                 group: place.group,
-                cache: place.cache.clone(),
+                cache,
                 is_inexact: place.is_inexact,
                 lora_name,
                 additional_salt: cache_salt,
@@ -145,7 +148,8 @@ impl Part {
             let mut bytes = vec![0; 8];
             save_workers(self.model.index.as_ref(), workers, &meta, |_| place.cursor, &mut bytes)
                 .map_err(|error| Error::invalid(format!("worker {}: {error}", self.worker)))?;
-            bytes.extend(names_of(&self.model, workers));
+            bytes.extend(tail(&doubts.unwrap_or_default(), DOUBTS_MARK));
+            bytes.extend(tail(&names_of(&self.model, workers), NAMES_MARK));
             let len = bytes.len() as u64 - 8;
             bytes[..8].copy_from_slice(&len.to_le_bytes());
             Ok(bytes)
@@ -357,7 +361,9 @@ fn read_word(from: &mut dyn Read) -> Result<[u8; 8], TransferError> {
 
 /// Unusable data of the part is skipped; the dump continues after it.
 fn restore_part(catalog: &Catalog, part: &[u8], progress: &mut Progress) {
-    let (mut part, names) = split_names(part);
+    // Older versions read only the last one, or none: what precedes it follows the snapshot's end.
+    let (part, names) = split_tail(part, NAMES_MARK);
+    let (mut part, doubts) = split_tail(part, DOUBTS_MARK);
     let snapshot = match Reader::open(&mut part) {
         Ok(snapshot) => snapshot,
         Err(error) => return progress.skip(error.to_string()),
@@ -389,6 +395,9 @@ fn restore_part(catalog: &Catalog, part: &[u8], progress: &mut Progress) {
         let loaded = snapshot.load(model.index.as_ref());
         let Head { group, cache, is_inexact, .. } = head;
         let mut place = Place { cursor: None, ranks, group, cache, is_inexact };
+        if !doubts.is_empty() {
+            place.is_inexact |= !restore_doubts(&mut place.cache, doubts);
+        }
         if !names.is_empty() {
             place.is_inexact |= !restore_names(&model, names);
         }
@@ -421,12 +430,14 @@ struct NamesOf {
     names: Vec<GroupName>,
 }
 
-/// Marks the end of a part with names.
+/// Ends a part with names in cache groups.
 const NAMES_MARK: [u8; 8] = *b"kvfnames";
 
-/// The workers' entries in the table of groups: msgpack, its length and a marker; empty without
-/// any.
-fn names_of(model: &ModelIndex, workers: &[Worker]) -> Vec<u8> {
+/// Ends a part's doubtful copies, which precede the names.
+const DOUBTS_MARK: [u8; 8] = *b"kvfdoubt";
+
+/// The workers' entries in the table of groups.
+fn names_of(model: &ModelIndex, workers: &[Worker]) -> Vec<NamesOf> {
     if model.groups.is_empty() {
         return Vec::new();
     }
@@ -434,7 +445,7 @@ fn names_of(model: &ModelIndex, workers: &[Worker]) -> Vec<u8> {
         workers.iter().flat_map(|worker| Tier::ALL.map(|tier| (*worker, tier))).collect();
     let holders: Vec<Holder> =
         places.iter().map(|(worker, tier)| Holder::Worker(*worker, *tier)).collect();
-    let all: Vec<NamesOf> = places
+    places
         .iter()
         .zip(model.groups.dump(&holders))
         .filter(|(_, names)| !names.is_empty())
@@ -443,20 +454,34 @@ fn names_of(model: &ModelIndex, workers: &[Worker]) -> Vec<u8> {
             tier: tier.name().to_owned(),
             names,
         })
-        .collect();
-    let mut bytes = rmp_serde::to_vec(&all).unwrap_or_default();
+        .collect()
+}
+
+/// What follows a part's snapshot: msgpack, its length and a marker; nothing without entries.
+fn tail<T: Serialize>(entries: &[T], mark: [u8; 8]) -> Vec<u8> {
+    if entries.is_empty() {
+        return Vec::new();
+    }
+    let mut bytes = rmp_serde::to_vec(entries).unwrap_or_default();
     bytes.extend((bytes.len() as u64).to_le_bytes());
-    bytes.extend(NAMES_MARK);
+    bytes.extend(mark);
     bytes
 }
 
-/// A part's snapshot, and its names if there are any.
-fn split_names(part: &[u8]) -> (&[u8], &[u8]) {
+/// A part without its tail, and the tail's msgpack if there is one.
+fn split_tail(part: &[u8], mark: [u8; 8]) -> (&[u8], &[u8]) {
     let whole = (part, &[][..]);
-    let Some(rest) = part.strip_suffix(&NAMES_MARK) else { return whole };
+    let Some(rest) = part.strip_suffix(&mark) else { return whole };
     let Some((rest, len)) = rest.split_last_chunk::<8>() else { return whole };
     let len = usize::try_from(u64::from_le_bytes(*len)).unwrap_or(usize::MAX);
     rest.len().checked_sub(len).map_or(whole, |at| rest.split_at(at))
+}
+
+/// False if they are invalid.
+fn restore_doubts(cache: &mut Option<Knowledge>, bytes: &[u8]) -> bool {
+    let Some(known) = cache else { return false };
+    let doubts = rmp_serde::from_slice::<Vec<CountedCopies>>(bytes);
+    doubts.map(|doubts| known.doubts = doubts).is_ok()
 }
 
 /// False if they are invalid.

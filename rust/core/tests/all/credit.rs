@@ -337,13 +337,18 @@ fn blocks_removed_since_their_report_are_taken_back_too() {
 
 #[test]
 fn a_replica_takes_back_copies_that_were_reports() {
-    let mut engine = Engine::start();
-    engine.publish(&[stored(0, 4, full(json!({})))]);
-    engine.publish(&[stored(0, 4, full(json!({})))]);
-    let mut replica = engine.replica();
-    replica.publish(&[stored(0, 4, full(json!({}))), stored(4, 5, full(json!({})))]);
-    replica.publish(&[removed(0, 5, json!({"group_idx": 0}))]);
-    assert_eq!(replica.reuse(5, None, None), (0, 0));
+    for blocks in [4, 8_000] {
+        let mut engine = Engine::start();
+        engine.publish(&[stored(0, blocks, full(json!({})))]);
+        engine.publish(&[stored(0, blocks, full(json!({})))]);
+        let mut replica = engine.replica();
+        let [own, others] = [&engine, &replica].map(|it| parts(&it.catalog)[0].digests());
+        assert_eq!(own, others);
+        let next = stored(blocks, blocks + 1, full(json!({})));
+        replica.publish(&[stored(0, blocks, full(json!({}))), next]);
+        replica.publish(&[removed(0, blocks + 1, json!({"group_idx": 0}))]);
+        assert_eq!(replica.reuse(blocks + 1, None, None), (0, 0), "{blocks}");
+    }
 }
 
 #[test]
