@@ -359,8 +359,22 @@ fn read_word(from: &mut dyn Read) -> Result<[u8; 8], TransferError> {
     }
 }
 
+/// Begins a part that has only the reason why another one is left out.
+const LEFT_OUT: [u8; 8] = *b"kvferror";
+
+/// What a dump has instead of a part that could not be encoded, including the length: the peer
+/// counts it as skipped.
+pub fn left_out(error: &Error) -> Vec<u8> {
+    let reason = error.to_string();
+    let len = (LEFT_OUT.len() + reason.len()) as u64;
+    [&len.to_le_bytes(), &LEFT_OUT[..], reason.as_bytes()].concat()
+}
+
 /// Unusable data of the part is skipped; the dump continues after it.
 fn restore_part(catalog: &Catalog, part: &[u8], progress: &mut Progress) {
+    if let Some(reason) = part.strip_prefix(&LEFT_OUT) {
+        return progress.skip(format!("the peer says: {}", String::from_utf8_lossy(reason)));
+    }
     // Older versions read only the last one, or none: what precedes it follows the snapshot's end.
     let (part, names) = split_tail(part, NAMES_MARK);
     let (mut part, doubts) = split_tail(part, DOUBTS_MARK);

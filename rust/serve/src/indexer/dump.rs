@@ -193,7 +193,7 @@ pub(super) fn binary_body(catalog: &Catalog, query: &DumpQuery, reading: Reading
     let chunks = parts.map(|part| {
         tokio::task::block_in_place(|| part.encode()).unwrap_or_else(|error| {
             tracing::error!(worker = %part.worker, %error, "left out of a dump");
-            Vec::new()
+            catalog::left_out(&error)
         })
     });
     let head = once(catalog::MAGIC.to_vec());
@@ -267,4 +267,40 @@ pub(super) fn digests(
     };
     // An empty model has no digest, so that replicas that never heard of it agree.
     models(catalog, query).into_iter().map(digest_of).filter(|model| model.blocks > 0).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use http_body_util::BodyExt;
+    use kvflash_core::catalog::{EngineFacts, Identity, Registration, Source};
+    use kvflash_core::ids::Worker;
+
+    use super::*;
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_peer_learns_what_a_dump_leaves_out() {
+        let catalog = Catalog::default();
+        // A model's identity is in the key of its workers' snapshots, which has a limit.
+        for (instance_id, lora_name) in [(1, None), (2, Some("x".repeat(1 << 17)))] {
+            let registration = Registration {
+                worker: Worker::new(instance_id, 0),
+                key: ModelKey { model_name: format!("m{instance_id}"), tenant_id: "t".into() },
+                block_size: Some(4),
+                endpoint: "tcp://a:1".into(),
+                replay_endpoint: None,
+                capacity_blocks: None,
+                identity: Identity { lora_name, cache_salt: None },
+                facts: EngineFacts::default(),
+                source: Source::Zmq,
+            };
+            catalog.register(registration).unwrap();
+        }
+        let reading = Dumps::default().begin().ok().unwrap();
+        let body = binary_body(&catalog, &DumpQuery::default(), reading);
+        let dump = body.collect().await.unwrap().to_bytes();
+        let restored = catalog::restore(&Catalog::default(), &mut &*dump, &mut |_| {}).unwrap();
+        assert_eq!((restored.publishers, restored.skipped_count), (1, 1));
+        let reason = &restored.skipped[0];
+        assert!(reason.contains("the peer says") && reason.contains("worker 2:0"), "{reason}");
+    }
 }
