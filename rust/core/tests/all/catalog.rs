@@ -237,6 +237,28 @@ fn a_place_that_promises_too_much_is_none() {
 }
 
 #[test]
+fn a_place_without_its_blocks_is_not_handed_over() {
+    let source = Catalog::default();
+    let publisher = register(&source, 1, 0);
+    for sequence in 0..3 {
+        let payload = batch_of(vec![stored((0, "full_attention"), sequence, 4)]);
+        assert_eq!(publisher.live(sequence, &payload), FrameOutcome::Applied);
+    }
+    for _ in 0..2 {
+        source.unregister(1, "m", None, None).unwrap();
+        let publisher = register(&source, 1, 0);
+        assert_eq!(publisher.view().last_sequence, Some(2), "it returns to its own place");
+    }
+    let catalog = Catalog::default();
+    restore(&catalog, &mut binary(&source).as_slice(), &mut |_| {}).unwrap();
+    // Its blocks are requested from the first batch on.
+    let replica = register(&catalog, 1, 0);
+    assert_eq!(replica.view().last_sequence, None);
+    let next = batch_of(vec![stored((0, "full_attention"), 3, 4)]);
+    assert_eq!(replica.live(3, &next), FrameOutcome::Gap { from: 0, to: 2 });
+}
+
+#[test]
 fn an_instance_of_two_tenants_has_blocks_in_each() {
     let catalog = Catalog::default();
     let rank = Worker::new(1, 0);

@@ -127,7 +127,12 @@ impl Publisher {
     /// Reads position and blocks of one moment: no frame is applied while `read` runs.
     pub(in crate::catalog) fn hold_still<T>(&self, read: impl FnOnce(Place) -> T) -> T {
         let state = self.state.lock();
-        read(self.place(&state))
+        let mut place = self.place(&state);
+        if state.is_bare {
+            // A replica that took this position would never request the blocks.
+            place.cursor = None;
+        }
+        read(place)
     }
 
     pub(super) fn place(&self, state: &State) -> Place {
