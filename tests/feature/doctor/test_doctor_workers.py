@@ -103,6 +103,10 @@ def test_each_fault_once(fields: dict[str, Any], check: str, level: str) -> None
     assert found(**fields)[check] == level
 
 
+def test_blocks_of_several_times_the_engines_size_are_no_fault() -> None:
+    assert "block size" not in found(engine_block_size=8)
+
+
 @pytest.mark.parametrize(
     ("fields", "level", "seen"),
     [

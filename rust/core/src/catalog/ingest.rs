@@ -208,10 +208,9 @@ impl Ingest<'_> {
             return self.store_named(event);
         }
         let known = self.model.block_size();
-        if known != Some(event.block_size)
-            && self.groups.others().any(|group| Some(group.block_size) == known)
-        {
-            self.model.correct_block_size(event.block_size, self.worker);
+        if is_device && known != Some(event.block_size) {
+            let is_another = self.groups.others().any(|group| Some(group.block_size) == known);
+            self.model.correct_block_size(event.block_size, is_another);
         }
         if self.model.learn_block_size(event.block_size) != event.block_size {
             let before = self.counters.read().block_size_mismatch;

@@ -87,6 +87,8 @@ pub struct ModelIndex {
     block_size: AtomicU32,
     /// The block size comes from an engine's metrics: the first event may correct it.
     is_hint: AtomicBool,
+    /// Another engine's metrics have another size.
+    is_disputed: AtomicBool,
     /// The operator's block size for all future publishers; 0: none.
     given_block_size: u32,
     /// See [`CatalogOptions::has_histories`](super::CatalogOptions::has_histories).
@@ -119,6 +121,7 @@ impl ModelIndex {
             has_layouts: AtomicBool::new(false),
             block_size: AtomicU32::new(given_block_size),
             is_hint: AtomicBool::new(false),
+            is_disputed: AtomicBool::new(false),
             given_block_size,
             has_histories: false,
             is_kept: AtomicBool::new(false),
@@ -337,16 +340,22 @@ impl ModelIndex {
     pub fn forget_block_size(&self) {
         self.block_size.store(self.given_block_size, Ordering::Relaxed);
         self.is_hint.store(false, Ordering::Relaxed);
+        self.is_disputed.store(false, Ordering::Relaxed);
     }
 
-    /// Learns the block size if it is unknown; returns the current size.
+    /// Learns the block size if it is unknown, or confirms a hint; returns the current size.
     ///
     /// The first size wins; the caller must report a later, different size.
     pub fn learn_block_size(&self, size: u32) -> u32 {
         debug_assert!(size > 0, "a block holds at least one token");
         match self.block_size.compare_exchange(0, size, Ordering::Relaxed, Ordering::Relaxed) {
             Ok(_) => size,
-            Err(known) => known,
+            Err(known) => {
+                if known == size && self.is_hint.load(Ordering::Relaxed) {
+                    self.is_hint.store(false, Ordering::Relaxed);
+                }
+                known
+            }
         }
     }
 
@@ -367,23 +376,18 @@ impl ModelIndex {
         })
     }
 
-    /// The main group of `worker` has blocks of `size` tokens, so the hint belongs to another group,
-    /// unless other workers hold blocks of the hinted size.
-    pub(super) fn correct_block_size(&self, size: u32, worker: Worker) {
-        if !self.is_hint.swap(false, Ordering::Relaxed) {
-            return;
-        }
-        let is_holder = |other: &Worker| {
-            other.instance_id != worker.instance_id && self.index.blocks(*other) > 0
-        };
-        if !self.index.workers().iter().any(is_holder) {
+    /// The main group of an engine has blocks of `size` tokens. A hint yields if it is the size of
+    /// another group, or if no other metrics contradict it: with context parallelism vLLM publishes
+    /// blocks of several times the size in its metrics.
+    pub(super) fn correct_block_size(&self, size: u32, is_of_another_group: bool) {
+        let may_yield = is_of_another_group || !self.is_disputed.load(Ordering::Relaxed);
+        if may_yield && self.is_hint.swap(false, Ordering::Relaxed) {
             self.block_size.store(size, Ordering::Relaxed);
         }
     }
 
     /// Learns the block size from an engine's metrics, which have a single one even if groups
-    /// differ: it is valid until events show that it belongs to another group. Returns the current
-    /// size.
+    /// differ: it is valid until events show another one. Returns the current size.
     pub fn hint_block_size(&self, size: u32) -> u32 {
         debug_assert!(size > 0, "a block holds at least one token");
         match self.block_size.compare_exchange(0, size, Ordering::Relaxed, Ordering::Relaxed) {
@@ -391,14 +395,24 @@ impl ModelIndex {
                 self.is_hint.store(true, Ordering::Relaxed);
                 size
             }
-            Err(known) => known,
+            Err(known) => {
+                if known != size {
+                    self.is_disputed.store(true, Ordering::Relaxed);
+                }
+                known
+            }
         }
     }
 
-    /// Whether an engine of this model may report `size` in its metrics: it is the index's, or that
-    /// of another cache group.
+    /// Whether an engine of this model may report `size` in its metrics: the index's is a multiple
+    /// of it, as with context parallelism, or it is that of another cache group.
+    ///
+    /// # Source
+    /// vLLM's `SingleTypeKVCacheManager` multiplies the block size of `cache_config`, which its
+    /// metrics have, by `dcp_world_size * pcp_world_size`.
     pub fn fits_block_size(&self, size: u32) -> bool {
         let layouts = Arc::clone(&self.layouts.read());
-        self.block_size() == Some(size) || layouts.have_block_size(size)
+        let is_multiple = |known: u32| known.is_multiple_of(size);
+        self.block_size().is_some_and(is_multiple) || layouts.have_block_size(size)
     }
 }

@@ -404,3 +404,42 @@ fn the_block_size_of_metrics_yields_to_the_main_group() {
         assert_eq!(publisher.counts().block_size_mismatch, u64::from(!others));
     }
 }
+
+#[test]
+fn the_block_size_of_metrics_yields_to_the_first_event() {
+    let catalog = Catalog::default();
+    let model = catalog.model_or_create(&key("m"), None).unwrap();
+    let publisher = |instance| {
+        let worker = Worker::new(instance, 0);
+        catalog.register(Registration { block_size: None, ..registration(worker, "m") }).unwrap()
+    };
+    let (first, second) = (publisher(1), publisher(2));
+    for _ in [&first, &second] {
+        assert_eq!(model.hint_block_size(16), 16, "the metrics of both agree");
+    }
+    // Context parallelism doubles the blocks; another size comes too late to be the index's.
+    for (at, (engine, size)) in [(&first, 32), (&second, 32), (&first, 64)].into_iter().enumerate()
+    {
+        let sequence = engine.view().last_sequence.map_or(0, |last| last + 1);
+        let batch = batch_of(vec![stored((0, "full_attention"), at as u64, size)]);
+        assert_eq!(engine.live(sequence, &batch), FrameOutcome::Applied);
+        assert_eq!(model.block_size(), Some(32));
+    }
+    assert_eq!([1, 2].map(|id| model.index.blocks(Worker::new(id, 0))), [1, 1]);
+    assert_eq!([first, second].map(|engine| engine.counts().block_size_mismatch), [1, 0]);
+    assert!(model.fits_block_size(16) && !model.fits_block_size(64) && !model.fits_block_size(24));
+}
+
+#[test]
+fn the_block_size_of_metrics_stays_once_an_event_has_it() {
+    let catalog = Catalog::default();
+    let model = catalog.model_or_create(&key("m"), None).unwrap();
+    assert_eq!(model.hint_block_size(16), 16);
+    let registration = Registration { block_size: None, ..registration(Worker::new(1, 0), "m") };
+    let publisher = catalog.register(registration).unwrap();
+    for (sequence, size) in [(0, 16), (1, 32)] {
+        let batch = batch_of(vec![stored((0, "full_attention"), sequence, size)]);
+        assert_eq!(publisher.live(sequence, &batch), FrameOutcome::Applied);
+    }
+    assert_eq!((model.block_size(), publisher.counts().block_size_mismatch), (Some(16), 1));
+}
