@@ -22,10 +22,13 @@ pub(super) struct Recovered {
 }
 
 impl Recovered {
-    /// Removes its blocks from the index.
+    /// Removes its blocks from the index, except for ranks that have a publisher of their own.
     pub fn drop_blocks(&self, instance_id: InstanceId) {
         for dp_rank in &self.place.ranks {
-            self.model.remove_worker(Worker::new(instance_id, *dp_rank));
+            let worker = Worker::new(instance_id, *dp_rank);
+            if !self.model.roster.has(worker) {
+                self.model.remove_worker(worker);
+            }
         }
     }
 }

@@ -49,6 +49,11 @@ impl Roster {
         is_gone
     }
 
+    /// Whether `worker` has a publisher.
+    pub fn has(&self, worker: Worker) -> bool {
+        self.state.read().claims.contains_key(&worker)
+    }
+
     /// Whether `worker` has more than one publisher.
     pub fn is_shared(&self, worker: Worker) -> bool {
         self.state.read().claims.get(&worker).is_some_and(|claims| *claims > 1)

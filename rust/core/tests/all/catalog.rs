@@ -220,6 +220,27 @@ fn nobody_waits_for_a_slow_peer() {
 }
 
 #[test]
+fn blocks_of_a_registered_rank_outlive_the_recovered_one_that_named_it() {
+    let source = Catalog::default();
+    let publisher = register(&source, 1, 0);
+    assert_eq!(publisher.live(0, &OF_RANK_1), FrameOutcome::Applied);
+    hold(&publisher, Worker::new(1, 0), 1..5);
+    for is_unregistered in [true, false] {
+        let catalog = Catalog::default();
+        restore(&catalog, &mut binary(&source).as_slice(), &mut |_| {}).unwrap();
+        hold(&register(&catalog, 1, 1), Worker::new(1, 1), 11..15);
+        let model = catalog.model("m", "t").unwrap();
+        let blocks = || [0, 1].map(|rank| model.index.blocks(Worker::new(1, rank)));
+        assert_eq!(blocks(), [4, 4]);
+        let count = match is_unregistered {
+            true => catalog.unregister(1, "m", None, Some(0)).unwrap(),
+            false => catalog.drop_recovered(),
+        };
+        assert_eq!((count, blocks()), (1, [0, 4]), "{is_unregistered}");
+    }
+}
+
+#[test]
 fn a_place_that_promises_too_much_is_none() {
     let source = Catalog::default();
     let publisher = register(&source, 1, 0);
