@@ -179,7 +179,8 @@ impl GroupIndex {
         RwLockWriteGuard::downgrade(seats)
     }
 
-    /// Records that `holder` now holds `names` in `group`. A name stored twice must be removed twice.
+    /// Records that `holder` now holds `names` in `group`. A name stored twice must be removed twice,
+    /// up to [`MAX_COPIES`] times.
     pub fn store(&self, holder: &Holder, group: u32, names: &[u64]) -> GroupOutcome {
         let mut outcome = GroupOutcome { held: 0, refused: names.len() as u32 };
         if group >= MAX_GROUPS {
@@ -218,7 +219,8 @@ impl GroupIndex {
         if *groups & bit == 0 {
             *groups |= bit;
         } else {
-            *shard.copies.entry((name, seat, group)).or_insert(1) += 1;
+            let copies = shard.copies.entry((name, seat, group)).or_insert(1);
+            *copies = (*copies + 1).min(MAX_COPIES);
         }
         true
     }
@@ -561,6 +563,20 @@ mod tests {
         }
         assert_eq!(index.stats().names, 50);
         assert!(index.stats().bytes < 1 << 20, "{:?}", index.stats());
+    }
+
+    #[test]
+    fn copies_are_counted_up_to_the_limit() {
+        let index = GroupIndex::new(0, 1);
+        for _ in 0..2 * MAX_COPIES {
+            assert_eq!(index.store(&device(1), 2, &[7]).held, 1);
+        }
+        let (copy, dumped) = (GroupIndex::new(0, 1), index.dump(&[device(1)]));
+        copy.restore(&device(1), &dumped[0]);
+        for index in [&index, &copy] {
+            let removed = (0..2 * MAX_COPIES).filter(|_| index.remove(&device(1), 2, &[7]) == 0);
+            assert_eq!(removed.count(), MAX_COPIES as usize);
+        }
     }
 
     #[test]
