@@ -540,9 +540,10 @@ pub(super) fn adopt(
         }
     }
     if !catalog.remember_recovered(worker, past) {
-        // It has registered meanwhile, and waits.
-        if let Some(publisher) = catalog.publisher_of(worker, &model.key) {
-            publisher.go_on_from(&place);
+        // It has registered meanwhile, and waits, unless it is unregistered already.
+        let publisher = catalog.publisher_of(worker, &model.key);
+        if !publisher.is_some_and(|publisher| publisher.go_on_from(&place)) {
+            Recovered { model: Arc::clone(model), place }.drop_blocks(worker.instance_id);
         }
     }
     Ok(())

@@ -54,9 +54,15 @@ impl Publisher {
         state.stream.reset();
     }
 
-    /// As [`Publisher::take_over`], with blocks that are already in the index.
-    pub(in crate::catalog) fn go_on_from(&self, place: &Place) {
-        self.go_on(&mut self.state.lock(), place);
+    /// As [`Publisher::take_over`], with blocks that are already in the index. False, and without
+    /// effect, if it was unregistered meanwhile.
+    pub(in crate::catalog) fn go_on_from(&self, place: &Place) -> bool {
+        let mut state = self.state.lock();
+        let is_open = !state.closed;
+        if is_open {
+            self.go_on(&mut state, place);
+        }
+        is_open
     }
 
     fn go_on(&self, state: &mut State, place: &Place) {
