@@ -14,7 +14,7 @@ export CARGO_INCREMENTAL ?= $(if $(wildcard $(VENV)/.incremental),1,0)
 # Demo and tests start hundreds of processes, which would all compile the same modules.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-cluster test lint lint-rust lint-python bench against policies settings site dev quick built capi wheel fuzz loom sanitize soak attack gamedays mutants clients peers audit clean
+.PHONY: help demo demo-cluster test test-rust test-rust-alone lint lint-rust lint-python bench against policies settings site dev quick built capi wheel fuzz loom sanitize soak attack gamedays mutants clients peers audit clean
 help:
 	@echo "make demo | demo-cluster | test | lint | bench | against | policies | settings | site | dev | quick | capi | wheel | fuzz | loom | sanitize | soak | attack | gamedays | mutants | clients | peers | audit | clean"
 
@@ -83,10 +83,20 @@ capi:
 TESTS = -n 7 --dist loadfile --no-loadscope-reorder --reruns 2 --reruns-delay 1
 # With kvflash/python, although it tests nothing of it, cargo test takes the crates that were compiled for the wheel: pyo3
 # switches on a feature of syn, on which nearly all of them depend.
+# No job server: rustdoc would warn that it cannot reach it.
+CARGO_TEST = env -u MAKEFLAGS cargo test --quiet --locked --features kvflash/python
 test: lint
 	$(MAKE) --no-print-directory capi CAPI_PROFILE=dev
-	cargo test --quiet --locked --features kvflash/python
+	$(CARGO_TEST) --no-run
+	@$(MAKE) --no-print-directory -j2 --output-sync test-rust-alone test-rust
 	$(BIN)/python -m pytest $(or $(PYTEST_FLAGS),$(TESTS))
+
+# These tests run one after the other: the second core has the others meanwhile.
+test-rust-alone:
+	$(CARGO_TEST) --package kvflash-core --test limits
+
+test-rust:
+	$(CARGO_TEST) -- --skip alone::
 
 bench: dev
 	$(BIN)/python -m pytest benches --benchmark-only $(PYTEST_FLAGS)
