@@ -7,7 +7,7 @@ use std::str::FromStr;
 
 use axum::http::{HeaderValue, Uri};
 use kvflash_core::error::{Error, Result};
-use kvflash_core::fleet::{EventSpec, broker_path, port_of};
+use kvflash_core::fleet::{EventSpec, broker_path, port_of, shifted};
 use kvflash_core::ids::InstanceId;
 
 /// An address for display, without its login.
@@ -212,13 +212,31 @@ impl EngineSpec {
 
     /// Where its ranks publish.
     pub fn event_specs(&self) -> BTreeMap<u32, EventSpec> {
+        let (events, replay) = (self.place(&self.events), self.place(&self.replay));
+        EventSpec::of_ranks(events.as_deref(), replay.as_deref(), self.dp_size)
+    }
+
+    /// The first event socket that a rank of `other` would have, too.
+    pub fn shared_socket(&self, other: &Self) -> Option<String> {
+        let (ours, theirs) = (self.place(&self.events)?, other.place(&other.events)?);
+        let (Some(our_port), Some(their_port)) = (port_of(&ours), port_of(&theirs)) else {
+            return (ours == theirs && broker_path(&ours).is_none()).then_some(ours);
+        };
+        let first = u32::from(our_port.max(their_port));
+        let (our_rank, their_rank) = (first - u32::from(our_port), first - u32::from(their_port));
+        let has_both = our_rank < self.dp_size && their_rank < other.dp_size;
+        let socket = shifted(&ours, our_rank);
+        (has_both && socket == shifted(&theirs, their_rank)).then_some(socket)
+    }
+
+    /// An address of its sockets, as it is dialled.
+    fn place(&self, address: &Option<String>) -> Option<String> {
+        let address = address.as_deref()?;
         let uri = self.url.parse::<Uri>().unwrap_or_default();
         // All interfaces are those of IPv4, which this name need not mean first.
         let host =
             uri.host().map_or("", |host| if host == "localhost" { "127.0.0.1" } else { host });
-        let place = |address: &Option<String>| address.as_deref().map(|one| dialled(host, one));
-        let (events, replay) = (place(&self.events), place(&self.replay));
-        EventSpec::of_ranks(events.as_deref(), replay.as_deref(), self.dp_size)
+        Some(dialled(host, address))
     }
 }
 
@@ -294,6 +312,28 @@ mod tests {
         }
         let own = "http://10.0.0.7:8000,events=tcp://10.0.0.8:5557".parse::<EngineSpec>().unwrap();
         assert_eq!(own.event_specs()[&0].endpoint, "tcp://10.0.0.8:5557");
+    }
+
+    #[test]
+    fn two_engines_share_a_socket_if_a_rank_of_each_publishes_there() {
+        for (one, other, wanted) in [
+            ("events=tcp://h:5557", "events=tcp://h:5557", Some("tcp://h:5557")),
+            ("events=tcp://*:5557", "events=tcp://e:5557", Some("tcp://e:5557")),
+            ("events=tcp://h:5557,dp=2", "events=tcp://h:5558", Some("tcp://h:5558")),
+            ("events=tcp://h:5558", "events=tcp://h:5557,dp=4", Some("tcp://h:5558")),
+            ("events=ipc:///tmp/e", "events=ipc:///tmp/e", Some("ipc:///tmp/e")),
+            ("events=tcp://h:5557", "events=tcp://h:5558", None),
+            ("events=tcp://h:5557,dp=2", "events=tcp://h:5559", None),
+            ("events=tcp://h:5557", "events=tcp://i:5557", None),
+            ("events=ipc:///tmp/e", "events=ipc:///tmp/f", None),
+            ("events=jetstream://ns-b/7/0", "events=jetstream://ns-b/7/0", None),
+            ("events=tcp://h:5557", "id=2", None),
+        ] {
+            let [one, other] = [one, other]
+                .map(|keys| format!("http://e:1,{keys}").parse::<EngineSpec>().unwrap());
+            assert_eq!(one.shared_socket(&other).as_deref(), wanted, "{one:?} {other:?}");
+            assert_eq!(other.shared_socket(&one).as_deref(), wanted, "{other:?} {one:?}");
+        }
     }
 
     #[test]

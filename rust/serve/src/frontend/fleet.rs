@@ -93,8 +93,8 @@ impl Fleet {
     /// Adds an engine; it serves once a health check has reported its models.
     ///
     /// # Errors
-    /// `Config` for an invalid spec, `Conflict` for an existing id or address, `Overloaded` at the
-    /// limit.
+    /// `Config` for an invalid spec, `Conflict` for an existing id, address or event socket,
+    /// `Overloaded` at the limit.
     pub fn add(&self, spec: EngineSpec) -> Result<Arc<Engine>> {
         spec.check()?;
         let mut tables = self.fleet.write();
@@ -104,6 +104,15 @@ impl Fleet {
             return Err(Error::Conflict(format!(
                 "{} is already registered as worker {}",
                 spec.url, engine.id
+            )));
+        }
+        // A worker may have one URL to prefill and another one to decode.
+        let rivals = tables.members.values().filter(|one| one.spec.is_prefill == spec.is_prefill);
+        let shared = |one: &Arc<Engine>| Some((spec.shared_socket(&one.spec)?, one.id));
+        if let Some((socket, other)) = rivals.filter_map(shared).next() {
+            return Err(Error::Conflict(format!(
+                "events: {socket} is worker {other}'s event socket already; each engine has its own endpoint in \
+                 --kv-events-config"
             )));
         }
         let id = match spec.instance_id {

@@ -192,6 +192,21 @@ fn an_engine_that_tells_again_what_it_serves_asks_no_other_one() {
     assert!(names().is_empty());
 }
 
+#[test]
+fn two_workers_do_not_share_an_event_socket() {
+    let (app, _) = frontend(0);
+    let add = |spec: &str| app.fleet.add(spec.parse().unwrap()).map(|engine| engine.id);
+    assert_eq!(add("http://127.0.0.1:1,events=tcp://127.0.0.1:5557,dp=2").unwrap(), 1);
+    let error = add("http://127.0.0.1:2,events=tcp://127.0.0.1:5558").unwrap_err();
+    assert!(matches!(error, Error::Conflict(_)), "{error:?}");
+    let wanted = "events: tcp://127.0.0.1:5558 is worker 1's event socket already";
+    assert!(error.to_string().starts_with(wanted), "{error}");
+    // An engine may have a part of each kind, and a new process takes over the socket.
+    add("http://127.0.0.1:2,events=tcp://127.0.0.1:5557,role=prefill").unwrap();
+    app.fleet.remove(1).unwrap();
+    add("http://127.0.0.1:3,events=tcp://127.0.0.1:5557").unwrap();
+}
+
 /// A frontend that routes by events, with two workers.
 fn by_events() -> Arc<App> {
     let clock = Arc::new(ManualClock::default());
