@@ -386,6 +386,17 @@ impl Write for Stream {
     }
 }
 
+/// An error and what caused it: the outermost text of a client's only says "client error".
+pub(crate) fn in_full(error: &(dyn std::error::Error + 'static)) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(inner) = source {
+        text = format!("{text}: {inner}");
+        source = inner.source();
+    }
+    text
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
@@ -403,15 +414,7 @@ mod tests {
                 Ok(stream.inner().peer_addr().unwrap().ip().to_canonical())
             }
             Ok(Stream::Encrypted(_)) => Err("encrypted".to_owned()),
-            Err(error) => {
-                let mut text = error.to_string();
-                let mut source = error.source();
-                while let Some(inner) = source {
-                    text = format!("{text}: {inner}");
-                    source = inner.source();
-                }
-                Err(text)
-            }
+            Err(error) => Err(in_full(&*error)),
         }
     }
 

@@ -13,6 +13,7 @@ use kvflash_core::catalog::ModelKey;
 use kvflash_core::error::{Error, Result};
 use kvflash_core::ids::Worker;
 use kvflash_core::select::{self, Prompt, Selector};
+use memchr::memmem;
 use parking_lot::{Mutex, RwLock};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -22,15 +23,20 @@ use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
 use super::Http;
+use super::frontend::engine_spec::without_login;
 use super::lock::Credential;
 use super::metrics::{OutcomeLabel, add, seconds_histogram};
-use super::outbound::Connector;
+use super::outbound::{Connector, in_full};
 
 /// Size limit of a response: thousands of workers.
 const ANSWER_BYTES_MAX: usize = 16 * 1024 * 1024;
 /// Indexers close connections after 10 idle seconds, possibly while a request is in transit.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(4);
 const IDLE_CONNECTIONS_MAX: usize = 64;
+
+const QUERY_PATH: &str = "/query_by_hash";
+/// The beginning of an indexer's own 404.
+const UNKNOWN_MODEL: &[u8] = b"no indexer for ";
 
 /// Address of the indexer, and its deadline.
 #[derive(Debug, Clone)]
@@ -92,7 +98,7 @@ fn question_uri(url: &str) -> Result<Uri> {
         ))
     };
     let address = url.trim_end_matches('/');
-    let uri: Uri = format!("{address}/query_by_hash").parse().map_err(|_| wrong())?;
+    let uri: Uri = format!("{address}{QUERY_PATH}").parse().map_err(|_| wrong())?;
     let has_host = uri.authority().is_some_and(|authority| !authority.host().is_empty());
     if !matches!(uri.scheme_str(), Some("http" | "https")) || !has_host || uri.query().is_some() {
         return Err(wrong());
@@ -148,14 +154,20 @@ impl RemoteIndexer {
         ))
     }
 
+    /// Its address, for display; `None` until it is discovered.
+    fn url(&self) -> Option<String> {
+        let uri = self.uri.read().as_ref()?.to_string();
+        Some(without_login(uri.strip_suffix(QUERY_PATH).unwrap_or(&uri)))
+    }
+
     fn note(&self, trouble: Option<String>) {
         let mut known = self.trouble.lock();
         match (&*known, &trouble) {
             (None, Some(why)) => {
-                tracing::warn!(uri = ?self.uri.read(), why, "the remote indexer cannot be used")
+                tracing::warn!(why, "the remote indexer cannot be used")
             }
             (Some(_), None) => {
-                tracing::info!(uri = ?self.uri.read(), "the remote indexer answers again")
+                tracing::info!(url = self.url(), "the remote indexer answers again")
             }
             _ => {}
         }
@@ -185,6 +197,7 @@ impl RemoteIndexer {
         let started = Instant::now();
         let asked = tokio::time::timeout(self.deadline, self.ask(key, locals, block_size)).await;
         self.seconds.observe(started.elapsed().as_secs_f64());
+        let url = self.url().unwrap_or_default();
         let (outcome, found, trouble) = match asked.unwrap_or(Err(Failure::Late)) {
             Ok(found) => ("answered", Some(found), None),
             Err(Failure::Late) => {
@@ -195,13 +208,13 @@ impl RemoteIndexer {
                 "unknown_model",
                 None,
                 Some(format!(
-                    "it does not know the model {key} (model:tenant); kvflash workers URL_OF_INDEXER \
-                     lists those that it knows"
+                    "it does not know the model {key} (model:tenant); kvflash workers {url} lists \
+                     those that it knows"
                 )),
             ),
             Err(Failure::Other(why)) => ("failed", None, Some(why)),
         };
-        self.note(trouble);
+        self.note(trouble.map(|why| if url.is_empty() { why } else { format!("{url}: {why}") }));
         self.lookups.get_or_create(&OutcomeLabel { outcome }).inc();
         found
     }
@@ -224,10 +237,19 @@ impl RemoteIndexer {
             .body(Full::new(Bytes::from(body)))
             .map_err(|error| other(&error))?;
         self.credential.show(request.headers_mut());
-        let response = self.client.request(request).await.map_err(|error| other(&error))?;
-        match response.status() {
+        let sent = self.client.request(request).await;
+        let response = sent.map_err(|error| Failure::Other(in_full(&error)))?;
+        let (parts, body) = response.into_parts();
+        let body = Limited::new(body, ANSWER_BYTES_MAX).collect().await;
+        let bytes = body.map_err(|error| Failure::Other(in_full(&*error)))?.to_bytes();
+        match parts.status {
             StatusCode::OK => {}
-            StatusCode::NOT_FOUND => return Err(Failure::Unknown),
+            StatusCode::NOT_FOUND if memmem::find(&bytes, UNKNOWN_MODEL).is_some() => {
+                return Err(Failure::Unknown);
+            }
+            status @ StatusCode::NOT_FOUND => {
+                return Err(other(&format!("not a kvflash indexer: it answered {status}")));
+            }
             status @ (StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) => {
                 return Err(other(&format!(
                     "it answered {status}: set --service-key-file to a file with one of its admin keys"
@@ -235,9 +257,8 @@ impl RemoteIndexer {
             }
             status => return Err(other(&format!("it answered {status}"))),
         }
-        let body = Limited::new(response.into_body(), ANSWER_BYTES_MAX).collect().await;
-        let bytes = body.map_err(|error| other(&error))?.to_bytes();
-        let answer: Answer = rmp_serde::from_slice(&bytes).map_err(|error| other(&error))?;
+        let answer: Answer = rmp_serde::from_slice(&bytes)
+            .map_err(|error| other(&format!("not the answer of a kvflash indexer: {error}")))?;
         let mut found = Vec::new();
         for (instance, ranks) in &answer.scores {
             let instance_id =

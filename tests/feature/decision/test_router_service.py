@@ -629,8 +629,25 @@ def test_a_remote_indexer_that_is_late_or_gone_is_done_without(service, client):
     assert ask(http)["overlap_blocks"] == 0
     assert metric(http, 'kvflash_remote_indexer_lookups_total{outcome="failed"}') == 1
     (warning,) = http.get("/health")["warnings"]
-    assert warning.startswith("--use-remote-indexer: "), warning
+    assert warning.startswith(f"--use-remote-indexer: {url}: "), warning
+    assert "Connection refused" in warning, warning
     assert warning.endswith("only the load and the prompts sent lately decide"), warning
+
+
+def test_a_remote_indexer_that_is_something_else_is_named(service, client):
+    indexer, other = service(serve_indexer=True).url, service().url
+    for url, why in (
+        (
+            indexer,
+            f"it does not know the model m:default (model:tenant); kvflash workers {indexer}",
+        ),
+        (other, "not a kvflash indexer: it answered 404 Not Found"),
+    ):
+        http = client(service(use_remote_indexer=url, remote_indexer_deadline=30.0).url)
+        add(http, 1)
+        ask(http)
+        (warning,) = http.get("/health")["warnings"]
+        assert warning.startswith(f"--use-remote-indexer: {url}: {why}"), warning
 
 
 # -- messages with a method

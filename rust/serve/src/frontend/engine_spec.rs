@@ -11,7 +11,7 @@ use kvflash_core::fleet::{EventSpec, broker_path, port_of, shifted};
 use kvflash_core::ids::InstanceId;
 
 /// An address for display, without its login.
-fn without_login(url: &str) -> String {
+pub(crate) fn without_login(url: &str) -> String {
     match (url.find("//"), url.rfind('@')) {
         (Some(from), Some(to)) if from < to => format!("{}//***{}", &url[..from], &url[to..]),
         _ => url.to_owned(),

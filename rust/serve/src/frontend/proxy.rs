@@ -1,6 +1,8 @@
 //! HTTP to the engines: one client with pooled connections, and filtered headers.
 
+use std::error::Error as _;
 use std::io;
+use std::iter;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
@@ -20,7 +22,7 @@ use tokio::sync::oneshot;
 use super::engine_spec::{EngineSpec, WorkerKey, bearer};
 use super::options::FrontendOptions;
 use crate::body::Forwarded;
-use crate::outbound::Connector;
+use crate::outbound::{Connector, in_full};
 use crate::via::VIA;
 
 /// Maximum 1xx responses before the final one: an engine with more never answers.
@@ -191,15 +193,9 @@ async fn send_with(
     answered.map_err(|error| {
         let is_sent = !error.is_connect();
         let cause = if is_sent { "no_answer" } else { "connect" };
-        // The outermost text only says "client error"; the operator needs the root of it.
-        let (mut message, mut is_closed) = (error.to_string(), false);
-        let mut source = std::error::Error::source(&error);
-        while let Some(inner) = source {
-            message = format!("{message}: {inner}");
-            is_closed |= is_close(inner);
-            source = inner.source();
-        }
-        AttemptError { cause, message, is_sent, is_closed }
+        let sources = iter::successors(error.source(), |&inner| inner.source());
+        let is_closed = sources.fold(false, |is_closed, inner| is_closed | is_close(inner));
+        AttemptError { cause, message: in_full(&error), is_sent, is_closed }
     })
 }
 
