@@ -28,8 +28,17 @@ pub(super) struct FolderConfig {
     pub(super) extra_tokens: Vec<String>,
     /// `model_type` of `config.json`: some models' chats are not rendered from a template.
     pub(super) model_type: Option<String>,
-    /// Chat templates by name; the unnamed one is `default`.
-    pub(super) templates: Vec<(String, String)>,
+    /// Chat templates; the unnamed one is `default`.
+    pub(super) templates: Vec<NamedTemplate>,
+}
+
+/// The source of a chat template.
+#[derive(Debug)]
+pub(super) struct NamedTemplate {
+    pub(super) name: String,
+    pub(super) source: String,
+    /// The file that has it, if any.
+    pub(super) file: Option<PathBuf>,
 }
 
 impl FolderConfig {
@@ -78,20 +87,23 @@ impl FolderConfig {
         main: &Map<String, Value>,
         path: &Path,
     ) -> Result<()> {
-        if let Some(text) = read_text(&folder.join("chat_template.jinja"))? {
-            self.templates.push(("default".to_owned(), text));
+        let mut add = |name: &str, source: &str, file: &Path| {
+            let (name, source, file) = (name.to_owned(), source.to_owned(), Some(file.to_owned()));
+            self.templates.push(NamedTemplate { name, source, file });
+        };
+        let own = folder.join("chat_template.jinja");
+        if let Some(text) = read_text(&own)? {
+            add("default", &text, &own);
             for file in list_jinja(&folder.join("additional_chat_templates"))? {
-                let name = file.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+                let name = file.file_stem().unwrap_or_default().to_string_lossy();
                 if let Some(text) = read_text(&file)? {
-                    self.templates.push((name, text));
+                    add(&name, &text, &file);
                 }
             }
             return Ok(());
         }
         match main.get("chat_template") {
-            Some(Value::String(text)) => {
-                self.templates.push(("default".to_owned(), text.clone()));
-            }
+            Some(Value::String(text)) => add("default", text, path),
             Some(Value::Array(entries)) => {
                 for entry in entries {
                     let field = |key| entry.get(key).and_then(Value::as_str);
@@ -101,14 +113,15 @@ impl FolderConfig {
                             path.display()
                         )));
                     };
-                    self.templates.push((name.to_owned(), text.to_owned()));
+                    add(name, text, path);
                 }
             }
             None | Some(Value::Null) => {
-                let processor = read_object(&folder.join("chat_template.json"))?;
+                let file = folder.join("chat_template.json");
+                let processor = read_object(&file)?;
                 let text = processor.as_ref().and_then(|object| object.get("chat_template"));
                 if let Some(text) = text.and_then(Value::as_str) {
-                    self.templates.push(("default".to_owned(), text.to_owned()));
+                    add("default", text, &file);
                 }
             }
             Some(_) => {

@@ -10,7 +10,7 @@ use serde_json::Value as Json;
 use serde_json::value::RawValue;
 
 use super::cache::CacheOptions;
-use super::config::FolderConfig;
+use super::config::{FolderConfig, NamedTemplate};
 use super::content::{ContentFormat, detect};
 use super::jinja::environment;
 use super::known::{Key, MessageCache};
@@ -106,12 +106,13 @@ impl ChatTemplate {
         clock: WallClock,
     ) -> Result<Self> {
         let owned = |(name, text): &(&str, &str)| ((*name).to_owned(), (*text).to_owned());
+        let (name, source) = ("default".to_owned(), source.to_owned());
         let config = FolderConfig {
             named_tokens: special_tokens.iter().map(owned).collect(),
+            templates: vec![NamedTemplate { name, source, file: None }],
             ..FolderConfig::default()
         };
-        let templates = [("default".to_owned(), source.to_owned())];
-        Self::build(&templates, &config, clock, CacheOptions { capacity_bytes: 0 })
+        Self::build(&config, clock, CacheOptions { capacity_bytes: 0 })
     }
 
     /// Load with the folder's configuration already read; `cache` is for messages that come again.
@@ -119,24 +120,21 @@ impl ChatTemplate {
         if config.templates.is_empty() {
             return Ok(None);
         }
-        Self::build(&config.templates, config, WallClock::default(), cache).map(Some)
+        Self::build(config, WallClock::default(), cache).map(Some)
     }
 
-    fn build(
-        templates: &[(String, String)],
-        config: &FolderConfig,
-        clock: WallClock,
-        cache: CacheOptions,
-    ) -> Result<Self> {
+    fn build(config: &FolderConfig, clock: WallClock, cache: CacheOptions) -> Result<Self> {
         let known = MessageCache::new(cache.capacity_bytes);
         let mut environment = environment(clock);
-        let mut formats = Vec::with_capacity(templates.len());
-        for (name, source) in templates {
+        let mut formats = Vec::with_capacity(config.templates.len());
+        for NamedTemplate { name, source, file } in &config.templates {
             let source = &unix_lines(source);
             formats.push((name.clone(), detect(source)));
-            environment
-                .add_template_owned(name.clone(), rewrite(source))
-                .map_err(|error| Error::Config(format!("chat template {name:?}: {error}")))?;
+            environment.add_template_owned(name.clone(), rewrite(source)).map_err(|error| {
+                let file = file.as_ref().map(|file| format!("{}: ", file.display()));
+                let file = file.unwrap_or_default();
+                Error::Config(format!("{file}chat template {name:?}: {error}"))
+            })?;
         }
         let special_tokens = config
             .named_tokens

@@ -533,7 +533,14 @@ fn load_errors_name_the_file() {
         (load(&[("tokenizer_config.json", json!("nonsense"))]), "tokenizer_config.json"),
         (
             load(&[("tokenizer.json", tiny_json()), ("chat_template.jinja", json!("{% if %}"))]),
-            "chat template \"default\"",
+            "chat_template.jinja: chat template \"default\"",
+        ),
+        (
+            load(&[
+                ("tokenizer.json", tiny_json()),
+                ("tokenizer_config.json", json!({"chat_template": "{% if %}"})),
+            ]),
+            "tokenizer_config.json: chat template \"default\"",
         ),
     ];
     for (error, name) in cases {

@@ -131,7 +131,10 @@ impl ModelTexts {
             let (model, folder) = parts(entry);
             let folder = model_folder(folder)
                 .map_err(|error| Error::Config(format!("--tokenizer {error}")))?;
-            let text = tokenizers.open(&folder, cache_bytes)?;
+            let text = tokenizers.open(&folder, cache_bytes).map_err(|error| match error {
+                Error::Config(why) => Error::Config(format!("--tokenizer {entry}: {why}")),
+                other => other,
+            })?;
             let is_new = match model {
                 Some(model) => texts.by_model.insert(model.to_owned(), text).is_none(),
                 None => texts.of_all.replace(text).is_none(),
@@ -194,16 +197,22 @@ mod tests {
 
     #[test]
     fn refusals_name_the_entry_and_what_came() {
+        let folder = std::env::temp_dir().join(format!("kvflash-broken-{}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        fs::write(folder.join("tokenizer.json"), "{").unwrap();
+        let broken = folder.to_str().unwrap().to_owned();
         for (named, wanted) in [
             (vec![TINY, TINY], "all models already has one"),
             (vec!["a=../../tests/vectors/tiny-llama"; 2], "model \"a\" already has one"),
             (vec!["/no/such"], "--tokenizer must be a folder with tokenizer.json"),
             (vec!["a=/no/such"], "got \"/no/such\""),
             (vec!["a=no-org/no-name"], "hf download no-org/no-name"),
+            (vec![&broken], &format!("--tokenizer {broken}: {broken}/tokenizer.json: ")),
         ] {
             let error = open(&named).unwrap_err().to_string();
             assert!(error.contains(wanted), "{named:?}: {error}");
         }
+        fs::remove_dir_all(&folder).unwrap();
     }
 
     #[test]
