@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvflash.discovery import open_discovery
-from kvflash.errors import ConfigError, InvalidArgumentError
+from kvflash.errors import ConfigError, ConflictError, InvalidArgumentError
 from kvflash.roster.core import Fleet, Replicas
 from kvflash.roster.flags import DNS_PREFIX, FleetFlags
 
@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 def add_named(core: Fleet, flags: FleetFlags) -> dict[int, str]:
     """Add the engines that flags name by URL; returns their numbers and specs.
 
-    ConfigError names a faulty flag and field; ConflictError means that a worker is given twice.
+    ConfigError names a faulty flag and field; ConflictError names the flag of a worker of which
+    another one has the URL, the id or the event socket.
     """
     found = {}
     for source, spec, role in flags.named_workers():
@@ -29,9 +30,10 @@ def add_named(core: Fleet, flags: FleetFlags) -> dict[int, str]:
             continue
         try:
             found[core.add_worker(spec + role)] = spec + role
-        except (ConfigError, InvalidArgumentError) as error:
+        except (ConfigError, ConflictError, InvalidArgumentError) as error:
             said = str(error).removeprefix(f'--worker "{spec}{role}": ')
-            raise ConfigError(f"{source} {spec!r}: {said}") from error
+            kind = ConflictError if isinstance(error, ConflictError) else ConfigError
+            raise kind(f"{source} {spec!r}: {said}") from error
     return found
 
 

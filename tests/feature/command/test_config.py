@@ -13,7 +13,7 @@ import pytest
 from kvflash import KvRouterConfig, _core
 from kvflash.cluster_flags import ClusterFlags
 from kvflash.config import bounded_float, bounded_int, byte_count, optional
-from kvflash.errors import ConfigError
+from kvflash.errors import ConfigError, ConflictError
 from kvflash.flags import Flags
 from kvflash.frontend import args as frontend
 from kvflash.frontend.app import main as run_frontend
@@ -484,6 +484,29 @@ def test_settings_of_fairness_alone_are_no_mistake(line):
     args = frontend.parse_args(line.split())
     assert args.fairness == "none"
     make_frontend(args)
+
+
+@pytest.mark.parametrize(
+    ("second", "wanted"),
+    [
+        (
+            "http://b:1,id=1",
+            "worker id 1 is already registered: http://a:1 has it; workers without an id are "
+            "numbered 1, 2, ... in order",
+        ),
+        ("http://a:1/", "http://a:1/ is already registered as worker 1"),
+        (
+            "http://b:1,events=tcp://a:5557",
+            "events: tcp://a:5557 is worker 1's event socket already; each engine has its own "
+            "endpoint in --kv-events-config",
+        ),
+    ],
+)
+def test_what_another_worker_has_is_named_with_the_flag(second, wanted):
+    args = frontend.parse_args(["--worker", "http://a:1,events=tcp://a:5557", second])
+    with pytest.raises(ConflictError) as caught:
+        make_frontend(args)
+    assert str(caught.value) == f"--worker {second!r}: {wanted}"
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,16 @@ impl Fleet {
             )));
         }
         let id = match spec.instance_id {
-            Some(id) => id,
+            Some(id) => match tables.members.get(&id) {
+                Some(other) => {
+                    return Err(Error::Conflict(format!(
+                        "worker id {id} is already registered: {} has it; workers without an id are numbered 1, 2, \
+                         ... in order",
+                        other.base
+                    )));
+                }
+                None => id,
+            },
             None => loop {
                 let id = self.next_id.fetch_add(1, Ordering::Relaxed);
                 if !tables.roster.has(id) {
