@@ -425,7 +425,7 @@ fn with_trust(app: &App, mut decision: Value, trust: &HashMap<String, Trust>) ->
 #[derive(Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Asked {
-    path: Option<String>,
+    pub path: Option<String>,
 }
 
 impl Asked {
@@ -433,10 +433,8 @@ impl Asked {
     /// 400 for a path without requests.
     fn row(self) -> Result<Option<&'static Row>, Reject> {
         let Some(path) = self.path else { return Ok(None) };
-        Row::of(&path).map(Some).ok_or_else(|| {
-            let (_, message) = Row::missing(&path);
-            Reject::bad_request(format!("path: {message}"))
-        })
+        let unexplained = || Reject::bad_request(format!("path: {}", Row::unexplained(&path)));
+        Row::of(&path).map(Some).ok_or_else(unexplained)
     }
 }
 

@@ -207,6 +207,22 @@ fn two_workers_do_not_share_an_event_socket() {
     add("http://127.0.0.1:3,events=tcp://127.0.0.1:5557").unwrap();
 }
 
+#[test]
+fn a_body_of_another_api_needs_its_path_to_be_explained() {
+    let (app, _) = frontend(1);
+    let explain = |path: Option<&str>| {
+        let asked = Query(admin::Asked { path: path.map(str::to_owned) });
+        let body = Body::from(r#"{"model": "m", "input": "a"}"#);
+        let (caller, headers) = (Caller::default(), HeaderMap::new());
+        let answer = admin::explain(State(Arc::clone(&app)), Ok(asked), caller, headers, body);
+        runtime(1).block_on(answer).map(drop).map_err(|reject| reject.message)
+    };
+    assert!(explain(None).unwrap_err().contains("add their path, as in ?path=/v1/responses"));
+    explain(Some("/v1/responses")).unwrap();
+    let refused = explain(Some("/v1/models")).unwrap_err();
+    assert!(refused.starts_with("path: /explain takes no requests to /v1/models; "), "{refused}");
+}
+
 /// A frontend that routes by events, with two workers.
 fn by_events() -> Arc<App> {
     let clock = Arc::new(ManualClock::default());

@@ -249,6 +249,16 @@ impl Row {
             .find(|path| Self::of(path).is_some() || path == "/v1/models")
     }
 
+    /// Why `path`, which has no row, can't be explained.
+    pub fn unexplained(path: &str) -> String {
+        let meant = Self::meant_by(path).filter(|path| Self::of(path).is_some());
+        let hint = match meant.as_deref().or_else(|| near(path)) {
+            Some(meant) => format!("did you mean {meant}?"),
+            None => format!("it takes those to {}", ROWS.each_ref().map(|row| row.path).join(", ")),
+        };
+        format!("/explain takes no requests to {path}; {hint}")
+    }
+
     /// The response for a path that is not served, and its format.
     pub fn missing(path: &str) -> (Form, String) {
         let meant = Self::meant_by(path).or_else(|| near(path).map(str::to_owned));
@@ -326,6 +336,17 @@ mod tests {
             let (form, message) = Row::missing(path);
             assert!(message.contains(wanted), "{path}: {message}");
             assert_eq!(form, Form::OpenAi, "{path}");
+        }
+        for (path, wanted) in [
+            ("/v1/models", "; it takes those to /v1/chat/completions, /v1/completions, "),
+            ("/v1/responses/resp_1", "; it takes those to "),
+            ("/completions", "; did you mean /v1/completions?"),
+            ("/v1/embedding", "; did you mean /v1/embeddings?"),
+        ] {
+            let message = Row::unexplained(path);
+            let wanted = format!("/explain takes no requests to {path}{wanted}");
+            assert!(message.starts_with(&wanted), "{message}");
+            assert!(!message.contains("{id}"), "{message}");
         }
         for path in ["/v1/v1/messages", "/v1/messages/batches", "/v1/message"] {
             assert_eq!(Row::missing(path).0, Form::Anthropic, "{path}");

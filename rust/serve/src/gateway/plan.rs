@@ -115,6 +115,12 @@ impl Plan {
         if row.is_some_and(Row::names_response) {
             envelope.model = kept.as_ref().and_then(|kept| kept.model()).map(Cow::Owned);
         }
+        if row.is_none() && envelope.messages.is_none() && envelope.prompt.is_none() {
+            return Err(Reject::bad_request(
+                "/explain takes chats and completions: messages or prompt is missing; for other APIs add their path, \
+                 as in ?path=/v1/responses",
+            ));
+        }
         let call = Arc::new(Call::new(row, head, request_id, &body, &envelope)?);
         let route = match envelope.model.as_deref() {
             Some(name) => app.route(name, alias.as_deref()),
