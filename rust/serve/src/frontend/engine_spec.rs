@@ -183,9 +183,15 @@ impl EngineSpec {
                     continue;
                 }
                 let port = port_of(address);
-                if port.is_none() && (self.dp_size > 1 || !is_local(address)) {
+                if port.is_none() && !is_local(address) {
                     return Err(Error::Config(format!(
                         "worker {key} must be tcp://host:port or ipc://path, got {address:?}"
+                    )));
+                }
+                if port.is_none() && self.dp_size > 1 {
+                    return Err(Error::Config(format!(
+                        "worker {key} {address:?}: with dp={} it must be tcp://host:port, because rank r is at port + r",
+                        self.dp_size
                     )));
                 }
                 if port.is_some_and(|port| u32::from(port) + self.dp_size - 1 > 65_535) {
@@ -366,6 +372,10 @@ mod tests {
             ("http://h:8000,replay=tcp://h:1", "no events="),
             ("http://h:8000,dp=0,events=tcp://h:1", "dp must be a number in 1..=1024"),
             ("http://h:8000,events=tcp://h:65535,dp=2", "above 65535"),
+            (
+                "http://h:8000,dp=2,events=ipc:///tmp/x",
+                "worker events \"ipc:///tmp/x\": with dp=2 it must be tcp://host:port, because rank r",
+            ),
         ] {
             let error = text.parse::<EngineSpec>().unwrap_err().to_string();
             assert!(error.contains(wanted), "{text}: {error}");
