@@ -154,14 +154,17 @@ impl Service {
         app: impl App,
         is_ready: impl Fn() -> bool + Send + 'static,
     ) -> Result<SocketAddr> {
+        let reuse_port = self.http.reuse_port;
         let cannot = |error: std::io::Error| {
             let hint = match error.kind() {
+                ErrorKind::AddrInUse if reuse_port => {
+                    ": the process there was started without --reuse-port: stop it, or choose another port"
+                }
                 ErrorKind::AddrInUse => ": choose another port, or --reuse-port to share it",
                 _ => "",
             };
             Error::Config(format!("can't listen on {host}:{port} ({flags}): {error}{hint}"))
         };
-        let reuse_port = self.http.reuse_port;
         let socket = self.handle.block_on(bind(host, port, reuse_port)).map_err(cannot)?;
         let address = socket.local_addr().map_err(cannot)?;
         let (limits, shutdown) =

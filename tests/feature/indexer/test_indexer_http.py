@@ -210,15 +210,25 @@ def test_the_process_serves_its_workers_and_ends_cleanly(run, client, engine):
     assert process.terminate() == 0
 
 
-def test_a_port_in_use_is_refused_by_name(run, embedded):
+@pytest.mark.parametrize(
+    ("flags", "advice"),
+    [
+        ((), "choose another port, or --reuse-port to share it"),
+        (
+            ("--reuse-port",),
+            "the process there was started without --reuse-port: stop it, or choose another port",
+        ),
+    ],
+)
+def test_a_port_in_use_is_refused_by_name(run, embedded, flags, advice):
     port = embedded.http.url.rsplit(":", 1)[1]
-    process = run("kvflash.indexer", "--port", port, "--host", "127.0.0.1")
+    process = run("kvflash.indexer", "--port", port, "--host", "127.0.0.1", *flags)
     assert process.popen.wait(30) == 2
     process.close()
     errors = "".join(process.errors)
     assert port in errors
     assert "--port" in errors
-    assert "choose another port, or --reuse-port to share it" in errors
+    assert advice in errors
 
 
 def test_the_fault_of_a_dropped_event_is_logged_at_debug(run, client, engine):
