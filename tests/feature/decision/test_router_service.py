@@ -90,7 +90,7 @@ def test_hashes_stand_for_tokens(http, engine):
         body = {"model_name": "m", "block_hashes": hashes, "isl_tokens": isl_tokens}
         answer = http.post("/select", body, expect=400)
         assert (
-            f"isl_tokens must be in 16..20 with 4 block_hashes of 4 tokens, got {isl_tokens}"
+            f"isl_tokens must be in 16..=19 with 4 block_hashes of 4 tokens, got {isl_tokens}"
             in (answer["error"])
         )
 

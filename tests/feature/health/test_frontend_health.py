@@ -94,7 +94,7 @@ def test_chats_without_a_template_are_told(tmp_path: Path) -> None:
     flags = ("--tokenizer", str(tmp_path), "--kv-cache-block-size", "16")
     with EmbeddedFrontend(*flags) as frontend, FakeEngine("m") as fake, engines(frontend, fake):
         assert ask(frontend.url, CHAT, BODY).status == 200
-        assert "1 chats were routed by load" in str(warnings(frontend))
+        assert "chats are routed by load (1 so far)" in str(warnings(frontend))
 
 
 def test_whose_block_size_is_wrong_is_told() -> None:

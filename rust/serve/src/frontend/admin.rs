@@ -126,7 +126,9 @@ pub(super) fn not_ready(app: &App) -> Option<String> {
         }
         Ok(()) if app.options.ready_fails_when_full && app.is_full() => {
             let limit = app.options.max_concurrent_requests;
-            Some(format!("{limit} requests are in flight, the limit (--max-concurrent-requests)"))
+            Some(format!(
+                "the limit of requests in flight is reached: {limit} (--max-concurrent-requests)"
+            ))
         }
         Ok(()) => None,
     }
@@ -183,7 +185,7 @@ fn warnings(
     let untold = app.metrics.untokenized.get(&CauseLabel { cause: "template" });
     if let Some(count) = untold.map(|count| count.get()).filter(|count| *count > 0) {
         warnings.push(format!(
-            "{count} chats were routed by load: the tokenizer's folder has no chat template. Add \
+            "the tokenizer's folder has no chat template, so chats are routed by load ({count} so far). Add \
              chat_template.jinja to it, or set --tokenizer to the model's own folder"
         ));
     }

@@ -367,7 +367,9 @@ async fn admit(
 ) -> Result<(InFlight, Received), Reject> {
     let limit = app.options.max_concurrent_requests;
     let full = || {
-        let what = format!("{limit} requests are in flight, the limit (--max-concurrent-requests)");
+        let what = format!(
+            "the limit of requests in flight is reached: {limit} (--max-concurrent-requests)"
+        );
         (Error::Overloaded(what), "concurrency")
     };
     let started = app.started().map_err(|error| (error, "no_worker"));

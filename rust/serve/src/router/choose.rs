@@ -296,10 +296,10 @@ fn prompt(pool: &Pool, request: &Choose) -> Result<Prompt> {
                     || (full.max(1)..full + u64::from(block_size)).contains(&isl_tokens);
                 if !is_legal {
                     return Err(Error::invalid(format!(
-                        "isl_tokens must be in {}..{} with {} block_hashes of {block_size} tokens, got \
+                        "isl_tokens must be in {}..={} with {} block_hashes of {block_size} tokens, got \
                          {isl_tokens}",
                         full.max(1),
-                        full + u64::from(block_size),
+                        full + u64::from(block_size) - 1,
                         hashes.0.len(),
                     )));
                 }

@@ -112,7 +112,8 @@ impl Meters {
             state.refresh(key, now_ms);
             if let Some(limit) = state.concurrency.filter(|limit| state.in_flight >= *limit) {
                 state.counts.concurrency += 1;
-                let what = format!("{limit} requests are in flight, the limit (concurrency)");
+                let what =
+                    format!("the limit of requests in flight is reached: {limit} (concurrency)");
                 return Err(refusal(&key.id, &what, 1_000));
             }
             if let Some(limit) = state.requests.limit()

@@ -66,7 +66,8 @@ fn requests_at_once_have_a_limit_and_a_dropped_one_makes_room() {
     let key = Key { concurrency: Some(1), ..key("a") };
     let running = meters.begin(&key).unwrap();
     let reject = meters.begin(&key).err().unwrap();
-    assert!(reject.message.contains("1 requests are in flight"), "{}", reject.message);
+    let wanted = "the limit of requests in flight is reached: 1 (concurrency)";
+    assert!(reject.message.contains(wanted), "{}", reject.message);
     drop(running);
     drop(meters.begin(&key).unwrap());
     assert_eq!(meters.all()[0].2, 0);
