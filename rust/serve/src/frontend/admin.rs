@@ -208,6 +208,7 @@ fn warnings(
         ));
     }
     for text in app.tokenizers.loaded() {
+        warnings.extend(text.warning());
         let report = text.model.tokenizer.encoder();
         if report.mismatches_total > 0 {
             warnings.push(format!(

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 
 use kvflash_core::error::{Error, Result};
-use kvflash_core::text::{CacheOptions, TextModel, model_folder};
+use kvflash_core::text::{CacheOptions, ChatRequest, Effort, TextModel, model_folder};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 
@@ -18,6 +18,8 @@ pub(crate) struct ModelText {
     pub folder: PathBuf,
     pub model: Arc<TextModel>,
     pub eos_token_ids: Vec<u32>,
+    /// Why the template does not even render a plain chat.
+    template_fault: Option<String>,
 }
 
 impl ModelText {
@@ -29,7 +31,23 @@ impl ModelText {
         let cache = CacheOptions { capacity_bytes: cache_bytes };
         let model = TextModel::from_folder(folder, cache)?;
         let eos_token_ids = eos_token_ids(folder, &model);
-        Ok(Self { folder: folder.to_owned(), eos_token_ids, model: Arc::new(model) })
+        let template_fault = template_fault(&model);
+        Ok(Self {
+            folder: folder.to_owned(),
+            eos_token_ids,
+            template_fault,
+            model: Arc::new(model),
+        })
+    }
+
+    /// Why its chats are not matched, as a warning.
+    pub fn warning(&self) -> Option<String> {
+        let why = self.template_fault.as_ref()?;
+        Some(format!(
+            "the chat template in {} does not render a plain chat ({why}): chats are routed by load. Set --tokenizer \
+             to the folder of the model that the engines serve, with its chat template",
+            self.folder.display()
+        ))
     }
 
     /// What `GET /health` says of the tokenizer.
@@ -43,6 +61,14 @@ impl ModelText {
             "mismatches": report.mismatches_total,
         })
     }
+}
+
+/// Why the template does not render a chat that every model takes; `None` without a template.
+fn template_fault(model: &TextModel) -> Option<String> {
+    let messages = Some(r#"[{"role": "user", "content": "Hello"}]"#);
+    let chat = ChatRequest { messages, ..ChatRequest::default() };
+    let effort = Effort { is_quick: true, ..Effort::FULL };
+    model.template.as_ref()?.render_within(&chat, effort).err().map(|error| error.to_string())
 }
 
 /// The tokens that end an answer: what the generation config says, else the model's, and the tokenizer's. A
@@ -211,6 +237,37 @@ mod tests {
         ] {
             let error = open(&named).unwrap_err().to_string();
             assert!(error.contains(wanted), "{named:?}: {error}");
+        }
+        fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[test]
+    fn a_template_that_fails_at_a_plain_chat_is_warned_of() {
+        let tiny = Path::new("../../tests/vectors/tiny-llama");
+        let folder = std::env::temp_dir().join(format!("kvflash-template-{}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        fs::copy(tiny.join("tokenizer.json"), folder.join("tokenizer.json")).unwrap();
+        let warning = || ModelText::load(&folder, 1 << 20).unwrap().warning();
+        assert_eq!(warning(), None, "a model without a template has no chats");
+        for (template, wanted) in [
+            (
+                "{{ nothing.at.all }}",
+                Some("does not render a plain chat (chat template: undefined"),
+            ),
+            ("{{ raise_exception('no') }}", Some("no")),
+            ("{{ messages[0].content }}", None),
+            (
+                "{% for i in range(99999) %}{% for j in range(99999) %}a{% endfor %}{% endfor %}",
+                None,
+            ),
+        ] {
+            fs::write(folder.join("chat_template.jinja"), template).unwrap();
+            let warning = warning();
+            let is_right = match (&warning, wanted) {
+                (Some(warning), Some(wanted)) => warning.contains(wanted),
+                (warning, wanted) => warning.is_none() && wanted.is_none(),
+            };
+            assert!(is_right, "{template}: {warning:?}");
         }
         fs::remove_dir_all(&folder).unwrap();
     }
