@@ -86,7 +86,9 @@ impl Record {
 
     fn candidate(&self, one: &CandidateRecord) -> Value {
         let terms = &one.terms;
-        let is_priced = &*self.policy == AUTO;
+        let is_by_price = &*self.policy == AUTO;
+        // A worker that was passed over has no price, and the cost of another policy.
+        let is_unpriced = is_by_price && (one.is_busy || one.is_draining);
         let mut value = json!({
             "worker": terms.worker.to_string(),
             "overlap_blocks": one.overlap_blocks,
@@ -100,10 +102,12 @@ impl Record {
             "active_requests": terms.active_requests,
             "is_busy": one.is_busy,
             "is_draining": one.is_draining,
-            "cost": terms.cost,
+            "cost": (!is_unpriced).then_some(terms.cost),
         });
         // The others choose by something else than this cost.
-        if is_priced {
+        if is_unpriced {
+            (value["formula"], value["price"]) = (Value::Null, Value::Null);
+        } else if is_by_price {
             value["formula"] = json!(format!("{}: {}", terms.worker, terms.price));
             value["price"] = terms.price.parts().into_iter().collect();
         } else if &*self.policy == Policy::Kv.name() {

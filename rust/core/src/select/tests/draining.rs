@@ -36,6 +36,24 @@ fn a_draining_worker_gets_nothing_new_and_keeps_what_it_has() {
 }
 
 #[test]
+fn a_worker_that_auto_passes_over_has_no_price() {
+    let active = registry::build("auto", &Settings::default(), &mut SmallRng::seed_from_u64(1));
+    let policies = Policies { active: Some(active.unwrap()), ..Policies::default() };
+    let router = RouterConfig { block_size: BLOCK_SIZE, ..RouterConfig::default() };
+    let config = SelectorConfig { router, ..SelectorConfig::default() };
+    let bench = with_policies(config, policies, CatalogOptions::default(), 2);
+    bench.selector.set_draining(vec![1]);
+    let prompt = bench.prompt(&[1; 8]);
+    let (_, record) = bench.selector.preview(&ask_of(&prompt)).unwrap();
+    let decision = record.decision();
+    for field in ["cost", "price", "formula"] {
+        let [open, draining] = [0, 1].map(|at| &decision["candidates"][at][field]);
+        assert!(!open.is_null() && draining.is_null(), "{field}: {open} {draining}");
+    }
+    assert_eq!(decision["candidates"][1]["is_draining"], true);
+}
+
+#[test]
 fn pins_and_sessions_go_elsewhere_and_the_decision_says_so() {
     let affinity = Some(Arc::new(Affinity::new(60).unwrap()));
     let policies = Policies { affinity, ..Policies::default() };
