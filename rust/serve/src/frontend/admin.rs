@@ -12,7 +12,7 @@ use axum::http::{HeaderMap, StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
 use kvflash_core::catalog::{Code, Report, Trust, TrustState, Unheard};
 use kvflash_core::ids::Worker;
-use kvflash_core::select::{ReuseView, WorkerReason};
+use kvflash_core::select::{MAX_REQUEST_ID_BYTES, ReuseView, WorkerReason};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -355,13 +355,20 @@ pub(super) async fn why(State(app): State<Arc<App>>, id: PathText) -> Result<Res
     app.aside.make(|| tell_why(&app, &id)).await
 }
 
-fn tell_why(app: &App, id: &str) -> Result<Response, Reject> {
+pub(super) fn tell_why(app: &App, id: &str) -> Result<Response, Reject> {
     let records = app.fleet.common.journal.find(id);
     if records.is_empty() {
-        let message = format!(
-            "no decision is stored for request {id:?}: it was not routed here, or newer decisions have replaced \
-             it (--decision-journal)"
-        );
+        let message = if id.len() > MAX_REQUEST_ID_BYTES {
+            format!(
+                "no decision has an id of more than {MAX_REQUEST_ID_BYTES} bytes: kvflash gave the request another \
+                 one, which is x-request-id in its answer"
+            )
+        } else {
+            format!(
+                "no decision is stored for request {id:?}: it was not routed here, or newer decisions have replaced \
+                 it (--decision-journal)"
+            )
+        };
         return Err(Reject::new(StatusCode::NOT_FOUND, message));
     }
     let now_ms = app.fleet.common.clock.now_ms();

@@ -223,6 +223,14 @@ fn a_body_of_another_api_needs_its_path_to_be_explained() {
     assert!(refused.starts_with("path: /explain takes no requests to /v1/models; "), "{refused}");
 }
 
+#[test]
+fn an_id_that_was_replaced_is_not_said_to_be_unrouted() {
+    let (app, _) = frontend(1);
+    let why = |bytes: usize| admin::tell_why(&app, &"i".repeat(bytes)).unwrap_err().message;
+    assert!(why(256).contains("it was not routed here"));
+    assert!(why(257).contains("kvflash gave the request another one"));
+}
+
 /// A frontend that routes by events, with two workers.
 fn by_events() -> Arc<App> {
     let clock = Arc::new(ManualClock::default());
