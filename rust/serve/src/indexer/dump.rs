@@ -270,6 +270,7 @@ pub(super) fn digests(
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use http_body_util::BodyExt;
     use kvflash_core::catalog::{EngineFacts, Identity, Registration, Source};
