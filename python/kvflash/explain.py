@@ -247,9 +247,6 @@ def _candidates(
     for one in shown:
         price = one.get("price") or {}
         costs = [_number(one.get("cost")), *(_number(price.get(part)) for part in parts)]
-        if price and _is_passed_over(one) and not any(price.values()):
-            # It has no price: its cost is that of kv, in blocks.
-            costs = ["-"] * len(costs)
         rows.append(
             [
                 "*" if one.get("worker") == chosen else "",
@@ -295,7 +292,7 @@ def _predicted(candidate: Mapping[str, Any]) -> int:
 
 
 def _number(value: Any) -> str:
-    return f"{value:.1f}" if isinstance(value, int | float) else ""
+    return f"{value:.1f}" if isinstance(value, int | float) else "-"
 
 
 def _note(candidate: Mapping[str, Any]) -> str:

@@ -358,11 +358,10 @@ def test_predicted_blocks_and_a_policy_that_did_not_choose_are_shown() -> None:
 
 
 def test_draining_workers_and_who_was_sent_elsewhere_are_shown() -> None:
-    nothing = {"queue": 0.0, "prefill": 0.0}
     chosen, other = DECISION["candidates"][1], DECISION["candidates"][0]
     passed_over = [
-        {**other, "worker": "3:0", "cost": 6.0, "price": nothing, "is_draining": True},
-        {**other, "worker": "4:0", "cost": 7.0, "price": nothing, "is_busy": True},
+        {**other, "worker": "3:0", "cost": None, "price": None, "is_draining": True},
+        {**other, "worker": "4:0", "cost": None, "price": None, "is_busy": True},
     ]
     diverted = {"from": 3, "by": "pin", "because": "draining"}
     decision = {**DECISION, "candidates": [*passed_over, other, chosen], "diverted": diverted}
@@ -375,7 +374,7 @@ def test_draining_workers_and_who_was_sent_elsewhere_are_shown() -> None:
         "4:0 - - - 0 96 1 busy, no events yet",
     ]
     # By kv the cost of each is in blocks.
-    candidates = [{**one, "price": None} for one in decision["candidates"]]
+    candidates = [{**one, "cost": 6.0, "price": None} for one in decision["candidates"]]
     by_session = {**diverted, "by": "session"}
     of_kv = {**decision, "policy": "kv", "diverted": by_session, "candidates": candidates}
     lines = [*lines_of(of_kv)]
