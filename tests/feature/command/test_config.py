@@ -490,20 +490,20 @@ def test_settings_of_fairness_alone_are_no_mistake(line):
     ("second", "wanted"),
     [
         (
-            "http://b:1,id=1",
-            "worker id 1 is already registered: http://a:1 has it; workers without an id are "
-            "numbered 1, 2, ... in order",
+            "http://127.0.0.1:2,id=1",
+            "worker id 1 is already registered: http://127.0.0.1:1 has it; workers without an id "
+            "are numbered 1, 2, ... in order",
         ),
-        ("http://a:1/", "http://a:1/ is already registered as worker 1"),
+        ("http://127.0.0.1:1/", "http://127.0.0.1:1/ is already registered as worker 1"),
         (
-            "http://b:1,events=tcp://a:5557",
-            "events: tcp://a:5557 is worker 1's event socket already; each engine has its own "
+            "http://127.0.0.1:2,events=tcp://127.0.0.1:3",
+            "events: tcp://127.0.0.1:3 is worker 1's event socket already; each engine has its own "
             "endpoint in --kv-events-config",
         ),
     ],
 )
 def test_what_another_worker_has_is_named_with_the_flag(second, wanted):
-    args = frontend.parse_args(["--worker", "http://a:1,events=tcp://a:5557", second])
+    args = frontend.parse_args(["--worker", "http://127.0.0.1:1,events=tcp://127.0.0.1:3", second])
     with pytest.raises(ConflictError) as caught:
         make_frontend(args)
     assert str(caught.value) == f"--worker {second!r}: {wanted}"
