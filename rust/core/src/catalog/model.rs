@@ -404,15 +404,17 @@ impl ModelIndex {
         }
     }
 
-    /// Whether an engine of this model may report `size` in its metrics: the index's is a multiple
-    /// of it, as with context parallelism, or it is that of another cache group.
+    /// Whether an engine of this model may report `size` in its metrics: it is the index's, or that
+    /// of another cache group, or events have shown a multiple of it, as with context parallelism.
     ///
     /// # Source
     /// vLLM's `SingleTypeKVCacheManager` multiplies the block size of `cache_config`, which its
     /// metrics have, by `dcp_world_size * pcp_world_size`.
     pub fn fits_block_size(&self, size: u32) -> bool {
         let layouts = Arc::clone(&self.layouts.read());
-        let is_multiple = |known: u32| known.is_multiple_of(size);
-        self.block_size().is_some_and(is_multiple) || layouts.have_block_size(size)
+        // An operator's size is no observation, and blocks of one token are SGLang's.
+        let may_differ = self.given_block_size == 0 && size > 1;
+        let fits = |known: u32| known == size || may_differ && known.is_multiple_of(size);
+        self.block_size().is_some_and(fits) || layouts.have_block_size(size)
     }
 }
