@@ -138,8 +138,10 @@ impl Prefills {
     /// Records a first token. Repeating it changes nothing.
     pub fn complete(&mut self, number: u64, now_ms: u64) {
         if let Some(done) = self.waiting.get(&number) {
-            // A given duration is no observation.
-            if !done.is_told() {
+            // A given duration is no observation, nor is a prompt without work.
+            if done.tokens == 0 {
+                self.shown.since_ms = now_ms;
+            } else if !done.is_told() {
                 self.shown.see(done.tokens, now_ms);
             }
             self.remove(number, now_ms);
@@ -277,6 +279,18 @@ mod tests {
         (10..30).for_each(|number| _ = slower(number));
         let learned = prefills.per_s().unwrap();
         assert!((1_000.0..1_100.0).contains(&learned), "{learned}");
+    }
+
+    #[test]
+    fn prompts_without_work_leave_the_speed_as_it_is() {
+        let mut prefills = Prefills::default();
+        prefills.push(1, 8_000, Takes::Unknown, 0);
+        prefills.complete(1, 1_000);
+        for number in 2..100 {
+            prefills.push(number, 0, prefills.learned(0), 1_000 * number);
+            prefills.complete(number, 1_000 * number + 500);
+        }
+        assert_eq!(prefills.per_s(), Some(8_000.0));
     }
 
     #[test]

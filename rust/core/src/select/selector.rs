@@ -383,7 +383,8 @@ impl Selector {
                 .then(|| if is_shared { hashes.as_slice().into() } else { unshared() }),
             isl_tokens: ask.prompt.isl_tokens,
             overlap_blocks: match ask.overrides.is_prefilled_elsewhere() {
-                true => hashes.len() as u32,
+                // All of it, also while the block size is unknown.
+                true => ask.prompt.isl_tokens.div_ceil(u64::from(self.block_size()).max(1)) as u32,
                 false => selection.expected_blocks() + selection.lower_blocks,
             },
         }

@@ -129,6 +129,8 @@ settings! {
             "--router-track-output-blocks --no-router-track-output-blocks \
              DYN_ROUTER_TRACK_OUTPUT_BLOCKS";
         /// Count prompt tokens until the first token; off for decode-only workers
+        ///
+        /// Pools of prefill workers count them always
         track_prefill_tokens: bool = true, (),
             "--track-prefill-tokens --router-track-prefill-tokens --no-track-prefill-tokens \
              --no-router-track-prefill-tokens DYN_ROUTER_TRACK_PREFILL_TOKENS";

@@ -68,6 +68,34 @@ fn bookings_of_others_expire_unless_their_router_says_that_they_live() {
 }
 
 #[test]
+fn a_prompt_that_is_only_decoded_is_no_prefill_at_the_others() {
+    let elsewhere = RouteOverride {
+        overlap_score_weight: Some(0.0),
+        assume_kv_reuse: Some(false),
+        ..RouteOverride::default()
+    };
+    let (here, there) = (plain(1), plain(1));
+    let outbox = here.selector.outbox();
+    outbox.turn_on(8);
+    // With a part of a block, shorter than one, and with unknown tokens.
+    let prompts = [here.prompt(&[7; 18]), here.prompt(&[7; 3]), Prompt::unknown(1_000)];
+    let ask =
+        |prompt| here.selector.select(&Ask { overrides: elsewhere, ..Ask::new(prompt) }).unwrap();
+    let _held: Vec<_> = prompts.iter().map(ask).collect();
+    for tiding in outbox.take(std::time::Duration::ZERO, 100) {
+        let Tiding::Added { name, worker, hashes, isl_tokens, overlap_blocks } = tiding else {
+            panic!("{tiding:?}")
+        };
+        let (name, hashes) = (name.to_string(), hashes.as_deref());
+        assert!(there.selector.remote_add(7, &name, worker, hashes, isl_tokens, overlap_blocks));
+    }
+    for bench in [&here, &there] {
+        let totals = bench.selector.totals();
+        assert_eq!((totals.requests, totals.prefill_tokens), (3, 0));
+    }
+}
+
+#[test]
 fn blocks_that_are_not_shared_count_in_full_at_the_others_too() {
     let (here, there) = (plain(1), plain(1));
     let outbox = here.selector.outbox();
