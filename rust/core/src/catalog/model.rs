@@ -41,16 +41,6 @@ pub struct ModelKey {
     pub tenant_id: String,
 }
 
-impl ModelKey {
-    /// The name in metrics: the model's, with the tenant unless it is `default`.
-    pub fn label(&self) -> String {
-        match self.tenant_id.as_str() {
-            "default" => self.model_name.clone(),
-            _ => self.to_string(),
-        }
-    }
-}
-
 /// A borrowed [`ModelKey`] for look-ups; its fields, in the same order, have the same hash.
 #[derive(Hash)]
 pub(super) struct Named<'a> {

@@ -164,7 +164,7 @@ pub struct Context<'a> {
     pub request: RequestTerms,
     /// The requested model.
     pub model: &'a str,
-    /// The workers that compete for it, as text: the model, with the tenant if that has a name.
+    /// The workers that compete for it; see [`pool_of`].
     pub pool: &'a str,
     /// Text of the prompt in UTF-8, without the surrounding JSON; empty if no policy needs it.
     pub prompt: &'a [u8],
@@ -189,6 +189,20 @@ pub struct Context<'a> {
     pub now_ms: u64,
     /// Results that policies share for this request.
     pub memo: Memo,
+}
+
+/// The name of the workers that compete for the requests of a model and tenant; no other pair has
+/// it.
+pub fn pool_of(model: &str, tenant: &str) -> String {
+    format!("{model}\n{tenant}")
+}
+
+/// The name of a pool in metrics: its model, with the tenant unless that is `default`.
+pub(super) fn pool_label(pool: &str) -> String {
+    match pool.split_once('\n') {
+        None | Some((_, "default")) => pool.lines().next().unwrap_or_default().to_owned(),
+        Some((model, tenant)) => format!("{model}:{tenant}"),
+    }
 }
 
 impl<'a> Context<'a> {

@@ -31,7 +31,7 @@ mod tuned;
 pub mod vtc_basic;
 
 pub use affinity::{Affinity, Seat};
-pub use contract::{Candidates, Context, Finished, Memo, Polarity, RoutePolicy, Session};
+pub use contract::{Candidates, Context, Finished, Memo, Polarity, RoutePolicy, Session, pool_of};
 pub use cost::{ActiveLoad, Candidate, CandidateCost, KvScale, RequestTerms, Stage, Terms};
 pub use decision::{Choice, Decision, Formula, Reason};
 pub use desk::Desk;

@@ -27,7 +27,7 @@ use crate::hash::engine::NameKeys;
 use crate::ids::Worker;
 use crate::index::Matches;
 use crate::load::{LoadTotals, WorkerChange, WorkerLoad};
-use crate::policy::{EngineMetrics, Policy, Terms};
+use crate::policy::{EngineMetrics, Policy, Terms, pool_of};
 
 /// The index gets the current time before a prediction if its last update is older than this, in
 /// milliseconds. A prediction's age counts from that update, so it may expire early by this much.
@@ -113,7 +113,7 @@ impl Selector {
         }
         Ok(Self {
             name: model.key.model_name.as_str().into(),
-            pool: model.key.label().into(),
+            pool: pool_of(&model.key.model_name, &model.key.tenant_id).into(),
             model,
             router,
             policy_name,

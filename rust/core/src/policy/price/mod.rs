@@ -21,7 +21,7 @@ use hashbrown::HashMap;
 use parking_lot::Mutex;
 use rand::RngCore;
 
-use super::contract::{Candidates, Context, Finished, RoutePolicy};
+use super::contract::{Candidates, Context, Finished, RoutePolicy, pool_label};
 use super::cost::{CandidateCost, Stage};
 use super::decision::Choice;
 use super::metrics::Sample;
@@ -272,15 +272,18 @@ impl RoutePolicy for PricePolicy {
         if finished.output_tokens > 0 && ticket.stage != Stage::Prefill {
             traffic.answers.see(finished.output_tokens as f64, finished.now_ms);
         }
-        let Some(ms) = finished.first_token_ms.filter(|_| ticket.stage != Stage::Decode) else {
+        if ticket.stage == Stage::Decode {
             return;
-        };
+        }
+        // Some gateways report only the end.
+        let is_answered = finished.first_token_ms.is_some() || finished.output_tokens > 0;
+        if let Some(last) = ticket.tail.filter(|_| is_answered) {
+            traffic.gaps.answered(last, finished.routed_at_ms);
+        }
+        let Some(ms) = finished.first_token_ms else { return };
         if let Some(known) = known.as_mut().filter(|_| ticket.is_whole) {
             let (last, answer) = (&mut known.learned.wholes, finished.output_tokens as f64);
             traffic.wholes.see(last, ticket.own_tokens, answer, ms as f64);
-        }
-        if let Some(last) = ticket.tail {
-            traffic.gaps.answered(last, finished.routed_at_ms);
         }
         let prefills = &mut traffic.prefills[usize::from(ticket.is_whole)];
         let residual = prefills.see(ticket.work_tokens, ms as f64);
@@ -325,7 +328,8 @@ impl RoutePolicy for PricePolicy {
     fn samples(&self, visit: &mut dyn FnMut(Sample<'_>)) {
         let state = self.state.lock();
         for (pool, traffic) in &state.traffic {
-            let label = ("model", &**pool);
+            let pool = pool_label(pool);
+            let label = ("model", pool.as_str());
             let mut tell = |name, help, value| visit(Sample { name, help, label, value });
             let (mean, spread, count) = traffic.gaps.ln_gap();
             tell(

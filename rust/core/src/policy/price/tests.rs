@@ -8,7 +8,7 @@ use rand::SeedableRng;
 use rand::rngs::SmallRng;
 
 use super::*;
-use crate::policy::{ActiveLoad, Candidate, KvScale, Marks, Reason, RequestTerms};
+use crate::policy::{ActiveLoad, Candidate, KvScale, Marks, Reason, RequestTerms, pool_of};
 
 const BLOCK: u32 = 16;
 
@@ -222,6 +222,23 @@ fn a_closed_model_leaves_nothing() {
         policy.routed(&context, &Candidates::new(&list), &choice);
     }
     policy.closed("a");
+    assert_eq!(samples(&policy, "auto_wanted_prefixes").len(), 1);
+    // Another tenant's pool, and the prefill workers of a model, are others.
+    for tenant in ["default", "prefill"] {
+        let pool = pool_of("b:prefill", tenant);
+        let context = Context { pool: &pool, ..Context::new(request(1_000), "b:prefill", 0) };
+        let (choice, _) = choose(&policy, &context, &list);
+        policy.routed(&context, &Candidates::new(&list), &choice);
+    }
+    let mut labels = Vec::new();
+    policy.samples(&mut |one| {
+        labels.extend((one.label.0 == "model").then(|| one.label.1.to_owned()))
+    });
+    labels.sort();
+    labels.dedup();
+    assert_eq!(labels, ["b", "b:prefill", "b:prefill:prefill"]);
+    policy.closed(&pool_of("b:prefill", "default"));
+    policy.closed(&pool_of("b:prefill", "prefill"));
     assert_eq!(samples(&policy, "auto_wanted_prefixes").len(), 1);
     let ticket = Ticket {
         marks: Marks::default(),
