@@ -27,6 +27,8 @@ def build(options: LauncherOptions, given: Arguments, host: str) -> EngineComman
     if not arguments.words or arguments.words[0].startswith("-"):
         raise ConfigError("vLLM needs a model: python -m kvflash.vllm MODEL, or --model MODEL")
     ranks = arguments.number("--data-parallel-size", "-dp") or 1
+    decode_ranks = arguments.number("--decode-context-parallel-size", "-dcp") or 1
+    prefill_ranks = arguments.number("--prefill-context-parallel-size", "-pcp") or 1
     port = http_port(arguments)
     arguments.add("--enable-prompt-tokens-details")
     events = engine_events(options, arguments, ranks, enable_kv_cache_events=True)
@@ -41,6 +43,7 @@ def build(options: LauncherOptions, given: Arguments, host: str) -> EngineComman
         model_path=arguments.words[0],
         block_size=arguments.number("--block-size"),
         ranks=ranks,
+        context_ranks=decode_ranks * prefill_ranks,
         details=["/metrics"],
         api_key=api_key(arguments, "VLLM_API_KEY"),
     )

@@ -130,9 +130,18 @@ class EngineCommand:
     events: EventPorts | None = None  # Where it publishes; None without events.
     block_size: int | None = None  # Tokens in a block, if given.
     ranks: int = 1  # Number of data-parallel ranks.
+    context_ranks: int = 1  # Number of ranks that divide the context of each request.
     bootstrap_port: int | None = None  # Where decode workers meet an SGLang prefill worker.
     details: list[str] = field(default_factory=list)  # Paths with more details.
     api_key: str | None = field(default=None, repr=False)  # That its API asks for; None without.
+
+    def event_block_size(self, reported: int | None) -> int | None:
+        """Tokens in a block of its events, if it reports ``reported`` in its metrics.
+
+        vLLM multiplies its block size by the ranks that divide the context.
+        """
+        own = self.block_size or reported
+        return None if own is None else own * self.context_ranks
 
 
 def _port(field_name: str, endpoint: object) -> int:

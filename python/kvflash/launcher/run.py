@@ -141,7 +141,7 @@ async def _register(
 ) -> list[str]:
     """Announce the engine and its events, trying until it works: it took minutes to load."""
     runtime = endpoint.runtime
-    block_size = command.block_size or found.block_size
+    block_size = command.event_block_size(found.block_size)
     is_prefill = options.role == "prefill"
     has_room = is_prefill and command.bootstrap_port is not None
     while True:

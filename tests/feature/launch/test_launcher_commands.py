@@ -45,6 +45,21 @@ def test_vllm_gets_ports_events_and_token_counts():
     assert command.events == EventPorts.of(config)
 
 
+@pytest.mark.parametrize(
+    ("flags", "reported", "size"),
+    [
+        ("", 16, 16),
+        ("", None, None),
+        ("--block-size 32", 16, 32),
+        ("-dcp 2", 16, 32),
+        ("--decode-context-parallel-size=2 --prefill-context-parallel-size 4", 16, 128),
+        ("--block-size 32 -dcp 2", None, 64),
+    ],
+)
+def test_context_parallelism_makes_blocks_of_events_larger(flags, reported, size):
+    assert build("vllm", f"m {flags}").event_block_size(reported) == size
+
+
 def test_what_is_said_to_vllm_stays():
     config = '{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:5557"}'
     command = build(
