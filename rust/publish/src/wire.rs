@@ -19,9 +19,10 @@ pub enum Shape {
     #[default]
     Own,
     /// A map with its kind under `type` (vLLM since about 0.27); keys without a value may be
-    /// absent. The salt is one of the first block's extra keys.
+    /// absent. A block's extra keys are the adapter's name, the items, and, in the first block of a
+    /// prompt, the salt.
     Tagged,
-    /// An array that begins with its kind (vLLM up to about 0.22).
+    /// An array that begins with its kind (vLLM up to about 0.22), with the same extra keys.
     Positional,
 }
 
@@ -34,10 +35,15 @@ type Bytes = rmp::encode::ByteBuf;
 /// Encodes a stored event of complete blocks.
 pub fn stored(shape: Shape, block_size: u32, event: &Blocks<'_>) -> Vec<u8> {
     let room = 128 + 9 * event.block_hashes.len() + 5 * event.token_ids.len();
-    let (own_salt, engine_salt) = match shape {
-        Shape::Own => (event.cache_salt, None),
-        Shape::Tagged | Shape::Positional => (None, event.cache_salt),
+    let (own_salt, engine_salt, adapter) = match shape {
+        Shape::Own => (event.cache_salt, None, None),
+        Shape::Tagged | Shape::Positional => {
+            // Later blocks inherit the salt from their parent.
+            let salt = event.cache_salt.filter(|_| event.parent_hash.is_none());
+            (None, salt, event.lora_name)
+        }
     };
+    // The adapter's name alone says no more than `lora_name`.
     let has_keys = event.items.is_some() || engine_salt.is_some();
     let count = match shape {
         Shape::Positional => 8,
@@ -60,7 +66,7 @@ pub fn stored(shape: Shape, block_size: u32, event: &Blocks<'_>) -> Vec<u8> {
         out.key("extra_keys");
         out.list(event.block_hashes, |out, at, _| {
             let items = event.items.map_or(&[][..], |items| &items[at]);
-            block_keys(out, engine_salt.filter(|_| at == 0), items);
+            block_keys(out, adapter, items, engine_salt.filter(|_| at == 0));
         });
     } else if shape == Shape::Positional {
         nil(&mut out.bytes);
@@ -157,26 +163,30 @@ fn nil(out: &mut Bytes) {
     let _ = encode::write_nil(out);
 }
 
-fn block_keys(out: &mut Bytes, salt: Option<&str>, items: &[Item]) {
-    let count = items.len() + usize::from(salt.is_some());
+/// Writes a block's keys in vLLM's order.
+fn block_keys(out: &mut Bytes, adapter: Option<&str>, items: &[Item], salt: Option<&str>) {
+    let count = items.len() + usize::from(adapter.is_some()) + usize::from(salt.is_some());
     if count == 0 {
         return nil(out);
     }
     let _ = encode::write_array_len(out, count as u32);
-    if let Some(salt) = salt {
-        let _ = encode::write_str(out, salt);
+    if let Some(adapter) = adapter {
+        let _ = encode::write_str(out, adapter);
     }
     for (identifier, begin) in items {
         let _ = encode::write_array_len(out, 2);
         let _ = encode::write_str(out, identifier);
         let _ = encode::write_sint(out, *begin);
     }
+    if let Some(salt) = salt {
+        let _ = encode::write_str(out, salt);
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use kvflash_core::codec::{Limits, decode_batch};
-    use kvflash_core::event::Event;
+    use kvflash_core::event::{Event, ExtraKey};
 
     use super::*;
     use crate::blocks::{self, Blocks};
@@ -215,6 +225,36 @@ mod tests {
         let Event::Removed(removed) = &events[1] else { panic!("{:?}", events[1]) };
         assert_eq!(removed.block_hashes, [7]);
         assert!(matches!(events[2], Event::Cleared), "{:?}", events[2]);
+    }
+
+    #[test]
+    fn a_salt_equal_to_the_adapter_s_name_stays_a_salt_in_engine_formats() {
+        let text = |text: &str| ExtraKey::Text(text.to_owned());
+        let call = Blocks {
+            token_ids: &[1, 2, 3, 4],
+            block_hashes: &[6, 7],
+            lora_name: Some("a"),
+            cache_salt: Some("a"),
+            ..Blocks::default()
+        };
+        let keys = |shape, call: &Blocks<'_>, event_bytes_max| -> Vec<_> {
+            let events = call.encode(shape, 2, event_bytes_max).expect("legal").events;
+            let as_keys = |event| match event {
+                Event::Stored(stored) => stored.extra_keys,
+                other => panic!("{other:?}"),
+            };
+            decoded(&events).into_iter().map(as_keys).collect()
+        };
+        let (salted, plain) = (Some(vec![text("a"), text("a")]), Some(vec![text("a")]));
+        for shape in [Shape::Tagged, Shape::Positional] {
+            let both = vec![vec![salted.clone(), plain.clone()]];
+            assert_eq!(keys(shape, &call, usize::MAX), both, "{shape:?}");
+            let apart = vec![vec![salted.clone()], vec![]];
+            assert_eq!(keys(shape, &call, 1), apart, "{shape:?}: cut into two events");
+            let unsalted = Blocks { cache_salt: None, ..call };
+            assert_eq!(keys(shape, &unsalted, usize::MAX), [vec![]], "{shape:?}");
+        }
+        assert_eq!(keys(Shape::Own, &call, usize::MAX), [vec![]]);
     }
 
     #[test]
