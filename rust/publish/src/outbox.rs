@@ -150,6 +150,10 @@ impl Outbox {
         state.pending.put(events);
         let due = Instant::now() + self.settings.tick;
         state.due.get_or_insert(due);
+        if state.pending.has_batch() {
+            // It may have been woken for a smaller batch, and wait for the end of its tick.
+            state.is_awake = false;
+        }
         self.wake(&mut state);
         Ok(())
     }
@@ -381,6 +385,19 @@ mod tests {
         assert!((&outbox.heard).read(&mut [0]).is_err(), "one byte only");
         outbox.put(vec![event(4)]).expect("open");
         assert!((&outbox.heard).read(&mut [0]).is_ok(), "told again after it had found all");
+    }
+
+    #[test]
+    fn a_full_batch_wakes_the_thread_before_the_end_of_the_tick() {
+        let outbox = outbox(1_000);
+        outbox.heard.set_nonblocking(true).expect("a socket");
+        outbox.put(vec![event(1)]).expect("open");
+        assert_eq!(outbox.take(Instant::now()), None, "the tick is not over");
+        for n in 0..2 {
+            outbox.put(vec![event(n); 1_023]).expect("open");
+        }
+        assert!((&outbox.heard).read(&mut [0]).is_ok(), "a batch is full");
+        assert!((&outbox.heard).read(&mut [0]).is_err(), "one byte only");
     }
 
     #[test]
