@@ -158,16 +158,18 @@ impl Outbox {
         Ok(())
     }
 
-    /// Closes the batch of the waiting events; never waits. If the thread is too slow the oldest
-    /// batches are dropped, which subscribers see as a gap.
+    /// Closes the batch of the waiting events, or several if they exceed one; never waits. If the
+    /// thread is too slow the oldest batches are dropped, which subscribers see as a gap.
     pub fn cut(&self) {
         let mut state = self.state();
-        let events = state.pending.take_batch();
-        if events.is_empty() {
+        if state.pending.is_empty() {
             return;
         }
-        let batch = self.number(&mut state, &events);
-        state.ready.push_back((batch, events.len() as u64));
+        while !state.pending.is_empty() {
+            let events = state.pending.take_batch();
+            let batch = self.number(&mut state, &events);
+            state.ready.push_back((batch, events.len() as u64));
+        }
         while state.ready.len() > PUB_QUEUE_BATCHES {
             state.sent += state.ready.pop_front().map_or(0, |(_, events)| events);
         }
@@ -417,6 +419,18 @@ mod tests {
         assert_eq!(outbox.take(Instant::now()).map(|(number, _)| number), Some(1));
         assert!(outbox.is_over());
         assert!(matches!(outbox.put(vec![event(5)]), Err(Error::Closed(_))));
+    }
+
+    #[test]
+    fn a_cut_leaves_no_event_behind() {
+        let outbox = outbox(1_000);
+        outbox.put(vec![event(1); 1_500]).expect("open");
+        outbox.cut();
+        assert_eq!(outbox.counts().batches, 2);
+        let now = Instant::now();
+        let numbers: Vec<_> = std::iter::from_fn(|| outbox.take(now)).map(|(n, _)| n).collect();
+        assert_eq!(numbers, [0, 1]);
+        assert_eq!(outbox.flush(Duration::ZERO), Ok(0));
     }
 
     #[test]
