@@ -13,6 +13,9 @@ use crate::wire::Item;
 /// first.
 const OPEN_BLOCKS_MAX: usize = 16_384;
 
+/// No item begins earlier, relative to a block: far more tokens than any prompt has.
+const START_MIN: i64 = -(1 << 32);
+
 /// The part of a block that an item covers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Part {
@@ -121,11 +124,11 @@ impl ItemPlaces {
         let size = self.block_size;
         let (mut items, mut reached) = (Vec::with_capacity(parts.len()), Open::new());
         for &Part { item, hash, start, end } in parts {
-            if start >= end.min(size) || end <= 0 {
+            if start < START_MIN || start >= end.min(size) || end <= 0 {
                 return Err(invalid(format!(
                     "block_mm_infos[{block}].mm_objects[{item}].offsets must be [start, end) with \
-                     start below the block size {size} and end above 0 and start, counted from the \
-                     block's first token, got [{start}, {end}]"
+                     start below the block size {size} and at least {START_MIN}, and end above 0 \
+                     and start, counted from the block's first token, got [{start}, {end}]"
                 )));
             }
             let earlier = before.and_then(|open| open.get(&hash)).filter(|_| start == 0);
@@ -192,9 +195,16 @@ mod tests {
     }
 
     #[test]
+    fn the_earliest_start_can_be_continued() {
+        let mut places = ItemPlaces::new(4);
+        let parts = [part(7, START_MIN, 4), part(7, 0, 4)];
+        assert_eq!(begins(&mut places, &parts, &[1, 2], None), [START_MIN, START_MIN - 4]);
+    }
+
+    #[test]
     fn a_part_outside_of_its_block_is_named() {
         let places = ItemPlaces::new(4);
-        for (start, end) in [(4, 5), (0, 0), (2, 2), (-2, 0)] {
+        for (start, end) in [(4, 5), (0, 0), (2, 2), (-2, 0), (i64::MIN, 4)] {
             let text = places.begins(&[vec![], part(1, start, end)], None).expect_err("refused");
             assert!(
                 text.to_string().starts_with("block_mm_infos[1].mm_objects[0].offsets must be")
