@@ -104,7 +104,8 @@ typedef struct kvflash_publisher_stats {
 /* Text of this thread's last failure; "" if there was none. Stays until this thread's next one. */
 const char *kvflash_last_error(void);
 
-/* Bind the sockets, start, and announce if there is a namespace. */
+/* Bind the sockets, start, and announce if there is a namespace. Namespace and component have 1 to 48
+ * of the characters A-Z a-z 0-9 _ -. */
 int kvflash_publisher_create(const kvflash_publisher_options *options, kvflash_publisher *publisher);
 
 /* Publish. A wrong argument publishes nothing; see KVFLASH_PARTIAL for blocks of another size. A call

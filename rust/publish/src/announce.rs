@@ -18,8 +18,8 @@ use crate::error::{Error, Result, invalid};
 
 const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 const LOCK_PAUSE: Duration = Duration::from_millis(5);
-/// Maximum length of a file name; keys are names of files.
-const NAME_BYTES_MAX: usize = 255;
+/// Maximum characters of a namespace or component, as in `kvflash.runtime.component`.
+const NAME_CHARS_MAX: usize = 48;
 /// What Python's `quote(key, safe="")` replaces.
 const QUOTED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'_').remove(b'.').remove(b'-').remove(b'~');
 
@@ -67,11 +67,8 @@ impl Announcement {
     /// another kind of discovery; `Io` if the folder is unusable.
     pub fn put(place: &Place, offer: &Offer<'_>) -> Result<Self> {
         check_discovery()?;
-        for (field, name) in [("namespace", &place.namespace), ("component", &place.component)] {
-            if name.is_empty() || name.contains('/') {
-                return Err(invalid(format!("{field} must be a name without '/', got {name:?}")));
-            }
-        }
+        check_name("namespace", &place.namespace)?;
+        check_name("component", &place.component)?;
         let folder = folder()?;
         let dp_rank = offer.dp_rank;
         let key = format!(
@@ -79,11 +76,6 @@ impl Announcement {
             place.namespace, place.component, place.worker_id
         );
         let name = utf8_percent_encode(&key, QUOTED).to_string();
-        if name.len() > NAME_BYTES_MAX {
-            let text =
-                format!("namespace and component are too long: a key of {} bytes", name.len());
-            return Err(invalid(text));
-        }
         let value = format!(
             "{{\"kind\": \"zmq\", \"endpoint\": \"{}\", \"replay_endpoint\": \"{}\", \"block_size\": {}}}",
             offer.endpoint, offer.replay_endpoint, offer.block_size
@@ -116,6 +108,17 @@ pub fn random_id() -> Result<u64> {
         .and_then(|mut file| file.read_exact(&mut bytes))
         .map_err(|error| Error::Io(format!("/dev/urandom: {error}")))?;
     Ok((u64::from_le_bytes(bytes) >> 1).max(1))
+}
+
+/// Refuses a name that routers, which are Python, could not watch.
+fn check_name(field: &str, name: &str) -> Result<()> {
+    let is_allowed = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-');
+    if (1..=NAME_CHARS_MAX).contains(&name.len()) && name.bytes().all(is_allowed) {
+        return Ok(());
+    }
+    Err(invalid(format!(
+        "{field} must have 1 to {NAME_CHARS_MAX} of the characters A-Z a-z 0-9 _ -, got {name:?}"
+    )))
 }
 
 fn check_discovery() -> Result<()> {
@@ -204,4 +207,26 @@ fn lock(folder: &Path) -> io::Result<File> {
 
 fn locked(file: &File, operation: FlockOperation) -> io::Result<()> {
     Ok(retry_on_intr(|| flock(file, operation))?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_those_that_routers_can_watch() {
+        let longest = "x".repeat(NAME_CHARS_MAX);
+        for name in ["a", "Prod_1-b", &longest] {
+            assert_eq!(check_name("namespace", name), Ok(()));
+        }
+        for name in ["", "a/b", "my.team", "a b", "caf\u{e9}", &format!("{longest}x")] {
+            let text = check_name("component", name).expect_err(name).to_string();
+            assert_eq!(
+                text,
+                format!(
+                    "component must have 1 to 48 of the characters A-Z a-z 0-9 _ -, got {name:?}"
+                )
+            );
+        }
+    }
 }

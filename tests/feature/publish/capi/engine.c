@@ -224,7 +224,11 @@ static void refused_options(void) {
           "component is given and namespace is NULL");
     options.namespace_ = "a/b";
     FAILS(kvflash_publisher_create(&options, &publisher), KVFLASH_INVALID_ARGUMENT,
-          "namespace must be a name without '/', got \"a/b\"");
+          "namespace must have 1 to 48 of the characters A-Z a-z 0-9 _ -, got \"a/b\"");
+    options.namespace_ = "tests";
+    options.component = "my.workers";
+    FAILS(kvflash_publisher_create(&options, &publisher), KVFLASH_INVALID_ARGUMENT,
+          "component must have 1 to 48 of the characters");
     CHECK(publisher == 77);
 }
 
