@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 import weakref
 
 import pytest
@@ -159,6 +160,46 @@ def test_an_announcement_that_takes_too_long_leaves_no_key(publisher, monkeypatc
                 await asyncio.to_thread(each.shutdown)
 
     asyncio.run(engine())
+
+
+def test_a_fork_withdraws_nothing(publisher, monkeypatch):
+    async def engine():
+        loop = asyncio.get_running_loop()
+        async with DistributedRuntime(discovery="mem") as runtime:
+            component = runtime.namespace("test").component("backend")
+            made = await asyncio.to_thread(publisher, component, loop=loop)
+            found = await announced(runtime)
+            assert len(found) == 1
+            own = os.getpid()
+            monkeypatch.setattr(os, "getpid", lambda: own + 1)
+            await asyncio.to_thread(made.shutdown)
+            assert await announced(runtime) == found
+
+    asyncio.run(engine())
+
+
+def test_a_withdrawal_without_an_answer_is_logged_with_its_reason(publisher, monkeypatch, caplog):
+    class Stuck(MemoryDiscovery):
+        def __init__(self):
+            super().__init__(is_shared=False)
+            self.goes_on = asyncio.Event()
+
+        async def delete(self, *args):
+            await self.goes_on.wait()
+            await super().delete(*args)
+
+    async def engine():
+        loop = asyncio.get_running_loop()
+        stuck = Stuck()
+        async with DistributedRuntime(stuck) as runtime:
+            component = runtime.namespace("test").component("backend")
+            made = await asyncio.to_thread(publisher, component, loop=loop)
+            monkeypatch.setattr("kvflash.publisher.announce._WAIT_S_MAX", 0.1)
+            await asyncio.to_thread(made.shutdown)
+            stuck.goes_on.set()
+
+    asyncio.run(engine())
+    assert "can't withdraw the announcement of events: no answer within 0.1 s" in caplog.text
 
 
 def test_a_relay_announces_the_engine_and_binds_nothing(publisher):
