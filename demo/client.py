@@ -130,16 +130,22 @@ async def _ask(
     }
     answer = _Answer()
     error: str | None = None
+    prompt_tokens = cached_tokens = 0
     start_s = loop.time()
     try:
         await _stream(session, f"{url}/v1/chat/completions", body, answer)
+        usage = answer.usage or {}
+        details = usage.get("prompt_tokens_details") or {}
+        prompt_tokens = int(usage.get("prompt_tokens", 0))
+        cached_tokens = int(details.get("cached_tokens") or 0)
     except _AnswerError as caught:
         error = str(caught)[:ERROR_CHARS_MAX]
-    # ValueError and KeyError: a malformed event.
-    except (aiohttp.ClientError, asyncio.TimeoutError, ValueError, KeyError) as caught:
+    # All others than the first two: a malformed event.
+    except (
+        aiohttp.ClientError, asyncio.TimeoutError,
+        ValueError, KeyError, AttributeError, TypeError, OverflowError,
+    ) as caught:  # fmt: skip
         error = f"{type(caught).__name__}: {caught}"[:ERROR_CHARS_MAX]
-    usage = answer.usage or {}
-    details = usage.get("prompt_tokens_details") or {}
     record = Record(
         conversation=conversation.number,
         turn=len(answers),
@@ -148,8 +154,8 @@ async def _ask(
         start_s=start_s - arm_start_s,
         end_s=loop.time() - arm_start_s,
         ttft_ms=None if error or answer.first_s is None else 1000 * (answer.first_s - start_s),
-        prompt_tokens=int(usage.get("prompt_tokens", 0)),
-        cached_tokens=int(details.get("cached_tokens") or 0),
+        prompt_tokens=prompt_tokens,
+        cached_tokens=cached_tokens,
         error=error,
     )
     return record, answer.text

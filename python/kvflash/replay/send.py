@@ -86,8 +86,11 @@ async def _ask(
                     _take(json.loads(data), result, loop.time() - sent_s)
         if not is_complete and result.error is None:
             result.error = "the answer ended before [DONE]"
-    # ValueError and AttributeError: a malformed event.
-    except (aiohttp.ClientError, asyncio.TimeoutError, ValueError, AttributeError) as error:
+    # All others than the first two: a malformed event.
+    except (
+        aiohttp.ClientError, asyncio.TimeoutError,
+        ValueError, AttributeError, TypeError, OverflowError,
+    ) as error:  # fmt: skip
         result.error = f"{type(error).__name__}: {error}"[:_ERROR_CHARS_MAX]
     finally:
         result.total_s = loop.time() - sent_s

@@ -179,6 +179,27 @@ def test_what_is_sent_and_what_comes_back_is_noted() -> None:
     assert short.error == "the answer ended before [DONE]"
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"usage": {"prompt_tokens": [1]}},
+        {"usage": {"prompt_tokens": 1e999}},
+        {"usage": [1]},
+        {"usage": {"prompt_tokens_details": {"cached_tokens": {}}}},
+        5,
+        [],
+    ],
+)
+def test_an_odd_answer_is_one_failed_request(part: Any) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        odd = json.dumps(part) if (await request.json())["prompt"] == "0" else "{}"
+        return web.Response(body=f"data: {odd}\n\ndata: [DONE]\n\n".encode())
+
+    odd, good = asyncio.run(replayed(answer, 2))
+    assert odd.error is not None and odd.error.split(":")[0].endswith("Error")
+    assert good.error is None
+
+
 def test_without_room_requests_are_late_and_are_not_lost() -> None:
     running: list[int] = []
 
