@@ -117,7 +117,7 @@ def speak(body: Body) -> tuple[bytes, str]:
     if not isinstance(text, str) or not 1 <= len(text) <= SPEECH_CHARS_MAX:
         refuse(f"input must be a string of 1..={SPEECH_CHARS_MAX} characters", "input")
     form = body.get("response_format") or "wav"
-    if form not in SPEECH_FORMATS:
+    if not isinstance(form, str) or form not in SPEECH_FORMATS:
         refuse(f"response_format must be one of {', '.join(SPEECH_FORMATS)}", "response_format")
     samples = array("h")
     for char in text:

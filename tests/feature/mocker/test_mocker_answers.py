@@ -393,6 +393,9 @@ def test_text_to_sound(http: Http) -> None:
     assert len(http.post(path, {"input": "hello", "response_format": "pcm"})) == 5_000
     for body in ({}, {"input": ""}, {"input": "a" * 5_000}, {"input": "a", "response_format": "x"}):
         assert http.call("POST", path, body)[0] == 400
+    for form in (["wav"], {"type": "wav"}):
+        body = {"input": "a", "response_format": form}
+        assert http.call("POST", path, body)[0] == 400
 
 
 def test_compressed_bodies(mocker: Mocker, http: Http) -> None:
