@@ -61,7 +61,7 @@ pub unsafe extern "C" fn kvflash_llm_init(
         }
         let port = port_of("KVFLASH_EVENTS_PORT")?;
         let options = publisher::Options {
-            host: env::var("KVFLASH_HOST").unwrap_or_else(|_| "127.0.0.1".to_owned()),
+            host: value_of("KVFLASH_HOST").unwrap_or_else(|| "127.0.0.1".to_owned()),
             port,
             replay_port: port_of("KVFLASH_REPLAY_PORT")?,
             topic: "kv-events".to_owned(),
@@ -82,12 +82,13 @@ pub unsafe extern "C" fn kvflash_llm_init(
 }
 
 fn port_of(name: &str) -> Result<u16> {
-    match env::var(name) {
-        Ok(value) if !value.is_empty() => value
-            .parse()
-            .map_err(|_| invalid(format!("{name} must be a port in 0..65535, got {value:?}"))),
-        _ => Ok(0),
-    }
+    let Some(value) = value_of(name) else { return Ok(0) };
+    value.parse().map_err(|_| invalid(format!("{name} must be a port in 0..65535, got {value:?}")))
+}
+
+/// A variable of the environment; an empty one counts as unset.
+fn value_of(name: &str) -> Option<String> {
+    env::var(name).ok().filter(|value| !value.is_empty())
 }
 
 /// Destroys the default publisher.

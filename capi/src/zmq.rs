@@ -3,6 +3,7 @@
 #![allow(unsafe_code, reason = "libzmq is a C library")]
 
 use std::ffi::{CStr, CString, c_char, c_int, c_long, c_short, c_void};
+use std::io::{self, ErrorKind};
 use std::os::fd::RawFd;
 use std::ptr;
 
@@ -20,6 +21,8 @@ const MAXMSGSIZE: c_int = 22;
 const DONTWAIT: c_int = 1;
 const SNDMORE: c_int = 2;
 const POLLIN: c_short = 1;
+/// ZMQ's error for the name of an interface that does not exist.
+const ENODEV: c_int = 19;
 /// Longest frame that is read completely; requests and identities are shorter.
 const FRAME_BYTES_MAX: usize = 256;
 /// Maximum frames of a request.
@@ -180,7 +183,7 @@ fn check(status: c_int, option: c_int) -> Result<()> {
     Err(fault(Code::Internal, format!("ZMQ option {option}: {}", last_error())))
 }
 
-/// Binds a socket; returns the address to connect to. Errors name the port as `field`.
+/// Binds a socket; returns the address to connect to. Errors name the port as `field`, or the host.
 fn bind(socket: *mut c_void, host: &str, port: u16, field: &str) -> Result<String> {
     let host = host.trim_start_matches('[').trim_end_matches(']');
     let is_ipv6 = host.contains(':');
@@ -190,6 +193,11 @@ fn bind(socket: *mut c_void, host: &str, port: u16, field: &str) -> Result<Strin
         .map_err(|_| invalid("host must not contain NUL"))?;
     // SAFETY: a NUL-terminated string that lives through the call.
     if unsafe { zmq_bind(socket, endpoint.as_ptr()) } != 0 {
+        // SAFETY: no arguments; the number is this thread's.
+        let number = unsafe { zmq_errno() };
+        let kind = io::Error::from_raw_os_error(number).kind();
+        let is_host = matches!(kind, ErrorKind::AddrNotAvailable | ErrorKind::InvalidInput);
+        let field = if is_host || number == ENODEV { "host" } else { field };
         let text = format!("{field}: can't bind {port} on {host}: {}", last_error());
         return Err(fault(Code::Io, text));
     }

@@ -224,7 +224,7 @@ def test_an_announcement_ends_with_its_process_and_is_not_made_twice(build, run_
 def test_older_calls_have_a_publisher_of_the_process(http, engine, model, run_program, tmp_path):
     program = run_program(
         engine, "older", KVFLASH_DISCOVERY_DIR=str(tmp_path / "discovery"),
-        KVFLASH_EVENTS_PORT="", KVFLASH_REPLAY_PORT="",
+        KVFLASH_HOST="", KVFLASH_EVENTS_PORT="", KVFLASH_REPLAY_PORT="",
     )  # fmt: skip
     assert program.line() == "published"
     ((key, value),) = found(tmp_path / "discovery").items()

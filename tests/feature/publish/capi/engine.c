@@ -214,7 +214,11 @@ static void refused_options(void) {
           "ring_bytes must be in 1048576..");
     options.ring_bytes = 0;
     options.host = "192.0.2.1";
-    FAILS(kvflash_publisher_create(&options, &publisher), KVFLASH_IO, "can't bind 0 on 192.0.2.1");
+    FAILS(kvflash_publisher_create(&options, &publisher), KVFLASH_IO,
+          "host: can't bind 0 on 192.0.2.1");
+    options.host = "no-such-interface";
+    FAILS(kvflash_publisher_create(&options, &publisher), KVFLASH_IO,
+          "host: can't bind 0 on no-such-interface");
     options.host = "\xff";
     FAILS(kvflash_publisher_create(&options, &publisher), KVFLASH_INVALID_ARGUMENT,
           "host is not UTF-8");
