@@ -184,10 +184,10 @@ pub const TTFT_P99: usize = 3;
 /// One row in one cell.
 #[derive(Debug, Clone, Copy)]
 pub struct Figures {
-    /// As [`METRICS`]: the share of prompt tokens that were computed, milliseconds, the share of requests outside the
-    /// objective, and the busiest engine's time over the mean.
+    /// As [`METRICS`]: the share of prompt tokens not found in the cache at the first admission, milliseconds, the share
+    /// of requests outside the objective, and the busiest engine's time over the mean.
     pub values: [f64; 10],
-    /// Prompt tokens reused, of all.
+    /// Prompt tokens found in the cache at the first admission, of all.
     pub hit: f64,
     /// The same of what the best engine had.
     pub of_best: f64,

@@ -94,13 +94,14 @@ impl Outcome {
         self.ways.last().map_or(0, |way| way.at_us)
     }
 
-    /// Prompt tokens of all requests, and how many of them engines reused.
+    /// Prompt tokens of all requests, and how many of them engines found in their caches at the first admission. Tokens
+    /// that are computed again after a preemption do not count.
     pub fn tokens(&self) -> (u64, u64) {
         let sum = |of: fn(&Way) -> u64| self.ways.iter().map(of).sum();
         (sum(|way| way.input), sum(|way| way.cached))
     }
 
-    /// Prompt tokens that engines reused, of all.
+    /// Prompt tokens that engines found in their caches at the first admission, of all.
     pub fn hit_rate(&self) -> f64 {
         let (input, cached) = self.tokens();
         cached as f64 / input as f64
