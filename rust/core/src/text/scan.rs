@@ -27,6 +27,9 @@ const MEDIA: [&str; 13] = [
     "video_url",
 ];
 
+/// Fields of tools and their calls: engines write all of them into the prompt, whatever names the tool's author chose.
+const OF_TOOLS: [&str; 4] = ["arguments", "input", "input_schema", "parameters"];
+
 /// A field of an object.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Field {
@@ -61,7 +64,7 @@ impl Scan {
     /// # Cost
     /// One pass, some nanoseconds for 8 bytes; nothing is copied but the fields' names.
     pub fn of(json: &str) -> Option<Self> {
-        let mut scanner = Scanner { json, at: 0, weight: 0, muted: None, open: Vec::new() };
+        let mut scanner = Scanner { json, at: 0, weight: 0, settled: None, open: Vec::new() };
         let mut scan = Self::default();
         scanner.expect(b'{')?;
         if !scanner.skips(b'}') {
@@ -87,8 +90,9 @@ struct Scanner<'a> {
     at: usize,
     /// Of the value that is being read.
     weight: usize,
-    /// How many lists and objects are open around a value that weighs nothing, and the weight before it.
-    muted: Option<(usize, usize)>,
+    /// How many lists and objects are open around a value in which further names change nothing, and the weight
+    /// before it if it weighs nothing.
+    settled: Option<(usize, Option<usize>)>,
     /// What is open: `[` or `{`.
     open: Vec<u8>,
 }
@@ -131,7 +135,7 @@ impl<'a> Scanner<'a> {
         self.skip_space();
         let start = self.at;
         let mut elements = elements.filter(|_| self.peek() == Some(b'['));
-        (self.weight, self.muted) = (0, None);
+        (self.weight, self.settled) = (0, None);
         self.open.clear();
         let mut element = start;
         loop {
@@ -144,10 +148,10 @@ impl<'a> Scanner<'a> {
             }
             // Here a value has ended, and with it what it was the last part of.
             loop {
-                if let Some((depth, weight)) = self.muted
+                if let Some((depth, before)) = self.settled
                     && self.open.len() == depth
                 {
-                    (self.weight, self.muted) = (weight, None);
+                    (self.weight, self.settled) = (before.unwrap_or(self.weight), None);
                 }
                 let Some(open) = self.open.last() else {
                     return Some((start..self.at, elements));
@@ -206,8 +210,23 @@ impl<'a> Scanner<'a> {
         let raw = self.name()?;
         // Inside of a value a name may be no text: half a pair of surrogates.
         let name = unescaped(raw).unwrap_or(raw.into());
-        if MEDIA.contains(&&*name) {
-            self.muted = self.muted.or(Some((self.open.len(), self.weight)));
+        let depth = self.open.len();
+        self.skip_space();
+        let rest = &self.json[self.at..];
+        match (&*name, self.settled) {
+            // Documents of Anthropic's Messages may be text.
+            ("type", Some((around, Some(_)))) if around + 1 == depth => {
+                let is_text = rest.starts_with("\"text\"") || rest.starts_with("\"content\"");
+                self.settled = self.settled.filter(|_| !is_text);
+            }
+            (_, Some(_)) => {}
+            // Of search results it is an address.
+            ("source", None) if !rest.starts_with('{') => {}
+            (name, None) if MEDIA.contains(&name) => {
+                self.settled = Some((depth, Some(self.weight)));
+            }
+            (name, None) if OF_TOOLS.contains(&name) => self.settled = Some((depth, None)),
+            _ => {}
         }
         self.weight += VALUE_BYTES + name.len();
         Some(())
@@ -339,8 +358,8 @@ mod tests {
     use std::collections::HashMap;
 
     use proptest::prelude::*;
-    use serde_json::Value;
     use serde_json::value::RawValue;
+    use serde_json::{Value, json};
 
     use super::*;
 
@@ -358,6 +377,33 @@ mod tests {
         let part = r#"{"type": "text", "image": [[]], "text": "hello"}"#;
         assert_eq!(weigh(part), 3 * VALUE_BYTES + 17);
         assert_eq!(weigh(r#"{"im\u0061ge": "x"}"#), VALUE_BYTES);
+    }
+
+    #[test]
+    fn text_weighs_whatever_tools_and_documents_call_it() {
+        let text = "word ".repeat(200);
+        for part in [
+            json!({"type": "tool_use", "input": {"source": text}}),
+            json!({"type": "tool_use", "input": {"edits": [{"file": {"image": text}}]}}),
+            json!({"input_schema": {"properties": {"file": {"description": text}}}}),
+            json!({"function": {"parameters": {"properties": {"video": {"title": text}}}}}),
+            json!({"source": {"type": "text", "media_type": "text/plain", "data": text}}),
+            json!({"source": {"data": text, "type": "text"}}),
+            json!({"source": {"type": "content", "content": [{"type": "text", "text": text}]}}),
+            json!({"type": "search_result", "source": text}),
+        ] {
+            assert!(weigh(&part.to_string()) > text.len(), "{part}");
+        }
+        for part in [
+            json!({"source": {"type": "base64", "media_type": "image/png", "data": text}}),
+            json!({"source": {"type": "url", "url": text}}),
+            json!({"source": {"content": [], "parts": [{"type": "text", "text": text}]}}),
+            json!([{"input": {"a": 1}}, {"image": text}]),
+            json!([{"source": {"type": "text", "data": ""}}, {"input": "b"}, {"image": text}]),
+            json!({"source": {"type": "content", "z": [{"source": {"type": "base64", "data": text}}]}}),
+        ] {
+            assert!(weigh(&part.to_string()) < text.len() / 2, "{part}");
+        }
     }
 
     #[test]
@@ -382,8 +428,8 @@ mod tests {
         assert!(Scan::of(r#"{"\ud83d": 1}"#).is_none());
     }
 
-    fn json() -> impl Strategy<Value = Value> {
-        let text = "([a-z\"\\\\/\u{0}-\u{1f}é日😀]|image_url){0,12}";
+    fn values() -> impl Strategy<Value = Value> {
+        let text = "([a-z\"\\\\/\u{0}-\u{1f}é日😀]|image_url){0,12}|image|input";
         let leaf = prop_oneof![
             Just(Value::Null),
             any::<bool>().prop_map(Value::from),
@@ -400,14 +446,21 @@ mod tests {
         })
     }
 
-    /// The weight of what was read.
-    fn weight(value: &Value) -> usize {
+    /// The weight of what was read, in a tool's field or elsewhere.
+    fn weight(value: &Value, is_of_tool: bool) -> usize {
         match value {
             Value::String(text) => text.len(),
-            Value::Array(items) => VALUE_BYTES + items.iter().map(weight).sum::<usize>(),
+            Value::Array(items) => {
+                VALUE_BYTES + items.iter().map(|item| weight(item, is_of_tool)).sum::<usize>()
+            }
             Value::Object(fields) => fields.iter().fold(VALUE_BYTES, |sum, (name, value)| {
-                let is_media = MEDIA.contains(&&**name);
-                sum + if is_media { 0 } else { VALUE_BYTES + name.len() + weight(value) }
+                let is_of_tool = is_of_tool || OF_TOOLS.contains(&&**name);
+                let is_media = !is_of_tool && MEDIA.contains(&&**name);
+                sum + if is_media {
+                    0
+                } else {
+                    VALUE_BYTES + name.len() + weight(value, is_of_tool)
+                }
             }),
             _ => NUMBER_BYTES,
         }
@@ -419,11 +472,11 @@ mod tests {
         /// Whatever is made of a text, this takes it if and only if serde does, and finds the same in it.
         #[test]
         fn it_reads_what_serde_reads(
-            value in json(),
+            value in values(),
             is_escaped: bool,
             damage in prop::option::of((any::<prop::sample::Index>(), "[{}\\[\\],:\"\\\\ux0-9eE+.a\n -]{0,2}")),
         ) {
-            let mut text = serde_json::json!({"messages": [value.clone(), value], "n\\": 1}).to_string();
+            let mut text = json!({"messages": [value.clone(), value], "n\\": 1}).to_string();
             if is_escaped {
                 let escape = |c: char| match c.is_ascii() {
                     true => c.to_string(),
@@ -445,7 +498,7 @@ mod tests {
                 prop_assert_eq!(wanted[&**name].get(), &text[place.clone()]);
                 if !is_damaged {
                     let value: Value = serde_json::from_str(&text[place.clone()]).unwrap();
-                    prop_assert_eq!(*found, weight(&value), "{}", text);
+                    prop_assert_eq!(*found, weight(&value, false), "{}", text);
                 }
             }
             let list = wanted.get("messages").map_or("", |raw| raw.get());
