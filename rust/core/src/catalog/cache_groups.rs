@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::naming::{Naming, NamingOf, Proof};
 use crate::event::Stored;
 use crate::ids::{InstanceId, Worker};
+use crate::index::MAX_COPIES;
 use crate::index::groups::MAX_GROUPS;
 
 /// How much of a prefix a group must hold so that the engine can continue from its end.
@@ -164,7 +165,8 @@ const REPORTS_MIN: u32 = 3;
 /// A block of a worker: its group and its name.
 pub(super) type Doubted = (Worker, u32, u64);
 
-/// How often a block was stored while it was held: as another copy, or as a report of reuse.
+/// How often a block was stored while it was held, as another copy or as a report of reuse: as often as the index
+/// counts, which has the first one, too.
 #[derive(Debug, Clone, Copy, Default)]
 struct Doubt {
     counted: u32,
@@ -217,6 +219,7 @@ impl CacheGroups {
         let proof = Proof::told(known.naming.as_ref().and_then(NamingOf::naming));
         let told = known.doubts.iter().take(MAX_DOUBTS);
         let doubts = told.map(|&(dp_rank, group, name, counted)| {
+            let counted = counted.min(MAX_COPIES - 1);
             ((Worker::new(instance_id, dp_rank), group, name), Doubt { counted, not_counted: 0 })
         });
         Self { shown, proof, doubts: doubts.collect(), has_changed: true }
@@ -362,6 +365,9 @@ impl CacheGroups {
         }
         let is_counted = self.counts_copies();
         let doubt = self.doubts.entry(block).or_default();
+        if doubt.counted + doubt.not_counted >= MAX_COPIES - 1 {
+            return false;
+        }
         match is_counted {
             true => doubt.counted += 1,
             false => doubt.not_counted += 1,
@@ -374,9 +380,9 @@ impl CacheGroups {
         self.doubts.get(&block).is_some_and(|doubt| doubt.not_counted > 0)
     }
 
-    /// Whether any block was stored again.
-    pub fn has_doubts(&self) -> bool {
-        !self.doubts.is_empty()
+    /// Whether such a block was stored again.
+    pub fn knows_of(&self, block: Doubted) -> bool {
+        self.doubts.contains_key(&block)
     }
 
     /// The block is gone, with all counted copies. One that was not counted stays known: its second

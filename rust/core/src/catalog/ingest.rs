@@ -363,15 +363,17 @@ impl Ingest<'_> {
 
     /// Of blocks that the device holds no more, no copy can be taken back.
     fn forget_gone(&mut self, event: &Removed) {
-        if event.tier() != Some(Tier::Device) || !self.groups.has_doubts() {
+        if event.tier() != Some(Tier::Device) {
             return;
         }
         let group = event.group_idx.unwrap_or(0);
         let is_other = self.groups.is_other(group);
         for name in &event.block_hashes {
-            let is_held = if is_other { self.holds_in(group, *name) } else { self.holds(&[*name]) };
-            if !is_held {
-                self.groups.forget_copies((self.worker, group, *name));
+            let block = (self.worker, group, *name);
+            let is_held =
+                || if is_other { self.holds_in(group, *name) } else { self.holds(&[*name]) };
+            if self.groups.knows_of(block) && !is_held() {
+                self.groups.forget_copies(block);
             }
         }
     }

@@ -324,6 +324,29 @@ fn copies_that_are_gone_leave_no_doubt() {
 }
 
 #[test]
+fn no_more_copies_are_taken_back_than_are_counted() {
+    let window = |from: usize, to: usize| {
+        let more = json!({
+            "group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 8,
+        });
+        stored(from, to, more)
+    };
+    for has_window in [false, true] {
+        for repeats in [62, 63, 64, 100] {
+            let mut engine = Engine::start();
+            let take = if has_window { 2 } else { 1 };
+            let first = [stored(0, 1, full(json!({}))), window(0, 1)];
+            for _ in 0..=repeats {
+                engine.publish(&first[..take]);
+            }
+            let next = [stored(1, 2, full(json!({}))), window(1, 2)];
+            engine.publish(&[&first[..take], &next[..take]].concat());
+            assert_eq!(engine.reuse(2, None, None), (2, 2), "{repeats}");
+        }
+    }
+}
+
+#[test]
 fn blocks_removed_since_their_report_are_taken_back_too() {
     let mut engine = Engine::start();
     engine.publish(&[stored(0, 4, full(json!({})))]);
