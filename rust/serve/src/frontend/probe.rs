@@ -284,11 +284,21 @@ async fn learn(app: &App, engine: &Engine) -> Result<EngineNotes, String> {
             .and_then(|value| value.trim().parse().ok());
         notes.capacity_blocks = info.and_then(|line| label(line, "num_gpu_blocks"));
     }
-    if (!app.tokenizers.loaded().is_empty() || app.salts.is_some())
-        && let Ok((200, body)) = get(upstream, engine, "/version", timeout).await
-    {
-        let version = serde_json::from_slice::<Version>(&body).ok().map(|answer| answer.version);
-        notes.version = version.filter(|version| version.len() <= MAX_VERSION_BYTES);
+    if !app.tokenizers.loaded().is_empty() || app.salts.is_some() {
+        notes.version = match get(upstream, engine, "/version", timeout).await {
+            Ok((200, body)) => {
+                let answer = serde_json::from_slice::<Version>(&body).ok();
+                let version = answer.map(|answer| answer.version);
+                version.filter(|version| version.len() <= MAX_VERSION_BYTES)
+            }
+            _ => {
+                let before = engine.notes.lock();
+                // Without its start, a restart shows only where it fails checks.
+                let can_tell = notes.started_s.is_some() || engine.is_healthy();
+                let is_same = can_tell && before.started_s == notes.started_s;
+                before.version.clone().filter(|_| is_same)
+            }
+        };
     }
     if app.uses_events && engine.spec.events.is_none() {
         notes.server = server_info::ask(upstream, engine, timeout).await;

@@ -143,6 +143,10 @@ impl Engine {
         self.state.told.lock().insert(path.to_owned(), told);
     }
 
+    pub fn tells_no_more(&self, path: &str) {
+        self.state.told.lock().remove(path);
+    }
+
     pub fn answers(&self, status: u16, body: Value) {
         *self.state.manner.lock() = Manner::Answer(status, body);
     }

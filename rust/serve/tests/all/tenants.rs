@@ -1,6 +1,7 @@
 //! Clients with keys: their limits, what of their requests reaches an engine, and tenants that share no cache.
 
 use std::io::Write;
+use std::time::Duration;
 
 use kvflash_core::policy::Policy;
 use kvflash_serve::frontend::{FairnessOptions, Identity};
@@ -10,7 +11,7 @@ use rand::{Rng, SeedableRng};
 use serde_json::{Value, json};
 
 use super::engine::Engine;
-use super::stage::{Answer, BLOCK, Stage, prompt, with};
+use super::stage::{Answer, BLOCK, Stage, prompt, until, with};
 
 fn key(id: &str) -> Key {
     Key::new(id, Role::Client)
@@ -270,6 +271,7 @@ fn isolating() -> Stage {
         options.routing.selector.router.policy = Policy::Kv;
         options.own.expose_overlap = true;
         options.own.salt_secret_file = Some(path);
+        options.own.health_interval = Duration::from_millis(20);
     })
 }
 
@@ -374,6 +376,14 @@ async fn messages_of_an_isolated_tenant_go_only_to_engines_that_read_their_salt(
     // Their chats are salted everywhere.
     let chats = "/v1/chat/completions";
     assert_eq!(stage.post_as(&client, chats, &[], &body).await.status, 200);
+    // It still runs as the version that it told.
+    engine.tells_no_more("/version");
+    engine.answers(500, json!({}));
+    let asks = || engine.paths().iter().filter(|path| *path == "/version").count();
+    until("two more learnings", async || asks() >= 2).await;
+    engine.answers(200, json!({}));
+    let answer = stage.post_as(&client, path, &[], &body).await;
+    assert_eq!((answer.status, answer.worker()), (200, engine.id));
 }
 
 #[tokio::test]
