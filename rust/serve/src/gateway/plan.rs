@@ -344,8 +344,15 @@ impl Plan {
                 ", {count} draining (PATCH /workers/{{id}} with {{\"state\": \"active\"}} brings one back)"
             ),
         };
+        let unfit = members.all().filter(|one| one.is_healthy() && !self.call.fits(one)).count();
+        let (path, is_isolated) = (self.call.row.path, self.call.is_isolated());
+        let unfit = match unfit {
+            0 => String::new(),
+            _ if is_isolated => format!(", of which {unfit} do not read cache_salt in {path}"),
+            _ => format!(", of which {unfit} do not serve {path}"),
+        };
         Error::NoWorker(format!(
-            "no worker can take requests for model {:?}: {} registered, {} healthy{draining}{}",
+            "no worker can take requests for model {:?}: {} registered, {} healthy{unfit}{draining}{}",
             self.route.pool.name,
             members.all().count(),
             members.healthy(),

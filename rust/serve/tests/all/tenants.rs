@@ -384,6 +384,12 @@ async fn messages_of_an_isolated_tenant_go_only_to_engines_that_read_their_salt(
     engine.answers(200, json!({}));
     let answer = stage.post_as(&client, path, &[], &body).await;
     assert_eq!((answer.status, answer.worker()), (200, engine.id));
+    engine.health(500);
+    stage.until_healthy(engine.id, false).await;
+    let answer = stage.post_as(&client, path, &[], &body).await;
+    assert_eq!(answer.status, 503, "{}", answer.text());
+    let told = "3 registered, 2 healthy, of which 2 do not read cache_salt in /v1/messages";
+    assert!(answer.text().contains(told), "{}", answer.text());
 }
 
 #[tokio::test]
