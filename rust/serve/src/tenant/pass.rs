@@ -192,7 +192,7 @@ fn salt_of(
         return Ok(None);
     }
     let refused = |what: String| Err(Reject::new(axum::http::StatusCode::FORBIDDEN, what));
-    if !takes_salt(row.api) {
+    if !has_salt(row.api) {
         return refused(format!(
             "{}: engines take no cache_salt there, and the key {:?} shares no cache with other tenants \
              (isolate); use /v1/chat/completions, /v1/completions or /v1/responses",
@@ -211,12 +211,11 @@ fn salt_of(
     Ok(Some(salts.salt(&key.tenant, own)))
 }
 
-/// Whether engines accept the field `cache_salt` in this API: those that do not are passed over, see
-/// [`Engine::takes_salt`](crate::frontend::engine::Engine::takes_salt).
+/// Whether requests of this API have the field `cache_salt`.
 ///
 /// # Source
 /// The request models of vLLM 0.32 and SGLang 0.5.23.
-fn takes_salt(api: Api) -> bool {
+fn has_salt(api: Api) -> bool {
     api != Api::Unmatched
 }
 
@@ -357,7 +356,7 @@ mod tests {
                 _ => Body::parse(body.to_string().into()).unwrap(),
             };
             let found = clean_body(&isolated("a"), Some(row), &parsed, Some(&secret), |_| ());
-            match (row.weight, takes_salt(row.api)) {
+            match (row.weight, has_salt(row.api)) {
                 (Weight::Nothing, _) => assert_eq!(found.unwrap(), None, "{}", row.path),
                 (_, true) => {
                     let value: Value = serde_json::from_slice(&found.unwrap().unwrap()).unwrap();
