@@ -18,7 +18,7 @@ from kvflash.publisher.relay import Relay
 from kvflash.publisher.stream import EventStream, Sender
 from kvflash.runtime import Component
 from kvflash.runtime.arguments import check_range
-from kvflash.runtime.settings import listen_address
+from kvflash.runtime.settings import own_address
 from kvflash.servers import plane_of_events
 
 logger = logging.getLogger(__name__)
@@ -111,8 +111,9 @@ class KvEventPublisher:
             zmq_endpoint: Relay mode: where the engine publishes.
             zmq_topic: Topic; default "kv-events". Receivers read all topics.
             zmq_replay_endpoint: Relay mode: where the engine replays.
-            host: Interface to bind to; default: the one that the component's runtime listens on, or
-                127.0.0.1. With a wildcard such as 0.0.0.0 the component's host is announced.
+            host: Interface to bind to; default: that of the component's host, or all if this
+                machine has no such address; without a component 127.0.0.1. With a wildcard such as
+                0.0.0.0 the component's host is announced.
             port: Port of the events; 0 picks a free one.
             replay_port: Port of the replay; 0 picks a free one.
             tick_ms: How long the first event of a batch waits for more events; 0..1000.
@@ -160,7 +161,7 @@ class KvEventPublisher:
                 self._source = Relay(make, self.endpoint, self.replay_endpoint, topic)
         elif zmq_endpoint is None:
             self._source = EventStream(
-                host=host or (listen_address(component.runtime.host) if component else "127.0.0.1"),
+                host=host or (own_address(component.runtime.host) if component else "127.0.0.1"),
                 own_host=component.runtime.host if component else None,
                 port=port,
                 replay_port=replay_port,

@@ -9,7 +9,7 @@ from kvflash._core import Bookings
 from kvflash.discovery import Discovery
 from kvflash.roster.core import Component
 from kvflash.routing.sync_service import ReplicaSyncService
-from kvflash.runtime.settings import host_address, listen_address
+from kvflash.runtime.settings import host_address, own_address
 from kvflash.servers import NatsSettings
 from kvflash.transport import names
 from kvflash.transport.channel import Channel, ZmqChannel
@@ -125,7 +125,7 @@ class Sharing:
             is_local = discovery.is_local
             await discovery.close()
             host = host_address(is_local=is_local)
-            return ZmqChannel(host, listen_address(host))
+            return ZmqChannel(host, own_address(host))
         # The NATS client need not be installed if no broker is used.
         from kvflash.transport.nats_channel import NatsChannel  # noqa: PLC0415
         from kvflash.transport.nats_connection import connect  # noqa: PLC0415

@@ -44,9 +44,27 @@ def host_address(*, is_local: bool) -> str:
 
 def listen_address(host: str) -> str:
     """The address to listen on for ``host``, which may be a name or a gateway's address."""
-    if host == "localhost" or host.startswith("127.") or host == "::1":
+    if _is_loopback(host):
         return host
     return "::" if ":" in host else "0.0.0.0"
+
+
+def own_address(host: str) -> str:
+    """``host`` if this machine has that address, else as :func:`listen_address`.
+
+    For sockets without encryption or login, which other networks of this machine must not reach.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family) as probe:
+        probe.bind((host, 0))
+        # Many machines know their own name as a loopback address, which others can't reach.
+        if not _is_loopback(str(probe.getsockname()[0])):
+            return host
+    return listen_address(host)
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or host.startswith("127.") or host == "::1"
 
 
 def runtime_port() -> int:

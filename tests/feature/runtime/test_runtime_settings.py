@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import socket
 from pathlib import Path
@@ -21,7 +22,7 @@ from kvflash import (
     register_llm,
     unregister_llm,
 )
-from kvflash.runtime.settings import host_address, listen_address
+from kvflash.runtime.settings import host_address, listen_address, own_address
 
 
 @pytest.fixture(autouse=True)
@@ -97,6 +98,55 @@ def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
         ("fd00::5", "::"),
     ):
         assert listen_address(host) == listened
+
+
+@pytest.mark.parametrize(
+    ("host", "bound"),
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("localhost", "localhost"),
+        ("10.0.0.5", "10.0.0.5"),
+        ("fd00::5", "fd00::5"),
+        ("private.example", "private.example"),
+        # Known to this machine by its loopback address only.
+        ("worker-1.example", "0.0.0.0"),
+        ("gateway.example", "0.0.0.0"),
+        ("198.51.100.7", "0.0.0.0"),
+        ("fd00::7", "::"),
+    ],
+)
+def test_sockets_without_login_listen_on_other_interfaces_only_if_they_must(
+    host: str, bound: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {
+        "127.0.0.1": "127.0.0.1",
+        "localhost": "127.0.0.1",
+        "worker-1.example": "127.0.1.1",
+        "10.0.0.5": "10.0.0.5",
+        "private.example": "10.0.0.5",
+        "fd00::5": "fd00::5",
+    }
+
+    class Probe:
+        def __init__(self, family: int) -> None:
+            assert (family == socket.AF_INET6) is (":" in host)
+
+        def __enter__(self) -> Probe:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def bind(self, address: tuple[str, int]) -> None:
+            assert address == (host, 0)
+            if host not in own:
+                raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+
+        def getsockname(self) -> tuple[str, int]:
+            return own[host], 40_000
+
+    monkeypatch.setattr(socket, "socket", Probe)
+    assert own_address(host) == bound
 
 
 @pytest.mark.parametrize(
