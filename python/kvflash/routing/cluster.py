@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvflash._core import Catalog, Frontend, Router, RouterCore
 from kvflash.cluster_flags import ClusterFlags
 from kvflash.errors import KvflashError
+from kvflash.outage import Outage
 from kvflash.roster.core import Component, Replicas, announced, is_brokered
 from kvflash.transport.receiver import EventReceiver
 
@@ -65,6 +66,11 @@ class Cluster(Replicas):
             )
         # Workers of the core, and their numbers between routers.
         self._joined: dict[int, tuple[Component, int | None]] = {}
+        # Those that are not shared yet; one thread tries all of them again.
+        self._unshared: set[int] = set()
+        self._unshared_lock = threading.Lock()
+        self._is_share_due = False
+        self._share_outage = Outage(logger, "the requests of other routers are counted")
         self._lock = threading.Lock()
         self._states: dict[Component, Any] = {}
         # Components whose state has arrived or timed out.
@@ -187,18 +193,38 @@ class Cluster(Replicas):
     ) -> None:
         """The core knows the worker; its number between routers may differ."""
         self._joined[instance_id] = (component, shared_id)
-        self._share(component, instance_id, shared_id)
+        self._share(instance_id)
 
-    def _share(self, component: Component, instance_id: int, shared_id: int | None) -> None:
-        # A retry may come late, when the number or the shared address belongs to another worker.
-        if self._sharing is None or self._joined.get(instance_id) != (component, shared_id):
+    def _share(self, instance_id: int) -> None:
+        # First: another thread that joins the worker meanwhile must be able to add it again.
+        self._unshared.discard(instance_id)
+        # A retry may come late, when the worker has left.
+        joined = self._joined.get(instance_id)
+        if self._sharing is None or joined is None:
             return
         try:
-            self._sharing.worker_joined(component, instance_id, shared_id)
+            self._sharing.worker_joined(joined[0], instance_id, joined[1])
         except Exception as error:
-            text = "can't learn of the requests of other routers: %s; trying again"
-            logger.error(text, error, exc_info=not isinstance(error, KvflashError))
-            self._later(lambda: self._share(component, instance_id, shared_id))
+            logger.debug("worker %d is not shared", instance_id, exc_info=True)
+            text = f"can't learn of the requests of other routers: {error}; trying again"
+            with self._unshared_lock:
+                self._unshared.add(instance_id)
+                self._share_outage.lasts(text, kind=type(error))
+                is_due, self._is_share_due = self._is_share_due, True
+            if not is_due:
+                self._later(self._share_again)
+            return
+        with self._unshared_lock:
+            if not self._unshared:
+                self._share_outage.ends()
+
+    def _share_again(self) -> None:
+        for instance_id in list(self._unshared):
+            self._share(instance_id)
+        with self._unshared_lock:
+            self._is_share_due = is_due = bool(self._unshared)
+        if is_due:
+            self._later(self._share_again)
 
     def worker_left(self, component: Component, instance_id: int) -> None:
         """The worker has left."""

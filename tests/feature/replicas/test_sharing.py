@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -171,6 +173,47 @@ def test_sharing_is_retried_after_any_error(
     assert made._sharing is not None
     monkeypatch.setattr(made._sharing, "worker_joined", join)
     monkeypatch.setattr(cluster, "RETRY_S", 0.0)
-    made.worker_joined(COMPONENT, 7)
-    until(lambda: joined == [7], "the retries")
-    assert [bool(record.exc_info) for record in caplog.records] == [False, True]
+    with caplog.at_level(logging.DEBUG, cluster.__name__):
+        made.worker_joined(COMPONENT, 7)
+        until(lambda: joined == [7], "the retries")
+        until(lambda: "requests of other routers are counted" in caplog.text, "the end")
+    told = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert [record.getMessage().split(": ")[1] for record in told] == [
+        "it is away; trying again",
+        "unforeseen; trying again",
+    ]
+    traces = [record for record in caplog.records if record.exc_info]
+    assert {record.levelno for record in traces} == {logging.DEBUG}
+    assert "RuntimeError: unforeseen" in caplog.text
+
+
+def test_one_retry_is_due_for_all_workers(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ClusterFlags(router_replica_sync=True)
+    made = Cluster(Router(), flags, open_discovery=MemoryDiscovery)
+    is_away = True
+    attempts: list[int] = []
+    due: list[Callable[[], None]] = []
+
+    def join(_component: object, instance_id: int, _shared_id: int | None) -> None:
+        attempts.append(instance_id)
+        if is_away:
+            raise RuntimeError("unforeseen")
+
+    assert made._sharing is not None
+    monkeypatch.setattr(made._sharing, "worker_joined", join)
+    monkeypatch.setattr(made, "_later", due.append)
+    for instance_id in (7, 8, 7, 9, 7):
+        made.worker_joined(COMPONENT, instance_id)
+    made.worker_gone(9)
+    for _ in range(3):
+        (retry,) = due
+        due.clear()
+        attempts.clear()
+        retry()
+        assert sorted(attempts) == [7, 8]
+    is_away = False
+    due.pop()()
+    assert not due
+    assert caplog.text.count("can't learn of the requests of other routers") == 1
