@@ -11,6 +11,7 @@ import signal
 from collections.abc import Iterator, Sequence
 
 from kvflash.errors import ConfigError
+from kvflash.launcher.command import split_flag
 from kvflash.signals import ending_signals
 
 logger = logging.getLogger(__name__)
@@ -19,7 +20,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 # Flags of engines whose values are secret.
-_SECRET_FLAGS = ("--admin-api-key", "--api-key", "--hf-token")
+_SECRET_FLAGS = ("--admin-api-key", "--api-key", "--hf-token", "--ssl-keyfile-password")
 
 
 def _shown(words: Sequence[str]) -> Iterator[str]:
@@ -27,9 +28,9 @@ def _shown(words: Sequence[str]) -> Iterator[str]:
     is_secret = False
     for word in words:
         if word.startswith("-"):
-            name, _, value = word.partition("=")
+            name, _, value = split_flag(word)
             is_secret = name in _SECRET_FLAGS
-            yield f"{name}=***" if is_secret and value else word
+            yield word.removesuffix(value) + "***" if is_secret and value else word
         else:
             # A flag may have several.
             yield "***" if is_secret else word

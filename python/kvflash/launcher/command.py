@@ -11,6 +11,12 @@ from urllib.parse import urlsplit
 from kvflash.errors import ConfigError
 
 
+def split_flag(word: str) -> tuple[str, str, str]:
+    """Name of a flag, ``=``, and value; engines take ``_`` in names for ``-``."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-"), equals, value
+
+
 class Arguments:
     """Flags for an engine that the launcher may read and extend."""
 
@@ -21,7 +27,7 @@ class Arguments:
         """The last value of a flag by any of its names, as ``--flag value`` or ``--flag=value``."""
         found = None
         for index, word in enumerate(self.words):
-            name, is_joined, joined = word.partition("=")
+            name, is_joined, joined = split_flag(word)
             if name not in names:
                 continue
             if is_joined:
@@ -55,7 +61,7 @@ class Arguments:
 
     def has(self, *names: str) -> bool:
         """Whether a flag is present, with or without a value."""
-        return any(word.partition("=")[0] in names for word in self.words)
+        return any(split_flag(word)[0] in names for word in self.words)
 
     def add(self, name: str, *values: object) -> None:
         """Append a flag unless it is present."""
@@ -68,10 +74,11 @@ class Arguments:
         kept: list[str] = []
         words = iter(self.words)
         for word in words:
-            if word == name:
-                next(words, None)
-            elif not word.startswith(name + "="):
+            found, is_joined, _ = split_flag(word)
+            if found != name:
                 kept.append(word)
+            elif not is_joined:
+                next(words, None)
         self.words = kept
         return value
 

@@ -60,6 +60,15 @@ def test_context_parallelism_makes_blocks_of_events_larger(flags, reported, size
     assert build("vllm", f"m {flags}").event_block_size(reported) == size
 
 
+def test_flags_with_underscores_are_understood():
+    command = build("vllm", "--block_size=32 --enable_prompt_tokens_details --model m --api_key k")
+    words = ["m", "--block_size=32", "--enable_prompt_tokens_details", "--api_key", "k", "--port"]
+    assert command.words[2:8] == words
+    assert (command.block_size, command.api_key) == (32, "k")
+    arguments = Arguments(["--a_b", "1", "--a-b=2", "c_d"])
+    assert (arguments.drop("--a-b"), arguments.words) == ("2", ["c_d"])
+
+
 def test_what_is_said_to_vllm_stays():
     config = '{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:5557"}'
     command = build(

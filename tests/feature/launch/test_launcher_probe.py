@@ -59,6 +59,7 @@ async def with_key(request: web.Request) -> web.Response:
     [
         ("m --api-key secret", {"VLLM_API_KEY": "other"}),
         ("m --api-key=secret", {}),
+        ("m --api_key secret", {}),
         ("m", {"VLLM_API_KEY": "secret", "KVFLASH_WORKER_API_KEY": "other"}),
         ("m", {"KVFLASH_WORKER_API_KEY": "secret"}),
     ],
@@ -113,13 +114,19 @@ def test_an_engine_that_does_not_count_is_not_waited_for(status) -> None:
 
 
 def test_keys_of_an_engine_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    words = ["/no/such/engine", "--api-key", "secret1", "secret2", "--hf-token=secret3"]
+    words = (
+        "/no/such/engine --api-key secret1 secret2 --hf-token=secret3 --api_key secret4 "
+        "--hf_token=secret5 --ssl-keyfile-password secret6 --port 8000"
+    )
 
     async def work() -> None:
         with pytest.raises(ConfigError, match="can't start /no/such/engine"):
-            await Child.start([*words, "--port", "8000"])
+            await Child.start(words.split())
 
     with caplog.at_level("INFO"):
         asyncio.run(work())
-    line = "starting /no/such/engine --api-key *** *** --hf-token=*** --port 8000"
+    line = (
+        "starting /no/such/engine --api-key *** *** --hf-token=*** --api_key *** "
+        "--hf_token=*** --ssl-keyfile-password *** --port 8000"
+    )
     assert line in caplog.text
