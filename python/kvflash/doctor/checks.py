@@ -160,12 +160,18 @@ def check_clock(subject: str, skew_s: float | None) -> Iterator[Finding]:
 
 
 def check_ready(url: str, ready: Answer, otherwise: str) -> Iterator[Finding]:
-    """Judge an answer of GET /ready; ``otherwise`` is the fix if its reason does not imply one."""
+    """Judge an answer of GET /ready; ``otherwise`` is the fix if its reason does not imply one.
+
+    Routers and indexers give no reason, but say whether they are stopping.
+    """
     if ready.status in (200, 404):
         yield ok(url, "ready", "yes" if ready.status == 200 else "it has no GET /ready")
         return
-    body = ready.json
-    reason = str((body.get("reason") if isinstance(body, dict) else None) or ready.said)
+    body = ready.json if isinstance(ready.json, dict) else {}
+    stopping = "shutting down" if body.get("stopping") is True else ""
+    reason = str(body.get("reason") or stopping or ready.said)
+    if ready.status != 503:
+        otherwise = ready.fix or "the message says why"
     fix = next((fix for words, fix in _UNREADY.items() if words in reason), otherwise)
     yield fail(url, "ready", f"GET /ready: {reason}", fix)
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from kvflash.ask import Answer
+from kvflash.doctor import checks
 from kvflash.doctor.app import main
 from kvflash.router import RouterService
 from support_frontend import COMPLETIONS, FakeEngine, Frontend, ask, engines, prompt_of
@@ -45,6 +47,28 @@ def test_a_router_that_still_waits_for_workers(capsys: pytest.CaptureFixture[str
         assert ready["level"] == "FAIL" and '"min_initial_workers": 2' in ready["seen"]
         router.call("POST", "/workers", {"worker_id": 2, "model_name": "m"})
         assert only(findings_of(router.url, capsys), "ready")["level"] == "ok"
+
+
+def test_a_router_that_stops_has_all_its_workers() -> None:
+    body = {"ready": False, "stopping": True, "workers": 2, "min_initial_workers": 1}
+    answer = Answer(status=503, body=json.dumps(body).encode())
+    (found,) = checks.check_ready("http://r", answer, "register the missing workers")
+    assert (found.level, found.seen) == ("FAIL", "GET /ready: shutting down")
+    assert "start it again" in found.fix
+
+
+@pytest.mark.parametrize(
+    ("answer", "fix"),
+    [
+        (Answer(error="TimeoutError: timed out"), "the message says why"),
+        (Answer(error="the certificate is not trusted here", fix="renew it"), "renew it"),
+        (Answer(status=401, body=b'{"error": "a key is needed"}'), "the message says why"),
+        (Answer(status=503, body=b'{"reason": "something new"}'), "the reason says it"),
+    ],
+)
+def test_without_an_answer_no_reason_is_promised(answer: Answer, fix: str) -> None:
+    (found,) = checks.check_ready("http://f", answer, "the reason says it")
+    assert (found.level, found.fix) == ("FAIL", fix)
 
 
 def test_workers_that_are_all_draining(capsys: pytest.CaptureFixture[str]) -> None:
