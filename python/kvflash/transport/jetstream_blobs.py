@@ -47,8 +47,12 @@ def _entry(name: str) -> str:
     return base64.urlsafe_b64encode(name.encode()).decode()
 
 
-def _name(entry: str) -> str:
-    return base64.urlsafe_b64decode(entry).decode()
+def _name(entry: str) -> str | None:
+    """The name of an entry's blob; None if the entry is not ours."""
+    try:
+        return base64.urlsafe_b64decode(entry).decode()
+    except ValueError:
+        return None
 
 
 class JetStreamBlobs:
@@ -144,18 +148,21 @@ class JetStreamBlobs:
             except nats.js.errors.NotFoundError:
                 return []
         found = [subject[len(prefix) :].split(".", 1) for subject in info.state.subjects or ()]
-        return sorted({name if kind == "C" else _name(name) for kind, name in found})
+        names = {name if kind == "C" else _name(name) for kind, name in found}
+        return sorted(name for name in names if name is not None)
 
     async def delete(self, name: str) -> None:
         async with reaching(f"bucket {self._bucket}"):
             with contextlib.suppress(nats.js.errors.NotFoundError):
                 subjects = [f"M.{_entry(name)}", f"C.{name}"]
-                with contextlib.suppress(nats.js.errors.NotFoundError):
+                with contextlib.suppress(
+                    nats.js.errors.NotFoundError, nats.js.errors.BadObjectMetaError
+                ):
                     # Also one that the client marked as deleted: its mark would stay for ever.
                     info = await self._store.get_info(name, show_deleted=True)
                     if info.nuid != name:
-                        # From an older version.
-                        subjects.append(f"C.{info.nuid}")
+                        # From an older version: only the entry leads to these chunks.
+                        subjects.insert(0, f"C.{info.nuid}")
                 for subject in subjects:
                     await self._js.purge_stream(
                         f"OBJ_{self._bucket}", subject=f"$O.{self._bucket}.{subject}"

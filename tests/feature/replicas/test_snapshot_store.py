@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -10,6 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import msgpack
+import nats.errors
 import pytest
 
 from kvflash._core import Catalog
@@ -125,6 +127,48 @@ def test_a_snapshot_that_the_client_deleted_leaves_the_bucket(in_store) -> None:
         assert len([entry async for entry in store.blobs.read(pointer.blob)]) > 0
         # Its entry, and its chunk.
         assert await store.messages() == 2
+
+    in_store(test)
+
+
+@pytest.mark.parametrize("purges", range(3))
+def test_an_interrupted_deletion_goes_on_later(
+    in_store, purges: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(store: Store) -> None:
+        name = "radix-state-00000000000000000000-1-a"
+        objects = await store.js.object_store("blobs")
+        await objects.put(name, b"of an older version")
+        purge, left = store.blobs._js.purge_stream, purges
+
+        async def purge_some(*args: Any, **kwargs: Any) -> bool:
+            nonlocal left
+            if left == 0:
+                raise nats.errors.TimeoutError
+            left -= 1
+            return await purge(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store.blobs._js, "purge_stream", purge_some)
+            with pytest.raises(TransportError):
+                await store.blobs.delete(name)
+        assert await store.snapshot() == Outcome.DONE
+        # Those of the snapshot.
+        assert await store.messages() == 2
+
+    in_store(test)
+
+
+def test_foreign_and_damaged_entries_stop_no_sweep(in_store) -> None:
+    async def test(store: Store) -> None:
+        damaged = base64.urlsafe_b64encode(b"radix-state-00000000000000000000-1-a").decode()
+        for entry in ("abcde", "_w==", damaged):
+            await store.js.publish(f"$O.blobs.M.{entry}", b"{}")
+        assert await store.snapshot() == Outcome.DONE
+        pointer, _ = await store.blobs.pointer()
+        assert await store.blobs.names() == [pointer.blob]
+        # The foreign ones, and those of the snapshot.
+        assert await store.messages() == 4
 
     in_store(test)
 
