@@ -142,22 +142,28 @@ def _count(text: str | None) -> int | None:
 async def wait_until_idle(url: str, child: Child, timeout_s: float) -> None:
     """Wait, at most ``timeout_s``, until an engine has had no request for a second.
 
-    Returns at once if the engine has ended, or does not report its requests.
+    Returns at once if the engine has ended, nothing listens, or it does not report its requests.
     """
     clock = asyncio.get_running_loop().time
     end_s = clock() + timeout_s
     idle_since_s: float | None = None
+    has_counted = False
     async with aiohttp.ClientSession(url) as session:
         while child.is_running and (left_s := end_s - clock()) > 0:
             try:
                 count = await _requests(session, min(left_s, _ANSWER_S_MAX))
             except _FAILURES as error:
+                cause = getattr(error, "os_error", None)
+                if isinstance(cause, ConnectionRefusedError):
+                    logger.info("the engine's HTTP server has ended: not waiting")
+                    return
                 # A busy engine may answer late, and it is the one to wait for.
                 logger.debug("the engine does not answer /metrics: %r; asking again", error)
                 count = math.inf
             if count is None:
                 logger.info("the engine does not tell how many requests it has: not waiting")
                 return
+            has_counted = has_counted or count < math.inf
             if count:
                 idle_since_s = None
             elif idle_since_s is None:
@@ -166,9 +172,8 @@ async def wait_until_idle(url: str, child: Child, timeout_s: float) -> None:
                 return
             await asyncio.sleep(_IDLE_POLL_S)
     if child.is_running and idle_since_s is None and timeout_s > 0:
-        logger.warning(
-            "the engine still had requests after %g s (--drain-timeout); stopping it", timeout_s
-        )
+        did = "still had requests after" if has_counted else "did not report its requests for"
+        logger.warning("the engine %s %g s (--drain-timeout); stopping it", did, timeout_s)
 
 
 async def _requests(session: aiohttp.ClientSession, timeout_s: float) -> float | None:

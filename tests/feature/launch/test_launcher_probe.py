@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -111,6 +112,36 @@ def test_an_engine_that_does_not_count_is_not_waited_for(status) -> None:
 
     asked(answer, lambda url, child: wait_until_idle(url, child, 30))
     assert seen == ["/metrics"]
+
+
+def test_an_engine_without_an_http_server_is_not_waited_for() -> None:
+    async def work() -> None:
+        with socket.socket() as held:
+            held.bind(("127.0.0.1", 0))
+            # Bound and not listening: the connection is refused.
+            url = f"http://127.0.0.1:{held.getsockname()[1]}"
+            child: Any = SimpleNamespace(is_running=True)
+            await asyncio.wait_for(wait_until_idle(url, child, 600), 30)
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(2, "still had requests after 0.3 s"), (None, "did not report its requests for 0.3 s")],
+)
+def test_the_log_says_no_more_than_the_engine_did(
+    count: int | None, text: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def requests(_session: object, _timeout_s: float) -> float:
+        if count is None:
+            raise asyncio.TimeoutError
+        return count
+
+    monkeypatch.setattr(probe, "_requests", requests)
+    child: Any = SimpleNamespace(is_running=True)
+    asyncio.run(wait_until_idle("http://127.0.0.1:1", child, 0.3))
+    assert f"the engine {text} (--drain-timeout); stopping it" in caplog.text
 
 
 def test_keys_of_an_engine_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
