@@ -61,7 +61,7 @@ async def wait_until_ready(
     """
     deadline = asyncio.get_running_loop().time() + timeout_s
     limit = aiohttp.ClientTimeout(total=_ANSWER_S_MAX)
-    headers = {"Authorization": f"Bearer {command.api_key}"} if command.api_key else None
+    headers = _headers(command.api_key)
     async with aiohttp.ClientSession(url, timeout=limit, headers=headers) as session:
         while not await _is_healthy(session):
             if not child.is_running or child.stopping.is_set():
@@ -73,6 +73,10 @@ async def wait_until_ready(
         for path in command.details:
             _add_details(found, path, await _text(session, path))
     return found
+
+
+def _headers(api_key: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
 async def _is_healthy(session: aiohttp.ClientSession) -> bool:
@@ -139,7 +143,9 @@ def _count(text: str | None) -> int | None:
     return int(text) if text is not None and text.isdigit() and int(text) > 0 else None
 
 
-async def wait_until_idle(url: str, child: Child, timeout_s: float) -> None:
+async def wait_until_idle(
+    url: str, child: Child, timeout_s: float, api_key: str | None = None
+) -> None:
     """Wait, at most ``timeout_s``, until an engine has had no request for a second.
 
     Returns at once if the engine has ended, nothing listens, or it does not report its requests.
@@ -148,7 +154,7 @@ async def wait_until_idle(url: str, child: Child, timeout_s: float) -> None:
     end_s = clock() + timeout_s
     idle_since_s: float | None = None
     has_counted = False
-    async with aiohttp.ClientSession(url) as session:
+    async with aiohttp.ClientSession(url, headers=_headers(api_key)) as session:
         while child.is_running and (left_s := end_s - clock()) > 0:
             try:
                 count = await _requests(session, min(left_s, _ANSWER_S_MAX))

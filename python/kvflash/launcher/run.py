@@ -124,7 +124,7 @@ async def _attend(
     await runtime.close()
     if not ended.done():
         ended.cancel()
-        await wait_until_idle(url, child, options.drain_timeout_s)
+        await wait_until_idle(url, child, options.drain_timeout_s, command.api_key)
         return await child.stop(options.stop_timeout_s)
     logger.error("the engine ended with status %d", ended.result())
     return ended.result()

@@ -102,6 +102,20 @@ def test_a_busy_engine_is_waited_for_whatever_its_metrics_do(failure, monkeypatc
     assert steps == ["0"]
 
 
+def test_requests_are_counted_with_the_engines_key(monkeypatch) -> None:
+    monkeypatch.setattr(probe, "SETTLE_S", 0)
+    counts = [1, 0]
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.headers.get("Authorization") != "Bearer secret":
+            return web.Response(status=401)
+        count = counts.pop(0) if len(counts) > 1 else counts[0]
+        return web.Response(text=f"vllm:num_requests_running {count}\n")
+
+    asked(answer, lambda url, child: wait_until_idle(url, child, 30, "secret"))
+    assert counts == [0]
+
+
 @pytest.mark.parametrize("status", [200, 404])
 def test_an_engine_that_does_not_count_is_not_waited_for(status) -> None:
     seen = []
