@@ -20,8 +20,8 @@ const LEAST_SPREAD: f64 = 0.2;
 /// Ends of prompts, and the distribution of the time until they are continued.
 #[derive(Debug)]
 pub(super) struct Gaps {
-    /// When an answered prompt that ended with this block was last routed, in milliseconds: the
-    /// current and the previous generation.
+    /// When a prompt that ended with this block was last routed, in milliseconds: the current and
+    /// the previous generation.
     tails: [HashMap<u64, u64>; 2],
     filter: Box<[u64]>,
     /// Mean of ln(gap in ms).
@@ -56,9 +56,7 @@ impl Gaps {
     /// # Cost
     /// O(1): a session that continues far beyond the end of its last turn is not recognized.
     pub fn see(&mut self, sequence_hashes: &[u64], held: usize, now_ms: u64) {
-        if sequence_hashes.is_empty() {
-            return;
-        }
+        let Some(last) = sequence_hashes.last() else { return };
         // After a silence much longer than the pauses of sessions the traffic may have changed, so
         // it is learned faster.
         if now_ms.saturating_sub(self.seen_ms) as f64 > SILENCE * self.mean.exp() {
@@ -73,13 +71,17 @@ impl Gaps {
         if let Some(at_ms) = known {
             self.add(now_ms.saturating_sub(at_ms));
         }
+        self.remember(*last, now_ms);
     }
 
-    /// Records that the prompt with this last block, routed at `routed_ms`, was answered. A session
-    /// continues what was answered: the same prompt at another worker, after a failure, is no turn.
-    pub fn answered(&mut self, last: u64, routed_ms: u64) {
-        let known_ms = self.tail(last).unwrap_or(0);
-        self.remember(last, routed_ms.max(known_ms));
+    /// Forgets a prompt with this last block, routed at `routed_ms`, that was not answered: the same
+    /// prompt at another worker is no turn of a session.
+    pub fn failed(&mut self, last: u64, routed_ms: u64) {
+        for tails in &mut self.tails {
+            if tails.get(&last) == Some(&routed_ms) {
+                tails.remove(&last);
+            }
+        }
     }
 
     fn tail(&self, hash: u64) -> Option<u64> {
@@ -140,12 +142,6 @@ impl Gaps {
 mod tests {
     use super::*;
 
-    /// A prompt that is answered.
-    fn turn(gaps: &mut Gaps, prompt: &[u64], held: usize, now_ms: u64) {
-        gaps.see(prompt, held, now_ms);
-        gaps.answered(*prompt.last().expect("it has blocks"), now_ms);
-    }
-
     #[test]
     fn the_gaps_of_sessions_are_learned_and_strangers_have_none() {
         let mut gaps = Gaps::default();
@@ -155,7 +151,7 @@ mod tests {
         for number in 1..4 {
             for session in 0..8 {
                 let prompt = prompt(session, number);
-                turn(&mut gaps, &prompt, 0, number * 10_000 + session);
+                gaps.see(&prompt, 0, number * 10_000 + session);
             }
         }
         let (mean, spread, count) = gaps.ln_gap();
@@ -169,30 +165,30 @@ mod tests {
     fn a_long_turn_is_recognised_by_what_workers_hold() {
         let mut gaps = Gaps::default();
         let hashes: Vec<u64> = (1..2_000).collect();
-        turn(&mut gaps, &hashes[..500], 0, 1_000);
-        turn(&mut gaps, &hashes, 510, 3_000);
+        gaps.see(&hashes[..500], 0, 1_000);
+        gaps.see(&hashes, 510, 3_000);
         assert_eq!(gaps.ln_gap().2, 1);
     }
 
     #[test]
     fn a_failed_request_at_another_worker_is_no_turn() {
         let mut gaps = Gaps::default();
-        for at_ms in [1_000, 1_003, 1_007] {
+        for at_ms in [1_000, 1_003, 1_006] {
+            gaps.failed(3, at_ms - 3);
             gaps.see(&[1, 2, 3], 0, at_ms);
         }
-        gaps.answered(3, 1_007);
         assert_eq!(gaps.ln_gap().2, 0);
         // A session's next turn may end within the same block.
         gaps.see(&[1, 2, 3], 0, 9_000);
         let (mean, _, count) = gaps.ln_gap();
-        assert_eq!((mean, count), (7_993_f64.ln(), 1));
+        assert_eq!((mean, count), (7_994_f64.ln(), 1));
     }
 
     #[test]
     fn a_silence_takes_no_gap_out_of_the_count() {
         let mut gaps = Gaps::default();
-        (0..40).for_each(|number| turn(&mut gaps, &[7], 0, 1_000 * number));
-        turn(&mut gaps, &[8], 0, 90_000_000);
+        (0..40).for_each(|number| gaps.see(&[7], 0, 1_000 * number));
+        gaps.see(&[8], 0, 90_000_000);
         assert_eq!((gaps.count, gaps.ln_gap().2), (FEWEST, 39));
     }
 
@@ -200,7 +196,7 @@ mod tests {
     fn memory_is_bounded() {
         let mut gaps = Gaps::default();
         for hash in 0..200_000_u64 {
-            turn(&mut gaps, &[hash.wrapping_mul(0x9e37_79b9_7f4a_7c15)], 0, hash);
+            gaps.see(&[hash.wrapping_mul(0x9e37_79b9_7f4a_7c15)], 0, hash);
         }
         assert!(gaps.tails.iter().all(|tails| tails.len() <= TAILS));
     }

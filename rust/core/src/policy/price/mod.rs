@@ -277,8 +277,8 @@ impl RoutePolicy for PricePolicy {
         }
         // Some gateways report only the end.
         let is_answered = finished.first_token_ms.is_some() || finished.output_tokens > 0;
-        if let Some(last) = ticket.tail.filter(|_| is_answered) {
-            traffic.gaps.answered(last, finished.routed_at_ms);
+        if let Some(last) = ticket.tail.filter(|_| !is_answered) {
+            traffic.gaps.failed(last, finished.routed_at_ms);
         }
         let Some(ms) = finished.first_token_ms else { return };
         if let Some(known) = known.as_mut().filter(|_| ticket.is_whole) {
