@@ -105,7 +105,7 @@ class EventPorts:
     @staticmethod
     def of(config: dict[str, Any]) -> EventPorts | None:
         """The ports in an engine's own config, or None; ConfigError if they can't be announced."""
-        if config.get("publisher") != "zmq" or config.get("enable_kv_cache_events") is False:
+        if config.get("publisher") != "zmq":
             return None
         replay = config.get("replay_endpoint")
         return EventPorts(

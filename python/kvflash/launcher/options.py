@@ -1,6 +1,8 @@
 """Flags of the launchers; all other flags belong to the engine."""
 
 import argparse
+import json
+import logging
 import os
 import shlex
 import socket
@@ -12,6 +14,8 @@ from kvflash import console
 from kvflash.errors import ConfigError
 from kvflash.launcher.command import Arguments, EventPorts
 from kvflash.servers import EVENT_PLANES, plane_of_events
+
+logger = logging.getLogger(__name__)
 
 ROLES = ("agg", "decode", "prefill")
 _ATTEMPTS = 100
@@ -156,8 +160,16 @@ def engine_events(
     if not options.kv_events:
         return None
     if said is not None:
-        ports = EventPorts.of(said)
-        return ports if more.items() <= said.items() else None
+        missing = {name: value for name, value in more.items() if said.get(name) != value}
+        if not missing:
+            return EventPorts.of(said)
+        if any(said.get(name) is not False for name in missing):
+            logger.warning(
+                "--kv-events-config lacks %s, so the engine publishes no events and its cache is "
+                "not counted",
+                json.dumps(missing)[1:-1],
+            )
+        return None
     first = free_ports(2 * ranks)
     events = EventPorts(port=first, replay_port=first + ranks)
     arguments.add("--kv-events-config", events.config(**more))

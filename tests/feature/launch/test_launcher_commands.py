@@ -102,6 +102,21 @@ def test_without_events_nothing_is_announced():
     assert build("sglang", f"--model m --kv-events-config {on}").events is not None
 
 
+@pytest.mark.parametrize(
+    ("config", "is_told"),
+    [
+        ('{"publisher":"zmq","endpoint":"tcp://*:5557"}', True),
+        # An endpoint where nothing is published need not be announced.
+        ('{"publisher":"zmq","endpoint":"ipc:///tmp/x"}', True),
+        ('{"enable_kv_cache_events":false,"publisher":"zmq"}', False),
+    ],
+)
+def test_a_config_that_leaves_events_off_by_mistake_is_told(config, is_told, caplog):
+    assert build("vllm", f"m --kv-events-config {config}").events is None
+    warning = '--kv-events-config lacks "enable_kv_cache_events": true, so the engine publishes no'
+    assert (warning in caplog.text) is is_told
+
+
 def test_vllm_in_a_role_has_a_connector():
     command = build("vllm", "m --is-prefill-worker")
     assert json.loads(flag(command, "--kv-transfer-config"))["kv_connector"] == "NixlConnector"
@@ -150,7 +165,8 @@ def test_sglang_knows_roles_itself():
         ("vllm", "m --kv-events-config 1", "--kv-events-config must be a JSON object, got 1"),
         (
             "vllm",
-            'm --kv-events-config {"publisher":"zmq","endpoint":"ipc:///tmp/x"}',
+            'm --kv-events-config {"enable_kv_cache_events":true,"publisher":"zmq",'
+            '"endpoint":"ipc:///tmp/x"}',
             "endpoint must be tcp://*:PORT to be announced, got 'ipc:///tmp/x'",
         ),
         ("sglang", "--port 9000", "SGLang needs a model"),
