@@ -232,10 +232,12 @@ def _give(made: int, status: os.stat_result) -> None:
     try:
         os.fchown(made, status.st_uid, status.st_gid)
     except PermissionError as error:
-        owner = f"{status.st_uid}:{status.st_gid}"
-        raise PermissionError(
-            error.errno, f"can't keep its owner {owner}; run this as that user or as root"
-        ) from None
+        what = f"owner {status.st_uid}:{status.st_gid}; run this as that user or as root"
+        if status.st_uid == os.geteuid():
+            what = f"group {status.st_gid}; run this as a member of it or as root"
+        # A group that can't read the file loses nothing.
+        if status.st_uid != os.geteuid() or status.st_mode & 0o070:
+            raise PermissionError(error.errno, f"can't keep its {what}") from None
     os.fchmod(made, status.st_mode & 0o777)
 
 

@@ -81,7 +81,9 @@ def test_a_change_keeps_the_owner_and_a_symbolic_link(
     folder.mkdir()
     target = path.rename(folder / "keys")
     path.symlink_to(target)
-    owner = (65534, 65534) if os.geteuid() == 0 else (os.geteuid(), os.getgroups()[-1])
+    owner = (
+        (65534, 65534) if os.geteuid() == 0 else (os.geteuid(), [os.getegid(), *os.getgroups()][-1])
+    )
     os.chown(target, *owner)
     _add(capsys, "bob", "--role", "client")
     assert main(["keys", "remove", "ann"]) == 0
@@ -102,9 +104,31 @@ def test_a_change_that_would_take_the_file_away_from_its_owner_is_refused(
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "fchown", refuse)
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
     assert main(["keys", "add", "bob", "--role", "client"]) == 2
     owner = f"{path.stat().st_uid}:{path.stat().st_gid}"
     assert f"can't keep its owner {owner}; run this as" in capsys.readouterr().err
+    assert path.read_text() == before
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_group_that_cannot_be_kept_matters_only_if_it_has_access(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _add(capsys, "ann", "--role", "admin")
+
+    def refuse(*_: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "fchown", refuse)
+    path.chmod(0o604)
+    _add(capsys, "bob", "--role", "client")
+    assert path.stat().st_mode & 0o777 == 0o604
+    path.chmod(0o640)
+    before = path.read_text()
+    assert main(["keys", "add", "eve", "--role", "client"]) == 2
+    group = path.stat().st_gid
+    assert f"can't keep its group {group}; run this as a member" in capsys.readouterr().err
     assert path.read_text() == before
     assert list(path.parent.iterdir()) == [path]
 
