@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 1.0
 _APPLY_S_MAX = 30.0
-# A reset waits for the lock, and then for the pointer, at most 30 s each.
+# Attempts of a reset to get the lock, and then to move the pointer, with the pause between them.
 _RESET_ATTEMPTS, _RESET_PAUSE_S = 300, 0.1
 
 
@@ -131,7 +131,8 @@ class Snapshots:
     async def reset(self) -> None:
         """Discard everything, here and at all replicas, which read of it in the log, in order.
 
-        Raises TransportError if a server could not be reached, or the lock is held for too long.
+        Raises TransportError if a server can't be reached, or if after 300 attempts the lock is
+        still held, or others still move the pointer.
         """
         await self._log.ensure()
         await self._blobs.ensure()
@@ -141,7 +142,9 @@ class Snapshots:
                 break
             await self._clock.sleep(_RESET_PAUSE_S)
         else:
-            raise TransportError("--router-reset-states: the snapshot lock is held for over 30 s")
+            raise TransportError(
+                f"--router-reset-states: the snapshot lock was held at {_RESET_ATTEMPTS} attempts"
+            )
         try:
             incarnation, sequence = await self._tell_reset()
             logger.debug("state of %s: reset-told", self._name)
@@ -159,7 +162,9 @@ class Snapshots:
                     break
                 await self._clock.sleep(_RESET_PAUSE_S)
             else:
-                raise TransportError("--router-reset-states: the pointer changed for over 30 s")
+                raise TransportError(
+                    f"--router-reset-states: the pointer changed at {_RESET_ATTEMPTS} attempts"
+                )
             logger.debug("state of %s: reset-flipped", self._name)
             if (await self._log.state()).incarnation == incarnation:
                 await self._log.purge(sequence - 1)
