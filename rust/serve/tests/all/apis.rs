@@ -204,7 +204,11 @@ async fn a_request_is_explained_by_its_path() {
     assert_eq!(answer.json()["prompt_tokens"], 66, "{}", answer.text());
     let answer = stage.post("/explain?path=/nothing", &body).await;
     assert_eq!(answer.status, 400);
-    assert!(answer.text().contains("path: no such path: /nothing"), "{}", answer.text());
+    assert!(
+        answer.text().contains("path: /explain takes no requests to /nothing"),
+        "{}",
+        answer.text()
+    );
 }
 
 #[tokio::test]
