@@ -145,10 +145,13 @@ fn sockets_of_discovery_are_left_alone_where_events_are_not_used() {
 #[test]
 fn faults_of_a_card_and_of_events_stay_until_they_are_mended() {
     let frontend = Frontend::new(FrontendOptions::default());
+    // A check of its health neither fails nor succeeds meanwhile.
+    let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = silent.local_addr().unwrap().to_string();
     let put = |id: u64, endpoint: &str| {
         let _guard = frontend.runtime.enter();
         let worker = json!({
-            "id": id, "plane": {"kind": "tcp", "address": "127.0.0.1:9"}, "endpoint": "n/c/e",
+            "id": id, "plane": {"kind": "tcp", "address": address}, "endpoint": "n/c/e",
             "card": {
                 "model_name": "m", "model_input": "text",
                 "reasoning_parser": (id == 7).then_some("nonsense"),
