@@ -93,7 +93,7 @@ test: lint
 
 # These tests run one after the other: the second core has the others meanwhile.
 test-rust-alone:
-	$(CARGO_TEST) --package kvflash-core --test limits
+	$(CARGO_TEST) --test limits
 
 test-rust:
 	$(CARGO_TEST) -- --skip alone::
