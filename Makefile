@@ -84,7 +84,7 @@ TESTS = -n 7 --dist loadfile --no-loadscope-reorder --reruns 2 --reruns-delay 1
 # With kvflash/python, although it tests nothing of it, cargo test takes the crates that were compiled for the wheel: pyo3
 # switches on a feature of syn, on which nearly all of them depend.
 # No job server: rustdoc would warn that it cannot reach it.
-CARGO_TEST = env -u MAKEFLAGS cargo test --quiet --locked --features kvflash/python
+CARGO_TEST = env -u MAKEFLAGS -u MFLAGS cargo test --quiet --locked --features kvflash/python
 test: lint
 	$(MAKE) --no-print-directory capi CAPI_PROFILE=dev
 	$(CARGO_TEST) --no-run
