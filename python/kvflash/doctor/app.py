@@ -254,8 +254,7 @@ class _Doctor:
             if engine and worker.model and not worker.is_prefill:
                 if worker.model not in tokens:
                     tokens[worker.model] = self._tokens(url, worker.model)
-                ours = tokens[worker.model]
-                yield from workers.check_tokens(worker, workers.token_ids(ours), engine, query=ours)
+                yield from workers.check_tokens(worker, tokens[worker.model], engine)
 
     def _tokens(self, url: str, model: str) -> Answer:
         """The frontend's answer with its tokens of a text; it sends nothing to an engine."""

@@ -84,6 +84,15 @@ class Listener:
         """Whether events come from a socket of the engine; those over NATS need no replay."""
         return not self.endpoint.startswith(("nats://", "jetstream://"))
 
+    def fits_block_size(self, reported: int | None) -> bool:
+        """Whether an engine that reports this size may publish what the index has.
+
+        With context parallelism it publishes blocks of several times that size.
+        """
+        if reported is None or reported < 1:
+            return True
+        return (self.block_size or 0) % reported == 0
+
     @property
     def replay_endpoint(self) -> str | None:
         """Its replay socket."""
@@ -470,9 +479,8 @@ def check_pairs(engines: Sequence[Engine], listeners: Sequence[Listener]) -> Ite
             sockets = counted(len(of_model), "event socket", "event sockets")
             yield ok(engine.url, "registered", f"{sockets} of its model")
         paired = of_model or of_host
-        # With context parallelism an engine publishes blocks of several times the size it reports.
-        own = engine.block_size or 1
-        odd = [size for entry in paired if (size := entry.block_size or 0) % own]
+        own = engine.block_size
+        odd = [entry.block_size or 0 for entry in paired if not entry.fits_block_size(own)]
         if odd:
             seen = f"the engine has {own} tokens, the index {min(odd)}"
             how = "the same --block-size for the engine and its registration"

@@ -243,8 +243,7 @@ def _silence(listener: Listener, worker: Worker, health: Mapping[str, Any]) -> F
 
 def _check_block_size(listener: Listener, worker: Mapping[str, Any]) -> Iterator[Finding]:
     own = worker.get("engine_block_size")
-    # With context parallelism an engine publishes blocks of several times the size it reports.
-    if isinstance(own, int) and own > 0 and (listener.block_size or 0) % own:
+    if isinstance(own, int) and not listener.fits_block_size(own):
         seen = f"the engine has {own} tokens, the index {listener.block_size}"
         how = (
             "remove --kv-cache-block-size of the frontend, if given, and give all engines of a "
@@ -292,17 +291,8 @@ def token_ids(answer: Answer) -> list[int] | None:
     return None
 
 
-def check_tokens(
-    worker: Worker,
-    ours: Sequence[int] | None,
-    engine: Answer,
-    *,
-    query: Answer = Answer(status=200),  # noqa: B008 - it is frozen
-) -> Iterator[Finding]:
-    """Compare the frontend's tokens of a text with those of the worker's engine.
-
-    ``query`` is the frontend's answer that has its tokens.
-    """
+def check_tokens(worker: Worker, query: Answer, engine: Answer) -> Iterator[Finding]:
+    """Compare the tokens of a text in the frontend's answer with those of the worker's engine."""
     if query.status != 200:
         seen = f"not compared: POST /v1/completions: {query.said}"
         if query.status == 503:
@@ -311,6 +301,7 @@ def check_tokens(
         else:
             yield warn(worker.subject, "tokens", seen, query.fix or "the message says why")
         return
+    ours = token_ids(query)
     if ours is None:
         seen = "the frontend returned no tokens for the test text"
         how = "send it a prompt; kvflash_untokenized_requests_total{cause} says why"

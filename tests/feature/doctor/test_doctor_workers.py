@@ -15,6 +15,7 @@ from kvflash.doctor.events import Contents, Heard, Replayed
 from kvflash.doctor.finding import FAIL, OK, WARN
 
 URL = "http://f:8000"
+TOLD = Answer(status=200, body=b'data: {"nvext": {"token_ids": [1, 2]}}\n\ndata: [DONE]\n\n')
 SILENT: dict[str, Any] = {"events": {"batches": 0}}
 UNREPORTED = {"reported": None, "reported_tokens": 0}
 REUSE = {"reported": True, "predicted_tokens": 640, "reported_tokens": 640, "trust": 1.0}
@@ -162,7 +163,7 @@ def test_a_worker_that_only_its_service_reaches_is_a_warning() -> None:
     findings = workers.check_worker(worker, {}, {(1, 0): wrong}, {}, 5.0, unreached=refused)
     assert [one.level for one in findings if one.check == "replay"] == [FAIL]
     for fix in ("", "set SSL_CERT_FILE"):
-        (tokens,) = workers.check_tokens(worker, [1], Answer(error=refused, fix=fix))
+        (tokens,) = workers.check_tokens(worker, TOLD, Answer(error=refused, fix=fix))
         assert (tokens.level, tokens.fix) == (WARN, fix or checks.ELSEWHERE)
 
 
@@ -243,20 +244,18 @@ def test_tokens_are_compared() -> None:
     assert worker.is_http
     (runtime,) = workers.workers_of(URL, [entry(url="tcp://e:1", loads={})])
     assert not runtime.is_http
-    told = Answer(status=200, body=b'data: {"nvext": {"token_ids": [1, 2]}}\n\ndata: [DONE]\n\n')
-    ours = workers.token_ids(told)
-    assert ours == [1, 2]
+    assert workers.token_ids(TOLD) == [1, 2]
     assert workers.token_ids(Answer(status=503, body=b"{}")) is None
     answer = Answer(status=200, body=json.dumps({"tokens": [1, 2]}).encode())
     other = Answer(status=200, body=json.dumps({"tokens": [1, 3]}).encode())
     nothing = Answer(status=404, body=b"{}")
-    for told_ids, engine, level in [
-        (ours, answer, OK),
-        (ours, other, FAIL),
-        (ours, nothing, OK),
-        (None, answer, WARN),
+    for told, engine, level in [
+        (TOLD, answer, OK),
+        (TOLD, other, FAIL),
+        (TOLD, nothing, OK),
+        (Answer(status=200), answer, WARN),
     ]:
-        (finding,) = workers.check_tokens(worker, told_ids, engine)
+        (finding,) = workers.check_tokens(worker, told, engine)
         assert (finding.check, finding.level) == ("tokens", level)
 
 
@@ -265,6 +264,6 @@ def test_a_query_that_the_frontend_refuses_says_nothing_of_tokens() -> None:
     engine = Answer(status=200, body=b'{"tokens": [1]}')
     for status, level in ((503, OK), (401, WARN)):
         refused = Answer(status=status, body=b'{"error": {"message": "not now"}}')
-        (finding,) = workers.check_tokens(worker, None, engine, query=refused)
+        (finding,) = workers.check_tokens(worker, refused, engine)
         assert finding.level == level
         assert finding.seen == f"not compared: POST /v1/completions: {status} not now"
