@@ -370,9 +370,11 @@ impl Ingest<'_> {
         let is_other = self.groups.is_other(group);
         for name in &event.block_hashes {
             let block = (self.worker, group, *name);
-            let is_held =
-                || if is_other { self.holds_in(group, *name) } else { self.holds(&[*name]) };
-            if self.groups.knows_of(block) && !is_held() {
+            if !self.groups.knows_of(block) {
+                continue;
+            }
+            let is_held = if is_other { self.holds_in(group, *name) } else { self.holds(&[*name]) };
+            if !is_held {
                 self.groups.forget_copies(block);
             }
         }

@@ -197,18 +197,28 @@ pub fn pool_of(model: &str, tenant: &str) -> String {
     format!("{model}\n{tenant}")
 }
 
+/// The model and tenant of a pool; a name alone is a model of the tenant `default`.
+fn parts_of(pool: &str) -> (&str, &str) {
+    pool.split_once('\n').unwrap_or((pool, "default"))
+}
+
+/// The model of a pool.
+pub(crate) fn model_of(pool: &str) -> &str {
+    parts_of(pool).0
+}
+
 /// The name of a pool in metrics: its model, with the tenant unless that is `default`.
 pub(super) fn pool_label(pool: &str) -> String {
-    match pool.split_once('\n') {
-        None | Some((_, "default")) => pool.lines().next().unwrap_or_default().to_owned(),
-        Some((model, tenant)) => format!("{model}:{tenant}"),
+    match parts_of(pool) {
+        (model, "default") => model.to_owned(),
+        (model, tenant) => format!("{model}:{tenant}"),
     }
 }
 
 impl<'a> Context<'a> {
-    /// A request of `model` of which only the terms are known.
-    pub fn new(request: RequestTerms, model: &'a str, now_ms: u64) -> Self {
-        Self { request, model, pool: model, now_ms, ..Self::default() }
+    /// A request to `pool` of which only the terms are known.
+    pub fn new(request: RequestTerms, pool: &'a str, now_ms: u64) -> Self {
+        Self { request, model: model_of(pool), pool, now_ms, ..Self::default() }
     }
 }
 

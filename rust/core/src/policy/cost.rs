@@ -171,8 +171,12 @@ pub struct Terms {
 }
 
 impl RequestTerms {
-    /// Prompt tokens to prefill on `candidate`; savings count in whole blocks.
+    /// Prompt tokens to prefill on `candidate`, none if it only decodes; savings count in whole
+    /// blocks.
     pub fn uncached_tokens(&self, candidate: &Candidate) -> u64 {
+        if self.stage == Stage::Decode {
+            return 0;
+        }
         let saved = u64::from(candidate.saved_blocks()) * u64::from(self.block_size);
         self.isl_tokens.saturating_sub(saved)
     }

@@ -31,6 +31,7 @@ mod tuned;
 pub mod vtc_basic;
 
 pub use affinity::{Affinity, Seat};
+pub(crate) use contract::model_of;
 pub use contract::{Candidates, Context, Finished, Memo, Polarity, RoutePolicy, Session, pool_of};
 pub use cost::{ActiveLoad, Candidate, CandidateCost, KvScale, RequestTerms, Stage, Terms};
 pub use decision::{Choice, Decision, Formula, Reason};

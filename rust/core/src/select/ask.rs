@@ -189,9 +189,7 @@ pub struct Known<'a> {
     /// The engines' reports; `None` without any. Called under the router's lock, so it must use
     /// only its own data and not call the router.
     pub metrics: Option<&'a dyn Fn(Worker) -> EngineMetrics>,
-    /// The requested model.
-    pub model: &'a str,
-    /// The workers that compete for the request, as text; see [`Context`](crate::policy::Context).
+    /// The workers that compete for the request, by model and tenant; see [`Context`](crate::policy::Context).
     pub pool: &'a str,
     /// Whether the overlaps come from engines' events.
     pub is_indexed: bool,

@@ -492,7 +492,6 @@ impl Selector {
                 tiers,
                 gate: if is_gated { Some(&gate) } else { None },
                 metrics: if is_silent { None } else { Some(&metrics) },
-                model: &self.name,
                 pool: &self.pool,
                 is_indexed: self.is_indexed(ask),
                 draining: &draining,

@@ -55,10 +55,7 @@ impl Router {
                 worker: chosen.worker,
                 blocks: self.block_use(&state.load, &ask.prompt.sequence_hashes, &ask.overrides),
                 isl_tokens: ask.prompt.isl_tokens,
-                uncached_tokens: match ask.overrides.is_prefilled_elsewhere() {
-                    true => 0,
-                    false => context.request.uncached_tokens(chosen),
-                },
+                uncached_tokens: context.request.uncached_tokens(chosen),
                 unseen_ms: self.unseen_prefill_ms(&context, chosen),
                 is_remote: false,
             };
@@ -201,8 +198,7 @@ impl Router {
             user: ask.user,
             session: ask.session,
             advice: ask.advice,
-            pool: ask.known.pool,
-            ..Context::new(known, ask.known.model, now_ms)
+            ..Context::new(known, ask.known.pool, now_ms)
         }
     }
 

@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 use crate::ids::Worker;
 use crate::policy::{
     Affinity, Candidate, CandidateCost, Candidates, Choice, Context, Desk, EngineMetrics, Finished,
-    RoutePolicy, Sample, Shadow, Ticket,
+    RoutePolicy, Sample, Shadow, Ticket, model_of,
 };
 use crate::select::ask::Ask;
 
@@ -117,7 +117,6 @@ impl Usage {
 /// Data about a booked request for policies at its end.
 #[derive(Debug)]
 pub(crate) struct Tail {
-    model: Box<str>,
     pool: Box<str>,
     user: Option<Box<str>>,
     prompt_bytes: usize,
@@ -132,7 +131,6 @@ pub(crate) struct Tail {
 impl Tail {
     pub fn new(ask: &Ask<'_>, routed_at_ms: u64, ticket: Option<Ticket>) -> Self {
         Self {
-            model: ask.known.model.into(),
             pool: ask.known.pool.into(),
             user: ask.user.map(Box::from),
             prompt_bytes: ask.text.len(),
@@ -167,7 +165,7 @@ impl Tail {
         };
         let prefilled = if first_token_ms.is_some() { self.isl_tokens } else { 0 };
         Finished {
-            model: &self.model,
+            model: model_of(&self.pool),
             pool: &self.pool,
             user: self.user.as_deref(),
             worker,
