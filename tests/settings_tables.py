@@ -76,7 +76,7 @@ def installing(text: str, is_released: bool = IS_RELEASED) -> str:
 
 def _row(one: Setting) -> str:
     names = ", ".join(f"`{name}`" for name in one.flags)
-    words = one.choices or one.legal.get("mode", [[]])[0]
+    words = one.choices or []
     legal = f": {', '.join(words)}" if words and one.metavar is None else ""
     details = " ".join(one.help[2:])
     page = one.help[0] + legal + (f". {details}" if details else "")

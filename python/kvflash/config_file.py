@@ -29,16 +29,14 @@ _YAML_WORDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A flag that a file may set, unless the environment has given it.
+    """A flag that a file may set.
 
     ``read`` converts the file's value, given its key; it raises ``ValueError`` or
     ``argparse.ArgumentTypeError`` with what is legal.
     """
 
-    names: Sequence[str]
     dest: str
     read: Callable[[str, Any], Any]
-    is_given: bool
 
 
 class Pairs(list[tuple[str, Any]]):
@@ -52,20 +50,18 @@ Translate = Callable[[Pairs], Pairs]
 
 def read_settings(
     path: str,
-    known: Sequence[Setting],
-    translate: Translate | None = None,
-    elsewhere: Mapping[str, str] | None = None,
+    known: Mapping[str, Setting],
+    translate: Translate | None,
+    elsewhere: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Read the file at ``path``: values by attribute, without those that are already given.
+    """Read the file at ``path``: values by attribute.
 
-    A key is a flag's name without its leading dashes; ``-`` and ``_`` are equivalent in it. A file
-    that ends in neither ``.toml`` nor ``.json`` is YAML, or JSON if it begins with a brace.
-    ``translate`` converts the keys of another file format to ours; ``elsewhere`` has the flag of
-    the file that each other setting belongs in. Any fault is a ConfigError that names file and key,
-    and says what is legal.
+    ``known`` are the settings by their keys, see :func:`key_of`. A file that ends in neither
+    ``.toml`` nor ``.json`` is YAML, or JSON if it begins with a brace. ``translate`` converts the
+    keys of another file format to ours; ``elsewhere`` has the flag of the file that the key of any
+    other setting belongs in. Any fault is a ConfigError that names file and key, and says what is
+    legal.
     """
-    elsewhere = {_key(name): place for name, place in (elsewhere or {}).items()}
-    by_name = {_key(name): one for one in known for name in one.names}
     values: dict[str, Any] = {}
     keys: dict[str, str] = {}
     try:
@@ -75,15 +71,15 @@ def read_settings(
         raise ConfigError(f"{path}: {error}") from None
     lines = [f" (line {line})" for line in pairs.lines] or [""] * len(pairs)
     for (key, raw), line in zip(pairs, lines, strict=True):
-        setting = by_name.get(_key(key))
-        place = elsewhere.get(_key(key))
+        setting = known.get(key_of(key))
+        place = elsewhere.get(key_of(key))
         if setting is None and place is not None:
             raise ConfigError(
                 f"{path}: key {key!r}{line} belongs in the file of {place}: move it there, or give "
                 "it as a flag"
             )
         if setting is None:
-            hint = did_you_mean(_key(key), by_name)
+            hint = did_you_mean(key_of(key), known)
             hint = hint or "; a key is a flag of --help without the dashes in front"
             raise ConfigError(f"{path}: unknown key {key!r}{hint}")
         dest = setting.dest
@@ -93,11 +89,9 @@ def read_settings(
             )
         keys[dest] = f"{key!r}{line}"
         try:
-            value = setting.read(key, raw)
+            values[dest] = setting.read(key, raw)
         except (argparse.ArgumentTypeError, ValueError) as error:
             raise ConfigError(f"{path}: {key}: {error}") from None
-        if not setting.is_given:
-            values[dest] = value
     return values
 
 
@@ -132,12 +126,12 @@ def joined(parse: Callable[[str], Any]) -> Callable[[str, Any], Any]:
 
 def truth(off: Sequence[str] = ()) -> Callable[[str, Any], bool]:
     """Create a reader for ``true`` or ``false``, inverted for the names in ``off``."""
-    opposite = {_key(name) for name in off}
+    opposite = {key_of(name) for name in off}
 
     def read(key: str, raw: Any) -> bool:
         if not isinstance(raw, bool):
             raise argparse.ArgumentTypeError(f"must be true or false, got {_shown(raw)}")
-        return raw != (_key(key) in opposite)
+        return raw != (key_of(key) in opposite)
 
     return read
 
@@ -188,7 +182,8 @@ def pairs_of(raw: Any) -> list[tuple[str, Any]] | None:
     return [(str(key), value) for key, value in raw] if isinstance(raw, Pairs) else None
 
 
-def _key(name: str) -> str:
+def key_of(name: str) -> str:
+    """A flag's key: its name without the dashes in front; ``-`` and ``_`` are equivalent in it."""
     return name.lstrip("-").replace("_", "-")
 
 

@@ -4,8 +4,7 @@ import argparse
 import logging
 import sys
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from functools import partial
 from typing import Any, NoReturn
@@ -17,9 +16,9 @@ from kvflash.spelling import did_you_mean
 _COLUMN = 38
 _WIDTH_MIN = 60
 
-#: Formatter of parsers whose own help is not shown: without a width argparse would measure the
-#: terminal for every flag.
-NARROW = partial(argparse.HelpFormatter, width=_WIDTH_MIN)
+# Formatter of parsers with a manual: without a width argparse would measure the terminal for every
+# flag.
+_NARROW = partial(argparse.HelpFormatter, width=_WIDTH_MIN)
 
 
 def program(command: str) -> str:
@@ -44,48 +43,42 @@ def refuse(command: str, error: KvflashError, *, failure: int = 1) -> int:
     return 2 if is_usage else failure
 
 
-@dataclass(kw_only=True)
-class Help:
-    """The text of ``--help``: ``usage`` follows the program's name, ``end`` the sections.
+def manual(
+    usage: str, about: str, sections: Mapping[str, Sequence[tuple[str, str]]], end: str
+) -> str:
+    """The text of ``--help``, as wide as the terminal.
 
     Sections are titles, each with its flags and their one-line descriptions.
     """
+    # Here, because it is slow to load, and few ask for help.
+    import shutil  # noqa: PLC0415
 
-    about: str
-    usage: str = ""
-    sections: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
-    end: str = ""
-
-    def text(self, prog: str) -> str:
-        """The whole text, as wide as the terminal."""
-        # Here, because it is slow to load, and few ask for help.
-        import shutil  # noqa: PLC0415
-
-        width = max(shutil.get_terminal_size().columns, _WIDTH_MIN)
-        lines = [f"usage: {prog} {self.usage}", "", *textwrap.wrap(self.about, width)]
-        for title, flags in self.sections.items():
-            lines += ["", f"{title}:"]
-            for shown, summary in flags:
-                first = f"  {shown}".ljust(_COLUMN)
-                if len(shown) + 4 > _COLUMN:
-                    lines.append(first.rstrip())
-                    first = " " * _COLUMN
-                lines += textwrap.wrap(
-                    summary, width, initial_indent=first, subsequent_indent=" " * _COLUMN
-                )
-        lines += ["", *textwrap.wrap(self.end, width)] if self.end else []
-        return "\n".join(lines) + "\n"
+    width = max(shutil.get_terminal_size().columns, _WIDTH_MIN)
+    lines = [f"usage: {usage}", "", *textwrap.wrap(about, width)]
+    for title, flags in sections.items():
+        lines += ["", f"{title}:"]
+        for shown, summary in flags:
+            first = f"  {shown}".ljust(_COLUMN)
+            if len(shown) + 4 > _COLUMN:
+                lines.append(first.rstrip())
+                first = " " * _COLUMN
+            lines += textwrap.wrap(
+                summary, width, initial_indent=first, subsequent_indent=" " * _COLUMN
+            )
+    return "\n".join([*lines, "", *textwrap.wrap(end, width), ""])
 
 
 class Parser(argparse.ArgumentParser):
     """A parser that refuses in two lines instead of listing all flags; adds ``--version``.
 
-    ``manual`` is its ``--help``, instead of argparse's own.
+    ``manual`` returns the text of its ``--help``, instead of argparse's own.
     """
 
-    def __init__(self, *, prog: str, manual: Help | None = None, **settings: Any) -> None:
+    def __init__(
+        self, *, prog: str, manual: Callable[[], str] | None = None, **settings: Any
+    ) -> None:
         if manual is not None:
-            settings.setdefault("formatter_class", NARROW)
+            settings["formatter_class"] = _NARROW
         # An abbreviation that works today could break with the next flag.
         super().__init__(prog=prog, allow_abbrev=False, **settings)
         self.manual = manual
@@ -100,23 +93,20 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """The text of ``--help``."""
-        return super().format_help() if self.manual is None else self.manual.text(self.prog)
+        return self.manual() if self.manual else super().format_help()
 
-    def parse_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> argparse.Namespace:
+    def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:  # type: ignore[override]
         """Parse; an unknown flag is refused, with the closest known one as a suggestion."""
-        known, rest = self.parse_known_args(args, namespace)
+        known, rest = self.parse_known_args(args)
         if rest:
             flag = next((word for word in rest if word.startswith("-")), rest[0])
             metavars = {n: str(one.metavar) for one in self._actions for n in one.option_strings}
-            names = list(metavars)
-            hint = did_you_mean(flag.partition("=")[0], names)
+            hint = did_you_mean(flag.partition("=")[0], metavars)
             words = list(sys.argv[1:] if args is None else args)
             flags = [word for word in words[: words.index(flag)] if word.startswith("-")]
             if not flag.startswith("-") and metavars.get("".join(flags[-1:]), "").endswith(",..."):
                 hint = f"; separate the values of {flags[-1]} with commas"
-            elif "://" in flag and "--worker" in names:
+            elif "://" in flag and "--worker" in metavars:
                 hint = "; name an engine by --worker URL"
             elif not flag.startswith("-"):
                 hint = (

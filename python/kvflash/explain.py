@@ -82,7 +82,7 @@ def _flags() -> Flags:
         summary="The API of the body, as /v1/messages, if it is neither a chat nor a completion; "
         "frontend only",
     )
-    flags.add_switch("--json", dest="is_json", value=True, summary="Print the answer unchanged")
+    flags.add_toggle("is_json", on=["--json"], summary="Print the answer unchanged")
     add_timeout(flags)
     add_key_file(flags)
     return flags

@@ -1,14 +1,21 @@
 """A command's flags: each with its environment variables, its key in a file, and its help."""
 
 import argparse
-import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvflash.config_file import Setting, Translate, one_value, read_settings, texts, truth
-from kvflash.console import NARROW, Help, Parser, program
+from kvflash.config_file import (
+    Setting,
+    Translate,
+    key_of,
+    one_value,
+    read_settings,
+    texts,
+    truth,
+)
+from kvflash.console import Parser, manual, program
 from kvflash.errors import ConfigError
 
 _TRUE = ("1", "true", "yes", "on")
@@ -33,13 +40,21 @@ def source_of(name: str, text: str) -> str:
     return f"environment variable {variable}"
 
 
+def mode(choices: Sequence[str], off: str, on: str) -> Callable[[str, Any], str]:
+    """Create a reader for one of a few words; yes is ``on``, and no is ``off``."""
+    words = {**dict.fromkeys(_TRUE, on), **dict.fromkeys(_FALSE, off)}
+    read = one_value(
+        lambda text: text if text in choices else words.get(text.lower(), text), choices
+    )
+    return lambda key, raw: read(key, str(raw) if isinstance(raw, bool) else raw)
+
+
 @dataclass(kw_only=True)
 class _File:
     name: str
     dest: str
-    path: str | None
     translate: Translate | None
-    settings: list[Setting] = field(default_factory=list)
+    settings: dict[str, Setting] = field(default_factory=dict)
 
 
 class Flags:
@@ -54,19 +69,19 @@ class Flags:
     def __init__(
         self, command: str, about: str, *, first: Sequence[str] = (), has_variables: bool = True
     ) -> None:
-        self._help = Help(about=about)
-        self._positionals: list[str] = []
-        self._parser = Parser(prog=program(command), manual=self._help)
-        self._first = first
-        self._section = _LAST[-1]
-        self._lines: dict[str, tuple[str, str, str]] = {}
-        self._has_variables = has_variables
-        self._lists: dict[str, list[str]] = {}
+        self._about, self._first, self._has_variables = about, first, has_variables
+        # It returns only what the command line sets.
+        self._parser = Parser(
+            prog=program(command), manual=self._manual, argument_default=argparse.SUPPRESS
+        )
+        self._defaults: dict[str, Any] = {}
+        self._environment: dict[str, Any] = {}
         self._files: list[_File] = []
         self._presets: dict[str, dict[str, Any]] = {}
-        self._in_file: dict[str, Any] = {}
-        self._in_environment: set[str] = set()
         self._marks: dict[str, frozenset[str]] = {}
+        self._positionals: list[str] = []
+        self._section = _LAST[-1]
+        self._lines: dict[str, tuple[str, str, str]] = {}
 
     def section(self, title: str) -> None:
         """Start a section of the help, which contains the flags added from now on."""
@@ -88,47 +103,36 @@ class Flags:
         """Add a flag with one value; each name has its variable, ``variables`` are further ones.
 
         ``parse`` converts a string, or raises ``argparse.ArgumentTypeError``. ``in_file`` reads the
-        value from a file, by default as on the command line. ``bare`` is the value of the flag
-        without an argument; None: it needs an argument.
+        value from a variable or a file, by default as on the command line. ``bare`` is the value of
+        the flag without an argument; None: it needs an argument.
         """
-        variable, text = self._setting(names[0], (*map(variable_of, names[1:]), *variables))
-        read = one_value(parse, choices)
-        shown = "" if default in (None, ()) or default == [] else f" [{_shown(default, metavar)}]"
-        if text is not None:
-            try:
-                default = read("", text)
-            except (argparse.ArgumentTypeError, ValueError) as error:
-                self._parser.error(f"environment variable {variable}: {error}")
+        read = in_file or one_value(parse, choices)
         more: dict[str, Any] = {} if dest is None else {"dest": dest}
         if bare is not None:
             more |= {"nargs": "?", "const": bare}
         added = self._parser.add_argument(
-            *names, type=parse, default=default, choices=choices, metavar=metavar, **more
+            *names, type=parse, choices=choices, metavar=metavar, **more
         )
+        variable, text = self._variable(names[0], (*map(variable_of, names[1:]), *variables))
+        if text is not None:
+            try:
+                self._environment[added.dest] = read("", text)
+            except (argparse.ArgumentTypeError, ValueError) as error:
+                self._parser.error(f"environment variable {variable}: {error}")
         if metavar is None:
             metavar = "|".join(map(str, choices)) if choices else _metavar(parse)
         value = metavar if bare is None else f"[{metavar}]"
+        shown = "" if default in (None, ()) or default == [] else f" [{_shown(default, metavar)}]"
         self._say(names[0], f"{names[0]} {value}", summary + shown)
-        self._can_be_in_file(names, added.dest, in_file or read, text is not None)
-
-    def add_switch(self, *names: str, dest: str, value: bool, summary: str) -> None:
-        """Add a flag without a value that sets ``dest``; its variable has the first name."""
-        variable, found = self._setting(names[0], ())
-        text = (found or "").strip()
-        default = value if self._truth(variable, text) else not value
-        self._parser.add_argument(
-            *names, dest=dest, action="store_const", const=value, default=default
-        )
-        self._say(names[0], names[0], summary)
-        self._can_be_in_file(names, dest, truth(() if value else names), bool(text))
+        self._declare(names, added.dest, default, read)
 
     def add_toggle(
         self,
         dest: str,
         *,
-        on: Sequence[str],
-        off: Sequence[str],
-        default: bool,
+        on: Sequence[str] = (),
+        off: Sequence[str] = (),
+        default: bool = False,
         summary: str,
         variables: Sequence[str] = (),
     ) -> None:
@@ -147,58 +151,26 @@ class Flags:
             if text is not None and text.strip():
                 said[variable] = self._truth(variable, text) == is_on
         self._refuse_contradiction(said)
-        value = next(iter(said.values()), default)
+        if said:
+            self._environment[dest] = next(iter(said.values()))
         for names, is_on in ((on, True), (off, False)):
             if names:
-                self._parser.add_argument(
-                    *names, dest=dest, action="store_const", const=is_on, default=value
-                )
+                self._parser.add_argument(*names, dest=dest, action="store_const", const=is_on)
         name = (*on, *off)[0]
         both = f"--[no-]{name[2:]}" if off and off[0] == f"--no-{name[2:]}" else name
-        self._say(name, both, f"{summary} [{'on' if default else 'off'}]")
-        self._can_be_in_file((*on, *off), dest, truth(off), bool(said))
-
-    def add_mode(
-        self,
-        name: str,
-        *,
-        choices: Sequence[str],
-        default: str,
-        bare: str,
-        summary: str,
-        variables: Sequence[str] = (),
-    ) -> None:
-        """Add a flag with one of a few values; without an argument, or for yes, it is ``bare``."""
-        words = {**dict.fromkeys(_TRUE, bare), **dict.fromkeys(_FALSE, default)}
-
-        def parse(text: str) -> str:
-            return text if text in choices else words.get(text.lower(), text)
-
-        read = one_value(parse, choices)
-        variable, found = self._setting(name, variables)
-        value = default
-        try:
-            value = default if found is None else read("", found)
-        except argparse.ArgumentTypeError as error:
-            self._parser.error(f"environment variable {variable}: {error}")
-        added = self._parser.add_argument(
-            name, nargs="?", const=bare, default=value, choices=choices
-        )
-        self._say(name, f"{name} [{'|'.join(choices)}]", f"{summary} [{default}]")
-        self._can_be_in_file(
-            (name,),
-            added.dest,
-            lambda key, raw: read(key, str(raw) if isinstance(raw, bool) else raw),
-            found is not None,
-        )
+        # One that can only switch on is off by default.
+        shown = f" [{'on' if default else 'off'}]" if off else ""
+        self._say(name, both, f"{summary}{shown}")
+        self._declare((*on, *off), dest, default, truth(off))
 
     def add_list(self, name: str, *, dest: str, summary: str, metavar: str) -> None:
         """Add a flag with one or more values, which may be repeated; files may call it ``dest``."""
-        found = (self._setting(name, ())[1] or "").split()
-        self._lists[dest] = found
+        text = self._variable(name, ())[1]
+        if text is not None:
+            self._environment[dest] = text.split()
         self._parser.add_argument(name, dest=dest, action="extend", nargs="+", metavar=metavar)
         self._say(name, f"{name} {metavar} ...", summary)
-        self._can_be_in_file((name, dest), dest, texts, bool(found))
+        self._declare((name, dest), dest, [], texts)
 
     def add_positionals(
         self, dest: str, *, metavar: str, summary: str, nargs: str | None = "+"
@@ -207,35 +179,8 @@ class Flags:
         shown = {"+": f"{metavar} [{metavar} ...]", "?": f"[{metavar}]"}.get(nargs or "", metavar)
         self._positionals.append(shown)
         self._parser.add_argument(dest, nargs=nargs, metavar=metavar)
+        self._defaults[dest] = None
         self._say(dest, metavar, summary)
-
-    def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
-        """Parse; a bad value ends the process with status 2 and a message that names the flag."""
-        self._finish_help()
-        self._read_files(argv)
-        watched = frozenset().union(*self._marks.values())
-        unsaid = object()
-        args = self._parser.parse_args(
-            argv, argparse.Namespace(**dict.fromkeys(watched, unsaid), **dict.fromkeys(self._marks))
-        )
-        given = {dest for dest in watched if getattr(args, dest) is not unsaid}
-        for dest in watched - given:
-            setattr(args, dest, self._parser.get_default(dest))
-        given |= self._in_environment | self._in_file.keys()
-        for dest, dests in self._marks.items():
-            setattr(args, dest, not given.isdisjoint(dests))
-        for file in self._files:
-            delattr(args, file.dest)
-        for preset, made in self._presets.items():
-            if getattr(args, preset):
-                # It takes precedence over the file, like everything set beside it.
-                for dest in made.keys() & self._in_file.keys():
-                    if getattr(args, dest) is self._in_file[dest]:
-                        setattr(args, dest, made[dest])
-        for dest, default in self._lists.items():
-            if getattr(args, dest) is None:
-                setattr(args, dest, default)
-        return args
 
     def add_file(
         self,
@@ -250,12 +195,9 @@ class Flags:
         The command line takes precedence over the environment, and that over files. A file added
         later takes precedence over an earlier one, which may name it.
         """
-        text = self._setting(name, variables)[1]
+        self.add(name, variables=variables, metavar="FILE", summary=summary)
         dest = name.lstrip("-").replace("-", "_")
-        self._parser.add_argument(name, dest=dest, metavar="FILE")
-        self._say(name, f"{name} FILE", summary)
-        self._can_be_in_file((name,), dest, one_value(str, None), text is not None)
-        self._files.append(_File(name=name, dest=dest, path=text, translate=translate))
+        self._files.append(_File(name=name, dest=dest, translate=translate))
 
     def mark(self, dest: str, dests: Iterable[str]) -> None:
         """Set ``dest`` to whether any of ``dests`` is given, even with its default value."""
@@ -265,6 +207,25 @@ class Flags:
         """In a file ``dest`` is a preset for other flags, which take precedence over it."""
         self._presets[dest] = made
 
+    def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
+        """Parse; a bad value ends the process with status 2 and a message that names the flag."""
+        said = self._environment | vars(self._parser.parse_args(argv))
+        in_files: dict[str, Any] = {}
+        for file in self._files:
+            path = said.get(file.dest) or in_files.get(file.dest)
+            if path:
+                in_files |= self._read_file(file, path, said)
+        for preset, made in self._presets.items():
+            if said.get(preset):
+                # It takes precedence over the file, like everything set beside it.
+                in_files |= {dest: made[dest] for dest in made.keys() & in_files.keys()}
+        given = in_files | said
+        marks = {dest: not dests.isdisjoint(given) for dest, dests in self._marks.items()}
+        values = self._defaults | given | marks
+        for file in self._files:
+            del values[file.dest]
+        return argparse.Namespace(**values)
+
     def error(self, message: str) -> None:
         """Refuse a combination of flags, as the parser refuses a value."""
         self._parser.error(message)
@@ -273,10 +234,8 @@ class Flags:
         title = _FIRST if name in self._first else self._section
         self._lines[name] = (title, shown, summary)
 
-    def _finish_help(self) -> None:
-        """Put the lines into their sections: the important ones first, in their order."""
-        missing = [name for name in self._first if name not in self._lines]
-        assert not missing, f"no such flags: {missing}"
+    def _manual(self) -> str:
+        """The help: the important flags first, in their order, then the sections."""
         lines = [*map(self._lines.__getitem__, self._first)]
         lines += [line for name, line in self._lines.items() if name not in self._first]
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -285,66 +244,36 @@ class Flags:
         ends = [("--help", "Print this and end"), ("--version", "Print the version and end")]
         sections.setdefault(_LAST[-1], []).extend(ends)
         last = {title: sections.pop(title) for title in _LAST if title in sections}
-        self._help.sections = {**sections, **last}
-        self._help.usage = " ".join([*self._positionals, "[--flag VALUE ...]"])
         ways = ["environment (KVFLASH_<FLAG>)"] if self._has_variables else []
         ways += [f"file of {file.name}" for file in reversed(self._files)]
+        end = "Defaults are in brackets."
         if ways:
             order = ", then the ".join(["command line", *ways])
-            self._help.end = f"A flag is read from the {order}. Defaults are in brackets."
-        else:
-            self._help.end = "Defaults are in brackets."
+            end = f"A flag is read from the {order}. {end}"
+        usage = " ".join([self._parser.prog, *self._positionals, "[--flag VALUE ...]"])
+        return manual(usage, self._about, {**sections, **last}, end)
 
-    def _can_be_in_file(
-        self, names: Sequence[str], dest: str, read: Callable[[str, Any], Any], is_given: bool
+    def _declare(
+        self, names: Sequence[str], dest: str, default: Any, read: Callable[[str, Any], Any]
     ) -> None:
-        if is_given:
-            self._in_environment.add(dest)
+        """Note a flag's default, and that files may set it."""
+        self._defaults[dest] = default
         for file in self._files:
-            file.settings.append(Setting(names=names, dest=dest, read=read, is_given=is_given))
+            file.settings |= {key_of(name): Setting(dest=dest, read=read) for name in names}
 
-    def _read_files(self, argv: Sequence[str] | None) -> None:
-        """Use the files' values as defaults of their flags."""
-        first = argparse.ArgumentParser(
-            add_help=False, allow_abbrev=False, exit_on_error=False, formatter_class=NARROW
-        )
-        for file in self._files:
-            first.add_argument(file.name, dest=file.dest, default=file.path)
-        paths = {file.dest: file.path for file in self._files}
-        with contextlib.suppress(argparse.ArgumentError):
-            # Errors on the command line are left to the parser that knows all flags.
-            paths = vars(first.parse_known_args(argv)[0])
-        values: dict[str, Any] = {}
-        for file in self._files:
-            named = values.pop(file.dest, None)
-            path = paths[file.dest] or named
-            if path:
-                values |= self._read_file(file, path)
-        for dest in self._lists.keys() & values.keys():
-            self._lists[dest] = values.pop(dest)
-        self._in_file = values
-        self._parser.set_defaults(**values)
-
-    def _read_file(self, file: _File, path: str) -> dict[str, Any]:
-        """One file's values, with presets expanded."""
-        elsewhere = {
-            name: other.name
-            for other in self._files
-            for one in other.settings
-            for name in one.names
-        }
+    def _read_file(self, file: _File, path: str, said: Mapping[str, Any]) -> dict[str, Any]:
+        """One file's values, with presets expanded unless ``said`` has them."""
+        elsewhere = {key: other.name for other in self._files for key in other.settings}
         try:
             values = read_settings(path, file.settings, file.translate, elsewhere)
         except ConfigError as error:
             self._parser.error(f"{file.name} {error}")
-        given = {one.dest for one in file.settings if one.is_given}
         for preset in self._presets.keys() & values.keys():
-            if values.pop(preset):
-                made = self._presets[preset].items()
-                values |= {dest: value for dest, value in made if dest not in given}
+            if values.pop(preset) and preset not in said:
+                values |= self._presets[preset]
         return values
 
-    def _setting(self, name: str, others: Sequence[str]) -> tuple[str, str | None]:
+    def _variable(self, name: str, others: Sequence[str]) -> tuple[str, str | None]:
         """The variable that sets a flag, and its value; refused if two variables differ."""
         variable = variable_of(name)
         names = (variable, *others) if self._has_variables else ()

@@ -125,10 +125,9 @@ def _flags() -> Flags:
         summary="The file; else that of KVFLASH_KEYS_FILE. Made with mode 600 if it is not there",
     )
     flags.add("--role", choices=("admin", "client", "metrics"), summary="Role of the key")
-    flags.add_switch(
-        "--certificate",
-        dest="certificate",
-        value=True,
+    flags.add_toggle(
+        "certificate",
+        on=["--certificate"],
         summary="Make no key: the client shows a certificate with ID among its DNS names",
     )
     flags.add("--tenant", metavar="NAME", summary="Tenant of the client")
@@ -143,8 +142,8 @@ def _flags() -> Flags:
     flags.add(
         "--concurrency", parse=positive, metavar="COUNT", summary="Requests in flight at once"
     )
-    flags.add_switch(
-        "--isolate", dest="isolate", value=True, summary="Share no cached block with other tenants"
+    flags.add_toggle(
+        "isolate", on=["--isolate"], summary="Share no cached block with other tenants"
     )
     flags.add(
         "--allow",

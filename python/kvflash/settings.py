@@ -23,7 +23,7 @@ from kvflash.config import (
 )
 from kvflash.config_file import joined
 from kvflash.errors import ConfigError
-from kvflash.flags import Flags, variable_of
+from kvflash.flags import Flags, mode, variable_of
 from kvflash.spelling import nearest
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class Setting:
     @property
     def choices(self) -> list[str] | None:
         """The legal values, if there are few."""
-        words: list[str] | None = self.legal.get("words")
+        words: list[str] | None = self.legal.get("words") or self.legal.get("mode", [None])[0]
         return words
 
     def all_variables(self) -> Iterator[str]:
@@ -217,15 +217,14 @@ def add_settings(
             )
         elif one.kind == "texts" and parse is None:
             flags.add_list(names[0], dest=one.key, metavar=metavar or "TEXT", summary=summary)
-        elif "mode" in one.legal:
-            choices, bare = one.legal["mode"]
-            flags.add_mode(
-                names[0], choices=choices, default=one.default, bare=bare, summary=summary,
-                variables=variables,
-            )  # fmt: skip
         else:
             parse = parse or one.parser()
-            is_list = metavar is not None and metavar.endswith(",...")
+            in_file, bare = None, one.legal.get("bare")
+            if "mode" in one.legal:
+                bare = one.legal["mode"][1]
+                in_file = mode(one.choices or (), one.default, bare)
+            elif metavar is not None and metavar.endswith(",..."):
+                in_file = joined(parse)
             flags.add(
                 *names,
                 parse=parse,
@@ -234,8 +233,8 @@ def add_settings(
                 metavar=metavar,
                 variables=variables,
                 summary=summary,
-                in_file=joined(parse) if is_list else None,
-                bare=one.legal.get("bare"),
+                in_file=in_file,
+                bare=bare,
             )
 
 

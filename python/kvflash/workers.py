@@ -40,9 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags.add_positionals(
         "url", metavar="URL", summary="A frontend, a router or an indexer", nargs=None
     )
-    flags.add_switch(
-        "--json", dest="is_json", value=True, summary="Print the answer of GET /workers unchanged"
-    )
+    flags.add_toggle("is_json", on=["--json"], summary="Print the answer of GET /workers unchanged")
     add_timeout(flags)
     add_key_file(flags)
     # A host of such a name can be given as http://HOST.

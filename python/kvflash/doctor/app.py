@@ -97,8 +97,8 @@ def parse_args(argv: Sequence[str] | None = None) -> Namespace:
         summary="Listen to the workers' event sockets for so long; 0: do not",
     )
     add_timeout(flags)
-    flags.add_switch("--json", dest="is_json", value=True, summary="Print one JSON object")
-    flags.add_switch("--strict", dest="is_strict", value=True, summary="Treat warnings as failures")
+    flags.add_toggle("is_json", on=["--json"], summary="Print one JSON object")
+    flags.add_toggle("is_strict", on=["--strict"], summary="Treat warnings as failures")
     flags.add(
         "--worker-api-key-file",
         metavar="FILE",

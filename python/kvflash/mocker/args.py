@@ -122,9 +122,7 @@ def _add_roles(flags: Flags) -> None:
         ("prefill", "Only compute prompts"),
         ("decode", "Only decode prompts that a prefill worker computed"),
     ):
-        flags.add_switch(
-            f"--is-{role}-worker", dest=f"is_{role}_worker", value=True, summary=summary
-        )
+        flags.add_toggle(f"is_{role}_worker", on=[f"--is-{role}-worker"], summary=summary)
     flags.add(
         "--disaggregation-mode",
         dest="role",

@@ -88,7 +88,7 @@ def _flags() -> Flags:
         metavar="SECONDS",
         summary="Longest time of one request",
     )
-    flags.add_switch("--json", dest="is_json", value=True, summary="Print one JSON object")
+    flags.add_toggle("is_json", on=["--json"], summary="Print one JSON object")
     add_key_file(flags)
     return flags
 

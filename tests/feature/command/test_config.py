@@ -319,8 +319,8 @@ def test_switches_and_lists_read_the_environment(monkeypatch):
     monkeypatch.setenv("KVFLASH_NO_CACHE", "yes")
     monkeypatch.setenv("KVFLASH_ENGINE", "a b")
     flags = Flags("prog", "A test.")
-    flags.add_switch("--no-cache", dest="uses_cache", value=False, summary="do without")
-    flags.add_switch("--loud", dest="loud", value=True, summary="more")
+    flags.add_toggle("uses_cache", off=["--no-cache"], default=True, summary="do without")
+    flags.add_toggle("loud", on=["--loud"], summary="more")
     flags.add_list("--engine", dest="engines", summary="one", metavar="URL")
     args = flags.parse(["--engine", "c"])
     assert args.uses_cache is False
