@@ -61,7 +61,7 @@ class NatsSettings:
     from ``nsc`` with token and seed. With -1 the server limits the bytes of a stream.
     """
 
-    servers: tuple[str, ...] = ("nats://localhost:4222",)
+    servers: tuple[str, ...] = field(default=("nats://localhost:4222",), repr=False)
     user: str | None = None
     password: str | None = field(default=None, repr=False)
     token: str | None = field(default=None, repr=False)
@@ -75,8 +75,7 @@ class NatsSettings:
     @property
     def where(self) -> str:
         """The addresses, without login data."""
-        # Up to the last @: a password may contain / or @.
-        return ", ".join(re.sub(r"//.*@", "//", server) for server in self.servers)
+        return ", ".join(_masked(server, "") for server in self.servers)
 
     @property
     def must_encrypt(self) -> bool:
@@ -159,10 +158,9 @@ class EtcdSettings:
         found = [(one if "://" in one else f"{scheme}://{one}").rstrip("/") for one in given]
         for one, url in zip(given, found, strict=True):
             if "@" in url:
-                shown = re.sub(r"//.*@", "//***@", url)
                 raise ConfigError(
-                    f"ETCD_ENDPOINTS names {shown}, with a login in it: name the address alone, "
-                    "and set ETCD_AUTH_USERNAME and ETCD_AUTH_PASSWORD"
+                    f"ETCD_ENDPOINTS names {_masked(url)}, with a login in it: name the address "
+                    "alone, and set ETCD_AUTH_USERNAME and ETCD_AUTH_PASSWORD"
                 )
             _check_address("ETCD_ENDPOINTS", one, "http", "https")
             if self.tls and not url.startswith("https://"):
@@ -231,6 +229,12 @@ def _nats_addresses(value: str) -> tuple[str, ...]:
     return found
 
 
+def _masked(address: str, by: str = "***@") -> str:
+    """An address with ``by`` in place of its login, which may be without a scheme in front."""
+    # Up to the last @: a password may contain / or @.
+    return re.sub(r"^(\w+://)?.*@", rf"\1{by}", address)
+
+
 def is_address(url: str, *schemes: str) -> bool:
     """Whether it begins with SCHEME://HOST[:PORT], with one of these schemes and a legal port."""
     try:
@@ -244,10 +248,10 @@ def is_address(url: str, *schemes: str) -> bool:
 def _check_address(name: str, text: str, *schemes: str) -> None:
     """Refuse an address that no client could use; the first scheme may be missing."""
     if not is_address(text if "://" in text else f"{schemes[0]}://{text}", *schemes):
-        # Up to the last @, as in NatsSettings.where.
-        shown = re.sub(r"(//|^).*@", r"\1***@", text)
         wanted = " or ".join(f"{scheme}://HOST[:PORT]" for scheme in schemes)
-        raise ConfigError(f"{name} must be {wanted}, several separated by commas, got {shown!r}")
+        raise ConfigError(
+            f"{name} must be {wanted}, several separated by commas, got {_masked(text)!r}"
+        )
 
 
 def _tls(env: Environment, ca: str, cert: str, key: str) -> TlsFiles:
