@@ -196,7 +196,8 @@ def login_options(settings: NatsSettings) -> dict[str, Any]:
     elif settings.token is not None:
         options.update(token=settings.token)
     elif settings.nkey is not None:
-        seed = Path(settings.nkey).read_text() if settings.is_nkey_file else settings.nkey
+        is_file = Path(settings.nkey).is_file()
+        seed = Path(settings.nkey).read_text() if is_file else settings.nkey
         _check_seed(seed, "NATS_AUTH_NKEY must be a seed that begins with SU, or a file with one")
         options.update(nkeys_seed_str=seed.strip())
     elif settings.credentials_file is not None:

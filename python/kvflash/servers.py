@@ -57,8 +57,8 @@ class TlsFiles:
 class NatsSettings:
     """How to reach NATS, and how long, how much and how often it stores events.
 
-    At most one login is set: user with password, token, nkey (a seed, or a file with it), or a file
-    from ``nsc`` with token and seed. With -1 the server limits the bytes of a stream.
+    The first login that is set is used: user with password, token, nkey (a seed, or a file with
+    it), a file from ``nsc`` with token and seed. With -1 the server limits the bytes of a stream.
     """
 
     servers: tuple[str, ...] = field(default=("nats://localhost:4222",), repr=False)
@@ -82,27 +82,18 @@ class NatsSettings:
         """Whether unencrypted connections are forbidden."""
         return bool(self.tls) or any(server.startswith("tls://") for server in self.servers)
 
-    @property
-    def is_nkey_file(self) -> bool:
-        """Whether the seed is in a file."""
-        return self.nkey is not None and Path(self.nkey).is_file()
-
     @classmethod
     def from_env(cls, env: Environment = os.environ) -> NatsSettings:
-        """Read the environment; the first one set of user, token, nkey, file is used."""
+        """Read the environment."""
         env = _filled(env)
         user, password = _user(env, "NATS")
         token, nkey = env.get("NATS_AUTH_TOKEN"), env.get("NATS_AUTH_NKEY")
         file = env.get("NATS_AUTH_CREDENTIALS_FILE")
-        if user is not None:
-            token = nkey = file = None
-        elif token is not None:
-            nkey = file = None
-        elif nkey is not None:
-            file = None
-        _check_file("NATS_AUTH_CREDENTIALS_FILE", file)
+        if not (user or token or nkey):
+            _check_file("NATS_AUTH_CREDENTIALS_FILE", file)
+        servers = env.get("NATS_SERVER", "nats://localhost:4222")
         return cls(
-            servers=_nats_addresses(env.get("NATS_SERVER") or "nats://localhost:4222"),
+            servers=_addresses("NATS_SERVER", servers, "nats", "tls"),
             user=user,
             password=password,
             token=token,
@@ -124,9 +115,9 @@ class NatsSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class EtcdSettings:
-    """How to reach etcd; user and password go together."""
+    """How to reach etcd, at endpoints separated by commas; user and password go together."""
 
-    endpoints: tuple[str, ...] = ("http://127.0.0.1:2379",)
+    endpoints: str = field(default="http://127.0.0.1:2379", repr=False)
     user: str | None = None
     password: str | None = field(default=None, repr=False)
     tls: TlsFiles = TlsFiles()
@@ -137,9 +128,7 @@ class EtcdSettings:
         env = _filled(env)
         user, password = _user(env, "ETCD")
         return cls(
-            endpoints=_addresses(
-                "ETCD_ENDPOINTS", env.get("ETCD_ENDPOINTS") or "http://127.0.0.1:2379"
-            ),
+            endpoints=env.get("ETCD_ENDPOINTS", "http://127.0.0.1:2379"),
             user=user,
             password=password,
             tls=_tls(env, "ETCD_AUTH_CA", "ETCD_AUTH_CLIENT_CERT", "ETCD_AUTH_CLIENT_KEY"),
@@ -150,19 +139,19 @@ class EtcdSettings:
 
         ``endpoints``, separated by commas, replace the addresses of the settings.
         """
-        text = endpoints or ",".join(self.endpoints)
-        scheme = "https" if self.tls else "http"
-        given = [part.strip() for part in text.split(",") if part.strip()]
-        if not given:
-            raise ConfigError(f"ETCD_ENDPOINTS must name an address, got {text!r}")
-        found = [(one if "://" in one else f"{scheme}://{one}").rstrip("/") for one in given]
-        for one, url in zip(given, found, strict=True):
-            if "@" in url:
+        text = endpoints or self.endpoints
+        for one in map(str.strip, text.split(",")):
+            if "@" in one:
                 raise ConfigError(
-                    f"ETCD_ENDPOINTS names {_masked(url)}, with a login in it: name the address "
+                    f"ETCD_ENDPOINTS names {_masked(one)}, with a login in it: name the address "
                     "alone, and set ETCD_AUTH_USERNAME and ETCD_AUTH_PASSWORD"
                 )
-            _check_address("ETCD_ENDPOINTS", one, "http", "https")
+        scheme = "https" if self.tls else "http"
+        found = [
+            (one if "://" in one else f"{scheme}://{one}").rstrip("/")
+            for one in _addresses("ETCD_ENDPOINTS", text, "http", "https")
+        ]
+        for url in found:
             if self.tls and not url.startswith("https://"):
                 raise ConfigError(
                     f"ETCD_ENDPOINTS names {url}, which is not https:// though ETCD_AUTH_CA or "
@@ -215,17 +204,17 @@ def plane_of_events(named: str | None = None) -> str:
     return chosen(named, EVENT_PLANES, "event_plane", "KVFLASH_EVENT_PLANE", "DYN_EVENT_PLANE")
 
 
-def _addresses(name: str, value: str) -> tuple[str, ...]:
+def _addresses(name: str, value: str, *schemes: str) -> tuple[str, ...]:
+    """The addresses in a list with commas; their first scheme may be missing."""
     found = tuple(part.strip() for part in value.split(",") if part.strip())
     if not found:
-        raise ConfigError(f"{name} must be addresses separated by commas, got {value!r}")
-    return found
-
-
-def _nats_addresses(value: str) -> tuple[str, ...]:
-    found = _addresses("NATS_SERVER", value)
+        raise ConfigError(f"{name} must name an address, got {value!r}")
     for one in found:
-        _check_address("NATS_SERVER", one, "nats", "tls")
+        if not is_address(one if "://" in one else f"{schemes[0]}://{one}", *schemes):
+            wanted = " or ".join(f"{scheme}://HOST[:PORT]" for scheme in schemes)
+            raise ConfigError(
+                f"{name} must be {wanted}, several separated by commas, got {_masked(one)!r}"
+            )
     return found
 
 
@@ -243,15 +232,6 @@ def is_address(url: str, *schemes: str) -> bool:
     except ValueError:
         return False
     return parts.scheme in schemes and bool(host) and port != 0 and " " not in host
-
-
-def _check_address(name: str, text: str, *schemes: str) -> None:
-    """Refuse an address that no client could use; the first scheme may be missing."""
-    if not is_address(text if "://" in text else f"{schemes[0]}://{text}", *schemes):
-        wanted = " or ".join(f"{scheme}://HOST[:PORT]" for scheme in schemes)
-        raise ConfigError(
-            f"{name} must be {wanted}, several separated by commas, got {_masked(text)!r}"
-        )
 
 
 def _tls(env: Environment, ca: str, cert: str, key: str) -> TlsFiles:

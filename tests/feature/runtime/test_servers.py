@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvflash.errors import ConfigError
+from kvflash.nats_login import login_options
 from kvflash.servers import EtcdSettings, NatsSettings, TlsFiles
 
 
@@ -27,12 +28,15 @@ def test_the_first_way_to_log_in_counts() -> None:
     }
     settings = NatsSettings.from_env(env)
     assert settings.servers == ("nats://a:1", "nats://b:2")
-    assert (settings.user, settings.token, settings.nkey) == ("u", None, None)
+    login = {"user": "u", "password": "p"}
+    assert login_options(settings) == {"servers": ["nats://a:1", "nats://b:2"], **login}
     assert (settings.stream_max_age_s, settings.replicas) == (60.0, 3)
     assert NatsSettings.from_env({**env, "KVFLASH_NATS_STREAM_MAX_AGE": "5"}).stream_max_age_s == 5
     assert "'p'" not in repr(settings), "secrets stay out of logs"
     del env["NATS_AUTH_USERNAME"], env["NATS_AUTH_PASSWORD"]
-    assert NatsSettings.from_env(env).token == "t"
+    assert login_options(NatsSettings.from_env(env))["token"] == "t"
+    unused = {**env, "NATS_AUTH_CREDENTIALS_FILE": "/none"}
+    assert "user_credentials" not in login_options(NatsSettings.from_env(unused))
 
 
 @pytest.mark.parametrize(
