@@ -28,7 +28,7 @@ from kvflash.errors import (
     TransportError,
     WorkerError,
 )
-from kvflash.lazy import lazy_dir, lazy_names
+from kvflash.lazy import lazy_names
 
 if TYPE_CHECKING:
     from kvflash.llm import (
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from kvflash.version import __version__ as __version__
 else:
     # Imported on first use, so that `import kvflash` stays light.
-    __getattr__ = lazy_names(
+    __getattr__, __dir__ = lazy_names(
         __name__,
         {
             "kvflash.llm": "ModelInput ModelRuntimeConfig ModelType register_llm unregister_llm",
@@ -142,5 +142,3 @@ __all__ = [
     "register_llm",
     "unregister_llm",
 ]
-
-__dir__ = lazy_dir(__name__, (*__all__, "__version__"))

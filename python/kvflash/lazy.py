@@ -1,13 +1,15 @@
 """Names that are imported on first use (PEP 562)."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
 
-def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Create a module's ``__getattr__`` that imports a name from its home and keeps it.
+def lazy_names(
+    package: str, modules: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Create a module's ``__getattr__``, which imports a name from its home, and ``__dir__``.
 
     ``modules`` has the names of each home, separated by spaces.
     """
@@ -21,13 +23,4 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]
         setattr(sys.modules[package], name, value)
         return value
 
-    return load
-
-
-def lazy_dir(package: str, names: Iterable[str]) -> Callable[[], list[str]]:
-    """Create a module's ``__dir__``: its own names and ``names``, which are imported later."""
-
-    def listed() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *names})
-
-    return listed
+    return load, lambda: sorted({*vars(sys.modules[package]), *homes})

@@ -178,7 +178,7 @@ def test_lobbies_hold_no_logic() -> None:
 def is_for_a_lobby(node: ast.stmt) -> bool:
     """Imports, names, and the table of names that are imported later."""
     if isinstance(node, ast.Assign):
-        return ast.unparse(node.targets[0]) in ("__all__", "__dir__", "__getattr__")
+        return ast.unparse(node.targets[0]) in ("__all__", "(__getattr__, __dir__)")
     if isinstance(node, ast.If):
         is_for_types = ast.unparse(node.test) == "TYPE_CHECKING"
         return is_for_types and all(map(is_for_a_lobby, (*node.body, *node.orelse)))

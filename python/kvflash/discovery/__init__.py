@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from kvflash.discovery.opening import open_discovery
-from kvflash.lazy import lazy_dir, lazy_names
+from kvflash.lazy import lazy_names
 
 if TYPE_CHECKING:
     from kvflash.discovery.base import Delete, Discovery, Lease, Put, Synced, Watch
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from kvflash.discovery.memory import MemoryDiscovery
 else:
     # Imported on first use: asyncio, for which a service without discovery need not wait.
-    __getattr__ = lazy_names(
+    __getattr__, __dir__ = lazy_names(
         __name__,
         {
             "kvflash.discovery.base": "Delete Discovery Lease Put Synced Watch",
@@ -31,5 +31,3 @@ __all__ = [
     "Watch",
     "open_discovery",
 ]
-
-__dir__ = lazy_dir(__name__, __all__)

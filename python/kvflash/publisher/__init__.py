@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from kvflash.lazy import lazy_dir, lazy_names
+from kvflash.lazy import lazy_names
 
 if TYPE_CHECKING:
     from kvflash.publisher.kv_events import (
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvflash.publisher.stream import EventStream
 else:
     # Imported on first use: a publisher of one kind need not wait for the packages of the others.
-    __getattr__ = lazy_names(
+    __getattr__, __dir__ = lazy_names(
         __name__,
         {
             "kvflash.publisher.kv_events": (
@@ -47,5 +47,3 @@ __all__ = [
     "ZmqKvEventPublisher",
     "ZmqKvEventPublisherConfig",
 ]
-
-__dir__ = lazy_dir(__name__, __all__)

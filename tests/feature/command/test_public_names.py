@@ -21,7 +21,7 @@ def test_all_is_sorted_and_equals_the_public_names() -> None:
         name
         for name, value in vars(kvflash).items()
         if not name.startswith("_") and not isinstance(value, ModuleType)
-    } - {"TYPE_CHECKING", "lazy_dir", "lazy_names"}
+    } - {"TYPE_CHECKING", "lazy_names"}
     assert len(public) > 10
     assert kvflash.__all__ == sorted(kvflash.__all__)
     assert set(kvflash.__all__) == public

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from kvflash.lazy import lazy_dir, lazy_names
+from kvflash.lazy import lazy_names
 
 __all__ = [
     "Client",
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvflash.compat.dynamo.run import main
 else:
     # Imported on first use: a command does not need what only scripts need.
-    __getattr__ = lazy_names(
+    __getattr__, __dir__ = lazy_names(
         __name__,
         {
             "kvflash.compat.dynamo.classes": (
@@ -41,5 +41,3 @@ else:
             "kvflash.compat.dynamo.run": "main",
         },
     )
-
-__dir__ = lazy_dir(__name__, __all__)
