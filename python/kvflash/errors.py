@@ -22,23 +22,6 @@ A gap, a duplicate or an unknown parent in an event stream is an outcome, not an
 
 from __future__ import annotations
 
-__all__ = [
-    "AllBusyError",
-    "ClosedError",
-    "ConfigError",
-    "ConflictError",
-    "DeadlineError",
-    "DecodeError",
-    "DrainingError",
-    "InvalidArgumentError",
-    "KvflashError",
-    "NoWorkerError",
-    "NotFoundError",
-    "OverloadedError",
-    "TransportError",
-    "WorkerError",
-]
-
 
 class KvflashError(Exception):
     """Base of all errors of this package."""
