@@ -1,7 +1,6 @@
 """Parsers for flag values, and the flags that every service has."""
 
 import argparse
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Literal, TypeVar
@@ -50,37 +49,29 @@ def bounded_float(low: float, high: float = float("inf")) -> Callable[[str], flo
     return parse_float
 
 
-def size_or_zero(text: str) -> int:
-    """Parse a size such as ``16MiB``, or 0; unit bytes."""
-    return 0 if text.strip() == "0" else byte_count(text)
+def bounded_size(least: int, has_zero: bool) -> Callable[[str], int]:
+    """Create a parser for sizes such as ``512MiB``, ``8m`` or ``1048576``, unit bytes.
 
-
-def byte_count(text: str) -> int:
-    """Parse a size such as ``512MiB``, ``8m`` or ``1048576``; unit bytes."""
-    digits = text.strip().rstrip("KMGkmgiIbB")
-    unit = text.strip()[len(digits) :].lower().removesuffix("b")
-    try:
-        value = int(float(digits) * _UNITS[unit])
-    except (KeyError, ValueError, OverflowError):
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be a size such as 512MiB or 8000000, got {text!r}")
-    return value
-
-
-def memory_limit(text: str) -> int:
-    """Parse a memory limit: 0 for none, or a size of at least 1 MiB; unit bytes.
-
-    Smaller limits are refused: a value such as ``8`` usually lacks its unit.
+    ``least`` is 1, or some MiB where a value such as ``8`` would lack its unit. With ``has_zero`` 0
+    stands for no limit.
     """
-    with contextlib.suppress(argparse.ArgumentTypeError):
-        value = size_or_zero(text)
-        if value == 0 or 2**20 <= value < 2**63:
-            return value
-    raise argparse.ArgumentTypeError(
-        f"must be 0 for no limit or a size of at least 1MiB, such as 8GiB, 512MiB or "
-        f"8000000000, got {text!r}"
-    )
+
+    def parse_size(text: str) -> int:
+        digits = text.strip().rstrip("KMGkmgiIbB")
+        unit = text.strip()[len(digits) :].lower().removesuffix("b")
+        try:
+            value = int(float(digits) * _UNITS[unit])
+        except (KeyError, ValueError, OverflowError):
+            value = -1
+        if not (least <= value < 2**63 or (has_zero and text.strip() == "0")):
+            zero = "0 for no limit or " if has_zero else ""
+            low = f" of at least {least // 2**20}MiB," if least > 1 else ""
+            raise argparse.ArgumentTypeError(
+                f"must be {zero}a size{low} such as 512MiB or 8000000, got {text!r}"
+            )
+        return value
+
+    return parse_size
 
 
 def optional(parse: Callable[[str], _T]) -> Callable[[str], _T | None]:

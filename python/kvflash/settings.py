@@ -15,11 +15,9 @@ from kvflash._core import settings_table
 from kvflash.config import (
     bounded_float,
     bounded_int,
-    byte_count,
-    memory_limit,
+    bounded_size,
     number_or_auto,
     optional,
-    size_or_zero,
 )
 from kvflash.config_file import joined
 from kvflash.errors import ConfigError
@@ -29,7 +27,6 @@ from kvflash.spelling import nearest
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-_SIZES = {(1, False): byte_count, (1, True): size_or_zero, (2**20, True): memory_limit}
 # Settings of kv's formula, by key: giving any of them, even its default, makes kv the default.
 _OF_FORMULA = (
     "overlap_score_weight",
@@ -122,7 +119,7 @@ class Setting:
     def parser(self) -> Callable[[str], Any]:
         """The parser for a flag's value."""
         if "bytes" in self.legal:
-            return _SIZES[tuple(self.legal["bytes"])]
+            return bounded_size(*self.legal["bytes"])
         if self.kind == "int":
             parse: Callable[[str], Any] = bounded_int(*self.legal["whole"])
         elif self.kind == "float":
