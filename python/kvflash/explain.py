@@ -238,28 +238,26 @@ def _candidates(
     # The one that was chosen is shown, wherever it stands.
     ordered.sort(key=lambda one: one.get("worker") != chosen)
     shown = ordered[:CANDIDATES_MAX]
-    parts = list(dict.fromkeys(part for one in shown for part in one.get("price") or {}))
-    costs = ["COST", *(part.upper() for part in parts)] if is_by_cost else []
+    prices = [one.get("price") or {} for one in shown]
+    parts = list(dict.fromkeys(part for price in prices for part in price))
     # Blocks that events have not reported: the prompt was sent there a moment ago.
-    is_predicted = any(_predicted(one) for one in shown)
-    titles = ["", "WORKER", *costs, "CACHED", *(["PREDICTED"] if is_predicted else [])]
-    rows: list[list[object]] = [[*titles, "TO PREFILL", "RUNNING", "NOTE"]]
-    for one in shown:
-        price = one.get("price") or {}
-        costs = [_number(one.get("cost")), *(_number(price.get(part)) for part in parts)]
-        rows.append(
-            [
-                "*" if one.get("worker") == chosen else "",
-                one.get("worker"),
-                *(costs if is_by_cost else []),
-                one.get("overlap_blocks"),
-                *([_predicted(one)] if is_predicted else []),
-                one.get("prefill_tokens"),
-                one.get("active_requests"),
-                _note(one),
-            ]
-        )
-    yield from table(rows)
+    predicted = [_predicted(one) for one in shown]
+    columns: list[list[object]] = [
+        ["", *("*" if one.get("worker") == chosen else "" for one in shown)],
+        ["WORKER", *(one.get("worker") for one in shown)],
+    ]
+    if is_by_cost:
+        columns.append(["COST", *(_number(one.get("cost")) for one in shown)])
+        columns += [
+            [part.upper(), *(_number(price.get(part)) for price in prices)] for part in parts
+        ]
+    columns.append(["CACHED", *(one.get("overlap_blocks") for one in shown)])
+    if any(predicted):
+        columns.append(["PREDICTED", *predicted])
+    columns.append(["TO PREFILL", *(one.get("prefill_tokens") for one in shown)])
+    columns.append(["RUNNING", *(one.get("active_requests") for one in shown)])
+    columns.append(["NOTE", *map(_note, shown)])
+    yield from table(list(zip(*columns, strict=True)))
     if len(ordered) > len(shown):
         yield f"... and {len(ordered) - len(shown)} more; --json has all"
     # What the cost is made of, where it has no parts with a column of their own.
@@ -269,7 +267,7 @@ def _candidates(
     yield ""
     blocks = (
         "CACHED and PREDICTED (further ones, sent there lately) are"
-        if is_predicted
+        if any(predicted)
         else "CACHED is"
     )
     yield f"{unit}{blocks} in blocks, TO PREFILL in tokens"
