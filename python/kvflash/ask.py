@@ -119,15 +119,15 @@ def add_key_file(flags: Flags) -> None:
     )
 
 
-def read_key(path: str | None) -> str | None:
-    """Read the key from a file, or from the one that the environment names."""
-    path = path or os.environ.get(variable_of(KEY_FILE)) or None
-    if path is None:
+def read_key(path: str | None, flag: str = KEY_FILE) -> str | None:
+    """Read a key from the file that ``flag`` names, else from that of the flag's variable."""
+    path = path or os.environ.get(variable_of(flag))
+    if not path:
         return None
     try:
         return Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{KEY_FILE} {path}: {error}") from None
+        raise ConfigError(f"{flag} {path}: {error}") from None
 
 
 def ask(

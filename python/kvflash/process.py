@@ -33,10 +33,6 @@ logger = logging.getLogger(__name__)
 _GATE_PERIOD_S = 0.05
 
 
-#: A service of the core.
-Core = Frontend | Indexer | Router
-
-
 class FedService:
     """A core service with the transport that feeds it, in their own threads.
 
@@ -47,7 +43,7 @@ class FedService:
 
     def __init__(
         self,
-        core: Core,
+        core: Frontend | Indexer | Router,
         *,
         host: str,
         port: int,

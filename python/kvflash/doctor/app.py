@@ -8,7 +8,6 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from kvflash.ask import KEY_FILE, Answer, add_key_file, add_timeout, ask, parse_url, read_key
@@ -109,15 +108,11 @@ def parse_args(argv: Sequence[str] | None = None) -> Namespace:
     urls = tuple(dict.fromkeys(parse_url(text) for text in args.urls))
     if len(urls) > MAX_URLS:
         raise ConfigError(f"at most {MAX_URLS} URLs may be given, got {len(urls)}")
+    args.urls = urls
     # Not a flag: every user of the machine can read a command line.
-    key = os.environ.get("KVFLASH_WORKER_API_KEY") or None
-    path = args.worker_api_key_file
-    if path is not None:
-        try:
-            key = Path(path).read_text().strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--worker-api-key-file {path}: {error}") from None
-    args.urls, args.worker_api_key = urls, key
+    args.worker_api_key = os.environ.get("KVFLASH_WORKER_API_KEY") or None
+    if args.worker_api_key_file is not None:
+        args.worker_api_key = read_key(args.worker_api_key_file, "--worker-api-key-file")
     args.service_key = read_key(args.service_key_file)
     return args
 

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from kvflash.ask import Answer, samples
 from kvflash.console import counted
 from kvflash.doctor.events import Contents, Heard, Replayed
-from kvflash.doctor.finding import FAIL, WARN, Finding, fail, ok, warn
+from kvflash.doctor.finding import FAIL, OK, WARN, Finding, fail, ok, warn
 from kvflash.transport.zmq_socket import dialable
 
 #: Clocks further apart than this are reported; the Date header has whole seconds.
@@ -238,8 +238,7 @@ def check_listener(
     listener: Listener, replayed: Replayed | None, heard: Heard | None, timeout_s: float
 ) -> list[Finding]:
     """Check one event socket: its service's knowledge of it, and its own answers."""
-    found = list(_check_trust(listener))
-    found += check_replay(listener, replayed, timeout_s)
+    found = [*_check_trust(listener), *check_replay(listener, replayed, timeout_s)]
     if heard is not None:
         found += check_heard(listener, heard)
     # A message of a replay socket that is not a batch is reported above.
@@ -252,17 +251,14 @@ def check_listener(
 
 def _without_repetition(found: list[Finding]) -> Iterator[Finding]:
     """Only the first bad finding of a check, unless they have codes; ok only if none is bad."""
-    bad = {finding.check for finding in found if finding.level in (WARN, FAIL)}
-    seen: set[tuple[str, str]] = set()
+    bad = {finding.check for finding in found if finding.level != OK}
+    seen: set[object] = set()
     for finding in found:
-        is_bad = finding.level in (WARN, FAIL)
-        key = (finding.check, finding.code)
-        if is_bad != (finding.check in bad) or key in seen:
-            continue
-        if is_bad and not finding.code and any(check == finding.check for check, _ in seen):
-            continue
-        seen.add(key)
-        yield finding
+        with_code = (finding.check, finding.code)
+        is_repeated = (with_code if finding.code else finding.check) in seen
+        if not is_repeated and (finding.level != OK) == (finding.check in bad):
+            seen |= {finding.check, with_code}
+            yield finding
 
 
 def _check_trust(listener: Listener) -> Iterator[Finding]:
@@ -387,7 +383,7 @@ def _check_contents(listener: Listener, contents: Contents) -> Iterator[Finding]
     if contents.undecodable:
         seen = f"a message is not an event batch: {contents.fault}"
         yield fail(subject, "decodes", seen, "report engine and version")
-    others = sorted(set(contents.block_sizes) - {size})
+    others = sorted(contents.block_sizes - {size})
     if size is not None and others:
         seen = f"its events have blocks of {others[0]} tokens, the index of {size}"
         how = "the same --block-size for the engine and its registration"

@@ -47,7 +47,7 @@ class Contents:
     batches: int = 0
     undecodable: int = 0
     fault: str = ""
-    block_sizes: dict[int, int] = field(default_factory=dict)
+    block_sizes: set[int] = field(default_factory=set)
     stored: int = 0
     named_adapters: int = 0
     numbered_adapters: int = 0
@@ -78,7 +78,7 @@ class Contents:
         size = event.get("block_size")
         # Offloading connectors name blocks without tokens, with a block size of 0.
         if isinstance(size, int) and size > 0:
-            self.block_sizes[size] = self.block_sizes.get(size, 0) + 1
+            self.block_sizes.add(size)
         if event.get("lora_name"):
             self.named_adapters += 1
         elif event.get("lora_id"):
