@@ -197,12 +197,12 @@ def login_options(settings: NatsSettings) -> dict[str, Any]:
         options.update(token=settings.token)
     elif settings.nkey is not None:
         is_file = Path(settings.nkey).is_file()
-        seed = Path(settings.nkey).read_text() if is_file else settings.nkey
+        seed = _read("NATS_AUTH_NKEY", settings.nkey) if is_file else settings.nkey
         _check_seed(seed, "NATS_AUTH_NKEY must be a seed that begins with SU, or a file with one")
         options.update(nkeys_seed_str=seed.strip())
     elif settings.credentials_file is not None:
         path = settings.credentials_file
-        text = Path(path).read_text()
+        text = _read("NATS_AUTH_CREDENTIALS_FILE", path)
         problem = f"NATS_AUTH_CREDENTIALS_FILE: {path} must hold a user's JWT and seed"
         seed = text.partition("-BEGIN USER NKEY SEED-")[2].partition("\n")[2].partition("\n")[0]
         if "-BEGIN NATS USER JWT-" not in text:
@@ -212,6 +212,13 @@ def login_options(settings: NatsSettings) -> dict[str, Any]:
     if settings.tls:
         options.update(tls=settings.tls.context("NATS_TLS_"))
     return options
+
+
+def _read(variable: str, path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{variable} names {path}, which can't be read: {error}") from None
 
 
 def failure(

@@ -139,6 +139,14 @@ def test_files_that_are_no_certificates_are_named(tmp_path: Path, prefix: str) -
         TlsFiles(cert=str(file)).context(prefix)
 
 
+@pytest.mark.parametrize("name", ["NATS_AUTH_NKEY", "NATS_AUTH_CREDENTIALS_FILE"])
+def test_a_login_file_that_can_not_be_read_is_named(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "login"
+    file.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=f"{name} names .*login, which can't be read: "):
+        login_options(NatsSettings.from_env({name: str(file)}))
+
+
 def test_variables_that_are_empty_count_as_unset() -> None:
     names = ("USERNAME", "PASSWORD", "TOKEN", "NKEY", "CREDENTIALS_FILE")
     nats = {f"NATS_AUTH_{name}": "" for name in names} | {"NATS_TLS_KEY": "", "NATS_SERVER": ""}
