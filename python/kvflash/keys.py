@@ -58,11 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add(path: Path, args: argparse.Namespace) -> None:
-    values = {one: getattr(args, one) for one in _OPTIONS}
     options = {
         name: f"{name}={'true' if value is True else value}"
-        for name, value in values.items()
-        if value not in (None, False)
+        for name in _OPTIONS
+        if (value := getattr(args, name)) not in (None, False)
     }
     # One by one, as a refusal of the whole file would not say which argument is at fault.
     parts = {"ID": f"{args.id}:certificate:client"}
@@ -87,7 +86,9 @@ def _add(path: Path, args: argparse.Namespace) -> None:
 
     def hashed(text: str) -> str:
         # 256 random bits need no slow hash; with one salt for all keys a lookup takes one hash.
-        salt = first_salt(text) or secrets.token_hex(16)
+        hashes = (one.partition(":")[2] for _, one in entries(text))
+        salts = (one.split("$")[1] for one in hashes if one.startswith("sha256$"))
+        salt = next(salts, None) or secrets.token_hex(16)
         digest = hashlib.sha256(bytes.fromhex(salt) + key.encode()).hexdigest()
         return line(f"sha256${salt}${digest}")
 
@@ -159,15 +160,6 @@ def entries(text: str) -> Iterator[tuple[str, str]]:
         stripped = line.strip()
         if stripped and not stripped.startswith("#"):
             yield stripped.partition(":")[0], stripped
-
-
-def first_salt(text: str) -> str | None:
-    """The salt of the first key that has one: keys with the same salt share one lookup."""
-    for _, line in entries(text):
-        kind, _, rest = line.partition(":")[2].partition("$")
-        if kind == "sha256":
-            return rest.partition("$")[0]
-    return None
 
 
 def append_line(path: Path, make: Callable[[str], str]) -> None:
