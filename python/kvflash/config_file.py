@@ -31,12 +31,12 @@ _YAML_WORDS = (
 class Setting:
     """A flag that a file may set.
 
-    ``read`` converts the file's value, given its key; it raises ``ValueError`` or
-    ``argparse.ArgumentTypeError`` with what is legal.
+    ``read`` converts the file's value, or raises ``ValueError`` or ``argparse.ArgumentTypeError``
+    with what is legal.
     """
 
     dest: str
-    read: Callable[[str, Any], Any]
+    read: Callable[[Any], Any]
 
 
 class Pairs(list[tuple[str, Any]]):
@@ -89,18 +89,16 @@ def read_settings(
             )
         keys[dest] = f"{key!r}{line}"
         try:
-            values[dest] = setting.read(key, raw)
+            values[dest] = setting.read(raw)
         except (argparse.ArgumentTypeError, ValueError) as error:
             raise ConfigError(f"{path}: {key}: {error}") from None
     return values
 
 
-def one_value(
-    parse: Callable[[str], Any], choices: Sequence[Any] | None
-) -> Callable[[str, Any], Any]:
+def one_value(parse: Callable[[str], Any], choices: Sequence[Any] | None) -> Callable[[Any], Any]:
     """Create a reader for a flag with one value, parsed as on the command line."""
 
-    def read(_: str, raw: Any) -> Any:
+    def read(raw: Any) -> Any:
         value = parse(_text(raw))
         if choices is not None and value not in choices:
             shown = ", ".join(map(str, choices))
@@ -110,10 +108,10 @@ def one_value(
     return read
 
 
-def joined(parse: Callable[[str], Any]) -> Callable[[str, Any], Any]:
+def joined(parse: Callable[[str], Any]) -> Callable[[Any], Any]:
     """Create a reader for comma-separated values: also accepts a list, or a mapping with ``=``."""
 
-    def read(_: str, raw: Any) -> Any:
+    def read(raw: Any) -> Any:
         pairs = pairs_of(raw)
         if pairs is not None:
             return parse(",".join(f"{key}={_text(value)}" for key, value in pairs))
@@ -124,19 +122,14 @@ def joined(parse: Callable[[str], Any]) -> Callable[[str, Any], Any]:
     return read
 
 
-def truth(off: Sequence[str] = ()) -> Callable[[str, Any], bool]:
-    """Create a reader for ``true`` or ``false``, inverted for the names in ``off``."""
-    opposite = {key_of(name) for name in off}
-
-    def read(key: str, raw: Any) -> bool:
-        if not isinstance(raw, bool):
-            raise argparse.ArgumentTypeError(f"must be true or false, got {_shown(raw)}")
-        return raw != (key_of(key) in opposite)
-
-    return read
+def truth(raw: Any) -> bool:
+    """Read ``true`` or ``false``."""
+    if not isinstance(raw, bool):
+        raise argparse.ArgumentTypeError(f"must be true or false, got {_shown(raw)}")
+    return raw
 
 
-def texts(_: str, raw: Any) -> list[str]:
+def texts(raw: Any) -> list[str]:
     """Read a repeatable flag: a string, a list of strings, or for workers mappings.
 
     ``{url: http://a, events: tcp://a:1}`` is ``http://a,events=tcp://a:1``, and so is

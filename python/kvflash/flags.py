@@ -40,13 +40,13 @@ def source_of(name: str, text: str) -> str:
     return f"environment variable {variable}"
 
 
-def mode(choices: Sequence[str], off: str, on: str) -> Callable[[str, Any], str]:
+def mode(choices: Sequence[str], off: str, on: str) -> Callable[[Any], str]:
     """Create a reader for one of a few words; yes is ``on``, and no is ``off``."""
     words = {**dict.fromkeys(_TRUE, on), **dict.fromkeys(_FALSE, off)}
     read = one_value(
         lambda text: text if text in choices else words.get(text.lower(), text), choices
     )
-    return lambda key, raw: read(key, str(raw) if isinstance(raw, bool) else raw)
+    return lambda raw: read(str(raw) if isinstance(raw, bool) else raw)
 
 
 @dataclass(kw_only=True)
@@ -97,7 +97,7 @@ class Flags:
         choices: Sequence[Any] | None = None,
         variables: Sequence[str] = (),
         dest: str | None = None,
-        in_file: Callable[[str, Any], Any] | None = None,
+        in_file: Callable[[Any], Any] | None = None,
         bare: Any = None,
     ) -> None:
         """Add a flag with one value; each name has its variable, ``variables`` are further ones.
@@ -116,7 +116,7 @@ class Flags:
         variable, text = self._variable(names[0], (*map(variable_of, names[1:]), *variables))
         if text is not None:
             try:
-                self._environment[added.dest] = read("", text)
+                self._environment[added.dest] = read(text)
             except (argparse.ArgumentTypeError, ValueError) as error:
                 self._parser.error(f"environment variable {variable}: {error}")
         if metavar is None:
@@ -161,7 +161,8 @@ class Flags:
         # One that can only switch on is off by default.
         shown = f" [{'on' if default else 'off'}]" if off else ""
         self._say(name, both, f"{summary}{shown}")
-        self._declare((*on, *off), dest, default, truth(off))
+        self._declare(on, dest, default, truth)
+        self._declare(off, dest, default, lambda raw: not truth(raw))
 
     def add_list(self, name: str, *, dest: str, summary: str, metavar: str) -> None:
         """Add a flag with one or more values, which may be repeated; files may call it ``dest``."""
@@ -254,7 +255,7 @@ class Flags:
         return manual(usage, self._about, {**sections, **last}, end)
 
     def _declare(
-        self, names: Sequence[str], dest: str, default: Any, read: Callable[[str, Any], Any]
+        self, names: Sequence[str], dest: str, default: Any, read: Callable[[Any], Any]
     ) -> None:
         """Note a flag's default, and that files may set it."""
         self._defaults[dest] = default

@@ -203,17 +203,18 @@ def add_settings(
         if not one.flags:
             continue
         flags.section(one.section)
-        names, summary = one.flags, one.help[0]
-        variables, metavar = one.variables, one.metavar
-        parse = parsers.get(one.key)
+        summary, metavar, parse = one.help[0], one.metavar, parsers.get(one.key)
         if one.kind == "bool":
-            off = [name for name in names if name.startswith("--no-")]
-            on = [name for name in names if not name.startswith("--no-")]
             flags.add_toggle(
-                one.key, on=on, off=off, default=one.default, summary=summary, variables=variables
+                one.key,
+                on=[name for name in one.flags if not name.startswith("--no-")],
+                off=[name for name in one.flags if name.startswith("--no-")],
+                default=one.default,
+                summary=summary,
+                variables=one.variables,
             )
         elif one.kind == "texts" and parse is None:
-            flags.add_list(names[0], dest=one.key, metavar=metavar or "TEXT", summary=summary)
+            flags.add_list(one.flags[0], dest=one.key, metavar=metavar or "TEXT", summary=summary)
         else:
             parse = parse or one.parser()
             in_file, bare = None, one.legal.get("bare")
@@ -223,12 +224,12 @@ def add_settings(
             elif metavar is not None and metavar.endswith(",..."):
                 in_file = joined(parse)
             flags.add(
-                *names,
+                *one.flags,
                 parse=parse,
                 default=parse("") if one.default == [] else one.default,
                 choices=one.choices,
                 metavar=metavar,
-                variables=variables,
+                variables=one.variables,
                 summary=summary,
                 in_file=in_file,
                 bare=bare,
