@@ -247,14 +247,17 @@ class Service:
 
 def _read(response: http.client.HTTPResponse, deadline: float) -> bytes:
     """Read the body; with the socket's timeout alone it could drip forever."""
-    parts: list[bytes] = []
-    size = 0
-    while size < _ANSWER_BYTES_MAX and (part := response.read1(1 << 20)):
-        parts.append(part)
-        size += len(part)
+    body = bytearray()
+    while len(body) < _ANSWER_BYTES_MAX:
+        part = response.read1(1 << 20)
+        if not part:
+            if response.length:
+                raise http.client.IncompleteRead(bytes(body), response.length)
+            break
+        body += part
         if time.monotonic() > deadline:
-            raise TimeoutError(f"the answer exceeds {size} bytes")
-    return b"".join(parts)
+            raise TimeoutError(f"the answer exceeds {len(body)} bytes")
+    return bytes(body)
 
 
 def _skew_s(date: str | None, now: float) -> float | None:

@@ -258,6 +258,12 @@ def test_an_answer_that_drips(doctor, monkeypatch):
     assert "the answer exceeds" in findings[0]["seen"]
 
 
+def test_an_answer_that_is_cut_off(canned, doctor):
+    status, findings = doctor(canned({"/workers": (200, [], {"content-length": "1000"})}))
+    assert (status, bad(findings)) == (1, [("FAIL", "reachable", "")])
+    assert "IncompleteRead(2 bytes read, 998 more expected)" in findings[0]["seen"]
+
+
 def test_an_engine_that_wants_a_key(canned, doctor, monkeypatch):
     answers = {"/v1/models": (401, {"error": "no key"}, {})}
     status, findings = doctor(canned(answers))
