@@ -145,9 +145,12 @@ def _only_model(service: Service) -> str | None:
     if answer.status != 200:
         # The refusal names the role of clients. That of /explain names the role that it needs.
         return None
-    found = answer.json
-    models = found.get("data") if isinstance(found, dict) else None
-    names = [str(one.get("id")) for one in models or [] if not one.get("parent")]
+    try:
+        names = [str(one["id"]) for one in answer.json["data"] if not one.get("parent")]
+    except (AttributeError, KeyError, TypeError):
+        raise TransportError(
+            f"{service.url}/v1/models: the answer is not a list of models"
+        ) from None
     if len(names) != 1:
         served = ", ".join(names) or "no model"
         raise ConfigError(f"--model is needed: {service.url} serves {served}")

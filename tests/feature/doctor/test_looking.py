@@ -464,7 +464,13 @@ def test_a_file_of_broken_json_is_no_text(
             2,
             "--model is needed: http://127.0.0.1:",
         ),
-        ({**FRONTEND, "/v1/models": (200, {})}, ["--prompt", "x"], 2, "serves no model"),
+        ({**FRONTEND, "/v1/models": (200, {"data": []})}, ["--prompt", "x"], 2, "serves no model"),
+        (
+            {**FRONTEND, "/v1/models": (200, {"data": ["a"]})},
+            ["--prompt", "x"],
+            1,
+            "/v1/models: the answer is not a list of models",
+        ),
         (
             {**FRONTEND, "/explain": (404, {"error": {"message": 'model "x" is not served'}})},
             ["--prompt", "x", "--model", "x"],
