@@ -21,6 +21,7 @@ from kvflash.console import LogLine, level_name, refuse, utc
 from kvflash.errors import ClosedError, KvflashError
 from kvflash.settings import warn_of_misspelt
 from kvflash.signals import ending_signals
+from kvflash.transport.receiver import EventReceiver
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -37,8 +38,8 @@ class FedService:
     """A core service with the transport that feeds it, in their own threads.
 
     Several may live in one process, each with its own sockets. A service starts once and stops
-    once; as a context manager it does both. Port 0 picks a free one. ``make_receiver`` creates
-    another transport than plain sockets.
+    once; as a context manager it does both. Port 0 picks a free one. Events come from sockets, or
+    by the transport that ``make_receiver`` creates.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class FedService:
         *,
         host: str,
         port: int,
-        make_receiver: Callable[[Catalog], Receiver] | None = None,
+        make_receiver: Callable[[Catalog], Receiver] = EventReceiver,
         is_encrypted: bool = False,
     ) -> None:
         self._core = core
@@ -55,8 +56,7 @@ class FedService:
         self._wanted_port = port
         self._scheme = "https" if is_encrypted else "http"
         self._port: int | None = None
-        self._make_receiver = make_receiver or _sockets
-        self._receiver: Receiver | None = None
+        self._receiver = make_receiver(core.catalog)
         self._is_stopped = False
         self._thread = threading.Thread(target=self._obey, name="kvflash-orders", daemon=True)
 
@@ -92,7 +92,6 @@ class FedService:
         if self._port is not None or self._is_stopped:
             raise ClosedError("a service can start only once; create a new one")
         self._port = self._core.start(self._host, self._wanted_port)
-        self._receiver = self._make_receiver(self._core.catalog)
         self._receiver.start()
         self._thread.start()
         # Stop before the interpreter ends: a thread that returns from the core later would abort
@@ -126,25 +125,18 @@ class FedService:
         atexit.unregister(self._end)
         self._core.stop()
         self._core.catalog.close_orders()
-        if self._receiver is not None:
+        if self._thread.is_alive():
             self._thread.join()
-            self._receiver.stop()
+        self._receiver.stop()
 
     def _obey(self) -> None:
         """Open and close sockets as the catalog orders."""
-        catalog, receiver = self._core.catalog, self._receiver
-        while receiver is not None and (order := catalog.next_order()) is not None:
-            receiver.obey(order)
+        catalog = self._core.catalog
+        while (order := catalog.next_order()) is not None:
+            self._receiver.obey(order)
 
 
 _Service = TypeVar("_Service", bound=FedService)
-
-
-def _sockets(catalog: Catalog) -> Receiver:
-    # Here, so that services with another transport need not wait for ZMQ.
-    from kvflash.transport.zmq import ZmqReceiver  # noqa: PLC0415
-
-    return ZmqReceiver(catalog)
 
 
 class _JsonFormatter(logging.Formatter):

@@ -24,7 +24,7 @@ class EventReceiver:
     makes all calls of :meth:`obey`, and they end before :meth:`stop`.
     """
 
-    def __init__(self, catalog: Catalog, *, has_broker: bool) -> None:
+    def __init__(self, catalog: Catalog, *, has_broker: bool = False) -> None:
         self._catalog, self._has_broker = catalog, has_broker
         # By subject of the component; "" is the receiver with sockets.
         self._receivers: dict[str, Receiver] = {}
