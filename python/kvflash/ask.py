@@ -2,7 +2,6 @@
 
 import http.client
 import json
-import os
 import re
 import ssl
 import time
@@ -115,14 +114,14 @@ def add_key_file(flags: Flags) -> None:
     flags.add(
         KEY_FILE,
         metavar="FILE",
+        variables=(variable_of(KEY_FILE),),
         summary=f"File with the key for the service, else that of {variable_of(KEY_FILE)}",
     )
 
 
 def read_key(path: str | None, flag: str = KEY_FILE) -> str | None:
-    """Read a key from the file that ``flag`` names, else from that of the flag's variable."""
-    path = path or os.environ.get(variable_of(flag))
-    if not path:
+    """Read a key from the file that ``flag`` names, if it is given."""
+    if path is None:
         return None
     try:
         return Path(path).read_text(encoding="utf-8").strip()

@@ -63,7 +63,8 @@ class Flags:
     ``--some-flag`` falls back to ``KVFLASH_SOME_FLAG``, and to the variables of its other names.
     The command line takes precedence over the environment, that over a file, and that over the
     default. A bad value is refused, with the name of the flag, the variable or the key. ``first``
-    are the most important flags, by their first names, in the order of the help.
+    are the most important flags, by their first names, in the order of the help. Without
+    ``has_variables`` a flag has only the variables that are named where it is added.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Flags:
         in_file: Callable[[Any], Any] | None = None,
         bare: Any = None,
     ) -> None:
-        """Add a flag with one value; each name has its variable, ``variables`` are further ones.
+        """Add a flag with one value; ``variables`` are further ones than those of its names.
 
         ``parse`` converts a string, or raises ``argparse.ArgumentTypeError``. ``in_file`` reads the
         value from a variable or a file, by default as on the command line. ``bare`` is the value of
@@ -113,7 +114,7 @@ class Flags:
         added = self._parser.add_argument(
             *names, type=parse, choices=choices, metavar=metavar, **more
         )
-        variable, text = self._variable(names[0], (*map(variable_of, names[1:]), *variables))
+        variable, text = self._variable(names, variables)
         if text is not None:
             try:
                 self._environment[added.dest] = read(text)
@@ -166,7 +167,7 @@ class Flags:
 
     def add_list(self, name: str, *, dest: str, summary: str, metavar: str) -> None:
         """Add a flag with one or more values, which may be repeated; files may call it ``dest``."""
-        text = self._variable(name, ())[1]
+        text = self._variable((name,), ())[1]
         if text is not None:
             self._environment[dest] = text.split()
         self._parser.add_argument(name, dest=dest, action="extend", nargs="+", metavar=metavar)
@@ -274,21 +275,20 @@ class Flags:
                 values |= self._presets[preset]
         return values
 
-    def _variable(self, name: str, others: Sequence[str]) -> tuple[str, str | None]:
+    def _variable(self, names: Sequence[str], further: Sequence[str]) -> tuple[str, str | None]:
         """The variable that sets a flag, and its value; refused if two variables differ."""
-        variable = variable_of(name)
-        names = (variable, *others) if self._has_variables else ()
+        own = [variable_of(name) for name in names] if self._has_variables else []
         # A variable that is set but empty counts as unset, as in a file of a container's variables.
-        found = {n: os.environ[n] for n in names if os.environ.get(n)}
-        if name == "--port":
+        found = {n: os.environ[n] for n in (*own, *further) if os.environ.get(n)}
+        if names[0] == "--port":
             # Kubernetes sets these for pods when a Service is named kvflash or kvflash-http.
             found = {n: text for n, text in found.items() if not text.startswith("tcp://")}
-        if name == "--host" and len(found) > 1:
+        if names[0] == "--host" and len(found) > 1:
             # The variable is also the address at which others reach this process, so both are
             # meant.
-            found.pop(variable, None)
+            found.pop(variable_of(names[0]), None)
         self._refuse_contradiction(found)
-        return next(iter(found.items()), (variable, None))
+        return next(iter(found.items()), ("", None))
 
     def _refuse_contradiction(self, found: Mapping[str, object]) -> None:
         """Refuse variables whose meanings differ."""

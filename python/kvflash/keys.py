@@ -18,7 +18,7 @@ from kvflash._core import check_keys
 from kvflash.config import bounded_int
 from kvflash.console import refuse
 from kvflash.errors import ConfigError, ConflictError, KvflashError, NotFoundError
-from kvflash.flags import Flags, variable_of
+from kvflash.flags import Flags
 from kvflash.table import table
 
 _ACTIONS = ("add", "list", "remove")
@@ -29,9 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Change or list a key file. Returns the exit status."""
     flags = _flags()
     args = flags.parse(argv)
-    name: str = args.keys_file or os.environ.get(variable_of("--keys-file"), "")
-    if not name:
-        flags.error(f"name the file: --keys-file FILE, or {variable_of('--keys-file')}")
+    if not args.keys_file:
+        flags.error("name the file: --keys-file FILE, or KVFLASH_KEYS_FILE")
     if args.action not in _ACTIONS:
         flags.error(f"the action must be one of {', '.join(_ACTIONS)}, got {args.action!r}")
     if (args.id is None) != (args.action == "list"):
@@ -43,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags.error(f"--{given[0]} goes with add only")
     if args.action == "add" and args.role is None:
         flags.error("add needs --role admin, client or metrics")
-    path = Path(name)
+    path = Path(args.keys_file)
     try:
         if args.action == "add":
             _add(path, args)
@@ -123,6 +122,7 @@ def _flags() -> Flags:
     flags.add(
         "--keys-file",
         metavar="FILE",
+        variables=("KVFLASH_KEYS_FILE",),
         summary="The file; else that of KVFLASH_KEYS_FILE. Made with mode 600 if it is not there",
     )
     flags.add("--role", choices=("admin", "client", "metrics"), summary="Role of the key")

@@ -279,6 +279,15 @@ def test_an_address_where_nothing_runs(capsys: pytest.CaptureFixture[str]) -> No
         assert "URL must be http://HOST" in capsys.readouterr().err
 
 
+def test_the_key_s_file_is_also_named_by_a_variable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVFLASH_SERVICE_KEY_FILE", "/nope")
+    for command, argv in ((workers, []), (explain, ["r-1"])):
+        assert command(["http://127.0.0.1:1", *argv]) == 2
+        assert "error: --service-key-file /nope: " in capsys.readouterr().err
+
+
 # -- explain
 
 FRONTEND = {"/health": (200, {"healthy_workers": 2}), "/explain": (200, DECISION)}
