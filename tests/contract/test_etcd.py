@@ -12,7 +12,13 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from kvflash import ConfigError, DistributedRuntime, RuntimeLimits, TransportError
+from kvflash import (
+    ConfigError,
+    DistributedRuntime,
+    InvalidArgumentError,
+    RuntimeLimits,
+    TransportError,
+)
 from kvflash.discovery import Delete, Put, Synced, etcd, open_discovery
 from servers import EtcdServer
 from service import Http
@@ -207,6 +213,21 @@ def test_a_runtime_announces_itself_again_when_its_lease_was_lost(
             assert await asyncio.wait_for(anext(watch), 30) == Delete("v1/instances/t/c/e/x")
             again = await asyncio.wait_for(anext(watch), 30)
             assert again == Put("v1/instances/t/c/e/x", b'{"a": 1}')
+
+    run(scenario())
+
+
+def test_a_lease_that_etcd_ended_is_named(server: EtcdServer) -> None:
+    async def scenario() -> None:
+        mine = open_discovery("etcd", endpoints=server.url)
+        lease = await mine.lease(30.0)
+        http = Http(server.url)
+        http.post("/v3/lease/revoke", {"ID": lease.id})
+        http.close()
+        for call in (mine.put("k", b"", lease), mine.create("k", b"", lease)):
+            with pytest.raises(InvalidArgumentError, match=f"lease {lease.id} has expired"):
+                await call
+        await mine.close()
 
     run(scenario())
 

@@ -141,12 +141,13 @@ class EtcdDiscovery(Discovery):
         return lease
 
     async def put(self, key: str, value: bytes, lease: Lease | None = None) -> None:
-        await self._ask("kv/put", self._put(key, value, lease))
+        await self._ask("kv/put", self._put(key, value, lease), lease)
 
     async def create(self, key: str, value: bytes, lease: Lease | None = None) -> bool:
         put = self._put(key, value, lease)
         absent = {"key": put["key"], "target": "CREATE", "create_revision": 0}
-        answer = await self._ask("kv/txn", {"compare": [absent], "success": [{"request_put": put}]})
+        body = {"compare": [absent], "success": [{"request_put": put}]}
+        answer = await self._ask("kv/txn", body, lease)
         return answer.get("succeeded") is True
 
     async def delete(self, key: str) -> bool:
@@ -261,13 +262,15 @@ class EtcdDiscovery(Discovery):
                 self._turn += 1
         raise failure
 
-    async def _ask(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def _ask(
+        self, method: str, body: dict[str, Any], lease: Lease | None = None
+    ) -> dict[str, Any]:
         """Call etcd, and convert errors to those that callers know."""
         try:
             return await self.call(method, body)
         except _RefusedError as error:
-            if error.code == NOT_FOUND:
-                raise InvalidArgumentError(f"lease {body.get('lease')} has expired") from error
+            if error.code == NOT_FOUND and lease is not None:
+                raise InvalidArgumentError(f"lease {lease.id} has expired") from error
             raise TransportError(str(error)) from error
 
     def _put(self, key: str, value: bytes, lease: Lease | None) -> dict[str, Any]:
