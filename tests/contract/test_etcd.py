@@ -105,13 +105,14 @@ def test_a_lease_outlives_an_outage_that_is_shorter_than_its_ttl(
 
     async def scenario() -> None:
         mine = etcd.EtcdDiscovery("http://127.0.0.1:1")
-        monkeypatch.setattr(mine, "call", call)
+        monkeypatch.setattr(mine, "_call", call)
         monkeypatch.setattr(asyncio, "sleep", sleep)
-        lease = etcd._EtcdLease(mine, 7, 10.0)
+        lease = await mine.lease(10.0)
         while now_s < 60.0 and not lease.lost.is_set():
             await real_sleep(0)
         assert lease.lost.is_set() is not is_kept
-        lease.keeping.cancel()
+        for keeping in mine._leases.values():
+            keeping.cancel()
         # Few attempts while etcd is away, and three per TTL otherwise.
         assert len(attempts) < 60
 

@@ -117,7 +117,7 @@ def test_a_watch_goes_on_while_somebody_has_the_lock_that_sweeping_needs(
         assert await asyncio.wait_for(anext(watch), 30) == Put("k/dead", b"1")
         held = other._folder.try_lock()
         assert held is not None
-        (file,) = (one.file for one in dead.leases)
+        (file,) = dead._leases.values()
         file.release()
         assert await asyncio.wait_for(anext(watch), 30) == Delete("k/dead")
         # Changes by the process with the lock are seen nevertheless.

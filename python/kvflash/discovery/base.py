@@ -6,14 +6,16 @@ import asyncio
 import secrets
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from kvflash.errors import ClosedError, InvalidArgumentError
 
 KEY_BYTES_MAX = 200
 VALUE_BYTES_MAX = 1024 * 1024
+# Keys in memory or in a folder; etcd has a limit of its own.
+KEYS_MAX = 65_536
 LEASE_TTL_S = 10.0
 
 
@@ -40,19 +42,22 @@ class Synced:
 Event = Put | Delete | Synced
 
 
-class Lease(Protocol):
-    """A lease: its keys are deleted when the process that holds it dies."""
+class Lease:
+    """A lease: its keys are deleted when the process that holds it dies.
 
-    @property
-    def id(self) -> int:
-        """Its number, 63 bits, never 0."""
+    Attributes:
+        id: Its number, 63 bits, never 0.
+        lost: Set when the lease ends without being revoked: its keys are deleted.
+    """
 
-    @property
-    def lost(self) -> asyncio.Event:
-        """Set when the lease ends without being revoked: its keys are deleted."""
+    def __init__(self, lease_id: int, on_revoke: Callable[[Lease], Awaitable[None]]) -> None:
+        self.id = lease_id
+        self.lost = asyncio.Event()
+        self._on_revoke = on_revoke
 
     async def revoke(self) -> None:
         """End the lease and delete its keys. Further calls do nothing."""
+        await self._on_revoke(self)
 
 
 class Watch:
@@ -65,7 +70,8 @@ class Watch:
     key, so the number of keys bounds the backlog.
     """
 
-    def __init__(self, on_close: Callable[[Watch], None] | None = None) -> None:
+    def __init__(self, prefix: str, on_close: Callable[[Watch], None]) -> None:
+        self.prefix = prefix
         self._on_close = on_close
         self._known: dict[str, bytes] = {}
         self._waiting: OrderedDict[str, bytes | None] = OrderedDict()
@@ -101,8 +107,7 @@ class Watch:
         if not self._is_closed:
             self._is_closed = True
             self._news.set()
-            if self._on_close is not None:
-                self._on_close(self)
+            self._on_close(self)
 
     # For backends:
 
@@ -144,6 +149,10 @@ class Discovery(ABC):
 
     is_local: ClassVar[bool] = True
     show_outage: Callable[[str], None] = staticmethod(lambda _reason: None)
+    # Living leases and open watches; a backend keeps here what it needs for each.
+    _leases: Collection[Lease]
+    _watches: Collection[Watch]
+    _is_closed = False
 
     @abstractmethod
     async def lease(self, ttl_s: float = LEASE_TTL_S, *, lease_id: int | None = None) -> Lease:
@@ -155,13 +164,13 @@ class Discovery(ABC):
             lease_id: Number of a lost lease, to reuse it.
         """
 
-    @abstractmethod
     async def put(self, key: str, value: bytes, lease: Lease | None = None) -> None:
         """Set a key; with a lease, for as long as the lease lives."""
+        await self._checked_set(key, value, lease, is_new=False)
 
-    @abstractmethod
     async def create(self, key: str, value: bytes, lease: Lease | None = None) -> bool:
         """Set a key if it does not exist; False if it does. Of concurrent callers one gets True."""
+        return await self._checked_set(key, value, lease, is_new=True)
 
     @abstractmethod
     async def delete(self, key: str) -> bool:
@@ -175,13 +184,43 @@ class Discovery(ABC):
     def watch(self, prefix: str) -> Watch:
         """Watch the keys with this prefix; needs a running event loop."""
 
-    @abstractmethod
     async def close(self) -> None:
         """Revoke this object's leases and end its watches."""
+        self._is_closed = True
+        for watch in list(self._watches):
+            await watch.aclose()
+        for lease in list(self._leases):
+            await lease.revoke()
 
     @abstractmethod
     def twin(self) -> Discovery:
         """Open the same keys for another event loop; the result is closed separately."""
+
+    # For backends:
+
+    @abstractmethod
+    async def _set(self, key: str, value: bytes, lease_id: int, *, is_new: bool) -> bool:
+        """Set a key, 0 for no lease; with ``is_new`` only if it does not exist, else False."""
+
+    async def _checked_set(
+        self, key: str, value: bytes, lease: Lease | None, *, is_new: bool
+    ) -> bool:
+        self._check_open()
+        check_key(key)
+        if len(value) > VALUE_BYTES_MAX:
+            raise InvalidArgumentError(
+                f"value may have at most {VALUE_BYTES_MAX} bytes, got {len(value)}"
+            )
+        if lease is not None and lease not in self._leases:
+            raise InvalidArgumentError(
+                f"lease {lease.id} has expired or belongs to another discovery"
+            )
+        return await self._set(key, value, 0 if lease is None else lease.id, is_new=is_new)
+
+    def _check_open(self) -> None:
+        """Refuse work after close()."""
+        if self._is_closed:
+            raise ClosedError("the discovery is closed")
 
 
 def new_lease_id() -> int:
@@ -194,23 +233,3 @@ def check_key(key: str) -> None:
     size = len(key.encode())
     if not 0 < size <= KEY_BYTES_MAX:
         raise InvalidArgumentError(f"key must have 1..={KEY_BYTES_MAX} bytes, got {size}: {key!r}")
-
-
-def check_value(value: bytes) -> None:
-    """Refuse a value that is too large."""
-    if len(value) > VALUE_BYTES_MAX:
-        raise InvalidArgumentError(
-            f"value may have at most {VALUE_BYTES_MAX} bytes, got {len(value)}"
-        )
-
-
-def check_lease(lease: Lease | None, leases: Collection[Lease]) -> None:
-    """Refuse a lease that is not one of a discovery's living leases."""
-    if lease is not None and lease not in leases:
-        raise InvalidArgumentError(f"lease {lease.id} has expired or belongs to another discovery")
-
-
-def check_open(is_closed: bool) -> None:
-    """Refuse work after close()."""
-    if is_closed:
-        raise ClosedError("the discovery is closed")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import io
 import json
 import logging
@@ -16,17 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from kvflash.discovery.base import (
-    LEASE_TTL_S,
-    Discovery,
-    Lease,
-    Watch,
-    check_key,
-    check_lease,
-    check_open,
-    check_value,
-    new_lease_id,
-)
+from kvflash.discovery.base import LEASE_TTL_S, Discovery, Lease, Watch, check_key, new_lease_id
 from kvflash.errors import ConfigError, InvalidArgumentError, KvflashError, TransportError
 from kvflash.outage import Outage
 from kvflash.servers import EtcdSettings, keep_alive
@@ -47,52 +36,12 @@ SILENCE_S_MAX = 30.0
 NOT_FOUND, ALREADY_THERE, DENIED, UNAUTHENTICATED = 5, 6, 7, 16
 
 
-class _RefusedError(KvflashError):
+class _RefusedError(TransportError):
+    """etcd answered with an error."""
+
     def __init__(self, code: int, message: str) -> None:
         super().__init__(f"etcd: {message}")
         self.code = code
-
-
-class _EtcdLease:
-    def __init__(self, discovery: EtcdDiscovery, lease_id: int, ttl_s: float) -> None:
-        self.id = lease_id
-        self.lost = asyncio.Event()
-        self._discovery = discovery
-        self._ttl_s = ttl_s
-        self.keeping = asyncio.get_running_loop().create_task(self._keep())
-
-    async def revoke(self) -> None:
-        if self in self._discovery.leases:
-            self._discovery.leases.discard(self)
-            self._discovery.away.discard(self)
-            self.keeping.cancel()
-            try:
-                await self._discovery.call("lease/revoke", {"ID": self.id})
-            except _RefusedError as error:
-                if error.code != NOT_FOUND:
-                    raise TransportError(str(error)) from error
-
-    async def _keep(self) -> None:
-        """Renew the lease three times per TTL; only etcd knows when it has expired."""
-        retry_s, retry_s_max = PAUSE_S[0], min(PAUSE_S[1], self._ttl_s / 10)
-        pause_s = self._ttl_s / 3
-        while True:
-            await asyncio.sleep(pause_s)
-            try:
-                answer = await self._discovery.call("lease/keepalive", {"ID": self.id})
-            except KvflashError as error:
-                # Includes a refused login: it may be valid again before the lease expires.
-                what = f"lease {self.id} was not renewed in time"
-                self._discovery.is_away(self, what, error)
-                pause_s = retry_s * random.uniform(0.5, 1.0)
-                retry_s = min(retry_s * 2, retry_s_max)
-                continue
-            self._discovery.is_back(self)
-            retry_s, pause_s = PAUSE_S[0], self._ttl_s / 3
-            if int(answer.get("result", {}).get("TTL", 0)) <= 0:
-                self._discovery.leases.discard(self)
-                self.lost.set()
-                return
 
 
 class EtcdDiscovery(Discovery):
@@ -112,60 +61,51 @@ class EtcdDiscovery(Discovery):
         self._token: str | None = None
         self._turn = 0
         self._session: aiohttp.ClientSession | None = None
+        # Each with the task that keeps it up.
+        self._leases: dict[Lease, asyncio.Task[None]] = {}
         self._watches: dict[Watch, asyncio.Task[None]] = {}
-        self._is_closed = False
         # Those whose last attempt failed: etcd may refuse one and answer the others.
-        self.away: set[Watch | _EtcdLease] = set()
-        self.leases: set[_EtcdLease] = set()
-
-    @functools.cached_property
-    def outage(self) -> Outage:
-        # On first use: its owner has set show_outage by then.
-        return Outage(logger, "discovery: etcd answers again", show=self.show_outage)
+        self._away: set[Watch | Lease] = set()
+        self._outage = Outage(
+            logger,
+            "discovery: etcd answers again",
+            # Its owner may set it later.
+            show=lambda reason: self.show_outage(reason),  # noqa: PLW0108
+        )
 
     def twin(self) -> EtcdDiscovery:
         return EtcdDiscovery(",".join(self._endpoints), settings=self._settings)
 
     async def lease(self, ttl_s: float = LEASE_TTL_S, *, lease_id: int | None = None) -> Lease:
         """In whole seconds, at least LEASE_TTL_S_MIN."""
-        check_open(self._is_closed)
-        number, ttl = lease_id or new_lease_id(), max(LEASE_TTL_S_MIN, round(ttl_s))
+        self._check_open()
+        lease = Lease(lease_id or new_lease_id(), self._revoke)
+        ttl_s = max(LEASE_TTL_S_MIN, round(ttl_s))
         try:
-            await self.call("lease/grant", {"ID": number, "TTL": ttl})
+            await self._call("lease/grant", {"ID": lease.id, "TTL": ttl_s})
         except _RefusedError as error:
             # The lease has outlived its reported end: it is ours.
             if error.code != ALREADY_THERE and "already exists" not in str(error):
-                raise TransportError(str(error)) from error
-        lease = _EtcdLease(self, number, ttl)
-        self.leases.add(lease)
+                raise
+        self._leases[lease] = asyncio.get_running_loop().create_task(self._keep(lease, ttl_s))
         return lease
-
-    async def put(self, key: str, value: bytes, lease: Lease | None = None) -> None:
-        await self._ask("kv/put", self._put(key, value, lease), lease)
-
-    async def create(self, key: str, value: bytes, lease: Lease | None = None) -> bool:
-        put = self._put(key, value, lease)
-        absent = {"key": put["key"], "target": "CREATE", "create_revision": 0}
-        body = {"compare": [absent], "success": [{"request_put": put}]}
-        answer = await self._ask("kv/txn", body, lease)
-        return answer.get("succeeded") is True
 
     async def delete(self, key: str) -> bool:
         check_key(key)
-        answer = await self._ask("kv/deleterange", {"key": _text(key.encode())})
+        answer = await self._call("kv/deleterange", {"key": _text(key.encode())})
         return int(answer.get("deleted", 0)) > 0
 
     async def get_prefix(self, prefix: str) -> dict[str, bytes]:
         return (await self._read(prefix))[0]
 
     def watch(self, prefix: str) -> Watch:
-        check_open(self._is_closed)
-        watch = Watch(self._forget)
-        self._watches[watch] = asyncio.get_running_loop().create_task(self._follow(watch, prefix))
+        self._check_open()
+        watch = Watch(prefix, self._forget)
+        self._watches[watch] = asyncio.get_running_loop().create_task(self._follow(watch))
         return watch
 
     async def close(self) -> None:
-        watches, leases = dict(self._watches), list(self.leases)
+        watches, leases = dict(self._watches), dict(self._leases)
         for watch in watches:
             await watch.aclose()
         for lease in leases:
@@ -174,12 +114,59 @@ class EtcdDiscovery(Discovery):
             except (KvflashError, asyncio.TimeoutError) as error:
                 logger.warning("lease %d could not be revoked and will expire: %s", lease.id, error)
         self._is_closed = True
-        tasks = [*watches.values(), *(lease.keeping for lease in leases)]
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*watches.values(), *leases.values(), return_exceptions=True)
         if self._session is not None:
             await self._session.close()
 
-    async def call(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def _set(self, key: str, value: bytes, lease_id: int, *, is_new: bool) -> bool:
+        # A key without a lease has lease 0 in etcd, too.
+        put = {"key": _text(key.encode()), "value": _text(value), "lease": lease_id}
+        absent = {"key": put["key"], "target": "CREATE", "create_revision": 0}
+        try:
+            if not is_new:
+                await self._call("kv/put", put)
+                return True
+            body = {"compare": [absent], "success": [{"request_put": put}]}
+            return (await self._call("kv/txn", body)).get("succeeded") is True
+        except _RefusedError as error:
+            if error.code == NOT_FOUND:
+                raise InvalidArgumentError(f"lease {lease_id} has expired") from error
+            raise
+
+    async def _revoke(self, lease: Lease) -> None:
+        keeping = self._leases.pop(lease, None)
+        if keeping is None:
+            return
+        keeping.cancel()
+        self._away.discard(lease)
+        try:
+            await self._call("lease/revoke", {"ID": lease.id})
+        except _RefusedError as error:
+            if error.code != NOT_FOUND:
+                raise
+
+    async def _keep(self, lease: Lease, ttl_s: float) -> None:
+        """Renew a lease three times per TTL; only etcd knows when it has expired."""
+        retry_s, retry_s_max = PAUSE_S[0], min(PAUSE_S[1], ttl_s / 10)
+        pause_s = ttl_s / 3
+        while True:
+            await asyncio.sleep(pause_s)
+            try:
+                answer = await self._call("lease/keepalive", {"ID": lease.id})
+            except KvflashError as error:
+                # Includes a refused login: it may be valid again before the lease expires.
+                self._failed(lease, f"lease {lease.id} was not renewed in time", error)
+                pause_s = retry_s * random.uniform(0.5, 1.0)
+                retry_s = min(retry_s * 2, retry_s_max)
+                continue
+            self._succeeded(lease)
+            retry_s, pause_s = PAUSE_S[0], ttl_s / 3
+            if int(answer.get("result", {}).get("TTL", 0)) <= 0:
+                self._leases.pop(lease, None)
+                lease.lost.set()
+                return
+
+    async def _call(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
         """Call etcd, logged in if needed; if an address fails, try the next.
 
         Raises TransportError if no address can be reached, ConfigError if the login or the
@@ -203,17 +190,17 @@ class EtcdDiscovery(Discovery):
         await self._log_in()
         return await self._post(method, body)
 
-    def is_back(self, who: Watch | _EtcdLease) -> None:
+    def _succeeded(self, one: Watch | Lease) -> None:
         """An attempt has succeeded: the outage ends if there is no other failure."""
-        self.away.discard(who)
-        if not self.away:
-            self.outage.ends()
+        self._away.discard(one)
+        if not self._away:
+            self._outage.ends()
 
-    def is_away(self, who: Watch | _EtcdLease, what: str, error: BaseException) -> None:
+    def _failed(self, one: Watch | Lease, what: str, error: BaseException) -> None:
         """Log a failure, once for all watches and leases."""
-        self.away.add(who)
+        self._away.add(one)
         where = ",".join(self._endpoints)
-        self.outage.lasts(
+        self._outage.lasts(
             f"discovery: {what}: {error}; trying again (ETCD_ENDPOINTS: {where})",
             kind=isinstance(error, ConfigError),
         )
@@ -237,7 +224,7 @@ class EtcdDiscovery(Discovery):
         return {} if self._token is None else {"Authorization": self._token}
 
     async def _post(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
-        check_open(self._is_closed)
+        self._check_open()
         timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
         data, failure = json.dumps(body).encode(), KvflashError()
         for _ in self._endpoints:
@@ -251,49 +238,31 @@ class EtcdDiscovery(Discovery):
                     timeout=timeout,
                 ) as response:
                     answer: dict[str, Any] = await response.json(content_type=None)
-                    if response.status < 500:
-                        return _checked(answer, response.status)
-                    said = answer.get("message", response.status)
-                    failure = TransportError(f"etcd can't be reached: {url}: {said}")
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError) as error:
                 failure = _failure(url, error)
+            else:
+                if response.status < 500:
+                    return _checked(answer, response.status)
+                said = answer.get("message", response.status)
+                failure = TransportError(f"etcd can't be reached: {url}: {said}")
             if self._turn == turn:
                 # Otherwise another call has counted the failure; twice would skip an address.
                 self._turn += 1
         raise failure
 
-    async def _ask(
-        self, method: str, body: dict[str, Any], lease: Lease | None = None
-    ) -> dict[str, Any]:
-        """Call etcd, and convert errors to those that callers know."""
-        try:
-            return await self.call(method, body)
-        except _RefusedError as error:
-            if error.code == NOT_FOUND and lease is not None:
-                raise InvalidArgumentError(f"lease {lease.id} has expired") from error
-            raise TransportError(str(error)) from error
-
-    def _put(self, key: str, value: bytes, lease: Lease | None) -> dict[str, Any]:
-        check_open(self._is_closed)
-        check_key(key)
-        check_value(value)
-        check_lease(lease, self.leases)
-        put: dict[str, Any] = {"key": _text(key.encode()), "value": _text(value)}
-        return put if lease is None else {**put, "lease": lease.id}
-
     async def _read(self, prefix: str) -> tuple[dict[str, bytes], int]:
-        answer = await self._ask("kv/range", _range(prefix))
+        answer = await self._call("kv/range", _range(prefix))
         pairs = (_pair(entry) for entry in answer.get("kvs", []))
         return dict(pairs), int(answer["header"]["revision"])
 
-    async def _follow(self, watch: Watch, prefix: str) -> None:
+    async def _follow(self, watch: Watch) -> None:
         """Report the current keys and all changes to the watch, across interruptions."""
-        pause_s = PAUSE_S[0]
+        prefix, pause_s = watch.prefix, PAUSE_S[0]
         while True:
             try:
                 state, revision = await self._read(prefix)
                 watch.replace(state)
-                self.is_back(watch)
+                self._succeeded(watch)
                 async for key, value in self._changes(prefix, revision + 1):
                     pause_s = PAUSE_S[0]
                     watch.change(key, value)
@@ -303,7 +272,7 @@ class EtcdDiscovery(Discovery):
             except (aiohttp.ClientError, OSError, KvflashError, ValueError, KeyError) as error:
                 if self._is_closed:
                     return
-                self.is_away(watch, f"watch of {prefix}", error)
+                self._failed(watch, f"watch of {prefix}", error)
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(pause_s * 2, PAUSE_S[1])
 
@@ -336,7 +305,7 @@ class EtcdDiscovery(Discovery):
 
     def _forget(self, watch: Watch) -> None:
         self._watches.pop(watch).cancel()
-        self.away.discard(watch)
+        self._away.discard(watch)
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:

@@ -11,15 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
-from kvflash.discovery.base import (
-    LEASE_TTL_S,
-    Discovery,
-    Lease,
-    Watch,
-    check_lease,
-    check_open,
-    new_lease_id,
-)
+from kvflash.discovery.base import LEASE_TTL_S, Discovery, Lease, Watch, check_key, new_lease_id
 from kvflash.discovery.folder import Folder, LeaseFile
 from kvflash.errors import KvflashError, TransportError
 from kvflash.outage import Outage
@@ -44,25 +36,6 @@ def default_folder() -> Path:
     return Path(base) / f"kvflash-{os.getuid()}" / "discovery"
 
 
-class _FileLease:
-    def __init__(self, discovery: FileDiscovery, file: LeaseFile, lease_id: int) -> None:
-        self.id = lease_id
-        self.lost = asyncio.Event()
-        self.file = file
-        self._discovery = discovery
-        weakref.finalize(self, file.release)
-
-    async def revoke(self) -> None:
-        if self in self._discovery.leases:
-            self._discovery.leases.discard(self)
-            self.file.release()
-            try:
-                await self._discovery.sweep()
-            except TransportError as error:
-                # It is dead to all others, which delete its files.
-                logger.warning("%s", error)
-
-
 class FileDiscovery(Discovery):
     """Keys in a folder that the processes of one machine and user share.
 
@@ -71,79 +44,74 @@ class FileDiscovery(Discovery):
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self._folder = Folder(Path(folder) if folder else default_folder())
-        self.leases: set[_FileLease] = set()
-        self._watches: dict[Watch, str] = {}
+        self._leases: dict[Lease, LeaseFile] = {}
+        self._watches: set[Watch] = set()
         self._poller: asyncio.Task[None] | None = None
-        self._is_closed = False
 
     def twin(self) -> FileDiscovery:
         return FileDiscovery(self._folder.path)
 
     async def lease(self, ttl_s: float = LEASE_TTL_S, *, lease_id: int | None = None) -> Lease:
         """Its end is noticed at once, whatever ``ttl_s`` says."""
-        check_open(self._is_closed)
-        number = lease_id or new_lease_id()
+        self._check_open()
+        lease = Lease(lease_id or new_lease_id(), self._revoke)
         with self._told():
             self._folder.make()
-            lease = _FileLease(self, LeaseFile(self._folder.path, number), number)
-        self.leases.add(lease)
+            file = self._leases[lease] = LeaseFile(self._folder.path, lease.id)
+        weakref.finalize(lease, file.release)
         self._poll()
         return lease
 
-    async def put(self, key: str, value: bytes, lease: Lease | None = None) -> None:
-        check_lease(lease, self.leases)
-        async with self._locked():
-            self._folder.write(key, value, 0 if lease is None else lease.id)
-
-    async def create(self, key: str, value: bytes, lease: Lease | None = None) -> bool:
-        check_lease(lease, self.leases)
-        async with self._locked():
-            if self._folder.read(key) is not None:
-                return False
-            self._folder.write(key, value, 0 if lease is None else lease.id)
-            return True
-
     async def delete(self, key: str) -> bool:
+        self._check_open()
+        check_key(key)
         async with self._locked():
             is_there = self._folder.read(key) is not None
-            return self._folder.delete(key) and is_there
+            self._folder.delete(key)
+            return is_there
 
     async def get_prefix(self, prefix: str) -> dict[str, bytes]:
-        check_open(self._is_closed)
+        self._check_open()
         with self._told():
             self._folder.make()
             living, _ = self._folder.look()
         return {key: value for key, value in living.items() if key.startswith(prefix)}
 
     def watch(self, prefix: str) -> Watch:
-        check_open(self._is_closed)
-        watch = Watch(self._forget)
-        self._watches[watch] = prefix
+        self._check_open()
+        watch = Watch(prefix, self._watches.discard)
+        self._watches.add(watch)
         self._poll()
         return watch
 
-    async def sweep(self) -> None:
-        """Delete files of dead processes."""
-        async with self._locked(is_closing=True):
-            self._folder.sweep()
-
     async def close(self) -> None:
-        self._is_closed = True
-        for watch in list(self._watches):
-            await watch.aclose()
-        for lease in list(self.leases):
-            await lease.revoke()
+        await super().close()
         if self._poller is not None:
             self._poller.cancel()
             await asyncio.gather(self._poller, return_exceptions=True)
 
-    def _forget(self, watch: Watch) -> None:
-        del self._watches[watch]
+    async def _set(self, key: str, value: bytes, lease_id: int, *, is_new: bool) -> bool:
+        async with self._locked():
+            if is_new and self._folder.read(key) is not None:
+                return False
+            self._folder.write(key, value, lease_id)
+            return True
+
+    async def _revoke(self, lease: Lease) -> None:
+        file = self._leases.pop(lease, None)
+        if file is None:
+            return
+        file.release()
+        try:
+            async with self._locked():
+                self._folder.sweep()
+        except TransportError as error:
+            # It is dead to all others, which delete its files.
+            logger.warning("%s", error)
 
     @asynccontextmanager
-    async def _locked(self, *, is_closing: bool = False) -> AsyncIterator[None]:
+    async def _locked(self) -> AsyncIterator[None]:
         """Hold the folder's lock; TransportError if another process does so for too long."""
-        check_open(self._is_closed and not is_closing)
         end = time.monotonic() + LOCK_TIMEOUT_S
         with self._told():
             self._folder.make()
@@ -175,7 +143,7 @@ class FileDiscovery(Discovery):
         """Report changes to the watches until there are no watches and leases left."""
         back = f"discovery folder {self._folder.path} can be used again"
         outage = Outage(logger, back, show=self.show_outage)
-        while self._watches or self.leases:
+        while self._watches or self._leases:
             # CPU time of this thread only, so that other work of the process does not count.
             began_s, look_s = time.thread_time(), 0.0
             try:
@@ -191,18 +159,18 @@ class FileDiscovery(Discovery):
 
     def _look(self) -> bool:
         """Report changes to the watches; returns whether dead processes left files."""
-        for lease in list(self.leases):
-            if not lease.file.is_there():
+        for lease, file in list(self._leases.items()):
+            if not file.is_there():
                 # The folder was emptied by someone else.
-                self.leases.discard(lease)
-                lease.file.release()
+                del self._leases[lease]
+                file.release()
                 lease.lost.set()
         if not self._watches:
             return False
         self._folder.make()
         living, has_dead = self._folder.look()
-        for watch, prefix in list(self._watches.items()):
-            watch.replace({k: v for k, v in living.items() if k.startswith(prefix)})
+        for watch in self._watches:
+            watch.replace({k: v for k, v in living.items() if k.startswith(watch.prefix)})
         return has_dead
 
     def _sweep_if_free(self) -> None:

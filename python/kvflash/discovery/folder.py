@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import IO, ClassVar
 from urllib.parse import quote, unquote
 
-from kvflash.discovery.base import check_key, check_value, new_lease_id
+from kvflash.discovery.base import KEYS_MAX, new_lease_id
 from kvflash.errors import ConfigError, InvalidArgumentError, OverloadedError
 
-KEYS_MAX = 65_536
 NAME_BYTES_MAX = 255
 _LEASES = "leases"
 # Folder timestamps are coarse: another change this soon may not change them.
@@ -40,7 +39,7 @@ class LeaseFile:
     def __init__(self, folder: Path, lease_id: int) -> None:
         self.path = folder / _LEASES / f"{lease_id:016x}"
         draft = folder / "new" / f"lease-{lease_id:016x}-{new_lease_id():x}"
-        self._file: IO[bytes] | None = draft.open("wb")
+        self._file = draft.open("wb")
         # Locked before others can see it, so that they do not take it for dead.
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._inode = os.fstat(self._file.fileno()).st_ino
@@ -50,16 +49,14 @@ class LeaseFile:
     def is_there(self) -> bool:
         """Whether the file at the path is still the locked one."""
         try:
-            return self._file is not None and self.path.stat().st_ino == self._inode
+            return not self._file.closed and self.path.stat().st_ino == self._inode
         except OSError:
             return False
 
     def release(self) -> None:
         """Release the lock: from now on the lease is dead to all others."""
         self._held.discard(self)
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._file.close()
 
     @classmethod
     def leave_to_parent(cls) -> None:
@@ -142,7 +139,6 @@ class Folder:
 
     def write(self, key: str, value: bytes, lease_id: int) -> None:
         """Set a key; readers see either all of it or nothing."""
-        check_value(value)
         path = self._path(key)
         if not path.exists() and sum(1 for _ in path.parent.iterdir()) >= KEYS_MAX:
             raise OverloadedError(f"discovery folder {self.path} is full: {KEYS_MAX} keys")
@@ -161,12 +157,8 @@ class Folder:
             return None
         return found
 
-    def delete(self, key: str) -> bool:
-        try:
-            self._path(key).unlink()
-        except FileNotFoundError:
-            return False
-        return True
+    def delete(self, key: str) -> None:
+        self._path(key).unlink(missing_ok=True)
 
     def sweep(self) -> None:
         """Delete the keys and files of dead leases."""
@@ -185,7 +177,6 @@ class Folder:
                 self.delete(key)
 
     def _path(self, key: str) -> Path:
-        check_key(key)
         name = quote(key, safe="")
         if len(name) > NAME_BYTES_MAX or name in (".", ".."):
             raise InvalidArgumentError(

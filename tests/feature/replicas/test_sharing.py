@@ -125,11 +125,11 @@ def test_a_router_that_cannot_be_announced_keeps_one_lease(
     router.start()
     try:
         until(lambda: full.attempts > 2, "further attempts")
-        assert len(full.leases) == 1
+        assert len(full._leases) == 1
         assert caplog.text.count("can't announce this router: there is no room") == 1
         full.has_room = True
         until(lambda: router._listed == {router.sync.router_id}, "it to be listed")
-        assert len(full.leases) == 1
+        assert len(full._leases) == 1
     finally:
         router.stop()
 
