@@ -145,20 +145,18 @@ class FileDiscovery(Discovery):
         outage = Outage(logger, back, show=self.show_outage)
         while self._watches or self._leases:
             # CPU time of this thread only, so that other work of the process does not count.
-            began_s, look_s = time.thread_time(), 0.0
+            began_s = time.thread_time()
             try:
                 with self._told():
-                    has_dead = self._look()
-                    look_s = time.thread_time() - began_s
-                    if has_dead:
-                        self._sweep_if_free()
+                    self._look()
                 outage.ends()
             except KvflashError as error:
                 outage.lasts(f"{error}; trying again")
+            look_s = time.thread_time() - began_s
             await asyncio.sleep(min(max(POLL_S, look_s / POLL_SHARE_MAX), POLL_S_MAX))
 
-    def _look(self) -> bool:
-        """Report changes to the watches; returns whether dead processes left files."""
+    def _look(self) -> None:
+        """Notice lost leases, report changes to the watches, and sweep if that is due."""
         for lease, file in list(self._leases.items()):
             if not file.is_there():
                 # The folder was emptied by someone else.
@@ -166,16 +164,12 @@ class FileDiscovery(Discovery):
                 file.release()
                 lease.lost.set()
         if not self._watches:
-            return False
+            return
         self._folder.make()
         living, has_dead = self._folder.look()
         for watch in self._watches:
             watch.replace({k: v for k, v in living.items() if k.startswith(watch.prefix)})
-        return has_dead
-
-    def _sweep_if_free(self) -> None:
-        """Sweep unless the lock is taken: waiting for it would delay polling."""
-        lock = self._folder.try_lock()
-        if lock is not None:
+        # Waiting for the lock would delay polling.
+        if has_dead and (lock := self._folder.try_lock()) is not None:
             with lock:
                 self._folder.sweep()

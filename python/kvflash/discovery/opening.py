@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from kvflash.errors import ConfigError
@@ -40,10 +39,10 @@ def open_discovery(
             ``http://127.0.0.1:2379``.
 
     Raises:
-        ConfigError: An unknown kind, an unusable folder, or a client that is not installed.
+        ConfigError: An unknown kind, an unusable folder, or an invalid setting of etcd.
     """
     kind = kind or discovery_kind()
-    # Each is imported on first use: they need asyncio.
+    # Each is imported on first use: they need asyncio, and etcd an HTTP client.
     if kind == "mem":
         from kvflash.discovery.memory import MemoryDiscovery  # noqa: PLC0415
 
@@ -53,8 +52,7 @@ def open_discovery(
 
         return FileDiscovery(folder)
     if kind == "etcd":
-        # The client is heavy and need not be installed.
-        module = import_module("kvflash.discovery.etcd")
-        made: Discovery = module.EtcdDiscovery(endpoints)
-        return made
+        from kvflash.discovery.etcd import EtcdDiscovery  # noqa: PLC0415
+
+        return EtcdDiscovery(endpoints)
     raise ConfigError(f"discovery must be one of {', '.join(KINDS)}, got {kind!r}")
