@@ -9,7 +9,6 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable
-from typing import Any
 
 from kvflash.background import Background
 from kvflash.discovery import Delete, Put, open_discovery
@@ -55,44 +54,31 @@ class AnnouncedIndexer(Background):
 class IndexerFinder(Background):
     """Gives a router its indexer: the first one in discovery that follows its workers.
 
-    The router keeps it until it is gone. ``show`` takes its URL, or None without an indexer.
+    The router keeps it until it is gone. ``show`` takes its URL, or None without an indexer. A
+    ConfigError says why discovery can't be used.
     """
 
     def __init__(
         self, kind: str, namespace: str | None, show: Callable[[str | None], None]
     ) -> None:
-        self._kind, self._namespace, self._show = kind, namespace, show
+        self._discovery = open_discovery(kind)
+        self._namespace, self._show = namespace, show
         self._urls: dict[str, str] = {}
         self._used: str | None = None
         super().__init__("kvflash-indexers", self._find)
 
     async def _find(self) -> None:
-        while True:
-            try:
-                discovery = open_discovery(self._kind)
-                try:
-                    await self._follow(discovery)
-                finally:
-                    await discovery.close()
-            except (KvflashError, OSError) as error:
-                # The router keeps asking the known indexer.
-                logger.warning("discovery %s: %s; trying again", self._kind, error)
-            await asyncio.sleep(PAUSE_S)
-
-    async def _follow(self, discovery: Any) -> None:
-        known = set[str]()
-        async with discovery.watch(PREFIX) as watch:
-            async for event in watch:
-                if isinstance(event, Put):
-                    known.add(event.key)
-                    if (url := self._read(event.key, event.value)) is not None:
-                        self._urls[event.key] = url
-                elif isinstance(event, Delete):
-                    self._urls.pop(event.key, None)
-                else:
-                    # Indexers that left while discovery was down.
-                    self._urls = {key: self._urls[key] for key in self._urls if key in known}
-                self._settle()
+        try:
+            async with self._discovery.watch(PREFIX) as watch:
+                async for event in watch:
+                    if isinstance(event, Put):
+                        if (url := self._read(event.key, event.value)) is not None:
+                            self._urls[event.key] = url
+                    elif isinstance(event, Delete):
+                        self._urls.pop(event.key, None)
+                    self._settle()
+        finally:
+            await self._discovery.close()
 
     def _read(self, key: str, value: bytes) -> str | None:
         try:

@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
+from kvflash.background import cancel
 from kvflash.discovery import Delete, Discovery, Put, Synced
-from kvflash.errors import ClosedError, DecodeError, KvflashError, TransportError
+from kvflash.errors import DecodeError, TransportError
 from kvflash.runtime.worker_key import key_kind, read_key
 
 logger = logging.getLogger(__name__)
@@ -14,7 +15,6 @@ logger = logging.getLogger(__name__)
 # A worker's keys arrive through three watches: after this pause related keys have all arrived, even
 # over etcd's separate connections. It also limits how often a large fleet is scanned.
 BATCH_S = 0.02
-RESTART_PAUSE_S = 0.5
 
 
 def _set(table: dict[Any, dict[str, Any]], key: Any, value: dict[str, Any] | None) -> None:
@@ -50,13 +50,8 @@ class WorkerKeys:
         self._changed_names: dict[Name, None] = {}
         names = [f"{name}/" for name in scope.split("/") if name]
         wide, narrow = "".join(names[:2]), "".join(names)
-        # Keys that are believed to exist.
-        self._keys: dict[str, set[str]] = {
-            f"v1/events/{wide}": set(),
-            f"v1/models/{narrow}": set(),
-            f"v1/instances/{wide}": set(),
-        }
-        self._unsynced = set(self._keys)
+        self._prefixes = [f"v1/events/{wide}", f"v1/models/{narrow}", f"v1/instances/{wide}"]
+        self._unsynced = set(self._prefixes)
         self._synced, self._settled = asyncio.Event(), asyncio.Event()
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -79,11 +74,12 @@ class WorkerKeys:
     def start(self) -> None:
         """Start following discovery; needs a running event loop."""
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._follow(prefix)) for prefix in self._keys]
+        self._tasks = [loop.create_task(self._follow(prefix)) for prefix in self._prefixes]
         self._tasks.append(loop.create_task(self._settle_for_ever()))
 
-    def resettle(self) -> None:
-        """Process the keys again, even if none has changed."""
+    def resettle(self, names: Iterable[Name] = ()) -> None:
+        """Process the keys again, even if none has changed; these names count as changed."""
+        self._changed_names |= dict.fromkeys(names)
         self._changed.set()
 
     async def synced(self, timeout_s: float) -> None:
@@ -98,46 +94,23 @@ class WorkerKeys:
 
     async def close(self) -> None:
         """Stop following."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel(self._tasks)
         # Waiting callers continue with what is known.
         self._settled.set()
 
     async def _follow(self, prefix: str) -> None:
-        while True:
-            try:
-                async with self._discovery.watch(prefix) as watch:
-                    seen = set[str]()
-                    # Buffered events come without a pause.
-                    async for event in watch:
-                        self._hear(prefix, seen, event)
-                return
-            except ClosedError:
-                return
-            except (KvflashError, OSError) as error:
-                # Backends reconnect on their own; after they give up, the watch is restarted here.
-                logger.warning("%s: %s; trying again", prefix, error)
-            except Exception:
-                # Known workers stay in service, and only this task can find new ones.
-                logger.exception("%s; trying again", prefix)
-            await asyncio.sleep(RESTART_PAUSE_S)
+        async with self._discovery.watch(prefix) as watch:
+            # Buffered events come without a pause.
+            async for event in watch:
+                self._hear(prefix, event)
 
-    def _hear(self, prefix: str, seen: set[str], event: Put | Delete | Synced) -> None:
-        known = self._keys[prefix]
-        if isinstance(event, Put):
-            seen.add(event.key)
-            known.add(event.key)
-            self._take(event.key, event.value)
-        else:
-            for key in {event.key} if isinstance(event, Delete) else known - seen:
-                seen.discard(key)
-                known.discard(key)
-                self._take(key, None)
+    def _hear(self, prefix: str, event: Put | Delete | Synced) -> None:
         if isinstance(event, Synced):
             self._unsynced.discard(prefix)
             if not self._unsynced:
                 self._synced.set()
+        else:
+            self._take(event.key, event.value if isinstance(event, Put) else None)
         self._changed.set()
 
     def _take(self, key: str, value: bytes | None) -> None:
