@@ -25,14 +25,13 @@ class _Forwarding(Serving):
 
     def __init__(self, limits: RuntimeLimits) -> None:
         super().__init__(0, limits)
-        self.targets: dict[Target, Served] = {}
-        self.ways: dict[Target, tuple[PlaneClient, dict[str, Any]]] = {}
+        self.targets: dict[Target, tuple[Served, PlaneClient, dict[str, Any]]] = {}
 
     async def is_there(self, ping: bytes) -> bool:
         """Ask the instance itself, since the bridge says nothing about it."""
         try:
             whom = unpack(ping)
-            client, transport = self.ways[whom["endpoint"], whom["instance_id"]]
+            _, client, transport = self.targets[whom["endpoint"], whom["instance_id"]]
         except (DecodeError, LookupError, TypeError):
             return False
         request = Request("ping", NO_ENDPOINT, whom["instance_id"], None)
@@ -50,10 +49,10 @@ class _Forwarding(Serving):
 
     def begin(self, request: Request, send: Send) -> Running:
         """Forward a request; NotFoundError if the instance is not bridged, or no longer."""
-        served = self.targets.get((request.endpoint, request.instance_id))
-        if served is None:
+        target = self.targets.get((request.endpoint, request.instance_id))
+        if target is None:
             raise NotFoundError(f"instance {request.instance_id} is not bridged here")
-        return Running(served, request, send, self.limits)
+        return Running(target[0], request, send, self.limits)
 
 
 class Bridge:
@@ -68,16 +67,19 @@ class Bridge:
         self._clients: dict[str, PlaneClient] = {}
         self._server: TcpServer | None = None
 
+    def client(self, kind: str) -> PlaneClient:
+        """The client for a kind of transport; ConfigError if the kind is unknown."""
+        if kind not in self._clients:
+            self._clients[kind] = make_client(kind, self._limits)
+        return self._clients[kind]
+
     async def open(
         self, endpoint: str, instance_id: int, transport: dict[str, Any]
     ) -> dict[str, Any]:
         """Return the transport through which the core reaches an instance."""
         if transport.get("kind") in ("tcp", "http"):
             return transport
-        kind = str(transport.get("kind"))
-        client = self._clients.get(kind)
-        if client is None:
-            client = self._clients[kind] = make_client(kind, self._limits)
+        client = self.client(str(transport.get("kind")))
         if self._server is None:
             server = TcpServer(self._forwarding, host="127.0.0.1", port=0, bind="127.0.0.1")
             await server.start()
@@ -97,16 +99,15 @@ class Bridge:
             finally:
                 reply.close()
 
-        self._forwarding.ways[endpoint, instance_id] = (client, transport)
-        self._forwarding.targets[endpoint, instance_id] = Served(
+        served = Served(
             endpoint, forward, requests_max=self._limits.requests_max, is_graceful=False
         )
+        self._forwarding.targets[endpoint, instance_id] = (served, client, transport)
         return {"kind": "tcp", "address": self._server.address}
 
     def forget(self, endpoint: str, instance_id: int) -> None:
         """Remove an instance; its running requests go on."""
         self._forwarding.targets.pop((endpoint, instance_id), None)
-        self._forwarding.ways.pop((endpoint, instance_id), None)
 
     async def close(self) -> None:
         """Close all clients and the server."""

@@ -7,10 +7,10 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
+from kvflash.background import cancel
 from kvflash.errors import KvflashError
 from kvflash.runtime.frame import Request, unpack
-from kvflash.runtime.limits import RuntimeLimits
-from kvflash.runtime.plane import FailedError, PlaneClient, make_client
+from kvflash.runtime.plane import FailedError, PlaneClient
 
 logger = logging.getLogger(__name__)
 
@@ -19,12 +19,15 @@ PAUSE_S, PAUSE_S_MAX = 0.5, 10.0
 
 
 class LoadReader:
-    """Follows the load streams of workers, and passes on each report's JSON, in one event loop."""
+    """Follows the load streams of workers, and passes on each report's JSON, in one event loop.
 
-    def __init__(self, report: Callable[[str], None], limits: RuntimeLimits) -> None:
-        self._report = report
-        self._limits = limits
-        self._clients: dict[str, PlaneClient] = {}
+    ``client_of`` returns the client for a kind of transport.
+    """
+
+    def __init__(
+        self, report: Callable[[str], None], client_of: Callable[[str], PlaneClient]
+    ) -> None:
+        self._report, self._client_of = report, client_of
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
 
     def follow(self, endpoint: str, instance_id: int, transport: dict[str, Any]) -> None:
@@ -41,12 +44,7 @@ class LoadReader:
 
     async def close(self) -> None:
         """Stop reading."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for client in self._clients.values():
-            await client.close()
+        await cancel(self._tasks.values())
 
     async def _read_for_ever(
         self, endpoint: str, instance_id: int, transport: dict[str, Any]
@@ -63,10 +61,7 @@ class LoadReader:
             pause_s = min(pause_s * 2, PAUSE_S_MAX)
 
     async def _read(self, endpoint: str, instance_id: int, transport: dict[str, Any]) -> None:
-        kind = str(transport.get("kind"))
-        client = self._clients.get(kind)
-        if client is None:
-            client = self._clients[kind] = make_client(kind, self._limits)
+        client = self._client_of(str(transport.get("kind")))
         request = Request(secrets.token_hex(8), endpoint, instance_id, {})
         reply = await client.ask(transport, request)
         try:

@@ -68,7 +68,7 @@ class DiscoveryWatch(Background):
         self._bridge = Bridge(RuntimeLimits())
         self._show_warnings = show_warnings
         self._takes_requests = report_load is not None
-        self._loads = LoadReader(report_load or (lambda _report: None), RuntimeLimits())
+        self._loads = LoadReader(report_load or (lambda _report: None), self._bridge.client)
         super().__init__("kvflash-discovery", self._watch_all)
 
     async def _watch_all(self) -> None:

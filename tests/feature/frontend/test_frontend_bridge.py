@@ -91,12 +91,14 @@ def test_loads_are_read_as_they_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
             await endpoint.client().wait_for_instances(10)
             (value,) = (await runtime.discovery.get_prefix("v1/instances/")).values()
             told: asyncio.Queue[str] = asyncio.Queue()
-            reader = LoadReader(told.put_nowait, LIMITS)
+            bridge = Bridge(LIMITS)
+            reader = LoadReader(told.put_nowait, bridge.client)
             path = "tests/backend/load_metrics"
             reader.follow(path, runtime.instance_id, json.loads(value)["transport"])
             report = json.loads(await told.get())
             assert report == {"id": runtime.instance_id, "dp_rank": 0, "kv_used_blocks": 7}
             await reader.close()
+            await bridge.close()
             task.cancel()
 
     asyncio.run(asyncio.wait_for(run(), 30))
