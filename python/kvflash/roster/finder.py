@@ -79,14 +79,12 @@ class Finder:
         self._waits_for = flags.waits_for()
         self._watches: list[Background] = []
         if kind is not None:
-            # Refuse impossible settings now; the watch would retry for ever.
-            open_discovery(kind)
             # Without discovery its event loop need not be loaded.
             from kvflash.roster.watch import DiscoveryWatch  # noqa: PLC0415
 
             watch = DiscoveryWatch(
                 core,
-                kind=kind,
+                open_discovery(kind),
                 namespace=flags.namespace,
                 cluster=replicas,
                 report_load=report_load,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvflash.background import Background
-from kvflash.discovery import Discovery, open_discovery
+from kvflash.discovery import Discovery
 from kvflash.errors import ConflictError, KvflashError, NotFoundError, OverloadedError
 from kvflash.roster.bridge import Bridge
 from kvflash.roster.core import Component, Fleet, Replicas, announced, component_of
@@ -22,8 +22,6 @@ LOAD_ENDPOINT = "load_metrics"
 _ACTIVE = "active"
 # The address of workers for a core that takes no requests.
 NO_PLANE: dict[str, Any] = {"kind": "tcp", "address": "nowhere:1"}
-# Pauses between two attempts after discovery failed.
-PAUSE_S, PAUSE_S_MAX = 0.2, 5.0
 # A refused worker may be accepted later, when a limit has room or a folder becomes readable.
 AGAIN_S = 5.0
 
@@ -40,18 +38,18 @@ class DiscoveryWatch(Background):
     def __init__(
         self,
         fleet: Fleet,
+        discovery: Discovery,
         *,
-        kind: str,
         cluster: Replicas,
+        show_warnings: Callable[[list[str]], None],
         namespace: str | None = None,
         report_load: Callable[[str], None] | None = None,
-        show_warnings: Callable[[list[str]], None] = lambda _warnings: None,
     ) -> None:
-        self._fleet = fleet
-        self._cluster = cluster
-        self._kind, self._scope = kind, namespace or ""
-        self._keys: WorkerKeys
-        # Workers in the core, with the JSON given to it and their endpoint.
+        self._fleet, self._cluster = fleet, cluster
+        self._discovery, self._show_warnings = discovery, show_warnings
+        discovery.show_outage = self._show_outage
+        self._keys = WorkerKeys(discovery, namespace or "", self._settle)
+        # Workers in the core, with the text given to it and their endpoint.
         self._told: dict[int, tuple[Name, str]] = {}
         # Serving states given to the core; a worker without an entry is active.
         self._states: dict[int, str] = {}
@@ -63,24 +61,21 @@ class DiscoveryWatch(Background):
         self._is_useless = False
         # Those whose refusal the core shows until they are removed there.
         self._shown: set[int] = set()
-        self._has_left, self._is_again = asyncio.Event(), False
-        self._has_settled = False
         self._bridge = Bridge(RuntimeLimits())
-        self._show_warnings = show_warnings
         self._takes_requests = report_load is not None
         self._loads = LoadReader(report_load or (lambda _report: None), self._bridge.client)
         super().__init__("kvflash-discovery", self._watch_all)
 
     async def _watch_all(self) -> None:
-        discovery = await self._open()
-        discovery.show_outage = self._show_outage
-        self._keys = WorkerKeys(discovery, self._scope, self._settle)
         try:
             self._keys.start()
-            await self._try_again()
+            while True:
+                await asyncio.sleep(AGAIN_S)
+                if self._refused:
+                    self._keys.resettle(self._refused)
         finally:
             await self._keys.close()
-            await discovery.close()
+            await self._discovery.close()
             await self._loads.close()
             await self._bridge.close()
 
@@ -88,44 +83,14 @@ class DiscoveryWatch(Background):
         known = "workers found before stay, and changes are not seen"
         self._show_warnings([f"{reason}; {known}"] if reason else [])
 
-    async def _open(self) -> Discovery:
-        pause_s = PAUSE_S
-        while True:
-            try:
-                discovery = open_discovery(self._kind)
-                self._show_outage("")
-                return discovery
-            except (KvflashError, OSError) as error:
-                self._show_outage(f"discovery {self._kind}: {error}; trying again")
-                logger.warning("discovery %s: %s; trying again", self._kind, error)
-            await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 2, PAUSE_S_MAX)
-
-    async def _try_again(self) -> None:
-        """Retry refused workers when a worker has left, and periodically."""
-        while True:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._has_left.wait(), AGAIN_S)
-            self._has_left.clear()
-            if self._refused:
-                self._is_again = True
-                self._keys.resettle()
-
     async def _settle(self) -> None:
         """Bring the core's workers in line with discovery.
 
         One worker at a time: adding takes a while, and the worker may leave meanwhile. If it were
         removed concurrently, the outdated addition could come last and stay.
         """
-        names = dict.fromkeys(self._keys.take_changed())
-        if self._is_again:
-            self._is_again = False
-            names |= dict.fromkeys(self._refused)
         self._compared.clear()
-        if not self._has_settled:
-            self._has_settled = True
-            await self._compare()
-        for name in names:
+        for name in self._keys.take_changed():
             path, instance_id = name
             if path.endswith(f"/{LOAD_ENDPOINT}"):
                 instance = self._keys.instances.get(name)
@@ -188,7 +153,8 @@ class DiscoveryWatch(Background):
             if told is not None or instance_id in self._shown:
                 self._shown.discard(instance_id)
                 await asyncio.to_thread(self._remove, instance_id)
-                self._has_left.set()
+                # There may be room for others now.
+                keys.resettle(self._refused)
             return
         events = keys.events_of(name)
         if told is None:
@@ -202,10 +168,7 @@ class DiscoveryWatch(Background):
             if card is None or instance is None:
                 return
         self._cluster.check_events(instance_id, events)
-        if instance["transport"].get("kind") == "openai":
-            is_changed = await self._tell_engine(name, card, instance, events)
-        else:
-            is_changed = await self._tell_worker(name, card, instance, events)
+        is_changed = await self._put(name, card, instance, events)
         try:
             await self._tell_state(instance_id, instance)
         finally:
@@ -213,58 +176,42 @@ class DiscoveryWatch(Background):
                 # If the core replaced the worker, it dropped other routers' requests there.
                 await asyncio.to_thread(self._cluster.worker_joined, component, instance_id)
 
-    async def _tell_engine(
+    async def _put(
         self,
         name: Name,
         card: dict[str, Any],
         instance: dict[str, Any],
         events: dict[int, dict[str, Any]],
     ) -> bool:
-        """Add an engine with OpenAI's API, or replace it; False if nothing has changed."""
-        instance_id, told = name[1], self._told.get(name[1])
-        spec = _spec(instance_id, instance["transport"]["url"], card, events)
-        tokenizer = card.get("tokenizer")
-        # This process renders chats for vLLM only.
-        is_vllm = (card.get("user_data") or {}).get("engine") == "vllm"
-        if self._takes_requests and is_vllm and tokenizer and "," not in tokenizer:
-            spec += f",tokenizer={tokenizer}"
-        if told is not None and told[1] == spec:
-            return False
-        if told is not None:
-            self._told[instance_id] = (name, "")
-            await asyncio.to_thread(self._remove, instance_id)
-        await asyncio.to_thread(self._fleet.add_worker, spec)
-        self._told[instance_id] = (name, spec)
-        # For the core it is a different worker.
-        self._states.pop(instance_id, None)
-        return True
-
-    async def _tell_worker(
-        self,
-        name: Name,
-        card: dict[str, Any],
-        instance: dict[str, Any],
-        events: dict[int, dict[str, Any]],
-    ) -> bool:
-        """Add a worker of the runtime, or change it; False if nothing has changed."""
-        (path, instance_id), told = name, self._told.get(name[1])
-        plane = NO_PLANE
-        if self._takes_requests:
-            plane = await self._bridge.open(path, instance_id, instance["transport"])
-        worker = {
-            "id": instance_id,
-            "plane": plane,
-            "endpoint": path,
-            "card": card,
-            "events": announced(events),
-        }
-        text = json.dumps(worker, sort_keys=True)
+        """Add a worker to the core, or change it there; False if nothing has changed."""
+        (path, instance_id), transport = name, instance["transport"]
+        told = self._told.get(instance_id)
+        is_engine = transport.get("kind") == "openai"
+        if is_engine:
+            # This process renders chats for vLLM only.
+            is_vllm = (card.get("user_data") or {}).get("engine") == "vllm"
+            tokenizer = card.get("tokenizer") if self._takes_requests and is_vllm else None
+            text = _spec(instance_id, transport["url"], card, events, tokenizer)
+        else:
+            plane = NO_PLANE
+            if self._takes_requests:
+                plane = await self._bridge.open(path, instance_id, transport)
+            fields = {"id": instance_id, "plane": plane, "endpoint": path, "card": card}
+            text = json.dumps({**fields, "events": announced(events)}, sort_keys=True)
         if told is not None and told[1] == text:
             return False
-        self._shown.add(instance_id)
-        # In a thread: the first worker of a model loads its tokenizer.
-        await asyncio.to_thread(self._fleet.put_worker, text)
-        self._shown.discard(instance_id)
+        # In threads: the first worker of a model loads its tokenizer.
+        if is_engine:
+            if told is not None:
+                self._told[instance_id] = (name, "")
+                await asyncio.to_thread(self._remove, instance_id)
+            await asyncio.to_thread(self._fleet.add_worker, text)
+            # For the core it is a different worker.
+            self._states.pop(instance_id, None)
+        else:
+            self._shown.add(instance_id)
+            await asyncio.to_thread(self._fleet.put_worker, text)
+            self._shown.discard(instance_id)
         self._told[instance_id] = (name, text)
         return True
 
@@ -282,7 +229,11 @@ class DiscoveryWatch(Background):
 
 
 def _spec(
-    instance_id: int, url: str, card: dict[str, Any], events: dict[int, dict[str, Any]]
+    instance_id: int,
+    url: str,
+    card: dict[str, Any],
+    events: dict[int, dict[str, Any]],
+    tokenizer: str | None,
 ) -> str:
     """An engine with OpenAI's API in the format of ``--worker``, with rank 0's event endpoint.
 
@@ -294,5 +245,7 @@ def _spec(
         "replay": events.get(0, {}).get("replay_endpoint"),
         "dp": card.get("dp_size"),
         "role": "prefill" if "prefill" in (card.get("model_type") or ()) else None,
+        # A path with a comma can't be said in this format.
+        "tokenizer": None if tokenizer is None or "," in tokenizer else tokenizer,
     }
     return ",".join([url, *(f"{key}={value}" for key, value in fields.items() if value)])
