@@ -1,9 +1,9 @@
 """What a name's answers add up to: pure, without sockets and without a clock."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from kvflash.roster.dns_spec import Address
+from kvflash.roster.dns_spec import Address, DnsWorkers
 
 #: Empty answers in a row after which a name counts as having no address. A single one may be
 #: wrong, and would make the router forget what all engines hold.
@@ -18,8 +18,6 @@ class Answers:
     def __init__(self) -> None:
         #: The last accepted addresses; none once enough answers were empty.
         self.addresses: frozenset[Address] = frozenset()
-        #: Whether any answer was accepted.
-        self.is_told = False
         #: Empty answers since the last one with an address.
         self.empty = 0
         #: Why the last lookup failed; None if it succeeded.
@@ -34,7 +32,7 @@ class Answers:
         self.counts["answered" if addresses else "empty"] += 1
         self.empty = 0 if addresses else self.empty + 1
         if addresses or not self.addresses or self.empty >= EMPTY_MAX:
-            self.addresses, self.is_told = addresses, True
+            self.addresses = addresses
 
     def fail(self, why: str) -> None:
         """Record a failed lookup: the addresses stay, and the count of empty answers restarts."""
@@ -45,9 +43,9 @@ class Answers:
 class KnownName:
     """State of a name over all its kinds of records, such as ``A``; messages show its label."""
 
-    def __init__(self, label: str, records: Sequence[str]) -> None:
-        self.label = label
-        self.answers = {record: Answers() for record in records}
+    def __init__(self, workers: DnsWorkers) -> None:
+        self.workers, self.label = workers, workers.label
+        self.answers = {record: Answers() for record in workers.records}
 
     def addresses(self) -> list[Address]:
         """Addresses that become workers: the first ones in order, IPv4 before IPv6."""
@@ -74,7 +72,7 @@ class KnownName:
                     f"{len(one.addresses)} that are known stay"
                 )
         if count == 0 and not self.failures():
-            is_told = all(one.is_told for one in self.answers.values())
+            is_told = all(any(one.counts.values()) for one in self.answers.values())
             what = "the name has no address" if is_told else "not looked up yet"
             found[what] = f"{self.label}: {what}"
         if count > ADDRESSES_MAX:

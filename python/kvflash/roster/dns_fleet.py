@@ -1,9 +1,9 @@
 """Keeps the frontend's workers equal to the addresses of names in DNS."""
 
+import asyncio
 import contextlib
 import hashlib
 import logging
-import threading
 from collections.abc import Iterable, Sequence
 
 from kvflash.errors import ConflictError, KvflashError, NotFoundError
@@ -11,6 +11,9 @@ from kvflash.roster.core import Component, Fleet, Replicas
 from kvflash.roster.dns_spec import Address, DnsWorkers
 
 logger = logging.getLogger(__name__)
+
+# Component, and number between routers.
+_Shared = tuple[Component, int]
 
 
 class DnsFleet:
@@ -30,11 +33,9 @@ class DnsFleet:
         self._told: dict[str, tuple[str, int, DnsWorkers]] = {}
         # Errors of specs that the core refused, by URL.
         self._refused: dict[str, KvflashError] = {}
-        # For replicas: component and shared number, by local number. A thread of its own informs
-        # them, because their servers may be down.
-        self._shared: dict[int, tuple[Component, int]] = {}
-        self._changed, self._is_closed = threading.Event(), False
-        threading.Thread(target=self._share, name="kvflash-dns-replicas", daemon=True).start()
+        # For replicas, by local number.
+        self._shared: dict[int, _Shared] = {}
+        self._changed = asyncio.Event()
 
     def keep(self, found: Iterable[tuple[DnsWorkers, Sequence[Address]]]) -> None:
         """Make the workers equal to these names and addresses.
@@ -78,10 +79,16 @@ class DnsFleet:
             for why, urls in found.items()
         ]
 
-    def close(self) -> None:
-        """Stop informing replicas; workers stay."""
-        self._is_closed = True
-        self._changed.set()
+    async def share_for_ever(self) -> None:
+        """Inform replicas of changes."""
+        known: dict[int, _Shared] = {}
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            before, known = known, self._shared
+            gone, joined = before.items() - known.items(), known.items() - before.items()
+            # In a thread, because their servers may be down.
+            await asyncio.to_thread(self._share, gone, joined)
 
     def _add(self, url: str, spec: str, name: DnsWorkers) -> None:
         try:
@@ -100,20 +107,14 @@ class DnsFleet:
         with contextlib.suppress(NotFoundError):
             self._core.remove_worker(number)
 
-    def _share(self) -> None:
-        known: dict[int, tuple[Component, int]] = {}
-        while self._changed.wait() and not self._is_closed:
-            self._changed.clear()
-            before, known = known, self._shared
-            try:
-                for number in before:
-                    if known.get(number) != before[number]:
-                        self._replicas.worker_gone(number)
-                for number, (component, shared) in known.items():
-                    if before.get(number) != (component, shared):
-                        self._replicas.worker_joined(component, number, shared)
-            except Exception:
-                logger.exception("replicas could not be told about the engines found by DNS")
+    def _share(self, gone: set[tuple[int, _Shared]], joined: set[tuple[int, _Shared]]) -> None:
+        try:
+            for number, _ in gone:
+                self._replicas.worker_gone(number)
+            for number, (component, shared) in joined:
+                self._replicas.worker_joined(component, number, shared)
+        except Exception:
+            logger.exception("replicas could not be told about the engines found by DNS")
 
     def _tell_refused(self, before: dict[str, KvflashError]) -> None:
         """Log one line for all that were not refused in the same way at the last lookup."""

@@ -46,65 +46,54 @@ class DnsWatch(Background):
         has_shared_ids: bool = False,
     ) -> None:
         self._fleet = DnsFleet(core, replicas, has_shared_ids=has_shared_ids)
-        self._names = [(name, KnownName(name.label, name.records)) for name in names]
+        self._names = [KnownName(name) for name in names]
         self._interval_s, self._server = interval_s, server
         self._lookup_s = min(max(interval_s, LOOKUP_S_MIN), LOOKUP_S_MAX)
         self._show_metrics, self._show_warnings = show_metrics, show_warnings
-        self._noted = {known.label: set(known.notes()) for _, known in self._names}
+        self._noted = {known.label: set(known.notes()) for known in self._names}
         self._outages = {
             known.label: Outage(logger, f"{known.label}: lookups are answered again")
-            for _, known in self._names
+            for known in self._names
         }
         self._resolver: dns.asyncresolver.Resolver | None = None
         super().__init__("kvflash-dns", self._look_up_all)
         self._tell()
 
-    def stop(self) -> None:
-        """Stop the lookups; the frontend keeps its workers. Blocks until done."""
-        super().stop()
-        self._fleet.close()
-
     async def _look_up_all(self) -> None:
         # A record that hangs does not block the others.
-        await asyncio.gather(
-            *(
-                self._look_up_for_ever(name, known, record)
-                for name, known in self._names
-                for record in name.records
-            )
-        )
+        lookups = [
+            self._look_up_for_ever(known, record)
+            for known in self._names
+            for record in known.answers
+        ]
+        await asyncio.gather(self._fleet.share_for_ever(), *lookups)
 
-    async def _look_up_for_ever(self, name: DnsWorkers, known: KnownName, record: str) -> None:
+    async def _look_up_for_ever(self, known: KnownName, record: str) -> None:
         while True:
-            try:
-                await self._look_up(name, known, record)
-            except Exception as error:
-                # Known workers stay in service, and only this task can find new ones.
-                logger.exception("%s: the lookup (%s)", name.label, record)
-                known.answers[record].fail(repr(error))
+            await self._look_up(known, record)
             try:
                 self._settle(known)
             except Exception:
-                logger.exception("%s: its addresses", name.label)
+                logger.exception("%s: its addresses", known.label)
             await asyncio.sleep(self._interval_s)
 
-    async def _look_up(self, name: DnsWorkers, known: KnownName, record: str) -> None:
+    async def _look_up(self, known: KnownName, record: str) -> None:
         answers = known.answers[record]
         try:
             resolver = self._resolver = self._resolver or self._make_resolver()
-        except dns.exception.DNSException as error:
-            answers.fail(str(error))
+            answers.take(await self._ask(resolver, known.workers.name, record))
             return
-        try:
-            answers.take(await self._ask(resolver, name.name, record))
         except dns.exception.Timeout:
             servers = ", ".join(map(str, resolver.nameservers))
             answers.fail(f"{servers} did not answer within {self._lookup_s:g} s")
         except (dns.exception.DNSException, OSError) as error:
             answers.fail(str(error))
-        if answers.failure is not None:
-            # The file may name other servers by now.
-            self._resolver = None
+        except Exception as error:
+            # Known workers stay in service, and only this task can find new ones.
+            logger.exception("%s: the lookup (%s)", known.label, record)
+            answers.fail(repr(error))
+        # The file may name other servers by now.
+        self._resolver = None
 
     async def _ask(
         self, resolver: dns.asyncresolver.Resolver, name: str, record: str
@@ -141,19 +130,19 @@ class DnsWatch(Background):
         for what in notes.keys() - noted:
             logger.warning("%s", notes[what])
         self._noted[known.label] = set(notes)
-        self._fleet.keep((name, each.addresses()) for name, each in self._names)
+        self._fleet.keep((one.workers, one.addresses()) for one in self._names)
         self._tell()
 
     def _tell(self) -> None:
         warnings: list[str] = []
-        for _, known in self._names:
+        for known in self._names:
             warnings += [*known.failures(), *known.notes().values()]
         self._show_warnings(warnings + self._fleet.warnings())
         self._show_metrics("".join(self._exposed()))
 
     def _exposed(self) -> list[str]:
         lines = ["# TYPE kvflash_dns_lookups counter\n"]
-        for _, known in self._names:
+        for known in self._names:
             for record, answers in known.answers.items():
                 lines += [
                     f'kvflash_dns_lookups_total{{name="{known.label}",record="{record}",'
@@ -163,6 +152,6 @@ class DnsWatch(Background):
         lines.append("# TYPE kvflash_dns_addresses gauge\n")
         lines += [
             f'kvflash_dns_addresses{{name="{known.label}"}} {len(known.addresses())}\n'
-            for _, known in self._names
+            for known in self._names
         ]
         return lines

@@ -5,12 +5,15 @@ from __future__ import annotations
 from ipaddress import ip_address
 
 from kvflash.roster.dns_answers import ADDRESSES_MAX, EMPTY_MAX, KnownName
+from kvflash.roster.dns_spec import DnsWorkers
 
 ONE, TWO, SIX = (ip_address(text) for text in ("10.0.0.1", "10.0.0.2", "fd00::1"))
 
 
 def known(*records: str) -> KnownName:
-    return KnownName("dns+http://engines:8000", records or ("A",))
+    label = "dns+http://engines:8000"
+    workers = DnsWorkers(label=label, name="engines", records=records or ("A",), template="")
+    return KnownName(workers)
 
 
 def test_the_last_answer_counts():
