@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvflash.discovery import open_discovery
 from kvflash.errors import ConfigError, ConflictError, InvalidArgumentError
 from kvflash.roster.core import Fleet, Replicas
-from kvflash.roster.flags import DNS_PREFIX, FleetFlags
+from kvflash.roster.flags import FleetFlags
 
 if TYPE_CHECKING:
     from kvflash.background import Background
@@ -25,9 +25,7 @@ def add_named(core: Fleet, flags: FleetFlags) -> dict[int, str]:
     another one has the URL, the id or the event socket.
     """
     found = {}
-    for source, spec, role in flags.named_workers():
-        if spec.startswith(DNS_PREFIX):
-            continue
+    for source, spec, role in flags.named_workers(in_dns=False):
         try:
             found[core.add_worker(spec + role)] = spec + role
         except (ConfigError, ConflictError, InvalidArgumentError) as error:
@@ -40,9 +38,7 @@ def add_named(core: Fleet, flags: FleetFlags) -> dict[int, str]:
 def _names(flags: FleetFlags) -> list[DnsWorkers]:
     """The workers among the flags that are names in DNS; ConfigError names a faulty flag."""
     found: list[DnsWorkers] = []
-    for source, spec, role in flags.named_workers():
-        if not spec.startswith(DNS_PREFIX):
-            continue
+    for source, spec, role in flags.named_workers(in_dns=True):
         # Without names the DNS client need not be loaded.
         from kvflash.roster.dns_spec import DnsWorkers  # noqa: PLC0415
 

@@ -31,15 +31,16 @@ class FleetFlags:
         """The discovery to watch, if any."""
         return None if self.discovery == "none" else self.discovery
 
-    def named_workers(self) -> Iterator[tuple[str, str, str]]:
-        """Workers named by flags: the flag, the worker, and a role to append."""
+    def named_workers(self, *, in_dns: bool) -> Iterator[tuple[str, str, str]]:
+        """Workers that flags name, in DNS or by URL: the flag, the worker, a role to append."""
         for flag, field, role in self.worker_flags:
-            yield from ((source_of(flag, spec), spec, role) for spec in getattr(self, field))
+            for spec in getattr(self, field):
+                if spec.startswith(DNS_PREFIX) == in_dns:
+                    yield source_of(flag, spec), spec, role
 
     def check_dns(self) -> None:
         """Check that a name server is only set together with a name."""
-        has_names = any(spec.startswith(DNS_PREFIX) for _, spec, _ in self.named_workers())
-        if self.worker_dns_server is not None and not has_names:
+        if self.worker_dns_server is not None and not any(self.named_workers(in_dns=True)):
             raise ConfigError(
                 f"--worker-dns-server needs a --worker that begins with {DNS_PREFIX}: nothing else "
                 "is looked up there"
@@ -47,7 +48,7 @@ class FleetFlags:
 
     def waits_for(self) -> str:
         """Where workers may come from, for messages."""
-        specs = [spec for _, spec, _ in self.named_workers() if spec.startswith(DNS_PREFIX)]
+        specs = [spec for _, spec, _ in self.named_workers(in_dns=True)]
         ways = [*(f"addresses of {spec.partition(',')[0]}" for spec in specs), self.added_by]
         if self.discovery_kind is not None:
             scope = f"namespace {self.namespace}" if self.namespace else "any namespace"
