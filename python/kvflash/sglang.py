@@ -42,7 +42,7 @@ def build(options: LauncherOptions, given: Arguments, host: str) -> EngineComman
         block_size=arguments.number("--page-size"),
         ranks=ranks,
         bootstrap_port=bootstrap_port,
-        details=["/get_server_info"],
+        details="/get_server_info",
         api_key=api_key(arguments),
     )
 

@@ -44,7 +44,7 @@ def build(options: LauncherOptions, given: Arguments, host: str) -> EngineComman
         block_size=arguments.number("--block-size"),
         ranks=ranks,
         context_ranks=decode_ranks * prefill_ranks,
-        details=["/metrics"],
+        details="/metrics",
         api_key=api_key(arguments, "VLLM_API_KEY"),
     )
 

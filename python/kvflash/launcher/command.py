@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvflash.errors import ConfigError
+from kvflash.publisher.address import reachable
 
 
 def split_flag(word: str) -> tuple[str, str, str]:
@@ -115,7 +116,7 @@ class EventPorts:
 
     def endpoints(self, host: str, ranks: int) -> list[tuple[str, str | None]]:
         """Addresses of events and replay, for each rank."""
-        netloc = f"[{host}]" if ":" in host else host
+        netloc = reachable(host)
         return [
             (
                 f"tcp://{netloc}:{self.port + rank}",
@@ -133,13 +134,13 @@ class EngineCommand:
     words: list[str]  # Program and arguments.
     port: int  # Its HTTP port.
     model_path: str  # A folder or a name.
+    details: str  # Path of its HTTP server with the sizes of its cache.
     host: str | None = None  # Interface of its HTTP server; None if not given.
     events: EventPorts | None = None  # Where it publishes; None without events.
     block_size: int | None = None  # Tokens in a block, if given.
     ranks: int = 1  # Number of data-parallel ranks.
     context_ranks: int = 1  # Number of ranks that divide the context of each request.
     bootstrap_port: int | None = None  # Where decode workers meet an SGLang prefill worker.
-    details: list[str] = field(default_factory=list)  # Paths with more details.
     api_key: str | None = field(default=None, repr=False)  # That its API asks for; None without.
 
     def event_block_size(self, reported: int | None) -> int | None:

@@ -34,10 +34,6 @@ _IDLE_POLL_S = 0.1
 SETTLE_S = 1.0
 
 
-class EngineStopped(Exception):  # noqa: N818 - an outcome, not an error
-    """The engine ended, or a signal came, before it was ready."""
-
-
 @dataclass(kw_only=True)
 class Found:
     """What an engine reports about itself; None is unknown."""
@@ -53,11 +49,13 @@ class Found:
 
 async def wait_until_ready(
     url: str, command: EngineCommand, child: Child, timeout_s: float
-) -> Found:
+) -> Found | None:
     """Wait until an engine is healthy, then query what it serves.
 
-    Raises EngineStopped if it ended or a signal came, DeadlineError if it was not healthy in time,
-    and ConfigError if it serves no model, or refuses the command's API key.
+    Returns None if the engine ended, or a signal came, before it was healthy.
+
+    Raises DeadlineError if it was not healthy in time, and ConfigError if it serves no model, or
+    refuses the command's API key.
     """
     deadline = asyncio.get_running_loop().time() + timeout_s
     limit = aiohttp.ClientTimeout(total=_ANSWER_S_MAX)
@@ -65,13 +63,12 @@ async def wait_until_ready(
     async with aiohttp.ClientSession(url, timeout=limit, headers=headers) as session:
         while not await _is_healthy(session):
             if not child.is_running or child.stopping.is_set():
-                raise EngineStopped
+                return None
             if asyncio.get_running_loop().time() > deadline:
                 raise DeadlineError(f"the engine was not healthy within {timeout_s:g} s")
             await asyncio.sleep(_POLL_S)
         found = await _models(session)
-        for path in command.details:
-            _add_details(found, path, await _text(session, path))
+        _add_details(found, command.details, await _text(session, command.details))
     return found
 
 

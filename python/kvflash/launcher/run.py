@@ -16,6 +16,7 @@ from kvflash.launcher.command import Arguments, EngineCommand
 from kvflash.launcher.events import EngineEvents
 from kvflash.launcher.options import LauncherOptions, parse_options
 from kvflash.llm import ModelInput, ModelRuntimeConfig, ModelType, register_llm
+from kvflash.publisher.address import reachable
 from kvflash.publisher.brokered import Served
 from kvflash.runtime import DistributedRuntime, Endpoint
 from kvflash.settings import warn_of_misspelt
@@ -78,19 +79,12 @@ async def _attend(
     events: EngineEvents,
 ) -> int:
     # Here, so that the HTTP client is loaded while the engine starts.
-    from kvflash.launcher.probe import (  # noqa: PLC0415
-        EngineStopped,
-        wait_until_idle,
-        wait_until_ready,
-    )
+    from kvflash.launcher.probe import wait_until_idle, wait_until_ready  # noqa: PLC0415
 
     runtime = endpoint.runtime
-    host = runtime.host if command.host in (None, "0.0.0.0", "::", "*", "") else command.host
-    netloc = f"[{host}]" if ":" in str(host) else host
-    url = f"http://{netloc}:{command.port}"
-    try:
-        found = await wait_until_ready(url, command, child, options.ready_timeout_s)
-    except EngineStopped:
+    url = f"http://{reachable(command.host or '*', runtime.host)}:{command.port}"
+    found = await wait_until_ready(url, command, child, options.ready_timeout_s)
+    if found is None:
         if child.is_running:
             return await child.stop(options.stop_timeout_s)
         status = await child.ended()
