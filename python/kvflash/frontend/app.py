@@ -15,7 +15,7 @@ from kvflash.flags import source_of
 from kvflash.frontend.args import FrontendArgs, parse_args
 from kvflash.policy import asked_of
 from kvflash.process import FedService, run_service
-from kvflash.roster.finder import Finder, add_named
+from kvflash.roster.finder import add_named, find_workers
 from kvflash.routing.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class _Watched(FedService):
             make_receiver=self._cluster.make_receiver,
             is_encrypted=args.tls_cert_path is not None,
         )
-        finder = Finder(
+        self._parts += find_workers(
             frontend,
             args,
             report_load=frontend.report_load,
@@ -142,7 +142,6 @@ class _Watched(FedService):
             warnings_of=reports.warnings_of,
             has_shared_ids=args.use_remote_indexer is not None or args.serve_indexer,
         )
-        self._parts.append(finder)
 
     def start(self) -> Self:
         self._cluster.check()

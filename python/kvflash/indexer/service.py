@@ -13,7 +13,7 @@ from kvflash.errors import ConfigError, ConflictError, InvalidArgumentError
 from kvflash.indexer.args import IndexerArgs
 from kvflash.process import FedService
 from kvflash.roster.core import Replicas
-from kvflash.roster.finder import Finder, add_named
+from kvflash.roster.finder import add_named, find_workers
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -83,7 +83,8 @@ class IndexerService(FedService):
             max_workers=args.max_workers,
         )
         add_named(found, args)
-        finder = Finder(
+        # Started after the service, in this order, and stopped before it, in reverse.
+        self._parts: list[Any] = find_workers(
             found,
             args,
             replicas=Replicas(),
@@ -92,8 +93,6 @@ class IndexerService(FedService):
             warnings_of=lambda _part: lambda _warnings: None,
             has_shared_ids=True,
         )
-        # Started after the service, in this order, and stopped before it, in reverse.
-        self._parts: list[Any] = [finder]
         self._args = args
         self.register, self.unregister = self._core.register, self._core.unregister
         self.query = _decoded(self._core.query)

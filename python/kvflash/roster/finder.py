@@ -52,64 +52,51 @@ def _names(flags: FleetFlags) -> list[DnsWorkers]:
     return found
 
 
-class Finder:
-    """Follows discovery and names in DNS, each if used; ConfigError names a faulty flag.
+def find_workers(
+    core: Fleet,
+    flags: FleetFlags,
+    *,
+    replicas: Replicas,
+    show_metrics: Callable[[str], None],
+    warnings_of: Callable[[str], Callable[[list[str]], None]],
+    report_load: Callable[[str], None] | None = None,
+    has_shared_ids: bool = False,
+) -> list[Background]:
+    """Prepare to follow discovery and names in DNS, each if used; ConfigError names a faulty flag.
 
     ``show_metrics`` takes lines of the OpenMetrics text format; ``warnings_of`` returns what takes
     the messages about problems of ``dns`` or ``discovery``; without ``report_load`` the core takes
     no requests; with ``has_shared_ids`` engines in DNS have the same number in every process.
     """
+    names, kind = _names(flags), flags.discovery_kind
+    found: list[Background] = []
+    if kind is not None:
+        # Without discovery its event loop need not be loaded.
+        from kvflash.roster.watch import DiscoveryWatch  # noqa: PLC0415
 
-    def __init__(
-        self,
-        core: Fleet,
-        flags: FleetFlags,
-        *,
-        replicas: Replicas,
-        show_metrics: Callable[[str], None],
-        warnings_of: Callable[[str], Callable[[list[str]], None]],
-        report_load: Callable[[str], None] | None = None,
-        has_shared_ids: bool = False,
-    ) -> None:
-        names, kind = _names(flags), flags.discovery_kind
-        self._waits_for = flags.waits_for()
-        self._watches: list[Background] = []
-        if kind is not None:
-            # Without discovery its event loop need not be loaded.
-            from kvflash.roster.watch import DiscoveryWatch  # noqa: PLC0415
+        watch = DiscoveryWatch(
+            core,
+            open_discovery(kind),
+            namespace=flags.namespace,
+            cluster=replicas,
+            report_load=report_load,
+            show_warnings=warnings_of("discovery"),
+        )
+        found.append(watch)
+    if names:
+        from kvflash.roster.dns_watch import DnsWatch  # noqa: PLC0415
 
-            watch = DiscoveryWatch(
-                core,
-                open_discovery(kind),
-                namespace=flags.namespace,
-                cluster=replicas,
-                report_load=report_load,
-                show_warnings=warnings_of("discovery"),
-            )
-            self._watches.append(watch)
-        if names:
-            from kvflash.roster.dns_watch import DnsWatch  # noqa: PLC0415
-
-            lookups = DnsWatch(
-                core,
-                names,
-                interval_s=flags.worker_dns_interval_secs,
-                server=flags.worker_dns_server,
-                replicas=replicas,
-                show_metrics=show_metrics,
-                show_warnings=warnings_of("dns"),
-                has_shared_ids=has_shared_ids,
-            )
-            self._watches.append(lookups)
-
-    def start(self) -> None:
-        """Start looking in the background."""
-        for watch in self._watches:
-            watch.start()
-        if self._watches:
-            logger.info("waiting for %s", self._waits_for)
-
-    def stop(self) -> None:
-        """Stop looking; workers stay. Blocks until done."""
-        for watch in self._watches:
-            watch.stop()
+        lookups = DnsWatch(
+            core,
+            names,
+            interval_s=flags.worker_dns_interval_secs,
+            server=flags.worker_dns_server,
+            replicas=replicas,
+            show_metrics=show_metrics,
+            show_warnings=warnings_of("dns"),
+            has_shared_ids=has_shared_ids,
+        )
+        found.append(lookups)
+    if found:
+        logger.info("waiting for %s", flags.waits_for())
+    return found
