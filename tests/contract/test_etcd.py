@@ -268,6 +268,27 @@ def test_the_next_address_is_asked_when_one_fails(server: EtcdServer) -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize(("status", "body"), [(503, b""), (200, b""), (200, b"[]")])
+def test_whatever_answers_in_its_place_is_not_reached(status: int, body: bytes) -> None:
+    """As a load balancer does before an etcd that restarts."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = f"HTTP/1.1 {status} .\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        writer.write(head.encode() + body)
+        writer.close()
+
+    async def scenario() -> None:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as proxy:
+            url = f"http://127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
+            mine = open_discovery("etcd", endpoints=url)
+            with pytest.raises(TransportError, match=f"{url}: status {status} without an answer"):
+                await mine.get_prefix("k")
+            await mine.close()
+
+    run(scenario())
+
+
 def test_etcd_that_is_not_there_is_said_and_found_later(server: EtcdServer) -> None:
     async def scenario() -> None:
         server.kill()

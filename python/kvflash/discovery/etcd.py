@@ -237,7 +237,9 @@ class EtcdDiscovery(Discovery):
                     headers=self._headers(),
                     timeout=timeout,
                 ) as response:
-                    answer: dict[str, Any] = await response.json(content_type=None)
+                    answer: Any = await response.json(content_type=None)
+                    if not isinstance(answer, dict):
+                        raise ValueError(f"status {response.status} without an answer of etcd")
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError) as error:
                 failure = _failure(url, error)
             else:

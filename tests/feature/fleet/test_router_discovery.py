@@ -288,10 +288,10 @@ def test_discovery_that_is_away_at_the_start_is_waited_for(
     is_there = threading.Event()
     look = FileDiscovery._look
 
-    def look_if_there(discovery: FileDiscovery) -> bool:
+    def look_if_there(discovery: FileDiscovery) -> None:
         if not is_there.is_set():
             raise TransportError("it is away")
-        return look(discovery)
+        look(discovery)
 
     monkeypatch.setattr(FileDiscovery, "_look", look_if_there)
     monkeypatch.setenv("KVFLASH_DISCOVERY", "file")
