@@ -11,24 +11,23 @@ class Outage:
     """Limits log lines during many retries; used from one thread.
 
     It logs ``back`` when the server returns. ``show`` takes the message of each failure, and an
-    empty one at the return. ``clock`` returns seconds.
+    empty one at the return.
     """
 
     def __init__(
         self,
         logger: logging.Logger,
         back: str,
-        clock: Callable[[], float] = time.monotonic,
         show: Callable[[str], None] = lambda _message: None,
     ) -> None:
-        self._logger, self._back, self._clock, self._show = logger, back, clock, show
+        self._logger, self._back, self._show = logger, back, show
         self._began_s: float | None = None
         self._said_s = 0.0
         self._kind: object = None
 
     def lasts(self, message: str, *, kind: object = None) -> None:
         """An attempt failed: warn, unless the same kind of failure was logged recently."""
-        now = self._clock()
+        now = time.monotonic()
         self._show(message)
         if self._began_s is None:
             self._began_s = now
@@ -40,7 +39,7 @@ class Outage:
     def ends(self) -> None:
         """An attempt succeeded."""
         if self._began_s is not None:
-            lasted_s = self._clock() - self._began_s
+            lasted_s = time.monotonic() - self._began_s
             # The outage began before its first failure was noticed.
             self._logger.info("%s after at least %.1f s", self._back, lasted_s)
             self._began_s = None

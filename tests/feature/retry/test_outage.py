@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,13 +11,14 @@ from kvflash.outage import REMIND_S, Outage
 
 
 def test_an_outage_is_told_once_then_now_and_then_and_its_end(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO)
     now = [0.0]
     shown: list[str] = []
     logger = logging.getLogger("kvflash")
-    outage = Outage(logger, "it answers again", lambda: now[0], shown.append)
+    monkeypatch.setattr("kvflash.outage.time", SimpleNamespace(monotonic=lambda: now[0]))
+    outage = Outage(logger, "it answers again", shown.append)
     outage.ends()
     for second in range(1, 121):
         now[0] = float(second)
