@@ -12,26 +12,30 @@ from kvflash.runtime.plane import FailedError, PlaneClient, make_client
 from kvflash.runtime.serving import Running, Send, Served, Serving
 from kvflash.runtime.tcp import TcpServer
 
-# endpoint and instance
-Target = tuple[str, int]
 # No endpoint has this name: a worker that refuses it is alive, and the ping costs nothing else.
 NO_ENDPOINT = ""
 # The core gives up a ping after this time.
 PING_TIMEOUT_S = 2.0
 
 
-class _Forwarding(Serving):
-    """Forwards requests to other instances."""
+class Bridge(Serving):
+    """A tcp plane on the loopback interface that forwards requests to another plane.
+
+    It starts with the first instance that needs it, in that event loop.
+    """
 
     def __init__(self, limits: RuntimeLimits) -> None:
         super().__init__(0, limits)
-        self.targets: dict[Target, tuple[Served, PlaneClient, dict[str, Any]]] = {}
+        # By endpoint and instance.
+        self._targets: dict[tuple[str, int], tuple[Served, PlaneClient, dict[str, Any]]] = {}
+        self._clients: dict[str, PlaneClient] = {}
+        self._server: TcpServer | None = None
 
     async def is_there(self, ping: bytes) -> bool:
         """Ask the instance itself, since the bridge says nothing about it."""
         try:
             whom = unpack(ping)
-            _, client, transport = self.targets[whom["endpoint"], whom["instance_id"]]
+            _, client, transport = self._targets[whom["endpoint"], whom["instance_id"]]
         except (DecodeError, LookupError, TypeError):
             return False
         request = Request("ping", NO_ENDPOINT, whom["instance_id"], None)
@@ -49,28 +53,15 @@ class _Forwarding(Serving):
 
     def begin(self, request: Request, send: Send) -> Running:
         """Forward a request; NotFoundError if the instance is not bridged, or no longer."""
-        target = self.targets.get((request.endpoint, request.instance_id))
+        target = self._targets.get((request.endpoint, request.instance_id))
         if target is None:
             raise NotFoundError(f"instance {request.instance_id} is not bridged here")
         return Running(target[0], request, send, self.limits)
 
-
-class Bridge:
-    """A tcp plane on the loopback interface that forwards requests to another plane.
-
-    It starts with the first instance that needs it, in that event loop.
-    """
-
-    def __init__(self, limits: RuntimeLimits) -> None:
-        self._limits = limits
-        self._forwarding = _Forwarding(limits)
-        self._clients: dict[str, PlaneClient] = {}
-        self._server: TcpServer | None = None
-
     def client(self, kind: str) -> PlaneClient:
         """The client for a kind of transport; ConfigError if the kind is unknown."""
         if kind not in self._clients:
-            self._clients[kind] = make_client(kind, self._limits)
+            self._clients[kind] = make_client(kind, self.limits)
         return self._clients[kind]
 
     async def open(
@@ -81,7 +72,7 @@ class Bridge:
             return transport
         client = self.client(str(transport.get("kind")))
         if self._server is None:
-            server = TcpServer(self._forwarding, host="127.0.0.1", port=0, bind="127.0.0.1")
+            server = TcpServer(self, host="127.0.0.1", port=0, bind="127.0.0.1")
             await server.start()
             self._server = server
 
@@ -99,15 +90,13 @@ class Bridge:
             finally:
                 reply.close()
 
-        served = Served(
-            endpoint, forward, requests_max=self._limits.requests_max, is_graceful=False
-        )
-        self._forwarding.targets[endpoint, instance_id] = (served, client, transport)
+        served = Served(endpoint, forward, requests_max=self.limits.requests_max, is_graceful=False)
+        self._targets[endpoint, instance_id] = (served, client, transport)
         return {"kind": "tcp", "address": self._server.address}
 
     def forget(self, endpoint: str, instance_id: int) -> None:
         """Remove an instance; its running requests go on."""
-        self._forwarding.targets.pop((endpoint, instance_id), None)
+        self._targets.pop((endpoint, instance_id), None)
 
     async def close(self) -> None:
         """Close all clients and the server."""
