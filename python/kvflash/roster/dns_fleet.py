@@ -4,10 +4,11 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from kvflash.errors import ConflictError, KvflashError, NotFoundError
 from kvflash.roster.core import Component, Fleet, Replicas
+from kvflash.roster.dns_answers import KnownName
 from kvflash.roster.dns_spec import Address, DnsWorkers
 
 logger = logging.getLogger(__name__)
@@ -37,13 +38,13 @@ class DnsFleet:
         self._shared: dict[int, _Shared] = {}
         self._changed = asyncio.Event()
 
-    def keep(self, found: Iterable[tuple[DnsWorkers, Sequence[Address]]]) -> None:
-        """Make the workers equal to these names and addresses.
+    def keep(self, names: Iterable[KnownName]) -> None:
+        """Make the workers equal to the addresses of these names.
 
         Cost: O(addresses) if they changed or some were refused, plus for each new address the cost
         of adding a worker to the core.
         """
-        now = [(name, list(addresses)) for name, addresses in found]
+        now = [(known.workers, known.addresses()) for known in names]
         if now == self._found and not self._refused:
             return
         self._found = now

@@ -130,7 +130,7 @@ class DnsWatch(Background):
         for what in notes.keys() - noted:
             logger.warning("%s", notes[what])
         self._noted[known.label] = set(notes)
-        self._fleet.keep((one.workers, one.addresses()) for one in self._names)
+        self._fleet.keep(self._names)
         self._tell()
 
     def _tell(self) -> None:
