@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
+from base64 import b64encode
 from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -264,6 +266,33 @@ def test_the_next_address_is_asked_when_one_fails(server: EtcdServer) -> None:
         watch = mine.watch("k")
         assert await asyncio.wait_for(anext(watch), 30) == Put("k", b"v")
         await mine.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("line", [b"[]", b'{"result": null}', b"no JSON"])
+def test_a_watch_survives_a_line_that_is_none_of_etcds(line: bytes) -> None:
+    looks = 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal looks
+        body = line + b"\n"
+        if b"/v3/watch" not in await reader.readuntil(b"\r\n\r\n"):
+            looks += 1
+            pair = {"key": b64encode(b"k").decode(), "value": b64encode(b"%d" % looks).decode()}
+            body = json.dumps({"header": {"revision": str(looks)}, "kvs": [pair]}).encode()
+        head = f"HTTP/1.1 200 .\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        writer.write(head.encode() + body)
+        writer.close()
+
+    async def scenario() -> None:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as proxy:
+            url = f"http://127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
+            mine = open_discovery("etcd", endpoints=url)
+            watch = mine.watch("k")
+            heard = [await asyncio.wait_for(anext(watch), 30) for _ in range(3)]
+            assert heard == [Put("k", b"1"), Synced(), Put("k", b"2")]
+            await mine.close()
 
     run(scenario())
 

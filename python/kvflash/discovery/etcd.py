@@ -271,7 +271,8 @@ class EtcdDiscovery(Discovery):
             except aiohttp.SocketTimeoutError:
                 # No change so far.
                 continue
-            except (aiohttp.ClientError, OSError, KvflashError, ValueError, KeyError) as error:
+            except Exception as error:
+                # Whatever etcd or a proxy before it sends, the watch goes on.
                 if self._is_closed:
                     return
                 self._failed(watch, f"watch of {prefix}", error)

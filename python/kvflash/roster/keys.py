@@ -102,7 +102,11 @@ class WorkerKeys:
         async with self._discovery.watch(prefix) as watch:
             # Buffered events come without a pause.
             async for event in watch:
-                self._hear(prefix, event)
+                try:
+                    self._hear(prefix, event)
+                except Exception:
+                    # No other task would hear of the keys to come.
+                    logger.exception("discovery: %s", event)
 
     def _hear(self, prefix: str, event: Put | Delete | Synced) -> None:
         if isinstance(event, Synced):

@@ -61,7 +61,9 @@ def key_kind(key: str) -> str:
 
 
 def _is_number(text: str, number_max: int) -> bool:
-    return text.isascii() and text.isdecimal() and int(text) <= number_max
+    # Python refuses to read thousands of digits.
+    digits = len(str(NUMBER_MAX))
+    return text.isascii() and text.isdecimal() and len(text) <= digits and int(text) <= number_max
 
 
 def _check(fields: dict[str, Any], types: dict[str, type], path: str) -> None:

@@ -8,6 +8,8 @@ import pytest
 
 from kvflash import DistributedRuntime
 from kvflash.discovery import MemoryDiscovery
+from kvflash.errors import DecodeError
+from kvflash.runtime.worker_key import key_kind
 from support_runtime import eventually, run
 
 PREFIX = "v1/instances/a/b/c/"
@@ -47,3 +49,9 @@ def test_a_malformed_key_hides_no_other_instance(
 
     run(scenario())
     assert f"discovery key {PREFIX}{key}: " in caplog.text
+
+
+def test_thousands_of_digits_name_no_worker() -> None:
+    """etcd takes longer keys from others than this package does."""
+    with pytest.raises(DecodeError, match="does not end with numbers"):
+        key_kind(f"{PREFIX}{'9' * 5_000}")
