@@ -45,7 +45,7 @@ def event(body: Body, name: str | None = None) -> bytes:
 def usage(requests: Sequence[Request]) -> Body:
     """The usage of finished requests that share a prompt."""
     prompt_tokens = len(requests[0].prompt_ids)
-    completion_tokens = sum(len(one.tokens) - prompt_tokens for one in requests)
+    completion_tokens = sum(one.output_tokens for one in requests)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,

@@ -165,7 +165,7 @@ class Api:
         return self.render(messages.as_chat(body))
 
     def pool(self, answer: Pooling, body: Body) -> Body:
-        model, _ = parse_model(body, self._config)
+        model = parse_model(body, self._config)
         return answer(body, model, self._tokenizer)
 
     async def generate_tokens(self, request: web.Request) -> web.StreamResponse:

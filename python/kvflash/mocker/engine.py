@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from itertools import count
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvflash.errors import ClosedError
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.events import put
 from kvflash.mocker.perf_model import pass_ms
-from kvflash.mocker.request import Lora, Pass, Request
+from kvflash.mocker.request import Pass, Request
 from kvflash.mocker.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -63,8 +62,7 @@ class Engine:
         self._config = config
         self._stream = stream
         self.scheduler = Scheduler(config)
-        self._generations: dict[int, Generation] = {}
-        self._ids = count()
+        self._generations: dict[Request, Generation] = {}
         self._wake = asyncio.Event()
         self._due_s = 0.0
         self._error: ClosedError | None = None
@@ -75,40 +73,23 @@ class Engine:
     def is_alive(self) -> bool:
         return self._error is None
 
-    def submit(
-        self,
-        prompt_ids: Sequence[int],
-        planned_ids: Sequence[int],
-        *,
-        lora: Lora | None = None,
-        cache_salt: str | None = None,
-        is_streaming: bool = False,
-        is_transferred: bool = False,
-    ) -> Generation:
-        """Accept a request, with the arguments of `Request`; ``is_streaming`` delivers each token.
+    def submit(self, request: Request, *, is_streaming: bool = False) -> Generation:
+        """Accept a request; ``is_streaming`` delivers each token.
 
         Raises OverloadedError if too many requests wait, InvalidArgumentError for an empty or too
         long request, and ClosedError once the engine has stopped.
         """
         if self._error is not None:
             raise self._error
-        request = Request(
-            request_id=next(self._ids),
-            prompt_ids=prompt_ids,
-            planned_ids=planned_ids,
-            lora=lora,
-            cache_salt=cache_salt,
-            is_transferred=is_transferred,
-        )
         self.scheduler.add(request)
         generation = Generation(request, is_streaming=is_streaming)
-        self._generations[request.request_id] = generation
+        self._generations[request] = generation
         self._wake.set()
         return generation
 
     def abort(self, generation: Generation) -> None:
         """End a request early and free its blocks; without effect if it has ended."""
-        if self._generations.pop(generation.request.request_id, None) is not None:
+        if self._generations.pop(generation.request, None) is not None:
             self.scheduler.abort(generation.request)
 
     def reset_prefix_cache(self) -> bool:
@@ -156,9 +137,9 @@ class Engine:
         if self._stream is not None:
             put(self._stream.outbox, result.events)
         for request in result.advanced:
-            generation = self._generations[request.request_id]
+            generation = self._generations[request]
             if request.is_finished:
-                del self._generations[request.request_id]
+                del self._generations[request]
             generation.notify()
         if self.on_pass is not None:
             self.on_pass(self.scheduler)

@@ -15,6 +15,7 @@ from kvflash.mocker.handover import Handover, Room
 from kvflash.mocker.plan import Choice, Plan, Step, plan_answer
 from kvflash.mocker.protocol import GenerationParams
 from kvflash.mocker.refusal import ApiError
+from kvflash.mocker.request import Request
 from kvflash.mocker.tokenizer import Tokenizer
 
 Running = Sequence[tuple[Choice, Generation]]
@@ -83,19 +84,18 @@ def submit(
     plan = plan_answer(
         params.options,
         tokenizer,
-        seed=output_seed(params.lora.name if params.lora else None, params.prompt_ids),
+        seed=output_seed(params.lora_name, params.prompt_ids),
         index=index,
         max_tokens=1 if handover.is_prefill else params.max_tokens,
     )
-    generation = engine.submit(
-        params.prompt_ids,
-        plan.token_ids,
-        lora=params.lora,
+    asked = Request(
+        prompt_ids=params.prompt_ids,
+        planned_ids=plan.token_ids,
+        lora_name=params.lora_name,
         cache_salt=params.cache_salt,
-        is_streaming=params.is_streaming,
         is_transferred=is_transferred,
     )
-    return Choice(index, plan, generation.request), generation
+    return Choice(index, plan, asked), engine.submit(asked, is_streaming=params.is_streaming)
 
 
 async def _stream(

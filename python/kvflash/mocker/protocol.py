@@ -11,7 +11,6 @@ from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.handover import Room, is_handed_over, parse_room
 from kvflash.mocker.options import AnswerOptions, boolean, parse_options, parse_tools
 from kvflash.mocker.refusal import ApiError, Body, refuse
-from kvflash.mocker.request import Lora
 from kvflash.mocker.tokenizer import Tokenizer
 
 # Output tokens of a request without a limit: a completion is cut there, a chat's text ends.
@@ -26,7 +25,7 @@ class GenerationParams:
     model: str
     prompt_ids: Sequence[int]
     max_tokens: int
-    lora: Lora | None
+    lora_name: str | None
     cache_salt: str | None
     is_streaming: bool  # Answer with server-sent events.
     has_usage_chunk: bool  # End the stream with a chunk of usage.
@@ -87,14 +86,14 @@ def listed_tools(told: Any) -> list[Body]:
     return told
 
 
-def parse_model(body: Body, config: MockerConfig) -> tuple[str, Lora | None]:
-    """The requested model name, and its LoRA adapter; refuses unknown models with 404."""
+def parse_model(body: Body, config: MockerConfig) -> str:
+    """The requested model or LoRA adapter; refuses unknown ones with 404."""
     model = body.get("model")
-    if model is None or model == config.model_name:
-        return config.model_name, None
-    if not isinstance(model, str) or model not in config.lora_adapters:
+    if model is None:
+        return config.model_name
+    if model != config.model_name and model not in config.lora_adapters:
         raise ApiError(404, "NotFoundError", f"The model `{model}` does not exist.", "model")
-    return model, Lora(config.lora_adapters.index(model) + 1, model)
+    return str(model)
 
 
 def parse_generation(
@@ -106,7 +105,7 @@ def parse_generation(
     text_tokens: int | None = None,
 ) -> GenerationParams:
     """Check a chat or completion and tokenize its prompt; refuses with 404 or 400."""
-    model, lora = parse_model(body, config)
+    model = parse_model(body, config)
     cache_salt = body.get("cache_salt")
     if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
         refuse("cache_salt must be a non-empty string", "cache_salt")
@@ -129,7 +128,7 @@ def parse_generation(
         model=model,
         prompt_ids=prompt_ids,
         max_tokens=max_tokens,
-        lora=lora,
+        lora_name=None if model == config.model_name else model,
         cache_salt=cache_salt,
         is_streaming=is_streaming,
         has_usage_chunk=is_streaming and boolean(options or {}, "include_usage"),

@@ -7,22 +7,13 @@ from kvflash.mocker.block_hash import root_hash
 from kvflash.mocker.events import Event
 
 
-@dataclass(frozen=True, slots=True)
-class Lora:
-    """A LoRA adapter: its number, from 1, and its name."""
-
-    lora_id: int
-    name: str
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
     """One request in the scheduler."""
 
-    request_id: int  # Unique among the requests of a scheduler.
     prompt_ids: Sequence[int]  # At least one.
     planned_ids: Sequence[int]  # Tokens of the answer, at least one.
-    lora: Lora | None = None
+    lora_name: str | None = None
     cache_salt: str | None = None  # Separates the cache of tenants.
     # The KV comes from a prefill worker: only the last token of the prompt is computed here.
     is_transferred: bool = False
@@ -38,11 +29,16 @@ class Request:
     def __post_init__(self) -> None:
         """Start with the prompt, not computed."""
         self.tokens = list(self.prompt_ids)
-        self.root = root_hash(self.lora.name if self.lora else None, self.cache_salt)
+        self.root = root_hash(self.lora_name, self.cache_salt)
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.tokens) - len(self.prompt_ids)
 
     @property
     def is_finished(self) -> bool:
-        return len(self.tokens) == len(self.prompt_ids) + len(self.planned_ids)
+        return self.output_tokens == len(self.planned_ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,8 +129,7 @@ class Scheduler:
             if stored := self._store(request):
                 events.append(stored)
             if request.computed_tokens == len(request.tokens):
-                position = len(request.tokens) - len(request.prompt_ids)
-                request.tokens.append(request.planned_ids[position])
+                request.tokens.append(request.planned_ids[request.output_tokens])
                 advanced.append(request)
         self.counters.generation_tokens += len(advanced)
         self._sweep()
@@ -218,13 +217,14 @@ class Scheduler:
         assert all(new[first - full :]) or first == full, "a cached block's parent is cached"
         if first == full:
             return None
+        lora_name = request.lora_name
         return BlockStored(
             block_hashes=request.block_hashes[first:full],
             parent_block_hash=request.block_hashes[first - 1] if first else None,
             token_ids=request.tokens[first * block_size : full * block_size],
             block_size=block_size,
-            lora_id=request.lora.lora_id if request.lora else None,
-            lora_name=request.lora.name if request.lora else None,
+            lora_id=self._config.lora_adapters.index(lora_name) + 1 if lora_name else None,
+            lora_name=lora_name,
             cache_salt=None if first else request.cache_salt,
         )
 

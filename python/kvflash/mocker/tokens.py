@@ -8,7 +8,6 @@ from kvflash.mocker.block_hash import TOKEN_ID_MAX
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.handover import Room, parse_room
 from kvflash.mocker.protocol import COMPLETION_TOKENS, GenerationParams
-from kvflash.mocker.request import Lora
 
 
 def parse_tokens(request: Mapping[str, Any], config: MockerConfig) -> GenerationParams:
@@ -37,12 +36,11 @@ def parse_tokens(request: Mapping[str, Any], config: MockerConfig) -> Generation
     if cache_salt is not None and not isinstance(cache_salt, str):
         raise InvalidArgumentError(f"cache_salt must be text, got {cache_salt!r}")
     prefill = _map(request, "prefill_result")
-    lora = _lora(request.get("lora_name"), config)
     return GenerationParams(
         model=config.model_name,
         prompt_ids=token_ids,
         max_tokens=max_tokens,
-        lora=lora,
+        lora_name=_lora_name(request, config),
         cache_salt=cache_salt,
         is_streaming=True,
         has_usage_chunk=False,
@@ -57,12 +55,13 @@ def request_room(request: Any) -> Room | None:
     return parse_room(_map(request, "bootstrap_info"))
 
 
-def _lora(name: Any, config: MockerConfig) -> Lora | None:
+def _lora_name(request: Mapping[str, Any], config: MockerConfig) -> str | None:
+    name = request.get("lora_name")
     if name in (None, "", config.model_name):
         return None
     if name not in config.lora_adapters:
         raise InvalidArgumentError(f"lora_name {name!r} is not one of {list(config.lora_adapters)}")
-    return Lora(config.lora_adapters.index(name) + 1, name)
+    return str(name)
 
 
 def _map(request: Mapping[str, Any], field: str) -> Mapping[str, Any]:

@@ -25,7 +25,7 @@ def plan(max_tokens: int = 60, seed: int = 7, index: int = 0, **options: Any) ->
 
 def told_in_steps(planned: Plan, size: int) -> tuple[str, dict[int, str], int]:
     """Text, arguments by call, and the number of calls begun, as a stream tells them."""
-    request = Request(request_id=1, prompt_ids=[1], planned_ids=planned.token_ids)
+    request = Request(prompt_ids=[1], planned_ids=planned.token_ids)
     choice = Choice(0, planned, request)
     text, calls, begun = "", dict[int, str](), 0
     left = len(planned.token_ids)

@@ -11,7 +11,7 @@ from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.options import AnswerOptions
 from kvflash.mocker.protocol import GenerationParams, parse_generation, parse_json
 from kvflash.mocker.refusal import ApiError
-from kvflash.mocker.request import Lora, Request
+from kvflash.mocker.request import Request
 from kvflash.mocker.scheduler import Scheduler
 from kvflash.mocker.tokenizer import ByteTokenizer
 
@@ -27,7 +27,7 @@ def test_completion_defaults() -> None:
         model="m",
         prompt_ids=[97, 98],
         max_tokens=16,
-        lora=None,
+        lora_name=None,
         cache_salt=None,
         is_streaming=False,
         has_usage_chunk=False,
@@ -49,7 +49,7 @@ def test_chat_with_everything() -> None:
         is_chat=True,
     )
     assert bytes(params.prompt_ids) == b"<|user|>\na\n<|assistant|>\n"
-    assert (params.model, params.lora) == ("second", Lora(2, "second"))
+    assert (params.model, params.lora_name) == ("second", "second")
     assert (params.max_tokens, params.cache_salt) == (3, "s")
     assert (params.is_streaming, params.has_usage_chunk) == (True, True)
 
@@ -187,7 +187,7 @@ def test_what_is_not_a_json_object_is_refused(data: bytes) -> None:
 def test_metrics_escape_labels_and_count() -> None:
     config = MockerConfig(model_name='a"b\\c\n', block_size=16, num_gpu_blocks=64)
     scheduler = Scheduler(config)
-    scheduler.add(Request(request_id=1, prompt_ids=[1] * 40, planned_ids=[2, 3]))
+    scheduler.add(Request(prompt_ids=[1] * 40, planned_ids=[2, 3]))
     scheduler.schedule()
     text = render(scheduler, config, 1.5)
     labels = '{engine="0",model_name="a\\"b\\\\c\\n"}'

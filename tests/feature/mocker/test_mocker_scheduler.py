@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable, Sequence
-from itertools import count, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from kvflash.errors import InvalidArgumentError, OverloadedError
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
-from kvflash.mocker.request import Lora, PassResult, Request
+from kvflash.mocker.request import PassResult, Request
 from kvflash.mocker.scheduler import Scheduler
 
 CASES = json.loads((Path(__file__).parents[2] / "vectors" / "mocker_cases.json").read_text())
-IDS = count()
 
 
 class BruteIndex:
@@ -82,7 +81,7 @@ def small(**options: Any) -> Scheduler:
 
 def request(prompt: Iterable[int], output: int = 1, **options: Any) -> Request:
     planned = list(range(1000, 1000 + output))
-    return Request(request_id=next(IDS), prompt_ids=list(prompt), planned_ids=planned, **options)
+    return Request(prompt_ids=list(prompt), planned_ids=planned, **options)
 
 
 def step(scheduler: Scheduler) -> PassResult:
@@ -328,13 +327,13 @@ def test_evicted_and_stored_again_in_one_pass_ends_stored() -> None:
 
 
 def test_salts_and_adapters_share_nothing() -> None:
-    scheduler = small(num_gpu_blocks=100)
+    scheduler = small(num_gpu_blocks=100, lora_adapters=("b", "a"))
     kinds: list[dict[str, Any]] = [
         {},
         {"cache_salt": "a"},
         {"cache_salt": "b"},
-        {"lora": Lora(1, "a")},
-        {"lora": Lora(1, "a"), "cache_salt": "a"},
+        {"lora_name": "a"},
+        {"lora_name": "a", "cache_salt": "a"},
     ]
     for kind in kinds:
         new = request(range(9), **kind)
@@ -343,8 +342,7 @@ def test_salts_and_adapters_share_nothing() -> None:
         assert new.cached_tokens == 0
         salt = kind.get("cache_salt")
         assert event.cache_salt == salt
-        lora = kind.get("lora")
-        expected = (lora.lora_id, lora.name) if lora else (None, None)
+        expected = (2, "a") if "lora_name" in kind else (None, None)
         assert (event.lora_id, event.lora_name) == expected
     for kind in kinds:
         again = request(range(9), **kind)
@@ -428,7 +426,7 @@ def test_random_life(data: st.DataObject, chunked: bool, caching: bool) -> None:
     )
     index = BruteIndex()
     alive: list[Request] = []
-    ended: set[int] = set()
+    ended: set[Request] = set()
     for _ in range(data.draw(st.integers(1, 40))):
         action = data.draw(
             st.sampled_from(["add", "step", "step", "abort", "abort in pass", "reset"])
@@ -444,7 +442,7 @@ def test_random_life(data: st.DataObject, chunked: bool, caching: bool) -> None:
         elif action == "abort" and alive:
             one = data.draw(st.sampled_from(alive))
             scheduler.abort(one)
-            ended.add(one.request_id)
+            ended.add(one)
         elif action == "reset":
             if cleared := scheduler.reset():
                 index.apply([cleared])
@@ -453,15 +451,15 @@ def test_random_life(data: st.DataObject, chunked: bool, caching: bool) -> None:
             if action == "abort in pass":
                 one = data.draw(st.sampled_from(alive))
                 scheduler.abort(one)
-                ended.add(one.request_id)
+                ended.add(one)
             result = scheduler.complete(planned)
             index.apply(result.events)
-            assert not any(one.request_id in ended for one in result.advanced)
+            assert not any(one in ended for one in result.advanced)
         blocks = scheduler.blocks
         assert blocks.used_blocks + len(blocks._inactive) <= 9
         cached = {*blocks._active, *blocks._inactive}
         assert cached == set(index.held)
-        alive = [one for one in alive if not one.is_finished and one.request_id not in ended]
+        alive = [one for one in alive if not one.is_finished and one not in ended]
     index.apply(finish(scheduler))
     assert all(one.is_finished for one in alive)
     assert scheduler.blocks.used_blocks == 0
