@@ -7,9 +7,9 @@ from aiohttp import web
 
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.engine import Engine
+from kvflash.mocker.fields import ApiError, Body, refuse
 from kvflash.mocker.middleware import at_once
 from kvflash.mocker.protocol import parse_model, parse_prompt, parse_token_ids
-from kvflash.mocker.refusal import ApiError, Body, refuse
 from kvflash.mocker.scheduler import Scheduler
 from kvflash.mocker.tokenizer import Tokenizer
 

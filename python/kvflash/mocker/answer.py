@@ -5,8 +5,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from kvflash.mocker.fields import ApiError, Body
 from kvflash.mocker.plan import Choice, Step
-from kvflash.mocker.refusal import ApiError, Body
 from kvflash.mocker.request import Request
 
 DONE = b"data: [DONE]\n\n"

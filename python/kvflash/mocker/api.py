@@ -14,6 +14,7 @@ from kvflash.mocker.audio import SoundAnswer
 from kvflash.mocker.completions import ChatAnswer, CompletionAnswer, Echo, assistant_message
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.engine import Engine
+from kvflash.mocker.fields import ApiError, Body, refuse
 from kvflash.mocker.generation import Generator
 from kvflash.mocker.handover import Handover
 from kvflash.mocker.logprobs import Logprobs
@@ -30,7 +31,6 @@ from kvflash.mocker.protocol import (
     parse_token_ids,
     shared,
 )
-from kvflash.mocker.refusal import ApiError, Body, refuse
 from kvflash.mocker.responses import ResponseAnswer, ResponseStore
 from kvflash.mocker.tokenizer import Tokenizer, pieces
 

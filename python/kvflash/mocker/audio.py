@@ -11,8 +11,8 @@ from typing import Any
 from aiohttp import web
 
 from kvflash.mocker.answer import DONE, Answer, event, usage_of
+from kvflash.mocker.fields import Body, one_of, refuse
 from kvflash.mocker.plan import Choice, Step
-from kvflash.mocker.refusal import Body, refuse
 
 # Telephone audio: 16,000 bytes a second; uploads are assumed to have this rate.
 SAMPLE_RATE = 8_000
@@ -66,9 +66,7 @@ async def read_upload(request: web.Request, *, is_translated: bool) -> Upload:
     if not isinstance(sound, web.FileField):
         refuse("file must be an upload with a file name", "file")
     fields = {name: value for name, value in parts.items() if isinstance(value, str)}
-    form = fields.get("response_format", "json")
-    if form not in TEXT_FORMATS:
-        refuse(f"response_format must be one of {', '.join(TEXT_FORMATS)}", "response_format")
+    form = one_of(fields, "response_format", TEXT_FORMATS)
     return Upload(fields, sound.file.read(), form, is_translated)
 
 
@@ -116,9 +114,7 @@ def speak(body: Body) -> tuple[bytes, str]:
     text = body.get("input")
     if not isinstance(text, str) or not 1 <= len(text) <= SPEECH_CHARS_MAX:
         refuse(f"input must be a string of 1..={SPEECH_CHARS_MAX} characters", "input")
-    form = body.get("response_format") or "wav"
-    if not isinstance(form, str) or form not in SPEECH_FORMATS:
-        refuse(f"response_format must be one of {', '.join(SPEECH_FORMATS)}", "response_format")
+    form = one_of(body, "response_format", tuple(SPEECH_FORMATS))
     samples = array("h")
     for char in text:
         half = 10 + ord(char) % 40  # Samples of half a wave: 80 to 400 Hz.

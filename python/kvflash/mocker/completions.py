@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 from kvflash.mocker.answer import DONE, Answer, event, usage_of
+from kvflash.mocker.fields import Body
 from kvflash.mocker.logprobs import Logprobs
 from kvflash.mocker.plan import Choice, Delta, Plan, Step
 from kvflash.mocker.protocol import GenerationParams, function_call
-from kvflash.mocker.refusal import Body
 
 
 class Echo(NamedTuple):

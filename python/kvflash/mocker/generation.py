@@ -11,10 +11,10 @@ from kvflash.errors import ClosedError
 from kvflash.mocker.answer import Answer
 from kvflash.mocker.block_hash import output_seed
 from kvflash.mocker.engine import Engine, Generation
+from kvflash.mocker.fields import ApiError
 from kvflash.mocker.handover import Handover, Room
 from kvflash.mocker.plan import Choice, Plan, Step, plan_answer
 from kvflash.mocker.protocol import GenerationParams
-from kvflash.mocker.refusal import ApiError
 from kvflash.mocker.request import Request
 from kvflash.mocker.tokenizer import Tokenizer
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import accumulate
 
-from kvflash.mocker.refusal import Body
+from kvflash.mocker.fields import Body
 from kvflash.mocker.tokenizer import Tokenizer
 
 # The generated token is always the likeliest; others follow at this distance.

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvflash.mocker.answer import Answer, event, usage_of
+from kvflash.mocker.fields import ApiError, Body, refuse
 from kvflash.mocker.plan import Choice, Delta, Plan, Step
 from kvflash.mocker.protocol import content_of, function_call, listed_tools, response_format, shared
-from kvflash.mocker.refusal import ApiError, Body, refuse
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 # Claude Code starts its system prompt with a block that differs between requests.

@@ -7,8 +7,8 @@ from aiohttp import web
 
 from kvflash.errors import ClosedError, OverloadedError, TransportError
 from kvflash.mocker import messages
+from kvflash.mocker.fields import ApiError, Body, refuse
 from kvflash.mocker.protocol import parse_json
-from kvflash.mocker.refusal import ApiError, Body, refuse
 
 RETRY_AFTER_S = 1
 # A request with this header is answered with the status in it.

@@ -1,10 +1,20 @@
 """Requirements on an answer, from a chat or a completion, to which other APIs are converted."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from kvflash.mocker.refusal import Body, refuse
+from kvflash.mocker.fields import (
+    Body,
+    boolean,
+    inner,
+    integer,
+    is_integer,
+    is_object,
+    listed,
+    read,
+    refuse,
+    texts,
+)
 
 STOPS_MAX = 64
 CHOICES_MAX = 32
@@ -53,38 +63,23 @@ def parse_options(body: Body, *, is_chat: bool, text_tokens: int | None) -> Answ
         calls_each=body.get("parallel_tool_calls") is True and not is_named,
         is_named=is_named,
         schema=_schema(body),
-        stop=_stop(body.get("stop")),
-        stop_token_ids=_stop_token_ids(body.get("stop_token_ids")),
+        stop=_stop(body),
+        stop_token_ids=frozenset(listed(body, "stop_token_ids", is_integer, "a list of token ids")),
         has_stop=boolean(body, "include_stop_str_in_output"),
-        seed=_seed(body.get("seed")),
-        choices=_integer(body, "n", 1, 1, CHOICES_MAX),
+        seed=read(body, "seed", is_integer, "an integer"),
+        choices=integer(body, "n", 1, CHOICES_MAX, 1),
         logprobs=_logprobs(body, is_chat=is_chat),
         has_echo=not is_chat and boolean(body, "echo"),
         text_tokens=text_tokens,
     )
 
 
-def boolean(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    """A boolean field; refuses other values."""
-    value = body.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        refuse(f"{name} must be true or false", name)
-    return value
-
-
 def parse_tools(body: Body) -> list[Tool]:
     """The tools of a chat; refuses malformed ones."""
-    told = body.get("tools")
-    if told is None:
-        return []
-    if not isinstance(told, list):
-        refuse("tools must be a list", "tools")
     tools = []
-    for at, tool in enumerate(told):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or tool.get("type", "function") != "function":
+    for at, tool in enumerate(listed(body, "tools", is_object, "a list of objects")):
+        function = tool.get("function")
+        if not is_object(function) or tool.get("type", "function") != "function":
             refuse(f"tools[{at}] must have type function and a function", "tools")
         name, parameters = function.get("name"), function.get("parameters")
         if not isinstance(name, str) or not name:
@@ -107,9 +102,7 @@ def _tools_to_call(body: Body) -> tuple[Sequence[Tool], bool]:
         return (() if _has_results(body) else tools), False
     if choice == "required":
         return tools, False
-    function = choice.get("function") if isinstance(choice, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    named = [tool for tool in tools if tool.name == name]
+    named = [tool for tool in tools if tool.name == inner(choice, "function", "name")]
     if not named:
         names = ", ".join(tool.name for tool in tools)
         refuse(
@@ -128,14 +121,13 @@ def _has_results(body: Body) -> bool:
 
 def _schema(body: Body) -> object:
     form = body.get("response_format")
-    kind = form.get("type") if isinstance(form, dict) else None
+    kind = inner(form, "type")
     if form is None or kind == "text":
         return None
     if kind == "json_object":
         return ANY_OBJECT
-    told = form.get("json_schema") if isinstance(form, dict) else None
-    schema = told.get("schema") if isinstance(told, dict) else None
-    if kind != "json_schema" or not isinstance(schema, dict):
+    schema = inner(form, "json_schema", "schema")
+    if kind != "json_schema" or not is_object(schema):
         refuse(
             "response_format must have type text, json_object, or json_schema with a "
             "json_schema.schema",
@@ -144,48 +136,23 @@ def _schema(body: Body) -> object:
     return schema
 
 
-def _stop(told: object) -> Sequence[str]:
-    if told is None:
-        return ()
-    stops = [told] if isinstance(told, str) else told
-    if not isinstance(stops, list) or not all(isinstance(one, str) and one for one in stops):
+def _stop(body: Body) -> Sequence[str]:
+    stops = texts(body, "stop")
+    if "" in stops:
         refuse("stop must be a non-empty string or a list of them", "stop")
     if len(stops) > STOPS_MAX:
         refuse(f"stop may have at most {STOPS_MAX} strings, got {len(stops)}", "stop")
-    return stops
-
-
-def _stop_token_ids(told: object) -> frozenset[int]:
-    if told is None:
-        return frozenset()
-    if not isinstance(told, list) or not all(type(token_id) is int for token_id in told):
-        refuse("stop_token_ids must be a list of token ids", "stop_token_ids")
-    return frozenset(told)
-
-
-def _seed(told: object) -> int | None:
-    if told is not None and type(told) is not int:
-        refuse("seed must be an integer", "seed")
-    return told
+    return tuple(stops)
 
 
 def _logprobs(body: Body, *, is_chat: bool) -> int | None:
     if not is_chat:
         # In completions the field itself is the number; 0: the token alone.
-        has_any = body.get("logprobs") is not None
-        return _integer(body, "logprobs", 0, 0, LOGPROBS_MAX) if has_any else None
-    count = _integer(body, "top_logprobs", 0, 0, LOGPROBS_MAX)
+        found: int | None = integer(body, "logprobs", 0, LOGPROBS_MAX)
+        return found
+    count: int = integer(body, "top_logprobs", 0, LOGPROBS_MAX, 0)
     if not boolean(body, "logprobs"):
         if count:
             refuse("top_logprobs needs logprobs", "top_logprobs")
         return None
     return count
-
-
-def _integer(body: Body, name: str, default: int, least: int, most: int) -> int:
-    value = body.get(name)
-    if value is None:
-        return default
-    if type(value) is not int or not least <= value <= most:
-        refuse(f"{name} must be in {least}..={most}, got {value!r:.80}", name)
-    return value

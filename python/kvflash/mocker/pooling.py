@@ -9,24 +9,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvflash.mocker.block_hash import output_seed
+from kvflash.mocker.fields import Body, integer, one_of, refuse, texts
 from kvflash.mocker.protocol import parse_token_ids
-from kvflash.mocker.refusal import Body, refuse
 from kvflash.mocker.tokenizer import Tokenizer
 
 DIMENSIONS = 16
 DIMENSIONS_MAX = 4096
+TOP_MAX = 2**31 - 1
 CLASSES = ("LABEL_0", "LABEL_1")
 
 
 def embeddings(body: Body, model: str, tokenizer: Tokenizer) -> Body:
     """The answer of /v1/embeddings."""
     prompts = _prompts(body, tokenizer)
-    count = body.get("dimensions") or DIMENSIONS
-    if type(count) is not int or not 1 <= count <= DIMENSIONS_MAX:
-        refuse(f"dimensions must be in 1..={DIMENSIONS_MAX}", "dimensions")
-    form = body.get("encoding_format") or "float"
-    if form not in ("float", "base64"):
-        refuse("encoding_format must be float or base64", "encoding_format")
+    count = integer(body, "dimensions", 0, DIMENSIONS_MAX) or DIMENSIONS
+    form = one_of(body, "encoding_format", ("float", "base64"))
     vectors: Any = [_vector(prompt, count) for prompt in prompts]
     if form == "base64":
         packed = (struct.pack(f"<{count}f", *vector) for vector in vectors)
@@ -37,10 +34,10 @@ def embeddings(body: Body, model: str, tokenizer: Tokenizer) -> Body:
 
 def rerank(body: Body, model: str, tokenizer: Tokenizer) -> Body:
     """The answer of /rerank, best first."""
-    query, documents = _text(body, "query"), _texts(body, "documents")
-    top_n = body.get("top_n") or len(documents)
-    if type(top_n) is not int or top_n < 1:
-        refuse("top_n must be a positive integer", "top_n")
+    query, documents = body.get("query"), _texts(body, "documents")
+    if not isinstance(query, str):
+        refuse("query must be text", "query")
+    top_n = integer(body, "top_n", 0, TOP_MAX) or len(documents)
     pairs = [_encode(query + document, tokenizer) for document in documents]
     scores = [_vector(pair, 1)[0] for pair in pairs]
     ranked = sorted(range(len(documents)), key=scores.__getitem__, reverse=True)[:top_n]
@@ -117,16 +114,5 @@ def _prompts(body: Body, tokenizer: Tokenizer) -> list[list[int]]:
     ]
 
 
-def _text(body: Body, name: str) -> str:
-    text = body.get(name)
-    if not isinstance(text, str):
-        refuse(f"{name} must be text", name)
-    return text
-
-
 def _texts(body: Body, name: str) -> list[str]:
-    told = body.get(name)
-    texts = [told] if isinstance(told, str) else told
-    if not isinstance(texts, list) or not texts or not all(isinstance(one, str) for one in texts):
-        refuse(f"{name} must be a string or a non-empty list of strings", name)
-    return texts
+    return texts(body, name) or refuse(f"{name} must have at least one string", name)

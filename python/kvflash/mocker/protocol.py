@@ -8,9 +8,9 @@ from typing import Any
 from kvflash.errors import InvalidArgumentError
 from kvflash.mocker.block_hash import TOKEN_ID_MAX
 from kvflash.mocker.config import MockerConfig
+from kvflash.mocker.fields import ApiError, Body, boolean, refuse
 from kvflash.mocker.handover import Room, is_handed_over, parse_room
-from kvflash.mocker.options import AnswerOptions, boolean, parse_options, parse_tools
-from kvflash.mocker.refusal import ApiError, Body, refuse
+from kvflash.mocker.options import AnswerOptions, parse_options, parse_tools
 from kvflash.mocker.tokenizer import Tokenizer
 
 # Output tokens of a request without a limit: a completion is cut there, a chat's text ends.

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvflash.mocker.answer import Answer, event, usage_of
+from kvflash.mocker.fields import ApiError, Body, refuse
 from kvflash.mocker.logprobs import Logprobs
 from kvflash.mocker.plan import Choice, Delta, Plan, Step
 from kvflash.mocker.protocol import content_of, function_call, listed_tools, response_format, shared
-from kvflash.mocker.refusal import ApiError, Body, refuse
 from kvflash.mocker.tokenizer import texts_of
 
 # Maximum of stored responses; the oldest ones are dropped.

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from kvflash.mocker.fields import ApiError
 from kvflash.mocker.options import AnswerOptions, Tool
 from kvflash.mocker.plan import Choice, Plan, plan_answer
-from kvflash.mocker.refusal import ApiError
 from kvflash.mocker.request import Request
 from kvflash.mocker.tokenizer import ByteTokenizer, call_text, pieces
 

@@ -8,9 +8,9 @@ import pytest
 
 from kvflash.mocker.admin import render
 from kvflash.mocker.config import MockerConfig
+from kvflash.mocker.fields import ApiError
 from kvflash.mocker.options import AnswerOptions
 from kvflash.mocker.protocol import GenerationParams, parse_generation, parse_json
-from kvflash.mocker.refusal import ApiError
 from kvflash.mocker.request import Request
 from kvflash.mocker.scheduler import Scheduler
 from kvflash.mocker.tokenizer import ByteTokenizer
