@@ -5,9 +5,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from aiohttp import web
+
 from kvflash.mocker.fields import ApiError, Body
 from kvflash.mocker.plan import Choice, Step
-from kvflash.mocker.request import Request
 
 DONE = b"data: [DONE]\n\n"
 
@@ -31,6 +32,10 @@ class Answer(ABC):
     def closing(self, choices: Sequence[Choice]) -> bytes:
         """Events after the last step."""
 
+    def respond(self, whole: Any) -> web.Response:
+        """The response of a non-streamed answer."""
+        return web.json_response(whole)
+
     def failure(self, error: ApiError) -> bytes:
         """Events that end a stream after an engine failure."""
         return event(error.body) + DONE
@@ -42,8 +47,9 @@ def event(body: Body, name: str | None = None) -> bytes:
     return head + b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
 
 
-def usage(requests: Sequence[Request]) -> Body:
-    """The usage of finished requests that share a prompt."""
+def usage_of(choices: Sequence[Choice]) -> Body:
+    """The usage of finished answers to one prompt."""
+    requests = [choice.request for choice in choices]
     prompt_tokens = len(requests[0].prompt_ids)
     completion_tokens = sum(one.output_tokens for one in requests)
     return {
@@ -52,11 +58,6 @@ def usage(requests: Sequence[Request]) -> Body:
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": requests[0].cached_tokens or 0},
     }
-
-
-def usage_of(choices: Sequence[Choice]) -> Body:
-    """The usage of finished answers."""
-    return usage([choice.request for choice in choices])
 
 
 class TokensAnswer(Answer):

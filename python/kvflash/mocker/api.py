@@ -14,16 +14,15 @@ from kvflash.mocker.audio import SoundAnswer
 from kvflash.mocker.completions import ChatAnswer, CompletionAnswer, Echo, assistant_message
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.engine import Engine
-from kvflash.mocker.fields import ApiError, Body, refuse
+from kvflash.mocker.fields import ApiError, Body, mapping, refuse
 from kvflash.mocker.generation import Generator
-from kvflash.mocker.handover import Handover
+from kvflash.mocker.handover import Handover, parse_room
 from kvflash.mocker.logprobs import Logprobs
 from kvflash.mocker.messages import MessageAnswer
 from kvflash.mocker.middleware import at_once, errors
 from kvflash.mocker.plan import Plan
 from kvflash.mocker.protocol import (
     GenerationParams,
-    parse_bootstrap,
     parse_generation,
     parse_json,
     parse_model,
@@ -90,13 +89,13 @@ class Api:
         self._handover = handover
         self._config = config
         self._tokenizer = tokenizer
-        self._generator = Generator(engine, tokenizer, handover)
+        self._generator = Generator([engine], tokenizer, handover)
         self._store = ResponseStore()
 
     async def openai(self, request: web.Request, *, is_chat: bool) -> web.StreamResponse:
         body = parse_json(await request.read())
         # Read first: if anything else is wrong, the waiting decode worker must be informed.
-        room = parse_bootstrap(body)
+        room = parse_room(body)
         try:
             params = self._params(request, body, is_chat=is_chat)
         except ApiError:
@@ -110,21 +109,20 @@ class Api:
         else:
             echo = self._echo(body, params) if params.options.has_echo else None
             answer = CompletionAnswer(answer_id, params, logprobs, echo=echo)
-        return await self._generator.answer(request, params, answer, room=room)
+        return await self._generator.answer(request, params, answer, room)
 
     async def response(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/responses: stored for the next turn, unless `store` is false."""
         body = parse_json(await request.read())
         chat = responses.as_chat(body, self._store)
         params = self._params(request, chat, is_chat=True)
-        logprobs = self._logprobs(params)
-        answer = ResponseAnswer(body, params.model, params.max_tokens, logprobs=logprobs)
 
-        def keep(plan: Plan) -> None:
+        def keep(whole: Body, plan: Plan) -> None:
             if body.get("store", True):
-                self._store.keep(answer, [*chat["messages"], assistant_message(plan)])
+                self._store.keep(whole, [*chat["messages"], assistant_message(plan)])
 
-        return await self._generator.answer(request, params, answer, on_plan=keep)
+        answer = ResponseAnswer(body, params, self._logprobs(params), keep)
+        return await self._generator.answer(request, params, answer)
 
     async def kept_response(self, request: web.Request) -> web.Response:
         return web.json_response(self._store.response(request.match_info["id"]))
@@ -193,7 +191,7 @@ class Api:
         digest = blake2b(upload.sound, digest_size=8).hexdigest()
         params = self._params(request, upload.as_completion(digest), is_chat=False)
         answer = SoundAnswer(uuid.uuid4().hex, params.model, upload)
-        return await self._generator.answer(request, params, answer, respond=answer.respond)
+        return await self._generator.answer(request, params, answer)
 
     async def speech(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/audio/speech: answered at once."""
@@ -226,9 +224,7 @@ class Api:
 
 def _completion(body: Body, prompt: object, limit: str) -> Body:
     """The completion request that a request for tokens stands for."""
-    sampling = body.get("sampling_params") or {}
-    if not isinstance(sampling, dict):
-        refuse("sampling_params must be an object", "sampling_params")
+    sampling = mapping(body, "sampling_params")
     options = {name: sampling.get(name) for name in ("n", "seed", "stop", "stop_token_ids")}
     return {**shared(body), **options, "prompt": prompt, "max_tokens": sampling.get(limit)}
 

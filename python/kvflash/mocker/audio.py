@@ -91,10 +91,10 @@ class SoundAnswer(Answer):
         told = {"language": language, "duration": float(seconds), "text": text}
         return {**told, "segments": [segment], "usage": used}
 
-    def respond(self, body: Body) -> web.Response:
+    def respond(self, whole: Body) -> web.Response:
         if self._upload.form == "text":
-            return web.Response(text=body["text"])
-        return web.json_response(body)
+            return web.Response(text=whole["text"])
+        return super().respond(whole)
 
     def piece(self, choice: Choice, step: Step) -> bytes:
         text = "".join(delta.text for delta in step.deltas)

@@ -25,29 +25,23 @@ TIMER_RESOLUTION_S = 0.001
 CATCH_UP_S_MAX = 0.02
 
 
-class Generation:
-    """One request, as seen by the coroutine that waits for its tokens."""
+class Waiter:
+    """Wakes the coroutine that waits for the tokens of its requests."""
 
-    def __init__(self, request: Request, *, is_streaming: bool) -> None:
-        self.request = request
-        self._is_streaming = is_streaming  # Wake the waiter for every token.
-        self._taken = 0
+    def __init__(self, *, is_streaming: bool) -> None:
+        self._is_streaming = is_streaming  # Wake it for every token, not only for the last ones.
         self._error: ClosedError | None = None
         self._changed = asyncio.Event()
 
-    async def take(self) -> list[int]:
-        """Wait for tokens, all of them unless streaming; ClosedError if the engine stopped."""
+    async def wait(self) -> None:
+        """Wait for news since the last call; ClosedError if the engine stopped."""
         await self._changed.wait()
         self._changed.clear()
         if self._error is not None:
             raise self._error
-        start = len(self.request.prompt_ids) + self._taken
-        token_ids = self.request.tokens[start:]
-        self._taken += len(token_ids)
-        return token_ids
 
-    def notify(self) -> None:
-        if self._is_streaming or self.request.is_finished:
+    def notify(self, request: Request) -> None:
+        if self._is_streaming or request.is_finished:
             self._changed.set()
 
     def fail(self, error: ClosedError) -> None:
@@ -62,7 +56,7 @@ class Engine:
         self._config = config
         self._stream = stream
         self.scheduler = Scheduler(config)
-        self._generations: dict[Request, Generation] = {}
+        self._waiters: dict[Request, Waiter] = {}
         self._wake = asyncio.Event()
         self._due_s = 0.0
         self._error: ClosedError | None = None
@@ -73,8 +67,8 @@ class Engine:
     def is_alive(self) -> bool:
         return self._error is None
 
-    def submit(self, request: Request, *, is_streaming: bool = False) -> Generation:
-        """Accept a request; ``is_streaming`` delivers each token.
+    def submit(self, request: Request, waiter: Waiter) -> None:
+        """Accept a request.
 
         Raises OverloadedError if too many requests wait, InvalidArgumentError for an empty or too
         long request, and ClosedError once the engine has stopped.
@@ -82,15 +76,13 @@ class Engine:
         if self._error is not None:
             raise self._error
         self.scheduler.add(request)
-        generation = Generation(request, is_streaming=is_streaming)
-        self._generations[request] = generation
+        self._waiters[request] = waiter
         self._wake.set()
-        return generation
 
-    def abort(self, generation: Generation) -> None:
+    def abort(self, request: Request) -> None:
         """End a request early and free its blocks; without effect if it has ended."""
-        if self._generations.pop(generation.request, None) is not None:
-            self.scheduler.abort(generation.request)
+        if self._waiters.pop(request, None) is not None:
+            self.scheduler.abort(request)
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache and publish that; False, and no change, while a request runs."""
@@ -103,7 +95,7 @@ class Engine:
         return True
 
     async def run(self) -> None:
-        """Work until cancelled; then every waiting generation fails with ClosedError."""
+        """Work until cancelled; then every waiter fails with ClosedError."""
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -137,10 +129,9 @@ class Engine:
         if self._stream is not None:
             put(self._stream.outbox, result.events)
         for request in result.advanced:
-            generation = self._generations[request]
+            self._waiters[request].notify(request)
             if request.is_finished:
-                del self._generations[request]
-            generation.notify()
+                del self._waiters[request]
         if self.on_pass is not None:
             self.on_pass(self.scheduler)
 
@@ -148,6 +139,6 @@ class Engine:
         if self._error is not None:
             return
         self._error = error
-        for generation in self._generations.values():
-            generation.fail(error)
-        self._generations.clear()
+        for waiter in self._waiters.values():
+            waiter.fail(error)
+        self._waiters.clear()

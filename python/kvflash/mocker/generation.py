@@ -1,120 +1,123 @@
-"""Runs a request in the engine and writes its answer: whole, or as a stream."""
+"""Runs a request in the engine, and writes its answer: whole, or as a stream."""
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 from aiohttp import web
 
 from kvflash.errors import ClosedError
 from kvflash.mocker.answer import Answer
 from kvflash.mocker.block_hash import output_seed
-from kvflash.mocker.engine import Engine, Generation
+from kvflash.mocker.engine import Engine, Waiter
 from kvflash.mocker.fields import ApiError
 from kvflash.mocker.handover import Handover, Room
-from kvflash.mocker.plan import Choice, Plan, Step, plan_answer
+from kvflash.mocker.plan import Choice, Step, plan_answer
 from kvflash.mocker.protocol import GenerationParams
 from kvflash.mocker.request import Request
 from kvflash.mocker.tokenizer import Tokenizer
 
-Running = Sequence[tuple[Choice, Generation]]
+
+class Generation:
+    """The answers to one request, while the engine works on them."""
+
+    def __init__(self, choices: Sequence[Choice], waiter: Waiter) -> None:
+        self.choices = choices
+        self.waiter = waiter
+
+    async def steps(self) -> AsyncIterator[tuple[Choice, Step]]:
+        """The steps of all answers, in order of arrival."""
+        while waiting := [choice for choice in self.choices if not choice.is_told]:
+            await self.waiter.wait()
+            for choice in waiting:
+                if choice.has_news:
+                    yield choice, choice.step()
 
 
 class Generator:
-    """Answers the requests of one worker."""
+    """Answers the requests of one worker, which has one engine or more."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, handover: Handover) -> None:
-        self._engine = engine
+    def __init__(self, engines: Sequence[Engine], tokenizer: Tokenizer, handover: Handover) -> None:
+        self._engines = engines
         self._tokenizer = tokenizer
         self._handover = handover
+
+    @asynccontextmanager
+    async def generation(
+        self, params: GenerationParams, room: Room | None
+    ) -> AsyncIterator[Generation]:
+        """Let the engine work on a request until the block ends, as it does when a client leaves.
+
+        Waits first until the prompt is handed over, and reports to its room at the end.
+        """
+        choices: list[Choice] = []
+        try:
+            is_transferred = await self._handover.receive(params.transfer, room)
+            waiter = Waiter(is_streaming=params.is_streaming)
+            engine = min(self._engines, key=lambda one: one.scheduler.request_count)
+            if params.engine is not None:
+                engine = self._engines[params.engine]
+            for index in range(params.options.choices):
+                choice = self._plan(params, index, is_transferred=is_transferred)
+                engine.submit(choice.request, waiter)
+                choices.append(choice)
+            yield Generation(choices, waiter)
+        finally:
+            for choice in choices:
+                engine.abort(choice.request)
+            is_done = bool(choices) and all(choice.request.is_finished for choice in choices)
+            self._handover.finish(room, is_done=is_done)
+
+    def _plan(self, params: GenerationParams, index: int, *, is_transferred: bool) -> Choice:
+        """Plan answer ``index`` to a request."""
+        plan = plan_answer(
+            params.options,
+            self._tokenizer,
+            seed=output_seed(params.lora_name, params.prompt_ids),
+            index=index,
+            max_tokens=1 if self._handover.is_prefill else params.max_tokens,
+        )
+        request = Request(
+            prompt_ids=params.prompt_ids,
+            planned_ids=plan.token_ids,
+            lora_name=params.lora_name,
+            cache_salt=params.cache_salt,
+            is_transferred=is_transferred,
+        )
+        return Choice(index, plan, request)
 
     async def answer(
         self,
         request: web.Request,
         params: GenerationParams,
         answer: Answer,
-        *,
         room: Room | None = None,
-        on_plan: Callable[[Plan], None] = lambda _: None,
-        respond: Callable[[Any], web.Response] = web.json_response,
     ) -> web.StreamResponse:
-        """Generate the answer to a request.
-
-        Calls ``on_plan`` with the finished answer before its end is sent, and ``respond`` for the
-        response of a non-streamed body.
-        """
-        running: list[tuple[Choice, Generation]] = []
-        is_done = False
-        try:
-            is_transferred = await self._handover.receive(params.transfer, room)
-            for index in range(params.options.choices):
-                worker = self._engine, self._tokenizer, self._handover
-                running.append(submit(*worker, params, index, is_transferred=is_transferred))
+        """Generate the answer to a request."""
+        async with self.generation(params, room) as generation:
             if params.is_streaming:
-                response = await _stream(request, running, answer, on_plan)
-            else:
-                await asyncio.gather(*(generation.take() for _, generation in running))
-                choices = [choice for choice, _ in running]
-                whole = answer.whole(choices)
-                on_plan(choices[0].plan)
-                if params.transfer is not None and params.transfer.get("do_remote_decode"):
-                    whole["kv_transfer_params"] = self._handover.params(len(params.prompt_ids))
-                response = respond(whole)
-            is_done = all(generation.request.is_finished for _, generation in running)
-            return response
-        finally:
-            for _, generation in running:
-                # The handler is cancelled when its client disconnects; a finished request stays
-                # finished.
-                self._engine.abort(generation)
-            self._handover.finish(room, is_done=is_done)
-
-
-def submit(
-    engine: Engine,
-    tokenizer: Tokenizer,
-    handover: Handover,
-    params: GenerationParams,
-    index: int,
-    *,
-    is_transferred: bool,
-) -> tuple[Choice, Generation]:
-    """Plan answer ``index`` to a request, and let the engine work on it."""
-    plan = plan_answer(
-        params.options,
-        tokenizer,
-        seed=output_seed(params.lora_name, params.prompt_ids),
-        index=index,
-        max_tokens=1 if handover.is_prefill else params.max_tokens,
-    )
-    asked = Request(
-        prompt_ids=params.prompt_ids,
-        planned_ids=plan.token_ids,
-        lora_name=params.lora_name,
-        cache_salt=params.cache_salt,
-        is_transferred=is_transferred,
-    )
-    return Choice(index, plan, asked), engine.submit(asked, is_streaming=params.is_streaming)
+                return await _stream(request, generation, answer)
+            async for _ in generation.steps():
+                pass
+            whole = answer.whole(generation.choices)
+            if params.transfer.get("do_remote_decode"):
+                whole["kv_transfer_params"] = self._handover.params(len(params.prompt_ids))
+            return answer.respond(whole)
 
 
 async def _stream(
-    request: web.Request, running: Running, answer: Answer, on_plan: Callable[[Plan], None]
+    request: web.Request, generation: Generation, answer: Answer
 ) -> web.StreamResponse:
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
     )
-    choices = [choice for choice, _ in running]
+    choices = generation.choices
     try:
-        async with aclosing(_steps(running)) as steps:
-            async for choice, step in steps:
-                # Headers go out with the first token: until then an error can have its own status.
-                if not response.prepared:
-                    await response.prepare(request)
-                    await _write(response, answer.opening(choices))
-                await _write(response, answer.piece(choice, step))
-        # Stored before the end is sent: the next turn may come at once.
-        on_plan(choices[0].plan)
+        async for choice, step in generation.steps():
+            # Headers go out with the first token: until then an error can have its own status.
+            if not response.prepared:
+                await response.prepare(request)
+                await _write(response, answer.opening(choices))
+            await _write(response, answer.piece(choice, step))
         await _write(response, answer.closing(choices))
     except ClosedError as error:
         if not response.prepared:
@@ -127,32 +130,6 @@ async def _stream(
         return response
     await response.write_eof()
     return response
-
-
-async def _steps(running: Running) -> AsyncGenerator[tuple[Choice, Step], None]:
-    """The steps of all answers, in order of arrival."""
-    if len(running) == 1:
-        # A single answer needs no tasks.
-        ((choice, generation),) = running
-        while not choice.is_told:
-            yield choice, choice.step(len(await generation.take()))
-        return
-    waiting = {
-        asyncio.create_task(generation.take()): (choice, generation)
-        for choice, generation in running
-    }
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for take in sorted(done, key=lambda take: waiting[take][0].index):
-                choice, generation = waiting.pop(take)
-                yield choice, choice.step(len(take.result()))
-                if not choice.is_told:
-                    waiting[asyncio.create_task(generation.take())] = (choice, generation)
-    finally:
-        for take in waiting:
-            take.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
 
 
 async def _write(response: web.StreamResponse, events: bytes) -> None:

@@ -10,12 +10,12 @@ import contextlib
 import json
 import logging
 import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvflash.errors import InvalidArgumentError, TransportError
+from kvflash.errors import TransportError
 from kvflash.mocker.config import Role
+from kvflash.mocker.fields import Fields, integer, is_text, mapping, refuse, text
 
 logger = logging.getLogger(__name__)
 
@@ -27,20 +27,16 @@ _LINE_BYTES_MAX = 1_024
 _ROOM_MAX = (1 << 64) - 1
 
 
-def is_handed_over(params: object) -> bool:
-    """Whether another worker computes the prompt; InvalidArgumentError for malformed parameters."""
-    if params is None:
-        return False
-    if not isinstance(params, Mapping):
-        raise InvalidArgumentError(f"kv_transfer_params must be an object, got {params!r}")
-    if not params.get("do_remote_prefill"):
-        return False
-    blocks = params.get("remote_block_ids")
-    if not isinstance(params.get("remote_engine_id"), str) or not isinstance(blocks, list | tuple):
-        raise InvalidArgumentError(
-            "kv_transfer_params with do_remote_prefill need remote_engine_id and remote_block_ids"
+def parse_transfer(fields: Fields) -> Fields:
+    """The field kv_transfer_params, checked; empty if missing."""
+    params = mapping(fields, "kv_transfer_params")
+    blocks, engine_id = params.get("remote_block_ids"), params.get("remote_engine_id")
+    if params.get("do_remote_prefill") and not (is_text(engine_id) and isinstance(blocks, list)):
+        refuse(
+            "kv_transfer_params with do_remote_prefill need remote_engine_id and remote_block_ids",
+            "kv_transfer_params",
         )
-    return True
+    return params
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,18 +48,19 @@ class Room:
     number: int
 
 
-def parse_room(fields: Mapping[str, Any]) -> Room | None:
-    """The room of a request, or None; raises InvalidArgumentError for an invalid one."""
-    host, port, number = (fields.get(f"bootstrap_{name}") for name in ("host", "port", "room"))
-    if host is None and port is None and number is None:
+def parse_room(fields: Fields) -> Room | None:
+    """The room of a request, or None; refuses an invalid one."""
+    names = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+    missing = [name for name in names if fields.get(name) is None]
+    if len(missing) == len(names):
         return None
-    if not isinstance(host, str) or not host:
-        raise InvalidArgumentError(f"bootstrap_host must be a name or address, got {host!r}")
-    if type(port) is not int or not 1 <= port <= 65535:
-        raise InvalidArgumentError(f"bootstrap_port must be in 1..65535, got {port!r}")
-    if type(number) is not int or not 0 <= number <= _ROOM_MAX:
-        raise InvalidArgumentError(f"bootstrap_room must be in 0..2^64-1, got {number!r}")
-    return Room(host=host, port=port, number=number)
+    if missing:
+        refuse(f"{', '.join(names)} belong together: {missing[0]} is missing", missing[0])
+    return Room(
+        host=text(fields, "bootstrap_host"),
+        port=integer(fields, "bootstrap_port", 1, 65_535),
+        number=integer(fields, "bootstrap_room", 0, _ROOM_MAX),
+    )
 
 
 class Handover:
@@ -107,15 +104,14 @@ class Handover:
             answer.cancel()
         await asyncio.gather(*self._answers, return_exceptions=True)
 
-    async def receive(self, params: object, room: Room | None) -> bool:
+    async def receive(self, transfer: Fields, room: Room | None) -> bool:
         """Wait until the worker that computes the prompt is done; returns whether there is one."""
-        is_ready = is_handed_over(params)
         if self._role != "decode":
             return False
         if room is not None:
             await meet(room)
             return True
-        return is_ready
+        return bool(transfer.get("do_remote_prefill"))
 
     def params(self, prompt_tokens: int) -> dict[str, Any] | None:
         """A prefill worker's transfer parameters; passed unchanged to the decode worker."""

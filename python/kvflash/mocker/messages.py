@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvflash.mocker.answer import Answer, event, usage_of
-from kvflash.mocker.fields import ApiError, Body, refuse
+from kvflash.mocker.fields import ApiError, Body, inner, is_object, listed, refuse
 from kvflash.mocker.plan import Choice, Delta, Plan, Step
-from kvflash.mocker.protocol import content_of, function_call, listed_tools, response_format, shared
+from kvflash.mocker.protocol import content_of, function_call, response_format, shared
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 # Claude Code starts its system prompt with a block that differs between requests.
@@ -36,7 +36,7 @@ def as_chat(body: Body, *, needs_max_tokens: bool = True) -> Body:
         "stop": body.get("stop_sequences"),
         "response_format": response_format(body.get("output_config")),
     }
-    if tools := body.get("tools"):
+    if tools := listed(body, "tools", is_object, "a list of objects"):
         chat["tools"] = _tools(tools)
         if chat["tools"]:
             chat |= _tool_choice(body.get("tool_choice"))
@@ -87,7 +87,7 @@ def _texts(content: object, param: str) -> list[str]:
     return [block["text"] for block in content if isinstance(block.get("text"), str)]
 
 
-def _tools(told: Any) -> list[Body]:
+def _tools(told: Sequence[Body]) -> list[Body]:
     # Tools of another type run on a server, and have no schema.
     return [
         {
@@ -98,7 +98,7 @@ def _tools(told: Any) -> list[Body]:
                 "parameters": tool.get("input_schema"),
             },
         }
-        for tool in listed_tools(told)
+        for tool in told
         if tool.get("type") in (None, "custom")
     ]
 
@@ -106,7 +106,7 @@ def _tools(told: Any) -> list[Body]:
 def _tool_choice(told: Any) -> Body:
     if told is None:
         return {}
-    kind = told.get("type") if isinstance(told, dict) else None
+    kind = inner(told, "type")
     if kind not in (*TOOL_CHOICES, "tool"):
         refuse(f"tool_choice.type must be auto, any, tool or none, got {kind!r:.80}", "tool_choice")
     named = {"type": "function", "function": {"name": told.get("name")}}

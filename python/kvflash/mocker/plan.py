@@ -97,16 +97,24 @@ class Choice:
     index: int
     plan: Plan
     request: Request
-    is_told: bool = False  # Whether all of it has been returned.
-    _tokens: int = 0
+    _tokens: int = 0  # Returned so far.
     _chars: int = 0
 
-    def step(self, count: int) -> Step:
-        """Return the next tokens."""
-        start, end, chars = self._tokens, self._tokens + count, self._chars
+    @property
+    def has_news(self) -> bool:
+        """Whether the engine has generated tokens since the last step."""
+        return self._tokens < self.request.output_tokens
+
+    @property
+    def is_told(self) -> bool:
+        """Whether all of it has been returned."""
+        return self._tokens == len(self.plan.token_ids)
+
+    def step(self) -> Step:
+        """Return the tokens that are new."""
+        start, end, chars = self._tokens, self.request.output_tokens, self._chars
         self._tokens = end
         self._chars += sum(map(len, self.plan.pieces[start:end]))
-        self.is_told = end == len(self.plan.token_ids)
         return Step(self.plan.deltas(chars, self._chars), start, end, chars, self.is_told)
 
 

@@ -1,15 +1,30 @@
-"""Converts OpenAI request bodies to engine parameters; sampling options have no effect."""
+"""Converts requests to engine parameters: OpenAI's, and those of the runtime with token ids.
+
+Sampling options have no effect.
+"""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvflash.errors import InvalidArgumentError
 from kvflash.mocker.block_hash import TOKEN_ID_MAX
 from kvflash.mocker.config import MockerConfig
-from kvflash.mocker.fields import ApiError, Body, boolean, refuse
-from kvflash.mocker.handover import Room, is_handed_over, parse_room
+from kvflash.mocker.fields import (
+    ApiError,
+    Body,
+    Fields,
+    boolean,
+    inner,
+    integer,
+    is_integer,
+    is_text,
+    mapping,
+    read,
+    refuse,
+    text,
+)
+from kvflash.mocker.handover import parse_transfer
 from kvflash.mocker.options import AnswerOptions, parse_options, parse_tools
 from kvflash.mocker.tokenizer import Tokenizer
 
@@ -30,8 +45,9 @@ class GenerationParams:
     is_streaming: bool  # Answer with server-sent events.
     has_usage_chunk: bool  # End the stream with a chunk of usage.
     has_token_ids: bool = False  # Include the tokens of the answer.
-    transfer: Mapping[str, Any] | None = None  # kv_transfer_params.
+    transfer: Fields = field(default_factory=dict)  # kv_transfer_params.
     options: AnswerOptions = field(default_factory=AnswerOptions)
+    engine: int | None = None  # Number of the engine; None: the one with the fewest requests.
 
 
 def parse_json(data: bytes) -> Body:
@@ -65,10 +81,10 @@ def content_of(texts: list[str]) -> str | list[Body]:
     return "".join(texts)
 
 
-def response_format(told: Any) -> Body | None:
+def response_format(told: object) -> Any:
     """The form of a chat's text, from the field `format` of another API."""
-    form = told.get("format") if isinstance(told, dict) else None
-    if isinstance(form, dict) and form.get("type") == "json_schema":
+    form = inner(told, "format")
+    if inner(form, "type") == "json_schema":
         return {"type": "json_schema", "json_schema": form}
     return form
 
@@ -77,13 +93,6 @@ def function_call(call_id: object, name: str, arguments: str) -> Body:
     """A tool call in the form of chats."""
     function = {"name": name, "arguments": arguments}
     return {"id": call_id, "type": "function", "function": function}
-
-
-def listed_tools(told: Any) -> list[Body]:
-    """The tools of a request of any API; refused if they are not objects."""
-    if not isinstance(told, list) or not all(isinstance(tool, dict) for tool in told):
-        refuse("tools must be a list of objects", "tools")
-    return told
 
 
 def parse_model(body: Body, config: MockerConfig) -> str:
@@ -106,22 +115,13 @@ def parse_generation(
 ) -> GenerationParams:
     """Check a chat or completion and tokenize its prompt; refuses with 404 or 400."""
     model = parse_model(body, config)
-    cache_salt = body.get("cache_salt")
-    if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
-        refuse("cache_salt must be a non-empty string", "cache_salt")
-    options = body.get("stream_options")
-    if options is not None and not isinstance(options, dict):
-        refuse("stream_options must be an object", "stream_options")
     is_streaming = boolean(body, "stream")
-    transfer = body.get("kv_transfer_params")
-    try:
-        is_handed_over(transfer)
-    except InvalidArgumentError as error:
-        refuse(str(error), "kv_transfer_params")
+    options = mapping(body, "stream_options")
     prompt_ids = parse_prompt(body, is_chat=is_chat, tokenizer=tokenizer)
-    max_tokens = _max_tokens(body, len(prompt_ids), is_chat=is_chat, config=config)
+    room = _room(len(prompt_ids), "messages" if is_chat else "prompt", config)
+    asked = _max_tokens(body, "max_completion_tokens", room, config)
+    max_tokens = asked or _max_tokens(body, "max_tokens", room, config)
     if max_tokens is None:
-        room = config.model_len - len(prompt_ids)
         max_tokens = room if is_chat else min(room, COMPLETION_TOKENS)
         text_tokens = text_tokens or (CHAT_TOKENS if is_chat else None)
     return GenerationParams(
@@ -129,21 +129,37 @@ def parse_generation(
         prompt_ids=prompt_ids,
         max_tokens=max_tokens,
         lora_name=None if model == config.model_name else model,
-        cache_salt=cache_salt,
+        cache_salt=text(body, "cache_salt"),
         is_streaming=is_streaming,
-        has_usage_chunk=is_streaming and boolean(options or {}, "include_usage"),
+        has_usage_chunk=is_streaming and boolean(options, "include_usage"),
         has_token_ids=boolean(body, "return_token_ids"),
-        transfer=transfer,
+        transfer=parse_transfer(body),
         options=parse_options(body, is_chat=is_chat, text_tokens=text_tokens),
     )
 
 
-def parse_bootstrap(body: Body) -> Room | None:
-    """Where the prompt's KV is handed over, or None; refuses an invalid room."""
-    try:
-        return parse_room(body)
-    except InvalidArgumentError as error:
-        refuse(str(error), str(error).split()[0])
+def parse_tokens(request: Fields, config: MockerConfig) -> GenerationParams:
+    """Check a request of the runtime; an InvalidArgumentError names the wrong field."""
+    prompt_ids = parse_token_ids(request.get("token_ids"), "token_ids")
+    room = _room(len(prompt_ids), "token_ids", config)
+    lora_name = request.get("lora_name") or config.model_name
+    if lora_name != config.model_name and lora_name not in config.lora_adapters:
+        refuse(f"lora_name {lora_name!r} is not one of {list(config.lora_adapters)}", "lora_name")
+    result = mapping(mapping(request, "prefill_result"), "disaggregated_params")
+    first = config.data_parallel_rank
+    rank = integer(request, "dp_rank", first, first + config.data_parallel_size - 1)
+    return GenerationParams(
+        model=config.model_name,
+        prompt_ids=prompt_ids,
+        max_tokens=_max_tokens(mapping(request, "stop_conditions"), "max_tokens", room, config)
+        or min(room, COMPLETION_TOKENS),
+        lora_name=None if lora_name == config.model_name else lora_name,
+        cache_salt=read(request, "cache_salt", is_text, "text") or None,
+        is_streaming=True,
+        has_usage_chunk=False,
+        transfer=parse_transfer(result),
+        engine=None if rank is None else rank - first,
+    )
 
 
 def parse_prompt(body: Body, *, is_chat: bool, tokenizer: Tokenizer) -> list[int]:
@@ -159,18 +175,17 @@ def parse_prompt(body: Body, *, is_chat: bool, tokenizer: Tokenizer) -> list[int
         add_prompt = boolean(body, "add_generation_prompt", True)
         parse_tools(body)
         try:
-            text = tokenizer.render_chat(
+            rendered = tokenizer.render_chat(
                 messages, add_generation_prompt=add_prompt, tools=body.get("tools")
             )
         except ValueError as error:
             refuse(f"the chat template refuses the messages: {error}", "messages")
         # vLLM's clients may send the tokens besides the messages.
-        transfer = body.get("kv_transfer_params")
-        given = transfer.get("prompt_token_ids") if isinstance(transfer, dict) else None
+        given = mapping(body, "kv_transfer_params").get("prompt_token_ids")
         if given is not None:
             return parse_token_ids(given, "kv_transfer_params.prompt_token_ids")
         # The template writes the special tokens itself.
-        return tokenizer.encode(text, add_special_tokens=boolean(body, "add_special_tokens"))
+        return tokenizer.encode(rendered, add_special_tokens=boolean(body, "add_special_tokens"))
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
@@ -182,46 +197,38 @@ def parse_prompt(body: Body, *, is_chat: bool, tokenizer: Tokenizer) -> list[int
 
 def parse_token_ids(value: object, param: str) -> list[int]:
     """The value, which must be a list of token ids; else it is refused."""
-    # type() and not isinstance(): true is not a token id.
     if not isinstance(value, list) or not all(
-        type(token_id) is int and 0 <= token_id <= TOKEN_ID_MAX for token_id in value
+        is_integer(token_id) and 0 <= token_id <= TOKEN_ID_MAX for token_id in value
     ):
         refuse(f"{param} must be one string or one list of token ids", param)
     return value
 
 
 def _is_message(message: object) -> bool:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+    if not is_text(inner(message, "role")):
         return False
-    calls = message.get("tool_calls")
+    calls = inner(message, "tool_calls")
     return calls is None or (isinstance(calls, list) and all(map(_is_call, calls)))
 
 
 def _is_call(call: object) -> bool:
-    function = call.get("function") if isinstance(call, dict) else None
-    return isinstance(function, dict) and all(
-        isinstance(function.get(name), str) for name in ("name", "arguments")
-    )
+    return all(is_text(inner(call, "function", name)) for name in ("name", "arguments"))
 
 
-def _max_tokens(
-    body: Body, prompt_tokens: int, *, is_chat: bool, config: MockerConfig
-) -> int | None:
-    room = config.model_len - prompt_tokens
-    most = f"This model's maximum context length is {config.model_len} tokens, but"
-    prompt = "messages" if is_chat else "prompt"
+def _room(prompt_tokens: int, param: str, config: MockerConfig) -> int:
+    """Tokens that are left for the answer, at least one."""
     if prompt_tokens == 0:
-        refuse("the prompt must have at least one token", prompt)
-    if room < 1:
-        refuse(f"{most} the prompt alone has {prompt_tokens}.", prompt)
-    for name in ("max_completion_tokens", "max_tokens"):
-        asked = body.get(name)
-        if asked is None:
-            continue
-        if type(asked) is not int or asked < 1:
-            refuse(f"{name} must be an integer of at least 1", name)
-        if asked > room:
-            told = f"{prompt_tokens} of the prompt and {asked} of {name} were asked for."
-            refuse(f"{most} {told}", name)
-        return asked
-    return None
+        refuse(f"{param} must have at least one token", param)
+    if prompt_tokens >= config.model_len:
+        refuse(
+            f"This model's maximum context length is {config.model_len} tokens, but {param} alone "
+            f"has {prompt_tokens}.",
+            param,
+        )
+    return config.model_len - prompt_tokens
+
+
+def _max_tokens(fields: Fields, name: str, room: int, config: MockerConfig) -> int | None:
+    why = f" (a context of {config.model_len} tokens less the prompt)"
+    found: int | None = integer(fields, name, 1, room, why=why)
+    return found

@@ -1,18 +1,22 @@
 """OpenAI's Responses: requests to chats, answers with their events, and stored responses."""
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvflash.mocker.answer import Answer, event, usage_of
-from kvflash.mocker.fields import ApiError, Body, refuse
+from kvflash.mocker.fields import ApiError, Body, inner, is_object, listed, refuse
 from kvflash.mocker.logprobs import Logprobs
 from kvflash.mocker.plan import Choice, Delta, Plan, Step
-from kvflash.mocker.protocol import content_of, function_call, listed_tools, response_format, shared
+from kvflash.mocker.protocol import (
+    GenerationParams,
+    content_of,
+    function_call,
+    response_format,
+    shared,
+)
 from kvflash.mocker.tokenizer import texts_of
 
 # Maximum of stored responses; the oldest ones are dropped.
@@ -23,11 +27,11 @@ class ResponseStore:
     """Past responses and their conversations, by id."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, tuple[ResponseAnswer, list[Body]]] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[Body, list[Body]]] = OrderedDict()
 
-    def keep(self, answer: ResponseAnswer, messages: list[Body]) -> None:
+    def keep(self, response: Body, messages: list[Body]) -> None:
         """Store a response and its conversation, including the answer."""
-        self._kept[answer.id] = (answer, messages)
+        self._kept[response["id"]] = (response, messages)
         while len(self._kept) > STORE_MAX:
             self._kept.popitem(last=False)
 
@@ -36,8 +40,8 @@ class ResponseStore:
         return self._find(response_id, "previous_response_id")[1]
 
     def response(self, response_id: str) -> Body:
-        """The response in its current state; refuses unknown ones with 404."""
-        return self._find(response_id, "response_id")[0].told()
+        """The response; refuses unknown ones with 404."""
+        return self._find(response_id, "response_id")[0]
 
     def delete(self, response_id: str) -> Body:
         """Delete a response and return the body that confirms it; 404 for unknown ones."""
@@ -45,7 +49,7 @@ class ResponseStore:
         del self._kept[response_id]
         return {"id": response_id, "object": "response", "deleted": True}
 
-    def _find(self, response_id: object, param: str) -> tuple[ResponseAnswer, list[Body]]:
+    def _find(self, response_id: object, param: str) -> tuple[Body, list[Body]]:
         if isinstance(response_id, str) and response_id in self._kept:
             return self._kept[response_id]
         message = f"Response with id '{response_id}' not found."
@@ -69,7 +73,7 @@ def as_chat(body: Body, store: ResponseStore) -> Body:
         refuse("input must be text or a non-empty list of items", "input")
     chat = {**shared(body), "messages": messages, "max_tokens": body.get("max_output_tokens")}
     chat["response_format"] = response_format(body.get("text"))
-    if tools := body.get("tools"):
+    if tools := listed(body, "tools", is_object, "a list of objects"):
         chat["tools"] = _tools(tools)
         # Without functions there is no choice: tools that servers run are not supported here.
         if chat["tools"]:
@@ -115,42 +119,49 @@ def _turns(items: list[Any]) -> list[Body]:
     return turns
 
 
-def _tools(told: Any) -> list[Body]:
+def _tools(told: Sequence[Body]) -> list[Body]:
     return [
         {"type": "function", "function": {key: tool[key] for key in tool if key != "type"}}
-        for tool in listed_tools(told)
+        for tool in told
         if tool.get("type") == "function"
     ]
 
 
 def _tool_choice(told: Any) -> Any:
-    if isinstance(told, dict) and told.get("type") == "function":
+    if inner(told, "type") == "function":
         return {"type": "function", "function": {"name": told.get("name")}}
     return told
 
 
 class ResponseAnswer(Answer):
-    """Builds a response, or the events of its stream."""
+    """Builds a response, or the events of its stream.
+
+    ``keep`` is called with the complete response before its end is sent, as the next turn may come
+    at once.
+    """
 
     def __init__(
-        self, body: Body, model: str, max_tokens: int, *, logprobs: Logprobs | None = None
+        self,
+        body: Body,
+        params: GenerationParams,
+        logprobs: Logprobs | None,
+        keep: Callable[[Body, Plan], None],
     ) -> None:
-        self.id = str(body.get("request_id") or f"resp_{uuid.uuid4().hex}")
         self._logprobs = logprobs
+        self._keep = keep
         self._sequence_number = 0
-        self._whole: Body | None = None
         # The items so far; the last one is open.
         self._items: list[Body] = []
         self._head: Body = {
-            "id": self.id,
+            "id": str(body.get("request_id") or f"resp_{uuid.uuid4().hex}"),
             "object": "response",
             "created_at": int(time.time()),
-            "model": model,
+            "model": params.model,
             "error": None,
             "incomplete_details": None,
             "instructions": body.get("instructions"),
             "metadata": body.get("metadata"),
-            "max_output_tokens": max_tokens,
+            "max_output_tokens": params.max_tokens,
             "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
             "previous_response_id": body.get("previous_response_id"),
             "temperature": 1.0,
@@ -160,22 +171,14 @@ class ResponseAnswer(Answer):
             "top_p": 1.0,
         }
 
-    def told(self) -> Body:
-        begun = {**self._head, "status": "in_progress", "output": self._items, "usage": None}
-        return self._whole or begun
-
     def whole(self, choices: Sequence[Choice]) -> Body:
         (choice,) = choices
-        for delta in choice.plan.deltas(0, len(choice.plan.raw)) or [Delta("", None, True)]:
-            self._take(choice.plan, delta)
-        self._finish()
-        if self._logprobs is not None and choice.plan.text:
-            told = self._logprobs.chat(choice.plan.token_ids, choice.plan.pieces)
-            self._items[-1]["content"][0]["logprobs"] = told
-        return self._completed(choice)
+        plan = choice.plan
+        self.piece(choice, Step(plan.deltas(0, len(plan.raw)), 0, len(plan.token_ids), 0, True))
+        return self._completed(choice)[1]
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
-        begun = self.told()
+        begun = {**self._head, "status": "in_progress", "output": [], "usage": None}
         created = self._event("response.created", response=begun)
         return created + self._event("response.in_progress", response=begun)
 
@@ -184,19 +187,21 @@ class ResponseAnswer(Answer):
 
     def closing(self, choices: Sequence[Choice]) -> bytes:
         (choice,) = choices
-        opened = b"" if self._items else self._take(choice.plan, Delta("", None, True))
-        ended = opened + self._finish()
-        return ended + self._event("response.completed", response=self._completed(choice))
+        events, whole = self._completed(choice)
+        return events + self._event("response.completed", response=whole)
 
     def failure(self, error: ApiError) -> bytes:
         told = error.body["error"]
         fields = {"code": told["type"], "message": told["message"], "param": None, "error": told}
         return self._event("error", **fields)
 
-    def _completed(self, choice: Choice) -> Body:
+    def _completed(self, choice: Choice) -> tuple[bytes, Body]:
+        """Finish the last item; returns the events of that, and the response."""
+        events = b"" if self._items else self._take(choice.plan, Delta("", None, True))
+        events += self._finish()
         used = usage_of([choice])
         is_cut = choice.plan.finish_reason == "length"
-        self._whole = {
+        whole = {
             **self._head,
             "status": "incomplete" if is_cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
@@ -212,7 +217,8 @@ class ResponseAnswer(Answer):
                 "total_tokens": used["total_tokens"],
             },
         }
-        return self._whole
+        self._keep(whole, choice.plan)
+        return events, whole
 
     def _take(self, plan: Plan, delta: Delta, step: Step | None = None) -> bytes:
         """Add to the open item or start a new one; returns the stream's events."""

@@ -39,6 +39,10 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def request_count(self) -> int:
+        return len(self._waiting) + len(self._running)
+
+    @property
     def kv_usage(self) -> float:
         """Share of the KV cache that requests hold, 0..1."""
         return self.blocks.used_blocks / self.blocks.capacity_blocks

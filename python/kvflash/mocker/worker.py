@@ -8,15 +8,16 @@ from typing import Any
 
 from kvflash.errors import ClosedError, ConfigError, InvalidArgumentError, TransportError
 from kvflash.llm import ModelInput, ModelRuntimeConfig, ModelType, register_llm
-from kvflash.mocker.answer import usage
+from kvflash.mocker.answer import usage_of
 from kvflash.mocker.config import MockerConfig
-from kvflash.mocker.engine import Engine, Generation
-from kvflash.mocker.generation import submit
-from kvflash.mocker.handover import Handover
+from kvflash.mocker.engine import Engine, Waiter
+from kvflash.mocker.fields import mapping
+from kvflash.mocker.generation import Generator
+from kvflash.mocker.handover import Handover, parse_room
+from kvflash.mocker.protocol import parse_tokens
 from kvflash.mocker.publisher import TICK_MS, open_stream
 from kvflash.mocker.scheduler import Scheduler
 from kvflash.mocker.tokenizer import Tokenizer
-from kvflash.mocker.tokens import parse_tokens, request_room
 from kvflash.outage import Outage
 from kvflash.publisher import WorkerMetricsPublisher
 from kvflash.publisher.announce import events_key
@@ -38,7 +39,6 @@ class RuntimeWorker:
         assert config.endpoint is not None, "without an endpoint it is a Worker"
         self.index = index
         self._config = config
-        self._tokenizer = tokenizer
         self._runtime = DistributedRuntime(
             limits=RuntimeLimits(drain_timeout_s=config.drain_timeout_s)
         )
@@ -53,6 +53,7 @@ class RuntimeWorker:
         streams: Sequence[Sender | None] = self._streams or [None] * config.data_parallel_size
         self.engines = [Engine(config, stream) for stream in streams]
         self._handover = Handover(config.role, self._runtime.host, config.block_size)
+        self._generator = Generator(self.engines, tokenizer, self._handover)
         self._metrics = WorkerMetricsPublisher()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -185,56 +186,34 @@ class RuntimeWorker:
         if isinstance(request, list):
             # Clients without other fields send the prompt's tokens alone.
             request = {"token_ids": request}
+        if not isinstance(request, dict):
+            raise InvalidArgumentError(f"the request must be a map, got {type(request).__name__}")
         # Read first: if anything else is wrong, the waiting decode worker must be informed.
-        room = request_room(request)
-        generation: Generation | None = None
-        watching: asyncio.Task[None] | None = None
+        room = parse_room(mapping(request, "bootstrap_info"))
         try:
             params = parse_tokens(request, self._config)
-            is_transferred = await self._handover.receive(params.transfer, room)
-            engine = self.engines[self._rank_index(request.get("dp_rank"))]
-            worker = engine, self._tokenizer, self._handover
-            _, generation = submit(*worker, params, 0, is_transferred=is_transferred)
-            watching = asyncio.create_task(_stop_with(context, engine, generation))
-            is_last = False
-            while not is_last:
-                token_ids = await generation.take()
-                is_last = generation.request.is_finished
-                reason = "length" if is_last else None
-                item: dict[str, Any] = {"token_ids": token_ids, "finish_reason": reason}
-                if is_last:
-                    item["completion_usage"] = usage([generation.request])
-                    if (handed := self._handover.params(len(params.prompt_ids))) is not None:
-                        item["disaggregated_params"] = {"kv_transfer_params": handed}
-                yield item
-        finally:
-            if watching is not None:
+        except InvalidArgumentError:
+            self._handover.finish(room, is_done=False)
+            raise
+        async with self._generator.generation(params, room) as generation:
+            watching = asyncio.create_task(_stop_with(context, generation.waiter))
+            try:
+                async for choice, step in generation.steps():
+                    item: dict[str, Any] = {
+                        "token_ids": choice.plan.token_ids[step.start : step.end],
+                        "finish_reason": choice.plan.finish_reason if step.is_last else None,
+                    }
+                    if step.is_last:
+                        item["completion_usage"] = usage_of([choice])
+                        if (handed := self._handover.params(len(params.prompt_ids))) is not None:
+                            item["disaggregated_params"] = {"kv_transfer_params": handed}
+                    yield item
+            finally:
                 watching.cancel()
-            if generation is not None:
-                engine.abort(generation)
-            is_done = generation is not None and generation.request.is_finished
-            self._handover.finish(room, is_done=is_done)
 
     def _ranks(self) -> range:
         first = self._config.data_parallel_rank
         return range(first, first + self._config.data_parallel_size)
-
-    def _rank_index(self, dp_rank: Any) -> int:
-        """Select the engine of a request: the requested rank, or the one with the least load."""
-        if dp_rank is not None and type(dp_rank) is not int:
-            raise InvalidArgumentError(f"dp_rank must be a number, got {dp_rank!r}")
-        if dp_rank is None:
-            loads = [
-                engine.scheduler.running_count + engine.scheduler.waiting_count
-                for engine in self.engines
-            ]
-            return loads.index(min(loads))
-        ranks = self._ranks()
-        if dp_rank not in ranks:
-            raise InvalidArgumentError(
-                f"dp_rank must be in {ranks[0]}..={ranks[-1]}, got {dp_rank}"
-            )
-        return ranks.index(dp_rank)
 
     def _report(self, rank: int, scheduler: Scheduler) -> None:
         used = scheduler.blocks.used_blocks
@@ -248,8 +227,7 @@ class RuntimeWorker:
         )
 
 
-async def _stop_with(context: Context, engine: Engine, generation: Generation) -> None:
+async def _stop_with(context: Context, waiter: Waiter) -> None:
     """End a request as soon as its client is gone, not at its next token."""
     await context.async_killed_or_stopped()
-    engine.abort(generation)
-    generation.fail(ClosedError("the request was cancelled"))
+    waiter.fail(ClosedError("the request was cancelled"))

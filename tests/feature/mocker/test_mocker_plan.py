@@ -28,10 +28,10 @@ def told_in_steps(planned: Plan, size: int) -> tuple[str, dict[int, str], int]:
     request = Request(prompt_ids=[1], planned_ids=planned.token_ids)
     choice = Choice(0, planned, request)
     text, calls, begun = "", dict[int, str](), 0
-    left = len(planned.token_ids)
     while not choice.is_told:
-        step = choice.step(min(size, left))
-        left -= size
+        assert not choice.has_news
+        request.tokens += planned.token_ids[request.output_tokens :][:size]
+        step = choice.step()
         for delta in step.deltas:
             begun += delta.is_first and delta.call is not None
             if delta.call is None:
