@@ -88,7 +88,7 @@ class Admin:
 
     async def reset_prefix_cache(self, _request: web.Request) -> web.Response:
         """POST /reset_prefix_cache: 200, or 409 with nothing changed while a request runs."""
-        if not self._engine.reset_prefix_cache():
+        if not self._engine.scheduler.reset():
             raise ApiError(409, "ConflictError", "a running request holds blocks; try again")
         return web.Response(status=200)
 

@@ -46,7 +46,7 @@ class Worker:
             self._stream = open_stream(config, config.host, offset=index, dp_rank=rank)
         self.events_url = self._stream.endpoint if self._stream else None
         self.replay_url = self._stream.replay_endpoint if self._stream else None
-        self.engine = Engine(config, self._stream)
+        self.engine = Engine(config, self._stream and self._stream.outbox)
         self._handover = Handover(config.role, reachable(config.host), config.block_size)
         self._runner = web.AppRunner(
             build_app(self.engine, config, tokenizer, self._handover),

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 
 from kvflash.errors import ClosedError
 from kvflash.mocker.config import MockerConfig
-from kvflash.mocker.events import put
 from kvflash.mocker.perf_model import pass_ms
 from kvflash.mocker.request import Pass, Request
 from kvflash.mocker.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from kvflash.publisher.stream import Sender
+    from kvflash.publisher.stream import EventOutbox
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +49,11 @@ class Waiter:
 
 
 class Engine:
-    """One worker: a scheduler, its clock and its event stream, which may be None."""
+    """A scheduler and its clock."""
 
-    def __init__(self, config: MockerConfig, stream: Sender | None) -> None:
+    def __init__(self, config: MockerConfig, outbox: EventOutbox | None) -> None:
         self._config = config
-        self._stream = stream
-        self.scheduler = Scheduler(config)
+        self.scheduler = Scheduler(config, outbox)
         self._waiters: dict[Request, Waiter] = {}
         self._wake = asyncio.Event()
         self._due_s = 0.0
@@ -83,16 +81,6 @@ class Engine:
         """End a request early and free its blocks; without effect if it has ended."""
         if self._waiters.pop(request, None) is not None:
             self.scheduler.abort(request)
-
-    def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache and publish that; False, and no change, while a request runs."""
-        cleared = self.scheduler.reset()
-        if cleared is None:
-            return False
-        # No request runs, so every earlier pass has ended and published its events.
-        if self._stream is not None and self._config.enable_prefix_caching:
-            put(self._stream.outbox, [cleared])
-        return True
 
     async def run(self) -> None:
         """Work until cancelled; then every waiter fails with ClosedError."""
@@ -123,12 +111,9 @@ class Engine:
         await asyncio.sleep(delay_s if delay_s >= TIMER_RESOLUTION_S else 0)
 
     def _finish(self, planned: Pass) -> None:
-        result = self.scheduler.complete(planned)
-        # Events before tokens: a client with the answer can rely on its blocks having been
-        # published.
-        if self._stream is not None:
-            put(self._stream.outbox, result.events)
-        for request in result.advanced:
+        # Its events are sent before its tokens: a client with the answer can rely on its blocks
+        # having been published.
+        for request in self.scheduler.complete(planned):
             self._waiters[request].notify(request)
             if request.is_finished:
                 del self._waiters[request]

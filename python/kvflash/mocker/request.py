@@ -1,10 +1,9 @@
-"""A request in the engine, which the scheduler alone changes, and the results of passes."""
+"""A request in the engine, which the scheduler alone changes, and the work of a pass."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvflash.mocker.block_hash import root_hash
-from kvflash.mocker.events import Event
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -49,14 +48,6 @@ class Pass:
     prefill_tokens: int  # Tokens of prompts (or of preempted requests) among them.
     decode_count: int  # Requests that only decode one token.
     kv_usage: float  # Share of the KV cache in use during the pass.
-
-
-@dataclass(frozen=True, slots=True)
-class PassResult:
-    """The result of a pass."""
-
-    advanced: Sequence[Request]  # Requests that got one output token.
-    events: Sequence[Event]  # In order.
 
 
 @dataclass(slots=True)

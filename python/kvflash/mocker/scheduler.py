@@ -6,22 +6,34 @@ reserves more as needed. If none is left, the youngest running request releases 
 starts again from the front of the queue, with what is still cached.
 """
 
+from __future__ import annotations
+
 from collections import deque
+from typing import TYPE_CHECKING
 
 from kvflash.errors import InvalidArgumentError, OverloadedError
 from kvflash.mocker.block_hash import extend_hashes
 from kvflash.mocker.block_manager import BlockManager
 from kvflash.mocker.config import MockerConfig
-from kvflash.mocker.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
-from kvflash.mocker.request import Counters, Pass, PassResult, Request
+from kvflash.mocker.request import Counters, Pass, Request
+
+if TYPE_CHECKING:
+    from kvflash.publisher.stream import EventOutbox
+
+MEDIUM = "GPU"
 
 
 class Scheduler:
-    """First come, first served continuous batching with prefix caching and preemption."""
+    """First come, first served continuous batching with prefix caching and preemption.
 
-    def __init__(self, config: MockerConfig) -> None:
+    Block events go to the outbox, those of a pass as one batch.
+    """
+
+    def __init__(self, config: MockerConfig, outbox: EventOutbox | None = None) -> None:
         self.counters = Counters()
         self._config = config
+        # A disabled cache is never searched, so no events are published.
+        self._outbox = outbox if config.enable_prefix_caching else None
         #: The KV cache, for inspection.
         self.blocks = BlockManager(config.num_gpu_blocks)
         self._waiting: deque[Request] = deque()
@@ -80,9 +92,13 @@ class Scheduler:
             self._running.remove(request)
             self._free(request)
 
-    def reset(self) -> AllBlocksCleared | None:
-        """Empty the cache and return the event to publish; None while a request holds a block."""
-        return AllBlocksCleared() if self.blocks.clear() else None
+    def reset(self) -> bool:
+        """Empty the cache; False, and no change, while a request holds a block."""
+        is_cleared = self.blocks.clear()
+        if is_cleared and self._outbox is not None:
+            self._outbox.clear()
+            self._outbox.cut()
+        return is_cleared
 
     def schedule(self) -> Pass | None:
         """Plan the next pass and reserve its blocks; None if there is nothing to do."""
@@ -114,31 +130,31 @@ class Scheduler:
         tokens = sum(count for _, count in chunks)
         return Pass(chunks, tokens - decodes, decodes, self.kv_usage)
 
-    def complete(self, done: Pass) -> PassResult:
-        """Apply the pass of the last `schedule`: blocks become visible, tokens come out.
+    def complete(self, done: Pass) -> list[Request]:
+        """Apply the pass of the last `schedule`; returns the requests that got one output token.
 
         Removals come before stores: evicted blocks were gone when the pass began, and computed
         blocks exist when it ends.
         """
         assert self._is_in_pass, "schedule() comes before complete()"
         self._is_in_pass = False
-        events: list[Event] = []
-        if evicted := self.blocks.drain_evicted():
-            events.append(BlockRemoved(block_hashes=evicted))
+        evicted = self.blocks.drain_evicted()
+        if evicted and self._outbox is not None:
+            self._outbox.remove(evicted, medium=MEDIUM)
         advanced: list[Request] = []
         for request, count in done.chunks:
             if request.is_aborted:
                 continue
             request.computed_tokens += count
-            if stored := self._store(request):
-                events.append(stored)
+            self._store(request)
             if request.computed_tokens == len(request.tokens):
                 request.tokens.append(request.planned_ids[request.output_tokens])
                 advanced.append(request)
         self.counters.generation_tokens += len(advanced)
         self._sweep()
-        # A disabled cache is never searched, so no events are published.
-        return PassResult(advanced, events if self._config.enable_prefix_caching else ())
+        if self._outbox is not None:
+            self._outbox.cut()
+        return advanced
 
     def _reserve(self, request: Request, count: int) -> bool:
         """Reserve blocks, preempting younger requests; False if it was the youngest itself."""
@@ -205,13 +221,13 @@ class Scheduler:
         usable = request.block_hashes[: (len(request.tokens) - 1) // block_size]
         return usable[: self.blocks.cached_prefix(usable)]
 
-    def _store(self, request: Request) -> BlockStored | None:
+    def _store(self, request: Request) -> None:
         """Make the blocks visible that a request filled in this pass."""
         block_size = self._config.block_size
         full = request.computed_tokens // block_size
         first = request.stored_blocks
         if full == first or not self._config.enable_prefix_caching:
-            return None
+            return
         extend_hashes(request.block_hashes, request.root, request.tokens, block_size)
         new = [self.blocks.promote(block_hash) for block_hash in request.block_hashes[first:full]]
         request.stored_blocks = full
@@ -219,17 +235,18 @@ class Scheduler:
         # Another request may have stored the first ones meanwhile.
         first += new.count(False)
         assert all(new[first - full :]) or first == full, "a cached block's parent is cached"
-        if first == full:
-            return None
+        if first == full or self._outbox is None:
+            return
         lora_name = request.lora_name
-        return BlockStored(
-            block_hashes=request.block_hashes[first:full],
-            parent_block_hash=request.block_hashes[first - 1] if first else None,
-            token_ids=request.tokens[first * block_size : full * block_size],
-            block_size=block_size,
-            lora_id=self._config.lora_adapters.index(lora_name) + 1 if lora_name else None,
+        self._outbox.store(
+            request.tokens[first * block_size : full * block_size],
+            [block_size] * (full - first),
+            request.block_hashes[first:full],
+            self._config.lora_adapters.index(lora_name) + 1 if lora_name else None,
+            request.block_hashes[first - 1] if first else None,
             lora_name=lora_name,
             cache_salt=None if first else request.cache_salt,
+            medium=MEDIUM,
         )
 
     def _sweep(self) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from kvflash.errors import ClosedError, ConfigError, InvalidArgumentError, TransportError
@@ -22,7 +22,7 @@ from kvflash.outage import Outage
 from kvflash.publisher import WorkerMetricsPublisher
 from kvflash.publisher.announce import events_key
 from kvflash.publisher.brokered import BrokerOutlet, BrokerStream, Served
-from kvflash.publisher.stream import Sender
+from kvflash.publisher.stream import EventOutbox, Sender
 from kvflash.runtime import Context, DistributedRuntime, RuntimeLimits
 
 logger = logging.getLogger(__name__)
@@ -50,8 +50,9 @@ class RuntimeWorker:
         self._streams: list[Sender] = []
         if config.kv_events and config.enable_prefix_caching:
             self._streams += map(self._stream, self._ranks())
-        streams: Sequence[Sender | None] = self._streams or [None] * config.data_parallel_size
-        self.engines = [Engine(config, stream) for stream in streams]
+        outboxes: list[EventOutbox | None] = [stream.outbox for stream in self._streams]
+        outboxes = outboxes or [None] * config.data_parallel_size
+        self.engines = [Engine(config, outbox) for outbox in outboxes]
         self._handover = Handover(config.role, self._runtime.host, config.block_size)
         self._generator = Generator(self.engines, tokenizer, self._handover)
         self._metrics = WorkerMetricsPublisher()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -15,11 +16,99 @@ from hypothesis import strategies as st
 
 from kvflash.errors import InvalidArgumentError, OverloadedError
 from kvflash.mocker.config import MockerConfig
-from kvflash.mocker.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
-from kvflash.mocker.request import PassResult, Request
+from kvflash.mocker.request import Pass, Request
 from kvflash.mocker.scheduler import Scheduler
 
 CASES = json.loads((Path(__file__).parents[2] / "vectors" / "mocker_cases.json").read_text())
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockStored:
+    token_ids: Sequence[int]
+    block_hashes: Sequence[int]
+    lora_id: int | None
+    parent_block_hash: int | None
+    lora_name: str | None
+    cache_salt: str | None
+
+
+@dataclass(frozen=True)
+class BlockRemoved:
+    block_hashes: Sequence[int]
+
+
+@dataclass(frozen=True)
+class AllBlocksCleared:
+    pass
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class Outbox:
+    """Keeps the events of one batch after the other."""
+
+    def __init__(self) -> None:
+        self._open: list[Event] = []
+        self._batches: list[list[Event]] = []
+
+    def store(
+        self,
+        token_ids: Sequence[int],
+        num_block_tokens: Sequence[int],
+        block_hashes: Sequence[int],
+        lora_id: int | None,
+        parent_hash: int | None,
+        *,
+        medium: str,
+        **names: str | None,
+    ) -> None:
+        assert medium == "GPU"
+        assert len(num_block_tokens) == len(block_hashes)
+        assert len(token_ids) == sum(num_block_tokens) > 0
+        assert len(set(num_block_tokens)) == 1
+        self._open.append(
+            BlockStored(
+                token_ids=token_ids,
+                block_hashes=block_hashes,
+                lora_id=lora_id,
+                parent_block_hash=parent_hash,
+                **names,
+            )
+        )
+
+    def remove(self, block_hashes: Sequence[int], *, medium: str) -> None:
+        assert medium == "GPU"
+        self._open.append(BlockRemoved(block_hashes))
+
+    def clear(self) -> None:
+        self._open.append(AllBlocksCleared())
+
+    def cut(self) -> None:
+        if self._open:
+            self._batches.append(self._open)
+            self._open = []
+
+    def take(self) -> list[Event]:
+        """The events since the last call, which are a single batch."""
+        assert not self._open and len(self._batches) <= 1
+        return self._batches.pop() if self._batches else []
+
+
+class Watched(Scheduler):
+    """A scheduler, and what it publishes."""
+
+    def __init__(self, config: MockerConfig) -> None:
+        self.outbox: Any = Outbox()
+        super().__init__(config, self.outbox)
+
+    def result(self, planned: Pass) -> PassResult:
+        return PassResult(self.complete(planned), self.outbox.take())
+
+
+class PassResult(NamedTuple):
+    advanced: list[Request]
+    events: list[Event]
 
 
 class BruteIndex:
@@ -41,8 +130,7 @@ class BruteIndex:
                 self._store(event)
 
     def _store(self, event: BlockStored) -> None:
-        size = event.block_size
-        assert len(event.token_ids) == size * len(event.block_hashes) > 0
+        size = len(event.token_ids) // len(event.block_hashes)
         parent: tuple[object, ...] = (event.lora_name, event.cache_salt)
         if event.parent_block_hash is not None:
             parent = self.held[event.parent_block_hash]
@@ -68,7 +156,7 @@ def answered(one: Request) -> list[int]:
     return one.tokens[len(one.prompt_ids) :]
 
 
-def small(**options: Any) -> Scheduler:
+def small(**options: Any) -> Watched:
     defaults: dict[str, Any] = {
         "block_size": 4,
         "num_gpu_blocks": 12,
@@ -76,7 +164,7 @@ def small(**options: Any) -> Scheduler:
         "max_num_batched_tokens": 16,
         "watermark": 0.0,
     }
-    return Scheduler(MockerConfig(**{**defaults, **options}))
+    return Watched(MockerConfig(**{**defaults, **options}))
 
 
 def request(prompt: Iterable[int], output: int = 1, **options: Any) -> Request:
@@ -84,19 +172,19 @@ def request(prompt: Iterable[int], output: int = 1, **options: Any) -> Request:
     return Request(prompt_ids=list(prompt), planned_ids=planned, **options)
 
 
-def step(scheduler: Scheduler) -> PassResult:
+def step(scheduler: Watched) -> PassResult:
     planned = scheduler.schedule()
     assert planned is not None
-    return scheduler.complete(planned)
+    return scheduler.result(planned)
 
 
-def finish(scheduler: Scheduler, *requests: Request) -> list[Event]:
+def finish(scheduler: Watched, *requests: Request) -> list[Event]:
     """Run until idle; returns all events."""
     for one in requests:
         scheduler.add(one)
     events: list[Event] = []
     while (planned := scheduler.schedule()) is not None:
-        events += scheduler.complete(planned).events
+        events += scheduler.result(planned).events
     return events
 
 
@@ -107,7 +195,7 @@ VARIANTS = list(product((True, False), repeat=3))
 def test_recorded_case(caching: bool, chunked: bool, shared: bool) -> None:
     (case,) = CASES["scheduler"]
     load = case["input"]
-    scheduler = Scheduler(
+    scheduler = Watched(
         MockerConfig(
             num_gpu_blocks=load["num_gpu_blocks"],
             block_size=load["block_size"],
@@ -129,7 +217,7 @@ def test_recorded_case(caching: bool, chunked: bool, shared: bool) -> None:
         assert scheduler.blocks.used_blocks <= load["num_gpu_blocks"]
         assert sum(tokens for _, tokens in planned.chunks) <= 8192
         assert len(planned.chunks) <= 256
-        result = scheduler.complete(planned)
+        result = scheduler.result(planned)
         outputs += len(result.advanced)
         index.apply(result.events)
     assert outputs == case["expected"]["total_output_tokens"]
@@ -166,7 +254,7 @@ def test_blocks_are_visible_only_when_computed() -> None:
     assert planned is not None
     assert [tokens for _, tokens in planned.chunks] == [9, 7]
     assert not scheduler.blocks._active
-    result = scheduler.complete(planned)
+    result = scheduler.result(planned)
     # The twin has computed one block of the same tokens, which is not stored a second time.
     (stored,) = result.events
     assert isinstance(stored, BlockStored)
@@ -203,7 +291,7 @@ def test_chunked_prefill_cuts_the_prompt_that_does_not_fit() -> None:
     while (planned := scheduler.schedule()) is not None:
         chunks.append([(one is long, tokens) for one, tokens in planned.chunks])
         assert planned.prefill_tokens + planned.decode_count == sum(n for _, n in planned.chunks)
-        scheduler.complete(planned)
+        scheduler.result(planned)
     assert chunks == [[(True, 16)], [(True, 4), (False, 10)], [(False, 1)]]
 
 
@@ -265,10 +353,10 @@ def test_youngest_is_preempted_and_still_answers() -> None:
     assert [one for one, _ in planned.chunks] == [old]
     assert (scheduler.running_count, scheduler.waiting_count) == (1, 2)
     assert scheduler.counters.preemptions == 1
-    scheduler.complete(planned)
+    scheduler.result(planned)
     order = []
     while (planned := scheduler.schedule()) is not None:
-        order += [one for one in scheduler.complete(planned).advanced if one is not old]
+        order += [one for one in scheduler.result(planned).advanced if one is not old]
     assert order.index(young) < order.index(late)
     assert answered(old) == answered(young) == list(range(1000, 1006))
     assert young.cached_tokens == 0, "what it found when it came back is not counted"
@@ -286,7 +374,7 @@ def test_abort_frees_blocks() -> None:
     scheduler.abort(running)
     scheduler.abort(running)
     assert scheduler.blocks.used_blocks == 3, "the pass still writes into them"
-    result = scheduler.complete(planned)
+    result = scheduler.result(planned)
     assert (result.advanced, result.events) == ([], [])
     assert (scheduler.blocks.used_blocks, scheduler.running_count) == (0, 0)
     between = request(range(9), output=5)
@@ -302,9 +390,10 @@ def test_reset_only_when_nothing_runs() -> None:
     scheduler = small()
     scheduler.add(request(range(9), output=2))
     step(scheduler)
-    assert scheduler.reset() is None
+    assert not scheduler.reset()
     finish(scheduler)
-    assert scheduler.reset() == AllBlocksCleared()
+    assert scheduler.reset()
+    assert scheduler.outbox.take() == [AllBlocksCleared()]
     again = request(range(9))
     finish(scheduler, again)
     assert again.cached_tokens == 0
@@ -359,7 +448,7 @@ def test_a_prompt_that_came_from_elsewhere_costs_one_token() -> None:
     assert planned is not None
     # More than a pass could compute, and none of it is prefill.
     assert (planned.chunks, planned.prefill_tokens, planned.decode_count) == ([(first, 1)], 0, 1)
-    result = scheduler.complete(planned)
+    result = scheduler.result(planned)
     assert result.advanced == [first]
     (stored,) = result.events
     assert isinstance(stored, BlockStored)
@@ -444,15 +533,15 @@ def test_random_life(data: st.DataObject, chunked: bool, caching: bool) -> None:
             scheduler.abort(one)
             ended.add(one)
         elif action == "reset":
-            if cleared := scheduler.reset():
-                index.apply([cleared])
+            scheduler.reset()
+            index.apply(scheduler.outbox.take())
         elif (planned := scheduler.schedule()) is not None:
             assert 0 < sum(tokens for _, tokens in planned.chunks) <= 36
             if action == "abort in pass":
                 one = data.draw(st.sampled_from(alive))
                 scheduler.abort(one)
                 ended.add(one)
-            result = scheduler.complete(planned)
+            result = scheduler.result(planned)
             index.apply(result.events)
             assert not any(one in ended for one in result.advanced)
         blocks = scheduler.blocks
