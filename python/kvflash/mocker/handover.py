@@ -24,6 +24,7 @@ MEET_TIMEOUT_S = 60.0
 # A decode worker that has not asked for a computed prompt by then has died, or its client left.
 FETCH_S_MAX = 5.0
 _LINE_BYTES_MAX = 1_024
+_DONE, _FAILED = b'{"done": true}', b'{"done": false}'
 _ROOM_MAX = (1 << 64) - 1
 
 
@@ -157,7 +158,7 @@ class Handover:
             news = self._rooms.setdefault(number, asyncio.Event())
             if isinstance(news, asyncio.Event):
                 await asyncio.wait_for(news.wait(), MEET_TIMEOUT_S)
-            writer.write(json.dumps({"done": self._rooms.pop(number, False) is True}).encode())
+            writer.write(_DONE if self._rooms.pop(number, False) is True else _FAILED)
             await writer.drain()
         except (ValueError, KeyError, TypeError, ConnectionError, asyncio.TimeoutError) as error:
             logger.warning("a decode worker was refused: %r", error)
@@ -188,5 +189,6 @@ async def meet(room: Room) -> None:
         raise TransportError(f"no prefill from {where}: {error!r}") from error
     if not answer:
         raise TransportError(f"no prefill from {where}: the prefill worker hung up")
-    if json.loads(answer) != {"done": True}:
-        raise TransportError(f"no prefill from {where}: the prefill failed")
+    if answer != _DONE:
+        reason = "the prefill failed" if answer == _FAILED else f"got {answer!r:.80}"
+        raise TransportError(f"no prefill from {where}: {reason}")

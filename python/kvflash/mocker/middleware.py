@@ -63,6 +63,6 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def _raise_for(status: str) -> NoReturn:
-    if not status.isdecimal() or not 400 <= int(status) <= 599:
+    if not status.isdecimal() or len(status) > 3 or not 400 <= int(status) <= 599:
         refuse(f"{ERROR_HEADER} must be in 400..=599, got {status!r}")
     raise ApiError(int(status), "MockedError", f"{ERROR_HEADER} asks for {status}")

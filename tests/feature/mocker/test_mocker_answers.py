@@ -338,8 +338,14 @@ def test_a_header_ends_the_text_by_itself(http: Http, path: str, body: dict[str,
     text = json.dumps(answer)
     assert any(f'{word}_tokens": 6' in text for word in ("completion", "output")), text
     assert '"length"' not in text and '"max_tokens"' not in text
-    for wrong in ("0", "-1", "x", "9" * 30):
+    for wrong in ("0", "-1", "x", "9" * 30, "9" * 5_000):
         assert http.call("POST", path, body, {"x-mocker-tokens": wrong})[0] == 400
+
+
+def test_a_header_asks_for_a_status(http: Http) -> None:
+    for status, got in (("418", 418), ("200", 400), ("x", 400), ("4" * 5_000, 400)):
+        headers = {"x-mocker-status": status}
+        assert http.call("POST", COMPLETIONS, {"prompt": "a"}, headers)[0] == got
 
 
 def test_tokens_and_sglang_stop(mocker: Mocker, http: Http) -> None:

@@ -378,6 +378,21 @@ def test_a_computed_prompt_that_nobody_fetches_holds_nothing_up(free_port):
     asyncio.run(check())
 
 
+def test_an_answer_of_something_else_is_no_prefill():
+    async def check():
+        async def answer(_, writer):
+            writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            writer.close()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(TransportError, match=r"no prefill from room 1 .* got b'HTTP"):
+            await meet(Room(host="127.0.0.1", port=port, number=1))
+        server.close()
+
+    asyncio.run(check())
+
+
 def test_a_worker_waits_while_discovery_is_down(monkeypatch, caplog):
     monkeypatch.setenv("KVFLASH_DISCOVERY", "mem")
     monkeypatch.setattr("kvflash.mocker.worker.RETRY_S", 0)
