@@ -7,8 +7,6 @@ used by one or more requests) or *inactive* (full, unused, evicted when room is 
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
-from kvflash.errors import InvalidArgumentError
-
 
 class BlockManager:
     """Block accounting with prefix caching and LRU eviction.
@@ -19,8 +17,6 @@ class BlockManager:
     """
 
     def __init__(self, capacity_blocks: int) -> None:
-        if capacity_blocks < 1:
-            raise InvalidArgumentError(f"capacity_blocks must be at least 1, got {capacity_blocks}")
         self.capacity_blocks = capacity_blocks
         self.partial_blocks = 0
         self._active: dict[int, int] = {}
@@ -40,19 +36,18 @@ class BlockManager:
     def cached_prefix(self, block_hashes: Iterable[int]) -> int:
         return sum(1 for _ in takewhile(self.is_cached, block_hashes))
 
-    def growth(self, block_hashes: Iterable[int], partial: int = 0) -> int:
-        """Count the blocks by which `use` with the same arguments would raise `used_blocks`."""
-        return partial + sum(block_hash not in self._active for block_hash in block_hashes)
-
-    def use(self, block_hashes: Sequence[int], partial: int = 0) -> bool:
+    def use(
+        self, block_hashes: Sequence[int], partial: int = 0, *, most: int | None = None
+    ) -> bool:
         """Take a reference on every hash and reserve partial blocks: all of it or nothing.
 
         An active block gets one more reference, an inactive one is revived, an unknown one is
         allocated as full and active. If the cache is full, inactive blocks are evicted, least
         recently used first, but never one named in this call. Returns False, with nothing changed,
-        if the capacity does not suffice.
+        if more than ``most`` blocks, by default the capacity, would be used.
         """
-        if self.used_blocks + self.growth(block_hashes, partial) > self.capacity_blocks:
+        growth = partial + sum(block_hash not in self._active for block_hash in block_hashes)
+        if self.used_blocks + growth > (self.capacity_blocks if most is None else most):
             return False
         # Blocks are revived before any is evicted, which protects the blocks of this call.
         for block_hash in block_hashes:
@@ -79,16 +74,13 @@ class BlockManager:
         """Make a partial block full, or use the block with this hash; returns whether it is new."""
         self.release(1)
         is_new = not self.is_cached(block_hash)
-        self._inactive.pop(block_hash, None)
-        self._active[block_hash] = self._active.get(block_hash, 0) + 1
+        is_used = self.use([block_hash])
+        assert is_used, "the partial block left room"
         return is_new
 
     def release(self, partial: int) -> None:
-        """Free partial blocks; raises InvalidArgumentError if fewer are partial."""
-        if not 0 <= partial <= self.partial_blocks:
-            raise InvalidArgumentError(
-                f"cannot release {partial} of {self.partial_blocks} partial blocks"
-            )
+        """Free partial blocks."""
+        assert 0 <= partial <= self.partial_blocks, "only reserved blocks are released"
         self.partial_blocks -= partial
 
     def drain_evicted(self) -> list[int]:

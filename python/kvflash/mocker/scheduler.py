@@ -195,11 +195,8 @@ class Scheduler:
                 return None
             count = budget
         partial = self._block_count(len(request.tokens)) - len(hits)
-        used = self.blocks.used_blocks + self.blocks.growth(hits, partial)
-        if used > self._config.admissible_blocks:
+        if not self.blocks.use(hits, partial, most=self._config.admissible_blocks):
             return None
-        is_used = self.blocks.use(hits, partial)
-        assert is_used, "the watermark is below the capacity"
         self._waiting.popleft()
         self._running.append(request)
         request.stored_blocks = len(hits)

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvflash.errors import InvalidArgumentError
 from kvflash.mocker.block_hash import block_hash, extend_hashes, root_hash
 from kvflash.mocker.block_manager import BlockManager
 
@@ -118,13 +117,20 @@ def test_clear_only_when_nothing_is_used() -> None:
     assert blocks.drain_evicted() == []
 
 
-def test_release_of_too_many_is_refused() -> None:
+def test_a_limit_below_the_capacity() -> None:
+    blocks = BlockManager(4)
+    assert blocks.use([1, 2], partial=1, most=3)
+    # An active block is counted once.
+    assert blocks.use([1], most=3)
+    assert not blocks.use([3], most=3)
+    assert blocks.use([3])
+
+
+def test_release_of_too_many_is_a_bug() -> None:
     blocks = BlockManager(2)
     assert blocks.use([], partial=1)
-    with pytest.raises(InvalidArgumentError, match="cannot release 2 of 1"):
+    with pytest.raises(AssertionError):
         blocks.release(2)
-    with pytest.raises(InvalidArgumentError, match="at least 1"):
-        BlockManager(0)
 
 
 class DumbBlocks:
