@@ -12,6 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 from kvflash.errors import InvalidArgumentError
+from kvflash.mocker.fields import integer
 from kvflash.mocker.schema_text import text
 
 # Values, including nested ones, that are tried for one schema.
@@ -151,7 +152,7 @@ class _Maker:
             raise InvalidArgumentError("properties must be an object and required a list")
         names = [name for name in properties if name in required]
         names += [str(name) for name in required if name not in properties]
-        least = _count(schema, "minProperties", 0)
+        least = integer(schema, "minProperties", 0, VALUES_MAX, 0)
         names += [name for name in properties if name not in names][: max(0, least - len(names))]
         names += [f"key_{number}" for number in range(least - len(names))]
         return {name: self.make(properties.get(name, more), depth - 1) for name in names}
@@ -160,7 +161,7 @@ class _Maker:
         first = _list(schema, "prefixItems") if "prefixItems" in schema else []
         rest = schema.get("items", True)
         items: list[Any] = []
-        for at in range(_count(schema, "minItems", 0)):
+        for at in range(integer(schema, "minItems", 0, VALUES_MAX, 0)):
             one = first[at] if at < len(first) else rest
             for _ in range(TRIES):
                 item = self.make(one, depth - 1)
@@ -241,13 +242,6 @@ def _list(schema: dict[str, Any], key: str) -> list[Any]:
     value = schema[key]
     if not isinstance(value, list) or not value:
         raise InvalidArgumentError(f"{key} must be a non-empty list, got {value!r:.80}")
-    return value
-
-
-def _count(schema: dict[str, Any], key: str, default: int) -> int:
-    value = schema.get(key, default)
-    if type(value) is not int or not 0 <= value <= VALUES_MAX:
-        raise InvalidArgumentError(f"{key} must be in 0..={VALUES_MAX}, got {value!r:.80}")
     return value
 
 

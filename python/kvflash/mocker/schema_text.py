@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from kvflash.errors import InvalidArgumentError
+from kvflash.mocker.fields import integer, is_integer, read
 
 # Longest string; a schema that requires a longer one is a mistake or an attack.
 TEXT_CHARS_MAX = 65_536
@@ -19,14 +20,12 @@ STEPS_MAX = 200_000
 # Strings of other lengths that are tried for a pattern.
 TRIES = 8
 
-# The parser of `re`; its tree describes what a pattern matches.
-_PARSER: Any = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")
+# The parser of `re`, and the compiler of its trees, which describe what a pattern matches.
+_IS_NEW = sys.version_info >= (3, 11)
+_PARSER: Any = importlib.import_module("re._parser" if _IS_NEW else "sre_parse")
+_COMPILER: Any = importlib.import_module("re._compiler" if _IS_NEW else "sre_compile")
 _PRINTABLE = string.digits + string.ascii_letters + string.punctuation + " "
-_CATEGORIES = {
-    "CATEGORY_DIGIT": string.digits,
-    "CATEGORY_SPACE": " ",
-    "CATEGORY_WORD": string.ascii_letters + string.digits + "_",
-}
+_BEYOND = range(0xD800)  # Up to the surrogates.
 _FORMATS = {
     "date": "2026-01-31",
     "date-time": "2026-01-31T12:00:00Z",
@@ -42,12 +41,8 @@ _FORMATS = {
 
 def text(schema: dict[str, Any], rng: random.Random) -> str:
     """Make a short string that minLength, maxLength, pattern and format of a schema allow."""
-    least, most = schema.get("minLength", 0), schema.get("maxLength", TEXT_CHARS_MAX)
-    if type(least) is not int or type(most) is not int or not 0 <= least <= TEXT_CHARS_MAX:
-        raise InvalidArgumentError(
-            f"minLength and maxLength must be integers, minLength in 0..={TEXT_CHARS_MAX}, got "
-            f"{least!r} and {most!r}"
-        )
+    least = integer(schema, "minLength", 0, TEXT_CHARS_MAX, 0)
+    most = read(schema, "maxLength", is_integer, "an integer", TEXT_CHARS_MAX)
     if most < least:
         raise InvalidArgumentError(f"maxLength {most} is below minLength {least}")
     word = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(*WORD_LENGTHS)))
@@ -70,12 +65,12 @@ def _matching(pattern: object, least: int, most: int, rng: random.Random) -> str
         tree = _PARSER.parse(pattern)
     except (re.error, OverflowError, RecursionError) as error:
         raise InvalidArgumentError(f"pattern {pattern!r:.80} is not valid: {error}") from error
-    drawer = _Drawer(rng)
-    shortest, longer = (len(drawer.draw(tree, more)) for more in (0, 1))
+    drawer = _Drawer(rng, tree)
+    shortest, longer = (len(drawer.draw(more)) for more in (0, 1))
     # Each repetition adds about this many characters; branches may add more or fewer.
     enough = -(-(least - shortest) // max(1, longer - shortest))
     for more in (0, 1, *range(max(2, enough - TRIES), enough + TRIES)):
-        found = drawer.draw(tree, more)
+        found = drawer.draw(more)
         if least <= len(found) <= most:
             return found
     raise InvalidArgumentError(
@@ -84,30 +79,28 @@ def _matching(pattern: object, least: int, most: int, rng: random.Random) -> str
 
 
 class _Drawer:
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, tree: Any) -> None:
         self._rng = rng
+        self._tree = tree
         self._left = STEPS_MAX
+        self._chars: dict[int, str] = {}  # Of parts of the tree, by their identity.
 
-    def draw(self, tree: Iterable[Any], more: int) -> str:
+    def draw(self, more: int) -> str:
         """Make a matching string; repetitions occur `more` often than required."""
-        return "".join(self._pieces(tree, more))
+        return "".join(self._pieces(self._tree, more))
 
     def _pieces(self, tree: Iterable[Any], more: int) -> Iterator[str]:
-        for op, value in tree:
-            self._spend()
-            name = str(op)
+        for part in tree:
+            self._spend(1)
+            name, value = str(part[0]), part[1]
             if name == "LITERAL":
                 yield chr(value)
-            elif name == "NOT_LITERAL":
-                yield self._rng.choice(_PRINTABLE.replace(chr(value), ""))
-            elif name == "ANY":
-                yield self._rng.choice(string.ascii_lowercase)
-            elif name == "IN":
-                yield self._rng.choice(_choices(value))
+            elif name in ("NOT_LITERAL", "ANY", "IN"):
+                yield self._rng.choice(self._chars_of(part))
             elif name in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
                 least, most, inner = value
                 for _ in range(min(least + more, int(most))):
-                    self._spend()
+                    self._spend(1)
                     yield from self._pieces(inner, 0)
             elif name in ("SUBPATTERN", "ATOMIC_GROUP"):
                 yield from self._pieces(value[-1] if name == "SUBPATTERN" else value, more)
@@ -116,28 +109,23 @@ class _Drawer:
             elif name != "AT":
                 raise InvalidArgumentError(f"a pattern with {name} is not supported")
 
-    def _spend(self) -> None:
-        self._left -= 1
+    def _chars_of(self, part: Any) -> str:
+        """The characters that a class matches: the printable ones of ASCII, if there are any."""
+        if (found := self._chars.get(id(part))) is None:
+            self._spend(10)
+            pattern = _COMPILER.compile(_PARSER.SubPattern(self._tree.state, [part]))
+            found = "".join(filter(pattern.fullmatch, _PRINTABLE))
+            if not found:
+                self._spend(1_000)
+                found = "".join(filter(pattern.fullmatch, map(chr, _BEYOND)))
+            if not found:
+                raise InvalidArgumentError(
+                    "a pattern with an empty class of characters matches nothing"
+                )
+            self._chars[id(part)] = found
+        return found
+
+    def _spend(self, steps: int) -> None:
+        self._left -= steps
         if self._left < 0:
             raise InvalidArgumentError(f"a pattern may take {STEPS_MAX} steps, this takes more")
-
-
-def _choices(members: list[Any]) -> str:
-    found = ""
-    for op, value in members:
-        name = str(op)
-        if name == "LITERAL":
-            found += chr(value)
-        elif name == "RANGE":
-            first, last = value
-            found += "".join(map(chr, range(first, min(last, first + 127) + 1)))
-        elif name == "CATEGORY" and str(value) in _CATEGORIES:
-            found += _CATEGORIES[str(value)]
-        elif name == "CATEGORY":
-            left_out = _CATEGORIES[str(value).replace("NOT_", "")]
-            found += "".join(char for char in _PRINTABLE if char not in left_out)
-    if str(members[0][0]) == "NEGATE":
-        found = "".join(char for char in _PRINTABLE if char not in found)
-    if not found:
-        raise InvalidArgumentError("a pattern with an empty class of characters matches nothing")
-    return found
