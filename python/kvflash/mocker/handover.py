@@ -155,10 +155,7 @@ class Handover:
         self._answers.add(task)
         try:
             number = int(json.loads(await reader.readline())["room"])
-            news = self._rooms.setdefault(number, asyncio.Event())
-            if isinstance(news, asyncio.Event):
-                await asyncio.wait_for(news.wait(), MEET_TIMEOUT_S)
-            writer.write(_DONE if self._rooms.pop(number, False) is True else _FAILED)
+            writer.write(_DONE if await self._is_computed(number) else _FAILED)
             await writer.drain()
         except (ValueError, KeyError, TypeError, ConnectionError, asyncio.TimeoutError) as error:
             logger.warning("a decode worker was refused: %r", error)
@@ -169,6 +166,16 @@ class Handover:
             self._answers.discard(task)
             self._answered.set()
             writer.close()
+
+    async def _is_computed(self, number: int) -> bool:
+        """Wait until a room's prompt is computed or has failed; the room is gone then."""
+        news = self._rooms.setdefault(number, asyncio.Event())
+        try:
+            if isinstance(news, asyncio.Event):
+                await asyncio.wait_for(news.wait(), MEET_TIMEOUT_S)
+        finally:
+            is_computed = self._rooms.pop(number, False) is True
+        return is_computed
 
 
 async def meet(room: Room) -> None:

@@ -378,6 +378,20 @@ def test_a_computed_prompt_that_nobody_fetches_holds_nothing_up(free_port):
     asyncio.run(check())
 
 
+def test_a_room_that_is_never_done_is_forgotten(free_port, monkeypatch):
+    async def check():
+        port = free_port()
+        handover = Handover("prefill", "127.0.0.1", 16)
+        await handover.open(port)
+        monkeypatch.setattr("kvflash.mocker.handover.MEET_TIMEOUT_S", 0.05)
+        with pytest.raises(TransportError, match="no prefill from room 1"):
+            await meet(Room(host="127.0.0.1", port=port, number=1))
+        await asyncio.wait_for(handover.close(30.0), 30)
+        assert not handover._rooms
+
+    asyncio.run(check())
+
+
 def test_an_answer_of_something_else_is_no_prefill():
     async def check():
         async def answer(_, writer):
