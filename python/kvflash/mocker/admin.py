@@ -1,15 +1,14 @@
 """Routes besides answers: models, tokens, health, and metrics under vLLM's names or `mocker:`."""
 
 import time
-from collections.abc import Mapping
 
 from aiohttp import web
 
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.engine import Engine
-from kvflash.mocker.fields import ApiError, Body, refuse
+from kvflash.mocker.fields import ApiError, Body
 from kvflash.mocker.middleware import at_once
-from kvflash.mocker.protocol import parse_model, parse_prompt, parse_token_ids
+from kvflash.mocker.protocol import decode, parse_model, parse_prompt, parse_token_ids
 from kvflash.mocker.scheduler import Scheduler
 from kvflash.mocker.tokenizer import Tokenizer
 
@@ -81,10 +80,7 @@ class Admin:
         """POST /detokenize: {model, tokens} to text."""
         parse_model(body, self._config)
         token_ids = parse_token_ids(body.get("tokens"), "tokens")
-        try:
-            return {"prompt": self._tokenizer.decode(token_ids)}
-        except (ValueError, OverflowError) as error:
-            refuse(f"tokens cannot be decoded: {error}", "tokens")
+        return {"prompt": decode(token_ids, "tokens", self._tokenizer)}
 
     async def reset_prefix_cache(self, _request: web.Request) -> web.Response:
         """POST /reset_prefix_cache: 200, or 409 with nothing changed while a request runs."""
@@ -96,13 +92,10 @@ class Admin:
 def render(scheduler: Scheduler, config: MockerConfig, started_s: float) -> str:
     """All metrics of one worker as Prometheus text 0.0.4; ``started_s`` is Unix time."""
     totals = scheduler.counters
-    labels = _labels({"engine": str(config.data_parallel_rank), "model_name": config.model_name})
-    info = _labels(
-        {
-            "block_size": str(config.block_size),
-            "num_gpu_blocks": str(config.num_gpu_blocks),
-            "enable_prefix_caching": str(config.enable_prefix_caching),
-        }
+    labels = f'{{engine="{config.data_parallel_rank}",model_name="{_escape(config.model_name)}"}}'
+    info = (
+        f'{{block_size="{config.block_size}",num_gpu_blocks="{config.num_gpu_blocks}",'
+        f'enable_prefix_caching="{config.enable_prefix_caching}"}}'
     )
     samples: tuple[tuple[str, str, object], ...] = (
         ("vllm:num_requests_running", "Requests that hold blocks.", scheduler.running_count),
@@ -130,10 +123,6 @@ def render(scheduler: Scheduler, config: MockerConfig, started_s: float) -> str:
         lines += [f"# HELP {name} {help_text}", f"# TYPE {name} {kind}"]
         lines.append(f"{name}{special.get(name, labels)} {value}")
     return "\n".join(lines) + "\n"
-
-
-def _labels(labels: Mapping[str, str]) -> str:
-    return "{" + ",".join(f'{name}="{_escape(value)}"' for name, value in labels.items()) + "}"
 
 
 def _escape(value: str) -> str:

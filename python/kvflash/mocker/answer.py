@@ -1,6 +1,7 @@
 """The answer to a request in the form of its API: as a whole, or event by event."""
 
 import json
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,8 @@ from aiohttp import web
 
 from kvflash.mocker.fields import ApiError, Body
 from kvflash.mocker.plan import Choice, Step
+from kvflash.mocker.protocol import GenerationParams
+from kvflash.mocker.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 
@@ -63,63 +66,63 @@ def usage_of(choices: Sequence[Choice]) -> Body:
 class TokensAnswer(Answer):
     """vLLM's `/inference/v1/generate`: token ids."""
 
-    def __init__(self, answer_id: str, model: str) -> None:
-        self._head = {"request_id": answer_id, "output_mode": "tokens"}
-        self._model = model
+    def __init__(self, request_id: object, params: GenerationParams, _: Tokenizer) -> None:
+        request_id = str(request_id or uuid.uuid4().hex)
+        self._head = {"request_id": request_id, "output_mode": "tokens"}
+        self._model = params.model
 
     def whole(self, choices: Sequence[Choice]) -> Body:
-        told = [_tokens_choice(one, 0, len(one.plan.token_ids), is_last=True) for one in choices]
+        told = [_tokens_choice(one, one.plan.whole) for one in choices]
         used = usage_of(choices)
         return {**self._head, "model": self._model, "choices": told, "usage": used}
 
     def piece(self, choice: Choice, step: Step) -> bytes:
-        told = _tokens_choice(choice, step.start, step.end, is_last=step.is_last)
-        return event({**self._head, "choices": [told]})
+        return event({**self._head, "choices": [_tokens_choice(choice, step)]})
 
     def closing(self, choices: Sequence[Choice]) -> bytes:
         return event({**self._head, "choices": [], "usage": usage_of(choices)}) + DONE
 
 
-def _tokens_choice(choice: Choice, start: int, end: int, *, is_last: bool) -> Body:
+def _tokens_choice(choice: Choice, step: Step) -> Body:
     plan = choice.plan
-    reason = plan.finish_reason if is_last else None
-    told = {"index": choice.index, "token_ids": plan.token_ids[start:end], "finish_reason": reason}
+    reason = plan.finish_reason if step.is_last else None
+    told = {"index": choice.index, "token_ids": step.token_ids, "finish_reason": reason}
     return told if plan.stop_reason is None else {**told, "stop_reason": plan.stop_reason}
 
 
 class GenerateAnswer(Answer):
     """SGLang's `/generate`: every event contains the whole text so far."""
 
-    def __init__(self, answer_id: str) -> None:
-        self._id = answer_id
+    def __init__(self, *_: object) -> None:
+        self._id = uuid.uuid4().hex
         self._text = ""
+        self._token_ids: list[int] = []
 
     def whole(self, choices: Sequence[Choice]) -> Body:
         (choice,) = choices
-        return self._body(choice, choice.plan.text, len(choice.plan.token_ids), is_last=True)
+        plan = choice.plan
+        body = self._body(choice, plan.text, plan.token_ids)
+        reason: Body = {"type": "stop", "matched": plan.stop_reason}
+        if plan.finish_reason == "length":
+            reason = {"type": "length", "length": len(plan.token_ids)}
+        cached_tokens = choice.request.cached_tokens or 0
+        body["meta_info"] |= {"finish_reason": reason, "cached_tokens": cached_tokens}
+        return body
 
     def piece(self, choice: Choice, step: Step) -> bytes:
         """The text so far; the last event is left to `closing`, with the cached tokens."""
         self._text += "".join(delta.text for delta in step.deltas)
-        if step.is_last:
-            return b""
-        return event(self._body(choice, self._text, step.end, is_last=False))
+        self._token_ids += step.token_ids
+        return b"" if step.is_last else event(self._body(choice, self._text, self._token_ids))
 
     def closing(self, choices: Sequence[Choice]) -> bytes:
         return event(self.whole(choices)) + DONE
 
-    def _body(self, choice: Choice, text: str, count: int, *, is_last: bool) -> Body:
-        plan, request = choice.plan, choice.request
-        meta: Body = {
+    def _body(self, choice: Choice, text: str, token_ids: Sequence[int]) -> Body:
+        meta = {
             "id": self._id,
             "finish_reason": None,
-            "prompt_tokens": len(request.prompt_ids),
-            "completion_tokens": count,
+            "prompt_tokens": len(choice.request.prompt_ids),
+            "completion_tokens": len(token_ids),
         }
-        if is_last and plan.finish_reason == "length":
-            meta["finish_reason"] = {"type": "length", "length": count}
-        elif is_last:
-            meta["finish_reason"] = {"type": "stop", "matched": plan.stop_reason}
-        if is_last:
-            meta["cached_tokens"] = request.cached_tokens or 0
-        return {"text": text, "output_ids": plan.token_ids[:count], "meta_info": meta}
+        return {"text": text, "output_ids": token_ids, "meta_info": meta}

@@ -9,21 +9,18 @@ from aiohttp import web
 
 from kvflash.mocker import audio, messages, pooling, responses
 from kvflash.mocker.admin import Admin
-from kvflash.mocker.answer import Answer, GenerateAnswer, TokensAnswer
+from kvflash.mocker.answer import GenerateAnswer, TokensAnswer
 from kvflash.mocker.audio import SoundAnswer
-from kvflash.mocker.completions import ChatAnswer, CompletionAnswer, Echo, assistant_message
+from kvflash.mocker.completions import ChatAnswer, CompletionAnswer, assistant_message
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.engine import Engine
-from kvflash.mocker.fields import ApiError, Body, mapping, refuse
+from kvflash.mocker.fields import Body, mapping, refuse
 from kvflash.mocker.generation import Generator
 from kvflash.mocker.handover import Handover, parse_room
-from kvflash.mocker.logprobs import Logprobs
 from kvflash.mocker.messages import MessageAnswer
 from kvflash.mocker.middleware import at_once, errors
 from kvflash.mocker.plan import Plan
 from kvflash.mocker.protocol import (
-    GenerationParams,
-    parse_generation,
     parse_json,
     parse_model,
     parse_prompt,
@@ -31,12 +28,10 @@ from kvflash.mocker.protocol import (
     shared,
 )
 from kvflash.mocker.responses import ResponseAnswer, ResponseStore
-from kvflash.mocker.tokenizer import Tokenizer, pieces
+from kvflash.mocker.tokenizer import Tokenizer
 
 # A prompt of a million token ids fits; larger bodies are mistakes.
 BODY_BYTES_MAX = 32 * 1024 * 1024
-# With this header the text of an answer ends by itself after that many tokens.
-LENGTH_HEADER = "x-mocker-tokens"
 
 Pooling = Callable[[Body, str, Tokenizer], Body]
 POOLING: dict[str, Pooling] = {
@@ -56,9 +51,9 @@ def build_app(
     app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[errors])
     app.add_routes(
         [
-            web.post("/v1/chat/completions", partial(api.openai, is_chat=True)),
+            web.post("/v1/chat/completions", api.chat),
             web.post("/v1/chat/completions/render", at_once(api.render)),
-            web.post("/v1/completions", partial(api.openai, is_chat=False)),
+            web.post("/v1/completions", api.completion),
             web.post("/v1/completions/render", at_once(api.render_completion)),
             web.post("/v1/responses", api.response),
             web.get("/v1/responses/{id}", api.kept_response),
@@ -86,60 +81,45 @@ class Api:
     def __init__(
         self, engine: Engine, config: MockerConfig, tokenizer: Tokenizer, handover: Handover
     ) -> None:
-        self._handover = handover
         self._config = config
         self._tokenizer = tokenizer
-        self._generator = Generator([engine], tokenizer, handover)
+        self._answer = Generator([engine], config, tokenizer, handover).answer
         self._store = ResponseStore()
 
-    async def openai(self, request: web.Request, *, is_chat: bool) -> web.StreamResponse:
+    async def chat(self, request: web.Request) -> web.StreamResponse:
         body = parse_json(await request.read())
-        # Read first: if anything else is wrong, the waiting decode worker must be informed.
-        room = parse_room(body)
-        try:
-            params = self._params(request, body, is_chat=is_chat)
-        except ApiError:
-            self._handover.finish(room, is_done=False)
-            raise
-        logprobs = self._logprobs(params)
-        answer_id = uuid.uuid4().hex
-        answer: Answer
-        if is_chat:
-            answer = ChatAnswer(answer_id, params, logprobs)
-        else:
-            echo = self._echo(body, params) if params.options.has_echo else None
-            answer = CompletionAnswer(answer_id, params, logprobs, echo=echo)
-        return await self._generator.answer(request, params, answer, room)
+        return await self._answer(request, body, ChatAnswer, room=parse_room(body))
+
+    async def completion(self, request: web.Request) -> web.StreamResponse:
+        body = parse_json(await request.read())
+        make = partial(CompletionAnswer, body)
+        return await self._answer(request, body, make, is_chat=False, room=parse_room(body))
 
     async def response(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/responses: stored for the next turn, unless `store` is false."""
         body = parse_json(await request.read())
         chat = responses.as_chat(body, self._store)
-        params = self._params(request, chat, is_chat=True)
 
         def keep(whole: Body, plan: Plan) -> None:
             if body.get("store", True):
                 self._store.keep(whole, [*chat["messages"], assistant_message(plan)])
 
-        answer = ResponseAnswer(body, params, self._logprobs(params), keep)
-        return await self._generator.answer(request, params, answer)
+        return await self._answer(request, chat, partial(ResponseAnswer, body, keep))
 
     async def kept_response(self, request: web.Request) -> web.Response:
-        return web.json_response(self._store.response(request.match_info["id"]))
+        return web.json_response(self._store.find(request.match_info["id"])[0])
 
     async def delete_response(self, request: web.Request) -> web.Response:
         return web.json_response(self._store.delete(request.match_info["id"]))
 
     async def cancel_response(self, request: web.Request) -> web.Response:
         """POST /v1/responses/{id}/cancel: refused, since no response runs in the background."""
-        self._store.response(request.match_info["id"])
+        self._store.find(request.match_info["id"])
         refuse("Cannot cancel a synchronous response.", "response_id")
 
     async def message(self, request: web.Request) -> web.StreamResponse:
         chat = messages.as_chat(parse_json(await request.read()))
-        params = self._params(request, chat, is_chat=True)
-        answer = MessageAnswer(uuid.uuid4().hex, params.model, len(params.prompt_ids))
-        return await self._generator.answer(request, params, answer)
+        return await self._answer(request, chat, MessageAnswer)
 
     def count_tokens(self, body: Body) -> Body:
         chat = messages.as_chat(body, needs_max_tokens=False)
@@ -170,9 +150,8 @@ class Api:
         body = parse_json(await request.read())
         prompt = parse_token_ids(body.get("token_ids"), "token_ids")
         completion = _completion(body, prompt, "max_tokens")
-        params = self._params(request, completion, is_chat=False)
-        answer = TokensAnswer(str(body.get("request_id") or uuid.uuid4().hex), params.model)
-        return await self._generator.answer(request, params, answer)
+        make = partial(TokensAnswer, body.get("request_id"))
+        return await self._answer(request, completion, make, is_chat=False)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """POST /generate: {text} or {input_ids}, as in SGLang."""
@@ -183,15 +162,13 @@ class Api:
         completion = _completion(body, prompt, "max_new_tokens")
         if completion["n"] not in (None, 1):
             refuse("only n = 1 is supported", "sampling_params.n")
-        params = self._params(request, completion, is_chat=False)
-        return await self._generator.answer(request, params, GenerateAnswer(uuid.uuid4().hex))
+        return await self._answer(request, completion, GenerateAnswer, is_chat=False)
 
     async def sound(self, request: web.Request, *, is_translated: bool) -> web.StreamResponse:
         upload = await audio.read_upload(request, is_translated=is_translated)
         digest = blake2b(upload.sound, digest_size=8).hexdigest()
-        params = self._params(request, upload.as_completion(digest), is_chat=False)
-        answer = SoundAnswer(uuid.uuid4().hex, params.model, upload)
-        return await self._generator.answer(request, params, answer)
+        make = partial(SoundAnswer, upload)
+        return await self._answer(request, upload.as_completion(digest), make, is_chat=False)
 
     async def speech(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/audio/speech: answered at once."""
@@ -200,39 +177,9 @@ class Api:
         sound, kind = audio.speak(body)
         return web.Response(body=sound, content_type=kind)
 
-    def _params(self, request: web.Request, body: Body, *, is_chat: bool) -> GenerationParams:
-        return parse_generation(
-            body,
-            is_chat=is_chat,
-            config=self._config,
-            tokenizer=self._tokenizer,
-            text_tokens=_text_tokens(request),
-        )
-
-    def _logprobs(self, params: GenerationParams) -> Logprobs | None:
-        count = params.options.logprobs
-        return None if count is None else Logprobs(self._tokenizer, count)
-
-    def _echo(self, body: Body, params: GenerationParams) -> Echo:
-        prompt = body["prompt"][0] if isinstance(body["prompt"], list) else body["prompt"]
-        try:
-            text = prompt if isinstance(prompt, str) else self._tokenizer.decode(params.prompt_ids)
-        except (ValueError, OverflowError) as error:
-            refuse(f"prompt cannot be decoded: {error}", "prompt")
-        return Echo(params.prompt_ids, pieces(self._tokenizer, params.prompt_ids, text))
-
 
 def _completion(body: Body, prompt: object, limit: str) -> Body:
     """The completion request that a request for tokens stands for."""
     sampling = mapping(body, "sampling_params")
     options = {name: sampling.get(name) for name in ("n", "seed", "stop", "stop_token_ids")}
     return {**shared(body), **options, "prompt": prompt, "max_tokens": sampling.get(limit)}
-
-
-def _text_tokens(request: web.Request) -> int | None:
-    told = request.headers.get(LENGTH_HEADER)
-    if told is None:
-        return None
-    if not told.isdecimal() or len(told) > 9 or int(told) < 1:
-        refuse(f"{LENGTH_HEADER} must be in 1..=999999999, got {told!r:.80}")
-    return int(told)

@@ -2,6 +2,7 @@
 
 import io
 import math
+import uuid
 import wave
 from array import array
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ from aiohttp import web
 from kvflash.mocker.answer import DONE, Answer, event, usage_of
 from kvflash.mocker.fields import Body, one_of, refuse
 from kvflash.mocker.plan import Choice, Step
+from kvflash.mocker.protocol import GenerationParams
+from kvflash.mocker.tokenizer import Tokenizer
 
 # Telephone audio: 16,000 bytes a second; uploads are assumed to have this rate.
 SAMPLE_RATE = 8_000
@@ -73,9 +76,13 @@ async def read_upload(request: web.Request, *, is_translated: bool) -> Upload:
 class SoundAnswer(Answer):
     """A transcription or translation in vLLM's form."""
 
-    def __init__(self, answer_id: str, model: str, upload: Upload) -> None:
+    def __init__(self, upload: Upload, params: GenerationParams, _: Tokenizer) -> None:
         kind = "translation" if upload.is_translated else "transcription"
-        self._head = {"id": f"trsc-{answer_id}", "object": f"{kind}.chunk", "model": model}
+        self._head = {
+            "id": f"trsc-{uuid.uuid4().hex}",
+            "object": f"{kind}.chunk",
+            "model": params.model,
+        }
         self._upload = upload
 
     def whole(self, choices: Sequence[Choice]) -> Body:

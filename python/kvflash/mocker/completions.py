@@ -1,22 +1,17 @@
 """OpenAI's chats and completions: their bodies, and the chunks of their streams."""
 
 import time
+import uuid
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from kvflash.mocker.answer import DONE, Answer, event, usage_of
 from kvflash.mocker.fields import Body
-from kvflash.mocker.logprobs import Logprobs
+from kvflash.mocker.logprobs import Logprobs, logprobs_of
 from kvflash.mocker.plan import Choice, Delta, Plan, Step
-from kvflash.mocker.protocol import GenerationParams, function_call
-
-
-class Echo(NamedTuple):
-    """An echoed prompt: its tokens, and the text of each."""
-
-    token_ids: Sequence[int]
-    pieces: Sequence[str]
+from kvflash.mocker.protocol import GenerationParams, decode, function_call
+from kvflash.mocker.tokenizer import Tokenizer, pieces
 
 
 class _OpenAiAnswer(Answer):
@@ -24,15 +19,14 @@ class _OpenAiAnswer(Answer):
     _kind: ClassVar[str]
     _chunk_kind: ClassVar[str]
 
-    def __init__(self, answer_id: str, params: GenerationParams, logprobs: Logprobs | None) -> None:
-        answer_id = self._prefix + answer_id
+    def __init__(self, params: GenerationParams, tokenizer: Tokenizer) -> None:
+        answer_id = self._prefix + uuid.uuid4().hex
         self._head: Body = {"id": answer_id, "created": int(time.time()), "model": params.model}
         self._params = params
-        self._told_logprobs = logprobs
+        self._told_logprobs = logprobs_of(params, tokenizer)
 
     def whole(self, choices: Sequence[Choice]) -> Body:
-        told = [self._choice(one, self._content(one.plan)) for one in choices]
-        used = usage_of(choices)
+        told, used = list(map(self._choice, choices)), usage_of(choices)
         return {**self._head, "object": self._kind, "choices": told, "usage": used}
 
     def piece(self, choice: Choice, step: Step) -> bytes:
@@ -44,10 +38,7 @@ class _OpenAiAnswer(Answer):
         chunks = [self._chunk(choice.index, content) for content in contents]
         if not chunks:
             return b""
-        last = chunks[-1]["choices"][0]
-        last |= self._beside(choice.plan, step.start, step.end, step.chars)
-        if step.is_last:
-            last |= _ending(choice.plan)
+        chunks[-1]["choices"][0] |= self._beside(choice.plan, step)
         return b"".join(map(event, chunks))
 
     def closing(self, choices: Sequence[Choice]) -> bytes:
@@ -56,23 +47,24 @@ class _OpenAiAnswer(Answer):
         head = {**self._head, "object": self._chunk_kind}
         return event({**head, "choices": [], "usage": usage_of(choices)}) + DONE
 
-    def _choice(self, choice: Choice, content: Body) -> Body:
+    def _choice(self, choice: Choice) -> Body:
         plan = choice.plan
-        beside = self._beside(plan, 0, len(plan.token_ids), 0)
         head = {"index": choice.index, "logprobs": None}
-        return {**head, **content, **beside, **_ending(plan)}
+        return {**head, **self._content(plan), **self._beside(plan, plan.whole)}
 
     def _chunk(self, index: int, content: Body) -> Body:
-        choice = {"index": index, **content, "logprobs": None, "finish_reason": None}
+        choice = {"index": index, "logprobs": None, **content, "finish_reason": None}
         return {**self._head, "object": self._chunk_kind, "choices": [choice]}
 
-    def _beside(self, plan: Plan, start: int, end: int, chars: int) -> Body:
+    def _beside(self, plan: Plan, step: Step) -> Body:
+        """The fields beside the content that a step adds."""
         beside: Body = {}
+        if step.is_last:
+            beside = {"finish_reason": plan.finish_reason, "stop_reason": plan.stop_reason}
         if self._params.has_token_ids:
-            beside["token_ids"] = plan.token_ids[start:end]
+            beside["token_ids"] = step.token_ids
         if self._told_logprobs is not None:
-            token_ids, pieces = plan.token_ids[start:end], plan.pieces[start:end]
-            beside["logprobs"] = self._logprobs(self._told_logprobs, token_ids, pieces, chars)
+            beside["logprobs"] = self._logprobs(self._told_logprobs, step)
         return beside
 
     @abstractmethod
@@ -82,9 +74,7 @@ class _OpenAiAnswer(Answer):
     def _delta(self, plan: Plan, delta: Delta | None) -> Body: ...
 
     @abstractmethod
-    def _logprobs(
-        self, logprobs: Logprobs, token_ids: Sequence[int], pieces: Sequence[str], chars: int
-    ) -> Body: ...
+    def _logprobs(self, logprobs: Logprobs, step: Step) -> Body: ...
 
 
 class ChatAnswer(_OpenAiAnswer):
@@ -120,10 +110,8 @@ class ChatAnswer(_OpenAiAnswer):
             told |= function_call(call.call_id, call.name, delta.text)
         return {"delta": {"tool_calls": [told]}}
 
-    def _logprobs(
-        self, logprobs: Logprobs, token_ids: Sequence[int], pieces: Sequence[str], chars: int
-    ) -> Body:
-        return {"content": logprobs.chat(token_ids, pieces)}
+    def _logprobs(self, logprobs: Logprobs, step: Step) -> Body:
+        return {"content": logprobs.chat(step.token_ids, step.pieces)}
 
 
 class CompletionAnswer(_OpenAiAnswer):
@@ -132,37 +120,29 @@ class CompletionAnswer(_OpenAiAnswer):
     _prefix = "cmpl-"
     _kind = _chunk_kind = "text_completion"
 
-    def __init__(
-        self,
-        answer_id: str,
-        params: GenerationParams,
-        logprobs: Logprobs | None,
-        *,
-        echo: Echo | None = None,
-    ) -> None:
-        super().__init__(answer_id, params, logprobs)
-        self._echo = echo
-        self._prompt = "" if echo is None else "".join(echo.pieces)
+    def __init__(self, body: Body, params: GenerationParams, tokenizer: Tokenizer) -> None:
+        super().__init__(params, tokenizer)
+        self._prompt = ""  # As far as it is echoed.
+        self._prompt_pieces: Sequence[str] = ()
+        if params.options.has_echo:
+            prompt = body["prompt"][0] if isinstance(body["prompt"], list) else body["prompt"]
+            if not isinstance(prompt, str):
+                prompt = decode(params.prompt_ids, "prompt", tokenizer)
+            self._prompt = prompt
+            self._prompt_pieces = pieces(tokenizer, params.prompt_ids, prompt)
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
         """The prompt, if it is echoed."""
-        if self._echo is None:
+        if not self._prompt_pieces:
             return b""
-        chunks = []
-        for choice in choices:
-            chunk = self._chunk(choice.index, {"text": self._prompt})
-            if self._told_logprobs is not None:
-                chunk["choices"][0]["logprobs"] = self._echoed(self._told_logprobs)
-            chunks.append(event(chunk))
-        return b"".join(chunks)
+        content = {"text": self._prompt, "logprobs": self._logprobs_from_start((), ())}
+        return b"".join(event(self._chunk(choice.index, content)) for choice in choices)
 
-    def _choice(self, choice: Choice, content: Body) -> Body:
-        told = super()._choice(choice, content)
-        if self._echo is not None and self._told_logprobs is not None:
-            prompt, answer = self._echoed(self._told_logprobs), told["logprobs"]
-            told["logprobs"] = {
-                key: None if answer[key] is None else prompt[key] + answer[key] for key in answer
-            }
+    def _choice(self, choice: Choice) -> Body:
+        told = super()._choice(choice)
+        if self._prompt_pieces:
+            plan = choice.plan
+            told["logprobs"] = self._logprobs_from_start(plan.token_ids, plan.pieces)
         return told
 
     def _content(self, plan: Plan) -> Body:
@@ -171,16 +151,16 @@ class CompletionAnswer(_OpenAiAnswer):
     def _delta(self, plan: Plan, delta: Delta | None) -> Body:
         return {"text": "" if delta is None else delta.text}
 
-    def _logprobs(
-        self, logprobs: Logprobs, token_ids: Sequence[int], pieces: Sequence[str], chars: int
-    ) -> Body:
-        return logprobs.completion(token_ids, pieces, offset=len(self._prompt) + chars)
+    def _logprobs(self, logprobs: Logprobs, step: Step) -> Body:
+        offset = len(self._prompt) + step.chars
+        return logprobs.completion(step.token_ids, step.pieces, offset=offset)
 
-    def _echoed(self, logprobs: Logprobs) -> Body:
-        assert self._echo is not None, "asked for where there is a prompt to tell"
-        return logprobs.completion(
-            self._echo.token_ids, self._echo.pieces, offset=0, is_prompt=True
-        )
+    def _logprobs_from_start(self, token_ids: Sequence[int], pieces: Sequence[str]) -> Body | None:
+        """The log probabilities of the echoed prompt, and of these tokens of the answer."""
+        if self._told_logprobs is None:
+            return None
+        told = [*self._params.prompt_ids, *token_ids], [*self._prompt_pieces, *pieces]
+        return self._told_logprobs.completion(*told, offset=0, is_prompt=True)
 
 
 def assistant_message(plan: Plan) -> Body:
@@ -190,7 +170,3 @@ def assistant_message(plan: Plan) -> Body:
         return {"role": "assistant", "content": plan.text}
     told = [function_call(call.call_id, call.name, call.arguments) for call in calls]
     return {"role": "assistant", "content": plan.text or None, "tool_calls": told}
-
-
-def _ending(plan: Plan) -> Body:
-    return {"finish_reason": plan.finish_reason, "stop_reason": plan.stop_reason}

@@ -1,6 +1,6 @@
 """Runs a request in the engine, and writes its answer: whole, or as a stream."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from aiohttp import web
@@ -8,13 +8,17 @@ from aiohttp import web
 from kvflash.errors import ClosedError
 from kvflash.mocker.answer import Answer
 from kvflash.mocker.block_hash import output_seed
+from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.engine import Engine, Waiter
-from kvflash.mocker.fields import ApiError
+from kvflash.mocker.fields import ApiError, Body, refuse
 from kvflash.mocker.handover import Handover, Room
 from kvflash.mocker.plan import Choice, Step, plan_answer
-from kvflash.mocker.protocol import GenerationParams
+from kvflash.mocker.protocol import GenerationParams, parse_generation
 from kvflash.mocker.request import Request
 from kvflash.mocker.tokenizer import Tokenizer
+
+# With this header the text of an answer ends by itself after that many tokens.
+LENGTH_HEADER = "x-mocker-tokens"
 
 
 class Generation:
@@ -36,8 +40,15 @@ class Generation:
 class Generator:
     """Answers the requests of one worker, which has one engine or more."""
 
-    def __init__(self, engines: Sequence[Engine], tokenizer: Tokenizer, handover: Handover) -> None:
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        config: MockerConfig,
+        tokenizer: Tokenizer,
+        handover: Handover,
+    ) -> None:
         self._engines = engines
+        self._config = config
         self._tokenizer = tokenizer
         self._handover = handover
 
@@ -88,11 +99,26 @@ class Generator:
     async def answer(
         self,
         request: web.Request,
-        params: GenerationParams,
-        answer: Answer,
+        body: Body,
+        make: Callable[[GenerationParams, Tokenizer], Answer],
+        *,
+        is_chat: bool = True,
         room: Room | None = None,
     ) -> web.StreamResponse:
-        """Generate the answer to a request."""
+        """Answer a chat or a completion, in the form of the answer that ``make`` returns."""
+        try:
+            params = parse_generation(
+                body,
+                is_chat=is_chat,
+                config=self._config,
+                tokenizer=self._tokenizer,
+                text_tokens=_text_tokens(request),
+            )
+            answer = make(params, self._tokenizer)
+        except ApiError:
+            # The waiting decode worker must be informed.
+            self._handover.finish(room, is_done=False)
+            raise
         async with self.generation(params, room) as generation:
             if params.is_streaming:
                 return await _stream(request, generation, answer)
@@ -135,3 +161,12 @@ async def _stream(
 async def _write(response: web.StreamResponse, events: bytes) -> None:
     if events:
         await response.write(events)
+
+
+def _text_tokens(request: web.Request) -> int | None:
+    told = request.headers.get(LENGTH_HEADER)
+    if told is None:
+        return None
+    if not told.isdecimal() or len(told) > 9 or int(told) < 1:
+        refuse(f"{LENGTH_HEADER} must be in 1..=999999999, got {told!r:.80}")
+    return int(told)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from kvflash.mocker.fields import Body
+from kvflash.mocker.protocol import GenerationParams
 from kvflash.mocker.tokenizer import Tokenizer
 
 # The generated token is always the likeliest; others follow at this distance.
@@ -67,3 +68,9 @@ def _chance(token_id: int) -> float:
 
 def _entry(text: str, chance: float) -> Body:
     return {"token": text, "logprob": chance, "bytes": list(text.encode(errors="replace"))}
+
+
+def logprobs_of(params: GenerationParams, tokenizer: Tokenizer) -> Logprobs | None:
+    """What a request wants of log probabilities, or None."""
+    count = params.options.logprobs
+    return None if count is None else Logprobs(tokenizer, count)

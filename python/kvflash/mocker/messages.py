@@ -1,13 +1,21 @@
 """Anthropic's Messages: requests to chats, and answers to messages with their events."""
 
 import json
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
 from kvflash.mocker.answer import Answer, event, usage_of
 from kvflash.mocker.fields import ApiError, Body, inner, is_object, listed, refuse
-from kvflash.mocker.plan import Choice, Delta, Plan, Step
-from kvflash.mocker.protocol import content_of, function_call, response_format, shared
+from kvflash.mocker.plan import Choice, Delta, Plan, Step, ToolCall
+from kvflash.mocker.protocol import (
+    GenerationParams,
+    content_of,
+    function_call,
+    response_format,
+    shared,
+)
+from kvflash.mocker.tokenizer import Tokenizer
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 # Claude Code starts its system prompt with a block that differs between requests.
@@ -24,12 +32,7 @@ def as_chat(body: Body, *, needs_max_tokens: bool = True) -> Body:
         texts = _texts(system, "system")
         system = "".join(text for text in texts if not text.startswith(BILLING))
         messages.append({"role": "system", "content": system})
-    told = body.get("messages")
-    if not isinstance(told, list):
-        refuse("messages must be a list", "messages")
-    for message in told:
-        if not isinstance(message, dict):
-            refuse("messages must be a list of objects", "messages")
+    for message in listed(body, "messages", is_object, "a list of objects"):
         messages += _turns(message)
     chat = {**shared(body), "messages": messages, "max_tokens": body.get("max_tokens")}
     chat |= {
@@ -118,28 +121,20 @@ def _tool_choice(told: Any) -> Body:
 class MessageAnswer(Answer):
     """Builds a message, or the events of its stream."""
 
-    def __init__(self, answer_id: str, model: str, prompt_tokens: int) -> None:
-        self._prompt_tokens = prompt_tokens
+    def __init__(self, params: GenerationParams, _: Tokenizer) -> None:
+        self._prompt_tokens = len(params.prompt_ids)
         self._blocks = 0
         self._head = {
-            "id": "msg_" + answer_id,
+            "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
             "role": "assistant",
-            "model": model,
+            "model": params.model,
         }
 
     def whole(self, choices: Sequence[Choice]) -> Body:
         (choice,) = choices
         plan = choice.plan
-        blocks: list[Body] = [
-            {
-                "type": "tool_use",
-                "id": call.call_id,
-                "name": call.name,
-                "input": _input(call.arguments),
-            }
-            for call in plan.told_calls
-        ]
+        blocks = [_tool_use(call, _input(call.arguments)) for call in plan.told_calls]
         if plan.text or not blocks:
             blocks.insert(0, {"type": "text", "text": plan.text})
         return {**self._head, "content": blocks, **_ending(plan), "usage": _usage(choice)}
@@ -174,10 +169,8 @@ class MessageAnswer(Answer):
         return begun + _event("content_block_delta", index=self._blocks - 1, delta=more)
 
     def _begin(self, plan: Plan, call: int | None) -> bytes:
-        block: Body = {"type": "text", "text": ""}
-        if call is not None:
-            called = plan.calls[call]
-            block = {"type": "tool_use", "id": called.call_id, "name": called.name, "input": {}}
+        text: Body = {"type": "text", "text": ""}
+        block = text if call is None else _tool_use(plan.calls[call], {})
         self._blocks += 1
         return _event("content_block_start", index=self._blocks - 1, content_block=block)
 
@@ -198,6 +191,10 @@ def _ending(plan: Plan) -> Body:
     if isinstance(plan.stop_reason, str):
         reason, sequence = "stop_sequence", plan.stop_reason
     return {"stop_reason": reason, "stop_sequence": sequence}
+
+
+def _tool_use(call: ToolCall, arguments: Any) -> Body:
+    return {"type": "tool_use", "id": call.call_id, "name": call.name, "input": arguments}
 
 
 def _input(arguments: str) -> Any:

@@ -45,6 +45,16 @@ class Span(NamedTuple):
     call: int | None = None
 
 
+class Step(NamedTuple):
+    """The part of an answer that one step of the engine adds."""
+
+    deltas: Sequence[Delta]  # The visible part of it.
+    token_ids: Sequence[int]
+    pieces: Sequence[str]  # The text of each token.
+    chars: int  # Characters generated before the step.
+    is_last: bool  # Whether the answer is complete.
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The plan of an answer."""
@@ -67,27 +77,23 @@ class Plan:
         return told
 
     @property
+    def whole(self) -> Step:
+        """All of it in one step."""
+        return Step(self.deltas(0, len(self.raw)), self.token_ids, self.pieces, 0, True)
+
+    @property
     def text(self) -> str:
         """The text of the answer, without calls."""
-        whole = self.deltas(0, len(self.raw))
-        return "".join(delta.text for delta in whole if delta.call is None)
+        return "".join(delta.text for delta in self.whole.deltas if delta.call is None)
 
     @property
     def told_calls(self) -> list[ToolCall]:
         """The calls generated so far: the arguments of the last one may be cut off."""
-        whole = self.deltas(0, len(self.raw))
-        told = [(self.calls[delta.call], delta.text) for delta in whole if delta.call is not None]
-        return [ToolCall(call.call_id, call.name, arguments) for call, arguments in told]
-
-
-class Step(NamedTuple):
-    """The part of an answer that one step of the engine adds."""
-
-    deltas: Sequence[Delta]  # The visible part of it.
-    start: int  # Tokens of the answer before the step.
-    end: int  # Tokens of the answer after the step.
-    chars: int  # Characters generated before the step.
-    is_last: bool  # Whether the answer is complete.
+        return [
+            replace(self.calls[delta.call], arguments=delta.text)
+            for delta in self.whole.deltas
+            if delta.call is not None
+        ]
 
 
 @dataclass(eq=False)
@@ -112,10 +118,12 @@ class Choice:
 
     def step(self) -> Step:
         """Return the tokens that are new."""
-        start, end, chars = self._tokens, self.request.output_tokens, self._chars
-        self._tokens = end
-        self._chars += sum(map(len, self.plan.pieces[start:end]))
-        return Step(self.plan.deltas(chars, self._chars), start, end, chars, self.is_told)
+        plan, chars = self.plan, self._chars
+        new = slice(self._tokens, self.request.output_tokens)
+        self._tokens = new.stop
+        self._chars += sum(map(len, plan.pieces[new]))
+        deltas = plan.deltas(chars, self._chars)
+        return Step(deltas, plan.token_ids[new], plan.pieces[new], chars, self.is_told)
 
 
 def plan_answer(

@@ -204,6 +204,14 @@ def parse_token_ids(value: object, param: str) -> list[int]:
     return value
 
 
+def decode(token_ids: Sequence[int], param: str, tokenizer: Tokenizer) -> str:
+    """The text of token ids; refuses unknown ones."""
+    try:
+        return tokenizer.decode(token_ids)
+    except (ValueError, OverflowError) as error:
+        refuse(f"{param} cannot be decoded: {error}", param)
+
+
 def _is_message(message: object) -> bool:
     if not is_text(inner(message, "role")):
         return False

@@ -2,13 +2,12 @@
 
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvflash.mocker.answer import Answer, event, usage_of
 from kvflash.mocker.fields import ApiError, Body, inner, is_object, listed, refuse
-from kvflash.mocker.logprobs import Logprobs
+from kvflash.mocker.logprobs import logprobs_of
 from kvflash.mocker.plan import Choice, Delta, Plan, Step
 from kvflash.mocker.protocol import (
     GenerationParams,
@@ -17,7 +16,7 @@ from kvflash.mocker.protocol import (
     response_format,
     shared,
 )
-from kvflash.mocker.tokenizer import texts_of
+from kvflash.mocker.tokenizer import Tokenizer, texts_of
 
 # Maximum of stored responses; the oldest ones are dropped.
 STORE_MAX = 1024
@@ -27,33 +26,26 @@ class ResponseStore:
     """Past responses and their conversations, by id."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, tuple[Body, list[Body]]] = OrderedDict()
+        self._kept: dict[str, tuple[Body, list[Body]]] = {}
 
     def keep(self, response: Body, messages: list[Body]) -> None:
         """Store a response and its conversation, including the answer."""
         self._kept[response["id"]] = (response, messages)
         while len(self._kept) > STORE_MAX:
-            self._kept.popitem(last=False)
+            del self._kept[next(iter(self._kept))]
 
-    def find(self, response_id: object) -> list[Body]:
-        """The conversation that ends with this response; refuses unknown ones with 404."""
-        return self._find(response_id, "previous_response_id")[1]
-
-    def response(self, response_id: str) -> Body:
-        """The response; refuses unknown ones with 404."""
-        return self._find(response_id, "response_id")[0]
-
-    def delete(self, response_id: str) -> Body:
-        """Delete a response and return the body that confirms it; 404 for unknown ones."""
-        self._find(response_id, "response_id")
-        del self._kept[response_id]
-        return {"id": response_id, "object": "response", "deleted": True}
-
-    def _find(self, response_id: object, param: str) -> tuple[Body, list[Body]]:
+    def find(self, response_id: object, param: str = "response_id") -> tuple[Body, list[Body]]:
+        """A response and its conversation; refuses unknown ones with 404."""
         if isinstance(response_id, str) and response_id in self._kept:
             return self._kept[response_id]
         message = f"Response with id '{response_id}' not found."
         raise ApiError(404, "NotFoundError", message, param)
+
+    def delete(self, response_id: str) -> Body:
+        """Delete a response and return the body that confirms it; 404 for unknown ones."""
+        self.find(response_id)
+        del self._kept[response_id]
+        return {"id": response_id, "object": "response", "deleted": True}
 
 
 def as_chat(body: Body, store: ResponseStore) -> Body:
@@ -62,15 +54,14 @@ def as_chat(body: Body, store: ResponseStore) -> Body:
     if instructions := body.get("instructions"):
         messages.append({"role": "system", "content": instructions})
     if (previous := body.get("previous_response_id")) is not None:
-        earlier = store.find(previous)
+        _, earlier = store.find(previous, "previous_response_id")
         messages += [message for message in earlier if message["role"] != "system"]
-    told = body.get("input")
-    if isinstance(told, str):
+    if isinstance(told := body.get("input"), str):
         messages.append({"role": "user", "content": told})
-    elif isinstance(told, list) and told:
-        messages += _turns(told)
     else:
-        refuse("input must be text or a non-empty list of items", "input")
+        wanted = "text or a non-empty list of objects"
+        items = listed(body, "input", is_object, wanted)
+        messages += _turns(items or refuse(f"input must be {wanted}", "input"))
     chat = {**shared(body), "messages": messages, "max_tokens": body.get("max_output_tokens")}
     chat["response_format"] = response_format(body.get("text"))
     if tools := listed(body, "tools", is_object, "a list of objects"):
@@ -85,7 +76,7 @@ def as_chat(body: Body, store: ResponseStore) -> Body:
     return chat
 
 
-def _turns(items: list[Any]) -> list[Body]:
+def _turns(items: Sequence[Body]) -> list[Body]:
     """The items as messages: consecutive items of the assistant become one message."""
     turns: list[Body] = []
 
@@ -97,8 +88,6 @@ def _turns(items: list[Any]) -> list[Body]:
             last[name] = value
 
     for item in items:
-        if not isinstance(item, dict):
-            refuse("input must be a list of objects", "input")
         kind, role = item.get("type", "message"), item.get("role")
         if kind == "function_call":
             name, arguments = str(item.get("name")), str(item.get("arguments"))
@@ -143,11 +132,11 @@ class ResponseAnswer(Answer):
     def __init__(
         self,
         body: Body,
-        params: GenerationParams,
-        logprobs: Logprobs | None,
         keep: Callable[[Body, Plan], None],
+        params: GenerationParams,
+        tokenizer: Tokenizer,
     ) -> None:
-        self._logprobs = logprobs
+        self._logprobs = logprobs_of(params, tokenizer)
         self._keep = keep
         self._sequence_number = 0
         # The items so far; the last one is open.
@@ -173,8 +162,7 @@ class ResponseAnswer(Answer):
 
     def whole(self, choices: Sequence[Choice]) -> Body:
         (choice,) = choices
-        plan = choice.plan
-        self.piece(choice, Step(plan.deltas(0, len(plan.raw)), 0, len(plan.token_ids), 0, True))
+        self.piece(choice, choice.plan.whole)
         return self._completed(choice)[1]
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
@@ -233,8 +221,7 @@ class ResponseAnswer(Answer):
             item["content"][0]["text"] += delta.text
             name, fields = "response.output_text.delta", {**self._place(), "logprobs": []}
             if self._logprobs is not None and step is not None:
-                told = plan.token_ids[step.start : step.end], plan.pieces[step.start : step.end]
-                fields["logprobs"] = self._logprobs.chat(*told)
+                fields["logprobs"] = self._logprobs.chat(step.token_ids, step.pieces)
                 item["content"][0]["logprobs"] += fields["logprobs"]
         return events + (self._event(name, **fields, delta=delta.text) if delta.text else b"")
 

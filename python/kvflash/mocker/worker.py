@@ -54,7 +54,7 @@ class RuntimeWorker:
         outboxes = outboxes or [None] * config.data_parallel_size
         self.engines = [Engine(config, outbox) for outbox in outboxes]
         self._handover = Handover(config.role, self._runtime.host, config.block_size)
-        self._generator = Generator(self.engines, tokenizer, self._handover)
+        self._generator = Generator(self.engines, config, tokenizer, self._handover)
         self._metrics = WorkerMetricsPublisher()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -201,7 +201,7 @@ class RuntimeWorker:
             try:
                 async for choice, step in generation.steps():
                     item: dict[str, Any] = {
-                        "token_ids": choice.plan.token_ids[step.start : step.end],
+                        "token_ids": step.token_ids,
                         "finish_reason": choice.plan.finish_reason if step.is_last else None,
                     }
                     if step.is_last:
