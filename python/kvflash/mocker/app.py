@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
@@ -46,7 +46,7 @@ class Worker:
             self._stream = open_stream(config, config.host, offset=index, dp_rank=rank)
         self.events_url = self._stream.endpoint if self._stream else None
         self.replay_url = self._stream.replay_endpoint if self._stream else None
-        self.engine = Engine(config, self._stream and self._stream.outbox)
+        self.engine = Engine(config, self._stream.outbox if self._stream else None)
         self._handover = Handover(config.role, reachable(config.host), config.block_size)
         self._runner = web.AppRunner(
             build_app(self.engine, config, tokenizer, self._handover),
@@ -83,16 +83,9 @@ class Worker:
             # It waits for its thread, so it must not run in the event loop.
             await asyncio.to_thread(self._stream.close)
 
-    def ready_line(self) -> str:
-        return json.dumps(
-            {
-                "event": "ready",
-                "worker": self.index,
-                "url": self.url,
-                "events": self.events_url,
-                "replay": self.replay_url,
-            }
-        )
+    def where(self) -> dict[str, Any]:
+        """Its addresses, for the ready line."""
+        return {"url": self.url, "events": self.events_url, "replay": self.replay_url}
 
 
 class Mocker:
@@ -163,7 +156,8 @@ async def run(config: MockerConfig) -> None:
         return
     async with await starting as mocker:
         for worker in mocker.workers:
-            print(worker.ready_line(), flush=True)
+            ready = {"event": "ready", "worker": worker.index, **worker.where()}
+            print(json.dumps(ready), flush=True)
         await stopping
         for number in ours:
             loop.remove_signal_handler(number)

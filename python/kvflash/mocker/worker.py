@@ -1,7 +1,6 @@
 """A worker of the runtime: tokens in and out, found through discovery instead of by URL."""
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -27,9 +26,9 @@ from kvflash.runtime import Context, DistributedRuntime, RuntimeLimits
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 30.0
-# Pause between two attempts to announce the worker.
+# Pauses between two attempts to announce the worker, and to find it announced.
 RETRY_S = 1.0
+POLL_S = 0.05
 
 
 class RuntimeWorker:
@@ -93,13 +92,15 @@ class RuntimeWorker:
         await self._patiently(self._announce_events)
         await self._patiently(lambda: self._metrics.create_endpoint(self._endpoint.component))
         await self._patiently(self._register)
-        serving = self._patiently(
-            lambda: self._endpoint.serve_endpoint(
-                self.generate, max_concurrent_requests=config.max_waiting
+        serving = asyncio.create_task(
+            self._patiently(
+                lambda: self._endpoint.serve_endpoint(
+                    self.generate, max_concurrent_requests=config.max_waiting
+                )
             )
         )
-        self._tasks.append(asyncio.create_task(serving))
-        await self._patiently(lambda: asyncio.wait_for(self._is_found(), START_TIMEOUT_S))
+        self._tasks.append(serving)
+        await self._patiently(lambda: self._is_found(serving))
 
     async def close(self) -> None:
         """Leave discovery, wait for running requests up to the drain timeout, then close all."""
@@ -112,17 +113,14 @@ class RuntimeWorker:
             # It waits for its thread, so it must not run in the event loop.
             await asyncio.to_thread(stream.close)
 
-    def ready_line(self) -> str:
-        return json.dumps(
-            {
-                "event": "ready",
-                "worker": self.index,
-                "endpoint": self._endpoint.path.replace("/", "."),
-                "instance_id": self.instance_id,
-                "events": [stream.endpoint for stream in self._streams],
-                "replay": [stream.replay_endpoint for stream in self._streams],
-            }
-        )
+    def where(self) -> dict[str, Any]:
+        """Its endpoint and addresses, for the ready line."""
+        return {
+            "endpoint": self._endpoint.path.replace("/", "."),
+            "instance_id": self.instance_id,
+            "events": [stream.endpoint for stream in self._streams],
+            "replay": [stream.replay_endpoint for stream in self._streams],
+        }
 
     async def _patiently(self, step: Callable[[], Awaitable[None]]) -> None:
         """Retry a step of the start while discovery can't be reached, as launchers do."""
@@ -173,15 +171,14 @@ class RuntimeWorker:
             lora_names=list(config.lora_adapters),
         )
 
-    async def _is_found(self) -> None:
-        """Wait until others can find the worker."""
+    async def _is_found(self, serving: asyncio.Task[None]) -> None:
+        """Wait until others can find the worker, or serving it fails."""
         key = f"v1/instances/{self._endpoint.path}/{self.instance_id}"
-        async with self._runtime.discovery.watch(key) as watch:
-            async for event in watch:
-                if getattr(event, "key", None) == key:
-                    return
-                if self._tasks[-1].done():
-                    self._tasks[-1].result()
+        while key not in await self._runtime.discovery.get_prefix(key):
+            await asyncio.wait({serving}, timeout=POLL_S)
+            if serving.done():
+                serving.result()
+                break
 
     async def generate(self, request: Any, context: Context) -> AsyncIterator[dict[str, Any]]:
         if isinstance(request, list):
