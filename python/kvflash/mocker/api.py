@@ -16,7 +16,7 @@ from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.engine import Engine
 from kvflash.mocker.fields import Body, mapping, refuse
 from kvflash.mocker.generation import Generator
-from kvflash.mocker.handover import Handover, parse_room
+from kvflash.mocker.handover import Handover
 from kvflash.mocker.messages import MessageAnswer
 from kvflash.mocker.middleware import at_once, errors
 from kvflash.mocker.plan import Plan
@@ -87,13 +87,11 @@ class Api:
         self._store = ResponseStore()
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        body = parse_json(await request.read())
-        return await self._answer(request, body, ChatAnswer, room=parse_room(body))
+        return await self._answer(request, parse_json(await request.read()), ChatAnswer)
 
     async def completion(self, request: web.Request) -> web.StreamResponse:
         body = parse_json(await request.read())
-        make = partial(CompletionAnswer, body)
-        return await self._answer(request, body, make, is_chat=False, room=parse_room(body))
+        return await self._answer(request, body, partial(CompletionAnswer, body), is_chat=False)
 
     async def response(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/responses: stored for the next turn, unless `store` is false."""

@@ -11,7 +11,7 @@ from kvflash.mocker.block_hash import output_seed
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.engine import Engine, Waiter
 from kvflash.mocker.fields import ApiError, Body, refuse
-from kvflash.mocker.handover import Handover, Room
+from kvflash.mocker.handover import Handover, Room, parse_room
 from kvflash.mocker.plan import Choice, Step, plan_answer
 from kvflash.mocker.protocol import GenerationParams, parse_generation
 from kvflash.mocker.request import Request
@@ -103,9 +103,10 @@ class Generator:
         make: Callable[[GenerationParams, Tokenizer], Answer],
         *,
         is_chat: bool = True,
-        room: Room | None = None,
     ) -> web.StreamResponse:
         """Answer a chat or a completion, in the form of the answer that ``make`` returns."""
+        # Read first: if anything else is wrong, the waiting decode worker must be informed.
+        room = parse_room(body)
         try:
             params = parse_generation(
                 body,
@@ -116,7 +117,6 @@ class Generator:
             )
             answer = make(params, self._tokenizer)
         except ApiError:
-            # The waiting decode worker must be informed.
             self._handover.finish(room, is_done=False)
             raise
         async with self.generation(params, room) as generation:

@@ -25,6 +25,7 @@ MEET_TIMEOUT_S = 60.0
 FETCH_S_MAX = 5.0
 _LINE_BYTES_MAX = 1_024
 _DONE, _FAILED = b'{"done": true}', b'{"done": false}'
+ROOM_FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 _ROOM_MAX = (1 << 64) - 1
 
 
@@ -51,12 +52,11 @@ class Room:
 
 def parse_room(fields: Fields) -> Room | None:
     """The room of a request, or None; refuses an invalid one."""
-    names = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
-    missing = [name for name in names if fields.get(name) is None]
-    if len(missing) == len(names):
+    missing = [name for name in ROOM_FIELDS if fields.get(name) is None]
+    if len(missing) == len(ROOM_FIELDS):
         return None
     if missing:
-        refuse(f"{', '.join(names)} belong together: {missing[0]} is missing", missing[0])
+        refuse(f"{', '.join(ROOM_FIELDS)} belong together: {missing[0]} is missing", missing[0])
     return Room(
         host=text(fields, "bootstrap_host"),
         port=integer(fields, "bootstrap_port", 1, 65_535),

@@ -24,7 +24,7 @@ from kvflash.mocker.fields import (
     refuse,
     text,
 )
-from kvflash.mocker.handover import parse_transfer
+from kvflash.mocker.handover import ROOM_FIELDS, parse_transfer
 from kvflash.mocker.options import AnswerOptions, parse_options, parse_tools
 from kvflash.mocker.tokenizer import Tokenizer
 
@@ -69,7 +69,7 @@ def parse_json(data: bytes) -> Body:
 
 def shared(body: Body) -> Body:
     """The fields that all generating APIs have in common."""
-    names = ("model", "stream", "cache_salt", "seed", "kv_transfer_params")
+    names = ("model", "stream", "cache_salt", "seed", "kv_transfer_params", *ROOM_FIELDS)
     return {name: body[name] for name in names if name in body}
 
 

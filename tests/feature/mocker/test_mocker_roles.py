@@ -340,6 +340,19 @@ def test_the_openai_api_hands_over_as_sglang_does(run, client, free_port):
     assert f"room 6 at 127.0.0.1:{port}: the prefill failed" in answer["error"]["message"]
     status, answer, _ = decode.call("POST", "/v1/completions", {**body, "bootstrap_port": 0})
     assert (status, answer["error"]["param"]) == (400, "bootstrap_port")
+    # So do the other APIs.
+    messages = [{"role": "user", "content": "hi"}]
+    for number, (path, fields) in enumerate({
+        "/v1/chat/completions": {"messages": messages}, "/v1/responses": {"input": "hi"},
+        "/v1/messages": {"messages": messages, "max_tokens": 3}, "/generate": {"text": "hi"},
+        "/inference/v1/generate": {"token_ids": [1, 2]},
+    }.items(), 7):  # fmt: skip
+        room = {name: body[name] for name in ("bootstrap_host", "bootstrap_port")}
+        asked = {**fields, **room, "bootstrap_room": number}
+        assert prefill.call("POST", path, {**asked, "model": "no"})[0] == 404, path
+        assert decode.call("POST", path, asked)[0] == 500, path
+        assert prefill.call("POST", path, asked)[0] == 200, path
+        assert decode.call("POST", path, asked)[0] == 200, path
 
 
 def test_computed_prompts_are_fetched_before_a_prefill_worker_ends(free_port):
