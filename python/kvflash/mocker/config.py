@@ -83,6 +83,11 @@ class MockerConfig:
         self._check_roles()
 
     @property
+    def ranks(self) -> range:
+        """The data parallel ranks of one worker."""
+        return range(self.data_parallel_rank, self.data_parallel_rank + self.data_parallel_size)
+
+    @property
     def admissible_blocks(self) -> int:
         """Blocks that admission may fill, excluding the watermark."""
         return int((1.0 - self.watermark) * self.num_gpu_blocks)

@@ -146,8 +146,7 @@ def parse_tokens(request: Fields, config: MockerConfig) -> GenerationParams:
     if lora_name != config.model_name and lora_name not in config.lora_adapters:
         refuse(f"lora_name {lora_name!r} is not one of {list(config.lora_adapters)}", "lora_name")
     result = mapping(mapping(request, "prefill_result"), "disaggregated_params")
-    first = config.data_parallel_rank
-    rank = integer(request, "dp_rank", first, first + config.data_parallel_size - 1)
+    rank = integer(request, "dp_rank", config.ranks[0], config.ranks[-1])
     return GenerationParams(
         model=config.model_name,
         prompt_ids=prompt_ids,
@@ -158,7 +157,7 @@ def parse_tokens(request: Fields, config: MockerConfig) -> GenerationParams:
         is_streaming=True,
         has_usage_chunk=False,
         transfer=parse_transfer(result),
-        engine=None if rank is None else rank - first,
+        engine=None if rank is None else config.ranks.index(rank),
     )
 
 

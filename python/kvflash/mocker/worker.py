@@ -48,7 +48,7 @@ class RuntimeWorker:
             raise ConfigError(f"--endpoint: {error}") from error
         self._streams: list[Sender] = []
         if config.kv_events and config.enable_prefix_caching:
-            self._streams += map(self._stream, self._ranks())
+            self._streams += map(self._stream, config.ranks)
         outboxes: list[EventOutbox | None] = [stream.outbox for stream in self._streams]
         outboxes = outboxes or [None] * config.data_parallel_size
         self.engines = [Engine(config, outbox) for outbox in outboxes]
@@ -70,7 +70,7 @@ class RuntimeWorker:
                 has_local_index=config.enable_local_indexer,
             )
             return BrokerStream(outlet, dp_rank=rank, tick_ms=TICK_MS, shape=config.event_era)
-        offset = self.index * config.data_parallel_size + rank - config.data_parallel_rank
+        offset = self.index * config.data_parallel_size + config.ranks.index(rank)
         return open_stream(config, self._runtime.host, offset=offset, dp_rank=rank)
 
     async def start(self) -> None:
@@ -79,7 +79,7 @@ class RuntimeWorker:
         if config.bootstrap_ports:
             await self._handover.open(config.bootstrap_ports[self.index])
         await asyncio.sleep(config.startup_time_s)
-        for rank, engine in enumerate(self.engines):
+        for rank, engine in zip(config.ranks, self.engines, strict=True):
             self._tasks.append(asyncio.create_task(engine.run()))
             self._report(rank, engine.scheduler)
             engine.on_pass = lambda scheduler, rank=rank: self._report(rank, scheduler)
@@ -139,7 +139,7 @@ class RuntimeWorker:
 
     async def _announce_events(self) -> None:
         config, component = self._config, self._endpoint.component
-        for stream, rank in zip(self._streams, self._ranks(), strict=False):
+        for stream, rank in zip(self._streams, config.ranks, strict=False):
             where = {
                 "kind": stream.kind,
                 "endpoint": stream.endpoint,
@@ -209,14 +209,10 @@ class RuntimeWorker:
             finally:
                 watching.cancel()
 
-    def _ranks(self) -> range:
-        first = self._config.data_parallel_rank
-        return range(first, first + self._config.data_parallel_size)
-
     def _report(self, rank: int, scheduler: Scheduler) -> None:
         used = scheduler.blocks.used_blocks
         self._metrics.publish(
-            self._config.data_parallel_rank + rank,
+            rank,
             used,
             active_prefill_tokens=scheduler.prefill_tokens,
             kv_used_blocks=used,
