@@ -49,8 +49,6 @@ class SyncLimits:
     requests_max: int = 100_000
     # Other routers; messages of further ones are ignored.
     routers_max: int = 256
-    # Events kept while a router's state arrives.
-    held_events_max: int = 10_000
     # Size of one message of a state, unless a single request is larger.
     state_part_bytes: int = 256 * 1024
     # Blocks sent per request, so that it fits into a message on any channel.
@@ -90,21 +88,21 @@ class _Table:
         self.requests[request_id] = request
         self.digest ^= request.mark(request_id)
 
-    def mark(self, request_id: str) -> bool:
+    def mark(self, request_id: str) -> _Request | None:
+        """The request, if this changes it."""
         request = self.requests.get(request_id)
         if request is None or request.is_prefilled:
-            return False
+            return None
         self.digest ^= request.mark(request_id)
         request.is_prefilled = True
         self.digest ^= request.mark(request_id)
-        return True
+        return request
 
-    def free(self, request_id: str) -> bool:
+    def free(self, request_id: str) -> _Request | None:
         request = self.requests.pop(request_id, None)
-        if request is None:
-            return False
-        self.digest ^= request.mark(request_id)
-        return True
+        if request is not None:
+            self.digest ^= request.mark(request_id)
+        return request
 
 
 @dataclass
@@ -114,10 +112,9 @@ class _Peer:
     is_wrong: bool = True
     asked_s: float = float("-inf")
     unlisted_since: float | None = None
-    # A state in transfer: its number, received parts, events after it.
+    # A state in transfer: its number, and the parts received.
     state_at: int | None = None
-    parts: dict[int, list[Any]] = field(default_factory=dict)
-    held: list[dict[str, Any]] = field(default_factory=list)
+    parts: list[list[Any]] = field(default_factory=list)
 
 
 class ReplicaSync:
@@ -149,7 +146,6 @@ class ReplicaSync:
         self._digest_s = float("-inf")
         self._has_asked_all = False
         self._wants_state = False
-        self._has_warned_of_limit = False
         self.counts = dict.fromkeys(_COUNTS, 0)
 
     # -- of this router's own requests
@@ -176,16 +172,15 @@ class ReplicaSync:
     def mark_prefill_completed(self, request_id: str) -> None:
         """The request's prompt is computed; unknown requests are ignored."""
         with self._lock:
-            if self._own.mark(request_id):
-                worker = self._own.requests[request_id].worker
-                self._tell(request_id, worker, "MarkPrefillCompleted")
+            request = self._own.mark(request_id)
+            if request is not None:
+                self._tell(request_id, request.worker, "MarkPrefillCompleted")
 
     def free(self, request_id: str) -> None:
         """The request has ended; unknown requests are ignored."""
         with self._lock:
-            request = self._own.requests.get(request_id)
+            request = self._own.free(request_id)
             if request is not None:
-                self._own.free(request_id)
                 self._tell(request_id, request.worker, "Free")
 
     # -- of the network
@@ -314,72 +309,57 @@ class ReplicaSync:
 
     def _receive(self, router_id: int, message: dict[str, Any], now_s: float) -> None:
         data = message["data"]
-        if isinstance(data, dict) and "Resync" in data:
-            if data["Resync"]["of"] in (None, self.router_id):
-                self._wants_state = True
-            self._peer(router_id, now_s)
-            return
-        if router_id in self._gone:
-            return
+        kind = next(iter(data), None) if isinstance(data, dict) else data
+        if kind == "Resync" and data["Resync"]["of"] in (None, self.router_id):
+            self._wants_state = True
         peer = self._peer(router_id, now_s)
-        if peer is None:
+        if peer is None or kind == "Resync":
             return
-        # Events from peers without sequence numbers are taken as they come.
-        sequence = message.get("sequence")
-        if isinstance(data, dict) and "Digest" in data:
+        if kind == "Digest":
             if self._is_equal(peer, int(message["sequence"]), data["Digest"]):
                 self._bookings.remote_heard(router_id)
-        elif isinstance(data, dict) and "State" in data:
+        elif kind == "State":
             self._take_part(router_id, peer, int(message["sequence"]), data["State"])
         else:
             self.counts["received_events"] += 1
-            if peer.state_at is not None:
-                if len(peer.held) < self._limits.held_events_max:
-                    peer.held.append(message)
-                else:
-                    peer.state_at, peer.held = None, []
-            if sequence is not None:
-                if peer.last is not None and sequence <= peer.last:
-                    return
+            sequence = message.get("sequence")
+            if sequence is None:
+                # Events from peers without sequence numbers are taken as they come.
+                peer.is_wrong = False
+            elif peer.last is not None and sequence <= peer.last:
+                return
+            else:
                 if peer.last is None or sequence > peer.last + 1:
                     self.counts["gaps"] += 1
                     peer.is_wrong = True
-                peer.last = int(sequence)
-            else:
-                peer.is_wrong = False
+                peer.last, peer.state_at = int(sequence), None
             self._apply(router_id, peer, message)
 
     def _peer(self, router_id: int, now_s: float) -> _Peer | None:
+        """A router, unless it has left or is beyond the limit."""
         peer = self._peers.get(router_id)
-        if peer is None:
-            if router_id in self._gone:
-                return None
-            if len(self._peers) >= self._limits.routers_max:
-                self._ignore(router_id)
-                return None
-            peer = self._peers[router_id] = _Peer()
-            if router_id not in self._listed:
-                peer.unlisted_since = now_s
+        if peer is not None or router_id in self._gone:
+            return peer
+        if len(self._peers) >= self._limits.routers_max:
+            self.counts["ignored_messages"] += 1
+            if self.counts["ignored_messages"] == 1:
+                logger.warning(
+                    "replica sync: router %d is ignored, and its load is not counted: %d other "
+                    "routers are tracked, the maximum", router_id, self._limits.routers_max,
+                )  # fmt: skip
+            return None
+        peer = self._peers[router_id] = _Peer()
+        if router_id not in self._listed:
+            peer.unlisted_since = now_s
         return peer
-
-    def _ignore(self, router_id: int) -> None:
-        self.counts["ignored_messages"] += 1
-        if not self._has_warned_of_limit:
-            self._has_warned_of_limit = True
-            logger.warning(
-                "replica sync: router %d is ignored, and its load is not counted: %d other routers "
-                "are tracked, the maximum",
-                router_id,
-                self._limits.routers_max,
-            )
 
     def _apply(self, router_id: int, peer: _Peer, message: dict[str, Any]) -> None:
         data, request_id = message["data"], str(message["request_id"])
         if data == "Free":
-            if peer.table.free(request_id):
+            if peer.table.free(request_id) is not None:
                 self._bookings.remote_free(router_id, request_id)
         elif data == "MarkPrefillCompleted":
-            if peer.table.mark(request_id):
+            if peer.table.mark(request_id) is not None:
                 self._bookings.remote_prefilled(router_id, request_id)
         else:
             added, worker = data["AddRequest"], message["worker"]
@@ -398,10 +378,7 @@ class ReplicaSync:
         if len(peer.table.requests) >= self._limits.requests_max:
             self.counts["refused_requests"] += 1
             return
-        is_prefilled, request.is_prefilled = request.is_prefilled, False
         peer.table.add(request_id, request)
-        if is_prefilled:
-            peer.table.mark(request_id)
         self._count(router_id, request_id, request)
 
     def _count(self, router_id: int, request_id: str, request: _Request) -> None:
@@ -426,22 +403,20 @@ class ReplicaSync:
         return is_equal
 
     def _take_part(self, router_id: int, peer: _Peer, sequence: int, state: dict[str, Any]) -> None:
-        if peer.state_at != sequence:
-            if peer.state_at is not None and sequence < peer.state_at:
-                return
-            if not peer.is_wrong and peer.last is not None and sequence <= peer.last:
-                # Meant for another router; the state here is as good.
-                return
-            peer.state_at, peer.parts, peer.held = sequence, {}, []
-            if peer.last is not None and peer.last > sequence:
-                # Events after this state arrived before it: it is too old for this replica.
-                peer.state_at = None
-                return
-        peer.parts[int(state["part"])] = state["requests"]
+        """Take a part if it follows the last one, without an event in between."""
+        part = int(state["part"])
+        if part == 0:
+            last, is_newest = peer.last, peer.last == sequence and not peer.is_wrong
+            # Later events are here already, or it is meant for another router.
+            is_useless = last is not None and (sequence < last or is_newest)
+            peer.state_at, peer.parts = None if is_useless else sequence, []
+        if peer.state_at != sequence or part != len(peer.parts):
+            return
+        peer.parts.append(state["requests"])
         if len(peer.parts) < int(state["parts"]):
             return
-        rows = [row for _, part in sorted(peer.parts.items()) for row in part]
-        held, peer.parts, peer.held, peer.state_at = peer.held, {}, [], None
+        rows = [row for part in peer.parts for row in part]
+        peer.state_at, peer.parts = None, []
         self._bookings.remote_drop_router(router_id)
         peer.table = _Table()
         for name, instance_id, dp_rank, hashes, isl, overlap, is_prefilled in rows:
@@ -450,8 +425,6 @@ class ReplicaSync:
             )
             self._add(router_id, peer, str(name), request)
         peer.last, peer.is_wrong = sequence, False
-        for message in held:
-            self._receive(router_id, message, float("-inf"))
 
     def _drop(self, router_id: int) -> None:
         if self._peers.pop(router_id, None) is not None:

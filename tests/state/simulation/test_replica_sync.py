@@ -93,7 +93,6 @@ def play(seed: int) -> Counter[str]:
     limits = SyncLimits(
         waiting_events_max=dice.choice([3, 100]),
         state_part_bytes=dice.choice([1, 100, 100_000]),
-        held_events_max=dice.choice([2, 1000]),
     )
     lose, repeat = dice.choice([0, 0.05, 0.3]), dice.choice([0, 0.1])
     late, cut = dice.choice([0.01, 1.0]), dice.choice([0, 0.01])
