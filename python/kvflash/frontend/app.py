@@ -148,8 +148,7 @@ class _Watched(FedService):
         super().start()
         self._cluster.start()
         if self._args.router_replica_sync:
-            # Their servers may be away: serving does not wait for them.
-            threading.Thread(target=self._share_fleet, name="kvflash-fleet", daemon=True).start()
+            self._share_fleet()
         args, kind = self._args, self._args.discovery_kind
         if args.serve_indexer and kind is not None:
             from kvflash.roster.indexers import AnnouncedIndexer  # noqa: PLC0415

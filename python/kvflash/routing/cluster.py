@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from kvflash._core import Catalog, Frontend, Router, RouterCore
 from kvflash.cluster_flags import ClusterFlags
 from kvflash.errors import KvflashError
-from kvflash.outage import Outage
 from kvflash.roster.core import Component, Replicas, announced, is_brokered
 from kvflash.transport.receiver import EventReceiver
 
@@ -64,13 +63,6 @@ class Cluster(Replicas):
             self._sharing = Sharing(
                 core.bookings, open_discovery=open_discovery, event_plane=flags.event_plane
             )
-        # Workers of the core, and their numbers between routers.
-        self._joined: dict[int, tuple[Component, int | None]] = {}
-        # Those that are not shared yet; one thread tries all of them again.
-        self._unshared: set[int] = set()
-        self._unshared_lock = threading.Lock()
-        self._is_share_due = False
-        self._share_outage = Outage(logger, "the requests of other routers are counted")
         self._lock = threading.Lock()
         self._states: dict[Component, Any] = {}
         # Components whose state has arrived or timed out.
@@ -192,39 +184,8 @@ class Cluster(Replicas):
         self, component: Component, instance_id: int, shared_id: int | None = None
     ) -> None:
         """The core knows the worker; its number between routers may differ."""
-        self._joined[instance_id] = (component, shared_id)
-        self._share(instance_id)
-
-    def _share(self, instance_id: int) -> None:
-        # First: another thread that joins the worker meanwhile must be able to add it again.
-        self._unshared.discard(instance_id)
-        # A retry may come late, when the worker has left.
-        joined = self._joined.get(instance_id)
-        if self._sharing is None or joined is None:
-            return
-        try:
-            self._sharing.worker_joined(joined[0], instance_id, joined[1])
-        except Exception as error:
-            logger.debug("worker %d is not shared", instance_id, exc_info=True)
-            text = f"can't learn of the requests of other routers: {error}; trying again"
-            with self._unshared_lock:
-                self._unshared.add(instance_id)
-                self._share_outage.lasts(text, kind=type(error))
-                is_due, self._is_share_due = self._is_share_due, True
-            if not is_due:
-                self._later(self._share_again)
-            return
-        with self._unshared_lock:
-            if not self._unshared:
-                self._share_outage.ends()
-
-    def _share_again(self) -> None:
-        for instance_id in list(self._unshared):
-            self._share(instance_id)
-        with self._unshared_lock:
-            self._is_share_due = is_due = bool(self._unshared)
-        if is_due:
-            self._later(self._share_again)
+        if self._sharing is not None:
+            self._sharing.worker_joined(component, instance_id, shared_id)
 
     def worker_left(self, component: Component, instance_id: int) -> None:
         """The worker has left."""
@@ -235,7 +196,6 @@ class Cluster(Replicas):
 
     def worker_gone(self, instance_id: int) -> None:
         """The worker takes no more requests; events about its blocks may still arrive."""
-        self._joined.pop(instance_id, None)
         if self._sharing is not None:
             self._sharing.worker_left(instance_id)
 

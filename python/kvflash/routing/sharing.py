@@ -3,11 +3,13 @@
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from kvflash._core import Bookings
 from kvflash.discovery import Discovery
 from kvflash.roster.core import Component
+from kvflash.routing.replica_sync import ReplicaSync
 from kvflash.routing.sync_service import ReplicaSyncService
 from kvflash.runtime.settings import host_address, own_address
 from kvflash.servers import NatsSettings
@@ -39,15 +41,15 @@ class Sharing:
         event_plane: str = "zmq",
     ) -> None:
         self._bookings = bookings
-        self._make_discovery, self._event_plane = open_discovery, event_plane
+        self._open_discovery, self._event_plane = open_discovery, event_plane
         self._lock = threading.Lock()
         self._services: dict[Component, ReplicaSyncService] = {}
-        self._component_of: dict[int, Component] = {}
+        self._sync_of: dict[int, ReplicaSync] = {}
         # Shared worker numbers where they differ from the numbers here, and the reverse.
         self._shared_of: dict[int, int] = {}
         self._local_of: dict[int, int] = {}
         # Per active request, so that its end is sent to where its start was sent.
-        self._told_to: dict[str, ReplicaSyncService] = {}
+        self._told_to: dict[str, ReplicaSync] = {}
         # Requests whose worker is not shared yet: sent once it is, if they are still active.
         self._untold: dict[str, list[_Tiding]] = {}
         self._has_joined = False
@@ -74,35 +76,34 @@ class Sharing:
     def worker_joined(
         self, component: Component, instance_id: int, shared_id: int | None = None
     ) -> None:
-        """Share a worker that the core has registered. Connects for the first of its component.
+        """Share a worker that the core has registered; the first one of a component connects.
 
-        ``shared_id`` is its number between routers, if that differs. A TransportError means that
-        the discovery or NATS does not answer; the next call tries again.
+        ``shared_id`` is its number between routers, if that differs.
         """
         if shared_id is None:
             shared_id = instance_id
         else:
             self._shared_of[instance_id], self._local_of[shared_id] = shared_id, instance_id
         with self._lock:
-            self._component_of[instance_id] = component
+            if self._is_stopped.is_set():
+                return
             service = self._services.get(component)
-            if service is None and not self._is_stopped.is_set():
-                service = ReplicaSyncService(
+            if service is None:
+                service = self._services[component] = ReplicaSyncService(
                     *component,
                     self._bookings,
                     local_of=self._local_of,
-                    open_discovery=self._make_discovery,
-                    open_channel=lambda: self._open_channel(component),
+                    open_discovery=self._open_discovery,
+                    open_channel=partial(self._open_channel, component),
                 )
                 service.start()
-                self._services[component] = service
-        if service is not None:
-            service.sync.worker_joined(shared_id)
-            self._has_joined = True
+            self._sync_of[instance_id] = service.sync
+        service.sync.worker_joined(shared_id)
+        self._has_joined = True
 
     def worker_left(self, instance_id: int) -> None:
         """Stop sharing a worker that is no longer registered."""
-        self._component_of.pop(instance_id, None)
+        self._sync_of.pop(instance_id, None)
         self._local_of.pop(self._shared_of.pop(instance_id, instance_id), None)
 
     def stats(self) -> dict[str, int]:
@@ -119,12 +120,9 @@ class Sharing:
         counts["bookings_dropped_total"] += self._untold_dropped
         return counts
 
-    async def _open_channel(self, component: Component) -> Channel:
+    async def _open_channel(self, component: Component, discovery: Discovery) -> Channel:
         if self._event_plane == "zmq":
-            discovery = self._make_discovery()
-            is_local = discovery.is_local
-            await discovery.close()
-            host = host_address(is_local=is_local)
+            host = host_address(is_local=discovery.is_local)
             return ZmqChannel(host, own_address(host))
         # The NATS client need not be installed if no broker is used.
         from kvflash.transport.nats_channel import NatsChannel  # noqa: PLC0415
@@ -150,12 +148,11 @@ class Sharing:
         kind, name = tiding[:2]
         if kind == "add":
             _, _, (instance_id, dp_rank), hashes, isl, overlap = tiding
-            component = self._component_of.get(instance_id)
-            service = None if component is None else self._services.get(component)
-            if service is not None:
-                self._told_to[name] = service
+            sync = self._sync_of.get(instance_id)
+            if sync is not None:
+                self._told_to[name] = sync
                 worker = (self._shared_of.get(instance_id, instance_id), dp_rank)
-                service.sync.add(name, worker, hashes, isl, overlap)
+                sync.add(name, worker, hashes, isl, overlap)
             elif len(self._untold) < _UNTOLD_MAX:
                 self._untold[name] = [tiding]
             else:
@@ -166,6 +163,6 @@ class Sharing:
             else:
                 self._untold[name].append(tiding)
         elif kind == "prefilled" and name in self._told_to:
-            self._told_to[name].sync.mark_prefill_completed(name)
+            self._told_to[name].mark_prefill_completed(name)
         elif kind == "free" and name in self._told_to:
-            self._told_to.pop(name).sync.free(name)
+            self._told_to.pop(name).free(name)

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.05
 _RETRY_S = 0.5
+# Pause between two attempts to connect.
+_CONNECT_S = 2.0
 # Longest pause between two attempts to announce this router.
 _RETRY_S_MAX = 5.0
 
@@ -31,7 +33,7 @@ class ReplicaSyncService(Background):
     Call ``sync.add``, ``sync.mark_prefill_completed`` and ``sync.free`` for every request of this
     router, from any thread; ``bookings`` count other routers' requests. When it stops, others drop
     this router's load at once; when it dies, after ``lease_ttl_s``. The discovery and the channel
-    are opened in the event loop that uses them.
+    are opened in the event loop that uses them, and tried again until their servers answer.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class ReplicaSyncService(Background):
         bookings: Bookings,
         *,
         open_discovery: Callable[[], Discovery],
-        open_channel: Callable[[], Awaitable[Channel]],
+        open_channel: Callable[[Discovery], Awaitable[Channel]],
         local_of: Mapping[int, int] | None = None,
         limits: SyncLimits | None = None,
         lease_ttl_s: float = 10.0,
@@ -59,17 +61,25 @@ class ReplicaSyncService(Background):
             "replica sync, which tells other routers' load,", self._serve, is_cancelled=False
         )
 
-    def start(self) -> None:
-        """Connect, then share in the background; TransportError if a server does not answer."""
-        super().start()
-        self.wait_ready()
-
     async def _serve(self) -> None:
+        outage = Outage(logger, "replica sync: the requests of other routers are counted")
+        while not self.ending.is_set():
+            try:
+                await self._share(outage)
+            except Exception as error:
+                logger.debug("replica sync is not connected", exc_info=True)
+                text = "replica sync: can't learn of the requests of other routers: "
+                outage.lasts(f"{text}{error}; trying again", kind=type(error))
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self.ending.wait(), _CONNECT_S)
+
+    async def _share(self, outage: Outage) -> None:
         discovery = self._open_discovery()
         channel: Channel | None = None
         try:
-            channel = await self._open_channel()
+            channel = await self._open_channel(discovery)
             await channel.open(lambda data: self.sync.received(data, time.monotonic()))
+            outage.ends()
             work: list[Callable[[], Awaitable[None]]] = [
                 partial(self._keep_listed, discovery, channel),
                 partial(self._watch, discovery, channel),

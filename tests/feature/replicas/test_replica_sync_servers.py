@@ -71,7 +71,7 @@ def router(
     def discovery() -> Any:
         return open_discovery("file" if etcd is None else "etcd", folder=tmp_path / "keys")
 
-    async def channel() -> Any:
+    async def channel(_discovery: Any) -> Any:
         if nats_server is None:
             return ZmqChannel(request.param)
         client = await connect(NatsSettings(servers=(nats_server.url,)), name="test")

@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import threading
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from kvflash.cluster_flags import ClusterFlags
 from kvflash.discovery import FileDiscovery, Lease, MemoryDiscovery, open_discovery
 from kvflash.discovery.base import Discovery
 from kvflash.errors import TransportError
-from kvflash.routing import cluster, sync_service
+from kvflash.routing import sync_service
 from kvflash.routing.cluster import Cluster
 from kvflash.routing.sharing import Sharing
 from kvflash.routing.sync_service import ReplicaSyncService
@@ -47,15 +46,12 @@ def test_what_is_booked_before_it_is_connected_is_told_when_it_is(tmp_path) -> N
 
     post("/workers", worker_id=7, block_size=4)
     book("before it looks")
-    joining = threading.Thread(target=sharing.worker_joined, args=(COMPONENT, 7))
-    joining.start()
+    sharing.worker_joined(COMPONENT, 7)
     try:
-        until(lambda: 7 in sharing._component_of, "it to look for others")
         sharing.start()
         until(lambda: router.bookings.stats()["waiting"] == 0, "the booking to be taken")
         book("while it looks")
         is_there.set()
-        joining.join()
         until(lambda: sharing.stats()["sent_events_total"] == 2, "both to be told")
     finally:
         is_there.set()
@@ -73,7 +69,7 @@ class WithoutEndpoint(ZmqChannel):
 def test_routers_on_other_planes_are_named_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def over(channel: type[ZmqChannel]) -> ZmqChannel:
+    async def over(channel: type[ZmqChannel], _discovery: Discovery) -> ZmqChannel:
         return channel()
 
     routers = [
@@ -113,7 +109,7 @@ class Full(FileDiscovery):
 def test_a_router_that_cannot_be_announced_keeps_one_lease(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def channel() -> ZmqChannel:
+    async def channel(_discovery: Discovery) -> ZmqChannel:
         return ZmqChannel()
 
     for name in ("_RETRY_S", "_RETRY_S_MAX"):
@@ -160,25 +156,26 @@ def test_a_router_behind_a_gateway_announces_the_address_that_others_reach(
 def test_sharing_is_retried_after_any_error(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = ClusterFlags(router_replica_sync=True)
-    made = Cluster(Router(), flags, open_discovery=MemoryDiscovery)
+    monkeypatch.setattr(sync_service, "_CONNECT_S", 0.0)
     errors = [RuntimeError("unforeseen"), TransportError("it is away")]
-    joined: list[int] = []
 
-    def join(_component: object, instance_id: int, _shared_id: int | None) -> None:
+    def discovery() -> Discovery:
         if errors:
             raise errors.pop()
-        joined.append(instance_id)
+        return MemoryDiscovery(is_shared=False)
 
-    assert made._sharing is not None
-    monkeypatch.setattr(made._sharing, "worker_joined", join)
-    monkeypatch.setattr(cluster, "RETRY_S", 0.0)
-    with caplog.at_level(logging.DEBUG, cluster.__name__):
-        made.worker_joined(COMPONENT, 7)
-        until(lambda: joined == [7], "the retries")
-        until(lambda: "requests of other routers are counted" in caplog.text, "the end")
+    flags = ClusterFlags(router_replica_sync=True)
+    made = Cluster(Router(), flags, open_discovery=discovery)
+    with caplog.at_level(logging.DEBUG, sync_service.__name__):
+        # Of a component with several workers one line is logged.
+        for instance_id in (7, 8, 9):
+            made.worker_joined(COMPONENT, instance_id)
+        try:
+            until(lambda: "requests of other routers are counted" in caplog.text, "the end")
+        finally:
+            made.stop()
     told = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert [record.getMessage().split(": ")[1] for record in told] == [
+    assert [record.getMessage().split(": ")[2] for record in told] == [
         "it is away; trying again",
         "unforeseen; trying again",
     ]
@@ -187,33 +184,17 @@ def test_sharing_is_retried_after_any_error(
     assert "RuntimeError: unforeseen" in caplog.text
 
 
-def test_one_retry_is_due_for_all_workers(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flags = ClusterFlags(router_replica_sync=True)
-    made = Cluster(Router(), flags, open_discovery=MemoryDiscovery)
-    is_away = True
-    attempts: list[int] = []
-    due: list[Callable[[], None]] = []
+def test_stopping_does_not_wait_for_servers_that_are_away() -> None:
+    def discovery() -> Discovery:
+        raise TransportError("it is away")
 
-    def join(_component: object, instance_id: int, _shared_id: int | None) -> None:
-        attempts.append(instance_id)
-        if is_away:
-            raise RuntimeError("unforeseen")
-
-    assert made._sharing is not None
-    monkeypatch.setattr(made._sharing, "worker_joined", join)
-    monkeypatch.setattr(made, "_later", due.append)
-    for instance_id in (7, 8, 7, 9, 7):
-        made.worker_joined(COMPONENT, instance_id)
-    made.worker_gone(9)
-    for _ in range(3):
-        (retry,) = due
-        due.clear()
-        attempts.clear()
-        retry()
-        assert sorted(attempts) == [7, 8]
-    is_away = False
-    due.pop()()
-    assert not due
-    assert caplog.text.count("can't learn of the requests of other routers") == 1
+    sharing = Sharing(Router().bookings, open_discovery=discovery)
+    sharing.start()
+    sharing.worker_joined(COMPONENT, 7)
+    (service,) = sharing._services.values()
+    stopping = threading.Thread(target=sharing.stop)
+    stopping.start()
+    # Well before the next attempt to connect.
+    stopping.join(sync_service._CONNECT_S / 2)
+    assert not stopping.is_alive()
+    assert service.ending.is_set()
