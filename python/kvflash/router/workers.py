@@ -153,8 +153,6 @@ class DiscoveredWorkers:
         self._refused.pop(worker_id, None)
         self._reasons.pop(worker_id, None)
         self._registered[worker_id] = body
-        self._members.tell(self._cluster.instance_joined, self._component, worker_id)
-        # The first worker of a component connects.
         self._members.tell(self._cluster.worker_joined, self._component, worker_id)
 
     def _wanted(self) -> dict[int, dict[str, Any]]:

@@ -183,7 +183,11 @@ class Cluster(Replicas):
     def worker_joined(
         self, component: Component, instance_id: int, shared_id: int | None = None
     ) -> None:
-        """The core knows the worker; its number between routers may differ."""
+        """The core knows the worker: its events in the stream count, and requests are shared.
+
+        ``shared_id`` is its number between routers, if that differs.
+        """
+        self.instance_joined(component, instance_id)
         if self._sharing is not None:
             self._sharing.worker_joined(component, instance_id, shared_id)
 

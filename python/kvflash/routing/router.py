@@ -87,7 +87,6 @@ class KvPushRouter:
         self.endpoint = endpoint
         self.block_size = check_range("block_size", block_size, 1, _U32_MAX)
         self.config = kv_router_config or self._default_config()
-        self._min_workers = self.config.workers_to_wait_for()
         self._policy = asked_of(self.config.router_mode, "router_mode")
         self._core = self.config.make_core(block_size, policy=self._policy)
         self._client = endpoint.client()
@@ -95,7 +94,12 @@ class KvPushRouter:
         self._flags = self.config.cluster_flags()
         self._cluster = self._make_cluster()
         self._workers = Workers(
-            self._core, self._discovery, endpoint.path, self._cluster, serve=self._serve
+            self._core,
+            self._discovery,
+            endpoint.path,
+            self._cluster,
+            serve=self._serve,
+            min_workers=self.config.workers_to_wait_for(),
         )
         self._line, self._sender = self._make_sender()
         self._feed: Feed | None = None
@@ -555,7 +559,7 @@ class KvPushRouter:
         try:
             await self._started()
             # The core refuses the request if they did not come in time.
-            await self._workers.wait_for(self._min_workers, self.config.router_queue_timeout)
+            await self._workers.enough(self.config.router_queue_timeout)
             if before is not None and not before.done():
                 await asyncio.wait([before])
             if self._is_closed:

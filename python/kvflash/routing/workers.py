@@ -31,10 +31,18 @@ class Workers:
 
     If events come over NATS, ``serve`` is called once the model's name is known, a worker counts
     once it has a model card, and the first workers once the state of their component is loaded.
+    ``min_workers`` is the number that :meth:`enough` waits for.
     """
 
     def __init__(
-        self, core: RouterCore, discovery: Discovery, path: str, cluster: Cluster, *, serve: Serve
+        self,
+        core: RouterCore,
+        discovery: Discovery,
+        path: str,
+        cluster: Cluster,
+        *,
+        serve: Serve,
+        min_workers: int,
     ) -> None:
         self._core, self._cluster, self._serve = core, cluster, serve
         self._component = component_of(path)
@@ -51,10 +59,11 @@ class Workers:
         self._model: tuple[str, str] | None = None
         self._members: Membership | None = None
         self._replays_end_s: float | None = None
-        self._is_closed = False
-        # The most instances that were present at once, and a pulse when that changes.
-        self._ids_max = 0
-        self._grew = asyncio.Event()
+        self._min_workers = min_workers
+        # Once min_workers instances have been present at once, and at the end.
+        self._enough = asyncio.Event()
+        if not min_workers:
+            self._enough.set()
         # Unless it is running already.
         self._attached = asyncio.Event()
         self._attached.set()
@@ -82,19 +91,11 @@ class Workers:
         await self._attached.wait()
         await self._caught_up()
 
-    async def wait_for(self, count: int, timeout_s: float) -> None:
-        """Wait until so many instances have been present at once, or for the time, or the end."""
-
-        async def have_been() -> None:
-            while self._ids_max < count and not self._is_closed:
-                await self._grew.wait()
-
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(have_been(), timeout_s)
-
-    def _pulse(self) -> None:
-        self._grew.set()
-        self._grew.clear()
+    async def enough(self, timeout_s: float) -> None:
+        """Wait until min_workers instances have been present at once, or the time, or the end."""
+        if not self._enough.is_set():
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._enough.wait(), timeout_s)
 
     async def _caught_up(self) -> None:
         loop = asyncio.get_running_loop()
@@ -109,8 +110,7 @@ class Workers:
 
     async def close(self) -> None:
         """Stop following."""
-        self._is_closed = True
-        self._pulse()
+        self._enough.set()
         await self._keys.close()
         if self._members is not None:
             self._members.close()
@@ -131,7 +131,7 @@ class Workers:
         )
         # The shared state must learn of departures before the core forgets the workers.
         await self._members.let_go(set(self.ids) - cards.keys())
-        self._set_workers(ranks, cards)
+        self._set_workers(ranks, cards, self._members)
         self._set_draining()
         # The core has forgotten workers that left: if they come back, events are fetched again.
         self._subscribe()
@@ -158,15 +158,17 @@ class Workers:
             self._check(worker, found[worker])
         return found
 
-    def _set_workers(self, workers: list[Rank], cards: dict[int, dict[str, Any]]) -> None:
+    def _set_workers(
+        self, workers: list[Rank], cards: dict[int, dict[str, Any]], members: Membership
+    ) -> None:
         try:
             if workers != self._workers:
                 self._core.set_workers(workers)
-                before, self._workers = set(self.ids), workers
-                self._share(before, set(self.ids))
-                if len(self.ids) > self._ids_max:
-                    self._ids_max = len(self.ids)
-                    self._pulse()
+                before, self._workers = self.ids, workers
+                for worker in set(self.ids).difference(before):
+                    members.tell(self._cluster.worker_joined, self._component, worker)
+                if len(self.ids) >= self._min_workers:
+                    self._enough.set()
         except KvflashError as error:
             logger.error("the router refused some workers: %s", error)
             return
@@ -190,15 +192,6 @@ class Workers:
         if draining != self._draining:
             self._core.set_draining(draining)
             self._draining = draining
-
-    def _share(self, before: set[int], now: set[int]) -> None:
-        assert self._members is not None
-        for worker in before - now:
-            self._members.tell(self._cluster.worker_gone, worker)
-        for worker in now - before:
-            self._members.tell(self._cluster.instance_joined, self._component, worker)
-            # The first worker of a component connects.
-            self._members.tell(self._cluster.worker_joined, self._component, worker)
 
     def _check(self, worker: int, card: dict[str, Any]) -> None:
         """Warn once of another model, or of a block size that makes every overlap 0."""

@@ -106,7 +106,12 @@ def test_each_core_call_is_made_once_for_all_that_came_or_went_at_once() -> None
 
         made: Any = core
         workers = Workers(
-            made, discovery, "ns/backend/generate", cluster, serve=lambda _model: (made, cluster)
+            made,
+            discovery,
+            "ns/backend/generate",
+            cluster,
+            serve=lambda _model: (made, cluster),
+            min_workers=0,
         )
         await announce(NUMBERS)
         workers.start()
