@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -100,17 +101,24 @@ class _Attempt:
                 raise
 
     async def _book(self) -> RouterBooking:
-        """Book at an untried worker; at a suspect only if no others are left.
+        """Book at an untried worker; at a suspect only if no other may take the request.
 
         A failed worker has freed its load and would otherwise look the cheapest.
         """
-        options, suspects = self._options, self._sender.client.suspects()
-        if options.get("worker_id") is None and (self._tried or suspects):
-            allowed = options.get("allowed_worker_ids")
-            ids = self._sender.worker_ids() if allowed is None else allowed
-            left = [i for i in ids if i not in self._tried]
-            best = [i for i in left if i not in suspects]
-            options = options | {"allowed_worker_ids": best or left}
+        suspects = self._sender.client.suspects()
+        if self._options.get("worker_id") is not None or not (self._tried or suspects):
+            return await self._book_with(self._options)
+        allowed = self._options.get("allowed_worker_ids")
+        ids = self._sender.worker_ids() if allowed is None else allowed
+        left = [i for i in ids if i not in self._tried]
+        best = [i for i in left if i not in suspects]
+        if best and best != left:
+            # The others may be draining.
+            with contextlib.suppress(NoWorkerError):
+                return await self._book_with(self._options | {"allowed_worker_ids": best})
+        return await self._book_with(self._options | {"allowed_worker_ids": left})
+
+    async def _book_with(self, options: dict[str, Any]) -> RouterBooking:
         return await self._sender.line.book(
             self._request["token_ids"], options, request_id=self._name
         )

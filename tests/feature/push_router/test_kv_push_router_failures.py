@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
@@ -109,6 +110,30 @@ def test_what_went_wrong_is_raised_when_nobody_else_is_allowed() -> None:
                 with pytest.raises(NoWorkerError):
                     await router.generate(TOKENS, allowed_worker_ids=[8])
                 assert is_idle(router)
+
+    run(work())
+
+
+def test_a_suspect_is_asked_if_all_others_are_draining() -> None:
+    async def work() -> None:
+        async with Stage() as stage:
+            draining, suspect = [await stage.worker() for _ in range(2)]
+            router = await stage.router(2)
+            _ = [item async for item in await router.generate(TOKENS)]
+            router._client._instances.suspect(suspect.id, 60.0)
+            assert (await router.generate(TOKENS)).worker_id == draining.id
+            key = f"v1/instances/{PATH.replace('.', '/')}/{draining.id}"
+            (value,) = (await stage.discovery.get_prefix(key)).values()
+            instance = json.loads(value) | {"state": "draining"}
+            await stage.discovery.put(key, json.dumps(instance).encode())
+
+            async def is_draining() -> bool:
+                return router._workers._draining == [draining.id]
+
+            await eventually(is_draining, "its state")
+            assert (await router.generate(TOKENS)).worker_id == suspect.id
+            # It was put without the worker's lease.
+            await stage.discovery.delete(key)
 
     run(work())
 
