@@ -65,7 +65,7 @@ class Cluster(Replicas):
             )
         self._lock = threading.Lock()
         self._states: dict[Component, Any] = {}
-        # Components whose state has arrived or timed out.
+        # Components whose state has arrived, timed out or can't be reached.
         self._awaited: set[Component] = set()
         self._is_stopped = threading.Event()
         self._reporter: threading.Thread | None = None
@@ -162,6 +162,14 @@ class Cluster(Replicas):
                 if component in self._awaited or self._is_stopped.is_set():
                     return
                 if component not in self._states and not self._attach(component):
+                    # Serving goes on without it.
+                    self._awaited.add(component)
+                    threading.Thread(
+                        target=self._attach_later,
+                        args=(component,),
+                        name="kvflash-retry",
+                        daemon=True,
+                    ).start()
                     return
                 is_ready = self._states[component].wait_ready(READY_STEP_S)
                 if not is_ready and time.monotonic() < end:
@@ -222,17 +230,18 @@ class Cluster(Replicas):
             )
         except KvflashError as error:
             logger.error("can't follow the events of %s.%s: %s; trying again", *component, error)
-            self._later(lambda: self.follow(component))
             return False
         self._states[component] = state
         return True
 
-    def _later(self, work: Callable[[], None]) -> None:
-        def run() -> None:
-            if not self._is_stopped.wait(RETRY_S):
-                work()
-
-        threading.Thread(target=run, name="kvflash-retry", daemon=True).start()
+    def _attach_later(self, component: Component) -> None:
+        while not self._is_stopped.wait(RETRY_S):
+            with self._lock:
+                if self._is_stopped.is_set():
+                    return
+                if self._attach(component):
+                    self._awaited.remove(component)
+                    return
 
     async def _open_discovery(self) -> Discovery:
         return self._make_discovery()

@@ -10,6 +10,7 @@ import pytest
 from kvflash._core import Router
 from kvflash.cluster_flags import ClusterFlags
 from kvflash.discovery import MemoryDiscovery
+from kvflash.errors import TransportError
 from kvflash.routing import cluster
 from kvflash.routing.cluster import Cluster
 from service import DEADLINE_S, until
@@ -90,4 +91,38 @@ def test_a_restore_is_waited_for_by_all_and_once(
     made.follow(COMPONENT)
     assert len(state.waits) == asked
     assert "the state of ns.other did not arrive within 0 s" in caplog.text
+    made.stop()
+
+
+def test_a_stream_that_cannot_be_reached_is_tried_again_once_for_all_workers(
+    state: Restoring, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    attempts = threading.Semaphore(0)
+    failing = threading.Event()
+    failing.set()
+
+    def attach(*_: Any, **__: Any) -> Restoring:
+        attempts.release()
+        if failing.is_set():
+            raise TransportError("it is away")
+        return state
+
+    monkeypatch.setattr("kvflash.state.attach.attach", attach)
+    monkeypatch.setattr(cluster, "RETRY_S", 0.01)
+    made = nats_cluster()
+    before = threading.active_count()
+    for _ in range(5):
+        made.follow(COMPONENT)
+        assert threading.active_count() <= before + 1
+    for _ in range(3):
+        assert attempts.acquire(timeout=DEADLINE_S)
+    failing.clear()
+    until(lambda: COMPONENT in made._states, "the stream")
+    # From then on it is waited for.
+    waiting = following(made)
+    until(lambda: state.is_waited_for, "the restore to be waited for")
+    state.is_ready.set()
+    waiting.join(DEADLINE_S)
+    assert not waiting.is_alive()
+    assert "can't follow the events of ns.backend: it is away; trying again" in caplog.text
     made.stop()
