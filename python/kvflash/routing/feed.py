@@ -6,10 +6,9 @@ import atexit
 import logging
 import threading
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvflash._core import Catalog, RouterCore
+from kvflash._core import RouterCore
 
 if TYPE_CHECKING:
     from kvflash.transport.base import Receiver
@@ -22,17 +21,14 @@ TICK_S = 0.5
 class Feed:
     """A thread for one core; it ends with :meth:`stop`, or with the process."""
 
-    def __init__(self, core: RouterCore, make_receiver: Callable[[Catalog], Receiver]) -> None:
-        self._core = core
-        self._make_receiver = make_receiver
-        self._receiver: Receiver | None = None
+    def __init__(self, core: RouterCore, receiver: Receiver) -> None:
+        self._core, self._receiver = core, receiver
         self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name="kvflash-router", daemon=True)
 
     def start(self) -> None:
         """Start. Events are subscribed to only if they can change a decision."""
         if self._core.uses_events:
-            self._receiver = self._make_receiver(self._core.catalog)
             self._receiver.start()
         self._thread.start()
         # A thread that returns from the core after the interpreter has ended would abort it.
@@ -47,14 +43,13 @@ class Feed:
         self._core.catalog.close_orders()
         if self._thread.is_alive():
             self._thread.join()
-        if self._receiver is not None:
-            self._receiver.stop()
+        self._receiver.stop()
 
     def _run(self) -> None:
         due_s = 0.0
         while not self._is_stopped:
             order = self._core.catalog.next_order(due_s - time.monotonic())
-            if order is not None and self._receiver is not None:
+            if order is not None:
                 self._receiver.obey(order)
             if time.monotonic() >= due_s:
                 due_s = time.monotonic() + TICK_S

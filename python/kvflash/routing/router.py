@@ -525,7 +525,7 @@ class KvPushRouter:
             self._cluster = self._make_cluster()
             if self._thresholds is not None:
                 self._core.set_busy_thresholds(**self._thresholds)
-        self._feed = Feed(self._core, self._cluster.make_receiver)
+        self._feed = Feed(self._core, self._cluster.make_receiver(self._core.catalog))
         self._feed.start()
         self._cluster.start()
         return self._core, self._cluster
