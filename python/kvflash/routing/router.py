@@ -51,14 +51,6 @@ class BestWorker(_Best):
 
     seed: int
 
-    def __new__(
-        cls, worker_id: int, dp_rank: int, overlap_blocks: int, seed: int = 0
-    ) -> BestWorker:
-        """Create it; the tuple itself has three fields."""
-        made = super().__new__(cls, worker_id, dp_rank, overlap_blocks)
-        made.seed = seed
-        return made
-
 
 class KvPushRouter:
     """Sends each request to the worker that can serve it at the lowest cost.
@@ -88,26 +80,22 @@ class KvPushRouter:
         self.block_size = check_range("block_size", block_size, 1, _U32_MAX)
         self.config = kv_router_config or self._default_config()
         self._policy = asked_of(self.config.router_mode, "router_mode")
-        self._core = self.config.make_core(block_size, policy=self._policy)
         self._client = endpoint.client()
-        self._discovery = endpoint.runtime.discovery
         self._flags = self.config.cluster_flags()
-        self._cluster = self._make_cluster()
+        self._use(self.config.make_core(block_size, policy=self._policy))
         self._workers = Workers(
             self._core,
-            self._discovery,
+            endpoint.runtime.discovery,
             endpoint.path,
             self._cluster,
             serve=self._serve,
             min_workers=self.config.workers_to_wait_for(),
         )
-        self._line, self._sender = self._make_sender()
         self._feed: Feed | None = None
         self._starting: asyncio.Task[None] | None = None
         # Completed once the latest call may book.
         self._arrival: asyncio.Future[None] | None = None
         self._thresholds: dict[str, Any] | None = None
-        self._is_started = False
         self._is_closed = False
 
     async def __aenter__(self) -> KvPushRouter:
@@ -125,11 +113,10 @@ class KvPushRouter:
         if self._starting is not None:
             self._starting.cancel()
             await asyncio.gather(self._starting, return_exceptions=True)
-        if self._is_started:
-            await self._workers.close()
-            if self._feed is not None:
-                self._feed.stop()
-            await asyncio.to_thread(self._cluster.stop)
+        await self._workers.close()
+        if self._feed is not None:
+            self._feed.stop()
+        await asyncio.to_thread(self._cluster.stop)
 
     # -- requests
 
@@ -205,32 +192,33 @@ class KvPushRouter:
             OverloadedError: The queue is full, or max_requests are running.
             TransportError: None of the workers that were tried can be reached.
         """
-        request = {
-            "model": model,
-            "token_ids": list(token_ids),
-            "stop_conditions": dict(stop_conditions or {}),
-            "sampling_options": dict(sampling_options or {}),
-            "output_options": dict(output_options or {}),
-            "eos_token_ids": [],
-            "annotations": [],
-            "lora_name": lora_name,
-            "cache_salt": cache_salt,
-            "extra_args": None if extra_args is None else dict(extra_args),
-        }
-        options = override_options(router_config_override) | {
-            "worker_id": worker_id,
-            "dp_rank": dp_rank,
-            "allowed_worker_ids": None if allowed_worker_ids is None else [*allowed_worker_ids],
-            "user": user,
-            "session_key": session_key,
-            "priority": priority,
-            "strict_priority": strict_priority,
-            "expected_output_tokens": expected_output_tokens,
-            "lora_path": lora_path,
-            "mm": mm,
-            "embeds": embeds,
-        }
-        return await self._send(request, options, request_id)
+        return await self.generate_from_request(
+            {
+                "model": model,
+                "token_ids": list(token_ids),
+                "stop_conditions": dict(stop_conditions or {}),
+                "sampling_options": dict(sampling_options or {}),
+                "output_options": dict(output_options or {}),
+                "eos_token_ids": [],
+                "annotations": [],
+                "lora_name": lora_name,
+                "cache_salt": cache_salt,
+                "extra_args": None if extra_args is None else dict(extra_args),
+                "router_config_override": router_config_override,
+                "worker_id": worker_id,
+                "dp_rank": dp_rank,
+                "allowed_worker_ids": allowed_worker_ids,
+                "request_id": request_id,
+                "user": user,
+                "session_key": session_key,
+                "priority": priority,
+                "strict_priority": strict_priority,
+                "expected_output_tokens": expected_output_tokens,
+                "lora_path": lora_path,
+                "mm": mm,
+                "embeds": embeds,
+            }
+        )
 
     async def generate_from_request(self, request: Mapping[str, Any]) -> RoutedStream:
         """As :meth:`generate`, with a whole request.
@@ -248,28 +236,17 @@ class KvPushRouter:
             raise InvalidArgumentError(f"token_ids must be a list, got {body.get('token_ids')!r}")
         body.setdefault("model", "unknown")
         options = override_options(body.pop("router_config_override", None))
+        options |= {name: body.pop(name, None) for name in _ROUTING}
+        options |= {name: body.get(name) for name in ("dp_rank", "lora_name", "cache_salt")}
         pinned = [body.pop(name, None) for name in ("worker_id", "backend_instance_id")]
         options["worker_id"] = next((one for one in pinned if one is not None), None)
-        options["dp_rank"] = body.get("dp_rank")
-        for name in _ROUTING:
-            options[name] = body.pop(name, None)
-        return await self._send(body, options, body.pop("request_id", None))
-
-    async def _send(
-        self, request: dict[str, Any], options: dict[str, Any], request_id: str | None
-    ) -> RoutedStream:
-        await self._opened()
-        name = request_id or secrets.token_hex(16)
-        options |= {"lora_name": request.get("lora_name"), "cache_salt": request.get("cache_salt")}
         if not options["expected_output_tokens"]:
-            limit = (request.get("stop_conditions") or {}).get("max_tokens")
+            limit = (body.get("stop_conditions") or {}).get("max_tokens")
             is_limit = isinstance(limit, int) and limit > 0
             options["expected_output_tokens"] = limit if is_limit else None
-        return await self._sender.send(request, options, name)
-
-    def _make_sender(self) -> tuple[WaitingLine, Sender]:
-        line = WaitingLine(self._core.decider, self.config.router_queue_timeout)
-        return line, Sender(line, self._client, lambda: self._workers.ids)
+        name = body.pop("request_id", None) or secrets.token_hex(16)
+        await self._opened()
+        return await self._sender.send(body, options, name)
 
     # -- queries, and bookings that the caller manages
 
@@ -341,8 +318,12 @@ class KvPushRouter:
             "embeds": embeds,
         }
         if request_id is None:
-            return BestWorker(*self._core.query(token_ids, options))
-        return BestWorker(*self._core.reserve(token_ids, request_id, options))
+            *found, seed = self._core.query(token_ids, options)
+        else:
+            *found, seed = self._core.reserve(token_ids, request_id, options)
+        best = BestWorker(*found)
+        best.seed = seed
+        return best
 
     async def best_worker_id(
         self,
@@ -508,11 +489,15 @@ class KvPushRouter:
         """Counters of the state received over NATS, by namespace.component."""
         return self._cluster.stats()
 
-    def _make_cluster(self) -> Cluster:
-        return Cluster(
-            self._core,
+    def _use(self, core: RouterCore) -> None:
+        """Decide with this core from now on."""
+        self._core = core
+        self._line = WaitingLine(core.decider, self.config.router_queue_timeout)
+        self._sender = Sender(self._line, self._client, lambda: self._workers.ids)
+        self._cluster = Cluster(
+            core,
             self._flags,
-            open_discovery=self._discovery.twin,
+            open_discovery=self.endpoint.runtime.discovery.twin,
             setting="KVFLASH_EVENT_PLANE=nats",
             is_strict=True,
         )
@@ -520,9 +505,7 @@ class KvPushRouter:
     def _serve(self, model: tuple[str, str] | None) -> tuple[RouterCore, Cluster]:
         """Start. Events over NATS are per model, so the core is created once the model is known."""
         if model is not None:
-            self._core = self.config.make_core(self.block_size, model[0], self._policy, model[1])
-            self._line, self._sender = self._make_sender()
-            self._cluster = self._make_cluster()
+            self._use(self.config.make_core(self.block_size, model[0], self._policy, model[1]))
             if self._thresholds is not None:
                 self._core.set_busy_thresholds(**self._thresholds)
         self._feed = Feed(self._core, self._cluster.make_receiver(self._core.catalog))
@@ -573,5 +556,4 @@ class KvPushRouter:
 
     async def _start(self) -> None:
         await asyncio.to_thread(self._cluster.check)
-        self._is_started = True
         self._workers.start()
