@@ -15,8 +15,8 @@ from kvflash.frontend.args import FrontendArgs
 make_frontend = app.make_frontend
 
 
-def make_with_digests(args: FrontendArgs, fleet: dict[int, str] | None = None) -> Frontend:
-    frontend = make_frontend(args, fleet)
+def make_with_digests(args: FrontendArgs) -> tuple[Frontend, dict[int, str]]:
+    frontend, fleet = make_frontend(args)
 
     class Digests(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -37,7 +37,7 @@ def make_with_digests(args: FrontendArgs, fleet: dict[int, str] | None = None) -
 
     server = ThreadingHTTPServer(("127.0.0.1", int(os.environ["DIGESTS_PORT"])), Digests)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    return frontend
+    return frontend, fleet
 
 
 app.make_frontend = make_with_digests

@@ -101,7 +101,7 @@ class Frontend(Client):
 
     def __init__(self, *flags: str, host: str = "127.0.0.1") -> None:
         args = parse_args(["--host", host, "--seed", "7", "--discovery", "none", *flags])
-        self.core = make_frontend(args)
+        self.core, _ = make_frontend(args)
         self._service = FedService(self.core, host=host, port=0)
         self._service.start()
         self.url = self._service.url

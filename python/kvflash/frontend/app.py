@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvflash._core import Frontend, model_folder
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def make_frontend(args: FrontendArgs, fleet: dict[int, str] | None = None) -> Frontend:
+def make_frontend(args: FrontendArgs) -> tuple[Frontend, dict[int, str]]:
     """Create the service from the settings; errors name the flag or file at fault.
 
-    Fills ``fleet`` with the numbers and specs of the workers named by flags.
+    Returns it with the numbers and specs of the workers named by flags.
     """
     for named in args.tokenizer:
         _check_tokenizer(named)
@@ -38,10 +39,7 @@ def make_frontend(args: FrontendArgs, fleet: dict[int, str] | None = None) -> Fr
         has_broker_events=args.event_plane == "nats",
         waits_for=args.waits_for(),
     )
-    found = add_named(frontend, args)
-    if fleet is not None:
-        fleet.update(found)
-    return frontend
+    return frontend, add_named(frontend, args)
 
 
 def _check_tokenizer(named: str) -> None:
@@ -78,32 +76,25 @@ class Reports:
         self._metrics: dict[str, str] = {}
         self._warnings: dict[str, list[str]] = {}
 
-    def metrics_of(self, part: str) -> Callable[[str], None]:
-        """Return a function that takes a part's lines in the OpenMetrics text format."""
+    def show_metrics(self, part: str, text: str) -> None:
+        """Take a part's lines in the OpenMetrics text format."""
+        with self._lock:
+            self._metrics[part] = text
+            self._core.set_more_metrics("".join(self._metrics.values()))
 
-        def show(text: str) -> None:
-            with self._lock:
-                self._metrics[part] = text
-                self._core.set_more_metrics("".join(self._metrics.values()))
-
-        return show
-
-    def warnings_of(self, part: str) -> Callable[[list[str]], None]:
-        """Return a function that takes a part's warnings."""
-
-        def show(warnings: list[str]) -> None:
-            with self._lock:
-                self._warnings[part] = warnings
-                self._core.set_warnings([text for part in self._warnings.values() for text in part])
-
-        return show
+    def show_warnings(self, part: str, warnings: list[str]) -> None:
+        """Take a part's warnings."""
+        with self._lock:
+            self._warnings[part] = warnings
+            self._core.set_warnings([text for part in self._warnings.values() for text in part])
 
 
 class _Watched(FedService):
     """The service, with its watches of discovery and DNS."""
 
-    def __init__(self, frontend: Frontend, args: FrontendArgs, fleet: dict[int, str]) -> None:
-        self._fleet, self._args = fleet, args
+    def __init__(self, args: FrontendArgs) -> None:
+        frontend, self._fleet = make_frontend(args)
+        self._args = args
         reports = Reports(frontend)
         kind = args.discovery_kind
         args.check_cluster(has_discovery=kind is not None, needs="--discovery")
@@ -123,8 +114,8 @@ class _Watched(FedService):
             frontend,
             args,
             open_discovery=lambda: open_discovery(kind),
-            show_metrics=reports.metrics_of("cluster"),
-            show_warnings=reports.warnings_of("cluster"),
+            show_metrics=partial(reports.show_metrics, "cluster"),
+            show_warnings=partial(reports.show_warnings, "cluster"),
         )
         super().__init__(
             frontend,
@@ -138,8 +129,8 @@ class _Watched(FedService):
             args,
             report_load=frontend.report_load,
             replicas=self._cluster,
-            show_metrics=reports.metrics_of("dns"),
-            warnings_of=reports.warnings_of,
+            show_metrics=partial(reports.show_metrics, "dns"),
+            warnings_of=lambda part: partial(reports.show_warnings, part),
             has_shared_ids=args.use_remote_indexer is not None or args.serve_indexer,
         )
 
@@ -147,7 +138,7 @@ class _Watched(FedService):
         self._cluster.check()
         super().start()
         self._cluster.start()
-        if self._args.router_replica_sync:
+        if self._args.router_replica_sync and self._fleet:
             self._share_fleet()
         args, kind = self._args, self._args.discovery_kind
         if args.serve_indexer and kind is not None:
@@ -159,8 +150,6 @@ class _Watched(FedService):
         return self
 
     def _share_fleet(self) -> None:
-        if not self._fleet:
-            return
         group = _component(self._fleet)
         logger.info(
             "shares its requests with frontends that have the same %d workers of --worker under "
@@ -181,9 +170,4 @@ class _Watched(FedService):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the frontend until a signal. Returns the exit status."""
-    return run_service("frontend", parse_args, _make, argv)
-
-
-def _make(args: FrontendArgs) -> _Watched:
-    fleet: dict[int, str] = {}
-    return _Watched(make_frontend(args, fleet), args, fleet)
+    return run_service("frontend", parse_args, _Watched, argv)

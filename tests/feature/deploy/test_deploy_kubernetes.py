@@ -57,7 +57,7 @@ def frontend_args() -> FrontendArgs:
 @pytest.fixture(scope="module")
 def frontend() -> Iterator[Http]:
     """A frontend with the Deployment's flags that knows nothing of its engines yet."""
-    core: Frontend = make_frontend(frontend_args())
+    core: Frontend = make_frontend(frontend_args())[0]
     http = Http(f"http://127.0.0.1:{core.start('127.0.0.1', 0)}")
     yield http
     http.close()

@@ -19,14 +19,12 @@ class Core:
 def test_each_part_changes_what_it_said_itself():
     core = Core()
     reports = Reports(core)
-    of_one, of_two = reports.metrics_of("one"), reports.metrics_of("two")
-    of_one("a 1\n")
-    of_two("b 1\n")
-    of_one("a 2\n")
+    reports.show_metrics("one", "a 1\n")
+    reports.show_metrics("two", "b 1\n")
+    reports.show_metrics("one", "a 2\n")
     assert core.metrics == "a 2\nb 1\n"
-    warn_one, warn_two = reports.warnings_of("one"), reports.warnings_of("two")
-    warn_one(["x", "y"])
-    warn_two(["z"])
+    reports.show_warnings("one", ["x", "y"])
+    reports.show_warnings("two", ["z"])
     assert core.warnings == ["x", "y", "z"]
-    warn_one([])
+    reports.show_warnings("one", [])
     assert core.warnings == ["z"]
