@@ -14,7 +14,7 @@ from kvflash.background import Background
 from kvflash.discovery import Delete, Discovery, Lease, Put, Synced
 from kvflash.errors import KvflashError
 from kvflash.outage import Outage
-from kvflash.routing.replica_sync import ReplicaSync, SyncLimits
+from kvflash.routing.replica_sync import ReplicaSync
 from kvflash.transport.channel import Channel, ZmqChannel
 
 logger = logging.getLogger(__name__)
@@ -32,8 +32,8 @@ class ReplicaSyncService(Background):
 
     Call ``sync.add``, ``sync.mark_prefill_completed`` and ``sync.free`` for every request of this
     router, from any thread; ``bookings`` count other routers' requests. When it stops, others drop
-    this router's load at once; when it dies, after ``lease_ttl_s``. The discovery and the channel
-    are opened in the event loop that uses them, and tried again until their servers answer.
+    this router's load at once; when it dies, with its lease. The discovery and the channel are
+    opened in the event loop that uses them, and tried again until their servers answer.
     """
 
     def __init__(
@@ -45,15 +45,11 @@ class ReplicaSyncService(Background):
         open_discovery: Callable[[], Discovery],
         open_channel: Callable[[Discovery], Awaitable[Channel]],
         local_of: Mapping[int, int] | None = None,
-        limits: SyncLimits | None = None,
-        lease_ttl_s: float = 10.0,
     ) -> None:
         # Below 2^63, so that every JSON reader accepts it.
-        self.sync = ReplicaSync(secrets.randbelow(2**63 - 1) + 1, bookings, limits, local_of)
+        self.sync = ReplicaSync(secrets.randbelow(2**63 - 1) + 1, bookings, local_of=local_of)
         self._prefix = f"v1/replica_sync/{namespace}/{component}/"
         self._open_discovery, self._open_channel = open_discovery, open_channel
-        self._lease_ttl_s = lease_ttl_s
-        self._lease: Lease | None = None
         self._has_strangers = False
         # The listed routers, while discovery is followed.
         self._listed: set[int] | None = None
@@ -97,16 +93,17 @@ class ReplicaSyncService(Background):
     async def _keep_listed(self, discovery: Discovery, channel: Channel) -> None:
         value = json.dumps({"endpoint": channel.endpoint}).encode()
         outage = Outage(logger, "replica sync: this router is announced")
+        lease: Lease | None = None
         pause_s = _RETRY_S
         while True:
             try:
-                if self._lease is None or self._lease.lost.is_set():
-                    self._lease = await discovery.lease(self._lease_ttl_s)
+                if lease is None or lease.lost.is_set():
+                    lease = await discovery.lease()
                 # A failed attempt keeps its lease for the next one.
-                await discovery.put(f"{self._prefix}{self.sync.router_id}", value, self._lease)
+                await discovery.put(f"{self._prefix}{self.sync.router_id}", value, lease)
                 outage.ends()
                 pause_s = _RETRY_S
-                await self._lease.lost.wait()
+                await lease.lost.wait()
             except KvflashError as error:
                 text = f"replica sync: can't announce this router: {error}; trying again"
                 outage.lasts(text, kind=type(error))

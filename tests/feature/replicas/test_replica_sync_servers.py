@@ -80,14 +80,9 @@ def router(
     def start(limits: SyncLimits | None = None) -> tuple[ReplicaSyncService, Load]:
         load = Load()
         service = ReplicaSyncService(
-            "ns",
-            "backend",
-            load,
-            open_discovery=discovery,
-            open_channel=channel,
-            limits=limits,
-            lease_ttl_s=2,
+            "ns", "backend", load, open_discovery=discovery, open_channel=channel
         )
+        service.sync._limits = limits or SyncLimits()
         service.start()
         started.append(service)
         return service, load
