@@ -142,7 +142,8 @@ class ReplicaSync:
         self._outbox: deque[dict[str, Any]] = deque()
         self._peers: dict[int, _Peer] = {}
         self._gone: OrderedDict[int, None] = OrderedDict()
-        self._listed: set[int] = set()
+        # None before discovery has answered.
+        self._listed: set[int] | None = None
         self._digest_s = float("-inf")
         self._has_asked_all = False
         self._wants_state = False
@@ -186,8 +187,14 @@ class ReplicaSync:
     # -- of the network
 
     def outgoing(self, now_s: float, limit: int = 256) -> list[bytes]:
-        """Messages to send now, in order: at most ``limit`` events, and what else is due."""
+        """Messages to send now, in order: at most ``limit`` events, and what else is due.
+
+        To call now and then without news, too: it drops routers that were not listed for a while.
+        """
         with self._lock:
+            for router_id, peer in list(self._peers.items()):
+                if peer.unlisted_since is not None and now_s - peer.unlisted_since > _UNLISTED_S:
+                    self._drop(router_id)
             messages: list[dict[str, Any]] = []
             if not self._has_asked_all:
                 self._has_asked_all = True
@@ -227,26 +234,21 @@ class ReplicaSync:
                 self.counts["malformed"] += 1
 
     def listed(self, router_ids: set[int], now_s: float) -> None:
-        """Set the live routers, by their leases; all others are dropped, with their load.
-
-        To call now and then without a change, too: a router that was never listed is dropped after
-        a while.
-        """
+        """Set the live routers, by their leases; one that leaves is dropped, with its load."""
         with self._lock:
-            for router_id in self._listed - router_ids:
+            before = self._listed or set()
+            self._listed = set(router_ids)
+            for router_id in before - router_ids:
                 self._drop(router_id)
-            for router_id in router_ids - self._listed - {self.router_id}:
+            for router_id in router_ids - before:
                 self._gone.pop(router_id, None)
                 if router_id in self._peers:
                     self._peers[router_id].is_wrong = True
-            self._listed = set(router_ids)
-            for router_id, peer in list(self._peers.items()):
+            for router_id, peer in self._peers.items():
                 if router_id in router_ids:
                     peer.unlisted_since = None
                 elif peer.unlisted_since is None:
                     peer.unlisted_since = now_s
-                elif now_s - peer.unlisted_since > _UNLISTED_S:
-                    self._drop(router_id)
 
     def worker_joined(self, instance_id: int) -> None:
         """A worker is now known: count other routers' requests at it."""
@@ -349,7 +351,7 @@ class ReplicaSync:
                 )  # fmt: skip
             return None
         peer = self._peers[router_id] = _Peer()
-        if router_id not in self._listed:
+        if self._listed is not None and router_id not in self._listed:
             peer.unlisted_since = now_s
         return peer
 

@@ -11,7 +11,7 @@ from functools import partial
 
 from kvflash._core import Bookings
 from kvflash.background import Background
-from kvflash.discovery import Delete, Discovery, Lease, Put, Synced
+from kvflash.discovery import Discovery, Lease, Put, Synced
 from kvflash.errors import KvflashError
 from kvflash.outage import Outage
 from kvflash.routing.replica_sync import ReplicaSync
@@ -51,8 +51,6 @@ class ReplicaSyncService(Background):
         self._prefix = f"v1/replica_sync/{namespace}/{component}/"
         self._open_discovery, self._open_channel = open_discovery, open_channel
         self._has_strangers = False
-        # The listed routers, while discovery is followed.
-        self._listed: set[int] | None = None
         super().__init__(
             "replica sync, which tells other routers' load,", self._serve, is_cancelled=False
         )
@@ -111,30 +109,21 @@ class ReplicaSyncService(Background):
                 pause_s = min(pause_s * 2, _RETRY_S_MAX)
 
     async def _watch(self, discovery: Discovery, channel: Channel) -> None:
-        while True:
-            routers: dict[int, str | None] = {}
-            is_synced = False
-            try:
-                async with discovery.watch(self._prefix) as watch:
-                    async for event in watch:
-                        if isinstance(event, Synced):
-                            is_synced = True
-                        elif isinstance(event, Put):
-                            routers.update(_router(event.key[len(self._prefix) :], event.value))
-                        elif isinstance(event, Delete):
-                            for router_id in _router(event.key[len(self._prefix) :], b"{}"):
-                                routers.pop(router_id, None)
-                        if is_synced:
-                            self._warn_of_strangers(routers, channel)
-                            channel.follow({url for url in routers.values() if url})
-                            self._listed = set(routers)
-                            self.sync.listed(self._listed, time.monotonic())
-            except KvflashError as error:
-                logger.warning("replica sync: can't list the other routers: %s", error)
-            finally:
-                # Routers may come and go unseen from here on.
-                self._listed = None
-            await asyncio.sleep(_RETRY_S)
+        routers: dict[int, str | None] = {}
+        is_synced = False
+        async with discovery.watch(self._prefix) as watch:
+            async for event in watch:
+                if isinstance(event, Synced):
+                    is_synced = True
+                elif isinstance(event, Put):
+                    routers.update(_router(event.key[len(self._prefix) :], event.value))
+                else:
+                    for router_id in _router(event.key[len(self._prefix) :], b"{}"):
+                        routers.pop(router_id, None)
+                if is_synced:
+                    self._warn_of_strangers(routers, channel)
+                    channel.follow({url for url in routers.values() if url})
+                    self.sync.listed(set(routers), time.monotonic())
 
     def _warn_of_strangers(self, routers: Mapping[int, str | None], channel: Channel) -> None:
         """Warn, once while there are any, of routers on the other plane: only ZMQ has endpoints."""
@@ -151,11 +140,7 @@ class ReplicaSyncService(Background):
 
     async def _send(self, channel: Channel) -> None:
         while True:
-            now_s = time.monotonic()
-            if self._listed is not None:
-                # The time of routers that were never listed ends without an event of discovery.
-                self.sync.listed(self._listed, now_s)
-            messages = self.sync.outgoing(now_s)
+            messages = self.sync.outgoing(time.monotonic())
             failures: list[KvflashError] = []
             for data in messages:
                 try:

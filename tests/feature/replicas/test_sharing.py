@@ -124,7 +124,7 @@ def test_a_router_that_cannot_be_announced_keeps_one_lease(
         assert len(full._leases) == 1
         assert caplog.text.count("can't announce this router: there is no room") == 1
         full.has_room = True
-        until(lambda: router._listed == {router.sync.router_id}, "it to be listed")
+        until(lambda: router.sync._listed == {router.sync.router_id}, "it to be listed")
         assert len(full._leases) == 1
     finally:
         router.stop()
