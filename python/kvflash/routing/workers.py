@@ -48,10 +48,9 @@ class Workers:
         self._component = component_of(path)
         self._keys = WorkerKeys(discovery, path, self._settle)
         self._subscribed: dict[Rank, tuple[str, str | None]] = {}
-        self._workers: list[Rank] = []
+        # Workers of the core, with what it knows of them.
+        self._workers: dict[Rank, dict[str, int | None]] = {}
         self._draining: list[int] = []
-        # What the core knows of them.
-        self._reported: dict[Rank, dict[str, int | None]] = {}
         self._warned: set[int] = set()
         self._first_name: str | None = None
         #: Events come over NATS.
@@ -126,12 +125,9 @@ class Workers:
             return
         # First, so that the state's blocks are known before the core sees the workers.
         self._members.settle(number for _, number in self._keys.instances)
-        ranks = sorted(
-            (worker, rank) for worker, card in cards.items() for rank in range(_rank_count(card))
-        )
         # The shared state must learn of departures before the core forgets the workers.
         await self._members.let_go(set(self.ids) - cards.keys())
-        self._set_workers(ranks, cards, self._members)
+        self._set_workers(cards, self._members)
         self._set_draining()
         # The core has forgotten workers that left: if they come back, events are fetched again.
         self._subscribe()
@@ -158,29 +154,29 @@ class Workers:
             self._check(worker, found[worker])
         return found
 
-    def _set_workers(
-        self, workers: list[Rank], cards: dict[int, dict[str, Any]], members: Membership
-    ) -> None:
-        try:
-            if workers != self._workers:
-                self._core.set_workers(workers)
-                before, self._workers = self.ids, workers
-                for worker in set(self.ids).difference(before):
-                    members.tell(self._cluster.worker_joined, self._component, worker)
-                if len(self.ids) >= self._min_workers:
-                    self._enough.set()
-        except KvflashError as error:
-            logger.error("the router refused some workers: %s", error)
-            return
-        before_reported, self._reported = self._reported, {}
-        for worker, rank in workers:
-            card = cards[worker]
-            report = {
+    def _set_workers(self, cards: dict[int, dict[str, Any]], members: Membership) -> None:
+        ids, before = self.ids, self._workers
+        now = {
+            (worker, rank): {
                 "kv_total_blocks": _count(card.get("total_kv_blocks")),
                 "max_num_batched_tokens": _count(card.get("max_num_batched_tokens")),
             }
-            self._reported[worker, rank] = report
-            if before_reported.get((worker, rank)) != report:
+            for worker, card in sorted(cards.items())
+            for rank in range(_rank_count(card))
+        }
+        try:
+            if now.keys() != before.keys():
+                self._core.set_workers(list(now))
+        except KvflashError as error:
+            logger.error("the router refused some workers: %s", error)
+            return
+        self._workers = now
+        for worker in cards.keys() - ids:
+            members.tell(self._cluster.worker_joined, self._component, worker)
+        if len(cards) >= self._min_workers:
+            self._enough.set()
+        for (worker, rank), report in now.items():
+            if before.get((worker, rank)) != report:
                 self._core.report(worker, rank, **report)
 
     def _set_draining(self) -> None:
