@@ -121,7 +121,6 @@ class Cluster(Replicas):
     def check_events(self, instance_id: int, events: dict[int, dict[str, Any]]) -> None:
         """Log once if a worker announces events that this router does not receive."""
         for where in events.values():
-            endpoint = str(where.get("endpoint"))
             is_received = self.is_nats or not self._uses_events or not is_brokered(where)
             if is_received or instance_id in self._warned:
                 continue
@@ -129,7 +128,7 @@ class Cluster(Replicas):
             logger.error(
                 "worker %d publishes its events at %s: start the router with %s, or the worker "
                 "with --event-plane zmq; until then its cache is not counted",
-                instance_id, endpoint, self._setting,
+                instance_id, where["endpoint"], self._setting,
             )  # fmt: skip
 
     def events(self, instance_id: int, events: dict[int, dict[str, Any]]) -> dict[str, Any]:
@@ -137,9 +136,8 @@ class Cluster(Replicas):
         self.check_events(instance_id, events)
         told = {}
         for rank, where in announced(events).items():
-            endpoint = str(where["endpoint"])
             # Events in JetStream arrive without a subscription.
-            is_in_stream = endpoint.startswith("jetstream://")
+            is_in_stream = where["endpoint"].startswith("jetstream://")
             if not is_in_stream and (self.is_nats or not is_brokered(where)):
                 told[rank] = where
         return told
@@ -148,7 +146,7 @@ class Cluster(Replicas):
         self, component: Component, instance_id: int, events: dict[int, dict[str, Any]]
     ) -> None:
         """Load the component's state before the core learns of a worker."""
-        schemes = {str(where.get("endpoint")).partition("://")[0] for where in events.values()}
+        schemes = {where["endpoint"].partition("://")[0] for where in events.values()}
         if not self.is_nats or (schemes and "jetstream" not in schemes):
             return
         self.follow(component)

@@ -15,8 +15,7 @@ logger = logging.getLogger(__name__)
 
 def tenant_of(card: dict[str, Any]) -> str:
     """A worker's tenant over NATS, from its model card; prefill-only workers have their own."""
-    kinds = card.get("model_type")
-    return "prefill" if isinstance(kinds, list) and "prefill" in kinds else "default"
+    return "prefill" if "prefill" in (card.get("model_type") or ()) else "default"
 
 
 class Membership:

@@ -241,13 +241,13 @@ class Workers:
 
 
 def _rank_count(card: dict[str, Any]) -> int:
-    size = card.get("dp_size")
-    return size if isinstance(size, int) and 1 <= size <= RANKS_MAX else 1
+    size: int = card.get("dp_size") or 1
+    return size if 1 <= size <= RANKS_MAX else 1
 
 
 def _model_of(card: dict[str, Any]) -> tuple[str, str]:
-    return str(card.get("model_name")), tenant_of(card)
+    return card["model_name"], tenant_of(card)
 
 
-def _count(value: object) -> int | None:
-    return value if isinstance(value, int) and 0 < value < 2**63 else None
+def _count(value: int | None) -> int | None:
+    return value if value is not None and 0 < value < 2**63 else None
