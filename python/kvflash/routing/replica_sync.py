@@ -28,6 +28,16 @@ DIGEST_S = 2.0
 _ASK_S = 1.0
 # How long a sender that is missing from the roster is accepted: the roster may lag behind.
 _UNLISTED_S = 10.0
+# Events waiting to be sent; above it new ones are dropped, and the digest repairs that.
+WAITING_EVENTS_MAX = 100_000
+# Tracked active requests per router; further ones are ignored.
+REQUESTS_MAX = 100_000
+# Other routers; messages of further ones are ignored.
+ROUTERS_MAX = 256
+# Size of one message of a state, unless a single request is larger.
+STATE_PART_BYTES = 256 * 1024
+# Blocks sent per request, so that it fits into a message on any channel.
+HASHES_MAX = 40_000
 _GONE_MAX = 4_096
 _U64_MAX = (1 << 64) - 1
 _COUNTS = (
@@ -37,22 +47,6 @@ _COUNTS = (
 
 #: Instance id and dp rank.
 Worker = tuple[int, int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SyncLimits:
-    """Size limits."""
-
-    # Events waiting to be sent; above it new ones are dropped, and the digest repairs that.
-    waiting_events_max: int = 100_000
-    # Tracked active requests per router; further ones are ignored.
-    requests_max: int = 100_000
-    # Other routers; messages of further ones are ignored.
-    routers_max: int = 256
-    # Size of one message of a state, unless a single request is larger.
-    state_part_bytes: int = 256 * 1024
-    # Blocks sent per request, so that it fits into a message on any channel.
-    hashes_max: int = 40_000
 
 
 @dataclass
@@ -130,12 +124,10 @@ class ReplicaSync:
         self,
         router_id: int,
         bookings: Bookings,
-        limits: SyncLimits | None = None,
         local_of: Mapping[int, int] | None = None,
     ) -> None:
         self.router_id = router_id
         self._bookings, self._local_of = bookings, {} if local_of is None else local_of
-        self._limits = limits or SyncLimits()
         self._lock = threading.RLock()
         self._own = _Table()
         self._sequence = 0
@@ -155,7 +147,7 @@ class ReplicaSync:
         self, request_id: str, worker: Worker, hashes: Sequence[int] | None, isl: int, overlap: int
     ) -> None:
         """This router has booked a request."""
-        kept = None if hashes is None else list(hashes[: self._limits.hashes_max])
+        kept = None if hashes is None else list(hashes[:HASHES_MAX])
         data = {
             "AddRequest": {
                 "token_sequence": kept,
@@ -269,7 +261,7 @@ class ReplicaSync:
 
     def _tell(self, request_id: str, worker: Worker, data: Any) -> None:
         self._sequence += 1
-        if len(self._outbox) >= self._limits.waiting_events_max:
+        if len(self._outbox) >= WAITING_EVENTS_MAX:
             self.counts["dropped_events"] += 1
             return
         self._outbox.append(
@@ -295,7 +287,7 @@ class ReplicaSync:
                 [name, *request.worker, request.hashes, request.isl, request.overlap,
                  request.is_prefilled]
             )  # fmt: skip
-            if parts[-1] and part_bytes + len(row) > self._limits.state_part_bytes:
+            if parts[-1] and part_bytes + len(row) > STATE_PART_BYTES:
                 parts.append([])
                 part_bytes = 0
             parts[-1].append(row)
@@ -342,12 +334,12 @@ class ReplicaSync:
         peer = self._peers.get(router_id)
         if peer is not None or router_id in self._gone:
             return peer
-        if len(self._peers) >= self._limits.routers_max:
+        if len(self._peers) >= ROUTERS_MAX:
             self.counts["ignored_messages"] += 1
             if self.counts["ignored_messages"] == 1:
                 logger.warning(
                     "replica sync: router %d is ignored, and its load is not counted: %d other "
-                    "routers are tracked, the maximum", router_id, self._limits.routers_max,
+                    "routers are tracked, the maximum", router_id, ROUTERS_MAX,
                 )  # fmt: skip
             return None
         peer = self._peers[router_id] = _Peer()
@@ -377,7 +369,7 @@ class ReplicaSync:
     def _add(self, router_id: int, peer: _Peer, request_id: str, request: _Request) -> None:
         if request_id in peer.table.requests:
             return
-        if len(peer.table.requests) >= self._limits.requests_max:
+        if len(peer.table.requests) >= REQUESTS_MAX:
             self.counts["refused_requests"] += 1
             return
         peer.table.add(request_id, request)

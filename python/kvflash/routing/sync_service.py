@@ -47,7 +47,7 @@ class ReplicaSyncService(Background):
         local_of: Mapping[int, int] | None = None,
     ) -> None:
         # Below 2^63, so that every JSON reader accepts it.
-        self.sync = ReplicaSync(secrets.randbelow(2**63 - 1) + 1, bookings, local_of=local_of)
+        self.sync = ReplicaSync(secrets.randbelow(2**63 - 1) + 1, bookings, local_of)
         self._prefix = f"v1/replica_sync/{namespace}/{component}/"
         self._open_discovery, self._open_channel = open_discovery, open_channel
         self._has_strangers = False

@@ -12,7 +12,7 @@ import pytest
 
 from kvflash._core import RouterCore
 from kvflash.discovery import open_discovery
-from kvflash.routing.replica_sync import ReplicaSync, SyncLimits
+from kvflash.routing.replica_sync import ReplicaSync
 from kvflash.routing.sync_service import ReplicaSyncService
 from kvflash.servers import NatsSettings
 from kvflash.transport import names
@@ -77,12 +77,11 @@ def router(
         client = await connect(NatsSettings(servers=(nats_server.url,)), name="test")
         return NatsChannel(client, names.replica_sync_subject("ns", "backend"))
 
-    def start(limits: SyncLimits | None = None) -> tuple[ReplicaSyncService, Load]:
+    def start() -> tuple[ReplicaSyncService, Load]:
         load = Load()
         service = ReplicaSyncService(
             "ns", "backend", load, open_discovery=discovery, open_channel=channel
         )
-        service.sync._limits = limits or SyncLimits()
         service.start()
         started.append(service)
         return service, load
@@ -124,8 +123,11 @@ def test_a_late_router_takes_a_state_that_no_single_message_could_hold(router) -
     until(lambda: one.sync.digests() == two.sync.digests(), "digests")
 
 
-def test_what_no_channel_takes_keeps_nothing_else_back(router) -> None:
-    (one, _), (_, load_two) = router(SyncLimits(hashes_max=60_000)), router()
+def test_what_no_channel_takes_keeps_nothing_else_back(
+    router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvflash.routing.replica_sync.HASHES_MAX", 60_000)
+    (one, _), (_, load_two) = router(), router()
     one.sync.add("too long for NATS", (1, 0), [LONGEST_HASH] * 60_000, 960_000, 0)
     one.sync.add("behind it", (1, 0), [1], 16, 0)
     until(lambda: (one.sync.router_id, "behind it") in load_two.requests, "the one behind it")
@@ -165,10 +167,11 @@ def test_a_router_that_is_never_listed_is_dropped_in_a_quiet_fleet(
 
 
 def test_messages_of_routers_beyond_the_limit_are_counted_and_logged_once(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("kvflash.routing.replica_sync.ROUTERS_MAX", 2)
     load = Load()
-    router = ReplicaSync(1, load, SyncLimits(routers_max=2))
+    router = ReplicaSync(1, load)
     for router_id in (2, 3, 4, 5):
         other = ReplicaSync(router_id, Load())
         other.add("r", (7, 0), None, 40, 1)

@@ -9,11 +9,13 @@ import heapq
 import random
 from collections import Counter
 from collections.abc import Sequence
+from unittest.mock import patch
 
 import pytest
 from seeds import ONE_SEED, SEEDS, play_all
 
-from kvflash.routing.replica_sync import ReplicaSync, SyncLimits
+from kvflash.routing import replica_sync
+from kvflash.routing.replica_sync import ReplicaSync
 
 TICK_S = 0.1
 # More than the time between two digests.
@@ -62,9 +64,9 @@ def active(sync: ReplicaSync) -> dict[int, dict[str, tuple[int, int]]]:
 
 
 class Router:
-    def __init__(self, router_id: int, limits: SyncLimits) -> None:
+    def __init__(self, router_id: int) -> None:
         self.load = Load()
-        self.sync = ReplicaSync(router_id, self.load, limits)
+        self.sync = ReplicaSync(router_id, self.load)
         self.requests: dict[str, bool] = {}
         self.count = 0
         self.cut_until = 0.0
@@ -90,10 +92,13 @@ class Router:
 
 def play(seed: int) -> Counter[str]:
     dice = random.Random(seed)
-    limits = SyncLimits(
-        waiting_events_max=dice.choice([3, 100]),
-        state_part_bytes=dice.choice([1, 100, 100_000]),
-    )
+    limits = {"WAITING_EVENTS_MAX": [3, 100], "STATE_PART_BYTES": [1, 100, 100_000]}
+    chosen = {name: dice.choice(values) for name, values in limits.items()}
+    with patch.multiple(replica_sync, **chosen):
+        return play_with(dice, seed)
+
+
+def play_with(dice: random.Random, seed: int) -> Counter[str]:
     lose, repeat = dice.choice([0, 0.05, 0.3]), dice.choice([0, 0.1])
     late, cut = dice.choice([0.01, 1.0]), dice.choice([0, 0.01])
     on_way: list[tuple[float, int, int, bytes]] = []
@@ -139,7 +144,7 @@ def play(seed: int) -> Counter[str]:
 
     for _ in range(150):
         if len(routers) < 2 or (len(routers) < 4 and dice.random() < 0.03):
-            routers[next_id] = Router(next_id, limits)
+            routers[next_id] = Router(next_id)
             next_id += 1
         elif dice.random() < 0.01:
             # Its messages may still be on their way.
