@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -110,14 +111,11 @@ class Sharing:
         """Counters of all components together; names include units."""
         with self._lock:
             services = list(self._services.values())
-        counts = {"peers": 0}
+        counts = Counter(peers=0, bookings_dropped_total=self._untold_dropped)
         for service in services:
             counts["peers"] += len(service.sync.digests()) - 1
-            for name, count in service.sync.counts.items():
-                counts[f"{name}_total"] = counts.get(f"{name}_total", 0) + count
-        for name, count in self._bookings.stats().items():
-            counts[f"bookings_{name}"] = count
-        counts["bookings_dropped_total"] += self._untold_dropped
+            counts.update({f"{name}_total": n for name, n in service.sync.counts.items()})
+        counts.update({f"bookings_{name}": n for name, n in self._bookings.stats().items()})
         return counts
 
     async def _open_channel(self, component: Component, discovery: Discovery) -> Channel:
