@@ -1,7 +1,6 @@
 """What a failing snapshot tells its owner."""
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ class Checks:
     def __init__(self, outcomes: list[Exception | None]) -> None:
         self.name = "dynamo.backend"
         self.log = self.blobs = self.roster = self.sink = None
-        self.clock = SimpleNamespace(sleep=self.sleep)
         self.outcomes = outcomes
         self.seen: list[str] = []
         self.snapshots: Snapshots | None = None
@@ -43,6 +41,7 @@ def test_the_last_failure_is_known_until_a_check_succeeds(
     snapshots = Snapshots(replica, lock=lock, threshold_messages=None, age_s_max=None)
     replica.snapshots = snapshots
     monkeypatch.setattr(snapshots, "tick", replica.check)
+    monkeypatch.setattr("kvflash.state.snapshot.asyncio.sleep", replica.sleep)
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(snapshots.run())
     assert replica.seen == ["no space left", ""]

@@ -3,14 +3,15 @@
 import asyncio
 import hashlib
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvflash.errors import DecodeError, KvflashError, NotFoundError, TransportError
 from kvflash.state.discovered import DiscoveredRoster
 from kvflash.state.frames import CatalogSink
-from kvflash.transport.base import Blobs, Log, Message, Pointer, Reader
+from kvflash.transport.base import Message, Pointer
+from kvflash.transport.jetstream import JetStreamLog, JetStreamReader
+from kvflash.transport.jetstream_blobs import JetStreamBlobs
 
 logger = logging.getLogger(__name__)
 
@@ -19,18 +20,6 @@ _RETRY_S = 0.2
 _RETRY_S_MAX = 5.0
 # The snapshot that the pointer names does not exist: it has just been replaced, so look again.
 _RESTORE_ATTEMPTS = 10
-
-
-class Clock:
-    """The machine's time; simulations have their own."""
-
-    def now_s(self) -> float:
-        """Seconds since the epoch."""
-        return time.time()
-
-    async def sleep(self, seconds: float) -> None:
-        """Wait."""
-        await asyncio.sleep(seconds)
 
 
 @dataclass
@@ -63,17 +52,15 @@ class Replica:
         self,
         name: str,
         *,
-        log: Log,
-        blobs: Blobs,
+        log: JetStreamLog,
+        blobs: JetStreamBlobs,
         roster: DiscoveredRoster,
         sink: CatalogSink,
-        clock: Clock | None = None,
     ) -> None:
         self.name = name
         self.stats = ReplicaStats()
         self.log, self.blobs, self.roster, self.sink = log, blobs, roster, sink
-        self.clock = clock or Clock()
-        self._reader: Reader | None = None
+        self._reader: JetStreamReader | None = None
         #: The log that it follows.
         self.incarnation = ""
         # The next message has not arrived.
@@ -90,7 +77,7 @@ class Replica:
             try:
                 await self._follow()
                 pause_s, said = _RETRY_S, ""
-                await self.clock.sleep(pause_s)
+                await asyncio.sleep(pause_s)
             except Exception as error:
                 self.stats.errors_total += 1
                 # Continue also after an unexpected exception, with its traceback logged once: an
@@ -105,7 +92,7 @@ class Replica:
                     exc_info=is_new,
                 )
                 await self._close_reader()
-                await self.clock.sleep(pause_s)
+                await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _RETRY_S_MAX)
 
     async def stop(self) -> None:

@@ -19,9 +19,11 @@ deleted and recreated, it purges the new log. Replicas that start later count th
 lost.
 """
 
+import asyncio
 import hashlib
 import logging
 import secrets
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -83,8 +85,7 @@ class Snapshots:
         self.failure = ""
         self._replica, self._name = replica, replica.name
         self._log, self._blobs, self._roster = replica.log, replica.blobs, replica.roster
-        self._sink, self._clock = replica.sink, replica.clock
-        self._lock = lock
+        self._sink, self._lock = replica.sink, lock
         self._threshold_messages, self._age_s_max = threshold_messages, age_s_max
         self._is_complete = is_complete
 
@@ -101,7 +102,7 @@ class Snapshots:
                 text = str(error) or repr(error)
                 logger.warning("snapshots of %s: %s", self._name, text, exc_info=is_new)
                 said, self.failure = repr(error), text
-            await self._clock.sleep(_TICK_S)
+            await asyncio.sleep(_TICK_S)
 
     async def tick(self) -> None:
         """Do what is due now."""
@@ -140,7 +141,7 @@ class Snapshots:
             grant = await self._lock.acquire()
             if grant is not None:
                 break
-            await self._clock.sleep(_RESET_PAUSE_S)
+            await asyncio.sleep(_RESET_PAUSE_S)
         else:
             raise TransportError(
                 f"--router-reset-states: the snapshot lock was held at {_RESET_ATTEMPTS} attempts"
@@ -155,12 +156,10 @@ class Snapshots:
                 if pointer is not None and is_same and pointer.sequence >= sequence:
                     # Another router has already seen the reset, and taken a snapshot since.
                     break
-                empty = Pointer(
-                    sequence, incarnation, None, token=token, taken_s=self._clock.now_s()
-                )
+                empty = Pointer(sequence, incarnation, None, token=token, taken_s=time.time())
                 if await self._blobs.flip(empty, revision):
                     break
-                await self._clock.sleep(_RESET_PAUSE_S)
+                await asyncio.sleep(_RESET_PAUSE_S)
             else:
                 raise TransportError(
                     f"--router-reset-states: the pointer changed at {_RESET_ATTEMPTS} attempts"
@@ -249,9 +248,7 @@ class Snapshots:
         if grant.lost.is_set():
             await self._blobs.delete(name)
             return Outcome.FENCED
-        fresh = Pointer(
-            covered, state.incarnation, name, digest, token=token, taken_s=self._clock.now_s()
-        )
+        fresh = Pointer(covered, state.incarnation, name, digest, token=token, taken_s=time.time())
         if not await self._blobs.flip(fresh, revision):
             current, _ = await self._blobs.pointer()
             if current is None or current.blob != name:

@@ -55,9 +55,10 @@ async def reaching(what: str) -> Any:
 
 
 class JetStreamLog:
-    """A component's stream, with the subjects ``name.*``; see :class:`.base.Log`.
+    """A component's stream, with the subjects ``name.*``; messages are numbered as they are stored.
 
-    The settings' retention and replicas apply only to a stream that this creates.
+    The settings' retention and replicas apply only to a stream that this creates. All methods raise
+    TransportError when the server can't be reached.
     """
 
     def __init__(self, client: Client, name: str, settings: NatsSettings) -> None:
@@ -68,6 +69,7 @@ class JetStreamLog:
         self._subject = f"{name}.queue"
 
     async def ensure(self) -> None:
+        """Create the stream if it does not exist."""
         settings = self._settings
         config = api.StreamConfig(
             name=self.name,
@@ -90,6 +92,7 @@ class JetStreamLog:
                     await self._js.stream_info(self.name)
 
     async def state(self) -> LogState:
+        """The stream's bounds."""
         async with reaching(f"stream {self.name}"):
             info = await self._js.stream_info(self.name)
         first, last = info.state.first_seq, info.state.last_seq
@@ -98,6 +101,10 @@ class JetStreamLog:
         return LogState(str(info.created), first, last)
 
     async def append(self, headers: Mapping[str, str], payload: bytes, *, key: str) -> int:
+        """Store a message, once for each ``key``; returns its number.
+
+        Raises InvalidArgumentError if it is larger than the server or the stream accepts.
+        """
         named = {**headers, "Nats-Msg-Id": key}
         size, size_max = message_bytes(named, payload), self._client.max_payload
         if size > size_max:
@@ -117,6 +124,7 @@ class JetStreamLog:
         return ack.seq
 
     async def open_reader(self, name: str, start: int) -> JetStreamReader:
+        """Create a reader from message ``start`` on; replaces a reader of the same name."""
         config = api.ConsumerConfig(
             durable_name=name,
             deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
@@ -135,6 +143,7 @@ class JetStreamLog:
         return reader
 
     async def floors(self) -> dict[str, int]:
+        """Last acknowledged message of each reader, by name."""
         found: dict[str, int] = {}
         async with reaching(f"consumers of stream {self.name}"):
             while True:
@@ -145,6 +154,7 @@ class JetStreamLog:
                     return found
 
     async def drop_reader(self, name: str) -> None:
+        """Delete a reader; no error if it does not exist."""
         async with reaching(f"consumer {name} of stream {self.name}"):
             if not self._client.is_connected:
                 # A reader that leaves does not wait for a server to come back.
@@ -153,6 +163,7 @@ class JetStreamLog:
                 await self._js.delete_consumer(self.name, name)
 
     async def age_s(self, sequence: int) -> float | None:
+        """Age of a message; None if it does not exist."""
         async with reaching(f"stream {self.name}"):
             request = json.dumps({"seq": sequence}).encode()
             # The client leaves out the timestamp.
@@ -175,6 +186,7 @@ class JetStreamLog:
         return max(0.0, now_s - _seconds(stored))
 
     async def purge(self, last: int) -> None:
+        """Delete all messages up to ``last``."""
         async with reaching(f"stream {self.name}"):
             # The server takes the first number to keep.
             await self._js.purge_stream(self.name, seq=last + 1)
@@ -193,7 +205,10 @@ def _floor(info: api.ConsumerInfo) -> int:
 
 
 class JetStreamReader:
-    """A durable pull consumer that prefetches messages while others are applied."""
+    """A durable pull consumer that prefetches messages while others are applied.
+
+    Other routers see its last acknowledged message as its floor.
+    """
 
     def __init__(self, client: Client, stream: str, name: str) -> None:
         self._client = client
@@ -218,6 +233,10 @@ class JetStreamReader:
         self._heard = asyncio.get_running_loop().time()
 
     async def fetch(self, timeout_s: float) -> Sequence[Message]:
+        """The next messages in order; empty after ``timeout_s``. Some may be missing or repeated.
+
+        Raises TransportError if the reader or its stream is gone, or the server can't be reached.
+        """
         if self._broken is not None:
             raise self._broken
         loop = asyncio.get_running_loop()
@@ -247,12 +266,14 @@ class JetStreamReader:
         return messages
 
     async def ack(self, sequence: int) -> None:
+        """Acknowledge all messages up to this one."""
         if self._last_reply is not None and self._last_reply[0] <= sequence:
             async with reaching(f"consumer {self._name}"):
                 await self._client.publish(self._last_reply[1], b"+ACK")
             self._last_reply = None
 
     async def close(self) -> None:
+        """Stop reading. The floor stays."""
         if self._subscription is not None:
             with contextlib.suppress(nats.errors.Error, OSError):
                 await self._subscription.unsubscribe()

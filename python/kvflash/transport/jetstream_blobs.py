@@ -56,7 +56,10 @@ def _name(entry: str) -> str | None:
 
 
 class JetStreamBlobs:
-    """An object store, and a bucket for the pointer; see :class:`.base.Blobs`."""
+    """An object store of snapshots, and a bucket for the pointer to the current one.
+
+    All methods raise TransportError when the server can't be reached.
+    """
 
     def __init__(
         self, client: Client, bucket: str, pointer_bucket: str, settings: NatsSettings
@@ -70,6 +73,7 @@ class JetStreamBlobs:
         self._keys: Any = None
 
     async def ensure(self) -> None:
+        """Create both if they do not exist."""
         async with reaching(f"bucket {self._bucket}"):
             try:
                 self._store = await self._js.object_store(self._bucket)
@@ -83,6 +87,7 @@ class JetStreamBlobs:
                 self._keys = await self._js.create_key_value(wanted)
 
     async def put(self, name: str, chunks: Iterable[bytes]) -> str:
+        """Store a blob. ``chunks`` is read in a thread. Returns its SHA-256 in hexadecimal."""
         # Not by the client's put: that names chunks at random, and those of an upload that was
         # interrupted could not be told from those of one in progress.
         loop, pieces = asyncio.get_running_loop(), _equal_chunks(chunks)
@@ -116,6 +121,7 @@ class JetStreamBlobs:
         return digest.hexdigest()
 
     async def read(self, name: str) -> AsyncIterator[bytes]:
+        """Its chunks, in order; NotFoundError if there is no such blob or it is truncated."""
         async with reaching(f"bucket {self._bucket}"):
             try:
                 info = await self._store.get_info(name)
@@ -141,6 +147,7 @@ class JetStreamBlobs:
                 await subscription.unsubscribe()
 
     async def names(self) -> list[str]:
+        """Names of all blobs, also of those whose upload did not end."""
         prefix = f"$O.{self._bucket}."
         async with reaching(f"bucket {self._bucket}"):
             try:
@@ -152,6 +159,7 @@ class JetStreamBlobs:
         return sorted(name for name in names if name is not None)
 
     async def delete(self, name: str) -> None:
+        """Delete a blob; no error if it does not exist."""
         async with reaching(f"bucket {self._bucket}"):
             with contextlib.suppress(nats.js.errors.NotFoundError):
                 subjects = [f"M.{_entry(name)}", f"C.{name}"]
@@ -169,6 +177,7 @@ class JetStreamBlobs:
                     )
 
     async def pointer(self) -> tuple[Pointer | None, int]:
+        """The pointer and its revision, which is 0 if there never was a pointer."""
         async with reaching(f"bucket {self._pointer_bucket}"):
             try:
                 entry = await self._keys.get(_KEY)
@@ -182,6 +191,7 @@ class JetStreamBlobs:
             return None, entry.revision
 
     async def flip(self, pointer: Pointer, revision: int) -> bool:
+        """Set the pointer if its revision is unchanged; False otherwise."""
         value = json.dumps(dataclasses.asdict(pointer)).encode()
         async with reaching(f"bucket {self._pointer_bucket}"):
             try:

@@ -18,7 +18,6 @@ from world import (
     Faults,
     Node,
     SimBlobs,
-    SimClock,
     SimKeys,
     SimLog,
     StoredReader,
@@ -54,7 +53,6 @@ class Router:
             "blobs": SimBlobs(self.node),
             "roster": DiscoveredRoster(keys, "ns", "c"),
             "sink": self.sink,
-            "clock": SimClock(self.node),
         }
         self.replica = Replica(name, **shared)
         self.snapshots = Snapshots(

@@ -232,17 +232,6 @@ class Node:
         self.silent_since = None
 
 
-class SimClock:
-    def __init__(self, node: Node) -> None:
-        self._node = node
-
-    def now_s(self) -> float:
-        return self._node.world.now()
-
-    async def sleep(self, seconds: float) -> None:
-        await self._node.pause(seconds)
-
-
 class SimLog:
     def __init__(self, node: Node) -> None:
         self.node = node
