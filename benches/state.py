@@ -35,12 +35,11 @@ from results import Section  # noqa: E402
 
 from kvflash._core import Catalog, Frontend, RouterCore  # noqa: E402
 from kvflash.discovery import open_discovery  # noqa: E402
+from kvflash.publisher import brokered  # noqa: E402
 from kvflash.state.attach import StateOptions, StateService, attach  # noqa: E402
-from kvflash.state.frames import Origin, event_headers, event_key  # noqa: E402
-from kvflash.transport import names  # noqa: E402
+from kvflash.state.frames import Origin, event_headers  # noqa: E402
 from kvflash.transport.base import Message  # noqa: E402
-from kvflash.transport.jetstream_writer import JetStreamWriter  # noqa: E402
-from servers import EtcdServer, NatsServer  # noqa: E402
+from servers import EtcdServer, NatsServer, outlet  # noqa: E402
 from service import Process, until  # noqa: E402
 
 BLOCK = 16
@@ -50,6 +49,8 @@ PROMPT_BLOCKS = 64
 SNAPSHOTS, QUIET_S = 5, 3.0
 PARTS = ("stream", "recovery", "routing")
 TARGET_RECOVERY_S, TARGET_STALL_MS = 5.0, 5.0
+# All batches wait at once.
+brokered._WAITING_BYTES_MAX = 1 << 32
 
 
 async def open_keys():
@@ -91,24 +92,9 @@ def batch(first: int, events: int, per_event: int = 1) -> bytes:
     return msgpack.packb([0.0, stored, 0])
 
 
-class Publisher:
-    """A worker's writer, and what it has told."""
-
-    def __init__(self, component: str, instance_id: int) -> None:
-        self.origin = Origin(
-            instance_id=instance_id, dp_rank=0, epoch=1, model_name="m", block_size=BLOCK
-        )
-        self.sequence = 0
-        self.writer = JetStreamWriter(
-            names.stream_name("bench", component),
-            headers=lambda sequence: event_headers(self.origin, sequence),
-            key=lambda sequence: event_key(self.origin, sequence),
-            waiting_bytes_max=1 << 32,
-        )
-
-    def put(self, payload: bytes) -> None:
-        self.writer.put(self.sequence, payload)
-        self.sequence += 1
+def publisher_of(component: str, instance_id: int) -> brokered.BrokerOutlet:
+    """A worker's outlet."""
+    return outlet(instance_id, f"bench.{component}", block_size=BLOCK)
 
 
 def until_applied(state: StateService, messages: int) -> None:
@@ -127,7 +113,7 @@ def stream(events: int) -> str:
         catalog = Catalog(max_blocks=0)
         state = follow(catalog, component)
         assert state.wait_ready()
-        sources = [Publisher(component, at + 1) for at in range(publishers)]
+        sources = [publisher_of(component, at + 1) for at in range(publishers)]
         payloads = [batch(at * size, size) for at in range(count)]
         since = time.monotonic()
         for payload in payloads:
@@ -143,7 +129,7 @@ def stream(events: int) -> str:
         print(rows[-1], flush=True)
         state.stop()
         for source in sources:
-            source.writer.close()
+            source.close()
     return "\n".join(rows)
 
 
@@ -172,7 +158,7 @@ def recovery(events: int) -> str:
     state = follow(catalog, "recovery")
     assert state.wait_ready()
     size = CHAIN
-    sources = [Publisher("recovery", at + 1) for at in range(4)]
+    sources = [publisher_of("recovery", at + 1) for at in range(4)]
     count = events // size // len(sources)
     for at in range(count):
         payload = batch(at * size, size)
@@ -200,7 +186,7 @@ def recovery(events: int) -> str:
         rows.append(f"| {name}{target} | {statistics.median(trials):.2f} |")
     state.stop()
     for source in sources:
-        source.writer.close()
+        source.close()
     return "\n".join(rows)
 
 
@@ -276,7 +262,7 @@ HEAD = "| decisions | count | p50 ms | p99 ms | largest ms |\n|---|---|---|---|-
 
 def measured(
     state: StateService,
-    publisher: Publisher,
+    publisher: brokered.BrokerOutlet,
     samples: Samples,
     name: str,
     look: Callable[[], Counter[float]] = Counter,
@@ -364,7 +350,7 @@ def routing_in_rust(blocks: int) -> list[str]:
         state = follow(frontend.catalog, "rust")
         assert state.wait_ready()
         fill(state, blocks)
-        publisher = Publisher("rust", 999)
+        publisher = publisher_of("rust", 999)
         url = f"http://127.0.0.1:{port}"
         command = [sys.executable, __file__, "--ask", url]
         client = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -380,7 +366,7 @@ def routing_in_rust(blocks: int) -> list[str]:
         out, _ = client.communicate("")
         samples.taken = [(at, took) for at, took in json.loads(out)]
         state.stop()
-        publisher.writer.close()
+        publisher.close()
         return rows()
     finally:
         frontend.stop()
@@ -394,7 +380,7 @@ def routing_in_python(blocks: int) -> list[str]:
     state = follow(router.catalog, "python")
     assert state.wait_ready()
     fill(state, blocks)
-    publisher = Publisher("python", 999)
+    publisher = publisher_of("python", 999)
     tokens, samples, is_over = prompts(), Samples(), threading.Event()
     decider = router.decider
 
@@ -407,7 +393,7 @@ def routing_in_python(blocks: int) -> list[str]:
     is_over.set()
     thread.join()
     state.stop()
-    publisher.writer.close()
+    publisher.close()
     return rows()
 
 

@@ -12,12 +12,23 @@ import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from kvflash.publisher.brokered import BrokerOutlet, Served
 from service import until
 
-__all__ = ["EtcdServer", "NatsServer", "free_port"]
+__all__ = ["EtcdServer", "NatsServer", "free_port", "outlet"]
+
+
+def outlet(instance_id: int = 1, path: str = "ns.backend", **options: Any) -> BrokerOutlet:
+    """What a worker of this namespace and component hands its batches to; of model m."""
+    namespace, name = path.split(".")
+    where: Any = SimpleNamespace(name=name, namespace=SimpleNamespace(name=namespace))
+    given = {"dp_rank": 0, "block_size": 4, "served": lambda: Served("m"), **options}
+    return BrokerOutlet(where, instance_id=instance_id, **given)
 
 
 def free_port() -> int:

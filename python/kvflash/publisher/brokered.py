@@ -1,16 +1,18 @@
 """Events over NATS: into the component's stream, or from the worker's local index."""
 
+import asyncio
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from kvflash._core import EventOutbox
-from kvflash.errors import ClosedError, KvflashError
+from kvflash.background import Background
+from kvflash.errors import ClosedError, InvalidArgumentError, KvflashError
 from kvflash.outage import Outage
 from kvflash.publisher.stream import Sender
 from kvflash.runtime import Component
@@ -27,8 +29,9 @@ UNUSED_LOCAL_INDEXER = (
 
 _POLL_S = 0.05
 _UNNAMED_S = 10.0
-_RETRY_S = 1.0
-_CLOSE_S_MAX = 10.0
+_RETRY_S = 0.1
+_RETRY_S_MAX = 2.0
+_CLOSE_S_MAX = 5.0
 # Batches that wait for the model's name or the server; above this limit the oldest are dropped.
 _WAITING_BYTES_MAX = 64 * 1024 * 1024
 # A batch is closed at this size in bytes, or at the server's limit if that is smaller.
@@ -64,20 +67,17 @@ class Served:
     is_prefill: bool = False
 
 
-class _Writer(Protocol):
-    counts: dict[str, int]
-
-    def put(self, sequence: int, payload: bytes) -> None: ...
-    def flush(self, timeout_s: float) -> bool: ...
-    def close(self) -> None: ...
-
-
 class BrokerOutlet:
-    """Numbers batches and hands them to NATS once the model that they belong to is known.
+    """Numbers batches and sends them to NATS, in the background and in order.
 
-    ``served`` returns that model, or None while it is unknown. With has_local_index the outlet
-    serves a local index over NATS Core instead of writing to the stream. It raises a TransportError
-    or ConfigError if NATS does not answer, refuses the login, or its client is not installed.
+    They wait until ``served`` returns the model that they belong to; None means that it is unknown.
+    Then they go to the component's stream: a batch without an acknowledgement is sent again under
+    the same key, without limit, and stored once. With has_local_index they go over NATS Core, from
+    an index that routers query for batches they missed. A batch above the server's limit is
+    dropped, as is the oldest when too many wait; readers see a gap.
+
+    It raises a TransportError or ConfigError if NATS does not answer, refuses the login, or its
+    client is not installed.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class BrokerOutlet:
         settings: NatsSettings | None = None,
     ) -> None:
         try:
-            from kvflash.transport.nats_connection import check_server  # noqa: PLC0415
+            from kvflash.transport.nats_connection import connect  # noqa: PLC0415
         except ImportError as error:
             raise missing_nats("event_plane nats", error) from None
         self._where = (component.namespace.name, component.name)
@@ -104,98 +104,105 @@ class BrokerOutlet:
         place = names.event_subject if has_local_index else names.stream_name
         self._place = place(*self._where)
         self.endpoint = f"{self.kind}://{self._place}/{instance_id}/{dp_rank}"
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._waiting_bytes = 0
         self._next_sequence = 0
-        self._dropped = 0
-        self._writer: _Writer | None = None
-        self._is_closed = threading.Event()
-        message_bytes_max = check_server(self._settings)
-        # The server is sure to accept batches of this size.
-        self.batch_bytes_max = max(1, min(_BATCH_BYTES_MAX, message_bytes_max - _HEAD_BYTES_MAX))
-        self._thread = threading.Thread(target=self._open, name="kvflash-outlet", daemon=True)
-        self._thread.start()
+        self._counts = {"dropped_batches": 0, "errors": 0}
+        if not has_local_index:
+            self._counts["stored_batches"] = 0
+        self._is_named = False
+        self._is_closed = False
+        self._news = asyncio.Event()
+        #: The server is sure to accept batches of this size in bytes.
+        self.batch_bytes_max = _BATCH_BYTES_MAX
+        self._connect = connect
+        self._background = Background(
+            f"sending events to {self._place}", self._serve, is_cancelled=False
+        )
+        self._background.start()
+        self._background.wait_ready()
 
     def put(self, payload: bytes) -> None:
         """Send an encoded batch; returns at once. ClosedError once the outlet is closed."""
-        with self._lock:
-            if self._is_closed.is_set():
+        with self._changed:
+            if self._is_closed:
                 raise ClosedError("the publisher is shut down")
-            sequence, self._next_sequence = self._next_sequence, self._next_sequence + 1
-            if self._writer is not None:
-                self._writer.put(sequence, payload)
-                return
-            self._waiting.append((sequence, payload))
+            self._waiting.append((self._next_sequence, payload))
+            self._next_sequence += 1
             self._waiting_bytes += len(payload)
-            while self._waiting_bytes > _WAITING_BYTES_MAX and len(self._waiting) > 1:
-                self._waiting_bytes -= len(self._waiting.popleft()[1])
-                self._dropped += 1
+            # The first one may be in flight.
+            while self._waiting_bytes > _WAITING_BYTES_MAX and len(self._waiting) > 2:
+                self._waiting_bytes -= len(self._waiting[1][1])
+                del self._waiting[1]
+                self._counts["dropped_batches"] += 1
+        self._background.call_soon(self._news.set)
 
     def skip(self, batches: int) -> None:
         """Skip sequence numbers of lost batches, so that readers see a gap."""
-        with self._lock:
+        with self._changed:
             self._next_sequence += batches
 
     def flush(self, timeout_s: float = 10.0) -> bool:
         """Wait until all batches are stored (with a local index: sent); False after the timeout."""
-        end = time.monotonic() + timeout_s
-        while self._writer is None and not self._is_closed.is_set():
-            if time.monotonic() > end:
-                return not self._waiting
-            time.sleep(_POLL_S)
-        return self._writer is None or self._writer.flush(max(0.0, end - time.monotonic()))
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting, timeout_s)
 
     def close(self) -> None:
         """Send queued batches, for a few seconds at most, and close."""
-        with self._lock:
-            if self._is_closed.is_set():
-                return
-            self._is_closed.set()
-        self._thread.join(_CLOSE_S_MAX)
-        if self._writer is not None:
-            self._writer.close()
+        if self._is_closed:
+            return
+        if self._is_named:
+            self.flush(_CLOSE_S_MAX)
+        with self._changed:
+            self._is_closed = True
+        self._background.call_soon(self._news.set)
+        self._background.stop()
 
     def stats(self) -> dict[str, int]:
         """Counters; units are in the names."""
-        counts = {
+        counts = {f"{name}_total": count for name, count in self._counts.items()}
+        return {
             "batches_total": self._next_sequence,
             "waiting_bytes": self._waiting_bytes,
-            "dropped_batches_total": self._dropped,
+            **counts,
         }
-        for name, count in (self._writer.counts if self._writer else {}).items():
-            counts[f"{name}_total"] = counts.get(f"{name}_total", 0) + count
-        return counts
 
-    def _open(self) -> None:
+    # -- everything below runs in the background
+
+    async def _serve(self) -> None:
+        client = await self._connect(self._settings, name="kvflash-publisher")
+        limit = client.max_payload - _HEAD_BYTES_MAX
+        self.batch_bytes_max = max(1, min(_BATCH_BYTES_MAX, limit))
+        self._background.ready()
+        try:
+            served = await self._model()
+            if served is not None:
+                await self._send_all(*self._destination(client, served))
+        finally:
+            with self._changed:
+                self._waiting.clear()
+                self._changed.notify_all()
+            await client.close()
+
+    async def _model(self) -> Served | None:
+        """The model, as soon as it is known; None if the outlet is closed before."""
         since, has_warned = time.monotonic(), False
-        while (served := self._served()) is None:
-            if self._is_closed.wait(_POLL_S):
-                return
+        while (served := self._served()) is None and not self._is_closed:
             if not has_warned and time.monotonic() - since > _UNNAMED_S:
                 has_warned = True
                 logger.warning(
                     "events wait for register_llm(), which names their model; or set the "
                     "publisher's model_name"
                 )
-        outage = Outage(logger, "events are sent")
-        while True:
-            try:
-                writer = self._make(served)
-                break
-            except KvflashError as error:
-                outage.lasts(f"events are not sent: {error}; trying again")
-                if self._is_closed.wait(_RETRY_S):
-                    return
-        outage.ends()
-        with self._lock:
-            for sequence, payload in self._waiting:
-                writer.put(sequence, payload)
-            self._waiting.clear()
-            self._waiting_bytes = 0
-            self._writer = writer
+            await asyncio.sleep(_POLL_S)
+        self._is_named = served is not None
+        return served
 
-    def _make(self, served: Served) -> _Writer:
+    def _destination(
+        self, client: Any, served: Served
+    ) -> tuple[Callable[[], Awaitable[None]], Callable[[int, bytes], Awaitable[None]]]:
+        """Functions that open the destination and send a batch there."""
         from kvflash.state.frames import Origin, event_headers, event_key  # noqa: PLC0415
 
         origin = Origin(
@@ -206,28 +213,71 @@ class BrokerOutlet:
             block_size=self.block_size,
             tenant_id="prefill" if served.is_prefill else "default",
         )
-        headers = partial(event_headers, origin)
-        if not self._has_local_index:
-            from kvflash.transport.jetstream_writer import JetStreamWriter  # noqa: PLC0415
+        if self._has_local_index:
+            from kvflash.transport.local_index import LocalIndex  # noqa: PLC0415
+            from kvflash.transport.nats_core import NatsCorePublisher  # noqa: PLC0415
 
-            return JetStreamWriter(
+            core = NatsCorePublisher(
+                client,
                 self._place,
-                headers=headers,
-                key=partial(event_key, origin),
-                settings=self._settings,
+                names.query_subject(*self._where, self._instance_id, self._dp_rank),
+                LocalIndex(**asdict(origin)),
+                headers=partial(event_headers, origin),
             )
-        from kvflash.transport.local_index import LocalIndex  # noqa: PLC0415
-        from kvflash.transport.nats_core import NatsCorePublisher  # noqa: PLC0415
+            return core.open, core.send
+        from kvflash.transport.jetstream import JetStreamLog  # noqa: PLC0415
 
-        publisher = NatsCorePublisher(
-            self._place,
-            names.query_subject(*self._where, self._instance_id, self._dp_rank),
-            LocalIndex(**asdict(origin)),
-            headers=headers,
-            settings=self._settings,
-        )
-        publisher.start()
-        return publisher
+        log = JetStreamLog(client, self._place, self._settings)
+
+        async def store(sequence: int, payload: bytes) -> None:
+            headers, key = event_headers(origin, sequence), event_key(origin, sequence)
+            await log.append(headers, payload, key=key)
+            self._counts["stored_batches"] += 1
+
+        return log.ensure, store
+
+    async def _send_all(
+        self, open_: Callable[[], Awaitable[None]], send: Callable[[int, bytes], Awaitable[None]]
+    ) -> None:
+        is_open, pause_s, outage = False, _RETRY_S, Outage(logger, "events are stored again")
+        while True:
+            try:
+                if not is_open:
+                    await open_()
+                    is_open = True
+                batch = await self._next()
+                if batch is None:
+                    return
+                await send(*batch)
+            except InvalidArgumentError as error:
+                logger.error("a batch of events is lost: %s", error)
+                self._counts["dropped_batches"] += 1
+            except KvflashError as error:
+                if self._is_closed:
+                    return
+                self._counts["errors"] += 1
+                outage.lasts(
+                    f"events are not stored: {error}; trying again "
+                    f"(NATS_SERVER: {self._settings.where})"
+                )
+                # The stream may have been deleted; then it is created again.
+                is_open = False
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _RETRY_S_MAX)
+                continue
+            pause_s = _RETRY_S
+            outage.ends()
+            with self._changed:
+                _, payload = self._waiting.popleft()
+                self._waiting_bytes -= len(payload)
+                self._changed.notify_all()
+
+    async def _next(self) -> tuple[int, bytes] | None:
+        """The oldest waiting batch, as soon as there is one; None once closed."""
+        while not self._waiting and not self._is_closed:
+            await self._news.wait()
+            self._news.clear()
+        return self._waiting[0] if self._waiting else None
 
 
 class BrokerStream(Sender):

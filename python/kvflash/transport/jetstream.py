@@ -113,6 +113,8 @@ class JetStreamLog:
                 f"{size_max}"
             )
         async with reaching(f"stream {self.name}"):
+            # Otherwise the client would keep it, once more with every attempt.
+            self._check_connected()
             try:
                 ack = await self._js.publish(self._subject, payload, headers=named)
             except nats.js.errors.APIError as error:
@@ -156,9 +158,8 @@ class JetStreamLog:
     async def drop_reader(self, name: str) -> None:
         """Delete a reader; no error if it does not exist."""
         async with reaching(f"consumer {name} of stream {self.name}"):
-            if not self._client.is_connected:
-                # A reader that leaves does not wait for a server to come back.
-                raise ConnectionError("the server is away")
+            # A reader that leaves does not wait for a server to come back.
+            self._check_connected()
             with contextlib.suppress(_NOT_FOUND):
                 await self._js.delete_consumer(self.name, name)
 
@@ -190,6 +191,10 @@ class JetStreamLog:
         async with reaching(f"stream {self.name}"):
             # The server takes the first number to keep.
             await self._js.purge_stream(self.name, seq=last + 1)
+
+    def _check_connected(self) -> None:
+        if not self._client.is_connected:
+            raise ConnectionError("the server is away")
 
 
 def _seconds(time: str) -> float:

@@ -243,67 +243,36 @@ class NatsCorePublisher:
 
     def __init__(
         self,
+        client: Client,
         subject: str,
         query_subject: str,
         index: LocalIndex,
         *,
         headers: Callable[[int], dict[str, str]],
-        settings: NatsSettings | None = None,
     ) -> None:
-        self._subject, self._query_subject = subject, query_subject
+        self._client, self._subject, self._query_subject = client, subject, query_subject
         self._index, self._headers = index, headers
-        self._settings = settings or NatsSettings.from_env()
-        self._client: Client | None = None
-        self._loop: asyncio.AbstractEventLoop
-        self._background = Background("kvflash-core-publisher", self._serve, is_cancelled=False)
-        self.counts: dict[str, int] = {}
 
-    def start(self) -> None:
-        """Connect, and answer in the background; errors as in :func:`connect`."""
-        self._background.start()
-        self._background.wait_ready()
+    async def open(self) -> None:
+        """Answer queries from now on."""
 
-    def stop(self) -> None:
-        """Send queued batches and stop; blocks until done."""
-        self._background.stop()
-
-    close = stop
-
-    def flush(self, timeout_s: float = 10.0) -> bool:
-        """Nothing is stored, so there is nothing to wait for."""
-        return True
-
-    def put(self, sequence: int, payload: bytes) -> None:
-        """Publish a batch; returns at once. Call in the order of the numbers, from any thread."""
-        # Into the index first: a reader that misses the message can query it.
-        self._index.record(sequence, payload)
-        asyncio.run_coroutine_threadsafe(self._publish(sequence, payload), self._loop)
-
-    async def _serve(self) -> None:
         async def respond(message: Any) -> None:
             for part in self._index.respond(message.data):
                 await message.respond(part)
 
-        self._loop = asyncio.get_running_loop()
-        client = self._client = await connect(self._settings, name="kvflash-core-publisher")
-        try:
-            async with reaching("kvflash-core-publisher"):
-                await client.subscribe(self._query_subject, cb=respond)
-                await client.flush()
-            self._background.ready()
-            await self._background.ending.wait()
-            with contextlib.suppress(nats.errors.Error, OSError):
-                await client.flush()
-        finally:
-            await client.close()
+        async with reaching(f"subject {self._query_subject}"):
+            await self._client.subscribe(self._query_subject, cb=respond)
 
-    async def _publish(self, sequence: int, payload: bytes) -> None:
-        headers, client = self._headers(sequence), self._client
+    async def send(self, sequence: int, payload: bytes) -> None:
+        """Publish a batch. Call in the order of the numbers."""
+        # Into the index first: a reader that misses the message can query it.
+        self._index.record(sequence, payload)
+        headers = self._headers(sequence)
         # A message above the limit would end the connection. Routers see the gap, as they do for
         # messages lost while the server is down, and take a dump.
-        if client is not None and message_bytes(headers, payload) <= client.max_payload:
+        if message_bytes(headers, payload) <= self._client.max_payload:
             with contextlib.suppress(nats.errors.Error, OSError):
-                await client.publish(self._subject, payload, headers=headers)
+                await self._client.publish(self._subject, payload, headers=headers)
 
 
 class NatsCoreReceiver:

@@ -11,10 +11,12 @@ import msgpack
 import pytest
 
 from kvflash._core import Catalog
+from kvflash.background import Background
 from kvflash.servers import NatsSettings
 from kvflash.state.frames import Origin, event_headers
 from kvflash.transport import names
 from kvflash.transport.local_index import LocalIndex, join, question
+from kvflash.transport.nats_connection import connect
 from kvflash.transport.nats_core import NatsCorePublisher, NatsCoreReceiver
 from servers import NatsServer
 from service import VECTORS, until
@@ -121,27 +123,45 @@ def test_a_dump_of_one_worker_is_handed_over_in_small_chunks_and_joins_with_othe
     assert both.digests() == source.digests()[:2]
 
 
-class Worker:
+class Worker(Background):
     def __init__(self, settings: NatsSettings, *, ring: int = 1024, epoch: int = 1) -> None:
-        origin = Origin(instance_id=1, dp_rank=0, epoch=epoch, model_name="m", block_size=BLOCK)
-        self.index = local_index(ring, epoch)
-        self.publisher = NatsCorePublisher(
+        super().__init__("worker", lambda: self._serve(settings), is_cancelled=False)
+        self._origin = Origin(
+            instance_id=1, dp_rank=0, epoch=epoch, model_name="m", block_size=BLOCK
+        )
+        self._index = local_index(ring, epoch)
+        self.sequence = 0
+        self.start()
+        self.wait_ready()
+
+    async def _serve(self, settings: NatsSettings) -> None:
+        client = await connect(settings, name="worker")
+        self._publisher = NatsCorePublisher(
+            client,
             SUBJECT,
             names.query_subject("ns", "backend", 1, 0),
-            self.index,
-            headers=lambda sequence: event_headers(origin, sequence),
-            settings=settings,
+            self._index,
+            headers=lambda sequence: event_headers(self._origin, sequence),
         )
-        self.publisher.start()
-        self.sequence = 0
+        await self._publisher.open()
+        await client.flush()
+        self.ready()
+        await self.ending.wait()
+        await client.close()
+
+    def put(self, number: int, payload: bytes) -> None:
+        self.call(self._publisher.send(number, payload))
+
+    async def _record(self, number: int) -> None:
+        self._index.record(number, batch(number))
 
     def store(self, count: int, *, is_silent: bool = False) -> None:
         for _ in range(count):
             number, self.sequence = self.sequence, self.sequence + 1
             if is_silent:
-                self.index.record(number, batch(number))
+                self.call(self._record(number))
             else:
-                self.publisher.put(number, batch(number))
+                self.put(number, batch(number))
 
 
 class Router:
@@ -183,7 +203,7 @@ def closing() -> Iterator[list[Any]]:
 
 def test_a_router_takes_what_a_worker_holds_and_follows(settings, closing) -> None:
     worker = Worker(settings)
-    closing.append(worker.publisher)
+    closing.append(worker)
     worker.store(10)
     router = Router(settings)
     closing.append(router.receiver)
@@ -201,7 +221,7 @@ def test_a_router_takes_what_a_worker_holds_and_follows(settings, closing) -> No
 @pytest.mark.parametrize(("ring", "kind"), [(1024, "ranges"), (3, "dumps")])
 def test_a_gap_is_asked_for_once(settings, closing, ring: int, kind: str) -> None:
     worker = Worker(settings, ring=ring)
-    closing.append(worker.publisher)
+    closing.append(worker)
     router = Router(settings)
     closing.append(router.receiver)
     worker.store(2)
@@ -218,7 +238,7 @@ def test_a_gap_is_asked_for_once(settings, closing, ring: int, kind: str) -> Non
 
 def test_batches_behind_others_that_the_worker_lost_are_applied(settings, closing) -> None:
     worker = Worker(settings)
-    closing.append(worker.publisher)
+    closing.append(worker)
     router = Router(settings)
     closing.append(router.receiver)
     worker.store(2)
@@ -236,13 +256,13 @@ def test_a_batch_that_the_server_does_not_take_ends_no_connection(
     settings, closing, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = Worker(settings)
-    closing.append(worker.publisher)
+    closing.append(worker)
     router = Router(settings)
     closing.append(router.receiver)
     worker.store(1)
     until(lambda: router.held() == 1, "live events")
     # With its headers it is too large.
-    worker.publisher.put(1, bytes((1 << 20) - 10))
+    worker.put(1, bytes((1 << 20) - 10))
     worker.sequence = 2
     worker.store(1)
     until(lambda: router.receiver.stats["messages"] == 2, "the batch behind it")
@@ -255,9 +275,9 @@ def test_another_life_of_a_worker_begins_empty(settings, closing) -> None:
     router = Router(settings)
     closing.append(router.receiver)
     until(lambda: router.held() == 5, "the dump")
-    first.publisher.stop()
+    first.stop()
     second = Worker(settings, epoch=2)
-    closing.append(second.publisher)
+    closing.append(second)
     second.store(2)
     until(lambda: router.held() == 2, "the new life")
 
@@ -267,14 +287,14 @@ def test_a_worker_that_does_not_answer_is_followed_all_the_same(settings, closin
     closing.append(router.receiver)
     until(lambda: router.receiver.stats["failed_questions"] > 0, "a question without an answer")
     worker = Worker(settings)
-    closing.append(worker.publisher)
+    closing.append(worker)
     worker.store(4)
     until(lambda: router.held() == 4, "the worker to be there")
 
 
 def test_the_dump_of_a_worker_that_has_told_nothing_hides_no_gap(settings, closing) -> None:
     worker = Worker(settings)
-    closing.append(worker.publisher)
+    closing.append(worker)
     router = Router(settings)
     closing.append(router.receiver)
     until(lambda: router.receiver.stats["dumps"] == 1, "the empty dump")

@@ -21,10 +21,9 @@ from kvflash._core import Catalog
 from kvflash.discovery import open_discovery
 from kvflash.servers import NatsSettings
 from kvflash.state.attach import StateOptions, StateService, attach
-from kvflash.state.frames import Origin, event_headers, event_key
+from kvflash.state.frames import Origin, event_headers
 from kvflash.transport import names
-from kvflash.transport.jetstream_writer import JetStreamWriter
-from servers import EtcdServer, NatsServer
+from servers import EtcdServer, NatsServer, outlet
 from service import SUPPORT, until
 from wallclock import WallClock
 
@@ -69,39 +68,31 @@ def env(
 class Worker:
     """An engine that stores blocks, one prompt after the other."""
 
-    def __init__(self, instance_id: int, epoch: int = 1) -> None:
-        self.origin = Origin(
-            instance_id=instance_id, dp_rank=0, epoch=epoch, model_name="m", block_size=BLOCK
-        )
-        self.sequence = 0
-        self.writer = JetStreamWriter(
-            STREAM,
-            headers=lambda sequence: event_headers(self.origin, sequence),
-            key=lambda sequence: event_key(self.origin, sequence),
-        )
+    def __init__(self, instance_id: int, life: int = 1) -> None:
+        self.outlet = outlet(instance_id)
+        self._next_hash = life * 1_000_000
 
     def store(self, prompts: int) -> None:
         for _ in range(prompts):
-            first = self.origin.epoch * 1_000_000 + self.sequence * 4
-            hashes = [first + at for at in range(4)]
+            hashes = [self._next_hash + at for at in range(4)]
+            self._next_hash += 4
             tokens = [name + at for name in hashes for at in range(BLOCK)]
             events = [["BlockStored", hashes, None, tokens, BLOCK, None]]
-            self.writer.put(self.sequence, msgpack.packb([0.0, events, 0]))
-            self.sequence += 1
-        assert self.writer.flush()
+            self.outlet.put(msgpack.packb([0.0, events, 0]))
+        assert self.outlet.flush()
 
 
 @pytest.fixture
 def worker(env: dict[str, str]) -> Iterator[Callable[..., Worker]]:
     workers: list[Worker] = []
 
-    def make(instance_id: int, epoch: int = 1) -> Worker:
-        workers.append(Worker(instance_id, epoch))
+    def make(instance_id: int, life: int = 1) -> Worker:
+        workers.append(Worker(instance_id, life))
         return workers[-1]
 
     yield make
     for made in workers:
-        made.writer.close(1)
+        made.outlet.close()
 
 
 class ReplicaProcess:
@@ -335,10 +326,9 @@ def test_nats_is_killed_and_started_again(nats_server, worker, service) -> None:
     engine = worker(1)
     engine.store(10)
     nats_server.kill()
-    engine.writer.put(engine.sequence, msgpack.packb([0.0, [["AllBlocksCleared"]], 0]))
-    engine.sequence += 1
+    engine.outlet.put(msgpack.packb([0.0, [["AllBlocksCleared"]], 0]))
     nats_server.start()
-    assert engine.writer.flush(30)
+    assert engine.outlet.flush(30)
     engine.store(5)
     until(lambda: blocks(catalog) == {1: 20}, "the events from before and after")
     assert attached.stats()["lost_messages_total"] == 0
@@ -405,16 +395,17 @@ def test_a_message_that_was_deleted_is_counted_and_holds_nobody_up(env, worker, 
 def test_what_cannot_be_understood_is_counted_and_set_aside(env, worker, service) -> None:
     catalog, attached = service()
     engine = worker(1)
+    # Its life begins later, and it has not published anything yet.
+    origin = Origin(instance_id=1, dp_rank=0, epoch=1, model_name="m", block_size=BLOCK)
 
     async def publish(js: Any) -> None:
         await js.publish(f"{STREAM}.queue", b"no headers")
-        headers = event_headers(engine.origin, 0)
+        headers = event_headers(origin, 0)
         await js.publish(f"{STREAM}.queue", b"\xc1", headers=headers)
         headers["Kvflash-Publisher"] = "1/2"
         await js.publish(f"{STREAM}.queue", b"", headers=headers)
 
     ask_nats(env["NATS_SERVER"], publish)
-    engine.sequence = 1
     engine.store(3)
     until(lambda: blocks(catalog) == {1: 12}, "what can be understood")
     assert attached.stats()["undecodable_total"] == 2
@@ -453,9 +444,9 @@ def test_a_worker_that_left_takes_its_blocks_along_and_brings_them_back(worker, 
 
 def test_another_life_of_a_publisher_begins_empty(worker, service) -> None:
     catalog, _ = service()
-    old = worker(1, epoch=1)
+    old = worker(1)
     old.store(5)
-    worker(1, epoch=2).store(2)
+    worker(1, life=2).store(2)
     until(lambda: blocks(catalog) == {1: 8}, "the new life")
     old.store(1)
     worker(2).store(1)

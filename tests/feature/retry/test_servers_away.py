@@ -9,16 +9,18 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import msgpack
 import pytest
 
-from kvflash import DistributedRuntime, TransportError
-from kvflash.publisher.brokered import BrokerOutlet, Served
+from kvflash import TransportError
+from kvflash.publisher.brokered import Served
 from kvflash.runtime.nats import connect as runtime_connect
 from kvflash.servers import NatsSettings
+from kvflash.transport import names
 from kvflash.transport.jetstream import JetStreamLog
-from kvflash.transport.jetstream_writer import JetStreamWriter
+from kvflash.transport.local_index import Answer, join, question
 from kvflash.transport.nats_connection import connect
-from servers import NatsServer
+from servers import NatsServer, outlet
 from service import until
 
 
@@ -56,16 +58,20 @@ def test_a_connection_whose_server_is_away_closes_with_all_its_tasks(server: Nat
 def test_a_writer_tells_once_that_events_are_not_stored(
     server: NatsServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "kvflash.transport.jetstream_writer")
-    server.kill()
-    settings = NatsSettings.from_env({"NATS_SERVER": server.url})
-    writer = JetStreamWriter("s", headers=lambda _n: {}, key=str, settings=settings)
-    with closing(writer):
-        writer.put(0, b"a")
-        until(lambda: writer.counts["errors"] > 2, "some attempts")
+    caplog.set_level(logging.INFO, "kvflash.publisher.brokered")
+    with closing(outlet(settings=NatsSettings.from_env({"NATS_SERVER": server.url}))) as writer:
+        writer.put(b"a")
+        assert writer.flush(30)
+        server.kill()
+        writer.put(b"b")
+        until(lambda: writer.stats()["errors_total"] > 2, "some attempts")
         server.start()
         assert writer.flush(30)
-    gone, back = (record.getMessage() for record in caplog.records)
+        assert writer.stats()["stored_batches_total"] == 2
+    messages = [
+        record.getMessage() for record in caplog.records if record.name.endswith("brokered")
+    ]
+    gone, back = messages
     assert gone.startswith("events are not stored: ")
     assert f"trying again (NATS_SERVER: {server.url})" in gone
     assert back.startswith("events are stored again after ")
@@ -118,37 +124,33 @@ def test_a_fault_in_a_handler_of_messages_is_told(
     assert told.getMessage() == "nats: a message could not be handled"
 
 
-def test_a_publisher_tells_once_that_nothing_is_sent(
-    server: NatsServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_publisher_with_an_index_of_its_own_outlives_its_server(
+    server: NatsServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "kvflash.publisher.brokered")
-    monkeypatch.setattr("kvflash.publisher.brokered._POLL_S", 0.01)
-    monkeypatch.setattr("kvflash.publisher.brokered._RETRY_S", 0.01)
-    attempts, is_known = 0, threading.Event()
+    caplog.set_level(logging.INFO, "kvflash.nats_login")
+    is_known = threading.Event()
+    made = outlet(
+        served=lambda: Served("m") if is_known.is_set() else None,
+        has_local_index=True,
+        settings=NatsSettings.from_env({"NATS_SERVER": server.url}),
+    )
 
-    def count(*_: object) -> None:
-        nonlocal attempts
-        attempts += 1
+    async def ask() -> Answer:
+        client = await connect(NatsSettings.from_env({"NATS_SERVER": server.url}), name="test")
+        subject = names.query_subject("ns", "backend", 1, 0)
+        try:
+            answer = await client.request(subject, question(), timeout=5)
+            return join([msgpack.unpackb(answer.data)])
+        finally:
+            await client.close()
 
-    async def scenario() -> BrokerOutlet:
-        async with DistributedRuntime("mem") as runtime:
-            return BrokerOutlet(
-                runtime.namespace("ns").component("c"),
-                instance_id=1,
-                dp_rank=0,
-                block_size=4,
-                served=lambda: Served("m") if is_known.is_set() else None,
-                has_local_index=True,
-                settings=NatsSettings.from_env({"NATS_SERVER": server.url}),
-            )
-
-    outlet = asyncio.run(scenario())
-    make = BrokerOutlet._make
-    monkeypatch.setattr(BrokerOutlet, "_make", lambda *args: (count(), make(*args))[1])
-    with closing(outlet):
+    with closing(made):
+        made.put(msgpack.packb([0.0, [["BlockStored", [1], None, [1, 2, 3, 4], 4, None]], 0]))
         server.kill()
+        until(lambda: "disconnected; connecting again" in caplog.text, "the end to be seen")
         is_known.set()
-        until(lambda: attempts > 2, "some attempts")
+        assert made.flush(30)
         server.start()
-        until(lambda: "events are sent after" in caplog.text, "the connection")
-    assert caplog.text.count("events are not sent: no NATS server answers at") == 1
+        until(lambda: "connected again after" in caplog.text, "the connection")
+        assert asyncio.run(ask()).last == 0
+    assert caplog.text.count("NATS (kvflash-publisher): disconnected") == 1

@@ -16,8 +16,7 @@ from kvflash import DistributedRuntime
 from kvflash.publisher import KvEventPublisher
 from kvflash.servers import NatsSettings
 from kvflash.transport import names
-from kvflash.transport.jetstream_writer import JetStreamWriter
-from servers import NatsServer
+from servers import NatsServer, outlet
 
 STREAM = names.stream_name("ns", "backend")
 SIZE = 4
@@ -103,20 +102,17 @@ def test_what_is_never_taken_is_dropped_and_keeps_nothing_else_back(
 
     if limit == "stream":
         asyncio.run(make_stream())
-    writer = JetStreamWriter(
-        STREAM,
-        headers=lambda _: {"Name": "value"},
-        key=str,
-        settings=NatsSettings(servers=(server.url,)),
-    )
+    writer = outlet(settings=NatsSettings(servers=(server.url,)))
     # With its headers the second one is just too large.
     payloads = [b"a", bytes(64 * 1024), b"b"]
     try:
         with caplog.at_level(logging.WARNING):
-            for sequence, payload in enumerate(payloads):
-                writer.put(sequence, payload)
+            for payload in payloads:
+                writer.put(payload)
             assert writer.flush()
-        assert writer.counts == {"stored_batches": 2, "dropped_batches": 1, "errors": 0}
+        stats = writer.stats()
+        assert (stats["stored_batches_total"], stats["dropped_batches_total"]) == (2, 1)
+        assert stats["errors_total"] == 0
     finally:
         writer.close()
     assert asyncio.run(stored(server)) == [b"a", b"b"]

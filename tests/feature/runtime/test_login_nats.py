@@ -7,6 +7,7 @@ import logging
 import secrets
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,8 @@ from kvflash.nats_login import failure
 from kvflash.runtime.nats import connect as runtime_connect
 from kvflash.servers import NatsSettings
 from kvflash.transport.jetstream import JetStreamLog
-from kvflash.transport.jetstream_writer import JetStreamWriter
 from kvflash.transport.nats_connection import check_server, connect
-from servers import NatsServer
+from servers import NatsServer, outlet
 from service import until
 
 HOST = "127.0.0.1"
@@ -273,30 +273,26 @@ def test_who_is_thrown_out_comes_back_with_its_subscriptions(
         asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
-def test_a_writer_that_is_refused_stores_what_waits_once_it_is_not(
+def test_a_publisher_that_is_refused_stores_what_waits_once_it_is_not(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = start(login("other"))
     env = {"NATS_SERVER": server.url, "NATS_AUTH_USERNAME": "u", "NATS_AUTH_PASSWORD": "p"}
-    writer = JetStreamWriter(
-        "stream", headers=lambda _: {}, key=str, settings=NatsSettings.from_env(env)
-    )
-    with caplog.at_level(logging.WARNING):
-        try:
-            writer.put(0, b"a")
-            until(lambda: writer.counts["errors"] > 1, "to be refused twice")
-            reload(server, login("p"))
-            assert writer.flush()
-            assert caplog.text.count("events are not stored: NATS at ") == 1, "said once"
-            caplog.clear()
-            reload(server, login("other"))
-            until(lambda: "disconnected" in caplog.text, "to be thrown out")
-            writer.put(1, b"b")
-            reload(server, login("p"))
-            assert writer.flush()
-        finally:
-            writer.close()
-    assert writer.counts["stored_batches"] == 2
+    settings = NatsSettings.from_env(env)
+    with pytest.raises(ConfigError, match=ANY_LOGIN):
+        outlet(settings=settings)
+    reload(server, login("p"))
+    with caplog.at_level(logging.WARNING), closing(outlet(settings=settings)) as writer:
+        writer.put(b"a")
+        assert writer.flush()
+        reload(server, login("other"))
+        until(lambda: "refuses the login" in caplog.text, "to be refused")
+        writer.put(b"b")
+        until(lambda: writer.stats()["errors_total"] > 1, "two attempts")
+        reload(server, login("p"))
+        assert writer.flush()
+    assert caplog.text.count("events are not stored: ") == 1, "said once"
+    assert writer.stats()["stored_batches_total"] == 2
 
 
 def test_a_server_without_tls_hears_no_password(tmp_path: Path) -> None:
