@@ -12,7 +12,6 @@ several parts, each ``{"kind", "part", "parts", ...}``, small enough for any bro
 Each part has the publisher's ``epoch``.
 """
 
-import threading
 from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field
@@ -70,8 +69,7 @@ def join(parts: list[dict[str, Any]]) -> Answer:
 class LocalIndex:
     """Index of one publisher, with its last batches in their sent form.
 
-    The oldest of these are dropped above ring_batches or ring_bytes. Thread-safe; a dump and its
-    ``last`` are from the same moment.
+    The oldest of these are dropped above ring_batches or ring_bytes. Used by one thread.
     """
 
     def __init__(
@@ -99,40 +97,37 @@ class LocalIndex:
         self._ring: deque[tuple[int, bytes]] = deque()
         self._ring_bytes = 0
         self._limits = (ring_batches, ring_bytes)
-        self._lock = threading.Lock()
 
     def record(self, sequence: int, payload: bytes) -> None:
         """Record a numbered batch; call before it is sent."""
-        with self._lock:
-            frame = [sequence.to_bytes(8, "big"), payload]
-            _, outcome, _, last = self._catalog.take(self._publisher, [frame], replayed=True)
-            if outcome == "gap":
-                self._catalog.give_up(self._publisher, last + 1)
-                self._catalog.take(self._publisher, [frame], replayed=True)
-            self._ring.append((sequence, payload))
-            self._ring_bytes += len(payload)
-            while len(self._ring) > self._limits[0] or (
-                self._ring_bytes > self._limits[1] and len(self._ring) > 1
-            ):
-                self._ring_bytes -= len(self._ring.popleft()[1])
+        frame = [sequence.to_bytes(8, "big"), payload]
+        _, outcome, _, last = self._catalog.take(self._publisher, [frame], replayed=True)
+        if outcome == "gap":
+            self._catalog.give_up(self._publisher, last + 1)
+            self._catalog.take(self._publisher, [frame], replayed=True)
+        self._ring.append((sequence, payload))
+        self._ring_bytes += len(payload)
+        while len(self._ring) > self._limits[0] or (
+            self._ring_bytes > self._limits[1] and len(self._ring) > 1
+        ):
+            self._ring_bytes -= len(self._ring.popleft()[1])
 
     def answer(self, start: int | None = None, end: int | None = None) -> Answer:
         """Batches ``start..=end`` if they are still kept, else a dump."""
-        with self._lock:
-            if start is not None and end is not None and end < start:
-                return Answer("invalid_range", self._epoch, start=start, end=end)
-            if start is None or not self._ring:
-                return self._dump()
-            oldest, newest = self._ring[0][0], self._ring[-1][0]
-            if start > newest:
-                return Answer("too_new", self._epoch, start=start, end=end, newest=newest)
-            if start < oldest:
-                return self._dump()
-            stop = newest if end is None else min(end, newest)
-            # Numbers grow, but not by one where a relay has skipped lost batches.
-            first, behind = (bisect_left(self._ring, (number,)) for number in (start, stop + 1))
-            found = islice(self._ring, first, behind)
-            return Answer("events", self._epoch, batches=list(found))
+        if start is not None and end is not None and end < start:
+            return Answer("invalid_range", self._epoch, start=start, end=end)
+        if start is None or not self._ring:
+            return self._dump()
+        oldest, newest = self._ring[0][0], self._ring[-1][0]
+        if start > newest:
+            return Answer("too_new", self._epoch, start=start, end=end, newest=newest)
+        if start < oldest:
+            return self._dump()
+        stop = newest if end is None else min(end, newest)
+        # Numbers grow, but not by one where a relay has skipped lost batches.
+        first, behind = (bisect_left(self._ring, (number,)) for number in (start, stop + 1))
+        found = islice(self._ring, first, behind)
+        return Answer("events", self._epoch, batches=list(found))
 
     def respond(self, request: bytes) -> list[bytes]:
         """Encode the answer to an arbitrary query as parts."""

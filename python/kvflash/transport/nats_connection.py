@@ -38,16 +38,11 @@ def message_bytes(headers: Mapping[str, str], payload: bytes) -> int:
     return len("NATS/1.0\r\n\r\n") + lines + len(payload)
 
 
-def check_server(settings: NatsSettings) -> int:
-    """Connect and disconnect, with or without an event loop; errors as in :func:`connect`.
+def check_server(settings: NatsSettings) -> None:
+    """Connect and disconnect, with or without an event loop; errors as in :func:`connect`."""
 
-    Returns the largest message in bytes that the server accepts, including headers.
-    """
-
-    async def ask() -> int:
-        client = await connect(settings, name="kvflash-check")
-        await client.close()
-        return int(client.max_payload)
+    async def check() -> None:
+        await (await connect(settings, name="kvflash-check")).close()
 
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(lambda: asyncio.run(ask())).result()
+        pool.submit(lambda: asyncio.run(check())).result()
