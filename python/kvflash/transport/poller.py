@@ -1,12 +1,14 @@
 """Waits for many ZMQ sockets at the cost of the active ones; zmq.Poller checks all each time."""
 
+import contextlib
 import selectors
+import socket as sockets
 
 import zmq
 
 
 class Poller:
-    """Finds its sockets with messages; it and they are used by one thread.
+    """Finds its sockets with messages; it and they are used by one thread, besides :meth:`wake`.
 
     A ZMQ socket's descriptor is readable until the socket is checked, whatever remains to be
     received (``ZMQ_FD`` in zmq_getsockopt(3)). So a socket that had a message is checked again
@@ -16,6 +18,10 @@ class Poller:
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
+        self._alarm, self._waker = sockets.socketpair()
+        for end in (self._alarm, self._waker):
+            end.setblocking(False)
+        self._selector.register(self._alarm, selectors.EVENT_READ)
         # In the order in which they became ready.
         self._looked_at: dict[zmq.Socket[bytes], None] = {}
 
@@ -36,20 +42,36 @@ class Poller:
             self._looked_at[socket] = None
         return is_readable
 
+    def wake(self) -> None:
+        """Let :meth:`poll` return, now or when it is called next; from any thread."""
+        # One that is full wakes it, too; a closed one has nothing to wake.
+        with contextlib.suppress(OSError):
+            self._waker.send(b"\0")
+
     def poll(self, timeout_ms: int | None) -> list[zmq.Socket[bytes]]:
-        """Wait for sockets with messages; None waits without limit. Empty after a timeout."""
+        """Wait for sockets with messages; None waits without limit.
+
+        Empty after a timeout, and possibly after :meth:`wake`.
+        """
         while True:
-            is_waiting = not self._looked_at
+            is_waiting, is_woken = not self._looked_at, False
             timeout_s = None if timeout_ms is None else timeout_ms / 1000
             for key, _ in self._selector.select(timeout_s if is_waiting else 0):
-                self._looked_at[key.data] = None
+                if key.data is None:
+                    self._alarm.recv(4_096)
+                    is_woken = True
+                else:
+                    self._looked_at[key.data] = None
             ready = [s for s in self._looked_at if _is_readable(s)]
             self._looked_at = dict.fromkeys(ready)
-            if ready or (is_waiting and timeout_ms is not None):
+            if ready or is_woken or (is_waiting and timeout_ms is not None):
                 return ready
 
     def close(self) -> None:
+        """Close what :meth:`wake` uses; only when no other thread calls that any more."""
         self._selector.close()
+        self._alarm.close()
+        self._waker.close()
 
 
 def _is_readable(socket: zmq.Socket[bytes]) -> bool:

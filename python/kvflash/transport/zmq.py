@@ -101,13 +101,6 @@ class ZmqReceiver:
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         # Orders are bounded by registrations, which the core limits.
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # Connected before the first order; the end that connects can send at once, whereas the one
-        # that binds can't until it has noticed its peer.
-        self._woken = self._context.socket(zmq.PAIR)
-        self._woken.bind("inproc://kvflash-wake")
-        self._wake = self._context.socket(zmq.PAIR)
-        self._wake.connect("inproc://kvflash-wake")
-        self._wake_lock = threading.Lock()
         self._poller = Poller()
         self._subscriptions: dict[int, _Subscription] = {}
         self._unopened: dict[int, _Unopened] = {}
@@ -132,18 +125,15 @@ class ZmqReceiver:
         """Close everything and wait for the thread."""
         self._order(None)
         self._thread.join()
+        self._poller.close()
 
     def _order(self, order: Callable[[], None] | None) -> None:
         self._orders.put(order)
-        # A full wake-up socket means that the thread is about to check the orders; a closed one,
-        # that it has ended and needs no order.
-        with self._wake_lock, contextlib.suppress(zmq.ZMQError):
-            self._wake.send(b"", zmq.NOBLOCK)
+        self._poller.wake()
 
     # -- everything below runs on the thread
 
     def _run(self) -> None:
-        self._add(self._woken, self._obey)
         try:
             while not self._is_stopping:
                 for ready in self._poller.poll(self._poll_timeout_ms()):
@@ -151,6 +141,7 @@ class ZmqReceiver:
                     handler = self._handlers.get(ready)
                     if handler is not None:
                         handler()
+                self._carry_out_all()
                 self._look_at_deadlines()
         except Exception:
             logger.exception("the event transport failed; index state is no longer updated")
@@ -159,11 +150,7 @@ class ZmqReceiver:
         finally:
             for publisher in list(self._subscriptions):
                 self._unsubscribe(publisher)
-            self._woken.close(0)
-            with self._wake_lock:
-                self._wake.close(0)
             self._context.destroy(0)
-            self._poller.close()
 
     def _call(self, handler: Callable[[], None], publisher: int | None = None) -> None:
         try:
@@ -221,14 +208,9 @@ class ZmqReceiver:
                 retry = partial(self._subscribe, publisher, late.endpoint, late.replay_endpoint)
                 self._call(partial(retry, is_held=late.is_held, is_again=True), publisher)
 
-    def _obey(self) -> None:
-        while self._woken.poll(0):
-            self._woken.recv()
-        while True:
-            try:
-                order = self._orders.get_nowait()
-            except queue.Empty:
-                return
+    def _carry_out_all(self) -> None:
+        while not self._orders.empty():
+            order = self._orders.get()
             if order is None:
                 self._is_stopping = True
                 return
