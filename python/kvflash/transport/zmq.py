@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import zmq
@@ -20,7 +20,6 @@ from kvflash.transport.zmq_socket import (
     dial,
     dialable,
     explain,
-    is_exhausted,
     open_replay,
     open_stream,
 )
@@ -60,24 +59,19 @@ def find_drain() -> ZmqDrain | None:
 
 
 @dataclass
-class _Unopened:
-    endpoint: str
-    replay_endpoint: str | None
-    is_held: bool
-    retry_at: float
-
-
-@dataclass
 class _Subscription:
     publisher: int
     endpoint: str
     replay_endpoint: str | None
     repair: Repair
-    socket: zmq.Socket[bytes]
-    monitor: zmq.Socket[bytes]
+    socket: zmq.Socket[bytes] = field(init=False)
+    monitor: zmq.Socket[bytes] = field(init=False)
+    #: Whether it has these two: not while the process has no files left.
+    is_open: bool = False
     #: Socket of the current replay; a new one each time, so that late answers are not mixed up.
     replay: zmq.Socket[bytes] | None = None
     is_connected: bool = False
+    #: When to open its sockets again.
     reconnect_at: float | None = None
     #: Whether a connection was tried since the last pause: libzmq tries none without an address.
     has_dialled: bool = False
@@ -103,7 +97,6 @@ class ZmqReceiver:
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._poller = Poller()
         self._subscriptions: dict[int, _Subscription] = {}
-        self._unopened: dict[int, _Unopened] = {}
         # Subscriptions that may have a deadline; only these are checked in every turn.
         self._timed: dict[int, _Subscription] = {}
         self._handlers: dict[zmq.Socket[bytes], Callable[[], None]] = {}
@@ -187,7 +180,6 @@ class ZmqReceiver:
         now = time.monotonic()
         waits = [s.repair.wait_s() for s in self._timed.values()]
         waits += [s.reconnect_at and s.reconnect_at - now for s in self._timed.values()]
-        waits += [unopened.retry_at - now for unopened in self._unopened.values()]
         least = min((wait for wait in waits if wait is not None), default=None)
         if least is None:
             self._timed.clear()
@@ -200,13 +192,7 @@ class ZmqReceiver:
                 self._call(partial(self._silent, subscription), subscription.publisher)
             reconnect_at = subscription.reconnect_at
             if reconnect_at is not None and reconnect_at <= time.monotonic():
-                self._call(partial(self._reopen_broken, subscription), subscription.publisher)
-        now = time.monotonic()
-        for publisher, late in list(self._unopened.items()):
-            if late.retry_at <= now:
-                del self._unopened[publisher]
-                retry = partial(self._subscribe, publisher, late.endpoint, late.replay_endpoint)
-                self._call(partial(retry, is_held=late.is_held, is_again=True), publisher)
+                self._call(partial(self._reopen, subscription), subscription.publisher)
 
     def _carry_out_all(self) -> None:
         while not self._orders.empty():
@@ -219,11 +205,9 @@ class ZmqReceiver:
     def _carry_out(
         self, kind: str, publisher: int, endpoint: str, replay_endpoint: str | None
     ) -> None:
-        subscription, unopened = self._subscriptions.get(publisher), self._unopened.get(publisher)
+        subscription = self._subscriptions.get(publisher)
         if kind in ("subscribe", "hold"):
             self._subscribe(publisher, endpoint, replay_endpoint, is_held=kind == "hold")
-        elif kind != "unsubscribe" and unopened is not None:
-            unopened.is_held = kind == "pause"
         elif kind == "unsubscribe":
             self._unsubscribe(publisher)
         elif subscription is not None and kind == "pause":
@@ -232,29 +216,8 @@ class ZmqReceiver:
             self._release(subscription)
 
     def _subscribe(
-        self,
-        publisher: int,
-        endpoint: str,
-        replay_endpoint: str | None,
-        *,
-        is_held: bool,
-        is_again: bool = False,
+        self, publisher: int, endpoint: str, replay_endpoint: str | None, *, is_held: bool
     ) -> None:
-        try:
-            socket, monitor = open_stream(self._context, self._options)
-        except zmq.ZMQError as error:
-            message = f"can't open a socket: {explain(error)}"
-            if is_exhausted(error):
-                message += f"; trying again every {_REOPEN_S:g} s"
-                retry_at = time.monotonic() + _REOPEN_S
-                late = _Unopened(endpoint, replay_endpoint, is_held, retry_at)
-                self._unopened[publisher] = late
-            if not is_again:
-                logger.warning("engine at %s: %s", endpoint, message)
-            self._catalog.set_status(publisher, "failed", message)
-            return
-        if is_again:
-            logger.info("engine at %s: its socket is open now", endpoint)
         repair = Repair(
             self._catalog,
             publisher,
@@ -262,8 +225,33 @@ class ZmqReceiver:
             timeout_s=self._options.replay_timeout_s,
             is_held=is_held,
         )
-        subscription = _Subscription(publisher, endpoint, replay_endpoint, repair, socket, monitor)
+        subscription = _Subscription(publisher, endpoint, replay_endpoint, repair)
         self._subscriptions[publisher] = subscription
+        self._open(subscription)
+
+    def _open(self, subscription: _Subscription) -> None:
+        """Open its sockets, in place of broken ones, and connect; or try again later."""
+        is_broken = subscription.is_open
+        why = self._explain_end(subscription) if is_broken else "can't open a socket"
+        try:
+            opened = open_stream(self._context, self._options)
+        except zmq.ZMQError as error:
+            if is_broken:
+                self._reconnect_in(subscription, _RECONNECT_GRACE_S)
+                self._report(subscription, "pending", f"{why} fails: {explain(error)}")
+            else:
+                self._reconnect_in(subscription, _REOPEN_S)
+                why = f"{why}: {explain(error)}; trying again every {_REOPEN_S:g} s"
+                self._report(subscription, "failed", why)
+            return
+        if is_broken:
+            self._report(subscription, "pending", why)
+            self._close_stream(subscription)
+        elif subscription.reconnect_at is not None:
+            logger.info("engine at %s: its socket is open now", subscription.endpoint)
+        subscription.socket, subscription.monitor = opened
+        subscription.is_open, subscription.is_refused = True, False
+        subscription.reconnect_at = None
         self._connect(subscription)
         self._follow(subscription, [])
 
@@ -296,29 +284,13 @@ class ZmqReceiver:
             # inproc connections have no handshake to wait for.
             self._catalog.set_status(publisher, "active")
 
-    def _reopen_broken(self, subscription: _Subscription) -> None:
+    def _reopen(self, subscription: _Subscription) -> None:
         # This turn may have taken longer than the grace period: handle pending monitor events
         # first.
-        self._on_monitor(subscription)
-        now = time.monotonic()
-        if subscription.reconnect_at is None or subscription.reconnect_at > now:
-            return
-        message = self._explain_end(subscription)
-        opened = None
-        subscription.reconnect_at = None
-        try:
-            opened = open_stream(self._context, self._options)
-        except zmq.ZMQError as error:
-            subscription.reconnect_at = now + _RECONNECT_GRACE_S
-            message = f"{message} fails: {explain(error)}"
-        self._report_end(subscription, message)
-        if opened is None:
-            return
-        self._close_stream(subscription)
-        subscription.socket, subscription.monitor = opened
-        subscription.is_refused = False
-        self._connect(subscription)
-        self._follow(subscription, [])
+        if subscription.is_open:
+            self._on_monitor(subscription)
+        if subscription.reconnect_at is not None and subscription.reconnect_at <= time.monotonic():
+            self._open(subscription)
 
     def _explain_end(self, subscription: _Subscription) -> str:
         if not subscription.has_greeted:
@@ -330,12 +302,12 @@ class ZmqReceiver:
         limit = self._options.message_bytes_max
         return f"protocol violation, such as a frame above {limit} bytes; connecting again"
 
-    def _report_end(self, subscription: _Subscription, message: str) -> None:
+    def _report(self, subscription: _Subscription, status: str, message: str) -> None:
         now = time.monotonic()
         if subscription.breach_line_at <= now:
             subscription.breach_line_at = now + _BREACH_LINE_S
             logger.warning("engine at %s: %s", subscription.endpoint, message)
-        self._catalog.set_status(subscription.publisher, "pending", message)
+        self._catalog.set_status(subscription.publisher, status, message)
 
     def _refuse(self, subscription: _Subscription) -> None:
         # libzmq forgets its pauses whenever a connection opens, and would try 20 times per second.
@@ -343,7 +315,7 @@ class ZmqReceiver:
             subscription.socket.disconnect(dialable(subscription.endpoint))
         subscription.is_refused = True
         self._reconnect_in(subscription, self._options.reconnect_ms_max / 1000)
-        self._report_end(subscription, self._explain_end(subscription))
+        self._report(subscription, "pending", self._explain_end(subscription))
 
     def _reconnect_in(self, subscription: _Subscription, wait_s: float) -> None:
         subscription.reconnect_at = time.monotonic() + wait_s
@@ -352,11 +324,11 @@ class ZmqReceiver:
     def _unsubscribe(self, publisher: int) -> None:
         subscription = self._subscriptions.pop(publisher, None)
         self._timed.pop(publisher, None)
-        self._unopened.pop(publisher, None)
         if subscription is None:
             return
         self._close(subscription.replay)
-        self._close_stream(subscription)
+        if subscription.is_open:
+            self._close_stream(subscription)
 
     def _close_stream(self, subscription: _Subscription) -> None:
         subscription.socket.disable_monitor()
@@ -454,6 +426,8 @@ class ZmqReceiver:
             else:
                 text = "engine at %s: replay from batch %d by %s failed: %s"
                 logger.warning(text, endpoint, first, subscription.replay_endpoint, why)
+        if not subscription.is_open:
+            return
         socket, is_read = subscription.socket, subscription.socket in self._handlers
         if subscription.repair.wants_live and not is_read:
             self._add(socket, lambda: self._on_stream(subscription), subscription.publisher)

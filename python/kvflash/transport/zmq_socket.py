@@ -78,14 +78,9 @@ def dialable(endpoint: str) -> str:
     return endpoint.replace("tcp://*:", "tcp://127.0.0.1:", 1)
 
 
-def is_exhausted(error: zmq.ZMQError) -> bool:
-    """Whether the process has reached its limit of open files; some may be closed later."""
-    return error.errno in (errno.EMFILE, errno.ENFILE)
-
-
 def explain(error: zmq.ZMQError) -> str:
     """The error's message, with advice on the fix if one is known."""
-    if not is_exhausted(error):
+    if error.errno not in (errno.EMFILE, errno.ENFILE):
         return str(error)
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return f"{error}: the process may have {limit}; raise that (ulimit -n, LimitNOFILE of systemd)"
