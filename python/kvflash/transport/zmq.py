@@ -43,8 +43,6 @@ _NO_ADDRESS = "the host of the address is unknown here (DNS), or no route leads 
 _REOPEN_S = 5.0
 # Interval between log lines about a publisher that keeps violating the protocol.
 _BREACH_LINE_S = 60.0
-# Interval between log lines about errors in the transport itself, which may repeat in every turn.
-_FAULT_LINE_S = 60.0
 
 
 def find_drain() -> ZmqDrain | None:
@@ -94,13 +92,12 @@ class ZmqReceiver:
         # The default, 1,023, is enough for 340 publishers: a SUB and two ends of its monitor each.
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         # Orders are bounded by registrations, which the core limits.
-        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._poller = Poller()
         self._subscriptions: dict[int, _Subscription] = {}
         # Subscriptions that may have a deadline; only these are checked in every turn.
         self._timed: dict[int, _Subscription] = {}
         self._handlers: dict[zmq.Socket[bytes], Callable[[], None]] = {}
-        self._fault_line_at = 0.0
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="kvflash-zmq", daemon=True)
 
@@ -111,18 +108,15 @@ class ZmqReceiver:
 
     def obey(self, order: Order) -> None:
         """Carry out what :meth:`Catalog.next_order` returned; returns at once."""
-        publisher = order[1]
-        self._order(partial(self._call, partial(self._carry_out, *order), publisher))
+        self._orders.put(order)
+        self._poller.wake()
 
     def stop(self) -> None:
         """Close everything and wait for the thread."""
-        self._order(None)
+        self._orders.put(None)
+        self._poller.wake()
         self._thread.join()
         self._poller.close()
-
-    def _order(self, order: Callable[[], None] | None) -> None:
-        self._orders.put(order)
-        self._poller.wake()
 
     # -- everything below runs on the thread
 
@@ -145,27 +139,20 @@ class ZmqReceiver:
                 self._unsubscribe(publisher)
             self._context.destroy(0)
 
-    def _call(self, handler: Callable[[], None], publisher: int | None = None) -> None:
+    def _call(self, handler: Callable[[], None], publisher: int) -> None:
         try:
             handler()
         except Exception as error:
             # An error of one publisher must not end the service of the others.
-            subscription = None if publisher is None else self._subscriptions.get(publisher)
-            now = time.monotonic()
-            if subscription is not None:
-                logger.exception("engine at %s: reading its events failed", subscription.endpoint)
-            elif self._fault_line_at <= now:
-                self._fault_line_at = now + _FAULT_LINE_S
-                logger.exception("the event transport had an error; going on")
-            if publisher is not None:
-                # Its sockets may stay readable: it would fail again at once, in every turn.
-                self._unsubscribe(publisher)
-                message = f"reading its events failed: {error!r}; register it again"
-                self._catalog.set_status(publisher, "failed", message)
+            subscription = self._subscriptions.get(publisher)
+            endpoint = "an unknown endpoint" if subscription is None else subscription.endpoint
+            logger.exception("engine at %s: reading its events failed", endpoint)
+            # Its sockets may stay readable: it would fail again at once, in every turn.
+            self._unsubscribe(publisher)
+            message = f"reading its events failed: {error!r}; register it again"
+            self._catalog.set_status(publisher, "failed", message)
 
-    def _add(
-        self, socket: zmq.Socket[bytes], handler: Callable[[], None], publisher: int | None = None
-    ) -> None:
+    def _add(self, socket: zmq.Socket[bytes], handler: Callable[[], None], publisher: int) -> None:
         self._handlers[socket] = partial(self._call, handler, publisher)
         self._poller.register(socket)
 
@@ -200,7 +187,7 @@ class ZmqReceiver:
             if order is None:
                 self._is_stopping = True
                 return
-            self._call(order)
+            self._call(partial(self._carry_out, *order), order[1])
 
     def _carry_out(
         self, kind: str, publisher: int, endpoint: str, replay_endpoint: str | None
