@@ -95,14 +95,13 @@ class BrokerOutlet:
             from kvflash.transport.nats_connection import connect  # noqa: PLC0415
         except ImportError as error:
             raise missing_nats("event_plane nats", error) from None
-        self._where = (component.namespace.name, component.name)
         self._instance_id, self._dp_rank, self.block_size = instance_id, dp_rank, block_size
         self._served, self._has_local_index = served, has_local_index
         self._settings = settings or NatsSettings.from_env()
         self._epoch = _EPOCHS.next()
         self.kind = "nats" if has_local_index else "jetstream"
         place = names.event_subject if has_local_index else names.stream_name
-        self._place = place(*self._where)
+        self._place = place(component.namespace.name, component.name)
         self.endpoint = f"{self.kind}://{self._place}/{instance_id}/{dp_rank}"
         self._changed = threading.Condition()
         self._waiting: deque[tuple[int, bytes]] = deque()
@@ -220,7 +219,7 @@ class BrokerOutlet:
             core = NatsCorePublisher(
                 client,
                 self._place,
-                names.query_subject(*self._where, self._instance_id, self._dp_rank),
+                names.query_subject(self._place, self._instance_id, self._dp_rank),
                 LocalIndex(**asdict(origin)),
                 headers=partial(event_headers, origin),
             )

@@ -1,8 +1,10 @@
-"""What event transports have in common: receivers that obey the catalog, and records of a log."""
+"""What event transports have in common: receivers, batches for a catalog, messages of a log."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
+
+from kvflash._core import Catalog
 
 #: Returned by ``Catalog.next_order``: kind, publisher, endpoint, replay endpoint.
 Order = tuple[str, int, str, str | None]
@@ -19,6 +21,18 @@ class Receiver(Protocol):
 
     def stop(self) -> None:
         """Close everything; blocks until done."""
+
+
+def take_batch(catalog: Catalog, publisher: int, sequence: int, payload: bytes) -> int:
+    """Pass a batch to a catalog. Batches missing before it are lost; returns how many."""
+    frame = [sequence.to_bytes(8, "big"), payload]
+    # Passed as replayed: an earlier number is then a duplicate, never a restart.
+    _, outcome, first, last = catalog.take(publisher, [frame], replayed=True)
+    if outcome != "gap":
+        return 0
+    catalog.give_up(publisher, last + 1)
+    catalog.take(publisher, [frame], replayed=True)
+    return last - first + 1
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ import msgpack  # type: ignore[import-untyped,unused-ignore]
 
 from kvflash._core import Catalog
 from kvflash.errors import DecodeError
+from kvflash.transport.base import take_batch
 
 _PART_BYTES = 256 * 1024
 RING_BATCHES = 1_024
@@ -100,11 +101,7 @@ class LocalIndex:
 
     def record(self, sequence: int, payload: bytes) -> None:
         """Record a numbered batch; call before it is sent."""
-        frame = [sequence.to_bytes(8, "big"), payload]
-        _, outcome, _, last = self._catalog.take(self._publisher, [frame], replayed=True)
-        if outcome == "gap":
-            self._catalog.give_up(self._publisher, last + 1)
-            self._catalog.take(self._publisher, [frame], replayed=True)
+        take_batch(self._catalog, self._publisher, sequence, payload)
         self._ring.append((sequence, payload))
         self._ring_bytes += len(payload)
         while len(self._ring) > self._limits[0] or (

@@ -2,6 +2,8 @@
 
 import re
 
+_ENDPOINT = re.compile(r"nats://(namespace\.[^./]+\.component\.[^./]+\.kv-events)/(\d+)/(\d+)")
+
 
 def _slug(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9-]", "-", name)
@@ -36,7 +38,12 @@ def event_subject(namespace: str, component: str) -> str:
     return f"{_component(namespace, component)}.kv-events"
 
 
-def query_subject(namespace: str, component: str, instance_id: int, dp_rank: int) -> str:
-    """The subject of queries to a worker's local index."""
-    base = _component(namespace, component)
-    return f"{base}.worker_kv_indexer_query_dp{dp_rank}.{instance_id}"
+def query_subject(events: str, instance_id: int, dp_rank: int) -> str:
+    """The subject of queries to a worker's local index, by that of its events."""
+    return f"{events.removesuffix('.kv-events')}.worker_kv_indexer_query_dp{dp_rank}.{instance_id}"
+
+
+def parse_endpoint(endpoint: str) -> tuple[str, int, int] | None:
+    """Subject, instance id and rank of ``nats://SUBJECT/INSTANCE/RANK``; None for another form."""
+    found = _ENDPOINT.fullmatch(endpoint)
+    return found and (found[1], int(found[2]), int(found[3]))

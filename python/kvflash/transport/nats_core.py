@@ -22,7 +22,8 @@ from kvflash.errors import KvflashError, TransportError
 from kvflash.nats_login import Client
 from kvflash.outage import Outage
 from kvflash.servers import NatsSettings
-from kvflash.transport.base import Order
+from kvflash.transport import names
+from kvflash.transport.base import Order, take_batch
 from kvflash.transport.jetstream import reaching
 from kvflash.transport.local_index import Answer, LocalIndex, join, question
 from kvflash.transport.nats_connection import connect, message_bytes
@@ -67,7 +68,6 @@ class CoreFollower:
     def __init__(self, catalog: Catalog, ask: Ask) -> None:
         self._catalog, self._ask = catalog, ask
         self._workers: dict[tuple[int, int], _Worker] = {}
-        self._of: dict[int, tuple[int, int]] = {}
         #: Counters of messages and queries.
         self.stats = dict.fromkeys(_COUNTS, 0)
 
@@ -76,13 +76,18 @@ class CoreFollower:
         self.leave(publisher)
         worker = _Worker(publisher, instance_id, dp_rank, asyncio.Queue(_WAITING_MESSAGES_MAX))
         self._workers[instance_id, dp_rank] = worker
-        self._of[publisher] = (instance_id, dp_rank)
         worker.task = asyncio.get_running_loop().create_task(self._follow(worker))
 
     def leave(self, publisher: int) -> None:
-        worker = self._workers.pop(self._of.pop(publisher, (-1, -1)), None)
-        if worker is not None and worker.task is not None:
-            worker.task.cancel()
+        for key, worker in list(self._workers.items()):
+            if worker.publisher == publisher and worker.task is not None:
+                worker.task.cancel()
+                del self._workers[key]
+
+    def report(self, reason: str) -> None:
+        """Show in the catalog why no events arrive."""
+        for worker in self._workers.values():
+            self._catalog.set_status(worker.publisher, "pending", reason)
 
     async def close(self) -> None:
         await cancel([w.task for w in self._workers.values() if w.task is not None])
@@ -137,28 +142,19 @@ class CoreFollower:
             self._catalog.restarted(worker.publisher)
         worker.epoch = epoch
         frame = [sequence.to_bytes(8, "big"), payload]
-        gap = self._offer(worker, frame)
-        if gap is None:
+        _, outcome, first, last = self._catalog.take(worker.publisher, [frame], replayed=True)
+        if outcome != "gap":
             return
         # Asked once: batches missing from the answer will not come.
-        if not await self._repair(worker, *gap):
+        if not await self._repair(worker, first, last):
             # The query may have been lost. A dump contains everything.
             worker.is_known = False
             return
-        self._apply(worker, frame)
+        self._apply(worker, sequence, payload)
 
-    def _apply(self, worker: _Worker, frame: list[bytes]) -> None:
-        """Pass a frame to the catalog; what is missing before it is lost."""
-        gap = self._offer(worker, frame)
-        if gap is not None:
-            self.stats["lost_batches"] += gap[1] - gap[0] + 1
-            self._catalog.give_up(worker.publisher, gap[1] + 1)
-            self._offer(worker, frame)
-
-    def _offer(self, worker: _Worker, frame: list[bytes]) -> tuple[int, int] | None:
-        """Pass a frame to the catalog; returns the gap before it, if any."""
-        _, outcome, first, last = self._catalog.take(worker.publisher, [frame], replayed=True)
-        return (first, last) if outcome == "gap" else None
+    def _apply(self, worker: _Worker, sequence: int, payload: bytes) -> None:
+        lost = take_batch(self._catalog, worker.publisher, sequence, payload)
+        self.stats["lost_batches"] += lost
 
     async def _repair(self, worker: _Worker, first: int, last: int) -> bool:
         """Request missing batches; False without an answer."""
@@ -172,7 +168,7 @@ class CoreFollower:
             self.stats["ranges"] += 1
             # One at a time: the worker may have lost some in between as well.
             for number, data in answer.batches:
-                self._apply(worker, [number.to_bytes(8, "big"), data])
+                self._apply(worker, number, data)
         elif answer.kind == "dump":
             self._restore(worker, answer)
         else:
@@ -208,34 +204,27 @@ class CoreFollower:
             return None
 
 
-def nats_ask(client: Client, subject_of: Callable[[int, int], str]) -> Ask:
-    """Make a function that queries workers over NATS, each at its ``subject_of``."""
-
-    async def ask(instance_id: int, dp_rank: int, start: int | None, end: int | None) -> Answer:
-        subject = subject_of(instance_id, dp_rank)
-        inbox = client.new_inbox()
-        parts: dict[int, dict[str, Any]] = {}
-        async with reaching(f"worker {instance_id}"):
-            subscription = await client.subscribe(inbox)
-            try:
-                await client.publish(subject, question(start, end), reply=inbox)
-                while True:
-                    message = await subscription.next_msg(timeout=_ASK_S_MAX)
-                    if not message.data:
-                        raise TransportError(f"no answer at {subject}")
-                    part = msgpack.unpackb(message.data)
-                    parts[int(part["part"])] = part
-                    if len(parts) == int(part["parts"]):
-                        return join(list(parts.values()))
-            except (ValueError, KeyError, TypeError) as error:
-                raise TransportError(
-                    f"worker {instance_id} sent an invalid answer: {error!r}"
-                ) from None
-            finally:
-                with contextlib.suppress(nats.errors.Error, OSError):
-                    await subscription.unsubscribe()
-
-    return ask
+async def ask_worker(client: Client, subject: str, start: int | None, end: int | None) -> Answer:
+    """Query the worker that answers at ``subject``; TransportError without a valid answer."""
+    inbox = client.new_inbox()
+    parts: dict[int, dict[str, Any]] = {}
+    async with reaching(subject):
+        subscription = await client.subscribe(inbox)
+        try:
+            await client.publish(subject, question(start, end), reply=inbox)
+            while True:
+                message = await subscription.next_msg(timeout=_ASK_S_MAX)
+                if not message.data:
+                    raise TransportError(f"no answer at {subject}")
+                part = msgpack.unpackb(message.data)
+                parts[int(part["part"])] = part
+                if len(parts) == int(part["parts"]):
+                    return join(list(parts.values()))
+        except (ValueError, KeyError, TypeError) as error:
+            raise TransportError(f"the answer at {subject} is invalid: {error!r}") from None
+        finally:
+            with contextlib.suppress(nats.errors.Error, OSError):
+                await subscription.unsubscribe()
 
 
 class NatsCorePublisher:
@@ -278,27 +267,21 @@ class NatsCorePublisher:
 class NatsCoreReceiver:
     """The router's side: a :class:`Receiver` of endpoints ``nats://SUBJECT/INSTANCE/RANK``.
 
-    ``subject`` is that of the component's events, ``subject_of`` makes the subject of queries. It
-    keeps trying to connect; until then it only notes whom to follow.
+    ``subject`` is that of the component's events. It keeps trying to connect; until then queries to
+    workers wait.
     """
 
     def __init__(
-        self,
-        catalog: Catalog,
-        subject: str,
-        subject_of: Callable[[int, int], str],
-        settings: NatsSettings | None = None,
+        self, catalog: Catalog, subject: str, settings: NatsSettings | None = None
     ) -> None:
-        self._catalog, self._subject, self._subject_of = catalog, subject, subject_of
+        self._subject = subject
         self._settings = settings or NatsSettings.from_env()
-        self._wanted: dict[int, tuple[int, int]] = {}
-        self._follower: CoreFollower | None = None
+        self._follower = CoreFollower(catalog, self._ask)
+        #: Counters of messages and queries.
+        self.stats = self._follower.stats
+        self._client: Client
+        self._is_connected = asyncio.Event()
         self._background = Background("kvflash-core-receiver", self._serve, is_cancelled=False)
-
-    @property
-    def stats(self) -> dict[str, int]:
-        """Counters; empty before it is connected."""
-        return {} if self._follower is None else dict(self._follower.stats)
 
     def start(self) -> None:
         self._background.start()
@@ -310,55 +293,40 @@ class NatsCoreReceiver:
         """Orders to hold or pause are for sockets and have no effect."""
         kind, publisher, endpoint, _ = order
         if kind in ("subscribe", "hold"):
-            self._background.call_soon(partial(self._join, publisher, endpoint))
+            place = names.parse_endpoint(endpoint)
+            assert place is not None, "its subject has been read from it"
+            self._background.call_soon(partial(self._follower.join, publisher, *place[1:]))
         elif kind == "unsubscribe":
-            self._background.call_soon(partial(self._leave, publisher))
+            self._background.call_soon(partial(self._follower.leave, publisher))
+
+    async def _ask(
+        self, instance_id: int, dp_rank: int, start: int | None, end: int | None
+    ) -> Answer:
+        await self._is_connected.wait()
+        subject = names.query_subject(self._subject, instance_id, dp_rank)
+        return await ask_worker(self._client, subject, start, end)
 
     async def _serve(self) -> None:
+        async def hear(message: Any) -> None:
+            self._follower.heard(message.headers, message.data)
+
         self._background.ready()
-        ending = self._background.ending
+        ending, client = self._background.ending, None
         outage = Outage(logger, f"events of {self._subject}: NATS answers")
-        while not ending.is_set():
+        while client is None and not ending.is_set():
             try:
-                await self._receive(outage.ends)
+                client = self._client = await connect(self._settings, name="kvflash-core-receiver")
             except KvflashError as error:
                 outage.lasts(f"events of {self._subject}: {error}; trying again")
-                for publisher in self._wanted:
-                    self._catalog.set_status(publisher, "pending", str(error))
+                self._follower.report(str(error))
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(ending.wait(), _RECONNECT_S)
-
-    async def _receive(self, on_open: Callable[[], None]) -> None:
-        client = await connect(self._settings, name="kvflash-core-receiver")
-        follower = CoreFollower(self._catalog, nats_ask(client, self._subject_of))
-
-        async def hear(message: Any) -> None:
-            follower.heard(message.headers, message.data)
-
-        try:
-            async with reaching("kvflash-core-receiver"):
-                await client.subscribe(self._subject, cb=hear)
-                await client.flush()
-            on_open()
-            self._follower = follower
-            for publisher, worker in self._wanted.items():
-                follower.join(publisher, *worker)
-            await self._background.ending.wait()
-            await follower.close()
-        finally:
+        if client is not None:
+            outage.ends()
+            # Before the first query on this connection, so that nothing is missed after a dump.
+            await client.subscribe(self._subject, cb=hear)
+            self._is_connected.set()
+            await ending.wait()
+        await self._follower.close()
+        if client is not None:
             await client.close()
-
-    def _join(self, publisher: int, endpoint: str) -> None:
-        parts = endpoint.rsplit("/", 2)
-        if len(parts) != 3 or not all(map(str.isdigit, parts[1:])):
-            message = f"endpoint must be nats://subject/instance/rank, got {endpoint!r}"
-            self._catalog.set_status(publisher, "failed", message)
-            return
-        self._wanted[publisher] = (int(parts[1]), int(parts[2]))
-        if self._follower is not None:
-            self._follower.join(publisher, *self._wanted[publisher])
-
-    def _leave(self, publisher: int) -> None:
-        self._wanted.pop(publisher, None)
-        if self._follower is not None:
-            self._follower.leave(publisher)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from functools import partial
 from typing import TYPE_CHECKING
 
 from kvflash._core import Catalog
@@ -12,8 +10,6 @@ from kvflash.transport.options import most_streams
 
 if TYPE_CHECKING:
     from kvflash.transport.base import Order, Receiver
-
-_SUBJECT = re.compile(r"namespace\.([^./]+)\.component\.([^./]+)\.kv-events")
 
 
 class EventReceiver:
@@ -50,26 +46,25 @@ class EventReceiver:
             receiver.stop()
 
     def _receiver(self, publisher: int, endpoint: str) -> Receiver | None:
-        scheme, _, rest = endpoint.partition("://")
         subject = ""
-        if self._has_broker and scheme == "jetstream":
+        if self._has_broker and endpoint.startswith("jetstream://"):
             return None
-        if self._has_broker and scheme == "nats":
-            subject = rest.partition("/")[0]
-            if _SUBJECT.fullmatch(subject) is None:
+        if self._has_broker and endpoint.startswith("nats://"):
+            place = names.parse_endpoint(endpoint)
+            if place is None:
                 message = f"endpoint must be nats://subject/instance/rank, got {endpoint!r}"
                 self._catalog.set_status(publisher, "failed", message)
                 return None
+            subject = place[0]
         return self._receivers.get(subject) or self._open(subject)
 
     def _open(self, subject: str) -> Receiver:
         # Each is imported on first use, so that services without it start faster.
         receiver: Receiver
-        if found := _SUBJECT.fullmatch(subject):
+        if subject:
             from kvflash.transport.nats_core import NatsCoreReceiver  # noqa: PLC0415
 
-            subject_of = partial(names.query_subject, found[1], found[2])
-            receiver = NatsCoreReceiver(self._catalog, subject, subject_of)
+            receiver = NatsCoreReceiver(self._catalog, subject)
         else:
             from kvflash.transport.zmq import ZmqReceiver  # noqa: PLC0415
 

@@ -139,7 +139,7 @@ class Worker(Background):
         self._publisher = NatsCorePublisher(
             client,
             SUBJECT,
-            names.query_subject("ns", "backend", 1, 0),
+            names.query_subject(SUBJECT, 1, 0),
             self._index,
             headers=lambda sequence: event_headers(self._origin, sequence),
         )
@@ -167,14 +167,9 @@ class Worker(Background):
 class Router:
     def __init__(self, settings: NatsSettings) -> None:
         self.catalog = Catalog()
-        self.receiver = NatsCoreReceiver(
-            self.catalog,
-            SUBJECT,
-            lambda instance_id, rank: names.query_subject("ns", "backend", instance_id, rank),
-            settings,
-        )
+        self.receiver = NatsCoreReceiver(self.catalog, SUBJECT, settings)
         self.receiver.start()
-        until(lambda: self.receiver.stats, "the connection")
+        until(self.receiver._is_connected.is_set, "the connection")
         self.catalog.register(1, f"nats://{SUBJECT}/1/0", model_name="m", block_size=BLOCK)
         self.obey()
 

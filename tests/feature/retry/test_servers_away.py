@@ -137,7 +137,7 @@ def test_a_publisher_with_an_index_of_its_own_outlives_its_server(
 
     async def ask() -> Answer:
         client = await connect(NatsSettings.from_env({"NATS_SERVER": server.url}), name="test")
-        subject = names.query_subject("ns", "backend", 1, 0)
+        subject = names.query_subject(names.event_subject("ns", "backend"), 1, 0)
         try:
             answer = await client.request(subject, question(), timeout=5)
             return join([msgpack.unpackb(answer.data)])
