@@ -3,8 +3,7 @@
 import asyncio
 import contextlib
 import logging
-import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
@@ -40,8 +39,8 @@ def announce_events(
     In the thread of the runtime's loop this returns at once and logs a failure; in any other thread
     it waits, and raises a TransportError if discovery can't be reached. Without a loop, it uses the
     one that runs in this thread, or raises InvalidArgumentError; a ConflictError says that another
-    publisher of this process announces the same rank. The result may be called in any thread, and
-    does nothing in a fork; a worker_id of 0 means the runtime's own instance.
+    publisher of this process announces the same rank. The result may be called in any thread; a
+    worker_id of 0 means the runtime's own instance.
     """
     runtime = component.runtime
     own = _running()
@@ -78,38 +77,27 @@ def announce_events(
                 ) from None
             raise
 
-    process = os.getpid()
-
     async def take_back() -> None:
         with contextlib.suppress(Exception):
             await asyncio.wrap_future(announced)
         await runtime.withdraw(key)
 
     def withdraw() -> None:
-        if os.getpid() != process:
-            # A fork has no thread that runs the loop, and the announcement is its parent's.
-            return
         held.discard(key)
-        _run(take_back(), home)
+        if not home.is_running():
+            # A runtime ends with its loop, and its keys with it.
+            return
+        withdrawn = asyncio.run_coroutine_threadsafe(take_back(), home)
+        if _running() is home:
+            withdrawn.add_done_callback(_log_failure)
+            return
+        try:
+            withdrawn.result(_WAIT_S_MAX)
+        except (KvflashError, TimeoutError, FutureTimeoutError) as error:
+            reason = str(error) or f"no answer within {_WAIT_S_MAX:g} s"
+            logger.warning("can't withdraw the announcement of events: %s", reason)
 
     return withdraw
-
-
-def _run(task: Coroutine[Any, Any, None], home: asyncio.AbstractEventLoop) -> None:
-    """Run in the runtime's loop if it still runs, and wait for the result where possible."""
-    if not home.is_running():
-        # A runtime ends with its loop, and its keys with it.
-        task.close()
-        return
-    done = asyncio.run_coroutine_threadsafe(task, home)
-    if _running() is home:
-        done.add_done_callback(_log_failure)
-        return
-    try:
-        done.result(_WAIT_S_MAX)
-    except (KvflashError, TimeoutError, FutureTimeoutError) as error:
-        reason = str(error) or f"no answer within {_WAIT_S_MAX:g} s"
-        logger.warning("can't withdraw the announcement of events: %s", reason)
 
 
 def _log_failure(done: Future[None]) -> None:

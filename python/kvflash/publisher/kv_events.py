@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import operator
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -193,7 +194,7 @@ class KvEventPublisher:
                     self._source.close()
                 raise
         # Also runs at process exit, and when the publisher is garbage-collected.
-        self._end = weakref.finalize(self, _close, self._source, withdraw)
+        self._end = weakref.finalize(self, _close, self._source, withdraw, os.getpid())
 
     def _outlet_maker(
         self, component: Component, worker_id: int, model_name: str | None, has_index: bool
@@ -405,7 +406,12 @@ def _endpoint(field: str, value: str) -> str:
     return value
 
 
-def _close(source: Sender | Relay | None, withdraw: Callable[[], None] | None) -> None:
+def _close(
+    source: Sender | Relay | None, withdraw: Callable[[], None] | None, process: int
+) -> None:
+    if os.getpid() != process:
+        # A fork has none of the threads that would close these, and they are its parent's.
+        return
     try:
         if withdraw is not None:
             withdraw()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
@@ -190,6 +192,34 @@ def test_a_relay_that_is_started_again_tells_what_the_engine_still_has(engine) -
             await asyncio.to_thread(made.wait_for_departure)
             await stage.relay()
             await stage.holds(2, 3)
+
+    run(work())
+
+
+def wait_for_end(child: int) -> None:
+    try:
+        until(lambda: os.waitpid(child, os.WNOHANG)[0] == child, "the end of the fork")
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise
+
+
+@pytest.mark.usefixtures("nats")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_fork_ends_without_the_relay_of_its_parent(engine) -> None:
+    made = engine()
+
+    async def work() -> None:
+        async with staged(made) as stage:
+            publisher = await stage.relay()
+            child = os.fork()
+            if child == 0:
+                publisher.shutdown()
+                os._exit(0)
+            wait_for_end(child)
+            say(made, 1)
+            await stage.holds(1)
 
     run(work())
 

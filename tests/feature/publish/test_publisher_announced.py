@@ -174,6 +174,7 @@ def test_a_fork_withdraws_nothing(publisher, monkeypatch):
             monkeypatch.setattr(os, "getpid", lambda: own + 1)
             await asyncio.to_thread(made.shutdown)
             assert await announced(runtime) == found
+            made._source.close()
 
     asyncio.run(engine())
 
