@@ -1,6 +1,7 @@
 """An engine's load, for routers that watch it."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -86,6 +87,7 @@ class WorkerMetricsPublisher:
         # Known fields of each rank, as they are sent; replaced with each change.
         self._loads: dict[int, dict[str, int]] = {}
         self._waiting: set[asyncio.Event] = set()
+        # That of the readers.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -96,13 +98,11 @@ class WorkerMetricsPublisher:
             ConflictError: The endpoint is already served.
             TransportError: Discovery or the broker can't be reached.
         """
-        self._loop = asyncio.get_running_loop()
         runtime, endpoint = component.runtime, component.endpoint(ENDPOINT)
         key = f"v1/instances/{endpoint.path}/{runtime.instance_id}"
-        serving = self._loop.create_task(
+        serving = self._serving = asyncio.ensure_future(
             endpoint.serve_endpoint(self.watch, graceful_shutdown=False)
         )
-        self._serving = serving
         try:
             while True:
                 await asyncio.wait({serving}, timeout=_POLL_S)
@@ -166,7 +166,10 @@ class WorkerMetricsPublisher:
         if now == before:
             return
         self._loads[rank] = now
-        self._tell()
+        if self._loop is not None and self._waiting:
+            # A loop that has ended took all its readers along.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._wake)
 
     async def watch(self, request: Any) -> AsyncIterator[dict[str, int]]:
         """Yield the load of each rank, then each change; ``{"once": true}`` ends before changes."""
@@ -186,16 +189,6 @@ class WorkerMetricsPublisher:
                 await news.wait()
         finally:
             self._waiting.discard(news)
-
-    def _tell(self) -> None:
-        loop = self._loop
-        if loop is None or not self._waiting:
-            return
-        try:
-            loop.call_soon_threadsafe(self._wake)
-        except RuntimeError:
-            # The loop has ended, and all readers with it.
-            return
 
     def _wake(self) -> None:
         for news in self._waiting:
