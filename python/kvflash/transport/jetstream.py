@@ -43,6 +43,8 @@ _INACTIVE_S = 3_600.0
 _NOT_FOUND = nats.js.errors.NotFoundError
 # Error code of the stream's own message limit, if it was created with one.
 _TOO_LARGE = 10054
+# Error code for a stream of that name with another configuration.
+_NAME_IN_USE = 10058
 
 
 @contextlib.asynccontextmanager
@@ -86,10 +88,10 @@ class JetStreamLog:
             except _NOT_FOUND:
                 try:
                     await self._js.add_stream(config)
-                except nats.js.errors.BadRequestError:
-                    # Another process created it meanwhile with other settings, or creation is
-                    # impossible.
-                    await self._js.stream_info(self.name)
+                except nats.js.errors.BadRequestError as error:
+                    # Otherwise another process created it meanwhile with other settings.
+                    if error.err_code != _NAME_IN_USE:
+                        raise
 
     async def state(self) -> LogState:
         """The stream's bounds."""

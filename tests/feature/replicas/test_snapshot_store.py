@@ -99,6 +99,43 @@ def in_store(
     return run
 
 
+def test_a_stream_that_cannot_be_created_says_why(in_store) -> None:
+    async def test(store: Store) -> None:
+        await store.js.add_stream(name="taken", subjects=["other.>"])
+        log = JetStreamLog(store.log._client, "other", NatsSettings())
+        with pytest.raises(TransportError, match="subjects overlap with an existing stream"):
+            await log.ensure()
+
+    in_store(test)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_stream_that_another_process_created_is_taken_as_it_is(in_store, is_there: bool) -> None:
+    async def test(store: Store) -> None:
+        log = JetStreamLog(store.log._client, "other", NatsSettings())
+        info, other = (
+            log._js.stream_info,
+            {"name": "other", "subjects": ["other.*"], "max_bytes": 99},
+        )
+
+        async def create_after(name: str) -> Any:
+            # Another process is faster.
+            log._js.stream_info = info
+            try:
+                return await info(name)
+            finally:
+                await store.js.add_stream(**other)
+
+        if is_there:
+            await store.js.add_stream(**other)
+        else:
+            log._js.stream_info = create_after
+        await log.ensure()
+        assert (await info("other")).config.max_bytes == 99
+
+    in_store(test)
+
+
 def test_a_bucket_holds_no_trace_of_deleted_snapshots(in_store) -> None:
     async def test(store: Store) -> None:
         held = []
