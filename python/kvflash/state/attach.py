@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from kvflash._core import Catalog
 from kvflash.background import Background
-from kvflash.errors import ClosedError
 from kvflash.servers import NatsSettings
 from kvflash.state.discovered import DiscoveredLock, DiscoveredRoster
 from kvflash.state.frames import CatalogSink
@@ -35,23 +34,18 @@ class StateOptions:
     """Options of a replica.
 
     Attributes:
-        snapshot_threshold: Messages in the stream above which a snapshot is taken; None: never.
-        snapshot_age_s: Age of the oldest message without a snapshot at which one is taken; None: a
-            quarter of the stream's retention, so that messages are never deleted before a snapshot
-            has them.
+        snapshot_threshold: Messages in the stream above which a snapshot is taken; None: never for
+            that reason.
         is_resetting: First discard everything, here and at all replicas.
         is_strict: Take no more snapshots after a message was refused here, such as one from a
             worker with another block size: a replica with other settings may understand it.
-        router_id: Name in the stream and in discovery; None: a random one.
         lease_ttl_s: How long a dead router counts as alive at most.
         settings: The NATS server; default: from the environment.
     """
 
     snapshot_threshold: int | None = 1_000_000
-    snapshot_age_s: float | None = None
     is_resetting: bool = False
     is_strict: bool = False
-    router_id: str | None = None
     lease_ttl_s: float = 10.0
     settings: NatsSettings = field(default_factory=NatsSettings.from_env)
 
@@ -79,9 +73,7 @@ def attach(
         TransportError: NATS does not answer; the message says what to start.
         ConfigError: NATS refuses the login.
     """
-    service = StateService(catalog, (namespace, component), open_keys, options or StateOptions())
-    service.start()
-    return service
+    return StateService(catalog, (namespace, component), open_keys, options or StateOptions())
 
 
 class StateService:
@@ -95,40 +87,35 @@ class StateService:
         options: StateOptions,
     ) -> None:
         #: Its name in the stream and in discovery.
-        self.name = options.router_id or f"router-{secrets.token_hex(8)}"
+        self.name = f"router-{secrets.token_hex(8)}"
         self._component, self._stream = component, names.stream_name(*component)
         self.sink = CatalogSink(catalog, f"jetstream://{self._stream}")
         #: Discovery reports a worker that has joined, or left: its blocks go at once.
         self.worker_joined, self.worker_left = self.sink.join, self.sink.leave
         self._open_keys, self._options = open_keys, options
-        self._replica: Replica | None = None
-        self._snapshots: Snapshots | None = None
+        # These are there once it is ready.
+        self._replica: Replica
+        self._snapshots: Snapshots
         #: Whether NATS is connected; otherwise no new events arrive.
-        self.is_connected: Callable[[], bool] = lambda: False
+        self.is_connected: Callable[[], bool]
         self._background = Background(
             "the state service, which keeps the index up to date,", self._serve, is_cancelled=False
         )
         #: Leave the stream and discovery; blocks until done.
         self.stop = self._background.stop
-
-    def start(self) -> None:
-        """Connect, then follow in the background."""
         self._background.start()
         self._background.wait_ready()
 
     def wait_ready(self, timeout_s: float = 60.0) -> bool:
         """Wait until the stream's initial content is applied; False if that took longer."""
-        replica = self._need()
         try:
-            self._background.call(asyncio.wait_for(replica.wait_caught_up(), timeout_s))
+            self._background.call(asyncio.wait_for(self._replica.wait_caught_up(), timeout_s))
         except (asyncio.TimeoutError, TimeoutError):
             return False
         return True
 
     def snapshot(self) -> str:
         """Take a snapshot now; returns the outcome."""
-        if self._snapshots is None:
-            raise ClosedError("the state service is not running")
         return str(self._background.call(self._snapshots.take()).value)
 
     def keep_only(self, instance_ids: set[int]) -> None:
@@ -140,26 +127,19 @@ class StateService:
         """Counters; names include units."""
         counts = {f"{name}_total": count for name, count in self.sink.counts.items()}
         counts["away_workers"] = self.sink.away()
-        replica = dataclasses.asdict(self._need().stats)
+        replica = dataclasses.asdict(self._replica.stats)
         counts["applied_sequence"] = replica.pop("applied")
         counts |= {name: int(value) for name, value in replica.items()}
         counts["is_connected"] = int(self.is_connected())
-        if self._snapshots is not None:
-            counts |= dataclasses.asdict(self._snapshots.stats)
-        return counts
+        return counts | dataclasses.asdict(self._snapshots.stats)
 
     @property
     def snapshot_failure(self) -> str:
         """Why no snapshot can be taken now; empty if none failed."""
-        return "" if self._snapshots is None else self._snapshots.failure
+        return self._snapshots.failure
 
     def _is_complete(self) -> bool:
         return not (self._options.is_strict and self.sink.counts["refused"])
-
-    def _need(self) -> Replica:
-        if self._replica is None:
-            raise ClosedError("the state service is not running")
-        return self._replica
 
     async def _serve(self) -> None:
         options, settings = self._options, self._options.settings
@@ -178,12 +158,12 @@ class StateService:
                 keys, f"v1/locks/{where[0]}/{where[1]}/snapshot", ttl_s=options.lease_ttl_s
             )
             replica = Replica(self.name, log=log, blobs=blobs, roster=roster, sink=self.sink)
-            age_s = options.snapshot_age_s
             snapshots = Snapshots(
                 replica,
                 lock=lock,
                 threshold_messages=options.snapshot_threshold,
-                age_s_max=settings.stream_max_age_s / 4 if age_s is None else age_s,
+                # Messages are never deleted before a snapshot has them.
+                age_s_max=settings.stream_max_age_s / 4,
                 is_complete=self._is_complete,
             )
             self._replica, self._snapshots = replica, snapshots

@@ -194,7 +194,7 @@ class Replica:
             applied = self.stats.applied if is_same else 0
             is_behind = state.first > applied + 1 or not self.incarnation
             if pointer is not None and is_behind:
-                covered = pointer.sequence if pointer.incarnation == state.incarnation else 0
+                covered = pointer.covers(state.incarnation)
                 if covered > applied or not self.incarnation:
                     if not await self._restore(pointer):
                         continue

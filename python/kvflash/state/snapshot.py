@@ -152,8 +152,7 @@ class Snapshots:
             for _ in range(_RESET_ATTEMPTS):
                 pointer, revision = await self._blobs.pointer()
                 token = pointer.token + 1 if pointer else 1
-                is_same = pointer is not None and pointer.incarnation == incarnation
-                if pointer is not None and is_same and pointer.sequence >= sequence:
+                if pointer is not None and pointer.covers(incarnation) >= sequence:
                     # Another router has already seen the reset, and taken a snapshot since.
                     break
                 empty = Pointer(sequence, incarnation, None, token=token, taken_s=time.time())
@@ -194,8 +193,7 @@ class Snapshots:
 
     async def _is_due(self, state: LogState) -> bool:
         pointer, _ = await self._blobs.pointer()
-        is_same = pointer is not None and pointer.incarnation == state.incarnation
-        covered = pointer.sequence if pointer is not None and is_same else 0
+        covered = pointer.covers(state.incarnation) if pointer else 0
         fresh = state.last - max(covered, state.first - 1)
         if fresh <= 0:
             return False
@@ -216,8 +214,7 @@ class Snapshots:
         replica = self._replica
         pointer, revision = await self._blobs.pointer()
         state = await self._log.state()
-        is_same = pointer is not None and pointer.incarnation == state.incarnation
-        if pointer is not None and is_same and pointer.sequence >= state.last:
+        if pointer is not None and pointer.covers(state.incarnation) >= state.last:
             return Outcome.EMPTY
         if not await replica.wait_applied(state.last, state.incarnation, _APPLY_S_MAX):
             return Outcome.BEHIND

@@ -79,3 +79,7 @@ class Pointer:
     #: Grows with every change of the pointer, which happened at ``taken_s``.
     token: int = 0
     taken_s: float = 0.0
+
+    def covers(self, incarnation: str) -> int:
+        """The last message of this log that the snapshot covers; 0: none."""
+        return self.sequence if self.incarnation == incarnation else 0
