@@ -83,7 +83,7 @@ class EngineEvents:
             assert self._ports is not None
             events, replay = self._ports.endpoints(_ENGINE_HOST, self._ranks)[rank]
             self._relays[rank] = Relay(
-                lambda: BrokerOutlet(
+                BrokerOutlet(
                     self._component,
                     instance_id=self._component.runtime.instance_id,
                     dp_rank=rank,

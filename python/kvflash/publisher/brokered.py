@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 from kvflash._core import EventOutbox
@@ -41,7 +40,7 @@ _HEAD_BYTES_MAX = 16 * 1024
 
 
 class _Epochs:
-    """Start times of outlets in nanoseconds; they grow even if the clock is set back.
+    """Start times of engines in nanoseconds; they grow even if the clock is set back.
 
     Routers drop the batches of an earlier epoch than the worker's latest.
     """
@@ -57,6 +56,10 @@ class _Epochs:
 
 
 _EPOCHS = _Epochs()
+
+_Open = Callable[[], Awaitable[None]]
+#: Takes epoch, number and content of a batch.
+_Send = Callable[[int, int, bytes], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -104,10 +107,11 @@ class BrokerOutlet:
         self._place = place(component.namespace.name, component.name)
         self.endpoint = f"{self.kind}://{self._place}/{instance_id}/{dp_rank}"
         self._changed = threading.Condition()
-        self._waiting: deque[tuple[int, bytes]] = deque()
+        # Epoch, number and content of batches.
+        self._waiting: deque[tuple[int, int, bytes]] = deque()
         self._waiting_bytes = 0
         self._next_sequence = 0
-        self._counts = {"dropped_batches": 0, "errors": 0}
+        self._counts = {"batches": 0, "dropped_batches": 0, "errors": 0}
         if not has_local_index:
             self._counts["stored_batches"] = 0
         self._is_named = False
@@ -127,12 +131,13 @@ class BrokerOutlet:
         with self._changed:
             if self._is_closed:
                 raise ClosedError("the publisher is shut down")
-            self._waiting.append((self._next_sequence, payload))
+            self._waiting.append((self._epoch, self._next_sequence, payload))
             self._next_sequence += 1
+            self._counts["batches"] += 1
             self._waiting_bytes += len(payload)
             # The first one may be in flight.
             while self._waiting_bytes > _WAITING_BYTES_MAX and len(self._waiting) > 2:
-                self._waiting_bytes -= len(self._waiting[1][1])
+                self._waiting_bytes -= len(self._waiting[1][2])
                 del self._waiting[1]
                 self._counts["dropped_batches"] += 1
         self._background.call_soon(self._news.set)
@@ -141,6 +146,12 @@ class BrokerOutlet:
         """Skip sequence numbers of lost batches, so that readers see a gap."""
         with self._changed:
             self._next_sequence += batches
+            self._counts["batches"] += batches
+
+    def restart(self) -> None:
+        """Number from 0 again, for an engine that has restarted: readers begin anew."""
+        with self._changed:
+            self._epoch, self._next_sequence = _EPOCHS.next(), 0
 
     def flush(self, timeout_s: float = 10.0) -> bool:
         """Wait until all batches are stored (with a local index: sent); False after the timeout."""
@@ -161,11 +172,7 @@ class BrokerOutlet:
     def stats(self) -> dict[str, int]:
         """Counters; units are in the names."""
         counts = {f"{name}_total": count for name, count in self._counts.items()}
-        return {
-            "batches_total": self._next_sequence,
-            "waiting_bytes": self._waiting_bytes,
-            **counts,
-        }
+        return {"waiting_bytes": self._waiting_bytes, **counts}
 
     # -- everything below runs in the background
 
@@ -198,46 +205,48 @@ class BrokerOutlet:
         self._is_named = served is not None
         return served
 
-    def _destination(
-        self, client: Any, served: Served
-    ) -> tuple[Callable[[], Awaitable[None]], Callable[[int, bytes], Awaitable[None]]]:
+    def _destination(self, client: Any, served: Served) -> tuple[_Open, _Send]:
         """Functions that open the destination and send a batch there."""
         from kvflash.state.frames import Origin, event_headers, event_key  # noqa: PLC0415
 
-        origin = Origin(
-            instance_id=self._instance_id,
-            dp_rank=self._dp_rank,
-            epoch=self._epoch,
-            model_name=served.model_name,
-            block_size=self.block_size,
-            tenant_id="prefill" if served.is_prefill else "default",
-        )
+        def origin_of(epoch: int) -> Origin:
+            return Origin(
+                instance_id=self._instance_id,
+                dp_rank=self._dp_rank,
+                epoch=epoch,
+                model_name=served.model_name,
+                block_size=self.block_size,
+                tenant_id="prefill" if served.is_prefill else "default",
+            )
+
         if self._has_local_index:
             from kvflash.transport.local_index import LocalIndex  # noqa: PLC0415
             from kvflash.transport.nats_core import NatsCorePublisher  # noqa: PLC0415
 
-            core = NatsCorePublisher(
-                client,
-                self._place,
-                names.query_subject(self._place, self._instance_id, self._dp_rank),
-                LocalIndex(**asdict(origin)),
-                headers=partial(event_headers, origin),
-            )
-            return core.open, core.send
+            index = LocalIndex(**asdict(origin_of(self._epoch)))
+            query = names.query_subject(self._place, self._instance_id, self._dp_rank)
+            core = NatsCorePublisher(client, self._place, query, index)
+
+            async def publish(epoch: int, sequence: int, payload: bytes) -> None:
+                origin = origin_of(epoch)
+                if core.index.epoch != epoch:
+                    core.index = LocalIndex(**asdict(origin))
+                await core.send(event_headers(origin, sequence), sequence, payload)
+
+            return core.open, publish
         from kvflash.transport.jetstream import JetStreamLog  # noqa: PLC0415
 
         log = JetStreamLog(client, self._place, self._settings)
 
-        async def store(sequence: int, payload: bytes) -> None:
+        async def store(epoch: int, sequence: int, payload: bytes) -> None:
+            origin = origin_of(epoch)
             headers, key = event_headers(origin, sequence), event_key(origin, sequence)
             await log.append(headers, payload, key=key)
             self._counts["stored_batches"] += 1
 
         return log.ensure, store
 
-    async def _send_all(
-        self, open_: Callable[[], Awaitable[None]], send: Callable[[int, bytes], Awaitable[None]]
-    ) -> None:
+    async def _send_all(self, open_: _Open, send: _Send) -> None:
         is_open, pause_s, outage = False, _RETRY_S, Outage(logger, "events are stored again")
         while True:
             try:
@@ -267,11 +276,10 @@ class BrokerOutlet:
             pause_s = _RETRY_S
             outage.ends()
             with self._changed:
-                _, payload = self._waiting.popleft()
-                self._waiting_bytes -= len(payload)
+                self._waiting_bytes -= len(self._waiting.popleft()[2])
                 self._changed.notify_all()
 
-    async def _next(self) -> tuple[int, bytes] | None:
+    async def _next(self) -> tuple[int, int, bytes] | None:
         """The oldest waiting batch, as soon as there is one; None once closed."""
         while not self._waiting and not self._is_closed:
             await self._news.wait()

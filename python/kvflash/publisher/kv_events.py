@@ -153,13 +153,13 @@ class KvEventPublisher:
             if zmq_replay_endpoint is not None:
                 self.replay_endpoint = _endpoint("zmq_replay_endpoint", zmq_replay_endpoint)
         if component is not None and plane_of_events(event_plane) == "nats":
-            make = self._outlet_maker(component, worker_id, model_name, enable_local_indexer)
+            outlet = self._outlet(component, worker_id, model_name, enable_local_indexer)
             if zmq_endpoint is None:
-                self._source = BrokerStream(make(), dp_rank=self._dp_rank, tick_ms=tick_ms)
+                self._source = BrokerStream(outlet, dp_rank=self._dp_rank, tick_ms=tick_ms)
             else:
                 # The engine may use its own prefix, so its topic is unknown here.
                 topic = zmq_topic or ""
-                self._source = Relay(make, self.endpoint, self.replay_endpoint, topic)
+                self._source = Relay(outlet, self.endpoint, self.replay_endpoint, topic)
         elif zmq_endpoint is None:
             self._source = EventStream(
                 host=host or (own_address(component.runtime.host) if component else "127.0.0.1"),
@@ -196,18 +196,18 @@ class KvEventPublisher:
         # Also runs at process exit, and when the publisher is garbage-collected.
         self._end = weakref.finalize(self, _close, self._source, withdraw, os.getpid())
 
-    def _outlet_maker(
+    def _outlet(
         self, component: Component, worker_id: int, model_name: str | None, has_index: bool
-    ) -> Callable[[], BrokerOutlet]:
-        runtime, rank, block_size = component.runtime, self._dp_rank, self._block_size
+    ) -> BrokerOutlet:
+        runtime = component.runtime
         known = None if model_name is None else Served(model_name)
         cards = f"v1/models/{component.namespace.name}/{component.name}/"
-        # Holds no reference to the publisher, so that only its user keeps it alive.
-        return lambda: BrokerOutlet(
+        return BrokerOutlet(
             component,
             instance_id=worker_id or runtime.instance_id,
-            dp_rank=rank,
-            block_size=block_size,
+            dp_rank=self._dp_rank,
+            block_size=self._block_size,
+            # Holds no reference to the publisher, so that only its user keeps it alive.
             served=lambda: known or served_of(runtime.announced(cards)),
             has_local_index=has_index,
         )

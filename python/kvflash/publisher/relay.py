@@ -9,7 +9,6 @@ from typing import Any
 import zmq
 
 from kvflash.errors import KvflashError
-from kvflash.outage import Outage
 from kvflash.publisher.brokered import BrokerOutlet
 from kvflash.transport.options import ZmqOptions
 from kvflash.transport.zmq_socket import dial, explain, open_replay
@@ -28,25 +27,19 @@ _END = b"\xff" * 8
 class Relay:
     """Reads an engine's batches and hands them to an outlet; requests the ones that it missed.
 
-    A sequence number that repeats with other content means that the engine restarted, and begins a
-    new outlet; a restart goes unnoticed if the engine's numbers are already beyond those of the
-    one before. Batches that can no longer be had are skipped in the numbering, so that routers see
-    the gap.
+    A sequence number that repeats with other content means that the engine restarted; that goes
+    unnoticed if the engine's numbers are already beyond those of its life before. Batches that can
+    no longer be had are skipped in the numbering, so that routers see the gap.
     """
 
     #: Routers find the relayed batches at the broker.
     replay_endpoint: str | None = None
 
     def __init__(
-        self,
-        make_outlet: Callable[[], BrokerOutlet],
-        endpoint: str,
-        replay_endpoint: str | None,
-        topic: str,
+        self, outlet: BrokerOutlet, endpoint: str, replay_endpoint: str | None, topic: str
     ) -> None:
-        self._make_outlet = make_outlet
-        self._outlet = make_outlet()
-        self.kind, self.endpoint = self._outlet.kind, self._outlet.endpoint
+        self._outlet = outlet
+        self.kind, self.endpoint = outlet.kind, outlet.endpoint
         self._replay_endpoint = replay_endpoint
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
@@ -107,25 +100,13 @@ class Relay:
         if self._expected is not None and number < self._expected:
             if self._replayed.get(number) == hash(payload):
                 return
-            self._begin_anew()
+            self._counts["restarts"] += 1
+            self._outlet.restart()
+            self._expected = None
+            self._replayed.clear()
         if self._expected is None or number > self._expected:
             self._catch_up(self._expected or 0, number)
         self._put(number, payload)
-
-    def _begin_anew(self) -> None:
-        self._counts["restarts"] += 1
-        self._outlet.close()
-        outage = Outage(logger, "events are relayed again")
-        while not self._is_closed.is_set():
-            try:
-                self._outlet = self._make_outlet()
-                outage.ends()
-                break
-            except KvflashError as error:
-                outage.lasts(f"events are not relayed: {error}; trying again")
-                self._is_closed.wait(_PAUSE_S)
-        self._expected = None
-        self._replayed.clear()
 
     def _catch_up(self, first: int, end: int | None) -> None:
         """Fetch the batches from ``first`` up to ``end``, or all of them."""

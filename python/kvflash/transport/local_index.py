@@ -85,7 +85,7 @@ class LocalIndex:
         ring_batches: int = RING_BATCHES,
         ring_bytes: int = RING_BYTES,
     ) -> None:
-        self._epoch = epoch
+        self.epoch = epoch
         self._catalog = Catalog(max_blocks=0)
         self._publisher = self._catalog.register(
             instance_id,
@@ -112,19 +112,19 @@ class LocalIndex:
     def answer(self, start: int | None = None, end: int | None = None) -> Answer:
         """Batches ``start..=end`` if they are still kept, else a dump."""
         if start is not None and end is not None and end < start:
-            return Answer("invalid_range", self._epoch, start=start, end=end)
+            return Answer("invalid_range", self.epoch, start=start, end=end)
         if start is None or not self._ring:
             return self._dump()
         oldest, newest = self._ring[0][0], self._ring[-1][0]
         if start > newest:
-            return Answer("too_new", self._epoch, start=start, end=end, newest=newest)
+            return Answer("too_new", self.epoch, start=start, end=end, newest=newest)
         if start < oldest:
             return self._dump()
         stop = newest if end is None else min(end, newest)
         # Numbers grow, but not by one where a relay has skipped lost batches.
         first, behind = (bisect_left(self._ring, (number,)) for number in (start, stop + 1))
         found = islice(self._ring, first, behind)
-        return Answer("events", self._epoch, batches=list(found))
+        return Answer("events", self.epoch, batches=list(found))
 
     def respond(self, request: bytes) -> list[bytes]:
         """Encode the answer to an arbitrary query as parts."""
@@ -136,13 +136,13 @@ class LocalIndex:
                     raise ValueError(f"start and end are numbers of 64 bits, got {bound!r}")
             answer = self.answer(start, end)
         except Exception as error:
-            answer = Answer("error", self._epoch, message=str(error) or type(error).__name__)
+            answer = Answer("error", self.epoch, message=str(error) or type(error).__name__)
         return _parts(answer)
 
     def _dump(self) -> Answer:
         position = self._catalog.position(self._publisher)
         last = None if position is None else position[1]
-        return Answer("dump", self._epoch, data=b"".join(self._catalog.dump()), last=last)
+        return Answer("dump", self.epoch, data=b"".join(self._catalog.dump()), last=last)
 
 
 def _parts(answer: Answer) -> list[bytes]:

@@ -230,33 +230,25 @@ async def ask_worker(client: Client, subject: str, start: int | None, end: int |
 class NatsCorePublisher:
     """The worker's side: publishes batches and answers queries about its index."""
 
-    def __init__(
-        self,
-        client: Client,
-        subject: str,
-        query_subject: str,
-        index: LocalIndex,
-        *,
-        headers: Callable[[int], dict[str, str]],
-    ) -> None:
+    def __init__(self, client: Client, subject: str, query_subject: str, index: LocalIndex) -> None:
         self._client, self._subject, self._query_subject = client, subject, query_subject
-        self._index, self._headers = index, headers
+        #: Replaced when the engine has restarted.
+        self.index = index
 
     async def open(self) -> None:
         """Answer queries from now on."""
 
         async def respond(message: Any) -> None:
-            for part in self._index.respond(message.data):
+            for part in self.index.respond(message.data):
                 await message.respond(part)
 
         async with reaching(f"subject {self._query_subject}"):
             await self._client.subscribe(self._query_subject, cb=respond)
 
-    async def send(self, sequence: int, payload: bytes) -> None:
+    async def send(self, headers: dict[str, str], sequence: int, payload: bytes) -> None:
         """Publish a batch. Call in the order of the numbers."""
         # Into the index first: a reader that misses the message can query it.
-        self._index.record(sequence, payload)
-        headers = self._headers(sequence)
+        self.index.record(sequence, payload)
         # A message above the limit would end the connection. Routers see the gap, as they do for
         # messages lost while the server is down, and take a dump.
         if message_bytes(headers, payload) <= self._client.max_payload:

@@ -18,7 +18,7 @@ from kvflash.transport import names
 from kvflash.transport.local_index import LocalIndex, join, question
 from kvflash.transport.nats_connection import connect
 from kvflash.transport.nats_core import NatsCorePublisher, NatsCoreReceiver
-from servers import NatsServer
+from servers import NatsServer, outlet
 from service import VECTORS, until
 
 BLOCK = 4
@@ -141,7 +141,6 @@ class Worker(Background):
             SUBJECT,
             names.query_subject(SUBJECT, 1, 0),
             self._index,
-            headers=lambda sequence: event_headers(self._origin, sequence),
         )
         await self._publisher.open()
         await client.flush()
@@ -150,7 +149,8 @@ class Worker(Background):
         await client.close()
 
     def put(self, number: int, payload: bytes) -> None:
-        self.call(self._publisher.send(number, payload))
+        headers = event_headers(self._origin, number)
+        self.call(self._publisher.send(headers, number, payload))
 
     async def _record(self, number: int) -> None:
         self._index.record(number, batch(number))
@@ -275,6 +275,21 @@ def test_another_life_of_a_worker_begins_empty(settings, closing) -> None:
     closing.append(second)
     second.store(2)
     until(lambda: router.held() == 2, "the new life")
+
+
+def test_an_engine_that_restarts_has_an_empty_index(settings, closing) -> None:
+    router = Router(settings)
+    closing.append(router.receiver)
+    made = outlet(has_local_index=True, settings=settings)
+    try:
+        for number in range(5):
+            made.put(batch(number))
+        until(lambda: router.held() == 5, "the first life")
+        made.restart()
+        made.put(batch(7))
+        until(lambda: router.held() == 1, "the second life")
+    finally:
+        made.close()
 
 
 def test_a_worker_that_does_not_answer_is_followed_all_the_same(settings, closing) -> None:

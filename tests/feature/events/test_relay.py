@@ -251,7 +251,7 @@ def test_a_relay_goes_on_after_an_error(engine, caplog, failure) -> None:
     made, outlet = engine(), Outlet(failures=failure == "outlet")
     # Such an endpoint can't be dialed, as none can without a free file descriptor.
     replay = "tcp://127.0.0.1" if failure == "replay" else made.replay_endpoint
-    relay = Relay(lambda: cast(BrokerOutlet, outlet), made.endpoint, replay, "")
+    relay = Relay(cast(BrokerOutlet, outlet), made.endpoint, replay, "")
     try:
         made.wait_for_subscriber()
         say(made, 1, 2)
