@@ -27,8 +27,8 @@ from forks import Forked, Forks, read_at_start
 from kvflash import compute_sequence_hashes
 from kvflash._core import Indexer
 from kvflash.process import FedService
-from kvflash.transport.options import ZmqOptions
-from kvflash.transport.zmq import ZmqReceiver
+from kvflash.transport import zmq as zmq_transport
+from kvflash.transport import zmq_socket
 
 T = TypeVar("T")
 
@@ -379,20 +379,31 @@ class Engine:
 
 
 class EmbeddedIndexer:
-    """The indexer and its transport in this process, with limits of the test's choice."""
+    """The indexer and its transport in this process, which is quick to connect again.
+
+    ``replay_timeout_s`` holds for all publishers until its end.
+    """
 
     def __init__(
         self,
-        options: ZmqOptions | None = None,
         *,
+        replay_timeout_s: float = 5.0,
+        is_native: bool = True,
         workers: Iterable[dict[str, Any]] = (),
         **settings: Any,
     ) -> None:
+        self._patch = pytest.MonkeyPatch()
+        self._patch.setattr(zmq_socket, "_RECONNECT_MS_MAX", 200)
+        self._patch.setattr(zmq_transport, "_REFUSED_S", 0.2)
+        self._patch.setattr(zmq_transport, "_REPLAY_TIMEOUT_S", replay_timeout_s)
         indexer = Indexer(threads=2, drain_timeout_s=0.5, **settings)
         for worker in workers:
             indexer.register(**worker)
         self.catalog = indexer.catalog
-        self.receiver = ZmqReceiver(indexer.catalog, options)
+        with pytest.MonkeyPatch.context() as patch:
+            if not is_native:
+                patch.setattr(zmq_transport, "find_drain", lambda: None)
+            self.receiver = zmq_transport.ZmqReceiver(indexer.catalog)
         self._service = FedService(
             indexer, host="127.0.0.1", port=0, make_receiver=lambda _: self.receiver
         )
@@ -402,6 +413,7 @@ class EmbeddedIndexer:
     def close(self) -> None:
         self.http.close()
         self._service.stop()
+        self._patch.undo()
 
 
 def listener(http: Http, instance: int, rank: int = 0) -> dict[str, Any]:

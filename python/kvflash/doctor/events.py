@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import msgpack  # type: ignore[import-untyped,unused-ignore]
 import zmq
 
-from kvflash.transport.options import ZmqOptions
-from kvflash.transport.zmq_socket import dial
+from kvflash.transport.zmq_socket import MESSAGE_BYTES_MAX, dial
 
 #: Sockets that are open at once.
 SOCKETS_MAX = 256
@@ -217,7 +216,7 @@ def _dialed(
             socket.setsockopt(zmq.LINGER, 0)
             # An overflow here would look as if the engine had skipped batches.
             socket.setsockopt(zmq.RCVHWM, 20_000)
-            socket.setsockopt(zmq.MAXMSGSIZE, ZmqOptions.message_bytes_max)
+            socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
             if kind == zmq.SUB:
                 socket.setsockopt(zmq.SUBSCRIBE, b"")
             if is_monitored:

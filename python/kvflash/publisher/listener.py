@@ -10,8 +10,7 @@ import zmq.asyncio
 from kvflash._core import compute_block_hash_for_seq
 from kvflash.errors import InvalidArgumentError
 from kvflash.runtime.arguments import check_range
-from kvflash.transport.options import ZmqOptions
-from kvflash.transport.zmq_socket import dial
+from kvflash.transport.zmq_socket import MESSAGE_BYTES_MAX, dial
 
 _EVENTS_MAX = 4_096
 _U64 = (1 << 64) - 1
@@ -42,7 +41,7 @@ class ZmqKvEventListener:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, ZmqOptions.message_bytes_max)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
         self._socket.setsockopt(zmq.SUBSCRIBE, zmq_topic.encode())
         try:
             dial(self._socket, zmq_endpoint)

@@ -10,8 +10,7 @@ import zmq
 
 from kvflash.errors import KvflashError
 from kvflash.publisher.brokered import BrokerOutlet
-from kvflash.transport.options import ZmqOptions
-from kvflash.transport.zmq_socket import dial, explain, open_replay
+from kvflash.transport.zmq_socket import MESSAGE_BYTES_MAX, dial, explain, open_replay
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +43,7 @@ class Relay:
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, ZmqOptions.message_bytes_max)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
         self._socket.setsockopt(zmq.RCVHWM, _QUEUE_MESSAGES)
         self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
         dial(self._socket, endpoint)
@@ -135,7 +134,7 @@ class Relay:
         if self._replay_endpoint is None:
             return
         try:
-            socket = open_replay(self._context, ZmqOptions(), self._replay_endpoint, first)
+            socket = open_replay(self._context, self._replay_endpoint, first)
         except zmq.ZMQError as error:
             text = "can't request missed batches at %s: %s"
             logger.warning(text, self._replay_endpoint, explain(error))

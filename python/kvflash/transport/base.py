@@ -1,5 +1,6 @@
 """What event transports have in common: receivers, batches for a catalog, messages of a log."""
 
+import resource
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -8,6 +9,14 @@ from kvflash._core import Catalog
 
 #: Returned by ``Catalog.next_order``: kind, publisher, endpoint, replay endpoint.
 Order = tuple[str, int, str, str | None]
+
+
+def most_streams() -> int:
+    """Maximum of streams in this process, with three open files each and some left for others."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        limit = 1 << 20
+    return max(limit // 4, limit // 3 - 1_000)
 
 
 class Receiver(Protocol):

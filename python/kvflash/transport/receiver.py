@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvflash._core import Catalog
 from kvflash.transport import names
-from kvflash.transport.options import most_streams
+from kvflash.transport.base import most_streams
 
 if TYPE_CHECKING:
     from kvflash.transport.base import Order, Receiver

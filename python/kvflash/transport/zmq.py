@@ -13,10 +13,10 @@ from functools import partial
 import zmq
 
 from kvflash._core import Catalog, Repair, ZmqDrain
-from kvflash.transport.base import Order
-from kvflash.transport.options import ZmqOptions, most_streams
+from kvflash.transport.base import Order, most_streams
 from kvflash.transport.poller import Poller
 from kvflash.transport.zmq_socket import (
+    MESSAGE_BYTES_MAX,
     dial,
     dialable,
     explain,
@@ -36,6 +36,13 @@ _Part = bytes | zmq.Frame
 _RECONNECT_GRACE_S = 1.0
 # Longest wait for the ZMQ handshake of a connection; libzmq itself waits for 30 s.
 _HANDSHAKE_S = 10.0
+
+# Pause after a peer that closed the connection before the handshake.
+_REFUSED_S = 2.0
+# Time without progress after which a replay is given up.
+_REPLAY_TIMEOUT_S = 5.0
+# Messages passed to the core at once.
+_BATCH_MESSAGES = 256
 
 _NO_ADDRESS = "the host of the address is unknown here (DNS), or no route leads to it"
 
@@ -84,10 +91,9 @@ class _Subscription:
 class ZmqReceiver:
     """Feeds a catalog from the engines' ZMQ sockets."""
 
-    def __init__(self, catalog: Catalog, options: ZmqOptions | None = None) -> None:
+    def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._options = options or ZmqOptions()
-        self._drain = find_drain() if self._options.is_native else None
+        self._drain = find_drain()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         # The default, 1,023, is enough for 340 publishers: a SUB and two ends of its monitor each.
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
@@ -209,7 +215,7 @@ class ZmqReceiver:
             self._catalog,
             publisher,
             has_endpoint=replay_endpoint is not None,
-            timeout_s=self._options.replay_timeout_s,
+            timeout_s=_REPLAY_TIMEOUT_S,
             is_held=is_held,
         )
         subscription = _Subscription(publisher, endpoint, replay_endpoint, repair)
@@ -221,7 +227,7 @@ class ZmqReceiver:
         is_broken = subscription.is_open
         why = self._explain_end(subscription) if is_broken else "can't open a socket"
         try:
-            opened = open_stream(self._context, self._options)
+            opened = open_stream(self._context)
         except zmq.ZMQError as error:
             if is_broken:
                 self._reconnect_in(subscription, _RECONNECT_GRACE_S)
@@ -286,8 +292,9 @@ class ZmqReceiver:
                 "the engine's replay_endpoint, its HTTP port, or a proxy of a stopped engine? "
                 "Events come from `endpoint` of its --kv-events-config; connecting again"
             )
-        limit = self._options.message_bytes_max
-        return f"protocol violation, such as a frame above {limit} bytes; connecting again"
+        return (
+            f"protocol violation, such as a frame above {MESSAGE_BYTES_MAX} bytes; connecting again"
+        )
 
     def _report(self, subscription: _Subscription, status: str, message: str) -> None:
         now = time.monotonic()
@@ -301,7 +308,7 @@ class ZmqReceiver:
         with contextlib.suppress(zmq.ZMQError):
             subscription.socket.disconnect(dialable(subscription.endpoint))
         subscription.is_refused = True
-        self._reconnect_in(subscription, self._options.reconnect_ms_max / 1000)
+        self._reconnect_in(subscription, _REFUSED_S)
         self._report(subscription, "pending", self._explain_end(subscription))
 
     def _reconnect_in(self, subscription: _Subscription, wait_s: float) -> None:
@@ -356,8 +363,8 @@ class ZmqReceiver:
         if self._drain is None:
             messages = self._receive(subscription.socket)
         else:
-            socket, limit = subscription.socket, self._options.batch_messages
-            _, unread = self._drain.take(self._catalog, subscription.publisher, socket, limit)
+            publisher, socket = subscription.publisher, subscription.socket
+            _, unread = self._drain.take(self._catalog, publisher, socket, _BATCH_MESSAGES)
             messages = [] if unread is None else [list(unread)]
         if messages:
             self._follow(subscription, subscription.repair.live(messages))
@@ -365,7 +372,7 @@ class ZmqReceiver:
     def _receive(self, socket: zmq.Socket[bytes]) -> list[list[_Part]]:
         messages: list[list[_Part]] = []
         try:
-            for _ in range(self._options.batch_messages):
+            for _ in range(_BATCH_MESSAGES):
                 # Frames instead of recv_multipart: half the time, and no copy of the payload.
                 part = socket.recv(zmq.NOBLOCK, copy=False)
                 parts: list[_Part] = [part]
@@ -428,7 +435,7 @@ class ZmqReceiver:
         subscription.replay = None
         self._timed[subscription.publisher] = subscription
         try:
-            socket = open_replay(self._context, self._options, endpoint, first)
+            socket = open_replay(self._context, endpoint, first)
         except zmq.ZMQError as error:
             why = f"can't reach {endpoint}: {explain(error)}"
             self._follow(subscription, subscription.repair.unreachable(why))
@@ -442,5 +449,5 @@ class ZmqReceiver:
         if self._drain is None:
             effects = repair.answered(self._receive(socket))
         else:
-            effects = self._drain.answer(repair, socket, self._options.batch_messages)
+            effects = self._drain.answer(repair, socket, _BATCH_MESSAGES)
         self._follow(subscription, effects)

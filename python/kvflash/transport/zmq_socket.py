@@ -6,8 +6,15 @@ from typing import Any
 
 import zmq
 
-from kvflash.transport.options import ZmqOptions
-
+#: Largest frame in bytes; a publisher of a larger one is disconnected.
+MESSAGE_BYTES_MAX = 16 * 1024 * 1024
+# Messages that may wait in one socket.
+_RECEIVE_QUEUE_MESSAGES = 4_096
+# Messages of a replay that may wait. Engines send all that they keep at once, 10,000 batches by
+# vLLM's defaults, and drop what finds no room.
+_REPLAY_QUEUE_MESSAGES = 131_072
+# Longest pause between two attempts to connect.
+_RECONNECT_MS_MAX = 2_000
 _MONITORED = (
     zmq.EVENT_CONNECTED
     | zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -18,15 +25,15 @@ _MONITORED = (
 
 
 def open_stream(
-    context: zmq.Context[zmq.Socket[bytes]], options: ZmqOptions
+    context: zmq.Context[zmq.Socket[bytes]],
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
     """A SUB socket for all topics, not connected yet, and its monitor."""
     socket = context.socket(zmq.SUB)
     try:
-        socket.setsockopt(zmq.RCVHWM, options.receive_queue_messages)
-        socket.setsockopt(zmq.MAXMSGSIZE, options.message_bytes_max)
+        socket.setsockopt(zmq.RCVHWM, _RECEIVE_QUEUE_MESSAGES)
+        socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, options.reconnect_ms_max)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS_MAX)
         socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15_000)
         socket.setsockopt(zmq.LINGER, 0)
@@ -38,14 +45,14 @@ def open_stream(
 
 
 def open_replay(
-    context: zmq.Context[zmq.Socket[bytes]], options: ZmqOptions, endpoint: str, first: int
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, first: int
 ) -> zmq.Socket[bytes]:
     """A DEALER socket that has requested the batches from ``first`` on from ``endpoint``."""
     socket = context.socket(zmq.DEALER)
     try:
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RCVHWM, options.replay_queue_messages)
-        socket.setsockopt(zmq.MAXMSGSIZE, options.message_bytes_max)
+        socket.setsockopt(zmq.RCVHWM, _REPLAY_QUEUE_MESSAGES)
+        socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
         dial(socket, endpoint)
         socket.send_multipart([b"", first.to_bytes(8, "big")], zmq.NOBLOCK)
     except zmq.ZMQError:

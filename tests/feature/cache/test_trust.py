@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import zmq
 
-from kvflash.transport.options import ZmqOptions
 from service import (
     EmbeddedIndexer,
     batch,
@@ -19,12 +18,11 @@ from service import (
 from support_indexer import register_and_wait as register
 
 SIZE = 2
-QUICK = ZmqOptions(reconnect_ms_max=200)
 
 
 @pytest.fixture(scope="module")
 def embedded():
-    made = EmbeddedIndexer(QUICK)
+    made = EmbeddedIndexer()
     yield made
     made.close()
 
@@ -86,7 +84,7 @@ def test_connected_and_silent(http, engine):
 
 
 def test_a_replay_endpoint_that_does_not_answer_proves_nothing(engine):
-    hasty = EmbeddedIndexer(ZmqOptions(replay_timeout_s=0.3))
+    hasty = EmbeddedIndexer(replay_timeout_s=0.3)
     try:
         made, http = engine(), hasty.http
         made.answer = lambda first: None
@@ -267,7 +265,7 @@ def test_what_degrades_until_the_engine_clears(http, engine, code):
 
 
 def limited(engine, name, **settings):
-    embedded = EmbeddedIndexer(QUICK, **settings)
+    embedded = EmbeddedIndexer(**settings)
     try:
         made = engine()
         register(embedded.http, made)

@@ -11,7 +11,6 @@ import promql_parser
 import pytest
 import yaml
 
-from kvflash.transport.options import ZmqOptions
 from service import (
     VECTORS,
     EmbeddedIndexer,
@@ -65,7 +64,7 @@ def frontend_metrics():
 
 
 def indexer_metrics():
-    embedded = EmbeddedIndexer(ZmqOptions(), index_memory_bytes=64 * 2**20)
+    embedded = EmbeddedIndexer(index_memory_bytes=64 * 2**20)
     engine = Engine()
     try:
         body = {"instance_id": 1, "endpoint": engine.endpoint, "model_name": "m", "block_size": 2}

@@ -18,7 +18,6 @@ from kvflash.doctor.app import main
 from kvflash.doctor.checks import check_heard, listeners_of
 from kvflash.doctor.events import listen
 from kvflash.router import RouterService
-from kvflash.transport.options import ZmqOptions
 from service import (
     END_OF_REPLAY,
     EmbeddedIndexer,
@@ -31,12 +30,11 @@ from service import (
 from support_indexer import register_and_wait as register
 
 SIZE = 2
-QUICK = ZmqOptions(reconnect_ms_max=200)
 
 
 @pytest.fixture
 def embedded():
-    made = EmbeddedIndexer(QUICK)
+    made = EmbeddedIndexer()
     yield made
     made.close()
 

@@ -6,7 +6,6 @@ The index is compared with plain dictionaries, through GET /dump.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import random
 import re
 import resource
@@ -22,7 +21,6 @@ import zmq
 from kvflash import compute_block_hash_for_seq, compute_sequence_hashes
 from kvflash._core import Indexer
 from kvflash.doctor.events import ask_replays
-from kvflash.transport.options import ZmqOptions
 from kvflash.transport.zmq import ZmqReceiver
 from kvflash.transport.zmq_socket import open_replay
 from service import (
@@ -42,12 +40,11 @@ from service import (
 from support_indexer import register_and_wait as register
 
 SIZE = 2
-QUICK = ZmqOptions(reconnect_ms_max=200)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["native", "in Python"])
 def embedded(request):
-    made = EmbeddedIndexer(dataclasses.replace(QUICK, is_native=request.param))
+    made = EmbeddedIndexer(is_native=request.param)
     assert (made.receiver._drain is not None) == request.param
     yield made
     made.close()
@@ -56,15 +53,14 @@ def embedded(request):
 @pytest.fixture(params=[True, False], ids=["native", "in Python"])
 def hasty(request):
     """An indexer that soon gives a replay up, for those that wait for that."""
-    options = dataclasses.replace(QUICK, replay_timeout_s=0.5, is_native=request.param)
-    made = EmbeddedIndexer(options)
+    made = EmbeddedIndexer(replay_timeout_s=0.5, is_native=request.param)
     yield made.http
     made.close()
 
 
 def test_an_order_before_the_thread_runs_is_carried_out():
     """The thread of a busy machine starts late, and nothing but an order wakes it."""
-    receiver = ZmqReceiver(Indexer(threads=1).catalog, QUICK)
+    receiver = ZmqReceiver(Indexer(threads=1).catalog)
     carried_out = threading.Event()
     receiver._carry_out = lambda *_: carried_out.set()
     receiver.obey(("resume", 1, "", None))
@@ -399,7 +395,7 @@ def test_a_replay_of_a_far_number_does_not_deafen(http, engine):
 
 
 def test_garbage_after_a_reconnect_costs_nobody_else(engine):
-    embedded = EmbeddedIndexer(QUICK)
+    embedded = EmbeddedIndexer()
     try:
         made, other = engine(), engine()
         register(embedded.http, made)
@@ -453,7 +449,7 @@ def test_all_that_an_engine_keeps_waits_for_its_reader(zmq_socket):
     engine.setsockopt(zmq.SNDTIMEO, 5_000)
     port = engine.bind_to_random_port("tcp://127.0.0.1")
     with zmq.Context() as context:
-        replay = open_replay(context, ZmqOptions(), f"tcp://127.0.0.1:{port}", 0)
+        replay = open_replay(context, f"tcp://127.0.0.1:{port}", 0)
         peer, *_ = engine.recv_multipart()
         for sequence in range(10_000):
             engine.send_multipart([peer, b"", sequence.to_bytes(8, "big"), bytes(4_000)])
@@ -823,7 +819,7 @@ def subscription_of(receiver, made):
 
 
 def test_an_answer_that_waits_for_its_turn_is_not_late(engine):
-    embedded = EmbeddedIndexer(dataclasses.replace(QUICK, replay_timeout_s=0.5))
+    embedded = EmbeddedIndexer(replay_timeout_s=0.5)
     try:
         made, http = engine(), embedded.http
         register(http, made)

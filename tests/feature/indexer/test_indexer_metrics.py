@@ -9,7 +9,6 @@ import pytest
 
 from kvflash import ConfigError
 from kvflash.indexer import IndexerService
-from kvflash.transport.options import ZmqOptions
 from service import EmbeddedIndexer, Engine, batch, listener, stored, until, wait_for_sequence
 
 SIZE = 2
@@ -21,7 +20,7 @@ WORKER = {"model": "m", "tenant": "default", "instance_id": "1", "dp_rank": "0"}
 
 @pytest.fixture
 def embedded():
-    made = EmbeddedIndexer(ZmqOptions(reconnect_ms_max=200))
+    made = EmbeddedIndexer()
     yield made
     made.close()
 
