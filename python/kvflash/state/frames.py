@@ -16,11 +16,10 @@ from typing import NamedTuple
 from kvflash._core import Catalog
 from kvflash.errors import DecodeError, KvflashError, TransportError
 from kvflash.transport.base import Message
+from kvflash.transport.names import PUBLISHER, SEQUENCE
 
 logger = logging.getLogger(__name__)
 
-_PUBLISHER = "Kvflash-Publisher"
-_SEQUENCE = "Kvflash-Sequence"
 _INDEX = "Kvflash-Index"
 _KIND = "Kvflash-Kind"
 _RESET = "reset"
@@ -61,8 +60,8 @@ def event_headers(origin: Origin, sequence: int) -> dict[str, str]:
     """The headers of one batch."""
     index = [origin.model_name, origin.tenant_id, origin.block_size]
     return {
-        _PUBLISHER: f"{origin.instance_id}/{origin.dp_rank}/{origin.epoch}",
-        _SEQUENCE: str(sequence),
+        PUBLISHER: f"{origin.instance_id}/{origin.dp_rank}/{origin.epoch}",
+        SEQUENCE: str(sequence),
         # ASCII only, whatever the model's name.
         _INDEX: json.dumps(index),
     }
@@ -86,13 +85,13 @@ def _number(text: str, name: str) -> int:
 
 def _parse(headers: Mapping[str, str]) -> tuple[Origin, int]:
     """A message's publisher and sequence number; DecodeError names an invalid header."""
-    for name in (_PUBLISHER, _SEQUENCE, _INDEX):
+    for name in (PUBLISHER, SEQUENCE, _INDEX):
         if name not in headers:
             raise DecodeError(f"header {name} is missing")
-    who = headers[_PUBLISHER].split("/")
+    who = headers[PUBLISHER].split("/")
     if len(who) != 3:
-        raise DecodeError(f"{_PUBLISHER} must be instance/rank/epoch, got {headers[_PUBLISHER]!r}")
-    instance_id, dp_rank, epoch = (_number(part, _PUBLISHER) for part in who)
+        raise DecodeError(f"{PUBLISHER} must be instance/rank/epoch, got {headers[PUBLISHER]!r}")
+    instance_id, dp_rank, epoch = (_number(part, PUBLISHER) for part in who)
     try:
         model_name, tenant_id, block_size = json.loads(headers[_INDEX])
         # JSON can hold half a character ("\ud800"), which the catalog can't.
@@ -105,7 +104,7 @@ def _parse(headers: Mapping[str, str]) -> tuple[Origin, int]:
     if not is_fit or not isinstance(block_size, int) or not 0 < block_size < 1 << 32:
         raise DecodeError(f"{_INDEX} must be model, tenant, block size, got {headers[_INDEX]!r}")
     if dp_rank >= 1 << 32:
-        raise DecodeError(f"{_PUBLISHER}: rank {dp_rank} is above 4294967295")
+        raise DecodeError(f"{PUBLISHER}: rank {dp_rank} is above 4294967295")
     origin = Origin(
         instance_id=instance_id,
         dp_rank=dp_rank,
@@ -114,7 +113,7 @@ def _parse(headers: Mapping[str, str]) -> tuple[Origin, int]:
         tenant_id=tenant_id,
         block_size=block_size,
     )
-    return origin, _number(headers[_SEQUENCE], _SEQUENCE)
+    return origin, _number(headers[SEQUENCE], SEQUENCE)
 
 
 def _joined(one: Iterable[bytes], other: Iterable[bytes]) -> Iterator[bytes]:

@@ -30,9 +30,6 @@ from kvflash.transport.nats_connection import connect, message_bytes
 
 logger = logging.getLogger(__name__)
 
-PUBLISHER = "Kvflash-Publisher"
-SEQUENCE = "Kvflash-Sequence"
-
 #: Queries a worker, (instance id, dp rank), for batches start..=end, or for everything.
 Ask = Callable[[int, int, int | None, int | None], Awaitable[Answer]]
 
@@ -96,8 +93,8 @@ class CoreFollower:
         """Handle a message. From an unregistered worker it is dropped: its dump will include it."""
         self.stats["messages"] += 1
         try:
-            instance_id, dp_rank, epoch = map(int, (headers or {})[PUBLISHER].split("/"))
-            sequence = int((headers or {})[SEQUENCE])
+            instance_id, dp_rank, epoch = map(int, (headers or {})[names.PUBLISHER].split("/"))
+            sequence = int((headers or {})[names.SEQUENCE])
             if not 0 <= sequence < 1 << 64:
                 raise ValueError
         except (KeyError, ValueError):
