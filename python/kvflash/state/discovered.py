@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from kvflash.errors import ConfigError, KvflashError, TransportError
@@ -65,22 +66,14 @@ class DiscoveredLock:
     def __init__(self, keys: Discovery, key: str, *, ttl_s: float = 10.0) -> None:
         self._keys, self._key, self._ttl_s = keys, key, ttl_s
 
-    async def acquire(self) -> Lease | None:
-        """Take the lock, held as long as the lease lives; None if it is taken."""
+    @contextlib.asynccontextmanager
+    async def hold(self) -> AsyncIterator[Lease | None]:
+        """Hold the lock, as long as the lease lives; None if another has it."""
         lease = await self._keys.lease(self._ttl_s)
         try:
             is_ours = await self._keys.create(self._key, secrets.token_bytes(8), lease)
-        except KvflashError:
-            await self.release(lease)
-            raise
-        if not is_ours:
-            await lease.revoke()
-            return None
-        return lease
-
-    @staticmethod
-    async def release(lease: Lease) -> None:
-        """Release the lock; without effect when it is lost."""
-        # If the revocation is lost, the lease expires by itself.
-        with contextlib.suppress(KvflashError):
-            await lease.revoke()
+            yield lease if is_ours else None
+        finally:
+            # If the revocation is lost, the lease expires by itself.
+            with contextlib.suppress(KvflashError):
+                await lease.revoke()

@@ -118,14 +118,11 @@ class Snapshots:
 
     async def take(self) -> Outcome:
         """Take a snapshot now, unless another router is taking one; an error loses no data."""
-        grant = await self._lock.acquire()
-        if grant is None:
-            return Outcome.HELD
-        logger.debug("state of %s: locked", self._name)
-        try:
+        async with self._lock.hold() as grant:
+            if grant is None:
+                return Outcome.HELD
+            logger.debug("state of %s: locked", self._name)
             outcome = await self._take(grant)
-        finally:
-            await self._lock.release(grant)
         logger.debug("state of %s: unlocked", self._name)
         return outcome
 
@@ -138,38 +135,36 @@ class Snapshots:
         await self._log.ensure()
         await self._blobs.ensure()
         for _ in range(_RESET_ATTEMPTS):
-            grant = await self._lock.acquire()
-            if grant is not None:
+            async with self._lock.hold() as grant:
+                if grant is not None:
+                    return await self._reset()
+            await asyncio.sleep(_RESET_PAUSE_S)
+        raise TransportError(
+            f"--router-reset-states: the snapshot lock was held at {_RESET_ATTEMPTS} attempts"
+        )
+
+    async def _reset(self) -> None:
+        incarnation, sequence = await self._tell_reset()
+        logger.debug("state of %s: reset-told", self._name)
+        for _ in range(_RESET_ATTEMPTS):
+            pointer, revision = await self._blobs.pointer()
+            token = pointer.token + 1 if pointer else 1
+            if pointer is not None and pointer.covers(incarnation) >= sequence:
+                # Another router has already seen the reset, and taken a snapshot since.
+                break
+            empty = Pointer(sequence, incarnation, None, token=token, taken_s=time.time())
+            if await self._blobs.flip(empty, revision):
                 break
             await asyncio.sleep(_RESET_PAUSE_S)
         else:
             raise TransportError(
-                f"--router-reset-states: the snapshot lock was held at {_RESET_ATTEMPTS} attempts"
+                f"--router-reset-states: the pointer changed at {_RESET_ATTEMPTS} attempts"
             )
-        try:
-            incarnation, sequence = await self._tell_reset()
-            logger.debug("state of %s: reset-told", self._name)
-            for _ in range(_RESET_ATTEMPTS):
-                pointer, revision = await self._blobs.pointer()
-                token = pointer.token + 1 if pointer else 1
-                if pointer is not None and pointer.covers(incarnation) >= sequence:
-                    # Another router has already seen the reset, and taken a snapshot since.
-                    break
-                empty = Pointer(sequence, incarnation, None, token=token, taken_s=time.time())
-                if await self._blobs.flip(empty, revision):
-                    break
-                await asyncio.sleep(_RESET_PAUSE_S)
-            else:
-                raise TransportError(
-                    f"--router-reset-states: the pointer changed at {_RESET_ATTEMPTS} attempts"
-                )
-            logger.debug("state of %s: reset-flipped", self._name)
-            if (await self._log.state()).incarnation == incarnation:
-                await self._log.purge(sequence - 1)
-            logger.debug("state of %s: reset-purged", self._name)
-            await self._delete_others()
-        finally:
-            await self._lock.release(grant)
+        logger.debug("state of %s: reset-flipped", self._name)
+        if (await self._log.state()).incarnation == incarnation:
+            await self._log.purge(sequence - 1)
+        logger.debug("state of %s: reset-purged", self._name)
+        await self._delete_others()
 
     async def _tell_reset(self) -> tuple[str, int]:
         """Write the reset marker; returns its log and position."""
