@@ -7,7 +7,7 @@ import logging
 import struct
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -29,8 +29,6 @@ _MAGIC = b"kvfstate"
 _GONE_MAX = 65_536
 # How long their blocks are kept, in case they were only disconnected.
 _AWAY_S_MAX = 600.0
-# The latest messages that could not be understood, kept for diagnosis.
-_ASIDE_MAX = 16
 _COUNTS = (
     *("messages", "undecodable", "refused", "of_gone_workers", "of_earlier_lives"),
     *("lost_batches", "resets"),
@@ -158,11 +156,10 @@ class CatalogSink:
         self._away: OrderedDict[int, float] = OrderedDict()
         self._away_s_max, self._now_s = away_s_max, now_s
         self._moves = 0
-        self.aside: deque[tuple[int, str]] = deque(maxlen=_ASIDE_MAX)
         self.counts = dict.fromkeys(_COUNTS, 0)
 
     def apply(self, messages: Sequence[Message]) -> None:
-        """Apply messages in order; invalid ones are counted and set aside."""
+        """Apply messages in order; invalid ones are counted and dropped."""
         with self._lock:
             self._forget_away()
             run: list[list[bytes]] = []
@@ -318,7 +315,7 @@ class CatalogSink:
         try:
             origin, sequence = _parse(message.headers)
         except DecodeError as error:
-            self._set_aside("undecodable", message, str(error))
+            self._drop("undecodable", message, error)
             return None
         catalog, worker = self._catalog, origin.worker
         if origin.instance_id in self._gone:
@@ -348,7 +345,7 @@ class CatalogSink:
                     dp_rank=origin.dp_rank,
                 )
             except KvflashError as error:
-                self._set_aside("refused", message, str(error))
+                self._drop("refused", message, error)
                 return None
             publisher = self._publishers[worker] = _Publisher(catalog, number, key)
             catalog.set_status(number, "active")
@@ -366,12 +363,11 @@ class CatalogSink:
             catalog.give_up(number, last + 1)
             frames = frames[consumed:]
 
-    def _set_aside(self, kind: str, message: Message, reason: str) -> None:
+    def _drop(self, kind: str, message: Message, reason: KvflashError) -> None:
         self.counts[kind] += 1
-        self.aside.append((message.sequence, reason))
         if self.counts[kind] & (self.counts[kind] - 1) == 0:
             # Log the first, the second, the fourth ...: a broken publisher must not flood the log.
-            text, count = "message %d is set aside (%s, %d so far): %s", self.counts[kind]
+            text, count = "message %d is dropped (%s, %d so far): %s", self.counts[kind]
             logger.warning(text, message.sequence, kind, count, reason)
 
 

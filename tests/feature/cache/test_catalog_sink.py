@@ -220,15 +220,15 @@ def test_a_restored_worker_stays_in_the_index_of_the_snapshot(
 @pytest.mark.parametrize(
     "index", ['["\\ud800", "default", 4]', '["m", "\\udfff", 4]', "[" * 100_000]
 )
-def test_a_header_that_no_catalog_can_hold_is_set_aside(
-    sink: CatalogSink, catalog: Catalog, index: str
+def test_a_message_with_a_header_that_no_catalog_can_hold_is_dropped(
+    sink: CatalogSink, catalog: Catalog, index: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = message(2, 0)
     headers = {**broken.headers, "Kvflash-Index": index}
     sink.apply([message(1, 0), Message(broken.sequence, headers, broken.payload), message(1, 1)])
     assert blocks(catalog) == {1: 2}
     assert sink.counts["undecodable"] == 1
-    assert sink.aside[0][0] == broken.sequence
+    assert f"message {broken.sequence} is dropped (undecodable, 1 so far)" in caplog.text
 
 
 def test_who_is_told_of_another_way_is_left_to_whoever_does(

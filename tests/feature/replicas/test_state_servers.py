@@ -392,7 +392,7 @@ def test_a_message_that_was_deleted_is_counted_and_holds_nobody_up(env, worker, 
     until(lambda: blocks(catalog) == {1: 16}, "what came since")
 
 
-def test_what_cannot_be_understood_is_counted_and_set_aside(env, worker, service) -> None:
+def test_what_cannot_be_understood_is_counted_and_dropped(env, worker, service, caplog) -> None:
     catalog, attached = service()
     engine = worker(1)
     # Its life begins later, and it has not published anything yet.
@@ -409,8 +409,9 @@ def test_what_cannot_be_understood_is_counted_and_set_aside(env, worker, service
     engine.store(3)
     until(lambda: blocks(catalog) == {1: 12}, "what can be understood")
     assert attached.stats()["undecodable_total"] == 2
-    assert [sequence for sequence, _ in attached.sink.aside] == [1, 3]
-    assert "Kvflash-Publisher must be instance/rank/epoch" in attached.sink.aside[1][1]
+    first, second = (text for text in caplog.messages if "is dropped" in text)
+    assert first.startswith("message 1 is dropped (undecodable, 1 so far): header Kvflash-")
+    assert second.startswith("message 3 is dropped (undecodable, 2 so far): Kvflash-Publisher must")
 
 
 def test_a_worker_that_left_takes_its_blocks_along_and_brings_them_back(worker, service) -> None:
