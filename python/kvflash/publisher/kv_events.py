@@ -285,7 +285,8 @@ class KvEventPublisher:
 
         Cost: O(tokens) for validation and encoding. Waits only while 16 MiB are queued.
         """
-        outbox, args = self._outbox("publish_stored"), _without_event_id(args, named, "token_ids")
+        outbox = self._outbox("publish_stored")
+        args = _without_event_id(args, named, "token_ids")
         dropped = outbox.store(*args, **{"medium": "GPU", **named})
         if dropped is not None:
             self._warnings += 1
@@ -317,10 +318,8 @@ class KvEventPublisher:
             ConflictError: The publisher relays an engine's events.
             ClosedError: The publisher is shut down.
         """
-        outbox, args = (
-            self._outbox("publish_removed"),
-            _without_event_id(args, named, "block_hashes"),
-        )
+        outbox = self._outbox("publish_removed")
+        args = _without_event_id(args, named, "block_hashes")
         outbox.remove(*args, **{"medium": "GPU", **named})
 
     def publish_cleared(self) -> None:

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
-from kvflash.errors import ConfigError, KvflashError, TransportError
+from kvflash.errors import InvalidArgumentError, KvflashError
 
 if TYPE_CHECKING:
     from kvflash.discovery import Discovery, Lease
@@ -33,9 +33,7 @@ class DiscoveredRoster:
         """Add this router until its process ends or leaves; repeated after a lost lease."""
         try:
             await self._put(name)
-        except (TransportError, ConfigError):
-            raise
-        except KvflashError:
+        except InvalidArgumentError:
             # The store ended the lease before we learned of it.
             self._lease = None
             await self._put(name)

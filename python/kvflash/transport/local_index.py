@@ -47,7 +47,7 @@ class Answer:
     newest: int | None = None
     start: int | None = None
     end: int | None = None
-    message: str = ""
+    message: str | None = None
 
 
 def join(parts: list[dict[str, Any]]) -> Answer:
@@ -60,8 +60,7 @@ def join(parts: list[dict[str, Any]]) -> Answer:
             int(head["epoch"]),
             [(int(n), bytes(p)) for part in parts for n, p in part.get("batches", [])],
             b"".join(part.get("data", b"") for part in parts),
-            message=str(head.get("message", "")),
-            **{name: head.get(name) for name in ("last", "newest", "start", "end")},
+            **{name: head.get(name) for name in ("last", "newest", "start", "end", "message")},
         )
     except (IndexError, KeyError, ValueError, TypeError) as error:
         raise DecodeError(f"an answer of a worker's index is invalid: {error!r}") from None
@@ -146,11 +145,8 @@ class LocalIndex:
 
 
 def _parts(answer: Answer) -> list[bytes]:
-    named = {"start": answer.start, "end": answer.end, "newest": answer.newest}
-    head = {"kind": answer.kind, "epoch": answer.epoch, "last": answer.last}
-    head |= {name: value for name, value in named.items() if value is not None}
-    if answer.message:
-        head["message"] = answer.message
+    head = {name: value for name, value in vars(answer).items() if value is not None}
+    del head["batches"], head["data"]
     bodies: list[dict[str, Any]] = [
         {"data": answer.data[at : at + _PART_BYTES]}
         for at in range(0, len(answer.data), _PART_BYTES)
