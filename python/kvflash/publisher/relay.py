@@ -8,7 +8,7 @@ from typing import Any
 
 import zmq
 
-from kvflash.errors import KvflashError
+from kvflash.errors import InvalidArgumentError, KvflashError
 from kvflash.publisher.brokered import BrokerOutlet
 from kvflash.transport.zmq_socket import MESSAGE_BYTES_MAX, dial, explain, open_replay
 
@@ -46,7 +46,14 @@ class Relay:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
         self._socket.setsockopt(zmq.RCVHWM, _QUEUE_MESSAGES)
         self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
-        dial(self._socket, endpoint)
+        try:
+            dial(self._socket, endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(0)
+            outlet.close()
+            raise InvalidArgumentError(
+                f"zmq_endpoint must look like tcp://host:port, got {endpoint!r}: {error}"
+            ) from error
         self._expected: int | None = None
         self._replayed: OrderedDict[int, int] = OrderedDict()
         self._counts = {"relayed_batches": 0, "missed_batches": 0, "restarts": 0}

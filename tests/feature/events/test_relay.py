@@ -15,6 +15,7 @@ from typing import Any, cast
 import pytest
 
 from kvflash import DistributedRuntime, KvPushRouter, KvRouterConfig
+from kvflash.errors import InvalidArgumentError
 from kvflash.publisher import KvEventPublisher
 from kvflash.publisher.brokered import BrokerOutlet
 from kvflash.publisher.relay import Relay
@@ -231,6 +232,7 @@ class Outlet:
 
     def __init__(self, failures: int = 0) -> None:
         self.batches: list[bytes] = []
+        self.is_closed = False
         self._failures = failures
 
     def put(self, payload: bytes) -> None:
@@ -243,7 +245,14 @@ class Outlet:
         self.batches += [b""] * batches
 
     def close(self) -> None:
-        pass
+        self.is_closed = True
+
+
+def test_an_endpoint_that_cannot_be_dialed_is_refused() -> None:
+    outlet = Outlet()
+    with pytest.raises(InvalidArgumentError, match=r"zmq_endpoint must look like .*Protocol not"):
+        Relay(cast(BrokerOutlet, outlet), "http://127.0.0.1:1", None, "")
+    assert outlet.is_closed
 
 
 @pytest.mark.parametrize("failure", ["replay", "outlet"])
