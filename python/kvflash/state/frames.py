@@ -8,7 +8,7 @@ import struct
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -131,20 +131,13 @@ class CatalogSink:
     earlier life of a publisher are dropped.
 
     A worker that leaves may only be disconnected: its blocks are set aside, follow the log, are
-    part of snapshots, and count again when the worker is back. After ``away_s_max`` they are
+    part of snapshots, and count again when the worker is back. After ten minutes they are
     discarded. Its workers register endpoints that begin with ``scheme``.
 
     Consistency: safe to use from many threads; one applies at a time.
     """
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        scheme: str = "jetstream://log",
-        *,
-        away_s_max: float = _AWAY_S_MAX,
-        now_s: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, catalog: Catalog, scheme: str = "jetstream://log") -> None:
         self._catalog = catalog
         self._scheme = scheme
         self._lock = threading.RLock()
@@ -154,7 +147,6 @@ class CatalogSink:
         # Recently departed workers: their blocks, and until when these are kept.
         self._beside = Catalog()
         self._away: OrderedDict[int, float] = OrderedDict()
-        self._away_s_max, self._now_s = away_s_max, now_s
         self._moves = 0
         self.counts = dict.fromkeys(_COUNTS, 0)
 
@@ -277,7 +269,7 @@ class CatalogSink:
         self._beside.expel(instance_id)
         self._drop_publishers(instance_id)
         if self._move(instance_id, self._catalog, self._beside):
-            self._away[instance_id] = self._now_s() + self._away_s_max
+            self._away[instance_id] = time.monotonic() + _AWAY_S_MAX
             self._away.move_to_end(instance_id)
         else:
             self._forget(instance_id)
@@ -299,7 +291,7 @@ class CatalogSink:
             del self._publishers[worker]
 
     def _forget_away(self) -> None:
-        now_s = self._now_s()
+        now_s = time.monotonic()
         while self._away and next(iter(self._away.values())) <= now_s:
             self._forget(next(iter(self._away)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
 import msgpack
@@ -70,8 +71,10 @@ def catalog() -> Catalog:
 
 
 @pytest.fixture
-def sink(catalog: Catalog, clock: Clock) -> CatalogSink:
-    return CatalogSink(catalog, away_s_max=60.0, now_s=clock)
+def sink(catalog: Catalog, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> CatalogSink:
+    monkeypatch.setattr("kvflash.state.frames.time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr("kvflash.state.frames._AWAY_S_MAX", 60.0)
+    return CatalogSink(catalog)
 
 
 def test_who_stays_away_for_too_long_is_forgotten(
