@@ -178,7 +178,10 @@ class Replica:
         return not any(message.sequence > applied for message in messages)
 
     async def _look_after(self) -> bool:
-        """While no messages arrive: check whether the log is still the same, and has no more."""
+        """While no messages arrive: check whether the log is still the same, and has no more.
+
+        The reader may have lost its requests for them.
+        """
         state = await self.log.state()
         if state.incarnation != self.incarnation or state.first > self.stats.applied + 1:
             raise TransportError(f"log {state.incarnation} is not the one that was followed")

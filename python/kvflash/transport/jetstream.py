@@ -33,7 +33,6 @@ _PULL_BYTES = 16 * 1024 * 1024
 _WAITING_MESSAGES_MAX = 4 * _PULL_MESSAGES
 _WAITING_BYTES_MAX = 4 * _PULL_BYTES
 _PULL_EXPIRES_S = 30.0
-_HEARTBEAT_S = 5.0
 # Unacknowledged messages after which the server stops sending.
 _ACK_PENDING_MAX = 20_000
 _ACK_WAIT_S = 30.0
@@ -225,7 +224,6 @@ class JetStreamReader:
         self._waiting: asyncio.Queue[Msg] = asyncio.Queue(_WAITING_MESSAGES_MAX)
         self._subscription: Any = None
         self._wanted = 0
-        self._heard = 0.0
         self._last_reply: tuple[int, str] | None = None
         self._broken: TransportError | None = None
 
@@ -237,12 +235,12 @@ class JetStreamReader:
             pending_msgs_limit=_WAITING_MESSAGES_MAX,
             pending_bytes_limit=_WAITING_BYTES_MAX,
         )
-        self._heard = asyncio.get_running_loop().time()
 
     async def fetch(self, timeout_s: float) -> Sequence[Message]:
         """The next messages in order; empty after ``timeout_s``. Some may be missing or repeated.
 
-        Raises TransportError if the reader or its stream is gone, or the server can't be reached.
+        If requests for messages are lost, with a connection or a server, it returns none any more.
+        Raises TransportError if the server says that the reader or its stream is gone.
         """
         if self._broken is not None:
             raise self._broken
@@ -255,11 +253,7 @@ class JetStreamReader:
             try:
                 raw = await asyncio.wait_for(self._waiting.get(), end - loop.time())
             except asyncio.TimeoutError:
-                if loop.time() - self._heard > 3 * _HEARTBEAT_S:
-                    message = f"consumer {self._name}: nothing heard for {3 * _HEARTBEAT_S:g} s"
-                    raise TransportError(message) from None
                 return []
-            self._heard = loop.time()
             self._take(raw, messages)
             while not self._waiting.empty():
                 try:
@@ -291,7 +285,6 @@ class JetStreamReader:
             "batch": _PULL_MESSAGES,
             "max_bytes": _PULL_BYTES,
             "expires": int(_PULL_EXPIRES_S * 1e9),
-            "idle_heartbeat": int(_HEARTBEAT_S * 1e9),
         }
         async with reaching(f"consumer {self._name}"):
             await self._client.publish(self._next, json.dumps(request).encode(), reply=self._inbox)
@@ -300,8 +293,6 @@ class JetStreamReader:
     def _take(self, raw: Msg, messages: list[Message]) -> None:
         headers = raw.headers or {}
         status = headers.get("Status") if not raw.data else None
-        if status == "100":
-            return
         if status is not None:
             text = headers.get("Description", "")
             is_over = status in {"404", "408"} or (
