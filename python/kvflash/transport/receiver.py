@@ -24,8 +24,6 @@ class EventReceiver:
         self._catalog, self._has_broker = catalog, has_broker
         # By subject of the component; "" is the receiver with sockets.
         self._receivers: dict[str, Receiver] = {}
-        # By publisher; None takes no orders.
-        self._of: dict[int, Receiver | None] = {}
 
     def start(self) -> None:
         self._catalog.limit_sockets(most_streams())
@@ -34,11 +32,12 @@ class EventReceiver:
         """The first call for sockets returns once they are open."""
         kind, publisher, endpoint, _ = order
         if kind in ("subscribe", "hold"):
-            self._of[publisher] = self._receiver(publisher, endpoint)
-        receiver = self._of.get(publisher)
-        if kind == "unsubscribe":
-            self._of.pop(publisher, None)
-        if receiver is not None:
+            receiver = self._receiver(publisher, endpoint)
+            if receiver is not None:
+                receiver.obey(order)
+            return
+        # Those that do not know the publisher ignore it.
+        for receiver in self._receivers.values():
             receiver.obey(order)
 
     def stop(self) -> None:
