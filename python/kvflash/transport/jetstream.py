@@ -306,18 +306,10 @@ class JetStreamReader:
             self._wanted = max(0, self._wanted - left)
             return
         self._wanted = max(0, self._wanted - 1)
-        sequence = _sequence(raw.reply)
-        if sequence is None:
+        try:
+            sequence = raw.metadata.sequence.stream
+        except (nats.errors.NotJSMessageError, ValueError):
             logger.warning("consumer %s: a message that is not the stream's: dropped", self._name)
             return
         self._last_reply = (sequence, raw.reply)
         messages.append(Message(sequence, headers, raw.data))
-
-
-def _sequence(reply: str) -> int | None:
-    """The stream's number in an acknowledgement subject: the sixth token, or the eighth."""
-    parts = reply.split(".")
-    at = {9: 5}.get(len(parts), 7)
-    if len(parts) < 9 or parts[:2] != ["$JS", "ACK"] or not parts[at].isdigit():
-        return None
-    return int(parts[at])
