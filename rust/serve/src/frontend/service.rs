@@ -5,7 +5,7 @@ use std::sync::Arc;
 use axum::body::Body;
 use axum::extract::{OriginalUri, State};
 use axum::http::{HeaderMap, Method, StatusCode, Uri};
-use axum::routing::{get, on, post};
+use axum::routing::{MethodFilter, get, on, post};
 use axum::{Extension, Router};
 use kvflash_core::catalog::Catalog;
 use kvflash_core::clock::Clock;
@@ -135,7 +135,7 @@ impl FrontendApp {
     pub fn router(&self) -> Router {
         let forwarded = |row: &'static Row| {
             on(
-                row.verb.filter(),
+                MethodFilter::try_from(row.method.clone()).expect("rows have methods of routes"),
                 async move |State(app): State<Arc<App>>,
                             OriginalUri(uri): OriginalUri,
                             headers: HeaderMap,

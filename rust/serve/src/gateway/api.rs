@@ -4,7 +4,6 @@
 
 use axum::http::Method;
 use axum::response::Response;
-use axum::routing::MethodFilter;
 use serde_json::json;
 
 use crate::Reject;
@@ -131,52 +130,29 @@ impl Weight {
     }
 }
 
-/// The HTTP method of a path.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Verb {
-    Post,
-    Get,
-    Delete,
-}
-
-impl Verb {
-    pub fn method(self) -> Method {
-        match self {
-            Self::Post => Method::POST,
-            Self::Get => Method::GET,
-            Self::Delete => Method::DELETE,
-        }
-    }
-
-    /// The router's filter for it.
-    pub fn filter(self) -> MethodFilter {
-        MethodFilter::try_from(self.method()).expect("routes have filters for these methods")
-    }
-}
-
 /// A served path.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Row {
     pub path: &'static str,
-    pub verb: Verb,
+    pub method: Method,
     pub api: Api,
     pub form: Form,
     pub weight: Weight,
 }
 
-const fn row(path: &'static str, api: Api, form: Form) -> Row {
-    Row { path, verb: Verb::Post, api, form, weight: Weight::Text }
+const fn row(path: &'static str, api: Api, form: Form, weight: Weight) -> Row {
+    Row { path, method: Method::POST, api, form, weight }
 }
 
 /// A row that is balanced by load.
 const fn by_load(path: &'static str, weight: Weight) -> Row {
-    Row { weight, ..row(path, Api::Unmatched, Form::OpenAi) }
+    row(path, Api::Unmatched, Form::OpenAi, weight)
 }
 
 /// A row for a response kept by a worker.
-const fn of_response(verb: Verb, path: &'static str) -> Row {
+const fn of_response(method: Method, path: &'static str) -> Row {
     let api = Api::Unmatched;
-    Row { path, verb, api, form: Form::Responses, weight: Weight::Nothing }
+    Row { path, method, api, form: Form::Responses, weight: Weight::Nothing }
 }
 
 const CHAT: usize = 0;
@@ -184,13 +160,13 @@ const COMPLETIONS: usize = 1;
 
 /// Every path whose request is sent to a worker with its body.
 pub(crate) static ROWS: [Row; 20] = [
-    row("/v1/chat/completions", Api::Chat, Form::OpenAi),
-    row("/v1/completions", Api::Completions, Form::OpenAi),
-    row("/v1/responses", Api::Responses, Form::Responses),
-    row("/v1/messages", Api::Messages, Form::Anthropic),
-    Row { form: Form::Anthropic, ..by_load("/v1/messages/count_tokens", Weight::Nothing) },
-    row("/inference/v1/generate", Api::Tokens, Form::OpenAi),
-    row("/generate", Api::Generate, Form::OpenAi),
+    row("/v1/chat/completions", Api::Chat, Form::OpenAi, Weight::Text),
+    row("/v1/completions", Api::Completions, Form::OpenAi, Weight::Text),
+    row("/v1/responses", Api::Responses, Form::Responses, Weight::Text),
+    row("/v1/messages", Api::Messages, Form::Anthropic, Weight::Text),
+    row("/v1/messages/count_tokens", Api::Unmatched, Form::Anthropic, Weight::Nothing),
+    row("/inference/v1/generate", Api::Tokens, Form::OpenAi, Weight::Text),
+    row("/generate", Api::Generate, Form::OpenAi, Weight::Text),
     by_load("/v1/embeddings", Weight::Text),
     by_load("/v1/rerank", Weight::Text),
     by_load("/v2/rerank", Weight::Text),
@@ -208,9 +184,9 @@ pub(crate) static ROWS: [Row; 20] = [
 
 /// Every path that names a response: its worker answers, and no body is read.
 pub(crate) static RESPONSES: [Row; 3] = [
-    of_response(Verb::Get, "/v1/responses/{id}"),
-    of_response(Verb::Delete, "/v1/responses/{id}"),
-    of_response(Verb::Post, "/v1/responses/{id}/cancel"),
+    of_response(Method::GET, "/v1/responses/{id}"),
+    of_response(Method::DELETE, "/v1/responses/{id}"),
+    of_response(Method::POST, "/v1/responses/{id}/cancel"),
 ];
 
 impl Row {

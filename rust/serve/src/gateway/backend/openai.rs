@@ -162,9 +162,9 @@ pub(super) async fn open(
             _ => None,
         };
         if matches!(said.as_deref(), Some("Not Found" | "Method Not Allowed")) {
-            let Row { verb, path, .. } = plan.call.row;
-            let what = format!("{} {path}", verb.method());
-            let message = format!("worker {id} does not serve {what}: its engine has no such API");
+            let Row { method, path, .. } = plan.call.row;
+            let message =
+                format!("worker {id} does not serve {method} {path}: its engine has no such API");
             return Err(Failed::new("no_such_api", message, StatusCode::NOT_IMPLEMENTED));
         }
         if parts.status == StatusCode::NOT_FOUND {
@@ -316,7 +316,7 @@ async fn send(
         None => held(body),
         Some(rest) => Outgoing::Right(Forwarded::new(body, Arc::clone(rest))),
     };
-    let mut request = upstream_request(&call.row.verb.method(), target, &headers, rank, body);
+    let mut request = upstream_request(&call.row.method, target, &headers, rank, body);
     // The id in the client's answer, which is the client's own if that is usable.
     if head.caller.client().is_none()
         && let Ok(id) = HeaderValue::try_from(request_id)
