@@ -297,6 +297,15 @@ impl<'de> IntoDeserializer<'de, serde_json::Error> for JsonText<'de> {
     }
 }
 
+/// The same, with a default in place of null.
+pub(super) fn object_or_default<'de, T, D>(deserializer: D) -> Result<T, D::Error>
+where
+    T: Deserialize<'de> + Default,
+    D: Deserializer<'de>,
+{
+    object(deserializer).map(Option::unwrap_or_default)
+}
+
 impl<'de> Deserializer<'de> for JsonText<'de> {
     type Error = serde_json::Error;
 

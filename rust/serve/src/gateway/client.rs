@@ -11,7 +11,7 @@ use kvflash_core::select::Request;
 use serde::Deserialize;
 
 use super::api::Api;
-use super::body::{Object, Raw, object};
+use super::body::{Object, Raw, object_or_default};
 use super::call::{Call, Prompt};
 use super::envelope::Envelope;
 use crate::Reject;
@@ -157,11 +157,13 @@ const QUERY: &str = "query_instance_id";
 pub(crate) struct Nvext {
     annotations: Option<Vec<String>>,
     backend_instance_id: Option<InstanceId>,
-    prefill_worker_id: Option<InstanceId>,
+    /// The worker that must prefill.
+    pub prefill_worker_id: Option<InstanceId>,
     decode_worker_id: Option<InstanceId>,
-    #[serde(deserialize_with = "object")]
-    agent_hints: Option<AgentHints>,
-    seed: Option<u64>,
+    #[serde(deserialize_with = "object_or_default")]
+    agent_hints: AgentHints,
+    /// The seed of routing's random draw; not the seed of the answer's tokens.
+    pub seed: Option<u64>,
 }
 
 /// Hints of an agent framework about a request.
@@ -215,30 +217,19 @@ impl Nvext {
         self.decode_worker_id.or(self.backend_instance_id)
     }
 
-    /// The seed of routing's random draw; not the seed of the answer's tokens.
-    pub fn seed(&self) -> Option<u64> {
-        self.seed
-    }
-
     /// Its priority in the queue; higher values go first.
     pub fn priority(&self) -> Option<f64> {
-        let hints = self.agent_hints?;
-        hints.priority.or(hints.latency_sensitivity)
+        self.agent_hints.priority.or(self.agent_hints.latency_sensitivity)
     }
 
     /// It goes before all requests with a lower value.
     pub fn strict_priority(&self) -> Option<u32> {
-        self.agent_hints?.strict_priority
+        self.agent_hints.strict_priority
     }
 
     /// Expected tokens of the answer.
     pub fn expected_output_tokens(&self) -> Option<u64> {
-        self.agent_hints.and_then(|hints| hints.osl)
-    }
-
-    /// The worker that must prefill.
-    pub fn prefill_pin(&self) -> Option<InstanceId> {
-        self.prefill_worker_id
+        self.agent_hints.osl
     }
 }
 

@@ -143,7 +143,7 @@ impl Plan {
         let known = understand(app, &call, &envelope, &pool, &model).await?;
         let request = Request {
             request_id: Some(call.request_id.clone()),
-            overrides: RouteOverride { seed: nvext.seed(), ..RouteOverride::default() },
+            overrides: RouteOverride { seed: nvext.seed, ..RouteOverride::default() },
             alias,
             pin: pin(&pool, nvext.decode_pin())?.or(kept.as_ref().map(|kept| kept.pin())),
             wish: urgency.wish(),

@@ -188,7 +188,7 @@ impl Prefill {
         if plan.call.api().output_limit().is_none() || stored::is_continued(&plan.call.body) {
             return Self::of_whole(app, plan);
         }
-        let (pool, pinned) = (app.fleet.prefill_pool(name), plan.call.nvext.prefill_pin());
+        let (pool, pinned) = (app.fleet.prefill_pool(name), plan.call.nvext.prefill_worker_id);
         if let Some(id) = pinned
             && pool.as_ref().is_none_or(|pool| pool.members().get(id).is_none())
         {

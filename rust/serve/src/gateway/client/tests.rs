@@ -70,7 +70,7 @@ fn pins_and_annotations() {
     }
     assert!(!parse(r#"{"annotations": ["query_instance"]}"#).unwrap().is_query());
     let both = parse(r#"{"backend_instance_id": 1, "decode_worker_id": 2}"#).unwrap();
-    assert_eq!((both.decode_pin(), both.prefill_pin()), (Some(2), None));
+    assert_eq!((both.decode_pin(), both.prefill_worker_id), (Some(2), None));
     let json = r#"{"agent_hints": {"priority": 10, "strict_priority": 2, "osl": 5}}"#;
     let hints = parse(json).unwrap();
     assert_eq!((hints.priority(), hints.strict_priority()), (Some(10.0), Some(2)));
