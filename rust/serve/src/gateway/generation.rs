@@ -1,11 +1,10 @@
-//! The generation options of an OpenAI body, for a token worker.
+//! The generation options of an OpenAI body, for a token worker, constraints of the answer included.
 
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use super::api::Api;
-use super::body::{Body, object};
-use super::guide::{Guides, ResponseFormat};
+use super::body::{Body, object, object_or_default};
 use crate::Reject;
 
 /// Tokens of a completion without a limit.
@@ -16,13 +15,16 @@ const MAX_STOP_BYTES: usize = 4_096;
 /// Maximum token ids that end an answer.
 const MAX_STOP_TOKENS: usize = 1_024;
 
+/// Keys that constrain the answer; the others only configure how.
+const KINDS: [&str; 6] = ["json", "json_object", "regex", "choice", "grammar", "structural_tag"];
+
 /// The fields that generation needs. Others do not affect a token worker.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 struct Fields {
     stream: Option<bool>,
-    #[serde(deserialize_with = "object")]
-    stream_options: Option<StreamOptions>,
+    #[serde(deserialize_with = "object_or_default")]
+    stream_options: StreamOptions,
     max_tokens: Option<u64>,
     max_completion_tokens: Option<u64>,
     min_tokens: Option<u64>,
@@ -51,18 +53,12 @@ struct Fields {
     #[serde(deserialize_with = "object")]
     response_format: Option<ResponseFormat>,
     structured_outputs: Option<Map<String, Value>>,
-    guided_json: Option<Value>,
-    guided_regex: Option<Value>,
-    guided_choice: Option<Value>,
-    guided_grammar: Option<Value>,
-    guided_whitespace_pattern: Option<Value>,
-    guided_decoding_backend: Option<Value>,
     tool_choice: Option<Value>,
     bad_words: Option<Value>,
     allowed_token_ids: Option<Value>,
     logits_processors: Option<Value>,
-    #[serde(deserialize_with = "object")]
-    nvext: Option<Extension>,
+    #[serde(deserialize_with = "object_or_default")]
+    nvext: Extension,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -86,12 +82,45 @@ struct Extension {
     min_tokens: Option<u64>,
     top_k: Option<i64>,
     repetition_penalty: Option<f64>,
+    #[serde(flatten)]
+    guided: Guided,
+}
+
+/// The constraints of an answer, by what vLLM calls them.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct Guided {
     guided_json: Option<Value>,
     guided_regex: Option<Value>,
     guided_choice: Option<Value>,
     guided_grammar: Option<Value>,
     guided_whitespace_pattern: Option<Value>,
     guided_decoding_backend: Option<Value>,
+}
+
+impl Guided {
+    /// With the key of each in the format of workers.
+    fn fields(&self) -> [(&'static str, &'static str, Option<&Value>); 6] {
+        [
+            ("guided_json", "json", self.guided_json.as_ref()),
+            ("guided_regex", "regex", self.guided_regex.as_ref()),
+            ("guided_choice", "choice", self.guided_choice.as_ref()),
+            ("guided_grammar", "grammar", self.guided_grammar.as_ref()),
+            (
+                "guided_whitespace_pattern",
+                "whitespace_pattern",
+                self.guided_whitespace_pattern.as_ref(),
+            ),
+            ("guided_decoding_backend", "backend", self.guided_decoding_backend.as_ref()),
+        ]
+    }
+}
+
+#[derive(Debug, Deserialize)]
+struct ResponseFormat {
+    #[serde(rename = "type")]
+    kind: String,
+    json_schema: Option<Value>,
 }
 
 /// When an answer ends.
@@ -120,8 +149,8 @@ pub(crate) struct Generation {
 #[serde(default)]
 struct Form {
     stream: Option<bool>,
-    #[serde(deserialize_with = "object")]
-    stream_options: Option<StreamOptions>,
+    #[serde(deserialize_with = "object_or_default")]
+    stream_options: StreamOptions,
 }
 
 impl Generation {
@@ -131,7 +160,7 @@ impl Generation {
     /// 400 naming the field, what is legal and what came.
     pub fn of_text(body: &Body) -> Result<Self, Reject> {
         let Form { stream, stream_options } = body.read()?;
-        let includes_usage = stream_options.is_some_and(|it| it.include_usage.unwrap_or(false));
+        let includes_usage = stream_options.include_usage.unwrap_or(false);
         Ok(Self { is_stream: stream.unwrap_or(false), includes_usage, ..Self::default() })
     }
 
@@ -157,7 +186,7 @@ impl Generation {
     pub fn parse(api: Api, body: &Body) -> Result<Self, Reject> {
         let fields: Fields = body.read()?;
         fields.refuse(api)?;
-        let nvext = fields.nvext.as_ref();
+        let nvext = &fields.nvext;
         let mut sampling = Map::new();
         let mut put = |name: &str, value: Option<Value>| {
             if let Some(value) = value {
@@ -169,17 +198,16 @@ impl Generation {
         put("min_p", range("min_p", fields.min_p, 0.0, 1.0)?);
         put("presence_penalty", range("presence_penalty", fields.presence_penalty, -2.0, 2.0)?);
         put("frequency_penalty", range("frequency_penalty", fields.frequency_penalty, -2.0, 2.0)?);
-        let penalty = fields.repetition_penalty.or_else(|| nvext?.repetition_penalty);
+        let penalty = fields.repetition_penalty.or(nvext.repetition_penalty);
         put("repetition_penalty", range("repetition_penalty", penalty, 0.0, 100.0)?);
-        put("top_k", fields.top_k.or_else(|| nvext?.top_k).map(Value::from));
+        put("top_k", fields.top_k.or(nvext.top_k).map(Value::from));
         put("seed", fields.seed.map(Value::from));
         put("logit_bias", fields.logit_bias.clone().map(Value::Object));
-        put("guided_decoding", fields.guides().guided_decoding()?);
+        put("guided_decoding", fields.guided_decoding(&body.read()?)?);
         put("n", Some(json!(1)));
-        let stream_options = fields.stream_options.as_ref();
         Ok(Self {
             is_stream: fields.stream.unwrap_or(false),
-            includes_usage: stream_options.is_some_and(|o| o.include_usage.unwrap_or(false)),
+            includes_usage: fields.stream_options.include_usage.unwrap_or(false),
             keeps_special_tokens: !fields.skip_special_tokens.unwrap_or(true),
             limits: fields.limits(api)?,
             sampling,
@@ -226,32 +254,6 @@ pub(crate) fn tool_names(body: &Body) -> Result<Vec<String>, Reject> {
 }
 
 impl Fields {
-    /// The fields that constrain the answer; those outside of `nvext` take precedence here, too.
-    fn guides<'a>(&'a self) -> Guides<'a> {
-        let nvext = self.nvext.as_ref();
-        let either = |own: &'a Option<Value>, nested: fn(&'a Extension) -> &'a Option<Value>| {
-            own.as_ref().or_else(|| nested(nvext?).as_ref())
-        };
-        Guides {
-            response_format: self.response_format.as_ref(),
-            structured_outputs: self.structured_outputs.as_ref(),
-            guided: [
-                ("guided_json", either(&self.guided_json, |it| &it.guided_json)),
-                ("guided_regex", either(&self.guided_regex, |it| &it.guided_regex)),
-                ("guided_choice", either(&self.guided_choice, |it| &it.guided_choice)),
-                ("guided_grammar", either(&self.guided_grammar, |it| &it.guided_grammar)),
-                (
-                    "guided_whitespace_pattern",
-                    either(&self.guided_whitespace_pattern, |it| &it.guided_whitespace_pattern),
-                ),
-                (
-                    "guided_decoding_backend",
-                    either(&self.guided_decoding_backend, |it| &it.guided_decoding_backend),
-                ),
-            ],
-        }
-    }
-
     /// Unsupported options of token workers are refused, because an answer that ignored them would
     /// be wrong.
     fn refuse(&self, api: Api) -> Result<(), Reject> {
@@ -300,8 +302,44 @@ impl Fields {
         }
     }
 
+    /// The constraint of the answer, in the format of the engines' guided decoding; `None` without
+    /// one.
+    fn guided_decoding(&self, own: &Guided) -> Result<Option<Value>, Reject> {
+        let mut guide = Map::new();
+        let mut said: Vec<&'static str> = Vec::new();
+        let mut put = |field: &'static str, key: &str, value: Value| {
+            if KINDS.contains(&key) {
+                said.push(field);
+            }
+            guide.insert(key.to_owned(), value);
+        };
+        if let Some(format) = &self.response_format
+            && let Some((key, value)) = format.guide()?
+        {
+            put("response_format", key, value);
+        }
+        for (key, value) in self.structured_outputs.iter().flatten() {
+            if !value.is_null() && *value != Value::Bool(false) {
+                put("structured_outputs", key, checked("structured_outputs", key, value)?);
+            }
+        }
+        let nvext = self.nvext.guided.fields();
+        for ((field, key, own), (_, _, nested)) in own.fields().into_iter().zip(nvext) {
+            if let Some(value) = own.or(nested) {
+                put(field, key, checked(field, key, value)?);
+            }
+        }
+        match said[..] {
+            [] => Ok(None),
+            [_] => Ok(Some(Value::Object(guide))),
+            [first, second, ..] => Err(Reject::bad_request(format!(
+                "{first}: an answer can have only one constraint, and {second} gives another"
+            ))),
+        }
+    }
+
     fn limits(self, api: Api) -> Result<Limits, Reject> {
-        let nvext = self.nvext.as_ref();
+        let nvext = &self.nvext;
         let named = self.max_completion_tokens.or(self.max_tokens);
         let max_tokens = match (api, named) {
             (_, Some(0)) => {
@@ -310,13 +348,13 @@ impl Fields {
             (Api::Completions, None) => Some(COMPLETION_TOKENS),
             (_, named) => named,
         };
-        let min_tokens = self.min_tokens.or_else(|| nvext?.min_tokens).unwrap_or(0);
+        let min_tokens = self.min_tokens.or(nvext.min_tokens).unwrap_or(0);
         if max_tokens.is_some_and(|most| min_tokens > most) {
             let most = max_tokens.unwrap_or(0);
             let why = format!("min_tokens: must be at most max_tokens ({most}), got {min_tokens}");
             return Err(Reject::bad_request(why));
         }
-        let ignore_eos = self.ignore_eos.or_else(|| nvext?.ignore_eos).unwrap_or(false);
+        let ignore_eos = self.ignore_eos.or(nvext.ignore_eos).unwrap_or(false);
         let stop = match self.stop {
             None => Vec::new(),
             Some(Stop::One(stop)) => vec![stop],
@@ -348,6 +386,50 @@ impl Fields {
     }
 }
 
+impl ResponseFormat {
+    fn guide(&self) -> Result<Option<(&'static str, Value)>, Reject> {
+        match self.kind.as_str() {
+            "text" => Ok(None),
+            "json_object" => Ok(Some(("json_object", json!(true)))),
+            "json_schema" => {
+                let schema = self.json_schema.as_ref().and_then(|named| named.get("schema"));
+                let schema = schema.ok_or_else(|| {
+                    Reject::bad_request("response_format.json_schema.schema: is required")
+                })?;
+                Ok(Some(("json", schema.clone())))
+            }
+            other => Err(Reject::bad_request(format!(
+                "response_format.type: must be text, json_object or json_schema, got {other:?}"
+            ))),
+        }
+    }
+}
+
+/// The value in the format that is passed on.
+fn checked(field: &'static str, key: &str, value: &Value) -> Result<Value, Reject> {
+    let wrong = |legal: &str| {
+        Err(Reject::bad_request(format!("{field}: {key} must be {legal}, got {value}")))
+    };
+    match (key, value) {
+        // A schema may be given as a string.
+        ("json", Value::String(text)) => match serde_json::from_str(text) {
+            Ok(schema @ (Value::Object(_) | Value::Bool(_))) => Ok(schema),
+            _ => wrong("a JSON schema"),
+        },
+        ("json", Value::Object(_) | Value::Bool(_)) => Ok(value.clone()),
+        ("json", _) => wrong("a JSON schema"),
+        ("choice", Value::Array(choices))
+            if !choices.is_empty() && choices.iter().all(Value::is_string) =>
+        {
+            Ok(value.clone())
+        }
+        ("choice", _) => wrong("a list of strings that is not empty"),
+        ("regex" | "grammar", Value::String(text)) if !text.is_empty() => Ok(value.clone()),
+        ("regex" | "grammar", _) => wrong("a string that is not empty"),
+        _ => Ok(value.clone()),
+    }
+}
+
 fn range(
     field: &'static str,
     value: Option<f64>,
@@ -364,110 +446,4 @@ fn range(
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
-
-    fn parse(api: Api, body: Value) -> Result<Generation, String> {
-        Generation::parse(api, &Body::parse(body.to_string().into()).unwrap()).map_err(|reject| {
-            assert_eq!(reject.status.as_u16(), 400);
-            reject.message
-        })
-    }
-
-    #[test]
-    fn limits_come_from_either_name_and_fit_the_context() {
-        let mut both =
-            parse(Api::Chat, json!({"max_tokens": 5, "max_completion_tokens": 9})).unwrap();
-        assert_eq!(both.limits.max_tokens, Some(9));
-        both.fit(6, Some(10)).unwrap();
-        assert_eq!(both.limits.max_tokens, Some(4));
-        let error = both.fit(10, Some(10)).unwrap_err().message;
-        assert!(
-            error.contains("10 tokens; the model's limit for prompt and answer is 10"),
-            "{error}"
-        );
-        let mut open = parse(Api::Chat, json!({})).unwrap();
-        open.fit(6, None).unwrap();
-        assert_eq!(open.limits.max_tokens, None);
-        assert_eq!(parse(Api::Completions, json!({})).unwrap().limits.max_tokens, Some(16));
-    }
-
-    #[test]
-    fn tools_have_names_unless_none_may_be_called() {
-        let tool = |name: &str| json!({"type": "function", "function": {"name": name}});
-        for (body, wanted) in [
-            (json!({}), vec![]),
-            (json!({"tools": [tool("f"), tool("g"), 1, {"name": "h"}]}), vec!["f", "g"]),
-            (json!({"tools": [tool("f")], "tool_choice": "auto"}), vec!["f"]),
-            (json!({"tools": [tool("f")], "tool_choice": "none"}), vec![]),
-            (json!({"tools": "f"}), vec![]),
-        ] {
-            let names = tool_names(&Body::parse(body.to_string().into()).unwrap()).unwrap();
-            assert_eq!(names, wanted, "{body}");
-        }
-    }
-
-    #[test]
-    fn every_setting_reaches_the_worker() {
-        let body = json!({
-            "stream": true, "stream_options": {"include_usage": true}, "stop": "a", "seed": -3,
-            "stop_token_ids": [4], "min_tokens": 2, "temperature": 0.5, "top_k": -1,
-            "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}},
-            "nvext": {"ignore_eos": true, "top_k": 9},
-        });
-        let got = parse(Api::Chat, body).unwrap();
-        assert!(got.is_stream && got.includes_usage && got.limits.ignore_eos);
-        assert_eq!((&got.limits.stop[..], got.limits.min_tokens), (&["a".to_owned()][..], 2));
-        assert_eq!(got.limits.stop_token_ids, [4]);
-        let wanted = json!({
-            "temperature": 0.5, "top_k": -1, "seed": -3, "n": 1,
-            "guided_decoding": {"json": {"type": "object"}},
-        });
-        assert_eq!(Value::Object(got.sampling), wanted);
-    }
-
-    #[test]
-    fn refusals_name_the_field_and_what_came() {
-        for (body, wanted) in [
-            (
-                json!({"n": 2}),
-                "n: the workers of this model support only 1 answer per request, got 2",
-            ),
-            (json!({"best_of": 3}), "best_of: "),
-            (json!({"logprobs": true}), "logprobs: "),
-            (json!({"logprobs": 0}), "logprobs: "),
-            (json!({"echo": true}), "echo: "),
-            (json!({"max_tokens": 0}), "max_tokens: must be at least 1, got 0"),
-            (json!({"max_tokens": -1}), "max_tokens: invalid value"),
-            (json!({"min_tokens": 4, "max_tokens": 3}), "at most max_tokens (3), got 4"),
-            (json!({"stop": [""]}), "stop: a string must have 1..=4096 bytes, got 0"),
-            (json!({"stop": 5}), "stop: must be a string or a list of strings"),
-            (json!({"stop": vec!["x"; 65]}), "stop: at most 64 strings, got 65"),
-            (json!({"temperature": -1}), "temperature: must be in 0..=100, got -1"),
-            (json!({"response_format": {"type": "x"}}), "response_format.type"),
-            (
-                json!({"response_format": ["text"]}),
-                "response_format: invalid type: sequence, expected an object",
-            ),
-            (json!({"response_format": {"type": 1}}), "response_format.type: invalid type"),
-            (
-                json!({"stream_options": [true]}),
-                "stream_options: invalid type: sequence, expected an object",
-            ),
-            (json!({"nvext": []}), "nvext: invalid type: sequence, expected an object"),
-            (json!({"tool_choice": "required"}), "tool_choice: "),
-            (json!({"tool_choice": {"type": "function"}}), "tool_choice: "),
-            (json!({"bad_words": ["x"]}), "bad_words: "),
-            (json!({"allowed_token_ids": [1]}), "allowed_token_ids: "),
-            (json!({"logits_processors": ["x"]}), "logits_processors: "),
-        ] {
-            let error = parse(Api::Completions, body.clone()).unwrap_err();
-            assert!(error.contains(wanted), "{body}: {error}");
-        }
-        let error = parse(Api::Chat, json!({"top_logprobs": 1})).unwrap_err();
-        assert!(error.contains("top_logprobs: "), "{error}");
-        let fine = json!({"logprobs": false, "top_logprobs": 0, "n": 1, "echo": false, "stop": null,
-                          "tool_choice": "auto", "bad_words": [], "allowed_token_ids": null});
-        parse(Api::Chat, fine).unwrap();
-    }
-}
+mod tests;

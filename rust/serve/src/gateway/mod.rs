@@ -20,7 +20,6 @@ pub(crate) mod envelope;
 pub(crate) mod evidence;
 mod foreign;
 pub(crate) mod generation;
-mod guide;
 mod lesson;
 pub(crate) mod plan;
 mod relay;
