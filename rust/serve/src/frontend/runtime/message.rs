@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use super::reasoning::{Reasoning, ReasoningFormat, Split};
 use super::spec::Card;
 use super::tool_call::{Found, ToolCalls};
-use super::tool_format::{Call, ToolFormat};
+use super::tool_call::{Call, ToolFormat};
 use super::writing::Ending;
 use crate::spelling::nearest;
 

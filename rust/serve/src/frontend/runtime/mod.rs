@@ -21,7 +21,6 @@ mod stop;
 mod tcp;
 pub(crate) mod texts;
 mod tool_call;
-mod tool_format;
 mod web;
 pub(crate) mod wording;
 pub(crate) mod writing;

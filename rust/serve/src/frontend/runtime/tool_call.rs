@@ -1,6 +1,10 @@
-//! Tool calls in a text that comes in pieces.
+//! Tool calls in a text that comes in pieces, in the ways in which models write them.
 
-use super::tool_format::{Call, ToolFormat, bare_name, calls, is_of_name};
+use std::borrow::Cow;
+
+use serde::Deserialize;
+use serde_json::value::RawValue;
+use serde_json::{Map, Value};
 
 /// What may be a call and is not complete after so many bytes is text.
 const MAX_CALL_BYTES: usize = 1 << 20;
@@ -266,238 +270,121 @@ impl ToolCalls {
     }
 }
 
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use proptest::prelude::*;
+/// How a model writes its calls.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ToolFormat {
+    /// `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+    Hermes,
+    /// `{"name": ..., "parameters": {...}}` as the whole answer, several with `;` between them, or behind
+    /// `<|python_tag|>`.
+    Llama3Json,
+    /// `[TOOL_CALLS]` and a list of objects, or a name and its arguments: `name[ARGS]{...}`.
+    Mistral,
+}
 
-    use super::*;
+impl ToolFormat {
+    const ALL: [(&'static str, Self); 3] =
+        [("hermes", Self::Hermes), ("llama3_json", Self::Llama3Json), ("mistral", Self::Mistral)];
 
-    /// What is found in a text that comes in these pieces; texts that follow each other are one.
-    fn find(format: ToolFormat, pieces: &[&str]) -> Vec<Found> {
-        let mut calls = ToolCalls::new(format, vec!["f".to_owned(), "g".to_owned()]);
-        let mut all: Vec<Found> = Vec::new();
-        let mut add = |found: Vec<Found>| {
-            for one in found {
-                match (all.last_mut(), one) {
-                    (Some(Found::Text(text)), Found::Text(more)) => text.push_str(&more),
-                    (_, one) => all.push(one),
-                }
-            }
-        };
-        pieces.iter().for_each(|piece| add(calls.push(piece)));
-        add(calls.finish());
-        all
+    pub fn names() -> impl Iterator<Item = &'static str> {
+        Self::ALL.into_iter().map(|(name, _)| name)
     }
 
-    fn text(text: &str) -> Found {
-        Found::Text(text.to_owned())
+    pub fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|(known, _)| *known == name).map(|(_, format)| format)
     }
 
-    fn call(name: &str, arguments: &str) -> Found {
-        Found::Call(Call { name: name.to_owned(), arguments: arguments.to_owned() })
-    }
-
-    #[test]
-    fn calls_are_found_in_every_format() {
-        use ToolFormat::{Hermes, Llama3Json, Mistral};
-        for (format, said, wanted) in [
-            (
-                Hermes,
-                "I look.\n<tool_call>\n{\"name\": \"f\", \"arguments\": {\"a\": 1.50}}\n</tool_call>\n\
-                 <tool_call>{\"arguments\": {}, \"name\": \"other\"}</tool_call>\n",
-                vec![text("I look.\n"), call("f", "{\"a\": 1.50}"), call("other", "{}")],
-            ),
-            // Tags and brackets within its texts, and no end.
-            (
-                Hermes,
-                "\n<tool_call>{\"name\": \"f\", \"arguments\": {\"a\": \"}\\\"</tool_call>\"}}",
-                vec![call("f", "{\"a\": \"}\\\"</tool_call>\"}")],
-            ),
-            (
-                Hermes,
-                "<tool_call>{\"name\": \"f\", \"arguments\": \"{\\\"a\\\": 1}\"}</tool_call> So.",
-                vec![call("f", "{\"a\": 1}"), text(" So.")],
-            ),
-            (Hermes, "<tool_call>{\"name\": \"f\"}</tool_call>", vec![call("f", "{}")]),
-            (
-                Llama3Json,
-                "\n{\"name\": \"f\", \"parameters\": {\"a\": [1]}}; {\"name\": \"g\", \"arguments\": {}}",
-                vec![call("f", "{\"a\": [1]}"), call("g", "{}")],
-            ),
-            (
-                Llama3Json,
-                "So: <|python_tag|>{\"type\": \"function\", \"name\": \"x\", \"parameters\": null}",
-                vec![text("So: "), call("x", "{}")],
-            ),
-            (
-                Mistral,
-                "[TOOL_CALLS] [{\"name\": \"f\", \"arguments\": {}}, {\"name\": \"g\", \"arguments\": {\"b\": []}}]",
-                vec![call("f", "{}"), call("g", "{\"b\": []}")],
-            ),
-            (
-                Mistral,
-                "One.[TOOL_CALLS]f[ARGS]{\"a\": 1}[TOOL_CALLS]my-tool.x{}[TOOL_CALLS]g[CALL_ID]a1B2c3D4e[ARGS]{}",
-                vec![
-                    text("One."),
-                    call("f", "{\"a\": 1}"),
-                    call("my-tool.x", "{}"),
-                    call("g", "{}"),
-                ],
-            ),
-        ] {
-            assert_eq!(find(format, &[said]), wanted, "{said}");
+    /// Its tags; some tokenizers have them as special tokens, which texts are without otherwise.
+    pub fn tags(self) -> &'static [&'static str] {
+        match self {
+            Self::Hermes => &["<tool_call>", "</tool_call>"],
+            Self::Llama3Json => &["<|python_tag|>"],
+            Self::Mistral => &["[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"],
         }
     }
 
-    #[test]
-    fn what_turns_out_to_be_no_call_is_text() {
-        use ToolFormat::{Hermes, Llama3Json, Mistral};
-        for (format, said) in [
-            (Hermes, "\n \n"),
-            (Hermes, "a <tool_call> tag, and <tool_c"),
-            (Hermes, "<tool_call>{\"name\": \"f\", \"arguments\": {\"a\": 1"),
-            (Hermes, "<tool_call>{\"name\": \"f\", \"arguments\": [1]}</tool_call>"),
-            (Hermes, "<tool_call>{\"name\": \"\", \"arguments\": {}}</tool_call>"),
-            (Hermes, "<tool_call>{\"name\": \"f\", \"arguments\": {]}</tool_call>"),
-            (Hermes, "<tool_call>\n<function=f>\n</function>\n</tool_call>"),
-            (Hermes, "{\"name\": \"f\", \"arguments\": {}}"),
-            (Llama3Json, "{\"name\": \"unknown\", \"parameters\": {}}"),
-            (Llama3Json, "See: {\"name\": \"f\", \"parameters\": {}}"),
-            (Llama3Json, "<|python_tag|>print(1)"),
-            (Mistral, "[TOOL_CALLS] []"),
-            (Mistral, "[TOOL_CALLS]f[ARGS"),
-            (Mistral, "[TOOL_CALLS]f g{}"),
-            (Mistral, "[TOOL_CALLS][ARGS]{}"),
-            (Mistral, "[TOOL_CALLS] \u{e4}{}"),
-        ] {
-            assert_eq!(find(format, &[said]), [text(said)], "{said}");
-        }
-        // Only what is malformed: the next one counts.
-        let said = "<tool_call><tool_call>{\"name\": \"f\"}</tool_call>";
-        assert_eq!(find(Hermes, &[said]), [text("<tool_call>"), call("f", "{}")]);
+    /// What a call begins with.
+    pub fn open(self) -> &'static str {
+        self.tags()[0]
     }
 
-    #[test]
-    fn a_call_without_an_end_is_text_at_the_limit() {
-        let begin = "<tool_call>{\"name\": \"f\", \"arguments\": {\"a\": \"";
-        let mut calls = ToolCalls::new(ToolFormat::Hermes, Vec::new());
-        assert!(calls.push(begin).is_empty());
-        let (mut sent, mut got) = (begin.len(), 0);
-        let piece = "\u{20ac}".repeat(1_000);
-        while got == 0 {
-            let found = calls.push(&piece);
-            sent += piece.len();
-            got +=
-                found.iter().map(|one| matches!(one, Found::Text(text) if text.len() > 1)).count();
-            assert!(calls.held.len() <= MAX_CALL_BYTES + piece.len());
-        }
-        assert!((MAX_CALL_BYTES..MAX_CALL_BYTES + 2 * piece.len()).contains(&sent));
-        let next = format!("\n{begin}1\"}}}}</tool_call>");
-        assert_eq!(calls.push(&next), [text("\n"), call("f", "{\"a\": \"1\"}")]);
-        assert!(calls.finish().is_empty());
-        for blanks in [MAX_CALL_BYTES + 9, 2 * MAX_CALL_BYTES] {
-            let said = format!("<tool_call>{}{{}}", " ".repeat(blanks));
-            assert_eq!(find(ToolFormat::Hermes, &[&said]), [text(&said)]);
-            assert_eq!(find(ToolFormat::Hermes, &[&said[11..]]), [text(&said[11..])]);
-        }
-    }
-
-    /// Texts of whole calls, of their pieces and of others.
-    fn texts() -> impl Strategy<Value = String> {
-        let part = prop_oneof![
-            prop::sample::select(vec![
-                "<tool_call>",
-                "</tool_call>",
-                "<|python_tag|>",
-                "[TOOL_CALLS]",
-                "[ARGS]",
-                "[CALL_ID]",
-                "{",
-                "}",
-                "[",
-                "]",
-                "\"",
-                "\\",
-                ":",
-                ",",
-                ";",
-                "\n",
-                " ",
-                "<",
-                "f",
-                "\u{1f600}",
-                "{\"name\": \"f\", \"arguments\": {\"a\": \"}\\\"\u{e4}\"}}",
-                "{\"name\": \"g\", \"parameters\": {}}",
-                "[{\"name\": \"f\", \"arguments\": {}}]",
-                "{\"name\": \"x\"}",
-            ])
-            .prop_map(str::to_owned),
-            "[a-z\u{e4}< ]{0,5}",
-        ];
-        prop::collection::vec(part, 0..16).prop_map(|parts| parts.concat())
-    }
-
-    fn formats() -> impl Strategy<Value = ToolFormat> {
-        let all: Vec<_> = ToolFormat::names().filter_map(ToolFormat::named).collect();
-        prop::sample::select(all)
-    }
-
-    fn cut(text: &str, sizes: &[usize]) -> Vec<String> {
-        let mut chars = text.chars().peekable();
-        let mut sizes = sizes.iter().copied().cycle();
-        std::iter::from_fn(|| {
-            chars.peek()?;
-            Some(chars.by_ref().take(sizes.next()?).collect())
-        })
-        .collect()
-    }
-
-    proptest! {
-        #[test]
-        fn any_cut_gives_the_same(
-            format in formats(),
-            said in texts(),
-            sizes in prop::collection::vec(1_usize..9, 1..5),
-        ) {
-            let pieces = cut(&said, &sizes);
-            let pieces: Vec<&str> = pieces.iter().map(String::as_str).collect();
-            prop_assert_eq!(find(format, &pieces), find(format, &[&said]));
-        }
-
-        /// Only tags of calls, their JSON and blanks around them are no text.
-        #[test]
-        fn no_text_is_lost(format in formats(), said in texts()) {
-            let found = find(format, &[&said]);
-            let is_call = |one: &Found| matches!(one, Found::Call(_));
-            if !found.iter().any(is_call) {
-                let whole = if said.is_empty() { vec![] } else { vec![text(&said)] };
-                prop_assert_eq!(found, whole);
-                return Ok(());
-            }
-            let mut rest = said.as_str();
-            for one in &found {
-                if let Found::Text(text) = one {
-                    let at = rest.find(text.as_str());
-                    prop_assert!(at.is_some(), "{text:?} in {rest:?}");
-                    rest = &rest[at.unwrap() + text.len()..];
-                }
-            }
-        }
-
-        #[test]
-        fn text_without_tags_passes_as_it_comes(format in formats(), said in "[a-zA-Z0-9 .,:()\n]{0,80}") {
-            let mut calls = ToolCalls::new(format, vec!["f".to_owned()]);
-            let text = |found: Vec<Found>| -> String {
-                found.into_iter().filter_map(|one| match one {
-                    Found::Text(text) => Some(text),
-                    Found::Call(_) => None,
-                }).collect()
-            };
-            let at_once = text(calls.push(&said));
-            // Blanks before the first word may belong to a call.
-            prop_assert!(said.trim().is_empty() || at_once == said);
-            prop_assert_eq!(at_once + &text(calls.finish()), said);
+    /// What may stand behind a call and belongs to it.
+    pub fn close(self) -> Option<&'static str> {
+        match self {
+            Self::Hermes => Some("</tool_call>"),
+            Self::Llama3Json => Some(";"),
+            Self::Mistral => None,
         }
     }
 }
+
+/// A call as the model wrote it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Call {
+    pub name: String,
+    /// A JSON object, with the model's own blanks and digits.
+    pub arguments: String,
+}
+
+impl Call {
+    /// A call with its name in front of its arguments.
+    pub fn of(name: &str, arguments: &str) -> Option<Self> {
+        let arguments = object(Some(serde_json::from_str(arguments).ok()?))?;
+        Some(Self { name: name.to_owned(), arguments })
+    }
+}
+
+/// The calls that a JSON says: one, or a list of some.
+fn calls(json: &str) -> Option<Vec<Call>> {
+    if !json.starts_with('[') {
+        return Some(vec![serde_json::from_str::<Said<'_>>(json).ok()?.call()?]);
+    }
+    let said: Vec<Said<'_>> = serde_json::from_str(json).ok()?;
+    let calls: Option<Vec<Call>> = said.into_iter().map(Said::call).collect();
+    calls.filter(|calls| !calls.is_empty())
+}
+
+/// Whether a name in front of arguments, or its marks, may have this byte.
+fn is_of_name(byte: u8) -> bool {
+    byte.is_ascii_alphanumeric() || b"_-.[]".contains(&byte)
+}
+
+/// The name in front of arguments, with the marks that Mistral's models put between them.
+fn bare_name(text: &str) -> Option<&str> {
+    let text = text.trim_start();
+    let (name, marks) = text.split_at(text.find('[').unwrap_or(text.len()));
+    let is_id =
+        |marks: &str| marks.strip_prefix("[CALL_ID]").is_some_and(|id| !id.contains(['[', ']']));
+    let marks = marks.strip_suffix("[ARGS]").unwrap_or(marks);
+    (!name.is_empty() && (marks.is_empty() || is_id(marks))).then_some(name)
+}
+
+/// The object that says a call.
+#[derive(Deserialize)]
+struct Said<'a> {
+    #[serde(borrow)]
+    name: Cow<'a, str>,
+    #[serde(borrow, default, alias = "parameters")]
+    arguments: Option<&'a RawValue>,
+}
+
+impl Said<'_> {
+    fn call(self) -> Option<Call> {
+        let name = Some(self.name.into_owned()).filter(|name| !name.is_empty())?;
+        Some(Call { name, arguments: object(self.arguments)? })
+    }
+}
+
+/// An object as a text; some models write it as a text themselves.
+fn object(said: Option<&RawValue>) -> Option<String> {
+    let said = said.map_or("{}", RawValue::get);
+    if said.starts_with('{') {
+        return Some(said.to_owned());
+    }
+    let text: String = serde_json::from_str(said).ok()?;
+    serde_json::from_str::<Map<String, Value>>(&text).is_ok().then_some(text)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests;

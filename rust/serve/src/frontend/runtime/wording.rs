@@ -185,7 +185,7 @@ fn told(message: &Message) -> Value {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use super::super::tool_format::Call;
+    use super::super::tool_call::Call;
     use super::*;
 
     fn call() -> NamedCall {
