@@ -1,12 +1,14 @@
-//! The parts of a chat's message: reasoning, content and tool calls in the text of a worker of tokens.
+//! The parts of a chat's message: reasoning (by the crate `reasoning-parser`), content and tool calls in the text of a
+//! worker of tokens.
+
+use std::sync::LazyLock;
 
 use kvflash_core::error::{Error, Result};
+use reasoning_parser::{ParserFactory, ParserResult, ReasoningParser};
 use serde_json::{Value, json};
 
-use super::reasoning::{Reasoning, ReasoningFormat, Split};
 use super::spec::Card;
-use super::tool_call::{Found, ToolCalls};
-use super::tool_call::{Call, ToolFormat};
+use super::tool_call::{Call, Found, ToolCalls, ToolFormat};
 use super::writing::Ending;
 use crate::spelling::nearest;
 
@@ -224,60 +226,144 @@ fn make_id(format: ToolFormat) -> String {
     }
 }
 
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
+/// Longest tag, bytes; what is longer is text.
+const MAX_TAG_BYTES: usize = 64;
 
-    fn parts(formats: &Formats, tools: &[&str], pieces: &[&str]) -> (Message, Parsing) {
-        let tools = tools.iter().map(|&tool| tool.to_owned()).collect();
-        let (mut parsing, mut message) = (Parsing::new(formats, "", tools), Message::default());
-        let pushed: Vec<Part> =
-            pieces.iter().flat_map(|piece| parsing.push((*piece).to_owned())).collect();
-        pushed.into_iter().chain(parsing.finish()).for_each(|part| message.add(part));
-        (message, parsing)
+static FACTORY: LazyLock<ParserFactory> = LazyLock::new(ParserFactory::new);
+
+/// How a model marks its reasoning.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct ReasoningFormat(String);
+
+impl ReasoningFormat {
+    /// All names, in alphabetical order.
+    pub fn names() -> Vec<String> {
+        FACTORY.list_parsers()
     }
 
-    #[test]
-    fn calls_are_looked_for_behind_the_reasoning_only() {
-        let formats = Formats::of_flags(Some("qwen3"), Some("hermes")).unwrap();
-        let call = "<tool_call>{\"name\": \"f\", \"arguments\": {}}</tool_call>";
-        let said = format!("<think>Shall I {call}?</think>\n\n{call}");
-        let (message, parsing) = parts(&formats, &["f"], &[&said]);
-        assert_eq!(message.reasoning, format!("Shall I {call}?"));
-        assert_eq!((message.content.as_str(), message.calls.len()), ("", 1));
-        assert_eq!(parsing.ending(Ending::plain("stop")).reason, "tool_calls");
-        assert_eq!(parsing.ending(Ending::plain("length")).reason, "length");
-        let (message, parsing) = parts(&formats, &[], &[&said]);
-        assert_eq!((message.content, message.calls.len()), (format!("\n\n{call}"), 0));
-        assert_eq!(parsing.ending(Ending::plain("stop")).reason, "stop");
+    pub fn named(name: &str) -> Option<Self> {
+        FACTORY.registry().has_parser(name).then(|| Self(name.to_owned()))
     }
 
-    #[test]
-    fn calls_are_numbered_and_named() {
-        for (name, said, len) in [
-            ("hermes", "<tool_call>{\"name\": \"f\"}</tool_call>", 29),
-            ("mistral", "[TOOL_CALLS]f{}", 9),
-        ] {
-            let formats = Formats::of_flags(None, Some(name)).unwrap();
-            let (message, _) = parts(&formats, &["f"], &[said, said]);
-            let [first, second] = &message.calls[..] else { panic!("{message:?}") };
-            assert_eq!((first.index, second.index), (0, 1));
-            assert_eq!((first.id.len(), second.id.len()), (len, len));
-            assert_ne!(first.id, second.id);
-        }
+    /// Whether its tags are special tokens, which texts are without otherwise.
+    pub fn needs_special_tokens(&self) -> bool {
+        self.parser().requires_special_tokens()
     }
 
-    #[test]
-    fn an_unknown_name_is_refused_with_those_that_are_known() {
-        let refused =
-            |reasoning, tools| Formats::of_flags(reasoning, tools).unwrap_err().to_string();
-        let error = refused(Some("qwen"), None);
-        assert!(error.contains("--reasoning-parser must be one of base, "), "{error}");
-        assert!(error.contains(", got \"qwen\"; did you mean \"qwen3\"?"), "{error}");
-        assert_eq!(
-            refused(None, Some("pythonic")),
-            "--tool-call-parser must be one of hermes, llama3_json, mistral, got \"pythonic\""
-        );
+    fn parser(&self) -> Box<dyn ReasoningParser> {
+        FACTORY.registry().create_parser(&self.0).expect("its name was looked up")
+    }
+
+    /// A parser that knows how the prompt ends: a template may have opened or closed the reasoning there.
+    fn parser_behind(&self, prompt_end: &str) -> Box<dyn ReasoningParser> {
+        let fresh = self.parser();
+        let prompt_end = prompt_end.trim_end();
+        let Some(at) = prompt_end.rfind(opens) else { return fresh };
+        let mut primed = self.parser();
+        let parsed = primed.parse_reasoning_streaming_incremental(&prompt_end[at..]);
+        let is_tag = parsed.is_ok_and(|parsed| parsed.is_empty())
+            && primed.is_in_reasoning() != fresh.is_in_reasoning();
+        if is_tag { primed } else { fresh }
     }
 }
+
+/// Text of which it is known what it is.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Split {
+    pub reasoning: String,
+    pub content: String,
+}
+
+impl Split {
+    fn add(&mut self, parsed: ParserResult) {
+        self.reasoning.push_str(&parsed.reasoning_text);
+        self.content.push_str(&parsed.normal_text);
+    }
+}
+
+/// Tells the reasoning of one answer from the rest.
+///
+/// # Consistency
+/// However the text is cut, the same comes out: the crate's parsers miss tags that are cut, so they get each
+/// tag whole and by itself. Only tags are left out.
+struct Reasoning {
+    parser: Box<dyn ReasoningParser>,
+    /// The begin of what may be a tag, at most [`MAX_TAG_BYTES`] and a character.
+    held: String,
+}
+
+impl Reasoning {
+    /// For an answer to a prompt that ends so.
+    pub fn new(format: &ReasoningFormat, prompt_end: &str) -> Self {
+        Self { parser: format.parser_behind(prompt_end), held: String::new() }
+    }
+
+    /// Take a piece of the text.
+    pub fn push(&mut self, piece: &str) -> Split {
+        let mut split = Split::default();
+        self.held.push_str(piece);
+        let held = std::mem::take(&mut self.held);
+        let mut rest = held.as_str();
+        while let Some(len) = unit(rest) {
+            self.feed(&rest[..len], &mut split);
+            rest = &rest[len..];
+        }
+        rest.clone_into(&mut self.held);
+        split
+    }
+
+    /// The text is over: what was held back.
+    pub fn finish(&mut self) -> Split {
+        let mut split = Split::default();
+        let held = std::mem::take(&mut self.held);
+        self.feed(&held, &mut split);
+        split.add(self.parser.flush().unwrap_or_default());
+        split
+    }
+
+    fn feed(&mut self, text: &str, split: &mut Split) {
+        if let Ok(parsed) = self.parser.parse_reasoning_streaming_incremental(text) {
+            return split.add(parsed);
+        }
+        // It holds back too much and has not taken this piece: both go out as what they seem to be.
+        split.add(self.parser.flush().unwrap_or_default());
+        let is_reasoning = self.parser.is_in_reasoning();
+        let part = if is_reasoning { &mut split.reasoning } else { &mut split.content };
+        part.push_str(text);
+    }
+}
+
+impl std::fmt::Debug for Reasoning {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Reasoning").field("held", &self.held).finish_non_exhaustive()
+    }
+}
+
+/// Whether a tag of any model begins so.
+fn opens(c: char) -> bool {
+    matches!(c, '<' | '\u{25c1}')
+}
+
+fn closes(c: char) -> bool {
+    matches!(c, '>' | '\u{25b7}')
+}
+
+/// Bytes of the first part of a text: up to a tag, or a tag. `None` while more must come to know its end.
+fn unit(text: &str) -> Option<usize> {
+    let first = text.chars().next()?;
+    if !opens(first) {
+        return Some(text.find(opens).unwrap_or(text.len()));
+    }
+    text.char_indices().skip(1).find_map(|(at, c)| {
+        let is_over = opens(c) || c.is_whitespace() || at >= MAX_TAG_BYTES;
+        if closes(c) && at < MAX_TAG_BYTES {
+            Some(at + c.len_utf8())
+        } else {
+            is_over.then_some(at)
+        }
+    })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests;

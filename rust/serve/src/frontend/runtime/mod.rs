@@ -14,7 +14,6 @@ pub(crate) mod item;
 pub(crate) mod member;
 pub(crate) mod message;
 pub(crate) mod plane;
-mod reasoning;
 pub(super) mod registry;
 pub(crate) mod spec;
 mod stop;
