@@ -9,7 +9,6 @@
 //! - `chunks`: answers of workers that take and give text
 
 pub(crate) mod chunks;
-mod frames;
 pub(crate) mod item;
 pub(crate) mod member;
 pub(crate) mod message;
@@ -20,7 +19,6 @@ mod stop;
 mod tcp;
 pub(crate) mod texts;
 mod tool_call;
-mod web;
 pub(crate) mod wording;
 pub(crate) mod writing;
 

@@ -1,16 +1,96 @@
-//! A request to a worker and the stream of its items, whichever plane carries it.
+//! A request to a worker and the stream of its items, whichever plane carries it: frames of a length, a kind and a
+//! payload, over TCP, or as the body of an HTTP answer.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::Bytes;
+use axum::http::{Request, StatusCode, header};
+use bytes::{Buf, BufMut, Bytes, BytesMut};
+use http_body_util::{BodyExt, Limited};
+use hyper::body::Incoming;
 use serde::{Deserialize, Serialize};
 
-use super::super::proxy::Upstream;
-use super::frames::{self, Frame, Kind};
+use super::super::proxy::{Upstream, held};
 use super::spec::{PlaneSpec, WorkerSpec};
 use super::tcp::{TcpItems, TcpPlane};
-use super::web::{WebItems, WebPlane};
+
+/// Largest frame: what follows its length.
+const MAX_FRAME_BYTES: usize = 32 * 1024 * 1024;
+
+/// Bytes of a frame's length and kind.
+const HEAD_BYTES: usize = 5;
+
+/// What a frame is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum Kind {
+    Request = 1,
+    Data = 2,
+    End = 3,
+    Error = 4,
+    Ping = 5,
+    Pong = 6,
+}
+
+impl Kind {
+    fn of(byte: u8) -> Option<Self> {
+        [Self::Request, Self::Data, Self::End, Self::Error, Self::Ping, Self::Pong]
+            .into_iter()
+            .find(|kind| *kind as u8 == byte)
+    }
+}
+
+/// One frame.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Frame {
+    pub kind: Kind,
+    pub payload: Bytes,
+}
+
+/// A frame as it travels.
+///
+/// # Errors
+/// A payload beyond the limit, in words.
+pub(super) fn encode_frame(kind: Kind, payload: &[u8]) -> Result<Bytes, String> {
+    let bytes = payload.len() + 1;
+    if bytes > MAX_FRAME_BYTES {
+        return Err(format!("a frame of {bytes} bytes exceeds the limit of {MAX_FRAME_BYTES}"));
+    }
+    let mut out = BytesMut::with_capacity(HEAD_BYTES + payload.len());
+    out.put_u32(bytes as u32);
+    out.put_u8(kind as u8);
+    out.put_slice(payload);
+    Ok(out.freeze())
+}
+
+/// Does it begin with a complete frame, or with what is none?
+pub(super) fn is_complete(received: &BytesMut) -> bool {
+    received.first_chunk::<4>().is_some_and(|head| {
+        let bytes = u32::from_be_bytes(*head) as usize;
+        bytes > MAX_FRAME_BYTES || received.len() >= 4 + bytes
+    })
+}
+
+/// Take the first frame out of what has been received; `None` while it is not complete.
+///
+/// # Errors
+/// What is no frame, in words; nothing behind it can be read.
+pub(super) fn take_frame(received: &mut BytesMut) -> Result<Option<Frame>, String> {
+    let Some(head) = received.first_chunk::<4>() else { return Ok(None) };
+    let bytes = u32::from_be_bytes(*head) as usize;
+    if !(1..=MAX_FRAME_BYTES).contains(&bytes) {
+        return Err(format!("a frame's length must be in 1..={MAX_FRAME_BYTES}, got {bytes}"));
+    }
+    // Told from the fifth byte, before the rest is waited for.
+    let Some(byte) = received.get(4).copied() else { return Ok(None) };
+    let kind = Kind::of(byte).ok_or_else(|| format!("unknown kind of frame: {byte}"))?;
+    if received.len() < 4 + bytes {
+        // No more than the limit, and only as the bytes come: a length alone reserves nothing.
+        return Ok(None);
+    }
+    received.advance(HEAD_BYTES);
+    Ok(Some(Frame { kind, payload: received.split_to(bytes - 1).freeze() }))
+}
 
 /// Time that a worker has to answer a ping.
 pub(crate) const PING_TIME: Duration = Duration::from_secs(2);
@@ -92,11 +172,10 @@ fn encoded(value: Result<Vec<u8>, rmp_serde::encode::Error>) -> Result<Vec<u8>, 
 }
 
 /// The error frame's payload; over HTTP the same as JSON.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
 pub(crate) struct ErrorFrame {
-    #[serde(default)]
     pub code: String,
-    #[serde(default)]
     pub message: String,
 }
 
@@ -177,7 +256,7 @@ impl Items {
     pub fn is_ready(&self) -> bool {
         match self {
             Self::Tcp(items) => items.is_ready(),
-            Self::Web(items) => frames::is_complete(&items.received),
+            Self::Web(items) => is_complete(&items.received),
         }
     }
 
@@ -219,3 +298,119 @@ fn meaning(frame: Frame) -> (Result<Option<Bytes>, PlaneError>, bool) {
         }
     }
 }
+
+/// The longest error body that is read.
+const MAX_ERROR_BYTES: usize = 1024 * 1024;
+
+/// The way to one worker's endpoint.
+#[derive(Debug)]
+pub(crate) struct WebPlane {
+    target: String,
+    upstream: Upstream,
+}
+
+impl WebPlane {
+    pub fn new(url: &str, endpoint: &str, upstream: Upstream) -> Self {
+        let target = format!("{}/{endpoint}", url.trim_end_matches('/'));
+        Self { target, upstream }
+    }
+
+    /// Send a request; returns at the answer's head.
+    pub async fn call(
+        &self,
+        id: &str,
+        instance_id: u64,
+        body: Vec<u8>,
+    ) -> Result<WebItems, PlaneError> {
+        if body.len() > MAX_FRAME_BYTES {
+            let message =
+                format!("a request of {} bytes exceeds the limit of {MAX_FRAME_BYTES}", body.len());
+            return Err(PlaneError::new(Cause::TooLarge, message));
+        }
+        let request = Request::post(&self.target)
+            .header(header::CONTENT_TYPE, "application/msgpack")
+            .header("x-kvflash-instance", instance_id)
+            .header("x-kvflash-request-id", id)
+            .body(held(body))
+            .map_err(|error| PlaneError::new(Cause::Protocol, error.to_string()))?;
+        let response = self.upstream.send(request).await.map_err(|error| {
+            let cause = if error.cause == "connect" { Cause::Connect } else { Cause::Broken };
+            PlaneError::new(cause, format!("{}: {}", self.target, error.message))
+        })?;
+        let (head, body) = response.into_parts();
+        if head.status == StatusCode::OK {
+            return Ok(WebItems { body, received: BytesMut::new() });
+        }
+        let collected = Limited::new(body, MAX_ERROR_BYTES).collect().await;
+        let bytes = collected.map(|whole| whole.to_bytes()).unwrap_or_default();
+        // A proxy in between has words of its own: then the status must do.
+        let mut error: ErrorFrame = serde_json::from_slice(&bytes).unwrap_or_default();
+        if error.code.is_empty() {
+            error.code = match head.status.as_u16() {
+                404 => "not_found",
+                429 | 503 => "overloaded",
+                400 | 413 | 422 => "invalid",
+                _ => "internal",
+            }
+            .to_owned();
+        }
+        if error.message.is_empty() {
+            error.message = format!("{} answered {}", self.target, head.status.as_u16());
+        }
+        Err(error.into())
+    }
+
+    /// Checks that the server answers anything. An open port proves nothing: the kernel accepts
+    /// connections for a process that hangs.
+    pub async fn ping(&self) -> Result<(), PlaneError> {
+        let told = |why: &str| format!("no answer from {}: {why}", self.target);
+        let cannot = |why: String| PlaneError::new(Cause::Connect, told(&why));
+        let request = Request::get(&self.target).body(held(Bytes::new()));
+        let request = request.map_err(|error| cannot(error.to_string()))?;
+        match tokio::time::timeout(PING_TIME, self.upstream.send(request)).await {
+            Ok(Ok(_)) => Ok(()),
+            Ok(Err(error)) => Err(cannot(error.message)),
+            Err(_) => {
+                Err(PlaneError::new(Cause::Silent, told(&format!("none within {PING_TIME:?}"))))
+            }
+        }
+    }
+}
+
+/// The frames of one answer.
+#[derive(Debug)]
+pub(crate) struct WebItems {
+    body: Incoming,
+    received: BytesMut,
+}
+
+impl WebItems {
+    /// The next frame. May be dropped while it waits: what came is kept.
+    async fn frame(&mut self) -> Result<Frame, PlaneError> {
+        loop {
+            match take_frame(&mut self.received) {
+                Ok(Some(frame)) => return Ok(frame),
+                Ok(None) => {}
+                Err(why) => {
+                    let message = format!("a worker sent an invalid frame: {why}");
+                    return Err(PlaneError::new(Cause::Protocol, message));
+                }
+            }
+            let chunk: Bytes = match self.body.frame().await {
+                Some(Ok(frame)) => frame.into_data().unwrap_or_default(),
+                Some(Err(error)) => {
+                    return Err(PlaneError::new(Cause::Broken, format!("answer broke: {error}")));
+                }
+                None => {
+                    let message = "the answer ended without its last frame";
+                    return Err(PlaneError::new(Cause::Broken, message));
+                }
+            };
+            self.received.extend_from_slice(&chunk);
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests;

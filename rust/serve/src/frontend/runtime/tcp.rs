@@ -9,8 +9,9 @@ use socket2::{SockRef, TcpKeepalive};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-use super::frames::{self, Frame, Kind};
-use super::plane::{Cause, PING_TIME, PlaneError};
+use super::plane::{
+    Cause, Frame, Kind, PING_TIME, PlaneError, encode_frame, is_complete, take_frame,
+};
 
 /// Connections kept for a worker while they have nothing to do, and for how long.
 const MAX_IDLE: usize = 1_024;
@@ -49,7 +50,7 @@ impl TcpPlane {
 
     /// Send a request frame over an idle connection or a new one.
     pub async fn call(self: &Arc<Self>, request: &[u8]) -> Result<TcpItems, PlaneError> {
-        let frame = frames::encode(Kind::Request, request)
+        let frame = encode_frame(Kind::Request, request)
             .map_err(|why| PlaneError::new(Cause::TooLarge, why))?;
         // The worker may close an idle connection in the moment when it is used again: another one then,
         // for a request of which no byte could be sent.
@@ -76,7 +77,7 @@ impl TcpPlane {
     pub async fn ping(&self, whom: &[u8]) -> Result<(), PlaneError> {
         let asked = async {
             let mut connection = self.connect().await?;
-            let frame = frames::encode(Kind::Ping, whom)
+            let frame = encode_frame(Kind::Ping, whom)
                 .map_err(|why| PlaneError::new(Cause::Protocol, why))?;
             let sent = connection.stream.write_all(&frame).await;
             sent.map_err(|error| self.broken(&error.to_string()))?;
@@ -168,7 +169,7 @@ impl Connection {
     /// The next frame. May be dropped while it waits: what came is kept.
     async fn frame(&mut self, address: &str) -> Result<Frame, PlaneError> {
         loop {
-            match frames::take(&mut self.received) {
+            match take_frame(&mut self.received) {
                 Ok(Some(frame)) => return Ok(frame),
                 Ok(None) => {}
                 Err(why) => {
@@ -238,7 +239,7 @@ impl TcpItems {
 
     /// Has a whole frame come already?
     pub fn is_ready(&self) -> bool {
-        self.connection.as_ref().is_some_and(|open| frames::is_complete(&open.received))
+        self.connection.as_ref().is_some_and(|open| is_complete(&open.received))
     }
 
     /// The answer is complete: the connection may serve the next request.
@@ -258,7 +259,7 @@ mod tests {
 
     async fn receive(stream: &mut TcpStream) {
         let mut received = BytesMut::new();
-        while !frames::is_complete(&received) {
+        while !is_complete(&received) {
             assert_ne!(stream.read_buf(&mut received).await.unwrap(), 0);
         }
     }
@@ -271,7 +272,7 @@ mod tests {
         let mut items = plane.call(b"first").await.unwrap();
         let (mut worker, _) = listener.accept().await.unwrap();
         receive(&mut worker).await;
-        worker.write_all(&frames::encode(Kind::End, b"").unwrap()).await.unwrap();
+        worker.write_all(&encode_frame(Kind::End, b"").unwrap()).await.unwrap();
         assert_eq!(items.frame().await.unwrap().kind, Kind::End);
         items.give_back();
         (plane, listener, worker)
@@ -296,7 +297,7 @@ mod tests {
         let answer = async {
             let (mut worker, _) = listener.accept().await.unwrap();
             receive(&mut worker).await;
-            worker.write_all(&frames::encode(Kind::End, b"").unwrap()).await.unwrap();
+            worker.write_all(&encode_frame(Kind::End, b"").unwrap()).await.unwrap();
             worker
         };
         let (frame, _worker) = tokio::join!(items.frame(), answer);

@@ -19,7 +19,7 @@ use tokio::net::TcpListener;
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::Semaphore;
 
-use super::frames::{self, Kind};
+use super::plane::{Kind, encode_frame, take_frame};
 use crate::frontend::engine::EngineNotes;
 use crate::frontend::engine_spec::EngineSpec;
 use crate::frontend::{FrontendApp, FrontendOptions, admin, scrape};
@@ -303,7 +303,7 @@ fn fake_worker(
         while let Ok((mut stream, _)) = listener.accept().await {
             let mut received = BytesMut::new();
             let frame = loop {
-                if let Some(frame) = frames::take(&mut received).unwrap() {
+                if let Some(frame) = take_frame(&mut received).unwrap() {
                     break frame;
                 }
                 assert_ne!(stream.read_buf(&mut received).await.unwrap(), 0);
@@ -320,7 +320,7 @@ fn fake_worker(
                 }
             };
             for (kind, payload) in answer {
-                stream.write_all(&frames::encode(kind, &payload).unwrap()).await.unwrap();
+                stream.write_all(&encode_frame(kind, &payload).unwrap()).await.unwrap();
             }
             open.push(stream);
         }
