@@ -23,15 +23,13 @@ use super::generation;
 use super::plan::Plan;
 use super::relay::Delivery;
 use crate::Reject;
-use crate::frontend::runtime::chunks::{self, Collected};
-use crate::frontend::runtime::item::Item;
+use crate::frontend::runtime::item::{Collected, Item, Usage, failure, parse_chunk};
 use crate::frontend::runtime::member::Member;
 use crate::frontend::runtime::message::{Formats, Message, Parsing, Part};
 use crate::frontend::runtime::plane::{Cause, Items, PlaneError};
 use crate::frontend::runtime::spec::ModelInput;
 use crate::frontend::runtime::texts::ModelText;
-use crate::frontend::runtime::wording::{DONE, Usage, Wording};
-use crate::frontend::runtime::writing::{Ending, Writing};
+use crate::frontend::runtime::writing::{DONE, Ending, Wording, Writing};
 use crate::metrics::OutcomeLabel;
 
 /// Maximum items written to the client at once.
@@ -255,14 +253,14 @@ impl Answer {
             return Ok(());
         };
         self.pieces += 1;
-        let chunk = match chunks::parse(&payload)? {
+        let chunk = match parse_chunk(&payload)? {
             Value::String(piece) => {
                 self.is_plain = true;
                 self.wording.chunk(&piece)
             }
             chunk => chunk,
         };
-        if let Some(error) = chunks::failure(&chunk) {
+        if let Some(error) = failure(&chunk) {
             return Err(error);
         }
         self.note_usage(&chunk);
@@ -285,7 +283,7 @@ impl Answer {
                 return Ok(());
             };
             self.pieces += 1;
-            match chunks::parse(&payload)? {
+            match parse_chunk(&payload)? {
                 Value::String(piece) => {
                     if !std::mem::replace(&mut self.is_plain, true) {
                         self.wording.opening(out);
@@ -296,7 +294,7 @@ impl Answer {
                     self.note_usage(&chunk);
                     out.push_str(&format!("data: {chunk}\n\n"));
                     // The client has received the worker's own error, and nothing may follow it.
-                    if let Some(error) = chunks::failure(&chunk) {
+                    if let Some(error) = failure(&chunk) {
                         self.broken(&error);
                         out.push_str(DONE);
                     }

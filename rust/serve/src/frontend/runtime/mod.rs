@@ -8,18 +8,15 @@
 //! - `texts`: the tokenizers that workers share, and those that the operator names, by model
 //! - `chunks`: answers of workers that take and give text
 
-pub(crate) mod chunks;
 pub(crate) mod item;
 pub(crate) mod member;
 pub(crate) mod message;
 pub(crate) mod plane;
 pub(super) mod registry;
 pub(crate) mod spec;
-mod stop;
 mod tcp;
 pub(crate) mod texts;
 mod tool_call;
-pub(crate) mod wording;
 pub(crate) mod writing;
 
 #[cfg(test)]

@@ -1,13 +1,17 @@
-//! From a worker's tokens to the text that a client may see, and the end of it.
+//! From a worker's tokens to the text that a client may see, and the end of it; and OpenAI's JSON around that text: whole,
+//! or as the events of a stream.
 
 use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use kvflash_core::error::Result;
 use kvflash_core::text::{Detokenizer, Tokenizer};
+use serde_json::{Value, json};
 
-use super::item::{Finish, Item};
-use super::stop::StopStrings;
+use super::item::{Item, Usage};
+use super::message::{Message, NamedCall, Part};
 use super::texts::ModelText;
+use crate::gateway::api::Api;
 use crate::gateway::generation::{Generation, Limits};
 
 /// A tokenizer that lives as long as somebody writes with it.
@@ -25,7 +29,7 @@ impl AsRef<Tokenizer> for Shared {
 pub(crate) struct Ending {
     pub reason: String,
     /// The stop string or token that ended it.
-    pub stop_reason: Option<serde_json::Value>,
+    pub stop_reason: Option<Value>,
 }
 
 impl Ending {
@@ -104,15 +108,10 @@ impl Writing {
             self.token(*id, &mut out)?;
         }
         if self.ending.is_none()
-            && let Some(finish) = item.finish()
+            && let Some(reason) = item.finish()
         {
-            let mut ending = Ending::plain(match &finish {
-                Finish::Stop => "stop",
-                Finish::Length => "length",
-                Finish::Other(word) => word,
-            });
-            ending.stop_reason.clone_from(&item.stop_reason);
-            self.finish(ending, &mut out)?;
+            let stop_reason = item.stop_reason.clone();
+            self.finish(Ending { stop_reason, ..Ending::plain(reason) }, &mut out)?;
         }
         Ok(out)
     }
@@ -171,137 +170,221 @@ impl Writing {
             out.push_str(&self.stop.pass(&rest));
         }
         if self.ending.is_none() {
-            out.push_str(&self.stop.finish());
+            out.push_str(&self.stop.pass(""));
             self.ending = Some(ending);
         }
         Ok(())
     }
 }
 
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use std::path::Path;
-    use std::sync::LazyLock;
+/// Finds the first stop string, wherever the pieces are cut, and holds back what may become one.
+#[derive(Debug)]
+struct StopStrings {
+    strings: Vec<String>,
+    /// Include what was found in the text.
+    is_included: bool,
+    /// Not given out: the longest end of the text with which a stop string begins.
+    held: String,
+}
 
-    use serde_json::json;
+/// What a piece of text led to.
+#[derive(Debug, PartialEq, Eq)]
+struct Scanned {
+    /// Text that may be given out now.
+    pub text: String,
+    /// The stop string that was found; the text is over.
+    pub found: Option<String>,
+}
 
-    use super::*;
-
-    static TINY: LazyLock<Arc<ModelText>> = LazyLock::new(|| {
-        Arc::new(ModelText::load(Path::new("../../tests/vectors/tiny-llama"), 1 << 20).unwrap())
-    });
-
-    fn model() -> Arc<ModelText> {
-        Arc::clone(&TINY)
+impl StopStrings {
+    pub fn new(strings: Vec<String>, is_included: bool) -> Self {
+        Self { strings, is_included, held: String::new() }
     }
 
-    fn item(item: serde_json::Value) -> Item {
-        Item::parse(&rmp_serde::to_vec_named(&item).unwrap()).unwrap()
-    }
-
-    /// The pieces of an answer whose tokens come `at_once` an item, and its end.
-    fn write(ids: &[u32], at_once: usize, limits: Limits) -> (Vec<String>, Ending, u64) {
-        let generation = Generation { limits, ..Generation::default() };
-        let mut writing = Writing::new(model(), &generation);
-        let mut pieces = Vec::new();
-        for ids in ids.chunks(at_once) {
-            pieces.push(writing.take(&item(json!({ "token_ids": ids }))).unwrap());
-            if writing.ending.is_some() {
-                break;
-            }
+    /// Take a piece of text in which stop strings count.
+    ///
+    /// # Cost
+    /// O(bytes of the piece and of the longest stop string, times their number).
+    pub fn scan(&mut self, piece: String) -> Scanned {
+        if self.strings.is_empty() || (piece.is_empty() && self.held.is_empty()) {
+            return Scanned { text: piece, found: None };
         }
-        pieces.push(writing.end().unwrap());
-        (pieces, writing.ending.unwrap(), writing.tokens)
+        let mut text = std::mem::take(&mut self.held);
+        text.push_str(&piece);
+        // The first one counts; of two at one place the one that was named first.
+        let hits = self.strings.iter().filter_map(|stop| Some((text.find(stop.as_str())?, stop)));
+        if let Some((at, stop)) = hits.min_by_key(|(at, _)| *at) {
+            let found = Some(stop.clone());
+            text.truncate(if self.is_included { at + stop.len() } else { at });
+            return Scanned { text, found };
+        }
+        let from = self.begin_of_one(&text);
+        self.held = text.split_off(from);
+        Scanned { text, found: None }
     }
 
-    #[test]
-    fn text_comes_in_whole_characters_however_the_tokens_are_cut() {
-        let model = model();
-        let text = "Grüße, \u{4f60}\u{597d} \u{1f468}\u{200d}\u{1f469}\u{200d}\u{1f467} and so on";
-        let ids = model.model.tokenizer.encode(text, false).unwrap();
-        let wanted = model.model.tokenizer.decode(&ids, true).unwrap();
-        assert!(ids.len() > 12, "the text must be cut within characters: {}", ids.len());
-        for at_once in 1..=ids.len() {
-            let (pieces, ending, tokens) = write(&ids, at_once, Limits::default());
-            assert_eq!(pieces.concat(), wanted, "{at_once} at once");
-            assert!(pieces.iter().all(|piece| !piece.contains('\u{fffd}')), "{pieces:?}");
-            assert_eq!((ending.reason.as_str(), tokens), ("stop", ids.len() as u64));
-        }
+    /// Take a piece in which they do not count yet, or none at the end; all of it and what was held back may be given out.
+    pub fn pass(&mut self, piece: &str) -> String {
+        let mut text = std::mem::take(&mut self.held);
+        text.push_str(piece);
+        text
     }
 
-    #[test]
-    fn a_stop_string_over_several_tokens_ends_the_text_before_it() {
-        let ids = model().model.tokenizer.encode("one two three four five", false).unwrap();
-        for at_once in 1..=ids.len() {
-            let limits = Limits { stop: vec!["hree fo".into()], ..Limits::default() };
-            let (pieces, ending, _) = write(&ids, at_once, limits);
-            assert_eq!(pieces.concat(), "one two t", "{at_once} at once");
-            assert_eq!(ending.stop_reason, Some(json!("hree fo")));
-        }
-        let limits = Limits { stop: vec!["one".into()], min_tokens: 1_000, ..Limits::default() };
-        assert_eq!(write(&ids, 1, limits).0.concat(), "one two three four five");
-    }
-
-    #[test]
-    fn the_limit_of_tokens_holds_whatever_the_worker_sends() {
-        let ids = model().model.tokenizer.encode("one two three four five", false).unwrap();
-        for at_once in 1..=ids.len() {
-            let limits = Limits { max_tokens: Some(3), ..Limits::default() };
-            let (_, ending, tokens) = write(&ids, at_once, limits);
-            assert_eq!((ending.reason.as_str(), tokens), ("length", 3));
-        }
-    }
-
-    #[test]
-    fn tags_are_in_the_text_where_they_are_special_tokens() {
-        let tiny = Path::new("../../tests/vectors/tiny-llama");
-        let folder = std::env::temp_dir().join(format!("kvflash-writing-{}", std::process::id()));
-        std::fs::create_dir_all(&folder).unwrap();
-        let file = std::fs::read(tiny.join("tokenizer.json")).unwrap();
-        let mut tokenizer: serde_json::Value = serde_json::from_slice(&file).unwrap();
-        let id = model().model.tokenizer.vocabulary_size();
-        for (at, tag) in ["[TOOL_CALLS]", "[ARGS]"].into_iter().enumerate() {
-            let token = json!({
-                "id": id + at, "content": tag, "single_word": false, "lstrip": false,
-                "rstrip": false, "normalized": false, "special": true,
-            });
-            tokenizer["added_tokens"].as_array_mut().unwrap().push(token);
-        }
-        std::fs::write(folder.join("tokenizer.json"), tokenizer.to_string()).unwrap();
-        let text = Arc::new(ModelText::load(&folder, 1 << 20).unwrap());
-        std::fs::remove_dir_all(&folder).unwrap();
-        let ids = text.model.tokenizer.encode("Say[TOOL_CALLS]one[ARGS]{}", false).unwrap();
-        for (tags, wanted) in [
-            (&[][..], "Sayone{}"),
-            (&["[TOOL_CALLS]", "Say", "[MISSING]"], "Say[TOOL_CALLS]one{}"),
-            (&["[TOOL_CALLS]", "[ARGS]"], "Say[TOOL_CALLS]one[ARGS]{}"),
-        ] {
-            let writing = Writing::new(Arc::clone(&text), &Generation::default());
-            let mut writing = writing.showing(tags).unwrap();
-            let mut said = writing.take(&item(json!({ "token_ids": ids }))).unwrap();
-            said.push_str(&writing.end().unwrap());
-            assert_eq!(said, wanted);
-        }
-    }
-
-    #[test]
-    fn tokens_that_end_an_answer_leave_no_text() {
-        let model = model();
-        let eos = *model.eos_token_ids.first().unwrap();
-        let mut ids = model.model.tokenizer.encode("one two", false).unwrap();
-        let (tail, before) = (ids.clone(), ids.len() as u64);
-        ids.push(eos);
-        ids.extend(&tail);
-        let (pieces, ending, tokens) = write(&ids, 1, Limits::default());
-        assert_eq!((pieces.concat().as_str(), tokens), ("one two", before + 1));
-        assert_eq!(ending, Ending::plain("stop"));
-        let limits = Limits { ignore_eos: true, ..Limits::default() };
-        assert!(write(&ids, 1, limits).0.concat().len() > "one two".len());
-        let limits = Limits { min_tokens: before + 1, ..Limits::default() };
-        assert!(write(&ids, 1, limits).0.concat().len() > "one two".len());
-        let limits = Limits { stop_token_ids: vec![tail[1]], ..Limits::default() };
-        let (_, ending, tokens) = write(&tail, 1, limits);
-        assert_eq!((ending.stop_reason, tokens), (Some(json!(tail[1])), 2));
+    /// Where the longest end of `text` starts that begins a stop string.
+    fn begin_of_one(&self, text: &str) -> usize {
+        let longest = self.strings.iter().map(String::len).max().unwrap_or(0);
+        let from = text.len().saturating_sub(longest.saturating_sub(1));
+        (from..text.len())
+            .filter(|at| text.is_char_boundary(*at))
+            .find(|at| self.strings.iter().any(|stop| stop.starts_with(&text[*at..])))
+            .unwrap_or(text.len())
     }
 }
+
+/// The end of every stream.
+pub(crate) const DONE: &str = "data: [DONE]\n\n";
+
+/// The words around an answer's text: a chat's, or for every other API a completion's.
+#[derive(Debug)]
+pub(crate) struct Wording {
+    api: Api,
+    id: String,
+    model: String,
+    created_s: u64,
+    /// What every event of the stream begins with, up to its choices.
+    prefix: String,
+}
+
+impl Wording {
+    pub fn new(api: Api, request_id: &str, model: &str) -> Self {
+        let (kind, object) = match api {
+            Api::Chat => ("chatcmpl", "chat.completion.chunk"),
+            _ => ("cmpl", "text_completion"),
+        };
+        let id = format!("{kind}-{request_id}");
+        let since = SystemTime::now().duration_since(UNIX_EPOCH);
+        let created_s = since.map_or(0, |time| time.as_secs());
+        let head =
+            json!({ "id": id, "object": object, "created": created_s, "model": model }).to_string();
+        let prefix = format!("data: {},\"choices\":", head.trim_end_matches('}'));
+        Self { api, id, model: model.to_owned(), created_s, prefix }
+    }
+
+    /// The event that opens a chat's stream; completions have none.
+    pub fn opening(&self, out: &mut String) {
+        if self.api == Api::Chat {
+            let delta = json!({ "role": "assistant", "content": "" });
+            self.event(out, &json!([{ "index": 0, "delta": delta, "finish_reason": null }]));
+        }
+    }
+
+    /// The event of a piece of text.
+    pub fn piece(&self, text: &str, out: &mut String) {
+        let text = Value::from(text);
+        out.push_str(&self.prefix);
+        // Written by hand: this is what is written for every token of every answer.
+        let (before, after) = match self.api {
+            Api::Chat => {
+                ("[{\"index\":0,\"delta\":{\"content\":", "},\"finish_reason\":null}]}\n\n")
+            }
+            _ => ("[{\"index\":0,\"text\":", ",\"finish_reason\":null}]}\n\n"),
+        };
+        out.push_str(before);
+        out.push_str(&text.to_string());
+        out.push_str(after);
+    }
+
+    /// The event of a part of a chat's message.
+    pub fn part(&self, part: &Part, out: &mut String) {
+        let delta = match part {
+            Part::Content(text) => return self.piece(text, out),
+            Part::Reasoning(text) => json!({ "reasoning_content": text }),
+            Part::Call(call) => {
+                let mut told = call.json();
+                told["index"] = call.index.into();
+                json!({ "tool_calls": [told] })
+            }
+        };
+        self.event(out, &json!([{ "index": 0, "delta": delta, "finish_reason": null }]));
+    }
+
+    /// A piece of text as a chunk of its own.
+    pub fn chunk(&self, text: &str) -> Value {
+        let choice = match self.api {
+            Api::Chat => json!({ "index": 0, "delta": { "content": text } }),
+            _ => json!({ "index": 0, "text": text }),
+        };
+        json!({
+            "id": self.id, "created": self.created_s, "model": self.model, "choices": [choice]
+        })
+    }
+
+    /// The events that end a stream.
+    pub fn closing(&self, ending: &Ending, usage: Option<Usage>, out: &mut String) {
+        let (reason, stop_reason) = (&ending.reason, &ending.stop_reason);
+        let (key, nothing) = match self.api {
+            Api::Chat => ("delta", json!({})),
+            _ => ("text", json!("")),
+        };
+        self.event(
+            out,
+            &json!([{
+                "index": 0, (key): nothing, "finish_reason": reason, "stop_reason": stop_reason
+            }]),
+        );
+        if let Some(usage) = usage {
+            out.push_str(&self.prefix);
+            out.push_str(&format!("[],\"usage\":{}}}\n\n", usage.json()));
+        }
+        out.push_str(DONE);
+    }
+
+    fn event(&self, out: &mut String, choices: &Value) {
+        out.push_str(&self.prefix);
+        out.push_str(&choices.to_string());
+        out.push_str("}\n\n");
+    }
+
+    /// The whole answer.
+    pub fn whole(&self, message: &Message, ending: &Ending, usage: Usage) -> Value {
+        let (reason, stop_reason) = (&ending.reason, &ending.stop_reason);
+        let (object, key, said) = match self.api {
+            Api::Chat => ("chat.completion", "message", told(message)),
+            _ => ("text_completion", "text", json!(message.content)),
+        };
+        let choice = json!({
+            "index": 0,
+            (key): said,
+            "logprobs": null,
+            "finish_reason": reason,
+            "stop_reason": stop_reason,
+        });
+        json!({
+            "id": self.id,
+            "object": object,
+            "created": self.created_s,
+            "model": self.model,
+            "choices": [choice],
+            "usage": usage.json(),
+        })
+    }
+}
+
+/// A chat's message. Without content beside calls or reasoning that is null.
+fn told(message: &Message) -> Value {
+    let Message { reasoning, content, calls } = message;
+    let is_silent = content.is_empty() && !(calls.is_empty() && reasoning.is_empty());
+    let content = if is_silent { Value::Null } else { json!(content) };
+    let mut told = json!({ "role": "assistant", "content": content });
+    if !reasoning.is_empty() {
+        told["reasoning_content"] = json!(reasoning);
+    }
+    if !calls.is_empty() {
+        told["tool_calls"] = calls.iter().map(NamedCall::json).collect();
+    }
+    told
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests;

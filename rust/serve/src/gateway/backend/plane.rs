@@ -12,8 +12,7 @@ use super::openai;
 use super::worker::{BootstrapInfo, Handoff};
 use crate::frontend::app::App;
 use crate::frontend::engine::Engine;
-use crate::frontend::runtime::chunks;
-use crate::frontend::runtime::item::Item;
+use crate::frontend::runtime::item::{Item, failure, parse_chunk};
 use crate::frontend::runtime::member::Member;
 use crate::frontend::runtime::plane::{Cause, Items, PlaneError};
 use crate::frontend::runtime::spec::ModelInput;
@@ -165,8 +164,8 @@ impl Plane {
             // An error of the worker within its first item also counts as a failed attempt.
             let parsed = match member.spec.card.model_input {
                 ModelInput::Tokens => Item::parse(&first).map(drop),
-                ModelInput::Text => chunks::parse(&first)
-                    .and_then(|chunk| chunks::failure(&chunk).map_or(Ok(()), Err)),
+                ModelInput::Text => parse_chunk(&first)
+                    .and_then(|chunk| failure(&chunk).map_or(Ok(()), Err)),
             };
             parsed.map_err(|error| failed(&engine, error))?;
             Ok(Opened { engine: Arc::clone(&engine), member: Arc::clone(&member), items, first })
