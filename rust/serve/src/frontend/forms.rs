@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::gateway::api::Api;
 use crate::gateway::body::Body;
-use crate::gateway::envelope::Envelope;
+use crate::gateway::body::Envelope;
 
 /// The examples: a list of requests, each with its form.
 const CORPUS: &str = include_str!("corpus.json");

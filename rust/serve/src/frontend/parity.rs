@@ -18,7 +18,7 @@ use super::engine::{Engine, Pool};
 use super::forms::{Example, Form, Forms, Standing, Standings, examples};
 use crate::gateway::api::Api;
 use crate::gateway::as_chat::chat_of;
-use crate::gateway::envelope::{Envelope, ask_body};
+use crate::gateway::body::{Envelope, ask_body};
 use crate::metrics::OutcomeLabel;
 use crate::page::{Labels, and, label};
 

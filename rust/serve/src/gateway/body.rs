@@ -1,20 +1,30 @@
-//! A request's JSON object: its fields are located once, and read or replaced individually.
+//! A request's JSON object: its fields are located once, and read or replaced individually; and the
+//! model of an upload in parts (`multipart/form-data`), the one field of it that routing needs.
 
+use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
 
+use axum::http::{HeaderMap, header};
 use bytes::Bytes;
 use bytestring::ByteString;
-use kvflash_core::text::{Field, Scan};
+use kvflash_core::text::{ChatRequest, Field, Scan};
+use memchr::memmem;
+use serde::Deserialize;
 use serde::de::value::{MapAccessDeserializer, MapDeserializer};
-use serde::de::{Deserialize, Deserializer, IntoDeserializer, MapAccess, Visitor};
-use serde_json::Value;
+use serde::de::{Deserializer, IntoDeserializer, MapAccess, Visitor};
 use serde_json::value::RawValue;
+use serde_json::{Map, Value, json};
 
+use super::api::Api;
 use crate::Reject;
 use crate::body::Rest;
+
+/// Size limit of a part's head, in bytes.
+const MAX_PART_HEAD_BYTES: usize = 4_096;
 
 /// A JSON object as received, with the position of each field's value.
 #[derive(Debug, Clone)]
@@ -206,12 +216,13 @@ fn without_place(error: &serde_json::Error) -> String {
 
 /// The error for a body that is not a JSON object, with its position.
 fn complaint(bytes: &[u8]) -> Reject {
+    type Fields<'a> = Object<BTreeMap<Box<str>, &'a RawValue>>;
     let mut json = serde_json::Deserializer::from_slice(bytes);
     let Err(error) = Fields::deserialize(&mut json) else {
         return Reject::bad_request("the body has characters after its JSON object");
     };
     let again = &mut serde_json::Deserializer::from_slice(bytes);
-    let found: Result<Fields, _> = serde_path_to_error::deserialize(again);
+    let found: Result<Fields<'_>, _> = serde_path_to_error::deserialize(again);
     let path = found.err().map(|error| error.path().to_string());
     // "?" is the position at which a truncated body ends.
     match path.filter(|path| path != "." && path != "?") {
@@ -286,6 +297,15 @@ where
     Ok(Option::<Object<T>>::deserialize(deserializer)?.map(|Object(value)| value))
 }
 
+/// The same, with a default in place of null.
+pub(super) fn object_or_default<'de, T, D>(deserializer: D) -> Result<T, D::Error>
+where
+    T: Deserialize<'de> + Default,
+    D: Deserializer<'de>,
+{
+    object(deserializer).map(Option::unwrap_or_default)
+}
+
 /// Reads the JSON of one field; a field that is kept as text or skipped is not scanned again.
 struct JsonText<'a>(&'a str);
 
@@ -295,15 +315,6 @@ impl<'de> IntoDeserializer<'de, serde_json::Error> for JsonText<'de> {
     fn into_deserializer(self) -> Self {
         self
     }
-}
-
-/// The same, with a default in place of null.
-pub(super) fn object_or_default<'de, T, D>(deserializer: D) -> Result<T, D::Error>
-where
-    T: Deserialize<'de> + Default,
-    D: Deserializer<'de>,
-{
-    object(deserializer).map(Option::unwrap_or_default)
 }
 
 impl<'de> Deserializer<'de> for JsonText<'de> {
@@ -347,84 +358,234 @@ impl<'de> Deserializer<'de> for JsonText<'de> {
     }
 }
 
-/// Reads the fields of an object for error messages.
-struct Fields;
+/// The fields that routing reads. All others are left to the engine.
+#[derive(Debug, Default, Deserialize)]
+#[serde(expecting = "an object")]
+pub(crate) struct Envelope<'a> {
+    #[serde(borrow)]
+    pub model: Option<Cow<'a, str>>,
+    pub messages: Option<Raw<'a>>,
+    pub prompt: Option<Raw<'a>>,
+    pub stream: Option<Raw<'a>>,
+    pub tools: Option<Raw<'a>>,
+    pub documents: Option<Raw<'a>>,
+    pub chat_template: Option<Raw<'a>>,
+    pub chat_template_kwargs: Option<Raw<'a>>,
+    pub cache_salt: Option<Cow<'a, str>>,
+    pub tool_choice: Option<Raw<'a>>,
+    pub reasoning_effort: Option<Raw<'a>>,
+    pub truncate_prompt_tokens: Option<Raw<'a>>,
+    pub user: Option<Raw<'a>>,
+    pub priority: Option<Raw<'a>>,
+    pub add_generation_prompt: Option<bool>,
+    pub continue_final_message: Option<bool>,
+    pub add_special_tokens: Option<bool>,
+    pub prompt_logprobs: Option<Raw<'a>>,
+    pub echo: Option<Raw<'a>>,
+    pub logprobs: Option<Raw<'a>>,
+    pub n: Option<Raw<'a>>,
+    pub best_of: Option<Raw<'a>>,
+    pub use_beam_search: Option<Raw<'a>>,
+    pub skip_reading_prefix_cache: Option<Raw<'a>>,
+    pub kv_transfer_params: Option<Raw<'a>>,
+    pub nvext: Option<Raw<'a>>,
+}
 
-impl<'de> Deserialize<'de> for Fields {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Find;
-        impl<'de> Visitor<'de> for Find {
-            type Value = Fields;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("an object")
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-                while map.next_entry::<Box<str>, &'de RawValue>()?.is_some() {}
-                Ok(Fields)
-            }
-        }
-        deserializer.deserialize_map(Find)
+impl<'a> Envelope<'a> {
+    /// Whether the engine looks the prompt up in its prefix cache: not if it must compute the
+    /// logprobs of the prompt, or skips its cache.
+    pub fn reads_cache(&self) -> bool {
+        let is_off = |field: Option<Raw<'_>>| is_off(field.map(Raw::get), "false");
+        let echoes_logprobs = !is_off(self.echo) && !is_off(self.logprobs);
+        !echoes_logprobs && is_off(self.prompt_logprobs) && is_off(self.skip_reading_prefix_cache)
     }
+
+    /// Whether the engine uses its prefix cache, and reports that for a single prompt: not if it
+    /// does not read its cache, generates several answers or receives the blocks from elsewhere.
+    pub fn reuses_prefix(&self) -> bool {
+        let are_off = |fields: &[Option<Raw<'_>>], off: &str| {
+            fields.iter().all(|field| is_off(field.map(Raw::get), off))
+        };
+        self.reads_cache()
+            && are_off(&[self.echo, self.use_beam_search, self.kv_transfer_params], "false")
+            && are_off(&[self.n, self.best_of], "1")
+    }
+
+    /// The fields that determine a chat's tokens; `places` of its messages, if its body was scanned
+    /// for them.
+    pub fn chat(&self, places: Option<&'a [Range<usize>]>) -> ChatRequest<'a> {
+        ChatRequest {
+            messages: self.messages.map(Raw::get),
+            places,
+            tools: self.tools.map(Raw::get),
+            tool_choice: self.tool_choice.map(Raw::get),
+            documents: self.documents.map(Raw::get),
+            chat_template_kwargs: self.chat_template_kwargs.map(Raw::get),
+            chat_template: self.chat_template.map(Raw::get),
+            reasoning_effort: self.reasoning_effort.map(Raw::get),
+            truncate_prompt_tokens: self.truncate_prompt_tokens.map(Raw::get),
+            add_generation_prompt: self.add_generation_prompt,
+            continue_final_message: self.continue_final_message,
+            add_special_tokens: self.add_special_tokens,
+        }
+    }
+}
+
+/// Whether a field's JSON is missing, null, or its value `off`.
+fn is_off(json: Option<&str>, off: &str) -> bool {
+    json.is_none_or(|json| json == "null" || json == off)
+}
+
+/// What the engine does with its prefix cache for a request, according to its API's own fields.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct CacheUse {
+    /// It looks the prompt up.
+    pub reads: bool,
+    /// It reports the outcome for a single prompt.
+    pub reports: bool,
+}
+
+/// See [`CacheUse`]; a body that can't be read counts as one that does neither.
+pub(super) fn cache_use(api: Api, body: &Body) -> CacheUse {
+    #[derive(Deserialize)]
+    struct Outer<'a> {
+        #[serde(borrow)]
+        sampling_params: Option<Raw<'a>>,
+        logprob_start_len: Option<Raw<'a>>,
+    }
+    #[derive(Default, Deserialize)]
+    struct Sampling<'a> {
+        #[serde(borrow)]
+        n: Option<&'a RawValue>,
+        prompt_logprobs: Option<&'a RawValue>,
+        skip_reading_prefix_cache: Option<&'a RawValue>,
+    }
+    if !matches!(api, Api::Tokens | Api::Generate) {
+        return CacheUse { reads: true, reports: true };
+    }
+    let neither = CacheUse { reads: false, reports: false };
+    let Ok(outer) = body.read::<Outer<'_>>() else { return neither };
+    let sampling = outer.sampling_params.map_or("{}", |raw| raw.get());
+    let Ok(sampling) = serde_json::from_str::<Option<Sampling<'_>>>(sampling) else {
+        return neither;
+    };
+    // -1: only for the answer's tokens.
+    let is_answer_only = is_off(outer.logprob_start_len.map(Raw::get), "-1");
+    let Sampling { n, prompt_logprobs, skip_reading_prefix_cache } = sampling.unwrap_or_default();
+    let is_off = |field: Option<&RawValue>, off: &str| is_off(field.map(RawValue::get), off);
+    let reads = is_answer_only
+        && is_off(prompt_logprobs, "null")
+        && is_off(skip_reading_prefix_cache, "false");
+    CacheUse { reads, reports: reads && is_off(n, "1") }
+}
+
+/// What an engine is asked about a prompt, as JSON.
+pub(crate) fn ask_body(
+    envelope: &Envelope<'_>,
+    name: &str,
+    prompt: Option<String>,
+) -> Result<Map<String, Value>, &'static str> {
+    let mut body = Map::new();
+    let mut put = |name: &str, value| body.insert(name.to_owned(), value);
+    put("model", json!(name));
+    if let Some(prompt) = prompt {
+        put("prompt", json!(prompt));
+    }
+    for (name, raw) in [
+        ("messages", envelope.messages),
+        ("tools", envelope.tools),
+        ("chat_template", envelope.chat_template),
+        ("chat_template_kwargs", envelope.chat_template_kwargs),
+    ] {
+        if let Some(raw) = raw {
+            put(name, serde_json::from_str(raw.get()).map_err(|_| "not_text")?);
+        }
+    }
+    for (name, flag) in [
+        ("add_generation_prompt", envelope.add_generation_prompt),
+        ("continue_final_message", envelope.continue_final_message),
+        ("add_special_tokens", envelope.add_special_tokens),
+    ] {
+        if let Some(flag) = flag {
+            put(name, json!(flag));
+        }
+    }
+    Ok(body)
+}
+
+/// The field `model` of an upload with these headers.
+///
+/// # Errors
+/// 400 for a body without parts, or a model that is not a string.
+pub(super) fn model_of_upload<'a>(
+    headers: &HeaderMap,
+    body: &'a [u8],
+) -> Result<Option<&'a str>, Reject> {
+    Ok(find_model(headers, body)?.map(|(name, _)| name))
+}
+
+/// Whether the beginning of an upload names its model.
+pub(super) fn names_model(headers: &HeaderMap, beginning: &[u8]) -> bool {
+    matches!(find_model(headers, beginning), Ok(Some((_, true))))
+}
+
+/// The field `model`, and whether its end was found.
+fn find_model<'a>(headers: &HeaderMap, body: &'a [u8]) -> Result<Option<(&'a str, bool)>, Reject> {
+    let kind = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
+    let Some(boundary) = kind.and_then(boundary) else {
+        let got = kind.unwrap_or("none");
+        return Err(Reject::bad_request(format!(
+            "content-type: must be multipart/form-data with a boundary, got {got:?}"
+        )));
+    };
+    let boundary = format!("--{boundary}");
+    // Data before the first boundary, and the line that ends it, belong to no part.
+    let starts = memmem::find_iter(body, boundary.as_bytes()).map(|at| at + boundary.len());
+    for start in starts {
+        let part = &body[start..];
+        let head = &part[..part.len().min(MAX_PART_HEAD_BYTES)];
+        let Some(end) = memmem::find(head, b"\r\n\r\n") else { continue };
+        if name_of(&part[..end]) != Some("model") {
+            continue;
+        }
+        let value = &part[end + 4..];
+        let end = memmem::find(value, b"\r\n");
+        return match std::str::from_utf8(&value[..end.unwrap_or(value.len())]) {
+            Ok(name) => Ok(Some((name, end.is_some()))),
+            Err(_) => Err(Reject::bad_request("model: must be UTF-8 text")),
+        };
+    }
+    Ok(None)
+}
+
+/// The upload with its model `name`, found by [`model_of_upload`], replaced.
+pub(super) fn upload_with_model(body: &Bytes, name: &str, model: &str) -> Bytes {
+    let at = name.as_ptr() as usize - body.as_ptr() as usize;
+    let parts = [&body[..at], model.as_bytes(), &body[at + name.len()..]];
+    parts.concat().into()
+}
+
+/// The boundary in a content type.
+fn boundary(kind: &str) -> Option<&str> {
+    let mut parts = kind.split(';').map(str::trim);
+    parts.next().filter(|kind| kind.eq_ignore_ascii_case("multipart/form-data"))?;
+    let value = parts.find_map(|part| {
+        let (name, value) = part.split_once('=')?;
+        name.eq_ignore_ascii_case("boundary").then_some(value.trim_matches('"'))
+    });
+    value.filter(|boundary| !boundary.is_empty())
+}
+
+/// The name in a part's `Content-Disposition`.
+fn name_of(head: &[u8]) -> Option<&str> {
+    let head = std::str::from_utf8(head).ok()?;
+    let line = head.split("\r\n").find(|line| {
+        let name = line.split(':').next().unwrap_or_default();
+        name.eq_ignore_ascii_case("content-disposition")
+    })?;
+    line.split(';').find_map(|part| Some(part.trim().strip_prefix("name=")?.trim_matches('"')))
 }
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
-mod tests {
-    use serde_json::json;
-
-    use super::*;
-
-    fn body(text: &'static str) -> Body {
-        Body::parse(Bytes::from_static(text.as_bytes())).unwrap()
-    }
-
-    #[test]
-    fn fields_are_replaced_and_the_others_stay_as_they_came() {
-        let body = body(r#"{ "a": [1,  2], "b\"": 1e400, "c": null }"#);
-        let changed =
-            body.with(&[("a", None), ("c", Some(json!({"x": 1}))), ("d", Some(json!(2)))]);
-        assert_eq!(changed, r#"{"b\"":1e400,"c":{"x":1},"d":2}"#);
-        assert_eq!(body.with(&[("a", None), ("b\"", None), ("c", None)]), "{}");
-        assert!(body.has("b\"") && !body.has("d"));
-    }
-
-    #[test]
-    fn only_text_is_text_of_a_prompt() {
-        let image =
-            format!(r#"{{"type": "image_url", "image_url": {{"url": "{}"}}}}"#, "A".repeat(9_000));
-        let text = |bytes: usize| format!(r#"{{"type": "text", "text": "{}"}}"#, "x".repeat(bytes));
-        let message = |parts: &str| format!(r#"{{"role": "user", "content": [{parts}]}}"#);
-        let parsed = |message: &str| {
-            Body::parse(format!(r#"{{"messages": [{message}]}}"#).into()).unwrap().prompt_bytes()
-        };
-        let plain = message(&text(4_000));
-        let mixed = message(&format!("{}, {image}", text(4_000)));
-        for (found, with_image) in
-            [(message_bytes(&plain), message_bytes(&mixed)), (parsed(&plain), parsed(&mixed))]
-        {
-            assert!((4_000..4_200).contains(&found), "{found}");
-            assert!((found..4_500).contains(&with_image), "{with_image}");
-        }
-        let short = r#"{"role": "user", "content": "a"}"#;
-        assert_eq!(message_bytes(short), short.len());
-        assert_eq!(message_bytes(r#""no object""#), 11);
-        assert_eq!(Body::opaque(Bytes::from_static(b"--x")).prompt_bytes(), 3);
-    }
-
-    #[test]
-    fn what_is_no_object_is_refused_with_its_place() {
-        for (text, wanted) in [
-            (r#"{"model": "m""#, "EOF"),
-            ("[]", "must be a JSON object, got a list"),
-            ("5", "expected an object"),
-            (r#"{"model":"m"} x"#, "characters after"),
-            (r#"{"messages": [1,}"#, "messages"),
-        ] {
-            let error = Body::parse(Bytes::from_static(text.as_bytes())).unwrap_err();
-            assert_eq!(error.status.as_u16(), 400);
-            assert!(error.message.contains(wanted), "{text}: {}", error.message);
-        }
-    }
-}
+mod tests;

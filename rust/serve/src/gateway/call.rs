@@ -11,9 +11,8 @@ use kvflash_core::select::MAX_REQUEST_ID_BYTES;
 use serde_json::value::RawValue;
 
 use super::api::{Api, Row, Weight};
-use super::body::Body;
+use super::body::{Body, Envelope, cache_use};
 use super::client::Nvext;
-use super::envelope::{Envelope, cache_use};
 use super::turn::{Client, Identity};
 use crate::compute::Busy;
 use crate::frontend::app::App;

@@ -11,9 +11,8 @@ use kvflash_core::select::Request;
 use serde::Deserialize;
 
 use super::api::Api;
-use super::body::{Object, Raw, object_or_default};
+use super::body::{Envelope, Object, Raw, object_or_default};
 use super::call::{Call, Prompt};
-use super::envelope::Envelope;
 use crate::Reject;
 use crate::frontend::engine::{Engine, Members};
 use crate::frontend::engine_spec::address_of;

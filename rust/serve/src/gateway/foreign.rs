@@ -13,7 +13,7 @@ use super::api::{Api, Row};
 use super::as_chat;
 use super::body::Raw;
 use super::call::Call;
-use super::envelope::Envelope;
+use super::body::Envelope;
 use super::render;
 use super::stored;
 use super::tokens::{Known, Untokenized, check_length, tokens};

@@ -10,7 +10,7 @@ use xxhash_rust::xxh3::Xxh3;
 
 use super::body::message_bytes;
 use super::call::Call;
-use super::envelope::Envelope;
+use super::body::Envelope;
 use crate::frontend::app::App;
 use crate::frontend::taught::Beginning;
 use crate::metrics::OutcomeLabel;

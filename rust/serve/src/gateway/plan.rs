@@ -19,13 +19,13 @@ use super::api::{Api, Row, Weight};
 use super::body::Body;
 use super::call::{Call, Head};
 use super::client::{self, Session, Urgency};
-use super::envelope::Envelope;
+use super::body::Envelope;
 use super::foreign;
 use super::generation::Generation;
 use super::lesson::{self, Lesson};
 use super::stored::Kept;
 use super::tokens::{Known, Replaceable, Untokenized, tokens};
-use super::upload;
+use super::body::{model_of_upload, upload_with_model};
 use crate::body::{Counted, Rest};
 use crate::frontend::app::App;
 use crate::frontend::engine::{Members, Pool, Route};
@@ -110,7 +110,7 @@ impl Plan {
         }
         let mut envelope: Envelope<'_> = body.read()?;
         if is_upload {
-            envelope.model = upload::model(&head.headers, body.bytes())?.map(Cow::Borrowed);
+            envelope.model = model_of_upload(&head.headers, body.bytes())?.map(Cow::Borrowed);
         }
         if row.is_some_and(Row::names_response) {
             envelope.model = kept.as_ref().and_then(|kept| kept.model()).map(Cow::Owned);
@@ -469,7 +469,7 @@ fn resolve(
     }
     let Some(aliases) = &app.aliases else { return Ok(None) };
     let name = match is_upload {
-        true => upload::model(&head.headers, body.bytes())?.map(Cow::Borrowed),
+        true => model_of_upload(&head.headers, body.bytes())?.map(Cow::Borrowed),
         false => body.read::<Named<'_>>()?.model,
     };
     let Some(name) = name else { return Ok(None) };
@@ -488,7 +488,7 @@ fn resolve(
         model = served.ok_or_else(|| kept.outside(&name, &models.by_ref().collect::<Vec<_>>()))?;
     }
     let renamed = match is_upload {
-        true => upload::with_model(body.bytes(), &name, model),
+        true => upload_with_model(body.bytes(), &name, model),
         false => body.with(&[("model", Some(json!(model)))]),
     };
     Ok(Some((Arc::from(&*name), renamed)))

@@ -11,7 +11,7 @@ use kvflash_core::text::Tokens;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use super::envelope::{Envelope, ask_body};
+use super::body::{Envelope, ask_body};
 use super::tokens::Known;
 use crate::frontend::app::App;
 use crate::frontend::engine::Pool;

@@ -24,7 +24,7 @@ use super::client::{SESSION_HEADER, session_id_of};
 use super::plan::{Part, Plan};
 use super::relay::{Delivery, relay};
 use super::turn::Turn;
-use super::upload::names_model;
+use super::body::names_model;
 use crate::Reject;
 use crate::body::{self, Received, discard};
 use crate::frontend::app::App;

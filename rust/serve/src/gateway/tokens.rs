@@ -14,7 +14,7 @@ use serde_json::Value;
 use super::api::Api;
 use super::body::{Body, Raw};
 use super::call::{Call, Prompt};
-use super::envelope::{Envelope, ask_body};
+use super::body::{Envelope, ask_body};
 use super::lesson::Lesson;
 use super::render::{has_media, render};
 use crate::compute::Busy;
