@@ -23,8 +23,8 @@ use super::engine::Engine;
 use crate::body::{Received, discard};
 use crate::gateway::api::Row;
 use crate::gateway::backend::worker::Prefill;
+use crate::gateway::book;
 use crate::gateway::call::Head;
-use crate::gateway::evidence;
 use crate::gateway::plan::{Part, Plan};
 use crate::metrics::CauseLabel;
 use crate::reject::PlainReject;
@@ -41,7 +41,7 @@ pub(super) async fn health(State(app): State<Arc<App>>) -> Response {
 fn tell_health(app: &App) -> Response {
     let engines = app.fleet.engines();
     let healthy = engines.iter().filter(|engine| engine.is_healthy()).count();
-    let reasons = evidence::reasons(app);
+    let reasons = book::reasons(app);
     let reports = app.catalog.reports(|_| true);
     // The blocks of a worker can't be matched: it does not fit its model, or its events can't be
     // received or read.
@@ -78,7 +78,7 @@ fn incomplete(app: &App) -> BTreeMap<String, Value> {
     let each = |(worker, why): (Worker, Unheard)| {
         (worker.to_string(), json!({ "code": why.name(), "message": why.message() }))
     };
-    evidence::unheard(app).into_iter().map(each).collect()
+    book::unheard(app).into_iter().map(each).collect()
 }
 
 /// The reuse of every worker that may decode or prefill.
@@ -93,7 +93,7 @@ fn reuse(app: &App, engines: &[Arc<Engine>]) -> BTreeMap<String, Value> {
     };
     let workers = engines.iter().flat_map(ranks);
     workers
-        .map(|worker| (worker.to_string(), evidence::reuse_json(views.get(&worker).copied())))
+        .map(|worker| (worker.to_string(), book::reuse_json(views.get(&worker).copied())))
         .collect()
 }
 
@@ -108,7 +108,7 @@ pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
     let why = not_ready(&app);
     let status = why.as_ref().map_or(StatusCode::OK, |_| StatusCode::SERVICE_UNAVAILABLE);
     let incomplete: Vec<String> =
-        evidence::unheard(&app).into_keys().map(|worker| worker.to_string()).collect();
+        book::unheard(&app).into_keys().map(|worker| worker.to_string()).collect();
     let body = json!({ "ready": why.is_none(), "reason": why, "index_incomplete": incomplete });
     (status, Json(body)).into_response()
 }
@@ -140,7 +140,7 @@ const SILENT_REQUESTS: u64 = 20;
 /// How many warnings `GET /health` shows.
 pub(super) fn warnings_count(app: &App) -> usize {
     let reports = app.catalog.reports(|_| true);
-    warnings(app, &app.fleet.engines(), reports, &evidence::reasons(app)).len()
+    warnings(app, &app.fleet.engines(), reports, &book::reasons(app)).len()
 }
 
 /// Causes of silently failing prefix matching, as text.
@@ -412,7 +412,7 @@ fn beliefs<'a>(
         let worker = candidate["worker"].as_str().unwrap_or_default();
         let mut known = json!({ "trust": trust.get(worker) });
         if let Some(view) = reuse.get(worker) {
-            known["reuse"] = evidence::reuse_json(Some(*view));
+            known["reuse"] = book::reuse_json(Some(*view));
         }
         if let Some(why) = incomplete.get(worker) {
             known["index_incomplete"] = why.clone();

@@ -12,7 +12,7 @@ use kvflash_core::text::CacheStats;
 
 use super::admin::{not_ready, warnings_count};
 use super::app::App;
-use crate::gateway::evidence;
+use crate::gateway::book;
 use crate::page::{Labels, Page, and, column, label};
 
 /// GET /metrics
@@ -95,7 +95,7 @@ fn write_clients(app: &App, page: &mut Page<'_>) -> fmt::Result {
 
 /// Trust in the workers' events, and the underlying data.
 fn write_reuse(app: &App, page: &mut Page<'_>) -> fmt::Result {
-    let unheard = evidence::unheard(app).into_keys().map(|worker| (label("worker", worker), 1));
+    let unheard = book::unheard(app).into_keys().map(|worker| (label("worker", worker), 1));
     let help = "1 = the worker may hold blocks that no event has reported; they earn no credit";
     page.gauges("worker_index_incomplete", help, unheard)?;
     let pools = app.fleet.pools();

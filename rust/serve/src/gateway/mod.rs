@@ -16,7 +16,6 @@ pub(crate) mod body;
 pub(crate) mod book;
 pub(crate) mod call;
 mod client;
-pub(crate) mod evidence;
 mod foreign;
 pub(crate) mod generation;
 mod lesson;
