@@ -25,6 +25,5 @@ pub(crate) mod render;
 pub(crate) mod send;
 mod stored;
 mod tokens;
-mod told_ids;
 pub(crate) mod turn;
 pub(crate) mod usage;
