@@ -60,7 +60,6 @@ UNCHECKED = tuple(
     for room in (
         "core/src/text",
         "serve/src/frontend/runtime",
-        "serve/src/gateway/render.rs",
         "serve/src/lock",
     )
 )
@@ -121,7 +120,7 @@ def rust_comments(path: Path) -> Iterator[tuple[int, str]]:
 def test_enough_is_looked_at() -> None:
     assert len(PAGES) > 50
     assert len(PYTHON) > 180
-    assert len(RUST) > 380
+    assert len(RUST) > 340
     assert sum(1 for path in PYTHON for _ in python_texts(path)) > 5_000
     assert sum(1 for path in RUST for _ in rust_texts(path)) > 4_000
     assert sum(1 for path in PYTHON for _ in python_comments(path)) > 2_400

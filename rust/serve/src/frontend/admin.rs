@@ -193,7 +193,7 @@ fn warnings(
         if let Some(why) = engine.notes.lock().error() {
             warnings.push(format!("worker {}: {why}", engine.id));
         }
-        if let Some(why) = engine.ids.trouble() {
+        if let Some(why) = &engine.ids.lock().why {
             warnings.push(format!("worker {}: token ids are no longer sent: {why}", engine.id));
         }
         if app.routes_by_events() && !heard.contains(&engine.id) {

@@ -2,7 +2,7 @@
 //! requests find them.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use kvflash_core::fleet::EventSpec;
@@ -13,7 +13,9 @@ use serde_json::{Value, json};
 use tokio::sync::Notify;
 
 use super::engine_spec::{EngineSpec, base_of};
-use super::runtime::member::Member;
+use super::runtime::message::Formats;
+use super::runtime::plane::Plane;
+use super::runtime::spec::{LoadReport, WorkerSpec};
 use super::runtime::texts::ModelText;
 use crate::fleet::{self, PREFILL_TENANT};
 use crate::gateway::api::Api;
@@ -24,7 +26,7 @@ use crate::gateway::turn::WaitingRoom;
 const REQUESTS_PER_CHECK: u32 = 64;
 
 /// One engine.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Engine {
     pub id: InstanceId,
     pub spec: EngineSpec,
@@ -37,10 +39,8 @@ pub(crate) struct Engine {
     pub requests: AtomicU64,
     pub failures: AtomicU64,
     pub notes: Mutex<EngineNotes>,
-    /// Whether it accepts token ids.
-    pub ids: TakesIds,
-    /// Whether it tells the ids of its prompts.
-    pub teaches: Teaches,
+    /// Whether it accepts token ids, and tells them.
+    pub ids: Mutex<IdNotes>,
     /// What was found of its sockets and tokenizer.
     pub inspection: Mutex<Inspection>,
     /// Its runtime data, if it is a worker of the runtime.
@@ -62,27 +62,7 @@ pub(crate) struct Engine {
 impl Engine {
     pub fn new(id: InstanceId, spec: EngineSpec) -> Self {
         let base = base_of(&spec.url).to_owned();
-        Self {
-            id,
-            spec,
-            base,
-            healthy: AtomicBool::new(false),
-            removed: AtomicBool::new(false),
-            lacks: Mutex::default(),
-            requests: AtomicU64::new(0),
-            failures: AtomicU64::new(0),
-            notes: Mutex::default(),
-            ids: TakesIds::default(),
-            teaches: Teaches::default(),
-            inspection: Mutex::default(),
-            member: None,
-            text: OnceLock::new(),
-            doubt: Notify::new(),
-            unwell: Notify::new(),
-            waiting: AtomicU64::new(0),
-            in_doubt: AtomicBool::new(false),
-            knows_less: AtomicBool::new(false),
-        }
+        Self { id, spec, base, ..Self::default() }
     }
 
     /// A worker of the runtime, which discovery has reported; it is healthy until a request fails.
@@ -91,12 +71,11 @@ impl Engine {
             instance_id: Some(member.spec.id),
             dp_size: member.spec.dp_size(),
             is_prefill: member.spec.is_prefill(),
-            ..EngineSpec::at(member.spec.address())
+            url: member.spec.address(),
+            ..EngineSpec::default()
         };
-        let mut engine = Self::new(member.spec.id, spec);
-        engine.healthy = AtomicBool::new(true);
-        engine.member = Some(member);
-        engine
+        let (id, healthy) = (member.spec.id, AtomicBool::new(true));
+        Self { healthy, member: Some(member), ..Self::new(id, spec) }
     }
 
     // Relaxed throughout: the flags are independent; a reader with an outdated value tries a worker
@@ -277,6 +256,33 @@ pub(crate) struct ServerNotes {
     pub note: String,
 }
 
+/// A worker's own side of an engine.
+#[derive(Debug)]
+pub(crate) struct Member {
+    pub spec: WorkerSpec,
+    pub plane: Plane,
+    pub text: Option<Arc<ModelText>>,
+    pub formats: Formats,
+    /// Its last report of each rank.
+    pub loads: Mutex<BTreeMap<u32, LoadReport>>,
+}
+
+impl Member {
+    /// What its card says, as engines tell it over HTTP.
+    pub fn notes(&self) -> EngineNotes {
+        let card = &self.spec.card;
+        let base = (card.model_name.clone(), None);
+        let adapter = |name: &String| (name.clone(), Some(card.model_name.clone()));
+        EngineNotes {
+            models: std::iter::once(base).chain(card.lora_names.iter().map(adapter)).collect(),
+            max_model_len: card.context_length,
+            capacity_blocks: card.total_kv_blocks,
+            block_size: card.kv_cache_block_size,
+            ..EngineNotes::default()
+        }
+    }
+}
+
 /// All engines that serve one base model, or all that prefill for it.
 pub(crate) type Pool = fleet::Pool<Engine, Option<Arc<WaitingRoom>>>;
 pub(crate) type Members = fleet::Members<Engine>;
@@ -377,90 +383,53 @@ impl Field {
             Self::InputIds => "input_ids",
         }
     }
-
-    /// The field of a code; 0 means no field.
-    fn of(code: u8) -> Option<Self> {
-        let all = [Self::Prompt, Self::KvTransferParams, Self::InputIds];
-        all.into_iter().find(|field| Self::code(Some(*field)) == code)
-    }
-
-    fn code(field: Option<Self>) -> u8 {
-        field.map_or(0, |field| field as u8 + 1)
-    }
 }
 
-/// Whether an engine accepts token ids, and in which field.
+/// Whether an engine accepts token ids, and in which field; and whether it tells those of its prompts.
 #[derive(Debug, Default)]
-pub(crate) struct TakesIds {
-    // Relaxed throughout: with an outdated value a request uses the other way, which works as well.
-    completions: AtomicU8,
-    chats: AtomicU8,
-    sent: AtomicU32,
-    pub(super) notes: Mutex<IdNotes>,
-}
-
-#[derive(Debug, Default)]
-pub(super) struct IdNotes {
+pub(crate) struct IdNotes {
+    /// The fields for ids of completions and of chats; `None` if there is none.
+    pub completions: Option<Field>,
+    pub chats: Option<Field>,
+    /// Requests that might have gone with ids.
+    asked_for: u32,
     /// The start of the engine at which it was tested.
-    pub asked: Option<u64>,
-    /// Why it gets no ids, as text.
+    pub tested: Option<u64>,
+    /// Why it gets no more ids, as text, if an answer contradicted.
     pub why: Option<String>,
+    /// It told the ids of a prompt.
+    pub has_told: bool,
+    /// The start of the engine since which it is not asked for them.
+    pub asked_in_vain: Option<u64>,
 }
 
-impl TakesIds {
+impl IdNotes {
     /// `None` for APIs whose prompts are sent unchanged.
-    pub(super) fn cell(&self, api: Api) -> Option<&AtomicU8> {
+    pub fn field_mut(&mut self, api: Api) -> Option<&mut Option<Field>> {
         match api {
-            Api::Chat => Some(&self.chats),
-            Api::Completions => Some(&self.completions),
+            Api::Chat => Some(&mut self.chats),
+            Api::Completions => Some(&mut self.completions),
             _ => None,
         }
     }
 
-    /// The field for ids; `None` if there is none.
-    pub fn field(&self, api: Api) -> Option<Field> {
-        Field::of(self.cell(api)?.load(Ordering::Relaxed))
-    }
-
-    /// As [`field`](Self::field), for the next request: also `None` for the few requests that
-    /// reveal the engine's own count.
-    pub fn next(&self, api: Api) -> Option<Field> {
-        let field = self.field(api)?;
-        let sent = self.sent.fetch_add(1, Ordering::Relaxed);
-        (!(sent + 1).is_multiple_of(REQUESTS_PER_CHECK)).then_some(field)
-    }
-
-    pub(super) fn learn(&self, api: Api, field: Option<Field>) {
-        if let Some(cell) = self.cell(api) {
-            cell.store(Field::code(field), Ordering::Relaxed);
-        }
+    /// The field for the ids of the next request; `None` also for the few requests that reveal the
+    /// engine's own count.
+    pub fn next(&mut self, api: Api) -> Option<Field> {
+        let field = (*self.field_mut(api)?)?;
+        self.asked_for = self.asked_for.wrapping_add(1);
+        (!self.asked_for.is_multiple_of(REQUESTS_PER_CHECK)).then_some(field)
     }
 
     /// The state in `GET /workers`.
     pub fn view(&self) -> Value {
-        let name = |api| self.field(api).map(Field::name);
-        let notes = self.notes.lock();
         json!({
-            "asked": notes.asked.is_some(),
-            "chat": name(Api::Chat),
-            "completions": name(Api::Completions),
-            "why_not": notes.why,
+            "asked": self.tested.is_some(),
+            "chat": self.chats.map(Field::name),
+            "completions": self.completions.map(Field::name),
+            "why_not": self.why,
         })
     }
-
-    /// Why it gets no more ids, if an answer contradicted.
-    pub fn trouble(&self) -> Option<String> {
-        self.notes.lock().why.clone()
-    }
-}
-
-/// Whether an engine tells the ids of its prompts.
-#[derive(Debug, Default)]
-pub(crate) struct Teaches {
-    // Relaxed: for people.
-    pub has_told: AtomicBool,
-    /// The start of the engine since which it is not asked.
-    pub refused: Mutex<Option<u64>>,
 }
 
 #[cfg(test)]
@@ -470,13 +439,10 @@ mod tests {
 
     #[test]
     fn one_request_in_so_many_goes_without() {
-        let ids = TakesIds::default();
+        let mut ids = IdNotes::default();
         assert_eq!(ids.next(Api::Chat), None);
-        ids.learn(Api::Chat, Some(Field::InputIds));
+        ids.chats = Some(Field::InputIds);
         let sent = (0..640).filter(|_| ids.next(Api::Chat).is_some()).count();
         assert_eq!((sent, ids.next(Api::Completions)), (630, None));
-        for field in [Field::Prompt, Field::KvTransferParams, Field::InputIds] {
-            assert_eq!(Field::of(Field::code(Some(field))), Some(field));
-        }
     }
 }

@@ -86,6 +86,23 @@ pub struct EngineSpec {
     pub key: WorkerKey,
 }
 
+impl Default for EngineSpec {
+    /// A decode worker with one rank, of which nothing else is known.
+    fn default() -> Self {
+        Self {
+            url: String::new(),
+            events: None,
+            replay: None,
+            instance_id: None,
+            dp_size: 1,
+            is_prefill: false,
+            tokenizer: None,
+            registrant: None,
+            key: WorkerKey::default(),
+        }
+    }
+}
+
 impl FromStr for EngineSpec {
     type Err = Error;
 
@@ -94,7 +111,7 @@ impl FromStr for EngineSpec {
         let shown = without_login(text);
         let mut parts = text.split(',');
         let url = parts.next().unwrap_or_default().trim().to_owned();
-        let mut spec = Self::at(url);
+        let mut spec = Self { url, ..Self::default() };
         for part in parts {
             let (key, value) = part.split_once('=').ok_or_else(|| {
                 Error::Config(format!("--worker {shown:?}: {part:?} is not key=value"))
@@ -126,21 +143,6 @@ impl FromStr for EngineSpec {
 }
 
 impl EngineSpec {
-    /// A decode worker with one rank, of which nothing else is known.
-    pub(crate) fn at(url: String) -> Self {
-        Self {
-            url,
-            events: None,
-            replay: None,
-            instance_id: None,
-            dp_size: 1,
-            is_prefill: false,
-            tokenizer: None,
-            registrant: None,
-            key: WorkerKey::default(),
-        }
-    }
-
     /// Checks the addresses.
     ///
     /// # Errors

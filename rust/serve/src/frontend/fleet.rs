@@ -14,10 +14,9 @@ use kvflash_core::ids::InstanceId;
 use kvflash_core::select::Report;
 use parking_lot::Mutex;
 
-use super::engine::{Engine, EngineNotes, Pool, Route};
+use super::engine::{Engine, EngineNotes, Member, Pool, Route};
 use super::engine_spec::{EngineSpec, base_of};
 use super::options::FrontendOptions;
-use super::runtime::member::Member;
 use crate::fleet::{self, Common, PREFILL_TENANT, Parts};
 use crate::gateway::turn::WaitingRoom;
 

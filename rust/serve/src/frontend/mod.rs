@@ -9,7 +9,6 @@ mod engine_metrics;
 pub(crate) mod engine_spec;
 pub(crate) mod fleet;
 pub(crate) mod forms;
-mod ids;
 mod inspect;
 pub(crate) mod metrics;
 mod options;

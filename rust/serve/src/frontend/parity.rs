@@ -168,14 +168,23 @@ impl Parity {
             return;
         };
         (record.ended, record.due) = (Some(now), Some(now + interval));
-        let mut changes = Changes::default();
+        let (mut differ, mut agree_again, mut unknown) =
+            (Changed::new(), Changed::new(), Changed::new());
         for (form, outcome) in outcomes {
             let before = record.forms.get(&form);
+            let was_remote = before.is_some_and(|record| record.is_remote);
             let next = FormRecord::after(before, outcome);
-            changes.note(form, before, &next);
+            match &next.outcome {
+                Outcome::Differs(how) if !was_remote => differ.push((form, how.clone())),
+                Outcome::Agrees if was_remote && !next.is_remote => {
+                    agree_again.push((form, String::new()));
+                }
+                Outcome::NotCompared(why) if before.is_none() => unknown.push((form, why.clone())),
+                _ => {}
+            }
             record.forms.insert(form, next);
         }
-        changes.tell(model, version);
+        tell(model, version, &differ, &agree_again, &unknown);
         let mut standing = Standing { proven: Forms::ALL, remote: Forms::NONE };
         for record in records.iter().filter(|((of, _), _)| of == model).map(|(_, record)| record) {
             let of = |is: fn(&FormRecord) -> bool| {
@@ -206,55 +215,33 @@ impl FormRecord {
     }
 }
 
-/// What one comparison changed, by the reason in words.
-#[derive(Default)]
-struct Changes {
-    differ: Vec<(Form, String)>,
-    agree_again: Vec<(Form, String)>,
-    not_compared: Vec<(Form, String)>,
-}
+/// Forms that one comparison changed, each with the reason in words.
+type Changed = Vec<(Form, String)>;
 
-impl Changes {
-    fn note(&mut self, form: Form, before: Option<&FormRecord>, now: &FormRecord) {
-        let was_remote = before.is_some_and(|record| record.is_remote);
-        match &now.outcome {
-            Outcome::Differs(how) if !was_remote => self.differ.push((form, how.clone())),
-            Outcome::Agrees if was_remote && !now.is_remote => {
-                self.agree_again.push((form, String::new()));
-            }
-            Outcome::NotCompared(why) if before.is_none() => {
-                self.not_compared.push((form, why.clone()));
-            }
-            _ => {}
-        }
+/// Logs one line of each kind of change.
+fn tell(model: &str, version: &str, differ: &Changed, agree_again: &Changed, unknown: &Changed) {
+    let forms = |changed: &Changed| names(changed.iter().map(|(form, _)| *form));
+    if let Some((_, how)) = differ.first() {
+        tracing::warn!(
+            model,
+            version,
+            forms = forms(differ),
+            how,
+            "prompts of these forms get different tokens here and at the engines, which render them from now \
+             on; {SAME_MODEL}"
+        );
     }
-
-    /// Logs one line of each kind.
-    fn tell(&self, model: &str, version: &str) {
-        if let Some((_, how)) = self.differ.first() {
-            let forms = names(self.differ.iter().map(|(form, _)| *form));
-            tracing::warn!(
-                model,
-                version,
-                forms,
-                how,
-                "prompts of these forms get different tokens here and at the engines, which render them from now \
-                 on; {SAME_MODEL}"
-            );
-        }
-        if !self.agree_again.is_empty() {
-            let forms = names(self.agree_again.iter().map(|(form, _)| *form));
-            tracing::info!(
-                model,
-                version,
-                forms,
-                "prompts of these forms get the same tokens again and are rendered here"
-            );
-        }
-        if let Some((_, why)) = self.not_compared.first() {
-            let forms = names(self.not_compared.iter().map(|(form, _)| *form));
-            tracing::info!(model, version, forms, why, "prompts of these forms were not compared");
-        }
+    if !agree_again.is_empty() {
+        tracing::info!(
+            model,
+            version,
+            forms = forms(agree_again),
+            "prompts of these forms get the same tokens again and are rendered here"
+        );
+    }
+    if let Some((_, why)) = unknown.first() {
+        let forms = forms(unknown);
+        tracing::info!(model, version, forms, why, "prompts of these forms were not compared");
     }
 }
 
@@ -392,7 +379,7 @@ fn difference(own: &[u32], theirs: &[u32]) -> Option<String> {
 }
 
 /// An engine's response to `/tokenize`.
-pub(super) enum Tokenized {
+pub(crate) enum Tokenized {
     Tokens(Vec<u32>),
     /// It has no such endpoint, or does not accept this prompt.
     Refused(StatusCode),
@@ -401,7 +388,7 @@ pub(super) enum Tokenized {
 }
 
 /// Requests the tokens of a prompt from `engine`.
-pub(super) async fn tokenize(app: &App, engine: &Engine, body: &Value) -> Tokenized {
+pub(crate) async fn tokenize(app: &App, engine: &Engine, body: &Value) -> Tokenized {
     tokens_of(app, engine, "/tokenize", body.to_string().into_bytes()).await
 }
 

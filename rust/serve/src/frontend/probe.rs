@@ -13,12 +13,12 @@ use super::app::App;
 use super::engine::{Engine, EngineNotes};
 use super::engine_metrics::{self, label, read_load, watched};
 use super::engine_spec::EngineSpec;
-use super::ids;
 use super::inspect::inspect;
 use super::parity;
 use super::proxy::{AttemptError, Upstream};
 use super::server_info;
 use crate::Shutdown;
+use crate::gateway::ids::ask_once;
 
 /// The served models are queried again once in this many checks.
 const CHECKS_PER_LEARNING: u32 = 15;
@@ -118,7 +118,7 @@ async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
                     }
                     inspect(&app, &engine).await;
                     parity::compare_if_due(&app, &engine);
-                    ids::ask_once(&app, &engine);
+                    ask_once(&app, &engine);
                 }
             },
         }

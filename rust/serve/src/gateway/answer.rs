@@ -24,7 +24,7 @@ use super::plan::Plan;
 use super::relay::Delivery;
 use crate::Reject;
 use crate::frontend::runtime::item::{Collected, Item, Usage, failure, parse_chunk};
-use crate::frontend::runtime::member::Member;
+use crate::frontend::engine::Member;
 use crate::frontend::runtime::message::{Formats, Message, Parsing, Part};
 use crate::frontend::runtime::plane::{Cause, Items, PlaneError};
 use crate::frontend::runtime::spec::ModelInput;

@@ -11,12 +11,10 @@ use serde_json::json;
 
 use super::api::{Api, Row};
 use super::as_chat;
-use super::body::Raw;
+use super::body::{Envelope, Raw};
 use super::call::Call;
-use super::body::Envelope;
-use super::render;
 use super::stored;
-use super::tokens::{Known, Untokenized, check_length, tokens};
+use super::tokens::{Known, Rendered, Untokenized, ask, check_length, tokens};
 use crate::Reject;
 use crate::compute::Busy;
 use crate::frontend::app::App;
@@ -84,7 +82,7 @@ async fn token_ids(app: &App, call: &Call, fields: &Fields<'_>) -> Result<Known,
     if is_given(fields.content_parts) {
         return Err(Untokenized::Unknown("not_text"));
     }
-    let answer = beside(app, call, || call.body.read::<render::Answer>()).await?;
+    let answer = beside(app, call, || call.body.read::<Rendered>()).await?;
     answer.map_err(refused)?.known().ok_or(Untokenized::Unknown("not_text"))
 }
 
@@ -157,24 +155,13 @@ async fn conversation(
         }
     }
     let path = call.api().renderer().ok_or(Untokenized::Unknown("not_text"))?;
-    engines_word(app, call, envelope, pool, path).await
-}
-
-/// The tokens that an engine reports for the request.
-async fn engines_word(
-    app: &App,
-    call: &Call,
-    envelope: &Envelope<'_>,
-    pool: &Pool,
-    path: &'static str,
-) -> Result<Known, Untokenized> {
     let name = envelope.model.as_deref().unwrap_or(&pool.name);
     let body = call.body.with(&[
         ("stream", Some(json!(false))),
         // Images as tensors are not needed here.
         ("mm_payload", Some(json!("none"))),
     ]);
-    let answer = render::ask(app, pool, name, path, body.into()).await;
+    let answer = ask(app, pool, name, path, body.into()).await;
     answer.map_err(Untokenized::Unknown)
 }
 

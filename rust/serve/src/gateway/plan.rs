@@ -24,7 +24,8 @@ use super::foreign;
 use super::generation::Generation;
 use super::lesson::{self, Lesson};
 use super::stored::Kept;
-use super::tokens::{Known, Replaceable, Untokenized, tokens};
+use super::ids::Replaceable;
+use super::tokens::{Known, Untokenized, tokens};
 use super::body::{model_of_upload, upload_with_model};
 use crate::body::{Counted, Rest};
 use crate::frontend::app::App;
@@ -171,7 +172,7 @@ impl Plan {
         // Engines read these options themselves.
         if call.api().is_for_runtime() && members.all().any(|engine| engine.member.is_some()) {
             let mut inputs =
-                members.all().filter_map(|engine| Some(engine.member.as_ref()?.input()));
+                members.all().filter_map(|engine| Some(engine.member.as_ref()?.spec.card.model_input));
             let takes_text = inputs.all(|input| input == ModelInput::Text);
             let generation = match takes_text {
                 true => Generation::of_text(&call.body)?,

@@ -86,7 +86,7 @@ impl Delivery {
 
     /// The engine told the ids of the prompt.
     fn learn(&self, ids: &[u32]) {
-        self.engine.has_taught();
+        self.engine.ids.lock().has_told = true;
         if let Some(lesson) = &self.lesson {
             lesson.learn(&self.app, ids);
         }

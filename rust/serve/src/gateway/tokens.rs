@@ -1,27 +1,25 @@
-//! A prompt's tokens: by the tokenizer here, or by an engine's own, for a prompt that is not too
-//! long. Where they are the engines' own for sure, a request may be sent with them instead of its
-//! text.
+//! A prompt's tokens: by the tokenizer here, or as an engine tells them, for a prompt that is not too
+//! long.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use bytes::Bytes;
+use axum::http::StatusCode;
 use kvflash_core::error::Error;
 use kvflash_core::hash::engine::MediaItem;
 use kvflash_core::text::{self, Effort, Tokens};
 use serde::Deserialize;
-use serde_json::Value;
+use serde_json::{Map, Value, json};
 
 use super::api::Api;
-use super::body::{Body, Raw};
+use super::body::{Envelope, Raw, ask_body};
 use super::call::{Call, Prompt};
-use super::body::{Envelope, ask_body};
+use super::ids::{Replaceable, are_proven, replaceable};
 use super::lesson::Lesson;
-use super::render::{has_media, render};
 use crate::compute::Busy;
 use crate::frontend::app::App;
-use crate::frontend::engine::Field;
-use crate::frontend::engine::{Engine, Pool};
-use crate::frontend::forms::{Form, Forms};
+use crate::frontend::engine::Pool;
+use crate::frontend::forms::Forms;
 use crate::frontend::runtime::spec::ModelInput;
 use crate::frontend::runtime::texts::ModelText;
 
@@ -125,10 +123,9 @@ pub(super) async fn tokens(
         return if prompt.is_none() && has_media(envelope) {
             render(app, envelope, pool).await.map_err(Untokenized::Unknown)
         } else {
-            let tokens = remote_tokens(app, envelope, pool, prompt).await;
-            let replaceable = replaceable(&call.body, envelope);
-            let known = |tokens: Tokens| Known { replaceable, ..tokens.into() };
-            tokens.map(known).map_err(Untokenized::Unknown)
+            let known = remote_tokens(app, envelope, pool, prompt).await;
+            let known = known.map_err(Untokenized::Unknown)?;
+            Ok(Known { replaceable: replaceable(&call.body, envelope), ..known })
         };
     };
     let local = |effort| match &prompt {
@@ -205,11 +202,7 @@ async fn remote_tokens(
     envelope: &Envelope<'_>,
     pool: &Pool,
     prompt: Option<String>,
-) -> Result<Tokens, &'static str> {
-    #[derive(serde::Deserialize)]
-    struct Answer {
-        tokens: Vec<u32>,
-    }
+) -> Result<Known, &'static str> {
     // What /tokenize has no field for would make other tokens than the request does.
     let is_set = |raw: Option<Raw<'_>>| raw.is_some();
     if [envelope.documents, envelope.reasoning_effort, envelope.truncate_prompt_tokens]
@@ -219,19 +212,8 @@ async fn remote_tokens(
         return Err("not_text");
     }
     let name = envelope.model.as_deref().unwrap_or(&pool.name);
-    let engine = pool.least_busy(app.in_flight(), |one| one.serves(name)).ok_or("no_engine")?;
-    let body = ask_body(envelope, name, prompt)?;
-    let body = Value::Object(body).to_string().into_bytes();
-    let url = format!("{}/tokenize", engine.base);
-    let call = app.upstream.post_json(&engine.spec, &url, body, 64 * 1024 * 1024);
-    match tokio::time::timeout(app.options.tokenize_timeout, call).await {
-        Err(_) => Err("tokenize_timeout"),
-        Ok(Err(_)) => Err("tokenize_failed"),
-        Ok(Ok((status, _))) if !status.is_success() => Err("tokenize_refused"),
-        Ok(Ok((_, body))) => serde_json::from_slice::<Answer>(&body)
-            .map(|answer| answer.tokens)
-            .map_err(|_| "tokenize_failed"),
-    }
+    let body = Value::Object(ask_body(envelope, name, prompt)?).to_string();
+    ask(app, pool, name, TOKENIZE, body.into()).await
 }
 
 /// Bodies up to this size are below every model's limit.
@@ -303,107 +285,203 @@ fn prompt_fields(api: Api) -> (&'static str, &'static [&'static str]) {
     }
 }
 
-/// Fields that change what the engine does with its prompt's text, or that need the text. A request with one of them
-/// goes as it came.
-#[derive(Debug, Default, Deserialize)]
-struct Bound<'a> {
-    #[serde(borrow)]
-    max_completion_tokens: Option<Raw<'a>>,
-    max_tokens: Option<Raw<'a>>,
-    suffix: Option<Raw<'a>>,
-    prompt_embeds: Option<Raw<'a>>,
-    truncation_side: Option<Raw<'a>>,
-    return_token_offsets: Option<Raw<'a>>,
-    input_ids: Option<Raw<'a>>,
-    mm_processor_kwargs: Option<Raw<'a>>,
-    media_io_kwargs: Option<Raw<'a>>,
+/// Where every engine tells the tokens of text.
+const TOKENIZE: &str = "/tokenize";
+
+/// Longest answer, and longest one of a renderer: it may carry the images as tensors.
+const MAX_ANSWER_BYTES: usize = 64 * 1024 * 1024;
+const MAX_RENDERED_BYTES: usize = 256 * 1024 * 1024;
+
+/// The tokens of a prompt, as `/tokenize` tells them.
+#[derive(Debug, Deserialize)]
+struct Told {
+    tokens: Tokens,
 }
 
-/// A request to which the ids of its prompt mean the same as its text, at any engine that takes them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Replaceable {
-    /// Tokens that it asks for; 0 where it does not say.
-    output_tokens: u64,
+/// A rendered prompt, as engines tell it and take it.
+#[derive(Debug, Deserialize)]
+pub(super) struct Rendered {
+    token_ids: Tokens,
+    features: Option<Features>,
 }
 
-impl Replaceable {
-    /// The field in which `engine` gets the `ids` of this request, if any.
-    pub fn field(self, engine: &Engine, api: Api, ids: &[u32]) -> Option<Field> {
-        // An engine holds a chat's text, but not its ids, to the room that is left beside the answer: where that is not
-        // known to suffice, it is to say so itself.
-        let needed = ids.len() as u64 + self.output_tokens.max(1);
-        let fits = || engine.notes.lock().max_model_len.is_some_and(|room| needed <= room);
-        let is_sent = !ids.is_empty() && (api == Api::Completions || fits());
-        engine.ids.next(api).filter(|_| is_sent)
+#[derive(Debug, Deserialize)]
+struct Features {
+    /// Identities of the items, by kind.
+    mm_hashes: BTreeMap<String, Vec<String>>,
+    /// Their places, in the same order.
+    mm_placeholders: BTreeMap<String, Vec<Place>>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Place {
+    offset: u32,
+    length: u32,
+}
+
+impl Rendered {
+    /// `None` where items and places do not agree.
+    pub fn known(self) -> Option<Known> {
+        let mut media = Vec::new();
+        if let Some(Features { mm_hashes, mut mm_placeholders }) = self.features {
+            for (kind, hashes) in mm_hashes {
+                let places = mm_placeholders.remove(&kind)?;
+                if places.len() != hashes.len() {
+                    return None;
+                }
+                media.extend(hashes.into_iter().zip(places).map(|(identifier, place)| {
+                    let Place { offset, length } = place;
+                    MediaItem { identifier, offset, length }
+                }));
+            }
+        }
+        media.sort_by_key(|item| item.offset);
+        let len = self.token_ids.len() as u64;
+        let is_inside = |item: &MediaItem| {
+            item.length > 0 && u64::from(item.offset) + u64::from(item.length) <= len
+        };
+        media
+            .iter()
+            .all(is_inside)
+            .then_some(Known { media: media.into(), ..self.token_ids.into() })
     }
 }
 
-/// Whether, and for what, the ids of a prompt mean the same as its text.
-pub(super) fn replaceable(body: &Body, envelope: &Envelope<'_>) -> Option<Replaceable> {
-    let bound: Bound<'_> = body.read().ok()?;
-    let output = bound.max_completion_tokens.or(bound.max_tokens).filter(|raw| raw.get() != "null");
-    let output_tokens = output.map_or(Some(0), |raw| raw.get().parse().ok())?;
-    is_plain(&bound, envelope).then_some(Replaceable { output_tokens })
+/// Ask the least busy engine to render the chat.
+///
+/// # Errors
+/// The cause that is counted where it can't be known.
+async fn render(app: &App, envelope: &Envelope<'_>, pool: &Pool) -> Result<Known, &'static str> {
+    let name = envelope.model.as_deref().unwrap_or(&pool.name);
+    let mut body: Map<String, Value> = ask_body(envelope, name, None)?;
+    for (field, raw) in [
+        ("documents", envelope.documents),
+        ("reasoning_effort", envelope.reasoning_effort),
+        ("tool_choice", envelope.tool_choice),
+        ("truncate_prompt_tokens", envelope.truncate_prompt_tokens),
+    ] {
+        if let Some(raw) = raw {
+            body.insert(field.to_owned(), serde_json::from_str(raw.get()).map_err(|_| "not_text")?);
+        }
+    }
+    body.insert("max_tokens".to_owned(), json!(1));
+    let body = Value::Object(body).to_string().into_bytes();
+    ask(app, pool, name, "/v1/chat/completions/render", body).await
 }
 
-fn is_plain(bound: &Bound<'_>, envelope: &Envelope<'_>) -> bool {
-    let is_off = |raw: &Option<Raw<'_>>| {
-        raw.is_none_or(|raw| ["null", "false", "\"\""].contains(&raw.get()))
+/// Ask the least busy engine that serves the model `name` for the tokens of a request at `path`.
+///
+/// # Errors
+/// The cause that is counted where it can't be known.
+pub(super) async fn ask(
+    app: &App,
+    pool: &Pool,
+    name: &str,
+    path: &'static str,
+    body: Vec<u8>,
+) -> Result<Known, &'static str> {
+    let (most_bytes, [timeout, failed, refused]) = match path {
+        TOKENIZE => (MAX_ANSWER_BYTES, ["tokenize_timeout", "tokenize_failed", "tokenize_refused"]),
+        _ => (MAX_RENDERED_BYTES, ["render_timeout", "render_failed", "render_refused"]),
     };
-    let is_plain_chat = envelope.messages.is_none()
-        || (envelope.add_generation_prompt != Some(false)
-            && envelope.continue_final_message != Some(true)
-            && envelope.add_special_tokens.is_none()
-            && envelope.tool_choice.is_none_or(|raw| raw.get() != "\"none\""));
-    envelope.reuses_prefix()
-        && is_plain_chat
-        && [
-            &envelope.truncate_prompt_tokens,
-            &envelope.chat_template,
-            &envelope.documents,
-            &envelope.reasoning_effort,
-            &bound.suffix,
-            &bound.prompt_embeds,
-            &bound.truncation_side,
-            &bound.return_token_offsets,
-            &bound.input_ids,
-            &bound.mm_processor_kwargs,
-            &bound.media_io_kwargs,
-        ]
-        .into_iter()
-        .all(is_off)
-}
-
-/// Whether the engines of `pool` are known to make the same tokens of such a prompt as the tokenizer here.
-pub(super) fn are_proven(app: &App, envelope: &Envelope<'_>, pool: &Pool) -> bool {
-    let proven = app.parity.standings.of(&pool.name).proven;
-    let least = if envelope.messages.is_some() { Form::Chat } else { Form::Text };
-    if !proven.has(least) {
-        return false;
+    let engine = pool.least_busy(app.in_flight(), |one| one.serves(name)).ok_or("no_engine")?;
+    if engine.lacks.lock().contains(path) {
+        return Err("not_text");
     }
-    let unproven = proven.others();
-    let is_adapter = envelope.model.as_deref().is_some_and(|name| name != pool.name);
-    Forms::of(envelope, is_adapter, unproven).is_empty()
-}
-
-/// The request with `ids` in `field`; everything else stands as it came.
-pub(super) fn body_with(body: &Body, field: Field, ids: &[u32]) -> Bytes {
-    // A token is up to six digits and a comma, mostly.
-    let mut json = Vec::with_capacity(7 * ids.len() + 32);
-    if field == Field::KvTransferParams {
-        json.extend_from_slice(b"{\"prompt_token_ids\":");
-    }
-    serde_json::to_writer(&mut json, ids).expect("numbers are JSON, and memory takes them");
-    match field {
-        Field::Prompt => body.with_json("prompt", &json),
-        Field::InputIds => body.with_json("input_ids", &json),
-        Field::KvTransferParams => {
-            json.push(b'}');
-            body.with_json("kv_transfer_params", &json)
+    let url = format!("{}{path}", engine.base);
+    let call = app.upstream.post_json(&engine.spec, &url, body, most_bytes);
+    match tokio::time::timeout(app.options.tokenize_timeout, call).await {
+        Err(_) => Err(timeout),
+        Ok(Err(_)) => Err(failed),
+        Ok(Ok((status, _))) if path != TOKENIZE && is_absent(status) => {
+            if engine.lacks.lock().insert(path) {
+                tracing::info!(
+                    worker = engine.id,
+                    url = engine.base,
+                    status = status.as_u16(),
+                    path,
+                    "the engine does not render such requests: they are balanced by load (of chats only those \
+                     with images); to match them, start vLLM 0.32 or newer with --enable-scale-out"
+                );
+            }
+            Err("not_text")
+        }
+        Ok(Ok((status, _))) if !status.is_success() => Err(refused),
+        Ok(Ok((_, body))) => {
+            let known = match path {
+                TOKENIZE => serde_json::from_slice(&body).ok().map(|told: Told| told.tokens.into()),
+                _ => serde_json::from_slice(&body).ok().and_then(Rendered::known),
+            };
+            known.ok_or(failed)
         }
     }
 }
 
+/// Whether the engine has no such door, or has it locked.
+fn is_absent(status: StatusCode) -> bool {
+    [
+        StatusCode::NOT_FOUND,
+        StatusCode::FORBIDDEN,
+        StatusCode::METHOD_NOT_ALLOWED,
+        StatusCode::NOT_IMPLEMENTED,
+    ]
+    .contains(&status)
+}
+
+/// Whether a message has parts that are no text.
+fn has_media(envelope: &Envelope<'_>) -> bool {
+    #[derive(Deserialize)]
+    struct Message {
+        #[serde(default)]
+        content: Value,
+    }
+    let messages = envelope.messages.map(|raw| serde_json::from_str::<Vec<Message>>(raw.get()));
+    let Some(Ok(messages)) = messages else { return false };
+    let is_media = |part: &Value| {
+        let kind = part.get("type").and_then(Value::as_str);
+        part.is_object() && !matches!(kind, Some("text" | "input_text" | "output_text" | "refusal"))
+    };
+    messages
+        .iter()
+        .any(|one| one.content.as_array().is_some_and(|parts| parts.iter().any(is_media)))
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
-mod tests;
+mod tests {
+    use super::*;
+
+    fn known(features: &Value) -> Option<Known> {
+        let answer =
+            json!({"token_ids": [1, 2, 3, 4, 5, 6], "features": features, "request_id": "r"});
+        serde_json::from_value::<Rendered>(answer).unwrap().known()
+    }
+
+    #[test]
+    fn items_of_all_kinds_come_in_the_order_of_their_places() {
+        let known = known(&json!({
+            "mm_hashes": {"audio": ["s"], "image": ["a", "b"]},
+            "mm_placeholders": {
+                "image": [{"offset": 0, "length": 1}, {"offset": 4, "length": 2}],
+                "audio": [{"offset": 2, "length": 1}],
+            },
+            "kwargs_data": {"image": [null, null], "audio": [null]},
+        }));
+        let Known { tokens, media, .. } = known.unwrap();
+        assert_eq!(tokens.unwrap().len(), 6);
+        let places: Vec<_> = media.iter().map(|item| (&*item.identifier, item.offset)).collect();
+        assert_eq!(places, [("a", 0), ("s", 2), ("b", 4)]);
+    }
+
+    #[test]
+    fn items_without_a_place_in_the_prompt_make_the_answer_worthless() {
+        for features in [
+            json!({"mm_hashes": {"image": ["a"]}, "mm_placeholders": {}}),
+            json!({"mm_hashes": {"image": ["a"]}, "mm_placeholders": {"image": []}}),
+            json!({"mm_hashes": {"image": ["a"]}, "mm_placeholders": {"image": [{"offset": 5, "length": 2}]}}),
+        ] {
+            assert!(known(&features).is_none(), "{features}");
+        }
+        assert!(known(&Value::Null).unwrap().media.is_empty());
+    }
+}

@@ -12,8 +12,7 @@ use kvflash_core::text::model_folder;
 use parking_lot::Mutex;
 
 use super::super::app::App;
-use super::super::engine::Engine;
-use super::member::Member;
+use super::super::engine::{Engine, Member};
 use super::plane::{Cause, Plane};
 use super::spec::{LoadReport, ModelInput, WorkerSpec};
 use super::texts::ModelText;

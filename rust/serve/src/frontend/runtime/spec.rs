@@ -26,9 +26,10 @@ pub(crate) enum PlaneSpec {
 }
 
 /// What a worker takes and gives.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum ModelInput {
+    #[default]
     Tokens,
     Text,
 }
@@ -44,7 +45,7 @@ pub(crate) struct Bootstrap {
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub(crate) struct Card {
     pub model_name: String,
-    #[serde(default = "tokens")]
+    #[serde(default)]
     pub model_input: ModelInput,
     #[serde(default)]
     pub model_type: Vec<String>,
@@ -65,10 +66,6 @@ pub(crate) struct Card {
     /// Not read here; two cards that differ in it are two cards.
     #[serde(default)]
     pub user_data: Value,
-}
-
-fn tokens() -> ModelInput {
-    ModelInput::Tokens
 }
 
 /// One worker of the runtime.

@@ -16,7 +16,7 @@ const MAX_TOKENIZERS: usize = 64;
 #[derive(Debug)]
 pub(crate) struct ModelText {
     pub folder: PathBuf,
-    pub model: Arc<TextModel>,
+    pub model: TextModel,
     pub eos_token_ids: Vec<u32>,
     /// Why the template does not even render a plain chat.
     template_fault: Option<String>,
@@ -32,12 +32,7 @@ impl ModelText {
         let model = TextModel::from_folder(folder, cache)?;
         let eos_token_ids = eos_token_ids(folder, &model);
         let template_fault = template_fault(&model);
-        Ok(Self {
-            folder: folder.to_owned(),
-            eos_token_ids,
-            template_fault,
-            model: Arc::new(model),
-        })
+        Ok(Self { folder: folder.to_owned(), eos_token_ids, template_fault, model })
     }
 
     /// Why its chats are not matched, as a warning.

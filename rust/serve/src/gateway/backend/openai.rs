@@ -22,10 +22,10 @@ use crate::gateway::attempts::Failed;
 use crate::gateway::body::Body;
 use crate::gateway::book::Choice;
 use crate::gateway::call::Call;
+use crate::gateway::ids::body_with;
 use crate::gateway::lesson::{FIELD, Lesson};
 use crate::gateway::plan::Plan;
 use crate::gateway::stored;
-use crate::gateway::tokens::body_with;
 use crate::tenant::pass::{REQUEST_ID_HEADER, engine_headers};
 
 /// Size limit of a prefill's response: one token and its transfer parameters.

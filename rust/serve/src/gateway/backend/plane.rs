@@ -13,7 +13,7 @@ use super::worker::{BootstrapInfo, Handoff};
 use crate::frontend::app::App;
 use crate::frontend::engine::Engine;
 use crate::frontend::runtime::item::{Item, failure, parse_chunk};
-use crate::frontend::runtime::member::Member;
+use crate::frontend::engine::Member;
 use crate::frontend::runtime::plane::{Cause, Items, PlaneError};
 use crate::frontend::runtime::spec::ModelInput;
 use crate::gateway::attempts::Failed;
