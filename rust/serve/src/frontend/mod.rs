@@ -5,7 +5,6 @@ mod admin;
 pub(crate) mod alias;
 pub(crate) mod app;
 pub(crate) mod engine;
-mod engine_metrics;
 pub(crate) mod engine_spec;
 pub(crate) mod fleet;
 pub(crate) mod forms;
