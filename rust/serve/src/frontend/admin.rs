@@ -17,9 +17,9 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::super::busy::{Change, list};
-use super::alias::Aliases;
 use super::app::{App, Name};
 use super::engine::Engine;
+use super::options::Aliases;
 use crate::body::{Received, discard};
 use crate::gateway::api::Row;
 use crate::gateway::backend::worker::Prefill;

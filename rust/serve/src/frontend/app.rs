@@ -14,10 +14,10 @@ use kvflash_core::select::StartGate;
 use parking_lot::{Mutex, RwLock};
 use tokio::time::Instant;
 
-use super::alias::Aliases;
 use super::engine::{Engine, Pool, Route};
 use super::fleet::Fleet;
 use super::metrics::FrontendMetrics;
+use super::options::Aliases;
 use super::options::{EnforceDisagg, FrontendOptions};
 use super::parity::Parity;
 use super::proxy::Upstream;

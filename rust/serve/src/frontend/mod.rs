@@ -2,7 +2,6 @@
 //! [`gateway`](crate::gateway).
 
 mod admin;
-pub(crate) mod alias;
 pub(crate) mod app;
 pub(crate) mod engine;
 pub(crate) mod engine_spec;
@@ -10,7 +9,7 @@ pub(crate) mod fleet;
 pub(crate) mod forms;
 mod inspect;
 pub(crate) mod metrics;
-mod options;
+pub(crate) mod options;
 pub(crate) mod parity;
 mod probe;
 pub(crate) mod proxy;

@@ -1,9 +1,11 @@
-//! Options of the frontend.
+//! Options of the frontend, model aliases among them.
 
+use std::collections::BTreeMap;
 use std::ops::Deref;
 use std::str::FromStr;
 
 use kvflash_core::error::{Error, Result};
+use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::gateway::turn::FairnessOptions;
 use crate::metrics::check_prefix;
@@ -116,26 +118,114 @@ impl FrontendOptions {
     }
 }
 
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
+/// Maximum aliases, and maximum models per alias.
+const MAX_ALIASES: usize = 1_024;
+const MAX_TARGETS: usize = 64;
 
-    #[test]
-    fn the_key_for_workers_comes_from_a_file_or_a_flag() {
-        let path = std::env::temp_dir().join(format!("kvflash-key-{}", std::process::id()));
-        let mut options = FrontendOptions::default();
-        assert_eq!(options.api_key().unwrap(), None);
-        options.own.worker_api_key_file = Some(path.clone());
-        let mut fails_with = |text: Option<&str>, key: Option<&str>| {
-            text.into_iter().for_each(|text| std::fs::write(&path, text).unwrap());
-            options.own.worker_api_key = key.map(str::to_owned);
-            options.api_key().map_err(|error| error.to_string())
+/// A model behind an alias, with its share.
+#[derive(Debug, Clone, PartialEq)]
+struct Target {
+    model: String,
+    weight: f64,
+}
+
+/// The aliases of `--model-alias`.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Aliases(BTreeMap<String, Vec<Target>>);
+
+impl Aliases {
+    /// Parses a list of `NAME=MODEL` and `NAME=MODEL:WEIGHT,MODEL:WEIGHT`.
+    ///
+    /// # Errors
+    /// `Config` naming the flag, what is legal and what came.
+    pub fn parse(texts: &[String]) -> Result<Self> {
+        let mut aliases = BTreeMap::new();
+        for text in texts {
+            let wrong = |what: &str| {
+                let form = "must be NAME=MODEL or NAME=MODEL:WEIGHT,MODEL:WEIGHT";
+                Error::Config(format!("--model-alias {form}; {what}, got {text:?}"))
+            };
+            let (name, targets) = text.split_once('=').ok_or_else(|| wrong("= is missing"))?;
+            if name.is_empty() {
+                return Err(wrong("the name is empty"));
+            }
+            let targets: Vec<Target> = targets.split(',').map(target).collect();
+            if targets.len() > MAX_TARGETS {
+                return Err(wrong(&format!("an alias has at most {MAX_TARGETS} models")));
+            }
+            if targets.iter().any(|target| target.model.is_empty()) {
+                return Err(wrong("the name of a model is empty"));
+            }
+            let is_weight = |weight: f64| (0.0..=1e9).contains(&weight);
+            let total: f64 = targets.iter().map(|target| target.weight).sum();
+            if !targets.iter().all(|target| is_weight(target.weight)) || total <= 0.0 {
+                return Err(wrong(
+                    "weights must be numbers in 0..=1e9, and at least one must be above 0",
+                ));
+            }
+            if aliases.insert(name.to_owned(), targets).is_some() {
+                return Err(wrong("the alias is defined twice"));
+            }
+        }
+        if aliases.len() > MAX_ALIASES {
+            let count = aliases.len();
+            let message = format!("--model-alias: at most {MAX_ALIASES} aliases, got {count}");
+            return Err(Error::Config(message));
+        }
+        Ok(Self(aliases))
+    }
+
+    /// The model for a request for `name`, if that is an alias. Equal keys get the same model, at
+    /// every replica; without a key chance decides.
+    pub fn model(&self, name: &str, key: Option<&str>) -> Option<&str> {
+        let targets = self.0.get(name)?;
+        let drawn = match key {
+            // The name is part of the hash, so that the shares of different aliases are
+            // independent.
+            Some(key) => xxh3_64_with_seed(key.as_bytes(), xxh3_64_with_seed(name.as_bytes(), 0)),
+            None => rand::random(),
         };
-        assert!(fails_with(None, None).unwrap_err().contains("No such file"));
-        assert!(fails_with(Some(" \n"), None).unwrap_err().contains("the file is empty"));
-        assert_eq!(fails_with(Some("secret\n"), None).unwrap().as_deref(), Some("secret"));
-        let twice = fails_with(None, Some("other")).unwrap_err();
-        assert!(twice.contains("use one of them") && !twice.contains("other"), "{twice}");
+        let total: f64 = targets.iter().map(|target| target.weight).sum();
+        let mut left = drawn as f64 / u64::MAX as f64 * total;
+        for target in targets.iter().filter(|target| target.weight > 0.0) {
+            left -= target.weight;
+            if left < 0.0 {
+                return Some(&target.model);
+            }
+        }
+        // The largest number, or a rounding remainder.
+        targets.iter().rfind(|target| target.weight > 0.0).map(|target| target.model.as_str())
+    }
+
+    /// All models of an alias, including those without a share.
+    pub fn models(&self, name: &str) -> impl Iterator<Item = &str> + Clone {
+        self.0.get(name).into_iter().flatten().map(|target| target.model.as_str())
+    }
+
+    /// The models of an alias that have a share.
+    pub fn shares(&self, name: &str) -> impl Iterator<Item = &str> {
+        let targets = self.0.get(name).into_iter().flatten();
+        targets.filter(|target| target.weight > 0.0).map(|target| target.model.as_str())
+    }
+
+    pub fn has(&self, name: &str) -> bool {
+        self.0.contains_key(name)
+    }
+
+    /// Every alias with its models that have a share, by name.
+    pub fn all(&self) -> impl Iterator<Item = (&str, impl Iterator<Item = &str>)> {
+        self.0.keys().map(|name| (name.as_str(), self.shares(name)))
     }
 }
+
+/// A model's name may contain colons; the part after the last one is a weight if it is a number.
+fn target(text: &str) -> Target {
+    let weighed = text.rsplit_once(':').and_then(|(model, weight)| {
+        Some(Target { model: model.to_owned(), weight: weight.parse().ok()? })
+    });
+    weighed.unwrap_or_else(|| Target { model: text.to_owned(), weight: 1.0 })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests;
