@@ -18,13 +18,13 @@ use super::answer::answer;
 use super::api::{Api, Row, Weight};
 use super::backend::worker::Prefill;
 use super::backend::worker::{self, Handoff, Opened};
-use super::book::{Choice, Expectation, Tries};
+use super::body::names_model;
+use super::book::{Expectation, Tries};
 use super::call::Head;
 use super::client::{SESSION_HEADER, session_id_of};
 use super::plan::{Part, Plan};
 use super::relay::{Delivery, relay};
 use super::turn::Turn;
-use super::body::names_model;
 use crate::Reject;
 use crate::body::{self, Received, discard};
 use crate::frontend::app::App;
@@ -44,9 +44,9 @@ pub(crate) async fn forward(app: Arc<App>, row: &'static Row, head: Head, body: 
     let request_id = head.request_id();
     let id = HeaderValue::try_from(&request_id);
     let (caller, client_id) = (head.caller.clone(), head.client_request_id());
-    let mut waiting = Waiting::new(&app);
+    let mut waiting = Waiting { app: Arc::clone(&app), is_over: false };
     let answered = respond(&app, row, head, request_id, body, &mut waiting).await;
-    waiting.over();
+    waiting.is_over = true;
     let mut response = answered.unwrap_or_else(|reject| row.form.refuse(reject));
     if let Ok(id) = id {
         response.headers_mut().insert(REQUEST_ID_HEADER.clone(), id);
@@ -95,7 +95,7 @@ async fn respond(
     app.metrics.route_seconds.observe(began.elapsed().as_secs_f64());
     // It was neither too long nor invalid: the next large body may be read.
     drop(turn);
-    let mut prefill = Prefill::of(app, &plan).await.inspect_err(|reject| {
+    let prefill = Prefill::of(app, &plan).await.inspect_err(|reject| {
         let is_whole = reject.status == StatusCode::NOT_IMPLEMENTED;
         app.refused(if is_whole { "no_prefill" } else { "invalid" });
     })?;
@@ -119,64 +119,7 @@ async fn respond(
             reject
         })?);
     }
-    let plan = Arc::new(plan);
-    let in_flight = Arc::new(in_flight);
-    let mut tries = Tries::new(app, Arc::clone(&plan));
-    // Where the first worker breaks off a whole answer, another one begins it again.
-    let mut is_counted = false;
-    loop {
-        let sent = send(app, &plan, tries, &mut prefill).await?;
-        // From here on the answer counts a client that leaves.
-        waiting.over();
-        let is_first = !std::mem::replace(&mut is_counted, true);
-        if is_first {
-            app.metrics.first_byte_seconds.observe(began.elapsed().as_secs_f64());
-        }
-        let Sent { tries: left, choice, handoff, opened, is_evidence } = sent;
-        tries = left;
-        if opened.is_success() {
-            choice.booking.first_token();
-            let prompt = &plan.request.prompt;
-            let cached_tokens = prompt.reusable_tokens(choice.selection.overlap_blocks);
-            in_flight.answered(prompt.isl_tokens.saturating_sub(cached_tokens));
-            if is_first {
-                plan.count(app, &choice.selection);
-            }
-        }
-        let expected = match is_evidence && opened.is_success() {
-            true => Expectation::of(app, &plan, choice.selection),
-            false => None,
-        };
-        let overlap = plan.request.prompt.reusable_blocks(choice.selection.overlap_blocks);
-        let (engine, worker) = (Arc::clone(&choice.engine), choice.booking.worker());
-        let (prefiller, is_alone) = (handoff.worker(), handoff.is_alone());
-        let delivery = Delivery::new(app, &plan, choice, Arc::clone(&in_flight), expected);
-        let answered = match opened {
-            Opened::OpenAi(opened) => Ok(relay(delivery, plan.call.row, opened)),
-            Opened::Plane(opened) => Box::pin(answer(delivery, &plan, handoff, opened)).await,
-        };
-        let mut response = match answered {
-            Ok(response) => response,
-            // What was prefilled for the worker is gone with it.
-            Err(failed) if !is_alone => return Err(failed.into()),
-            Err(failed) => {
-                tries.failed(&engine, failed)?;
-                waiting.again();
-                continue;
-            }
-        };
-        let caller = &plan.call.head.caller;
-        if caller.client().is_some() {
-            pass::clean_answer(response.headers_mut());
-        }
-        if caller.client().is_none() || app.options.expose_overlap {
-            tell(app, &mut response, &engine, worker, prefiller);
-            response.headers_mut().insert(OVERLAP_HEADER.clone(), overlap.into());
-        } else {
-            tell_session(app, &mut response, &engine, worker);
-        }
-        return Ok(response);
-    }
+    send(app, &Arc::new(plan), &Arc::new(in_flight), prefill, waiting, began).await
 }
 
 /// Whether the number of computed tokens must be known before it is sent.
@@ -184,25 +127,20 @@ fn has_token_limit(plan: &Plan) -> bool {
     plan.call.head.caller.key().is_some_and(|key| key.tpm.is_some())
 }
 
-/// A request that a worker has begun to answer.
-struct Sent {
-    /// For another worker, if this one fails before anything reached the client.
-    tries: Tries,
-    choice: Choice,
-    handoff: Handoff,
-    opened: Opened,
-    /// Whether the answer is evidence about this worker's events.
-    is_evidence: bool,
-}
-
-/// Sends the request to one worker after the other, until one of them begins to answer.
+/// Sends the request to one worker after the other, until one of them answers. Where one breaks off
+/// a whole answer, another one begins it again.
 async fn send(
     app: &Arc<App>,
-    plan: &Plan,
-    mut tries: Tries,
-    prefill: &mut Prefill,
-) -> Result<Sent, Reject> {
+    plan: &Arc<Plan>,
+    in_flight: &Arc<InFlight>,
+    mut prefill: Prefill,
+    waiting: &mut Waiting,
+    began: Instant,
+) -> Result<Response, Reject> {
+    let mut tries = Tries::new(app, Arc::clone(plan));
     let mut handoff = Handoff::Alone;
+    // No worker has begun to answer yet.
+    let mut is_first = true;
     while tries.may_go_on() {
         // A concurrent prefill that has begun is useless for another worker.
         if !prefill.is_idle() && !matches!(handoff, Handoff::Done { .. }) {
@@ -213,58 +151,100 @@ async fn send(
             Ok(choice) => choice,
             Err(error) => return Err(tries.refusal(Some(error))),
         };
+        let engine = Arc::clone(&choice.engine);
         let opened = {
             let open = pin!(worker::open(app, plan, &choice, &handoff));
             choice.watched(open).await
         };
-        match opened {
-            Ok(opened) => {
-                tries.answered();
-                // An answer after other workers were tried, or with a prefill elsewhere, is no
-                // evidence.
-                let is_evidence = plan.call.reuses_prefix && tries.is_first() && handoff.is_alone();
-                return Ok(Sent { tries, choice, handoff, opened, is_evidence });
-            }
+        let opened = match opened {
+            Ok(opened) => opened,
             Err(failed) => {
                 let is_prefill = failed.cause == "prefill_failed";
-                tries.failed(&choice.engine, failed)?;
+                tries.failed(&engine, failed)?;
                 match &handoff {
                     // The worker was not at fault; it may be tried again.
-                    _ if is_prefill => tries.spare(choice.engine.id),
+                    _ if is_prefill => tries.spare(engine.id),
                     Handoff::Beside { worker, .. } => prefill.spare(*worker),
                     _ => {}
                 }
+                continue;
+            }
+        };
+        tries.answered();
+        // From here on the answer counts a client that leaves.
+        waiting.is_over = true;
+        if is_first {
+            app.metrics.first_byte_seconds.observe(began.elapsed().as_secs_f64());
+        }
+        let (worker, selection) = (choice.booking.worker(), choice.selection);
+        let (prefiller, is_alone) = (handoff.worker(), handoff.is_alone());
+        let mut expected = None;
+        if opened.is_success() {
+            choice.booking.first_token();
+            let prompt = &plan.request.prompt;
+            let cached_tokens = prompt.reusable_tokens(selection.overlap_blocks);
+            in_flight.answered(prompt.isl_tokens.saturating_sub(cached_tokens));
+            if is_first {
+                plan.count(app, &selection);
+            }
+            // An answer after other workers were tried, or with a prefill elsewhere, is no evidence.
+            if plan.call.reuses_prefix && tries.is_first() && is_alone {
+                expected = Expectation::of(app, plan, selection);
+            }
+        }
+        is_first = false;
+        let delivery = Delivery::new(app, plan, choice, Arc::clone(in_flight), expected);
+        let answered = match opened {
+            Opened::OpenAi(opened) => Ok(relay(delivery, plan.call.row, opened)),
+            Opened::Plane(opened) => {
+                let handoff = std::mem::replace(&mut handoff, Handoff::Alone);
+                Box::pin(answer(delivery, plan, handoff, opened)).await
+            }
+        };
+        match answered {
+            Ok(mut response) => {
+                tell(app, plan, &mut response, &engine, worker, prefiller, selection);
+                return Ok(response);
+            }
+            // What was prefilled for the worker is gone with it.
+            Err(failed) if !is_alone => return Err(failed.into()),
+            Err(failed) => {
+                tries.failed(&engine, failed)?;
+                // The client waits for another worker.
+                waiting.is_over = false;
             }
         }
     }
     Err(tries.refusal(None))
 }
 
-/// Names the answering worker in the response; with session affinity also in the form that returns
-/// the client to it.
+/// Names the answering worker and the blocks found there in the response, to clients that may know
+/// them; with session affinity also the worker in the form that returns the client to it.
 fn tell(
     app: &App,
+    plan: &Plan,
     response: &mut Response,
     engine: &Engine,
     worker: Worker,
     prefiller: Option<Worker>,
+    selection: Selection,
 ) {
+    let is_client = plan.call.head.caller.client().is_some();
+    if is_client {
+        pass::clean_answer(response.headers_mut());
+    }
+    let is_shown = !is_client || app.options.expose_overlap;
+    let overlap = plan.request.prompt.reusable_blocks(selection.overlap_blocks);
+    let session = app.keeps_sessions.then(|| session_id_of(engine, worker.dp_rank));
     for (name, value) in [
-        (&WORKER_HEADER, Some(worker.to_string())),
-        (&PREFILL_HEADER, prefiller.map(|worker| worker.to_string())),
+        (&WORKER_HEADER, is_shown.then(|| worker.to_string())),
+        (&PREFILL_HEADER, prefiller.filter(|_| is_shown).map(|worker| worker.to_string())),
+        (&OVERLAP_HEADER, is_shown.then(|| overlap.to_string())),
+        (&SESSION_HEADER, session),
     ] {
         if let Some(Ok(value)) = value.map(HeaderValue::try_from) {
             response.headers_mut().insert(name.clone(), value);
         }
-    }
-    tell_session(app, response, engine, worker);
-}
-
-/// Names the session's worker, with session affinity.
-fn tell_session(app: &App, response: &mut Response, engine: &Engine, worker: Worker) {
-    let session = app.keeps_sessions.then(|| session_id_of(engine, worker.dp_rank));
-    if let Some(Ok(value)) = session.map(HeaderValue::try_from) {
-        response.headers_mut().insert(SESSION_HEADER.clone(), value);
     }
 }
 
@@ -401,23 +381,8 @@ async fn admit(
 /// Counts a client that leaves before its answer begins, which drops its request wherever it waits.
 struct Waiting {
     app: Arc<App>,
+    /// The answer counts it from now on.
     is_over: bool,
-}
-
-impl Waiting {
-    pub fn new(app: &Arc<App>) -> Self {
-        Self { app: Arc::clone(app), is_over: false }
-    }
-
-    /// Ends the counting here: the answer does it from now on.
-    pub fn over(&mut self) {
-        self.is_over = true;
-    }
-
-    /// The client waits for another worker.
-    pub fn again(&mut self) {
-        self.is_over = false;
-    }
 }
 
 impl Drop for Waiting {
