@@ -191,8 +191,8 @@ MUTANTS = [
     Mutant(
         "turns_wait_twice_the_time",
         GATEWAY + "turn.rs",
-        "tokio::time::timeout(self.max_wait, ",
-        "tokio::time::timeout(if $ALIVE { self.max_wait * 2 } else { self.max_wait }, ",
+        "tokio::time::timeout(max_wait, ",
+        "tokio::time::timeout(if $ALIVE { max_wait * 2 } else { max_wait }, ",
     ),
     # Prefill elsewhere.
     Mutant(

@@ -56,7 +56,7 @@ impl Compute {
         let waited = add(registry, "tokenize_wait_seconds", help, seconds_histogram());
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = Arc::new(Threads { cores, pool: Mutex::default() });
-        Ok(Self { room: Arc::new(WaitingRoom::new(&options, clock)?), threads, cores, waited })
+        Ok(Self { room: Arc::new(WaitingRoom::new(options, clock)?), threads, cores, waited })
     }
 
     /// Calls `job`, which processes `bytes` of a prompt of `client`, in turn. Other connections

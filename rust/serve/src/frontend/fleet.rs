@@ -18,7 +18,7 @@ use super::engine::{Engine, EngineNotes, Member, Pool, Route};
 use super::engine_spec::{EngineSpec, base_of};
 use super::options::FrontendOptions;
 use crate::fleet::{self, Common, PREFILL_TENANT, Parts};
-use crate::gateway::turn::WaitingRoom;
+use crate::gateway::turn::{FairnessOptions, WaitingRoom};
 
 /// Tenant of the frontend's own indexes; the cache salt separates clients.
 const TENANT: &str = "default";
@@ -437,6 +437,8 @@ fn parts(options: &FrontendOptions, common: &Common, key: &ModelKey) -> Result<P
     let (selector, queue) = common.selector(key, &options.routing)?;
     // A request that waits for the decode worker need not wait for the prefill worker.
     let fairness = options.fairness.as_ref().filter(|_| !is_prefill);
-    let waiting = fairness.map(|options| WaitingRoom::new(options, Arc::clone(&common.clock)));
-    Ok((selector, queue, waiting.transpose()?.map(Arc::new)))
+    let room = |options: &FairnessOptions| {
+        WaitingRoom::new(options.clone(), Arc::clone(&common.clock)).map(Arc::new)
+    };
+    Ok((selector, queue, fairness.map(room).transpose()?))
 }

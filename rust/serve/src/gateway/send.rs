@@ -108,10 +108,10 @@ async fn respond(
     // Stored responses take no turn: they generate nothing, and a cancellation frees a turn.
     let room = plan.route.pool.waiting.as_ref().filter(|_| !row.names_response());
     if let Some(room) = room {
-        let client = plan.call.head.client(plan.request.user.as_deref(), &room.identity);
+        let client = plan.call.head.client(plan.request.user.as_deref(), &room.options.identity);
         let workers = plan.route.pool.serving();
         let waited = Instant::now();
-        let cost = plan.cost(room.cached_share);
+        let cost = plan.cost(room.options.queue.cached_share);
         let turn = room.turn(client.as_name(), cost, plan.urgency.turn(), workers).await;
         app.metrics.turn_seconds.observe(waited.elapsed().as_secs_f64());
         in_flight.turn = Some(turn.map_err(|(cause, reject)| {

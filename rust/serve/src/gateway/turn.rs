@@ -90,12 +90,7 @@ type Waiter = oneshot::Sender<Turn>;
 /// A request that may run never stays in the queue: freed room is assigned at once.
 pub(crate) struct WaitingRoom {
     clock: Arc<dyn Clock>,
-    max_running: usize,
-    max_wait: Duration,
-    /// Price of a cached token relative to others.
-    pub cached_share: f64,
-    /// Identity of clients without a key.
-    pub identity: Identity,
+    pub options: FairnessOptions,
     state: Mutex<State>,
 }
 
@@ -110,15 +105,9 @@ struct State {
 impl WaitingRoom {
     /// # Errors
     /// As [`FairnessOptions::check`].
-    pub fn new(options: &FairnessOptions, clock: Arc<dyn Clock>) -> Result<Self> {
-        Ok(Self {
-            clock,
-            max_running: options.max_running,
-            cached_share: options.queue.cached_share,
-            identity: options.identity.clone(),
-            max_wait: Duration::from_millis(options.queue.max_wait_ms),
-            state: Mutex::new(State { queue: options.new_queue()?, running: 0, workers: 1 }),
-        })
+    pub fn new(options: FairnessOptions, clock: Arc<dyn Clock>) -> Result<Self> {
+        let state = Mutex::new(State { queue: options.new_queue()?, running: 0, workers: 1 });
+        Ok(Self { clock, options, state })
     }
 
     /// Waits for a turn. A cancelled wait leaves the queue.
@@ -147,14 +136,15 @@ impl WaitingRoom {
         })?;
         let mut waiting = Waiting { room: self, ticket, receiver };
         self.call(workers);
-        match tokio::time::timeout(self.max_wait, &mut waiting.receiver).await {
+        let max_wait = Duration::from_millis(self.options.queue.max_wait_ms);
+        match tokio::time::timeout(max_wait, &mut waiting.receiver).await {
             Ok(Ok(turn)) => Ok(turn),
             _ => {
                 // A timeout counts as a timeout, not as a departure.
                 let _late = self.state.lock().queue.expire(self.clock.now_ms());
                 let error = Error::AllBusy(format!(
                     "the request got no turn within {} s (--fairness-queue-timeout)",
-                    self.max_wait.as_secs_f64()
+                    max_wait.as_secs_f64()
                 ));
                 Err(("no_turn", error.into()))
             }
@@ -171,7 +161,7 @@ impl WaitingRoom {
         loop {
             let granted = {
                 let mut state = self.state.lock();
-                let limit = self.max_running.saturating_mul(state.workers);
+                let limit = self.options.max_running.saturating_mul(state.workers);
                 if state.running >= limit {
                     return;
                 }
