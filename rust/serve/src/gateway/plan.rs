@@ -16,17 +16,15 @@ use serde::Deserialize;
 use serde_json::json;
 
 use super::api::{Api, Row, Weight};
-use super::body::Body;
+use super::body::{Body, Envelope, model_of_upload, upload_with_model};
 use super::call::{Call, Head};
 use super::client::{self, Session, Urgency};
-use super::body::Envelope;
 use super::foreign;
 use super::generation::Generation;
+use super::ids::Replaceable;
 use super::lesson::{self, Lesson};
 use super::stored::Kept;
-use super::ids::Replaceable;
 use super::tokens::{Known, Untokenized, tokens};
-use super::body::{model_of_upload, upload_with_model};
 use crate::body::{Counted, Rest};
 use crate::frontend::app::App;
 use crate::frontend::engine::{Members, Pool, Route};
@@ -38,6 +36,7 @@ use crate::tenant::pass;
 use crate::{Reject, outside};
 
 /// Everything known about a request before a worker is chosen.
+#[derive(Clone)]
 pub(crate) struct Plan {
     pub call: Arc<Call>,
     pub route: Route,
@@ -141,7 +140,8 @@ impl Plan {
         let cache_salt = envelope.cache_salt.as_deref().map(str::to_owned);
         let (headers, nvext) = (&call.head.headers, &call.nvext);
         let urgency = Urgency::read(headers, nvext, envelope.priority, pool.is_queued())?;
-        let known = understand(app, &call, &envelope, &pool, &model).await?;
+        let Known { tokens, media, replaceable, lesson } =
+            understand(app, &call, &envelope, &pool, &model).await?;
         let request = Request {
             request_id: Some(call.request_id.clone()),
             overrides: RouteOverride { seed: nvext.seed, ..RouteOverride::default() },
@@ -153,10 +153,10 @@ impl Plan {
         };
         let mut plan = Self {
             generation: None,
-            tokens: None,
-            media: Arc::default(),
-            replaceable: known.replaceable,
-            lesson: known.lesson.map(Arc::new),
+            tokens: tokens.map(Arc::new),
+            media,
+            replaceable,
+            lesson: lesson.map(Arc::new),
             call: Arc::clone(&call),
             route,
             request,
@@ -165,15 +165,13 @@ impl Plan {
             cache_salt,
             kept,
         };
-        let Known { tokens, media, .. } = known;
-        plan.look_up(tokens.map(Arc::new), media);
-        plan.ask_remote(app).await;
+        plan.look_up(app).await;
         let members = pool.members();
         // Engines read these options themselves.
         if call.api().is_for_runtime() && members.all().any(|engine| engine.member.is_some()) {
-            let mut inputs =
-                members.all().filter_map(|engine| Some(engine.member.as_ref()?.spec.card.model_input));
-            let takes_text = inputs.all(|input| input == ModelInput::Text);
+            let mut of_runtime = members.all().filter_map(|engine| engine.member.as_ref());
+            let takes_text =
+                of_runtime.all(|member| member.spec.card.model_input == ModelInput::Text);
             let generation = match takes_text {
                 true => Generation::of_text(&call.body)?,
                 false => {
@@ -190,7 +188,6 @@ impl Plan {
     /// The same request for the workers of another pool.
     pub async fn on(&self, app: &App, pool: Arc<Pool>, pinned: Option<InstanceId>) -> Self {
         let mut plan = Self {
-            call: Arc::clone(&self.call),
             route: Route { pool, lora_name: self.route.lora_name.clone() },
             request: Request {
                 request_id: None,
@@ -204,36 +201,29 @@ impl Plan {
                 is_whole: false,
                 ..self.request.clone()
             },
-            tokens: None,
-            urgency: self.urgency,
-            model: self.model.clone(),
-            cache_salt: self.cache_salt.clone(),
-            generation: self.generation.clone(),
             replaceable: None,
-            lesson: self.lesson.clone(),
-            media: Arc::default(),
             kept: None,
+            ..self.clone()
         };
-        plan.look_up(self.tokens.clone(), Arc::clone(&self.media));
-        plan.ask_remote(app).await;
+        plan.look_up(app).await;
         plan
     }
 
     /// Hash the prompt as its pool's workers do, as far as its tokens are known; without them its length is a guess. A prompt
-    /// that the engine does not look up in its cache has a length and no hashes.
-    fn look_up(&mut self, tokens: Option<Arc<Tokens>>, media: Arc<[MediaItem]>) {
+    /// that the engine does not look up in its cache has a length and no hashes. A remote indexer is asked what workers hold.
+    async fn look_up(&mut self, app: &App) {
         let selector = &self.route.pool.selector;
         let hashed = |tokens: &[u32]| {
             // No list of models tells an adapter's path.
             let lora = self.route.lora_name.as_deref().map(|name| (name, ""));
             let cache_salt = self.cache_salt.as_deref();
-            let keys = NameKeys { lora, cache_salt, media: &media, ..NameKeys::default() };
+            let keys = NameKeys { lora, cache_salt, media: &self.media, ..NameKeys::default() };
             selector.prompt(tokens, &keys)
         };
         let is_matched = selector.needs_tokens() && self.call.reads_cache;
         let lesson = self.lesson.as_ref().filter(|_| is_matched);
         let taught = lesson.and_then(|lesson| Some((lesson, lesson.beginning.as_ref()?)));
-        let mut prompt = match (&tokens, taught) {
+        let mut prompt = match (&self.tokens, taught) {
             (Some(tokens), _) if is_matched => hashed(tokens),
             (Some(tokens), _) => select::Prompt::of_tokens(tokens, 0, 0),
             (None, Some((lesson, beginning))) => select::Prompt {
@@ -248,13 +238,7 @@ impl Plan {
         };
         prompt.isl_tokens = prompt.isl_tokens.max(1);
         self.request.prompt = Arc::new(prompt);
-        self.request.tokens = tokens.clone().unwrap_or_default();
-        self.tokens = tokens;
-        self.media = media;
-    }
-
-    /// Have a remote indexer tell what workers hold of blocks that are known.
-    async fn ask_remote(&mut self, app: &App) {
+        self.request.tokens = self.tokens.clone().unwrap_or_default();
         if let Some(remote) = &app.remote {
             remote.look_up(&self.route.pool.selector, &mut self.request).await;
         }
