@@ -1,4 +1,4 @@
-//! Requests to workers of the runtime.
+//! Requests to workers of the runtime: they take tokens or text, and return items.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -11,18 +11,14 @@ use serde_json::{Map, Value, json};
 use super::openai;
 use super::worker::{BootstrapInfo, Handoff};
 use crate::frontend::app::App;
-use crate::frontend::engine::Engine;
+use crate::frontend::engine::{Engine, Member};
 use crate::frontend::runtime::item::{Item, failure, parse_chunk};
-use crate::frontend::engine::Member;
 use crate::frontend::runtime::plane::{Cause, Items, PlaneError};
 use crate::frontend::runtime::spec::ModelInput;
 use crate::gateway::attempts::Failed;
 use crate::gateway::book::Choice;
 use crate::gateway::generation::Generation;
 use crate::gateway::plan::Plan;
-
-/// Workers of the runtime: they take tokens or text, and return items.
-pub(crate) struct Plane(Arc<Member>);
 
 /// The payload of a token worker's request.
 #[derive(Serialize)]
@@ -61,124 +57,118 @@ pub(crate) struct Opened {
     pub first: Bytes,
 }
 
-impl Plane {
-    /// Requests to this worker.
-    pub fn of(member: &Arc<Member>) -> Self {
-        Self(Arc::clone(member))
-    }
+/// Sends `plan`'s request, with the prompt prefilled as `handoff` says, and waits for the
+/// answer to begin.
+pub(super) async fn open(
+    app: &App,
+    plan: &Plan,
+    choice: &Choice,
+    member: &Arc<Member>,
+    handoff: &Handoff,
+) -> Result<Opened, Failed> {
+    let (result, bootstrap) = match handoff {
+        Handoff::Alone => (None, None),
+        Handoff::Done { params, .. } => (Some(params), None),
+        Handoff::Beside { info, .. } => (None, Some(info)),
+    };
+    send(app, plan, choice, member, false, result, bootstrap).await
+}
 
-    /// Sends `plan`'s request, with the prompt prefilled as `handoff` says, and waits for the
-    /// answer to begin.
-    pub async fn open(
-        &self,
-        app: &App,
-        plan: &Plan,
-        choice: &Choice,
-        handoff: &Handoff,
-    ) -> Result<Opened, Failed> {
-        let (result, bootstrap) = match handoff {
-            Handoff::Alone => (None, None),
-            Handoff::Done { params, .. } => (Some(params), None),
-            Handoff::Beside { info, .. } => (None, Some(info)),
-        };
-        self.send(app, plan, choice, false, result, bootstrap).await
-    }
+/// Prefills the prompt; returns what the decode worker needs.
+pub(super) async fn prefill(
+    app: &App,
+    plan: &Plan,
+    choice: &Choice,
+    member: &Arc<Member>,
+) -> Result<rmpv::Value, Failed> {
+    begin_prefill(app, plan, choice, member, None).await?.into_transfer(app).await
+}
 
-    /// Prefills the prompt; returns what the decode worker needs.
-    pub async fn prefill(
-        &self,
-        app: &App,
-        plan: &Plan,
-        choice: &Choice,
-    ) -> Result<rmpv::Value, Failed> {
-        self.begin_prefill(app, plan, choice, None).await?.into_transfer(app).await
-    }
+/// Starts the prefill of a request whose decode runs beside it.
+pub(super) async fn begin_prefill(
+    app: &App,
+    plan: &Plan,
+    choice: &Choice,
+    member: &Arc<Member>,
+    bootstrap: Option<&BootstrapInfo>,
+) -> Result<Opened, Failed> {
+    let opened = send(app, plan, choice, member, true, None, bootstrap).await?;
+    choice.booking.first_token();
+    Ok(opened)
+}
 
-    /// Starts the prefill of a request whose decode runs beside it.
-    pub async fn begin_prefill(
-        &self,
-        app: &App,
-        plan: &Plan,
-        choice: &Choice,
-        bootstrap: Option<&BootstrapInfo>,
-    ) -> Result<Opened, Failed> {
-        let opened = self.send(app, plan, choice, true, None, bootstrap).await?;
-        choice.booking.first_token();
-        Ok(opened)
+async fn send(
+    app: &App,
+    plan: &Plan,
+    choice: &Choice,
+    member: &Arc<Member>,
+    is_prefill: bool,
+    prefill_result: Option<&rmpv::Value>,
+    bootstrap_info: Option<&BootstrapInfo>,
+) -> Result<Opened, Failed> {
+    let engine = &choice.engine;
+    let unready = |why: &str| {
+        let message = format!("worker {}: {why}", engine.id);
+        Failed::new("not_ready", message, StatusCode::SERVICE_UNAVAILABLE)
+    };
+    if !plan.call.api().is_for_runtime() {
+        // It joined after the request was planned for engines.
+        let message = format!("worker {} does not serve {}", engine.id, plan.call.row.path);
+        return Err(Failed::new("no_such_api", message, StatusCode::NOT_IMPLEMENTED).unsent());
     }
-
-    async fn send(
-        &self,
-        app: &App,
-        plan: &Plan,
-        choice: &Choice,
-        is_prefill: bool,
-        prefill_result: Option<&rmpv::Value>,
-        bootstrap_info: Option<&BootstrapInfo>,
-    ) -> Result<Opened, Failed> {
-        let (engine, member) = (Arc::clone(&choice.engine), Arc::clone(&self.0));
-        let unready = |why: &str| {
-            let message = format!("worker {}: {why}", engine.id);
-            Failed::new("not_ready", message, StatusCode::SERVICE_UNAVAILABLE)
-        };
-        if !plan.call.api().is_for_runtime() {
-            // It joined after the request was planned for engines.
-            let message = format!("worker {} does not serve {}", engine.id, plan.call.row.path);
-            return Err(Failed::new("no_such_api", message, StatusCode::NOT_IMPLEMENTED).unsent());
-        }
-        engine.requests.fetch_add(1, Ordering::Relaxed);
-        let id = &plan.call.request_id;
-        let to_first_item = async {
-            let sent = if member.spec.card.model_input == ModelInput::Text {
-                let body = text_body(plan, is_prefill).map_err(|why| unready(&why))?;
-                member.plane.call(id, &member.spec, &body).await
-            } else {
-                let (Some(tokens), Some(generation)) = (&plan.tokens, &plan.generation) else {
-                    // It joined after the request was read for engines that take text.
-                    return Err(unready("accepts only tokens, and the prompt was not tokenized"));
-                };
-                let text = member.text.as_deref();
-                let request = TokenRequest {
-                    model: &plan.model,
-                    token_ids: tokens,
-                    stop_conditions: stop_conditions(generation, is_prefill),
-                    sampling_options: &generation.sampling,
-                    output_options: json!({}),
-                    eos_token_ids: text.map(|text| &*text.eos_token_ids).unwrap_or_default(),
-                    annotations: plan.call.nvext.annotations(),
-                    lora_name: plan.route.lora_name.as_deref(),
-                    cache_salt: plan.cache_salt.as_deref(),
-                    dp_rank: (engine.spec.dp_size > 1).then(|| choice.booking.worker().dp_rank),
-                    estimated_prefix_hit_num_blocks: choice.selection.overlap_blocks,
-                    prefill_result: prefill_result
-                        .map(|disaggregated_params| PrefillResult { disaggregated_params }),
-                    bootstrap_info,
-                };
-                member.plane.call(id, &member.spec, &request).await
+    engine.requests.fetch_add(1, Ordering::Relaxed);
+    let id = &plan.call.request_id;
+    let to_first_item = async {
+        let sent = if member.spec.card.model_input == ModelInput::Text {
+            let body = text_body(plan, is_prefill).map_err(|why| unready(&why))?;
+            member.plane.call(id, &member.spec, &body).await
+        } else {
+            let (Some(tokens), Some(generation)) = (&plan.tokens, &plan.generation) else {
+                // It joined after the request was read for engines that take text.
+                return Err(unready("accepts only tokens, and the prompt was not tokenized"));
             };
-            let mut items = sent.map_err(|error| failed(&engine, error))?;
-            let Some(first) = items.next().await.map_err(|error| failed(&engine, error))? else {
-                let message = format!("worker {} ended its answer without an item", engine.id);
-                return Err(Failed::new("no_first_byte", message, StatusCode::BAD_GATEWAY).lost());
+            let text = member.text.as_deref();
+            let request = TokenRequest {
+                model: &plan.model,
+                token_ids: tokens,
+                stop_conditions: stop_conditions(generation, is_prefill),
+                sampling_options: &generation.sampling,
+                output_options: json!({}),
+                eos_token_ids: text.map(|text| &*text.eos_token_ids).unwrap_or_default(),
+                annotations: plan.call.nvext.annotations(),
+                lora_name: plan.route.lora_name.as_deref(),
+                cache_salt: plan.cache_salt.as_deref(),
+                dp_rank: (engine.spec.dp_size > 1).then(|| choice.booking.worker().dp_rank),
+                estimated_prefix_hit_num_blocks: choice.selection.overlap_blocks,
+                prefill_result: prefill_result
+                    .map(|disaggregated_params| PrefillResult { disaggregated_params }),
+                bootstrap_info,
             };
-            // An error of the worker within its first item also counts as a failed attempt.
-            let parsed = match member.spec.card.model_input {
-                ModelInput::Tokens => Item::parse(&first).map(drop),
-                ModelInput::Text => parse_chunk(&first)
-                    .and_then(|chunk| failure(&chunk).map_or(Ok(()), Err)),
-            };
-            parsed.map_err(|error| failed(&engine, error))?;
-            Ok(Opened { engine: Arc::clone(&engine), member: Arc::clone(&member), items, first })
+            member.plane.call(id, &member.spec, &request).await
         };
-        let timeout = app.options.first_byte_timeout;
-        tokio::time::timeout(timeout, to_first_item).await.unwrap_or_else(|_| {
-            let seconds = timeout.as_secs_f64();
-            let what = format!("sent no item within {seconds} s (--first-byte-timeout)");
-            let message = format!("worker {} {what}", engine.id);
-            // Suspect only until it answers a ping: it may just be slow.
-            Err(Failed::new("timeout", message, StatusCode::GATEWAY_TIMEOUT).fault().lost())
-        })
-    }
+        let mut items = sent.map_err(|error| failed(engine, error))?;
+        let Some(first) = items.next().await.map_err(|error| failed(engine, error))? else {
+            let message = format!("worker {} ended its answer without an item", engine.id);
+            return Err(Failed::new("no_first_byte", message, StatusCode::BAD_GATEWAY).lost());
+        };
+        // An error of the worker within its first item also counts as a failed attempt.
+        let parsed = match member.spec.card.model_input {
+            ModelInput::Tokens => Item::parse(&first).map(drop),
+            ModelInput::Text => {
+                parse_chunk(&first).and_then(|chunk| failure(&chunk).map_or(Ok(()), Err))
+            }
+        };
+        parsed.map_err(|error| failed(engine, error))?;
+        Ok(Opened { engine: Arc::clone(engine), member: Arc::clone(member), items, first })
+    };
+    let timeout = app.options.first_byte_timeout;
+    tokio::time::timeout(timeout, to_first_item).await.unwrap_or_else(|_| {
+        let seconds = timeout.as_secs_f64();
+        let what = format!("sent no item within {seconds} s (--first-byte-timeout)");
+        let message = format!("worker {} {what}", engine.id);
+        // Suspect only until it answers a ping: it may just be slow.
+        Err(Failed::new("timeout", message, StatusCode::GATEWAY_TIMEOUT).fault().lost())
+    })
 }
 
 fn stop_conditions(generation: &Generation, is_prefill: bool) -> Value {

@@ -12,7 +12,7 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 use super::openai;
-use super::plane::{self, Plane};
+use super::plane;
 use crate::Reject;
 use crate::frontend::EnforceDisagg;
 use crate::frontend::app::App;
@@ -51,10 +51,9 @@ pub(in crate::gateway) async fn open(
         let Some(member) = &choice.engine.member else {
             return openai::open(app, plan, choice, handoff).await.map(Opened::OpenAi);
         };
-        let plane = Plane::of(member);
         tokio::select! {
             biased;
-            opened = plane.open(app, plan, choice, handoff) => opened.map(Opened::Plane),
+            opened = plane::open(app, plan, choice, member, handoff) => opened.map(Opened::Plane),
             why = handoff.failure() => Err(Failed::new("prefill_failed", why, StatusCode::BAD_GATEWAY)),
         }
     });
@@ -82,7 +81,7 @@ pub(in crate::gateway) async fn prefill(
 ) -> Result<rmpv::Value, Failed> {
     let prefilled = pin!(async {
         match &choice.engine.member {
-            Some(member) => Plane::of(member).prefill(app, plan, choice).await,
+            Some(member) => plane::prefill(app, plan, choice, member).await,
             None => openai::prefill(app, plan, choice).await,
         }
     });
@@ -121,13 +120,22 @@ impl Handoff {
         }
     }
 
-    /// Waits until the concurrent prefill fails; forever if it does not.
+    /// Waits until the concurrent prefill fails, and returns why; forever if it does not.
     pub fn failure(&self) -> impl Future<Output = String> + Send + 'static {
         let failed = match self {
             Self::Beside { pending, .. } => Some(pending.failed.clone()),
             _ => None,
         };
-        failure(failed)
+        async move {
+            if let Some(mut failed) = failed
+                && let Ok(why) = failed.wait_for(Option::is_some).await
+                && let Some(why) = &*why
+            {
+                return why.clone();
+            }
+            // There is no prefill, or it is complete.
+            std::future::pending().await
+        }
     }
 
     /// The decode is complete: the prefill may end by itself.
@@ -143,24 +151,6 @@ impl Handoff {
 pub(crate) struct Pending {
     task: Option<JoinHandle<()>>,
     failed: watch::Receiver<Option<String>>,
-}
-
-/// Why the prefill failed, once it has failed.
-async fn failure(failed: Option<watch::Receiver<Option<String>>>) -> String {
-    if let Some(mut failed) = failed
-        && let Ok(why) = failed.wait_for(Option::is_some).await
-        && let Some(why) = &*why
-    {
-        return why.clone();
-    }
-    // There is no prefill, or it is complete.
-    std::future::pending().await
-}
-
-impl Pending {
-    pub fn new(task: JoinHandle<()>, failed: watch::Receiver<Option<String>>) -> Self {
-        Self { task: Some(task), failed }
-    }
 }
 
 impl Drop for Pending {
@@ -333,8 +323,11 @@ fn count(app: &App, outcome: &'static str) {
 /// Sends the prefill copy of a request to a chosen worker.
 async fn begin(app: &Arc<App>, plan: &Arc<Plan>, choice: Choice) -> Result<Handoff, Failed> {
     let worker = choice.booking.worker();
-    let member = choice.engine.member.as_ref();
-    let Some(bootstrap) = member.and_then(|member| member.spec.card.bootstrap.as_ref()) else {
+    let met = choice.engine.member.clone().and_then(|member| {
+        let bootstrap = member.spec.card.bootstrap.clone()?;
+        Some((member, bootstrap))
+    });
+    let Some((member, bootstrap)) = met else {
         let params = {
             let prefill = pin!(prefill(app, plan, &choice));
             choice.watched(prefill).await?
@@ -342,7 +335,7 @@ async fn begin(app: &Arc<App>, plan: &Arc<Plan>, choice: Choice) -> Result<Hando
         return Ok(Handoff::Done { worker, params });
     };
     let info = BootstrapInfo {
-        bootstrap_host: bootstrap.host.clone(),
+        bootstrap_host: bootstrap.host,
         bootstrap_port: bootstrap.port,
         // 63 bits are exact in Python and in all JSON readers.
         bootstrap_room: rand::random::<u64>() >> 1,
@@ -350,9 +343,9 @@ async fn begin(app: &Arc<App>, plan: &Arc<Plan>, choice: Choice) -> Result<Hando
     let (tell, failed) = watch::channel(None);
     let (app, plan, beside) = (Arc::clone(app), Arc::clone(plan), info.clone());
     let task = tokio::spawn(async move {
-        let Some(plane) = choice.engine.member.as_ref().map(Plane::of) else { return };
         let outcome = async {
-            plane.begin_prefill(&app, &plan, &choice, Some(&beside)).await?.drain(&app).await
+            let begun = plane::begin_prefill(&app, &plan, &choice, &member, Some(&beside)).await?;
+            begun.drain(&app).await
         };
         let Err(error) = kept_alive(&choice.booking, outcome).await else {
             return count(&app, "handed_off");
@@ -363,6 +356,6 @@ async fn begin(app: &Arc<App>, plan: &Arc<Plan>, choice: Choice) -> Result<Hando
         let why = format!("prefill at worker {worker} failed: {}", error.message);
         let _ = tell.send(Some(why));
     });
-    let pending = Pending::new(task, failed);
+    let pending = Pending { task: Some(task), failed };
     Ok(Handoff::Beside { worker, info, pending })
 }
