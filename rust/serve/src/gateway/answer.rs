@@ -21,10 +21,10 @@ use super::backend::worker::Handoff;
 use super::book::kept_alive;
 use super::generation;
 use super::plan::Plan;
-use super::relay::Delivery;
+use super::relay::{Delivery, End};
 use crate::Reject;
-use crate::frontend::runtime::item::{Collected, Item, Usage, failure, parse_chunk};
 use crate::frontend::engine::Member;
+use crate::frontend::runtime::item::{Collected, Item, Usage, failure, parse_chunk};
 use crate::frontend::runtime::message::{Formats, Message, Parsing, Part};
 use crate::frontend::runtime::plane::{Cause, Items, PlaneError};
 use crate::frontend::runtime::spec::ModelInput;
@@ -41,21 +41,6 @@ const PROMPT_END_TOKENS: usize = 16;
 /// Time that a worker has to end a stream whose last item has come.
 const LAST_FRAME_TIME: Duration = Duration::from_secs(1);
 
-/// How an answer ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum End {
-    Open,
-    Complete,
-    Broken,
-}
-
-/// The output format of the items.
-enum Content {
-    Tokens(Box<Writing>),
-    /// The worker's own chunks.
-    Text,
-}
-
 /// An answer between its worker and its client.
 ///
 /// Dropping it at any point frees the booking, ends the concurrent prefill and, if the answer is
@@ -67,7 +52,8 @@ pub(super) struct Answer {
     /// `None` once the answer is over.
     items: Option<Items>,
     first: Option<Bytes>,
-    content: Content,
+    /// Writes the text of a worker of tokens; one of text sends chunks of its own.
+    writing: Option<Box<Writing>>,
     /// What its text is taken apart with, where it is a chat.
     parsing: Option<Box<Parsing>>,
     wording: Wording,
@@ -109,8 +95,8 @@ impl Answer {
     ) -> Result<Self, Failed> {
         let mut generation = plan.generation.clone().unwrap_or_default();
         let mut parsing = None;
-        let content = match (opened.member.spec.card.model_input, &opened.member.text) {
-            (ModelInput::Text, _) => Content::Text,
+        let writing = match (opened.member.spec.card.model_input, &opened.member.text) {
+            (ModelInput::Text, _) => None,
             (ModelInput::Tokens, Some(text)) => {
                 parsing = parsing_of(plan, &opened.member, text).map_err(Failed::invalid)?;
                 let tags = parsing.as_ref().map_or(&[][..], |parsing| parsing.tags());
@@ -118,7 +104,7 @@ impl Answer {
                     parsing.is_some() && opened.member.formats.needs_special_tokens();
                 let writing = Writing::new(Arc::clone(text), &generation).showing(tags);
                 let writing = writing.map_err(|error| Failed::invalid(error.into()))?;
-                Content::Tokens(Box::new(writing))
+                Some(Box::new(writing))
             }
             (ModelInput::Tokens, None) => {
                 let message = format!("worker {} has no tokenizer", opened.engine.id);
@@ -138,7 +124,7 @@ impl Answer {
             handoff,
             items: Some(opened.items),
             first: Some(opened.first),
-            content,
+            writing,
             parsing: parsing.map(Box::new),
             is_plain: false,
             is_opened: false,
@@ -171,22 +157,19 @@ impl Answer {
                 Err(error) => Err(error),
             };
             if let Err(error) = outcome {
-                self.broken(&error);
-                // That noted whose fault it is.
-                let failed = failed(&self.delivery.engine, error);
-                return Err(Failed { is_engine_at_fault: false, ..failed });
+                return Err(self.broken(error));
             }
         }
-        let answer = match &self.content {
-            Content::Tokens(writing) => {
+        let answer = match &self.writing {
+            Some(writing) => {
                 let ending = self.ending(writing);
                 Some(self.wording.whole(&message, &ending, self.usage))
             }
-            Content::Text => collected.finish(self.api),
+            None => collected.finish(self.api),
         };
         let Some(answer) = answer else {
             let message = format!("worker {} sent an empty answer", self.delivery.engine.id);
-            self.broken(&PlaneError::new(Cause::Worker("internal".to_owned()), &*message));
+            self.broken(PlaneError::new(Cause::Worker("internal".to_owned()), &*message));
             return Err(Failed::new("no_answer", message, StatusCode::BAD_GATEWAY).lost());
         };
         self.complete();
@@ -209,12 +192,11 @@ impl Answer {
                 for part in self.parsing.iter_mut().flat_map(|parsing| parsing.finish()) {
                     self.wording.part(&part, &mut out);
                 }
-                self.broken(&error);
-                let status = failed(&self.delivery.engine, error.clone()).status.as_u16();
                 let message = format!(
                     "worker {} broke off its answer: {}",
                     self.delivery.engine.id, error.message
                 );
+                let status = self.broken(error).status.as_u16();
                 let kind = "upstream_error";
                 let event =
                     json!({ "error": { "message": message, "type": kind, "code": status } });
@@ -240,7 +222,7 @@ impl Answer {
         message: &mut Message,
         collected: &mut Collected,
     ) -> Result<(), PlaneError> {
-        if let Content::Tokens(_) = self.content {
+        if self.writing.is_some() {
             let text = self.write(payload.as_deref())?;
             self.parts(text).into_iter().for_each(|part| message.add(part));
             return Ok(());
@@ -270,7 +252,7 @@ impl Answer {
 
     /// Writes an item, or the end, as events.
     fn tell(&mut self, payload: Option<Bytes>, out: &mut String) -> Result<(), PlaneError> {
-        if let Content::Text = self.content {
+        if self.writing.is_none() {
             let Some(payload) = payload else {
                 self.end = End::Complete;
                 match self.is_plain {
@@ -295,7 +277,7 @@ impl Answer {
                     out.push_str(&format!("data: {chunk}\n\n"));
                     // The client has received the worker's own error, and nothing may follow it.
                     if let Some(error) = failure(&chunk) {
-                        self.broken(&error);
+                        self.broken(error);
                         out.push_str(DONE);
                     }
                 }
@@ -310,7 +292,7 @@ impl Answer {
             self.wording.part(&part, out);
         }
         if self.end == End::Complete
-            && let Content::Tokens(writing) = &self.content
+            && let Some(writing) = &self.writing
         {
             let usage = self.includes_usage.then_some(self.usage);
             self.wording.closing(&self.ending(writing), usage, out);
@@ -340,7 +322,7 @@ impl Answer {
 
     /// Take a token worker's item, or its end; the text that comes of it.
     fn write(&mut self, payload: Option<&[u8]>) -> Result<String, PlaneError> {
-        let Content::Tokens(writing) = &mut self.content else { return Ok(String::new()) };
+        let Some(writing) = &mut self.writing else { return Ok(String::new()) };
         let wrong =
             |error: kvflash_core::error::Error| PlaneError::new(Cause::Protocol, error.to_string());
         let text = match payload {
@@ -372,8 +354,8 @@ impl Answer {
         usage.prompt_tokens = tokens("/usage/prompt_tokens").unwrap_or(usage.prompt_tokens);
         usage.completion_tokens =
             tokens("/usage/completion_tokens").unwrap_or(usage.completion_tokens);
-        let cached = chunk.pointer("/usage/prompt_tokens_details/cached_tokens");
-        self.usage.cached_tokens = cached.and_then(Value::as_u64).or(self.usage.cached_tokens);
+        let cached = tokens("/usage/prompt_tokens_details/cached_tokens");
+        usage.cached_tokens = cached.or(usage.cached_tokens);
     }
 
     /// Usage of a worker of plain strings, which tells none: each counts as a token. `None` where the prompt's tokens
@@ -429,26 +411,23 @@ impl Answer {
         self.delivery.complete(used);
     }
 
-    fn broken(&mut self, error: &PlaneError) {
+    /// The worker failed: what that means for the attempt, with the fault of the worker noted.
+    fn broken(&mut self, error: PlaneError) -> Failed {
         self.end = End::Broken;
         self.items = None;
         self.count("broken");
-        let is_engine_at_fault = failed(&self.delivery.engine, error.clone()).is_engine_at_fault;
-        self.delivery.broken(&error.message, is_engine_at_fault);
+        let why = error.message.clone();
+        let failed = failed(&self.delivery.engine, error);
+        self.delivery.broken(&why, failed.is_engine_at_fault);
+        Failed { is_engine_at_fault: false, ..failed }
     }
 
     /// Usage of the request so far.
     fn used(&self) -> select::Usage {
         let Usage { prompt_tokens, cached_tokens, completion_tokens } = self.usage;
-        select::Usage {
-            input_tokens: (prompt_tokens > 0).then_some(prompt_tokens),
-            cached_tokens,
-            output_tokens: Some(if completion_tokens > 0 {
-                completion_tokens
-            } else {
-                self.pieces
-            }),
-        }
+        let input_tokens = (prompt_tokens > 0).then_some(prompt_tokens);
+        let output_tokens = if completion_tokens > 0 { completion_tokens } else { self.pieces };
+        select::Usage { input_tokens, cached_tokens, output_tokens: Some(output_tokens) }
     }
 
     fn count(&self, outcome: &'static str) {

@@ -76,7 +76,8 @@ impl Delivery {
         }
         if headers.contains_key(header::CONTENT_ENCODING) {
             if is_asked_here {
-                self.untold("encoded", "its answer is compressed without having been asked");
+                let why = "its answer is compressed without having been asked";
+                self.engine.teaches_no_more(&self.app, "encoded", why);
             }
             return None;
         }
@@ -90,11 +91,6 @@ impl Delivery {
         if let Some(lesson) = &self.lesson {
             lesson.learn(&self.app, ids);
         }
-    }
-
-    /// The engine did not.
-    fn untold(&self, cause: &'static str, why: &str) {
-        self.engine.teaches_no_more(&self.app, cause, why);
     }
 
     /// Data has arrived; sets the number of tokens generated so far.
@@ -146,11 +142,6 @@ impl Delivery {
         }
     }
 
-    /// The answer is the engine's error.
-    fn failed(&self) {
-        self.booking.ended(Outcome::Failed);
-    }
-
     /// The worker interrupted the answer.
     pub fn broken(&self, why: &str, is_engine_at_fault: bool) {
         self.booking.ended(Outcome::Broken);
@@ -174,8 +165,9 @@ impl Delivery {
     }
 }
 
+/// How an answer ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum End {
+pub(super) enum End {
     Open,
     Complete,
     Broken,
@@ -271,11 +263,12 @@ impl Relay {
     fn finish(&mut self) {
         self.end = End::Complete;
         if !self.is_success {
-            return self.delivery.failed();
+            return self.delivery.booking.ended(Outcome::Failed);
         }
         let is_silent = |told: &ToldIds| told.is_hiding() && told.has_choices && !told.has_told;
         if self.told.as_ref().is_some_and(is_silent) {
-            self.delivery.untold("absent", "its answer has no ids");
+            let Delivery { app, engine, .. } = &self.delivery;
+            engine.teaches_no_more(app, "absent", "its answer has no ids");
         }
         self.delivery.complete(Usage { output_tokens: None, ..self.scanner.usage() });
     }
