@@ -8,8 +8,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use crate::gateway::api::Api;
-use crate::gateway::body::Body;
-use crate::gateway::body::Envelope;
+use crate::gateway::body::{Body, Envelope};
 
 /// The examples: a list of requests, each with its form.
 const CORPUS: &str = include_str!("corpus.json");
@@ -42,17 +41,18 @@ pub(crate) enum Form {
 }
 
 impl Form {
-    pub const ALL: [Self; 10] = [
-        Self::Text,
-        Self::Chat,
-        Self::Turns,
-        Self::Tools,
-        Self::Reasoning,
-        Self::Unicode,
-        Self::TemplateKwargs,
-        Self::Adapter,
-        Self::Messages,
-        Self::Responses,
+    /// In their order, with their names.
+    pub const ALL: [(Self, &'static str); 10] = [
+        (Self::Text, "text"),
+        (Self::Chat, "chat"),
+        (Self::Turns, "turns"),
+        (Self::Tools, "tools"),
+        (Self::Reasoning, "reasoning"),
+        (Self::Unicode, "unicode"),
+        (Self::TemplateKwargs, "template_kwargs"),
+        (Self::Adapter, "adapter"),
+        (Self::Messages, "messages"),
+        (Self::Responses, "responses"),
     ];
 
     /// The API of this form, if it has its own.
@@ -65,18 +65,7 @@ impl Form {
     }
 
     pub fn name(self) -> &'static str {
-        match self {
-            Self::Text => "text",
-            Self::Chat => "chat",
-            Self::Turns => "turns",
-            Self::Tools => "tools",
-            Self::Reasoning => "reasoning",
-            Self::Unicode => "unicode",
-            Self::TemplateKwargs => "template_kwargs",
-            Self::Adapter => "adapter",
-            Self::Messages => "messages",
-            Self::Responses => "responses",
-        }
+        Self::ALL[self as usize].1
     }
 }
 
@@ -140,7 +129,8 @@ impl Forms {
             }
             Form::Adapter => is_adapter,
         };
-        let found = Form::ALL.into_iter().filter(|form| asked.has(*form) && has(*form));
+        let all = Form::ALL.into_iter().map(|(form, _)| form);
+        let found = all.filter(|form| asked.has(*form) && has(*form));
         found.fold(Self::NONE, Self::with)
     }
 }
@@ -208,7 +198,8 @@ mod tests {
     #[test]
     fn every_form_has_an_example_that_is_of_it() {
         let examples = examples();
-        for form in Form::ALL {
+        for (at, (form, name)) in Form::ALL.into_iter().enumerate() {
+            assert_eq!((form as usize, form.name()), (at, name));
             let of_form: Vec<_> = examples.iter().filter(|one| one.form == form).collect();
             assert!(!of_form.is_empty(), "{form:?}");
             for one in of_form {

@@ -130,25 +130,24 @@ async fn peer_at(address: &str) -> Peer {
 /// Sends `words` and reads until the reply names a socket, is not a ZMQ greeting, ends, or takes
 /// too long.
 async fn greet(target: &str, words: &[u8]) -> Option<Vec<u8>> {
-    tokio::time::timeout(TIMEOUT / 2, greet_now(target, words)).await.ok().flatten()
-}
-
-async fn greet_now(target: &str, words: &[u8]) -> Option<Vec<u8>> {
-    let mut stream = TcpStream::connect(target).await.ok()?;
-    stream.write_all(words).await.ok()?;
-    let mut said = Vec::new();
-    let mut piece = [0; 512];
-    while said.len() < 4 * piece.len() {
-        match stream.read(&mut piece).await {
-            Ok(count) if count > 0 => said.extend_from_slice(&piece[..count]),
-            // A reset after data still is a reply.
-            _ => break,
+    let greeted = async {
+        let mut stream = TcpStream::connect(target).await.ok()?;
+        stream.write_all(words).await.ok()?;
+        let mut said = Vec::new();
+        let mut piece = [0; 512];
+        while said.len() < 4 * piece.len() {
+            match stream.read(&mut piece).await {
+                Ok(count) if count > 0 => said.extend_from_slice(&piece[..count]),
+                // A reset after data still is a reply.
+                _ => break,
+            }
+            if said[0] != 0xff && said.len() >= 5 || socket_type(&said) != Peer::Unknown {
+                break;
+            }
         }
-        if said[0] != 0xff && said.len() >= 5 || socket_type(&said) != Peer::Unknown {
-            break;
-        }
-    }
-    (!said.is_empty()).then_some(said)
+        (!said.is_empty()).then_some(said)
+    };
+    tokio::time::timeout(TIMEOUT / 2, greeted).await.ok().flatten()
 }
 
 /// The greeting of ZMTP 3.0 with the NULL mechanism. A peer replies with its own, and with its

@@ -50,6 +50,10 @@ impl Record {
     fn bytes(&self) -> usize {
         RECORD_BYTES + size_of_val(&*self.ids) + self.stretches.len() * KEY_BYTES
     }
+
+    fn stretch(&self, key: u128) -> Option<Stretch> {
+        self.stretches.iter().rev().find(|stretch| stretch.key == key).copied()
+    }
 }
 
 #[derive(Debug, Default)]
@@ -144,12 +148,6 @@ impl Taught {
     pub fn held(&self) -> (usize, u64) {
         let state = self.state.lock();
         (state.bytes, state.evictions_total)
-    }
-}
-
-impl Record {
-    fn stretch(&self, key: u128) -> Option<Stretch> {
-        self.stretches.iter().rev().find(|stretch| stretch.key == key).copied()
     }
 }
 

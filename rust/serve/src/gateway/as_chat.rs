@@ -289,10 +289,10 @@ fn of_response(request: Response) -> Option<Value> {
     }
     let mut messages = Vec::new();
     if let Some(text) = request.instructions.filter(|text| !text.is_empty()) {
-        messages.push(object(json!({ "role": "system", "content": text })));
+        messages.push(json!({ "role": "system", "content": text }));
     }
     match request.input {
-        Input::Text(text) => messages.push(object(json!({ "role": "user", "content": text }))),
+        Input::Text(text) => messages.push(json!({ "role": "user", "content": text })),
         Input::Items(items) => {
             let is_continued = items.last().is_some_and(|item| {
                 matches!(text_of(item, "status"), Some("in_progress" | "incomplete"))
@@ -338,11 +338,7 @@ fn flat_tool(tool: Value) -> Option<Value> {
 
 /// Adds one item; consecutive text, reasoning and calls of the assistant form one message. Messages
 /// before `start` do not come from items.
-fn push_item(
-    item: &Map<String, Value>,
-    messages: &mut Vec<Map<String, Value>>,
-    start: usize,
-) -> Option<()> {
+fn push_item(item: &Map<String, Value>, messages: &mut Vec<Value>, start: usize) -> Option<()> {
     let role = text_of(item, "role");
     let part = match (text_of(item, "type").unwrap_or("message"), role) {
         ("message", Some("assistant")) => ("content", json!(first_text(item.get("content")?)?)),
@@ -351,7 +347,7 @@ fn push_item(
             if !is_text(content) {
                 return None;
             }
-            messages.push(object(json!({ "role": role, "content": content })));
+            messages.push(json!({ "role": role, "content": content }));
             return Some(());
         }
         ("reasoning", _) => {
@@ -368,27 +364,22 @@ fn push_item(
         }
         ("function_call_output", _) => {
             let (id, output) = (text_of(item, "call_id")?, text_of(item, "output")?);
-            messages.push(object(json!({ "role": "tool", "tool_call_id": id, "content": output })));
+            messages.push(json!({ "role": "tool", "tool_call_id": id, "content": output }));
             return Some(());
         }
         _ => return None,
     };
     let (name, value) = part;
-    let last = messages[start..].last_mut();
-    let last = last.filter(|message| text_of(message, "role") == Some("assistant"));
+    let last = messages[start..].last_mut().filter(|message| message["role"] == "assistant");
     match (last, name) {
-        (Some(message), "tool_calls") => {
-            let calls = message.entry(name).or_insert_with(|| json!([]));
-            calls.as_array_mut()?.push(value);
-        }
-        (Some(message), _) if !message.contains_key(name) => {
-            message.insert(name.to_owned(), value);
-        }
+        (Some(message), "tool_calls") => match message[name].as_array_mut() {
+            Some(calls) => calls.push(value),
+            None => message[name] = json!([value]),
+        },
+        (Some(message), _) if message.get(name).is_none() => message[name] = value,
         _ => {
             let value = if name == "tool_calls" { json!([value]) } else { value };
-            let mut message = object(json!({ "role": "assistant" }));
-            message.insert(name.to_owned(), value);
-            messages.push(message);
+            messages.push(json!({ "role": "assistant", (name): value }));
         }
     }
     Some(())
@@ -409,13 +400,6 @@ fn is_text(content: &Value) -> bool {
 
 fn text_of<'a>(object: &'a Map<String, Value>, name: &str) -> Option<&'a str> {
     object.get(name).and_then(Value::as_str)
-}
-
-fn object(value: Value) -> Map<String, Value> {
-    match value {
-        Value::Object(object) => object,
-        _ => Map::new(),
-    }
 }
 
 #[cfg(test)]

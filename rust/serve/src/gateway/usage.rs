@@ -11,7 +11,7 @@ use super::api::{Api, Form, Row, Weight};
 /// last ones count. Also counts the events of a stream.
 ///
 /// Inside generated text quotes are escaped, so a model that writes these words has no effect.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct UsageScanner {
     /// None if the answer reports no usage of its own: no model ran for it.
     names: Option<&'static Names>,
@@ -45,7 +45,7 @@ struct Names {
 }
 
 /// `usage` of chats and completions.
-static OPENAI: Names = Names {
+const OPENAI: Names = Names {
     prompt: b"\"prompt_tokens\"",
     cached: b"\"cached_tokens\"",
     completion: b"\"completion_tokens\"",
@@ -53,20 +53,9 @@ static OPENAI: Names = Names {
     are_final: None,
 };
 /// `meta_info` of SGLang's `/generate`, in each event.
-static GENERATE: Names = Names {
-    prompt: b"\"prompt_tokens\"",
-    cached: b"\"cached_tokens\"",
-    completion: b"\"completion_tokens\"",
-    created: None,
-    are_final: Some(is_finished),
-};
-static RESPONSES: Names = Names {
-    prompt: b"\"input_tokens\"",
-    cached: b"\"cached_tokens\"",
-    completion: b"\"output_tokens\"",
-    created: None,
-    are_final: None,
-};
+static GENERATE: Names = Names { are_final: Some(is_finished), ..OPENAI };
+static RESPONSES: Names =
+    Names { prompt: b"\"input_tokens\"", completion: b"\"output_tokens\"", ..OPENAI };
 static ANTHROPIC: Names = Names {
     prompt: b"\"input_tokens\"",
     cached: b"\"cache_read_input_tokens\"",
@@ -95,16 +84,7 @@ impl UsageScanner {
             (_, Form::Responses) => &RESPONSES,
             (_, Form::Anthropic) => &ANTHROPIC,
         });
-        Self {
-            names,
-            carry: Vec::new(),
-            prompt_tokens: None,
-            cached_tokens: None,
-            completion_tokens: None,
-            created_tokens: None,
-            is_final: false,
-            events: 0,
-        }
+        Self { names, ..Self::default() }
     }
 
     pub fn feed(&mut self, chunk: &[u8]) {
@@ -152,10 +132,6 @@ impl UsageScanner {
         }
     }
 
-    fn created_name(&self) -> Option<&'static [u8]> {
-        self.names.and_then(|names| names.created)
-    }
-
     /// Whether the engine has reported its complete usage, so that only the end of a stream is
     /// missing.
     pub fn is_told(&self) -> bool {
@@ -166,11 +142,13 @@ impl UsageScanner {
     /// The engine's counts, with our count of generated tokens if it reported none.
     pub fn usage(&self) -> Usage {
         Usage {
-            input_tokens: self.prompt_tokens.map(|tokens| match self.created_name() {
-                None => tokens,
-                Some(_) => {
-                    let beside = [self.cached_tokens, self.created_tokens];
-                    beside.into_iter().flatten().fold(tokens, u64::saturating_add)
+            input_tokens: self.prompt_tokens.map(|tokens| {
+                match self.names.and_then(|one| one.created) {
+                    None => tokens,
+                    Some(_) => {
+                        let beside = [self.cached_tokens, self.created_tokens];
+                        beside.into_iter().flatten().fold(tokens, u64::saturating_add)
+                    }
                 }
             }),
             cached_tokens: self.cached_tokens,
