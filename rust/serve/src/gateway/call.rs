@@ -1,17 +1,20 @@
-//! A client's request, parsed once; its body is passed through unchanged.
+//! A client's request, parsed once; its body is passed through unchanged. Of an upload in parts
+//! (`multipart/form-data`) the model is read, the one field that routing needs.
 
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use axum::http::header::CONTENT_ENCODING;
+use axum::http::header::{CONTENT_ENCODING, CONTENT_TYPE};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, Uri};
 use bytes::Bytes;
 use kvflash_core::error::Error;
 use kvflash_core::select::MAX_REQUEST_ID_BYTES;
+use memchr::memmem;
+use serde::Deserialize;
 use serde_json::value::RawValue;
 
 use super::api::{Api, Row, Weight};
-use super::body::{Body, Envelope, cache_use};
+use super::body::{Body, Envelope, Raw, is_off};
 use super::client::Nvext;
 use super::turn::{Client, Identity};
 use crate::compute::Busy;
@@ -26,6 +29,9 @@ static MAX_ATTEMPTS_HEADER: HeaderName = HeaderName::from_static("x-kvflash-max-
 /// Size from which a body is parsed on other threads than those that serve, in bytes: about a
 /// millisecond.
 const LONG_BODY_BYTES: usize = 512 * 1024;
+
+/// Size limit of a part's head, in bytes.
+const MAX_PART_HEAD_BYTES: usize = 4_096;
 
 /// The client and its headers: everything known before the body is read.
 #[derive(Debug, Clone)]
@@ -246,25 +252,122 @@ impl Prompt {
     }
 }
 
+/// What the engine does with its prefix cache for a request, according to its API's own fields.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct CacheUse {
+    /// It looks the prompt up.
+    pub reads: bool,
+    /// It reports the outcome for a single prompt.
+    pub reports: bool,
+}
+
+/// See [`CacheUse`]; a body that can't be read counts as one that does neither.
+fn cache_use(api: Api, body: &Body) -> CacheUse {
+    #[derive(Deserialize)]
+    struct Outer<'a> {
+        #[serde(borrow)]
+        sampling_params: Option<Raw<'a>>,
+        logprob_start_len: Option<Raw<'a>>,
+    }
+    #[derive(Default, Deserialize)]
+    struct Sampling<'a> {
+        #[serde(borrow)]
+        n: Option<&'a RawValue>,
+        prompt_logprobs: Option<&'a RawValue>,
+        skip_reading_prefix_cache: Option<&'a RawValue>,
+    }
+    if !matches!(api, Api::Tokens | Api::Generate) {
+        return CacheUse { reads: true, reports: true };
+    }
+    let neither = CacheUse { reads: false, reports: false };
+    let Ok(outer) = body.read::<Outer<'_>>() else { return neither };
+    let sampling = outer.sampling_params.map_or("{}", |raw| raw.get());
+    let Ok(sampling) = serde_json::from_str::<Option<Sampling<'_>>>(sampling) else {
+        return neither;
+    };
+    // -1: only for the answer's tokens.
+    let is_answer_only = is_off(outer.logprob_start_len.map(Raw::get), "-1");
+    let Sampling { n, prompt_logprobs, skip_reading_prefix_cache } = sampling.unwrap_or_default();
+    let is_off = |field: Option<&RawValue>, off: &str| is_off(field.map(RawValue::get), off);
+    let reads = is_answer_only
+        && is_off(prompt_logprobs, "null")
+        && is_off(skip_reading_prefix_cache, "false");
+    CacheUse { reads, reports: reads && is_off(n, "1") }
+}
+
+/// The field `model` of an upload with these headers.
+///
+/// # Errors
+/// 400 for a body without parts, or a model that is not a string.
+pub(super) fn model_of_upload<'a>(
+    headers: &HeaderMap,
+    body: &'a [u8],
+) -> Result<Option<&'a str>, Reject> {
+    Ok(find_model(headers, body)?.map(|(name, _)| name))
+}
+
+/// Whether the beginning of an upload names its model.
+pub(super) fn names_model(headers: &HeaderMap, beginning: &[u8]) -> bool {
+    matches!(find_model(headers, beginning), Ok(Some((_, true))))
+}
+
+/// The field `model`, and whether its end was found.
+fn find_model<'a>(headers: &HeaderMap, body: &'a [u8]) -> Result<Option<(&'a str, bool)>, Reject> {
+    let kind = headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok());
+    let Some(boundary) = kind.and_then(boundary) else {
+        let got = kind.unwrap_or("none");
+        return Err(Reject::bad_request(format!(
+            "content-type: must be multipart/form-data with a boundary, got {got:?}"
+        )));
+    };
+    let boundary = format!("--{boundary}");
+    // Data before the first boundary, and the line that ends it, belong to no part.
+    let starts = memmem::find_iter(body, boundary.as_bytes()).map(|at| at + boundary.len());
+    for start in starts {
+        let part = &body[start..];
+        let head = &part[..part.len().min(MAX_PART_HEAD_BYTES)];
+        let Some(end) = memmem::find(head, b"\r\n\r\n") else { continue };
+        if name_of(&part[..end]) != Some("model") {
+            continue;
+        }
+        let value = &part[end + 4..];
+        let end = memmem::find(value, b"\r\n");
+        return match std::str::from_utf8(&value[..end.unwrap_or(value.len())]) {
+            Ok(name) => Ok(Some((name, end.is_some()))),
+            Err(_) => Err(Reject::bad_request("model: must be UTF-8 text")),
+        };
+    }
+    Ok(None)
+}
+
+/// The upload with its model `name`, found by [`model_of_upload`], replaced.
+pub(super) fn upload_with_model(body: &Bytes, name: &str, model: &str) -> Bytes {
+    let at = name.as_ptr() as usize - body.as_ptr() as usize;
+    let parts = [&body[..at], model.as_bytes(), &body[at + name.len()..]];
+    parts.concat().into()
+}
+
+/// The boundary in a content type.
+fn boundary(kind: &str) -> Option<&str> {
+    let mut parts = kind.split(';').map(str::trim);
+    parts.next().filter(|kind| kind.eq_ignore_ascii_case("multipart/form-data"))?;
+    let value = parts.find_map(|part| {
+        let (name, value) = part.split_once('=')?;
+        name.eq_ignore_ascii_case("boundary").then_some(value.trim_matches('"'))
+    });
+    value.filter(|boundary| !boundary.is_empty())
+}
+
+/// The name in a part's `Content-Disposition`.
+fn name_of(head: &[u8]) -> Option<&str> {
+    let head = std::str::from_utf8(head).ok()?;
+    let line = head.split("\r\n").find(|line| {
+        let name = line.split(':').next().unwrap_or_default();
+        name.eq_ignore_ascii_case("content-disposition")
+    })?;
+    line.split(';').find_map(|part| Some(part.trim().strip_prefix("name=")?.trim_matches('"')))
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
-
-    fn prompt(json: &str) -> Result<Prompt, Error> {
-        Prompt::parse(json)
-    }
-
-    #[test]
-    fn prompts_in_all_forms() {
-        assert_eq!(prompt(r#""a\nb""#).unwrap(), Prompt::Text("a\nb".into()));
-        assert_eq!(prompt("[1, 2]").unwrap(), Prompt::Tokens(vec![1, 2]));
-        assert_eq!(prompt(r#"["only"]"#).unwrap(), Prompt::Text("only".into()));
-        assert_eq!(prompt("[[7,8]]").unwrap(), Prompt::Tokens(vec![7, 8]));
-        assert_eq!(prompt(r#"["a","b"]"#).unwrap(), Prompt::Batch);
-        let error = prompt("[1, 4294967296]").unwrap_err().to_string();
-        assert!(error.contains("[1]") && error.contains("4294967296"), "{error}");
-        assert!(prompt("[1, -2]").unwrap_err().to_string().contains("-2"));
-        assert!(prompt("{}").is_err());
-    }
-}
+mod tests;

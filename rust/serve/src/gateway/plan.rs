@@ -16,8 +16,8 @@ use serde::Deserialize;
 use serde_json::json;
 
 use super::api::{Api, Row, Weight};
-use super::body::{Body, Envelope, model_of_upload, upload_with_model};
-use super::call::{Call, Head};
+use super::body::{Body, Envelope};
+use super::call::{Call, Head, model_of_upload, upload_with_model};
 use super::client::{self, Session, Urgency};
 use super::foreign;
 use super::generation::Generation;
