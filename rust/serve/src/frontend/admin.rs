@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 
 use super::super::busy::{Change, list};
 use super::app::{App, Name};
-use super::engine::Engine;
+use super::engine::{Engine, Pool};
 use super::options::Aliases;
 use crate::body::{Received, discard};
 use crate::gateway::api::Row;
@@ -286,15 +286,27 @@ pub(super) async fn models(State(app): State<Arc<App>>) -> Response {
 }
 
 fn tell_models(app: &App) -> Response {
-    let pools = app.fleet.pools();
+    Json(json!({ "object": "list", "data": cards(app).collect::<Vec<_>>() })).into_response()
+}
+
+/// The names for clients, in the format of OpenAI's API.
+fn cards(app: &App) -> impl Iterator<Item = Value> {
     // Once per model, not per adapter. In reverse, so that decode workers take precedence over
     // prefill workers.
-    let limits: HashMap<&str, Option<u64>> =
-        pools.iter().rev().map(|pool| (&*pool.name, pool.members().max_model_len())).collect();
-    let names = app.names();
-    let limit = |name: &Name| limits.get(name.base.as_str()).copied().flatten();
-    let data: Vec<Value> = names.iter().map(|name| card(name, limit(name))).collect();
-    Json(json!({ "object": "list", "data": data })).into_response()
+    let pools = app.fleet.pools();
+    let limit = |pool: &Arc<Pool>| (pool.name.clone(), pool.members().max_model_len());
+    let limits: HashMap<String, Option<u64>> = pools.iter().rev().map(limit).collect();
+    app.names().into_iter().map(move |Name { name, root, base, parent }| {
+        json!({
+            "id": name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "kvflash",
+            "root": root,
+            "parent": parent,
+            "max_model_len": limits.get(&base),
+        })
+    })
 }
 
 /// GET /v1/models/{id}, where the id may contain slashes.
@@ -304,28 +316,12 @@ pub(super) async fn model(State(app): State<Arc<App>>, id: PathText) -> Result<R
 }
 
 fn tell_model(app: &App, id: &str) -> Result<Response, Reject> {
-    let Some(name) = app.names().into_iter().find(|name| name.name == id) else {
+    let Some(card) = cards(app).find(|card| card["id"] == id) else {
         let model = app.aliases.iter().flat_map(Aliases::all).find(|(alias, _)| *alias == id);
         let model = model.and_then(|(_, mut models)| models.next());
         return Err(app.not_served(id, model).into());
     };
-    let pools = app.fleet.pools();
-    let limit = pools.iter().find(|pool| pool.name == name.base);
-    let limit = limit.and_then(|pool| pool.members().max_model_len());
-    Ok(Json(card(&name, limit)).into_response())
-}
-
-/// A name in the format of OpenAI's API.
-fn card(name: &Name, max_model_len: Option<u64>) -> Value {
-    json!({
-        "id": name.name,
-        "object": "model",
-        "created": 0,
-        "owned_by": "kvflash",
-        "root": name.root,
-        "parent": name.parent,
-        "max_model_len": max_model_len,
-    })
+    Ok(Json(card).into_response())
 }
 
 /// GET /busy_threshold: the current thresholds, by model.
