@@ -18,6 +18,7 @@ use super::engine::Engine;
 use super::engine_spec::EngineSpec;
 use super::options::FrontendOptions;
 use super::runtime::registry;
+use super::workers::NewWorker;
 use super::{admin, probe, scrape, workers};
 use crate::gateway::api::{Form, RESPONSES, ROWS, Row};
 use crate::gateway::call::Head;
@@ -61,7 +62,9 @@ impl FrontendApp {
     pub fn restore(&self) -> Result<()> {
         let app = &self.app;
         let file = app.options.http.state_file.as_deref();
-        app.registrations.restore(file, |new| workers::register_again(app, new))
+        app.registrations.restore(file, |new: NewWorker| {
+            new.register(app, None).map(drop).map_err(|reject| reject.message)
+        })
     }
 
     /// Adds or changes a worker of the runtime, from its JSON. Must be called within a tokio

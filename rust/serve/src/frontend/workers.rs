@@ -124,7 +124,11 @@ impl NewWorker {
         Ok(())
     }
 
-    fn register(self, app: &Arc<App>, registrant: Option<IpAddr>) -> Result<Arc<Engine>, Reject> {
+    pub fn register(
+        self,
+        app: &Arc<App>,
+        registrant: Option<IpAddr>,
+    ) -> Result<Arc<Engine>, Reject> {
         let role = self.role.as_deref().map(is_prefill).transpose();
         let bad = |error: Error| Reject::bad_request(error.to_string());
         let spec = EngineSpec {
@@ -153,14 +157,6 @@ impl NewWorker {
         app.registrations.put(&worker_key(engine.id), &Self { id: Some(engine.id), ..self });
         Ok(engine)
     }
-}
-
-/// Restores a worker that was registered before the start. Must be called within a tokio runtime.
-///
-/// # Errors
-/// The reason as text.
-pub(super) fn register_again(app: &Arc<App>, new: NewWorker) -> Result<(), String> {
-    new.register(app, None).map(drop).map_err(|reject| reject.message)
 }
 
 /// POST /workers {url, events?, replay?, id?, dp_size?, role?, state?, api_key?}
