@@ -1,6 +1,7 @@
 //! A request to a worker and the stream of its items, whichever plane carries it: frames of a length, a kind and a
 //! payload, over TCP, or as the body of an HTTP answer.
 
+use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -74,16 +75,23 @@ pub(super) fn is_complete(received: &BytesMut) -> bool {
 /// Take the first frame out of what has been received; `None` while it is not complete.
 ///
 /// # Errors
-/// What is no frame, in words; nothing behind it can be read.
-pub(super) fn take_frame(received: &mut BytesMut) -> Result<Option<Frame>, String> {
+/// `Protocol` with `who` sent what is no frame; nothing behind it can be read.
+pub(super) fn take_frame(
+    received: &mut BytesMut,
+    who: impl fmt::Display,
+) -> Result<Option<Frame>, PlaneError> {
+    let wrong = |why: String| {
+        PlaneError::new(Cause::Protocol, format!("{who} sent an invalid frame: {why}"))
+    };
     let Some(head) = received.first_chunk::<4>() else { return Ok(None) };
     let bytes = u32::from_be_bytes(*head) as usize;
     if !(1..=MAX_FRAME_BYTES).contains(&bytes) {
-        return Err(format!("a frame's length must be in 1..={MAX_FRAME_BYTES}, got {bytes}"));
+        let why = format!("a frame's length must be in 1..={MAX_FRAME_BYTES}, got {bytes}");
+        return Err(wrong(why));
     }
     // Told from the fifth byte, before the rest is waited for.
     let Some(byte) = received.get(4).copied() else { return Ok(None) };
-    let kind = Kind::of(byte).ok_or_else(|| format!("unknown kind of frame: {byte}"))?;
+    let kind = Kind::of(byte).ok_or_else(|| wrong(format!("unknown kind of frame: {byte}")))?;
     if received.len() < 4 + bytes {
         // No more than the limit, and only as the bytes come: a length alone reserves nothing.
         return Ok(None);
@@ -388,13 +396,8 @@ impl WebItems {
     /// The next frame. May be dropped while it waits: what came is kept.
     async fn frame(&mut self) -> Result<Frame, PlaneError> {
         loop {
-            match take_frame(&mut self.received) {
-                Ok(Some(frame)) => return Ok(frame),
-                Ok(None) => {}
-                Err(why) => {
-                    let message = format!("a worker sent an invalid frame: {why}");
-                    return Err(PlaneError::new(Cause::Protocol, message));
-                }
+            if let Some(frame) = take_frame(&mut self.received, "a worker")? {
+                return Ok(frame);
             }
             let chunk: Bytes = match self.body.frame().await {
                 Some(Ok(frame)) => frame.into_data().unwrap_or_default(),

@@ -169,13 +169,9 @@ impl Connection {
     /// The next frame. May be dropped while it waits: what came is kept.
     async fn frame(&mut self, address: &str) -> Result<Frame, PlaneError> {
         loop {
-            match take_frame(&mut self.received) {
-                Ok(Some(frame)) => return Ok(frame),
-                Ok(None) => {}
-                Err(why) => {
-                    let message = format!("worker at {address} sent an invalid frame: {why}");
-                    return Err(PlaneError::new(Cause::Protocol, message));
-                }
+            let taken = take_frame(&mut self.received, format_args!("worker at {address}"))?;
+            if let Some(frame) = taken {
+                return Ok(frame);
             }
             self.received.reserve(READ_BYTES);
             let broke = |why: &str| {

@@ -303,7 +303,7 @@ fn fake_worker(
         while let Ok((mut stream, _)) = listener.accept().await {
             let mut received = BytesMut::new();
             let frame = loop {
-                if let Some(frame) = take_frame(&mut received).unwrap() {
+                if let Some(frame) = take_frame(&mut received, "w").unwrap() {
                     break frame;
                 }
                 assert_ne!(stream.read_buf(&mut received).await.unwrap(), 0);

@@ -15,7 +15,7 @@ fn frames_come_out_as_they_went_in_however_they_are_cut() {
         let (mut received, mut found) = (BytesMut::new(), Vec::new());
         for chunk in bytes.chunks(size) {
             received.extend_from_slice(chunk);
-            while let Some(frame) = take_frame(&mut received).unwrap() {
+            while let Some(frame) = take_frame(&mut received, "w").unwrap() {
                 found.push((frame.kind, frame.payload));
             }
         }
@@ -28,7 +28,7 @@ fn frames_come_out_as_they_went_in_however_they_are_cut() {
 
 #[test]
 fn what_is_no_frame_is_refused_with_what_came() {
-    let refused = |bytes: &[u8]| take_frame(&mut BytesMut::from(bytes)).unwrap_err();
+    let refused = |bytes: &[u8]| take_frame(&mut BytesMut::from(bytes), "w").unwrap_err().message;
     assert!(refused(&[0, 0, 0, 0]).contains("1..=33554432, got 0"));
     assert!(refused(&[2, 0, 0, 1, 2]).contains("got 33554433"));
     assert!(refused(&[0, 0, 0, 9, 77]).contains("unknown kind of frame: 77"));
@@ -49,7 +49,7 @@ fn garbage_ends_or_waits_and_never_panics() {
             received[4] = rng.random_range(0..8);
         }
         let outcome = loop {
-            match take_frame(&mut received) {
+            match take_frame(&mut received, "w") {
                 Ok(Some(_)) => taken += 1,
                 other => break other,
             }
