@@ -94,7 +94,7 @@ def test_what_could_not_be_withdrawn_is_withdrawn_later() -> None:
                 await runtime.withdraw("b")
             discovery.is_away = False
             await runtime.announce("b", 2)
-            await eventually(lambda: _done(runtime._tidier), "the attempts to end")
+            await eventually(lambda: _done(runtime._settler), "the attempts to end")
             assert await discovery.get_prefix("") == {"b": b"2"}
             await runtime.withdraw("never announced")
 
@@ -133,6 +133,29 @@ def test_whoever_is_cancelled_while_it_announces_leaves_nothing_behind() -> None
                 await serving
             discovery.is_away = False
             await discovery.has("a")
+
+    run(scenario())
+
+
+def test_a_value_that_was_not_announced_gives_way_to_the_one_before() -> None:
+    async def scenario() -> None:
+        discovery = Shaky()
+        async with DistributedRuntime(discovery) as runtime:
+            await runtime.announce("a", 1)
+            discovery.gate.clear()
+            announcing = asyncio.create_task(runtime.announce("a", 2))
+            await discovery.waited_for("a")
+            assert await discovery.get_prefix("") == {"a": b"2"}
+            announcing.cancel()
+            discovery.gate.set()
+            with pytest.raises(asyncio.CancelledError):
+                await announcing
+            assert runtime.announced("") == {"a": 1}
+
+            async def is_back() -> bool:
+                return await discovery.get_prefix("") == {"a": b"1"}
+
+            await eventually(is_back, "the value before")
 
     run(scenario())
 

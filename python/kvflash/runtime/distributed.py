@@ -87,11 +87,11 @@ class DistributedRuntime:
         self._clients: dict[str, PlaneClient] = {}
         self._instances: dict[str, Instances] = {}
         self._announced: dict[str, bytes] = {}
-        # Keys that are withdrawn but may still exist.
-        self._unwanted: set[str] = set()
+        # Keys, announced or withdrawn, that discovery may have otherwise.
+        self._unsettled: set[str] = set()
         # Held while a key is put or deleted, so that the last call wins.
         self._changing = asyncio.Lock()
-        self._tidier: asyncio.Task[None] | None = None
+        self._settler: asyncio.Task[None] | None = None
         self._server: PlaneServer | None = None
         self._lease: Lease | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -142,26 +142,23 @@ class DistributedRuntime:
         it. Raises ClosedError after a shutdown and TransportError if discovery can't be reached.
         """
         data = json.dumps(value).encode()
-        await self._leased()
+        lease = await self._leased()
         before = self._announced.get(key)
-        # First, so that the renewal of keys and a withdrawal know of it.
+        # First, so that a new lease puts it, and a withdrawal knows of it.
         self._announced[key] = data
-        self._unwanted.discard(key)
+        self._unsettled.add(key)
         try:
-            async with self._changing:
-                if self._announced.get(key) is data:
-                    await self.discovery.put(key, data, self._lease)
+            await self._settle(key)
         except BaseException as error:
-            assert self._lease is not None
-            if isinstance(error, KvflashError) and self._lease.lost.is_set():
+            # Discovery may have taken it all the same.
+            self._settle_later()
+            if isinstance(error, KvflashError) and lease.lost.is_set():
                 return
             if self._announced.get(key) is data:
-                if before is not None:
-                    self._announced[key] = before
+                if before is None:
+                    del self._announced[key]
                 else:
-                    # The key may exist all the same.
-                    self._drop(key)
-                    self._tidy_later()
+                    self._announced[key] = before
             raise
 
     async def announce_instance(self, path: str, transport: dict[str, Any]) -> None:
@@ -180,74 +177,70 @@ class DistributedRuntime:
 
     async def withdraw(self, key: str) -> None:
         """Delete an announced key; after a TransportError the background retries the deletion."""
-        if key in self._announced:
-            self._drop(key)
-        if key in self._unwanted:
-            try:
-                await self._delete(key)
-            except BaseException:
-                self._tidy_later()
-                raise
+        if self._announced.pop(key, None) is not None:
+            self._unsettled.add(key)
+        try:
+            await self._settle(key)
+        except BaseException:
+            self._settle_later()
+            raise
 
-    def _drop(self, key: str) -> None:
-        del self._announced[key]
-        self._unwanted.add(key)
-
-    def _tidy_later(self) -> None:
-        if self._shutdown is None and (self._tidier is None or self._tidier.done()):
-            self._tidier = asyncio.get_running_loop().create_task(self._tidy())
-
-    async def _delete(self, key: str) -> None:
-        async with self._changing:
-            if key in self._unwanted:
-                await self.discovery.delete(key)
-                self._unwanted.discard(key)
-
-    async def _tidy(self) -> None:
-        """Delete withdrawn keys that could not be deleted before."""
-        pause_s, pause_s_max = ANNOUNCE_PAUSE_S
-        while self._unwanted:
-            await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 2, pause_s_max)
-            for key in list(self._unwanted):
-                try:
-                    await self._delete(key)
-                except (KvflashError, OSError) as error:
-                    logger.warning("%s is not deleted: %s; trying again", key, error)
-
-    async def _leased(self) -> None:
+    async def _leased(self) -> Lease:
         async with self._beginning:
             if self._shutdown is not None:
                 raise ClosedError("the runtime is shut down")
-            if self._lease is None:
-                self._lease = await self.discovery.lease(
-                    self.limits.lease_ttl_s, lease_id=self.instance_id
-                )
-                self._keeper = asyncio.get_running_loop().create_task(self._keep(self._lease))
+            return self._lease or await self._grant()
+
+    async def _grant(self) -> Lease:
+        lease = self._lease = await self.discovery.lease(
+            self.limits.lease_ttl_s, lease_id=self.instance_id
+        )
+        self._keeper = asyncio.get_running_loop().create_task(self._keep(lease))
+        return lease
 
     async def _keep(self, lease: Lease) -> None:
         """Announce everything again after the lease is lost."""
-        while True:
-            await lease.lost.wait()
-            logger.warning("instance %d lost its lease and announces itself again", lease.id)
-            pause_s, pause_s_max = ANNOUNCE_PAUSE_S
-            while True:
-                try:
-                    # An attempt that failed after the new lease was granted keeps it.
-                    if lease.lost.is_set():
-                        lease = self._lease = await self.discovery.lease(
-                            self.limits.lease_ttl_s, lease_id=self.instance_id
-                        )
-                    for key in list(self._announced):
-                        async with self._changing:
-                            # The key may have been withdrawn meanwhile.
-                            if key in self._announced:
-                                await self.discovery.put(key, self._announced[key], lease)
-                    break
-                except (KvflashError, OSError) as error:
-                    logger.warning("can't announce instance %d: %s", self.instance_id, error)
-                    await asyncio.sleep(pause_s)
-                    pause_s = min(pause_s * 2, pause_s_max)
+        await lease.lost.wait()
+        logger.warning("instance %d lost its lease and announces itself again", lease.id)
+        self._unsettled.update(self._announced)
+        self._settle_later()
+
+    async def _settle(self, key: str) -> None:
+        """Put or delete a key that discovery may have otherwise."""
+        async with self._changing:
+            if key not in self._unsettled:
+                return
+            # First, so that what changes meanwhile is settled after this.
+            self._unsettled.discard(key)
+            try:
+                if key in self._announced:
+                    await self.discovery.put(key, self._announced[key], self._lease)
+                else:
+                    await self.discovery.delete(key)
+            except BaseException:
+                self._unsettled.add(key)
+                raise
+
+    def _settle_later(self) -> None:
+        if self._shutdown is None and (self._settler is None or self._settler.done()):
+            self._settler = asyncio.get_running_loop().create_task(self._settle_all())
+
+    async def _settle_all(self) -> None:
+        """Settle keys until none is left, under a new lease if the last one is lost."""
+        pause_s, pause_s_max = ANNOUNCE_PAUSE_S
+        while self._unsettled:
+            try:
+                # An attempt that failed after the new lease was granted keeps it.
+                if self._lease is None or self._lease.lost.is_set():
+                    await self._grant()
+                # In the order of their announcement: a model card precedes its instance.
+                for key in (*self._announced, *self._unsettled):
+                    await self._settle(key)
+            except (KvflashError, OSError) as error:
+                text = "can't update the announcements of instance %d: %s; trying again"
+                logger.warning(text, self.instance_id, error)
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 2, pause_s_max)
 
     # -- serving
 
@@ -362,7 +355,7 @@ class DistributedRuntime:
 
     async def _leave(self) -> None:
         """Leave discovery first, so that no new request is sent here."""
-        for task in (self._keeper, self._tidier):
+        for task in (self._keeper, self._settler):
             if task is not None:
                 task.cancel()
         if self._lease is None:
