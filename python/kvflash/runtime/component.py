@@ -75,7 +75,7 @@ class Endpoint:
 
     def client(self) -> Client:
         """A client of its instances; awaiting it is optional."""
-        return Client(self, self.runtime.instances(self.path))
+        return self.runtime._client_type(self, self.runtime.instances(self.path))
 
     def instance_id(self) -> int:
         """This process's instance number, which is that of its runtime."""

@@ -19,6 +19,7 @@ from kvflash.errors import (
     TransportError,
 )
 from kvflash.runtime.arguments import check_range
+from kvflash.runtime.client import Client
 from kvflash.runtime.component import Endpoint, Namespace
 from kvflash.runtime.instances import Instances
 from kvflash.runtime.limits import RuntimeLimits
@@ -63,6 +64,9 @@ class DistributedRuntime:
         ConfigError: A setting is invalid.
         InvalidArgumentError: The port is out of range.
     """
+
+    #: The class of its endpoints' clients.
+    _client_type = Client
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from kvflash.routing.config import KvRouterConfig as _KvRouterConfig
 from kvflash.routing.config import override_options
 from kvflash.routing.router import KvPushRouter as _KvPushRouter
 from kvflash.runtime import Client as _Client
-from kvflash.runtime import Component, Endpoint, Namespace, Stream, kvflash_worker
+from kvflash.runtime import Component, Stream, kvflash_worker
 from kvflash.runtime import DistributedRuntime as _DistributedRuntime
 
 T = TypeVar("T")
@@ -55,31 +55,10 @@ def _one(name: str, value: Any, alias: str, other: Any) -> Any:
     return other if value is None else value
 
 
-class _Endpoint(Endpoint):
-    def client(self) -> Client:
-        return Client(self, self.runtime.instances(self.path))
-
-
-class _Component(Component):
-    def endpoint(self, name: str) -> Endpoint:
-        return _Endpoint(self, name)
-
-
-class _Namespace(Namespace):
-    def component(self, name: str) -> Component:
-        return _Component(self, name)
-
-
 class DistributedRuntime(_DistributedRuntime):
     """A runtime that returns clients of :class:`Client`."""
 
-    def namespace(self, name: str) -> Namespace:
-        """A namespace.
-
-        Raises:
-            InvalidArgumentError: The name is not allowed.
-        """
-        return _Namespace(self, name)
+    _client_type = Client
 
 
 def dynamo_worker(
