@@ -8,7 +8,7 @@ from kvflash.errors import DecodeError, KvflashError, NotFoundError
 from kvflash.runtime.context import Context
 from kvflash.runtime.frame import Request, unpack
 from kvflash.runtime.limits import RuntimeLimits
-from kvflash.runtime.plane import FailedError, PlaneClient, make_client
+from kvflash.runtime.plane import FailedError, PlaneClient, PlaneClients
 from kvflash.runtime.serving import Running, Send, Served, Serving
 from kvflash.runtime.tcp import TcpServer
 
@@ -22,13 +22,16 @@ class Bridge(Serving):
     """A tcp plane on the loopback interface that forwards requests to another plane.
 
     It starts with the first instance that needs it, in that event loop.
+
+    Attributes:
+        clients: Those of the planes behind it.
     """
 
     def __init__(self, limits: RuntimeLimits) -> None:
         super().__init__(0, limits)
         # By endpoint and instance.
         self._targets: dict[tuple[str, int], tuple[Served, PlaneClient, dict[str, Any]]] = {}
-        self._clients: dict[str, PlaneClient] = {}
+        self.clients = PlaneClients(limits)
         self._server: TcpServer | None = None
 
     async def is_there(self, ping: bytes) -> bool:
@@ -58,21 +61,15 @@ class Bridge(Serving):
             raise NotFoundError(f"instance {request.instance_id} is not bridged here")
         return Running(target[0], request, send, self.limits)
 
-    def client(self, kind: str) -> PlaneClient:
-        """The client for a kind of transport; ConfigError if the kind is unknown."""
-        if kind not in self._clients:
-            self._clients[kind] = make_client(kind, self.limits)
-        return self._clients[kind]
-
     async def open(
         self, endpoint: str, instance_id: int, transport: dict[str, Any]
     ) -> dict[str, Any]:
         """Return the transport through which the core reaches an instance."""
         if transport.get("kind") in ("tcp", "http"):
             return transport
-        client = self.client(str(transport.get("kind")))
+        client = self.clients.of(transport)
         if self._server is None:
-            server = TcpServer(self, host="127.0.0.1", port=0, bind="127.0.0.1")
+            server = TcpServer(self, host="127.0.0.1", port=0)
             await server.start()
             self._server = server
 
@@ -86,7 +83,7 @@ class Bridge(Serving):
                 if error.failure.retry and error.failure.code == "unreachable":
                     # The request did not reach the worker: the core may try another one.
                     raise NotFoundError(error.failure.message) from error
-                raise error.error() from error
+                raise error.failure.error() from error
             finally:
                 reply.close()
 
@@ -102,5 +99,4 @@ class Bridge(Serving):
         """Close all clients and the server."""
         if self._server is not None:
             await self._server.close()
-        for client in self._clients.values():
-            await client.close()
+        await self.clients.close()

@@ -10,7 +10,7 @@ from typing import Any
 from kvflash.background import cancel
 from kvflash.errors import KvflashError
 from kvflash.runtime.frame import Request, unpack
-from kvflash.runtime.plane import FailedError, PlaneClient
+from kvflash.runtime.plane import FailedError, PlaneClients
 
 logger = logging.getLogger(__name__)
 
@@ -19,15 +19,10 @@ PAUSE_S, PAUSE_S_MAX = 0.5, 10.0
 
 
 class LoadReader:
-    """Follows the load streams of workers, and passes on each report's JSON, in one event loop.
+    """Follows the load streams of workers, and passes on each report's JSON, in one event loop."""
 
-    ``client_of`` returns the client for a kind of transport.
-    """
-
-    def __init__(
-        self, report: Callable[[str], None], client_of: Callable[[str], PlaneClient]
-    ) -> None:
-        self._report, self._client_of = report, client_of
+    def __init__(self, report: Callable[[str], None], clients: PlaneClients) -> None:
+        self._report, self._clients = report, clients
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
 
     def follow(self, endpoint: str, instance_id: int, transport: dict[str, Any]) -> None:
@@ -61,9 +56,8 @@ class LoadReader:
             pause_s = min(pause_s * 2, PAUSE_S_MAX)
 
     async def _read(self, endpoint: str, instance_id: int, transport: dict[str, Any]) -> None:
-        client = self._client_of(str(transport.get("kind")))
         request = Request(secrets.token_hex(8), endpoint, instance_id, {})
-        reply = await client.ask(transport, request)
+        reply = await self._clients.of(transport).ask(transport, request)
         try:
             while (item := await reply.receive()) is not None:
                 fields = unpack(item)

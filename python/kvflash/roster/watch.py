@@ -63,7 +63,7 @@ class DiscoveryWatch(Background):
         self._shown: set[int] = set()
         self._bridge = Bridge(RuntimeLimits())
         self._takes_requests = report_load is not None
-        self._loads = LoadReader(report_load or (lambda _report: None), self._bridge.client)
+        self._loads = LoadReader(report_load or (lambda _report: None), self._bridge.clients)
         super().__init__("kvflash-discovery", self._watch_all)
 
     async def _watch_all(self) -> None:

@@ -240,8 +240,8 @@ class Stream:
                 packed = await self._in_time(self._reply.receive())
             except FailedError as failed:
                 if not failed.failure.retry:
-                    raise failed.error() from None
-                await self._open(failed.error())
+                    raise failed.failure.error() from None
+                await self._open(failed.failure.error())
             except TransportError as error:
                 await self._open(error)
             else:
@@ -286,11 +286,11 @@ class Stream:
                 None if left_s is None else max(1, int(left_s * 1e3)),
             )
             try:
-                plane = await runtime.plane_client(str(instance.transport.get("kind")))
+                plane = runtime.planes.of(instance.transport)
                 self._reply = await self._in_time(plane.ask(instance.transport, request))
                 return
             except FailedError as failed:
-                error = failed.error()
+                error = failed.failure.error()
                 if not failed.failure.retry:
                     raise error from None
             except (TransportError, DecodeError, KeyError) as broken:

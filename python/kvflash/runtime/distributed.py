@@ -13,17 +13,15 @@ from kvflash.discovery import Discovery, Lease, open_discovery
 from kvflash.discovery.base import new_lease_id
 from kvflash.errors import (
     ClosedError,
-    ConfigError,
     InvalidArgumentError,
     KvflashError,
-    TransportError,
 )
 from kvflash.runtime.arguments import check_range
 from kvflash.runtime.client import Client
 from kvflash.runtime.component import Endpoint, Namespace
 from kvflash.runtime.instances import Instances
 from kvflash.runtime.limits import RuntimeLimits
-from kvflash.runtime.plane import PlaneClient, PlaneServer, make_client, make_server
+from kvflash.runtime.plane import PlaneClients, PlaneServer, make_server
 from kvflash.runtime.serving import Handler, Served, Serving
 from kvflash.runtime.settings import host_address, plane_name, runtime_port
 from kvflash.runtime.signals import Signals
@@ -88,7 +86,7 @@ class DistributedRuntime:
         self._port = runtime_port() if port is None else check_range("port", port, 0, 65_535)
         self._serving = Serving(self.instance_id, self.limits)
         self._signals = Signals()
-        self._clients: dict[str, PlaneClient] = {}
+        self.planes = PlaneClients(self.limits)
         self._instances: dict[str, Instances] = {}
         self._announced: dict[str, bytes] = {}
         # Keys, announced or withdrawn, that discovery may have otherwise.
@@ -300,16 +298,6 @@ class DistributedRuntime:
         fresh = Instances(self.discovery, f"{INSTANCES}{path}/")
         return self._instances.setdefault(path, fresh)
 
-    async def plane_client(self, kind: str) -> PlaneClient:
-        """The client for a kind of transport; TransportError if the kind is unknown."""
-        found = self._clients.get(kind)
-        if found is None:
-            try:
-                found = self._clients[kind] = make_client(kind, self.limits)
-            except ConfigError as error:
-                raise TransportError(str(error)) from error
-        return found
-
     # -- ending
 
     def shutdown(self) -> None:
@@ -347,8 +335,7 @@ class DistributedRuntime:
                 await self._server.close()
             for instances in self._instances.values():
                 await instances.close()
-            for client in self._clients.values():
-                await client.close()
+            await self.planes.close()
             if self._owns_discovery:
                 await self.discovery.close()
         except Exception:

@@ -26,7 +26,7 @@ from kvflash.errors import (
 from kvflash.runtime.connection import watch_socket
 from kvflash.runtime.frame import REFUSALS, Failure, FrameReader, Kind, Request, pack, unpack
 from kvflash.runtime.limits import RuntimeLimits
-from kvflash.runtime.plane import FailedError, GoneError, PlaneClient, PlaneServer
+from kvflash.runtime.plane import FailedError, GoneError, PlaneClient, PlaneServer, item_in
 
 INSTANCE = "x-kvflash-instance"
 REQUEST_ID = "x-kvflash-request-id"
@@ -292,29 +292,20 @@ class HttpReply:
                 await self._begin()
             return await self._receive()
         except InvalidArgumentError as error:
-            self.close()
             raise DecodeError(str(error)) from error
-        except (FailedError, KvflashError):
-            self.close()
+        except KvflashError:
             raise
-        except _UNSENT as error:
-            self.close()
-            raise TransportError(str(error) or type(error).__name__) from error
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-            self.close()
-            raise TransportError(str(error) or type(error).__name__, was_sent=True) from error
+            raise TransportError(
+                str(error) or type(error).__name__, was_sent=not isinstance(error, _UNSENT)
+            ) from error
 
     async def _receive(self) -> bytes | None:
         """The next item of an answer that has begun; None at its end."""
         kind, payload = await self._next()
-        if kind == Kind.DATA:
-            return payload
         if kind == Kind.END:
             await self._finish()
-            return None
-        if kind == Kind.ERROR:
-            raise FailedError(Failure.parse(unpack(payload)))
-        raise DecodeError(f"frame of kind {kind} is not an answer")
+        return item_in(kind, payload, "the worker")
 
     def close(self) -> None:
         sending, self._sending = self._sending, None

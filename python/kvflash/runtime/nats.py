@@ -31,7 +31,7 @@ from kvflash.errors import (
 )
 from kvflash.runtime.frame import REFUSALS, Failure, FrameReader, Kind, Request, unpack
 from kvflash.runtime.limits import RuntimeLimits
-from kvflash.runtime.plane import FailedError, GoneError, PlaneClient, PlaneServer
+from kvflash.runtime.plane import FailedError, GoneError, PlaneClient, PlaneServer, item_in
 from kvflash.runtime.serving import Running, Serving
 from kvflash.servers import NatsSettings, missing_nats
 
@@ -99,8 +99,8 @@ async def _leave(connection: NatsConnection | None) -> None:
 class NatsServer(PlaneServer):
     """Serves a runtime's endpoints, each at its own subject; addresses are the broker's."""
 
-    def __init__(self, serving: Serving, *, host: str, port: int, bind: str) -> None:
-        super().__init__(serving, host=host, port=port, bind=bind)
+    def __init__(self, serving: Serving, *, host: str, port: int) -> None:
+        super().__init__(serving, host=host, port=port)
         self._connection: NatsConnection | None = None
         self._partial: dict[bytes, _Partial] = {}
         self._answers: dict[bytes, _Answer] = {}
@@ -379,7 +379,6 @@ class NatsReply:
     async def receive(self) -> bytes | None:
         while not self._frames:
             if self._failure is not None:
-                self.close()
                 raise self._failure
             if not self._is_open:
                 raise ClosedError("the stream is closed")
@@ -388,14 +387,9 @@ class NatsReply:
         kind, payload = self._frames.popleft()
         self._waiting_bytes -= len(payload)
         self._acknowledge()
-        if kind == Kind.DATA:
-            return payload
-        self._end()
-        if kind == Kind.END:
-            return None
-        if kind == Kind.ERROR:
-            raise FailedError(Failure.parse(unpack(payload)))
-        raise DecodeError(f"{self.subject}: frame of kind {kind} is not an answer")
+        if kind != Kind.DATA:
+            self._end()
+        return item_in(kind, payload, self.subject)
 
     def close(self) -> None:
         if self._is_open:

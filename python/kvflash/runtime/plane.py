@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvflash.errors import ConfigError, KvflashError
-from kvflash.runtime.frame import Failure, Request
+from kvflash.errors import ConfigError, DecodeError, TransportError
+from kvflash.runtime.frame import Failure, Kind, Request, unpack
 from kvflash.runtime.limits import RuntimeLimits
 from kvflash.runtime.settings import PLANES, listen_address
 
@@ -26,9 +26,6 @@ class FailedError(Exception):
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.code, failure.message)
         self.failure = failure
-
-    def error(self) -> KvflashError:
-        return self.failure.error()
 
 
 class GoneError(ConnectionAbortedError):
@@ -49,18 +46,28 @@ class Reply(Protocol):
         """Close; if the handler still runs, it is notified. Call it in the event loop's thread."""
 
 
+def item_in(kind: int, payload: bytes, sender: str) -> bytes | None:
+    """The item in a frame of an answer, None at the end; raises as :meth:`Reply.receive`."""
+    if kind == Kind.DATA:
+        return payload
+    if kind == Kind.END:
+        return None
+    if kind == Kind.ERROR:
+        raise FailedError(Failure.parse(unpack(payload)))
+    raise DecodeError(f"{sender}: frame of kind {kind} is not an answer")
+
+
 class PlaneServer(ABC):
     """Brings requests to a runtime's endpoints.
 
-    ``host`` is the address at which others reach this process, ``bind`` the one to listen on;
-    ``port`` 0 picks a free one.
+    ``host`` is the address at which others reach this process; ``port`` 0 picks a free one.
     """
 
-    def __init__(self, serving: Serving, *, host: str, port: int, bind: str) -> None:
+    def __init__(self, serving: Serving, *, host: str, port: int) -> None:
         self._serving = serving
         self._limits = serving.limits
         self._host = f"[{host}]" if ":" in host else host
-        self._wanted_port, self._bind = port, bind
+        self._wanted_port, self._bind = port, listen_address(host)
 
     def cannot_listen(self, error: OSError) -> ConfigError:
         """The error for an address that can't be bound."""
@@ -102,7 +109,7 @@ class PlaneClient(ABC):
 def make_server(plane: str, serving: Serving, *, host: str, port: int) -> PlaneServer:
     """Create a server, not started yet; ConfigError if its plane is not installed."""
     make = import_module(f"kvflash.runtime.{plane}").make_server
-    server: PlaneServer = make(serving, host=host, port=port, bind=listen_address(host))
+    server: PlaneServer = make(serving, host=host, port=port)
     return server
 
 
@@ -112,3 +119,26 @@ def make_client(plane: str, limits: RuntimeLimits) -> PlaneClient:
         raise ConfigError(f"request plane must be one of {', '.join(PLANES)}, got {plane!r}")
     client: PlaneClient = import_module(f"kvflash.runtime.{plane}").make_client(limits)
     return client
+
+
+class PlaneClients:
+    """Clients by kind of transport, each created on first use."""
+
+    def __init__(self, limits: RuntimeLimits) -> None:
+        self._limits = limits
+        self._by_kind: dict[str, PlaneClient] = {}
+
+    def of(self, transport: dict[str, Any]) -> PlaneClient:
+        """The client for a transport; TransportError if none can be created."""
+        kind = str(transport.get("kind"))
+        if kind not in self._by_kind:
+            try:
+                self._by_kind[kind] = make_client(kind, self._limits)
+            except ConfigError as error:
+                raise TransportError(str(error)) from error
+        return self._by_kind[kind]
+
+    async def close(self) -> None:
+        """Close all of them."""
+        for client in self._by_kind.values():
+            await client.close()

@@ -18,7 +18,7 @@ from kvflash.errors import (
 from kvflash.runtime.connection import Connection
 from kvflash.runtime.frame import REFUSALS, Failure, Kind, Request, frame, unpack
 from kvflash.runtime.limits import RuntimeLimits
-from kvflash.runtime.plane import FailedError, GoneError, PlaneClient, PlaneServer
+from kvflash.runtime.plane import GoneError, PlaneClient, PlaneServer, item_in
 from kvflash.runtime.serving import Serving
 
 BACKLOG = 4_096
@@ -28,8 +28,8 @@ _PONG = frame(Kind.PONG)
 class TcpServer(PlaneServer):
     """Serves a runtime's endpoints on one port; see :class:`PlaneServer`."""
 
-    def __init__(self, serving: Serving, *, host: str, port: int, bind: str) -> None:
-        super().__init__(serving, host=host, port=port, bind=bind)
+    def __init__(self, serving: Serving, *, host: str, port: int) -> None:
+        super().__init__(serving, host=host, port=port)
         self._server: asyncio.Server | None = None
         self._tasks: dict[Connection, asyncio.Task[None]] = {}
         self.address = ""
@@ -226,23 +226,15 @@ class TcpReply:
         try:
             kind, payload = await self._next()
         except TransportError as error:
-            self.close()
             raise TransportError(f"{self._address}: {error}", was_sent=True) from error
         except InvalidArgumentError as error:
-            self.close()
             raise DecodeError(f"{self._address}: {error}") from error
         self._data = None
-        if kind == Kind.DATA:
-            return payload
-        connection, self._connection = self._connection, None
-        assert connection is not None
-        if kind not in (Kind.END, Kind.ERROR):
-            connection.abort()
-            raise DecodeError(f"{self._address}: frame of kind {kind} is not an answer")
-        self._client.keep(self._address, connection)
-        if kind == Kind.ERROR:
-            raise FailedError(Failure.parse(unpack(payload)))
-        return None
+        if kind in (Kind.END, Kind.ERROR):
+            connection, self._connection = self._connection, None
+            assert connection is not None
+            self._client.keep(self._address, connection)
+        return item_in(kind, payload, self._address)
 
     def close(self) -> None:
         connection, self._connection = self._connection, None

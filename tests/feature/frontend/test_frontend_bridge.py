@@ -10,7 +10,6 @@ import pytest
 
 from kvflash import DistributedRuntime, RuntimeLimits
 from kvflash.errors import NotFoundError, TransportError
-from kvflash.roster import bridge as bridging
 from kvflash.roster import loads as loading
 from kvflash.roster.bridge import Bridge
 from kvflash.roster.loads import LoadReader
@@ -42,7 +41,9 @@ async def served(runtime: DistributedRuntime) -> dict[str, Any]:
 
 def test_a_bridge_passes_items_and_errors_on(monkeypatch: pytest.MonkeyPatch) -> None:
     # The plane behind the bridge is tcp under another name.
-    monkeypatch.setattr(bridging, "make_client", lambda _kind, limits: TcpClient(limits))
+    monkeypatch.setattr(
+        "kvflash.runtime.plane.make_client", lambda _kind, limits: TcpClient(limits)
+    )
 
     async def run() -> None:
         async with DistributedRuntime(discovery="mem") as runtime:
@@ -92,7 +93,7 @@ def test_loads_are_read_as_they_are_told(monkeypatch: pytest.MonkeyPatch) -> Non
             (value,) = (await runtime.discovery.get_prefix("v1/instances/")).values()
             told: asyncio.Queue[str] = asyncio.Queue()
             bridge = Bridge(LIMITS)
-            reader = LoadReader(told.put_nowait, bridge.client)
+            reader = LoadReader(told.put_nowait, bridge.clients)
             path = "tests/backend/load_metrics"
             reader.follow(path, runtime.instance_id, json.loads(value)["transport"])
             report = json.loads(await told.get())
