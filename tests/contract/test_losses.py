@@ -140,6 +140,19 @@ def test_a_kept_connection_that_closes_without_an_answer_is_replaced_once(kind: 
     run(scenario())
 
 
+def test_a_worker_that_is_gone_leaves_no_entry_for_its_connections() -> None:
+    async def scenario() -> None:
+        worker = Fragile("tcp", lives=1)
+        async with client_of(worker) as client:
+            assert await ask(client) == [1]
+            worker.on_hang_up = worker.stop
+            with pytest.raises(TransportError):
+                await ask(client)
+            assert client.endpoint.runtime.planes._by_kind["tcp"]._idle == {}
+
+    run(scenario())
+
+
 @PLANES
 def test_a_kept_connection_that_closes_within_an_answer_is_not_replaced(kind: str) -> None:
     async def scenario() -> None:

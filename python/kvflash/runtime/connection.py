@@ -27,17 +27,14 @@ class Connection(asyncio.Protocol):
         self._reader = FrameReader(limits.frame_bytes_max)
         self._frames: deque[tuple[int, bytes]] = deque()
         self._bytes = 0
-        self._waiter: asyncio.Future[None] | None = None
-        self._writable: asyncio.Future[None] | None = None
+        self._news, self._writable = asyncio.Event(), asyncio.Event()
+        self._writable.set()
         self._transport: asyncio.Transport
         self._fault: InvalidArgumentError | DecodeError | None = None
-        self._is_reading_paused = False
         self._on_made = on_made
-        # Called once when the peer is gone.
+        # Called once when the peer is gone; while it is set, little input is expected.
         self.on_lost: Callable[[], None] | None = None
         self.is_lost = False
-        # On a server, set while it answers: then it expects little input.
-        self.is_answering = False
 
     # asyncio.Protocol
 
@@ -59,26 +56,24 @@ class Connection(asyncio.Protocol):
             frames = []
         self._frames.extend(frames)
         self._bytes += sum(len(payload) for _, payload in frames)
-        if self._bytes > self._limits.receive_buffer_bytes and self.is_answering:
-            # Keep reading to notice the peer's end; no input is expected during an answer.
-            self.abort()
-        elif self._bytes > self._limits.receive_buffer_bytes and not self._is_reading_paused:
-            self._is_reading_paused = True
-            self._transport.pause_reading()
-        _wake(self._waiter)
+        if self._bytes > self._limits.receive_buffer_bytes:
+            if self.on_lost is None:
+                self._transport.pause_reading()
+            else:
+                # Without reading, the peer's end would go unnoticed.
+                self.abort()
+        self._news.set()
 
     def pause_writing(self) -> None:
-        self._writable = asyncio.get_running_loop().create_future()
+        self._writable.clear()
 
     def resume_writing(self) -> None:
-        _wake(self._writable)
-        self._writable = None
+        self._writable.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_lost = True
-        _wake(self._waiter)
-        _wake(self._writable)
-        self._writable = None
+        self._news.set()
+        self._writable.set()
         on_lost, self.on_lost = self.on_lost, None
         if on_lost is not None:
             on_lost()
@@ -93,17 +88,12 @@ class Connection(asyncio.Protocol):
             if self.is_lost:
                 amid = " within a frame" if self.is_amid else ""
                 raise TransportError(f"the connection was closed{amid}")
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            self._news.clear()
+            await self._news.wait()
         item = self._frames.popleft()
         self._bytes -= len(item[1])
-        if self._is_reading_paused and self._bytes <= self._limits.receive_buffer_bytes // 2:
-            self._is_reading_paused = False
-            if not self.is_lost:
-                self._transport.resume_reading()
+        if self._bytes <= self._limits.receive_buffer_bytes // 2:
+            self._transport.resume_reading()
         return item
 
     @property
@@ -114,7 +104,7 @@ class Connection(asyncio.Protocol):
     @property
     def is_amid(self) -> bool:
         """Whether a part of a frame has arrived."""
-        return self._reader.is_amid
+        return self._reader.waiting_bytes > 0
 
     def write(self, data: bytes) -> None:
         if not self.is_lost:
@@ -125,9 +115,8 @@ class Connection(asyncio.Protocol):
         if self.is_lost:
             raise GoneError("the connection is closed")
         self._transport.write(data)
-        if self._writable is not None:
-            # Several may wait; cancelling one must not wake the others.
-            await asyncio.shield(self._writable)
+        if not self._writable.is_set():
+            await self._writable.wait()
             if self.is_lost:
                 raise GoneError("the connection was closed")
 
@@ -146,8 +135,3 @@ def watch_socket(sock: socket.socket, limits: RuntimeLimits) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
     # Unacknowledged bytes reveal a dead peer too, sooner than the kernel's default of 15 minutes.
     keep_alive(sock, ("TCP_USER_TIMEOUT", int(limits.peer_silence_s * 1e3)))
-
-
-def _wake(waiter: asyncio.Future[None] | None) -> None:
-    if waiter is not None and not waiter.done():
-        waiter.set_result(None)

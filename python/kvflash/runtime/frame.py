@@ -193,8 +193,9 @@ class FrameReader:
         self._buffer = bytearray()
 
     @property
-    def is_amid(self) -> bool:
-        return bool(self._buffer)
+    def waiting_bytes(self) -> int:
+        """Bytes of a frame that is incomplete."""
+        return len(self._buffer)
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[tuple[int, bytes]]:
         """Take bytes; return the frames that they complete, as (kind, payload)."""

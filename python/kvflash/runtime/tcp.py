@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 import weakref
-from collections import deque
 from typing import Any
 
 from kvflash.errors import (
@@ -109,11 +109,11 @@ class TcpServer(PlaneServer):
         except REFUSALS as error:
             await connection.send(Failure.refusing(error).pack())
             return True
-        connection.on_lost, connection.is_answering = running.abandon, True
+        connection.on_lost = running.abandon
         if connection.is_lost:
             running.abandon()
         await asyncio.wait({running.task})
-        connection.on_lost, connection.is_answering = None, False
+        connection.on_lost = None
         return not connection.is_lost
 
 
@@ -122,7 +122,8 @@ class TcpClient(PlaneClient):
 
     def __init__(self, limits: RuntimeLimits) -> None:
         super().__init__(limits)
-        self._idle: dict[str, deque[tuple[Connection, float]]] = {}
+        # By address, with the time of their last use, in its order.
+        self._idle: dict[str, dict[Connection, float]] = {}
         self._is_closed = False
         self._replies: weakref.WeakSet[TcpReply] = weakref.WeakSet()
 
@@ -145,9 +146,8 @@ class TcpClient(PlaneClient):
         for reply in list(self._replies):
             reply.close()
         for kept in self._idle.values():
-            for connection, _ in kept:
+            for connection in kept:
                 connection.close()
-        self._idle.clear()
 
     async def connect(self, address: str) -> Connection:
         """Open a connection within connect_timeout_s, or raise TransportError."""
@@ -170,7 +170,7 @@ class TcpClient(PlaneClient):
 
     def keep(self, address: str, connection: Connection) -> None:
         """Take back a connection after its answer has ended."""
-        kept = self._idle.setdefault(address, deque())
+        kept = self._idle.get(address, {})
         if (
             self._is_closed
             or connection.is_lost
@@ -179,32 +179,27 @@ class TcpClient(PlaneClient):
         ):
             connection.close()
             return
-        kept.append((connection, time.monotonic()))
+        kept[connection] = time.monotonic()
+        connection.on_lost = functools.partial(self._forget, address, connection)
+        self._idle[address] = kept
 
-        def forget() -> None:
-            # The peer hung up; a dead server leaves no connections here.
-            remaining = deque(entry for entry in kept if entry[0] is not connection)
-            kept.clear()
-            kept.extend(remaining)
-            if not kept and self._idle.get(address) is kept:
-                del self._idle[address]
-
-        connection.on_lost = forget
+    def _forget(self, address: str, connection: Connection) -> None:
+        connection.on_lost = None
+        kept = self._idle[address]
+        del kept[connection]
+        if not kept:
+            del self._idle[address]
 
     def _take(self, address: str) -> Connection | None:
         """The most recently used connection, unless it is too old."""
-        kept = self._idle.get(address)
-        if not kept:
-            return None
         oldest = time.monotonic() - self.limits.client_idle_s_max
-        while kept and kept[0][1] < oldest:
-            connection, _ = kept.popleft()
-            connection.on_lost = None
-            connection.close()
-        while kept:
-            connection, _ = kept.pop()
-            connection.on_lost = None
-            if not connection.is_lost and not connection.has_frames:
+        while kept := self._idle.get(address):
+            connection = next(iter(kept))
+            is_old = kept[connection] < oldest
+            if not is_old:
+                connection = next(reversed(kept))
+            self._forget(address, connection)
+            if not is_old and not connection.has_frames:
                 return connection
             connection.close()
         return None
