@@ -30,6 +30,7 @@ from kvflash.errors import (
 FRAME_BYTES_MAX = 32 * 1024 * 1024
 MESSAGE_CHARS_MAX = 4_096
 _HEAD = struct.Struct(">IB")
+HEAD_BYTES = _HEAD.size
 
 
 class Kind(IntEnum):
@@ -202,7 +203,7 @@ class FrameReader:
         buffer = self._buffer
         buffer += data
         frames, start = [], 0
-        while len(buffer) - start >= _HEAD.size:
+        while len(buffer) - start >= HEAD_BYTES:
             size, kind = _HEAD.unpack_from(buffer, start)
             if size > self._bytes_max:
                 raise InvalidArgumentError(
@@ -213,7 +214,7 @@ class FrameReader:
             end = start + 4 + size
             if len(buffer) < end:
                 break
-            frames.append((kind, bytes(buffer[start + 5 : end])))
+            frames.append((kind, bytes(buffer[start + HEAD_BYTES : end])))
             start = end
         del buffer[:start]
         return frames

@@ -29,7 +29,15 @@ from kvflash.errors import (
     OverloadedError,
     TransportError,
 )
-from kvflash.runtime.frame import REFUSALS, Failure, FrameReader, Kind, Request, unpack
+from kvflash.runtime.frame import (
+    HEAD_BYTES,
+    REFUSALS,
+    Failure,
+    FrameReader,
+    Kind,
+    Request,
+    unpack,
+)
 from kvflash.runtime.limits import RuntimeLimits
 from kvflash.runtime.plane import FailedError, GoneError, PlaneClient, PlaneServer, item_in
 from kvflash.runtime.serving import Running, Serving
@@ -102,7 +110,8 @@ class NatsServer(PlaneServer):
     def __init__(self, serving: Serving, *, host: str, port: int) -> None:
         super().__init__(serving, host=host, port=port)
         self._connection: NatsConnection | None = None
-        self._partial: dict[bytes, _Partial] = {}
+        # Requests of which some parts have arrived, and when the last one did.
+        self._partial: dict[bytes, tuple[FrameReader, float]] = {}
         self._answers: dict[bytes, _Answer] = {}
         self._ticking: asyncio.Task[None] | None = None
 
@@ -148,10 +157,11 @@ class NatsServer(PlaneServer):
 
     async def _take_part(self, reply: str, data: bytes) -> None:
         name = data[1 : 1 + _NAME_BYTES]
-        partial = self._partial.setdefault(name, _Partial(self._limits))
+        reader, _ = self._partial.get(name) or (FrameReader(self._limits.frame_bytes_max), 0.0)
+        self._partial[name] = (reader, time.monotonic())
         answer = _Answer(self, reply)
         try:
-            frames = partial.take(data[1 + _NAME_BYTES :])
+            frames = reader.feed(data[1 + _NAME_BYTES :])
             if data[:1] == _PART:
                 self._check_partial()
                 return
@@ -172,7 +182,7 @@ class NatsServer(PlaneServer):
 
     def _check_partial(self) -> None:
         """Refuse another part with an OverloadedError if too much is buffered."""
-        held = sum(partial.bytes for partial in self._partial.values())
+        held = sum(reader.waiting_bytes for reader, _ in self._partial.values())
         if len(self._partial) > PARTIAL_MAX or held > PARTIAL_BYTES_MAX:
             raise OverloadedError(
                 f"{len(self._partial)} requests of {held} bytes are incomplete; at most "
@@ -195,20 +205,8 @@ class NatsServer(PlaneServer):
             oldest = time.monotonic() - silence
             for answer in list(self._answers.values()):
                 await answer.tick(oldest)
-            for name in [n for n, p in self._partial.items() if p.since < oldest]:
+            for name in [n for n, (_, heard) in self._partial.items() if heard < oldest]:
                 del self._partial[name]
-
-
-class _Partial:
-    def __init__(self, limits: RuntimeLimits) -> None:
-        self._reader = FrameReader(limits.frame_bytes_max)
-        self.since = time.monotonic()
-        self.bytes = 0
-
-    def take(self, data: bytes) -> list[tuple[int, bytes]]:
-        self.since = time.monotonic()
-        self.bytes += len(data)
-        return self._reader.feed(data)
 
 
 class _Answer:
@@ -368,8 +366,8 @@ class NatsReply:
         self.read = 0
         self._told = 0
         self._number = 0
-        self._waiting_bytes = 0
-        self._received = 0
+        # Bytes of the frames that were read.
+        self._taken = 0
         self._reader = FrameReader(client.limits.frame_bytes_max)
         self._frames: deque[tuple[int, bytes]] = deque()
         self._failure: Exception | None = None
@@ -385,7 +383,7 @@ class NatsReply:
             self._news.clear()
             await self._news.wait()
         kind, payload = self._frames.popleft()
-        self._waiting_bytes -= len(payload)
+        self._taken += HEAD_BYTES + len(payload)
         self._acknowledge()
         if kind != Kind.DATA:
             self._end()
@@ -405,14 +403,11 @@ class NatsReply:
             self.fail(TransportError(f"{self.subject}: a message was lost", was_sent=True))
             return
         self._number = (self._number + 1) & 0xFFFFFFFF
-        self._received += len(data) - _NUMBER.size
         try:
-            frames = self._reader.feed(data[_NUMBER.size :])
+            self._frames.extend(self._reader.feed(data[_NUMBER.size :]))
         except (InvalidArgumentError, DecodeError) as error:
             self.fail(DecodeError(f"{self.subject}: {error}"))
             return
-        self._frames.extend(frames)
-        self._waiting_bytes += sum(len(payload) for _, payload in frames)
         self._acknowledge()
         self._news.set()
 
@@ -429,7 +424,7 @@ class NatsReply:
 
     def _acknowledge(self) -> None:
         """Acknowledge what was read, and the received part of an incomplete frame."""
-        self.read = self._received - self._waiting_bytes
+        self.read = self._taken + self._reader.waiting_bytes
         if self.read - self._told >= WINDOW_BYTES // 4 and self._is_open:
             self._told = self.read
             self._client.sign(self.subject, self.name, self.read)
