@@ -342,13 +342,17 @@ class HttpReply:
 
     async def _next(self) -> tuple[int, bytes]:
         while not self._frames:
-            if self._response is None:
-                raise ClosedError("the stream is closed")
-            data = await self._response.content.readany()
+            data = await self._read()
             if not data:
                 raise TransportError("the answer ended without its end", was_sent=True)
             self._frames.extend(self._reader.feed(data))
         return self._frames.popleft()
+
+    async def _read(self) -> bytes:
+        """Some bytes of the body; empty at its end."""
+        if self._response is None:
+            raise ClosedError("the stream is closed")
+        return await self._response.content.readany()
 
     async def _finish(self) -> None:
         """Read the end of the body, so that the connection can be reused."""

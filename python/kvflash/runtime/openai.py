@@ -7,13 +7,12 @@ no token ids. A reader that stops closes the connection, which ends the request 
 import asyncio
 import json
 import operator
-from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
 
-from kvflash.errors import ClosedError, DecodeError, InvalidArgumentError, TransportError
+from kvflash.errors import DecodeError, InvalidArgumentError, TransportError
 from kvflash.runtime.frame import Failure, Request, pack
 from kvflash.runtime.http import HttpClient, HttpReply, id_in_header
 from kvflash.runtime.limits import RuntimeLimits
@@ -105,12 +104,10 @@ class OpenAiClient(HttpClient):
 
     async def ask(self, transport: dict[str, Any], request: Request) -> HttpReply:
         """Also refuses a request without token ids, or with a bad id."""
+        wanted = completion(request.payload)
         try:
             # json does not encode numpy's integers.
-            wanted = completion(request.payload)
             body = json.dumps(wanted, default=operator.index, allow_nan=False).encode()
-        except InvalidArgumentError:
-            raise
         except (TypeError, ValueError) as error:
             raise InvalidArgumentError(f"request can't be written as JSON: {error}") from error
         if len(body) > self.limits.frame_bytes_max:
@@ -141,30 +138,28 @@ class OpenAiReply(HttpReply):
     ) -> None:
         super().__init__(sending, limits)
         self._is_whole = is_whole
-        self._line_bytes_max = limits.frame_bytes_max
-        #: Pieces of a line that is incomplete.
-        self._rest: list[bytes] = []
-        self._rest_bytes = 0
-        self._lines: deque[bytes] = deque()
+        self._event_bytes_max = limits.frame_bytes_max
+        #: Lines that were received and not read; the last one may be incomplete.
+        self._buffer = bytearray()
         #: The item with the answer's end; its usage arrives after it.
         self._last: dict[str, Any] | None = None
+        self._is_over = False
 
     async def _receive(self) -> bytes | None:
-        while True:
+        while not self._is_over:
             event = await self._event()
             if event is None:
-                last, self._last = self._last, None
-                if last is not None:
-                    self._lines.appendleft(b"data: [DONE]")
-                    return pack(last, "item")
-                await self._finish()
-                return None
-            try:
-                item = self._item(event)
-            except TypeError as error:
-                raise DecodeError(f"an event has a field of another type: {error}") from error
+                self._is_over = True
+                item, self._last = self._last, None
+            else:
+                try:
+                    item = self._item(event)
+                except TypeError as error:
+                    raise DecodeError(f"an event has a field of another type: {error}") from error
             if item is not None:
                 return pack(item, "item")
+        await self._finish()
+        return None
 
     def _item(self, event: dict[str, Any]) -> dict[str, Any] | None:
         """The item that a worker would yield for an event; None if there is none, or not yet."""
@@ -190,64 +185,55 @@ class OpenAiReply(HttpReply):
 
     async def _event(self) -> dict[str, Any] | None:
         """The next event; None for the end. An error that the engine reports is a FailedError."""
+        data = await (self._body() if self._is_whole else self._data())
+        if data == b"[DONE]":
+            return None
+        try:
+            event = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise DecodeError(f"an event is not JSON: {error}") from error
+        if not isinstance(event, dict):
+            raise DecodeError(f"an event must be an object, got {event!r}")
+        failure = _failure_in(event)
+        if failure is not None:
+            raise FailedError(failure)
+        return event
+
+    async def _body(self) -> bytes:
+        """An unstreamed response's body; as in a stream, ``[DONE]`` comes after it."""
+        while data := await self._read():
+            self._buffer += data
+            self._check_size(len(self._buffer))
+        body = bytes(self._buffer)
+        self._buffer.clear()
+        return body or b"[DONE]"
+
+    async def _data(self) -> bytes:
+        """The data of the next event of a stream."""
         while True:
             line = await self._line()
-            if not line.startswith(b"data:"):
-                # Comments, event names, and the empty lines between events.
-                continue
-            data = line[5:].strip()
-            if data == b"[DONE]":
-                return None
-            if not data:
-                # Some proxies send these to keep a connection busy.
-                continue
-            try:
-                event = json.loads(data)
-            except (ValueError, RecursionError) as error:
-                raise DecodeError(f"an event is not JSON: {error}") from error
-            if not isinstance(event, dict):
-                raise DecodeError(f"an event must be an object, got {event!r}")
-            failure = _failure_in(event)
-            if failure is not None:
-                raise FailedError(failure)
-            return event
-
-    async def _whole(self) -> bytes:
-        """Read an unstreamed response's body as if it were streamed."""
-        if self._response is None:
-            raise ClosedError("the stream is closed")
-        body = b""
-        while data := await self._response.content.readany():
-            body += data
-            if len(body) > self._line_bytes_max:
-                raise DecodeError(f"an answer may have at most {self._line_bytes_max} bytes")
-        return b"data: " + body.replace(b"\r", b" ").replace(b"\n", b" ")
+            # Others are comments, event names, and what proxies send to keep a connection busy.
+            if line.startswith(b"data:") and (data := line[5:].strip()):
+                return data
 
     async def _line(self) -> bytes:
-        if self._is_whole and not self._lines:
-            self._is_whole = False
-            self._lines.extend((await self._whole(), b"data: [DONE]"))
-        while not self._lines:
-            if self._response is None:
-                raise ClosedError("the stream is closed")
-            data = await self._response.content.readany()
-            if not data and self._rest:
-                # Some engines do not terminate their last line.
-                self._lines.append(b"".join(self._rest))
-                self._rest.clear()
-                break
-            if not data:
+        searched = 0
+        while (end := self._buffer.find(b"\n", searched)) < 0:
+            searched = len(self._buffer)
+            self._check_size(searched)
+            data = await self._read()
+            if not data and not self._buffer:
                 raise TransportError("the engine's answer ended without its end", was_sent=True)
-            *lines, rest = data.split(b"\n")
-            if lines:
-                lines[0] = b"".join((*self._rest, lines[0]))
-                self._rest, self._rest_bytes = [], 0
-            self._rest.append(rest)
-            self._rest_bytes += len(rest)
-            if max((*map(len, lines), self._rest_bytes)) > self._line_bytes_max:
-                raise DecodeError(f"an event may have at most {self._line_bytes_max} bytes")
-            self._lines.extend(lines)
-        return self._lines.popleft()
+            # Some engines do not terminate their last line.
+            self._buffer += data or b"\n"
+        self._check_size(end)
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
+        return line
+
+    def _check_size(self, size: int) -> None:
+        if size > self._event_bytes_max:
+            raise DecodeError(f"an event may have at most {self._event_bytes_max} bytes")
 
     def _refusal(self, response: aiohttp.ClientResponse, text: bytes) -> Failure:
         try:
