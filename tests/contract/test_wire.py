@@ -18,6 +18,7 @@ from support_runtime import eventually, run
 
 Environment = Callable[..., dict[str, str]]
 PATH = "t/wire/run"
+JSON = {"content-type": "application/json"}
 
 
 def framed(kind: int, value: Any = None) -> bytes:
@@ -191,6 +192,7 @@ def test_http_without_a_client_of_ours() -> None:
                 (url, {"x-kvflash-instance": "x"}, {"json": 1}, 400, "invalid"),
                 (url, {**headers, "x-kvflash-deadline-ms": "0"}, {"json": 1}, 400, "invalid"),
                 (url, headers, {"data": b"\xc1"}, 400, "invalid"),
+                (url, {**headers, **JSON}, {"data": b"[" * 60_000}, 400, "invalid"),
                 (url, headers, {"data": b"x" * 70_000}, 400, "invalid"),
             ):
                 async with session.post(where, headers=head, **body) as answer:
@@ -210,6 +212,7 @@ def test_a_worker_that_does_not_speak_our_language_is_an_error(
         "closes": b"",
         "cuts": framed(2, 1)[:-1],
         "html": b"HTTP/1.1 200 OK\r\n\r\n<html>",
+        "deep": b"HTTP/1.1 500 Error\r\n\r\n" + b"[" * 60_000,
         "pong": framed(6),
         "garbage": struct.pack(">IB", 3, 2) + b"\xc1\xc1",
     }

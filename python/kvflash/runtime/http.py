@@ -155,7 +155,7 @@ async def _request(http: web.Request, limits: RuntimeLimits) -> Request:
     if http.content_type == "application/json":
         try:
             payload = json.loads(body)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DecodeError(f"body is not JSON: {error}") from error
     else:
         payload = unpack(body)
@@ -333,7 +333,7 @@ class HttpReply:
     def _refusal(self, response: aiohttp.ClientResponse, text: bytes) -> Failure:
         try:
             fields = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             fields = None
         if isinstance(fields, dict) and "code" in fields:
             return Failure.parse(fields)
