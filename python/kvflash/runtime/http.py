@@ -227,18 +227,21 @@ class HttpClient(PlaneClient):
                 auto_decompress=False,
                 read_bufsize=self.limits.receive_buffer_bytes // 2,
             )
-        session, connection = self._session, _Connection()
+        session, is_reused = self._session, asyncio.Event()
+
+        async def post() -> aiohttp.ClientResponse:
+            data = io.BytesIO(body)
+            return await session.post(url, headers=headers, data=data, trace_request_ctx=is_reused)
+
         try:
-            return await session.post(
-                url, headers=headers, data=io.BytesIO(body), trace_request_ctx=connection
-            )
+            return await post()
         except aiohttp.ServerDisconnectedError as error:
             # Its message is the beginning of an answer, if there was one.
-            if not connection.is_reused or not isinstance(error.message, str):
+            if not is_reused.is_set() or not isinstance(error.message, str):
                 raise
         try:
             # The server may have just closed the kept connection: retry once.
-            return await session.post(url, headers=headers, data=io.BytesIO(body))
+            return await post()
         except _UNSENT as error:
             # It may have read the request before it went.
             raise TransportError(
@@ -257,16 +260,11 @@ class HttpClient(PlaneClient):
         return made
 
 
-class _Connection:
-    """What becomes known of a request's connection."""
-
-    is_reused = False
-
-
 def _reuse_trace() -> aiohttp.TraceConfig:
+    """Sets the event that comes with a request whose connection has been used before."""
+
     async def reused(_session: Any, context: Any, _params: Any) -> None:
-        if context.trace_request_ctx is not None:
-            context.trace_request_ctx.is_reused = True
+        context.trace_request_ctx.set()
 
     trace = aiohttp.TraceConfig()
     trace.on_connection_reuseconn.append(reused)
@@ -280,8 +278,6 @@ class HttpReply:
         self, sending: asyncio.Task[aiohttp.ClientResponse], limits: RuntimeLimits
     ) -> None:
         self._sending: asyncio.Task[aiohttp.ClientResponse] | None = sending
-        # The outcome is irrelevant once the reply is closed.
-        sending.add_done_callback(lambda task: task.cancelled() or task.exception())
         self._response: aiohttp.ClientResponse | None = None
         self._reader = FrameReader(limits.frame_bytes_max)
         self._frames: deque[tuple[int, bytes]] = deque()
@@ -308,11 +304,8 @@ class HttpReply:
         return item_in(kind, payload, "the worker")
 
     def close(self) -> None:
-        sending, self._sending = self._sending, None
-        response, self._response = self._response, None
-        if response is not None:
-            response.close()
-        elif sending is not None:
+        sending, self._sending, self._response = self._sending, None, None
+        if sending is not None:
             sending.cancel()
             sending.add_done_callback(_drop)
 
