@@ -6,13 +6,11 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from kvflash.discovery import Delete, Discovery, Put, Synced
-from kvflash.errors import ClosedError, DecodeError, KvflashError, TransportError
+from kvflash.discovery import Delete, Discovery, Put, Synced, Watch
+from kvflash.errors import ClosedError, DecodeError, TransportError
 from kvflash.runtime.worker_key import read_key
 
 logger = logging.getLogger(__name__)
-
-RESTART_PAUSE_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -39,11 +37,12 @@ class Instances:
         self.by_id: dict[int, Instance] = {}
 
     def start(self) -> None:
-        """Start following; further calls do nothing."""
+        """Start following; further calls do nothing. ClosedError if the discovery is closed."""
         if self._is_closed:
             raise ClosedError("the runtime is closed")
         if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._follow())
+            watch = self._discovery.watch(self._prefix)
+            self._task = asyncio.get_running_loop().create_task(self._follow(watch))
 
     async def synced(self, timeout_s: float) -> None:
         """Wait until the current instances are known; TransportError after ``timeout_s``."""
@@ -83,22 +82,10 @@ class Instances:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _follow(self) -> None:
-        while True:
-            try:
-                async with self._discovery.watch(self._prefix) as watch:
-                    async for event in watch:
-                        self._apply(event)
-                return
-            except KvflashError as error:
-                if self._is_closed or isinstance(error, ClosedError):
-                    return
-                # Backends reconnect by themselves; if one gives up, try again anyway.
-                logger.warning("instances of %s: %s", self._prefix, error)
-            except Exception:
-                # Only this task can find new instances.
-                logger.exception("instances of %s; trying again", self._prefix)
-            await asyncio.sleep(RESTART_PAUSE_S)
+    async def _follow(self, watch: Watch) -> None:
+        async with watch:
+            async for event in watch:
+                self._apply(event)
 
     def _apply(self, event: Put | Delete | Synced) -> None:
         if isinstance(event, Put):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvflash import DistributedRuntime
+from kvflash import ClosedError, DistributedRuntime
 from kvflash.discovery import MemoryDiscovery
 from kvflash.errors import DecodeError
 from kvflash.runtime.worker_key import key_kind
@@ -55,3 +55,14 @@ def test_thousands_of_digits_name_no_worker() -> None:
     """etcd takes longer keys from others than this package does."""
     with pytest.raises(DecodeError, match="does not end with numbers"):
         key_kind(f"{PREFIX}{'9' * 5_000}")
+
+
+def test_a_discovery_that_was_closed_is_said_at_once() -> None:
+    async def scenario() -> None:
+        discovery = MemoryDiscovery(is_shared=False)
+        async with DistributedRuntime(discovery) as runtime:
+            await discovery.close()
+            with pytest.raises(ClosedError, match="the discovery is closed"):
+                await runtime.endpoint("a.b.c").client().random(1)
+
+    run(scenario())
