@@ -85,10 +85,6 @@ class Client:
             ) from error
         return self.instance_ids()
 
-    async def generate(self, request: Any, **options: Any) -> Stream:
-        """The same as :meth:`random`."""
-        return await self.random(request, **options)
-
     async def random(
         self, request: Any, *, request_id: str | None = None, timeout_s: float | None = None
     ) -> Stream:
@@ -110,6 +106,9 @@ class Client:
             return random.choice(self._candidates(without))
 
         return await self._send(pick, request, request_id, timeout_s)
+
+    #: The same as :meth:`random`.
+    generate = random
 
     async def round_robin(
         self, request: Any, *, request_id: str | None = None, timeout_s: float | None = None

@@ -47,11 +47,10 @@ class Served:
         self.is_draining = False
         self.running: set[Running] = set()
         self.counts = {"requests_total": 0, "refused_total": 0, "failed_total": 0}
-        self._handler = handler
-        self._takes_context = _takes_context(handler)
-
-    def call(self, payload: Any, context: Context) -> Any:
-        return self._handler(payload, context) if self._takes_context else self._handler(payload)
+        #: Takes the request's payload and its context.
+        self.call: Handler = (
+            handler if _takes_context(handler) else lambda payload, _: handler(payload)
+        )
 
     async def drain(self, timeout_s: float, grace_s: float) -> None:
         """Accept no further requests and wait for running ones, up to a time limit."""

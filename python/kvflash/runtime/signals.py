@@ -1,7 +1,6 @@
 """SIGTERM, SIGHUP and SIGINT: leave discovery, drain, end."""
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -26,30 +25,26 @@ class Signals:
             return
         self._loop = asyncio.get_running_loop()
         for number in _OURS:
-            if number != signal.SIGINT and signal.getsignal(number) is not signal.SIG_DFL:
-                continue
-            if number == signal.SIGINT and not self._is_usual_interrupt():
-                continue
-            with contextlib.suppress(NotImplementedError):
+            if _is_free(number):
                 self._loop.add_signal_handler(number, self._receive, number, call)
                 self._taken.append(number)
 
     def give_back(self, end_grace_s: float) -> None:
         """Restore the handlers; after a received signal, end the process if nothing else does."""
-        loop, self._loop = self._loop, None
-        if loop is None:
-            return
-        while self._taken:
-            loop.remove_signal_handler(self._taken.pop())
-        if self._received is not None:
+        self._release()
+        if self._loop is not None and self._received is not None:
             # Some thread of this process may wait forever.
-            loop.call_later(end_grace_s, self._end, self._received)
+            self._loop.call_later(end_grace_s, self._end, self._received)
+        self._loop = None
+
+    def _release(self) -> None:
+        while self._taken and self._loop is not None:
+            self._loop.remove_signal_handler(self._taken.pop())
 
     def _receive(self, number: signal.Signals, call: Callable[[], None]) -> None:
         logger.info("stopping on %s", number.name)
         self._received = number
-        while self._taken and self._loop is not None:
-            self._loop.remove_signal_handler(self._taken.pop())
+        self._release()
         call()
 
     @staticmethod
@@ -57,11 +52,13 @@ class Signals:
         logger.warning("the process has not ended by itself: %s", number.name)
         os.kill(os.getpid(), number)
 
-    @staticmethod
-    def _is_usual_interrupt() -> bool:
-        """Whether ctrl-c still has its default behavior."""
-        handler = signal.getsignal(signal.SIGINT)
-        # From Python 3.11 on the event loop's runner installs its own handler. A handler that the
-        # program adds to the loop is part of asyncio too, but of another module.
-        owner = getattr(getattr(handler, "func", handler), "__module__", "")
-        return handler is signal.default_int_handler or owner == "asyncio.runners"
+
+def _is_free(number: signal.Signals) -> bool:
+    """Whether a signal still has its default behavior."""
+    handler = signal.getsignal(number)
+    if number != signal.SIGINT:
+        return handler is signal.SIG_DFL
+    # From Python 3.11 on the event loop's runner installs its own handler. A handler that the
+    # program adds to the loop is part of asyncio too, but of another module.
+    owner = getattr(getattr(handler, "func", handler), "__module__", "")
+    return handler is signal.default_int_handler or owner == "asyncio.runners"
