@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
+from kvflash.background import Background
 from kvflash.errors import ClosedError, InvalidArgumentError, KvflashError, TransportError
 from kvflash.router.workers import DiscoveredWorkers
 from kvflash.routing.cluster import Cluster
 from kvflash.routing.config import override_options
 from kvflash.routing.line import WaitingLine
 from kvflash.routing.stream import Sender
-from kvflash.runtime import Client, Context, DistributedRuntime
+from kvflash.runtime import Context, DistributedRuntime
 from kvflash.runtime.serving import Handler
 
 if TYPE_CHECKING:
@@ -33,56 +34,57 @@ _ROUTING = (
 )
 
 
-class EndpointRouter:
+class EndpointRouter(Background):
     """Serves ``namespace.router.generate`` and ``namespace.router.best_worker_id``.
 
     It shares the router with its HTTP service; ``endpoint`` is ``namespace.component.endpoint`` of
-    the workers, ``model_name`` the model of workers without a card.
+    the workers, ``model_name`` the model of workers without a card. An invalid environment is a
+    ConfigError.
     """
 
     def __init__(
-        self,
-        router: RouterService,
-        runtime: DistributedRuntime,
-        endpoint: str,
-        *,
-        cluster: Cluster,
-        model_name: str,
+        self, router: RouterService, endpoint: str, *, cluster: Cluster, model_name: str
     ) -> None:
-        self._runtime = runtime
-        workers = runtime.endpoint(endpoint)
-        self._namespace = workers.component.namespace.name
-        self._client: Client = workers.client()
+        self._runtime = DistributedRuntime.detached()
+        workers = self._runtime.endpoint(endpoint)
+        self._component = workers.component.namespace.component("router")
         self._workers = DiscoveredWorkers(
-            router, runtime.discovery, workers.path, model_name=model_name, cluster=cluster
+            router, self._runtime.discovery, workers.path, model_name=model_name, cluster=cluster
         )
         self._decider, self._is_slow = router.decider, router.is_slow
         self._line = WaitingLine(self._decider, router.queue_timeout_s, is_slow=router.is_slow)
-        self._sender = Sender(self._line, self._client, lambda: self._workers.ids)
+        self._sender = Sender(self._line, workers.client(), lambda: self._workers.ids)
+        super().__init__("the router on the request plane", self._route, is_cancelled=False)
 
-    async def serve(self) -> None:
-        """Serve until the runtime is shut down; waits for discovery if it is down."""
-        loop = asyncio.get_running_loop()
-        serving = loop.create_task(self._serve())
-        shutdown = loop.create_task(self._runtime.wait_for_shutdown())
-        try:
-            await asyncio.wait({serving, shutdown}, return_when=asyncio.FIRST_COMPLETED)
-            if serving.done():
-                await serving
-        finally:
-            for task in (serving, shutdown):
-                task.cancel()
-            await asyncio.gather(serving, shutdown, return_exceptions=True)
-            self._line.close()
-            await self._workers.close()
+    def start(self) -> None:
+        """Start following discovery and serving; ConfigError for a runtime port that is taken."""
+        super().start()
+        self.wait_ready()
+
+    async def _route(self) -> None:
+        """Serve until the stop, which lets streams end; waits for discovery if it is down."""
+        async with self._runtime:
+            try:
+                await self._runtime.server()
+            except TransportError as error:
+                logger.warning("waiting for the request plane: %s", error)
+            serving = asyncio.ensure_future(self._serve())
+            ending = asyncio.ensure_future(self.ending.wait())
+            self.ready()
+            await asyncio.wait({serving, ending}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (serving, ending):
+            task.cancel()
+        self._line.close()
+        await self._workers.close()
+        with contextlib.suppress(asyncio.CancelledError, ClosedError):
+            await serving
 
     async def _serve(self) -> None:
         await self._workers.start()
         await self._patiently(lambda: self._workers.synced(SYNC_TIMEOUT_S), "the workers")
-        router = self._runtime.namespace(self._namespace).component("router")
 
         async def offer(name: str, handler: Handler) -> None:
-            offered = router.endpoint(name)
+            offered = self._component.endpoint(name)
             await self._patiently(lambda: offered.serve_endpoint(handler), f"a place at {name}")
 
         await asyncio.gather(
@@ -140,59 +142,3 @@ def _tokens(request: dict[str, Any]) -> Any:
     if request.get("token_ids") is None:
         raise InvalidArgumentError("missing field token_ids")
     return request["token_ids"]
-
-
-class EndpointThread:
-    """An :class:`EndpointRouter` in its own thread and event loop, where ``make`` creates it."""
-
-    def __init__(self, make: Callable[[DistributedRuntime], EndpointRouter]) -> None:
-        self._make = make
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._runtime: DistributedRuntime | None = None
-        self._failure: BaseException | None = None
-        self._has_begun = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvflash-endpoint", daemon=True)
-
-    def start(self) -> None:
-        """Start following discovery and serving.
-
-        ConfigError for an invalid environment, such as a runtime port that is taken.
-        """
-        self._thread.start()
-        self._has_begun.wait()
-        if self._failure is not None:
-            raise self._failure
-
-    def stop(self) -> None:
-        """Leave discovery, let streams end, and stop. Blocks until done."""
-        if self._loop is not None and self._runtime is not None:
-            try:
-                self._loop.call_soon_threadsafe(self._runtime.shutdown)
-            except RuntimeError:
-                # It has ended on its own.
-                logger.debug("the endpoint's thread has already ended")
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            asyncio.run(self._serve())
-        except ClosedError:
-            pass
-        except Exception as error:
-            self._failure = error
-            if self._has_begun.is_set():
-                logger.exception("the router no longer serves its endpoints")
-        finally:
-            self._has_begun.set()
-
-    async def _serve(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._runtime = DistributedRuntime.detached()
-        async with self._runtime:
-            try:
-                await self._runtime.server()
-            except TransportError as error:
-                logger.warning("waiting for the request plane: %s", error)
-            served = self._make(self._runtime)
-            self._has_begun.set()
-            await served.serve()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -95,16 +94,13 @@ class RouterService(FedService):
         #: Whether a decision may wait for a remote indexer or a policy in Python.
         self.is_slow = args.use_remote_indexer is not None or self._policy is not None
         if args.endpoint is not None:
-            from kvflash.router.endpoint import EndpointRouter, EndpointThread  # noqa: PLC0415
+            from kvflash.router.endpoint import EndpointRouter  # noqa: PLC0415
 
-            make = functools.partial(
-                EndpointRouter,
-                self,
-                endpoint=args.endpoint,
-                model_name=args.model_name,
-                cluster=self._cluster,
+            self._parts.append(
+                EndpointRouter(
+                    self, args.endpoint, cluster=self._cluster, model_name=args.model_name
+                )
             )
-            self._parts.append(EndpointThread(make))
 
     @property
     def decider(self) -> Decider:
