@@ -67,18 +67,19 @@ def _endpoint(text: str) -> str:
 
 def parse_worker(text: str) -> WorkerSpec:
     """Parse ``URL[,events=ADDRESS][,replay=ADDRESS][,id=N][,dp=N]``; errors name the part."""
+    source = f"{source_of('--worker', text)} {text!r}"
     url, *parts = (part.strip() for part in text.split(","))
     if not url or "=" in url.partition("://")[0]:
-        raise ConfigError(f"--worker {text!r}: the address of the worker comes first")
+        raise ConfigError(f"{source}: the address of the worker comes first")
     given: dict[str, str] = {}
     for part in parts:
         key, separator, value = part.partition("=")
         if key not in ("events", "replay", "id", "dp") or not separator or not value:
             raise ConfigError(
-                f"--worker {text!r}: {part!r} is not key=value with one of events, replay, id, dp"
+                f"{source}: {part!r} is not key=value with one of events, replay, id, dp"
             )
         if key in given:
-            raise ConfigError(f"--worker {text!r}: {key} appears twice")
+            raise ConfigError(f"{source}: {key} appears twice")
         given[key] = value
 
     def number(key: str, low: int, high: int) -> int | None:
@@ -86,9 +87,7 @@ def parse_worker(text: str) -> WorkerSpec:
         if value is None:
             return None
         if not (value.isascii() and value.isdigit() and low <= int(value) <= high):
-            raise ConfigError(
-                f"--worker {text!r}: {key} must be a number in {low}..={high}, got {value!r}"
-            )
+            raise ConfigError(f"{source}: {key} must be a number in {low}..={high}, got {value!r}")
         return int(value)
 
     return WorkerSpec(
@@ -113,13 +112,5 @@ def parse_args(argv: Sequence[str] | None = None) -> RouterArgs:
         first=_FIRST.split(),
     )
     given = parse(flags, "router", argv, {"endpoint": _endpoint})
-    given["workers"] = tuple(_worker(text) for text in given["workers"])
+    given["workers"] = tuple(map(parse_worker, given["workers"]))
     return RouterArgs(**given)
-
-
-def _worker(text: str) -> WorkerSpec:
-    try:
-        return parse_worker(text)
-    except ConfigError as error:
-        said = str(error).removeprefix("--worker ")
-        raise ConfigError(f"{source_of('--worker', text)} {said}") from None

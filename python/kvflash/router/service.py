@@ -12,7 +12,7 @@ from kvflash.discovery.opening import discovery_kind
 from kvflash.errors import ConfigError, KvflashError
 from kvflash.policy import Policy, asked_of
 from kvflash.process import FedService
-from kvflash.router.args import RouterArgs, WorkerSpec, parse_endpoint
+from kvflash.router.args import RouterArgs, parse_endpoint
 from kvflash.routing.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -46,11 +46,13 @@ class RouterService(FedService):
         self._core = Router(
             **args.core_settings(), policy_desk=None if self._policy is None else self._policy.desk
         )
-        for worker in _numbered(args.workers):
+        taken = {worker.worker_id for worker in args.workers}
+        unused = (number for number in range(1, 2**16) if number not in taken)
+        for worker in args.workers:
             try:
                 self.add_worker(
                     {
-                        "worker_id": worker.worker_id,
+                        "worker_id": next(unused) if worker.worker_id is None else worker.worker_id,
                         "model_name": args.model_name,
                         "tenant_id": args.tenant_id,
                         "url": worker.url,
@@ -171,15 +173,3 @@ class RouterService(FedService):
         """
         sent = b"" if body is None else json.dumps(body).encode()
         return json.loads(self._core.call(method, path, sent))
-
-
-def _numbered(workers: tuple[WorkerSpec, ...]) -> list[WorkerSpec]:
-    """Give workers without a number an unused one."""
-    taken = {worker.worker_id for worker in workers}
-    free = (number for number in range(1, 2**16) if number not in taken)
-    return [
-        worker
-        if worker.worker_id is not None
-        else dataclasses.replace(worker, worker_id=next(free))
-        for worker in workers
-    ]

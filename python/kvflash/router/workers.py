@@ -57,9 +57,9 @@ class DiscoveredWorkers:
         self._cards: dict[int, dict[str, Any]] = {}
         self._bare: dict[int, float] = {}
         self._waking: asyncio.TimerHandle | None = None
-        self._refused: dict[int, dict[str, Any]] = {}
-        # Reasons for refusals, and the warnings for /health.
-        self._reasons: dict[int, str] = {}
+        # Refused registrations with the reasons.
+        self._refused: dict[int, tuple[dict[str, Any], str]] = {}
+        # For /health.
         self._warnings: list[str] = []
         # Refused workers are retried.
         self._is_again = False
@@ -120,8 +120,7 @@ class DiscoveredWorkers:
             # Let requests run in between.
             await asyncio.sleep(0)
         is_again, self._is_again = self._is_again or bool(leaving), False
-        self._refused = {i: body for i, body in self._refused.items() if wanted.get(i) == body}
-        self._reasons = {i: self._reasons[i] for i in self._refused}
+        self._refused = {i: one for i, one in self._refused.items() if wanted.get(i) == one[0]}
         for worker_id, body in wanted.items():
             if worker_id in self._registered or (worker_id in self._refused and not is_again):
                 continue
@@ -132,8 +131,8 @@ class DiscoveredWorkers:
     def _warn(self) -> None:
         """Pass the refused workers to /health."""
         told = [
-            f"worker {worker_id} found in discovery is refused: {self._reasons[worker_id]}"
-            for worker_id in list(self._refused)[:TOLD_MAX]
+            f"worker {worker_id} found in discovery is refused: {reason}"
+            for worker_id, (_, reason) in list(self._refused.items())[:TOLD_MAX]
         ]
         if (more := len(self._refused) - len(told)) > 0:
             told.append(f"{more} more workers found in discovery are refused; see the log")
@@ -148,10 +147,9 @@ class DiscoveredWorkers:
             # Logged once.
             if worker_id not in self._refused:
                 logger.error("worker %d: %s; trying again", worker_id, error)
-            self._refused[worker_id], self._reasons[worker_id] = body, str(error)
+            self._refused[worker_id] = (body, str(error))
             return
         self._refused.pop(worker_id, None)
-        self._reasons.pop(worker_id, None)
         self._registered[worker_id] = body
         self._members.tell(self._cluster.worker_joined, self._component, worker_id)
 
