@@ -1,6 +1,7 @@
 """The instances of an endpoint, from discovery."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import Any
 
 from kvflash.discovery import Delete, Discovery, Put, Synced, Watch
 from kvflash.errors import ClosedError, DecodeError, TransportError
-from kvflash.runtime.worker_key import read_key
+from kvflash.runtime.worker_key import key_kind, read_key
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +95,9 @@ class Instances:
                 self.by_id[instance.id] = instance
                 self._suspects.pop(instance.id, None)
         elif isinstance(event, Delete):
-            number = event.key.rpartition("/")[2]
-            self.by_id.pop(int(number) if number.isdecimal() else 0, None)
+            with contextlib.suppress(DecodeError):
+                key_kind(event.key)
+                self.by_id.pop(_number(event.key), None)
         else:
             self._synced.set()
         self._changed.set()
@@ -108,5 +110,9 @@ def _parse(event: Put) -> Instance | None:
     except DecodeError as error:
         logger.error("discovery key %s: %s", event.key, error)
         return None
-    number = int(event.key.rpartition("/")[2])
-    return Instance(number, fields["transport"], fields.get("state") == "draining")
+    draining = fields.get("state") == "draining"
+    return Instance(_number(event.key), fields["transport"], draining)
+
+
+def _number(key: str) -> int:
+    return int(key.rpartition("/")[2])

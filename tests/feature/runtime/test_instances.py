@@ -7,8 +7,9 @@ import json
 import pytest
 
 from kvflash import ClosedError, DistributedRuntime
-from kvflash.discovery import MemoryDiscovery
+from kvflash.discovery import Delete, MemoryDiscovery
 from kvflash.errors import DecodeError
+from kvflash.runtime.instances import Instances
 from kvflash.runtime.worker_key import key_kind
 from support_runtime import eventually, run
 
@@ -55,6 +56,10 @@ def test_thousands_of_digits_name_no_worker() -> None:
     """etcd takes longer keys from others than this package does."""
     with pytest.raises(DecodeError, match="does not end with numbers"):
         key_kind(f"{PREFIX}{'9' * 5_000}")
+    # Nor does its end stop those who follow the instances.
+    instances = Instances(MemoryDiscovery(is_shared=False), PREFIX)
+    instances._apply(Delete(f"{PREFIX}{'9' * 5_000}"))
+    assert not instances.by_id
 
 
 def test_a_discovery_that_was_closed_is_said_at_once() -> None:
