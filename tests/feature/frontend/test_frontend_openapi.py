@@ -28,8 +28,9 @@ ROWS = re.findall(r'\b(?:row|by_load)\("(/[^"]+)"', TABLE)
 UPLOADS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 # So are those of responses that workers keep.
 KEPT: dict[str, set[str]] = {}
-for verb, path in re.findall(r'\bof_response\(Verb::(\w+), "(/[^"]+)"', TABLE):
+for verb, path in re.findall(r'\bof_response\(Method::(\w+), "(/[^"]+)"', TABLE):
     KEPT.setdefault(path, set()).add(verb.lower())
+assert len(KEPT) == 2
 ROUTES = {**routes("frontend"), **{path: {"post"} for path in ROWS}, **KEPT}
 
 
