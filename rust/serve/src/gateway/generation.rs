@@ -82,8 +82,14 @@ struct Extension {
     min_tokens: Option<u64>,
     top_k: Option<i64>,
     repetition_penalty: Option<f64>,
-    #[serde(flatten)]
-    guided: Guided,
+}
+
+/// The constraints in `nvext`. They are read apart: a flattened struct would parse all fields that it does not know.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct Nested {
+    #[serde(deserialize_with = "object_or_default")]
+    nvext: Guided,
 }
 
 /// The constraints of an answer, by what vLLM calls them.
@@ -203,7 +209,7 @@ impl Generation {
         put("top_k", fields.top_k.or(nvext.top_k).map(Value::from));
         put("seed", fields.seed.map(Value::from));
         put("logit_bias", fields.logit_bias.clone().map(Value::Object));
-        put("guided_decoding", fields.guided_decoding(&body.read()?)?);
+        put("guided_decoding", fields.guided_decoding(&body.read()?, &body.read::<Nested>()?.nvext)?);
         put("n", Some(json!(1)));
         Ok(Self {
             is_stream: fields.stream.unwrap_or(false),
@@ -304,7 +310,7 @@ impl Fields {
 
     /// The constraint of the answer, in the format of the engines' guided decoding; `None` without
     /// one.
-    fn guided_decoding(&self, own: &Guided) -> Result<Option<Value>, Reject> {
+    fn guided_decoding(&self, own: &Guided, nvext: &Guided) -> Result<Option<Value>, Reject> {
         let mut guide = Map::new();
         let mut said: Vec<&'static str> = Vec::new();
         let mut put = |field: &'static str, key: &str, value: Value| {
@@ -323,9 +329,8 @@ impl Fields {
                 put("structured_outputs", key, checked("structured_outputs", key, value)?);
             }
         }
-        let nvext = self.nvext.guided.fields();
-        for ((field, key, own), (_, _, nested)) in own.fields().into_iter().zip(nvext) {
-            if let Some(value) = own.or(nested) {
+        for ((field, key, own), (_, _, nvext)) in own.fields().into_iter().zip(nvext.fields()) {
+            if let Some(value) = own.or(nvext) {
                 put(field, key, checked(field, key, value)?);
             }
         }
