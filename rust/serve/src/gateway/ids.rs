@@ -149,12 +149,17 @@ impl Engine {
 
     /// An answer contradicts the test: it gets no more ids until it restarts.
     pub fn gets_no_ids(&self, app: &App, api: Api, cause: &'static str, why: &str) {
-        let mut ids = self.ids.lock();
-        if ids.field_mut(api).and_then(Option::take).is_none() {
-            return;
+        let path = Row::of_fields(api == Api::Chat).path;
+        {
+            let mut ids = self.ids.lock();
+            if ids.field_mut(api).and_then(Option::take).is_none() {
+                return;
+            }
+            ids.why = Some(format!(
+                "POST {path}: {why}; the engine tokenizes prompts itself until it restarts"
+            ));
         }
         app.metrics.ids_given_up.get_or_create(&CauseLabel { cause }).inc();
-        let path = Row::of_fields(api == Api::Chat).path;
         tracing::warn!(
             worker = self.id,
             url = self.base,
@@ -162,9 +167,6 @@ impl Engine {
             why,
             "token ids are no longer sent to the worker"
         );
-        ids.why = Some(format!(
-            "POST {path}: {why}; the engine tokenizes prompts itself until it restarts"
-        ));
     }
 }
 
@@ -195,18 +197,27 @@ pub(crate) fn ask_once(app: &Arc<App>, engine: &Arc<Engine>) {
     let (app, engine, name) = (Arc::clone(app), Arc::clone(engine), pool.name.clone());
     tokio::spawn(async move {
         tokio::select! {
-            () = ask(&app, &engine, &name, id) => {}
+            () = ask(&app, &engine, &name, id, start) => {}
             () = app.shutdown.wait() => {}
         }
     });
 }
 
-async fn ask(app: &App, engine: &Engine, model: &str, id: u32) {
+async fn ask(app: &App, engine: &Engine, model: &str, id: u32, start: u64) {
+    // A test that was overtaken by one of a later start has nothing to say.
+    let learn = |api, field| {
+        let mut ids = engine.ids.lock();
+        if ids.tested == Some(start)
+            && let Some(known) = ids.field_mut(api)
+        {
+            *known = field;
+        }
+    };
     let [of_prompt, of_params, of_input] = IDS.map(|count| vec![id; count]);
     let body = json!({ "model": model, "prompt": of_prompt, "max_tokens": 1 });
     let counted = prompt_tokens(app, engine, Api::Completions, &body).await;
     let completions = (counted == Some(of_prompt.len())).then_some(Field::Prompt);
-    engine.ids.lock().completions = completions;
+    learn(Api::Completions, completions);
     let body = json!({
         "model": model,
         "messages": [{ "role": "user", "content": QUESTION }],
@@ -222,7 +233,7 @@ async fn ask(app: &App, engine: &Engine, model: &str, id: u32) {
         }
         _ => None,
     };
-    engine.ids.lock().chats = chats;
+    learn(Api::Chat, chats);
     let name = |field: Option<Field>| field.map_or("none", Field::name);
     tracing::info!(
         worker = engine.id,
