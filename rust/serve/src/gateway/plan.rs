@@ -187,24 +187,17 @@ impl Plan {
 
     /// The same request for the workers of another pool.
     pub async fn on(&self, app: &App, pool: Arc<Pool>, pinned: Option<InstanceId>) -> Self {
-        let mut plan = Self {
-            route: Route { pool, lora_name: self.route.lora_name.clone() },
-            request: Request {
-                request_id: None,
-                // A request at two workers is charged once.
-                user: None,
-                session_worker: None,
-                pin: pinned.map(|instance_id| Pin { instance_id, dp_rank: None }),
-                overlaps: None,
-                expected_output_tokens: None,
-                // The end of a prefill is observed.
-                is_whole: false,
-                ..self.request.clone()
-            },
-            replaceable: None,
-            kept: None,
-            ..self.clone()
-        };
+        let mut plan = self.clone();
+        plan.route.pool = pool;
+        (plan.replaceable, plan.kept) = (None, None);
+        let request = &mut plan.request;
+        request.request_id = None;
+        // A request at two workers is charged once.
+        (request.user, request.session_worker) = (None, None);
+        request.pin = pinned.map(|instance_id| Pin { instance_id, dp_rank: None });
+        (request.overlaps, request.expected_output_tokens) = (None, None);
+        // The end of a prefill is observed.
+        request.is_whole = false;
         plan.look_up(app).await;
         plan
     }
