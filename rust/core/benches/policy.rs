@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use std::hint::black_box;
 use std::time::Instant;
 
-use kvflash_core::fair::{Cost, Discipline, FairConfig, FairQueue, Options, Price, Used};
+use kvflash_core::fair::{Cost, Discipline, FairConfig, FairQueue, Price, Standing, Used};
 use kvflash_core::ids::Worker;
 use kvflash_core::policy::{
     AUTO, ActiveLoad, Candidate, Candidates, Context, EngineMetrics, Finished, KvScale, Profile,
@@ -298,8 +298,8 @@ fn queue(discipline: Discipline, users: &[String]) {
             cached_tokens: 100,
             output_tokens: Some(50),
         };
-        let pushed =
-            queue.push(&users[n % CLIENTS], n as u64, cost, Options::default(), n as u64 / 100);
+        let client = users[n % CLIENTS].as_str();
+        let pushed = queue.push(client, n as u64, cost, Standing::default(), n as u64 / 100);
         assert!(pushed.is_ok());
     };
     (0..2 * CLIENTS).for_each(|n| push(&mut queue, n));

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use kvflash_core::clock::Clock;
 use kvflash_core::error::Result;
-use kvflash_core::fair::{ClientName, Cost, FairConfig, Options};
+use kvflash_core::fair::{ClientName, Cost, FairConfig, Standing};
 use parking_lot::Mutex;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
@@ -72,7 +72,7 @@ impl Compute {
     ) -> Result<T, Busy> {
         let cost = Cost { input_tokens: bytes as u64, cached_tokens: 0, output_tokens: Some(0) };
         let began = Instant::now();
-        let turn = self.room.turn(client, cost, Options::default(), self.cores).await;
+        let turn = self.room.turn(client, cost, Standing::default(), self.cores).await;
         self.waited.observe(began.elapsed().as_secs_f64());
         let turn = turn.map_err(|_| Busy)?;
         // It is charged whatever its result.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvflash_core::clock::ManualClock;
-use kvflash_core::fair::{Cost, FairConfig, FairQueue, Grant, Options, Used};
+use kvflash_core::fair::{Cost, FairConfig, FairQueue, Grant, Standing, Used};
 use kvflash_core::ids::{Tier, Worker};
 use kvflash_core::index::{Block, DEFAULT_SEED};
 use kvflash_core::policy::{EngineMetrics, Session as Tie};
@@ -265,9 +265,9 @@ impl Play<'_> {
         let cached = prompt.reusable_blocks(held.overlap_blocks) * self.workload.block_size;
         let cost =
             Cost { input_tokens: prompt.isl_tokens, cached_tokens: cached, output_tokens: None };
-        let client = &self.workload.clients[client].name;
+        let client = self.workload.clients[client].name.as_str();
         let pushed =
-            turns.queue.push(client, waiting, cost, Options::default(), self.now_us / 1_000);
+            turns.queue.push(client, waiting, cost, Standing::default(), self.now_us / 1_000);
         assert!(pushed.is_ok(), "the queue has no limits");
         self.call_next();
     }

@@ -2,7 +2,6 @@
 
 use std::str::FromStr;
 
-use super::price::Price;
 use crate::error::{Error, Result};
 
 named! {
@@ -56,6 +55,42 @@ impl FromStr for Discipline {
             let names = Self::ALL.map(Self::name).join(", ");
             Error::Config(format!("fairness must be one of {names}; got {name:?}"))
         })
+    }
+}
+
+/// Prices of tokens: per prompt token and per generated one. Finite and at least 0, not both 0.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Price {
+    /// A token of a prompt.
+    pub input: f64,
+    /// A generated token.
+    pub output: f64,
+}
+
+impl Default for Price {
+    fn default() -> Self {
+        Self { input: 1.0, output: 2.0 }
+    }
+}
+
+impl Price {
+    /// The cost of a request with `input` prompt tokens after `output` generated tokens.
+    pub fn total(&self, input: f64, output: f64) -> f64 {
+        self.input * input + self.output * output
+    }
+
+    fn validate(&self) -> Result<()> {
+        for (field, value) in [("input", self.input), ("output", self.output)] {
+            if !(value.is_finite() && value >= 0.0) {
+                return Err(Error::Config(format!(
+                    "the price of {field} tokens must be finite and at least 0, got {value}"
+                )));
+            }
+        }
+        if self.input == 0.0 && self.output == 0.0 {
+            return Err(Error::Config("the prices of input and output tokens are both 0".into()));
+        }
+        Ok(())
     }
 }
 

@@ -13,19 +13,15 @@
 mod config;
 mod line;
 mod order;
-mod price;
 mod queue;
 mod ready;
 mod request;
-mod stats;
 
-pub use config::{Discipline, FairConfig};
+pub use config::{Discipline, FairConfig, Price};
 pub use line::{Line, Place};
 pub use order::{LineOrder, Standing, Wish};
-pub use price::{Predictor, Price};
 pub use queue::FairQueue;
-pub use request::{ClientName, Cost, Grant, Granted, Options, Refusal, Refused, Ticket, Used};
-pub use stats::FairStats;
+pub use request::{ClientName, Cost, FairStats, Grant, Granted, Refusal, Refused, Ticket, Used};
 
 #[cfg(test)]
 mod tests;

@@ -1,14 +1,14 @@
 //! The queue itself.
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use hashbrown::HashMap;
 
 use super::config::{Discipline, FairConfig};
+use super::order::Standing;
 use super::ready::{Clients, Place, Waiting};
-use super::request::{ClientName, Cost, Grant, Granted, Options, Refusal, Refused, Ticket, Used};
-use super::stats::FairStats;
+use super::request::{ClientName, Cost, FairStats, Grant, Granted, Refusal, Refused, Ticket, Used};
 use crate::error::{Error, Result};
 
 /// Longest name of a client, in bytes.
@@ -44,8 +44,8 @@ pub struct FairQueue<T> {
     pub(super) config: FairConfig,
     pub(super) clients: Clients<T>,
     weights: HashMap<Box<str>, f64>,
-    pub(super) places: HashMap<Ticket, (u32, Place)>,
-    deadlines: BTreeSet<(u64, Ticket)>,
+    /// Waiting requests, the oldest first.
+    pub(super) places: BTreeMap<Ticket, (u32, Place)>,
     running: BTreeMap<Grant, Running>,
     /// Requests that have timed out.
     dropped: Vec<T>,
@@ -72,8 +72,7 @@ impl<T> FairQueue<T> {
             config,
             clients,
             weights: HashMap::new(),
-            places: HashMap::new(),
-            deadlines: BTreeSet::new(),
+            places: BTreeMap::new(),
             running: BTreeMap::new(),
             dropped: Vec::new(),
             floor: 0.0,
@@ -106,7 +105,8 @@ impl<T> FairQueue<T> {
         Ok(())
     }
 
-    /// Have a request wait.
+    /// Have a request wait. Requests of the same client with a greater `standing` go first; it gains
+    /// nothing over other clients, for which there are weights.
     ///
     /// # Errors
     /// `Refused` if too many wait, with the time after which to retry.
@@ -115,7 +115,7 @@ impl<T> FairQueue<T> {
         client: impl Into<ClientName<'a>>,
         item: T,
         cost: Cost,
-        options: Options,
+        standing: Standing,
         now_ms: u64,
     ) -> Result<Ticket, Refused> {
         let client = client.into();
@@ -126,18 +126,15 @@ impl<T> FairQueue<T> {
         self.lift(slot);
         let ticket = Ticket(self.next_ticket);
         self.next_ticket += 1;
-        let latest_ms = now_ms.saturating_add(self.config.max_wait_ms);
-        let deadline_ms = options.deadline_ms.unwrap_or(latest_ms).min(latest_ms);
         let waiting = Waiting {
             item,
             input: self.chargeable(cost.input_tokens, cost.cached_tokens),
             predicted: cost.output_tokens.map(|tokens| tokens as f64),
-            deadline_ms,
+            deadline_ms: now_ms.saturating_add(self.config.max_wait_ms),
         };
-        let place = (Reverse(options.standing), ticket.0);
+        let place = (Reverse(standing), ticket.0);
         self.clients.change_queue(slot, |queue| queue.insert(place, waiting));
         self.places.insert(ticket, (slot, place));
-        self.deadlines.insert((deadline_ms, ticket));
         Ok(ticket)
     }
 
@@ -342,20 +339,15 @@ impl<T> FairQueue<T> {
     /// Removes a waiting request.
     fn take(&mut self, slot: u32, place: Place) -> Option<Waiting<T>> {
         let waiting = self.clients.change_queue(slot, |queue| queue.remove(&place))?;
-        let ticket = Ticket(place.1);
-        self.places.remove(&ticket);
-        self.deadlines.remove(&(waiting.deadline_ms, ticket));
+        self.places.remove(&Ticket(place.1));
         Some(waiting)
     }
 
     fn drop_late(&mut self, now_ms: u64) {
-        while let Some(&(deadline_ms, ticket)) = self.deadlines.first() {
-            if deadline_ms > now_ms {
-                break;
-            }
-            self.deadlines.pop_first();
-            let Some(&(slot, place)) = self.places.get(&ticket) else { continue };
-            let Some(waiting) = self.take(slot, place) else { continue };
+        while let Some((_, &(slot, place))) = self.places.first_key_value()
+            && self.clients.at(slot).queue[&place].deadline_ms <= now_ms
+            && let Some(waiting) = self.take(slot, place)
+        {
             self.stats.expired_total += 1;
             self.dropped.push(waiting.item);
         }

@@ -6,7 +6,6 @@ use hashbrown::HashMap;
 use slab::Slab;
 
 use super::order::Standing;
-use super::price::Predictor;
 use super::request::ClientName;
 
 /// A waiting request.
@@ -16,6 +15,29 @@ pub(super) struct Waiting<T> {
     pub(super) input: f64,
     pub(super) predicted: Option<f64>,
     pub(super) deadline_ms: u64,
+}
+
+/// Length of a client's answers, as a moving average.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub(super) struct Predictor {
+    length: f64,
+}
+
+impl Predictor {
+    /// Expected tokens of the next answer; 0 before the first one.
+    pub const fn length(&self) -> f64 {
+        self.length
+    }
+
+    /// Records an answer of `length` tokens: the first one counts in full, later ones with a weight
+    /// of `1 / window`.
+    pub fn learn(&mut self, length: f64, window: u32) {
+        let window = f64::from(window.max(1));
+        self.length = match self.length {
+            0.0 => length,
+            known => (known * (window - 1.0) + length) / window,
+        };
+    }
 }
 
 /// Position in a client's queue: high priorities first, then order of arrival.

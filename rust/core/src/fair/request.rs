@@ -1,6 +1,5 @@
 //! Inputs and results of a queue.
 
-use super::order::Standing;
 use crate::error::Error;
 
 /// The client of a request.
@@ -15,12 +14,6 @@ pub struct ClientName<'a> {
 
 impl<'a> From<&'a str> for ClientName<'a> {
     fn from(client: &'a str) -> Self {
-        Self { group: None, client }
-    }
-}
-
-impl<'a> From<&'a String> for ClientName<'a> {
-    fn from(client: &'a String) -> Self {
         Self { group: None, client }
     }
 }
@@ -43,16 +36,6 @@ pub struct Cost {
     /// Expected tokens of the answer, if the caller has a better estimate than the client's
     /// average; the true length for [`VtcOracle`](super::Discipline::VtcOracle).
     pub output_tokens: Option<u64>,
-}
-
-/// How a request waits.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Options {
-    /// Requests of the same client with a greater value go first. It gains nothing over other
-    /// clients, for which there are weights.
-    pub standing: Standing,
-    /// Time of its timeout; `None` for the queue's own limit.
-    pub deadline_ms: Option<u64>,
 }
 
 /// Actual usage of an admitted request; `None` if it equals what was expected and counted.
@@ -95,4 +78,31 @@ pub struct Refused {
     pub retry_after_ms: u64,
     /// The same as text: HTTP 429, except for a name that is too long.
     pub error: Error,
+}
+
+/// Statistics of a whole queue.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct FairStats {
+    /// Waiting requests.
+    pub queued: usize,
+    /// Admitted and unfinished requests.
+    pub running: usize,
+    /// Remembered clients.
+    pub clients: usize,
+    /// Admitted requests.
+    pub admitted_total: u64,
+    /// Requests refused because too many waited.
+    pub refused_queue_total: u64,
+    /// Requests refused because too many of their client waited.
+    pub refused_client_queue_total: u64,
+    /// Requests refused because there were too many clients.
+    pub refused_clients_total: u64,
+    /// Requests refused because their client's name was too long.
+    pub refused_names_total: u64,
+    /// Requests that timed out while they waited.
+    pub expired_total: u64,
+    /// Requests cancelled while they waited.
+    pub cancelled_total: u64,
+    /// Idle clients forgotten to make room.
+    pub forgotten_clients_total: u64,
 }

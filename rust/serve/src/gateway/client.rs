@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use axum::http::{HeaderMap, HeaderName};
-use kvflash_core::fair::{Options, Standing, Wish};
+use kvflash_core::fair::{Standing, Wish};
 use kvflash_core::ids::{InstanceId, Worker};
 use kvflash_core::policy::session::{read_session_id, session_id};
 use kvflash_core::select::Request;
@@ -293,9 +293,8 @@ impl Urgency {
     }
 
     /// For its client's turn.
-    pub fn turn(self) -> Options {
-        let standing = Standing { strict_priority: self.strict, score: self.earliness };
-        Options { standing, ..Options::default() }
+    pub fn turn(self) -> Standing {
+        Standing { strict_priority: self.strict, score: self.earliness }
     }
 }
 

@@ -12,7 +12,7 @@ use axum::http::{HeaderMap, HeaderName};
 use kvflash_core::clock::Clock;
 use kvflash_core::error::{Error, Result};
 use kvflash_core::fair::{
-    ClientName, Cost, FairConfig, FairQueue, FairStats, Grant, Options, Refusal, Ticket, Used,
+    ClientName, Cost, FairConfig, FairQueue, FairStats, Grant, Refusal, Standing, Ticket, Used,
 };
 use kvflash_core::select::Usage;
 use kvflash_core::settings::Concern;
@@ -119,12 +119,12 @@ impl WaitingRoom {
         self: &Arc<Self>,
         client: ClientName<'_>,
         cost: Cost,
-        options: Options,
+        standing: Standing,
         workers: usize,
     ) -> Result<Turn, (&'static str, Reject)> {
         let (sender, receiver) = oneshot::channel();
         let now_ms = self.clock.now_ms();
-        let pushed = self.state.lock().queue.push(client, sender, cost, options, now_ms);
+        let pushed = self.state.lock().queue.push(client, sender, cost, standing, now_ms);
         let ticket = pushed.map_err(|refused| {
             let retry_after_s = Some(refused.retry_after_ms.div_ceil(1_000) as u32);
             let (cause, retry_after_s) = match refused.refusal {

@@ -47,7 +47,7 @@ impl Server {
             ..Cost::default()
         };
         let name = Self::name(job.client);
-        self.queue.push(&name, job, cost, Options::default(), self.now_ms).unwrap();
+        self.queue.push(name.as_str(), job, cost, Standing::default(), self.now_ms).unwrap();
     }
 
     /// Requests of `client` that wait.

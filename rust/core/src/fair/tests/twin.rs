@@ -9,7 +9,7 @@ use super::config;
 
 #[derive(Debug, Clone)]
 enum Step {
-    Push { client: usize, input: u64, cached: u64, priority: i32, wait_ms: u64 },
+    Push { client: usize, input: u64, cached: u64, priority: i32 },
     Pop { largest: u32 },
     Tokens { nth: usize, tokens: u64 },
     Finish { nth: usize, output: Option<u64> },
@@ -19,10 +19,8 @@ enum Step {
 
 fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
-        4 => (0..5_usize, 0..50_u64, 0..60_u64, -1..2_i32, 1..40_u64).prop_map(
-            |(client, input, cached, priority, wait_ms)| Step::Push {
-                client, input, cached, priority, wait_ms
-            }
+        4 => (0..5_usize, 0..50_u64, 0..60_u64, -1..2_i32).prop_map(
+            |(client, input, cached, priority)| Step::Push { client, input, cached, priority }
         ),
         3 => (0..1_000_u32).prop_map(|largest| Step::Pop { largest }),
         3 => (0..9_usize, 0..9_u64).prop_map(|(nth, tokens)| Step::Tokens { nth, tokens }),
@@ -172,9 +170,11 @@ proptest! {
     fn the_queue_does_as_its_twin(
         discipline in prop::sample::select(vec![Discipline::VtcFair, Discipline::Lcf]),
         grouped in 0..4_usize,
+        max_wait_ms in 1..40_u64,
         steps in prop::collection::vec(step(), 1..120),
     ) {
-        let mut queue: FairQueue<u32> = FairQueue::new(config(discipline)).unwrap();
+        let limits = FairConfig { max_wait_ms, ..config(discipline) };
+        let mut queue: FairQueue<u32> = FairQueue::new(limits).unwrap();
         let mut twin = Twin { grouped, ..Twin::default() };
         let names: Vec<String> = (0..5).map(|client| client.to_string()).collect();
         let name = |client: usize| {
@@ -184,16 +184,15 @@ proptest! {
         let price = Price::default();
         for step in steps {
             match step {
-                Step::Push { client, input, cached, priority, wait_ms } => {
+                Step::Push { client, input, cached, priority } => {
                     item += 1;
                     twin.lift(client, discipline == Discipline::VtcFair);
-                    let deadline_ms = now_ms + wait_ms;
+                    let deadline_ms = now_ms + max_wait_ms;
                     let score = f64::from(priority);
                     let standing = Standing { strict_priority: 0, score };
-                    let options = Options { standing, deadline_ms: Some(deadline_ms) };
                     let cost =
                         Cost { input_tokens: input, cached_tokens: cached, output_tokens: None };
-                    let ticket = queue.push(name(client), item, cost, options, now_ms).unwrap();
+                    let ticket = queue.push(name(client), item, cost, standing, now_ms).unwrap();
                     let input = input.saturating_sub(cached) as f64;
                     twin.waiting.push(Waiting {
                         ticket, client, item, input, priority, deadline_ms,

@@ -90,8 +90,8 @@ fn pins_and_annotations() {
 /// The strict priority and the urgency from `headers` and a body's fields.
 fn urgency(headers: &[(&'static str, &str)], nvext: &str, field: &str) -> (u32, f64) {
     let urgency = read_where(true, headers, nvext, field).unwrap();
-    assert_eq!(urgency.wish().strict_priority, urgency.turn().standing.strict_priority);
-    assert_eq!(urgency.wish().priority_jump, urgency.turn().standing.score.max(0.0));
+    assert_eq!(urgency.wish().strict_priority, urgency.turn().strict_priority);
+    assert_eq!(urgency.wish().priority_jump, urgency.turn().score.max(0.0));
     (urgency.strict, urgency.earliness)
 }
 
