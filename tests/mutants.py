@@ -110,7 +110,7 @@ MUTANTS = [
     Mutant(
         "prefilled_prompts_weigh",
         CORE + "select/reservation.rs",
-        "self.router.first_token(self.request);",
+        "self.router.mark_prefill_completed(self.request);",
         "let _ = self.request;",
     ),
     # Retries: candidates and number.

@@ -13,28 +13,6 @@ use crate::ids::Worker;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestId(pub u64);
 
-/// Changes made by [`ActiveSequences::set_workers`].
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct WorkerChange {
-    /// Added workers.
-    pub added: usize,
-    /// Removed workers.
-    pub removed: usize,
-    /// Requests of the removed workers.
-    pub dropped_requests: usize,
-}
-
-/// A request that [`ActiveSequences::expire`] considered leaked.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Expired {
-    /// The request.
-    pub request: RequestId,
-    /// The worker it was booked on.
-    pub worker: Worker,
-    /// Time without activity.
-    pub idle_ms: u64,
-}
-
 /// Sums over all workers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct LoadTotals {
@@ -46,8 +24,6 @@ pub struct LoadTotals {
     pub prefill_tokens: u64,
     /// Sum of the workers' active blocks: a block on two workers counts twice.
     pub blocks: u64,
-    /// Different blocks in use on any worker.
-    pub distinct_blocks: usize,
 }
 
 #[derive(Debug)]
@@ -111,10 +87,9 @@ pub struct ActiveSequences {
 impl ActiveSequences {
     /// An empty table.
     pub fn new(config: LoadConfig) -> Self {
-        let estimates_queue = config.estimates_queue;
         Self {
             config,
-            slots: Slots::new(estimates_queue),
+            slots: Slots::default(),
             blocks: Blocks::default(),
             requests: Recent::new(usize::MAX),
             bookings: 0,
@@ -134,11 +109,11 @@ impl ActiveSequences {
     }
 
     /// Sets the workers of the table. Existing ones keep their requests, new ones start empty;
-    /// requests of removed ones are dropped (freeing them later has no effect).
+    /// requests of removed ones, which are returned, are dropped (freeing them later has no effect).
     ///
     /// # Errors
     /// [`Error::Overloaded`] for more than [`super::MAX_WORKERS`]; nothing changes then.
-    pub fn set_workers(&mut self, workers: &[Worker]) -> Result<WorkerChange> {
+    pub fn set_workers(&mut self, workers: &[Worker]) -> Result<Vec<Worker>> {
         let mut wanted = workers.to_vec();
         wanted.sort_unstable();
         wanted.dedup();
@@ -153,10 +128,10 @@ impl ActiveSequences {
         let gone: Vec<Worker> = (self.slots.workers().map(|(_, worker)| worker))
             .filter(|worker| wanted.binary_search(worker).is_err())
             .collect();
-        let dropped_requests = self.drop_workers(&gone);
+        self.drop_workers(&gone);
         wanted.retain(|&worker| self.slots.slot(worker).is_none());
         self.slots.add(&wanted);
-        Ok(WorkerChange { added: wanted.len(), removed: gone.len(), dropped_requests })
+        Ok(gone)
     }
 
     /// Assigns a request to a worker: its uncached tokens are to be prefilled, its blocks are in
@@ -239,12 +214,9 @@ impl ActiveSequences {
     }
 
     /// Marks the prompt of `id` as prefilled: its tokens no longer count. Repeating it changes
-    /// nothing.
-    ///
-    /// # Errors
-    /// [`Error::NotFound`] for a request that is not booked.
-    pub fn mark_prefill_completed(&mut self, id: RequestId) -> Result<()> {
-        let request = self.requests.get_mut(id).ok_or_else(|| not_booked(id))?;
+    /// nothing. False for a request that is not booked.
+    pub fn mark_prefill_completed(&mut self, id: RequestId) -> bool {
+        let Some(request) = self.requests.get_mut(id) else { return false };
         let tokens = std::mem::take(&mut request.prefill_tokens);
         let counters = self.slots.counters(request.slot);
         counters.queue.complete(request.number, self.now_ms);
@@ -255,34 +227,24 @@ impl ActiveSequences {
                 prefills.complete(request.number, self.now_ms);
             }
         }
-        Ok(())
+        true
     }
 
-    /// Records activity of `id`, so that it does not expire.
-    ///
-    /// # Errors
-    /// [`Error::NotFound`] for a request that is not booked.
-    pub fn touch(&mut self, id: RequestId, now_ms: u64) -> Result<()> {
+    /// Records activity of `id`, so that it does not expire. False for a request that is not booked.
+    pub fn touch(&mut self, id: RequestId, now_ms: u64) -> bool {
         let now_ms = self.hear(now_ms);
-        let place = self.requests.place(id).ok_or_else(|| not_booked(id))?;
+        let Some(place) = self.requests.place(id) else { return false };
         self.requests[place].active_at_ms = now_ms;
         self.requests.renew(place);
-        Ok(())
+        true
     }
 
-    /// Adds `count` generated blocks to `id`. `fraction`, between 0 and 1, is the expected rest of
+    /// Adds `count` generated blocks to `id`. `fraction`, limited to 0..=1, is the expected rest of
     /// its output: all blocks that only this request references count by that fraction from now on,
-    /// because they will soon be freed.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] for a fraction outside 0..=1, [`Error::NotFound`] for a request
-    /// that is not booked.
-    pub fn add_output_blocks(&mut self, id: RequestId, count: u32, fraction: f64) -> Result<()> {
-        if !(0.0..=1.0).contains(&fraction) {
-            return Err(Error::invalid(format!("fraction must be in 0..=1, got {fraction}")));
-        }
-        let fraction = (fraction * f64::from(WHOLE)).round() as u16;
-        let request = self.requests.get_mut(id).ok_or_else(|| not_booked(id))?;
+    /// because they will soon be freed. False for a request that is not booked.
+    pub fn add_output_blocks(&mut self, id: RequestId, count: u32, fraction: f64) -> bool {
+        let fraction = (fraction.clamp(0.0, 1.0) * f64::from(WHOLE)).round() as u16;
+        let Some(request) = self.requests.get_mut(id) else { return false };
         let (held, before) = (request.private_blocks, request.private_discount());
         request.private_blocks = request.private_blocks.saturating_add(count);
         let count = request.private_blocks - held;
@@ -293,7 +255,7 @@ impl ActiveSequences {
         counters.blocks += u64::from(count);
         let discount = counters.discount.checked_add_signed(change);
         counters.discount = discount.expect("what a block gets back was taken from it before");
-        Ok(())
+        true
     }
 
     /// Ends `id`, for whatever reason, including a prompt that is not prefilled yet. False for a
@@ -305,17 +267,14 @@ impl ActiveSequences {
 
     /// Frees requests without activity for more than `expiry_ms`, longest idle first. Costs nothing
     /// if there are none: call it on a timer.
-    pub fn expire(&mut self, now_ms: u64) -> Vec<Expired> {
+    pub fn expire(&mut self, now_ms: u64) -> Vec<RequestId> {
         let now_ms = self.hear(now_ms);
         let mut expired = Vec::new();
         while let Some(place) = self.requests.first() {
-            let request = &self.requests[place];
-            let idle_ms = now_ms - request.active_at_ms;
-            if idle_ms <= self.config.expiry_ms {
+            if now_ms - self.requests[place].active_at_ms <= self.config.expiry_ms {
                 break;
             }
-            let worker = self.slots.worker(request.slot);
-            expired.push(Expired { request: self.requests.key(place), worker, idle_ms });
+            expired.push(self.requests.key(place));
             self.drop_request(place);
         }
         expired
@@ -339,7 +298,8 @@ impl ActiveSequences {
     /// Every worker's load, in worker order, with its slot: the index for the result of
     /// [`count_shared`](Self::count_shared), valid until workers change.
     pub fn loads(&self) -> impl ExactSizeIterator<Item = (usize, WorkerLoad)> + '_ {
-        self.slots.loads(self.now_ms).map(|(slot, load)| (usize::from(slot), load))
+        let loads = self.slots.loads(self.now_ms, self.config.estimates_queue);
+        loads.map(|(slot, load)| (usize::from(slot), load))
     }
 
     /// Sets `counts[slot]`, for every slot, to the number of entries of `hashes` that its worker
@@ -360,12 +320,8 @@ impl ActiveSequences {
 
     /// Sums over all workers.
     pub fn totals(&self) -> LoadTotals {
-        let mut totals = LoadTotals {
-            workers: self.slots.len(),
-            distinct_blocks: self.blocks.len(),
-            ..LoadTotals::default()
-        };
-        for (_, load) in self.slots.loads(self.now_ms) {
+        let mut totals = LoadTotals { workers: self.slots.len(), ..LoadTotals::default() };
+        for (_, load) in self.loads() {
             totals.requests += u64::from(load.requests);
             totals.prefill_tokens += load.prefill_tokens;
             totals.blocks += load.blocks;
@@ -373,24 +329,27 @@ impl ActiveSequences {
         totals
     }
 
+    /// Different blocks in use on any worker.
+    #[cfg(test)]
+    pub(crate) fn distinct_blocks(&self) -> usize {
+        self.blocks.len()
+    }
+
     /// Advances the time to `now_ms`: prompts in progress count less.
     pub fn advance(&mut self, now_ms: u64) {
         self.hear(now_ms);
     }
 
-    /// Removes `workers`, which are in the table, and their requests; returns the number of
-    /// requests.
-    fn drop_workers(&mut self, workers: &[Worker]) -> usize {
+    /// Removes `workers`, which are in the table, and their requests.
+    fn drop_workers(&mut self, workers: &[Worker]) {
         let mut is_gone = vec![false; self.slots.capacity()];
         for slot in workers.iter().filter_map(|&worker| self.slots.slot(worker)) {
             is_gone[usize::from(slot)] = true;
         }
-        let places = self.requests.places(|request| is_gone[usize::from(request.slot)]);
-        for &place in &places {
+        for place in self.requests.places(|request| is_gone[usize::from(request.slot)]) {
             self.drop_request(place);
         }
         self.slots.remove(workers);
-        places.len()
     }
 
     fn hear(&mut self, now_ms: u64) -> u64 {
@@ -421,8 +380,4 @@ impl Request {
     fn private_discount(&self) -> u64 {
         u64::from(self.private_blocks) * u64::from(WHOLE - self.private_fraction)
     }
-}
-
-fn not_booked(id: RequestId) -> Error {
-    Error::NotFound(format!("request {} is not booked", id.0))
 }

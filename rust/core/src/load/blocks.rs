@@ -143,6 +143,7 @@ impl Blocks {
     }
 
     /// Distinct blocks in use on any worker.
+    #[cfg(test)]
     pub(super) fn len(&self) -> usize {
         self.blocks.len()
     }

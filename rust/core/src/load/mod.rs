@@ -12,7 +12,7 @@ mod decay;
 pub(crate) mod recency;
 mod slots;
 
-pub use active::{ActiveSequences, Assignment, Expired, LoadTotals, RequestId, WorkerChange};
+pub use active::{ActiveSequences, Assignment, LoadTotals, RequestId};
 pub use config::{BlockUse, LoadConfig, PrefillSpeed};
 pub use slots::{MAX_WORKERS, WorkerLoad};
 

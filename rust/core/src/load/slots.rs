@@ -69,15 +69,9 @@ pub(super) struct Slots {
     by_worker: HashMap<Worker, u16>,
     /// Used slots in worker order, which makes every walk deterministic.
     order: Vec<u16>,
-    /// See [`LoadConfig::estimates_queue`](super::LoadConfig::estimates_queue).
-    estimates_queue: bool,
 }
 
 impl Slots {
-    pub(super) fn new(estimates_queue: bool) -> Self {
-        Self { estimates_queue, ..Self::default() }
-    }
-
     /// Maximum number of slots ever used at once: every slot is below it.
     pub(super) fn capacity(&self) -> usize {
         self.capacity
@@ -89,10 +83,6 @@ impl Slots {
 
     pub(super) fn slot(&self, worker: Worker) -> Option<u16> {
         self.by_worker.get(&worker).copied()
-    }
-
-    pub(super) fn worker(&self, slot: u16) -> Worker {
-        self.taken(slot).worker
     }
 
     pub(super) fn counters(&mut self, slot: u16) -> &mut Counters {
@@ -120,14 +110,14 @@ impl Slots {
         self.order.iter().map(|&slot| (slot, self.taken(slot).worker))
     }
 
-    /// Loads in worker order, with their slots, as estimated for `now_ms`.
+    /// Loads in worker order, with their slots, as estimated for `now_ms`; `estimates`: see
+    /// [`LoadConfig::estimates_queue`](super::LoadConfig::estimates_queue).
     pub(super) fn loads(
         &self,
         now_ms: u64,
+        estimates: bool,
     ) -> impl ExactSizeIterator<Item = (u16, WorkerLoad)> + '_ {
-        self.order
-            .iter()
-            .map(move |&slot| (slot, self.taken(slot).load(now_ms, self.estimates_queue)))
+        self.order.iter().map(move |&slot| (slot, self.taken(slot).load(now_ms, estimates)))
     }
 
     /// Assigns a slot with empty counters to each of `workers`, which have none yet.

@@ -111,10 +111,9 @@ impl Selector {
     /// `NotFound` for a name that is not active.
     pub fn mark_prefill_completed(&self, request_id: &str) -> Result<()> {
         let names = self.manual.names.lock();
+        let held = names.get(request_id).filter(|held| self.router.is_booked(held.request()));
         let unknown = || Error::NotFound(format!("no request {request_id:?} is active"));
-        let held = names.get(request_id).ok_or_else(unknown)?;
-        self.router.mark_prefill_completed(held.request()).map_err(|_| unknown())?;
-        held.first_token();
+        held.ok_or_else(unknown)?.first_token();
         Ok(())
     }
 

@@ -96,7 +96,7 @@ impl Selector {
     pub fn remote_prefilled(&self, router_id: u64, request_id: &str) -> bool {
         let table = self.remote.table.lock();
         let request = table.routers.get(&router_id).and_then(|peer| peer.requests.get(request_id));
-        request.is_some_and(|request| self.router.mark_prefill_completed(*request).is_ok())
+        request.is_some_and(|request| self.router.mark_prefill_completed(*request))
     }
 
     /// Ends it. False if it is unknown.

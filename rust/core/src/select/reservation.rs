@@ -10,7 +10,6 @@ use super::record::Journal;
 use super::record::Outcome;
 use super::router::{Router, Tail, Usage};
 use crate::clock::Clock;
-use crate::error::Result;
 use crate::ids::Worker;
 use crate::load::RequestId;
 
@@ -96,7 +95,8 @@ impl Reservation {
     /// Marks the prompt as prefilled, when the first token has arrived. Further calls are a
     /// [`touch`](Self::touch).
     pub fn first_token(&self) {
-        self.router.first_token(self.request);
+        // No effect if its worker left or it expired: its load is freed.
+        self.router.mark_prefill_completed(self.request);
         if let Some(tail) = &self.tail {
             tail.first_token(self.router.now_ms());
         }
@@ -136,12 +136,8 @@ impl Reservation {
     }
 
     /// Adds generated blocks; see [`crate::load::ActiveSequences::add_output_blocks`].
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`](crate::error::Error::InvalidArgument) for a fraction outside
-    /// 0..=1.
-    pub fn add_output_blocks(&self, count: u32, fraction: f64) -> Result<()> {
-        self.router.add_output_blocks(self.request, count, fraction)
+    pub fn add_output_blocks(&self, count: u32, fraction: f64) {
+        self.router.add_output_blocks(self.request, count, fraction);
     }
 
     /// Sets the number of tokens generated so far; counts their blocks if that is enabled.
@@ -149,8 +145,7 @@ impl Reservation {
         let Some(growth) = &self.growth else { return };
         let (blocks, left) = growth.grow(tokens);
         if blocks > 0 {
-            // A fraction in 0..=1 is valid.
-            let _counted = self.add_output_blocks(blocks, left);
+            self.add_output_blocks(blocks, left);
         }
     }
 

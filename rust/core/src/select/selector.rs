@@ -26,7 +26,7 @@ use crate::error::Result;
 use crate::hash::engine::NameKeys;
 use crate::ids::Worker;
 use crate::index::Matches;
-use crate::load::{LoadTotals, WorkerChange, WorkerLoad};
+use crate::load::{LoadTotals, WorkerLoad};
 use crate::policy::{EngineMetrics, Policy, Terms, pool_of};
 
 /// The index gets the current time before a prediction if its last update is older than this, in
@@ -219,23 +219,23 @@ impl Selector {
     ///
     /// # Errors
     /// `Overloaded` for more than [`crate::load::MAX_WORKERS`]; nothing changes then.
-    pub fn set_workers(&self, workers: &[Worker]) -> Result<WorkerChange> {
+    pub fn set_workers(&self, workers: &[Worker]) -> Result<()> {
         let mut known = self.workers.lock();
-        let change = self.router.set_workers(workers)?;
+        let gone = self.router.set_workers(workers)?;
         self.busy.set_workers(workers);
         let mut wanted = workers.to_vec();
         wanted.sort_unstable();
         self.engines.keep(|worker| wanted.binary_search(&worker).is_ok());
         self.reuse.keep(|worker| wanted.binary_search(&worker).is_ok());
         self.router.removals.keep(|worker| wanted.binary_search(&worker).is_ok());
-        for worker in known.iter().filter(|worker| wanted.binary_search(worker).is_err()) {
-            self.model.index.remove_worker(*worker);
+        for worker in gone {
+            self.model.index.remove_worker(worker);
         }
         *known = wanted;
         drop(known);
         self.forget_gone();
         self.forget_gone_remote();
-        Ok(change)
+        Ok(())
     }
 
     /// Selects a worker and books the request there.
@@ -349,7 +349,7 @@ impl Selector {
             self.forget_gone();
             self.forget_gone_remote();
             for gone in &expired {
-                self.teller.outbox.freed(self.teller.name(gone.request));
+                self.teller.outbox.freed(self.teller.name(*gone));
             }
         }
         self.tell_time(now_ms);

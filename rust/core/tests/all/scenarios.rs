@@ -114,8 +114,8 @@ impl Stage {
                 wants_none(Ok(()))
             }
             ["output", name, fraction] => {
-                let added = self.booking(name)?.add_output_blocks(1, number(fraction)?);
-                wants_none(added.map_err(|error| error.to_string()))
+                self.booking(name)?.add_output_blocks(1, number(fraction)?);
+                wants_none(Ok(()))
             }
             ["block_size", size] => {
                 self.router()?.correct_block_size(number(size)?);
@@ -128,7 +128,7 @@ impl Stage {
             ["expire"] => {
                 let expired = self.router()?.expire();
                 let names: Vec<&str> =
-                    expired.iter().map(|expired| self.names[&expired.request.0].as_str()).collect();
+                    expired.iter().map(|request| self.names[&request.0].as_str()).collect();
                 same(&names.join(" "), expected)
             }
             ["loads"] => {

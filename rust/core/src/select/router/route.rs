@@ -2,7 +2,6 @@
 
 use std::sync::{Arc, OnceLock};
 
-use hashbrown::HashSet;
 use parking_lot::Mutex;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
@@ -13,9 +12,7 @@ use crate::catalog::CacheWatch;
 use crate::clock::Clock;
 use crate::error::{Error, Result};
 use crate::ids::{InstanceId, Worker};
-use crate::load::{
-    ActiveSequences, Assignment, BlockUse, Expired, LoadTotals, RequestId, WorkerChange, WorkerLoad,
-};
+use crate::load::{ActiveSequences, Assignment, BlockUse, LoadTotals, RequestId, WorkerLoad};
 use crate::policy::session::check_key;
 use crate::policy::{ActiveLoad, Affinity, Candidate, KvScale, RequestTerms, Seat, Stage, Terms};
 use crate::select::ask::{Ask, Known};
@@ -170,35 +167,30 @@ impl Router {
         Ok(id)
     }
 
-    /// Marks the prompt of `request` as prefilled, and the request as active; like
-    /// [`Reservation::first_token`](super::super::Reservation::first_token), but reports an error.
-    ///
-    /// # Errors
-    /// [`Error::NotFound`] for a request that is not booked.
-    pub fn mark_prefill_completed(&self, request: RequestId) -> Result<()> {
-        self.with_load(|load, now_ms| {
-            load.mark_prefill_completed(request)?;
-            load.touch(request, now_ms)
-        })?;
-        self.made_room();
-        Ok(())
+    /// Marks the prompt of `request` as prefilled, and the request as active. False if it is not
+    /// booked.
+    pub fn mark_prefill_completed(&self, request: RequestId) -> bool {
+        let is_booked = self.with_load(|load, now_ms| {
+            load.mark_prefill_completed(request) && load.touch(request, now_ms)
+        });
+        if is_booked {
+            self.made_room();
+        }
+        is_booked
     }
 
-    /// Sets the registered workers; see [`ActiveSequences::set_workers`].
+    /// Sets the registered workers; returns those that are no longer. See
+    /// [`ActiveSequences::set_workers`].
     ///
     /// # Errors
     /// [`Error::Overloaded`] for more than [`crate::load::MAX_WORKERS`]; nothing changes then.
-    pub fn set_workers(&self, workers: &[Worker]) -> Result<WorkerChange> {
-        let (change, before) = {
-            let load = &mut self.state.lock().load;
-            let before: Vec<Worker> = load.loads().map(|(_, load)| load.worker).collect();
-            (load.set_workers(workers)?, before)
-        };
-        let known: HashSet<Worker> = workers.iter().copied().collect();
-        let gone = before.into_iter().filter(|worker| !known.contains(worker));
-        gone.for_each(|worker| self.policies.each().for_each(|one| one.removed(worker)));
+    pub fn set_workers(&self, workers: &[Worker]) -> Result<Vec<Worker>> {
+        let gone = self.state.lock().load.set_workers(workers)?;
+        for worker in &gone {
+            self.policies.each().for_each(|one| one.removed(*worker));
+        }
         self.made_room();
-        Ok(change)
+        Ok(gone)
     }
 
     /// Tokens in a block; 0 while unknown.
@@ -231,7 +223,7 @@ impl Router {
 
     /// Frees requests that have been idle for longer than `expiry_ms`, longest idle first. Call it
     /// on a timer: it costs nothing if there are none.
-    pub fn expire(&self) -> Vec<Expired> {
+    pub fn expire(&self) -> Vec<RequestId> {
         let now_ms = self.clock.now_ms();
         let expired = self.state.lock().load.expire(now_ms);
         if let Some((affinity, _)) = &self.affinity {
@@ -264,26 +256,12 @@ impl Router {
         self.config.expiry_ms / TOUCHES_PER_EXPIRY
     }
 
-    pub(crate) fn first_token(&self, request: RequestId) {
-        // No longer booked: the worker left or the request expired, and its load is freed.
-        let _gone = self.mark_prefill_completed(request);
-    }
-
     pub(crate) fn touch(&self, request: RequestId, now_ms: u64) {
-        // As above: nothing is left to keep alive.
-        let _gone = self.state.lock().load.touch(request, now_ms);
+        self.state.lock().load.touch(request, now_ms);
     }
 
-    pub(crate) fn add_output_blocks(
-        &self,
-        request: RequestId,
-        count: u32,
-        fraction: f64,
-    ) -> Result<()> {
-        match self.state.lock().load.add_output_blocks(request, count, fraction) {
-            Err(Error::NotFound(_)) => Ok(()),
-            other => other,
-        }
+    pub(crate) fn add_output_blocks(&self, request: RequestId, count: u32, fraction: f64) {
+        self.state.lock().load.add_output_blocks(request, count, fraction);
     }
 
     pub(crate) fn free(&self, request: RequestId) {
