@@ -24,9 +24,9 @@
 //!             Command::Subscribe { publisher, endpoint, .. } => {
 //!                 subscribe(&orders, publisher, &endpoint);
 //!             }
-//!             Command::Unsubscribe { publisher } => close(publisher),
+//!             Command::Unsubscribe(publisher) => close(publisher),
 //!             // Without peers nothing is held or paused.
-//!             Command::Resume { .. } | Command::Pause { .. } => {}
+//!             Command::Resume(_) | Command::Pause(_) => {}
 //!         }
 //!     }
 //! });

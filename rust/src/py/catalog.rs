@@ -266,9 +266,9 @@ impl Catalog {
                 let kind = if is_held { "hold" } else { "subscribe" };
                 (kind, publisher, endpoint, replay_endpoint)
             }
-            Command::Resume { publisher } => bare("resume", publisher),
-            Command::Pause { publisher } => bare("pause", publisher),
-            Command::Unsubscribe { publisher } => bare("unsubscribe", publisher),
+            Command::Resume(publisher) => bare("resume", publisher),
+            Command::Pause(publisher) => bare("pause", publisher),
+            Command::Unsubscribe(publisher) => bare("unsubscribe", publisher),
         })
     }
 

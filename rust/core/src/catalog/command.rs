@@ -21,21 +21,12 @@ pub enum Command {
         /// Connect, but read nothing before [`Command::Resume`]: frames wait in the socket.
         is_held: bool,
     },
-    /// Resume reading.
-    Resume {
-        /// The publisher.
-        publisher: PublisherId,
-    },
-    /// Stop reading; frames wait in the socket, and those that do not fit become a gap.
-    Pause {
-        /// The publisher.
-        publisher: PublisherId,
-    },
-    /// Close the publisher's sockets; its frames in transit are ignored.
-    Unsubscribe {
-        /// The publisher.
-        publisher: PublisherId,
-    },
+    /// Resume reading the publisher's socket.
+    Resume(PublisherId),
+    /// Stop reading it; frames wait in the socket, and those that do not fit become a gap.
+    Pause(PublisherId),
+    /// Close its sockets; its frames in transit are ignored.
+    Unsubscribe(PublisherId),
 }
 
 /// Orders in the sequence in which they were given. Registrations bound its length: each adds at

@@ -210,35 +210,26 @@ impl Catalog {
     /// adapter or salt differ from the index's. `InvalidArgument`: an invalid endpoint, model name
     /// or block size. `Overloaded`: a limit is reached.
     pub fn register(&self, registration: Registration) -> Result<Arc<Publisher>> {
-        let Registration {
-            worker,
-            key,
-            block_size,
-            endpoint,
-            replay_endpoint,
-            capacity_blocks,
-            identity,
-            facts,
-            ..
-        } = registration.clone();
-        check_endpoint("endpoint", &endpoint)?;
-        if let Some(replay) = &replay_endpoint {
+        let Registration { worker, ref key, ref endpoint, ref identity, .. } = registration;
+        check_endpoint("endpoint", endpoint)?;
+        if let Some(replay) = &registration.replay_endpoint {
             check_endpoint("replay_endpoint", replay)?;
         }
-        check_names(&key)?;
+        check_names(key)?;
+        let block_size = registration.block_size;
         if block_size == Some(0) {
             return Err(Error::invalid("block_size must be at least 1, got 0"));
         }
-        check_facts(&facts, block_size)?;
-        if capacity_blocks == Some(0) {
+        check_facts(&registration.facts, block_size)?;
+        if registration.capacity_blocks == Some(0) {
             return Err(Error::invalid("capacity_blocks must be at least 1, got 0"));
         }
         let seat = (worker, key.clone());
         let mut tables = self.tables.write();
         if let Some(publisher) = tables.workers.get(&seat).and_then(|id| tables.publishers.get(id))
         {
-            if publisher.endpoint == endpoint && is_brokered(&endpoint) {
-                publisher.model.agreement.check(&identity, &key)?;
+            if publisher.endpoint == *endpoint && is_brokered(endpoint) {
+                publisher.model.agreement.check(identity, key)?;
                 return Ok(Arc::clone(publisher));
             }
             return Err(Error::Conflict(format!(
@@ -252,16 +243,16 @@ impl Catalog {
                 self.options.max_publishers
             )));
         }
-        if !is_brokered(&endpoint) {
-            tables.check_sockets(&endpoint, worker.instance_id)?;
+        if !is_brokered(endpoint) {
+            tables.check_sockets(endpoint, worker.instance_id)?;
         }
-        if let Some(model) = tables.models.get(&key) {
-            model.agreement.check(&identity, &key)?;
+        if let Some(model) = tables.models.get(key) {
+            model.agreement.check(identity, key)?;
         }
-        let model = self.model_in(&mut tables, &key, block_size, None)?;
+        let model = self.model_in(&mut tables, key, block_size, None)?;
         let recovered = tables.recovered.remove(&seat);
-        let left = tables.left.remove(&seat).filter(|left| left.endpoint == endpoint);
-        model.agreement.settle(identity);
+        let left = tables.left.remove(&seat).filter(|left| left.endpoint == *endpoint);
+        model.agreement.settle(identity.clone());
         // Relaxed: the table's lock orders everything else.
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let frame = self.options.frame;
@@ -274,12 +265,11 @@ impl Catalog {
         }
         tables.publishers.insert(id, Arc::clone(&publisher));
         tables.workers.insert(seat, id);
-        let is_held = tables.is_held;
         self.commands.push(Command::Subscribe {
             publisher: id,
-            endpoint,
-            replay_endpoint,
-            is_held,
+            endpoint: publisher.endpoint.clone(),
+            replay_endpoint: publisher.replay_endpoint.clone(),
+            is_held: tables.is_held,
         });
         Ok(publisher)
     }
@@ -347,7 +337,7 @@ impl Catalog {
                 tables.left.insert(seat, Left { endpoint, cursor });
             }
             tables.departed.add(&publisher.counts());
-            self.commands.push(Command::Unsubscribe { publisher: publisher.id });
+            self.commands.push(Command::Unsubscribe(publisher.id));
             unused.push(Arc::clone(&publisher.model));
         }
         for model in unused {
@@ -371,7 +361,7 @@ impl Catalog {
         let mut tables = self.tables.write();
         if std::mem::take(&mut tables.is_held) {
             for publisher in tables.publishers.keys() {
-                self.commands.push(Command::Resume { publisher: *publisher });
+                self.commands.push(Command::Resume(*publisher));
             }
         }
     }
@@ -397,13 +387,8 @@ impl Catalog {
                 worker.instance_id, worker.dp_rank
             )));
         }
-        for publisher in publishers.iter().map(|publisher| publisher.id) {
-            self.commands.push(if is_paused {
-                Command::Pause { publisher }
-            } else {
-                Command::Resume { publisher }
-            });
-        }
+        let command = if is_paused { Command::Pause } else { Command::Resume };
+        publishers.iter().for_each(|publisher| self.commands.push(command(publisher.id)));
         Ok(())
     }
 

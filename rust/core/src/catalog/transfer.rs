@@ -69,22 +69,14 @@ pub struct Part {
 
 /// All parts of a catalog, by model and worker.
 pub fn parts(catalog: &Catalog) -> Vec<Part> {
-    let publishers = catalog.publishers();
-    let mut parts: Vec<Part> = publishers
-        .iter()
-        .map(|publisher| Part {
-            model: Arc::clone(&publisher.model),
-            worker: publisher.worker,
-            others: Vec::new(),
-            owner: Owner::Publisher(Arc::clone(publisher)),
-        })
-        .collect();
-    parts.extend(catalog.recovered().into_iter().map(|(model, worker, place)| Part {
-        model,
-        worker,
-        others: Vec::new(),
-        owner: Owner::Recovered(Box::new(place)),
-    }));
+    let registered = catalog.publishers().into_iter().map(|publisher| {
+        (Arc::clone(&publisher.model), publisher.worker, Owner::Publisher(publisher))
+    });
+    let recovered = catalog.recovered().into_iter();
+    let recovered =
+        recovered.map(|(model, worker, place)| (model, worker, Owner::Recovered(Box::new(place))));
+    let part = |(model, worker, owner)| Part { model, worker, owner, others: Vec::new() };
+    let mut parts: Vec<Part> = registered.chain(recovered).map(part).collect();
     parts.sort_by(|a, b| (&a.model.key, a.worker).cmp(&(&b.model.key, b.worker)));
     // Ranks of one instance are adjacent within a model.
     let is_same = |a: &Part, b: &Part| {

@@ -26,12 +26,13 @@ named! {
 impl Unheard {
     /// The meaning of the codes of a publisher's trust for its workers.
     pub(super) fn of(codes: Codes) -> Option<Self> {
-        let is_silent = codes.has(Code::NeverConnected) || codes.has(Code::NoEventsYet);
-        match () {
-            () if codes.has(Code::CatchingUp) => Some(Self::Replaying),
-            () if codes.has(Code::MissedFirstBatches) => Some(Self::Missed),
-            () => is_silent.then_some(Self::Silent),
-        }
+        let meanings = [
+            (Code::CatchingUp, Self::Replaying),
+            (Code::MissedFirstBatches, Self::Missed),
+            (Code::NeverConnected, Self::Silent),
+            (Code::NoEventsYet, Self::Silent),
+        ];
+        meanings.into_iter().find(|(code, _)| codes.has(*code)).map(|(_, meaning)| meaning)
     }
 
     /// As text.
