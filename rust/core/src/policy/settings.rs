@@ -8,7 +8,7 @@ use std::str::FromStr;
 use rand::{Rng, RngCore};
 
 pub use read::Origin;
-pub(super) use read::flag;
+pub(super) use read::{fault, flag};
 pub use table::{Kind, VARIABLES, Variable};
 
 use crate::error::{Error, Result};
@@ -143,8 +143,6 @@ pub struct Settings {
     pub profile: Profile,
     /// The selected strategy, if any.
     pub algorithm: Option<String>,
-    /// Routers that share state use the same hash seed.
-    pub is_state_synced: bool,
     /// `prefix-cache`.
     pub prefix: PrefixSettings,
     /// `vtc-basic`.
@@ -163,16 +161,6 @@ impl Settings {
         Self::read(profile, |_| None).expect("the defaults in the table are legal")
     }
 
-    /// Reads each variable with `lookup`, `KVFLASH_` before `AIBRIX_`, with the defaults of
-    /// `profile` for the rest. An empty variable is unset.
-    ///
-    /// # Errors
-    /// [`Error::Config`] with the name of the first variable that is out of range, what is legal
-    /// and what came. In `aibrix-compat` the default is used instead, with a line in `warnings`.
-    pub fn read(profile: Profile, lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
-        read::settings(profile, &lookup)
-    }
-
     /// The same settings with these variables replaced by legal values.
     ///
     /// # Errors
@@ -187,20 +175,6 @@ impl Settings {
             };
             given.map(|(_, value)| value.clone()).or_else(known)
         })
-    }
-
-    /// What is legal for a variable, if `value` is not.
-    pub(super) fn fault(&self, variable: &Variable, value: &str) -> Option<String> {
-        read::fault(self.profile, variable, value)
-    }
-
-    /// Variables that are set without effect, each with the setting that would give it one.
-    ///
-    /// # Arguments
-    /// * `strategies` - The strategy to route by, and those of shadows.
-    /// * `has_events` - Whether engines' events are received.
-    pub fn without_effect(&self, strategies: &[&str], has_events: bool) -> Vec<String> {
-        read::without_effect(self, strategies, has_events)
     }
 
     /// The seed of the prefix hashes: the configured one, or one from `rng`.

@@ -14,7 +14,7 @@ use super::cost::{Candidate, CandidateCost, RequestTerms};
 use super::decision::Choice;
 use super::price::AUTO;
 use super::registry;
-use super::settings::{Settings, VARIABLES, Variable, flag};
+use super::settings::{Settings, VARIABLES, Variable, fault, flag};
 use crate::error::{Error, Result};
 
 /// What the router's load table counts. A policy can leave counts out, but not add them.
@@ -189,7 +189,7 @@ impl Parameter {
                 *place(&mut changes.counted) = switch;
                 Ok(switch.to_string())
             }
-            Self::Variable(variable) => match settings.fault(variable, value) {
+            Self::Variable(variable) => match fault(settings.profile, variable, value) {
                 _ if value.is_empty() => Err("set".into()),
                 Some(wanted) => Err(wanted),
                 None => Ok(value.into()),

@@ -28,72 +28,127 @@ struct Reader<'a> {
     warnings: Vec<String>,
 }
 
-pub(super) fn settings(
-    profile: Profile,
-    lookup: &dyn Fn(&str) -> Option<String>,
-) -> Result<Settings> {
-    let mut reader = Reader { profile, lookup, origins: Vec::new(), warnings: Vec::new() };
-    let is_compat = profile == Profile::AibrixCompat;
-    for variable in &VARIABLES {
-        let origin = reader.origin(variable)?;
-        reader.origins.push(origin);
+impl Settings {
+    /// Reads each variable with `lookup`, `KVFLASH_` before `AIBRIX_`, with the defaults of
+    /// `profile` for the rest. An empty variable is unset.
+    ///
+    /// # Errors
+    /// [`Error::Config`] with the name of the first variable that is out of range, what is legal
+    /// and what came. In `aibrix-compat` the default is used instead, with a line in `warnings`.
+    pub fn read(profile: Profile, lookup: impl Fn(&str) -> Option<String>) -> Result<Self> {
+        let mut reader =
+            Reader { profile, lookup: &lookup, origins: Vec::new(), warnings: Vec::new() };
+        let is_compat = profile == Profile::AibrixCompat;
+        for variable in &VARIABLES {
+            let origin = reader.origin(variable)?;
+            reader.origins.push(origin);
+        }
+        let tokenizer = TokenizerKind::from_name(reader.text("PREFIX_CACHE_TOKENIZER_TYPE"))
+            .expect("only legal values are kept");
+        if !is_compat && tokenizer != TokenizerKind::Character {
+            reader.replace_default("PREFIX_CACHE_BLOCK_SIZE", "16");
+        }
+        let is_state_synced = flag(reader.text("STATESYNC_ENABLED")).unwrap_or(false);
+        let hash_seed = match reader.text("PREFIX_CACHE_HASH_SEED").parse() {
+            Ok(seed) => Some(seed),
+            Err(_) => is_state_synced.then_some(0),
+        };
+        let source = match flag(reader.text("PREFIX_CACHE_KV_EVENT_SYNC_ENABLED")) {
+            Some(true) => PrefixSource::Index,
+            Some(false) => PrefixSource::Table,
+            None => PrefixSource::Auto,
+        };
+        let time_unit = TimeUnit::from_name(reader.text("ROUTER_VTC_TOKEN_TRACKER_TIME_UNIT"))
+            .expect("only legal values are kept");
+        Ok(Self {
+            profile,
+            algorithm: Some(reader.text("ROUTING_ALGORITHM").to_owned()).filter(|a| !a.is_empty()),
+            prefix: PrefixSettings {
+                is_compat,
+                tokenizer,
+                block_size: reader.integer("PREFIX_CACHE_BLOCK_SIZE") as u32,
+                max_blocks: reader.integer("PREFIX_CACHE_BLOCK_NUMBER") as usize,
+                max_bytes: reader.integer("PREFIX_CACHE_MAX_BYTES") as u64,
+                eviction_interval_ms: reader.integer("PREFIX_CACHE_EVICTION_INTERVAL_SECONDS")
+                    as u64
+                    * 1_000,
+                eviction_duration_ms: reader.integer("PREFIX_CACHE_EVICTION_DURATION_MINS") as u64
+                    * 60_000,
+                imbalance_abs_count: reader
+                    .integer("PREFIX_CACHE_POD_RUNNING_REQUEST_IMBALANCE_ABS_COUNT"),
+                standard_deviation_factor: reader.number("PREFIX_CACHE_STANDARD_DEVIATION_FACTOR"),
+                hash_seed,
+                source,
+            },
+            vtc: VtcSettings {
+                is_compat,
+                time_unit,
+                window_size: reader.integer("ROUTER_VTC_TOKEN_TRACKER_WINDOW_SIZE") as u64,
+                default_totals: (
+                    reader.number("ROUTER_VTC_TOKEN_TRACKER_MIN_TOKENS"),
+                    reader.number("ROUTER_VTC_TOKEN_TRACKER_MAX_TOKENS"),
+                ),
+                input_token_weight: reader.number("ROUTER_VTC_BASIC_INPUT_TOKEN_WEIGHT"),
+                output_token_weight: reader.number("ROUTER_VTC_BASIC_OUTPUT_TOKEN_WEIGHT"),
+                max_pod_load: reader.number("ROUTER_VTC_BASIC_MAX_POD_LOAD"),
+                fairness_weight: reader.number("ROUTER_VTC_BASIC_FAIRNESS_WEIGHT"),
+                utilization_weight: reader.number("ROUTER_VTC_BASIC_UTILIZATION_WEIGHT"),
+                max_clients: reader.integer("ROUTER_VTC_MAX_CLIENTS") as usize,
+            },
+            session: SessionSettings {
+                max_sessions: reader.integer("SESSION_MAX_SESSIONS") as usize,
+            },
+            origins: reader.origins,
+            warnings: reader.warnings,
+        })
     }
-    let tokenizer = TokenizerKind::from_name(reader.text("PREFIX_CACHE_TOKENIZER_TYPE"))
-        .expect("only legal values are kept");
-    if !is_compat && tokenizer != TokenizerKind::Character {
-        reader.replace_default("PREFIX_CACHE_BLOCK_SIZE", "16");
+
+    /// Variables that are set without effect, each with the setting that would give it one.
+    ///
+    /// # Arguments
+    /// * `strategies` - The strategy to route by, and those of shadows.
+    /// * `has_events` - Whether engines' events are received.
+    pub fn without_effect(&self, strategies: &[&str], has_events: bool) -> Vec<String> {
+        // A strategy may weigh several policies, and a shadow may have settings of its own.
+        let plain =
+            |text: &&str| text.replace('_', "-").to_ascii_lowercase().replace("aware", "cache");
+        let plain: Vec<String> = strategies.iter().map(plain).collect();
+        let is_used = |policy: &str| plain.iter().any(|strategy| strategy.contains(policy));
+        let is_indexed = match self.prefix.source {
+            PrefixSource::Auto => has_events,
+            PrefixSource::Table => false,
+            PrefixSource::Index => true,
+        };
+        let is_compat = self.profile == Profile::AibrixCompat;
+        let unused = |origin: &Origin| {
+            let full = origin.read_from.as_ref()?;
+            let prefix = full.strip_suffix(origin.name)?;
+            if let Some(policy) = reader_of(origin.name).filter(|policy| !is_used(policy)) {
+                let used = strategies.join(", ");
+                return Some(format!(
+                    "{full} has no effect without {prefix}ROUTING_ALGORITHM={policy} or --router-mode {policy}: \
+                     the policy is {used}"
+                ));
+            }
+            Some(match origin.name {
+                "PREFIX_CACHE_BLOCK_SIZE" if is_indexed => format!(
+                    "{full} has no effect on models with engines that publish KV events: prefix-cache counts \
+                     the engines' own blocks there; {prefix}PREFIX_CACHE_KV_EVENT_SYNC_ENABLED=false makes \
+                     it cut prompts by itself, with this block size"
+                ),
+                "ROUTER_VTC_TOKEN_TRACKER_MIN_TOKENS" | "ROUTER_VTC_TOKEN_TRACKER_MAX_TOKENS"
+                    if !is_compat =>
+                {
+                    format!(
+                        "{full} has no effect with the policy profile document: vtc-basic scores clients \
+                         by their shares of all tokens there; --policy-profile aibrix-compat lets it count"
+                    )
+                }
+                _ => return None,
+            })
+        };
+        self.origins.iter().filter_map(unused).collect()
     }
-    let is_state_synced = flag(reader.text("STATESYNC_ENABLED")).unwrap_or(false);
-    let hash_seed = match reader.text("PREFIX_CACHE_HASH_SEED").parse() {
-        Ok(seed) => Some(seed),
-        Err(_) => is_state_synced.then_some(0),
-    };
-    let source = match flag(reader.text("PREFIX_CACHE_KV_EVENT_SYNC_ENABLED")) {
-        Some(true) => PrefixSource::Index,
-        Some(false) => PrefixSource::Table,
-        None => PrefixSource::Auto,
-    };
-    let time_unit = TimeUnit::from_name(reader.text("ROUTER_VTC_TOKEN_TRACKER_TIME_UNIT"))
-        .expect("only legal values are kept");
-    Ok(Settings {
-        profile,
-        algorithm: Some(reader.text("ROUTING_ALGORITHM").to_owned()).filter(|a| !a.is_empty()),
-        is_state_synced,
-        prefix: PrefixSettings {
-            is_compat,
-            tokenizer,
-            block_size: reader.integer("PREFIX_CACHE_BLOCK_SIZE") as u32,
-            max_blocks: reader.integer("PREFIX_CACHE_BLOCK_NUMBER") as usize,
-            max_bytes: reader.integer("PREFIX_CACHE_MAX_BYTES") as u64,
-            eviction_interval_ms: reader.integer("PREFIX_CACHE_EVICTION_INTERVAL_SECONDS") as u64
-                * 1_000,
-            eviction_duration_ms: reader.integer("PREFIX_CACHE_EVICTION_DURATION_MINS") as u64
-                * 60_000,
-            imbalance_abs_count: reader
-                .integer("PREFIX_CACHE_POD_RUNNING_REQUEST_IMBALANCE_ABS_COUNT"),
-            standard_deviation_factor: reader.number("PREFIX_CACHE_STANDARD_DEVIATION_FACTOR"),
-            hash_seed,
-            source,
-        },
-        vtc: VtcSettings {
-            is_compat,
-            time_unit,
-            window_size: reader.integer("ROUTER_VTC_TOKEN_TRACKER_WINDOW_SIZE") as u64,
-            default_totals: (
-                reader.number("ROUTER_VTC_TOKEN_TRACKER_MIN_TOKENS"),
-                reader.number("ROUTER_VTC_TOKEN_TRACKER_MAX_TOKENS"),
-            ),
-            input_token_weight: reader.number("ROUTER_VTC_BASIC_INPUT_TOKEN_WEIGHT"),
-            output_token_weight: reader.number("ROUTER_VTC_BASIC_OUTPUT_TOKEN_WEIGHT"),
-            max_pod_load: reader.number("ROUTER_VTC_BASIC_MAX_POD_LOAD"),
-            fairness_weight: reader.number("ROUTER_VTC_BASIC_FAIRNESS_WEIGHT"),
-            utilization_weight: reader.number("ROUTER_VTC_BASIC_UTILIZATION_WEIGHT"),
-            max_clients: reader.integer("ROUTER_VTC_MAX_CLIENTS") as usize,
-        },
-        session: SessionSettings { max_sessions: reader.integer("SESSION_MAX_SESSIONS") as usize },
-        origins: reader.origins,
-        warnings: reader.warnings,
-    })
 }
 
 /// The policy that reads a variable, if it is of one only.
@@ -105,51 +160,6 @@ fn reader_of(name: &str) -> Option<&'static str> {
         _ if name.starts_with("ROUTER_VTC_") => Some("vtc-basic"),
         _ => None,
     }
-}
-
-pub(super) fn without_effect(
-    settings: &Settings,
-    strategies: &[&str],
-    has_events: bool,
-) -> Vec<String> {
-    // A strategy may weigh several policies, and a shadow may have settings of its own.
-    let plain = |text: &&str| text.replace('_', "-").to_ascii_lowercase().replace("aware", "cache");
-    let plain: Vec<String> = strategies.iter().map(plain).collect();
-    let is_used = |policy: &str| plain.iter().any(|strategy| strategy.contains(policy));
-    let is_indexed = match settings.prefix.source {
-        PrefixSource::Auto => has_events,
-        PrefixSource::Table => false,
-        PrefixSource::Index => true,
-    };
-    let is_compat = settings.profile == Profile::AibrixCompat;
-    let unused = |origin: &Origin| {
-        let full = origin.read_from.as_ref()?;
-        let prefix = full.strip_suffix(origin.name)?;
-        if let Some(policy) = reader_of(origin.name).filter(|policy| !is_used(policy)) {
-            let used = strategies.join(", ");
-            return Some(format!(
-                "{full} has no effect without {prefix}ROUTING_ALGORITHM={policy} or --router-mode {policy}: \
-                 the policy is {used}"
-            ));
-        }
-        Some(match origin.name {
-            "PREFIX_CACHE_BLOCK_SIZE" if is_indexed => format!(
-                "{full} has no effect on models with engines that publish KV events: prefix-cache counts \
-                 the engines' own blocks there; {prefix}PREFIX_CACHE_KV_EVENT_SYNC_ENABLED=false makes \
-                 it cut prompts by itself, with this block size"
-            ),
-            "ROUTER_VTC_TOKEN_TRACKER_MIN_TOKENS" | "ROUTER_VTC_TOKEN_TRACKER_MAX_TOKENS"
-                if !is_compat =>
-            {
-                format!(
-                    "{full} has no effect with the policy profile document: vtc-basic scores clients \
-                     by their shares of all tokens there; --policy-profile aibrix-compat lets it count"
-                )
-            }
-            _ => return None,
-        })
-    };
-    settings.origins.iter().filter_map(unused).collect()
 }
 
 impl Reader<'_> {
@@ -207,7 +217,11 @@ impl Reader<'_> {
 }
 
 /// What is legal, if `value` is not.
-pub(super) fn fault(profile: Profile, variable: &Variable, value: &str) -> Option<String> {
+pub(in crate::policy) fn fault(
+    profile: Profile,
+    variable: &Variable,
+    value: &str,
+) -> Option<String> {
     let is_compat = profile == Profile::AibrixCompat;
     match variable.kind {
         Kind::Integer { low, high } => {
