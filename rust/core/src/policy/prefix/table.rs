@@ -15,11 +15,7 @@ use crate::load::recency::Recent;
 /// that ever had it.
 #[derive(Debug)]
 pub struct PrefixTable {
-    is_compat: bool,
-    max_blocks: usize,
-    max_bytes: u64,
-    ttl_ms: u64,
-    interval_ms: u64,
+    settings: PrefixSettings,
     swept_ms: u64,
     entries: Recent<Key, Entry>,
     slots: Slots,
@@ -68,11 +64,7 @@ impl PrefixTable {
     /// An empty table.
     pub fn new(settings: &PrefixSettings) -> Self {
         Self {
-            is_compat: settings.is_compat,
-            max_blocks: settings.max_blocks,
-            max_bytes: if settings.max_bytes == 0 { u64::MAX } else { settings.max_bytes },
-            ttl_ms: settings.eviction_duration_ms,
-            interval_ms: settings.eviction_interval_ms,
+            settings: settings.clone(),
             swept_ms: 0,
             entries: Recent::new(settings.max_blocks),
             slots: Slots::default(),
@@ -166,7 +158,7 @@ impl PrefixTable {
         holders: Option<(u32, usize)>,
         now_ms: u64,
     ) -> usize {
-        if self.is_compat {
+        if self.settings.is_compat {
             return depth + 1;
         }
         // Every holder of a block holds all blocks before it, so equal counts mean equal holders.
@@ -200,9 +192,9 @@ impl PrefixTable {
     ) -> Option<(u32, usize)> {
         let place = self.entries.place(self.key(model, *hashes.get(depth)?))?;
         let holders = &mut self.entries[place].holders;
-        if !self.is_compat {
+        if !self.settings.is_compat {
             self.holder_bytes -= holders.bytes();
-            holders.prune(&mut self.slots, now_ms, self.ttl_ms);
+            holders.prune(&mut self.slots, now_ms, self.settings.eviction_duration_ms);
             self.holder_bytes += holders.bytes();
         }
         let count = holders.slots().len();
@@ -214,23 +206,23 @@ impl PrefixTable {
     pub fn record(&mut self, model: &str, hashes: &[u64], worker: Worker, now_ms: u64) {
         self.expire(now_ms);
         let model = xxh3_64(model.as_bytes());
-        if self.is_compat {
+        if self.settings.is_compat {
             hashes.iter().for_each(|&hash| self.put(model, hash, worker, now_ms));
             return self.shrink();
         }
-        let hashes = &hashes[..hashes.len().min(self.max_blocks)];
+        let hashes = &hashes[..hashes.len().min(self.settings.max_blocks)];
         if hashes.is_empty() {
             return;
         }
         let place_of = |&hash: &u64| self.entries.place((model, hash));
         let places: Vec<Option<u32>> = hashes.iter().map(place_of).collect();
         let missing = places.iter().filter(|place| place.is_none()).count();
-        if self.entries.len() + missing > self.max_blocks {
+        if self.entries.len() + missing > self.settings.max_blocks {
             // Existing blocks must not be evicted to make room for their successors.
             for &place in places.iter().flatten() {
                 self.entries.renew(place);
             }
-            while self.entries.len() + missing > self.max_blocks && self.evict() {}
+            while self.entries.len() + missing > self.settings.max_blocks && self.evict() {}
         }
         let slot = self.slots.of((model, worker));
         // In reverse, so that the first block is the most recently used.
@@ -242,11 +234,11 @@ impl PrefixTable {
 
     /// Records that one block was sent to `worker`, and marks it as most recently used.
     pub fn put(&mut self, model: u64, hash: u64, worker: Worker, now_ms: u64) {
-        if self.max_blocks == 0 {
+        if self.settings.max_blocks == 0 {
             return;
         }
         let place = self.entries.place(self.key(model, hash));
-        if place.is_none() && self.entries.len() >= self.max_blocks {
+        if place.is_none() && self.entries.len() >= self.settings.max_blocks {
             self.evict();
         }
         let slot = self.slots.of((model, worker));
@@ -262,13 +254,14 @@ impl PrefixTable {
         self.holder_bytes -= entry.holders.bytes();
         entry.used_ms = now_ms;
         entry.holders.put(&mut self.slots, slot, now_ms);
-        if !self.is_compat {
-            entry.holders.prune(&mut self.slots, now_ms, self.ttl_ms);
+        if !self.settings.is_compat {
+            entry.holders.prune(&mut self.slots, now_ms, self.settings.eviction_duration_ms);
         }
         self.holder_bytes += entry.holders.bytes();
     }
 
     /// Whether the block was sent to any worker.
+    #[cfg(test)]
     pub fn has(&self, model: u64, hash: u64) -> bool {
         self.entries.place(self.key(model, hash)).is_some()
     }
@@ -292,14 +285,16 @@ impl PrefixTable {
     /// # Cost
     /// O(dropped blocks).
     pub fn expire(&mut self, now_ms: u64) {
-        if self.is_compat {
-            if now_ms < self.swept_ms.saturating_add(self.interval_ms) {
+        if self.settings.is_compat {
+            if now_ms < self.swept_ms.saturating_add(self.settings.eviction_interval_ms) {
                 return;
             }
             self.swept_ms = now_ms;
         }
         while let Some(place) = self.entries.first() {
-            if now_ms.saturating_sub(self.entries[place].used_ms) <= self.ttl_ms {
+            if now_ms.saturating_sub(self.entries[place].used_ms)
+                <= self.settings.eviction_duration_ms
+            {
                 break;
             }
             self.drop_entry(place);
@@ -308,11 +303,12 @@ impl PrefixTable {
     }
 
     fn key(&self, model: u64, hash: u64) -> Key {
-        if self.is_compat { (0, hash) } else { (model, hash) }
+        if self.settings.is_compat { (0, hash) } else { (model, hash) }
     }
 
     fn shrink(&mut self) {
-        while self.bytes() > self.max_bytes && self.evict() {}
+        let max_bytes = self.settings.max_bytes;
+        while max_bytes > 0 && self.bytes() > max_bytes && self.evict() {}
     }
 
     fn evict(&mut self) -> bool {

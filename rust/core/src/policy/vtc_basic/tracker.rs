@@ -12,16 +12,13 @@ use crate::error::{Error, Result};
 /// In `document` a client is dropped from the lowest, highest and sum as soon as its tokens leave
 /// the window. In `aibrix-compat` that happens when it is next looked up, or when there is no room
 /// for another client.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct TokenTracker {
-    is_compat: bool,
+    settings: VtcSettings,
     /// Length of a bucket, in milliseconds.
     bucket_ms: u64,
     /// Age after which a bucket is dropped, in buckets.
     window: u64,
-    weights: (f64, f64),
-    default_totals: (f64, f64),
-    max_clients: usize,
     clients: HashMap<Box<str>, Client>,
     /// Number of clients by total above 0; keys are the bits of the number, which sort in its
     /// order.
@@ -55,24 +52,28 @@ impl TokenTracker {
             TimeUnit::Milliseconds => (1, 1),
         };
         Self {
-            is_compat: settings.is_compat,
+            settings: settings.clone(),
             bucket_ms,
             window: settings.window_size.saturating_mul(buckets_per_unit),
-            weights: (settings.input_token_weight, settings.output_token_weight),
-            default_totals: settings.default_totals,
-            max_clients: settings.max_clients,
-            ..Self::default()
+            clients: HashMap::new(),
+            totals: BTreeMap::new(),
+            sum: 0.0,
+            queue: VecDeque::new(),
+            uncounted: 0,
+            swept: None,
+            now_ms: 0,
         }
+    }
+
+    /// Weighted tokens. Negative numbers count as 0.
+    fn weighed(&self, input: f64, output: f64) -> f64 {
+        let VtcSettings { input_token_weight, output_token_weight, .. } = self.settings;
+        input.max(0.0) * input_token_weight + output.max(0.0) * output_token_weight
     }
 
     /// Clients that are tracked.
     pub fn len(&self) -> usize {
         self.clients.len()
-    }
-
-    /// Whether no client is tracked.
-    pub fn is_empty(&self) -> bool {
-        self.clients.is_empty()
     }
 
     /// Requests that were not charged because of the client limit.
@@ -96,7 +97,7 @@ impl TokenTracker {
     pub fn range(&self) -> (f64, f64) {
         let lowest = self.totals.keys().next().map(|&bits| f64::from_bits(bits));
         let highest = self.totals.keys().next_back().map(|&bits| f64::from_bits(bits));
-        lowest.zip(highest).unwrap_or(self.default_totals)
+        lowest.zip(highest).unwrap_or(self.settings.default_totals)
     }
 
     /// Charges tokens to `client`. Negative numbers count as 0.
@@ -108,15 +109,15 @@ impl TokenTracker {
             return Err(Error::invalid("the client's name is empty"));
         }
         self.forget_old(client, now_ms);
-        let tokens = input.max(0.0) * self.weights.0 + output.max(0.0) * self.weights.1;
+        let tokens = self.weighed(input, output);
         if tokens <= 0.0 {
             return Ok(());
         }
         if !self.clients.contains_key(client) {
-            if self.clients.len() >= self.max_clients {
+            if self.clients.len() >= self.settings.max_clients {
                 self.sweep();
             }
-            if self.clients.len() >= self.max_clients {
+            if self.clients.len() >= self.settings.max_clients {
                 self.uncounted += 1;
                 return Ok(());
             }
@@ -128,7 +129,7 @@ impl TokenTracker {
             Some((at, sum)) if *at >= bucket => *sum += tokens,
             _ => {
                 entry.buckets.push_back((bucket, tokens));
-                if !self.is_compat {
+                if !self.settings.is_compat {
                     self.queue.push_back((bucket, client.into()));
                 }
             }
@@ -142,7 +143,7 @@ impl TokenTracker {
 
     /// Refunds a charge to `client`, as far as it is still in the window.
     pub fn refund(&mut self, client: &str, input: f64, output: f64, charged_at_ms: u64) {
-        let tokens = input.max(0.0) * self.weights.0 + output.max(0.0) * self.weights.1;
+        let tokens = self.weighed(input, output);
         let bucket = charged_at_ms / self.bucket_ms;
         if bucket < self.oldest() {
             return;
@@ -168,7 +169,7 @@ impl TokenTracker {
     fn forget_old(&mut self, client: &str, now_ms: u64) {
         self.now_ms = self.now_ms.max(now_ms);
         let oldest = self.oldest();
-        if self.is_compat {
+        if self.settings.is_compat {
             return self.forget_of(client, oldest);
         }
         while let Some((bucket, _)) = self.queue.front() {
@@ -185,7 +186,7 @@ impl TokenTracker {
     /// make room for others. At most once per bucket, because it visits all of them.
     fn sweep(&mut self) {
         let bucket = self.now_ms / self.bucket_ms;
-        if !self.is_compat || self.swept == Some(bucket) {
+        if !self.settings.is_compat || self.swept == Some(bucket) {
             return;
         }
         self.swept = Some(bucket);
