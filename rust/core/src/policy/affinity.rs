@@ -8,10 +8,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::Mutex;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use super::contract::Session;
+use super::contract::{Sample, Session};
 use super::cost::Candidate;
 use super::decision::{Choice, Reason};
-use super::metrics::Sample;
 use crate::error::{Error, Result};
 use crate::ids::Worker;
 use crate::load::recency::Recent;

@@ -1,13 +1,46 @@
-//! The built-in policies as [`RoutePolicy`](super::RoutePolicy).
+//! The built-in policies.
+
+use std::str::FromStr;
 
 use rand::RngCore;
 
-use super::contract::{Candidates, Context, Polarity, RoutePolicy, without_scores};
+use super::contract::{Candidates, Context, Polarity, RoutePolicy};
 use super::cost::CandidateCost;
 use super::decision::Choice;
-use super::kind::Policy;
 use super::select::select;
-use crate::error::Result;
+use crate::error::{Error, Result};
+
+named! {
+    /// How a worker is chosen.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+    pub enum Policy {
+        /// Lowest cost: uncached and queued prompt blocks, plus active blocks.
+        #[default]
+        Kv = "kv",
+        /// The candidate with the oldest booking, so that all take turns even if the candidates
+        /// change between requests.
+        RoundRobin = "round_robin",
+        /// Any candidate, all equally likely.
+        Random = "random",
+        /// Fewest active blocks and blocks to prefill; then fewest active requests.
+        LeastLoaded = "least_loaded",
+        /// The less loaded of two random candidates.
+        PowerOfTwo = "power_of_two",
+    }
+}
+
+impl FromStr for Policy {
+    type Err = Error;
+
+    /// Parses a policy's name; `-` and `_` are equivalent.
+    fn from_str(name: &str) -> Result<Self> {
+        let wanted = name.replace('-', "_");
+        Self::from_name(&wanted).ok_or_else(|| {
+            let names = Self::ALL.map(Self::name).join(", ");
+            Error::Config(format!("policy must be one of {names}; got {name:?}"))
+        })
+    }
+}
 
 impl RoutePolicy for Policy {
     fn name(&self) -> &str {
@@ -39,13 +72,13 @@ impl RoutePolicy for Policy {
         candidates: &Candidates<'_>,
         scores: &mut Vec<Option<f64>>,
         _rng: &mut dyn RngCore,
-    ) -> Result<Polarity> {
+    ) -> Option<Polarity> {
         if !self.is_scorer() {
-            return Err(without_scores(self.name()));
+            return None;
         }
         let request = &context.request;
         scores.clear();
         scores.extend(candidates.list.iter().map(|one| Some(request.terms(*self, one).cost)));
-        Ok(Polarity::Least)
+        Some(Polarity::Least)
     }
 }

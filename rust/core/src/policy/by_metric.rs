@@ -8,9 +8,8 @@ use rand::{Rng, RngCore};
 use super::contract::{Candidates, Context, Polarity, RoutePolicy};
 use super::cost::CandidateCost;
 use super::decision::{Choice, Reason};
-use super::select::Lowest;
-use super::select::among_equals;
-use crate::error::Result;
+use super::engine::EngineMetrics;
+use super::select::{Lowest, among_equals};
 
 /// Appends one value per candidate, in order; `None` if the candidate lacks the data.
 pub(super) type Values = fn(&Candidates<'_>, &mut Vec<Option<f64>>);
@@ -18,18 +17,19 @@ pub(super) type Values = fn(&Candidates<'_>, &mut Vec<Option<f64>>);
 /// The lowest value wins, and chance decides ties. Candidates without a value are skipped, unless
 /// all lack one: then any of them is taken. A candidate without a value has infinite cost.
 #[derive(Debug)]
-pub(super) struct ByMetric {
+struct ByMetric {
     name: &'static str,
     values: Values,
     /// None of the latest candidates had a value.
     is_blind: AtomicBool,
 }
 
-impl ByMetric {
-    pub(super) fn policy(name: &'static str, values: Values) -> Arc<dyn RoutePolicy> {
-        Arc::new(Self { name, values, is_blind: AtomicBool::new(false) })
-    }
+/// The policy `name`, which minimizes `values`.
+pub(super) fn lowest(name: &'static str, values: Values) -> Arc<dyn RoutePolicy> {
+    Arc::new(ByMetric { name, values, is_blind: AtomicBool::new(false) })
+}
 
+impl ByMetric {
     fn read(&self, candidates: &Candidates<'_>, values: &mut Vec<Option<f64>>) {
         (self.values)(candidates, values);
         let is_blind = !values.is_empty() && values.iter().all(Option::is_none);
@@ -79,10 +79,10 @@ impl RoutePolicy for ByMetric {
         candidates: &Candidates<'_>,
         scores: &mut Vec<Option<f64>>,
         _rng: &mut dyn RngCore,
-    ) -> Result<Polarity> {
+    ) -> Option<Polarity> {
         scores.clear();
         self.read(candidates, scores);
-        Ok(Polarity::Least)
+        Some(Polarity::Least)
     }
 }
 
@@ -104,4 +104,65 @@ pub(super) fn choose_lowest(values: &[Option<f64>], rng: &mut dyn RngCore) -> Op
     }
     let choice = among_equals(lowest, 0..count, |at| values[at] == Some(lowest.value), rng);
     Some(Choice { margin: choice.margin.filter(|margin| margin.is_finite()), ..choice })
+}
+
+/// One value of each engine's report.
+pub(super) fn each(
+    candidates: &Candidates<'_>,
+    values: &mut Vec<Option<f64>>,
+    of: impl Fn(EngineMetrics) -> Option<f64>,
+) {
+    values.extend((0..candidates.len()).map(|index| of(candidates.metrics(index))));
+}
+
+/// Active requests, as this router booked them.
+pub(super) fn requests(candidates: &Candidates<'_>, values: &mut Vec<Option<f64>>) {
+    let requests = |index| Some(f64::from(candidates.requests(index)));
+    values.extend((0..candidates.len()).map(requests));
+}
+
+/// KV usage of accelerator and host together.
+pub(super) fn kv_usage(candidates: &Candidates<'_>, values: &mut Vec<Option<f64>>) {
+    // Most engines have no blocks in host memory and do not report them.
+    let both = |metrics: EngineMetrics| {
+        metrics.gpu_kv_usage.map(|gpu| gpu + metrics.cpu_kv_usage.unwrap_or(0.0))
+    };
+    each(candidates, values, both);
+}
+
+/// Weight of a prompt token, in generated tokens.
+const PROMPT_WEIGHT: f64 = 2.0;
+
+/// Work that the worker has done, with prompts counted twice.
+pub(super) fn throughput(candidates: &Candidates<'_>, values: &mut Vec<Option<f64>>) {
+    each(candidates, values, |metrics| {
+        Some(PROMPT_WEIGHT * metrics.avg_prompt_tokens? + metrics.avg_generation_tokens?)
+    });
+}
+
+/// Lengths of a typical request until an engine reports any, in tokens.
+const PROMPT_TOKENS: f64 = 10.0;
+const GENERATION_TOKENS: f64 = 100.0;
+
+/// `queue + prefill per token * typical prompt + decode per token * typical answer`, in seconds;
+/// typical lengths are the mean over the engines that report a length above 0.
+pub(super) fn latency(candidates: &Candidates<'_>, values: &mut Vec<Option<f64>>) {
+    let list = candidates.metrics;
+    let mean = |length: fn(&EngineMetrics) -> Option<f64>, without: f64| {
+        let lengths = list.iter().filter_map(length).filter(|&length| length > 0.0);
+        let (sum, count) = lengths.fold((0.0, 0.0), |(sum, count), one| (sum + one, count + 1.0));
+        if count > 0.0 { sum / count } else { without }
+    };
+    let prompt = mean(|metrics| metrics.avg_prompt_tokens, PROMPT_TOKENS);
+    let generation = mean(|metrics| metrics.avg_generation_tokens, GENERATION_TOKENS);
+    // An engine without requests so far reports times, if any, of a typical one.
+    let scaled = |time: f64, own: Option<f64>, usual: f64| {
+        time / own.filter(|&tokens| tokens > 0.0).unwrap_or(usual) * usual
+    };
+    values.extend(list.iter().map(|metrics| {
+        let prefill = scaled(metrics.mean_prefill_s?, metrics.avg_prompt_tokens, prompt);
+        let decode = scaled(metrics.mean_decode_s?, metrics.avg_generation_tokens, generation);
+        Some(metrics.queue_s? + prefill + decode)
+    }));
+    values.resize(candidates.len(), None);
 }

@@ -5,16 +5,15 @@ use std::sync::{Arc, OnceLock};
 
 use rand::RngCore;
 
+use super::built_in::Policy;
 use super::cost::{Candidate, CandidateCost, RequestTerms};
 use super::decision::Choice;
 use super::desk::Desk;
 use super::engine::EngineMetrics;
-use super::kind::Policy;
-use super::metrics::Sample;
+use super::price::Ticket;
 use super::price::marks::Marks;
-use super::price::ticket::Ticket;
 use super::question::Advice;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::ids::Worker;
 
 /// A way to choose a worker: one file, and one line in the [registry](super::registry).
@@ -67,7 +66,8 @@ pub trait RoutePolicy: fmt::Debug + Send + Sync {
     /// Work to do before the router's lock is taken: tokenizing, hashing.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a request that this policy can't route; names the field.
+    /// [`Error::InvalidArgument`](crate::error::Error) for a request that this policy can't route;
+    /// names the field.
     fn prepare(&self, context: &Context<'_>) -> Result<()> {
         self.members().iter().try_for_each(|one| one.prepare(context))
     }
@@ -89,18 +89,16 @@ pub trait RoutePolicy: fmt::Debug + Send + Sync {
     }
 
     /// Scores every candidate, for a weighted choice by several policies. Replaces `scores` with
-    /// one entry per candidate; `None` if unknown.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] if this policy has no scores, or none for this request.
+    /// one entry per candidate; `None` if unknown. Returns `None` if this policy has no scores, or
+    /// none for this request.
     fn scores(
         &self,
         _context: &Context<'_>,
         _candidates: &Candidates<'_>,
         _scores: &mut Vec<Option<f64>>,
         _rng: &mut dyn RngCore,
-    ) -> Result<Polarity> {
-        Err(without_scores(self.name()))
+    ) -> Option<Polarity> {
+        None
     }
 
     /// How long the prefill of `tokens` prompt tokens in `pool` takes, in milliseconds, when its
@@ -236,23 +234,18 @@ pub struct Session<'a> {
 /// Values computed once per request, by the first policy that needs them.
 #[derive(Debug, Default)]
 pub struct Memo {
-    prefix: OnceLock<PrefixMemo>,
+    /// Hashes of blocks, and how they are computed.
+    prefix: OnceLock<(u64, Vec<u64>)>,
     marks: OnceLock<Marks>,
     ticket: OnceLock<Ticket>,
-}
-
-#[derive(Debug)]
-struct PrefixMemo {
-    maker: u64,
-    hashes: Box<[u64]>,
 }
 
 impl Memo {
     /// The result of `make`, cached for the first `maker`; other makers compute theirs with every
     /// call. `maker` identifies how the hashes are computed.
     pub fn hashes(&self, maker: u64, make: impl Fn() -> Vec<u64>) -> std::borrow::Cow<'_, [u64]> {
-        let kept = self.prefix.get_or_init(|| PrefixMemo { maker, hashes: make().into() });
-        if kept.maker == maker { kept.hashes.as_ref().into() } else { make().into() }
+        let (kept, hashes) = self.prefix.get_or_init(|| (maker, make()));
+        if *kept == maker { hashes.into() } else { make().into() }
     }
 
     /// The marks of the prompt with these sequence hashes, cached.
@@ -334,11 +327,6 @@ pub enum Polarity {
     Least,
 }
 
-/// What a policy answers that is asked for scores and has none.
-pub(super) fn without_scores(policy: &str) -> Error {
-    Error::invalid(format!("policy {policy} has no scores that could be weighted"))
-}
-
 /// A request that has ended, with its actual usage.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Finished<'a> {
@@ -367,4 +355,24 @@ pub struct Finished<'a> {
     pub first_token_ms: Option<u64>,
     /// The ticket that a policy set when the request was routed.
     pub ticket: Option<&'a Ticket>,
+}
+
+/// One counter or gauge of a policy.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Sample<'a> {
+    /// Name without the program's prefix; counters end in `_total`.
+    pub name: &'a str,
+    /// What it is, as a sentence without a full stop.
+    pub help: &'static str,
+    /// Label and its value; `("", "")` without a label.
+    pub label: (&'a str, &'a str),
+    /// The value.
+    pub value: f64,
+}
+
+impl<'a> Sample<'a> {
+    /// A sample without a label.
+    pub const fn plain(name: &'a str, help: &'static str, value: f64) -> Self {
+        Self { name, help, label: ("", ""), value }
+    }
 }

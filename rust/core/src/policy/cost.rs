@@ -1,7 +1,7 @@
 //! The cost of a request on a worker.
 
-use super::kind::Policy;
-use super::price::parts::Price;
+use super::built_in::Policy;
+use super::price::Price;
 use crate::ids::Worker;
 
 /// How `kv` weighs work to prefill against work saved, besides `overlap_score_weight`. The default

@@ -2,8 +2,8 @@
 
 use std::fmt;
 
+use super::built_in::Policy;
 use super::cost::{Candidate, CandidateCost, RequestTerms, Terms};
-use super::kind::Policy;
 use crate::ids::Worker;
 
 named! {

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::metrics::Sample;
+use super::contract::Sample;
 use super::question::{Advice, News, Question};
 
 /// Maximum waiting questions.

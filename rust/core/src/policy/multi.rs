@@ -9,6 +9,7 @@ use super::contract::{Candidates, Context, Polarity, RoutePolicy};
 use super::cost::CandidateCost;
 use super::decision::{Choice, Reason};
 use super::registry;
+use super::select::Lowest;
 use super::settings::Settings;
 use crate::error::{Error, Result};
 
@@ -127,7 +128,7 @@ impl RoutePolicy for Multi {
         sums.resize(candidates.len(), 0.0);
         for (policy, weight) in self.members.iter().zip(&self.weights) {
             // A member without scores for this request does not contribute.
-            if let Ok(polarity) = policy.scores(context, candidates, scores, rng) {
+            if let Some(polarity) = policy.scores(context, candidates, scores, rng) {
                 add(scores, polarity, *weight, sums);
             }
         }
@@ -154,16 +155,10 @@ pub(super) fn add(scores: &[Option<f64>], polarity: Polarity, weight: f64, sums:
 
 /// The highest sum; the first of equal ones, so that members with finer scores decide.
 pub(super) fn highest(sums: &[f64]) -> Option<Choice> {
-    let (&first, others) = sums.split_first()?;
-    let (mut index, mut best, mut ties, mut next) = (0, first, 1, f64::NEG_INFINITY);
-    for (at, &sum) in (1..).zip(others) {
-        if sum > best {
-            (index, next, best, ties) = (at, best, sum, 1);
-        } else {
-            ties += usize::from(sum == best);
-            next = next.max(sum);
-        }
-    }
-    let margin = next.is_finite().then_some(best - next);
-    Some(Choice { index, ties, margin, reason: Reason::HighestScore, score: Some(best) })
+    let mut lowest = Lowest::new();
+    sums.iter().enumerate().for_each(|(at, sum)| lowest.see(at, -sum, || 0));
+    let Lowest { index, ties, .. } = lowest;
+    let margin = Some(lowest.margin()).filter(|margin| margin.is_finite());
+    let score = Some(*sums.get(index)?);
+    Some(Choice { index, ties, margin, reason: Reason::HighestScore, score })
 }

@@ -5,12 +5,11 @@ use std::sync::Arc;
 
 use rand::RngCore;
 
-use super::contract::{Candidates, Context, Finished, RoutePolicy};
+use super::built_in::Policy;
+use super::contract::{Candidates, Context, Finished, RoutePolicy, Sample};
 use super::cost::CandidateCost;
 use super::decision::{Choice, Reason};
 use super::desk::Desk;
-use super::kind::Policy;
-use super::metrics::Sample;
 use super::question::{Ended, News, OutsideCandidate, OutsideRequest};
 use super::select::select;
 use crate::ids::Worker;

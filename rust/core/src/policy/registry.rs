@@ -4,58 +4,49 @@ use std::sync::Arc;
 
 use rand::RngCore;
 
-use super::by_metric::{ByMetric, Values};
+use super::built_in::Policy;
+use super::by_metric::{self, each, lowest};
 use super::contract::RoutePolicy;
-use super::kind::Policy;
 pub use super::multi::build;
+use super::prefix::PrefixCache;
+use super::price::{self, PricePolicy};
+use super::session::SessionAffinity;
 use super::settings::Settings;
-use super::{metrics, prefix, price, session, vtc_basic};
+use super::vtc_basic::VtcBasic;
 use crate::error::{Error, Result};
 
-/// How a policy is created.
-#[derive(Debug, Clone, Copy)]
-enum Build {
-    /// By its own function.
-    Own(fn(&Settings, &mut dyn RngCore) -> Result<Arc<dyn RoutePolicy>>),
-    /// It is built in.
-    BuiltIn(Policy),
-    /// It minimizes these values.
-    Lowest(Values),
-}
-use Build::{BuiltIn, Lowest, Own};
+/// Creates the policy of this name.
+type Build = fn(&'static str, &Settings, &mut dyn RngCore) -> Arc<dyn RoutePolicy>;
 
-/// A policy that can be selected.
-#[derive(Debug, Clone, Copy)]
-pub struct Registration {
-    /// The name in configuration, logs and metrics; `-` and `_` are the same.
-    pub name: &'static str,
-    /// A short description.
-    pub summary: &'static str,
-    build: Build,
-}
-
-const fn entry(name: &'static str, summary: &'static str, build: Build) -> Registration {
-    Registration { name, summary, build }
-}
-
-/// All policies, in the order shown to users.
-pub const POLICIES: &[Registration] = &[
-    entry(price::AUTO, "lowest total cost for all requests", Own(price::build)),
-    entry("kv", "lowest cost of prefill and active blocks", BuiltIn(Policy::Kv)),
-    entry("round_robin", "in turn", BuiltIn(Policy::RoundRobin)),
-    entry("random", "any", BuiltIn(Policy::Random)),
-    entry("least_loaded", "fewest blocks", BuiltIn(Policy::LeastLoaded)),
-    entry("power_of_two", "less loaded of two random workers", BuiltIn(Policy::PowerOfTwo)),
-    entry("prefix-cache", "most of the prompt cached, unless busy", Own(prefix::build)),
-    entry("vtc-basic", "separates heavy from light clients", Own(vtc_basic::build)),
-    entry("least-request", "fewest active requests", Lowest(metrics::requests)),
-    entry("least-kv-cache", "lowest KV usage, accelerator and host", Lowest(metrics::kv_usage)),
-    entry("least-gpu-cache", "lowest KV usage of the accelerator", Lowest(metrics::gpu_kv_usage)),
-    entry("least-latency", "shortest expected time", Lowest(metrics::latency)),
-    entry("least-busy-time", "accelerator least busy", Lowest(metrics::busy_ratio)),
-    entry("least-utilization", "lowest utilization", Lowest(metrics::utilization)),
-    entry("throughput", "fewest tokens so far", Lowest(metrics::throughput)),
-    entry("session-affinity", "the worker of the session", Own(session::build)),
+/// All policies by their names in configuration, logs and metrics, in the order shown to users; `-`
+/// and `_` are the same.
+pub(super) const POLICIES: [(&str, Build); 16] = [
+    (price::AUTO, |_, _, _| Arc::new(PricePolicy::default())),
+    ("kv", |_, _, _| Arc::new(Policy::Kv)),
+    ("round_robin", |_, _, _| Arc::new(Policy::RoundRobin)),
+    ("random", |_, _, _| Arc::new(Policy::Random)),
+    ("least_loaded", |_, _, _| Arc::new(Policy::LeastLoaded)),
+    ("power_of_two", |_, _, _| Arc::new(Policy::PowerOfTwo)),
+    ("prefix-cache", |_, settings, rng| {
+        Arc::new(PrefixCache::new(&settings.prefix, settings.hash_seed(rng)))
+    }),
+    ("vtc-basic", |_, settings, _| Arc::new(VtcBasic::new(&settings.vtc))),
+    ("least-request", |name, _, _| lowest(name, by_metric::requests)),
+    ("least-kv-cache", |name, _, _| lowest(name, by_metric::kv_usage)),
+    ("least-gpu-cache", |name, _, _| {
+        lowest(name, |found, out| each(found, out, |metrics| metrics.gpu_kv_usage))
+    }),
+    ("least-latency", |name, _, _| lowest(name, by_metric::latency)),
+    ("least-busy-time", |name, _, _| {
+        lowest(name, |found, out| each(found, out, |metrics| metrics.busy_ratio))
+    }),
+    ("least-utilization", |name, _, _| {
+        lowest(name, |found, out| each(found, out, |metrics| metrics.utilization))
+    }),
+    ("throughput", |name, _, _| lowest(name, by_metric::throughput)),
+    ("session-affinity", |_, settings, _| {
+        Arc::new(SessionAffinity::new(settings.session.max_sessions))
+    }),
 ];
 
 pub(super) fn build_one(
@@ -66,16 +57,12 @@ pub(super) fn build_one(
     let wanted = plain(name);
     // AIBrix's documentation calls this its default; its code does not know the name.
     let wanted = if wanted == "prefix_aware" { "prefix_cache".into() } else { wanted };
-    let found = POLICIES.iter().find(|policy| plain(policy.name) == wanted);
-    let found = found.ok_or_else(|| {
-        let names: Vec<&str> = POLICIES.iter().map(|policy| policy.name).collect();
-        Error::invalid(format!("policy must be one of {}; got {name:?}", names.join(", ")))
+    let found = POLICIES.into_iter().find(|(name, _)| plain(name) == wanted);
+    let (name, build) = found.ok_or_else(|| {
+        let names = POLICIES.map(|(name, _)| name).join(", ");
+        Error::invalid(format!("policy must be one of {names}; got {name:?}"))
     })?;
-    match found.build {
-        Own(build) => build(settings, rng),
-        BuiltIn(policy) => Ok(Arc::new(policy)),
-        Lowest(values) => Ok(ByMetric::policy(found.name, values)),
-    }
+    Ok(build(name, settings, rng))
 }
 
 fn plain(name: &str) -> String {

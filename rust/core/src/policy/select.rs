@@ -2,9 +2,9 @@
 
 use rand::Rng;
 
+use super::built_in::Policy;
 use super::cost::{Candidate, CandidateCost, RequestTerms};
 use super::decision::{Choice, Decision, Reason};
-use super::kind::Policy;
 
 /// Chooses among `candidates`; `None` if there are none. Replaces `costs` with the cost of each
 /// candidate; its memory is reused.

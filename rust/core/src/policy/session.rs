@@ -4,8 +4,6 @@
 //! begins with an answered one. If its worker can't take a request, the session moves to another
 //! one and stays there.
 
-use std::sync::Arc;
-
 use base64::Engine;
 use base64::alphabet::STANDARD;
 use base64::engine::general_purpose::{GeneralPurpose, PAD};
@@ -14,11 +12,9 @@ use rand::RngCore;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::by_metric::choose_lowest;
-use super::contract::{Candidates, Context, RoutePolicy};
+use super::contract::{Candidates, Context, RoutePolicy, Sample};
 use super::cost::{CandidateCost, Stage};
 use super::decision::{Choice, Reason};
-use super::metrics::Sample;
-use super::settings::Settings;
 use crate::error::{Error, Result};
 use crate::ids::Worker;
 use crate::load::recency::Recent;
@@ -33,11 +29,6 @@ const MAX_ID_BYTES: usize = 512;
 const BASE64: GeneralPurpose =
     GeneralPurpose::new(&STANDARD, PAD.with_decode_allow_trailing_bits(true));
 
-pub(super) fn build(settings: &Settings, _: &mut dyn RngCore) -> Result<Arc<dyn RoutePolicy>> {
-    let pins = Pins(Recent::new(settings.session.max_sessions));
-    Ok(Arc::new(SessionAffinity { pins: Mutex::new(pins) }))
-}
-
 /// Checks the length of a client's or a session's name.
 ///
 /// # Errors
@@ -51,8 +42,15 @@ pub fn check_key(field: &str, key: Option<&str>) -> Result<()> {
 }
 
 #[derive(Debug)]
-struct SessionAffinity {
+pub(super) struct SessionAffinity {
     pins: Mutex<Pins>,
+}
+
+impl SessionAffinity {
+    /// The policy, which remembers so many conversations.
+    pub(super) fn new(max_sessions: usize) -> Self {
+        Self { pins: Mutex::new(Pins(Recent::new(max_sessions))) }
+    }
 }
 
 impl RoutePolicy for SessionAffinity {

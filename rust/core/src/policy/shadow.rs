@@ -6,10 +6,9 @@ use parking_lot::Mutex;
 use rand::rngs::SmallRng;
 use rand::{RngCore, SeedableRng};
 
-use super::contract::{Candidates, Context, RoutePolicy};
+use super::contract::{Candidates, Context, RoutePolicy, Sample};
 use super::cost::CandidateCost;
 use super::decision::Choice;
-use super::metrics::Sample;
 use super::settings::Settings;
 use super::tuned::{self, Counted};
 use crate::error::{Error, Result};
@@ -23,7 +22,6 @@ pub const MAX_SHADOWS: usize = 4;
 /// It sees the real state: it remembers where earlier requests really went, not where it would have
 /// sent them. It has its own generator, so the deciding policy draws the same numbers with and
 /// without it.
-/// draws the same numbers with and without it.
 #[derive(Debug)]
 pub struct Shadow {
     policy: Arc<dyn RoutePolicy>,

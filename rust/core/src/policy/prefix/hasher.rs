@@ -4,7 +4,6 @@ use xxhash_rust::xxh64::Xxh64;
 
 use super::super::contract::Context;
 use super::super::settings::{PrefixSettings, TokenizerKind};
-use crate::error::Result;
 
 /// Bytes of a prompt that are tokenized; the rest is not hashed, as a longer prompt would occupy a
 /// thread for too long.
@@ -26,10 +25,7 @@ impl BlockHasher {
     ///
     /// In `document` a block is a number of tokens or characters. In `aibrix-compat` it is a number
     /// of bytes of the tokenizer's output, 4 per token id; characters are bytes of UTF-8.
-    ///
-    /// # Errors
-    /// None today; reserved for a tokenizer file that is missing.
-    pub fn new(settings: &PrefixSettings, seed: u64) -> Result<Self> {
+    pub fn new(settings: &PrefixSettings, seed: u64) -> Self {
         if settings.tokenizer == TokenizerKind::Tiktoken {
             // The vocabulary is compiled in, and unpacked now rather than for the first request.
             tiktoken_rs::cl100k_base_singleton();
@@ -41,7 +37,7 @@ impl BlockHasher {
         id.update(&(block_len as u64).to_le_bytes());
         id.update(&[settings.tokenizer as u8, u8::from(settings.is_compat)]);
         let PrefixSettings { tokenizer, is_compat, .. } = *settings;
-        Ok(Self { tokenizer, is_compat, block_len, seed, id: id.digest() })
+        Self { tokenizer, is_compat, block_len, seed, id: id.digest() }
     }
 
     /// Equal for hashers that compute equal hashes.

@@ -61,13 +61,11 @@ fn sum(counts: &[i64], of: impl Fn(f64) -> f64) -> f64 {
     sums.into_iter().chain(rest.iter().map(|&count| of(count as f64))).sum()
 }
 
-/// The metrics label of a percentage.
-pub const fn match_percent_bucket(percent: u32) -> &'static str {
-    match percent {
-        0 => "0",
-        1..=25 => "1-25",
-        26..=50 => "26-50",
-        51..=75 => "51-75",
-        _ => "76-100",
-    }
+/// Highest percentage of each bucket of the metrics, and its label.
+pub const BUCKETS: [(u32, &str); 5] =
+    [(0, "0"), (25, "1-25"), (50, "26-50"), (75, "51-75"), (100, "76-100")];
+
+/// The bucket of a percentage.
+pub fn match_percent_bucket(percent: u32) -> usize {
+    BUCKETS.iter().position(|(last, _)| percent <= *last).unwrap_or(BUCKETS.len() - 1)
 }

@@ -7,27 +7,20 @@ mod holders;
 mod matching;
 mod table;
 
-use std::sync::Arc;
-
 use parking_lot::Mutex;
 use rand::RngCore;
 
-pub use hasher::{BlockHasher, MAX_TIKTOKEN_BYTES};
-pub use matching::{is_imbalanced, match_percent_bucket, select_matched};
-pub use table::{PrefixTable, TableStats};
+pub(super) use hasher::BlockHasher;
+pub(super) use matching::{BUCKETS, is_imbalanced, match_percent_bucket, select_matched};
+pub(super) use table::PrefixTable;
 
 use super::by_metric::choose_lowest;
-use super::contract::{Candidates, Context, Polarity, RoutePolicy};
+use super::contract::{Candidates, Context, Polarity, RoutePolicy, Sample};
 use super::cost::CandidateCost;
 use super::decision::{Choice, Reason};
-use super::metrics::Sample;
-use super::settings::{PrefixSettings, PrefixSource, Settings, TokenizerKind};
+use super::settings::{PrefixSettings, PrefixSource, TokenizerKind};
 use crate::error::Result;
 use crate::ids::Worker;
-
-pub(super) fn build(settings: &Settings, rng: &mut dyn RngCore) -> Result<Arc<dyn RoutePolicy>> {
-    Ok(Arc::new(PrefixCache::new(&settings.prefix, settings.hash_seed(rng))?))
-}
 
 /// The policy and its table.
 #[derive(Debug)]
@@ -64,21 +57,17 @@ struct Counters {
 
 const SELECTIONS: [Reason; 3] =
     [Reason::PrefixMatch, Reason::PrefixMatchSkipped, Reason::LeastRequestFallback];
-const BUCKETS: [u32; 5] = [0, 25, 50, 75, 100];
 
 impl PrefixCache {
     /// The policy with an empty table; hashes start at `seed`.
-    ///
-    /// # Errors
-    /// [`Error::Config`](crate::error::Error::Config) if the tokenizer can't be created.
-    pub fn new(settings: &PrefixSettings, seed: u64) -> Result<Self> {
+    pub fn new(settings: &PrefixSettings, seed: u64) -> Self {
         let state = State {
             table: PrefixTable::new(settings),
             scratch: Scratch::default(),
             counters: Counters::default(),
         };
-        let hasher = BlockHasher::new(settings, seed)?;
-        Ok(Self { settings: settings.clone(), hasher, state: Mutex::new(state) })
+        let hasher = BlockHasher::new(settings, seed);
+        Self { settings: settings.clone(), hasher, state: Mutex::new(state) }
     }
 
     fn hashes<'a>(&self, context: &'a Context<'_>) -> std::borrow::Cow<'a, [u64]> {
@@ -187,7 +176,7 @@ impl RoutePolicy for PrefixCache {
         candidates: &Candidates<'_>,
         scores: &mut Vec<Option<f64>>,
         _rng: &mut dyn RngCore,
-    ) -> Result<Polarity> {
+    ) -> Option<Polarity> {
         let mut state = self.state.lock();
         state.scratch.allowed.clear();
         state.scratch.allowed.resize(candidates.len(), true);
@@ -195,7 +184,7 @@ impl RoutePolicy for PrefixCache {
         scores.clear();
         let percents = state.scratch.percents.iter();
         scores.extend(percents.map(|percent| Some(f64::from(percent.unwrap_or(0)))));
-        Ok(Polarity::Most)
+        Some(Polarity::Most)
     }
 
     fn routed(&self, context: &Context<'_>, candidates: &Candidates<'_>, choice: &Choice) {
@@ -204,8 +193,7 @@ impl RoutePolicy for PrefixCache {
         if let Some(at) = SELECTIONS.iter().position(|&reason| reason == choice.reason) {
             counters.selections[at] += 1;
             let percent = choice.score.unwrap_or(0.0) as u32;
-            let bucket = BUCKETS.iter().position(|&last| percent <= last).unwrap_or(4);
-            counters.buckets[bucket] += 1;
+            counters.buckets[match_percent_bucket(percent)] += 1;
             scratch.counts.clear();
             scratch.counts.extend((0..candidates.len()).map(|i| i64::from(candidates.requests(i))));
             let limit = self.settings.imbalance_abs_count;
@@ -230,8 +218,8 @@ impl RoutePolicy for PrefixCache {
                 ("prefix_cache_selection_total", "Decisions by the rule that settled them");
             visit(Sample { name, help, label, value: count as f64 });
         }
-        for (&last, &count) in BUCKETS.iter().zip(&counters.buckets) {
-            let label = ("match_percent_bucket", match_percent_bucket(last));
+        for ((_, bucket), &count) in BUCKETS.iter().zip(&counters.buckets) {
+            let label = ("match_percent_bucket", *bucket);
             let name = "prefix_cache_decisions_total";
             let help =
                 "Decisions by the share of the prompt that the chosen worker is believed to hold";

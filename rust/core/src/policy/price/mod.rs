@@ -8,33 +8,26 @@
 mod gaps;
 pub(super) mod marks;
 mod pace;
-pub(super) mod parts;
 mod retention;
 mod rule;
 #[cfg(test)]
 mod tests;
-pub(super) mod ticket;
-
-use std::sync::Arc;
 
 use hashbrown::HashMap;
 use parking_lot::Mutex;
 use rand::RngCore;
 
-use super::contract::{Candidates, Context, Finished, RoutePolicy, pool_label};
+use super::contract::{Candidates, Context, Finished, RoutePolicy, Sample, pool_label};
 use super::cost::{CandidateCost, Stage};
 use super::decision::Choice;
-use super::metrics::Sample;
 use super::select::{Lowest, by_cost};
-use super::settings::Settings;
-use crate::error::Result;
 use crate::ids::Worker;
 use gaps::Gaps;
-use marks::Wanted;
+use marks::{Marks, Wanted};
 use pace::{LastWholes, Pace};
 use retention::Retention;
+pub use rule::Price;
 use rule::{MissCost, MostPressure, Rates, Tariff};
-use ticket::Ticket;
 
 /// The policy's name.
 pub const AUTO: &str = "auto";
@@ -43,10 +36,6 @@ pub const AUTO: &str = "auto";
 /// in milliseconds at most.
 const RATES_STAND: f64 = 0.05;
 const RATES_STAND_MS: u64 = 1_000;
-
-pub(super) fn build(_: &Settings, _: &mut dyn RngCore) -> Result<Arc<dyn RoutePolicy>> {
-    Ok(Arc::new(PricePolicy::default()))
-}
 
 /// State of one worker. Decisions visit all workers, so their data is contiguous.
 #[derive(Debug)]
@@ -136,6 +125,23 @@ impl State {
         };
         &mut self.workers[at]
     }
+}
+
+/// Values computed when a request was routed, returned to the policy at its end.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Ticket {
+    /// Prefixes of the prompt that count as wanted while the request runs.
+    pub marks: Marks,
+    /// Prefill tokens between the request and its first token.
+    pub work_tokens: f64,
+    /// Of these, its own.
+    pub own_tokens: f64,
+    /// Hash of the prompt's last full block; `None` while unknown.
+    pub tail: Option<u64>,
+    /// Whether its answer is not streamed.
+    pub is_whole: bool,
+    /// The part of the request that the worker does.
+    pub stage: Stage,
 }
 
 /// The policy.

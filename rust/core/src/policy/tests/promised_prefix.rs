@@ -261,7 +261,7 @@ fn tokenizers_cut_prompts_each_in_its_way() {
     let hashes = |kind, profile, block_size, context: &Context<'_>| {
         let prefix = Settings::new(profile).prefix;
         let settings = PrefixSettings { tokenizer: kind, block_size, ..prefix };
-        BlockHasher::new(&settings, 5).unwrap().hashes(context)
+        BlockHasher::new(&settings, 5).hashes(context)
     };
     let text = "The quick brown fox jumps over the lazy dog. ".repeat(8);
     let token_ids: Vec<u32> = (0..40).collect();

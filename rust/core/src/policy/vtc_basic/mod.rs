@@ -2,31 +2,21 @@
 //!
 //! It moves heavy clients; it does not delay them. For that see [`crate::fair`].
 
-mod score;
 mod tracker;
-
-use std::sync::Arc;
 
 use parking_lot::Mutex;
 use rand::{Rng, RngCore};
 
-pub use score::{estimate, position_scores, share_scores};
-pub use tracker::TokenTracker;
+pub(super) use tracker::TokenTracker;
 
 use super::by_metric::choose_lowest;
-use super::contract::{Candidates, Context, Finished, Polarity, RoutePolicy};
+use super::contract::{Candidates, Context, Finished, Polarity, RoutePolicy, Sample};
 use super::cost::CandidateCost;
 use super::decision::{Choice, Reason};
-use super::metrics::Sample;
-use super::settings::{Settings, VtcSettings};
-use crate::error::{Error, Result};
+use super::settings::VtcSettings;
 
 /// The maximum that chance adds to a score in `aibrix-compat`.
 const JITTER: f64 = 0.1;
-
-pub(super) fn build(settings: &Settings, _: &mut dyn RngCore) -> Result<Arc<dyn RoutePolicy>> {
-    Ok(Arc::new(VtcBasic::new(&settings.vtc)))
-}
 
 /// The policy and its clients.
 #[derive(Debug)]
@@ -56,6 +46,7 @@ impl VtcBasic {
     }
 
     /// Weighted tokens of `user` in the window.
+    #[cfg(test)]
     pub fn tokens(&self, user: &str, now_ms: u64) -> f64 {
         self.state.lock().tracker.total(user, now_ms)
     }
@@ -131,9 +122,8 @@ impl RoutePolicy for VtcBasic {
         candidates: &Candidates<'_>,
         scores: &mut Vec<Option<f64>>,
         rng: &mut dyn RngCore,
-    ) -> Result<Polarity> {
-        let user = context.user.filter(|user| !user.is_empty());
-        let user = user.ok_or_else(|| Error::invalid("vtc-basic has no scores without a user"))?;
+    ) -> Option<Polarity> {
+        let user = context.user.filter(|user| !user.is_empty())?;
         let mut state = self.state.lock();
         self.judge(&mut state, user, candidates, context.now_ms);
         scores.clear();
@@ -141,7 +131,7 @@ impl RoutePolicy for VtcBasic {
         scores.extend(state.values.iter().map(|&value| {
             Some(if jitter > 0.0 { value + rng.random_range(0.0..jitter) } else { value })
         }));
-        Ok(Polarity::Least)
+        Some(Polarity::Least)
     }
 
     fn routed(&self, context: &Context<'_>, _candidates: &Candidates<'_>, _choice: &Choice) {
@@ -179,4 +169,57 @@ impl RoutePolicy for VtcBasic {
         let help = "Requests with token counts corrected at their end";
         visit(Sample::plain("vtc_corrected_requests_total", help, state.corrected as f64));
     }
+}
+
+/// Estimated tokens of a prompt of `prompt_bytes`, and of its answer.
+pub const fn estimate(prompt_bytes: usize) -> (u64, u64) {
+    let input = (prompt_bytes as u64).div_ceil(4);
+    (input, (3 * input).div_ceil(2))
+}
+
+/// The scores of `aibrix-compat`, without chance, appended to `scores`.
+///
+/// A client's total, divided by the midpoint between the lowest and the highest total (at least
+/// `default_totals.0`), is a position among the workers; each scores its distance from it. That
+/// position is always below 2, so only the first three workers are ever preferred.
+pub fn position_scores(
+    settings: &VtcSettings,
+    total: f64,
+    (lowest, highest): (f64, f64),
+    loads: impl ExactSizeIterator<Item = f64>,
+    scores: &mut Vec<f64>,
+) {
+    let bucket = ((lowest + highest) / 2.0).max(settings.default_totals.0);
+    let place = (total / bucket).min(loads.len().saturating_sub(1) as f64);
+    weigh(settings, place, |index| index as f64, loads, scores);
+}
+
+/// The scores of `document`, appended to `scores`.
+///
+/// `share` is the client's part of all clients' tokens, 0 to 1. The workers are spread evenly
+/// between 0 and 1, in order; each scores its distance from the share.
+pub fn share_scores(
+    settings: &VtcSettings,
+    share: f64,
+    loads: impl ExactSizeIterator<Item = f64>,
+    scores: &mut Vec<f64>,
+) {
+    let last = loads.len().saturating_sub(1).max(1) as f64;
+    weigh(settings, share, |index| index as f64 / last, loads, scores);
+}
+
+fn weigh(
+    settings: &VtcSettings,
+    place: f64,
+    place_of: impl Fn(usize) -> f64,
+    loads: impl Iterator<Item = f64>,
+    scores: &mut Vec<f64>,
+) {
+    scores.extend(loads.enumerate().map(|(index, load)| {
+        let fairness = (place_of(index) - place).abs();
+        let used = load / settings.max_pod_load;
+        // With documented values, a worker with twice the maximum load is worse than a full one.
+        let utilization = if settings.is_compat { used.min(1.0) } else { used };
+        settings.fairness_weight * fairness + settings.utilization_weight * utilization
+    }));
 }
