@@ -7,7 +7,6 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use parking_lot::{Condvar, Mutex};
 
@@ -95,6 +94,7 @@ struct State {
     /// Whether it takes longer than a question may.
     is_stuck: bool,
     is_closed: bool,
+    counts: Counts,
 }
 
 impl State {
@@ -109,14 +109,15 @@ impl State {
 
 #[derive(Debug, Default)]
 struct Counts {
-    advised: AtomicU64,
-    outdated: AtomicU64,
-    failed: [AtomicU64; Failure::ALL.len()],
-    dropped_news: AtomicU64,
-    logged_ms: AtomicU64,
+    followed: u64,
+    outdated: u64,
+    failed: [u64; Failure::ALL.len()],
+    dropped_news: u64,
+    /// When a failure was last logged.
+    logged_ms: Option<u64>,
     /// Failures since the last advice, and the cause of the latest.
-    failed_in_row: AtomicU64,
-    last_failure: AtomicUsize,
+    failed_in_row: u64,
+    last_failure: Option<Failure>,
 }
 
 /// The events that the policy handles.
@@ -142,7 +143,6 @@ pub struct Desk {
     interests: Interests,
     state: Mutex<State>,
     arrived: Condvar,
-    counts: Counts,
 }
 
 impl Desk {
@@ -154,7 +154,6 @@ impl Desk {
             interests,
             state: Mutex::default(),
             arrived: Condvar::new(),
-            counts: Counts::default(),
         }
     }
 
@@ -220,8 +219,7 @@ impl Desk {
         let news = news();
         let mut state = self.state.lock();
         if state.is_closed || state.tasks.len() - state.questions >= MAX_NEWS {
-            // Relaxed: a statistic.
-            self.counts.dropped_news.fetch_add(1, Ordering::Relaxed);
+            state.counts.dropped_news += 1;
             return;
         }
         let number = state.next;
@@ -261,47 +259,37 @@ impl Desk {
 
     /// The advice in `answer`, if there is any; failures are counted, and logged once a minute.
     pub fn settle(&self, answer: Answer, now_ms: u64) -> Option<Advice> {
-        match answer {
+        let counts = &mut self.state.lock().counts;
+        let failure = match answer {
             Ok(advice) => {
-                // Relaxed: a slightly outdated report does no harm.
-                self.counts.failed_in_row.store(0, Ordering::Relaxed);
-                Some(advice)
+                counts.failed_in_row = 0;
+                return Some(advice);
             }
-            Err(failure) => {
-                // Relaxed: statistics; of concurrent threads one logs.
-                self.counts.failed[failure as usize].fetch_add(1, Ordering::Relaxed);
-                self.counts.last_failure.store(failure as usize, Ordering::Relaxed);
-                self.counts.failed_in_row.fetch_add(1, Ordering::Relaxed);
-                let is_due = |logged_ms| {
-                    let is_late = now_ms.saturating_sub(logged_ms) >= LOG_INTERVAL_MS;
-                    (logged_ms == 0 || is_late).then_some(now_ms.max(1))
-                };
-                let logged_ms = &self.counts.logged_ms;
-                if logged_ms.fetch_update(Ordering::Relaxed, Ordering::Relaxed, is_due).is_ok() {
-                    let (policy, cause) = (&*self.name, failure.name());
-                    let deadline_ms = self.deadline_ms;
-                    tracing::warn!(
-                        policy,
-                        cause,
-                        deadline_ms,
-                        "the policy gave no decision; kv decides instead"
-                    );
-                }
-                None
-            }
+            Err(failure) => failure,
+        };
+        counts.failed[failure as usize] += 1;
+        counts.last_failure = Some(failure);
+        counts.failed_in_row += 1;
+        if counts.logged_ms.is_none_or(|at| now_ms.saturating_sub(at) >= LOG_INTERVAL_MS) {
+            counts.logged_ms = Some(now_ms);
+            let (policy, cause, deadline_ms) = (&*self.name, failure.name(), self.deadline_ms);
+            tracing::warn!(
+                policy,
+                cause,
+                deadline_ms,
+                "the policy gave no decision; kv decides instead"
+            );
         }
+        None
     }
 
     /// Why the policy does not decide at the moment, as text for operators.
     pub fn trouble(&self) -> Option<String> {
-        // Relaxed: a slightly outdated report does no harm.
-        let failures = self.counts.failed_in_row.load(Ordering::Relaxed);
-        if failures == 0 {
-            return None;
-        }
-        let last = self.counts.last_failure.load(Ordering::Relaxed);
-        let (name, cause) = (&self.name, Failure::ALL[last].name());
-        let why = if self.state.lock().is_stuck {
+        let state = self.state.lock();
+        let failures = state.counts.failed_in_row;
+        let cause = state.counts.last_failure.filter(|_| failures > 0)?;
+        let name = &self.name;
+        let why = if state.is_stuck {
             let deadline_ms = self.deadline_ms;
             format!(
                 "a call has not returned within {deadline_ms} ms and still runs; it is asked again once it returns"
@@ -316,31 +304,27 @@ impl Desk {
 
     /// Counts whether a request followed the advice given for it.
     pub fn followed(&self, is_followed: bool) {
-        let Counts { advised, outdated, .. } = &self.counts;
-        // Relaxed: statistics.
-        (if is_followed { advised } else { outdated }).fetch_add(1, Ordering::Relaxed);
+        let Counts { followed, outdated, .. } = &mut self.state.lock().counts;
+        *(if is_followed { followed } else { outdated }) += 1;
     }
 
     /// Reports every counter.
     pub fn samples(&self, visit: &mut dyn FnMut(Sample<'_>)) {
         let name = "outside_policy_answers_total";
-        let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed) as f64;
-        let mut answers = |outcome, counter: &AtomicU64| {
+        let state = self.state.lock();
+        let Counts { followed, outdated, failed, dropped_news, .. } = &state.counts;
+        let failures = Failure::ALL.map(Failure::name).into_iter().zip(*failed);
+        for (outcome, count) in
+            [("followed", *followed), ("outdated", *outdated)].into_iter().chain(failures)
+        {
             let help = "Calls of a policy in Python, by outcome";
-            visit(Sample { name, help, label: ("outcome", outcome), value: count(counter) });
-        };
-        answers("followed", &self.counts.advised);
-        answers("outdated", &self.counts.outdated);
-        for failure in Failure::ALL {
-            answers(failure.name(), &self.counts.failed[failure as usize]);
+            visit(Sample { name, help, label: ("outcome", outcome), value: count as f64 });
         }
-        let dropped = count(&self.counts.dropped_news);
         let help =
             "News of requests and workers that was dropped because the policy in Python was slow";
-        visit(Sample::plain("outside_policy_dropped_news_total", help, dropped));
-        let waiting = self.state.lock().tasks.len() as f64;
+        visit(Sample::plain("outside_policy_dropped_news_total", help, *dropped_news as f64));
         let help = "Calls that wait for a policy in Python";
-        visit(Sample::plain("outside_policy_waiting", help, waiting));
+        visit(Sample::plain("outside_policy_waiting", help, state.tasks.len() as f64));
     }
 }
 
