@@ -111,8 +111,6 @@ impl RouterConfig {
     /// [`Error::Config`] with the name of the first field that is out of range, what is legal and
     /// what came.
     pub fn validate(&self) -> Result<()> {
-        // Places in the table are 32-bit numbers.
-        let limit = u32::MAX as usize - 1;
         let numbers = [
             ("overlap_score_weight", self.overlap_score_weight),
             ("temperature", self.temperature),
@@ -120,26 +118,29 @@ impl RouterConfig {
             ("disk_cache_hit_weight", self.tiers.disk),
         ];
         let mut numbers = numbers.into_iter().chain(self.scale.fields());
-        let fault = numbers
-            .find_map(|(name, number)| fault_of(name, number))
-            .or_else(|| (self.expiry_ms == 0).then(|| "expiry_ms must be at least 1, got 0".into()))
-            .or_else(|| {
-                let is_legal = (1..=limit).contains(&self.max_requests);
-                let got = self.max_requests;
-                (!is_legal).then(|| format!("max_requests must be in 1..={limit}, got {got}"))
-            });
-        let fault = fault.or_else(|| {
-            let PrefillSpeed::Told(rate) = self.prefill_speed else { return None };
-            let is_legal = rate.is_finite() && rate > 0.0;
-            (!is_legal).then(|| {
-                format!("prefill_tokens_per_second must be finite and above 0, got {rate}")
-            })
-        });
-        let fault = fault.or_else(|| {
-            let is_vain = self.track_output_blocks && !self.track_active_blocks;
-            is_vain.then(|| "track_output_blocks requires track_active_blocks".into())
-        });
-        fault.map_or(Ok(()), |fault| Err(Error::Config(fault)))
+        if let Some(fault) = numbers.find_map(|(name, number)| fault_of(name, number)) {
+            return Err(Error::Config(fault));
+        }
+        // Places in the table are 32-bit numbers.
+        let (limit, max) = (u32::MAX as usize - 1, self.max_requests);
+        let speed = if let PrefillSpeed::Told(speed) = self.prefill_speed { speed } else { 1.0 };
+        let faults = [
+            (self.expiry_ms == 0, "expiry_ms must be at least 1, got 0".to_owned()),
+            (
+                !(1..=limit).contains(&max),
+                format!("max_requests must be in 1..={limit}, got {max}"),
+            ),
+            (
+                !(speed.is_finite() && speed > 0.0),
+                format!("prefill_tokens_per_second must be finite and above 0, got {speed}"),
+            ),
+            (
+                self.track_output_blocks && !self.track_active_blocks,
+                "track_output_blocks requires track_active_blocks".to_owned(),
+            ),
+        ];
+        let fault = faults.into_iter().find(|(is_fault, _)| *is_fault);
+        fault.map_or(Ok(()), |(_, fault)| Err(Error::Config(fault)))
     }
 
     /// The same for workers that only prefill. Requests leave no state there: only their prompt
