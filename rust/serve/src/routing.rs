@@ -32,8 +32,7 @@ pub struct RoutingOptions {
 impl RoutingOptions {
     /// The name of the deciding policy.
     pub fn policy_name(&self) -> &str {
-        let built_in = self.selector.router.policy.name();
-        self.policies.active.as_ref().map_or(built_in, |policy| policy.name())
+        self.policies.active.name()
     }
 
     /// Whether engines' events are used: not if predictions or another indexer replace them, nor if

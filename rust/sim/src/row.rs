@@ -8,7 +8,7 @@ use kvflash_core::catalog::{
 use kvflash_core::clock::ManualClock;
 use kvflash_core::fair::Discipline;
 use kvflash_core::ids::Worker;
-use kvflash_core::policy::{AUTO, KvScale, Policy, Profile, Settings, registry};
+use kvflash_core::policy::{AUTO, KvScale, Profile, Settings, registry};
 use kvflash_core::select::{Overlap, Policies, Report, RouterConfig, Selector, SelectorConfig};
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
@@ -165,18 +165,14 @@ impl Row {
             };
             catalog.register(registration).expect("each registers once");
         }
-        let built_in = self.strategy.parse::<Policy>().ok().filter(|_| self.rule.is_none());
         let mut rng = SmallRng::seed_from_u64(seed);
         let active = match self.rule {
-            Some(rule) => Some(rule.policy(capacity_tokens)),
-            None => built_in.is_none().then(|| {
-                registry::build(self.strategy, &Settings::new(Profile::Document), &mut rng)
-                    .expect("the names are those of the registry")
-            }),
+            Some(rule) => rule.policy(capacity_tokens),
+            None => registry::build(self.strategy, &Settings::new(Profile::Document), &mut rng)
+                .expect("the names are those of the registry"),
         };
         let config = SelectorConfig {
             router: RouterConfig {
-                policy: built_in.unwrap_or_default(),
                 block_size,
                 track_active_blocks: self.tracks_active_blocks,
                 overlap_score_weight: self.weight,

@@ -5,9 +5,7 @@ use std::sync::Arc;
 
 use kvflash_core::error::{Error, Result};
 use kvflash_core::policy::settings::Origin;
-use kvflash_core::policy::{
-    Affinity, Counted, Outside, Policy, Profile, Settings, Shadow, registry,
-};
+use kvflash_core::policy::{Affinity, Counted, Outside, Profile, Settings, Shadow, registry};
 use kvflash_core::select::{ModeSettings, Policies};
 use pyo3::prelude::*;
 use rand::SeedableRng;
@@ -57,7 +55,7 @@ pub(super) fn chosen(
     default: &str,
     has_events: bool,
     seed: u64,
-) -> Result<(Policy, Policies, Settings)> {
+) -> Result<(Policies, Settings)> {
     let lookup = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
     let named = ["KVFLASH_POLICY_PROFILE", "AIBRIX_POLICY_PROFILE"];
     let by_flag = mode.policy_profile.clone().map(|value| ("--policy-profile", value));
@@ -71,7 +69,6 @@ pub(super) fn chosen(
     }
     let mut rng = SmallRng::seed_from_u64(seed);
     let affinity = mode.session_affinity_ttl_s.map(Affinity::new).transpose()?.map(Arc::new);
-    let mut policies = Policies { affinity, ..Policies::default() };
     let named = mode.policy.as_deref().or(settings.algorithm.as_deref()).unwrap_or(default).trim();
     let strategy = desk.map_or(named, |desk| desk.inner.name());
     let shadows = &mode.shadow_policies;
@@ -80,16 +77,12 @@ pub(super) fn chosen(
     for warning in settings.warnings.iter().chain(&unused) {
         tracing::warn!("{warning}");
     }
-    let built_in = if desk.is_none() { strategy.parse().ok() } else { None };
-    policies.active = match (desk, built_in) {
-        (Some(desk), _) => Some(Arc::new(Outside::new(Arc::clone(&desk.inner)))),
-        (None, Some(_)) => None,
-        (None, None) => Some(
-            registry::build(strategy, &settings, &mut rng)
-                .map_err(|error| of_flag(source_of(mode, &settings), error))?,
-        ),
+    let active = match desk {
+        Some(desk) => Arc::new(Outside::new(Arc::clone(&desk.inner))),
+        None => registry::build(strategy, &settings, &mut rng)
+            .map_err(|error| of_flag(source_of(mode, &settings), error))?,
     };
-    policies.shadows = Shadow::of_texts(shadows, &settings, counted, &mut rng, seed)
+    let shadows = Shadow::of_texts(shadows, &settings, counted, &mut rng, seed)
         .map_err(|error| of_flag("--shadow-policy", error))?;
     let set: Vec<String> = settings
         .origins
@@ -97,7 +90,7 @@ pub(super) fn chosen(
         .filter_map(|origin| Some(format!("{}={:?}", origin.read_from.as_ref()?, origin.value)))
         .collect();
     tracing::info!(policy = strategy, %profile, variables = set.join(" "), "routing policy");
-    Ok((built_in.unwrap_or_default(), policies, settings))
+    Ok((Policies { active, shadows, affinity }, settings))
 }
 
 /// Where the routing policy was named: the flag, or the variable that was read.

@@ -44,20 +44,19 @@ pub(super) fn routing(
     };
     let default = if is_kv_meant { "kv" } else { cost.default_policy(&load) };
     let has_events = caches.use_kv_events && cost.weighs_overlap();
-    let (policy, policies, settings) =
+    let (policies, settings) =
         chosen(&mode, counted, desk.map(Py::get), default, has_events, seed)?;
-    let deciding = policies.active.as_ref().map_or(policy.name(), |active| active.name());
+    let deciding = policies.active.name();
     for warning in without_effect(deciding, &cost, &caches, &busy) {
         tracing::warn!("{warning}");
     }
     // An explicit time enables this; `kv` has its documented default.
-    limits.has_histories = policies.active.as_ref().is_some_and(|active| active.name() == AUTO)
+    limits.has_histories = deciding == AUTO
         && !caches.use_kv_events
         && !is_router_ttl_meant
         && caches.router_ttl_s == CacheSettings::default().router_ttl_s;
     let router = RouterConfig {
         block_size: cost.block_size.unwrap_or(0),
-        policy,
         overlap_score_weight: cost.overlap_score_weight,
         scale: cost.scale(),
         prefill_speed: cost.prefill_tokens_per_s,

@@ -1,14 +1,11 @@
 //! The built-in policies.
 
-use std::str::FromStr;
-
 use rand::RngCore;
 
 use super::contract::{Candidates, Context, Polarity, RoutePolicy};
 use super::cost::CandidateCost;
 use super::decision::Choice;
 use super::select::select;
-use crate::error::{Error, Result};
 
 named! {
     /// How a worker is chosen.
@@ -29,19 +26,6 @@ named! {
     }
 }
 
-impl FromStr for Policy {
-    type Err = Error;
-
-    /// Parses a policy's name; `-` and `_` are equivalent.
-    fn from_str(name: &str) -> Result<Self> {
-        let wanted = name.replace('-', "_");
-        Self::from_name(&wanted).ok_or_else(|| {
-            let names = Self::ALL.map(Self::name).join(", ");
-            Error::Config(format!("policy must be one of {names}; got {name:?}"))
-        })
-    }
-}
-
 impl RoutePolicy for Policy {
     fn name(&self) -> &str {
         Policy::name(*self)
@@ -54,8 +38,15 @@ impl RoutePolicy for Policy {
         costs: &mut Vec<CandidateCost>,
         rng: &mut dyn RngCore,
     ) -> Option<Choice> {
-        let decision = select(*self, &context.request, candidates.list, costs, rng)?;
-        Some(decision.choice)
+        select(*self, &context.request, candidates.list, costs, rng)
+    }
+
+    fn built_in(&self) -> Option<Policy> {
+        Some(*self)
+    }
+
+    fn needs_text(&self) -> bool {
+        false
     }
 
     fn needs_tokens(&self) -> bool {

@@ -58,9 +58,16 @@ pub trait RoutePolicy: fmt::Debug + Send + Sync {
         self.members().iter().find_map(|one| one.trouble())
     }
 
-    /// The built-in policy that made `choice`, because this one is outside the core and gave none.
-    fn stand_in(&self, _choice: &Choice) -> Option<Policy> {
+    /// This policy, if it is built in: it has no state, and needs no more of a request than its
+    /// length and the overlaps.
+    fn built_in(&self) -> Option<Policy> {
         None
+    }
+
+    /// The built-in policy that made `choice`: this one, or the one that stands in for it, because
+    /// it is outside the core and gave no choice.
+    fn stand_in(&self, _choice: &Choice) -> Option<Policy> {
+        self.built_in()
     }
 
     /// Work to do before the router's lock is taken: tokenizing, hashing.

@@ -84,7 +84,7 @@ pub struct RequestTerms {
     /// How `kv` weighs its terms.
     pub scale: KvScale,
     /// Prompt tokens still to be prefilled by the idlest candidate; set by
-    /// [`select`](super::select).
+    /// [`among`](Self::among).
     pub least_prefill_tokens: u64,
     /// The part of the request that the chosen worker does.
     pub stage: Stage,
@@ -179,6 +179,16 @@ impl RequestTerms {
         }
         let saved = u64::from(candidate.saved_blocks()) * u64::from(self.block_size);
         self.isl_tokens.saturating_sub(saved)
+    }
+
+    /// These terms, relative to the idlest of `candidates`.
+    #[must_use]
+    pub fn among(mut self, candidates: &[Candidate]) -> Self {
+        if self.scale.overlap_score_credit_decay > 0.0 {
+            let queued = candidates.iter().map(|candidate| candidate.load.prefill_tokens);
+            self.least_prefill_tokens = queued.min().unwrap_or(0);
+        }
+        self
     }
 
     /// Whether blocks that a worker holds can lower its `kv` cost.

@@ -84,40 +84,16 @@ pub struct Decision<'a> {
     pub candidates: &'a [Candidate],
     /// The cost of each candidate.
     pub costs: &'a [CandidateCost],
+    /// Workers that might take the request and were left out, with its cost there: because they are
+    /// draining (`true`), or busy.
+    pub passed_over: &'a [(Terms, bool)],
     /// The chosen one of `candidates`.
     pub choice: Choice,
     /// The seed of the random draw; 0 if the caller used its own generator.
     pub seed: u64,
 }
 
-impl<'a> Decision<'a> {
-    /// `choice` among `candidates`, with their `costs`.
-    pub fn new(
-        policy: Option<Policy>,
-        request: RequestTerms,
-        candidates: &'a [Candidate],
-        costs: &'a [CandidateCost],
-        choice: Choice,
-    ) -> Self {
-        let chosen = &candidates[choice.index];
-        Self {
-            worker: chosen.worker,
-            overlap_blocks: chosen.overlap_blocks,
-            policy,
-            request,
-            candidates,
-            costs,
-            choice,
-            seed: 0,
-        }
-    }
-
-    /// The same, with the seed of the draw.
-    #[must_use]
-    pub fn drawn_from(self, seed: u64) -> Self {
-        Self { seed, ..self }
-    }
-
+impl Decision<'_> {
     /// Terms of the chosen worker.
     pub fn terms(&self) -> Terms {
         self.request.terms_at(&self.candidates[self.choice.index], &self.costs[self.choice.index])

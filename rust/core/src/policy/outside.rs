@@ -98,7 +98,7 @@ impl RoutePolicy for Outside {
         costs: &mut Vec<CandidateCost>,
         rng: &mut dyn RngCore,
     ) -> Option<Choice> {
-        let fallback = select(Policy::Kv, &context.request, candidates.list, costs, rng)?.choice;
+        let fallback = select(Policy::Kv, &context.request, candidates.list, costs, rng)?;
         let Some(advice) = context.advice else { return Some(fallback) };
         let scored = candidates.list.iter().enumerate();
         let scored = scored.filter_map(|(at, one)| Some((at, advice.score(one.worker)?)));

@@ -4,7 +4,7 @@ use rand::Rng;
 
 use super::built_in::Policy;
 use super::cost::{Candidate, CandidateCost, RequestTerms};
-use super::decision::{Choice, Decision, Reason};
+use super::decision::{Choice, Reason};
 
 /// Chooses among `candidates`; `None` if there are none. Replaces `costs` with the cost of each
 /// candidate; its memory is reused.
@@ -17,18 +17,14 @@ use super::decision::{Choice, Decision, Reason};
 ///
 /// # Cost
 /// One pass over the candidates, and a second one if chance decides.
-pub fn select<'a>(
+pub fn select(
     policy: Policy,
     request: &RequestTerms,
-    candidates: &'a [Candidate],
-    costs: &'a mut Vec<CandidateCost>,
+    candidates: &[Candidate],
+    costs: &mut Vec<CandidateCost>,
     rng: &mut (impl Rng + ?Sized),
-) -> Option<Decision<'a>> {
-    let mut request = *request;
-    if request.scale.overlap_score_credit_decay > 0.0 {
-        let queued = candidates.iter().map(|candidate| candidate.load.prefill_tokens);
-        request.least_prefill_tokens = queued.min().unwrap_or(0);
-    }
+) -> Option<Choice> {
+    let request = request.among(candidates);
     let mut all = Lowest::new();
     match policy {
         // The most common policy has its own loop.
@@ -46,9 +42,9 @@ pub fn select<'a>(
     }
     let costs = &*costs;
     let rank = |at: usize| rank(policy, &request, &candidates[at]);
-    let choice = match (policy, candidates.len()) {
+    match (policy, candidates.len()) {
         (Policy::Random, count @ 2..) => {
-            Choice::plain(rng.random_range(0..count), count, Reason::Chance)
+            Some(Choice::plain(rng.random_range(0..count), count, Reason::Chance))
         }
         (Policy::PowerOfTwo, count @ 2..) => {
             // The second draw skips the first one's index, so that the two differ.
@@ -58,16 +54,15 @@ pub fn select<'a>(
             let drawn = [first, second];
             let mut lowest = Lowest::new();
             drawn.into_iter().for_each(|at| lowest.see(at, costs[at].cost, || rank(at)));
-            among_equals(lowest, drawn.into_iter(), lowest.is_tied(costs, rank), rng)
+            Some(among_equals(lowest, drawn.into_iter(), lowest.is_tied(costs, rank), rng))
         }
         // Workers that never had a request are equally due: taken in order, not by chance.
-        (Policy::RoundRobin, 2..) => Choice::plain(all.index, 1, Reason::Turn),
+        (Policy::RoundRobin, 2..) => Some(Choice::plain(all.index, 1, Reason::Turn)),
         _ => {
             let temperature = if policy == Policy::Kv { request.temperature } else { 0.0 };
-            by_cost(costs, all, temperature, rank, rng)?
+            by_cost(costs, all, temperature, rank, rng)
         }
-    };
-    Some(Decision::new(Some(policy), request, candidates, costs, choice))
+    }
 }
 
 /// One of all candidates, with the `lowest` of their `costs`: that one at temperature 0, where the

@@ -43,6 +43,29 @@ fn candidate(id: u64, load: ActiveLoad) -> Candidate {
     }
 }
 
+/// A decision as routers make it.
+fn select<'a>(
+    policy: Policy,
+    request: &RequestTerms,
+    candidates: &'a [Candidate],
+    costs: &'a mut Vec<CandidateCost>,
+    rng: &mut SmallRng,
+) -> Option<Decision<'a>> {
+    let choice = super::select(policy, request, candidates, costs, rng)?;
+    let chosen = &candidates[choice.index];
+    Some(Decision {
+        worker: chosen.worker,
+        overlap_blocks: chosen.overlap_blocks,
+        policy: Some(policy),
+        request: request.among(candidates),
+        candidates,
+        costs,
+        passed_over: &[],
+        choice,
+        seed: 0,
+    })
+}
+
 /// Candidates of `REQUEST` in half blocks, so that their costs are `costs` (at least 0.5).
 fn costing(costs: &[f64]) -> (RequestTerms, Vec<Candidate>) {
     let load =
@@ -358,11 +381,14 @@ fn random_is_even() {
 
 #[test]
 fn policies_have_one_name_each() {
+    let mut rng = SmallRng::seed_from_u64(5);
+    let mut build = |name: &str| registry::build(name, &Settings::default(), &mut rng);
     for policy in Policy::ALL {
-        assert_eq!(policy.name().parse(), Ok(policy));
-        assert_eq!(policy.to_string().replace('_', "-").parse(), Ok(policy));
+        for name in [policy.to_string(), policy.to_string().replace('_', "-")] {
+            assert_eq!(build(&name).unwrap().built_in(), Some(policy));
+        }
     }
-    let unknown = "fastest".parse::<Policy>().unwrap_err().to_string();
+    let unknown = build("fastest").unwrap_err().to_string();
     assert!(unknown.contains("round_robin") && unknown.contains("fastest"), "{unknown}");
 }
 

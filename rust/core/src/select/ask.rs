@@ -3,7 +3,10 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::busy::BusyGate;
+use hashbrown::HashMap;
+
+use super::busy::BusyTable;
+use super::config::QueueThreshold;
 use super::router::RouteOverride;
 use crate::catalog::PromptNames;
 use crate::error::Result;
@@ -184,11 +187,12 @@ pub struct Known<'a> {
     /// Leading blocks that workers reach with host memory, and with disks; at least as many as on
     /// the device. Blocks beyond the device save a share, see [`TierWeights`](super::TierWeights).
     pub tiers: &'a [(Worker, [u32; 2])],
-    /// Decides which workers are too busy; `None` without limits.
-    pub gate: Option<&'a BusyGate<'a>>,
-    /// The engines' reports; `None` without any. Called under the router's lock, so it must use
-    /// only its own data and not call the router.
-    pub metrics: Option<&'a dyn Fn(Worker) -> EngineMetrics>,
+    /// The signals of busy workers; `None` does not leave them out.
+    pub busy: Option<&'a BusyTable>,
+    /// The threshold above which the request waits, if it can.
+    pub queue: Option<QueueThreshold>,
+    /// The engines' reports; `None` without any.
+    pub metrics: Option<&'a HashMap<Worker, EngineMetrics>>,
     /// The workers that compete for the request, by model and tenant; see [`Context`](crate::policy::Context).
     pub pool: &'a str,
     /// Whether the overlaps come from engines' events.

@@ -3,7 +3,6 @@
 //! Signals from different sources are separate: only a worker's next report replaces its report,
 //! and only a router changes its share of the load; shares are added up.
 
-use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -14,7 +13,6 @@ use super::config::{QueueThreshold, Thresholds};
 use crate::error::Result;
 use crate::ids::{InstanceId, Worker};
 use crate::load::WorkerLoad;
-use crate::policy::Terms;
 
 /// Batch size of a worker that never reported one, in tokens.
 pub const DEFAULT_BATCHED_TOKENS: u64 = 10_000_000;
@@ -211,36 +209,35 @@ impl BusyTable {
         busy
     }
 
-    fn collect(&self, loads: impl Iterator<Item = WorkerLoad>, busy: &mut Vec<InstanceId>) {
+    /// Adds the busy instances to `busy`, as [`busy`](Self::busy).
+    pub(super) fn collect(
+        &self,
+        loads: impl Iterator<Item = WorkerLoad>,
+        busy: &mut Vec<InstanceId>,
+    ) {
         if !self.is_any_set() {
             return;
         }
         let mut state = self.state.lock();
         let State { thresholds, ranks } = &mut *state;
-        let mut current = None::<(InstanceId, bool)>;
-        let mut close = |done: Option<(InstanceId, bool)>| {
-            busy.extend(done.filter(|(_, is_busy)| *is_busy).map(|(instance_id, _)| instance_id));
-        };
+        let mut last = None;
         for load in loads {
             // A worker without any report is assumed to have room.
             let rank = ranks.get_mut(&load.worker);
             let is_busy = rank.is_some_and(|rank| rank.is_busy(thresholds, &load));
-            let instance_id = load.worker.instance_id;
-            current = match current {
-                Some((open, are_all)) if open == instance_id => Some((open, are_all && is_busy)),
-                done => {
-                    close(done);
-                    Some((instance_id, is_busy))
-                }
-            };
+            let id = load.worker.instance_id;
+            if last.replace(id) != Some(id) {
+                busy.extend(is_busy.then_some(id));
+            } else if !is_busy && busy.last() == Some(&id) {
+                busy.pop();
+            }
         }
-        close(current);
     }
 
     /// Whether all of `loads` (a worker, and prompt tokens booked here) have more left to prefill
     /// than `threshold` times their batch size, including other routers' bookings. False for an
     /// empty list, which leaves nothing to wait for.
-    fn are_all_full(
+    pub(super) fn are_all_full(
         &self,
         threshold: QueueThreshold,
         loads: impl Iterator<Item = (Worker, u64)>,
@@ -256,35 +253,5 @@ impl BusyTable {
             }
         }
         true
-    }
-}
-
-/// Decides which workers are too busy, from the table and the load at the moment of a decision.
-pub struct BusyGate<'a> {
-    /// The other signals.
-    pub table: &'a BusyTable,
-    /// Terms of the skipped workers.
-    pub passed_over: &'a RefCell<Vec<Terms>>,
-    /// The threshold above which requests that can wait do so.
-    pub queue: Option<QueueThreshold>,
-}
-
-impl BusyGate<'_> {
-    /// Adds the instances that take no requests now to `shut`, ascending. `loads` are those of all
-    /// registered workers, in worker order.
-    pub(super) fn shut(&self, loads: impl Iterator<Item = WorkerLoad>, shut: &mut Vec<InstanceId>) {
-        self.table.collect(loads, shut);
-    }
-
-    /// Whether none of `candidates`, each with its prompt tokens still to be prefilled, has room
-    /// for more. Only called if the request can wait.
-    pub(super) fn must_wait(&self, candidates: impl Iterator<Item = (Worker, u64)>) -> bool {
-        self.queue.is_some_and(|threshold| self.table.are_all_full(threshold, candidates))
-    }
-
-    /// Reports an allowed worker that is skipped because its instance is shut, with the request's
-    /// cost there.
-    pub(super) fn passed_over(&self, terms: Terms) {
-        self.passed_over.borrow_mut().push(terms);
     }
 }

@@ -3,7 +3,6 @@
 use std::net::IpAddr;
 
 use hashbrown::HashMap;
-use parking_lot::Mutex;
 
 use super::ask::Ask;
 use super::record::{Outcome, Selection};
@@ -18,17 +17,12 @@ pub const MAX_REQUEST_ID_BYTES: usize = 256;
 /// Reservations by name: current bookings, and those that have just ended.
 #[derive(Default)]
 pub(super) struct Manual {
-    names: Mutex<Names>,
-}
-
-#[derive(Default)]
-struct Names {
     by_id: HashMap<String, (Reservation, Option<IpAddr>)>,
     /// Number of reservations per caller.
     callers: HashMap<IpAddr, usize>,
 }
 
-impl Names {
+impl Manual {
     fn get(&self, request_id: &str) -> Option<&Reservation> {
         self.by_id.get(request_id).map(|(held, _)| held)
     }
@@ -83,13 +77,13 @@ impl Selector {
         ask: &Ask<'_>,
     ) -> Result<Selection> {
         check_name(request_id)?;
-        let mut names = self.manual.names.lock();
+        let mut names = self.manual.lock();
         // A request whose worker left or that expired is no longer active.
         let is_active = |held: &Reservation| self.router.is_booked(held.request());
         if names.get(request_id).is_some_and(is_active) {
             return Err(Error::Conflict(format!("request_id {request_id:?} is already active")));
         }
-        let limit = self.router.config().max_requests.div_ceil(4) * 3;
+        let limit = self.router.config.max_requests.div_ceil(4) * 3;
         if let Some(caller) = caller
             && names.callers.get(&caller).is_some_and(|count| *count >= limit)
         {
@@ -110,7 +104,7 @@ impl Selector {
     /// # Errors
     /// `NotFound` for a name that is not active.
     pub fn mark_prefill_completed(&self, request_id: &str) -> Result<()> {
-        let names = self.manual.names.lock();
+        let names = self.manual.lock();
         let held = names.get(request_id).filter(|held| self.router.is_booked(held.request()));
         let unknown = || Error::NotFound(format!("no request {request_id:?} is active"));
         held.ok_or_else(unknown)?.first_token();
@@ -119,13 +113,13 @@ impl Selector {
 
     /// Records activity of `request_id`, so that it does not expire. False if it is not active.
     pub fn touch(&self, request_id: &str) -> bool {
-        let names = self.manual.names.lock();
+        let names = self.manual.lock();
         names.get(request_id).inspect(|held| held.touch()).is_some()
     }
 
     /// Records the engine's usage counts of `request_id`. False if it is not active.
     pub fn note_used(&self, request_id: &str, usage: Usage) -> bool {
-        let names = self.manual.names.lock();
+        let names = self.manual.lock();
         let Some(held) = names.get(request_id) else { return false };
         if let Some(tokens) = usage.cached_tokens {
             held.cached(tokens);
@@ -137,7 +131,7 @@ impl Selector {
     /// Sets the number of tokens that `request_id` has generated so far; no effect if it is not
     /// active.
     pub fn note_generated(&self, request_id: &str, tokens: u64) {
-        if let Some(held) = self.manual.names.lock().get(request_id) {
+        if let Some(held) = self.manual.lock().get(request_id) {
             held.generated(tokens);
         }
     }
@@ -145,7 +139,7 @@ impl Selector {
     /// Ends `request_id`: frees its load, including a prompt that is not prefilled yet. False for a
     /// name that is not active, which is not an error.
     pub fn free(&self, request_id: &str) -> bool {
-        let held = self.manual.names.lock().remove(request_id);
+        let held = self.manual.lock().remove(request_id);
         held.is_some_and(|held| {
             let was_booked = self.router.is_booked(held.request());
             held.ended(Outcome::Freed);
@@ -155,12 +149,12 @@ impl Selector {
 
     /// Number of requests kept by name.
     pub fn reserved(&self) -> usize {
-        self.manual.names.lock().by_id.len()
+        self.manual.lock().by_id.len()
     }
 
     /// Forgets names without a booking: it expired, or its worker left.
     pub(super) fn forget_gone(&self) {
-        let names = &mut *self.manual.names.lock();
+        let names = &mut *self.manual.lock();
         let mut gone = Vec::new();
         names.by_id.retain(|_, (held, caller)| {
             let is_booked = self.router.is_booked(held.request());

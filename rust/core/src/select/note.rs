@@ -11,7 +11,7 @@ use super::selector::Selector;
 use crate::error::Error;
 use crate::ids::{InstanceId, Worker};
 use crate::index::{Match, Matches};
-use crate::policy::{AUTO, Decision, Policy, Terms};
+use crate::policy::{AUTO, Decision, Policy};
 
 /// Logs a decision; a macro, because a line's level must be static.
 macro_rules! log_decision {
@@ -87,16 +87,13 @@ impl Selector {
         ask: &Ask<'_>,
         decision: &Decision<'_>,
         matches: &Matches,
-        passed_over: &[Terms],
     ) -> Record {
-        let is_draining =
-            |terms: &Terms| ask.known.draining.binary_search(&terms.worker.instance_id).is_ok();
         let credits = self.reuse.credits();
         let credits = credits.iter().flat_map(|low| low.iter());
         let seen = Seen {
             open: decision.candidates.into(),
             costs: decision.costs.into(),
-            passed_over: passed_over.iter().map(|terms| (*terms, is_draining(terms))).collect(),
+            passed_over: decision.passed_over.into(),
             found: matches.as_slice().into(),
             credits: credits.map(|(worker, credit)| (*worker, *credit)).collect(),
             is_predicted: self.is_predicted(),

@@ -1,8 +1,7 @@
 //! This router's bookings, for its replicas.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use hashbrown::HashMap;
@@ -63,27 +62,6 @@ pub struct Outbox {
     is_on: AtomicBool,
     state: Mutex<State>,
     arrived: Condvar,
-}
-
-/// Assigns numbers to selectors.
-static NEXT_SELECTOR: AtomicU64 = AtomicU64::new(1);
-
-/// A selector's end of an outbox.
-#[derive(Debug, Clone)]
-pub(super) struct Teller {
-    pub outbox: Arc<Outbox>,
-    selector: u64,
-}
-
-impl Teller {
-    pub fn new(outbox: Arc<Outbox>) -> Self {
-        // Relaxed: the numbers only have to be unique.
-        Self { outbox, selector: NEXT_SELECTOR.fetch_add(1, Ordering::Relaxed) }
-    }
-
-    pub fn name(&self, request: RequestId) -> BookingName {
-        BookingName(self.selector, request)
-    }
 }
 
 impl Outbox {

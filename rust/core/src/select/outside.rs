@@ -12,7 +12,7 @@ use crate::policy::{Advice, Desk, Question};
 impl Selector {
     /// The desk of the policy that chooses, if it is outside the core.
     pub fn desk(&self) -> Option<&Arc<Desk>> {
-        self.router.policies().desk()
+        self.router.policies.desk()
     }
 
     /// The question to ask about `ask`; `None` if there is none: no such policy, a single

@@ -1,7 +1,6 @@
 //! Bookings of other routers, which count here like this router's own.
 
 use hashbrown::HashMap;
-use parking_lot::Mutex;
 
 use super::selector::Selector;
 use crate::ids::Worker;
@@ -15,11 +14,6 @@ const MAX_REQUESTS: usize = 1 << 20;
 /// Bookings of other routers, by router and by the name there.
 #[derive(Debug, Default)]
 pub(super) struct Remote {
-    table: Mutex<Table>,
-}
-
-#[derive(Debug, Default)]
-struct Table {
     routers: HashMap<u64, Peer>,
     requests: usize,
     refused: u64,
@@ -66,7 +60,7 @@ impl Selector {
         }
         // Prompts may be the only source of the block size.
         self.block_size();
-        let mut table = self.remote.table.lock();
+        let mut table = self.remote.lock();
         let table = &mut *table;
         let known = table.routers.get(&router_id).and_then(|peer| peer.requests.get(request_id));
         if known.is_some_and(|request| self.router.is_booked(*request)) {
@@ -94,14 +88,14 @@ impl Selector {
 
     /// Marks its prompt as prefilled. False if it is unknown.
     pub fn remote_prefilled(&self, router_id: u64, request_id: &str) -> bool {
-        let table = self.remote.table.lock();
+        let table = self.remote.lock();
         let request = table.routers.get(&router_id).and_then(|peer| peer.requests.get(request_id));
         request.is_some_and(|request| self.router.mark_prefill_completed(*request))
     }
 
     /// Ends it. False if it is unknown.
     pub fn remote_free(&self, router_id: u64, request_id: &str) -> bool {
-        let mut table = self.remote.table.lock();
+        let mut table = self.remote.lock();
         let Some(peer) = table.routers.get_mut(&router_id) else { return false };
         let Some(request) = peer.requests.remove(request_id) else { return false };
         if peer.requests.is_empty() {
@@ -114,7 +108,7 @@ impl Selector {
 
     /// Removes a router with all its requests; returns their number.
     pub fn remote_drop_router(&self, router_id: u64) -> usize {
-        let mut table = self.remote.table.lock();
+        let mut table = self.remote.lock();
         let Some(peer) = table.routers.remove(&router_id) else { return 0 };
         table.requests -= peer.requests.len();
         for request in peer.requests.values() {
@@ -126,14 +120,14 @@ impl Selector {
     /// A router reports that all of its requests known here are active, so they do not expire.
     pub fn remote_heard(&self, router_id: u64) {
         let now_ms = self.clock.now_ms();
-        if let Some(peer) = self.remote.table.lock().routers.get_mut(&router_id) {
+        if let Some(peer) = self.remote.lock().routers.get_mut(&router_id) {
             peer.heard_ms = now_ms;
         }
     }
 
     /// Current numbers.
     pub fn remote_stats(&self) -> RemoteStats {
-        let table = self.remote.table.lock();
+        let table = self.remote.lock();
         RemoteStats {
             routers: table.routers.len(),
             requests: table.requests,
@@ -144,7 +138,7 @@ impl Selector {
     /// Resets the expiry of reported requests from time to time.
     pub(super) fn touch_remote(&self, now_ms: u64) {
         let interval_ms = self.router.touch_interval_ms();
-        for peer in self.remote.table.lock().routers.values_mut() {
+        for peer in self.remote.lock().routers.values_mut() {
             if peer.heard_ms > peer.touched_ms && now_ms - peer.touched_ms >= interval_ms {
                 peer.touched_ms = now_ms;
                 for request in peer.requests.values() {
@@ -156,7 +150,7 @@ impl Selector {
 
     /// Forgets requests without a booking: it expired, or its worker left.
     pub(super) fn forget_gone_remote(&self) {
-        let mut table = self.remote.table.lock();
+        let mut table = self.remote.lock();
         let table = &mut *table;
         table.routers.retain(|_, peer| {
             peer.requests.retain(|_, request| self.router.is_booked(*request));

@@ -9,7 +9,6 @@ use super::outbox::{BookingName, Outbox};
 use super::record::Journal;
 use super::record::Outcome;
 use super::router::{Router, Tail, Usage};
-use crate::clock::Clock;
 use crate::ids::Worker;
 use crate::load::RequestId;
 
@@ -65,7 +64,6 @@ impl Growth {
 /// The journal record of the decision.
 pub(super) struct Line {
     pub journal: Arc<Journal>,
-    pub clock: Arc<dyn Clock>,
     pub number: u64,
     pub has_first_token: AtomicBool,
 }
@@ -107,7 +105,7 @@ impl Reservation {
             // Relaxed: it only saves calls, and shows at the end whether there was one.
             && !line.has_first_token.swap(true, Ordering::Relaxed)
         {
-            let now_ms = line.clock.now_ms();
+            let now_ms = self.router.now_ms();
             line.journal.update(line.number, |record| {
                 record.first_token_ms = Some(now_ms.saturating_sub(record.decided_at_ms));
             });
@@ -167,7 +165,7 @@ impl Reservation {
     /// Sets the outcome; only the first call counts. The load is freed when it is dropped.
     pub fn ended(&self, outcome: Outcome) {
         if let Some(line) = &self.line {
-            let now_ms = line.clock.now_ms();
+            let now_ms = self.router.now_ms();
             line.journal.update(line.number, |record| {
                 if record.outcome == Outcome::Running {
                     record.outcome = outcome;

@@ -4,16 +4,15 @@ use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
-use hashbrown::HashMap;
 use parking_lot::Mutex;
 
 use super::ask::{Ask, Known, Pin, Prompt};
-use super::busy::{BusyGate, BusyTable};
+use super::busy::BusyTable;
 use super::config::{Overlap, QueueThreshold, SelectorConfig};
 use super::draining::DrainTable;
 use super::engines::EngineTable;
 use super::manual::Manual;
-use super::outbox::{BookingName, Outbox, Teller, Tiding};
+use super::outbox::{BookingName, Outbox, Tiding};
 use super::record::Journal;
 use super::record::{Record, Selection};
 use super::remote::Remote;
@@ -27,7 +26,7 @@ use crate::hash::engine::NameKeys;
 use crate::ids::Worker;
 use crate::index::Matches;
 use crate::load::{LoadTotals, WorkerLoad};
-use crate::policy::{EngineMetrics, Policy, Terms, pool_of};
+use crate::policy::{Terms, pool_of};
 
 /// The index gets the current time before a prediction if its last update is older than this, in
 /// milliseconds. A prediction's age counts from that update, so it may expire early by this much.
@@ -41,20 +40,15 @@ pub(super) struct Scratch {
     pub predictions: Vec<(Worker, u32)>,
     tiers: Vec<(Worker, [u32; 2])>,
     considered: Considered,
-    passed_over: RefCell<Vec<Terms>>,
-}
-
-/// Results of a walk, and workers that a decision skipped.
-#[derive(Clone, Copy)]
-pub(super) struct Found<'a> {
-    matches: &'a Matches,
-    passed_over: &'a RefCell<Vec<Terms>>,
 }
 
 thread_local! {
     // Buffers of the walk and of the decision, reused by every selection of the thread.
     pub(super) static SCRATCH: RefCell<Scratch> = RefCell::default();
 }
+
+/// Assigns numbers to selectors.
+static NEXT_SELECTOR: AtomicU64 = AtomicU64::new(1);
 
 /// Selects workers for one model.
 ///
@@ -81,9 +75,11 @@ pub struct Selector {
     pub reuse: ReuseTable,
     /// Past decisions.
     pub journal: Arc<Journal>,
-    pub(super) manual: Manual,
-    pub(super) remote: Remote,
-    teller: Teller,
+    pub(super) manual: Mutex<Manual>,
+    pub(super) remote: Mutex<Remote>,
+    outbox: Arc<Outbox>,
+    /// Its number among the selectors of the process.
+    number: u64,
     pub(super) clock: Arc<dyn Clock>,
     /// When the index last got the current time.
     advanced_ms: AtomicU64,
@@ -102,8 +98,7 @@ impl Selector {
         clock: Arc<dyn Clock>,
     ) -> Result<Self> {
         config.validate()?;
-        let built_in = config.router.policy.name();
-        let policy_name = policies.active.as_ref().map_or(built_in, |active| active.name()).into();
+        let policy_name = policies.active.name().into();
         let watches = policies.each().any(|one| one.watches_caches());
         let watches = watches || config.overlap != Overlap::Predictions;
         let router = Arc::new(Router::with_policies(config.router, policies, Arc::clone(&clock))?);
@@ -125,9 +120,11 @@ impl Selector {
             busy: BusyTable::new(config.thresholds)?,
             draining: DrainTable::default(),
             journal: Arc::new(Journal::new(config.journal_bytes)),
-            manual: Manual::default(),
-            remote: Remote::default(),
-            teller: Teller::new(Arc::default()),
+            manual: Mutex::default(),
+            remote: Mutex::default(),
+            outbox: Arc::default(),
+            // Relaxed: the numbers only have to be unique.
+            number: NEXT_SELECTOR.fetch_add(1, Ordering::Relaxed),
             clock,
             advanced_ms: AtomicU64::new(0),
             workers: Mutex::default(),
@@ -142,13 +139,13 @@ impl Selector {
 
     /// Reports bookings to `outbox` instead of its own.
     pub fn with_outbox(mut self, outbox: Arc<Outbox>) -> Self {
-        self.teller = Teller::new(outbox);
+        self.outbox = outbox;
         self
     }
 
     /// Receives its bookings, once it is turned on.
     pub fn outbox(&self) -> &Arc<Outbox> {
-        &self.teller.outbox
+        &self.outbox
     }
 
     /// Its index.
@@ -161,28 +158,24 @@ impl Selector {
         &self.policy_name
     }
 
-    /// The deciding and shadow policies besides the built-in ones.
+    /// The deciding and shadow policies.
     pub fn policies(&self) -> &Policies {
-        self.router.policies()
+        &self.router.policies
     }
 
     /// Whether prompts must be hashed: some policy uses tokens or caches.
     pub fn needs_tokens(&self) -> bool {
-        self.is_kv() || self.router.policies().each().any(|one| one.needs_tokens())
+        self.router.policies.each().any(|one| one.needs_tokens())
     }
 
     /// Whether some policy needs more of a request than its tokens.
     pub fn needs_facts(&self) -> bool {
-        !self.router.policies().is_empty()
+        self.router.policies.need_facts()
     }
 
     /// Whether some policy needs the prompt's text or its tokens themselves, besides their hashes.
     pub fn needs_text(&self) -> bool {
-        self.router.policies().each().any(|one| one.needs_text())
-    }
-
-    fn is_kv(&self) -> bool {
-        self.router.policies().active.is_none() && self.router.config().policy == Policy::Kv
+        self.router.policies.each().any(|one| one.needs_text())
     }
 
     /// Tokens in a block; 0 until an engine has reported it.
@@ -211,7 +204,7 @@ impl Selector {
 
     /// The last worker has left for good: the policies drop what they know about its traffic.
     pub fn close(&self) {
-        self.router.policies().each().for_each(|one| one.closed(&self.pool));
+        self.router.policies.each().for_each(|one| one.closed(&self.pool));
     }
 
     /// Sets the workers to select from. All state of others is dropped: their requests, reports,
@@ -249,29 +242,22 @@ impl Selector {
     /// # Cost
     /// O(blocks + workers) besides the walk; a write to the index if predictions are on.
     pub fn select(&self, ask: &Ask<'_>) -> Result<(Reservation, Selection)> {
-        self.with_known(ask, |ask, found, considered| {
-            let (mut reservation, decision) =
-                self.router.route(ask, considered).map_err(|error| self.explain(ask, error))?;
+        self.with_known(ask, |ask, matches, considered| {
+            let (mut reservation, decision) = self.router.route(ask, considered)?;
             self.log(ask, &decision);
-            let selection = self.selection(&decision, found.matches);
+            let selection = self.selection(&decision, matches);
             self.predict(ask, &selection);
-            reservation.line = ask.request_id.filter(|_| self.journal.is_on()).map(|id| {
-                let record =
-                    self.record(id, ask, &decision, found.matches, &found.passed_over.borrow());
-                Line {
-                    journal: Arc::clone(&self.journal),
-                    clock: Arc::clone(&self.clock),
-                    number: self.journal.push(record),
-                    has_first_token: AtomicBool::new(false),
-                }
+            reservation.line = ask.request_id.filter(|_| self.journal.is_on()).map(|id| Line {
+                journal: Arc::clone(&self.journal),
+                number: self.journal.push(self.record(id, ask, &decision, matches)),
+                has_first_token: AtomicBool::new(false),
             });
-            let outbox = &self.teller.outbox;
-            reservation.told = outbox.is_on().then(|| {
-                let name = self.teller.name(reservation.request());
-                outbox.added(self.tiding(name, ask, &selection));
-                (Arc::clone(outbox), name)
+            reservation.told = self.outbox.is_on().then(|| {
+                let name = BookingName(self.number, reservation.request());
+                self.outbox.added(self.tiding(name, ask, &selection));
+                (Arc::clone(&self.outbox), name)
             });
-            let is_counted = self.router.config().track_output_blocks;
+            let is_counted = self.router.config.track_output_blocks;
             reservation.growth = is_counted.then(|| Growth::new(ask)).flatten();
             Ok((reservation, selection))
         })
@@ -283,13 +269,11 @@ impl Selector {
     /// # Errors
     /// As [`select`](Self::select), except for `Overloaded`.
     pub fn preview(&self, ask: &Ask<'_>) -> Result<(Selection, Record)> {
-        self.with_known(&Ask { waits: false, ..*ask }, |ask, found, considered| {
-            let decision =
-                self.router.preview(ask, considered).map_err(|error| self.explain(ask, error))?;
+        self.with_known(&Ask { waits: false, ..*ask }, |ask, matches, considered| {
+            let decision = self.router.preview(ask, considered)?;
             let id = ask.request_id.unwrap_or_default();
-            let record =
-                self.record(id, ask, &decision, found.matches, &found.passed_over.borrow());
-            Ok((self.selection(&decision, found.matches), record))
+            let record = self.record(id, ask, &decision, matches);
+            Ok((self.selection(&decision, matches), record))
         })
     }
 
@@ -299,10 +283,9 @@ impl Selector {
     /// # Errors
     /// As [`preview`](Self::preview).
     pub fn query(&self, ask: &Ask<'_>) -> Result<Selection> {
-        self.with_known(&Ask { waits: false, ..*ask }, |ask, found, considered| {
-            let decision = self.router.query(ask, considered);
-            let decision = decision.map_err(|error| self.explain(ask, error))?;
-            Ok(self.selection(&decision, found.matches))
+        self.with_known(&Ask { waits: false, ..*ask }, |ask, matches, considered| {
+            let decision = self.router.query(ask, considered)?;
+            Ok(self.selection(&decision, matches))
         })
     }
 
@@ -343,13 +326,13 @@ impl Selector {
     pub fn tick(&self) -> usize {
         let now_ms = self.clock.now_ms();
         self.touch_remote(now_ms);
-        self.busy.expire_shares(now_ms.saturating_sub(self.router.config().expiry_ms));
+        self.busy.expire_shares(now_ms.saturating_sub(self.router.config.expiry_ms));
         let expired = self.router.expire();
         if !expired.is_empty() {
             self.forget_gone();
             self.forget_gone_remote();
             for gone in &expired {
-                self.teller.outbox.freed(self.teller.name(*gone));
+                self.outbox.freed(BookingName(self.number, *gone));
             }
         }
         self.tell_time(now_ms);
@@ -370,7 +353,7 @@ impl Selector {
     }
 
     fn tiding(&self, name: BookingName, ask: &Ask<'_>, selection: &Selection) -> Tiding {
-        let config = self.router.config();
+        let config = &self.router.config;
         let is_tracked = config.track_active_blocks && ask.prompt.block_size > 0;
         let is_shared = ask.overrides.assume_kv_reuse.unwrap_or(config.assume_kv_reuse);
         let hashes = &ask.prompt.sequence_hashes;
@@ -391,7 +374,7 @@ impl Selector {
     }
 
     fn weight(&self, overrides: &RouteOverride) -> f64 {
-        overrides.overlap_score_weight.unwrap_or(self.router.config().overlap_score_weight)
+        overrides.overlap_score_weight.unwrap_or(self.router.config.overlap_score_weight)
     }
 
     /// The workers' overlaps with the prompt. Skipped if overlaps have no weight.
@@ -399,7 +382,6 @@ impl Selector {
         scratch.overlaps.clear();
         scratch.predictions.clear();
         scratch.tiers.clear();
-        scratch.passed_over.borrow_mut().clear();
         if !self.uses_overlaps(&ask.overrides, ask.prompt) {
             scratch.matches = Matches::new();
             return;
@@ -410,7 +392,7 @@ impl Selector {
         if let Some(overlaps) = ask.overlaps {
             scratch.matches.set_device(overlaps);
         }
-        let has_tiers = self.router.config().tiers.is_any();
+        let has_tiers = self.router.config.tiers.is_any();
         let low = self.reuse.credits();
         for found in scratch.matches.as_slice() {
             let credit = low.as_ref().and_then(|low| low.get(&found.worker)).copied();
@@ -449,12 +431,10 @@ impl Selector {
 
     /// Whether the workers' overlaps with `prompt` affect the decision.
     pub fn uses_overlaps(&self, overrides: &RouteOverride, prompt: &Prompt) -> bool {
-        let (router, shadows) = (&self.router, &self.router.policies().shadows);
-        let is_needed = match router.decider(overrides) {
-            Some(policy) => policy.needs_tokens(),
-            None => router.config().policy == Policy::Kv && self.weight(overrides) > 0.0,
-        };
-        (is_needed || shadows.iter().any(|shadow| shadow.policy().needs_tokens()))
+        let (policy, shadows) = (self.router.decider(overrides), &self.policies().shadows);
+        let has_weight = policy.built_in().is_none() || self.weight(overrides) > 0.0;
+        (policy.needs_tokens() && has_weight
+            || shadows.iter().any(|shadow| shadow.policy().needs_tokens()))
             && !prompt.locals.is_empty()
     }
 
@@ -471,33 +451,29 @@ impl Selector {
     pub(super) fn with_known<T>(
         &self,
         ask: &Ask<'_>,
-        then: impl FnOnce(&Ask<'_>, Found<'_>, &mut Considered) -> T,
-    ) -> T {
+        then: impl FnOnce(&Ask<'_>, &Matches, &mut Considered) -> Result<T>,
+    ) -> Result<T> {
         SCRATCH.with_borrow_mut(|scratch| {
             self.walk(ask, scratch);
-            let Scratch { matches, overlaps, predictions, tiers, considered, passed_over, .. } =
-                scratch;
-            let queue = self.queue.filter(|_| ask.waits);
-            let gate = BusyGate { table: &self.busy, passed_over, queue };
+            let Scratch { matches, overlaps, predictions, tiers, considered, .. } = scratch;
             let draining = self.draining.all();
-            let is_gated = self.busy.is_any_set() || gate.queue.is_some() || !draining.is_empty();
             let is_open = |pin: &Pin| draining.binary_search(&pin.instance_id).is_err();
             let pin = ask.pin.filter(is_open);
             let reports = self.needs_facts().then(|| self.engines.all());
-            let metrics = |worker| reported(reports.as_deref(), worker);
-            let is_silent = reports.as_ref().is_none_or(|reports| reports.is_empty());
             let known = Known {
                 overlaps,
                 predictions,
                 tiers,
-                gate: if is_gated { Some(&gate) } else { None },
-                metrics: if is_silent { None } else { Some(&metrics) },
+                busy: Some(&self.busy),
+                queue: self.queue.filter(|_| ask.waits),
+                metrics: reports.as_deref().filter(|reports| !reports.is_empty()),
                 pool: &self.pool,
                 is_indexed: self.is_indexed(ask),
                 draining: &draining,
                 unpinned: ask.pin.filter(|pin| !is_open(pin)),
             };
-            then(&Ask { known, pin, ..*ask }, Found { matches, passed_over }, considered)
+            let ask = Ask { known, pin, ..*ask };
+            then(&ask, matches, considered).map_err(|error| self.explain(&ask, error))
         })
     }
 
@@ -533,8 +509,4 @@ impl Selector {
 /// `blocks` of a worker weighted by `credit`, rounded down.
 fn scaled(blocks: u32, credit: f64) -> u32 {
     (f64::from(blocks) * credit) as u32
-}
-
-fn reported(reports: Option<&HashMap<Worker, EngineMetrics>>, worker: Worker) -> EngineMetrics {
-    reports.and_then(|reports| reports.get(&worker)).copied().unwrap_or_default()
 }

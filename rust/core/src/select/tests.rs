@@ -650,7 +650,7 @@ fn a_decision_is_kept_with_all_that_went_into_it_and_what_came_of_it() {
 #[test]
 fn a_decision_names_the_policy_that_made_it() {
     let desk = Arc::new(Desk::new("python:mine", 5, Interests::default()));
-    let policies = Policies { active: Some(Arc::new(Outside::new(desk))), ..Policies::default() };
+    let policies = Policies { active: Arc::new(Outside::new(desk)), ..Policies::default() };
     let router = RouterConfig { block_size: BLOCK_SIZE, ..RouterConfig::default() };
     let config = SelectorConfig { router, overlap: Overlap::Events, ..SelectorConfig::default() };
     let bench = with_policies(config, policies, CatalogOptions::default(), 2);
@@ -684,7 +684,7 @@ fn a_decision_names_the_policy_that_made_it() {
 fn blocks_that_are_only_predicted_are_not_told_as_cached() {
     let mut rng = SmallRng::seed_from_u64(1);
     let active = registry::build("auto", &Settings::default(), &mut rng).unwrap();
-    let policies = Policies { active: Some(active), ..Policies::default() };
+    let policies = Policies { active, ..Policies::default() };
     let router = RouterConfig { block_size: BLOCK_SIZE, ..RouterConfig::default() };
     let config = SelectorConfig { router, ..SelectorConfig::default() };
     let options = CatalogOptions { predicted_ttl_ms: 5_000, ..CatalogOptions::default() };

@@ -25,10 +25,12 @@ use std::sync::Arc;
 use kvflash_core::clock::ManualClock;
 use kvflash_core::error::Error;
 use kvflash_core::ids::Worker;
-use kvflash_core::policy::Decision;
+use kvflash_core::policy::{Decision, Settings, registry};
 use kvflash_core::select::{
     self, Considered, Known, Policies, Prompt, Reservation, RouteOverride, Router, RouterConfig,
 };
+use rand::SeedableRng;
+use rand::rngs::SmallRng;
 
 /// Events of all files together, at least: a check that reads nothing proves nothing.
 const EVENTS_MIN: usize = 100;
@@ -147,11 +149,15 @@ impl Stage {
     }
 
     fn start(&mut self, settings: &[&str]) -> Outcome<()> {
-        let mut config = RouterConfig::default();
+        let (mut config, mut policies) = (RouterConfig::default(), Policies::default());
         for setting in settings {
             let (key, value) = setting.split_once('=').ok_or("key=value is wanted")?;
             match key {
-                "policy" => config.policy = value.parse().map_err(|e: Error| e.to_string())?,
+                "policy" => {
+                    let mut rng = SmallRng::seed_from_u64(1);
+                    policies.active = registry::build(value, &Settings::default(), &mut rng)
+                        .map_err(|error| error.to_string())?;
+                }
                 "block_size" => config.block_size = number(value)?,
                 "weight" => config.overlap_score_weight = number(value)?,
                 "temperature" => config.temperature = number(value)?,
@@ -165,7 +171,7 @@ impl Stage {
         }
         self.bookings.clear();
         self.names.clear();
-        let router = Router::with_policies(config, Policies::default(), self.clock.clone())
+        let router = Router::with_policies(config, policies, self.clock.clone())
             .map_err(|error| error.to_string())?;
         self.router = Some(Arc::new(router));
         Ok(())

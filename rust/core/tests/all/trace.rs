@@ -172,7 +172,6 @@ fn play(trace: &[Request], way: &Way) -> Outcome {
         Way::LongestMatch => (Policy::Kv, 1.0, PrefillSpeed::Unknown),
     };
     let config = RouterConfig {
-        policy,
         block_size: BLOCK_TOKENS as u32,
         track_active_blocks: !matches!(way, Way::Prefilling { .. }),
         prefill_speed,
@@ -181,9 +180,9 @@ fn play(trace: &[Request], way: &Way) -> Outcome {
         expiry_ms: u64::MAX,
         ..RouterConfig::default()
     };
+    let policies = Policies { active: Arc::new(policy), ..Policies::default() };
     let router = Arc::new(
-        Router::with_policies(config, Policies::default(), Arc::clone(&clock) as Arc<dyn Clock>)
-            .unwrap(),
+        Router::with_policies(config, policies, Arc::clone(&clock) as Arc<dyn Clock>).unwrap(),
     );
     let all: Vec<Worker> = (0..WORKERS).map(worker).collect();
     router.set_workers(&all).unwrap();

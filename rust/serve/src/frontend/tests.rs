@@ -37,7 +37,7 @@ fn frontend(engines: usize) -> (Arc<App>, Vec<Arc<Engine>>) {
     let max_wait = Duration::from_secs(60);
     let queue = QueueOptions { threshold, order: LineOrder::Fcfs, limit: 8, max_wait };
     let mut options = FrontendOptions::default();
-    options.routing.selector.router.policy = Policy::RoundRobin;
+    options.routing.policies.active = Arc::new(Policy::RoundRobin);
     options.routing.queue = Some(queue);
     let clock = Arc::new(ManualClock::default());
     let catalog = Arc::new(Catalog::default());

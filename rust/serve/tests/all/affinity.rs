@@ -10,7 +10,7 @@ use super::engine::Engine;
 use super::stage::{Answer, Stage, prompt, with};
 
 fn kv() -> Stage {
-    Stage::new(|options| options.routing.selector.router.policy = Policy::Kv)
+    Stage::new(|options| options.routing.policies.active = Arc::new(Policy::Kv))
 }
 
 /// Where a prompt is expected to be held: the worker, blocks.

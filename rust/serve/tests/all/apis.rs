@@ -2,6 +2,7 @@
 //! contract of all of them is in `contract`.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use kvflash_core::policy::{Policy, Profile, Settings, registry};
 use serde_json::{Value, json};
@@ -17,7 +18,7 @@ fn tokens(count: u32) -> Vec<u32> {
 }
 
 async fn kv_stage() -> (Stage, [Engine; 2]) {
-    let stage = Stage::new(|options| options.routing.selector.router.policy = Policy::Kv);
+    let stage = Stage::new(|options| options.routing.policies.active = Arc::new(Policy::Kv));
     let engines = [stage.engine().await, stage.engine().await];
     (stage, engines)
 }
@@ -107,7 +108,7 @@ async fn an_engine_that_does_not_render_is_asked_once() {
 
 #[tokio::test]
 async fn what_has_no_prompt_is_balanced_by_load_and_keeps_its_path() {
-    let stage = Stage::new(|options| options.routing.selector.router.policy = Policy::Kv);
+    let stage = Stage::new(|options| options.routing.policies.active = Arc::new(Policy::Kv));
     let mut busy = stage.engine().await.by_hand();
     let held = stage.send_to("/v1/embeddings", json!({ "model": "m", "input": "x".repeat(4_000) }));
     let asked = busy.next().await;
@@ -331,7 +332,7 @@ async fn a_session_that_names_its_worker_keeps_the_model_of_an_alias() {
         options.own.model_alias = vec!["split=m1:1,m2:1".to_owned()];
         let settings = Settings::read(Profile::default(), |_| None).unwrap();
         let policy = registry::build("session-affinity", &settings, &mut rand::rng());
-        options.routing.policies.active = Some(policy.unwrap());
+        options.routing.policies.active = policy.unwrap();
     });
     let engines = ["m1", "m2"].map(Engine::of);
     let [first, second] = engines;

@@ -1,5 +1,6 @@
 //! No client takes more than its share: of memory, of places, of the threads that serve.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -20,7 +21,7 @@ fn bounded(options: &mut FrontendOptions, settings: HttpSettings) {
 }
 
 fn by_tokens(options: &mut FrontendOptions) {
-    options.routing.selector.router.policy = Policy::Kv;
+    options.routing.policies.active = Arc::new(Policy::Kv);
 }
 
 /// A body of these pieces, the last of which never comes.

@@ -1,5 +1,6 @@
 //! One engine prefills, another one decodes.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::http::Method;
@@ -150,7 +151,7 @@ async fn a_response_that_continues_none_is_prefilled_elsewhere() {
 
 #[tokio::test]
 async fn a_prompt_that_is_prefilled_elsewhere_is_no_work_for_its_decoder() {
-    let stage = Stage::new(|options| options.routing.selector.router.policy = Policy::Kv);
+    let stage = Stage::new(|options| options.routing.policies.active = Arc::new(Policy::Kv));
     let mut decode = stage.engine().await.by_hand();
     let mut prefill = prefiller(&stage).await.by_hand();
     let asking = stage.send("a", body());

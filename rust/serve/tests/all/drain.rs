@@ -1,5 +1,7 @@
 //! A worker is taken out of service, and comes back with what it holds.
 
+use std::sync::Arc;
+
 use kvflash_core::policy::Policy;
 use kvflash_core::select::Overlap;
 use serde_json::{Value, json};
@@ -8,7 +10,7 @@ use super::engine::Engine;
 use super::stage::{Answer, BLOCK, Stage, prompt, with};
 
 fn kv() -> Stage {
-    Stage::new(|options| options.routing.selector.router.policy = Policy::Kv)
+    Stage::new(|options| options.routing.policies.active = Arc::new(Policy::Kv))
 }
 
 async fn put_state(stage: &Stage, id: u64, state: &str) -> Answer {
@@ -57,7 +59,7 @@ async fn a_draining_worker_gets_nothing_new_and_shows_what_it_still_has() {
 #[tokio::test]
 async fn a_worker_that_has_more_ranks_than_were_given_stays_out_of_service() {
     let stage = Stage::new(|options| {
-        options.routing.selector.router.policy = Policy::Kv;
+        options.routing.policies.active = Arc::new(Policy::Kv);
         options.routing.selector.overlap = Overlap::Events;
     });
     let engine = Engine::start(&[]).await;

@@ -225,7 +225,7 @@ async fn a_count_that_disagrees_turns_it_off() {
 #[tokio::test]
 async fn it_can_be_turned_off() {
     let stage = Stage::new(|options| {
-        options.routing.selector.router.policy = Policy::Kv;
+        options.routing.policies.active = Arc::new(Policy::Kv);
         options.own.tokenizer = vec![folder().display().to_string()];
         options.own.send_token_ids = false;
     });

@@ -1,5 +1,7 @@
 //! The load of requests at their workers, and the busy thresholds.
 
+use std::sync::Arc;
+
 use axum::http::Method;
 use kvflash_core::policy::Policy;
 use serde_json::json;
@@ -11,7 +13,7 @@ const BLOCKS: &str = "worker_active_blocks{worker=\"1:0\"}";
 
 #[tokio::test]
 async fn a_prompt_counts_until_the_first_token_and_its_blocks_until_the_end() {
-    let stage = Stage::new(|options| options.routing.selector.router.policy = Policy::Kv);
+    let stage = Stage::new(|options| options.routing.policies.active = Arc::new(Policy::Kv));
     let mut engine = stage.engine().await.by_hand();
     let asking = stage.send("a", with(prompt(0..64), json!({ "stream": true })));
     let mut asked = engine.next().await;
@@ -29,7 +31,8 @@ async fn a_prompt_counts_until_the_first_token_and_its_blocks_until_the_end() {
 /// Images have no text: 4 bytes a token is for the rest.
 #[tokio::test]
 async fn an_image_in_a_request_is_no_text_of_its_prompt() {
-    let stage = Stage::new(|options| options.routing.selector.router.policy = Policy::LeastLoaded);
+    let stage =
+        Stage::new(|options| options.routing.policies.active = Arc::new(Policy::LeastLoaded));
     let mut engine = stage.engine().await.by_hand();
     let data = "A".repeat(2_000_000);
     let source = json!({ "type": "base64", "media_type": "image/png", "data": &data });
@@ -53,7 +56,8 @@ async fn an_image_in_a_request_is_no_text_of_its_prompt() {
 
 #[tokio::test]
 async fn the_less_loaded_worker_is_chosen() {
-    let stage = Stage::new(|options| options.routing.selector.router.policy = Policy::LeastLoaded);
+    let stage =
+        Stage::new(|options| options.routing.policies.active = Arc::new(Policy::LeastLoaded));
     let mut slow = stage.engine().await.by_hand();
     let asking = stage.send("a", prompt(0..640));
     let asked = slow.next().await;
@@ -68,7 +72,7 @@ async fn the_less_loaded_worker_is_chosen() {
 #[tokio::test]
 async fn busy_workers_get_nothing_and_none_left_is_a_503() {
     let stage = Stage::new(|options| {
-        options.routing.selector.router.policy = Policy::Kv;
+        options.routing.policies.active = Arc::new(Policy::Kv);
         options.routing.selector.thresholds.active_prefill_tokens = Some(100);
     });
     let mut engine = stage.engine().await.by_hand();

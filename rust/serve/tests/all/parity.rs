@@ -25,7 +25,7 @@ pub fn folder() -> PathBuf {
 /// A frontend that tokenizes.
 pub fn tokenizing() -> Stage {
     Stage::new(|options| {
-        options.routing.selector.router.policy = Policy::Kv;
+        options.routing.policies.active = Arc::new(Policy::Kv);
         options.own.tokenizer = vec![folder().display().to_string()];
     })
 }

@@ -101,7 +101,7 @@ impl Stage {
     pub fn new(change: impl FnOnce(&mut FrontendOptions)) -> Self {
         let mut options = FrontendOptions::default();
         options.routing.selector.overlap = Overlap::Predictions;
-        options.routing.selector.router.policy = Policy::RoundRobin;
+        options.routing.policies.active = Arc::new(Policy::RoundRobin);
         change(&mut options);
         let (clock, shutdown) = (Arc::new(ManualClock::default()), Shutdown::default());
         let app = FrontendApp::new(

@@ -1,5 +1,7 @@
 //! Chats that nobody makes into tokens: matched by what engines told with their answers to earlier turns.
 
+use std::sync::Arc;
+
 use kvflash_core::policy::Policy;
 use kvflash_serve::{Key, Role};
 use serde_json::{Value, json};
@@ -14,7 +16,7 @@ const MATCHED: &str = "taught_prompts_total{outcome=\"matched\"}";
 const CORRECTED: &str = "taught_prompts_total{outcome=\"corrected\"}";
 
 fn kv() -> Stage {
-    Stage::new(|options| options.routing.selector.router.policy = Policy::Kv)
+    Stage::new(|options| options.routing.policies.active = Arc::new(Policy::Kv))
 }
 
 /// A prompt as this engine's template writes it, a token a byte: each message, and what an answer begins with.
@@ -267,7 +269,7 @@ async fn a_template_that_writes_an_earlier_turn_anew_is_noticed() {
 #[tokio::test]
 async fn it_can_be_turned_off() {
     let stage = Stage::new(|options| {
-        options.routing.selector.router.policy = Policy::Kv;
+        options.routing.policies.active = Arc::new(Policy::Kv);
         options.own.taught_cache = 0;
     });
     let engine = silent(&stage, &[]).await;

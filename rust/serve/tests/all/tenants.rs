@@ -1,6 +1,7 @@
 //! Clients with keys: their limits, what of their requests reaches an engine, and tenants that share no cache.
 
 use std::io::Write;
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvflash_core::policy::Policy;
@@ -18,7 +19,7 @@ fn key(id: &str) -> Key {
 }
 
 fn kv() -> Stage {
-    Stage::new(|options| options.routing.selector.router.policy = Policy::Kv)
+    Stage::new(|options| options.routing.policies.active = Arc::new(Policy::Kv))
 }
 
 fn left(answer: &Answer, of: &str) -> u64 {
@@ -254,7 +255,7 @@ async fn fields_that_control_an_engine_reach_it_only_where_a_key_allows_them() {
 #[tokio::test]
 async fn a_key_may_be_told_of_overlaps() {
     let stage = Stage::new(|options| {
-        options.routing.selector.router.policy = Policy::Kv;
+        options.routing.policies.active = Arc::new(Policy::Kv);
         options.own.expose_overlap = true;
     });
     let _engine = stage.engine().await;
@@ -268,7 +269,7 @@ fn isolating() -> Stage {
     let mut file = std::fs::File::create(&path).unwrap();
     file.write_all(b"0123456789abcdef").unwrap();
     Stage::new(|options| {
-        options.routing.selector.router.policy = Policy::Kv;
+        options.routing.policies.active = Arc::new(Policy::Kv);
         options.own.expose_overlap = true;
         options.own.salt_secret_file = Some(path);
         options.own.health_interval = Duration::from_millis(20);

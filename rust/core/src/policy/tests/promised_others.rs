@@ -8,7 +8,7 @@ use rand::rngs::SmallRng;
 
 use super::super::*;
 use super::pods::{candidate, context, outcomes, policy};
-use super::{REQUEST, candidates};
+use super::{REQUEST, candidates, select};
 use crate::ids::Worker;
 
 fn choose(policy: &dyn RoutePolicy, context: &Context<'_>, list: &[Candidate]) -> Choice {

@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::load::{LoadConfig, PrefillSpeed};
-use crate::policy::{KvScale, Policy, Stage};
+use crate::policy::{KvScale, Stage};
 
 /// Saving of a block that a worker holds outside of its device: a share of the prefill cost,
 /// because the block must be fetched. Finite and at least 0.
@@ -57,8 +57,6 @@ pub struct RouterConfig {
     pub tiers: TierWeights,
     /// 0 takes the lowest cost, larger values spread the choice; finite and at least 0.
     pub temperature: f64,
-    /// How a worker is chosen.
-    pub policy: Policy,
     /// The part of a request that its workers do.
     pub stage: Stage,
     /// Count the blocks of active requests; otherwise only their prompt tokens count.
@@ -90,7 +88,6 @@ impl Default for RouterConfig {
             scale: KvScale::default(),
             tiers: TierWeights::default(),
             temperature: 0.0,
-            policy: Policy::default(),
             stage: Stage::default(),
             track_active_blocks: true,
             track_output_blocks: false,
@@ -192,7 +189,7 @@ pub struct RouteOverride {
 }
 
 impl RouteOverride {
-    /// Whether it replaces a setting of the formula of [`Policy::Kv`].
+    /// Whether it replaces a setting of the formula of [`Policy::Kv`](crate::policy::Policy::Kv).
     pub(super) fn is_of_formula(&self) -> bool {
         let is_weighed = self.overlap_score_weight.is_some() || self.assume_kv_reuse.is_some();
         self.overlap_score_credit.is_some()

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::ids::Worker;
 use crate::load::{ActiveSequences, Assignment, RequestId};
 use crate::policy::{
-    self, AUTO, Candidate, CandidateCost, Choice, Context, Decision, OutsideCandidate,
+    AUTO, Candidate, CandidateCost, Candidates, Choice, Context, Decision, OutsideCandidate,
     OutsideRequest, Policy, Question, RequestTerms, RoutePolicy,
 };
 use crate::select::ask::Ask;
@@ -37,7 +37,7 @@ impl Router {
     ) -> Result<(Reservation, Decision<'a>)> {
         self.validate(ask)?;
         let now_ms = self.clock.now_ms();
-        let mut context = self.context(ask, now_ms);
+        let mut context = Self::context(ask, now_ms);
         self.policies.prepare(&context)?;
         let (id, choice, seed) = {
             let mut state = self.state.lock();
@@ -65,8 +65,8 @@ impl Router {
             (id, choice, seed)
         };
         self.policies.routed(&context, &considered.found(), &choice);
-        let decision = self.decision(&ask.overrides, &context, considered, choice).drawn_from(seed);
-        let told = !self.policies.is_empty();
+        let decision = self.decision(&ask.overrides, &context, considered, choice, seed);
+        let told = self.policies.need_facts();
         let tail = told.then(|| Box::new(Tail::new(ask, now_ms, context.memo.into_ticket())));
         Ok((Reservation::new(Arc::clone(self), id, decision.worker, now_ms, tail), decision))
     }
@@ -82,10 +82,8 @@ impl Router {
         considered: &'a mut Considered,
     ) -> Result<Decision<'a>> {
         self.validate(ask)?;
-        let mut context = self.context(ask, self.clock.now_ms());
-        if let Some(active) = &self.policies.active {
-            active.prepare(&context)?;
-        }
+        let mut context = Self::context(ask, self.clock.now_ms());
+        self.policies.active.prepare(&context)?;
         let (choice, seed) = {
             let mut state = self.state.lock();
             state.load.advance(context.now_ms);
@@ -93,7 +91,7 @@ impl Router {
             let choice = self.choose(&mut state, ask, &mut context, considered, &mut rng)?;
             (choice, seed)
         };
-        Ok(self.decision(&ask.overrides, &context, considered, choice).drawn_from(seed))
+        Ok(self.decision(&ask.overrides, &context, considered, choice, seed))
     }
 
     /// A decision about the current load, with a separate random draw: where chance decides,
@@ -119,7 +117,7 @@ impl Router {
         if self.policies.desk().is_none() {
             return Ok(None);
         }
-        let mut context = self.context(ask, self.clock.now_ms());
+        let mut context = Self::context(ask, self.clock.now_ms());
         let mut considered = Considered::default();
         self.gather(&mut self.state.lock(), ask, &mut context, &mut considered)?;
         let found = considered.found();
@@ -146,15 +144,11 @@ impl Router {
         self.policies.each().find_map(|policy| policy.unseen_prefill_ms(context.pool, tokens))
     }
 
-    /// The policy that decides about a request with these overrides, if it is not built in. Under
-    /// `auto` a request that overrides a setting of the formula, which `auto` does not have, is
-    /// decided by the formula.
-    pub(in crate::select) fn decider(
-        &self,
-        overrides: &RouteOverride,
-    ) -> Option<&Arc<dyn RoutePolicy>> {
-        let is_formula = |name| name == AUTO && overrides.is_of_formula();
-        self.policies.active.as_ref().filter(|active| !is_formula(active.name()))
+    /// The policy that decides about a request with these overrides. Under `auto` a request that
+    /// overrides a setting of the formula, which `auto` does not have, is decided by the formula.
+    pub(in crate::select) fn decider(&self, overrides: &RouteOverride) -> &dyn RoutePolicy {
+        let active = &*self.policies.active;
+        if active.name() == AUTO && overrides.is_of_formula() { &Policy::Kv } else { active }
     }
 
     /// Converts `choice` to a decision.
@@ -164,29 +158,29 @@ impl Router {
         context: &Context<'_>,
         considered: &'a Considered,
         choice: Choice,
+        seed: u64,
     ) -> Decision<'a> {
-        let built_in = match self.decider(overrides) {
-            Some(active) => active.stand_in(&choice),
-            None => Some(self.config.policy),
-        };
-        let Considered { candidates, costs, .. } = considered;
-        Decision::new(built_in, context.request, candidates, costs, choice)
+        let Considered { candidates, costs, passed_over, .. } = considered;
+        let policy = self.decider(overrides).stand_in(&choice);
+        let request = context.request;
+        let chosen = &candidates[choice.index];
+        Decision {
+            worker: chosen.worker,
+            overlap_blocks: chosen.overlap_blocks,
+            policy,
+            request: if policy.is_some() { request.among(candidates) } else { request },
+            candidates,
+            costs,
+            passed_over,
+            choice,
+            seed,
+        }
     }
 
-    /// The policies' view of `ask`, with a load that may be outdated when they choose. Empty if no
-    /// policy needs it before the lock is taken.
-    fn context<'a>(&self, ask: &Ask<'a>, now_ms: u64) -> Context<'a> {
-        let known = match self.policies.is_empty() {
-            true => RequestTerms::default(),
-            false => {
-                let load = &self.state.lock().load;
-                self.terms(
-                    load,
-                    ask,
-                    self.block_use(load, &ask.prompt.sequence_hashes, &ask.overrides),
-                )
-            }
-        };
+    /// The policies' view of `ask`; of its terms only the length is known before they choose.
+    fn context<'a>(ask: &Ask<'a>, now_ms: u64) -> Context<'a> {
+        let isl_tokens = ask.prompt.isl_tokens;
+        let known = RequestTerms { isl_tokens, ..RequestTerms::default() };
         let is_hashed = ask.prompt.block_size > 0;
         Context {
             prompt: ask.text,
@@ -212,8 +206,13 @@ impl Router {
     ) -> Result<()> {
         let blocks = self.block_use(&state.load, &ask.prompt.sequence_hashes, &ask.overrides);
         context.request = self.terms(&state.load, ask, blocks);
-        self.fill(state, ask, &context.request, blocks, &mut considered.candidates)?;
-        considered.ask(ask.known.metrics);
+        self.fill(state, ask, &context.request, blocks, considered)?;
+        let Considered { candidates, metrics, .. } = considered;
+        metrics.clear();
+        if let Some(reports) = ask.known.metrics {
+            let report = |one: &Candidate| reports.get(&one.worker).copied().unwrap_or_default();
+            metrics.extend(candidates.iter().map(report));
+        }
         Ok(())
     }
 
@@ -227,20 +226,11 @@ impl Router {
         rng: &mut SmallRng,
     ) -> Result<Choice> {
         self.gather(state, ask, context, considered)?;
-        let (found, costs) = considered.parts();
-        let choice = match self.decider(&ask.overrides) {
-            Some(active) => active.choose(context, &found, costs, rng),
-            None => {
-                let decision =
-                    policy::select(self.config.policy, &context.request, found.list, costs, rng);
-                decision.map(|decision| {
-                    context.request = decision.request;
-                    decision.choice
-                })
-            }
-        };
+        let Considered { candidates, costs, metrics, .. } = considered;
+        let found = Candidates { list: candidates, metrics };
+        let choice = self.decider(&ask.overrides).choose(context, &found, costs, rng);
         let choice = choice.ok_or_else(|| no_candidate(&state.load))?;
-        let kept = self.kept(ask, &considered.candidates, &considered.costs, context.now_ms);
+        let kept = self.kept(ask, candidates, costs, context.now_ms);
         Ok(kept.unwrap_or(choice))
     }
 
@@ -255,10 +245,7 @@ impl Router {
     ) -> Option<Choice> {
         let (affinity, seat) = self.affinity.as_ref()?;
         let kept = affinity.kept(*seat, ask.session, candidates, now_ms)?;
-        let has_costs = match &self.policies.active {
-            Some(active) => active.name() == AUTO,
-            None => self.config.policy == Policy::Kv,
-        };
+        let has_costs = [AUTO, Policy::Kv.name()].contains(&self.policies.active.name());
         let others = costs.iter().enumerate().filter(|&(at, _)| at != kept.index);
         let next = others.map(|(_, one)| one.cost).reduce(f64::min);
         let margin = next.filter(|_| has_costs).map(|next| next - costs[kept.index].cost);

@@ -1,4 +1,4 @@
-//! Policies besides the built-in ones: the deciding one, shadows, and their events.
+//! The policies of a router: the deciding one, shadows, and their events.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,30 +8,36 @@ use parking_lot::Mutex;
 use crate::ids::Worker;
 use crate::policy::{
     Affinity, Candidate, CandidateCost, Candidates, Choice, Context, Desk, EngineMetrics, Finished,
-    RoutePolicy, Sample, Shadow, Ticket, model_of,
+    Policy, RoutePolicy, Sample, Shadow, Terms, Ticket, model_of,
 };
 use crate::select::ask::Ask;
 
-/// The policies of a router besides the built-in ones. Routers may share them.
-#[derive(Debug, Clone, Default)]
+/// The policies of a router. Routers may share them.
+#[derive(Debug, Clone)]
 pub struct Policies {
-    /// Chooses instead of [`RouterConfig::policy`](super::RouterConfig::policy).
-    pub active: Option<Arc<dyn RoutePolicy>>,
+    /// Chooses the worker.
+    pub active: Arc<dyn RoutePolicy>,
     /// Run alongside the deciding one without deciding.
     pub shadows: Vec<Arc<Shadow>>,
     /// Keeps sessions on their workers, whichever policy chooses.
     pub affinity: Option<Arc<Affinity>>,
 }
 
+impl Default for Policies {
+    fn default() -> Self {
+        Self { active: Arc::new(Policy::default()), shadows: Vec::new(), affinity: None }
+    }
+}
+
 impl Policies {
-    /// Whether there are none; an affinity does not count, because a built-in policy may have one.
-    pub fn is_empty(&self) -> bool {
-        self.active.is_none() && self.shadows.is_empty()
+    /// Whether any of them needs more of a request than its length and the overlaps.
+    pub fn need_facts(&self) -> bool {
+        self.active.built_in().is_none() || !self.shadows.is_empty()
     }
 
     /// The deciding one, then the shadows.
     pub(in crate::select) fn each(&self) -> impl Iterator<Item = &dyn RoutePolicy> {
-        self.active.as_deref().into_iter().chain(self.shadows.iter().map(|shadow| shadow.policy()))
+        std::iter::once(&*self.active).chain(self.shadows.iter().map(|shadow| shadow.policy()))
     }
 
     /// What keeps each of them from deciding as it should at the moment, as text for operators.
@@ -46,14 +52,12 @@ impl Policies {
 
     /// The desk that asks the deciding policy in advance, if it is outside the core.
     pub fn desk(&self) -> Option<&Arc<Desk>> {
-        self.active.as_ref()?.desk()
+        self.active.desk()
     }
 
     /// Reports every counter of the deciding policy and of the shadows.
     pub fn samples(&self, visit: &mut dyn FnMut(Sample<'_>)) {
-        if let Some(active) = &self.active {
-            active.samples(visit);
-        }
+        self.active.samples(visit);
         self.shadows.iter().for_each(|shadow| shadow.samples(visit));
         if let Some(affinity) = &self.affinity {
             affinity.samples(visit);
@@ -65,13 +69,11 @@ impl Policies {
             // A refusal is counted when the request is decided.
             let _refused = shadow.policy().prepare(context);
         }
-        self.active.as_ref().map_or(Ok(()), |policy| policy.prepare(context))
+        self.active.prepare(context)
     }
 
     pub(super) fn routed(&self, context: &Context<'_>, found: &Candidates<'_>, choice: &Choice) {
-        if let Some(policy) = &self.active {
-            policy.routed(context, found, choice);
-        }
+        self.active.routed(context, found, choice);
         for shadow in &self.shadows {
             let _wanted = shadow.observe(context, found, choice);
         }
@@ -187,23 +189,12 @@ pub struct Considered {
     pub(super) candidates: Vec<Candidate>,
     pub(super) costs: Vec<CandidateCost>,
     pub(super) metrics: Vec<EngineMetrics>,
+    /// As [`Decision::passed_over`](crate::policy::Decision::passed_over).
+    pub(super) passed_over: Vec<(Terms, bool)>,
 }
 
 impl Considered {
-    /// Fills in the reports of the candidates' engines.
-    pub(super) fn ask(&mut self, metrics: Option<&dyn Fn(Worker) -> EngineMetrics>) {
-        self.metrics.clear();
-        if let Some(metrics) = metrics {
-            self.metrics.extend(self.candidates.iter().map(|one| metrics(one.worker)));
-        }
-    }
-
-    /// The candidates as policies see them, and the buffer for their costs.
-    pub(super) fn parts(&mut self) -> (Candidates<'_>, &mut Vec<CandidateCost>) {
-        let found = Candidates { list: &self.candidates, metrics: &self.metrics };
-        (found, &mut self.costs)
-    }
-
+    /// The candidates as policies see them.
     pub(super) fn found(&self) -> Candidates<'_> {
         Candidates { list: &self.candidates, metrics: &self.metrics }
     }

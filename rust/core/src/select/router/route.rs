@@ -16,7 +16,6 @@ use crate::load::{ActiveSequences, Assignment, BlockUse, LoadTotals, RequestId, 
 use crate::policy::session::check_key;
 use crate::policy::{ActiveLoad, Affinity, Candidate, KvScale, RequestTerms, Seat, Stage, Terms};
 use crate::select::ask::{Ask, Known};
-use crate::select::busy::BusyGate;
 use crate::select::reuse::Removals;
 
 /// Maximum sequence hashes of a request: a prompt of 16 million tokens in blocks of 16.
@@ -34,8 +33,11 @@ pub type RoomWatch = Box<dyn Fn() + Send + Sync>;
 /// Every decision sees every booking, first token and end that returned before it. Two decisions
 /// never see the same load unless nothing was booked in between.
 pub struct Router {
-    pub(super) config: RouterConfig,
-    pub(super) policies: Policies,
+    /// The configuration it was created with; [`block_size`](Self::block_size) is the current block
+    /// size.
+    pub config: RouterConfig,
+    /// The deciding and shadow policies.
+    pub policies: Policies,
     pub(super) affinity: Option<(Arc<Affinity>, Seat)>,
     pub(super) clock: Arc<dyn Clock>,
     pub(super) state: Mutex<State>,
@@ -95,17 +97,6 @@ impl Router {
         Ok(Self { config, policies, affinity, clock, state, watch, removals, questions })
     }
 
-    /// The deciding and shadow policies besides the built-in ones.
-    pub fn policies(&self) -> &Policies {
-        &self.policies
-    }
-
-    /// The configuration it was created with; [`block_size`](Self::block_size) is the current block
-    /// size.
-    pub fn config(&self) -> &RouterConfig {
-        &self.config
-    }
-
     /// The cost of `ask` on every allowed worker now, including busy ones; changes nothing. Empty
     /// without workers.
     ///
@@ -119,13 +110,13 @@ impl Router {
         state.load.advance(now_ms);
         let blocks = self.block_use(&state.load, &ask.prompt.sequence_hashes, &ask.overrides);
         let known = self.terms(&state.load, ask, blocks);
-        let ask = Ask { known: Known { gate: None, ..ask.known }, ..*ask };
-        let candidates = &mut considered.candidates;
-        match self.fill(state, &ask, &known, blocks, candidates) {
+        let ask = Ask { known: Known { busy: None, queue: None, ..ask.known }, ..*ask };
+        match self.fill(state, &ask, &known, blocks, considered) {
             Err(Error::NoWorker(_)) => return Ok(Vec::new()),
             other => other?,
         }
-        Ok(candidates.iter().map(|one| known.terms(self.config.policy, one)).collect())
+        let policy = self.policies.active.built_in().unwrap_or_default();
+        Ok(considered.candidates.iter().map(|one| known.terms(policy, one)).collect())
     }
 
     /// Whether `request` is booked: neither freed, nor expired, nor gone with its worker.
@@ -340,10 +331,12 @@ impl Router {
         ask: &Ask<'_>,
         known: &RequestTerms,
         blocks: BlockUse<'_>,
-        candidates: &mut Vec<Candidate>,
+        considered: &mut Considered,
     ) -> Result<()> {
         let State { load, scratch, .. } = state;
+        let Considered { candidates, passed_over, .. } = considered;
         candidates.clear();
+        passed_over.clear();
         if load.worker_count() == 0 {
             return Err(Error::NoWorker("no worker is registered for this model".into()));
         }
@@ -353,10 +346,10 @@ impl Router {
         load.spread(ask.known.predictions, &mut scratch.predictions);
         load.spread(ask.known.tiers, &mut scratch.tiers);
         scratch.shut.clear();
-        if let Some(gate) = ask.known.gate {
-            gate.shut(load.loads().map(|(_, load)| load), &mut scratch.shut);
+        if let Some(busy) = ask.known.busy {
+            busy.collect(load.loads().map(|(_, load)| load), &mut scratch.shut);
         }
-        let (mut passed_over, mut draining) = (0, 0);
+        let policy = self.policies.active.built_in().unwrap_or_default();
         // A `for` loop would call the iterator's `next` for each worker; this is compiled into one loop.
         load.loads().for_each(|(slot, load)| {
             if !ask.allows(load.worker) {
@@ -380,31 +373,23 @@ impl Router {
                     last_booked: load.last_booked,
                 },
             };
-            let is_draining = |id| ask.known.draining.binary_search(id).is_ok();
-            match ask.known.gate {
-                gate if is_draining(&load.worker.instance_id) => {
-                    draining += 1;
-                    if let Some(gate) = gate {
-                        gate.passed_over(known.terms(self.config.policy, &candidate));
-                    }
-                }
-                Some(gate) if scratch.shut.binary_search(&load.worker.instance_id).is_ok() => {
-                    passed_over += 1;
-                    gate.passed_over(known.terms(self.config.policy, &candidate));
-                }
-                _ => candidates.push(candidate),
+            let id = load.worker.instance_id;
+            let is_draining = ask.known.draining.binary_search(&id).is_ok();
+            if is_draining || scratch.shut.binary_search(&id).is_ok() {
+                passed_over.push((known.terms(policy, &candidate), is_draining));
+            } else {
+                candidates.push(candidate);
             }
         });
-        if candidates.is_empty() && passed_over > 0 {
-            let text = format!("all {passed_over} workers that may take this request are busy");
-            return Err(Error::AllBusy(text));
+        if candidates.is_empty() && !passed_over.is_empty() {
+            let all =
+                |count, are| format!("all {count} workers that may take this request are {are}");
+            return Err(match passed_over.iter().filter(|(_, is_draining)| !is_draining).count() {
+                0 => Error::NoWorker(all(passed_over.len(), "draining")),
+                busy => Error::AllBusy(all(busy, "busy")),
+            });
         }
-        if candidates.is_empty() && draining > 0 {
-            return Err(Error::NoWorker(format!(
-                "all {draining} workers that may take this request are draining"
-            )));
-        }
-        check_room(ask.known.gate, candidates)
+        check_room(&ask.known, candidates)
     }
 }
 
@@ -430,14 +415,15 @@ fn check_blocks(blocks: usize) -> Result<()> {
     Err(Error::invalid(format!("{blocks} sequence hashes; the limit is {limit}")))
 }
 
-/// Checks that one of `candidates` has room to prefill, if `gate` demands it.
+/// Checks that one of `candidates` has room to prefill, if the request can wait.
 ///
 /// # Errors
 /// [`Error::MustWait`] if none has.
-fn check_room(gate: Option<&BusyGate<'_>>, candidates: &[Candidate]) -> Result<()> {
+fn check_room(known: &Known<'_>, candidates: &[Candidate]) -> Result<()> {
+    let Some((busy, threshold)) = known.busy.zip(known.queue) else { return Ok(()) };
     let queued = |one: &Candidate| (one.worker, one.load.prefill_tokens);
     let count = candidates.len();
-    if count > 0 && gate.is_some_and(|gate| gate.must_wait(candidates.iter().map(queued))) {
+    if count > 0 && busy.are_all_full(threshold, candidates.iter().map(queued)) {
         return Err(Error::MustWait(format!(
             "all {count} workers that may take this request have more to prefill than \
              router_queue_threshold allows"

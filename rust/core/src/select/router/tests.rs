@@ -24,9 +24,17 @@ fn workers(ids: impl IntoIterator<Item = u64>) -> Vec<Worker> {
 }
 
 fn router(config: RouterConfig, ids: impl IntoIterator<Item = u64>) -> Arc<Router> {
-    let router =
-        Router::with_policies(config, Policies::default(), Arc::new(ManualClock::default()))
-            .unwrap();
+    decided_by(Policy::Kv, config, ids)
+}
+
+fn decided_by(
+    policy: Policy,
+    config: RouterConfig,
+    ids: impl IntoIterator<Item = u64>,
+) -> Arc<Router> {
+    let policies = Policies { active: Arc::new(policy), ..Policies::default() };
+    let clock = Arc::new(ManualClock::default());
+    let router = Router::with_policies(config, policies, clock).unwrap();
     router.set_workers(&workers(ids)).unwrap();
     Arc::new(router)
 }
@@ -164,11 +172,11 @@ fn a_booking_outlives_its_worker_and_its_expiry_in_peace() {
 }
 
 /// Every policy, warm and cold.
-fn every_config() -> Vec<RouterConfig> {
+fn every_config() -> Vec<(Policy, RouterConfig)> {
     let mut configs = Vec::new();
     for policy in Policy::ALL {
         for temperature in [0.0, 0.8] {
-            configs.push(RouterConfig { policy, temperature, seed: 42, ..sized(4) });
+            configs.push((policy, RouterConfig { temperature, seed: 42, ..sized(4) }));
         }
     }
     configs
@@ -176,8 +184,8 @@ fn every_config() -> Vec<RouterConfig> {
 
 #[test]
 fn a_preview_leaves_no_trace() {
-    for config in every_config() {
-        let (asked, fresh) = (router(config.clone(), 1..=5), router(config.clone(), 1..=5));
+    for (policy, config) in every_config() {
+        let [asked, fresh] = [(); 2].map(|()| decided_by(policy, config.clone(), 1..=5));
         let [mut a, mut b, mut c] = [1, 2, 3].map(|_| Considered::default());
         let mut held = Vec::new();
         for turn in 0..60_u64 {
@@ -185,12 +193,12 @@ fn a_preview_leaves_no_trace() {
             let ask = request(5 + turn % 9, &hashes);
             let loads = asked.loads();
             let foreseen = asked.preview(&ask, &mut a).unwrap();
-            assert_eq!(foreseen, asked.preview(&ask, &mut b).unwrap(), "{config:?}");
+            assert_eq!(foreseen, asked.preview(&ask, &mut b).unwrap(), "{policy} {config:?}");
             assert_eq!(asked.loads(), loads);
             let (booking, decision) = asked.route(&ask, &mut b).unwrap();
-            assert_eq!(foreseen, decision, "the preview is what happens next: {config:?}");
+            assert_eq!(foreseen, decision, "the preview is what happens next: {policy} {config:?}");
             let (other, undisturbed) = fresh.route(&ask, &mut c).unwrap();
-            assert_eq!(decision, undisturbed, "{config:?}");
+            assert_eq!(decision, undisturbed, "{policy} {config:?}");
             held.push((booking, other));
             if turn % 4 == 3 {
                 drop(held.remove(0));
@@ -201,9 +209,9 @@ fn a_preview_leaves_no_trace() {
 
 #[test]
 fn the_same_seed_gives_the_same_day_and_another_seed_another() {
-    for config in every_config() {
+    for (policy, config) in every_config() {
         let day = |seed: u64| -> Vec<u64> {
-            let router = router(RouterConfig { seed, ..config.clone() }, 1..=6);
+            let router = decided_by(policy, RouterConfig { seed, ..config.clone() }, 1..=6);
             let mut considered = Considered::default();
             let mut held = Vec::new();
             let mut chosen = Vec::new();
@@ -218,17 +226,16 @@ fn the_same_seed_gives_the_same_day_and_another_seed_another() {
             }
             chosen
         };
-        assert_eq!(day(1), day(1), "{config:?}");
-        if config.policy != Policy::RoundRobin {
-            assert_ne!(day(1), day(2), "{config:?}");
+        assert_eq!(day(1), day(1), "{policy} {config:?}");
+        if policy != Policy::RoundRobin {
+            assert_ne!(day(1), day(2), "{policy} {config:?}");
         }
     }
 }
 
 #[test]
 fn round_robin_is_fair_while_workers_come_and_go() {
-    let config = RouterConfig { policy: Policy::RoundRobin, ..RouterConfig::default() };
-    let router = router(config, [1, 2, 3]);
+    let router = decided_by(Policy::RoundRobin, RouterConfig::default(), [1, 2, 3]);
     let mut considered = Considered::default();
     let mut turns = |allowed: Option<&dyn Fn(Worker) -> bool>, count: usize| -> Vec<u64> {
         let ask = Ask { allowed, ..request(1, &[]) };

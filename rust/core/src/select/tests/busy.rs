@@ -116,10 +116,11 @@ fn check_limits(input: &Value) {
 #[test]
 fn busy_workers_get_nothing_whatever_the_policy() {
     for policy in Policy::ALL {
-        let router = RouterConfig { policy, block_size: BLOCK_SIZE, ..RouterConfig::default() };
+        let router = RouterConfig { block_size: BLOCK_SIZE, ..RouterConfig::default() };
         let thresholds = Thresholds { active_decode_blocks: Some(0.5), ..Thresholds::default() };
         let config = SelectorConfig { router, thresholds, ..SelectorConfig::default() };
-        let bench = configured(config, CatalogOptions::default(), 3);
+        let policies = Policies { active: Arc::new(policy), ..Policies::default() };
+        let bench = with_policies(config, policies, CatalogOptions::default(), 3);
         let full = |used| Report {
             kv_used_blocks: Some(used),
             kv_total_blocks: Some(100),

@@ -38,7 +38,7 @@ fn a_draining_worker_gets_nothing_new_and_keeps_what_it_has() {
 #[test]
 fn a_worker_that_auto_passes_over_has_no_price() {
     let active = registry::build("auto", &Settings::default(), &mut SmallRng::seed_from_u64(1));
-    let policies = Policies { active: Some(active.unwrap()), ..Policies::default() };
+    let policies = Policies { active: active.unwrap(), ..Policies::default() };
     let router = RouterConfig { block_size: BLOCK_SIZE, ..RouterConfig::default() };
     let config = SelectorConfig { router, ..SelectorConfig::default() };
     let bench = with_policies(config, policies, CatalogOptions::default(), 2);

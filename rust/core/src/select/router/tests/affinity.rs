@@ -1,10 +1,7 @@
 //! Sessions stay with the worker of their last request until it can't take one.
 
-use std::cell::RefCell;
-
 use super::*;
 use crate::policy::{ActiveLoad, Affinity, Candidate, Sample, Session, Settings, registry};
-use crate::select::busy::BusyGate;
 use crate::select::{BusyTable, Report, Thresholds};
 
 const TTL_SECS: u64 = 60;
@@ -18,18 +15,12 @@ struct Bench {
 /// A router of three workers with the policy `name`.
 fn bench(name: &str) -> Bench {
     let affinity = Arc::new(Affinity::new(TTL_SECS).unwrap());
-    let mut policies = Policies { affinity: Some(Arc::clone(&affinity)), ..Policies::default() };
-    let mut config = sized(4);
-    match name.parse() {
-        Ok(policy) => config.policy = policy,
-        Err(_) => {
-            let mut rng = SmallRng::seed_from_u64(1);
-            let built = registry::build(name, &Settings::default(), &mut rng).unwrap();
-            policies.active = Some(built);
-        }
-    }
+    let mut rng = SmallRng::seed_from_u64(1);
+    let active = registry::build(name, &Settings::default(), &mut rng).unwrap();
+    let policies =
+        Policies { active, affinity: Some(Arc::clone(&affinity)), ..Policies::default() };
     let clock = Arc::new(ManualClock::default());
-    let router = Router::with_policies(config, policies, Arc::clone(&clock) as _).unwrap();
+    let router = Router::with_policies(sized(4), policies, Arc::clone(&clock) as _).unwrap();
     let router = Arc::new(router);
     router.set_workers(&workers([1, 2, 3])).unwrap();
     Bench { router, affinity, clock }
@@ -103,12 +94,11 @@ fn a_worker_that_can_take_no_request_loses_its_sessions() {
     let (home, _) = bench.route(&of_session("a"));
     // Busy: another one takes it, and keeps it when the first one is free again.
     let limit = Thresholds { active_prefill_tokens: Some(0), ..Thresholds::default() };
-    let (table, passed_over) = (BusyTable::new(limit).unwrap(), RefCell::default());
+    let table = BusyTable::new(limit).unwrap();
     table.set_workers(&workers([1, 2, 3]));
     table.report(home, &Report { active_prefill_tokens: Some(1), ..Report::default() });
-    let gate = BusyGate { table: &table, passed_over: &passed_over, queue: None };
-    let (second, reason) = bench
-        .route(&Ask { known: Known { gate: Some(&gate), ..Known::default() }, ..of_session("a") });
+    let known = Known { busy: Some(&table), ..Known::default() };
+    let (second, reason) = bench.route(&Ask { known, ..of_session("a") });
     assert_ne!((second, reason), (home, Reason::SessionAffinity));
     assert_eq!(bench.route(&of_session("a")), (second, Reason::SessionAffinity));
     // Not allowed, as after a failed attempt.
