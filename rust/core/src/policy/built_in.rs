@@ -1,30 +1,11 @@
-//! The built-in policies.
+//! The built-in policies as route policies.
 
 use rand::RngCore;
 
 use super::contract::{Candidates, Context, Polarity, RoutePolicy};
-use super::cost::CandidateCost;
+use super::cost::{CandidateCost, Policy};
 use super::decision::Choice;
 use super::select::select;
-
-named! {
-    /// How a worker is chosen.
-    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-    pub enum Policy {
-        /// Lowest cost: uncached and queued prompt blocks, plus active blocks.
-        #[default]
-        Kv = "kv",
-        /// The candidate with the oldest booking, so that all take turns even if the candidates
-        /// change between requests.
-        RoundRobin = "round_robin",
-        /// Any candidate, all equally likely.
-        Random = "random",
-        /// Fewest active blocks and blocks to prefill; then fewest active requests.
-        LeastLoaded = "least_loaded",
-        /// The less loaded of two random candidates.
-        PowerOfTwo = "power_of_two",
-    }
-}
 
 impl RoutePolicy for Policy {
     fn name(&self) -> &str {

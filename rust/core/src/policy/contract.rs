@@ -5,12 +5,10 @@ use std::sync::{Arc, OnceLock};
 
 use rand::RngCore;
 
-use super::built_in::Policy;
-use super::cost::{Candidate, CandidateCost, RequestTerms};
+use super::cost::{Candidate, CandidateCost, Policy, RequestTerms, Stage};
 use super::decision::Choice;
 use super::desk::Desk;
 use super::engine::EngineMetrics;
-use super::price::Ticket;
 use super::price::marks::Marks;
 use super::question::Advice;
 use crate::error::Result;
@@ -270,6 +268,23 @@ impl Memo {
     pub fn into_ticket(self) -> Option<Ticket> {
         self.ticket.into_inner()
     }
+}
+
+/// Values computed when a request was routed, returned to the policy at its end.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Ticket {
+    /// Prefixes of the prompt that count as wanted while the request runs.
+    pub marks: Marks,
+    /// Prefill tokens between the request and its first token.
+    pub work_tokens: f64,
+    /// Of these, its own.
+    pub own_tokens: f64,
+    /// Hash of the prompt's last full block; `None` while unknown.
+    pub tail: Option<u64>,
+    /// Whether its answer is not streamed.
+    pub is_whole: bool,
+    /// The part of the request that the worker does.
+    pub stage: Stage,
 }
 
 /// The workers that may take a request, with their engines' reports.

@@ -1,8 +1,27 @@
 //! The cost of a request on a worker.
 
-use super::built_in::Policy;
-use super::price::Price;
+use std::fmt;
+
 use crate::ids::Worker;
+
+named! {
+    /// How a worker is chosen.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+    pub enum Policy {
+        /// Lowest cost: uncached and queued prompt blocks, plus active blocks.
+        #[default]
+        Kv = "kv",
+        /// The candidate with the oldest booking, so that all take turns even if the candidates
+        /// change between requests.
+        RoundRobin = "round_robin",
+        /// Any candidate, all equally likely.
+        Random = "random",
+        /// Fewest active blocks and blocks to prefill; then fewest active requests.
+        LeastLoaded = "least_loaded",
+        /// The less loaded of two random candidates.
+        PowerOfTwo = "power_of_two",
+    }
+}
 
 /// How `kv` weighs work to prefill against work saved, besides `overlap_score_weight`. The default
 /// is the documented cost; every field is finite and at least 0.
@@ -131,6 +150,49 @@ pub struct ActiveLoad {
     pub context_tokens: u64,
     /// Number of its last booking, which grows with every booking; 0 for never.
     pub last_booked: u64,
+}
+
+/// The cost of a request on one worker, in prefill tokens, by cause.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Price {
+    /// Prefill queued before it.
+    pub queue: f32,
+    /// Its own uncached tokens, and the answers that their prefill stalls.
+    pub prefill: f32,
+    /// The decode steps of its answer, and the time that they add to the steps of others.
+    pub decode: f32,
+    /// Evictions that its blocks cause in a full cache.
+    pub eviction: f32,
+}
+
+impl Price {
+    /// The price of policies without one.
+    pub(crate) const NOTHING: Self = Self { queue: 0.0, prefill: 0.0, decode: 0.0, eviction: 0.0 };
+
+    /// The parts by name.
+    pub fn parts(&self) -> [(&'static str, f64); 4] {
+        [
+            ("queue", f64::from(self.queue)),
+            ("prefill", f64::from(self.prefill)),
+            ("decode", f64::from(self.decode)),
+            ("eviction", f64::from(self.eviction)),
+        ]
+    }
+
+    /// The sum of all parts.
+    pub fn total(&self) -> f64 {
+        self.parts().into_iter().map(|(_, part)| part).sum()
+    }
+}
+
+impl fmt::Display for Price {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:.1} tokens", self.total())?;
+        for (at, (name, part)) in self.parts().into_iter().enumerate() {
+            write!(f, "{} {name} {part:.1}", if at == 0 { " =" } else { " +" })?;
+        }
+        Ok(())
+    }
 }
 
 /// The value of one candidate that a policy minimizes.

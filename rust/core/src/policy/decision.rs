@@ -2,8 +2,7 @@
 
 use std::fmt;
 
-use super::built_in::Policy;
-use super::cost::{Candidate, CandidateCost, RequestTerms, Terms};
+use super::cost::{Candidate, CandidateCost, Policy, RequestTerms, Terms};
 use crate::ids::Worker;
 
 named! {

@@ -29,18 +29,19 @@ mod tuned;
 mod vtc_basic;
 
 pub use affinity::{Affinity, Seat};
-pub use built_in::Policy;
 pub(crate) use contract::model_of;
 pub use contract::{
-    Candidates, Context, Finished, Memo, Polarity, RoutePolicy, Sample, Session, pool_of,
+    Candidates, Context, Finished, Memo, Polarity, RoutePolicy, Sample, Session, Ticket, pool_of,
 };
-pub use cost::{ActiveLoad, Candidate, CandidateCost, KvScale, RequestTerms, Stage, Terms};
+pub use cost::{
+    ActiveLoad, Candidate, CandidateCost, KvScale, Policy, Price, RequestTerms, Stage, Terms,
+};
 pub use decision::{Choice, Decision, Formula, Reason};
 pub use desk::Desk;
 pub use engine::EngineMetrics;
 pub use outside::Outside;
+pub use price::AUTO;
 pub use price::marks::Marks;
-pub use price::{AUTO, Price, Ticket};
 pub use question::{Advice, Ended, News, OutsideCandidate, OutsideRequest, Question};
 pub use select::select;
 pub use settings::{Profile, Settings, VARIABLES};

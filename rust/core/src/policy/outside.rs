@@ -5,9 +5,8 @@ use std::sync::Arc;
 
 use rand::RngCore;
 
-use super::built_in::Policy;
 use super::contract::{Candidates, Context, Finished, RoutePolicy, Sample};
-use super::cost::CandidateCost;
+use super::cost::{CandidateCost, Policy};
 use super::decision::{Choice, Reason};
 use super::desk::Desk;
 use super::question::{Ended, News, OutsideCandidate, OutsideRequest};

@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use rand::RngCore;
 
-use super::built_in::Policy;
 use super::by_metric::{self, each, lowest};
 use super::contract::RoutePolicy;
+use super::cost::Policy;
 pub use super::multi::build;
 use super::prefix::PrefixCache;
 use super::price::{self, PricePolicy};

@@ -2,8 +2,7 @@
 
 use rand::Rng;
 
-use super::built_in::Policy;
-use super::cost::{Candidate, CandidateCost, RequestTerms};
+use super::cost::{Candidate, CandidateCost, Policy, RequestTerms};
 use super::decision::{Choice, Reason};
 
 /// Chooses among `candidates`; `None` if there are none. Replaces `costs` with the cost of each

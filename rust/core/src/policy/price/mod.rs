@@ -17,16 +17,15 @@ use hashbrown::HashMap;
 use parking_lot::Mutex;
 use rand::RngCore;
 
-use super::contract::{Candidates, Context, Finished, RoutePolicy, Sample, pool_label};
+use super::contract::{Candidates, Context, Finished, RoutePolicy, Sample, Ticket, pool_label};
 use super::cost::{CandidateCost, Stage};
 use super::decision::Choice;
 use super::select::{Lowest, by_cost};
 use crate::ids::Worker;
 use gaps::Gaps;
-use marks::{Marks, Wanted};
+use marks::Wanted;
 use pace::{LastWholes, Pace};
 use retention::Retention;
-pub use rule::Price;
 use rule::{MissCost, MostPressure, Rates, Tariff};
 
 /// The policy's name.
@@ -125,23 +124,6 @@ impl State {
         };
         &mut self.workers[at]
     }
-}
-
-/// Values computed when a request was routed, returned to the policy at its end.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct Ticket {
-    /// Prefixes of the prompt that count as wanted while the request runs.
-    pub marks: Marks,
-    /// Prefill tokens between the request and its first token.
-    pub work_tokens: f64,
-    /// Of these, its own.
-    pub own_tokens: f64,
-    /// Hash of the prompt's last full block; `None` while unknown.
-    pub tail: Option<u64>,
-    /// Whether its answer is not streamed.
-    pub is_whole: bool,
-    /// The part of the request that the worker does.
-    pub stage: Stage,
 }
 
 /// The policy.

@@ -4,12 +4,10 @@
 //! The constants are one set for all fleets: the best of a search over fifty simulated workloads,
 //! checked on traces and on real engines outside of the search; docs/policies.md has the figures.
 
-use std::fmt;
-
 use super::gaps::Gaps;
 use super::marks::{self, MAX_MARKS};
 use super::retention::Retention;
-use crate::policy::cost::{ActiveLoad, Stage};
+use crate::policy::cost::{ActiveLoad, Price, Stage};
 
 /// Weight of a queued token: engines prefill several prompts side by side, so a request waits for
 /// only part of its queue.
@@ -143,49 +141,6 @@ impl Tariff {
             eviction: finite(eviction),
         };
         (queue + prefill + decode + eviction, price)
-    }
-}
-
-/// The cost of a request on one worker, in prefill tokens, by cause.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct Price {
-    /// Prefill queued before it.
-    pub queue: f32,
-    /// Its own uncached tokens, and the answers that their prefill stalls.
-    pub prefill: f32,
-    /// The decode steps of its answer, and the time that they add to the steps of others.
-    pub decode: f32,
-    /// Evictions that its blocks cause in a full cache.
-    pub eviction: f32,
-}
-
-impl Price {
-    /// The price of policies without one.
-    pub(crate) const NOTHING: Self = Self { queue: 0.0, prefill: 0.0, decode: 0.0, eviction: 0.0 };
-
-    /// The parts by name.
-    pub fn parts(&self) -> [(&'static str, f64); 4] {
-        [
-            ("queue", f64::from(self.queue)),
-            ("prefill", f64::from(self.prefill)),
-            ("decode", f64::from(self.decode)),
-            ("eviction", f64::from(self.eviction)),
-        ]
-    }
-
-    /// The sum of all parts.
-    pub fn total(&self) -> f64 {
-        self.parts().into_iter().map(|(_, part)| part).sum()
-    }
-}
-
-impl fmt::Display for Price {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:.1} tokens", self.total())?;
-        for (at, (name, part)) in self.parts().into_iter().enumerate() {
-            write!(f, "{} {name} {part:.1}", if at == 0 { " =" } else { " +" })?;
-        }
-        Ok(())
     }
 }
 
