@@ -3,6 +3,7 @@
 //! Only sessions with a key are tracked. A session's place is the worker that took its last
 //! request, until that worker can't take one, or the session has been idle for too long.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
@@ -30,8 +31,11 @@ pub struct Affinity {
 }
 
 /// A router's own part of the table, because worker ids differ between routers.
-#[derive(Debug, Clone, Copy)]
-pub struct Seat(u64);
+#[derive(Debug)]
+pub struct Seat {
+    pub(crate) table: Arc<Affinity>,
+    number: u64,
+}
 
 #[derive(Debug, Clone, Copy)]
 struct Place {
@@ -69,45 +73,10 @@ impl Affinity {
     }
 
     /// A unique seat.
-    pub fn seat(&self) -> Seat {
+    pub fn seat(self: &Arc<Self>) -> Seat {
         // Relaxed: the numbers only have to be unique.
-        Seat(self.seats.fetch_add(1, Ordering::Relaxed))
-    }
-
-    /// The candidate that took the last request of `session`; `None` if it is not among
-    /// `candidates`, or the session has expired. Changes nothing.
-    pub fn kept(
-        &self,
-        seat: Seat,
-        session: Session<'_>,
-        candidates: &[Candidate],
-        now_ms: u64,
-    ) -> Option<Choice> {
-        let worker = self.place(seat, session, now_ms)?;
-        let index = candidates.iter().position(|one| one.worker == worker)?;
-        Some(Choice::plain(index, 1, Reason::SessionAffinity))
-    }
-
-    /// The worker that took the last request of `session`, unless that has expired.
-    pub fn place(&self, seat: Seat, session: Session<'_>, now_ms: u64) -> Option<Worker> {
-        let place = *self.state.lock().places.get(key(seat, session)?)?;
-        (!self.is_old(place, now_ms)).then_some(place.worker)
-    }
-
-    /// Records that `session`'s request went to `worker`, its place from `now_ms` on.
-    pub fn routed(&self, seat: Seat, session: Session<'_>, worker: Worker, now_ms: u64) {
-        let Some(key) = key(seat, session) else { return };
-        let mut state = self.state.lock();
-        let State { places, kept, moved, begun, expired } = &mut *state;
-        *expired += places.drop_while(|&place| self.is_old(place, now_ms)) as u64;
-        let before = places.get(key).map(|place| place.worker);
-        *places.touch(key, || Place { worker, used_ms: now_ms }) =
-            Place { worker, used_ms: now_ms };
-        match before {
-            Some(before) if before == worker => *kept += 1,
-            Some(_) => *moved += 1,
-            None => *begun += 1,
-        }
+        let number = self.seats.fetch_add(1, Ordering::Relaxed);
+        Seat { table: Arc::clone(self), number }
     }
 
     /// Drops expired sessions. Costs nothing if there are none.
@@ -142,8 +111,45 @@ impl Affinity {
     }
 }
 
-/// `None` for a request without a session.
-fn key(seat: Seat, session: Session<'_>) -> Option<u64> {
-    let key = session.key.filter(|key| !key.is_empty())?;
-    Some(xxh3_64_with_seed(key.as_bytes(), seat.0))
+impl Seat {
+    /// The candidate that took the last request of `session`; `None` if it is not among
+    /// `candidates`, or the session has expired. Changes nothing.
+    pub fn kept(
+        &self,
+        session: Session<'_>,
+        candidates: &[Candidate],
+        now_ms: u64,
+    ) -> Option<Choice> {
+        let worker = self.place(session, now_ms)?;
+        let index = candidates.iter().position(|one| one.worker == worker)?;
+        Some(Choice::plain(index, 1, Reason::SessionAffinity))
+    }
+
+    /// The worker that took the last request of `session`, unless that has expired.
+    pub fn place(&self, session: Session<'_>, now_ms: u64) -> Option<Worker> {
+        let place = *self.table.state.lock().places.get(self.key(session)?)?;
+        (!self.table.is_old(place, now_ms)).then_some(place.worker)
+    }
+
+    /// Records that `session`'s request went to `worker`, its place from `now_ms` on.
+    pub fn routed(&self, session: Session<'_>, worker: Worker, now_ms: u64) {
+        let Some(key) = self.key(session) else { return };
+        let mut state = self.table.state.lock();
+        let State { places, kept, moved, begun, expired } = &mut *state;
+        *expired += places.drop_while(|&place| self.table.is_old(place, now_ms)) as u64;
+        let now = Place { worker, used_ms: now_ms };
+        let before = places.get(key).map(|place| place.worker);
+        *places.touch(key, || now) = now;
+        match before {
+            Some(before) if before == worker => *kept += 1,
+            Some(_) => *moved += 1,
+            None => *begun += 1,
+        }
+    }
+
+    /// `None` for a request without a session.
+    fn key(&self, session: Session<'_>) -> Option<u64> {
+        let key = session.key.filter(|key| !key.is_empty())?;
+        Some(xxh3_64_with_seed(key.as_bytes(), self.number))
+    }
 }

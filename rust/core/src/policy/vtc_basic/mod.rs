@@ -93,7 +93,7 @@ impl RoutePolicy for VtcBasic {
             state.values.clear();
             let load = |index| candidates.running(index) / self.settings.max_pod_load;
             state.values.extend((0..candidates.len()).map(load));
-            if self.settings.is_compat && !candidates.is_empty() {
+            if self.settings.is_compat {
                 state.values.fill(0.0);
             }
         } else {

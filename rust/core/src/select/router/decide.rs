@@ -243,8 +243,7 @@ impl Router {
         costs: &[CandidateCost],
         now_ms: u64,
     ) -> Option<Choice> {
-        let (affinity, seat) = self.affinity.as_ref()?;
-        let kept = affinity.kept(*seat, ask.session, candidates, now_ms)?;
+        let kept = self.affinity.as_ref()?.kept(ask.session, candidates, now_ms)?;
         let has_costs = [AUTO, Policy::Kv.name()].contains(&self.policies.active.name());
         let others = costs.iter().enumerate().filter(|&(at, _)| at != kept.index);
         let next = others.map(|(_, one)| one.cost).reduce(f64::min);
@@ -254,15 +253,14 @@ impl Router {
 
     /// The worker of the session of `ask`, by its key.
     pub(in crate::select) fn session_place(&self, ask: &Ask<'_>) -> Option<Worker> {
-        let (affinity, seat) = self.affinity.as_ref()?;
-        affinity.place(*seat, ask.session, self.clock.now_ms())
+        self.affinity.as_ref()?.place(ask.session, self.clock.now_ms())
     }
 
     /// Records that the session of `ask` is at `worker` from now on. Called under the lock of the
     /// choice, so that the session's next request sees it.
     pub(super) fn keep(&self, ask: &Ask<'_>, worker: Worker, now_ms: u64) {
-        if let Some((affinity, seat)) = &self.affinity {
-            affinity.routed(*seat, ask.session, worker, now_ms);
+        if let Some(seat) = &self.affinity {
+            seat.routed(ask.session, worker, now_ms);
         }
     }
 }

@@ -38,7 +38,7 @@ pub struct Router {
     pub config: RouterConfig,
     /// The deciding and shadow policies.
     pub policies: Policies,
-    pub(super) affinity: Option<(Arc<Affinity>, Seat)>,
+    pub(super) affinity: Option<Seat>,
     pub(super) clock: Arc<dyn Clock>,
     pub(super) state: Mutex<State>,
     pub(super) watch: OnceLock<RoomWatch>,
@@ -88,10 +88,7 @@ impl Router {
             scratch: Scratch::default(),
         };
         let (state, watch) = (Mutex::new(state), OnceLock::new());
-        let affinity = policies.affinity.clone().map(|affinity| {
-            let seat = affinity.seat();
-            (affinity, seat)
-        });
+        let affinity = policies.affinity.as_ref().map(Affinity::seat);
         let questions = Mutex::new(SmallRng::seed_from_u64(!config.seed));
         let removals = Removals::default();
         Ok(Self { config, policies, affinity, clock, state, watch, removals, questions })
@@ -217,8 +214,8 @@ impl Router {
     pub fn expire(&self) -> Vec<RequestId> {
         let now_ms = self.clock.now_ms();
         let expired = self.state.lock().load.expire(now_ms);
-        if let Some((affinity, _)) = &self.affinity {
-            affinity.expire(now_ms);
+        if let Some(seat) = &self.affinity {
+            seat.table.expire(now_ms);
         }
         if !expired.is_empty() {
             self.made_room();

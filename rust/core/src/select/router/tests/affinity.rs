@@ -1,7 +1,7 @@
 //! Sessions stay with the worker of their last request until it can't take one.
 
 use super::*;
-use crate::policy::{ActiveLoad, Affinity, Candidate, Sample, Session, Settings, registry};
+use crate::policy::{ActiveLoad, Affinity, Candidate, Sample, Seat, Session, Settings, registry};
 use crate::select::{BusyTable, Report, Thresholds};
 
 const TTL_SECS: u64 = 60;
@@ -175,22 +175,22 @@ fn two_routers_of_one_table_have_sessions_of_their_own() {
     let affinity = Arc::new(Affinity::new(1).unwrap());
     let (one, other) = (affinity.seat(), affinity.seat());
     let session = Session { worker: None, key: Some("a") };
-    affinity.routed(one, session, Worker::new(1, 0), 0);
-    affinity.routed(other, session, Worker::new(2, 0), 0);
+    one.routed(session, Worker::new(1, 0), 0);
+    other.routed(session, Worker::new(2, 0), 0);
     let found = [candidate(1), candidate(2)];
-    let at = |seat| affinity.kept(seat, session, &found, 0).map(|choice| choice.index);
-    assert_eq!((at(one), at(other)), (Some(0), Some(1)));
+    let at = |seat: &Seat| seat.kept(session, &found, 0).map(|choice| choice.index);
+    assert_eq!((at(&one), at(&other)), (Some(0), Some(1)));
 }
 
 #[test]
 fn the_table_is_bounded_and_its_time_in_range() {
-    let affinity = Affinity::with_room(10, 3).unwrap();
+    let affinity = Arc::new(Affinity::with_room(10, 3).unwrap());
     let (seat, worker) = (affinity.seat(), Worker::new(1, 0));
     let found = [candidate(1)];
     let session = |key| Session { worker: None, key: Some(key) };
-    let is_known = |key| affinity.kept(seat, session(key), &found, 0).is_some();
+    let is_known = |key| seat.kept(session(key), &found, 0).is_some();
     for key in ["a", "b", "c", "a", "d"] {
-        affinity.routed(seat, session(key), worker, 0);
+        seat.routed(session(key), worker, 0);
     }
     assert_eq!(["a", "b", "c", "d"].map(is_known), [true, false, true, true]);
     let mut evicted = 0.0;
