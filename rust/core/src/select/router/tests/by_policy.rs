@@ -8,8 +8,8 @@ use rand::RngCore;
 use super::*;
 use crate::policy::desk::Interests;
 use crate::policy::{
-    Advice, CandidateCost, Candidates, Choice, Context, Desk, EngineMetrics, Finished, Outside,
-    RoutePolicy, Settings, Shadow, registry,
+    Advice, CandidateCost, Candidates, Choice, Context, Desk, EngineMetrics, Finished, KvScale,
+    Outside, RoutePolicy, Settings, Shadow, registry,
 };
 
 /// Takes the last candidate, writes down every call, and comes back to the router in those that are
@@ -212,6 +212,29 @@ fn a_policy_outside_is_asked_about_those_that_may_take_it_and_its_scores_choose(
     assert!(router.question(&Ask { allowed: Some(&allowed), ..ask }).unwrap().is_none());
     assert!(router.question(&request(0, &[])).is_err());
     assert!(super::router(sized(4), [1, 2]).question(&request(8, &[])).unwrap().is_none());
+}
+
+#[test]
+fn a_decision_that_the_formula_took_in_place_of_a_policy_shows_its_own_costs() {
+    let desk = Arc::new(Desk::new("outside", 5, Interests::default()));
+    let policies = Policies { active: Arc::new(Outside::new(desk)), ..Policies::default() };
+    let scale = KvScale { overlap_score_credit_decay: 1.0, ..KvScale::default() };
+    let config = RouterConfig { scale, ..sized(4) };
+    let clock = Arc::new(ManualClock::default());
+    let router = Arc::new(Router::with_policies(config, policies, clock).unwrap());
+    router.set_workers(&workers([1, 2])).unwrap();
+    let mut considered = Considered::default();
+    // The idlest has something queued too: a credit fades with what is queued beyond that.
+    let _queued = [16, 24]
+        .map(|tokens| router.route(&request(tokens, &[]), &mut considered).map(|(held, _)| held));
+    let overlaps = [(Worker::new(1, 0), 2), (Worker::new(2, 0), 2)];
+    let asked = Ask { known: holding(&overlaps), ..request(16, &[1, 2, 3, 4]) };
+    let decision = router.preview(&asked, &mut considered).unwrap();
+    assert_eq!((decision.policy, decision.costs.len()), (Some(Policy::Kv), 2));
+    for (formula, one) in decision.formulas().zip(decision.costs) {
+        let (line, cost) = (formula.to_string(), format!(": {:.3} = ", one.cost));
+        assert!(line.contains(&cost), "{cost} in {line}");
+    }
 }
 
 #[test]
