@@ -138,6 +138,13 @@ fn every_way_to_say_it_reaches_the_worker() {
 }
 
 #[test]
+fn unknown_fields_of_nvext_are_not_read() {
+    let body = r#"{"nvext": {"x": 1e400, "y": "\ud800", "top_k": 9}}"#;
+    let body = Body::parse(body.into()).unwrap();
+    assert_eq!(Generation::parse(Api::Chat, &body).unwrap().sampling["top_k"], 9);
+}
+
+#[test]
 fn what_can_not_be_held_is_refused() {
     for (body, wanted) in [
         (json!({"guided_choice": "a"}), "guided_choice: choice must be a list of strings"),
