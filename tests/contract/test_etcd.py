@@ -270,6 +270,39 @@ def test_the_next_address_is_asked_when_one_fails(server: EtcdServer) -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize(
+    "bad",
+    [b'{"result": null}', b'{"error": {"grpc_code": null}}', b'{"error": {"grpc_code": "x"}}'],
+)
+def test_a_lease_is_renewed_after_an_answer_that_is_none_of_etcds(bad: bytes) -> None:
+    renewals = 0
+
+    async def scenario() -> None:
+        renewed = asyncio.Event()
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal renewals
+            body = b"{}"
+            if b"/lease/keepalive" in await reader.readuntil(b"\r\n\r\n"):
+                renewals += 1
+                body = bad if renewals == 1 else b'{"result": {"TTL": "2"}}'
+                if renewals > 1:
+                    renewed.set()
+            head = f"HTTP/1.1 200 .\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            writer.write(head.encode() + body)
+            writer.close()
+
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as proxy:
+            url = f"http://127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
+            mine = open_discovery("etcd", endpoints=url)
+            lease = await mine.lease(2.0)
+            await asyncio.wait_for(renewed.wait(), 30)
+            assert not lease.lost.is_set()
+            await mine.close()
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("line", [b"[]", b'{"result": null}', b"no JSON"])
 def test_a_watch_survives_a_line_that_is_none_of_etcds(line: bytes) -> None:
     looks = 0
@@ -297,7 +330,9 @@ def test_a_watch_survives_a_line_that_is_none_of_etcds(line: bytes) -> None:
     run(scenario())
 
 
-@pytest.mark.parametrize(("status", "body"), [(503, b""), (200, b""), (200, b"[]")])
+@pytest.mark.parametrize(
+    ("status", "body"), [(503, b""), (200, b""), (200, b"[]"), (404, b'{"code": "no_route"}')]
+)
 def test_whatever_answers_in_its_place_is_not_reached(status: int, body: bytes) -> None:
     """As a load balancer does before an etcd that restarts."""
 

@@ -153,7 +153,8 @@ class EtcdDiscovery(Discovery):
             await asyncio.sleep(pause_s)
             try:
                 answer = await self._call("lease/keepalive", {"ID": lease.id})
-            except KvflashError as error:
+                left_s = int(answer.get("result", {}).get("TTL", 0))
+            except Exception as error:
                 # Includes a refused login: it may be valid again before the lease expires.
                 self._failed(lease, f"lease {lease.id} was not renewed in time", error)
                 pause_s = retry_s * random.uniform(0.5, 1.0)
@@ -161,7 +162,7 @@ class EtcdDiscovery(Discovery):
                 continue
             self._succeeded(lease)
             retry_s, pause_s = PAUSE_S[0], ttl_s / 3
-            if int(answer.get("result", {}).get("TTL", 0)) <= 0:
+            if left_s <= 0:
                 self._leases.pop(lease, None)
                 lease.lost.set()
                 return
@@ -240,13 +241,14 @@ class EtcdDiscovery(Discovery):
                     answer: Any = await response.json(content_type=None)
                     if not isinstance(answer, dict):
                         raise ValueError(f"status {response.status} without an answer of etcd")
-            except (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError) as error:
-                failure = _failure(url, error)
-            else:
                 if response.status < 500:
                     return _checked(answer, response.status)
                 said = answer.get("message", response.status)
                 failure = TransportError(f"etcd can't be reached: {url}: {said}")
+            except _RefusedError:
+                raise
+            except (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError) as error:
+                failure = _failure(url, error)
             if self._turn == turn:
                 # Otherwise another call has counted the failure; twice would skip an address.
                 self._turn += 1
@@ -346,11 +348,13 @@ def _failure(url: str, error: BaseException) -> KvflashError:
 def _checked(answer: dict[str, Any], status: int) -> dict[str, Any]:
     """Return an answer that is not an error."""
     error = answer.get("error")
-    if isinstance(error, dict):
-        raise _RefusedError(int(error.get("grpc_code", 2)), str(error.get("message")))
-    if error is not None or status >= 400:
-        raise _RefusedError(int(answer.get("code", 2)), str(error or answer.get("message")))
-    return answer
+    if error is None and status < 400:
+        return answer
+    fields = error if isinstance(error, dict) else answer
+    code = fields.get("grpc_code", answer.get("code", 2))
+    if not isinstance(code, int):
+        raise ValueError(f"status {status} without an answer of etcd")
+    raise _RefusedError(code, str(fields.get("message") or error))
 
 
 def _range(prefix: str) -> dict[str, str]:
