@@ -93,20 +93,23 @@ class Background:
         self._name, self._work, self._is_cancelled = name, work, is_cancelled
         self.ending = asyncio.Event()
         self._is_ready: Future[None] = Future()
+        self._is_awaited = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._done: Future[None] | None = None
 
     def start(self) -> None:
-        """Start; returns at once."""
+        """Start; returns at once. If the work fails, the log says so."""
         self._loop = _THREAD.enter()
         self._done = asyncio.run_coroutine_threadsafe(self._run(), self._loop)
 
     def ready(self) -> None:
-        """Called by the work to make :meth:`wait_ready` return."""
+        """Called by the work to make :meth:`start_and_wait` return."""
         self._is_ready.set_result(None)
 
-    def wait_ready(self) -> None:
-        """Wait until the work has called :meth:`ready`; if it fails before, raise its exception."""
+    def start_and_wait(self) -> None:
+        """Start, and wait until the work calls :meth:`ready`; if it fails before, raise why."""
+        self._is_awaited = True
+        Background.start(self)
         try:
             self._is_ready.result()
         except BaseException:
@@ -156,10 +159,10 @@ class Background:
         except asyncio.CancelledError:
             logger.debug("%s was stopped", self._name)
         except BaseException as error:
-            if self._is_ready.done():
-                logger.exception("%s failed", self._name)
-            else:
+            if self._is_awaited and not self._is_ready.done():
                 self._is_ready.set_exception(error)
+            else:
+                logger.exception("%s failed", self._name)
         finally:
             ending.cancel()
             self._is_ready.cancel()

@@ -53,8 +53,7 @@ def test_work_that_ends_by_itself_is_waited_for() -> None:
         return 7
 
     background = Background("it", work, is_cancelled=False)
-    background.start()
-    background.wait_ready()
+    background.start_and_wait()
     assert background.call(answer()) == 7
     background.stop()
     assert not threads()
@@ -67,19 +66,24 @@ def test_a_failure_before_it_is_ready_is_raised_and_a_later_one_logged(
         raise ValueError("no server")
 
     background = Background("early", early)
-    background.start()
     with pytest.raises(ValueError, match="no server"):
-        background.wait_ready()
+        background.start_and_wait()
     background.stop()
     assert not caplog.records
+    # Nobody waits for this one.
+    background = Background("the search", early)
+    background.start()
+    until(lambda: caplog.records, "the log")
+    background.stop()
+    assert [record.message for record in caplog.records] == ["the search failed"]
+    caplog.clear()
 
     async def late() -> None:
         failing.ready()
         raise ValueError("gone")
 
     failing = Background("the watch", late)
-    failing.start()
-    failing.wait_ready()
+    failing.start_and_wait()
     with caplog.at_level(logging.ERROR):
         failing.stop()
     until(lambda: caplog.records, "the log")

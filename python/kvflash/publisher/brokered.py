@@ -123,8 +123,7 @@ class BrokerOutlet:
         self._background = Background(
             f"sending events to {self._place}", self._serve, is_cancelled=False
         )
-        self._background.start()
-        self._background.wait_ready()
+        self._background.start_and_wait()
 
     def put(self, payload: bytes) -> None:
         """Send an encoded batch; returns at once. ClosedError once the outlet is closed."""

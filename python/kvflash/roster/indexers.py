@@ -76,7 +76,11 @@ class IndexerFinder(Background):
                             self._urls[event.key] = url
                     elif isinstance(event, Delete):
                         self._urls.pop(event.key, None)
-                    self._settle()
+                    try:
+                        self._settle()
+                    except Exception as error:
+                        # One that announces itself later may be good.
+                        logger.error("the indexer in discovery can't be used: %s", error)
         finally:
             await self._discovery.close()
 

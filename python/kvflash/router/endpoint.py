@@ -58,8 +58,7 @@ class EndpointRouter(Background):
 
     def start(self) -> None:
         """Start following discovery and serving; ConfigError for a runtime port that is taken."""
-        super().start()
-        self.wait_ready()
+        self.start_and_wait()
 
     async def _route(self) -> None:
         """Serve until the stop, which lets streams end; waits for discovery if it is down."""

@@ -103,8 +103,7 @@ class StateService:
         )
         #: Leave the stream and discovery; blocks until done.
         self.stop = self._background.stop
-        self._background.start()
-        self._background.wait_ready()
+        self._background.start_and_wait()
 
     def wait_ready(self, timeout_s: float = 60.0) -> bool:
         """Wait until the stream's initial content is applied; False if that took longer."""

@@ -12,7 +12,7 @@ import pytest
 from kvflash import ConfigError
 from kvflash.discovery import open_discovery
 from kvflash.indexer import IndexerService
-from kvflash.roster.indexers import IndexerFinder
+from kvflash.roster.indexers import PREFIX, IndexerFinder
 from service import stored, until
 from support_indexer import IDS, SIZE, publish, query
 
@@ -113,13 +113,38 @@ def find():
 
     def make(namespace: str | None) -> Callable[[], list[str | None]]:
         told: list[str | None] = [None]
-        made.append(IndexerFinder("file", namespace, told.append))
+
+        def show(url: str | None) -> None:
+            if url == "nonsense":
+                raise ConfigError("must be http://host:port")
+            told.append(url)
+
+        made.append(IndexerFinder("file", namespace, show))
         made[-1].start()
         return lambda: told
 
     yield make
     for one in made:
         one.stop()
+
+
+def test_an_indexer_is_found_after_one_that_is_refused(service, find, caplog):
+    told = find("tests")
+
+    async def announce(url: str | None) -> None:
+        discovery = open_discovery("file")
+        key = f"{PREFIX}0"
+        if url is None:
+            await discovery.delete(key)
+        else:
+            await discovery.put(key, json.dumps({"url": url}).encode())
+        await discovery.close()
+
+    asyncio.run(announce("nonsense"))
+    until(lambda: "can't be used: must be http" in caplog.text, "the refusal")
+    asyncio.run(announce(None))
+    good = service(discovery="file")
+    until(lambda: told()[-1] == good.url, "the good one")
 
 
 def test_an_indexer_is_found_as_long_as_it_is_there(service, find):
