@@ -121,7 +121,7 @@ def add_key_file(flags: Flags) -> None:
 
 def read_key(path: str | None, flag: str = KEY_FILE) -> str | None:
     """Read a key from the file that ``flag`` names, if it is given."""
-    if path is None:
+    if not path:
         return None
     try:
         return Path(path).read_text(encoding="utf-8").strip()

@@ -52,8 +52,8 @@ def bounded_float(low: float, high: float = float("inf")) -> Callable[[str], flo
 def bounded_size(least: int, has_zero: bool) -> Callable[[str], int]:
     """Create a parser for sizes such as ``512MiB``, ``8m`` or ``1048576``, unit bytes.
 
-    ``least`` is 1, or some MiB where a value such as ``8`` would lack its unit. With ``has_zero`` 0
-    stands for no limit.
+    ``least`` is 1, or some MiB for a limit of memory, where a value such as ``8`` would lack its
+    unit. With ``has_zero`` 0 is legal, too; it stands for no limit of memory.
     """
 
     def parse_size(text: str) -> int:
@@ -64,10 +64,11 @@ def bounded_size(least: int, has_zero: bool) -> Callable[[str], int]:
         except (KeyError, ValueError, OverflowError):
             value = -1
         if not (least <= value < 2**63 or (has_zero and text.strip() == "0")):
-            zero = "0 for no limit or " if has_zero else ""
+            zero = ("0 for no limit or " if least > 1 else "0 or ") if has_zero else ""
             low = f" of at least {least // 2**20}MiB," if least > 1 else ""
+            high = ", below 2^63 bytes" if value >= 2**63 else ""
             raise argparse.ArgumentTypeError(
-                f"must be {zero}a size{low} such as 512MiB or 8000000, got {text!r}"
+                f"must be {zero}a size{low} such as 512MiB or 8000000{high}, got {text!r}"
             )
         return value
 

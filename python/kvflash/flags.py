@@ -167,9 +167,9 @@ class Flags:
 
     def add_list(self, name: str, *, dest: str, summary: str, metavar: str) -> None:
         """Add a flag with one or more values, which may be repeated; files may call it ``dest``."""
-        text = self._variable((name,), ())[1]
-        if text is not None:
-            self._environment[dest] = text.split()
+        words = (self._variable((name,), ())[1] or "").split()
+        if words:
+            self._environment[dest] = words
         self._parser.add_argument(name, dest=dest, action="extend", nargs="+", metavar=metavar)
         self._say(name, f"{name} {metavar} ...", summary)
         self._declare((name, dest), dest, [], texts)
@@ -248,7 +248,7 @@ class Flags:
         last = {title: sections.pop(title) for title in _LAST if title in sections}
         ways = ["environment (KVFLASH_<FLAG>)"] if self._has_variables else []
         ways += [f"file of {file.name}" for file in reversed(self._files)]
-        end = "Defaults are in brackets."
+        end = "Defaults are in brackets; a switch without one is off."
         if ways:
             order = ", then the ".join(["command line", *ways])
             end = f"A flag is read from the {order}. {end}"

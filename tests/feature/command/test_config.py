@@ -295,6 +295,19 @@ def test_what_is_no_size_is_refused(text):
         bounded_size(1, has_zero=False)(text)
 
 
+@pytest.mark.parametrize(
+    ("least", "has_zero", "text", "message"),
+    [
+        (1, True, "x", "must be 0 or a size such as"),
+        (1, False, "9999999999GiB", r"8000000, below 2\^63 bytes, got"),
+        (2**20, True, "8", "must be 0 for no limit or a size of at least 1MiB"),
+    ],
+)
+def test_a_refused_size_says_what_is_legal(least, has_zero, text, message):
+    with pytest.raises(argparse.ArgumentTypeError, match=message):
+        bounded_size(least, has_zero=has_zero)(text)
+
+
 def test_bounded_numbers():
     assert bounded_int(1, 5)("5") == 5
     assert bounded_float(0.0)("1e3") == 1000.0

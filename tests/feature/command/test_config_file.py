@@ -164,6 +164,12 @@ def test_the_command_line_goes_before_the_environment_and_that_before_the_file(
     assert parse(["--config", file("{}", "empty")]).log_level == "info"
 
 
+def test_a_variable_of_spaces_says_nothing(file: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFLASH_WORKER", " ")
+    args = frontend(["--config", file("worker: [http://f:1]")])
+    assert args.workers == ["http://f:1"]
+
+
 def test_the_mocker_reads_no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVFLASH_PORT", "2222")
     monkeypatch.setenv("KVFLASH_BLOCK_SIZE", "2")
