@@ -10,7 +10,6 @@ import resource
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -21,7 +20,7 @@ from kvflash.console import LogLine, level_name, refuse, utc
 from kvflash.errors import ClosedError, KvflashError
 from kvflash.settings import warn_of_misspelt
 from kvflash.signals import ending_signals
-from kvflash.transport.receiver import EventReceiver
+from kvflash.transport.receiver import EventReceiver, Feed
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -56,9 +55,8 @@ class FedService:
         self._wanted_port = port
         self._scheme = "https" if is_encrypted else "http"
         self._port: int | None = None
-        self._receiver = make_receiver(core.catalog)
+        self._feed = Feed(core.catalog, make_receiver(core.catalog))
         self._is_stopped = False
-        self._thread = threading.Thread(target=self._obey, name="kvflash-orders", daemon=True)
 
     @property
     def port(self) -> int:
@@ -92,10 +90,8 @@ class FedService:
         if self._port is not None or self._is_stopped:
             raise ClosedError("a service can start only once; create a new one")
         self._port = self._core.start(self._host, self._wanted_port)
-        self._receiver.start()
-        self._thread.start()
-        # Stop before the interpreter ends: a thread that returns from the core later would abort
-        # it.
+        self._feed.start()
+        # As for the feed: the core's threads must not outlive the interpreter.
         atexit.register(self._end)
         return self
 
@@ -124,16 +120,7 @@ class FedService:
         self._is_stopped = True
         atexit.unregister(self._end)
         self._core.stop()
-        self._core.catalog.close_orders()
-        if self._thread.is_alive():
-            self._thread.join()
-        self._receiver.stop()
-
-    def _obey(self) -> None:
-        """Open and close sockets as the catalog orders."""
-        catalog = self._core.catalog
-        while (order := catalog.next_order()) is not None:
-            self._receiver.obey(order)
+        self._feed.stop()
 
 
 _Service = TypeVar("_Service", bound=FedService)

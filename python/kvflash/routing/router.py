@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from kvflash._core import RouterCore
@@ -13,12 +15,14 @@ from kvflash.errors import ClosedError, InvalidArgumentError, KvflashError
 from kvflash.policy import asked_of
 from kvflash.routing.cluster import Cluster
 from kvflash.routing.config import KvRouterConfig, override_options
-from kvflash.routing.feed import Feed
 from kvflash.routing.line import WaitingLine
 from kvflash.routing.stream import RoutedStream, Sender
 from kvflash.routing.workers import Workers
 from kvflash.runtime import Endpoint
 from kvflash.runtime.arguments import check_range
+from kvflash.transport.receiver import Feed
+
+logger = logging.getLogger(__name__)
 
 SYNC_TIMEOUT_S = 10.0
 # Request fields that only the router uses.
@@ -34,6 +38,12 @@ _U32_MAX, _U64_MAX = 2**32 - 1, 2**64 - 1
 def _tokens(field: str, value: int | None) -> int | None:
     """A number of tokens that the core can take, or None."""
     return None if value is None else check_range(field, value, 0, _U64_MAX)
+
+
+def _tick(core: RouterCore) -> None:
+    expired = core.tick()
+    if expired:
+        logger.warning("%d bookings expired without activity", expired)
 
 
 class _Best(NamedTuple):
@@ -508,7 +518,8 @@ class KvPushRouter:
             self._use(self.config.make_core(self.block_size, model[0], self._policy, model[1]))
             if self._thresholds is not None:
                 self._core.set_busy_thresholds(**self._thresholds)
-        self._feed = Feed(self._core, self._cluster.make_receiver(self._core.catalog))
+        catalog = self._core.catalog
+        self._feed = Feed(catalog, self._cluster.make_receiver(catalog), partial(_tick, self._core))
         self._feed.start()
         self._cluster.start()
         return self._core, self._cluster

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import threading
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvflash._core import Catalog
@@ -10,6 +14,8 @@ from kvflash.transport.base import most_streams
 
 if TYPE_CHECKING:
     from kvflash.transport.base import Order, Receiver
+
+TICK_S = 0.5
 
 
 class EventReceiver:
@@ -71,3 +77,47 @@ class EventReceiver:
         receiver.start()
         self._receivers[subject] = receiver
         return receiver
+
+
+class Feed:
+    """A thread that gives a catalog's orders to a receiver.
+
+    It starts and stops once; it ends with :meth:`stop`, or with the process. ``tick`` is called
+    twice a second.
+    """
+
+    def __init__(
+        self, catalog: Catalog, receiver: Receiver, tick: Callable[[], None] | None = None
+    ) -> None:
+        self._catalog, self._receiver, self._tick = catalog, receiver, tick
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._run, name="kvflash-orders", daemon=True)
+
+    def start(self) -> None:
+        self._receiver.start()
+        self._thread.start()
+        # A thread that returns from the core after the interpreter has ended would abort it.
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """Stop; blocks briefly until done."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        atexit.unregister(self.stop)
+        self._catalog.close_orders()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._receiver.stop()
+
+    def _run(self) -> None:
+        due_s = 0.0
+        while not self._is_stopped:
+            order = self._catalog.next_order(
+                None if self._tick is None else due_s - time.monotonic()
+            )
+            if order is not None:
+                self._receiver.obey(order)
+            if self._tick is not None and time.monotonic() >= due_s:
+                due_s = time.monotonic() + TICK_S
+                self._tick()
