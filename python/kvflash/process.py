@@ -11,13 +11,14 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
-from kvflash._core import Catalog, Frontend, Indexer, Router, init_logging
+from kvflash._core import Frontend, Indexer, Router, init_logging
 from kvflash.console import LogLine, level_name, refuse, utc
 from kvflash.errors import ClosedError, KvflashError
+from kvflash.roster.core import Replicas
 from kvflash.settings import warn_of_misspelt
 from kvflash.signals import ending_signals
 from kvflash.transport.receiver import EventReceiver, Feed
@@ -25,20 +26,28 @@ from kvflash.transport.receiver import EventReceiver, Feed
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from kvflash.transport.base import Receiver
-
 logger = logging.getLogger(__name__)
 
 #: How often an incomplete start is looked at again, seconds.
 _GATE_PERIOD_S = 0.05
 
 
+class Part(Protocol):
+    """What runs beside a service, in the background."""
+
+    def start(self) -> None:
+        """Start; returns at once."""
+
+    def stop(self) -> None:
+        """Stop; blocks until done. Without effect before the start."""
+
+
 class FedService:
     """A core service with the transport that feeds it, in their own threads.
 
     Several may live in one process, each with its own sockets. A service starts once and stops
-    once; as a context manager it does both. Port 0 picks a free one. Events come from sockets, or
-    by the transport that ``make_receiver`` creates.
+    once; as a context manager it does both. Port 0 picks a free one. ``parts`` start after it, in
+    this order, and stop before it, in reverse; ``replicas`` share the load of its last requests.
     """
 
     def __init__(
@@ -47,15 +56,18 @@ class FedService:
         *,
         host: str,
         port: int,
-        make_receiver: Callable[[Catalog], Receiver] = EventReceiver,
         is_encrypted: bool = False,
+        replicas: Replicas | None = None,
+        parts: Iterable[Part] = (),
     ) -> None:
         self._core = core
         self._host = host
         self._wanted_port = port
         self._scheme = "https" if is_encrypted else "http"
         self._port: int | None = None
-        self._feed = Feed(core.catalog, make_receiver(core.catalog))
+        self._replicas, self._parts = replicas or Replicas(), list(parts)
+        receiver = EventReceiver(core.catalog, has_broker=self._replicas.is_nats)
+        self._feed = Feed(core.catalog, receiver)
         self._is_stopped = False
 
     @property
@@ -81,23 +93,35 @@ class FedService:
         return f"{self._scheme}://{name}:{self.port}"
 
     def start(self) -> Self:
-        """Serve and receive in the background; returns itself.
+        """Serve HTTP and receive events in the background; returns itself.
 
         Raises:
-            ConfigError: The address can't be bound.
-            ClosedError: It was already started.
+            ConfigError: The address can't be bound, or NATS refuses the login.
+            TransportError: NATS is required but does not answer; the message says what to start.
+            ClosedError: It was started before.
         """
+        self._replicas.check()
         if self._port is not None or self._is_stopped:
             raise ClosedError("a service can start only once; create a new one")
         self._port = self._core.start(self._host, self._wanted_port)
         self._feed.start()
         # As for the feed: the core's threads must not outlive the interpreter.
         atexit.register(self._end)
+        self._replicas.start()
+        for part in self._parts:
+            part.start()
         return self
 
     def stop(self) -> None:
-        """Stop serving and receiving; open requests get the drain time. Blocks until done."""
+        """Stop serving and receiving; open requests get the drain time, an indexer's 5 s.
+
+        Blocks until done.
+        """
+        for part in reversed(self._parts):
+            part.stop()
         self._end()
+        # Streams may go on for a while, and their load is shared until they end.
+        self._replicas.stop()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -110,6 +134,10 @@ class FedService:
         """Whether clients reach it; False while another process at its port serves them."""
         return self._core.is_listening()
 
+    def is_ready(self) -> bool:
+        """Whether it has what it waits for at its start."""
+        return True
+
     def announce_stop(self) -> None:
         """Report "not ready" ahead of a stop; requests are still accepted."""
         self._core.announce_stop()
@@ -121,9 +149,6 @@ class FedService:
         atexit.unregister(self._end)
         self._core.stop()
         self._feed.stop()
-
-
-_Service = TypeVar("_Service", bound=FedService)
 
 
 class _JsonFormatter(logging.Formatter):
@@ -164,10 +189,8 @@ def _allow_open_files() -> None:
 def run_service(
     name: str,
     parse: Callable[[Sequence[str] | None], Any],
-    make: Callable[[Any], _Service],
+    make: Callable[[Any], FedService],
     argv: Sequence[str] | None,
-    *,
-    is_ready: Callable[[_Service], bool] = lambda _service: True,
 ) -> int:
     """Run ``kvflash NAME``: the service that ``make`` creates from the arguments, until a signal.
 
@@ -177,20 +200,16 @@ def run_service(
         args = parse(argv)
         start_logging(args.log_level, args.log_format)
         service = make(args)
-        run_until_stopped(
-            service, args, name=name, is_ready=lambda: service.is_listening and is_ready(service)
-        )
+        run_until_stopped(service, args, name=name)
     except KvflashError as error:
         return refuse(name, error, failure=2)
     return 0
 
 
-def run_until_stopped(
-    service: FedService, args: Any, *, name: str, is_ready: Callable[[], bool]
-) -> None:
+def run_until_stopped(service: FedService, args: Any, *, name: str) -> None:
     """Serve until SIGTERM, SIGHUP or SIGINT; print a ``ready`` line with the address.
 
-    If it starts before ``is_ready``, the line is ``listening``, and ``ready`` follows. Between the
+    If it starts before it is ready, the line is ``listening``, and ``ready`` follows. Between the
     signal and its stop, load balancers have ``--lame-duck-timeout`` to learn that they must send no
     more. A second signal ends the process at once.
     """
@@ -223,6 +242,9 @@ def run_until_stopped(
 
     def tell(event: str) -> None:
         print(json.dumps({"event": event, "service": name, "url": service.url}), flush=True)
+
+    def is_ready() -> bool:
+        return service.is_listening and service.is_ready()
 
     if not is_ready():
         # The address is needed before: engines may have to be registered over HTTP first.

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvflash._core import Frontend, model_folder
 from kvflash.discovery import open_discovery
@@ -15,7 +15,7 @@ from kvflash.errors import ConfigError
 from kvflash.flags import source_of
 from kvflash.frontend.args import FrontendArgs, parse_args
 from kvflash.policy import asked_of
-from kvflash.process import FedService, run_service
+from kvflash.process import FedService, Part, run_service
 from kvflash.roster.finder import add_named, find_workers
 from kvflash.routing.cluster import Cluster
 
@@ -98,8 +98,7 @@ class _Watched(FedService):
         reports = Reports(frontend)
         kind = args.discovery_kind
         args.check_cluster(has_discovery=kind is not None, needs="--discovery")
-        # Started after the service, in this order, and stopped before it, in reverse.
-        self._parts: list[Any] = []
+        parts: list[Part] = []
         if args.finds_indexer:
             if kind is None:
                 raise ConfigError(
@@ -109,7 +108,7 @@ class _Watched(FedService):
             from kvflash.roster.indexers import IndexerFinder  # noqa: PLC0415
 
             show = frontend.set_remote_indexer
-            self._parts.append(IndexerFinder(kind, args.namespace, show))
+            parts.append(IndexerFinder(kind, args.namespace, show))
         self._cluster = Cluster(
             frontend,
             args,
@@ -117,14 +116,7 @@ class _Watched(FedService):
             show_metrics=partial(reports.show_metrics, "cluster"),
             show_warnings=partial(reports.show_warnings, "cluster"),
         )
-        super().__init__(
-            frontend,
-            host=args.host,
-            port=args.port,
-            make_receiver=self._cluster.make_receiver,
-            is_encrypted=args.tls_cert_path is not None,
-        )
-        self._parts += find_workers(
+        parts += find_workers(
             frontend,
             args,
             report_load=frontend.report_load,
@@ -133,20 +125,23 @@ class _Watched(FedService):
             warnings_of=lambda part: partial(reports.show_warnings, part),
             has_shared_ids=args.use_remote_indexer is not None or args.serve_indexer,
         )
-
-    def start(self) -> Self:
-        self._cluster.check()
-        super().start()
-        self._cluster.start()
-        if self._args.router_replica_sync and self._fleet:
-            self._share_fleet()
-        args, kind = self._args, self._args.discovery_kind
         if args.serve_indexer and kind is not None:
             from kvflash.roster.indexers import AnnouncedIndexer  # noqa: PLC0415
 
-            self._parts.append(AnnouncedIndexer(kind, args.namespace, args.host, self.url))
-        for part in self._parts:
-            part.start()
+            parts.append(AnnouncedIndexer(kind, args.namespace, args.host, lambda: self.url))
+        super().__init__(
+            frontend,
+            host=args.host,
+            port=args.port,
+            is_encrypted=args.tls_cert_path is not None,
+            replicas=self._cluster,
+            parts=parts,
+        )
+
+    def start(self) -> Self:
+        super().start()
+        if self._args.router_replica_sync and self._fleet:
+            self._share_fleet()
         return self
 
     def _share_fleet(self) -> None:
@@ -159,13 +154,6 @@ class _Watched(FedService):
         )
         for number in self._fleet:
             self._cluster.worker_joined(group, number)
-
-    def stop(self) -> None:
-        for part in reversed(self._parts):
-            part.stop()
-        # Streams may go on for a while, and their load is shared until they end.
-        super().stop()
-        self._cluster.stop()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the indexer until a signal. Returns the exit status."""
-    return run_service("indexer", parse_args, _make, argv, is_ready=lambda made: made.is_ready())
+    return run_service("indexer", parse_args, _make, argv)
 
 
 def _make(args: IndexerArgs) -> IndexerService:

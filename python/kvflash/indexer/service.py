@@ -6,17 +6,14 @@ import dataclasses
 import functools
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import Any, ParamSpec
 
 from kvflash._core import FoundWorkers, Indexer
 from kvflash.errors import ConfigError, ConflictError, InvalidArgumentError
 from kvflash.indexer.args import IndexerArgs
-from kvflash.process import FedService
+from kvflash.process import FedService, Part
 from kvflash.roster.core import Replicas
 from kvflash.roster.finder import add_named, find_workers
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _P = ParamSpec("_P")
 
@@ -83,45 +80,35 @@ class IndexerService(FedService):
             max_workers=args.max_workers,
         )
         add_named(found, args)
-        # Started after the service, in this order, and stopped before it, in reverse.
-        self._parts: list[Any] = find_workers(
-            found,
-            args,
-            replicas=Replicas(),
-            show_metrics=lambda _text: None,
-            # They are logged.
-            warnings_of=lambda _part: lambda _warnings: None,
-            has_shared_ids=True,
-        )
-        self._args = args
-        self.register, self.unregister = self._core.register, self._core.unregister
-        self.query = _decoded(self._core.query)
-        #: Whether it has recovered from a peer and has its initial workers, as GET /ready says.
-        self.is_ready = self._core.is_ready
-        super().__init__(
-            self._core, host=args.host, port=args.port, is_encrypted=args.tls_cert_path is not None
-        )
-
-    def start(self) -> Self:
-        """Serve HTTP and receive events in the background.
-
-        Raises:
-            ConfigError: The address can't be bound.
-            ClosedError: It was started before.
-        """
-        super().start()
-        args, kind = self._args, self._args.discovery_kind
-        if kind is not None:
+        replicas = Replicas()
+        parts: list[Part] = [
+            *find_workers(
+                found,
+                args,
+                replicas=replicas,
+                show_metrics=lambda _text: None,
+                # They are logged.
+                warnings_of=lambda _part: lambda _warnings: None,
+                has_shared_ids=True,
+            )
+        ]
+        if args.discovery_kind is not None:
             # Without discovery asyncio need not be loaded.
             from kvflash.roster.indexers import AnnouncedIndexer  # noqa: PLC0415
 
-            self._parts.append(AnnouncedIndexer(kind, args.namespace, args.host, self.url))
-        for part in self._parts:
-            part.start()
-        return self
+            where = (args.namespace, args.host, lambda: self.url)
+            parts.append(AnnouncedIndexer(args.discovery_kind, *where))
+        self.register, self.unregister = self._core.register, self._core.unregister
+        self.query = _decoded(self._core.query)
+        super().__init__(
+            self._core,
+            host=args.host,
+            port=args.port,
+            is_encrypted=args.tls_cert_path is not None,
+            replicas=replicas,
+            parts=parts,
+        )
 
-    def stop(self) -> None:
-        """Stop serving and receiving; open requests have 5 s to finish. Blocks until done."""
-        for part in reversed(self._parts):
-            part.stop()
-        super().stop()
+    def is_ready(self) -> bool:
+        """Whether it has recovered from a peer and has its initial workers, as GET /ready says."""
+        return self._core.is_ready()

@@ -39,8 +39,20 @@ class Replicas:
     received.
     """
 
+    #: Whether events come over NATS.
+    is_nats = False
+
     def __init__(self) -> None:
         self._warned: set[int] = set()
+
+    def check(self) -> None:
+        """Contact the required servers, so that a missing one is reported at start-up."""
+
+    def start(self) -> None:
+        """Start sharing in the background."""
+
+    def stop(self) -> None:
+        """Leave; blocks until done."""
 
     def check_events(self, instance_id: int, events: dict[int, dict[str, Any]]) -> None:
         """Log once if a worker announces events that this process does not receive."""

@@ -24,13 +24,12 @@ PAUSE_S = 2.0
 class AnnouncedIndexer(Background):
     """Announces a process that answers an indexer's questions, while it lives.
 
-    It follows workers of this namespace (None: of all), listens on ``host``, and has ``url`` on
-    this machine.
+    It follows workers of this namespace (None: of all), listens on ``host``, and has the URL that
+    ``url`` returns on this machine.
     """
 
-    def __init__(self, kind: str, namespace: str | None, host: str, url: str) -> None:
-        self._kind, self._namespace, self._host = kind, namespace, host
-        self._scheme, self._port = url.partition(":")[0], url.rpartition(":")[2]
+    def __init__(self, kind: str, namespace: str | None, host: str, url: Callable[[], str]) -> None:
+        self._kind, self._namespace, self._host, self._own_url = kind, namespace, host, url
         super().__init__("kvflash-announce", self._announce)
 
     async def _announce(self) -> None:
@@ -47,8 +46,10 @@ class AnnouncedIndexer(Background):
             await asyncio.sleep(PAUSE_S)
 
     def _url(self, reached_at: str) -> str:
+        url = self._own_url()
         host = reached_at if self._host in ("0.0.0.0", "::", "") else self._host
-        return f"{self._scheme}://{f'[{host}]' if ':' in host else host}:{self._port}"
+        scheme, port = url.partition(":")[0], url.rpartition(":")[2]
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class IndexerFinder(Background):

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvflash._core import Decider, Router
 from kvflash.discovery import open_discovery
 from kvflash.discovery.opening import discovery_kind
 from kvflash.errors import ConfigError, KvflashError
 from kvflash.policy import Policy, asked_of
-from kvflash.process import FedService
+from kvflash.process import FedService, Part
 from kvflash.router.args import RouterArgs, parse_endpoint
 from kvflash.routing.cluster import Cluster
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class RouterService(FedService):
@@ -70,27 +67,18 @@ class RouterService(FedService):
             show_metrics=self._core.set_more_metrics,
             is_strict=True,
         )
-        # Started after the service, in this order, and stopped before it, in reverse.
-        self._parts: list[Any] = []
+        parts: list[Part] = []
         if args.router_replica_sync and args.endpoint is None:
             from kvflash.router.registered import RegisteredWorkers  # noqa: PLC0415
 
-            self._parts.append(RegisteredWorkers(self._core, self._cluster))
-        self._args = args
-        self._namespace = None if args.endpoint is None else parse_endpoint(args.endpoint)[0]
+            parts.append(RegisteredWorkers(self._core, self._cluster))
+        namespace = None if args.endpoint is None else parse_endpoint(args.endpoint)[0]
         if args.finds_indexer:
             # Without discovery asyncio need not be loaded, here and below.
             from kvflash.roster.indexers import IndexerFinder  # noqa: PLC0415
 
             show = self._core.set_remote_indexer
-            self._parts.append(IndexerFinder(discovery_kind(), self._namespace, show))
-        super().__init__(
-            self._core,
-            host=args.host,
-            port=args.port,
-            make_receiver=self._cluster.make_receiver,
-            is_encrypted=args.tls_cert_path is not None,
-        )
+            parts.append(IndexerFinder(discovery_kind(), namespace, show))
         #: Time limit of a request's wait for a worker with room, seconds.
         self.queue_timeout_s = args.router_queue_timeout
         #: Whether a decision may wait for a remote indexer or a policy in Python.
@@ -98,43 +86,33 @@ class RouterService(FedService):
         if args.endpoint is not None:
             from kvflash.router.endpoint import EndpointRouter  # noqa: PLC0415
 
-            self._parts.append(
+            parts.append(
                 EndpointRouter(
                     self, args.endpoint, cluster=self._cluster, model_name=args.model_name
                 )
             )
+        if args.serve_indexer and namespace is not None:
+            from kvflash.roster.indexers import AnnouncedIndexer  # noqa: PLC0415
+
+            where = (namespace, args.host, lambda: self.url)
+            parts.append(AnnouncedIndexer(discovery_kind(), *where))
+        super().__init__(
+            self._core,
+            host=args.host,
+            port=args.port,
+            is_encrypted=args.tls_cert_path is not None,
+            replicas=self._cluster,
+            parts=parts,
+        )
 
     @property
     def decider(self) -> Decider:
         """Books requests in this process, for the caller's event loop."""
         return self._core.decider
 
-    def start(self) -> Self:
-        """Serve HTTP and receive events in the background.
-
-        Raises:
-            ConfigError: The address can't be bound, or NATS refuses the login.
-            TransportError: NATS is required but does not answer; the message says what to start.
-            ClosedError: It was started before.
-        """
-        self._cluster.check()
-        super().start()
-        self._cluster.start()
-        if self._args.serve_indexer and self._namespace is not None:
-            from kvflash.roster.indexers import AnnouncedIndexer  # noqa: PLC0415
-
-            where = (self._namespace, self._args.host, self.url)
-            self._parts.append(AnnouncedIndexer(discovery_kind(), *where))
-        for part in self._parts:
-            part.start()
-        return self
-
     def stop(self) -> None:
         """Stop serving and receiving; open calls may use the drain time. Blocks until done."""
-        for part in reversed(self._parts):
-            part.stop()
         super().stop()
-        self._cluster.stop()
         if self._policy is not None:
             self._policy.close()
 

@@ -9,16 +9,14 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvflash._core import Catalog, Frontend, Router, RouterCore
+from kvflash._core import Frontend, Router, RouterCore
 from kvflash.cluster_flags import ClusterFlags
 from kvflash.errors import KvflashError
 from kvflash.roster.core import Component, Replicas, announced, is_brokered
-from kvflash.transport.receiver import EventReceiver
 
 if TYPE_CHECKING:
     from kvflash.discovery import Discovery
     from kvflash.routing.sharing import Sharing
-    from kvflash.transport.base import Receiver
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +51,6 @@ class Cluster(Replicas):
         self._catalog, self._flags, self._make_discovery = core.catalog, flags, open_discovery
         self._show_warnings, self._setting, self._is_strict = show_warnings, setting, is_strict
         self._uses_events = core.uses_events
-        #: Whether events come over NATS.
         self.is_nats = self._uses_events and flags.event_plane == "nats"
         self._sharing: Sharing | None = None
         if flags.router_replica_sync:
@@ -75,7 +72,7 @@ class Cluster(Replicas):
             )
 
     def check(self) -> None:
-        """Contact the required servers, so that a missing one is reported at start-up.
+        """See :meth:`Replicas.check`.
 
         Logs settings that have no effect without NATS. Raises TransportError if NATS does not
         answer, ConfigError if it refuses the login or its client is not installed.
@@ -93,12 +90,8 @@ class Cluster(Replicas):
             raise missing_nats(self._setting, error) from None
         check_server(NatsSettings.from_env())
 
-    def make_receiver(self, catalog: Catalog) -> Receiver:
-        """The receiver of the core's orders: sockets, and events over a broker."""
-        return EventReceiver(catalog, has_broker=self.is_nats)
-
     def start(self) -> None:
-        """Start sharing in the background."""
+        """Start sharing, and its reports, in the background."""
         if self._sharing is not None:
             self._sharing.start()
         if self._reporter is not None:

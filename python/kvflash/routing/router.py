@@ -20,7 +20,7 @@ from kvflash.routing.stream import RoutedStream, Sender
 from kvflash.routing.workers import Workers
 from kvflash.runtime import Endpoint
 from kvflash.runtime.arguments import check_range
-from kvflash.transport.receiver import Feed
+from kvflash.transport.receiver import EventReceiver, Feed
 
 logger = logging.getLogger(__name__)
 
@@ -519,7 +519,8 @@ class KvPushRouter:
             if self._thresholds is not None:
                 self._core.set_busy_thresholds(**self._thresholds)
         catalog = self._core.catalog
-        self._feed = Feed(catalog, self._cluster.make_receiver(catalog), partial(_tick, self._core))
+        receiver = EventReceiver(catalog, has_broker=self._cluster.is_nats)
+        self._feed = Feed(catalog, receiver, partial(_tick, self._core))
         self._feed.start()
         self._cluster.start()
         return self._core, self._cluster
