@@ -16,6 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvflash._core import Frontend, Indexer, Router, init_logging
+from kvflash.address import reachable
 from kvflash.console import LogLine, level_name, refuse, utc
 from kvflash.errors import ClosedError, KvflashError
 from kvflash.roster.core import Replicas
@@ -88,9 +89,7 @@ class FedService:
         Raises:
             ClosedError: It has not started yet.
         """
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
-        name = f"[{host}]" if ":" in host else host
-        return f"{self._scheme}://{name}:{self.port}"
+        return f"{self._scheme}://{reachable(self._host)}:{self.port}"
 
     def start(self) -> Self:
         """Serve HTTP and receive events in the background; returns itself.

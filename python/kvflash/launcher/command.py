@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvflash.address import reachable
 from kvflash.errors import ConfigError
-from kvflash.publisher.address import reachable
 
 
 def split_flag(word: str) -> tuple[str, str, str]:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from kvflash.address import reachable
 from kvflash.console import LogLine, refuse
 from kvflash.errors import ConfigError, KvflashError, OverloadedError, TransportError
 from kvflash.launcher.child import Child
@@ -16,7 +17,6 @@ from kvflash.launcher.command import Arguments, EngineCommand
 from kvflash.launcher.events import EngineEvents
 from kvflash.launcher.options import LauncherOptions, parse_options
 from kvflash.llm import ModelInput, ModelRuntimeConfig, ModelType, register_llm
-from kvflash.publisher.address import reachable
 from kvflash.publisher.brokered import Served
 from kvflash.runtime import DistributedRuntime, Endpoint
 from kvflash.settings import warn_of_misspelt
@@ -82,7 +82,7 @@ async def _attend(
     from kvflash.launcher.probe import wait_until_idle, wait_until_ready  # noqa: PLC0415
 
     runtime = endpoint.runtime
-    url = f"http://{reachable(command.host or '*', runtime.host)}:{command.port}"
+    url = f"http://{reachable(command.host or '', runtime.host)}:{command.port}"
     found = await wait_until_ready(url, command, child, options.ready_timeout_s)
     if found is None:
         if child.is_running:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from kvflash.address import reachable
 from kvflash.console import counted
 from kvflash.mocker.api import build_app
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.engine import Engine
 from kvflash.mocker.handover import Handover
 from kvflash.mocker.tokenizer import Tokenizer, load
-from kvflash.publisher.address import reachable
 from kvflash.signals import ending_signals
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from typing import Any
 import zmq
 
 from kvflash._core import EventOutbox
+from kvflash.address import reachable
 from kvflash.errors import ClosedError, ConfigError
-from kvflash.publisher.address import reachable
-from kvflash.transport.zmq_socket import netloc
+from kvflash.transport.zmq_socket import bindable
 
 __all__ = ["EventOutbox", "EventStream", "Sender"]
 
@@ -181,7 +181,7 @@ def _bind(socket: zmq.Socket[Any], host: str, port: int, fields: tuple[str, str]
     """Bind, and return the port."""
     host = host.strip("[]")
     try:
-        socket.bind(f"tcp://{netloc(socket, host)}:{port}")
+        socket.bind(f"tcp://{bindable(socket, host)}:{port}")
     except zmq.ZMQError as error:
         name, value = (fields[0], host) if error.errno in _FOREIGN else (fields[1], port)
         raise ConfigError(f"{name}: can't bind {value} on {host}: {error.strerror}") from error

@@ -10,6 +10,7 @@ import json
 import logging
 from collections.abc import Callable
 
+from kvflash.address import reachable
 from kvflash.background import Background
 from kvflash.discovery import Delete, Put, open_discovery
 from kvflash.errors import KvflashError
@@ -47,9 +48,8 @@ class AnnouncedIndexer(Background):
 
     def _url(self, reached_at: str) -> str:
         url = self._own_url()
-        host = reached_at if self._host in ("0.0.0.0", "::", "") else self._host
         scheme, port = url.partition(":")[0], url.rpartition(":")[2]
-        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        return f"{scheme}://{reachable(self._host, reached_at)}:{port}"
 
 
 class IndexerFinder(Background):

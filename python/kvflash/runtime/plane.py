@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kvflash.address import netloc
 from kvflash.errors import ConfigError, DecodeError, TransportError
 from kvflash.runtime.frame import Failure, Kind, Request, unpack
 from kvflash.runtime.limits import RuntimeLimits
@@ -66,7 +67,7 @@ class PlaneServer(ABC):
     def __init__(self, serving: Serving, *, host: str, port: int) -> None:
         self._serving = serving
         self._limits = serving.limits
-        self._host = f"[{host}]" if ":" in host else host
+        self._host = netloc(host)
         self._wanted_port, self._bind = port, listen_address(host)
 
     def cannot_listen(self, error: OSError) -> ConfigError:

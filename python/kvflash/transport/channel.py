@@ -8,8 +8,9 @@ from typing import Protocol
 import zmq
 import zmq.asyncio
 
+from kvflash.address import netloc
 from kvflash.errors import TransportError
-from kvflash.transport.zmq_socket import dial, netloc
+from kvflash.transport.zmq_socket import bindable, dial
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +55,13 @@ class ZmqChannel:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.MAXMSGSIZE, _MESSAGE_BYTES_MAX)
         self._sub.setsockopt(zmq.SUBSCRIBE, b"")
-        address = f"tcp://{netloc(self._pub, bind or host)}"
+        address = f"tcp://{bindable(self._pub, bind or host)}"
         try:
             port = self._pub.bind_to_random_port(address)
         except zmq.ZMQError as error:
             self._context.destroy(0)
             raise TransportError(f"can't listen on {address}: {error.strerror}") from error
-        self.endpoint = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        self.endpoint = f"tcp://{netloc(host)}:{port}"
         self._followed: set[str] = set()
         self._is_closed = False
 

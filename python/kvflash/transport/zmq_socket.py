@@ -6,6 +6,8 @@ from typing import Any
 
 import zmq
 
+from kvflash.address import netloc
+
 #: Largest frame in bytes; a publisher of a larger one is disconnected.
 MESSAGE_BYTES_MAX = 16 * 1024 * 1024
 # Messages that may wait in one socket.
@@ -73,11 +75,10 @@ def dial(socket: zmq.Socket[Any], endpoint: str) -> None:
     socket.connect(dialable(endpoint))
 
 
-def netloc(socket: zmq.Socket[Any], host: str) -> str:
+def bindable(socket: zmq.Socket[Any], host: str) -> str:
     """``host`` as written in the address that ``socket`` is about to bind."""
-    is_ipv6 = ":" in host
-    socket.setsockopt(zmq.IPV6, int(is_ipv6))
-    return f"[{host}]" if is_ipv6 else host
+    socket.setsockopt(zmq.IPV6, int(":" in host))
+    return netloc(host)
 
 
 def dialable(endpoint: str) -> str:
