@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -263,9 +264,15 @@ def _number(env: Environment, names: tuple[str, ...], *, default: float, least: 
     return default
 
 
-def missing_nats(setting: str, error: ImportError) -> ConfigError:
-    """The error for a setting that needs the NATS client when it is not installed."""
-    # Here, because reading package metadata would slow down the start of every command.
-    from kvflash.version import install_command  # noqa: PLC0415
+@contextlib.contextmanager
+def needing_nats(setting: str) -> Iterator[None]:
+    """For imports of the NATS client: a ConfigError names ``setting`` if it is not installed."""
+    try:
+        yield
+    except ImportError as error:
+        # Here, because reading package metadata would slow down the start of every command.
+        from kvflash.version import install_command  # noqa: PLC0415
 
-    return ConfigError(f"{setting} needs the NATS client ({error}): {install_command('nats')}")
+        raise ConfigError(
+            f"{setting} needs the NATS client ({error}): {install_command('nats')}"
+        ) from error

@@ -12,7 +12,7 @@ from kvflash.publisher.announce import events_key
 from kvflash.publisher.brokered import UNUSED_LOCAL_INDEXER, BrokerOutlet, Served
 from kvflash.publisher.relay import Relay
 from kvflash.runtime import Component
-from kvflash.servers import NatsSettings, missing_nats
+from kvflash.servers import NatsSettings, needing_nats
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +41,8 @@ class EngineEvents:
             for text in unused_server("--event-plane nats"):
                 logger.warning("%s", text)
             return
-        try:
+        with needing_nats("--event-plane nats"):
             from kvflash.transport.nats_connection import check_server  # noqa: PLC0415
-        except ImportError as error:
-            raise missing_nats("--event-plane nats", error) from None
         await asyncio.to_thread(check_server, NatsSettings.from_env())
 
     async def announce(self, served: Served, block_size: int | None) -> list[str]:

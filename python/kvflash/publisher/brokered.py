@@ -15,7 +15,7 @@ from kvflash.errors import ClosedError, InvalidArgumentError, KvflashError
 from kvflash.outage import Outage
 from kvflash.publisher.stream import Sender
 from kvflash.runtime import Component
-from kvflash.servers import NatsSettings, missing_nats
+from kvflash.servers import NatsSettings, needing_nats
 from kvflash.transport import names
 
 logger = logging.getLogger(__name__)
@@ -94,10 +94,8 @@ class BrokerOutlet:
         has_local_index: bool = False,
         settings: NatsSettings | None = None,
     ) -> None:
-        try:
+        with needing_nats("event_plane nats"):
             from kvflash.transport.nats_connection import connect  # noqa: PLC0415
-        except ImportError as error:
-            raise missing_nats("event_plane nats", error) from None
         self._instance_id, self._dp_rank, self.block_size = instance_id, dp_rank, block_size
         self._served, self._has_local_index = served, has_local_index
         self._settings = settings or NatsSettings.from_env()

@@ -82,12 +82,10 @@ class Cluster(Replicas):
         shares_by_nats = self._sharing is not None and self._flags.event_plane == "nats"
         if not (self.is_nats or shares_by_nats):
             return
-        from kvflash.servers import NatsSettings, missing_nats  # noqa: PLC0415
+        from kvflash.servers import NatsSettings, needing_nats  # noqa: PLC0415
 
-        try:
+        with needing_nats(self._setting):
             from kvflash.transport.nats_connection import check_server  # noqa: PLC0415
-        except ImportError as error:
-            raise missing_nats(self._setting, error) from None
         check_server(NatsSettings.from_env())
 
     def start(self) -> None:

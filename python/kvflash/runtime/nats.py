@@ -41,15 +41,13 @@ from kvflash.runtime.frame import (
 from kvflash.runtime.limits import RuntimeLimits
 from kvflash.runtime.plane import FailedError, GoneError, PlaneClient, PlaneServer, item_in
 from kvflash.runtime.serving import Running, Serving
-from kvflash.servers import NatsSettings, missing_nats
+from kvflash.servers import NatsSettings, needing_nats
 
-try:
+with needing_nats("the nats request plane"):
     from nats.errors import Error as NatsError
 
     from kvflash import nats_login
     from kvflash.nats_login import Client as NatsConnection
-except ImportError as error:
-    raise missing_nats("the nats request plane", error) from error
 
 logger = logging.getLogger(__name__)
 
