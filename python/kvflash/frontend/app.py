@@ -61,10 +61,10 @@ def _check_tokenizer(named: str) -> None:
 def _component(fleet: dict[int, str]) -> tuple[str, str]:
     """The sharing group of routers with exactly the same workers under the same numbers."""
     # Here, because a frontend without replicas has no group.
-    import hashlib  # noqa: PLC0415
+    from kvflash.roster.shared import shared_name  # noqa: PLC0415
 
     workers = [[number, spec.partition(",")[0]] for number, spec in sorted(fleet.items())]
-    return "workers", hashlib.sha256(json.dumps(workers).encode()).hexdigest()[:16]
+    return "workers", shared_name(json.dumps(workers))
 
 
 class Reports:

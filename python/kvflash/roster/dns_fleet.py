@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 from collections.abc import Iterable
 
@@ -10,6 +9,7 @@ from kvflash.errors import ConflictError, KvflashError, NotFoundError
 from kvflash.roster.core import Component, Fleet, Replicas
 from kvflash.roster.dns_answers import KnownName
 from kvflash.roster.dns_spec import Address, DnsWorkers
+from kvflash.roster.shared import shared_id, shared_name
 
 logger = logging.getLogger(__name__)
 
@@ -133,10 +133,4 @@ class DnsFleet:
 
 def _component(name: DnsWorkers) -> Component:
     """The component under which replicas with the same name find each other."""
-    return "workers", "dns-" + hashlib.sha256(name.label.encode()).hexdigest()[:16]
-
-
-def shared_id(url: str) -> int:
-    """An engine's number between replicas; each replica numbers workers in order of arrival."""
-    # Below 2^63, so that every JSON parser can read it.
-    return int.from_bytes(hashlib.sha256(url.encode()).digest()[:8], "big") >> 1
+    return "workers", f"dns-{shared_name(name.label)}"

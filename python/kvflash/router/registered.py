@@ -1,10 +1,10 @@
 """Announces workers registered by gateways to replicas of the router."""
 
-import hashlib
 import json
 import threading
 
 from kvflash._core import Router
+from kvflash.roster.shared import shared_id
 from kvflash.routing.cluster import Cluster
 
 #: Where routers without discovered workers find each other.
@@ -42,7 +42,7 @@ class RegisteredWorkers:
             return
         self._seen = changes
         now = {
-            worker_id: (shared_id(worker_id, model, tenant, url), joined)
+            worker_id: (shared_id(json.dumps([worker_id, model, tenant, url])), joined)
             for worker_id, model, tenant, url, joined in self._registry.registered()
         }
         before, self._known = self._known, now
@@ -57,10 +57,3 @@ class RegisteredWorkers:
         self._look()
         while not self._is_stopped.wait(INTERVAL_S):
             self._look()
-
-
-def shared_id(worker_id: int, model_name: str, tenant_id: str, url: str | None) -> int:
-    """A worker's number between routers: equal at all that registered it with the same fields."""
-    told = json.dumps([worker_id, model_name, tenant_id, url]).encode()
-    # Below 2^63, so that every JSON parser can read it.
-    return int.from_bytes(hashlib.sha256(told).digest()[:8], "big") >> 1

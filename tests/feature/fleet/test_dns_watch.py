@@ -15,9 +15,9 @@ import pytest
 
 from dns_server import GARBAGE, SERVFAIL, SILENCE, DnsServer
 from kvflash.errors import ConflictError, NotFoundError, OverloadedError
-from kvflash.roster.dns_fleet import shared_id
 from kvflash.roster.dns_spec import DnsWorkers
 from kvflash.roster.dns_watch import DnsWatch
+from kvflash.roster.shared import shared_id
 from service import until
 
 NAME = "engines.test"
