@@ -162,16 +162,7 @@ class JetStreamBlobs:
         """Delete a blob; no error if it does not exist."""
         async with reaching(f"bucket {self._bucket}"):
             with contextlib.suppress(nats.js.errors.NotFoundError):
-                subjects = [f"M.{_entry(name)}", f"C.{name}"]
-                with contextlib.suppress(
-                    nats.js.errors.NotFoundError, nats.js.errors.BadObjectMetaError
-                ):
-                    # Also one that the client marked as deleted: its mark would stay for ever.
-                    info = await self._store.get_info(name, show_deleted=True)
-                    if info.nuid != name:
-                        # From an older version: only the entry leads to these chunks.
-                        subjects.insert(0, f"C.{info.nuid}")
-                for subject in subjects:
+                for subject in (f"M.{_entry(name)}", f"C.{name}"):
                     await self._js.purge_stream(
                         f"OBJ_{self._bucket}", subject=f"$O.{self._bucket}.{subject}"
                     )
