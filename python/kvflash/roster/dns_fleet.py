@@ -1,6 +1,5 @@
 """Keeps the frontend's workers equal to the addresses of names in DNS."""
 
-import asyncio
 import contextlib
 import logging
 from collections.abc import Iterable
@@ -12,9 +11,6 @@ from kvflash.roster.dns_spec import Address, DnsWorkers
 from kvflash.roster.shared import shared_id, shared_name
 
 logger = logging.getLogger(__name__)
-
-# Component, and number between routers.
-_Shared = tuple[Component, int]
 
 
 class DnsFleet:
@@ -30,13 +26,10 @@ class DnsFleet:
         self._core, self._replicas = core, replicas
         self._has_shared_ids = has_shared_ids
         self._found: list[tuple[DnsWorkers, list[Address]]] = []
-        # Specs in the core, with worker number and name, by URL.
-        self._told: dict[str, tuple[str, int, DnsWorkers]] = {}
+        # Specs in the core, with worker number, by URL.
+        self._told: dict[str, tuple[str, int]] = {}
         # Errors of specs that the core refused, by URL.
         self._refused: dict[str, KvflashError] = {}
-        # For replicas, by local number.
-        self._shared: dict[int, _Shared] = {}
-        self._changed = asyncio.Event()
 
     def keep(self, names: Iterable[KnownName]) -> None:
         """Make the workers equal to the addresses of these names.
@@ -52,7 +45,7 @@ class DnsFleet:
         for name, addresses in now:
             for spec in map(name.spec, addresses):
                 wanted.setdefault(spec.partition(",")[0], (spec, name))
-        for url, (spec, number, _) in list(self._told.items()):
+        for url, (spec, number) in list(self._told.items()):
             if url not in wanted or wanted[url][0] != spec:
                 del self._told[url]
                 self._remove(url, number)
@@ -61,13 +54,6 @@ class DnsFleet:
             if url not in self._told:
                 self._add(url, spec, name)
         self._tell_refused(before)
-        shared = {
-            number: (_component(name), shared_id(url))
-            for url, (_, number, name) in self._told.items()
-        }
-        if shared != self._shared:
-            self._shared = shared
-            self._changed.set()
 
     def warnings(self) -> list[str]:
         """Messages about refused engines, except those that are workers already."""
@@ -80,17 +66,6 @@ class DnsFleet:
             for why, urls in found.items()
         ]
 
-    async def share_for_ever(self) -> None:
-        """Inform replicas of changes."""
-        known: dict[int, _Shared] = {}
-        while True:
-            await self._changed.wait()
-            self._changed.clear()
-            before, known = known, self._shared
-            gone, joined = before.items() - known.items(), known.items() - before.items()
-            # In a thread, because their servers may be down.
-            await asyncio.to_thread(self._share, gone, joined)
-
     def _add(self, url: str, spec: str, name: DnsWorkers) -> None:
         try:
             number = self._core.add_worker(
@@ -99,7 +74,8 @@ class DnsFleet:
         except KvflashError as error:
             self._refused[url] = error
             return
-        self._told[url] = (spec, number, name)
+        self._told[url] = (spec, number)
+        self._replicas.worker_joined(_component(name), number, shared_id(url))
         logger.info("worker %d: %s has %s", number, name.label, url)
 
     def _remove(self, url: str, number: int) -> None:
@@ -107,15 +83,7 @@ class DnsFleet:
         # DELETE /workers may have removed it first.
         with contextlib.suppress(NotFoundError):
             self._core.remove_worker(number)
-
-    def _share(self, gone: set[tuple[int, _Shared]], joined: set[tuple[int, _Shared]]) -> None:
-        try:
-            for number, _ in gone:
-                self._replicas.worker_gone(number)
-            for number, (component, shared) in joined:
-                self._replicas.worker_joined(component, number, shared)
-        except Exception:
-            logger.exception("replicas could not be told about the engines found by DNS")
+        self._replicas.worker_gone(number)
 
     def _tell_refused(self, before: dict[str, KvflashError]) -> None:
         """Log one line for all that were not refused in the same way at the last lookup."""

@@ -66,7 +66,7 @@ class DnsWatch(Background):
             for known in self._names
             for record in known.answers
         ]
-        await asyncio.gather(self._fleet.share_for_ever(), *lookups)
+        await asyncio.gather(*lookups)
 
     async def _look_up_for_ever(self, known: KnownName, record: str) -> None:
         while True:

@@ -107,7 +107,7 @@ class Cluster(Replicas):
         for state in states:
             state.stop()
 
-    # -- called by the watch of discovery; each may wait for a server
+    # -- called by those that find workers; only before_worker and follow wait for a server
 
     def check_events(self, instance_id: int, events: dict[int, dict[str, Any]]) -> None:
         """Log once if a worker announces events that this router does not receive."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import dns.asyncresolver
@@ -264,17 +263,6 @@ def test_a_worker_that_was_removed_by_hand_stays_away_until_its_address_left(
     world.server.names[NAME] = ["127.0.0.2", "127.0.0.3"]
     world.core.wait("http://127.0.0.2:1", "http://127.0.0.3:1")
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
-
-
-def test_replicas_that_hang_hold_up_no_worker(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with ThreadPoolExecutor(1) as gate:
-        release = gate.submit(until, lambda: len(world.core.workers) == 2, "both workers")
-        monkeypatch.setattr(world.core, "worker_joined", lambda *_: release.result())
-        world.server.names[NAME] = ["127.0.0.2", "127.0.0.3"]
-        world.watch(f"dns+http://{NAME}:1,ip=4")
-        world.core.wait("http://127.0.0.2:1", "http://127.0.0.3:1")
 
 
 def test_search_domains_complete_a_name(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
