@@ -2,13 +2,12 @@
 
 import asyncio
 import logging
-from typing import Any
 
 from kvflash.cluster_flags import unused_server
 from kvflash.errors import ConfigError
 from kvflash.launcher.command import EventPorts
 from kvflash.launcher.options import LauncherOptions
-from kvflash.publisher.announce import events_key
+from kvflash.publisher.announce import events_key, events_value
 from kvflash.publisher.brokered import UNUSED_LOCAL_INDEXER, BrokerOutlet, Served
 from kvflash.publisher.relay import Relay
 from kvflash.runtime import Component
@@ -59,15 +58,10 @@ class EngineEvents:
             )
         runtime, places = self._component.runtime, []
         for rank, (events, replay) in enumerate(self._ports.endpoints(runtime.host, self._ranks)):
-            where: dict[str, Any] = {
-                "kind": "zmq",
-                "endpoint": events,
-                "replay_endpoint": replay,
-                "block_size": block_size,
-            }
+            where = events_value("zmq", events, replay, block_size)
             if self._options.event_plane == "nats":
                 relay = await asyncio.to_thread(self._relay, rank, served, block_size)
-                where |= {"kind": relay.kind, "endpoint": relay.endpoint, "replay_endpoint": None}
+                where = events_value(relay.kind, relay.endpoint, None, block_size)
             await runtime.announce(events_key(self._component, runtime.instance_id, rank), where)
             places.append(where["endpoint"])
         return places

@@ -19,7 +19,7 @@ from kvflash.mocker.scheduler import Scheduler
 from kvflash.mocker.tokenizer import Tokenizer
 from kvflash.outage import Outage
 from kvflash.publisher import WorkerMetricsPublisher
-from kvflash.publisher.announce import events_key
+from kvflash.publisher.announce import events_key, events_value
 from kvflash.publisher.brokered import BrokerOutlet, BrokerStream, Served
 from kvflash.publisher.stream import EventOutbox, Sender
 from kvflash.runtime import Context, DistributedRuntime, RuntimeLimits
@@ -140,12 +140,8 @@ class RuntimeWorker:
     async def _announce_events(self) -> None:
         config, component = self._config, self._endpoint.component
         for stream, rank in zip(self._streams, config.ranks, strict=False):
-            where = {
-                "kind": stream.kind,
-                "endpoint": stream.endpoint,
-                "replay_endpoint": stream.replay_endpoint,
-                "block_size": config.block_size,
-            }
+            place = (stream.kind, stream.endpoint, stream.replay_endpoint)
+            where = events_value(*place, config.block_size)
             await self._runtime.announce(events_key(component, self.instance_id, rank), where)
 
     async def _register(self) -> None:

@@ -26,6 +26,18 @@ def events_key(component: Component, instance_id: int, dp_rank: int) -> str:
     return f"v1/events/{component.namespace.name}/{component.name}/{instance_id}/{dp_rank}"
 
 
+def events_value(
+    kind: str, endpoint: str, replay_endpoint: str | None, block_size: int
+) -> dict[str, Any]:
+    """What is announced there; ``kind`` is zmq, nats or jetstream."""
+    return {
+        "kind": kind,
+        "endpoint": endpoint,
+        "replay_endpoint": replay_endpoint,
+        "block_size": block_size,
+    }
+
+
 def announce_events(
     component: Component,
     dp_rank: int,

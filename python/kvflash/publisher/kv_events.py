@@ -13,7 +13,7 @@ from typing import Any, overload
 
 from kvflash._core import EventOutbox
 from kvflash.errors import ClosedError, ConflictError, InvalidArgumentError
-from kvflash.publisher.announce import announce_events
+from kvflash.publisher.announce import announce_events, events_value
 from kvflash.publisher.brokered import BrokerOutlet, BrokerStream, Served, served_of
 from kvflash.publisher.relay import Relay
 from kvflash.publisher.stream import EventStream, Sender
@@ -179,12 +179,7 @@ class KvEventPublisher:
             self.replay_endpoint = self._source.replay_endpoint
         withdraw = None
         if component is not None:
-            where = {
-                "kind": kind,
-                "endpoint": self.endpoint,
-                "replay_endpoint": self.replay_endpoint,
-                "block_size": self._block_size,
-            }
+            where = events_value(kind, self.endpoint, self.replay_endpoint, self._block_size)
             try:
                 withdraw = announce_events(
                     component, self._dp_rank, where, worker_id=worker_id, loop=loop
