@@ -19,6 +19,8 @@ class Wire:
         self._flows.set()
         self._is_closed = False
         self._sockets: list[socket.socket] = []
+        #: Connections so far.
+        self.accepted = 0
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
@@ -45,6 +47,7 @@ class Wire:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
+                self.accepted += 1
                 self._sockets.append(near)
                 threading.Thread(target=self._connect, args=(near,), daemon=True).start()
 

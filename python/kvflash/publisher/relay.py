@@ -10,7 +10,7 @@ import zmq
 
 from kvflash.errors import InvalidArgumentError, KvflashError
 from kvflash.publisher.brokered import BrokerOutlet
-from kvflash.transport.zmq_socket import MESSAGE_BYTES_MAX, dial, explain, open_replay
+from kvflash.transport.zmq_socket import dial, explain, open_replay, subscribe
 
 logger = logging.getLogger(__name__)
 
@@ -42,10 +42,7 @@ class Relay:
         self._replay_endpoint = replay_endpoint
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
-        self._socket.setsockopt(zmq.RCVHWM, _QUEUE_MESSAGES)
-        self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
+        subscribe(self._socket, queue_messages=_QUEUE_MESSAGES, topic=topic.encode())
         try:
             dial(self._socket, endpoint)
         except zmq.ZMQError as error:

@@ -17,6 +17,8 @@ _RECEIVE_QUEUE_MESSAGES = 4_096
 _REPLAY_QUEUE_MESSAGES = 131_072
 # Longest pause between two attempts to connect.
 _RECONNECT_MS_MAX = 2_000
+# Pause between two heartbeats; a connection that answers none of three is dead.
+_HEARTBEAT_MS = 5_000
 _MONITORED = (
     zmq.EVENT_CONNECTED
     | zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -26,20 +28,27 @@ _MONITORED = (
 )
 
 
+def subscribe(
+    socket: zmq.Socket[Any], *, queue_messages: int = _RECEIVE_QUEUE_MESSAGES, topic: bytes = b""
+) -> None:
+    """Prepare a SUB socket; a connection that is silently dead is closed, and opened again."""
+    socket.setsockopt(zmq.RCVHWM, queue_messages)
+    socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+    socket.setsockopt(zmq.RECONNECT_IVL, 50)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS_MAX)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_MS)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SUBSCRIBE, topic)
+
+
 def open_stream(
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
     """A SUB socket for all topics, not connected yet, and its monitor."""
     socket = context.socket(zmq.SUB)
     try:
-        socket.setsockopt(zmq.RCVHWM, _RECEIVE_QUEUE_MESSAGES)
-        socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
-        socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS_MAX)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15_000)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SUBSCRIBE, b"")
+        subscribe(socket)
         return socket, socket.get_monitor_socket(_MONITORED)
     except zmq.ZMQError:
         socket.close(0)

@@ -19,8 +19,10 @@ from kvflash.errors import InvalidArgumentError
 from kvflash.publisher import KvEventPublisher
 from kvflash.publisher.brokered import BrokerOutlet
 from kvflash.publisher.relay import Relay
+from kvflash.transport import zmq_socket
 from servers import NatsServer
 from service import Engine, batch, stored, until
+from wire import Wire
 
 SIZE = 4
 
@@ -253,6 +255,24 @@ def test_an_endpoint_that_cannot_be_dialed_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match=r"zmq_endpoint must look like .*Protocol not"):
         Relay(cast(BrokerOutlet, outlet), "http://127.0.0.1:1", None, "")
     assert outlet.is_closed
+
+
+def test_a_connection_that_is_silently_dead_is_replaced(
+    engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zmq_socket, "_HEARTBEAT_MS", 50)
+    made, outlet = engine(), Outlet()
+    wire = Wire(made.endpoint.removeprefix("tcp://"))
+    relay = Relay(cast(BrokerOutlet, outlet), f"tcp://{wire.address}", made.replay_endpoint, "")
+    try:
+        made.wait_for_subscriber()
+        say(made, 1)
+        until(lambda: len(outlet.batches) == 1, "the first batch")
+        wire.freeze()
+        until(lambda: wire.accepted > 1, "another connection")
+    finally:
+        relay.close()
+        wire.close()
 
 
 @pytest.mark.parametrize("failure", ["replay", "outlet"])
