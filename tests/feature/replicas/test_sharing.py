@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import threading
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from kvflash._core import Router
 from kvflash.cluster_flags import ClusterFlags
@@ -21,8 +23,9 @@ from kvflash.routing import sync_service
 from kvflash.routing.cluster import Cluster
 from kvflash.routing.sharing import Sharing
 from kvflash.routing.sync_service import ReplicaSyncService
+from kvflash.transport import channel
 from kvflash.transport.channel import ZmqChannel
-from service import until
+from service import DEADLINE_S, until
 
 COMPONENT = ("ns", "backend")
 
@@ -64,6 +67,37 @@ class WithoutEndpoint(ZmqChannel):
     def __init__(self) -> None:
         super().__init__()
         self.endpoint = None
+
+
+def test_an_endpoint_that_cannot_be_dialed_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As while the process has no free file descriptor."""
+
+    def fail(*_: object) -> None:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    async def scenario() -> None:
+        one, other = ZmqChannel(), ZmqChannel()
+        assert other.endpoint is not None
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(channel, "dial", fail)
+                one.follow({other.endpoint})
+            assert "can't connect to the router at" in caplog.text
+            one.follow({other.endpoint})
+            heard = asyncio.Event()
+            await one.open(lambda _: heard.set())
+            hearing = asyncio.create_task(one.hear())
+            while not heard.is_set():
+                await other.send(b"a message")
+                await asyncio.sleep(0.01)
+            hearing.cancel()
+        finally:
+            await one.close()
+            await other.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), DEADLINE_S))
 
 
 def test_routers_on_other_planes_are_named_once(
