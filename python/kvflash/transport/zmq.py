@@ -258,24 +258,27 @@ class ZmqReceiver:
     def _release(self, subscription: _Subscription) -> None:
         if not subscription.repair.is_held:
             return
-        is_open = subscription.is_connected or subscription.endpoint.startswith("inproc://")
         if not subscription.has_failed:
-            status = "active" if is_open else "pending"
+            status = "active" if subscription.is_connected else "pending"
             self._catalog.set_status(subscription.publisher, status)
         self._follow(subscription, subscription.repair.release(subscription.is_connected))
 
     def _connect(self, subscription: _Subscription) -> None:
         publisher, endpoint = subscription.publisher, subscription.endpoint
         self._add(subscription.monitor, lambda: self._on_monitor(subscription), publisher)
+        if endpoint.startswith("inproc://"):
+            # libzmq would accept it, and wait for a publisher for ever.
+            self._fail(subscription, "inproc:// does not leave the engine's process; use ipc://")
+            return
         try:
             dial(subscription.socket, endpoint)
         except zmq.ZMQError as error:
-            subscription.has_failed = True
-            self._catalog.set_status(publisher, "failed", f"can't connect to {endpoint}: {error}")
-            return
-        if endpoint.startswith("inproc://"):
-            # inproc connections have no handshake to wait for.
-            self._catalog.set_status(publisher, "active")
+            self._fail(subscription, str(error))
+
+    def _fail(self, subscription: _Subscription, why: str) -> None:
+        subscription.has_failed = True
+        message = f"can't connect to {subscription.endpoint}: {why}"
+        self._catalog.set_status(subscription.publisher, "failed", message)
 
     def _reopen(self, subscription: _Subscription) -> None:
         # This turn may have taken longer than the grace period: handle pending monitor events

@@ -948,19 +948,20 @@ def test_a_broken_connection_is_opened_again_when_it_can_be(http, engine, monkey
 # -- sockets that can't work
 
 
-def test_a_socket_that_cannot_work_stays_failed(http, embedded, engine):
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:*", "inproc://engine"])
+def test_a_socket_that_cannot_work_stays_failed(http, embedded, engine, endpoint):
     made = engine(replay=False)
     register(http, made)
     receiver = embedded.receiver
     number = subscription_of(receiver, made).publisher
     receiver.obey(("unsubscribe", number, "", None))
-    receiver.obey(("hold", number, "tcp://127.0.0.1:*", None))
+    receiver.obey(("hold", number, endpoint, None))
     receiver.obey(("resume", number, "", None))
     receiver.obey(("pause", number, "", None))
     in_one_turn(receiver, lambda: None)
     entry = listener(http, 1)
     assert entry["status"] == "failed", entry
-    assert "can't connect to tcp://127.0.0.1:*" in entry["last_error"]
+    assert f"can't connect to {endpoint}" in entry["last_error"]
 
 
 # -- errors in the transport itself
