@@ -148,6 +148,11 @@ async def register_llm(  # noqa: PLR0917 - the order that workers know
         raise InvalidArgumentError(
             f"lora_names may have at most {LORAS_MAX} entries, got {len(lora_names)}"
         )
+    for lora in lora_names or ():
+        if not isinstance(lora, str) or not lora:
+            raise InvalidArgumentError(
+                f"lora_names must be strings that are not empty, got {lora!r}"
+            )
     config = runtime_config or ModelRuntimeConfig()
     config.check()
     bootstrap = None

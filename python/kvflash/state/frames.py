@@ -88,7 +88,9 @@ def _parse(headers: Mapping[str, str]) -> tuple[Origin, int]:
             raise DecodeError(f"header {name} is missing")
     who = headers[PUBLISHER].split("/")
     if len(who) != 3:
-        raise DecodeError(f"{PUBLISHER} must be instance/rank/epoch, got {headers[PUBLISHER]!r:.80}")
+        raise DecodeError(
+            f"{PUBLISHER} must be instance/rank/epoch, got {headers[PUBLISHER]!r:.80}"
+        )
     instance_id, dp_rank, epoch = (_number(part, PUBLISHER) for part in who)
     try:
         model_name, tenant_id, block_size = json.loads(headers[_INDEX])
@@ -100,7 +102,9 @@ def _parse(headers: Mapping[str, str]) -> tuple[Origin, int]:
         ) from None
     is_fit = isinstance(model_name, str) and isinstance(tenant_id, str)
     if not is_fit or not isinstance(block_size, int) or not 0 < block_size < 1 << 32:
-        raise DecodeError(f"{_INDEX} must be model, tenant, block size, got {headers[_INDEX]!r:.80}")
+        raise DecodeError(
+            f"{_INDEX} must be model, tenant, block size, got {headers[_INDEX]!r:.80}"
+        )
     if dp_rank >= 1 << 32:
         raise DecodeError(f"{PUBLISHER}: rank {dp_rank} is above 4294967295")
     origin = Origin(

@@ -301,6 +301,8 @@ def test_the_model_card(tmp_path: Any) -> None:
         ({"context_length": True}, "context_length must be in"),
         ({"lora_names": ["x"] * 1025}, "lora_names may have at most 1024 entries, got 1025"),
         ({"lora_names": "x"}, "lora_names must be of type list"),
+        ({"lora_names": ["x", 5]}, "lora_names must be strings that are not empty, got 5"),
+        ({"lora_names": ("x", "")}, "lora_names must be strings that are not empty, got ''"),
         ({"model_name": 5}, "model_name must be of type str, got 5"),
         ({"model_path": 5}, "model_path must be of type str"),
         ({"model_path": "/no/folder"}, "'/no/folder', which does not exist on this machine"),
