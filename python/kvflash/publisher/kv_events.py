@@ -141,7 +141,7 @@ class KvEventPublisher:
         for field, value in (("port", port), ("replay_port", replay_port)):
             check_range(field, value, 0, 65535)
         if not 0 <= tick_ms <= 1000:
-            raise InvalidArgumentError(f"tick_ms must be in 0..1000, got {tick_ms!r}")
+            raise InvalidArgumentError(f"tick_ms must be in 0..=1000, got {tick_ms!r}")
         self._warnings = 0
         self._is_closed = False
         #: None if routers read the engine's own socket.

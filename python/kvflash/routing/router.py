@@ -77,7 +77,7 @@ class KvPushRouter:
         kv_router_config: Routing settings.
 
     Raises:
-        InvalidArgumentError: The block size is not in 1..4294967295.
+        InvalidArgumentError: The block size is not in 1..=4294967295.
     """
 
     #: The settings of a router that is given none.

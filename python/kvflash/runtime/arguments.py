@@ -13,5 +13,5 @@ def check_range(field: str, value: object, least: int, most: int) -> int:
     except TypeError:
         number = None
     if number is None or not least <= number <= most:
-        raise InvalidArgumentError(f"{field} must be in {least}..{most}, got {value!r}")
+        raise InvalidArgumentError(f"{field} must be in {least}..={most}, got {value!r}")
     return number

@@ -383,7 +383,7 @@ def test_a_block_of_another_size_drops_the_rest_of_the_call(http, publisher, mod
             {"block_mm_infos": [media(7, 5, 7)]},
             "block_mm_infos[0].mm_objects[0].offsets must be [start, end) with start below the",
         ),
-        ({"event_id": -1}, "event_id must be in 0.."),
+        ({"event_id": -1}, "event_id must be in 0..="),
     ],
 )
 def test_a_wrong_argument_is_named_and_nothing_published(publisher, changes, wanted):
@@ -401,12 +401,12 @@ def test_a_wrong_argument_is_named_and_nothing_published(publisher, changes, wan
 @pytest.mark.parametrize(
     ("settings", "wanted"),
     [
-        ({"kv_block_size": 0}, "kv_block_size must be in 1..4294967295, got 0"),
-        ({"dp_rank": -1}, "dp_rank must be in 0.."),
-        ({"worker_id": 1 << 64}, "worker_id must be in 0.."),
-        ({"port": 65536}, "port must be in 0..65535, got 65536"),
-        ({"tick_ms": float("nan")}, "tick_ms must be in 0..1000, got nan"),
-        ({"ring_batches": 0}, "ring_batches must be in 1.."),
+        ({"kv_block_size": 0}, "kv_block_size must be in 1..=4294967295, got 0"),
+        ({"dp_rank": -1}, "dp_rank must be in 0..="),
+        ({"worker_id": 1 << 64}, "worker_id must be in 0..="),
+        ({"port": 65536}, "port must be in 0..=65535, got 65536"),
+        ({"tick_ms": float("nan")}, "tick_ms must be in 0..=1000, got nan"),
+        ({"ring_batches": 0}, "ring_batches must be in 1..="),
         ({"zmq_endpoint": "5557"}, "zmq_endpoint must look like tcp://host:port, got '5557'"),
         (
             {"zmq_endpoint": "ipc:///tmp/events", "zmq_replay_endpoint": "tcp://127.0.0.1"},

@@ -297,7 +297,7 @@ def test_numbers_out_of_range_are_named(wrong: Any) -> None:
             router = await stage.router(0)
 
             def refused(field: str, most: int) -> Any:
-                told = re.escape(f"{field} must be in 0..{most}, got {wrong!r}")
+                told = re.escape(f"{field} must be in 0..={most}, got {wrong!r}")
                 return pytest.raises(InvalidArgumentError, match=f"^{told}$")
 
             for field in ("input_tokens", "cached_tokens", "output_tokens"):
@@ -309,7 +309,7 @@ def test_numbers_out_of_range_are_named(wrong: Any) -> None:
                 router.report_metrics(1, wrong)
             with refused("active_prefill_tokens_threshold", 2**64 - 1):
                 router.set_busy_thresholds(active_prefill_tokens_threshold=wrong)
-            told = re.escape(f"block_size must be in 1..{2**32 - 1}, got {wrong!r}")
+            told = re.escape(f"block_size must be in 1..={2**32 - 1}, got {wrong!r}")
             with pytest.raises(InvalidArgumentError, match=f"^{told}$"):
                 KvPushRouter(router.endpoint, wrong)
 
