@@ -71,7 +71,6 @@ class MockerConfig:
             raise ConfigError(f"--speedup-ratio must be above 0, got {self.speedup_ratio}")
         if self.zmq_replay_port != 0 and self.zmq_events_port == 0:
             raise ConfigError("--zmq-replay-port needs --zmq-events-port")
-        self._check_overlap()
         if self.event_plane == "nats" and self.endpoint is None:
             raise ConfigError("--event-plane nats needs --endpoint: streams are named by it")
         models = (self.model_name, *self.lora_adapters)
@@ -81,6 +80,7 @@ class MockerConfig:
             )
         self._check_lengths()
         self._check_roles()
+        self._check_overlap()
 
     @property
     def ranks(self) -> range:
@@ -125,6 +125,7 @@ class MockerConfig:
             is_used = name != "port" or self.endpoint is None
             if is_used and isinstance(port, int) and port:
                 taken.append((port, _flag(name), size))
+        taken += [(port, "--bootstrap-ports", 1) for port in self.bootstrap_ports]
         for (low, one, size), (high, other, other_size) in pairwise(sorted(taken)):
             if low + size > high:
                 raise ConfigError(

@@ -157,7 +157,9 @@ class Handover:
             number = int(json.loads(await reader.readline())["room"])
             writer.write(_DONE if await self._is_computed(number) else _FAILED)
             await writer.drain()
-        except (ValueError, KeyError, TypeError, ConnectionError, asyncio.TimeoutError) as error:
+        except (
+            ValueError, KeyError, TypeError, OverflowError, ConnectionError, asyncio.TimeoutError
+        ) as error:  # fmt: skip
             logger.warning("a decode worker was refused: %r", error)
         except asyncio.CancelledError:
             # Disconnecting is the answer.

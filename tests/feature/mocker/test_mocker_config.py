@@ -98,6 +98,14 @@ def test_roles_have_two_spellings(flags: str, role: str) -> None:
         ("--bootstrap-ports 7001", "--bootstrap-ports needs --is-prefill-worker"),
         ("--is-prefill-worker --bootstrap-ports 1,2", "must name 1 distinct ports"),
         ("--is-prefill-worker --bootstrap-ports 70000", "must be in 1..65535, got 70000"),
+        (
+            "--is-prefill-worker --port 7000 --bootstrap-ports 7000",
+            "--bootstrap-ports 7000..7000 and --port 7000..7000 overlap",
+        ),
+        (
+            "--is-prefill-worker --num-workers 2 --zmq-events-port 70 --bootstrap-ports 71,69",
+            "so --bootstrap-ports must be 72 or more",
+        ),
         ("--is-prefill-worker --bootstrap-ports a", "must be ports with commas, got 'a'"),
         ("--watermark 1", "--watermark must be in [0, 1), got 1.0"),
         ("--watermark 0.9 --num-gpu-blocks 5", "--watermark 0.9 leaves no block"),

@@ -391,6 +391,23 @@ def test_a_computed_prompt_that_nobody_fetches_holds_nothing_up(free_port):
     asyncio.run(check())
 
 
+@pytest.mark.parametrize("line", [b"no JSON", b"[]", b"{}", b'{"room": 1e999}'])
+def test_a_decode_worker_that_names_no_room_is_refused(free_port, caplog, line):
+    async def check():
+        port = free_port()
+        handover = Handover("prefill", "127.0.0.1", 16)
+        await handover.open(port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(line + b"\n")
+        assert await reader.read() == b""
+        writer.close()
+        await handover.close(0.01)
+
+    asyncio.run(check())
+    assert [record.name for record in caplog.records] == ["kvflash.mocker.handover"]
+    assert "a decode worker was refused" in caplog.text
+
+
 def test_a_room_that_is_never_done_is_forgotten(free_port, monkeypatch):
     async def check():
         port = free_port()
