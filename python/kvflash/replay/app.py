@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ _ERRORS_SHOWN = 5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Replay a trace. Returns the exit status: 1 when a request failed."""
+    """Replay a trace. Returns the exit status: 1 when a request failed, 130 after Ctrl-C."""
     args = _flags().parse(argv)
     try:
         url, key = parse_url(args.url), read_key(args.service_key_file)
@@ -32,20 +33,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KvflashError as error:
         return refuse("replay", error)
     started_s = time.monotonic()
-    results = asyncio.run(
-        send(
-            url,
-            calls,
-            model=args.model,
-            speed=args.speed,
-            timeout_s=args.timeout,
-            in_flight_max=args.max_in_flight,
-            api_key=key,
-        )
+    results: list[Result] = []
+    sending = send(
+        url,
+        calls,
+        model=args.model,
+        speed=args.speed,
+        timeout_s=args.timeout,
+        in_flight_max=args.max_in_flight,
+        api_key=key,
+        on_result=results.append,
     )
+    is_interrupted = False
+    try:
+        asyncio.run(sending)
+    except KeyboardInterrupt:
+        is_interrupted = True
+        unfinished = len(calls) - len(results)
+        told = f"replay: interrupted; the report leaves out {unfinished} of {len(calls)} requests"
+        print(told, file=sys.stderr)
     report = report_of(results, time.monotonic() - started_s)
     for line in [json.dumps(report)] if args.is_json else map(printable, _lines(report)):
         print(line)
+    if is_interrupted:
+        return 130
     return 1 if report["failed"] else 0
 
 

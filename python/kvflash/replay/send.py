@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,10 +36,12 @@ async def send(
     timeout_s: float,
     in_flight_max: int,
     api_key: str | None = None,
+    on_result: Callable[[Result], None] | None = None,
 ) -> list[Result]:
     """Send all calls at their times divided by ``speed``; the results have the same order.
 
-    Further requests than ``in_flight_max`` wait and are late; ``model`` replaces that of each call.
+    ``on_result`` takes each as soon as it is there. Further requests than ``in_flight_max`` wait
+    and are late; ``model`` replaces that of each call.
     """
     loop = asyncio.get_running_loop()
     room = asyncio.Semaphore(in_flight_max)
@@ -57,6 +59,8 @@ async def send(
             async with room:
                 result = Result(late_s=loop.time() - due_s)
                 await _ask(session, url, call, model, result)
+            if on_result is not None:
+                on_result(result)
             return result
 
         return list(await asyncio.gather(*map(one, calls)))

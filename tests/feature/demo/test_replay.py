@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from signal import SIGINT
 from typing import Any
 
 import pytest
@@ -198,6 +201,34 @@ def test_an_odd_answer_is_one_failed_request(part: Any) -> None:
     odd, good = asyncio.run(replayed(answer, 2))
     assert odd.error is not None and odd.error.split(":")[0].endswith("Error")
     assert good.error is None
+
+
+def test_an_interrupted_replay_reports_what_was_answered(tmp_path: Path) -> None:
+    path = trace(tmp_path, *({"at": n / 50, "prompt": f"{n}", "model": "m"} for n in range(3)))
+
+    async def check() -> None:
+        is_asked = asyncio.Event()
+
+        async def answer(request: web.Request) -> web.Response:
+            if (await request.json())["prompt"] != "0":
+                is_asked.set()
+                await asyncio.sleep(30)
+            return web.Response(text="data: [DONE]\n")
+
+        async with service(answer) as url:
+            replaying = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "kvflash.replay", url, path, "--json", "--max-in-flight=1"),
+                stdout=PIPE,
+                stderr=PIPE,
+            )
+            await is_asked.wait()
+            replaying.send_signal(SIGINT)
+            out, errors = await replaying.communicate()
+        assert replaying.returncode == 130
+        assert json.loads(out)["requests"] == 1
+        assert errors.decode() == ("replay: interrupted; the report leaves out 2 of 3 requests\n")
+
+    asyncio.run(asyncio.wait_for(check(), 60))
 
 
 def test_without_room_requests_are_late_and_are_not_lost() -> None:
