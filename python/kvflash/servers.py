@@ -210,12 +210,14 @@ def _addresses(name: str, value: str, *schemes: str) -> tuple[str, ...]:
     found = tuple(part.strip() for part in value.split(",") if part.strip())
     if not found:
         raise ConfigError(f"{name} must name an address, got {value!r}")
-    for one in found:
+    for number, one in enumerate(found, 1):
         if not is_address(one if "://" in one else f"{schemes[0]}://{one}", *schemes):
             wanted = " or ".join(f"{scheme}://HOST[:PORT]" for scheme in schemes)
-            raise ConfigError(
-                f"{name} must be {wanted}, several separated by commas, got {_masked(one)!r}"
-            )
+            got = repr(_masked(one))
+            if any("@" in later for later in found[number:]):
+                # It may be the first half of a login.
+                got = "another text before an @; a login with a comma needs variables of its own"
+            raise ConfigError(f"{name} must be {wanted}, several separated by commas, got {got}")
     return found
 
 

@@ -85,6 +85,12 @@ def test_addresses_of_nats_in_every_form() -> None:
     assert "secret" not in str(raised.value) and "***@a:x" in str(raised.value)
 
 
+def test_a_password_with_a_comma_is_not_shown() -> None:
+    with pytest.raises(ConfigError, match="a login with a comma needs variables") as raised:
+        NatsSettings.from_env({"NATS_SERVER": "a:1,nats://u:sec,ret@b:1"})
+    assert "u:sec" not in str(raised.value)
+
+
 def test_etcd_needs_both_halves_of_a_login() -> None:
     with pytest.raises(ConfigError, match="ETCD_AUTH_PASSWORD"):
         EtcdSettings.from_env({"ETCD_AUTH_USERNAME": "u"})
