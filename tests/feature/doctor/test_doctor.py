@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -406,7 +407,8 @@ def test_not_ready_far_in_time_full_and_failing(canned, doctor):
         ("warn", "memory", ""),
         ("warn", "errors", ""),
     ]
-    assert "3600 s behind" in seen(findings, "clock")
+    # Seconds may pass before the answer.
+    assert re.search(r"36\d\d s behind", seen(findings, "clock"))
     assert "2 of 3 workers" in seen(findings, "ready")
     # A replica that waited for its peer has answered 503 to GET /ready, and is well.
     assert "3 requests" in seen(findings, "errors")
