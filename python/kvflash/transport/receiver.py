@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from kvflash.transport.base import most_streams
 
 if TYPE_CHECKING:
     from kvflash.transport.base import Order, Receiver
+
+logger = logging.getLogger(__name__)
 
 TICK_S = 0.5
 
@@ -117,7 +120,15 @@ class Feed:
                 None if self._tick is None else due_s - time.monotonic()
             )
             if order is not None:
-                self._receiver.obey(order)
+                self._obey(order)
             if self._tick is not None and time.monotonic() >= due_s:
                 due_s = time.monotonic() + TICK_S
                 self._tick()
+
+    def _obey(self, order: Order) -> None:
+        try:
+            self._receiver.obey(order)
+        except Exception as error:
+            # The orders of other workers go on.
+            logger.exception("the receiver of events failed to %s %s", order[0], order[2])
+            self._catalog.set_status(order[1], "failed", str(error))
