@@ -217,8 +217,10 @@ class Cluster(Replicas):
             state = attach(
                 self._catalog, *component, open_keys=self._open_discovery, options=options
             )
-        except KvflashError as error:
-            logger.error("can't follow the events of %s.%s: %s; trying again", *component, error)
+        except Exception as error:
+            text = "can't follow the events of %s.%s: %s; trying again"
+            is_known = isinstance(error, KvflashError)
+            logger.error(text, *component, error, exc_info=not is_known)
             return False
         self._states[component] = state
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import Any
 
@@ -101,10 +102,12 @@ def test_a_stream_that_cannot_be_reached_is_tried_again_once_for_all_workers(
     failing = threading.Event()
     failing.set()
 
+    causes = itertools.cycle([TransportError("it is away"), RuntimeError("unforeseen")])
+
     def attach(*_: Any, **__: Any) -> Restoring:
         attempts.release()
         if failing.is_set():
-            raise TransportError("it is away")
+            raise next(causes)
         return state
 
     monkeypatch.setattr("kvflash.state.attach.attach", attach)
