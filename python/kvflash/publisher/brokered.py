@@ -113,20 +113,21 @@ class BrokerOutlet:
         if not has_local_index:
             self._counts["stored_batches"] = 0
         self._is_named = False
-        self._is_closed = False
+        # Ended: nothing is sent any more, whatever the reason.
+        self._is_closed = self._has_ended = False
         self._news = asyncio.Event()
         #: The server is sure to accept batches of this size in bytes.
         self.batch_bytes_max = _BATCH_BYTES_MAX
         self._connect = connect
         self._background = Background(
-            f"sending events to {self._place}", self._serve, is_cancelled=False
+            f"sending events to {self._place}, which loses them,", self._serve, is_cancelled=False
         )
         self._background.start_and_wait()
 
     def put(self, payload: bytes) -> None:
         """Send an encoded batch; returns at once. ClosedError once the outlet is closed."""
         with self._changed:
-            if self._is_closed:
+            if self._is_closed or self._has_ended:
                 raise ClosedError("the publisher is shut down")
             self._waiting.append((self._epoch, self._next_sequence, payload))
             self._next_sequence += 1
@@ -182,9 +183,13 @@ class BrokerOutlet:
             served = await self._model()
             if served is not None:
                 await self._send_all(*self._destination(client, served))
+        except KvflashError as error:
+            logger.error("events are not sent: %s", error)
         finally:
             with self._changed:
+                self._has_ended = True
                 self._waiting.clear()
+                self._waiting_bytes = 0
                 self._changed.notify_all()
             await client.close()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from kvflash import TransportError
+from kvflash import ClosedError, TransportError
 from kvflash.publisher.brokered import Served
 from kvflash.runtime.nats import connect as runtime_connect
 from kvflash.servers import NatsSettings
@@ -75,6 +75,31 @@ def test_a_writer_tells_once_that_events_are_not_stored(
     assert gone.startswith("events are not stored: ")
     assert f"trying again (NATS_SERVER: {server.url})" in gone
     assert back.startswith("events are stored again after ")
+
+
+def test_a_writer_that_has_failed_takes_no_more_events(
+    server: NatsServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("unforeseen")
+
+    monkeypatch.setattr(JetStreamLog, "append", fail)
+    with closing(outlet(settings=NatsSettings.from_env({"NATS_SERVER": server.url}))) as writer:
+        writer.put(b"a")
+        until(lambda: "which loses them, failed" in caplog.text, "the failure")
+        assert writer.flush(30)
+        assert writer.stats()["waiting_bytes"] == 0
+        with pytest.raises(ClosedError):
+            writer.put(b"b")
+
+
+def test_a_writer_whose_model_has_no_name_says_so(
+    server: NatsServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = NatsSettings.from_env({"NATS_SERVER": server.url})
+    made = outlet(served=lambda: Served(""), has_local_index=True, settings=settings)
+    with closing(made):
+        until(lambda: "events are not sent: model_name" in caplog.text, "the reason")
 
 
 def test_the_broker_of_requests_tells_once_that_it_is_away(
