@@ -64,6 +64,8 @@ class ReplicaSyncService(Background):
                 logger.debug("replica sync is not connected", exc_info=True)
                 text = "replica sync: can't learn of the requests of other routers: "
                 outage.lasts(f"{text}{error}; trying again", kind=type(error))
+                # Peers that connect later are sent the state, and need no events of the past.
+                self.sync.drop_waiting()
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self.ending.wait(), _CONNECT_S)
 

@@ -128,6 +128,23 @@ def test_routers_on_other_planes_are_named_once(
     assert caplog.text.count("but this one uses") == 3
 
 
+def test_events_do_not_wait_while_no_peer_can_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sync_service, "_CONNECT_S", 0.01)
+
+    def away() -> Discovery:
+        raise TransportError("it is away")
+
+    sharing = Sharing(Router().bookings, open_discovery=away)
+    sharing.worker_joined(COMPONENT, 7)
+    (service,) = sharing._services.values()
+    try:
+        service.sync._tell("r", (7, 0), "Free")
+        until(lambda: not service.sync._outbox, "the event to be dropped")
+        assert service.sync.counts["dropped_events"] == 1
+    finally:
+        service.stop()
+
+
 class Full(FileDiscovery):
     """Grants leases, and accepts no key until there is room."""
 
