@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Callable, Collection, Coroutine, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -20,6 +21,9 @@ class _Thread:
     """The background thread of a process: starts with the first work and ends with the last."""
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
 
@@ -63,6 +67,8 @@ async def _until(end: asyncio.Event) -> None:
 
 
 _THREAD = _Thread()
+# A forked child has no thread of its parent: it starts its own.
+os.register_at_fork(after_in_child=_THREAD.forget)
 
 
 async def cancel(tasks: Collection[asyncio.Task[None]]) -> None:

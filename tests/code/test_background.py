@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 import threading
 
 import pytest
@@ -57,6 +59,27 @@ def test_work_that_ends_by_itself_is_waited_for() -> None:
     assert background.call(answer()) == 7
     background.stop()
     assert not threads()
+
+
+def test_a_forked_child_has_a_thread_of_its_own() -> None:
+    async def rest() -> None:
+        await asyncio.sleep(3600)
+
+    async def work() -> None:
+        childs.ready()
+
+    parents, childs = Background("the parent's", rest), Background("the child's", work)
+    parents.start()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(30)
+        try:
+            childs.start_and_wait()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    parents.stop()
 
 
 def test_a_failure_before_it_is_ready_is_raised_and_a_later_one_logged(
