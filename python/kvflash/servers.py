@@ -209,7 +209,9 @@ def _addresses(name: str, value: str, *schemes: str) -> tuple[str, ...]:
     """The addresses in a list with commas; their first scheme may be missing."""
     found = tuple(part.strip() for part in value.split(",") if part.strip())
     if not found:
-        raise ConfigError(f"{name} must name an address, got {value!r}")
+        raise ConfigError(
+            f"{name} must name an address such as {schemes[0]}://HOST[:PORT], got {value!r}"
+        )
     for number, one in enumerate(found, 1):
         if not is_address(one if "://" in one else f"{schemes[0]}://{one}", *schemes):
             wanted = " or ".join(f"{scheme}://HOST[:PORT]" for scheme in schemes)
