@@ -6,25 +6,17 @@
 
 use std::path::Path;
 
-use hmac::{Hmac, KeyInit, Mac};
 use kvflash_core::codec::router::{EventData, RouterEvent};
-use kvflash_core::error::{Error, Result};
+use kvflash_core::error::Result;
 use kvflash_core::hash::SEED;
-use sha2::Sha256;
 
-use crate::secret_file;
+use crate::secret_file::Secret;
 
 pub(super) const FLAG: &str = "--hash-secret-file";
 
 /// Masks hashes. Processes with the same secret give equal masks for equal hashes.
-#[derive(Clone)]
-pub(crate) struct HashMask(Hmac<Sha256>);
-
-impl std::fmt::Debug for HashMask {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("HashMask(..)")
-    }
-}
+#[derive(Debug, Clone)]
+pub(crate) struct HashMask(Secret);
 
 impl HashMask {
     /// With the secret in a file.
@@ -32,20 +24,12 @@ impl HashMask {
     /// # Errors
     /// `Config`, naming the flag, the file and the limit.
     pub fn open(path: &Path) -> Result<Self> {
-        Self::new(&secret_file::read(FLAG, path)?)
-    }
-
-    fn new(secret: &[u8]) -> Result<Self> {
-        let mac = Hmac::new_from_slice(secret);
-        mac.map(Self).map_err(|error| Error::Config(format!("{FLAG}: {error}")))
+        Secret::read(FLAG, path).map(Self)
     }
 
     /// The mask of a word; `kind` separates words of different meanings.
     pub fn word(&self, kind: &str, word: u64) -> u64 {
-        let mut mac = self.0.clone();
-        mac.update(kind.as_bytes());
-        mac.update(&word.to_le_bytes());
-        let bytes = mac.finalize().into_bytes();
+        let bytes = self.0.hmac(&[kind.as_bytes(), &word.to_le_bytes()]);
         bytes.iter().take(8).fold(0, |word, byte| word << 8 | u64::from(*byte))
     }
 
@@ -102,13 +86,13 @@ mod tests {
             _ => unreachable!(),
         };
         assert_eq!(guess(tokens_hash(&event)), Some(4_711));
-        HashMask::new(b"0123456789abcdef").unwrap().event(&mut event);
+        HashMask(Secret::of(b"0123456789abcdef")).event(&mut event);
         assert_eq!(guess(tokens_hash(&event)), None);
     }
 
     #[test]
     fn masks_are_the_same_where_the_hashes_are() {
-        let mask = HashMask::new(b"0123456789abcdef").unwrap();
+        let mask = HashMask(Secret::of(b"0123456789abcdef"));
         let mut events = [stored(None, SEED, &[1; 8]), stored(Some(101), 9, &[1; 4])];
         events.iter_mut().for_each(|event| mask.event(event));
         let [first, second] = events.map(|event| match event.event.data {
@@ -119,7 +103,7 @@ mod tests {
         assert_eq!((first.seed, second.seed), (SEED, mask.word("seed", 9)));
         assert_eq!(first.blocks[0].tokens_hash, first.blocks[1].tokens_hash);
         assert_ne!(mask.word("name", 5), mask.word("tokens", 5));
-        let other = HashMask::new(b"fedcba9876543210").unwrap();
+        let other = HashMask(Secret::of(b"fedcba9876543210"));
         assert_ne!(mask.word("name", 5), other.word("name", 5));
         assert_eq!(format!("{mask:?}"), "HashMask(..)");
     }

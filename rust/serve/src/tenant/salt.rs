@@ -2,17 +2,15 @@
 
 use std::path::Path;
 
-use hmac::{Hmac, KeyInit, Mac};
-use kvflash_core::error::{Error, Result};
-use sha2::Sha256;
+use kvflash_core::error::Result;
 
-use crate::secret_file;
+use crate::secret_file::Secret;
 
 const FLAG: &str = "--salt-secret-file";
 
 /// Derives the salts of tenants.
-#[derive(Clone)]
-pub(crate) struct SaltSecret(Hmac<Sha256>);
+#[derive(Debug, Clone)]
+pub(crate) struct SaltSecret(Secret);
 
 impl SaltSecret {
     /// Reads the secret from a file.
@@ -20,41 +18,26 @@ impl SaltSecret {
     /// # Errors
     /// `Config`, naming the flag, the file and the limit.
     pub fn open(path: &Path) -> Result<Self> {
-        Self::new(&secret_file::read(FLAG, path)?)
+        Secret::read(FLAG, path).map(Self)
     }
 
     /// The secret of a test.
     #[cfg(test)]
-    #[allow(clippy::unwrap_used)]
     pub fn of(secret: &[u8]) -> Self {
-        Self::new(secret).unwrap()
-    }
-
-    fn new(secret: &[u8]) -> Result<Self> {
-        let mac = Hmac::new_from_slice(secret);
-        mac.map(Self).map_err(|error| Error::Config(format!("{FLAG}: {error}")))
+        Self(Secret::of(secret))
     }
 
     /// The salt of a tenant's requests, 64 characters; a client's own salt separates its requests
     /// within the tenant, and never matches another tenant's.
     pub fn salt(&self, tenant: &str, own: Option<&str>) -> String {
-        let mut mac = self.0.clone();
-        mac.update(b"kvflash tenant salt 1\0");
         // Includes the length, so that a tenant's name and salt can't be mistaken for another
         // tenant's.
-        mac.update(&(tenant.len() as u64).to_le_bytes());
-        mac.update(tenant.as_bytes());
+        let len = (tenant.len() as u64).to_le_bytes();
+        let mut parts = vec![&b"kvflash tenant salt 1\0"[..], &len, tenant.as_bytes()];
         if let Some(own) = own {
-            mac.update(b"\0");
-            mac.update(own.as_bytes());
+            parts.extend([&b"\0"[..], own.as_bytes()]);
         }
-        mac.finalize().into_bytes().iter().map(|byte| format!("{byte:02x}")).collect()
-    }
-}
-
-impl std::fmt::Debug for SaltSecret {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("SaltSecret(..)")
+        self.0.hmac(&parts).iter().map(|byte| format!("{byte:02x}")).collect()
     }
 }
 
@@ -69,7 +52,7 @@ mod tests {
 
     #[test]
     fn salts_are_the_hmac_of_the_tenant() {
-        let secret = SaltSecret::new(b"0123456789abcdef").unwrap();
+        let secret = SaltSecret::of(b"0123456789abcdef");
         // printf 'kvflash tenant salt 1\0\1\0\0\0\0\0\0\0a' | openssl dgst -sha256 -hmac 0123456789abcdef
         let wanted = "bb2cab2c043e2a0c2e4c6dd94e076e9b6e016f4060948bcfb6dd0d4c8b0bc77e";
         assert_eq!(secret.salt("a", None), wanted);
@@ -82,7 +65,7 @@ mod tests {
         fn no_two_tenants_have_a_salt_in_common(
             all in prop::collection::vec(("[a-c]{0,3}", prop::option::of("[a-c\0]{0,3}")), 1..60)
         ) {
-            let secret = SaltSecret::new(b"0123456789abcdef").unwrap();
+            let secret = SaltSecret::of(b"0123456789abcdef");
             let mut seen: HashMap<String, (String, Option<String>)> = HashMap::new();
             for (tenant, own) in all {
                 let salt = secret.salt(&tenant, own.as_deref());
