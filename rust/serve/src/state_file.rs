@@ -44,9 +44,9 @@ impl Registrations {
         mut register: impl FnMut(T) -> Result<(), String>,
     ) -> Result<()> {
         let Some(path) = file else { return Ok(()) };
-        let (state, kept) = StateFile::open(path)?;
+        let state = StateFile::open(path)?;
         let parse = |(key, body): (String, Value)| match T::deserialize(&body) {
-            Ok(new) => Ok((key, body, new)),
+            Ok(new) => Ok((key, new)),
             Err(error) => {
                 let why = format!(
                     "{key:?} is no registration of this service ({error}): name this service's own file; if this is \
@@ -55,17 +55,17 @@ impl Registrations {
                 Err(wrong(path, &why))
             }
         };
-        let mut kept: Vec<(String, Value, T)> =
-            kept.into_iter().map(parse).collect::<Result<_>>()?;
+        let mut kept: Vec<(String, T)> =
+            state.kept().into_iter().map(parse).collect::<Result<_>>()?;
         // Those that were put aside come last: another worker may have the id of one by now.
         kept.sort_by_key(|(key, ..)| key.starts_with(REFUSED));
         let mut count = 0;
-        for (key, body, new) in kept {
+        for (key, new) in kept {
             let name = key.strip_prefix(REFUSED).and_then(|rest| rest.split_once('/'));
             let name = name.map_or(&*key, |(_, name)| name);
             match register(new) {
                 Ok(()) => {
-                    state.rename(&key, name, &body);
+                    state.rename(&key, name);
                     count += 1;
                 }
                 Err(why) => {
@@ -75,7 +75,7 @@ impl Registrations {
                         "a registration of --state-file can't be restored; it stays in the file for the next start"
                     );
                     let aside = if name == key { state.aside(name) } else { key.clone() };
-                    state.rename(&key, &aside, &body);
+                    state.rename(&key, &aside);
                     state.inner.lock().refused.insert(aside, why);
                 }
             }
@@ -113,11 +113,12 @@ impl Registrations {
 
     /// Changes one field of the registration `key`; ignored without a registration.
     pub fn amend(&self, key: &str, field: &str, value: impl Serialize) {
-        if let Some(state) = self.0.get()
-            && let Some(mut body) = state.body(key)
-        {
+        let Some(state) = self.0.get() else { return };
+        let inner = &mut *state.inner.lock();
+        if let Some(body) = inner.kept.get_mut(key) {
             body[field] = json!(value);
-            state.put(key, &body);
+            let line = line_of(key, body);
+            state.write(inner, &line);
         }
     }
 
@@ -129,12 +130,11 @@ impl Registrations {
     }
 
     /// Removes the registrations with this key prefix and a body that `is_meant` selects.
-    pub fn remove_where(&self, prefix: &str, is_meant: impl Fn(Value) -> bool) {
+    pub fn remove_where(&self, prefix: &str, is_meant: impl Fn(&Value) -> bool) {
         if let Some(state) = self.0.get() {
-            let keys = state.keys_from(prefix).into_iter();
-            for key in keys.filter(|key| state.body(key).is_some_and(&is_meant)) {
-                state.remove(&key);
-            }
+            let mut kept = state.kept();
+            kept.retain(|(key, body)| key.starts_with(prefix) && is_meant(body));
+            kept.iter().for_each(|(key, _)| state.remove(key));
         }
     }
 }
@@ -147,8 +147,8 @@ struct StateFile {
 
 struct Inner {
     file: File,
-    /// The line of each registration, by key.
-    kept: BTreeMap<String, String>,
+    /// The registrations, by key.
+    kept: BTreeMap<String, Value>,
     /// Why a registration could not be restored, by key.
     refused: BTreeMap<String, String>,
     /// Lines in the file.
@@ -167,8 +167,8 @@ struct Line {
 }
 
 impl StateFile {
-    /// Reads the registrations, in the order of their keys, and rewrites the file.
-    fn open(path: &Path) -> Result<(Self, Vec<(String, Value)>)> {
+    /// Reads the registrations, and rewrites the file.
+    fn open(path: &Path) -> Result<Self> {
         let text = match fs::metadata(path) {
             Ok(found) if found.len() > BYTES_MAX => {
                 let len = found.len();
@@ -178,12 +178,12 @@ impl StateFile {
             _ => fs::read_to_string(path)
                 .map_err(|error| wrong(path, &format!("can't read it: {error}")))?,
         };
-        let mut found: BTreeMap<String, Value> = BTreeMap::new();
+        let mut kept = BTreeMap::new();
         let mut lines = text.lines().enumerate().peekable();
         while let Some((at, line)) = lines.next() {
             match serde_json::from_str(line) {
-                Ok(Line { put: Some(key), body: Some(body), .. }) => drop(found.insert(key, body)),
-                Ok(Line { remove: Some(key), .. }) => drop(found.remove(&key)),
+                Ok(Line { put: Some(key), body: Some(body), .. }) => drop(kept.insert(key, body)),
+                Ok(Line { remove: Some(key), .. }) => drop(kept.remove(&key)),
                 // The machine stopped during the last write.
                 _ if (at > 0 || is_begun(line))
                     && lines.peek().is_none()
@@ -204,27 +204,16 @@ impl StateFile {
                 }
             }
         }
-        let line = |(key, body): (&String, &Value)| (key.clone(), line_of(key, body));
-        let kept = found.iter().map(line).collect();
         let file = write_anew(path, &kept)
             .map_err(|error| wrong(path, &format!("can't write it: {error}")))?;
         let (refused, log) = Default::default();
         let inner = Inner { file, lines: kept.len(), kept, refused, fault: None, log };
-        let state = Self { path: path.to_owned(), begun: Instant::now(), inner: Mutex::new(inner) };
-        Ok((state, found.into_iter().collect()))
+        Ok(Self { path: path.to_owned(), begun: Instant::now(), inner: Mutex::new(inner) })
     }
 
-    /// The body of the registration `key`.
-    fn body(&self, key: &str) -> Option<Value> {
-        let inner = self.inner.lock();
-        // It was written as such a line.
-        serde_json::from_str::<Line>(inner.kept.get(key)?).ok()?.body
-    }
-
-    fn keys_from(&self, prefix: &str) -> Vec<String> {
-        let inner = self.inner.lock();
-        let from = inner.kept.range(prefix.to_owned()..).map(|(key, _)| key);
-        from.take_while(|key| key.starts_with(prefix)).cloned().collect()
+    /// The registrations, in the order of their keys.
+    fn kept(&self) -> Vec<(String, Value)> {
+        self.inner.lock().kept.clone().into_iter().collect()
     }
 
     /// A free key for a registration that can't be restored, out of the way of workers with its id.
@@ -236,19 +225,19 @@ impl StateFile {
     }
 
     /// Moves a registration to another key; the file has it at each moment.
-    fn rename(&self, key: &str, to: &str, body: &Value) {
+    fn rename(&self, key: &str, to: &str) {
         if key != to {
-            self.put(to, body);
+            let body = self.inner.lock().kept.get(key).cloned();
+            self.put(to, &body);
             self.remove(key);
         }
     }
 
     fn put(&self, key: &str, body: &impl Serialize) {
-        // Values read from JSON can always be written as JSON.
-        let Ok(body) = serde_json::to_value(body) else { return };
+        let body = json!(body);
         let line = line_of(key, &body);
         let inner = &mut *self.inner.lock();
-        inner.kept.insert(key.to_owned(), line.clone());
+        inner.kept.insert(key.to_owned(), body);
         self.write(inner, &line);
     }
 
@@ -302,14 +291,15 @@ fn line_of(key: &str, body: &Value) -> String {
 }
 
 /// Concurrent readers find either the old file or the new one.
-fn write_anew(path: &Path, kept: &BTreeMap<String, String>) -> io::Result<File> {
+fn write_anew(path: &Path, kept: &BTreeMap<String, Value>) -> io::Result<File> {
     // A name of its own: several services, or others, may keep files in the folder.
     let mut anew = path.as_os_str().to_owned();
     anew.push(format!(".{}.tmp", std::process::id()));
     let anew = PathBuf::from(anew);
     let options = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).to_owned();
     let mut file = options.open(&anew)?;
-    file.write_all(kept.values().map(String::as_str).collect::<String>().as_bytes())?;
+    let lines = kept.iter().map(|(key, body)| line_of(key, body));
+    file.write_all(lines.collect::<String>().as_bytes())?;
     file.sync_all()?;
     fs::rename(&anew, path)?;
     append(path)
@@ -330,25 +320,28 @@ mod tests {
         folder.join(name)
     }
 
+    fn kept(path: &Path) -> Vec<(String, Value)> {
+        StateFile::open(path).unwrap().kept()
+    }
+
     #[test]
     fn what_is_registered_comes_back() {
         let path = at("back.jsonl");
-        let (state, kept) = StateFile::open(&path).unwrap();
-        assert_eq!(kept, []);
+        let state = StateFile::open(&path).unwrap();
+        assert_eq!(state.kept(), []);
         state.put("worker/1", &json!({"url": "http://a:1"}));
         state.put("worker/2", &json!({"url": "http://b:1"}));
         state.put("worker/1", &json!({"url": "http://a:2"}));
         state.remove("worker/2");
         // A process takes over, then the old one writes once more.
-        let (next, kept) = StateFile::open(&path).unwrap();
-        assert_eq!(kept, [("worker/1".to_owned(), json!({"url": "http://a:2"}))]);
+        let next = StateFile::open(&path).unwrap();
+        assert_eq!(next.kept(), [("worker/1".to_owned(), json!({"url": "http://a:2"}))]);
         state.put("worker/3", &json!({}));
         next.put("worker/4", &json!({}));
         let text = fs::read_to_string(&path).unwrap();
         // The machine stopped within a line.
         fs::write(&path, text + "{\"put\": \"worker/9\", \"bo").unwrap();
-        let keys: Vec<String> =
-            StateFile::open(&path).unwrap().1.into_iter().map(|(key, _)| key).collect();
+        let keys: Vec<String> = kept(&path).into_iter().map(|(key, _)| key).collect();
         assert_eq!(keys, ["worker/1", "worker/3", "worker/4"]);
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
     }
@@ -367,11 +360,11 @@ mod tests {
     #[test]
     fn a_first_line_that_was_cut_off_is_no_reason_to_stop() {
         let path = at("first.jsonl");
-        let (state, _) = StateFile::open(&path).unwrap();
+        let state = StateFile::open(&path).unwrap();
         state.put("worker/1", &json!({"url": "http://a:1"}));
         let line = fs::read_to_string(&path).unwrap();
         fs::write(&path, &line[..line.len() / 2]).unwrap();
-        assert_eq!(StateFile::open(&path).unwrap().1, []);
+        assert_eq!(kept(&path), []);
     }
 
     #[test]
@@ -388,23 +381,22 @@ mod tests {
         fs::create_dir_all(&folder).unwrap();
         registrations.put("worker/2", &json!({}));
         assert_eq!(registrations.trouble(), None);
-        let kept = StateFile::open(&path).unwrap().1;
+        let kept = kept(&path);
         assert_eq!(kept, [("worker/1".to_owned(), json!({})), ("worker/2".to_owned(), json!({}))]);
     }
 
     #[test]
     fn lines_that_count_no_more_go() {
         let path = at("many.jsonl");
-        let (state, _) = StateFile::open(&path).unwrap();
+        let state = StateFile::open(&path).unwrap();
         for at in 0..3 * OLD_LINES_MAX {
             state.put("worker/1", &json!({ "url": at }));
         }
         state.remove("worker/2");
         let lines = fs::read_to_string(&path).unwrap().lines().count();
         assert!(lines <= OLD_LINES_MAX + 3, "{lines}");
-        let kept = StateFile::open(&path).unwrap().1;
+        let kept = kept(&path);
         assert_eq!(kept, [("worker/1".to_owned(), json!({"url": 3 * OLD_LINES_MAX - 1}))]);
-        assert_eq!(state.keys_from("worker/"), ["worker/1"]);
     }
 
     #[test]
@@ -412,7 +404,7 @@ mod tests {
         let path = at("refused.jsonl");
         let sibling = at("refused.new");
         fs::write(&sibling, "mine").unwrap();
-        let (state, _) = StateFile::open(&path).unwrap();
+        let state = StateFile::open(&path).unwrap();
         state.put("worker/1", &json!(1));
         state.put("worker/2", &json!(2));
         let registrations = Registrations::default();
@@ -434,7 +426,7 @@ mod tests {
             seen.sort_unstable();
             assert_eq!((seen, next.trouble().is_some()), (vec![1, 2], starts == 0));
         }
-        let kept = StateFile::open(&path).unwrap().1;
+        let kept = kept(&path);
         assert_eq!(kept, [("worker/1".to_owned(), json!(1)), ("worker/2".to_owned(), json!(2))]);
         assert_eq!(fs::read_to_string(sibling).unwrap(), "mine");
     }
@@ -442,7 +434,7 @@ mod tests {
     #[test]
     fn what_was_put_aside_takes_nobody_s_place() {
         let path = at("aside.jsonl");
-        let (state, _) = StateFile::open(&path).unwrap();
+        let state = StateFile::open(&path).unwrap();
         state.put("refused/0/worker/2", &json!(1));
         state.put("worker/1", &json!(2));
         state.put("worker/2", &json!(3));
@@ -462,7 +454,7 @@ mod tests {
     #[test]
     fn the_file_of_another_service_is_refused_and_left_alone() {
         let path = at("service.jsonl");
-        let (state, _) = StateFile::open(&path).unwrap();
+        let state = StateFile::open(&path).unwrap();
         state.put("worker/1", &json!({"url": "http://a:1"}));
         let text = fs::read_to_string(&path).unwrap();
         let take = |_: u32| unreachable!("it is no number");
@@ -477,15 +469,15 @@ mod tests {
         let registrations = Registrations::default();
         registrations.put("worker/1", &json!({}));
         registrations.restore(None, |_: Value| unreachable!("there is no file")).unwrap();
-        let (state, _) = StateFile::open(&path).unwrap();
+        let state = StateFile::open(&path).unwrap();
         state.put("worker/1", &json!(1));
         registrations.restore(Some(&path), |_: Value| Ok(())).unwrap();
         registrations.put("worker/3", &json!({"url": "u"}));
         registrations.amend("worker/3", "state", "draining");
         registrations.amend("worker/4", "state", "draining");
         registrations.put("worker/5", &json!({"url": "v"}));
-        registrations.remove_where("worker/", |body| body == json!(1) || body["url"] == "v");
+        registrations.remove_where("worker/", |body| *body == json!(1) || body["url"] == "v");
         let wanted = [("worker/3".to_owned(), json!({"url": "u", "state": "draining"}))];
-        assert_eq!(StateFile::open(&path).unwrap().1, wanted);
+        assert_eq!(kept(&path), wanted);
     }
 }

@@ -361,9 +361,8 @@ async fn unregister(State(app): State<Arc<App>>, body: Body) -> Answer {
         request.tenant_id.as_deref(),
         request.dp_rank,
     )?;
-    let is_meant = |body: serde_json::Value| {
-        serde_json::from_value(body).is_ok_and(|body| request.means(&body))
-    };
+    let is_meant =
+        |body: &_| Register::deserialize(body).is_ok_and(|registered| request.means(&registered));
     app.registrations.remove_where(&format!("{}/", request.instance_id), is_meant);
     Ok(Form::Json.respond(StatusCode::OK, &serde_json::json!({"status": "ok"})))
 }
