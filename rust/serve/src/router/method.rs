@@ -3,6 +3,7 @@
 use std::net::IpAddr;
 
 use kvflash_core::error::{Error, Result};
+use kvflash_core::select::Selector;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -11,37 +12,21 @@ use super::app::App;
 use super::choose::{Answer, Chosen};
 use super::request::Choose;
 
-/// A message. Its request id is in it, or in the header `x-request-id`.
-#[derive(Debug, Deserialize)]
-#[serde(tag = "method", rename_all = "snake_case")]
-pub(super) enum Message {
-    New {
-        #[serde(alias = "token_ids")]
-        tokens: TokenIds,
-        #[serde(flatten)]
-        about: About,
-        #[serde(flatten)]
-        urgency: Urgency,
-    },
-    MarkPrefill {
-        #[serde(flatten)]
-        about: About,
-    },
-    MarkFree {
-        #[serde(flatten)]
-        about: About,
-    },
-    PotentialLoads {
-        #[serde(alias = "token_ids")]
-        tokens: TokenIds,
-        #[serde(flatten)]
-        about: About,
-    },
+#[derive(Debug, Clone, Copy, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Method {
+    New,
+    MarkPrefill,
+    MarkFree,
+    PotentialLoads,
 }
 
-/// Fields of every message.
-#[derive(Debug, Default, Deserialize)]
-pub(super) struct About {
+/// A message. Its request id is in it, or in the header `x-request-id`.
+#[derive(Debug, Deserialize)]
+pub(super) struct Message {
+    method: Method,
+    #[serde(alias = "token_ids")]
+    tokens: Option<TokenIds>,
     request_id: Option<String>,
     #[serde(alias = "model")]
     model_name: Option<String>,
@@ -50,20 +35,17 @@ pub(super) struct About {
     cache_salt: Option<String>,
     user: Option<String>,
     session_key: Option<String>,
-}
-
-/// A new request's priority, expected answer and seed.
-#[derive(Debug, Default, Deserialize)]
-pub(super) struct Urgency {
     priority: Option<f64>,
     strict_priority: Option<u32>,
     expected_output_tokens: Option<u64>,
     seed: Option<u64>,
 }
 
-impl About {
-    fn choose(self, tokens: TokenIds) -> Choose {
-        Choose {
+impl Message {
+    fn choose(self, caller: Option<IpAddr>) -> Result<Choose> {
+        let tokens = self.tokens.ok_or_else(|| Error::invalid("missing field `tokens`"))?;
+        Ok(Choose {
+            caller,
             model_name: self.model_name,
             tenant_id: self.tenant_id,
             token_ids: Some(tokens),
@@ -72,14 +54,21 @@ impl About {
             request_id: self.request_id,
             user: self.user,
             session_key: self.session_key,
+            priority: self.priority,
+            strict_priority: self.strict_priority,
+            expected_output_tokens: self.expected_output_tokens,
+            seed: self.seed,
             ..Choose::default()
-        }
+        })
     }
 
-    fn name(&self) -> Result<&str> {
-        self.request_id.as_deref().ok_or_else(|| {
+    /// In how many models `act` succeeds with the request that it names.
+    fn count(&self, app: &App, act: impl Fn(&Selector, &str) -> bool) -> Result<usize> {
+        let pools = app.fleet.fitting(self.model_name.as_deref(), self.tenant_id.as_deref());
+        let name = self.request_id.as_deref().ok_or_else(|| {
             Error::invalid("missing field `request_id`, or the header x-request-id instead")
-        })
+        })?;
+        Ok(pools.iter().filter(|pool| act(&pool.selector, name)).count())
     }
 }
 
@@ -89,25 +78,15 @@ impl About {
 /// As the corresponding routes. `new` without a name books nothing, because it could not be freed.
 pub(super) async fn obey(
     app: &App,
-    message: Message,
+    mut message: Message,
     request_id: Option<String>,
     caller: Option<IpAddr>,
 ) -> Result<Value> {
-    let named = |about: About| About { request_id: about.request_id.or(request_id), ..about };
-    match message {
-        Message::New { tokens, about, urgency } => {
-            let Urgency { priority, strict_priority, expected_output_tokens, seed } = urgency;
-            let choose = named(about).choose(tokens);
-            let choose = Choose {
-                caller,
-                priority,
-                strict_priority,
-                expected_output_tokens,
-                seed,
-                ..choose
-            };
-            let is_named = choose.request_id.is_some();
-            let chosen = Chosen::advised(app, choose).await?;
+    message.request_id = message.request_id.or(request_id);
+    match message.method {
+        Method::New => {
+            let (seed, is_named) = (message.seed, message.request_id.is_some());
+            let chosen = Chosen::advised(app, message.choose(caller)?).await?;
             let answer = if is_named { chosen.reserve(app).await? } else { chosen.query(app)? };
             let Answer { worker_id, dp_rank, overlap_blocks, .. } = answer;
             let mut answer = json!({
@@ -122,22 +101,16 @@ pub(super) async fn obey(
             }
             Ok(answer)
         }
-        Message::MarkPrefill { about } => {
-            let about = named(about);
-            let pools = app.fleet.fitting(about.model_name.as_deref(), about.tenant_id.as_deref());
-            let name = about.name()?;
-            let marked = pools.iter().filter(|p| p.selector.mark_prefill_completed(name).is_ok());
-            Ok(json!({ "method": "prefill_marked", "success": marked.count() > 0 }))
+        Method::MarkPrefill => {
+            let marked = message.count(app, |of, name| of.mark_prefill_completed(name).is_ok())?;
+            Ok(json!({ "method": "prefill_marked", "success": marked > 0 }))
         }
-        Message::MarkFree { about } => {
-            let about = named(about);
-            let pools = app.fleet.fitting(about.model_name.as_deref(), about.tenant_id.as_deref());
-            let name = about.name()?;
-            let freed = pools.iter().filter(|pool| pool.selector.free(name));
-            Ok(json!({ "method": "free_marked", "success": freed.count() > 0 }))
+        Method::MarkFree => {
+            let freed = message.count(app, |of, name| of.free(name))?;
+            Ok(json!({ "method": "free_marked", "success": freed > 0 }))
         }
-        Message::PotentialLoads { tokens, about } => {
-            let chosen = Chosen::understand(app, about.choose(tokens)).await?;
+        Method::PotentialLoads => {
+            let chosen = Chosen::understand(app, message.choose(caller)?).await?;
             let loads = chosen.potential_loads()?;
             let (pending_count, pending_isl_tokens) = chosen.pending();
             Ok(json!({
