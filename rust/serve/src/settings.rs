@@ -473,15 +473,7 @@ pub fn tables() -> [(&'static str, Vec<Setting>, Vec<Setting>); 3] {
         ("router", own(RouterSettings::table()), [of_router, cluster].concat()),
         (
             "indexer",
-            [
-                log.clone(),
-                IndexerOptions::table(),
-                http.clone(),
-                TlsSettings::table(),
-                of_indexer,
-                IndexSettings::table(),
-            ]
-            .concat(),
+            [own(IndexerOptions::table()), of_indexer, IndexSettings::table()].concat(),
             Vec::new(),
         ),
     ]
