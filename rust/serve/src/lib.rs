@@ -17,7 +17,6 @@ mod openapi;
 mod outbound;
 mod outside;
 mod page;
-mod policy_metrics;
 mod prompt_keys;
 mod queue;
 mod reject;
