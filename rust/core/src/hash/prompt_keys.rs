@@ -50,7 +50,7 @@ pub fn check_count(field: &str, things: &str, count: usize) -> Result<()> {
 /// # Errors
 /// `InvalidArgument` for other characters, an odd number of digits, or a length out of bounds.
 pub fn digest(at: usize, hexadecimal: &str) -> Result<Vec<u8>> {
-    bytes_of(hexadecimal).ok_or_else(|| {
+    bytes_of_hex(hexadecimal).ok_or_else(|| {
         Error::invalid(format!(
             "embeds[{at}] must be 1 to {MAX_BYTES} bytes in hexadecimal digits, got {hexadecimal:?}"
         ))
@@ -70,7 +70,8 @@ pub fn check_digest(at: usize, bytes: &[u8]) -> Result<()> {
     }
 }
 
-fn bytes_of(hexadecimal: &str) -> Option<Vec<u8>> {
+/// The 1 to [`MAX_BYTES`] bytes that hexadecimal digits write; `None` for another text.
+pub fn bytes_of_hex(hexadecimal: &str) -> Option<Vec<u8>> {
     let digit = |byte: u8| char::from(byte).to_digit(16);
     let (pairs, rest) = hexadecimal.as_bytes().as_chunks::<2>();
     let is_legal = rest.is_empty() && !pairs.is_empty() && pairs.len() <= MAX_BYTES;

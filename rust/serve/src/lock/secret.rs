@@ -4,6 +4,7 @@ use std::fmt;
 
 use argon2::password_hash::{PasswordHashString, PasswordVerifier};
 use argon2::{Argon2, Params};
+use kvflash_core::hash::prompt_keys::bytes_of_hex;
 use sha2::{Digest, Sha256};
 
 pub(super) type Digest256 = [u8; 32];
@@ -96,14 +97,4 @@ pub(super) fn digest_of(salt: &[u8], key: &[u8]) -> Digest256 {
 /// What the hash says: some tens of milliseconds, and its memory.
 pub(super) fn is_key_of(hash: &PasswordHashString, key: &[u8]) -> bool {
     Argon2::default().verify_password(key, &hash.password_hash()).is_ok()
-}
-
-fn bytes_of_hex(text: &str) -> Option<Vec<u8>> {
-    let digits = text.as_bytes();
-    if digits.is_empty() || !digits.len().is_multiple_of(2) {
-        return None;
-    }
-    let value = |digit: u8| char::from(digit).to_digit(16).map(|value| value as u8);
-    let pairs = digits.chunks_exact(2);
-    pairs.map(|pair| Some((value(pair[0])? << 4) | value(pair[1])?)).collect()
 }
