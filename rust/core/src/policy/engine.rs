@@ -1,9 +1,11 @@
 //! Metrics that engines report of themselves.
 
+use serde::Serialize;
+
 use crate::error::{Error, Result};
 
 /// Metrics that an engine reports of itself; `None` if unreported.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct EngineMetrics {
     /// Requests in its batch.
     pub running_requests: Option<f64>,

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use hashbrown::HashMap;
 use parking_lot::Mutex;
+use serde::Serialize;
 
 use super::config::{QueueThreshold, Thresholds};
 use crate::error::Result;
@@ -20,7 +21,7 @@ pub const DEFAULT_BATCHED_TOKENS: u64 = 10_000_000;
 const MAX_ROUTERS: usize = 1_024;
 
 /// A rank's own report. `None` keeps the last value.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Report {
     /// Blocks in use, with shared ones counted once; the engine's own count.
     pub kv_used_blocks: Option<u64>,

@@ -5,11 +5,23 @@ use std::collections::HashMap;
 use kvflash_core::catalog::Report;
 use kvflash_core::fleet::WorkerState;
 use kvflash_core::ids::Worker;
+use kvflash_core::policy::EngineMetrics;
+use kvflash_core::select;
+use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::app::App;
 use super::fleet::{Member, Pool};
 use crate::remote::RemoteIndexer;
+
+/// What a rank reports of itself.
+#[derive(Serialize)]
+struct Reported {
+    #[serde(flatten)]
+    load: select::Report,
+    #[serde(flatten)]
+    engine: EngineMetrics,
+}
 
 /// All workers, optionally of one model, by model, tenant and id.
 pub(super) fn worker_entries(app: &App, model_name: Option<&str>) -> Vec<Value> {
@@ -62,23 +74,7 @@ fn entries<'a>(
             "active_blocks": load.map_or(0, |load| load.blocks),
             "active_prefill_tokens": load.map_or(0, |load| load.prefill_tokens),
             "active_requests": requests,
-            "reported": {
-                "kv_used_blocks": reported.kv_used_blocks,
-                "active_decode_blocks": reported.active_decode_blocks,
-                "active_prefill_tokens": reported.active_prefill_tokens,
-                "kv_total_blocks": reported.kv_total_blocks,
-                "max_num_batched_tokens": reported.max_num_batched_tokens,
-                "running_requests": engine.running_requests,
-                "gpu_kv_usage": engine.gpu_kv_usage,
-                "cpu_kv_usage": engine.cpu_kv_usage,
-                "queue_s": engine.queue_s,
-                "mean_prefill_s": engine.mean_prefill_s,
-                "mean_decode_s": engine.mean_decode_s,
-                "avg_prompt_tokens": engine.avg_prompt_tokens,
-                "avg_generation_tokens": engine.avg_generation_tokens,
-                "busy_ratio": engine.busy_ratio,
-                "utilization": engine.utilization,
-            },
+            "reported": Reported { load: reported, engine },
             "listener": reports.get(&worker).map(listener),
         });
         (entry, blocks, u64::from(requests))
