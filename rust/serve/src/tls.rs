@@ -1,8 +1,8 @@
 //! TLS of a service's own HTTP.
 
+use std::io;
 use std::path::Path;
 use std::sync::Arc;
-use std::{fmt, io};
 
 use kvflash_core::error::{Error, Result};
 use prometheus_client::metrics::counter::Counter;
@@ -29,12 +29,8 @@ const MAX_NAMES: usize = 16;
 
 /// A certificate and its key, ready for connections: TLS 1.2 and 1.3, HTTP/1.1. Changed files are
 /// reloaded; clones share the state.
-#[derive(Clone)]
+#[derive(Debug, Clone)]
 pub struct Tls {
-    shared: Arc<Shared>,
-}
-
-struct Shared {
     acceptor: Arc<Reread<TlsAcceptor>>,
     handshakes: Family<OutcomeLabel, Counter>,
     checks_clients: bool,
@@ -76,40 +72,39 @@ impl Tls {
         let read = move || acceptor(&of_cert, &of_key, of_clients.as_deref());
         let acceptor = Arc::new(Reread::new(files.collect(), read)?);
         let checks_clients = client_ca.is_some();
-        let handshakes = Family::default();
-        Ok(Self { shared: Arc::new(Shared { acceptor, handshakes, checks_clients }) })
+        Ok(Self { acceptor, handshakes: Family::default(), checks_clients })
     }
 
     /// Whether clients' certificates are checked.
     pub(super) fn checks_clients(&self) -> bool {
-        self.shared.checks_clients
+        self.checks_clients
     }
 
     /// Checks for a new certificate every second, forever.
     pub(super) async fn keep_renewing(self) {
-        Arc::clone(&self.shared.acceptor).keep_renewing().await;
+        Arc::clone(&self.acceptor).keep_renewing().await;
     }
 
     /// Registers the counters of handshakes and reloads in `registry`.
     pub(super) fn register(&self, registry: &mut Registry) {
         // Rates need zeros from the start.
         for outcome in [DONE, FAILED, SLOW] {
-            drop(self.shared.handshakes.get_or_create(&OutcomeLabel { outcome }));
+            drop(self.handshakes.get_or_create(&OutcomeLabel { outcome }));
         }
         let help = "TLS handshakes of clients, by outcome";
-        registry.register("tls_handshakes", help, self.shared.handshakes.clone());
+        registry.register("tls_handshakes", help, self.handshakes.clone());
         let help = "Reloads of --tls-cert-path, --tls-key-path and --tls-client-ca-path, by outcome; the log has the reasons";
-        self.shared.acceptor.register(registry, "tls_renewals", help);
+        self.acceptor.register(registry, "tls_renewals", help);
     }
 
     /// Counts a handshake.
     pub(super) fn count(&self, outcome: &'static str) {
-        self.shared.handshakes.get_or_create(&OutcomeLabel { outcome }).inc();
+        self.handshakes.get_or_create(&OutcomeLabel { outcome }).inc();
     }
 
     /// The handshake of a new connection; without a time limit.
     pub(super) async fn accept(&self, stream: TcpStream) -> io::Result<TlsStream<TcpStream>> {
-        let acceptor = self.shared.acceptor.current();
+        let acceptor = self.acceptor.current();
         acceptor.accept(stream).await
     }
 }
@@ -192,10 +187,4 @@ fn acceptor(cert: &Path, key: &Path, client_ca: Option<&Path>) -> Result<TlsAcce
     })?;
     config.alpn_protocols = vec![b"http/1.1".to_vec()];
     Ok(TlsAcceptor::from(Arc::new(config)))
-}
-
-impl fmt::Debug for Tls {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Tls").finish_non_exhaustive()
-    }
 }
