@@ -14,11 +14,11 @@ use std::time::Duration;
 use axum::http::Uri;
 use futures_util::future::BoxFuture;
 use hyper::rt::{Read, ReadBufCursor, Write};
-use hyper_util::client::legacy::connect::dns::{GaiResolver, Name};
+use hyper_util::client::legacy::connect::dns::Name;
 use hyper_util::client::legacy::connect::{Connected, Connection, HttpConnector};
 use hyper_util::rt::TokioIo;
 use kvflash_core::error::{Error, Result};
-use tokio::net::TcpStream;
+use tokio::net::{TcpStream, lookup_host};
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
@@ -124,7 +124,10 @@ impl Outbound {
         allow: WorkerAllow,
         checks_addresses: bool,
     ) -> Connector {
-        let names = Names { source: Source::System(GaiResolver::new()), allow };
+        let look_up = Arc::new(|name: Name| -> BoxFuture<'static, _> {
+            Box::pin(async move { Ok(lookup_host((name.as_str(), 0)).await?.collect()) })
+        });
+        let names = Names { look_up, allow };
         let mut http = HttpConnector::new_with_resolver(names.clone());
         http.enforce_http(false);
         http.set_nodelay(true);
@@ -166,19 +169,14 @@ fn config(files: &Files) -> Result<ClientConfig> {
     Ok(config)
 }
 
-/// Looks names up; addresses where no worker may be, such as those of cloud metadata, are no answer.
-#[derive(Debug, Clone)]
-pub(crate) struct Names {
-    source: Source,
-    allow: WorkerAllow,
-}
+/// Asks for the addresses of a name.
+type LookUp = Arc<dyn Fn(Name) -> BoxFuture<'static, io::Result<Vec<SocketAddr>>> + Send + Sync>;
 
-#[derive(Debug, Clone)]
-enum Source {
-    System(GaiResolver),
-    /// What a test says now of every name.
-    #[cfg(test)]
-    Told(Arc<parking_lot::Mutex<Vec<SocketAddr>>>),
+/// Looks names up; addresses where no worker may be, such as those of cloud metadata, are no answer.
+#[derive(Clone)]
+pub(crate) struct Names {
+    look_up: LookUp,
+    allow: WorkerAllow,
 }
 
 impl Service<Name> for Names {
@@ -186,28 +184,13 @@ impl Service<Name> for Names {
     type Error = io::Error;
     type Future = BoxFuture<'static, io::Result<Self::Response>>;
 
-    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match &mut self.source {
-            Source::System(system) => system.poll_ready(context),
-            #[cfg(test)]
-            Source::Told(_) => Poll::Ready(Ok(())),
-        }
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
     }
 
     fn call(&mut self, name: Name) -> Self::Future {
-        let found = match &mut self.source {
-            Source::System(system) => system.call(name.clone()),
-            #[cfg(test)]
-            Source::Told(told) => {
-                return Box::pin(std::future::ready(allowed(
-                    &self.allow,
-                    &name,
-                    told.lock().clone(),
-                )));
-            }
-        };
-        let allow = self.allow.clone();
-        Box::pin(async move { allowed(&allow, &name, found.await?.collect()) })
+        let (found, allow) = ((self.look_up)(name.clone()), self.allow.clone());
+        Box::pin(async move { allowed(&allow, &name, found.await?) })
     }
 }
 
@@ -428,7 +411,11 @@ mod tests {
         let connector = |allow: &str| {
             let allow = WorkerAllow::parse(allow).unwrap();
             let mut connector = Outbound::default().connector_within(allow.clone(), TIMEOUT);
-            let names = Names { source: Source::Told(Arc::clone(&told)), allow };
+            let told = Arc::clone(&told);
+            let look_up = Arc::new(move |_| -> BoxFuture<'static, _> {
+                Box::pin(std::future::ready(Ok(told.lock().clone())))
+            });
+            let names = Names { look_up, allow };
             connector.http = HttpConnector::new_with_resolver(names);
             connector
         };
