@@ -12,7 +12,6 @@ use prometheus_client::registry::Registry;
 
 use super::body::Intake;
 use super::indexer::HashMask;
-use super::lock::nets;
 use super::outbound::Outbound;
 use super::worker_allow::WorkerAllow;
 use super::{Face, HttpSettings, Lock, ServeLimits, Shutdown, Tls, TlsSettings};
@@ -53,7 +52,6 @@ impl Http {
                 return Err(Error::Config(format!("{flag} must be longer than 0")));
             }
         }
-        let trusted_proxies = nets("--trusted-proxies", &settings.trusted_proxies)?;
         let lock = Lock::new(&settings, face)?;
         let outbound = Outbound::of(&settings)?;
         let worker_allow = WorkerAllow::parse(&settings.worker_allow)?;
@@ -62,7 +60,6 @@ impl Http {
             lock,
             max_connections: settings.max_connections,
             max_connections_per_address: settings.max_connections_per_address,
-            trusted_proxies,
             keep_alive_timeout: settings.keep_alive_timeout,
             ..ServeLimits::default()
         };
@@ -84,9 +81,7 @@ impl Http {
     /// last one of them says in `X-Forwarded-For`.
     pub(crate) fn client_of(&self, peer: IpAddr, headers: &HeaderMap) -> IpAddr {
         let peer = peer.to_canonical();
-        let is_proxy =
-            |address: &IpAddr| self.limits.trusted_proxies.iter().any(|net| net.contains(address));
-        if !is_proxy(&peer) {
+        if !self.lock().trusts(peer) {
             return peer;
         }
         // Each proxy adds the one that it was asked by: the rest is what the client says.
@@ -96,7 +91,7 @@ impl Http {
         let mut client = peer;
         for address in known {
             client = address;
-            if !is_proxy(&address) {
+            if !self.lock().trusts(address) {
                 break;
             }
         }

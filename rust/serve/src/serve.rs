@@ -16,7 +16,6 @@ use hyper::server::conn::http1;
 use hyper::service::Service;
 use hyper_util::rt::TokioIo;
 use hyper_util::service::{TowerToHyperService, TowerToHyperServiceFuture};
-use ipnet::IpNet;
 use kvflash_core::log_limit::LogLimit;
 use parking_lot::Mutex;
 use prometheus_client::metrics::counter::Counter;
@@ -55,10 +54,9 @@ pub struct ServeLimits {
     pub max_connections: usize,
     /// Connections that arrived at that limit.
     pub crowded_out: Counter,
-    /// Maximum open connections per address; further ones are closed. 0: no limit.
+    /// Maximum open connections per address; further ones are closed. 0: no limit, as for proxies
+    /// that `lock` trusts.
     pub max_connections_per_address: usize,
-    /// Addresses without that limit.
-    pub trusted_proxies: Vec<IpNet>,
     /// Connections closed at that limit.
     pub refused: Counter,
     /// Requests ended by a panic.
@@ -79,7 +77,6 @@ impl Default for ServeLimits {
             max_connections: 16_384,
             crowded_out: Counter::default(),
             max_connections_per_address: 2_048,
-            trusted_proxies: Vec::new(),
             refused: Counter::default(),
             panics: Counter::default(),
             header_timeout: Duration::from_secs(10),
@@ -241,7 +238,7 @@ impl<A: App> Door<A> {
     fn place(&self, peer: SocketAddr, permit: Option<OwnedSemaphorePermit>) -> Option<Place> {
         let limit = self.limits.max_connections_per_address;
         let address = peer.ip().to_canonical();
-        if limit == 0 || self.limits.trusted_proxies.iter().any(|net| net.contains(&address)) {
+        if limit == 0 || self.limits.lock.trusts(address) {
             return Some(Place { permit, counted: None });
         }
         let mut open = self.open.lock();

@@ -1,6 +1,6 @@
 //! Whether a request is let in.
 
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -270,6 +270,11 @@ impl Lock {
         if !open.is_empty() {
             tracing::info!(%address, "open without a key: {}", open.join("; "));
         }
+    }
+
+    /// Whether a trusted proxy is at this address: its connections carry requests of others.
+    pub(crate) fn trusts(&self, address: IpAddr) -> bool {
+        self.shared.rules.as_ref().is_some_and(|rules| rules.trusts(address))
     }
 
     /// The key that this service shows at others.
