@@ -179,8 +179,7 @@ async fn refuse_beyond(
         "{max_connections} connections are open, the limit (--max-connections): only probes are answered, \
          try again"
     );
-    let reject = Reject::new(StatusCode::SERVICE_UNAVAILABLE, what);
-    let mut response = Reject { retry_after_s: Some(1), ..reject }.openai();
+    let mut response = Reject::momentary(StatusCode::SERVICE_UNAVAILABLE, what).openai();
     lock.show(&request, &mut response);
     response
 }

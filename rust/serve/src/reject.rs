@@ -51,9 +51,8 @@ impl Reject {
         self
     }
 
-    /// The last failure of a request without further workers to try; workers that were only
-    /// overloaded may have room in a second.
-    pub fn last_failure(status: StatusCode, message: impl Into<String>) -> Self {
+    /// A refusal that a retry may escape, if its status says so: overload may be over in a second.
+    pub fn momentary(status: StatusCode, message: impl Into<String>) -> Self {
         let is_busy =
             matches!(status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS);
         Self { retry_after_s: is_busy.then_some(1), ..Self::new(status, message) }

@@ -242,7 +242,7 @@ impl Tries {
                         "no worker answered; tried {tried:?}, the last one failed with: {why}{end}"
                     )
                 };
-                Reject::last_failure(failed.status, message)
+                Reject::momentary(failed.status, message)
             }
         }
     }

@@ -79,9 +79,7 @@ impl Dumps {
         let is_busy = |reader: &&Arc<AtomicU64>| reader.load(Ordering::Relaxed) + IDLE_S >= now;
         if readers.iter().filter(is_busy).count() >= DUMPS_MAX {
             let message = format!("{DUMPS_MAX} dumps are being read, which is the limit");
-            let mut reject = Reject::new(StatusCode::SERVICE_UNAVAILABLE, message);
-            reject.retry_after_s = Some(1);
-            return Err(reject);
+            return Err(Reject::momentary(StatusCode::SERVICE_UNAVAILABLE, message));
         }
         let asked = Arc::new(AtomicU64::new(now));
         readers.push(Arc::clone(&asked));

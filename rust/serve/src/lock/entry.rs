@@ -374,9 +374,8 @@ impl Lock {
     ) -> std::result::Result<Admitted, Refusal> {
         let busy = || {
             let what = "too many keys are being checked; try again";
-            let mut refusal = Refusal::new("busy", StatusCode::TOO_MANY_REQUESTS, what);
-            refusal.reject.retry_after_s = Some(1);
-            refusal
+            let reject = Reject::momentary(StatusCode::TOO_MANY_REQUESTS, what);
+            Refusal { cause: "busy", reject }
         };
         let found = match &self.shared.keys {
             None => None,

@@ -313,7 +313,7 @@ const NONE_IS_REGISTERED: &str = "no prefill worker is registered";
 fn refusal(status: StatusCode, why: &str) -> Reject {
     let message =
         format!("no prefill worker took the request: {why}; --enforce-disagg requires one");
-    Reject::last_failure(status, message)
+    Reject::momentary(status, message)
 }
 
 fn count(app: &App, outcome: &'static str) {
