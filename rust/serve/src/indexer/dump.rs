@@ -14,9 +14,9 @@ use axum::http::StatusCode;
 use bytes::Bytes;
 use futures_util::stream;
 use kvflash_core::catalog::{self, Catalog, ModelIndex, ModelKey, Part};
-use kvflash_core::ids::InstanceId;
 use parking_lot::Mutex;
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
+use serde_json::{Value, json};
 use xxhash_rust::xxh3::Xxh3;
 
 use super::super::Reject;
@@ -152,8 +152,8 @@ fn model_head(at: usize, model: &ModelIndex) -> String {
     let separator = if at == 0 { "" } else { "," };
     let [key, model_name, tenant_id] =
         [&model.key.to_string(), &model.key.model_name, &model.key.tenant_id]
-            .map(|name| serde_json::Value::from(name.as_str()));
-    let block_size = serde_json::Value::from(model.block_size());
+            .map(|name| Value::from(name.as_str()));
+    let block_size = Value::from(model.block_size());
     format!(
         "{separator}{key}:{{\"block_size\":{block_size},\"model_name\":{model_name},\
          \"tenant_id\":{tenant_id},\"events\":["
@@ -198,27 +198,8 @@ pub(super) fn binary_body(catalog: &Catalog, query: &DumpQuery, reading: Reading
     body(head.chain(chunks).chain(once(vec![0; 8])), reading)
 }
 
-#[derive(Debug, Serialize)]
-struct WorkerDigest {
-    instance_id: InstanceId,
-    dp_rank: u32,
-    blocks: usize,
-    digest: String,
-    last_sequence: Option<u64>,
-}
-
-/// One model of GET /digest.
-#[derive(Debug, Serialize)]
-pub(super) struct ModelDigest {
-    model_name: String,
-    tenant_id: String,
-    block_size: Option<u32>,
-    blocks: usize,
-    digest: String,
-    workers: Vec<WorkerDigest>,
-}
-
-/// The content of the index in a few bytes per worker: replicas with equal content answer equally.
+/// GET /digest: the content of the index in a few bytes per worker, by model; replicas with equal
+/// content answer equally.
 ///
 /// # Cost
 /// Holds one worker's blocks in memory at a time, 48 bytes each.
@@ -227,7 +208,7 @@ pub(super) fn digests(
     query: &DumpQuery,
     reading: &Reading,
     mask: Option<&HashMask>,
-) -> Vec<ModelDigest> {
+) -> Vec<Value> {
     let digest_of = |(model, parts): (Arc<ModelIndex>, Vec<Part>)| {
         let mut workers = Vec::new();
         for part in parts {
@@ -245,26 +226,29 @@ pub(super) fn digests(
             let words = [digest.worker.instance_id, digest.worker.dp_rank.into(), digest.digest];
             words.iter().for_each(|word| hash.update(&word.to_le_bytes()));
         }
-        ModelDigest {
-            model_name: model.key.model_name.clone(),
-            tenant_id: model.key.tenant_id.clone(),
-            block_size: model.block_size(),
-            blocks: workers.iter().map(|digest| digest.blocks).sum(),
-            digest: format!("{:016x}", hash.digest()),
-            workers: workers
-                .into_iter()
-                .map(|digest| WorkerDigest {
-                    instance_id: digest.worker.instance_id,
-                    dp_rank: digest.worker.dp_rank,
-                    blocks: digest.blocks,
-                    digest: format!("{:016x}", digest.digest),
-                    last_sequence: digest.last_sequence,
-                })
-                .collect(),
-        }
+        let of_worker = |one: &catalog::Digest| {
+            json!({
+                "instance_id": one.worker.instance_id,
+                "dp_rank": one.worker.dp_rank,
+                "blocks": one.blocks,
+                "digest": format!("{:016x}", one.digest),
+                "last_sequence": one.last_sequence,
+            })
+        };
+        let blocks: usize = workers.iter().map(|digest| digest.blocks).sum();
+        // An empty model has no digest, so that replicas that never heard of it agree.
+        (blocks > 0).then(|| {
+            json!({
+                "model_name": model.key.model_name,
+                "tenant_id": model.key.tenant_id,
+                "block_size": model.block_size(),
+                "blocks": blocks,
+                "digest": format!("{:016x}", hash.digest()),
+                "workers": workers.iter().map(of_worker).collect::<Vec<_>>(),
+            })
+        })
     };
-    // An empty model has no digest, so that replicas that never heard of it agree.
-    models(catalog, query).into_iter().map(digest_of).filter(|model| model.blocks > 0).collect()
+    models(catalog, query).into_iter().filter_map(digest_of).collect()
 }
 
 #[cfg(test)]
