@@ -424,13 +424,10 @@ async fn digest(State(app): State<Arc<App>>, Params(query): Params<DumpQuery>) -
 }
 
 async fn ready(State(app): State<Arc<App>>) -> Response {
-    let (is_ready, mut answer) = app.startup.answer(&app.catalog);
-    if app.shutdown.is_announced() {
-        answer.is_stopping();
-    } else if is_ready {
-        return Form::Json.respond(StatusCode::OK, &answer);
+    match app.startup.answer(&app.catalog, app.shutdown.is_announced()) {
+        (true, answer) => Form::Json.respond(StatusCode::OK, &answer),
+        (false, answer) => Form::not_ready(&answer),
     }
-    Form::not_ready(&answer)
 }
 
 async fn register_peer(State(app): State<Arc<App>>, body: Body) -> Answer {

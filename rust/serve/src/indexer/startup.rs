@@ -8,6 +8,7 @@ use kvflash_core::catalog::{Catalog, Progress};
 use kvflash_core::error::{Error, Result};
 use parking_lot::Mutex;
 use serde::Serialize;
+use serde_json::{Value, json};
 
 /// Maximum known peers.
 const PEERS_MAX: usize = 64;
@@ -16,10 +17,11 @@ const PEERS_MAX: usize = 64;
 const ERRORS_MAX: usize = 16;
 
 /// State of the recovery.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Phase {
     /// There was no peer to recover from.
+    #[default]
     None,
     /// Waiting for listeners to connect, and for a peer to answer.
     Looking,
@@ -29,8 +31,14 @@ pub(super) enum Phase {
     Done,
 }
 
+impl Phase {
+    fn is_running(self) -> bool {
+        matches!(self, Self::Looking | Self::Loading)
+    }
+}
+
 /// Progress of the recovery, as in GET /ready.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Default, Serialize)]
 pub(super) struct Recovery {
     pub phase: Phase,
     /// The peer that sends or sent its dump.
@@ -43,27 +51,6 @@ pub(super) struct Recovery {
     pub errors: Vec<String>,
     /// Its duration, so far or in total.
     pub seconds: f64,
-}
-
-#[derive(Debug, Serialize)]
-struct WorkerCount {
-    registered: usize,
-    wanted: usize,
-}
-
-/// GET /ready
-#[derive(Debug, Serialize)]
-pub(super) struct ReadyAnswer {
-    status: &'static str,
-    workers: WorkerCount,
-    recovery: Recovery,
-}
-
-impl ReadyAnswer {
-    /// Reports that it is about to stop, whatever else holds.
-    pub fn is_stopping(&mut self) {
-        self.status = "stopping";
-    }
 }
 
 /// Conditions for this replica's readiness, and its peers.
@@ -82,21 +69,10 @@ impl Startup {
     /// `InvalidArgument` for a peer with an invalid URL, or too many peers.
     pub fn new(peers: &[String], min_workers: usize) -> Result<Self> {
         let phase = if peers.is_empty() { Phase::None } else { Phase::Looking };
-        let recovery = Recovery {
-            phase,
-            peer: None,
-            bytes: 0,
-            progress: Progress::default(),
-            errors: Vec::new(),
-            seconds: 0.0,
-        };
-        let startup = Self {
-            began: Instant::now(),
-            min_workers,
-            is_open: AtomicBool::new(false),
-            peers: Mutex::default(),
-            recovery: Mutex::new(recovery),
-        };
+        let recovery = Mutex::new(Recovery { phase, ..Recovery::default() });
+        let (is_open, peers_known) = Default::default();
+        let began = Instant::now();
+        let startup = Self { began, min_workers, is_open, peers: peers_known, recovery };
         peers.iter().try_for_each(|peer| startup.add_peer(peer))?;
         Ok(startup)
     }
@@ -107,32 +83,33 @@ impl Startup {
         if self.is_open.load(Ordering::Relaxed) {
             return true;
         }
-        let is_ready = !self.is_recovering() && catalog.instance_count() >= self.min_workers;
+        let is_recovering = self.recovery.lock().phase.is_running();
+        let is_ready = !is_recovering && catalog.instance_count() >= self.min_workers;
         if is_ready {
             self.is_open.store(true, Ordering::Relaxed);
         }
         is_ready
     }
 
-    fn is_recovering(&self) -> bool {
-        matches!(self.recovery.lock().phase, Phase::Looking | Phase::Loading)
-    }
-
-    /// The response of GET /ready, and whether it is ready.
-    pub fn answer(&self, catalog: &Catalog) -> (bool, ReadyAnswer) {
+    /// The response of GET /ready, and whether it is ready: never while it is about to stop.
+    pub fn answer(&self, catalog: &Catalog, is_stopping: bool) -> (bool, Value) {
         let is_ready = self.is_ready(catalog);
         let mut recovery = self.recovery.lock().clone();
-        if matches!(recovery.phase, Phase::Looking | Phase::Loading) {
+        if recovery.phase.is_running() {
             recovery.seconds = self.began.elapsed().as_secs_f64();
         }
-        let status = match (is_ready, recovery.phase) {
-            (true, _) => "ready",
-            (false, Phase::Looking | Phase::Loading) => "recovering",
-            (false, _) => "waiting_for_workers",
+        let status = match is_ready {
+            _ if is_stopping => "stopping",
+            true => "ready",
+            false if recovery.phase.is_running() => "recovering",
+            false => "waiting_for_workers",
         };
-        let workers =
-            WorkerCount { registered: catalog.instance_count(), wanted: self.min_workers };
-        (is_ready, ReadyAnswer { status, workers, recovery })
+        let answer = json!({
+            "status": status,
+            "workers": { "registered": catalog.instance_count(), "wanted": self.min_workers },
+            "recovery": recovery,
+        });
+        (is_ready && !is_stopping, answer)
     }
 
     /// Blocks recovered from the peer's dump so far.
@@ -260,14 +237,17 @@ mod tests {
         let catalog = Catalog::default();
         let startup = Startup::new(&["http://a:1/".to_owned()], 2).unwrap();
         register(&catalog, 1);
-        assert_eq!(startup.answer(&catalog).1.status, "recovering");
+        let answer = || startup.answer(&catalog, false).1;
+        assert_eq!(answer()["status"], "recovering");
         startup.update(|recovery| recovery.phase = Phase::Done);
-        assert_eq!(startup.answer(&catalog).1.status, "waiting_for_workers");
+        assert_eq!(answer()["status"], "waiting_for_workers");
         // Further ranks of the same instance are not further workers.
         register_rank(&catalog, 1, 1);
-        assert_eq!(startup.answer(&catalog).1.workers.registered, 1);
+        assert_eq!(answer()["workers"]["registered"], 1);
         register(&catalog, 2);
-        assert_eq!(startup.answer(&catalog).1.status, "ready");
+        assert_eq!(answer()["status"], "ready");
+        let (is_ready, stopping) = startup.answer(&catalog, true);
+        assert!(!is_ready && stopping["status"] == "stopping", "{stopping}");
         catalog.unregister(1, "m", None, None).unwrap();
         assert!(startup.is_ready(&catalog));
     }
