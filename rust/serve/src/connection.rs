@@ -110,7 +110,7 @@ fn answering<S>(
 where
     S: Service<Request<Incoming>, Response = Response<Body>, Error = Infallible, Future: Send>,
 {
-    let exit = admitted.enter(&mut request);
+    admitted.enter(&mut request);
     let answer = move |outcome: Caught<Response<Body>>| {
         let mut outcome = outcome.unwrap_or_else(|_| {
             panics.inc();
@@ -121,7 +121,7 @@ where
             Ok(response)
         });
         if let Ok(response) = &mut outcome {
-            exit.leave(response);
+            admitted.leave(response);
         }
         outcome
     };

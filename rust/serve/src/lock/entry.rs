@@ -112,11 +112,10 @@ pub(crate) struct Admitted {
 }
 
 impl Admitted {
-    /// Mark the request as that of its caller, whose key goes no further. Returns what is to be done with the answer.
-    pub fn enter<B>(self, request: &mut Request<B>) -> Exit {
-        let Self { caller, origin, audit } = self;
+    /// Mark the request as that of its caller, whose key goes no further.
+    pub fn enter<B>(&self, request: &mut Request<B>) {
         let headers = request.headers_mut();
-        if caller.key().is_some() {
+        if self.caller.key().is_some() {
             headers.remove(AUTHORIZATION);
             headers.remove(&API_KEY);
         }
@@ -124,19 +123,10 @@ impl Admitted {
         if headers.get_all(&REQUEST_ID).iter().nth(1).is_some() {
             headers.remove(&REQUEST_ID);
         }
-        request.extensions_mut().insert(caller);
-        Exit { origin, audit }
+        request.extensions_mut().insert(self.caller.clone());
     }
-}
 
-/// What is to be done with an answer.
-#[derive(Debug)]
-pub(crate) struct Exit {
-    origin: Option<HeaderValue>,
-    audit: Option<Audit>,
-}
-
-impl Exit {
+    /// Do with the answer what is to be done.
     pub fn leave<B>(self, response: &mut Response<B>) {
         if let Some(origin) = self.origin {
             share(response.headers_mut(), origin);

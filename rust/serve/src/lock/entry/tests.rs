@@ -382,7 +382,8 @@ async fn pages_of_allowed_origins_are_told_what_they_may_send() {
     let mut posted = request("/v1/models", &[("origin", "https://chat.example")]);
     let Verdict::Open(admitted) = answered(&posted) else { panic!("it is let in") };
     let mut response = Response::new(());
-    admitted.enter(&mut posted).leave(&mut response);
+    admitted.enter(&mut posted);
+    admitted.leave(&mut response);
     assert_eq!(response.headers()["access-control-allow-origin"], "https://chat.example");
     assert_eq!(response.headers()["vary"], "origin");
 }
