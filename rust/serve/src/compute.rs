@@ -13,8 +13,7 @@ use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder};
 use tokio::time::{Instant, sleep};
 
 use super::aside::block_in_place;
-use super::gateway::turn::Identity;
-use super::gateway::turn::{FairnessOptions, WaitingRoom};
+use super::gateway::turn::{FairnessOptions, Identity, WaitingRoom};
 use super::metrics::{add, seconds_histogram};
 
 /// Runs as many jobs at once as there are cores; clients with waiting jobs take turns by bytes. A

@@ -34,7 +34,6 @@ pub(crate) struct Counts {
 struct State {
     requests: Bucket,
     tokens: Bucket,
-    concurrency: Option<u64>,
     in_flight: u64,
     counts: Counts,
 }
@@ -44,7 +43,6 @@ impl State {
     fn refresh(&mut self, key: &Key, now_ms: u64) {
         self.requests.limit_to(key.rpm, now_ms);
         self.tokens.limit_to(key.tpm, now_ms);
-        self.concurrency = key.concurrency;
         self.fill(now_ms);
     }
 
@@ -110,7 +108,7 @@ impl Meters {
         {
             let mut state = meter.lock();
             state.refresh(key, now_ms);
-            if let Some(limit) = state.concurrency.filter(|limit| state.in_flight >= *limit) {
+            if let Some(limit) = key.concurrency.filter(|limit| state.in_flight >= *limit) {
                 state.counts.concurrency += 1;
                 let what =
                     format!("the limit of requests in flight is reached: {limit} (concurrency)");
