@@ -34,7 +34,7 @@ use super::mask::{FLAG as HASH_SECRET, HashMask};
 use super::metrics::{self, Endpoint, IndexerMetrics};
 use super::overlap::{find_hashes, find_tokens};
 use super::recover::recover;
-use super::request::{Listener, PeerUrl, Query, QueryByHash, Register, Unregister};
+use super::request::{Listener, PeerUrl, Query, QueryByHash, Register, Unregister, WorkersFilter};
 use super::startup::Startup;
 use crate::lock::Subject;
 use crate::reject::PlainReject;
@@ -365,12 +365,6 @@ async fn unregister(State(app): State<Arc<App>>, body: Body) -> Answer {
         |body: &_| Register::deserialize(body).is_ok_and(|registered| request.means(&registered));
     app.registrations.remove_where(&format!("{}/", request.instance_id), is_meant);
     Ok(Form::Json.respond(StatusCode::OK, &serde_json::json!({"status": "ok"})))
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct WorkersFilter {
-    model_name: Option<String>,
 }
 
 async fn workers(State(app): State<Arc<App>>, Params(filter): Params<WorkersFilter>) -> Response {

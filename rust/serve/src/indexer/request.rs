@@ -268,6 +268,13 @@ pub(super) struct QueryByHash {
     pub _cache_salt: Option<String>,
 }
 
+/// The parameters of GET /workers, of a router, too.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct WorkersFilter {
+    pub model_name: Option<String>,
+}
+
 /// POST /register_peer, /deregister_peer
 #[derive(Debug, Deserialize)]
 pub(super) struct PeerUrl {

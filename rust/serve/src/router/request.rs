@@ -365,10 +365,3 @@ impl LoadReport {
         })
     }
 }
-
-/// The parameters of GET /workers.
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(super) struct WorkersFilter {
-    pub model_name: Option<String>,
-}

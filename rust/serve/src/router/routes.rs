@@ -23,6 +23,7 @@ use super::super::aside::Aside;
 use super::super::busy::{Change, list};
 use super::super::indexer::form::{Form, Params, refuse_encoded};
 use super::super::indexer::query_routes;
+use super::super::indexer::request::WorkersFilter;
 use super::super::lock::Subject;
 use super::super::metrics::{CommonMetrics, RequestLabel, new_registry};
 use super::super::page::Page;
@@ -36,7 +37,7 @@ use super::choose::Chosen;
 use super::fleet::Fleet;
 use super::method::{Message, obey};
 use super::metrics::{RouterMetrics, write_fleet};
-use super::request::{Choose, LoadReport, Named, NewWorker, WorkersFilter};
+use super::request::{Choose, LoadReport, Named, NewWorker};
 
 /// Longest name for GET /why and in a header.
 const MAX_NAME_BYTES: usize = kvflash_core::select::MAX_REQUEST_ID_BYTES;
