@@ -1,5 +1,7 @@
 //! Requests of the indexer's clients. Errors name the field and its value.
 
+use std::fmt::{self, Formatter};
+use std::marker::PhantomData;
 use std::num::NonZeroU32;
 
 use serde::de::{Deserializer, Error as _, SeqAccess, Unexpected, Visitor};
@@ -9,151 +11,134 @@ use super::super::Reject;
 use super::plain;
 use crate::prompt_keys::{Embeds, Media};
 
-/// Token ids: u32; others are refused by index and value.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct TokenIds(pub Vec<u32>);
-
-/// Block hashes: u64; negative numbers are read as i64 with the same bits.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct BlockHashes(pub Vec<u64>);
-
 /// Maximum elements of a query.
 pub(super) const MAX_TOKEN_IDS: usize = 4_194_304;
 
-struct Element<const HASH: bool>(u64);
+/// A list of integers, or of their little-endian bytes; others are refused by index and value.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Words<T>(pub Vec<T>);
 
-impl<'de, const HASH: bool> Deserialize<'de> for Element<HASH> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct ElementVisitor<const HASH: bool>;
-        impl<const HASH: bool> Visitor<'_> for ElementVisitor<HASH> {
-            type Value = Element<HASH>;
+pub(crate) type TokenIds = Words<u32>;
 
-            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str(if HASH {
-                    "an integer of 64 bits"
-                } else {
-                    "an integer in 0..=4294967295"
-                })
-            }
+/// Engines in Python publish hashes as signed numbers; only the bits matter.
+pub(crate) type BlockHashes = Words<u64>;
 
-            fn visit_u64<E: serde::de::Error>(self, value: u64) -> Result<Self::Value, E> {
-                if HASH || value <= u64::from(u32::MAX) {
-                    Ok(Element(value))
-                } else {
-                    Err(E::invalid_value(Unexpected::Unsigned(value), &self))
-                }
-            }
+/// An element of such a list.
+pub(crate) trait Word: Sized {
+    /// The field that has the list.
+    const FIELD: &'static str;
+    const LEGAL: &'static str;
 
-            fn visit_i64<E: serde::de::Error>(self, value: i64) -> Result<Self::Value, E> {
-                if HASH {
-                    // Engines in Python publish hashes as signed numbers; only the bits matter.
-                    Ok(Element(value as u64))
-                } else if (0..=i64::from(u32::MAX)).contains(&value) {
-                    // Some msgpack writers encode every number as signed.
-                    Ok(Element(value as u64))
-                } else {
-                    Err(E::invalid_value(Unexpected::Signed(value), &self))
-                }
-            }
-        }
-        deserializer.deserialize_any(ElementVisitor::<HASH>)
+    /// `None` for an integer out of range. Some msgpack writers encode every number as signed.
+    fn of(value: i128) -> Option<Self>;
+
+    /// The words, and the bytes that are left over.
+    fn unpack(bytes: &[u8]) -> (Vec<Self>, &[u8]);
+}
+
+impl Word for u32 {
+    const FIELD: &'static str = "token_ids";
+    const LEGAL: &'static str = "an integer in 0..=4294967295";
+
+    fn of(value: i128) -> Option<Self> {
+        value.try_into().ok()
+    }
+
+    fn unpack(bytes: &[u8]) -> (Vec<Self>, &[u8]) {
+        let (words, rest) = bytes.as_chunks();
+        (words.iter().copied().map(Self::from_le_bytes).collect(), rest)
     }
 }
 
-struct ElementsVisitor<const HASH: bool> {
-    field: &'static str,
+impl Word for u64 {
+    const FIELD: &'static str = "block_hashes";
+    const LEGAL: &'static str = "an integer of 64 bits";
+
+    fn of(value: i128) -> Option<Self> {
+        Some(value as Self)
+    }
+
+    fn unpack(bytes: &[u8]) -> (Vec<Self>, &[u8]) {
+        let (words, rest) = bytes.as_chunks();
+        (words.iter().copied().map(Self::from_le_bytes).collect(), rest)
+    }
 }
 
-impl<'de, const HASH: bool> ElementsVisitor<HASH> {
-    fn collect<A, T>(self, mut seq: A, convert: impl Fn(u64) -> T) -> Result<Vec<T>, A::Error>
-    where
-        A: SeqAccess<'de>,
-    {
+struct Element<T>(T);
+
+impl<'de, T: Word> Deserialize<'de> for Element<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(ElementVisitor(PhantomData)).map(Self)
+    }
+}
+
+struct ElementVisitor<T>(PhantomData<T>);
+
+impl<T: Word> Visitor<'_> for ElementVisitor<T> {
+    type Value = T;
+
+    fn expecting(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        f.write_str(T::LEGAL)
+    }
+
+    fn visit_u64<E: serde::de::Error>(self, value: u64) -> Result<T, E> {
+        T::of(value.into()).ok_or_else(|| E::invalid_value(Unexpected::Unsigned(value), &self))
+    }
+
+    fn visit_i64<E: serde::de::Error>(self, value: i64) -> Result<T, E> {
+        T::of(value.into()).ok_or_else(|| E::invalid_value(Unexpected::Signed(value), &self))
+    }
+}
+
+struct WordsVisitor<T>(PhantomData<T>);
+
+impl<'de, T: Word> Visitor<'de> for WordsVisitor<T> {
+    type Value = Words<T>;
+
+    fn expecting(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        f.write_str("a list of integers")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Words<T>, A::Error> {
         let mut out = Vec::with_capacity(seq.size_hint().unwrap_or(0).min(1_024));
         loop {
-            match seq.next_element::<Element<HASH>>() {
-                Ok(Some(element)) => out.push(convert(element.0)),
-                Ok(None) => return Ok(out),
+            match seq.next_element() {
+                Ok(Some(Element(word))) => out.push(word),
+                Ok(None) => return Ok(Words(out)),
                 Err(error) => {
-                    return Err(A::Error::custom(format!(
-                        "{}[{}]: {error}",
-                        self.field,
-                        out.len()
-                    )));
+                    let what = format!("{}[{}]: {error}", T::FIELD, out.len());
+                    return Err(A::Error::custom(what));
                 }
             }
-            if out.len() > MAX_TOKEN_IDS {
-                return Err(self.too_many());
-            }
+            check_count::<T, _>(out.len())?;
         }
     }
 
-    /// Little-endian words of `N` bytes.
-    fn unpack<E: serde::de::Error, T, const N: usize>(
-        self,
-        bytes: &[u8],
-        convert: impl Fn([u8; N]) -> T,
-    ) -> Result<Vec<T>, E> {
-        let (words, rest) = bytes.as_chunks::<N>();
-        if !rest.is_empty() {
-            return Err(E::custom(format!(
-                "{} has {} bytes, not a multiple of {N} as little-endian integers are",
-                self.field,
-                bytes.len()
-            )));
+    fn visit_bytes<E: serde::de::Error>(self, bytes: &[u8]) -> Result<Words<T>, E> {
+        check_count::<T, _>(bytes.len() / size_of::<T>())?;
+        let (words, rest) = T::unpack(bytes);
+        if rest.is_empty() {
+            return Ok(Words(words));
         }
-        if words.len() > MAX_TOKEN_IDS {
-            return Err(self.too_many());
-        }
-        Ok(words.iter().map(|word| convert(*word)).collect())
-    }
-
-    fn too_many<E: serde::de::Error>(&self) -> E {
-        E::custom(format!("{} may have at most {MAX_TOKEN_IDS} elements", self.field))
+        Err(E::custom(format!(
+            "{} has {} bytes, not a multiple of {} as little-endian integers are",
+            T::FIELD,
+            bytes.len(),
+            size_of::<T>()
+        )))
     }
 }
 
-impl<'de> Visitor<'de> for ElementsVisitor<false> {
-    type Value = TokenIds;
-
-    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("a list of integers")
+fn check_count<T: Word, E: serde::de::Error>(count: usize) -> Result<(), E> {
+    if count <= MAX_TOKEN_IDS {
+        return Ok(());
     }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<TokenIds, A::Error> {
-        self.collect(seq, |value| value as u32).map(TokenIds)
-    }
-
-    fn visit_bytes<E: serde::de::Error>(self, bytes: &[u8]) -> Result<TokenIds, E> {
-        self.unpack(bytes, u32::from_le_bytes).map(TokenIds)
-    }
+    Err(E::custom(format!("{} may have at most {MAX_TOKEN_IDS} elements", T::FIELD)))
 }
 
-impl<'de> Visitor<'de> for ElementsVisitor<true> {
-    type Value = BlockHashes;
-
-    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("a list of integers")
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<BlockHashes, A::Error> {
-        self.collect(seq, |value| value).map(BlockHashes)
-    }
-
-    fn visit_bytes<E: serde::de::Error>(self, bytes: &[u8]) -> Result<BlockHashes, E> {
-        self.unpack(bytes, u64::from_le_bytes).map(BlockHashes)
-    }
-}
-
-impl<'de> Deserialize<'de> for TokenIds {
+impl<'de, T: Word> Deserialize<'de> for Words<T> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(ElementsVisitor::<false> { field: "token_ids" })
-    }
-}
-
-impl<'de> Deserialize<'de> for BlockHashes {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(ElementsVisitor::<true> { field: "block_hashes" })
+        deserializer.deserialize_any(WordsVisitor(PhantomData))
     }
 }
 
@@ -243,7 +228,7 @@ impl Query {
     pub fn plain(bytes: &[u8]) -> Option<Self> {
         let plain = plain::read(bytes)?;
         Some(Self {
-            token_ids: TokenIds(plain.token_ids),
+            token_ids: Words(plain.token_ids),
             model_name: plain.model_name.to_owned(),
             tenant_id: plain.tenant_id.map_or_else(default_tenant, str::to_owned),
             lora_name: plain.lora_name.map(str::to_owned),
