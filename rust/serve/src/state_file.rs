@@ -297,11 +297,15 @@ fn write_anew(path: &Path, kept: &BTreeMap<String, Value>) -> io::Result<File> {
     anew.push(format!(".{}.tmp", std::process::id()));
     let anew = PathBuf::from(anew);
     let options = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).to_owned();
-    let mut file = options.open(&anew)?;
-    let lines = kept.iter().map(|(key, body)| line_of(key, body));
-    file.write_all(lines.collect::<String>().as_bytes())?;
-    file.sync_all()?;
-    fs::rename(&anew, path)?;
+    let lines: String = kept.iter().map(|(key, body)| line_of(key, body)).collect();
+    let write = || {
+        let mut file = options.open(&anew)?;
+        file.write_all(lines.as_bytes())?;
+        file.sync_all()?;
+        fs::rename(&anew, path)
+    };
+    // No part of a file stays behind, such as on a full disk, whose error counts.
+    write().inspect_err(|_| drop(fs::remove_file(&anew)))?;
     append(path)
 }
 
@@ -383,6 +387,16 @@ mod tests {
         assert_eq!(registrations.trouble(), None);
         let kept = kept(&path);
         assert_eq!(kept, [("worker/1".to_owned(), json!({})), ("worker/2".to_owned(), json!({}))]);
+    }
+
+    #[test]
+    fn a_failed_rewrite_leaves_no_file_behind() {
+        let folder = at("failed");
+        // A folder in the place of the file, which can't be replaced.
+        let path = folder.join("state.jsonl");
+        fs::create_dir_all(&path).unwrap();
+        write_anew(&path, &BTreeMap::new()).unwrap_err();
+        assert_eq!(fs::read_dir(&folder).unwrap().count(), 1);
     }
 
     #[test]
