@@ -28,7 +28,7 @@ use tokio::task::AbortHandle;
 
 use super::Reject;
 use super::body::discard;
-use super::lock::{Admitted, Lock, Refusal, Verdict};
+use super::lock::{Admitted, Lock, Refusal, Side, Verdict};
 
 /// Admits or refuses requests, and answers 500 if the service panics, which ends only that request.
 /// A connection beyond the limit only gets answers to probes.
@@ -140,9 +140,6 @@ const PLACES: usize = 64;
 /// Lifetime of such a connection, which serves a single request.
 pub(super) const RESERVED_TIME: Duration = Duration::from_secs(5);
 
-/// Paths that it may request.
-const PROBES: [&str; 4] = ["/live", "/ready", "/health", "/metrics"];
-
 /// The reserved connections, oldest first.
 #[derive(Debug, Default)]
 pub(super) struct Reserve {
@@ -165,7 +162,7 @@ impl Reserve {
 
 /// Whether a reserved connection may request this path.
 fn is_probe(path: &str) -> bool {
-    PROBES.contains(&path)
+    matches!(Side::of(path), Side::Probe | Side::Metrics)
 }
 
 /// The response to all other requests of such a connection, after the body was discarded.

@@ -9,9 +9,7 @@ mod rules;
 mod secret;
 
 pub use caller::Caller;
-#[cfg(test)]
-pub(crate) use caller::Side;
-pub(crate) use caller::Subject;
+pub(crate) use caller::{Side, Subject};
 pub(crate) use credential::Credential;
 pub use entry::Lock;
 pub(crate) use entry::{Admitted, Refusal, Verdict};
