@@ -106,7 +106,7 @@ impl Meters {
             refusal(&key.id, &what, 1_000)
         })?;
         {
-            let mut state = meter.lock();
+            let state = &mut *meter.lock();
             state.refresh(key, now_ms);
             if let Some(limit) = key.concurrency.filter(|limit| state.in_flight >= *limit) {
                 state.counts.concurrency += 1;
@@ -114,15 +114,9 @@ impl Meters {
                     format!("the limit of requests in flight is reached: {limit} (concurrency)");
                 return Err(refusal(&key.id, &what, 1_000));
             }
-            if let Some(limit) = state.requests.limit()
-                && state.requests.wait_ms(1.0) > 0
-            {
-                state.counts.requests += 1;
-                let wait_ms = state.requests.wait_ms(1.0);
-                let what = format!("{limit} requests a minute are the limit (rpm)");
-                return Err(refusal(&key.id, &what, wait_ms));
-            }
-            check_tokens(&mut state, &key.id)?;
+            let what = "requests a minute are the limit (rpm)";
+            check(&state.requests, &mut state.counts.requests, &key.id, what)?;
+            check(&state.tokens, &mut state.counts.tokens, &key.id, TOKENS)?;
             state.requests.take(1.0);
             state.in_flight += 1;
             state.counts.served += 1;
@@ -169,17 +163,15 @@ const REQUEST_HEADERS: [&str; 3] =
 const TOKEN_HEADERS: [&str; 3] =
     ["x-ratelimit-limit-tokens", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens"];
 
+const TOKENS: &str = "uncached prompt tokens a minute are the limit (tpm)";
+
 /// # Errors
-/// 429 if no tokens are left.
-fn check_tokens(state: &mut State, id: &str) -> Result<(), Reject> {
-    let Some(limit) = state.tokens.limit() else { return Ok(()) };
-    let wait_ms = state.tokens.wait_ms(1.0);
-    if wait_ms == 0 {
-        return Ok(());
-    }
-    state.counts.tokens += 1;
-    let what = format!("{limit} uncached prompt tokens a minute are the limit (tpm)");
-    Err(refusal(id, &what, wait_ms))
+/// 429 if nothing is left, which `refused` counts; `what` follows the limit.
+fn check(bucket: &Bucket, refused: &mut u64, id: &str, what: &str) -> Result<(), Reject> {
+    let wait_ms = bucket.wait_ms(1.0);
+    let Some(limit) = bucket.limit().filter(|_| wait_ms > 0) else { return Ok(()) };
+    *refused += 1;
+    Err(refusal(id, &format!("{limit} {what}"), wait_ms))
 }
 
 fn refusal(id: &str, what: &str, wait_ms: u64) -> Reject {
@@ -212,9 +204,9 @@ impl Running {
     /// 429 if none are left. A remainder need not suffice: the next requests then wait.
     pub fn charge(&self, tokens: u64) -> Result<(), Reject> {
         {
-            let mut state = self.meter.lock();
+            let state = &mut *self.meter.lock();
             state.fill(self.clock.now_ms());
-            check_tokens(&mut state, &self.id)?;
+            check(&state.tokens, &mut state.counts.tokens, &self.id, TOKENS)?;
             state.tokens.take(tokens as f64);
         }
         self.charge.lock().tokens = tokens;
