@@ -107,34 +107,19 @@ impl Outbound {
         }
     }
 
-    /// The connector of a client.
-    pub fn connector(&self, connect_timeout: Duration) -> Connector {
-        self.connect_by(connect_timeout, WorkerAllow::default(), false)
-    }
-
-    /// What a client connects with to workers that were added over HTTP: each connection is held to `allow`, whatever
-    /// the worker's name meant when it was added.
-    pub fn connector_within(&self, allow: WorkerAllow, connect_timeout: Duration) -> Connector {
-        self.connect_by(connect_timeout, allow, true)
-    }
-
-    fn connect_by(
-        &self,
-        connect_timeout: Duration,
-        allow: WorkerAllow,
-        checks_addresses: bool,
-    ) -> Connector {
+    /// The connector of a client. With `allow` it is for workers that were added over HTTP: each
+    /// connection is held to that, whatever the worker's name meant when it was added.
+    pub fn connector(&self, connect_timeout: Duration, allow: Option<WorkerAllow>) -> Connector {
         let look_up = Arc::new(|name: Name| -> BoxFuture<'static, _> {
             Box::pin(async move { Ok(lookup_host((name.as_str(), 0)).await?.collect()) })
         });
-        let names = Names { look_up, allow };
-        let mut http = HttpConnector::new_with_resolver(names.clone());
+        let names = Names { look_up, allow: allow.clone().unwrap_or_default() };
+        let mut http = HttpConnector::new_with_resolver(names);
         http.enforce_http(false);
         http.set_nodelay(true);
         http.set_connect_timeout(Some(connect_timeout));
         http.set_keepalive(Some(Duration::from_secs(30)));
-        let literals = checks_addresses.then_some(names.allow);
-        Connector { http, literals, outbound: self.clone(), connect_timeout }
+        Connector { http, literals: allow, outbound: self.clone(), connect_timeout }
     }
 }
 
@@ -410,7 +395,7 @@ mod tests {
         let told = Arc::new(Mutex::new(vec![at("127.0.0.1")]));
         let connector = |allow: &str| {
             let allow = WorkerAllow::parse(allow).unwrap();
-            let mut connector = Outbound::default().connector_within(allow.clone(), TIMEOUT);
+            let mut connector = Outbound::default().connector(TIMEOUT, Some(allow.clone()));
             let told = Arc::clone(&told);
             let look_up = Arc::new(move |_| -> BoxFuture<'static, _> {
                 Box::pin(std::future::ready(Ok(told.lock().clone())))
@@ -445,12 +430,12 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
         let allow = WorkerAllow::parse("10.0.0.0/8").unwrap();
-        let mut added = Outbound::default().connector_within(allow, TIMEOUT);
+        let mut added = Outbound::default().connector(TIMEOUT, Some(allow));
         let refused = connect(&mut added, &url).await.unwrap_err();
         assert_eq!(refused, "127.0.0.1 is not among the addresses of --worker-allow");
         let refused = connect(&mut added, "http://[::1]:1").await.unwrap_err();
         assert_eq!(refused, "::1 is not among the addresses of --worker-allow");
-        let mut flags = Outbound::default().connector(TIMEOUT);
+        let mut flags = Outbound::default().connector(TIMEOUT, None);
         assert!(connect(&mut flags, &url).await.is_ok());
     }
 }

@@ -121,7 +121,7 @@ impl RemoteIndexer {
         if deadline.is_zero() {
             return Err(Error::Config("--remote-indexer-deadline must be above 0".to_owned()));
         }
-        let connector = http.outbound.connector(*deadline);
+        let connector = http.outbound.connector(*deadline, None);
         let client = Client::builder(TokioExecutor::new())
             .pool_timer(TokioTimer::new())
             .pool_idle_timeout(IDLE_TIMEOUT)

@@ -77,8 +77,8 @@ impl Upstream {
         let authorization = api_key.map(|key| bearer("--worker-api-key", key)).transpose()?;
         let (outbound, limit) = (&options.http.outbound, options.connect_timeout);
         let allow = options.http.worker_allow.clone();
-        let client = client_with(outbound.connector(limit));
-        let client_of_added = client_with(outbound.connector_within(allow, limit));
+        let client = client_with(outbound.connector(limit, None));
+        let client_of_added = client_with(outbound.connector(limit, Some(allow)));
         Ok(Self { client, client_of_added, authorization })
     }
 

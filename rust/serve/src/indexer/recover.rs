@@ -76,7 +76,7 @@ pub(super) async fn recover(
     trusted: Vec<String>,
 ) {
     wait_for_listeners(&catalog).await;
-    let connector = http.outbound.connector(CONNECT_TIMEOUT);
+    let connector = http.outbound.connector(CONNECT_TIMEOUT, None);
     let client = Client::builder(TokioExecutor::new()).build(connector);
     let credential = http.lock().credential().clone();
     let client = HttpClient { client, credential, trusted };
@@ -353,8 +353,8 @@ mod tests {
         let http = Http::of(settings, Face::Control).unwrap();
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let peer = format!("http://{}", listener.local_addr().unwrap());
-        let client =
-            Client::builder(TokioExecutor::new()).build(http.outbound.connector(CONNECT_TIMEOUT));
+        let client = Client::builder(TokioExecutor::new())
+            .build(http.outbound.connector(CONNECT_TIMEOUT, None));
         let credential = http.lock().credential().clone();
         let trusted = if trusts_it { vec![peer.clone()] } else { vec!["http://other".to_owned()] };
         let client = HttpClient { client, credential, trusted };
