@@ -31,7 +31,7 @@
 //!     }
 //! });
 //!
-//! let app = IndexerApp::service(Arc::clone(&catalog), IndexerOptions::default(), &Http::default())?;
+//! let app = IndexerApp::new(Arc::clone(&catalog), IndexerOptions::default(), &Http::default())?;
 //! let listener = tokio::net::TcpListener::bind("127.0.0.1:8090").await?;
 //! serve(listener, app, ServeLimits::default(), shutdown).await?;
 //! catalog.commands.close();
@@ -54,8 +54,8 @@ pub(super) mod request;
 mod startup;
 
 pub use super::settings::IndexerOptions;
+pub use app::IndexerApp;
 pub(super) use app::query_routes;
-pub use app::{IndexerApp, IndexerService};
 pub use fleet::FoundWorkers;
 pub(super) use mask::HashMask;
 pub use overlap::query_tokens;

@@ -7,7 +7,7 @@ use kvflash_core::clock::SystemClock;
 use kvflash_core::ids::Worker;
 use kvflash_core::select::IndexSettings;
 use kvflash_core::settings::Concern;
-use kvflash_serve::indexer::{IndexerApp, IndexerOptions, IndexerService, query_tokens};
+use kvflash_serve::indexer::{IndexerApp, IndexerOptions, query_tokens};
 use kvflash_serve::{Face, Http};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
@@ -30,7 +30,7 @@ pub(super) struct Indexer {
     http: Http,
     service: Service,
     /// Set by the start.
-    app: OnceLock<IndexerService>,
+    app: OnceLock<IndexerApp>,
 }
 
 #[pymethods]
@@ -69,7 +69,7 @@ impl Indexer {
     fn start(&self, py: Python<'_>, host: &str, port: u16) -> Raised<u16> {
         released(py, || {
             let app = self.service.enter(|| {
-                IndexerApp::service(Arc::clone(&self.catalog), self.options.clone(), &self.http)
+                IndexerApp::new(Arc::clone(&self.catalog), self.options.clone(), &self.http)
             })?;
             // It starts once.
             let _ = self.app.set(app.clone());
@@ -79,7 +79,7 @@ impl Indexer {
 
     /// Whether it has recovered from a peer and has its initial workers, as GET /ready reports it.
     fn is_ready(&self, py: Python<'_>) -> bool {
-        py.detach(|| self.app.get().is_some_and(IndexerService::is_ready))
+        py.detach(|| self.app.get().is_some_and(IndexerApp::is_ready))
     }
 
     /// Whether clients reach it; False while another process at its port serves them.

@@ -61,42 +61,25 @@ struct App {
     worker_allow: WorkerAllow,
 }
 
-/// The indexer's HTTP service over a catalog.
-pub struct IndexerApp;
+/// The indexer's HTTP service over a catalog, for [`super::super::serve`].
+///
+/// # Cost
+/// Queries, which gateways send for each prompt, take a shorter path than through the router.
+#[derive(Clone)]
+pub struct IndexerApp {
+    app: Arc<App>,
+    router: Router,
+}
 
 impl IndexerApp {
-    /// The service over `catalog`, for [`super::super::serve`].
-    ///
-    /// # Errors
-    /// Those of [`Self::router`], which this wraps, and which explains peers.
-    ///
-    /// # Cost
-    /// Queries, which gateways send for each prompt, take a shorter path than through the router.
-    pub fn service(
-        catalog: Arc<Catalog>,
-        options: IndexerOptions,
-        http: &Http,
-    ) -> KvResult<IndexerService> {
-        let (app, router) = Self::build(catalog, options, http)?;
-        Ok(IndexerService { app, router: TowerToHyperService::new(router) })
-    }
-
-    /// The same as routes, to be combined with others.
+    /// The service over `catalog`.
     ///
     /// With peers, recovery begins here, in the current tokio runtime. Publishers wait for its end,
     /// including those registered before if [`Catalog::hold`] was called first.
     ///
     /// # Errors
     /// `InvalidArgument` for a peer with an invalid URL, `Config` for an invalid prefix of metrics.
-    pub fn router(catalog: Arc<Catalog>, options: IndexerOptions, http: &Http) -> KvResult<Router> {
-        Self::build(catalog, options, http).map(|(_, router)| router)
-    }
-
-    fn build(
-        catalog: Arc<Catalog>,
-        options: IndexerOptions,
-        http: &Http,
-    ) -> KvResult<(Arc<App>, Router)> {
+    pub fn new(catalog: Arc<Catalog>, options: IndexerOptions, http: &Http) -> KvResult<Self> {
         check_prefix(&options.metrics_prefix)?;
         if http.mask.is_some() && !options.peers.is_empty() {
             return Err(Error::Config(format!(
@@ -157,25 +140,21 @@ impl IndexerApp {
         let router = openapi::complete(router, openapi::INDEXER);
         let router = router.with_state(Arc::clone(&app));
         let router = router.layer(from_fn(refuse_encoded)).layer(counted);
-        Ok((app, router))
+        Ok(Self { app, router })
     }
-}
 
-/// The result of [`IndexerApp::service`].
-#[derive(Clone)]
-pub struct IndexerService {
-    app: Arc<App>,
-    router: TowerToHyperService<Router>,
-}
+    /// The same as routes, to be combined with others.
+    pub fn router(&self) -> Router {
+        self.router.clone()
+    }
 
-impl IndexerService {
     /// Whether the start is complete, as GET /ready reports it.
     pub fn is_ready(&self) -> bool {
         self.app.startup.is_ready(&self.app.catalog)
     }
 }
 
-impl crate::App for IndexerService {
+impl crate::App for IndexerApp {
     type Service = Self;
 
     fn serve_peer(&self, _peer: crate::Peer) -> Self {
@@ -183,7 +162,7 @@ impl crate::App for IndexerService {
     }
 }
 
-impl hyper::service::Service<Request<Incoming>> for IndexerService {
+impl hyper::service::Service<Request<Incoming>> for IndexerApp {
     type Response = Response;
     type Error = Infallible;
     type Future = Either<
@@ -204,7 +183,7 @@ impl hyper::service::Service<Request<Incoming>> for IndexerService {
                     Ok(response)
                 }))
             }
-            _ => Either::Right(self.router.call(request)),
+            _ => Either::Right(TowerToHyperService::new(self.router()).call(request)),
         }
     }
 }

@@ -84,8 +84,8 @@ async fn to_end(stream: &mut TcpStream) -> String {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_short_way_answers_as_the_router_does() {
     let catalog = catalog();
-    let short = IndexerApp::service(Arc::clone(&catalog), options(), &Http::default()).unwrap();
-    let long = IndexerApp::router(catalog, options(), &Http::default()).unwrap();
+    let short = IndexerApp::new(Arc::clone(&catalog), options(), &Http::default()).unwrap();
+    let long = IndexerApp::new(catalog, options(), &Http::default()).unwrap().router();
     let short = start(short, ServeLimits::default()).await;
     let long = start(long, ServeLimits::default()).await;
     let msgpack = "content-type: application/msgpack\r\n";
@@ -164,7 +164,7 @@ async fn an_address_has_a_limit_of_connections_and_a_proxy_has_none() {
         };
         Http::of(settings, Face::Control).unwrap().limits(Duration::ZERO)
     };
-    let service = || IndexerApp::service(catalog(), options(), &Http::default()).unwrap();
+    let service = || IndexerApp::new(catalog(), options(), &Http::default()).unwrap();
     let server = start(service(), limits("10.0.0.0/8")).await;
     let (_first, _second) = (server.connect().await, server.connect().await);
     let mut third = server.connect().await;
@@ -191,7 +191,7 @@ async fn probes_are_answered_while_all_connections_are_taken() {
     let http = Http::of(settings, Face::Control).unwrap();
     let limits = http.limits(Duration::ZERO);
     let crowded_out = limits.crowded_out.clone();
-    let server = start(IndexerApp::service(catalog(), options(), &http).unwrap(), limits).await;
+    let server = start(IndexerApp::new(catalog(), options(), &http).unwrap(), limits).await;
     let held = [server.connect().await, server.connect().await];
     let mut silent = Vec::new();
     for _ in 0..100 {
@@ -221,7 +221,7 @@ async fn a_question_that_does_not_come_ends() {
     let body_timeout = Duration::from_millis(50);
     let settings = HttpSettings { body_timeout, ..HttpSettings::default() };
     let http = Http::of(settings, Face::Control).unwrap();
-    let service = IndexerApp::service(catalog(), options(), &http).unwrap();
+    let service = IndexerApp::new(catalog(), options(), &http).unwrap();
     let server = start(service, http.limits(Duration::ZERO)).await;
     for path in ["/query", "/query_by_hash", "/register"] {
         let mut stream = server.connect().await;
@@ -241,7 +241,7 @@ async fn a_slow_head_is_cut_off_whenever_it_comes() {
     let limits =
         ServeLimits { header_timeout: Duration::from_millis(100), ..ServeLimits::default() };
     let server =
-        start(IndexerApp::service(catalog(), options(), &Http::default()).unwrap(), limits).await;
+        start(IndexerApp::new(catalog(), options(), &Http::default()).unwrap(), limits).await;
     let mut first = server.connect().await;
     first.write_all(b"POST /query HTTP/1.1\r\nhost:").await.unwrap();
     assert_eq!(to_end(&mut first).await, "");
@@ -262,7 +262,7 @@ async fn a_slow_head_is_cut_off_whenever_it_comes() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_open_question_is_answered_after_the_stop() {
-    let service = IndexerApp::service(catalog(), options(), &Http::default()).unwrap();
+    let service = IndexerApp::new(catalog(), options(), &Http::default()).unwrap();
     let server = start(service, ServeLimits::default()).await;
     let mut stream = server.connect().await;
     let head =
@@ -285,7 +285,7 @@ async fn an_open_question_is_answered_after_the_stop() {
 /// yet.
 #[tokio::test]
 async fn who_had_been_queued_at_the_stop_is_not_reset() {
-    let service = IndexerApp::service(catalog(), options(), &Http::default()).unwrap();
+    let service = IndexerApp::new(catalog(), options(), &Http::default()).unwrap();
     let server = start(service, ServeLimits::default()).await;
     let (mut asking, mut idle) = {
         let connect = || std::net::TcpStream::connect(server.address).unwrap();
@@ -317,7 +317,7 @@ async fn hashes_in_dumps_are_hidden_where_a_secret_says_so() {
         let hash_secret_file = secret.map(std::path::Path::to_owned);
         let settings = HttpSettings { hash_secret_file, ..HttpSettings::default() };
         let http = Http::of(settings, Face::Control).unwrap();
-        let service = IndexerApp::service(catalog, options(), &http).unwrap();
+        let service = IndexerApp::new(catalog, options(), &http).unwrap();
         let server = start(service, ServeLimits::default()).await;
         let mut answers = Vec::new();
         for path in ["/dump", "/dump?format=snapshot", "/digest"] {
@@ -345,6 +345,6 @@ async fn hashes_in_dumps_are_hidden_where_a_secret_says_so() {
     let settings = HttpSettings { hash_secret_file: Some(path), ..HttpSettings::default() };
     let http = Http::of(settings, Face::Control).unwrap();
     let options = IndexerOptions { peers: vec!["http://a:1".to_owned()], ..options() };
-    let error = IndexerApp::service(catalog(), options, &http).err().unwrap().to_string();
+    let error = IndexerApp::new(catalog(), options, &http).err().unwrap().to_string();
     assert!(error.contains("--hash-secret-file with --peers"), "{error}");
 }
