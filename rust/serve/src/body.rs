@@ -107,6 +107,8 @@ enum Unreadable {
     Slow,
     /// All bodies together have too many bytes.
     Full,
+    /// Other large bodies were read all the time.
+    NoTurn,
 }
 
 /// Bytes that count until their last reader is done.
@@ -251,7 +253,7 @@ impl Intake {
         match self.read(&mut body, limit, is_enough).await {
             Ok((received, is_whole)) => Ok((received, Some(body).filter(|_| !is_whole))),
             Err(why) => {
-                if matches!(why, Unreadable::TooLarge | Unreadable::Full) {
+                if matches!(why, Unreadable::TooLarge | Unreadable::Full | Unreadable::NoTurn) {
                     discard(&mut body).await;
                 }
                 Err(self.refuse(&why, limit))
@@ -286,7 +288,7 @@ impl Intake {
                 let kib = (declared.min(LARGE_AT_ONCE) / 1_024).max(1) as u32;
                 let its_turn = Arc::clone(&self.turns).acquire_many_owned(kib);
                 let its_turn = tokio::time::timeout(self.timeout, its_turn).await;
-                turn = its_turn.map_err(|_| Unreadable::Full)?.ok();
+                turn = its_turn.map_err(|_| Unreadable::NoTurn)?.ok();
                 // Its time begins when it is read.
                 (began, before_turn, rate) = (Instant::now(), received, LARGE_RATE);
             }
@@ -376,6 +378,14 @@ impl Intake {
                 );
                 ("memory", Error::Overloaded(what).into())
             }
+            Unreadable::NoTurn => {
+                let seconds = self.timeout.as_secs_f64();
+                let what = format!(
+                    "other large request bodies were read for {seconds} s (--body-timeout), as many as are read at \
+                     once; try again"
+                );
+                ("memory", Error::Overloaded(what).into())
+            }
         };
         self.refused.get_or_create(&CauseLabel { cause }).inc();
         reject
@@ -414,4 +424,27 @@ fn memory() -> u64 {
     group
         .or_else(old)
         .map_or(machine, |group| if machine == 0 { group } else { group.min(machine) })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::io;
+
+    use futures_util::stream;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_body_that_gets_no_turn_is_told_so() {
+        let (large, timeout) = (Arc::default(), Duration::from_secs(60));
+        let intake = Intake::new(2 * LARGE_BYTES, timeout, 0, &large, &mut Registry::default());
+        let _others = intake.turns.acquire_many((LARGE_AT_ONCE / 1_024) as u32).await.unwrap();
+        let pieces = [Bytes::from(vec![0; LARGE_BYTES]), Bytes::from_static(b"more")];
+        let body = axum::body::Body::from_stream(stream::iter(pieces.map(Ok::<_, io::Error>)));
+        let reject = intake.whole(body).await.unwrap_err();
+        let message = &reject.message;
+        assert!(message.contains("were read for 60 s (--body-timeout)"), "{message}");
+        assert_eq!((reject.status.as_u16(), reject.retry_after_s), (429, Some(1)));
+    }
 }
