@@ -1,7 +1,6 @@
 //! What surrounds the app on each connection: its limits of time, and the stages before every
 //! request, which are the connection limit, authorization and catching panics.
 
-use std::any::Any;
 use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::future::Future;
@@ -17,7 +16,6 @@ use axum::body::Body;
 use axum::http::header::CONNECTION;
 use axum::http::{HeaderValue, Request, Response, StatusCode};
 use futures_util::FutureExt;
-use futures_util::future::{CatchUnwind, Either, Map};
 use hyper::body::Incoming;
 use hyper::rt::{Sleep, Timer};
 use hyper::service::Service;
@@ -28,7 +26,7 @@ use tokio::task::AbortHandle;
 
 use super::Reject;
 use super::body::discard;
-use super::lock::{Admitted, Lock, Refusal, Side, Verdict};
+use super::lock::{Lock, Side, Verdict};
 
 /// Admits or refuses requests, and answers 500 if the service panics, which ends only that request.
 /// A connection beyond the limit only gets answers to probes.
@@ -43,8 +41,6 @@ pub(super) struct Guarded<S> {
     pub beyond: Option<usize>,
 }
 
-type Outcome = Result<Response<Body>, Infallible>;
-
 impl<S> Service<Request<Incoming>> for Guarded<S>
 where
     S: Service<Request<Incoming>, Response = Response<Body>, Error = Infallible, Future: Send>
@@ -54,84 +50,55 @@ where
 {
     type Response = Response<Body>;
     type Error = Infallible;
-    type Future = Either<Answering<S::Future>, Pin<Box<dyn Future<Output = Outcome> + Send>>>;
+    type Future = Pin<Box<dyn Future<Output = Result<Response<Body>, Infallible>> + Send>>;
 
-    fn call(&self, request: Request<Incoming>) -> Self::Future {
+    fn call(&self, mut request: Request<Incoming>) -> Self::Future {
+        let (lock, service) = (self.lock.clone(), Arc::clone(&self.service));
         if let Some(limit) = self.beyond.filter(|_| !is_probe(request.uri().path())) {
-            let lock = self.lock.clone();
-            return Either::Right(refuse_beyond(lock, request, limit).map(Ok).boxed());
+            return refuse_beyond(lock, request, limit).map(Ok).boxed();
         }
         let (panics, peer) = (self.panics.clone(), self.peer);
-        match self.lock.look(&request, peer, &self.certified) {
-            Verdict::Open(admitted) => {
-                Either::Left(answering(&*self.service, panics, request, admitted))
-            }
-            Verdict::Answered(answer) => Either::Right(std::future::ready(Ok(answer)).boxed()),
-            Verdict::Refused(refusal) => {
-                let lock = self.lock.clone();
-                Either::Right(refuse(lock, request, peer, refusal).map(Ok).boxed())
-            }
-            Verdict::Slow(key) => {
-                let (lock, service) = (self.lock.clone(), Arc::clone(&self.service));
-                Either::Right(Box::pin(async move {
-                    match lock.compare(&request, peer, key).await {
-                        Ok(admitted) => answering(&*service, panics, request, admitted).await,
-                        Err(refusal) => Ok(refuse(lock, request, peer, refusal).await),
-                    }
-                }))
-            }
-        }
+        let verdict = lock.look(&request, peer, &self.certified);
+        Box::pin(async move {
+            let admitted = match verdict {
+                Verdict::Open(admitted) => Ok(admitted),
+                Verdict::Refused(refusal) => Err(refusal),
+                Verdict::Answered(answer) => return Ok(answer),
+                Verdict::Slow(key) => lock.compare(&request, peer, key).await,
+            };
+            let admitted = match admitted {
+                Ok(admitted) => admitted,
+                Err(refusal) => {
+                    discard(request.body_mut()).await;
+                    return Ok(lock.refuse(&request, peer, refusal));
+                }
+            };
+            admitted.enter(&mut request);
+            // State that a panic may have left incomplete is not reused: state that outlives a
+            // request is protected by parking_lot locks, which do not poison, and changes in calls
+            // that do not panic midway.
+            let answering = AssertUnwindSafe(async { service.call(request).await });
+            let mut response = match answering.catch_unwind().await {
+                Ok(Ok(response)) => response,
+                Err(_) => {
+                    panics.inc();
+                    failed()
+                }
+            };
+            admitted.leave(&mut response);
+            Ok(response)
+        })
     }
 }
 
-/// The response to a refused request, after its body was discarded.
-async fn refuse(
-    lock: Lock,
-    mut request: Request<Incoming>,
-    peer: SocketAddr,
-    refusal: Refusal,
-) -> Response<Body> {
-    discard(request.body_mut()).await;
-    lock.refuse(&request, peer, refusal)
+/// The response to a request on which the service panicked.
+fn failed() -> Response<Body> {
+    let what = "kvflash failed on this request; please report it with the lines of its log";
+    let mut response = Reject::new(StatusCode::INTERNAL_SERVER_ERROR, what).openai();
+    // It is unknown how much of the request's body was read.
+    response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+    response
 }
-
-type Answering<F> = Map<
-    CatchUnwind<AssertUnwindSafe<F>>,
-    Box<dyn FnOnce(Caught<Response<Body>>) -> Outcome + Send>,
->;
-
-/// The service's response to an admitted request, or 500.
-fn answering<S>(
-    service: &S,
-    panics: Counter,
-    mut request: Request<Incoming>,
-    admitted: Admitted,
-) -> Answering<S::Future>
-where
-    S: Service<Request<Incoming>, Response = Response<Body>, Error = Infallible, Future: Send>,
-{
-    admitted.enter(&mut request);
-    let answer = move |outcome: Caught<Response<Body>>| {
-        let mut outcome = outcome.unwrap_or_else(|_| {
-            panics.inc();
-            let what = "kvflash failed on this request; please report it with the lines of its log";
-            let mut response = Reject::new(StatusCode::INTERNAL_SERVER_ERROR, what).openai();
-            // It is unknown how much of the request's body was read.
-            response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
-            Ok(response)
-        });
-        if let Ok(response) = &mut outcome {
-            admitted.leave(response);
-        }
-        outcome
-    };
-    // State that a panic may have left incomplete is not reused: state that outlives a request is
-    // protected by parking_lot locks, which do not poison, and changes in calls that do not panic
-    // midway.
-    AssertUnwindSafe(service.call(request)).catch_unwind().map(Box::new(answer))
-}
-
-type Caught<T> = Result<Result<T, Infallible>, Box<dyn Any + Send>>;
 
 /// Connections beyond `--max-connections`. Another one ends the oldest: a probe sends its request
 /// right after connecting, so connections that send nothing do not block it.

@@ -12,7 +12,7 @@ pub use caller::Caller;
 pub(crate) use caller::{Side, Subject};
 pub(crate) use credential::Credential;
 pub use entry::Lock;
-pub(crate) use entry::{Admitted, Refusal, Verdict};
+pub(crate) use entry::Verdict;
 pub use keys::{Key, Pass, Role, check_keys};
 pub use rules::Face;
 pub(crate) use rules::nets;
