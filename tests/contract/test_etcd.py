@@ -7,8 +7,8 @@ import json
 import logging
 import os
 from base64 import b64encode
-from collections.abc import AsyncIterator, Iterator
-from contextlib import closing
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import aiohttp
@@ -270,30 +270,37 @@ def test_the_next_address_is_asked_when_one_fails(server: EtcdServer) -> None:
     run(scenario())
 
 
+@asynccontextmanager
+async def in_place_of_etcd(reply: Callable[[str], tuple[int, bytes]]) -> AsyncIterator[str]:
+    """The URL of a server that answers a path with this status and body."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        status, body = reply((await reader.readuntil(b"\r\n\r\n")).decode().split()[1])
+        head = f"HTTP/1.1 {status} .\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        writer.write(head.encode() + body)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
 @pytest.mark.parametrize(
     "bad",
     [b'{"result": null}', b'{"error": {"grpc_code": null}}', b'{"error": {"grpc_code": "x"}}'],
 )
 def test_a_lease_is_renewed_after_an_answer_that_is_none_of_etcds(bad: bytes) -> None:
-    renewals = 0
-
     async def scenario() -> None:
-        renewed = asyncio.Event()
+        renewals, renewed = [bad], asyncio.Event()
 
-        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            nonlocal renewals
-            body = b"{}"
-            if b"/lease/keepalive" in await reader.readuntil(b"\r\n\r\n"):
-                renewals += 1
-                body = bad if renewals == 1 else b'{"result": {"TTL": "2"}}'
-                if renewals > 1:
-                    renewed.set()
-            head = f"HTTP/1.1 200 .\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
-            writer.write(head.encode() + body)
-            writer.close()
+        def reply(path: str) -> tuple[int, bytes]:
+            if not path.endswith("/lease/keepalive"):
+                return 200, b"{}"
+            if renewals:
+                return 200, renewals.pop()
+            renewed.set()
+            return 200, b'{"result": {"TTL": "2"}}'
 
-        async with await asyncio.start_server(answer, "127.0.0.1", 0) as proxy:
-            url = f"http://127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
+        async with in_place_of_etcd(reply) as url:
             mine = open_discovery("etcd", endpoints=url)
             lease = await mine.lease(2.0)
             await asyncio.wait_for(renewed.wait(), 30)
@@ -307,20 +314,16 @@ def test_a_lease_is_renewed_after_an_answer_that_is_none_of_etcds(bad: bytes) ->
 def test_a_watch_survives_a_line_that_is_none_of_etcds(line: bytes) -> None:
     looks = 0
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def reply(path: str) -> tuple[int, bytes]:
         nonlocal looks
-        body = line + b"\n"
-        if b"/v3/watch" not in await reader.readuntil(b"\r\n\r\n"):
-            looks += 1
-            pair = {"key": b64encode(b"k").decode(), "value": b64encode(b"%d" % looks).decode()}
-            body = json.dumps({"header": {"revision": str(looks)}, "kvs": [pair]}).encode()
-        head = f"HTTP/1.1 200 .\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        writer.write(head.encode() + body)
-        writer.close()
+        if path.endswith("/watch"):
+            return 200, line + b"\n"
+        looks += 1
+        pair = {"key": b64encode(b"k").decode(), "value": b64encode(b"%d" % looks).decode()}
+        return 200, json.dumps({"header": {"revision": str(looks)}, "kvs": [pair]}).encode()
 
     async def scenario() -> None:
-        async with await asyncio.start_server(answer, "127.0.0.1", 0) as proxy:
-            url = f"http://127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
+        async with in_place_of_etcd(reply) as url:
             mine = open_discovery("etcd", endpoints=url)
             watch = mine.watch("k")
             heard = [await asyncio.wait_for(anext(watch), 30) for _ in range(3)]
@@ -336,15 +339,8 @@ def test_a_watch_survives_a_line_that_is_none_of_etcds(line: bytes) -> None:
 def test_whatever_answers_in_its_place_is_not_reached(status: int, body: bytes) -> None:
     """As a load balancer does before an etcd that restarts."""
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        head = f"HTTP/1.1 {status} .\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        writer.write(head.encode() + body)
-        writer.close()
-
     async def scenario() -> None:
-        async with await asyncio.start_server(answer, "127.0.0.1", 0) as proxy:
-            url = f"http://127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
+        async with in_place_of_etcd(lambda _: (status, body)) as url:
             mine = open_discovery("etcd", endpoints=url)
             with pytest.raises(TransportError, match=f"{url}: status {status} without an answer"):
                 await mine.get_prefix("k")
