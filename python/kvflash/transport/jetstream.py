@@ -308,7 +308,10 @@ class JetStreamReader:
         self._wanted = max(0, self._wanted - 1)
         try:
             sequence = raw.metadata.sequence.stream
-        except (nats.errors.NotJSMessageError, ValueError):
+        except (nats.errors.NotJSMessageError, ValueError, OverflowError, OSError):
+            # The client also converts the time: one far away is any of the last three.
+            sequence = 0
+        if sequence < 1:
             logger.warning("consumer %s: a message that is not the stream's: dropped", self._name)
             return
         self._last_reply = (sequence, raw.reply)
