@@ -33,6 +33,8 @@ _PULL_BYTES = 16 * 1024 * 1024
 _WAITING_MESSAGES_MAX = 4 * _PULL_MESSAGES
 _WAITING_BYTES_MAX = 4 * _PULL_BYTES
 _PULL_EXPIRES_S = 30.0
+# How long after that a request that the server has not ended counts as lost.
+_PULL_LATE_S = 5.0
 # Unacknowledged messages after which the server stops sending.
 _ACK_PENDING_MAX = 20_000
 _ACK_WAIT_S = 30.0
@@ -224,6 +226,8 @@ class JetStreamReader:
         self._waiting: asyncio.Queue[Msg] = asyncio.Queue(_WAITING_MESSAGES_MAX)
         self._subscription: Any = None
         self._wanted = 0
+        # When the last request was sent, or anything was received.
+        self._heard_s = 0.0
         self._last_reply: tuple[int, str] | None = None
         self._broken: TransportError | None = None
 
@@ -239,21 +243,27 @@ class JetStreamReader:
     async def fetch(self, timeout_s: float) -> Sequence[Message]:
         """The next messages in order; empty after ``timeout_s``. Some may be missing or repeated.
 
-        If requests for messages are lost, with a connection or a server, it returns none any more.
-        Raises TransportError if the server says that the reader or its stream is gone.
+        Raises TransportError if the server says that the reader or its stream is gone, or if it has
+        lost the requests for messages: it would send none any more.
         """
         if self._broken is not None:
             raise self._broken
         loop = asyncio.get_running_loop()
         if self._wanted <= _PULL_MESSAGES // 2:
             await self._pull()
+            self._heard_s = loop.time()
         messages: list[Message] = []
         end = loop.time() + timeout_s
         while not messages:
             try:
                 raw = await asyncio.wait_for(self._waiting.get(), end - loop.time())
             except asyncio.TimeoutError:
+                silent_s = loop.time() - self._heard_s
+                if silent_s > _PULL_EXPIRES_S + _PULL_LATE_S:
+                    what = f"consumer {self._name}: its requests are lost"
+                    raise TransportError(f"{what}: no answer for {silent_s:.0f} s") from None
                 return []
+            self._heard_s = loop.time()
             self._take(raw, messages)
             while not self._waiting.empty():
                 try:
