@@ -253,12 +253,14 @@ class ZmqReceiver:
             return
         subscription.repair.hold()
         self._follow(subscription, [])
-        self._catalog.set_status(subscription.publisher, "paused")
+        # Without a socket the status tells why.
+        if subscription.is_open:
+            self._catalog.set_status(subscription.publisher, "paused")
 
     def _release(self, subscription: _Subscription) -> None:
         if not subscription.repair.is_held:
             return
-        if not subscription.has_failed:
+        if subscription.is_open and not subscription.has_failed:
             status = "active" if subscription.is_connected else "pending"
             self._catalog.set_status(subscription.publisher, status)
         self._follow(subscription, subscription.repair.release(subscription.is_connected))

@@ -895,6 +895,23 @@ def test_a_publisher_without_a_socket_gets_one_when_there_is_one(http, engine, c
     wait_for_sequence(http, 1, made.publish(one(1)))
 
 
+def test_a_pause_hides_no_failure(http, embedded, engine, monkeypatch):
+    # So that it is told only once.
+    monkeypatch.setattr("kvflash.transport.zmq._REOPEN_S", 3_600.0)
+    made = engine(replay=False)
+    http.get("/workers")
+    with no_more_files():
+        register(http, made, is_awaited=False)
+        until(lambda: listener(http, 1)["status"] == "failed", "the failure")
+        publisher = subscription_of(embedded.receiver, made).publisher
+        for kind in ("pause", "resume"):
+            embedded.receiver.obey((kind, publisher, "", None))
+            in_one_turn(embedded.receiver, lambda: None)
+            entry = listener(http, 1)
+            assert entry["status"] == "failed"
+            assert "can't open a socket: Too many open files" in entry["last_error"]
+
+
 def test_a_gap_without_a_socket_for_its_replay_is_given_up(http, engine):
     made = engine()
     register(http, made)
