@@ -27,6 +27,8 @@ def as_chat(body: Body, *, needs_max_tokens: bool = True) -> Body:
     """Convert a message request to a chat; refuses wrong fields."""
     if needs_max_tokens and body.get("max_tokens") is None:
         refuse("max_tokens is required", "max_tokens")
+    if body.get("messages") is None:
+        refuse("messages is required", "messages")
     messages: list[Body] = []
     if system := body.get("system"):
         texts = _texts(system, "system")

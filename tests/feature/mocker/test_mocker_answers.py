@@ -307,6 +307,13 @@ def test_messages_call_and_end(mocker: Mocker, http: Http) -> None:
     assert http.post(MESSAGES, none)["content"][0]["type"] == "text"
 
 
+@pytest.mark.parametrize("path", [MESSAGES, f"{MESSAGES}/count_tokens"])
+@pytest.mark.parametrize("told", [{}, {"messages": None}])
+def test_a_system_prompt_alone_is_refused(http: Http, path: str, told: dict[str, Any]) -> None:
+    status, answer, _ = http.call("POST", path, {"max_tokens": 5, "system": "x", **told})
+    assert (status, answer["error"]["message"]) == (400, "messages is required")
+
+
 def test_messages_stop(http: Http) -> None:
     body = {"max_tokens": 300, "messages": USER, "stop_sequences": ["@", " "]}
     stopped = http.post(MESSAGES, body)
