@@ -142,7 +142,7 @@ def parse_tokens(request: Fields, config: MockerConfig) -> GenerationParams:
     """Check a request of the runtime; an InvalidArgumentError names the wrong field."""
     prompt_ids = parse_token_ids(request.get("token_ids"), "token_ids")
     room = _room(len(prompt_ids), "token_ids", config)
-    lora_name = request.get("lora_name") or config.model_name
+    lora_name = read(request, "lora_name", is_text, "text") or config.model_name
     if lora_name != config.model_name and lora_name not in config.lora_adapters:
         refuse(f"lora_name {lora_name!r} is not one of {list(config.lora_adapters)}", "lora_name")
     result = mapping(mapping(request, "prefill_result"), "disaggregated_params")

@@ -10,7 +10,12 @@ from kvflash.mocker.admin import render
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.fields import ApiError
 from kvflash.mocker.options import AnswerOptions
-from kvflash.mocker.protocol import GenerationParams, parse_generation, parse_json
+from kvflash.mocker.protocol import (
+    GenerationParams,
+    parse_generation,
+    parse_json,
+    parse_tokens,
+)
 from kvflash.mocker.request import Request
 from kvflash.mocker.scheduler import Scheduler
 from kvflash.mocker.tokenizer import ByteTokenizer
@@ -175,6 +180,26 @@ def test_unknown_models_are_not_found(model: object) -> None:
     with pytest.raises(ApiError) as error:
         parse({"model": model, "prompt": "a"})
     assert (error.value.status, error.value.body["error"]["type"]) == (404, "NotFoundError")
+
+
+def test_the_runtime_names_an_adapter_or_none() -> None:
+    for lora_name, found in (("first", "first"), ("", None), (None, None), ("m", None)):
+        assert parse_tokens({"token_ids": [1], "lora_name": lora_name}, CONFIG).lora_name == found
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"lora_name": {}}, "lora_name must be text, got {}"),
+        ({"lora_name": []}, "lora_name must be text, got []"),
+        ({"lora_name": 0}, "lora_name must be text, got 0"),
+        ({"lora_name": "no"}, "lora_name 'no' is not one of ['first', 'second']"),
+    ],
+)
+def test_refusals_of_the_runtimes_requests(fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(ApiError) as error:
+        parse_tokens({"token_ids": [1], **fields}, CONFIG)
+    assert told == str(error.value)
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[1]", b"\xff", b"[" * 100_000, b'{"a": "\\ud800"}'])
