@@ -33,8 +33,17 @@ def read(
     if value is None:
         return default
     if not is_legal(value):
-        refuse(f"{name} must be {wanted}, got {value!r:.80}", name)
+        refuse(f"{name} must be {wanted}, got {shown(value)}", name)
     return value
+
+
+def shown(value: object, length: int = 80) -> str:
+    """A wrong value for a message, cut to this length."""
+    try:
+        return repr(value)[:length]
+    # JSON that could just be parsed may be too deep for this.
+    except RecursionError:
+        return "a value that is nested too deeply"
 
 
 def boolean(fields: Fields, name: str, default: bool = False) -> bool:
@@ -62,7 +71,7 @@ def one_of(fields: Fields, name: str, values: Sequence[str]) -> str:
     """One of these strings; the first one if it is missing or empty."""
     value = fields.get(name) or values[0]
     if value not in values:
-        refuse(f"{name} must be one of {', '.join(values)}, got {value!r:.80}", name)
+        refuse(f"{name} must be one of {', '.join(values)}, got {shown(value)}", name)
     return str(value)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvflash.mocker.answer import Answer, event, usage_of
-from kvflash.mocker.fields import ApiError, Body, inner, is_object, listed, refuse
+from kvflash.mocker.fields import ApiError, Body, inner, is_object, listed, refuse, shown
 from kvflash.mocker.plan import Choice, Delta, Plan, Step, ToolCall
 from kvflash.mocker.protocol import (
     GenerationParams,
@@ -113,7 +113,8 @@ def _tool_choice(told: Any) -> Body:
         return {}
     kind = inner(told, "type")
     if kind not in (*TOOL_CHOICES, "tool"):
-        refuse(f"tool_choice.type must be auto, any, tool or none, got {kind!r:.80}", "tool_choice")
+        wanted = "auto, any, tool or none"
+        refuse(f"tool_choice.type must be {wanted}, got {shown(kind)}", "tool_choice")
     named = {"type": "function", "function": {"name": told.get("name")}}
     choice = named if kind == "tool" else TOOL_CHOICES[kind]
     is_parallel = told.get("disable_parallel_tool_use") is False

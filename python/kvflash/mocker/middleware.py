@@ -52,6 +52,9 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         headers["Connection"] = "close"
         reason = str(error).splitlines()[-1].strip()
         answer = ApiError(400, "BadRequestError", f"the body cannot be read: {reason}")
+    except RecursionError:
+        # For example a value that could just be parsed, but not be written into the answer.
+        answer = ApiError(400, "BadRequestError", "the request body is nested too deeply")
     except web.HTTPNotFound:
         answer = ApiError(404, "NotFoundError", "Not Found")  # as in vLLM
     except web.HTTPMethodNotAllowed as error:

@@ -13,6 +13,7 @@ from kvflash.mocker.fields import (
     listed,
     read,
     refuse,
+    shown,
     texts,
 )
 
@@ -107,7 +108,7 @@ def _tools_to_call(body: Body) -> tuple[Sequence[Tool], bool]:
         names = ", ".join(tool.name for tool in tools)
         refuse(
             f"tool_choice must be none, auto, required or a function among {names}, got "
-            f"{choice!r:.200}",
+            f"{shown(choice, 200)}",
             "tool_choice",
         )
     return named[:1], True

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 
 from kvflash.mocker.admin import render
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.fields import ApiError
+from kvflash.mocker.messages import as_chat
+from kvflash.mocker.middleware import errors
 from kvflash.mocker.options import AnswerOptions
 from kvflash.mocker.protocol import (
     GenerationParams,
@@ -110,6 +115,7 @@ def test_refusals_name_the_field(body: dict[str, Any], param: str) -> None:
 
 
 TOOL = {"type": "function", "function": {"name": "f"}}
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
 
 
 @pytest.mark.parametrize(
@@ -173,6 +179,28 @@ def test_malformed_messages_are_refused(messages: object) -> None:
     with pytest.raises(ApiError, match="messages must be") as error:
         parse({"messages": messages}, is_chat=True)
     assert error.value.status == 400
+
+
+def test_what_is_nested_too_deeply_is_refused() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    nested, told = {"type": deep}, "a value that is nested too deeply"
+    for check in (
+        lambda: parse({"prompt": "a", "stream": deep}),
+        lambda: parse({**CHAT, "tools": [TOOL], "tool_choice": nested}, is_chat=True),
+        lambda: as_chat({**CHAT, "max_tokens": 1, "tools": [{"name": "f"}], "tool_choice": nested}),
+        lambda: parse_tokens({"token_ids": [1], "cache_salt": deep}, CONFIG),
+    ):
+        with pytest.raises(ApiError, match=told) as error:
+            check()
+        assert error.value.status == 400
+
+    async def handle(_: web.Request) -> web.StreamResponse:
+        return web.json_response({"metadata": deep})
+
+    request = make_mocked_request("POST", "/v1/responses")
+    assert asyncio.run(errors(request, handle)).status == 400
 
 
 @pytest.mark.parametrize("model", ["third", "", 7])
