@@ -108,8 +108,9 @@ def _prompts(body: Body, tokenizer: Tokenizer) -> list[list[int]]:
         told = [told]
     if not isinstance(told, list) or not told:
         refuse("input must be text, token ids, or a non-empty list of these", "input")
+    wanted = "one string or one list of token ids"
     return [
-        _encode(one, tokenizer) if isinstance(one, str) else parse_token_ids(one, "input")
+        _encode(one, tokenizer) if isinstance(one, str) else parse_token_ids(one, "input", wanted)
         for one in told
     ]
 

@@ -22,6 +22,7 @@ from kvflash.mocker.fields import (
     mapping,
     read,
     refuse,
+    shown,
     text,
 )
 from kvflash.mocker.handover import ROOM_FIELDS, parse_transfer
@@ -146,12 +147,13 @@ def parse_tokens(request: Fields, config: MockerConfig) -> GenerationParams:
     if lora_name != config.model_name and lora_name not in config.lora_adapters:
         refuse(f"lora_name {lora_name!r} is not one of {list(config.lora_adapters)}", "lora_name")
     result = mapping(mapping(request, "prefill_result"), "disaggregated_params")
+    limit = "stop_conditions.max_tokens"
+    asked = {limit: mapping(request, "stop_conditions").get("max_tokens")}
     rank = integer(request, "dp_rank", config.ranks[0], config.ranks[-1])
     return GenerationParams(
         model=config.model_name,
         prompt_ids=prompt_ids,
-        max_tokens=_max_tokens(mapping(request, "stop_conditions"), "max_tokens", room, config)
-        or min(room, COMPLETION_TOKENS),
+        max_tokens=_max_tokens(asked, limit, room, config) or min(room, COMPLETION_TOKENS),
         lora_name=None if lora_name == config.model_name else lora_name,
         cache_salt=read(request, "cache_salt", is_text, "text") or None,
         is_streaming=True,
@@ -191,15 +193,17 @@ def parse_prompt(body: Body, *, is_chat: bool, tokenizer: Tokenizer) -> list[int
     if isinstance(prompt, str):
         is_special = boolean(body, "add_special_tokens", True)
         return tokenizer.encode(prompt, add_special_tokens=is_special)
-    return parse_token_ids(prompt, "prompt")
+    return parse_token_ids(prompt, "prompt", "one string or one list of token ids")
 
 
-def parse_token_ids(value: object, param: str) -> list[int]:
+def parse_token_ids(value: object, param: str, wanted: str = "a list of token ids") -> list[int]:
     """The value, which must be a list of token ids; else it is refused."""
-    if not isinstance(value, list) or not all(
-        is_integer(token_id) and 0 <= token_id <= TOKEN_ID_MAX for token_id in value
-    ):
-        refuse(f"{param} must be one string or one list of token ids", param)
+    wanted = f"{param} must be {wanted} in 0..={TOKEN_ID_MAX}"
+    if not isinstance(value, list):
+        refuse(f"{wanted}, got {shown(value)}", param)
+    wrong = [one for one in value if not (is_integer(one) and 0 <= one <= TOKEN_ID_MAX)]
+    if wrong:
+        refuse(f"{wanted}, got a list with {shown(wrong[0])}", param)
     return value
 
 

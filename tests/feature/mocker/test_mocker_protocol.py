@@ -215,9 +215,23 @@ def test_the_runtime_names_an_adapter_or_none() -> None:
         assert parse_tokens({"token_ids": [1], "lora_name": lora_name}, CONFIG).lora_name == found
 
 
+TOKEN_IDS = "token_ids must be a list of token ids in 0..=4294967295"
+
+
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
+        ({"token_ids": "ab"}, f"{TOKEN_IDS}, got 'ab'"),
+        ({"token_ids": None}, f"{TOKEN_IDS}, got None"),
+        ({"token_ids": [1, -1, 2]}, f"{TOKEN_IDS}, got a list with -1"),
+        ({"token_ids": [1, 2**32]}, f"{TOKEN_IDS}, got a list with 4294967296"),
+        ({"token_ids": [None]}, f"{TOKEN_IDS}, got a list with None"),
+        ({"token_ids": []}, "token_ids must have at least one token"),
+        (
+            {"stop_conditions": {"max_tokens": 200}},
+            "stop_conditions.max_tokens must be in 1..=199 (a context of 200 tokens less the "
+            "prompt), got 200",
+        ),
         ({"lora_name": {}}, "lora_name must be text, got {}"),
         ({"lora_name": []}, "lora_name must be text, got []"),
         ({"lora_name": 0}, "lora_name must be text, got 0"),
@@ -228,6 +242,13 @@ def test_refusals_of_the_runtimes_requests(fields: dict[str, Any], told: str) ->
     with pytest.raises(ApiError) as error:
         parse_tokens({"token_ids": [1], **fields}, CONFIG)
     assert told == str(error.value)
+
+
+def test_a_prompt_that_is_neither_text_nor_tokens_is_shown() -> None:
+    wanted = r"^prompt must be one string or one list of token ids in 0\.\.=4294967295, got "
+    for prompt, got in ((5, "5"), (["a", "b"], "a list with 'a'"), ([1, True], "a list with True")):
+        with pytest.raises(ApiError, match=f"{wanted}{got}$"):
+            parse({"prompt": prompt})
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[1]", b"\xff", b"[" * 100_000, b'{"a": "\\ud800"}'])
