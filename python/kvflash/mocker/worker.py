@@ -26,9 +26,10 @@ from kvflash.runtime import Context, DistributedRuntime, RuntimeLimits
 
 logger = logging.getLogger(__name__)
 
-# Pauses between two attempts to announce the worker, and to find it announced.
+# Pauses between two attempts to announce the worker, and to find it announced: the latter double.
 RETRY_S = 1.0
 POLL_S = 0.05
+POLL_S_MAX = 1.0
 
 
 class RuntimeWorker:
@@ -169,12 +170,15 @@ class RuntimeWorker:
 
     async def _is_found(self, serving: asyncio.Task[None]) -> None:
         """Wait until others can find the worker, or serving it fails."""
-        key = f"v1/instances/{self._endpoint.path}/{self.instance_id}"
+        key, pause_s = f"v1/instances/{self._endpoint.path}/{self.instance_id}", POLL_S
         while key not in await self._runtime.discovery.get_prefix(key):
-            await asyncio.wait({serving}, timeout=POLL_S)
+            await asyncio.wait({serving}, timeout=pause_s)
             if serving.done():
                 serving.result()
                 break
+            if pause_s < POLL_S_MAX <= 2 * pause_s:
+                logger.warning("worker %s: waiting until discovery has %s", self.instance_id, key)
+            pause_s = min(2 * pause_s, POLL_S_MAX)
 
     async def generate(self, request: Any, context: Context) -> AsyncIterator[dict[str, Any]]:
         if isinstance(request, list):
