@@ -131,8 +131,7 @@ class Worker(Background):
         )
         self._index = local_index(ring, epoch)
         self.sequence = 0
-        self.start()
-        self.wait_ready()
+        self.start_and_wait()
 
     async def _serve(self, settings: NatsSettings) -> None:
         client = await connect(settings, name="worker")
