@@ -103,8 +103,12 @@ pub(super) struct Prefills {
 }
 
 impl Prefills {
-    /// Adds a prompt; `number` is higher than all before.
+    /// Adds a prompt; `number` is higher than all before. One without work does not wait: its first token says nothing of
+    /// those behind it.
     pub fn push(&mut self, number: u64, tokens: u64, takes: Takes, now_ms: u64) {
+        if tokens == 0 {
+            return;
+        }
         if self.waiting.is_empty() {
             self.since_ms = now_ms;
             self.shown.since_ms = now_ms;
@@ -138,10 +142,8 @@ impl Prefills {
     /// Records a first token. Repeating it changes nothing.
     pub fn complete(&mut self, number: u64, now_ms: u64) {
         if let Some(done) = self.waiting.get(&number) {
-            // A given duration is no observation, nor is a prompt without work.
-            if done.tokens == 0 {
-                self.shown.since_ms = now_ms;
-            } else if !done.is_told() {
+            // A given duration is no observation.
+            if !done.is_told() {
                 self.shown.see(done.tokens, now_ms);
             }
             self.remove(number, now_ms);
@@ -291,6 +293,16 @@ mod tests {
             prefills.complete(number, 1_000 * number + 500);
         }
         assert_eq!(prefills.per_s(), Some(8_000.0));
+    }
+
+    #[test]
+    fn prompts_without_work_do_not_stand_before_others() {
+        let mut prefills = Prefills::default();
+        prefills.push(1, 0, Takes::About(0), 0);
+        prefills.push(2, 1_000, Takes::About(1_000), 0);
+        assert_eq!(prefills.left(400), 600);
+        prefills.complete(1, 400);
+        assert_eq!(prefills.left(400), 600);
     }
 
     #[test]
