@@ -14,11 +14,11 @@ use std::time::Duration;
 use axum::http::Uri;
 use futures_util::future::BoxFuture;
 use hyper::rt::{Read, ReadBufCursor, Write};
-use hyper_util::client::legacy::connect::dns::Name;
+use hyper_util::client::legacy::connect::dns::{GaiResolver, Name};
 use hyper_util::client::legacy::connect::{Connected, Connection, HttpConnector};
 use hyper_util::rt::TokioIo;
 use kvflash_core::error::{Error, Result};
-use tokio::net::{TcpStream, lookup_host};
+use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
@@ -111,7 +111,9 @@ impl Outbound {
     /// connection is held to that, whatever the worker's name meant when it was added.
     pub fn connector(&self, connect_timeout: Duration, allow: Option<WorkerAllow>) -> Connector {
         let look_up = Arc::new(|name: Name| -> BoxFuture<'static, _> {
-            Box::pin(async move { Ok(lookup_host((name.as_str(), 0)).await?.collect()) })
+            // A lookup that is dropped leaves its queue.
+            let found = GaiResolver::new().call(name);
+            Box::pin(async move { Ok(found.await?.collect()) })
         });
         let names = Names { look_up, allow: allow.clone().unwrap_or_default() };
         let mut http = HttpConnector::new_with_resolver(names);
