@@ -132,9 +132,13 @@ impl Registrations {
     /// Removes the registrations with this key prefix and a body that `is_meant` selects.
     pub fn remove_where(&self, prefix: &str, is_meant: impl Fn(&Value) -> bool) {
         if let Some(state) = self.0.get() {
-            let mut kept = state.kept();
-            kept.retain(|(key, body)| key.starts_with(prefix) && is_meant(body));
-            kept.iter().for_each(|(key, _)| state.remove(key));
+            let meant: Vec<String> = {
+                let inner = state.inner.lock();
+                let named = inner.kept.range(prefix.to_owned()..);
+                let named = named.take_while(|(key, _)| key.starts_with(prefix));
+                named.filter(|(_, body)| is_meant(body)).map(|(key, _)| key.clone()).collect()
+            };
+            meant.iter().for_each(|key| state.remove(key));
         }
     }
 }
