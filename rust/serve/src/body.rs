@@ -381,8 +381,9 @@ impl Intake {
             Unreadable::NoTurn => {
                 let seconds = self.timeout.as_secs_f64();
                 let what = format!(
-                    "other large request bodies were read for {seconds} s (--body-timeout), as many as are read at \
-                     once; try again"
+                    "other large request bodies were read for {seconds} s (--body-timeout); the limit of those read \
+                     at once is {} MiB; try again",
+                    LARGE_AT_ONCE >> 20
                 );
                 ("memory", Error::Overloaded(what).into())
             }
