@@ -48,7 +48,7 @@ impl RoutePolicy for Policy {
         if !self.is_scorer() {
             return None;
         }
-        let request = &context.request;
+        let request = context.request.among(candidates.list);
         scores.clear();
         scores.extend(candidates.list.iter().map(|one| Some(request.terms(*self, one).cost)));
         Some(Polarity::Least)

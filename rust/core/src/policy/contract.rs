@@ -163,7 +163,7 @@ pub trait RoutePolicy: fmt::Debug + Send + Sync {
 /// One request, as policies see it.
 #[derive(Debug, Default)]
 pub struct Context<'a> {
-    /// Length, block size and weights.
+    /// Length, block size and weights; before `choose` only the length.
     pub request: RequestTerms,
     /// The requested model.
     pub model: &'a str,

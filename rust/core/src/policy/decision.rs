@@ -88,7 +88,7 @@ pub struct Decision<'a> {
     pub passed_over: &'a [(Terms, bool)],
     /// The chosen one of `candidates`.
     pub choice: Choice,
-    /// The seed of the random draw; 0 if the caller used its own generator.
+    /// The seed of the random draw.
     pub seed: u64,
 }
 

@@ -25,8 +25,8 @@ impl Router {
     /// # Errors
     /// [`Error::InvalidArgument`] for an empty prompt, too many hashes, a session key that is too
     /// long or an override out of range; [`Error::NoWorker`] if no worker is registered or allowed;
-    /// [`Error::AllBusy`] if the gate excludes all of these, [`Error::MustWait`] if it demands
-    /// that; [`Error::Overloaded`] at `max_requests`. Nothing is booked then.
+    /// [`Error::AllBusy`] if all of these are busy, [`Error::MustWait`] if the request can wait and
+    /// none has room; [`Error::Overloaded`] at `max_requests`. Nothing is booked then.
     ///
     /// # Cost
     /// O(blocks of the request + workers), without allocation except for the request's own hashes.
