@@ -259,7 +259,8 @@ impl Desk {
 
     /// The advice in `answer`, if there is any; failures are counted, and logged once a minute.
     pub fn settle(&self, answer: Answer, now_ms: u64) -> Option<Advice> {
-        let counts = &mut self.state.lock().counts;
+        let mut state = self.state.lock();
+        let counts = &mut state.counts;
         let failure = match answer {
             Ok(advice) => {
                 counts.failed_in_row = 0;
@@ -272,6 +273,8 @@ impl Desk {
         counts.failed_in_row += 1;
         if counts.logged_ms.is_none_or(|at| now_ms.saturating_sub(at) >= LOG_INTERVAL_MS) {
             counts.logged_ms = Some(now_ms);
+            // A blocked log must not hold up the requests.
+            drop(state);
             let (policy, cause, deadline_ms) = (&*self.name, failure.name(), self.deadline_ms);
             tracing::warn!(
                 policy,

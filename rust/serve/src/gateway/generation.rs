@@ -209,7 +209,10 @@ impl Generation {
         put("top_k", fields.top_k.or(nvext.top_k).map(Value::from));
         put("seed", fields.seed.map(Value::from));
         put("logit_bias", fields.logit_bias.clone().map(Value::Object));
-        put("guided_decoding", fields.guided_decoding(&body.read()?, &body.read::<Nested>()?.nvext)?);
+        put(
+            "guided_decoding",
+            fields.guided_decoding(&body.read()?, &body.read::<Nested>()?.nvext)?,
+        );
         put("n", Some(json!(1)));
         Ok(Self {
             is_stream: fields.stream.unwrap_or(false),
