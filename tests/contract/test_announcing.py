@@ -210,3 +210,73 @@ def test_a_new_lease_is_kept_until_all_is_announced_again(
             assert discovery.leases_granted == 2
 
     run(scenario())
+
+
+def test_an_announcement_that_is_given_up_in_the_line_leaves_nothing() -> None:
+    """Another call settles its key while it waits for its turn."""
+
+    class Slow(Shaky):
+        def __init__(self) -> None:
+            super().__init__()
+            self.is_put, self.goes_on = asyncio.Event(), asyncio.Event()
+
+        async def put(self, key: str, value: bytes, lease: Lease | None = None) -> None:
+            await super().put(key, value, lease)
+            if key == "k":
+                self.is_put.set()
+                await self.goes_on.wait()
+
+    async def scenario() -> None:
+        discovery = Slow()
+        async with DistributedRuntime(discovery) as runtime:
+            await runtime.announce("first", 0)
+            discovery.gate.clear()
+            other = asyncio.create_task(runtime.announce("other", 1))
+            await discovery.waited_for("other")
+            withdrawing = asyncio.create_task(runtime.withdraw("k"))
+            await asyncio.sleep(0)
+            announcing = asyncio.create_task(runtime.announce("k", 1))
+            await asyncio.sleep(0)
+            discovery.gate.set()
+            await discovery.is_put.wait()
+            announcing.cancel()
+            await asyncio.gather(announcing, return_exceptions=True)
+            discovery.goes_on.set()
+            await asyncio.gather(other, withdrawing)
+            assert set(runtime.announced("")) == {"first", "other"}
+
+            async def are_the_same() -> bool:
+                return set(await discovery.get_prefix("")) == {"first", "other"}
+
+            await eventually(are_the_same, "what is announced and no more")
+
+    run(scenario())
+
+
+def test_a_key_that_cannot_be_deleted_keeps_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "ANNOUNCE_PAUSE_S", (0.01, 0.01))
+
+    class Refusing(Shaky):
+        async def delete(self, key: str) -> bool:
+            if key == "a":
+                raise TransportError("not allowed")
+            return await super().delete(key)
+
+    async def scenario() -> None:
+        discovery = Refusing()
+        async with DistributedRuntime(discovery) as runtime:
+            keys = ["a", *(f"k{number}" for number in range(50))]
+            for key in keys:
+                await runtime.announce(key, 1)
+            discovery.is_away = True
+            for key in keys:
+                with pytest.raises(TransportError):
+                    await runtime.withdraw(key)
+            discovery.is_away = False
+
+            async def is_left_alone() -> bool:
+                return set(await discovery.get_prefix("")) == {"a"}
+
+            await eventually(is_left_alone, "all others to be deleted")
+
+    run(scenario())

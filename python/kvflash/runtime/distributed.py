@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import logging
@@ -91,6 +92,7 @@ class DistributedRuntime:
         self._announced: dict[str, bytes] = {}
         # Keys, announced or withdrawn, that discovery may have otherwise.
         self._unsettled: set[str] = set()
+        self._lease_lost = asyncio.Event()
         # Held while a key is put or deleted, so that the last call wins.
         self._changing = asyncio.Lock()
         self._settler: asyncio.Task[None] | None = None
@@ -152,16 +154,17 @@ class DistributedRuntime:
         try:
             await self._settle(key)
         except BaseException as error:
-            # Discovery may have taken it all the same.
-            self._settle_later()
-            if isinstance(error, KvflashError) and lease.lost.is_set():
-                return
-            if self._announced.get(key) is data:
+            is_put_later = isinstance(error, KvflashError) and lease.lost.is_set()
+            if not is_put_later and self._announced.get(key) is data:
+                # Discovery may have taken it all the same.
+                self._unsettled.add(key)
                 if before is None:
                     del self._announced[key]
                 else:
                     self._announced[key] = before
-            raise
+            self._settle_later()
+            if not is_put_later:
+                raise
 
     async def announce_instance(self, path: str, transport: dict[str, Any]) -> None:
         """Announce that this process serves an endpoint, and how it is reached."""
@@ -205,6 +208,7 @@ class DistributedRuntime:
         await lease.lost.wait()
         logger.warning("instance %d lost its lease and announces itself again", lease.id)
         self._unsettled.update(self._announced)
+        self._lease_lost.set()
         self._settle_later()
 
     async def _settle(self, key: str) -> None:
@@ -231,18 +235,32 @@ class DistributedRuntime:
         """Settle keys until none is left, under a new lease if the last one is lost."""
         pause_s, pause_s_max = ANNOUNCE_PAUSE_S
         while self._unsettled:
+            self._lease_lost.clear()
             try:
                 # An attempt that failed after the new lease was granted keeps it.
                 if self._lease is None or self._lease.lost.is_set():
                     await self._grant()
                 # In the order of their announcement: a model card precedes its instance.
-                for key in (*self._announced, *self._unsettled):
+                for key in list(self._announced):
                     await self._settle(key)
-            except (KvflashError, OSError) as error:
+                # One key that can't be deleted keeps no other.
+                failures = [await self._failure(key) for key in list(self._unsettled)]
+                if failure := next(filter(None, failures), None):
+                    raise failure
+            except Exception as error:
+                # Whatever it is: a worker that nobody announces gets no requests.
                 text = "can't update the announcements of instance %d: %s; trying again"
                 logger.warning(text, self.instance_id, error)
-                await asyncio.sleep(pause_s)
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._lease_lost.wait(), pause_s)
                 pause_s = min(pause_s * 2, pause_s_max)
+
+    async def _failure(self, key: str) -> KvflashError | None:
+        try:
+            await self._settle(key)
+        except (KvflashError, OSError) as error:
+            return KvflashError(f"{key}: {error}")
+        return None
 
     # -- serving
 
