@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from kvflash.errors import ConflictError, KvflashError, NotFoundError
 from kvflash.roster.core import Component, Fleet, Replicas
@@ -75,7 +75,7 @@ class DnsFleet:
             self._refused[url] = error
             return
         self._told[url] = (spec, number)
-        self._replicas.worker_joined(_component(name), number, shared_id(url))
+        self._tell_replicas(self._replicas.worker_joined, _component(name), number, shared_id(url))
         logger.info("worker %d: %s has %s", number, name.label, url)
 
     def _remove(self, url: str, number: int) -> None:
@@ -83,7 +83,14 @@ class DnsFleet:
         # DELETE /workers may have removed it first.
         with contextlib.suppress(NotFoundError):
             self._core.remove_worker(number)
-        self._replicas.worker_gone(number)
+        self._tell_replicas(self._replicas.worker_gone, number)
+
+    @staticmethod
+    def _tell_replicas(tell: Callable[..., None], *what: object) -> None:
+        try:
+            tell(*what)
+        except Exception:
+            logger.exception("replicas could not be told about the engines found by DNS")
 
     def _tell_refused(self, before: dict[str, KvflashError]) -> None:
         """Log one line for all that were not refused in the same way at the last lookup."""
