@@ -203,8 +203,8 @@ class OpenAiReply(HttpReply):
         """An unstreamed response's body; as in a stream, ``[DONE]`` comes after it."""
         while data := await self._read():
             self._buffer += data
-            self._check_size(len(self._buffer))
-        body = bytes(self._buffer)
+            self._check_size(len(self._buffer), "an answer")
+        body = bytes(self._buffer).strip()
         self._buffer.clear()
         return body or b"[DONE]"
 
@@ -231,9 +231,9 @@ class OpenAiReply(HttpReply):
         del self._buffer[: end + 1]
         return line
 
-    def _check_size(self, size: int) -> None:
+    def _check_size(self, size: int, what: str = "an event") -> None:
         if size > self._event_bytes_max:
-            raise DecodeError(f"an event may have at most {self._event_bytes_max} bytes")
+            raise DecodeError(f"{what} may have at most {self._event_bytes_max} bytes")
 
     def _refusal(self, response: aiohttp.ClientResponse, text: bytes) -> Failure:
         try:
