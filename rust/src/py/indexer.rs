@@ -96,7 +96,7 @@ impl Indexer {
     ///
     /// Args:
     ///     instance_id: The engine's number, u64.
-    ///     endpoint: Where it publishes: ``tcp://host:port``, ``ipc://path`` or ``inproc://name``.
+    ///     endpoint: Where it publishes: ``tcp://host:port`` or ``ipc://path``.
     ///     model_name: Model that it serves.
     ///     block_size: Tokens in a block of this engine, at least 1.
     ///     tenant_id: Tenant of the model.

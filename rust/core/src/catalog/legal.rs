@@ -67,12 +67,12 @@ pub(super) fn check_facts(facts: &EngineFacts, block_size: Option<u32>) -> Resul
 
 fn no_socket(field: &str, endpoint: &str) -> Error {
     Error::invalid(format!(
-        "{field} must be tcp://host:port, ipc://path or inproc://name, got {}",
+        "{field} must be tcp://host:port or ipc://path, got {}",
         quoted(endpoint)
     ))
 }
 
-/// Checks an event endpoint: `tcp://host:port`, `ipc://path` or `inproc://name`, or a broker's
+/// Checks an event endpoint: `tcp://host:port`, `ipc://path` or the `inproc://name` of an index in this process, or a broker's
 /// `nats://subject` or `jetstream://stream/worker/rank`.
 ///
 /// # Errors
