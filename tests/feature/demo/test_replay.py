@@ -203,6 +203,14 @@ def test_an_odd_answer_is_one_failed_request(part: Any) -> None:
     assert good.error is None
 
 
+# A shell starts what runs in its background with the interrupt ignored, and so do the tests then.
+INTERRUPTIBLE = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("kvflash.replay", run_name="__main__")
+"""
+
+
 def test_an_interrupted_replay_reports_what_was_answered(tmp_path: Path) -> None:
     path = trace(tmp_path, *({"at": n / 50, "prompt": f"{n}", "model": "m"} for n in range(3)))
 
@@ -217,7 +225,7 @@ def test_an_interrupted_replay_reports_what_was_answered(tmp_path: Path) -> None
 
         async with service(answer) as url:
             replaying = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "kvflash.replay", url, path, "--json", "--max-in-flight=1"),
+                *(sys.executable, "-c", INTERRUPTIBLE, url, path, "--json", "--max-in-flight=1"),
                 stdout=PIPE,
                 stderr=PIPE,
             )
