@@ -248,7 +248,7 @@ class DistributedRuntime:
                 if failure := next(filter(None, failures), None):
                     raise failure
             except Exception as error:
-                # Whatever it is: a worker that nobody announces gets no requests.
+                # Ending here would leave a worker without announcements, and so without requests.
                 text = "can't update the announcements of instance %d: %s; trying again"
                 logger.warning(text, self.instance_id, error)
                 with contextlib.suppress(asyncio.TimeoutError):

@@ -277,7 +277,7 @@ class HttpReply:
     def __init__(
         self, sending: asyncio.Task[aiohttp.ClientResponse], limits: RuntimeLimits
     ) -> None:
-        # Nobody may ever look at its failure: an unread answer need not be closed.
+        # An answer may stay unread and open; asyncio would then log its failure.
         sending.add_done_callback(lambda task: task.cancelled() or task.exception())
         self._sending: asyncio.Task[aiohttp.ClientResponse] | None = sending
         self._response: aiohttp.ClientResponse | None = None
