@@ -338,3 +338,15 @@ impl Request {
         tokens.iter().flat_map(|id| id.to_be_bytes()).collect()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_token_is_never_reused() {
+        let tokens: Vec<u32> = (0..9).collect();
+        let blocks = |count: usize| Prompt::of_tokens(&tokens[..count], 4, 0).reusable_blocks(2);
+        assert_eq!([4, 7, 8, 9].map(blocks), [0, 1, 1, 2]);
+    }
+}
