@@ -236,31 +236,36 @@ class DistributedRuntime:
         pause_s, pause_s_max = ANNOUNCE_PAUSE_S
         while self._unsettled:
             self._lease_lost.clear()
-            try:
-                # An attempt that failed after the new lease was granted keeps it.
-                if self._lease is None or self._lease.lost.is_set():
-                    await self._grant()
-                # In the order of their announcement: a model card precedes its instance.
-                for key in list(self._announced):
-                    await self._settle(key)
-                # One key that can't be deleted keeps no other.
-                failures = [await self._failure(key) for key in list(self._unsettled)]
-                if failure := next(filter(None, failures), None):
-                    raise failure
-            except Exception as error:
-                # Ending here would leave a worker without announcements, and so without requests.
+            failure = await self._try_all()
+            if failure is not None:
                 text = "can't update the announcements of instance %d: %s; trying again"
-                logger.warning(text, self.instance_id, error)
+                logger.warning(text, self.instance_id, failure)
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._lease_lost.wait(), pause_s)
                 pause_s = min(pause_s * 2, pause_s_max)
 
-    async def _failure(self, key: str) -> KvflashError | None:
+    async def _try_all(self) -> str | None:
+        """Try to settle each key once; returns why one was not settled.
+
+        It raises nothing: a worker without announcements would get no requests.
+        """
         try:
-            await self._settle(key)
-        except (KvflashError, OSError) as error:
-            return KvflashError(f"{key}: {error}")
-        return None
+            # An attempt that failed after the new lease was granted keeps it.
+            if self._lease is None or self._lease.lost.is_set():
+                await self._grant()
+            # In the order of their announcement: a model card precedes its instance.
+            for key in list(self._announced):
+                await self._settle(key)
+        except Exception as error:
+            return str(error)
+        failure = None
+        for key in list(self._unsettled):
+            try:
+                await self._settle(key)
+            except Exception as error:
+                # One key that can't be deleted keeps no other.
+                failure = f"{key}: {error}"
+        return failure
 
     # -- serving
 
