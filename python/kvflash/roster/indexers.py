@@ -77,11 +77,7 @@ class IndexerFinder(Background):
                             self._urls[event.key] = url
                     elif isinstance(event, Delete):
                         self._urls.pop(event.key, None)
-                    try:
-                        self._settle()
-                    except Exception as error:
-                        # One that announces itself later may be good.
-                        logger.error("the indexer in discovery can't be used: %s", error)
+                    self._settle()
         finally:
             await self._discovery.close()
 
@@ -95,14 +91,21 @@ class IndexerFinder(Background):
         return url if namespace in (None, self._namespace) else None
 
     def _settle(self) -> None:
-        before = self._used
-        if before not in self._urls:
-            self._used = min(self._urls, default=None)
-        if self._used == before:
-            return
-        url = None if self._used is None else self._urls[self._used]
-        if url is None:
-            logger.warning("discovery no longer has an indexer: requests are routed by load")
-        else:
-            logger.info("using the indexer at %s", url)
-        self._show(url)
+        """Keep the indexer, or take the first one that can be used."""
+        while self._used not in self._urls:
+            before, self._used = self._used, min(self._urls, default=None)
+            if self._used is None:
+                if before is not None:
+                    logger.warning(
+                        "discovery no longer has an indexer: requests are routed by load"
+                    )
+                    self._show(None)
+                return
+            url = self._urls[self._used]
+            try:
+                self._show(url)
+            except KvflashError as error:
+                logger.error("the indexer at %s in discovery can't be used: %s", url, error)
+                del self._urls[self._used]
+            else:
+                logger.info("using the indexer at %s", url)
