@@ -218,7 +218,11 @@ def _addresses(name: str, value: str, *schemes: str) -> tuple[str, ...]:
             got = repr(_masked(one))
             if any("@" in later for later in found[number:]):
                 # It may be the first half of a login.
-                got = "another text before an @; a login with a comma needs variables of its own"
+                service = name.partition("_")[0]
+                got = (
+                    "a login with a comma, which is not shown: set "
+                    f"{service}_AUTH_USERNAME and {service}_AUTH_PASSWORD instead"
+                )
             raise ConfigError(f"{name} must be {wanted}, several separated by commas, got {got}")
     return found
 

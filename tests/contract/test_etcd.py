@@ -342,7 +342,8 @@ def test_whatever_answers_in_its_place_is_not_reached(status: int, body: bytes) 
     async def scenario() -> None:
         async with in_place_of_etcd(lambda _: (status, body)) as url:
             mine = open_discovery("etcd", endpoints=url)
-            with pytest.raises(TransportError, match=f"{url}: status {status} without an answer"):
+            said = f"{url}: status {status}, and the answer is not from etcd"
+            with pytest.raises(TransportError, match=said):
                 await mine.get_prefix("k")
             await mine.close()
 

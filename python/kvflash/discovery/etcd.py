@@ -240,7 +240,9 @@ class EtcdDiscovery(Discovery):
                 ) as response:
                     answer: Any = await response.json(content_type=None)
                     if not isinstance(answer, dict):
-                        raise ValueError(f"status {response.status} without an answer of etcd")
+                        raise ValueError(
+                            f"status {response.status}, and the answer is not from etcd"
+                        )
                 if response.status < 500:
                     return _checked(answer, response.status)
                 said = answer.get("message", response.status)
@@ -353,7 +355,7 @@ def _checked(answer: dict[str, Any], status: int) -> dict[str, Any]:
     fields = error if isinstance(error, dict) else answer
     code = fields.get("grpc_code", answer.get("code", 2))
     if not isinstance(code, int):
-        raise ValueError(f"status {status} without an answer of etcd")
+        raise ValueError(f"status {status}, and the answer is not from etcd")
     raise _RefusedError(code, str(fields.get("message") or error))
 
 
