@@ -293,6 +293,22 @@ fn softmax_survives_extremes() {
 }
 
 #[test]
+fn scores_of_kv_are_its_costs_where_credit_fades() {
+    let scale = KvScale { overlap_score_credit_decay: 1.0, ..KvScale::PLAIN };
+    let request = RequestTerms { isl_tokens: 8, scale, ..REQUEST };
+    let list = [(1, 4), (2, 9)].map(|(id, prefill_tokens)| {
+        let load = ActiveLoad { prefill_tokens, ..ActiveLoad::default() };
+        Candidate { overlap_blocks: 4, ..candidate(id, load) }
+    });
+    let (mut costs, mut scores) = (Vec::new(), Vec::new());
+    let mut rng = SmallRng::seed_from_u64(1);
+    select(Policy::Kv, &request, &list, &mut costs, &mut rng).unwrap();
+    let context = Context { request, ..Context::default() };
+    Policy::Kv.scores(&context, &Candidates::new(&list), &mut scores, &mut rng).unwrap();
+    assert_eq!(scores, costs.iter().map(|one| Some(one.cost)).collect::<Vec<_>>());
+}
+
+#[test]
 fn ties_are_exact_and_evenly_drawn() {
     let (request, candidates) = costing(&[5.0, 3.0, 3.0, 3.5, 3.0]);
     let (mut terms, mut rng) = (Vec::new(), SmallRng::seed_from_u64(5));
