@@ -65,8 +65,8 @@ struct Rank {
 }
 
 impl Rank {
-    fn is_busy(&mut self, thresholds: &Thresholds, own: &WorkerLoad) -> bool {
-        let is_decoding = self.is_decoding_too_much(thresholds.active_decode_blocks, own.blocks);
+    fn is_busy(&self, thresholds: &Thresholds, own: &WorkerLoad) -> bool {
+        let is_decoding = self.is_decoding_too_much(thresholds, own.blocks);
         let tracked = self.tracked_prefill(own.prefill_tokens);
         let tokens = self.reported.active_prefill_tokens.unwrap_or(0).max(tracked);
         let batch = self.reported.max_num_batched_tokens.unwrap_or(DEFAULT_BATCHED_TOKENS);
@@ -85,10 +85,9 @@ impl Rank {
     /// Two signals measure the blocks: the worker's report of its usage, and the blocks that its
     /// requests should occupy. The report counts if there is one, but never less than what routers
     /// booked. Above the threshold the state latches until both are below it.
-    fn is_decoding_too_much(&mut self, threshold: Option<f64>, own_blocks: u64) -> bool {
+    fn is_decoding_too_much(&self, thresholds: &Thresholds, own_blocks: u64) -> bool {
         let total = self.reported.kv_total_blocks.filter(|total| *total > 0);
-        let (Some(threshold), Some(total)) = (threshold, total) else {
-            self.is_latched = false;
+        let (Some(threshold), Some(total)) = (thresholds.active_decode_blocks, total) else {
             return false;
         };
         let is_above = |blocks: u64| blocks as f64 > threshold * total as f64;
@@ -98,12 +97,13 @@ impl Rank {
         let expected = self.reported.active_decode_blocks.unwrap_or(0).max(tracked);
         // Between two reports a burst is visible only in the bookings.
         let used = self.reported.kv_used_blocks.map_or(expected, |used| used.max(tracked));
-        if is_above(used) {
-            self.is_latched = true;
-        } else if !is_above(expected) {
-            self.is_latched = false;
-        }
-        self.is_latched
+        is_above(used) || self.is_latched && is_above(expected)
+    }
+
+    /// Keeps the state of its blocks. Of news, `own_blocks` may be 0: blocks that are above the
+    /// threshold only with the bookings here latch again at the next decision.
+    fn latch(&mut self, thresholds: &Thresholds, own_blocks: u64) {
+        self.is_latched = self.is_decoding_too_much(thresholds, own_blocks);
     }
 }
 
@@ -150,6 +150,7 @@ impl BusyTable {
         thresholds.validate()?;
         let mut state = self.state.lock();
         state.thresholds = thresholds;
+        state.ranks.values_mut().for_each(|rank| rank.latch(&thresholds, 0));
         // Relaxed: it only saves decisions the lock; the caller's next decision comes after it.
         self.is_any_set.store(thresholds.is_any(), Ordering::Relaxed);
         Ok(())
@@ -172,7 +173,11 @@ impl BusyTable {
     /// Stores a rank's report. False if the rank is not declared: then nothing is stored.
     pub fn report(&self, worker: Worker, report: &Report) -> bool {
         let mut state = self.state.lock();
-        state.ranks.get_mut(&worker).map(|rank| rank.reported.update(report)).is_some()
+        let State { thresholds, ranks } = &mut *state;
+        let Some(rank) = ranks.get_mut(&worker) else { return false };
+        rank.reported.update(report);
+        rank.latch(thresholds, 0);
+        true
     }
 
     /// The last report of the worker's rank; `None` if it is not declared.
@@ -203,17 +208,19 @@ impl BusyTable {
     }
 
     /// Busy instances, ascending: those with only busy declared ranks. `loads` are this router's
-    /// bookings, in worker order.
+    /// bookings, in worker order. Changes nothing.
     pub fn busy(&self, loads: impl IntoIterator<Item = WorkerLoad>) -> Vec<InstanceId> {
         let mut busy = Vec::new();
-        self.collect(loads.into_iter(), &mut busy);
+        self.collect(loads.into_iter(), false, &mut busy);
         busy
     }
 
-    /// Adds the busy instances to `busy`, as [`busy`](Self::busy).
+    /// Adds the busy instances to `busy`, as [`busy`](Self::busy). A decision `keeps` what it saw:
+    /// blocks above the threshold count until all signals are below it.
     pub(super) fn collect(
         &self,
         loads: impl Iterator<Item = WorkerLoad>,
+        keeps: bool,
         busy: &mut Vec<InstanceId>,
     ) {
         if !self.is_any_set() {
@@ -224,7 +231,10 @@ impl BusyTable {
         let mut last = None;
         for load in loads {
             // A worker without any report is assumed to have room.
-            let rank = ranks.get_mut(&load.worker);
+            let mut rank = ranks.get_mut(&load.worker);
+            if let Some(rank) = rank.as_mut().filter(|_| keeps) {
+                rank.latch(thresholds, load.blocks);
+            }
             let is_busy = rank.is_some_and(|rank| rank.is_busy(thresholds, &load));
             let id = load.worker.instance_id;
             if last.replace(id) != Some(id) {

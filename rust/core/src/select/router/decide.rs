@@ -46,6 +46,7 @@ impl Router {
             state.load.check_room()?;
             let mut seeds = state.seeds.clone();
             let (seed, mut rng) = drawn(ask, &mut seeds);
+            Self::shut(state, ask, true);
             let choice = self.choose(state, ask, &mut context, considered, &mut rng)?;
             state.seeds = seeds;
             let chosen = &considered.candidates[choice.index];
@@ -88,6 +89,7 @@ impl Router {
             let mut state = self.state.lock();
             state.load.advance(context.now_ms);
             let (seed, mut rng) = drawn(ask, &mut state.seeds.clone());
+            Self::shut(&mut state, ask, false);
             let choice = self.choose(&mut state, ask, &mut context, considered, &mut rng)?;
             (choice, seed)
         };
@@ -119,7 +121,10 @@ impl Router {
         }
         let mut context = Self::context(ask, self.clock.now_ms());
         let mut considered = Considered::default();
-        self.gather(&mut self.state.lock(), ask, &mut context, &mut considered)?;
+        let mut state = self.state.lock();
+        Self::shut(&mut state, ask, false);
+        self.gather(&mut state, ask, &mut context, &mut considered)?;
+        drop(state);
         let found = considered.found();
         // A session that stays on its worker needs no policy.
         let is_kept = self.kept(ask, found.list, &[], context.now_ms).is_some();

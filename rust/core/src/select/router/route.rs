@@ -107,7 +107,8 @@ impl Router {
         state.load.advance(now_ms);
         let blocks = self.block_use(&state.load, &ask.prompt.sequence_hashes, &ask.overrides);
         let known = self.terms(&state.load, ask, blocks);
-        let ask = Ask { known: Known { busy: None, queue: None, ..ask.known }, ..*ask };
+        let ask = Ask { known: Known { queue: None, ..ask.known }, ..*ask };
+        state.scratch.shut.clear();
         match self.fill(state, &ask, &known, blocks, considered) {
             Err(Error::NoWorker(_)) => return Ok(Vec::new()),
             other => other?,
@@ -321,7 +322,17 @@ impl Router {
         }
     }
 
-    /// Sets `candidates` to those of `ask`, from the current load.
+    /// Finds the workers that are too busy for `ask` at the current load; a decision `keeps` what it saw.
+    pub(super) fn shut(state: &mut State, ask: &Ask<'_>, keeps: bool) {
+        let State { load, scratch, .. } = state;
+        scratch.shut.clear();
+        if let Some(busy) = ask.known.busy {
+            busy.collect(load.loads().map(|(_, load)| load), keeps, &mut scratch.shut);
+        }
+    }
+
+    /// Sets `candidates` to those of `ask`, from the current load, without the workers that are
+    /// [too busy](Self::shut).
     pub(super) fn fill(
         &self,
         state: &mut State,
@@ -342,10 +353,6 @@ impl Router {
         load.spread(ask.known.overlaps, &mut scratch.overlaps);
         load.spread(ask.known.predictions, &mut scratch.predictions);
         load.spread(ask.known.tiers, &mut scratch.tiers);
-        scratch.shut.clear();
-        if let Some(busy) = ask.known.busy {
-            busy.collect(load.loads().map(|(_, load)| load), &mut scratch.shut);
-        }
         let policy = self.policies.active.built_in().unwrap_or_default();
         // A `for` loop would call the iterator's `next` for each worker; this is compiled into one loop.
         load.loads().for_each(|(slot, load)| {

@@ -84,6 +84,43 @@ fn recorded_signals_are_judged_as_recorded() {
     assert_eq!(seen, 11);
 }
 
+/// Whether the only worker gets no request, and is not looked at otherwise.
+fn is_refused(selector: &Selector, prompt: &Prompt) -> bool {
+    selector.select(&Ask::new(prompt)).is_err()
+}
+
+#[test]
+fn looking_at_a_worker_makes_it_no_busier() {
+    let thresholds = Thresholds { active_decode_blocks: Some(0.5), ..Thresholds::default() };
+    let router = RouterConfig { block_size: BLOCK_SIZE, ..RouterConfig::default() };
+    let config = SelectorConfig { router, thresholds, ..SelectorConfig::default() };
+    let known = Report { kv_total_blocks: Some(10), ..Report::default() };
+    let used = |blocks| Report { kv_used_blocks: Some(blocks), ..Report::default() };
+    // Of two routers alike one is looked at while its own request fills the worker.
+    let refused = [false, true].map(|is_looked_at| {
+        let bench = configured(config.clone(), CatalogOptions::default(), 1);
+        let selector = &bench.selector;
+        let active = Report { active_decode_blocks: Some(6), kv_used_blocks: Some(0), ..known };
+        assert!(selector.busy.report(worker(0), &active));
+        let prompt = bench.prompt(&[1; 6 * BLOCK_SIZE as usize]);
+        let (held, _) = selector.select(&Ask::new(&prompt)).unwrap();
+        if is_looked_at {
+            assert!(selector.preview(&Ask::new(&prompt)).is_err());
+            assert!(selector.query(&Ask::new(&prompt)).is_err());
+            assert_eq!(selector.busy.busy(selector.loads()), [worker(0).instance_id]);
+        }
+        drop(held);
+        is_refused(selector, &prompt)
+    });
+    assert_eq!(refused, [false, false]);
+    // A report is news, whether or not a decision follows.
+    let bench = configured(config, CatalogOptions::default(), 1);
+    let busy = &bench.selector.busy;
+    assert!(busy.report(worker(0), &Report { active_decode_blocks: Some(6), ..known }));
+    assert!(busy.report(worker(0), &used(6)) && busy.report(worker(0), &used(1)));
+    assert!(is_refused(&bench.selector, &bench.prompt(&[1; 8])));
+}
+
 fn check_limits(input: &Value) {
     let number = |value: &Value| match value.as_str() {
         Some("nan") => f64::NAN,
@@ -330,17 +367,15 @@ proptest! {
                     twin[rank] = TwinRank::default();
                 }
             }
-            if !limits.is_any() {
-                // No decisions are made then, and nothing latches or clears.
-                prop_assert!(table.busy(loads).is_empty());
-                continue;
-            }
             let ranks: Vec<bool> =
                 twin.iter_mut().zip(&loads).map(|(rank, own)| rank.is_busy(&limits, own)).collect();
             let mut wanted = Vec::new();
             wanted.extend(ranks[..3].iter().all(|busy| *busy).then_some(1));
             wanted.extend(ranks[3].then_some(4));
-            prop_assert_eq!(table.busy(loads), wanted);
+            prop_assert_eq!(table.busy(loads), wanted.clone());
+            let mut decided = Vec::new();
+            table.collect(loads.into_iter(), true, &mut decided);
+            prop_assert_eq!(decided, wanted);
         }
     }
 }
