@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use std::hint::black_box;
 use std::time::Instant;
 
-use kvflash_core::fair::{Cost, Discipline, FairConfig, FairQueue, Price, Standing, Used};
+use kvflash_core::fair::{Cost, Discipline, FairConfig, FairQueue, Standing, Used};
 use kvflash_core::ids::Worker;
 use kvflash_core::policy::{
     AUTO, ActiveLoad, Candidate, Candidates, Context, EngineMetrics, Finished, KvScale, Profile,
@@ -284,20 +284,11 @@ fn decision(workers: u64, tokens: u64) {
 }
 
 fn queue(discipline: Discipline, users: &[String]) {
-    let config = FairConfig {
-        discipline,
-        price: Price::default(),
-        max_queued: 10 * CLIENTS,
-        ..FairConfig::default()
-    };
+    let config = FairConfig { discipline, max_queued: 10 * CLIENTS, ..FairConfig::default() };
     let mut queue: FairQueue<u64> = FairQueue::new(config).expect("the limits are legal");
     let mut rng = SmallRng::seed_from_u64(2);
     let mut push = |queue: &mut FairQueue<u64>, n: usize| {
-        let cost = Cost {
-            input_tokens: rng.random_range(1..4_000),
-            cached_tokens: 100,
-            output_tokens: Some(50),
-        };
+        let cost = Cost { input_tokens: rng.random_range(1..4_000), cached_tokens: 100 };
         let client = users[n % CLIENTS].as_str();
         let pushed = queue.push(client, n as u64, cost, Standing::default(), n as u64 / 100);
         assert!(pushed.is_ok());

@@ -69,7 +69,7 @@ impl Compute {
         bytes: usize,
         job: impl FnOnce() -> T + Send,
     ) -> Result<T, Busy> {
-        let cost = Cost { input_tokens: bytes as u64, cached_tokens: 0, output_tokens: Some(0) };
+        let cost = Cost { input_tokens: bytes as u64, cached_tokens: 0 };
         let began = Instant::now();
         let turn = self.room.turn(client, cost, Standing::default(), self.cores).await;
         self.waited.observe(began.elapsed().as_secs_f64());

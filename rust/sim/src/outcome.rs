@@ -1,11 +1,9 @@
 //! What a run brought.
 
+use kvflash_core::fair::price;
+
 use crate::engine::Totals;
 use crate::workload::Workload;
-
-/// What a token of the prompt and one of the answer count as service: the fair queue's prices.
-const INPUT_PRICE: f64 = 1.0;
-const OUTPUT_PRICE: f64 = 2.0;
 
 /// One request's way.
 #[derive(Debug, Clone, Copy, Default)]
@@ -68,12 +66,13 @@ impl Outcome {
     pub(crate) fn token(&mut self, number: usize, now_us: u64) -> bool {
         let way = &mut self.ways[number];
         let is_first = way.ttft_us.is_none();
-        let (mut tokens, mut service) = (1, OUTPUT_PRICE);
+        let (mut tokens, mut prefilled) = (1, 0);
         if is_first {
             way.ttft_us = Some(now_us - way.at_us);
             tokens += way.input;
-            service += INPUT_PRICE * (way.input - way.cached) as f64;
+            prefilled = way.input - way.cached;
         }
+        let service = price(prefilled as f64, 1.0);
         self.service.push((now_us, way.client, service, tokens));
         is_first
     }

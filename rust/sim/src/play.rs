@@ -263,8 +263,7 @@ impl Play<'_> {
         let prompt = &waiting.prompt;
         let held = self.routers[0].preview(&Ask::new(prompt)).expect("there are workers").0;
         let cached = prompt.reusable_blocks(held.overlap_blocks) * self.workload.block_size;
-        let cost =
-            Cost { input_tokens: prompt.isl_tokens, cached_tokens: cached, output_tokens: None };
+        let cost = Cost { input_tokens: prompt.isl_tokens, cached_tokens: cached };
         let client = self.workload.clients[client].name.as_str();
         let pushed =
             turns.queue.push(client, waiting, cost, Standing::default(), self.now_us / 1_000);

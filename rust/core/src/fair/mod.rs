@@ -17,7 +17,7 @@ mod queue;
 mod ready;
 mod request;
 
-pub use config::{Discipline, FairConfig, Price};
+pub use config::{Discipline, FairConfig, price};
 pub use line::{Line, Place};
 pub use order::{LineOrder, Standing, Wish};
 pub use queue::FairQueue;

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use hashbrown::HashMap;
 
-use super::config::{Discipline, FairConfig};
+use super::config::{Discipline, FairConfig, price};
 use super::order::Standing;
 use super::ready::{Clients, Place, Waiting};
 use super::request::{ClientName, Cost, FairStats, Grant, Granted, Refusal, Refused, Ticket, Used};
@@ -16,6 +16,9 @@ const MAX_NAME_BYTES: usize = 256;
 
 /// Part of the requests that wait which one group may have: parts of a whole.
 const GROUP_SHARE: (usize, usize) = (3, 4);
+
+/// Maximum remembered clients. At the limit the idle one with the lowest counter is forgotten.
+const MAX_CLIENTS: usize = 65_536;
 
 /// Most clients with a weight of their own.
 const MAX_WEIGHTS: usize = 65_536;
@@ -41,8 +44,10 @@ struct Running {
 /// O(log clients + log requests) for every call.
 #[derive(Debug)]
 pub struct FairQueue<T> {
-    pub(super) config: FairConfig,
+    config: FairConfig,
     pub(super) clients: Clients<T>,
+    /// [`MAX_CLIENTS`], except in tests.
+    pub(super) max_clients: usize,
     weights: HashMap<Box<str>, f64>,
     /// Waiting requests, the oldest first.
     pub(super) places: BTreeMap<Ticket, (u32, Place)>,
@@ -71,6 +76,7 @@ impl<T> FairQueue<T> {
         Ok(Self {
             config,
             clients,
+            max_clients: MAX_CLIENTS,
             weights: HashMap::new(),
             places: BTreeMap::new(),
             running: BTreeMap::new(),
@@ -129,7 +135,6 @@ impl<T> FairQueue<T> {
         let waiting = Waiting {
             item,
             input: self.chargeable(cost.input_tokens, cost.cached_tokens),
-            predicted: cost.output_tokens.map(|tokens| tokens as f64),
             deadline_ms: now_ms.saturating_add(self.config.max_wait_ms),
         };
         let place = (Reverse(standing), ticket.0);
@@ -151,11 +156,12 @@ impl<T> FairQueue<T> {
             return None;
         }
         let waiting = self.take(slot, place)?;
-        let usual = self.clients.at(slot).predictor.length();
-        let expected = waiting.predicted.unwrap_or(usual);
-        let predicted = if self.config.discipline.is_predictive() { expected } else { 0.0 };
+        let predicted = match self.config.discipline {
+            Discipline::VtcPred => self.clients.at(slot).predictor.length(),
+            _ => 0.0,
+        };
         let started_at = self.clients.counter(slot).max(self.floor);
-        let paid = self.config.price.total(waiting.input, predicted);
+        let paid = price(waiting.input, predicted);
         self.clients.change(slot, |client| client.running += 1);
         self.clients.change_counter(slot, |counter| *counter = started_at);
         self.charge(slot, paid);
@@ -179,10 +185,7 @@ impl<T> FairQueue<T> {
     pub fn tokens(&mut self, grant: Grant, tokens: u64) {
         let Some(running) = self.running.get_mut(&grant) else { return };
         running.output += tokens as f64;
-        if self.config.discipline == Discipline::VtcOracle {
-            return;
-        }
-        let due = self.config.price.total(running.input, running.output.max(running.predicted));
+        let due = price(running.input, running.output.max(running.predicted));
         let (slot, more) = (running.slot, due - running.paid);
         running.paid = due;
         self.charge(slot, more);
@@ -198,14 +201,11 @@ impl<T> FairQueue<T> {
             Some((tokens, cached)) => self.chargeable(tokens, cached),
             None => running.input,
         };
-        let window = self.config.prediction_window;
         self.clients.change(slot, |client| {
             client.running -= 1;
-            client.predictor.learn(output, window);
+            client.predictor.learn(output);
         });
-        if self.config.discipline != Discipline::VtcOracle {
-            self.charge(slot, self.config.price.total(input, output) - running.paid);
-        }
+        self.charge(slot, price(input, output) - running.paid);
         true
     }
 
@@ -254,7 +254,7 @@ impl<T> FairQueue<T> {
             let is_full = self.clients.at(slot).queue.len() >= self.config.max_queued_per_client;
             return if is_full { Err(Refusal::ClientQueueFull) } else { Ok(slot) };
         }
-        if self.clients.len() >= self.config.max_clients {
+        if self.clients.len() >= self.max_clients {
             if !self.clients.forget_idle() {
                 return Err(Refusal::TooManyClients);
             }
@@ -296,8 +296,8 @@ impl<T> FairQueue<T> {
                 (&mut self.stats.refused_client_queue_total, Error::Overloaded(error))
             }
             Refusal::TooManyClients => {
-                let limit = self.config.max_clients;
-                let error = format!("{limit} clients have requests; max_clients is {limit}");
+                let limit = self.max_clients;
+                let error = format!("{limit} clients have requests, the limit; try again later");
                 (&mut self.stats.refused_clients_total, Error::Overloaded(error))
             }
             Refusal::Name(error) => (&mut self.stats.refused_names_total, error.clone()),
@@ -316,7 +316,7 @@ impl<T> FairQueue<T> {
         if !self.clients.at(slot).queue.is_empty() {
             return;
         }
-        if self.config.discipline.lifts_within_groups() {
+        if self.config.discipline != Discipline::Fcfs {
             self.clients.lift_within(slot);
         }
         if !self.clients.is_waiting(slot) && self.config.discipline.lifts_on_arrival() {

@@ -13,9 +13,11 @@ use super::request::ClientName;
 pub(super) struct Waiting<T> {
     pub(super) item: T,
     pub(super) input: f64,
-    pub(super) predicted: Option<f64>,
     pub(super) deadline_ms: u64,
 }
+
+/// Number of answers over which their length is averaged.
+pub(super) const WINDOW: f64 = 5.0;
 
 /// Length of a client's answers, as a moving average.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -30,12 +32,11 @@ impl Predictor {
     }
 
     /// Records an answer of `length` tokens: the first one counts in full, later ones with a weight
-    /// of `1 / window`.
-    pub fn learn(&mut self, length: f64, window: u32) {
-        let window = f64::from(window.max(1));
+    /// of `1 / WINDOW`.
+    pub fn learn(&mut self, length: f64) {
         self.length = match self.length {
             0.0 => length,
-            known => (known * (window - 1.0) + length) / window,
+            known => (known * (WINDOW - 1.0) + length) / WINDOW,
         };
     }
 }

@@ -33,9 +33,6 @@ pub struct Cost {
     pub input_tokens: u64,
     /// Of these, tokens that a worker is expected to have cached.
     pub cached_tokens: u64,
-    /// Expected tokens of the answer, if the caller has a better estimate than the client's
-    /// average; the true length for [`VtcOracle`](super::Discipline::VtcOracle).
-    pub output_tokens: Option<u64>,
 }
 
 /// Actual usage of an admitted request; `None` if it equals what was expected and counted.

@@ -340,7 +340,7 @@ impl Plan {
 
     /// Prompt tokens that the worker that would be chosen now does not hold.
     pub fn uncached_tokens(&self) -> u64 {
-        let Cost { input_tokens, cached_tokens, .. } = self.cost(0.0);
+        let Cost { input_tokens, cached_tokens } = self.cost(0.0);
         input_tokens.saturating_sub(cached_tokens)
     }
 
@@ -355,7 +355,7 @@ impl Plan {
         let held =
             if is_asked { preview().map_or(0, |(found, _)| found.overlap_blocks) } else { 0 };
         let cached_tokens = prompt.reusable_tokens(held);
-        Cost { input_tokens: prompt.isl_tokens, cached_tokens, output_tokens: None }
+        Cost { input_tokens: prompt.isl_tokens, cached_tokens }
     }
 
     /// Tokens of the prompt, if known and not estimated.

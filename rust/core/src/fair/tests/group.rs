@@ -109,8 +109,9 @@ fn a_group_that_was_idle_has_no_credit() {
 
 #[test]
 fn a_group_leaves_room_in_the_queue() {
-    let limits = FairConfig { max_queued: 8, max_clients: 5, ..config(Discipline::VtcFair) };
+    let limits = FairConfig { max_queued: 8, ..config(Discipline::VtcFair) };
     let mut queue: FairQueue<u32> = FairQueue::new(limits).unwrap();
+    queue.max_clients = 5;
     let names = ["a", "b", "c", "d", "a", "b"];
     for name in names {
         queue.push(of_group(name), 1, cost(1), Standing::default(), 0).unwrap();

@@ -17,20 +17,20 @@ pub(super) struct Server {
     pub(super) running: Vec<(Grant, Job, u64)>,
     /// Service of each client, weighted.
     pub(super) service: Vec<f64>,
-    pub(super) price: Price,
+    /// Tokens that all answers had.
+    pub(super) generated: u64,
     pub(super) now_ms: u64,
 }
 
 impl Server {
     pub(super) fn new(config: FairConfig, memory: u64, clients: usize) -> Self {
-        let price = config.price;
         Self {
             queue: FairQueue::new(config).unwrap(),
             memory,
             used: 0,
             running: Vec::new(),
             service: vec![0.0; clients],
-            price,
+            generated: 0,
             now_ms: 0,
         }
     }
@@ -40,12 +40,7 @@ impl Server {
     }
 
     pub(super) fn push(&mut self, job: Job) {
-        let cost = Cost {
-            input_tokens: job.input,
-            output_tokens: Some(job.output)
-                .filter(|_| self.queue.config().discipline == Discipline::VtcOracle),
-            ..Cost::default()
-        };
+        let cost = Cost { input_tokens: job.input, ..Cost::default() };
         let name = Self::name(job.client);
         self.queue.push(name.as_str(), job, cost, Standing::default(), self.now_ms).unwrap();
     }
@@ -66,7 +61,7 @@ impl Server {
             };
             let job = granted.item;
             self.used += job.input + job.output;
-            self.service[job.client] += self.price.total(job.input as f64, 0.0);
+            self.service[job.client] += price(job.input as f64, 0.0);
             self.running.push((granted.grant, job, 0));
             seen(self);
         }
@@ -74,8 +69,9 @@ impl Server {
         assert!(!self.running.is_empty() || self.queue.is_empty());
         for at in 0..self.running.len() {
             let (grant, job, done) = self.running[at];
-            let price = |tokens: u64| self.price.total(job.input as f64, tokens as f64);
-            self.service[job.client] += price(done + 1) - price(done);
+            let charged = |tokens: u64| price(job.input as f64, tokens as f64);
+            self.service[job.client] += charged(done + 1) - charged(done);
+            self.generated += 1;
             self.running[at].2 += 1;
             self.queue.tokens(grant, 1);
             seen(self);
@@ -97,8 +93,7 @@ impl Server {
     /// The paper's bound on how far apart two backlogged clients can get, with prompts up to
     /// `longest_input`.
     pub(super) fn bound(&self, longest_input: u64) -> f64 {
-        let Price { input, output } = self.price;
-        2.0 * (input * longest_input as f64).max(output * self.memory as f64)
+        2.0 * price(longest_input as f64, 0.0).max(price(0.0, self.memory as f64))
     }
 }
 

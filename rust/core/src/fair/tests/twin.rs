@@ -81,10 +81,10 @@ impl Twin {
         }
     }
 
-    fn lift(&mut self, client: usize, lifts: bool) {
+    fn lift(&mut self, client: usize) {
         self.counters.entry(client).or_insert(0.0);
         let waiting: Vec<usize> = self.waiting.iter().map(|one| one.client).collect();
-        if !lifts || waiting.contains(&client) {
+        if waiting.contains(&client) {
             return;
         }
         let taker = self.taker(client);
@@ -168,12 +168,11 @@ impl Twin {
 proptest! {
     #[test]
     fn the_queue_does_as_its_twin(
-        discipline in prop::sample::select(vec![Discipline::VtcFair, Discipline::Lcf]),
         grouped in 0..4_usize,
         max_wait_ms in 1..40_u64,
         steps in prop::collection::vec(step(), 1..120),
     ) {
-        let limits = FairConfig { max_wait_ms, ..config(discipline) };
+        let limits = FairConfig { max_wait_ms, ..config(Discipline::VtcFair) };
         let mut queue: FairQueue<u32> = FairQueue::new(limits).unwrap();
         let mut twin = Twin { grouped, ..Twin::default() };
         let names: Vec<String> = (0..5).map(|client| client.to_string()).collect();
@@ -181,17 +180,15 @@ proptest! {
             ClientName { group: (client < grouped).then_some("g"), client: &names[client] }
         };
         let (mut now_ms, mut item) = (0, 0);
-        let price = Price::default();
         for step in steps {
             match step {
                 Step::Push { client, input, cached, priority } => {
                     item += 1;
-                    twin.lift(client, discipline == Discipline::VtcFair);
+                    twin.lift(client);
                     let deadline_ms = now_ms + max_wait_ms;
                     let score = f64::from(priority);
                     let standing = Standing { strict_priority: 0, score };
-                    let cost =
-                        Cost { input_tokens: input, cached_tokens: cached, output_tokens: None };
+                    let cost = Cost { input_tokens: input, cached_tokens: cached };
                     let ticket = queue.push(name(client), item, cost, standing, now_ms).unwrap();
                     let input = input.saturating_sub(cached) as f64;
                     twin.waiting.push(Waiting {
@@ -211,7 +208,7 @@ proptest! {
                     );
                     if let Some((granted, at)) = granted.zip(next) {
                         let Waiting { client, input, .. } = twin.remove(at);
-                        let (paid, grant) = (price.total(input, 0.0), granted.grant);
+                        let (paid, grant) = (price(input, 0.0), granted.grant);
                         twin.charge(client, paid);
                         twin.running.push(Running { grant, client, input, output: 0.0, paid });
                     }
@@ -220,7 +217,7 @@ proptest! {
                     let running = &mut twin.running[nth];
                     queue.tokens(running.grant, tokens);
                     running.output += tokens as f64;
-                    let due = price.total(running.input, running.output);
+                    let due = price(running.input, running.output);
                     let (client, more) = (running.client, due - running.paid);
                     running.paid = due;
                     twin.charge(client, more);
@@ -231,7 +228,7 @@ proptest! {
                     prop_assert!(queue.finish(running.grant, used));
                     prop_assert!(!queue.finish(running.grant, used), "once");
                     let output = output.map_or(running.output, |output| output as f64);
-                    twin.charge(running.client, price.total(running.input, output) - running.paid);
+                    twin.charge(running.client, price(running.input, output) - running.paid);
                 }
                 Step::Cancel { nth } if nth < twin.waiting.len() => {
                     let gone = twin.remove(nth);
