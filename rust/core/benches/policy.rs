@@ -10,9 +10,10 @@ use std::time::Instant;
 
 use kvflash_core::fair::{Cost, Discipline, FairConfig, FairQueue, Standing, Used};
 use kvflash_core::ids::Worker;
+use kvflash_core::load::ActiveLoad;
 use kvflash_core::policy::{
-    AUTO, ActiveLoad, Candidate, Candidates, Context, EngineMetrics, Finished, KvScale, Profile,
-    RequestTerms, Session, Settings, Stage, registry,
+    AUTO, Candidate, Candidates, Context, EngineMetrics, Finished, KvScale, Profile, RequestTerms,
+    Session, Settings, Stage, registry,
 };
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
@@ -41,17 +42,15 @@ fn print(name: &str, (median, p99): (f64, f64)) {
 fn main() {
     let mut rng = SmallRng::seed_from_u64(1);
     let list: Vec<Candidate> = (0..WORKERS)
-        .map(|id| Candidate {
-            worker: Worker::new(id, 0),
-            overlap_blocks: rng.random_range(0..20),
-            predicted_blocks: 0,
-            lower_milliblocks: 0,
-            load: ActiveLoad {
+        .map(|id| {
+            let overlap_blocks = rng.random_range(0..20);
+            let load = ActiveLoad {
                 requests: rng.random_range(0..12),
                 prefill_tokens: rng.random_range(0..10_000),
                 blocks: rng.random_range(0..4_000),
                 ..ActiveLoad::default()
-            },
+            };
+            Candidate { overlap_blocks, ..Candidate::new(Worker::new(id, 0), load) }
         })
         .collect();
     let metrics: Vec<EngineMetrics> = (0..WORKERS)
@@ -158,20 +157,16 @@ fn fleet(workers: u64, blocks: u32, rng: &mut SmallRng) -> Vec<Candidate> {
     };
     let candidate = |id| {
         let requests = rng.random_range(0..12);
-        Candidate {
-            worker: Worker::new(id, 0),
-            overlap_blocks: held(rng),
-            predicted_blocks: 0,
-            lower_milliblocks: 0,
-            load: ActiveLoad {
-                requests,
-                prefill_tokens: rng.random_range(0..10_000),
-                queued_tokens: rng.random_range(0..10_000),
-                blocks: rng.random_range(0..4_000),
-                context_tokens: u64::from(requests) * 2_000,
-                ..ActiveLoad::default()
-            },
-        }
+        let overlap_blocks = held(rng);
+        let load = ActiveLoad {
+            requests,
+            prefill_tokens: rng.random_range(0..10_000),
+            queued_tokens: rng.random_range(0..10_000),
+            blocks: rng.random_range(0..4_000),
+            context_tokens: u64::from(requests) * 2_000,
+            ..ActiveLoad::default()
+        };
+        Candidate { overlap_blocks, ..Candidate::new(Worker::new(id, 0), load) }
     };
     (0..workers).map(candidate).collect()
 }

@@ -63,7 +63,7 @@ impl<M, R> Pool<M, R> {
     /// Adds the booked and unfinished requests of each worker.
     pub fn count_in_flight(&self, counts: &mut HashMap<InstanceId, u64>) {
         for load in self.selector.loads() {
-            *counts.entry(load.worker.instance_id).or_default() += u64::from(load.requests);
+            *counts.entry(load.worker.instance_id).or_default() += u64::from(load.active.requests);
         }
     }
 

@@ -132,17 +132,17 @@ impl Page<'_> {
         self.gauges(
             "worker_active_blocks",
             "Blocks of requests in flight, shared ones counted once",
-            column(loads, |load| load.blocks),
+            column(loads, |load| load.active.blocks),
         )?;
         self.gauges(
             "worker_active_prefill_tokens",
             "Prompt tokens still to be prefilled, as booked here",
-            column(loads, |load| load.prefill_tokens),
+            column(loads, |load| load.active.prefill_tokens),
         )?;
         self.gauges(
             "worker_active_requests",
             "Requests in flight, as booked here",
-            column(loads, |load| load.requests),
+            column(loads, |load| load.active.requests),
         )?;
         self.gauges(
             "worker_prefill_tokens_per_second",

@@ -57,7 +57,7 @@ pub struct Assignment<'a> {
     /// Tokens of it that the worker has to prefill.
     pub uncached_tokens: u64,
     /// Estimated duration of the prefill, if its end will not be observed; only for
-    /// [`WorkerLoad::queued_tokens`].
+    /// [`ActiveLoad::queued_tokens`](super::ActiveLoad::queued_tokens).
     pub unseen_ms: Option<u64>,
     /// Assigned by another router, so it takes none of the room.
     pub is_remote: bool,
@@ -321,10 +321,10 @@ impl ActiveSequences {
     /// Sums over all workers.
     pub fn totals(&self) -> LoadTotals {
         let mut totals = LoadTotals { workers: self.slots.len(), ..LoadTotals::default() };
-        for (_, load) in self.loads() {
-            totals.requests += u64::from(load.requests);
-            totals.prefill_tokens += load.prefill_tokens;
-            totals.blocks += load.blocks;
+        for (_, WorkerLoad { active, .. }) in self.loads() {
+            totals.requests += u64::from(active.requests);
+            totals.prefill_tokens += active.prefill_tokens;
+            totals.blocks += active.blocks;
         }
         totals
     }

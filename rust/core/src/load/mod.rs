@@ -14,7 +14,7 @@ mod slots;
 
 pub use active::{ActiveSequences, Assignment, LoadTotals, RequestId};
 pub use config::{BlockUse, LoadConfig, PrefillSpeed};
-pub use slots::{MAX_WORKERS, WorkerLoad};
+pub use slots::{ActiveLoad, MAX_WORKERS, WorkerLoad};
 
 #[cfg(test)]
 mod tests;

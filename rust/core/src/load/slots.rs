@@ -10,23 +10,30 @@ use crate::ids::Worker;
 /// Maximum workers of one model; slots are 16-bit numbers.
 pub const MAX_WORKERS: usize = u16::MAX as usize;
 
-/// The load of one worker, as booked by this router.
+/// The booked and unfinished requests of a worker.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ActiveLoad {
+    /// Their number.
+    pub requests: u32,
+    /// Their prompt tokens that are still to be prefilled, or estimated to be.
+    pub prefill_tokens: u64,
+    /// Of these, the estimated rest; all of them without an estimate.
+    pub queued_tokens: u64,
+    /// Their prompt tokens, prefilled or not.
+    pub context_tokens: u64,
+    /// Their distinct blocks, rounded to whole ones.
+    pub blocks: u64,
+    /// Number of the table's last booking on this worker, counted from 1; 0 for none.
+    pub last_booked: u64,
+}
+
+/// What is known of one worker, as booked by this router.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WorkerLoad {
     /// The worker.
     pub worker: Worker,
-    /// Booked and unfinished requests.
-    pub requests: u32,
-    /// Prompt tokens of those requests that are still to be prefilled, or estimated to be.
-    pub prefill_tokens: u64,
-    /// Of these, the estimated rest; all of them without an estimate.
-    pub queued_tokens: u64,
-    /// Prompt tokens of those requests, prefilled or not.
-    pub context_tokens: u64,
-    /// Distinct blocks of those requests, rounded to whole ones.
-    pub blocks: u64,
-    /// Number of the table's last booking on this worker, counted from 1; 0 for none.
-    pub last_booked: u64,
+    /// Its requests.
+    pub active: ActiveLoad,
     /// Observed prompt tokens per second; `None` if speed is not observed, or until enough was
     /// observed.
     pub prefill_tokens_per_s: Option<u64>,
@@ -161,14 +168,17 @@ impl Slot {
         let Counters { requests, context_tokens, prefills, queue, blocks, discount, last_booked } =
             &self.counters;
         let unit = u64::from(WHOLE);
-        WorkerLoad {
-            worker: self.worker,
+        let active = ActiveLoad {
             requests: *requests,
             prefill_tokens: prefills.left(now_ms),
             queued_tokens: if estimates { queue.left(now_ms) } else { prefills.left(now_ms) },
             context_tokens: *context_tokens,
             blocks: (blocks * unit - discount + unit / 2) / unit,
             last_booked: *last_booked,
+        };
+        WorkerLoad {
+            worker: self.worker,
+            active,
             prefill_tokens_per_s: prefills.per_s().map(|per_s| per_s.round() as u64),
         }
     }

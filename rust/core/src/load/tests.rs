@@ -112,7 +112,7 @@ fn recorded_cases_hold() {
         let mut checked = 0;
         for (at, op) in ops.iter().enumerate() {
             play(&mut load, op);
-            let now = load_of(&load, WORKER);
+            let now = load_of(&load, WORKER).active;
             let mut check = |wanted: &Value, got: u64, what: &str| {
                 if let Some(wanted) = wanted.as_u64() {
                     assert_eq!(got, wanted, "{id}: {what} after operation {at}");
@@ -164,7 +164,7 @@ fn requests_that_are_gone_are_not_found_but_freed_in_peace() {
     assert!(!load.touch(RequestId(1), 5));
     assert!(!load.add_output_blocks(RequestId(1), 1, 0.5));
     load.set_workers(&[WORKER]).unwrap();
-    assert_eq!(load_of(&load, WORKER).blocks, 0);
+    assert_eq!(load_of(&load, WORKER).active.blocks, 0);
 }
 
 #[test]
@@ -202,7 +202,7 @@ fn activity_postpones_expiry() {
     assert_eq!(load.expire(clock.now_ms()), []);
     clock.advance(1);
     assert_eq!(load.expire(clock.now_ms()), [RequestId(1)]);
-    assert_eq!(load_of(&load, WORKER).blocks, 0);
+    assert_eq!(load_of(&load, WORKER).active.blocks, 0);
 }
 
 #[test]
@@ -227,10 +227,10 @@ fn a_faded_block_is_whole_again_for_the_next_request() {
         load.give(RequestId(id), worker, blocks, 1, 0, 0).unwrap();
     }
     assert!(load.add_output_blocks(RequestId(1), 1, 0.0));
-    assert_eq!(load_of(&load, WORKER).blocks, 0);
+    assert_eq!(load_of(&load, WORKER).active.blocks, 0);
     load.free(RequestId(1));
     load.give(RequestId(99), WORKER, blocks, 1, 0, 0).unwrap();
-    assert_eq!(load_of(&load, WORKER).blocks, 1);
+    assert_eq!(load_of(&load, WORKER).active.blocks, 1);
     load.free(RequestId(99));
     assert_eq!(load.totals().blocks, 39);
 }
@@ -301,16 +301,15 @@ impl Twin {
         let shared = distinct.iter().map(|&hash| self.fractions.get(&(worker, hash)));
         let shared: f64 = shared.map(|fraction| fraction.copied().unwrap_or(1.0)).sum();
         let private: f64 = own.iter().flat_map(|request| &request.private).sum();
-        WorkerLoad {
-            worker,
+        let active = ActiveLoad {
             requests: own.len() as u32,
             prefill_tokens: own.iter().map(|request| request.prefill_tokens).sum(),
             queued_tokens: own.iter().map(|request| request.prefill_tokens).sum(),
             context_tokens: own.iter().map(|request| request.prompt_tokens).sum(),
             blocks: (shared + private).round() as u64,
             last_booked: self.workers[&worker],
-            prefill_tokens_per_s: None,
-        }
+        };
+        WorkerLoad { worker, active, prefill_tokens_per_s: None }
     }
 
     fn shared(&self, worker: Worker, probe: &[u64]) -> u32 {
@@ -559,7 +558,7 @@ impl Pair {
         let distinct: BTreeSet<u64> =
             twin.requests.iter().flat_map(|request| request.hashes.iter().copied()).collect();
         assert_eq!(real.distinct_blocks(), distinct.len());
-        assert_eq!(totals.blocks, wanted.iter().map(|load| load.blocks).sum::<u64>());
+        assert_eq!(totals.blocks, wanted.iter().map(|load| load.active.blocks).sum::<u64>());
         assert_eq!(totals.requests, twin.requests.len() as u64);
     }
 }
@@ -591,7 +590,7 @@ fn what_should_be_left_of_a_queue_is_told_beside_what_is_not_done() {
     load.give_unseen(RequestId(1), WORKER, BlockUse::Untracked, 800, 0, unseen, 1_000).unwrap();
     load.give_unseen(RequestId(2), WORKER, BlockUse::Untracked, 400, 0, Some(50), 1_000).unwrap();
     let both = |load: &ActiveSequences| {
-        let WorkerLoad { prefill_tokens, queued_tokens, .. } = load_of(load, WORKER);
+        let ActiveLoad { prefill_tokens, queued_tokens, .. } = load_of(load, WORKER).active;
         (prefill_tokens, queued_tokens)
     };
     assert_eq!(both(&load), (1_200, 1_200));

@@ -113,7 +113,7 @@ pub trait RoutePolicy: fmt::Debug + Send + Sync {
         self.members().iter().find_map(|one| one.unseen_prefill_ms(pool, tokens))
     }
 
-    /// Whether it uses [`ActiveLoad::queued_tokens`](super::ActiveLoad::queued_tokens), which the load table then maintains.
+    /// Whether it uses [`ActiveLoad::queued_tokens`](crate::load::ActiveLoad::queued_tokens), which the load table then maintains.
     fn estimates_queue(&self) -> bool {
         self.members().iter().any(|one| one.estimates_queue())
     }

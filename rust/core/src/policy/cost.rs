@@ -3,6 +3,7 @@
 use std::fmt;
 
 use crate::ids::Worker;
+use crate::load::ActiveLoad;
 
 named! {
     /// How a worker is chosen.
@@ -122,34 +123,29 @@ pub struct Candidate {
     /// Saving of further blocks that it holds in host memory or on disks, in thousandths of a block
     /// to prefill.
     pub lower_milliblocks: u32,
+    /// Blocks of the prompt that active requests of the worker already use.
+    pub shared_blocks: u32,
     /// Its load.
     pub load: ActiveLoad,
 }
 
 impl Candidate {
+    /// A worker with `load` that holds none of the prompt.
+    pub const fn new(worker: Worker, load: ActiveLoad) -> Self {
+        Self {
+            worker,
+            overlap_blocks: 0,
+            predicted_blocks: 0,
+            lower_milliblocks: 0,
+            shared_blocks: 0,
+            load,
+        }
+    }
+
     /// Blocks of the prompt that need no prefill there, rounded down.
     pub fn saved_blocks(&self) -> u32 {
         self.overlap_blocks.saturating_add(self.lower_milliblocks / 1_000)
     }
-}
-
-/// The load of a candidate.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct ActiveLoad {
-    /// Active requests.
-    pub requests: u32,
-    /// Blocks of this request that active requests of the worker already use.
-    pub shared_blocks: u32,
-    /// Prompt tokens still to be prefilled.
-    pub prefill_tokens: u64,
-    /// Of these, the estimated rest at this moment.
-    pub queued_tokens: u64,
-    /// Distinct blocks in use.
-    pub blocks: u64,
-    /// Prompt tokens of all active requests, prefilled or not.
-    pub context_tokens: u64,
-    /// Number of its last booking, which grows with every booking; 0 for never.
-    pub last_booked: u64,
 }
 
 /// The cost of a request on one worker, in prefill tokens, by cause.
@@ -318,7 +314,7 @@ impl RequestTerms {
         let own_tokens = self.isl_tokens.saturating_sub(cached_tokens);
         let is_twin = candidate.predicted_blocks > 0 && own_tokens < block_size;
         let own_tokens = if is_twin { 0 } else { own_tokens };
-        let own_blocks = self.tracked_blocks.saturating_sub(load.shared_blocks);
+        let own_blocks = self.tracked_blocks.saturating_sub(candidate.shared_blocks);
         let prefill_tokens = load.prefill_tokens.saturating_add(own_tokens);
         let decode_blocks = load.blocks.saturating_add(u64::from(own_blocks));
         let prefill_blocks = self.blocks_of(prefill_tokens);

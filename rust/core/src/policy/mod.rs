@@ -33,9 +33,7 @@ pub(crate) use contract::model_of;
 pub use contract::{
     Candidates, Context, Finished, Memo, Polarity, RoutePolicy, Sample, Session, Ticket, pool_of,
 };
-pub use cost::{
-    ActiveLoad, Candidate, CandidateCost, KvScale, Policy, Price, RequestTerms, Stage, Terms,
-};
+pub use cost::{Candidate, CandidateCost, KvScale, Policy, Price, RequestTerms, Stage, Terms};
 pub use decision::{Choice, Decision, Formula, Reason};
 pub use desk::Desk;
 pub use engine::EngineMetrics;

@@ -20,7 +20,7 @@ use serde_json::Value;
 
 use super::*;
 use crate::ids::Worker;
-use crate::load::{ActiveSequences, Assignment, BlockUse, LoadConfig, RequestId};
+use crate::load::{ActiveLoad, ActiveSequences, Assignment, BlockUse, LoadConfig, RequestId};
 
 const REQUEST: RequestTerms = RequestTerms {
     isl_tokens: 1,
@@ -34,13 +34,7 @@ const REQUEST: RequestTerms = RequestTerms {
 };
 
 fn candidate(id: u64, load: ActiveLoad) -> Candidate {
-    Candidate {
-        worker: Worker::new(id, 0),
-        overlap_blocks: 0,
-        predicted_blocks: 0,
-        lower_milliblocks: 0,
-        load,
-    }
+    Candidate::new(Worker::new(id, 0), load)
 }
 
 /// A decision as routers make it.
@@ -132,13 +126,7 @@ fn check_doc_example(weight: f64, input: &Value, expected: &Value) {
     };
     let blocks = input["decode_blocks"].as_f64().unwrap() as u64;
     let load = ActiveLoad { blocks, ..ActiveLoad::default() };
-    let candidate = Candidate {
-        worker: Worker::new(7, 2),
-        overlap_blocks,
-        predicted_blocks: 0,
-        lower_milliblocks: 0,
-        load,
-    };
+    let candidate = Candidate { overlap_blocks, ..Candidate::new(Worker::new(7, 2), load) };
     let terms = request.terms(Policy::Kv, &candidate);
     assert_eq!(terms.cost, expected["cost"].as_f64().unwrap());
     assert_eq!(
@@ -183,19 +171,9 @@ fn check_terms(id: &str, weight: f64, input: &Value, expected: &Value) {
     load.count_shared(&wanted, &mut shared);
     let (slot, now) = load.loads().next().unwrap();
     let candidate = Candidate {
-        worker,
         overlap_blocks: number("overlap_blocks") as u32,
-        predicted_blocks: 0,
-        lower_milliblocks: 0,
-        load: ActiveLoad {
-            requests: 1,
-            shared_blocks: shared[slot],
-            prefill_tokens: now.prefill_tokens,
-            blocks: now.blocks,
-            queued_tokens: now.queued_tokens,
-            context_tokens: now.context_tokens,
-            last_booked: now.last_booked,
-        },
+        shared_blocks: shared[slot],
+        ..Candidate::new(worker, now.active)
     };
     let request = RequestTerms {
         isl_tokens: number("isl"),
@@ -409,26 +387,24 @@ fn policies_have_one_name_each() {
 }
 
 fn candidates() -> impl Strategy<Value = Vec<Candidate>> {
-    let load = (0u32..4, 0u32..5, 0u64..40, 0u64..6, 0u64..9).prop_map(
-        |(requests, shared_blocks, prefill_tokens, blocks, last_booked)| ActiveLoad {
+    let load = (0u32..4, 0u64..40, 0u64..6, 0u64..9).prop_map(
+        |(requests, prefill_tokens, blocks, last_booked)| ActiveLoad {
             requests,
-            shared_blocks,
             prefill_tokens,
             blocks,
             last_booked,
             ..ActiveLoad::default()
         },
     );
-    let one = (0u32..6, prop::option::weighted(0.2, 0u32..3), load);
+    let one = (0u32..6, prop::option::weighted(0.2, 0u32..3), 0u32..5, load);
     prop::collection::vec(one, 0..12).prop_map(|all| {
         let numbered = (0..).zip(all);
         numbered
-            .map(|(id, (overlap_blocks, predicted, load))| Candidate {
-                worker: Worker::new(id, 0),
+            .map(|(id, (overlap_blocks, predicted, shared_blocks, load))| Candidate {
                 overlap_blocks,
                 predicted_blocks: predicted.unwrap_or(0).min(overlap_blocks),
-                lower_milliblocks: 0,
-                load,
+                shared_blocks,
+                ..candidate(id, load)
             })
             .collect()
     })
@@ -438,14 +414,9 @@ fn candidates() -> impl Strategy<Value = Vec<Candidate>> {
 fn a_prompt_that_was_just_sent_somewhere_goes_there_again_but_not_in_crowds() {
     let request = RequestTerms { isl_tokens: 39, block_size: 10, tracked_blocks: 3, ..REQUEST };
     let twin = |requests: u32| {
-        let load = ActiveLoad {
-            requests,
-            shared_blocks: 3,
-            prefill_tokens: 39,
-            blocks: 3,
-            ..ActiveLoad::default()
-        };
-        Candidate { overlap_blocks: 3, predicted_blocks: 3, ..candidate(1, load) }
+        let load = ActiveLoad { requests, prefill_tokens: 39, blocks: 3, ..ActiveLoad::default() };
+        let held = Candidate { overlap_blocks: 3, predicted_blocks: 3, ..candidate(1, load) };
+        Candidate { shared_blocks: 3, ..held }
     };
     let idle = candidate(2, ActiveLoad::default());
     let mut chosen = [0_usize; 2];
@@ -564,18 +535,16 @@ fn weighed_costs_are_as_published() {
             scale,
             ..REQUEST
         };
+        let load = |worker: &Value| ActiveLoad {
+            requests: number(worker, "active_requests", 0.0) as u32,
+            prefill_tokens: number(worker, "active_prefill_tokens", 0.0) as u64,
+            blocks: number(worker, "active_decode_blocks", 0.0) as u64,
+            ..ActiveLoad::default()
+        };
         let candidate = |id: u64, worker: &Value| Candidate {
-            worker: Worker::new(id, 0),
             overlap_blocks: number(worker, "device_overlap", 0.0) as u32,
-            predicted_blocks: 0,
-            lower_milliblocks: 0,
-            load: ActiveLoad {
-                requests: number(worker, "active_requests", 0.0) as u32,
-                shared_blocks: 100 - number(worker, "additional_active_blocks", 0.0) as u32,
-                prefill_tokens: number(worker, "active_prefill_tokens", 0.0) as u64,
-                blocks: number(worker, "active_decode_blocks", 0.0) as u64,
-                ..ActiveLoad::default()
-            },
+            shared_blocks: 100 - number(worker, "additional_active_blocks", 0.0) as u32,
+            ..candidate(id, load(worker))
         };
         let candidates: Vec<Candidate> = match input.get("workers") {
             Some(workers) => (workers.as_object().unwrap().iter())

@@ -227,12 +227,12 @@ impl Changes {
         let mut of = *candidate;
         let load = &mut of.load;
         if !self.counted.kv_reuse {
-            load.shared_blocks = 0;
+            of.shared_blocks = 0;
             // The full prompts of all requests, except for the unfilled part of each last block.
             load.blocks = load.context_tokens.checked_div(u64::from(block_size)).unwrap_or(0);
         }
         if !self.counted.active_blocks {
-            (load.shared_blocks, load.blocks) = (0, 0);
+            (of.shared_blocks, load.blocks) = (0, 0);
         }
         if !self.counted.prefill_tokens {
             load.prefill_tokens = 0;

@@ -13,7 +13,7 @@ use serde::Serialize;
 use super::config::{QueueThreshold, Thresholds};
 use crate::error::Result;
 use crate::ids::{InstanceId, Worker};
-use crate::load::WorkerLoad;
+use crate::load::{ActiveLoad, WorkerLoad};
 
 /// Batch size of a worker that never reported one, in tokens.
 pub const DEFAULT_BATCHED_TOKENS: u64 = 10_000_000;
@@ -65,7 +65,7 @@ struct Rank {
 }
 
 impl Rank {
-    fn is_busy(&self, thresholds: &Thresholds, own: &WorkerLoad) -> bool {
+    fn is_busy(&self, thresholds: &Thresholds, own: &ActiveLoad) -> bool {
         let is_decoding = self.is_decoding_too_much(thresholds, own.blocks);
         let tracked = self.tracked_prefill(own.prefill_tokens);
         let tokens = self.reported.active_prefill_tokens.unwrap_or(0).max(tracked);
@@ -233,9 +233,9 @@ impl BusyTable {
             // A worker without any report is assumed to have room.
             let mut rank = ranks.get_mut(&load.worker);
             if let Some(rank) = rank.as_mut().filter(|_| keeps) {
-                rank.latch(thresholds, load.blocks);
+                rank.latch(thresholds, load.active.blocks);
             }
-            let is_busy = rank.is_some_and(|rank| rank.is_busy(thresholds, &load));
+            let is_busy = rank.is_some_and(|rank| rank.is_busy(thresholds, &load.active));
             let id = load.worker.instance_id;
             if last.replace(id) != Some(id) {
                 busy.extend(is_busy.then_some(id));

@@ -305,7 +305,7 @@ fn names_are_booked_once_marked_and_freed() {
     let prompt = bench.prompt(&[1; 8]);
     let ask = Ask::new(&prompt);
     let selection = selector.reserve("req-1", &ask).unwrap();
-    assert_eq!(selector.loads()[selection.worker.instance_id as usize].prefill_tokens, 8);
+    assert_eq!(selector.loads()[selection.worker.instance_id as usize].active.prefill_tokens, 8);
     let again = selector.reserve("req-1", &ask).err().unwrap();
     assert_eq!(again, Error::Conflict("request_id \"req-1\" is already active".into()));
     assert_eq!(selector.totals().requests, 1);
@@ -394,7 +394,7 @@ fn a_hundred_bookings_at_once_spread() {
             });
         }
     });
-    let requests: Vec<u32> = selector.loads().iter().map(|load| load.requests).collect();
+    let requests: Vec<u32> = selector.loads().iter().map(|load| load.active.requests).collect();
     assert_eq!(requests, [25; 4]);
     for thread in 0..4 {
         assert!((0..25).all(|at| selector.free(&format!("{thread}-{at}"))));
@@ -450,7 +450,7 @@ fn a_crowd_of_one_prompt_spreads() {
     let prompt = bench.prompt(&[3; 16]);
     let held: Vec<_> =
         (0..40).map(|_| bench.selector.select(&Ask::new(&prompt)).unwrap()).collect();
-    let most = bench.selector.loads().iter().map(|load| load.requests).max().unwrap();
+    let most = bench.selector.loads().iter().map(|load| load.active.requests).max().unwrap();
     assert!(most <= 25, "{most} of {} on one worker", held.len());
 }
 

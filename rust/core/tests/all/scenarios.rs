@@ -25,6 +25,7 @@ use std::sync::Arc;
 use kvflash_core::clock::ManualClock;
 use kvflash_core::error::Error;
 use kvflash_core::ids::Worker;
+use kvflash_core::load::ActiveLoad;
 use kvflash_core::policy::{Decision, Settings, registry};
 use kvflash_core::select::{
     self, Considered, Known, Policies, Prompt, Reservation, RouteOverride, Router, RouterConfig,
@@ -138,8 +139,8 @@ impl Stage {
                 let loads: Vec<String> = loads
                     .iter()
                     .map(|load| {
-                        let (requests, tokens) = (load.requests, load.prefill_tokens);
-                        format!("{}={requests}/{tokens}/{}", name_of(load.worker), load.blocks)
+                        let ActiveLoad { requests, prefill_tokens, blocks, .. } = load.active;
+                        format!("{}={requests}/{prefill_tokens}/{blocks}", name_of(load.worker))
                     })
                     .collect();
                 same(&loads.join(" "), expected)

@@ -335,7 +335,7 @@ impl Pool {
     pub fn least_busy(&self, turn: usize, fits: impl Fn(&Engine) -> bool) -> Option<Arc<Engine>> {
         let mut requests = HashMap::<_, u32>::new();
         for load in self.selector.loads() {
-            *requests.entry(load.worker.instance_id).or_default() += load.requests;
+            *requests.entry(load.worker.instance_id).or_default() += load.active.requests;
         }
         let members = self.members();
         let is_fit = |one: &&Arc<Engine>| one.member.is_none() && one.is_healthy() && fits(one);

@@ -64,15 +64,15 @@ fn entries<'a>(
     let rank = |worker: Worker| {
         // Ascending by worker.
         let place = loads.binary_search_by_key(&worker, |load| load.worker).ok();
-        let load = place.map(|place| loads[place]);
+        let load = place.map(|place| loads[place].active).unwrap_or_default();
         let reported = selector.busy.reported(worker).unwrap_or_default();
         let engine = engines.get(&worker).copied().unwrap_or_default();
-        let (blocks, requests) = (model.index.blocks(worker), load.map_or(0, |load| load.requests));
+        let (blocks, requests) = (model.index.blocks(worker), load.requests);
         let entry = json!({
             "dp_rank": worker.dp_rank,
             "blocks": blocks,
-            "active_blocks": load.map_or(0, |load| load.blocks),
-            "active_prefill_tokens": load.map_or(0, |load| load.prefill_tokens),
+            "active_blocks": load.blocks,
+            "active_prefill_tokens": load.prefill_tokens,
             "active_requests": requests,
             "reported": Reported { load: reported, engine },
             "listener": reports.get(&worker).map(listener),

@@ -7,7 +7,8 @@
 use super::gaps::Gaps;
 use super::marks::{self, MAX_MARKS};
 use super::retention::Retention;
-use crate::policy::cost::{ActiveLoad, Price, Stage};
+use crate::load::ActiveLoad;
+use crate::policy::cost::{Price, Stage};
 
 /// Weight of a queued token: engines prefill several prompts side by side, so a request waits for
 /// only part of its queue.

@@ -8,7 +8,8 @@ use rand::SeedableRng;
 use rand::rngs::SmallRng;
 
 use super::*;
-use crate::policy::{ActiveLoad, Candidate, KvScale, Marks, Reason, RequestTerms, pool_of};
+use crate::load::ActiveLoad;
+use crate::policy::{Candidate, KvScale, Marks, Reason, RequestTerms, pool_of};
 
 const BLOCK: u32 = 16;
 
@@ -26,13 +27,7 @@ fn request(isl_tokens: u64) -> RequestTerms {
 }
 
 fn candidate(id: u64, overlap_blocks: u32, load: ActiveLoad) -> Candidate {
-    Candidate {
-        worker: Worker::new(id, 0),
-        overlap_blocks,
-        predicted_blocks: 0,
-        lower_milliblocks: 0,
-        load,
-    }
+    Candidate { overlap_blocks, ..Candidate::new(Worker::new(id, 0), load) }
 }
 
 fn load(requests: u32, queued_tokens: u64) -> ActiveLoad {

@@ -9,6 +9,7 @@ use serde_json::Value;
 use super::super::*;
 use super::REQUEST;
 use crate::ids::Worker;
+use crate::load::ActiveLoad;
 
 /// The cases of AIBrix in `area`.
 pub(super) fn cases(area: &str) -> Vec<Value> {
@@ -30,13 +31,7 @@ pub(super) fn pods(object: &Value) -> (Vec<String>, Vec<Value>) {
 
 pub(super) fn candidate(id: usize, requests: Option<u32>) -> Candidate {
     let load = ActiveLoad { requests: requests.unwrap_or(0), ..ActiveLoad::default() };
-    Candidate {
-        worker: Worker::new(id as u64, 0),
-        overlap_blocks: 0,
-        predicted_blocks: 0,
-        lower_milliblocks: 0,
-        load,
-    }
+    Candidate::new(Worker::new(id as u64, 0), load)
 }
 
 pub(super) fn context(now_ms: u64) -> Context<'static> {

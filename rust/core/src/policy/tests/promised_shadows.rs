@@ -19,13 +19,12 @@ fn counting(
 fn busy_and_idle() -> [Candidate; 2] {
     let load = ActiveLoad {
         requests: 2,
-        shared_blocks: 1,
         prefill_tokens: 96,
         blocks: 7,
         context_tokens: 320,
         ..ActiveLoad::default()
     };
-    let held = Candidate { overlap_blocks: 4, ..candidate(0, load) };
+    let held = Candidate { overlap_blocks: 4, shared_blocks: 1, ..candidate(0, load) };
     [held, candidate(1, ActiveLoad::default())]
 }
 

@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::ids::{InstanceId, Worker};
 use crate::load::{ActiveSequences, Assignment, BlockUse, LoadTotals, RequestId, WorkerLoad};
 use crate::policy::session::check_key;
-use crate::policy::{ActiveLoad, Affinity, Candidate, KvScale, RequestTerms, Seat, Stage, Terms};
+use crate::policy::{Affinity, Candidate, KvScale, RequestTerms, Seat, Stage, Terms};
 use crate::select::ask::{Ask, Known};
 use crate::select::reuse::Removals;
 
@@ -367,15 +367,8 @@ impl Router {
                 overlap_blocks: leading,
                 predicted_blocks: predicted.saturating_sub(held),
                 lower_milliblocks: self.config.tiers.milliblocks(leading, host, disk),
-                load: ActiveLoad {
-                    requests: load.requests,
-                    shared_blocks: scratch.shared[slot],
-                    prefill_tokens: load.prefill_tokens,
-                    blocks: load.blocks,
-                    queued_tokens: load.queued_tokens,
-                    context_tokens: load.context_tokens,
-                    last_booked: load.last_booked,
-                },
+                shared_blocks: scratch.shared[slot],
+                load: load.active,
             };
             let id = load.worker.instance_id;
             let is_draining = ask.known.draining.binary_search(&id).is_ok();

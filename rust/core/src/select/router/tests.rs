@@ -11,7 +11,7 @@ use super::*;
 use crate::clock::{ManualClock, SystemClock};
 use crate::error::Error;
 use crate::ids::Worker;
-use crate::load::WorkerLoad;
+use crate::load::{ActiveLoad, WorkerLoad};
 use crate::policy::{Policy, Reason};
 use crate::select::{Ask, Known, Prompt, Reservation};
 
@@ -55,7 +55,8 @@ fn holding(overlaps: &[(Worker, u32)]) -> Known<'_> {
 }
 
 fn is_idle(loads: &[WorkerLoad]) -> bool {
-    loads.iter().all(|load| (load.requests, load.prefill_tokens, load.blocks) == (0, 0, 0))
+    let is_idle = |load: ActiveLoad| (load.requests, load.prefill_tokens, load.blocks) == (0, 0, 0);
+    loads.iter().all(|load| is_idle(load.active))
 }
 
 #[test]
@@ -120,17 +121,15 @@ fn a_booking_holds_its_load_until_it_is_dropped() {
     assert_eq!((booking.worker(), decision.overlap_blocks), (worker, 1));
     assert_eq!(decision.choice.reason, Reason::OnlyCandidate);
     let load = |requests, prefill_tokens, blocks| {
-        let (last_booked, prefill_tokens_per_s) = (1, None);
-        vec![WorkerLoad {
-            worker,
+        let active = ActiveLoad {
             requests,
             prefill_tokens,
             queued_tokens: prefill_tokens,
             context_tokens: u64::from(requests) * 10,
             blocks,
-            last_booked,
-            prefill_tokens_per_s,
-        }]
+            last_booked: 1,
+        };
+        vec![WorkerLoad { worker, active, prefill_tokens_per_s: None }]
     };
     assert_eq!(router.loads(), load(1, 6, 2));
     booking.first_token();
@@ -304,8 +303,11 @@ fn a_burst_of_one_request_spreads_even_where_its_prompt_is_cached() {
     let mut considered = Considered::default();
     let held: Vec<_> = (0..40).map(|_| router.route(&ask, &mut considered).unwrap().0).collect();
     let loads = router.loads();
-    assert!(loads.iter().all(|load| load.requests == 10), "{loads:?}");
-    assert!(loads.iter().all(|load| load.blocks == 8), "shared blocks count once: {loads:?}");
+    assert!(loads.iter().all(|load| load.active.requests == 10), "{loads:?}");
+    assert!(
+        loads.iter().all(|load| load.active.blocks == 8),
+        "shared blocks count once: {loads:?}"
+    );
     drop(held);
     assert!(is_idle(&router.loads()));
 }
@@ -337,7 +339,7 @@ fn blocks_count_as_the_configuration_says() {
         let mut considered = Considered::default();
         let held = [(); 2].map(|()| router.route(&ask, &mut considered).unwrap().0);
         let next = router.preview(&ask, &mut considered).unwrap().terms().decode_blocks;
-        let blocks = router.loads()[0].blocks;
+        let blocks = router.loads()[0].active.blocks;
         drop(held);
         assert!(is_idle(&router.loads()));
         (blocks, next)
@@ -411,7 +413,7 @@ fn many_threads_leave_nothing_behind() {
     let totals = router.totals();
     assert_eq!((totals.requests, router.state.lock().load.distinct_blocks()), (0, 0));
     assert!(is_idle(&router.loads()), "{:?}", router.loads());
-    let last = router.loads().iter().map(|load| load.last_booked).max();
+    let last = router.loads().iter().map(|load| load.active.last_booked).max();
     assert!(last > Some(THREADS * TURNS - 1_000), "every turn was booked");
 }
 

@@ -4,17 +4,19 @@ use proptest::prelude::*;
 use serde_json::Value;
 
 use super::*;
-use crate::load::WorkerLoad;
+use crate::load::{ActiveLoad, WorkerLoad};
 use crate::policy::Policy;
 
 const LOAD: WorkerLoad = WorkerLoad {
     worker: Worker::new(1, 0),
-    requests: 0,
-    prefill_tokens: 0,
-    queued_tokens: 0,
-    context_tokens: 0,
-    blocks: 0,
-    last_booked: 0,
+    active: ActiveLoad {
+        requests: 0,
+        prefill_tokens: 0,
+        queued_tokens: 0,
+        context_tokens: 0,
+        blocks: 0,
+        last_booked: 0,
+    },
     prefill_tokens_per_s: None,
 };
 
@@ -254,7 +256,7 @@ struct TwinRank {
 }
 
 impl TwinRank {
-    fn is_busy(&mut self, limits: &Thresholds, own: &WorkerLoad) -> bool {
+    fn is_busy(&mut self, limits: &Thresholds, own: &ActiveLoad) -> bool {
         let blocks = own.blocks + self.shares.values().map(|share| share.0).sum::<u64>();
         let tokens = own.prefill_tokens + self.shares.values().map(|share| share.1).sum::<u64>();
         let expected = self.told.active_decode_blocks.into_iter().chain([blocks]).max().unwrap();
@@ -348,7 +350,8 @@ proptest! {
                     twin.iter_mut().for_each(|rank| rank.shares.retain(|_, share| is_young(share)));
                 }
                 Op::Own(rank, blocks, tokens) => {
-                    (loads[rank].blocks, loads[rank].prefill_tokens) = (blocks, tokens);
+                    let active = &mut loads[rank].active;
+                    (active.blocks, active.prefill_tokens) = (blocks, tokens);
                 }
                 Op::Limits(share, tokens, frac) => {
                     limits = Thresholds {
@@ -368,7 +371,7 @@ proptest! {
                 }
             }
             let ranks: Vec<bool> =
-                twin.iter_mut().zip(&loads).map(|(rank, own)| rank.is_busy(&limits, own)).collect();
+                twin.iter_mut().zip(&loads).map(|(rank, own)| rank.is_busy(&limits, &own.active)).collect();
             let mut wanted = Vec::new();
             wanted.extend(ranks[..3].iter().all(|busy| *busy).then_some(1));
             wanted.extend(ranks[3].then_some(4));

@@ -22,7 +22,7 @@ fn a_draining_worker_gets_nothing_new_and_keeps_what_it_has() {
         assert_ne!(selection.worker, worker(1));
     }
     let load = bench.selector.loads()[1];
-    assert_eq!((load.worker, load.requests), (worker(1), 1), "what it has goes on");
+    assert_eq!((load.worker, load.active.requests), (worker(1), 1), "what it has goes on");
     let (_, record) = bench.selector.preview(&ask_of(&prompt)).unwrap();
     let candidate = record.candidates().pop().unwrap();
     assert_eq!((candidate.terms.worker, candidate.device_blocks), (worker(1), 4));

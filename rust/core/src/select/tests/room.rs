@@ -128,7 +128,7 @@ fn prompts_that_are_worked_on_make_room_as_time_passes() {
     let queue = Some(QueueThreshold { batches: 1.0, batched_tokens: 30 });
     let config = SelectorConfig { router, queue, ..SelectorConfig::default() };
     let bench = configured(config, CatalogOptions::default(), 1);
-    let left = || bench.selector.loads()[0].prefill_tokens;
+    let left = || bench.selector.loads()[0].active.prefill_tokens;
     let (first, second) = (bench.prompt(&tokens(1, 20)), bench.prompt(&tokens(2, 40)));
     let (held, _) = bench.selector.select(&Ask::new(&first)).unwrap();
     let (other, _) = bench.selector.select(&Ask::new(&second)).unwrap();

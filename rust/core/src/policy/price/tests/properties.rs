@@ -274,11 +274,9 @@ fn wild_candidate() -> impl Strategy<Value = Candidate> {
         });
     let held = (wild_u32(), wild_u32(), wild_u32());
     (held, load).prop_map(|(held, load)| Candidate {
-        worker: Worker::new(1, 0),
-        overlap_blocks: held.0,
         predicted_blocks: held.1,
         lower_milliblocks: held.2,
-        load,
+        ..candidate(1, held.0, load)
     })
 }
 

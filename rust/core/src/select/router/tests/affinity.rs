@@ -1,7 +1,8 @@
 //! Sessions stay with the worker of their last request until it can't take one.
 
 use super::*;
-use crate::policy::{ActiveLoad, Affinity, Candidate, Sample, Seat, Session, Settings, registry};
+use crate::load::ActiveLoad;
+use crate::policy::{Affinity, Candidate, Sample, Seat, Session, Settings, registry};
 use crate::select::{BusyTable, Report, Thresholds};
 
 const TTL_SECS: u64 = 60;
@@ -27,13 +28,7 @@ fn bench(name: &str) -> Bench {
 }
 
 fn candidate(id: u64) -> Candidate {
-    Candidate {
-        worker: Worker::new(id, 0),
-        overlap_blocks: 0,
-        predicted_blocks: 0,
-        lower_milliblocks: 0,
-        load: ActiveLoad::default(),
-    }
+    Candidate::new(Worker::new(id, 0), ActiveLoad::default())
 }
 
 fn of_session(key: &str) -> Ask<'_> {
