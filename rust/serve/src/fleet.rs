@@ -111,7 +111,7 @@ impl Common {
         if key.tenant_id == PREFILL_TENANT {
             router = router.of_prefill();
         }
-        let forced = Some(router.block_size).filter(|size| *size > 0);
+        let forced = Some(router.load.block_size).filter(|size| *size > 0);
         let index = self.catalog.model_or_create(key, forced)?;
         let queue = routing.queue.as_ref();
         let threshold = queue.map(|options| options.threshold);

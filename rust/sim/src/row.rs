@@ -8,6 +8,7 @@ use kvflash_core::catalog::{
 use kvflash_core::clock::ManualClock;
 use kvflash_core::fair::Discipline;
 use kvflash_core::ids::Worker;
+use kvflash_core::load::LoadConfig;
 use kvflash_core::policy::{AUTO, KvScale, Profile, Settings, registry};
 use kvflash_core::select::{Overlap, Policies, Report, RouterConfig, Selector, SelectorConfig};
 use rand::SeedableRng;
@@ -173,12 +174,11 @@ impl Row {
         };
         let config = SelectorConfig {
             router: RouterConfig {
-                block_size,
+                // A stream that is alive is heard of before it expires.
+                load: LoadConfig { block_size, expiry_ms: u64::MAX, ..LoadConfig::default() },
                 track_active_blocks: self.tracks_active_blocks,
                 overlap_score_weight: self.weight,
                 scale: KvScale { overlap_score_credit: self.credit, ..KvScale::default() },
-                // A stream that is alive is heard of before it expires.
-                expiry_ms: u64::MAX,
                 seed,
                 ..RouterConfig::default()
             },

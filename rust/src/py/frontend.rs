@@ -57,7 +57,7 @@ impl Frontend {
         let http = http(&mut given, Face::Api)?;
         let (mut routing, limits) = routing(&mut given, policy_desk.as_ref())?;
         finish(given)?;
-        routing.selector.router.max_requests = own.max_concurrent_requests;
+        routing.selector.router.load.max_requests = own.max_concurrent_requests;
         let options = FrontendOptions {
             fairness: FairnessOptions::of(fairness, own.max_concurrent_requests)?,
             routing,

@@ -88,7 +88,7 @@ impl Router {
         let http = http(&mut given, Face::Control)?;
         let (mut routing, limits) = routing(&mut given, policy_desk.as_ref())?;
         finish(given)?;
-        routing.selector.router.max_requests = own.max_requests;
+        routing.selector.router.load.max_requests = own.max_requests;
         let options = RouterOptions { routing, http, own };
         let uses_events = options.routing.uses_events();
         let (threads, drain, http) = (options.threads, options.drain_timeout, options.http.clone());

@@ -143,7 +143,8 @@ impl RouterCore {
         finish(given)?;
         let RoutingOptions { selector: mut config, policies, queue, .. } = options;
         let block_size = hash::check_block_size(block_size)?;
-        (config.router.block_size, config.router.max_requests) = (block_size, max_requests);
+        let load = &mut config.router.load;
+        (load.block_size, load.max_requests) = (block_size, max_requests);
         let uses_events = config.overlap != Overlap::Predictions && config.router.weighs_overlap();
         let clock = Arc::new(SystemClock::default());
         let catalog = Arc::new(catalog::Catalog::new(limits, clock.clone()));

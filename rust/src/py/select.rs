@@ -2,6 +2,7 @@
 
 use kvflash_core::catalog::CatalogOptions;
 use kvflash_core::error::{Error, Result};
+use kvflash_core::load::LoadConfig;
 use kvflash_core::policy::{AUTO, Counted};
 use kvflash_core::select::{
     BusySettings, CacheSettings, CostSettings, DecisionSettings, IndexSettings, LoadSettings,
@@ -56,17 +57,20 @@ pub(super) fn routing(
         && !is_router_ttl_meant
         && caches.router_ttl_s == CacheSettings::default().router_ttl_s;
     let router = RouterConfig {
-        block_size: cost.block_size.unwrap_or(0),
+        load: LoadConfig {
+            block_size: cost.block_size.unwrap_or(0),
+            track_prefill_tokens: load.track_prefill_tokens,
+            prefill_speed: cost.prefill_tokens_per_s,
+            expiry_ms: load.active_request_expiry_secs.as_millis() as u64,
+            ..LoadConfig::default()
+        },
         overlap_score_weight: cost.overlap_score_weight,
         scale: cost.scale(),
-        prefill_speed: cost.prefill_tokens_per_s,
         tiers: TierWeights { host: cost.host_cache_hit_weight, disk: cost.disk_cache_hit_weight },
         temperature: cost.temperature,
         track_active_blocks: load.track_active_blocks,
         track_output_blocks: load.track_output_blocks,
         assume_kv_reuse: load.assume_kv_reuse,
-        track_prefill_tokens: load.track_prefill_tokens,
-        expiry_ms: load.active_request_expiry_secs.as_millis() as u64,
         seed,
         ..RouterConfig::default()
     };

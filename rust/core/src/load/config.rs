@@ -5,11 +5,11 @@
 pub struct LoadConfig {
     /// Tokens in a block; 0 while unknown (overlaps then save no tokens).
     pub block_size: u32,
-    /// A request idle for longer than this is considered leaked.
+    /// A request idle for longer than this is considered leaked; at least 1.
     pub expiry_ms: u64,
-    /// Maximum concurrent requests.
+    /// Maximum active requests; at least 1.
     pub max_requests: usize,
-    /// Count prompt tokens still to be prefilled; off if prefill happens elsewhere.
+    /// Count prompt tokens until the request's first token; off if prefill happens elsewhere.
     pub track_prefill_tokens: bool,
     /// The workers' prefill speed, by which prompt tokens in progress count less over time.
     pub prefill_speed: PrefillSpeed,

@@ -83,7 +83,7 @@ impl Selector {
         if names.get(request_id).is_some_and(is_active) {
             return Err(Error::Conflict(format!("request_id {request_id:?} is already active")));
         }
-        let limit = self.router.config.max_requests.div_ceil(4) * 3;
+        let limit = self.router.config.load.max_requests.div_ceil(4) * 3;
         if let Some(caller) = caller
             && names.callers.get(&caller).is_some_and(|count| *count >= limit)
         {

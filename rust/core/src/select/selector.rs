@@ -326,7 +326,7 @@ impl Selector {
     pub fn tick(&self) -> usize {
         let now_ms = self.clock.now_ms();
         self.touch_remote(now_ms);
-        self.busy.expire_shares(now_ms.saturating_sub(self.router.config.expiry_ms));
+        self.busy.expire_shares(now_ms.saturating_sub(self.router.config.load.expiry_ms));
         let expired = self.router.expire();
         if !expired.is_empty() {
             self.forget_gone();

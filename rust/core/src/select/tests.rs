@@ -18,6 +18,7 @@ use crate::error::Error;
 use crate::hash::engine::NameKeys;
 use crate::ids::{Tier, Worker};
 use crate::index::{Block, Match};
+use crate::load::LoadConfig;
 use crate::policy::desk::{Desk, Interests};
 use crate::policy::{Advice, Candidate, CandidateCost, Outside, Settings, registry};
 use crate::select::{Policies, RouteOverride, RouterConfig};
@@ -45,9 +46,20 @@ fn worker(id: u64) -> Worker {
     Worker::new(id, 0)
 }
 
+fn sized() -> RouterConfig {
+    of_load(LoadConfig { block_size: BLOCK_SIZE, ..LoadConfig::default() })
+}
+
+fn of_load(load: LoadConfig) -> RouterConfig {
+    RouterConfig { load, ..RouterConfig::default() }
+}
+
 fn bench(overlap: Overlap, options: CatalogOptions, workers: u64) -> Bench {
-    let router = RouterConfig { block_size: BLOCK_SIZE, ..RouterConfig::default() };
-    configured(SelectorConfig { router, overlap, ..SelectorConfig::default() }, options, workers)
+    configured(
+        SelectorConfig { router: sized(), overlap, ..SelectorConfig::default() },
+        options,
+        workers,
+    )
 }
 
 fn configured(config: SelectorConfig, options: CatalogOptions, workers: u64) -> Bench {
@@ -63,7 +75,7 @@ fn with_policies(
     let clock = Arc::new(ManualClock::default());
     let catalog = Catalog::new(options, Arc::<ManualClock>::clone(&clock));
     let key = ModelKey { model_name: "m".into(), tenant_id: "default".into() };
-    let size = match config.router.block_size {
+    let size = match config.router.load.block_size {
         0 => BLOCK_SIZE,
         size => size,
     };
@@ -171,12 +183,7 @@ fn a_preview_changes_nothing_and_answers_alike() {
 
 /// `count` equal workers, at a temperature.
 fn warm(count: u64) -> Bench {
-    let router = RouterConfig {
-        block_size: BLOCK_SIZE,
-        temperature: 1.0,
-        seed: 7,
-        ..RouterConfig::default()
-    };
+    let router = RouterConfig { temperature: 1.0, seed: 7, ..sized() };
     let config = SelectorConfig { router, ..SelectorConfig::default() };
     configured(config, CatalogOptions::default(), count)
 }
@@ -212,11 +219,7 @@ fn each_query_draws_anew_and_its_seed_repeats_it() {
 
 #[test]
 fn without_weight_the_index_is_not_asked_but_blocks_are_counted() {
-    let router = RouterConfig {
-        block_size: BLOCK_SIZE,
-        overlap_score_weight: 0.0,
-        ..RouterConfig::default()
-    };
+    let router = RouterConfig { overlap_score_weight: 0.0, ..sized() };
     let config = SelectorConfig { router, ..SelectorConfig::default() };
     let bench = configured(config, CatalogOptions::default(), 2);
     let tokens: Vec<u32> = (0..16).collect();
@@ -353,8 +356,7 @@ fn names_end_by_idleness_and_with_their_worker() {
 
 #[test]
 fn one_caller_leaves_room_for_the_others() {
-    let router =
-        RouterConfig { block_size: BLOCK_SIZE, max_requests: 8, ..RouterConfig::default() };
+    let router = of_load(LoadConfig { max_requests: 8, ..sized().load });
     let config = SelectorConfig { router, ..SelectorConfig::default() };
     let bench = configured(config, CatalogOptions::default(), 2);
     let selector = &bench.selector;
@@ -651,7 +653,7 @@ fn a_decision_is_kept_with_all_that_went_into_it_and_what_came_of_it() {
 fn a_decision_names_the_policy_that_made_it() {
     let desk = Arc::new(Desk::new("python:mine", 5, Interests::default()));
     let policies = Policies { active: Arc::new(Outside::new(desk)), ..Policies::default() };
-    let router = RouterConfig { block_size: BLOCK_SIZE, ..RouterConfig::default() };
+    let router = sized();
     let config = SelectorConfig { router, overlap: Overlap::Events, ..SelectorConfig::default() };
     let bench = with_policies(config, policies, CatalogOptions::default(), 2);
     let prompt = bench.prompt(&[1; 8]);
@@ -685,7 +687,7 @@ fn blocks_that_are_only_predicted_are_not_told_as_cached() {
     let mut rng = SmallRng::seed_from_u64(1);
     let active = registry::build("auto", &Settings::default(), &mut rng).unwrap();
     let policies = Policies { active, ..Policies::default() };
-    let router = RouterConfig { block_size: BLOCK_SIZE, ..RouterConfig::default() };
+    let router = sized();
     let config = SelectorConfig { router, ..SelectorConfig::default() };
     let options = CatalogOptions { predicted_ttl_ms: 5_000, ..CatalogOptions::default() };
     let bench = with_policies(config, policies, options, 2);

@@ -159,14 +159,14 @@ impl Stage {
                     policies.active = registry::build(value, &Settings::default(), &mut rng)
                         .map_err(|error| error.to_string())?;
                 }
-                "block_size" => config.block_size = number(value)?,
+                "block_size" => config.load.block_size = number(value)?,
                 "weight" => config.overlap_score_weight = number(value)?,
                 "temperature" => config.temperature = number(value)?,
                 "seed" => config.seed = number(value)?,
                 "track_blocks" => config.track_active_blocks = number(value)?,
                 "kv_reuse" => config.assume_kv_reuse = number(value)?,
-                "expiry_ms" => config.expiry_ms = number(value)?,
-                "max_requests" => config.max_requests = number(value)?,
+                "expiry_ms" => config.load.expiry_ms = number(value)?,
+                "max_requests" => config.load.max_requests = number(value)?,
                 _ => return Err(format!("no such setting: {key}")),
             }
         }

@@ -15,7 +15,7 @@ use kvflash_core::clock::{Clock, ManualClock};
 use kvflash_core::hash;
 use kvflash_core::ids::{Tier, Worker};
 use kvflash_core::index::{Block, BlockIndex, DEFAULT_SEED, Matches, Options, RadixIndex};
-use kvflash_core::load::PrefillSpeed;
+use kvflash_core::load::{LoadConfig, PrefillSpeed};
 use kvflash_core::policy::{KvScale, Policy};
 use kvflash_core::select::{
     Ask, Considered, Known, Policies, Prompt, Reservation, Router, RouterConfig,
@@ -171,13 +171,17 @@ fn play(trace: &[Request], way: &Way) -> Outcome {
         Way::Prefilling { credit, speed } => (Policy::Kv, credit, speed),
         Way::LongestMatch => (Policy::Kv, 1.0, PrefillSpeed::Unknown),
     };
-    let config = RouterConfig {
+    let load = LoadConfig {
         block_size: BLOCK_TOKENS as u32,
-        track_active_blocks: !matches!(way, Way::Prefilling { .. }),
         prefill_speed,
+        expiry_ms: u64::MAX,
+        ..LoadConfig::default()
+    };
+    let config = RouterConfig {
+        load,
+        track_active_blocks: !matches!(way, Way::Prefilling { .. }),
         seed: std::env::var("KVFLASH_TRACE_SEED").map_or(1, |seed| seed.parse().unwrap()),
         scale: KvScale { overlap_score_credit, ..KvScale::default() },
-        expiry_ms: u64::MAX,
         ..RouterConfig::default()
     };
     let policies = Policies { active: Arc::new(policy), ..Policies::default() };

@@ -81,7 +81,7 @@ impl Fleet {
         Self {
             fleet,
             waits_for,
-            block_size: routing.selector.router.block_size,
+            block_size: routing.selector.router.load.block_size,
             had_prefill: Mutex::default(),
             refused: Mutex::default(),
             max_workers,

@@ -119,7 +119,7 @@ async fn silence_before_the_first_byte_is_a_failed_attempt() {
 #[tokio::test]
 async fn a_booking_does_not_expire_while_its_request_waits() {
     let stage = Stage::new(|options| {
-        options.routing.selector.router.expiry_ms = 60_000;
+        options.routing.selector.router.load.expiry_ms = 60_000;
         options.own.health_interval = Duration::from_secs(3_600);
     });
     let mut engine = stage.engine().await.by_hand();

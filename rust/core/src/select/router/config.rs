@@ -47,8 +47,10 @@ impl TierWeights {
 /// Settings of a [`Router`](super::Router).
 #[derive(Debug, Clone, PartialEq)]
 pub struct RouterConfig {
-    /// Tokens in a block; 0 while unknown: costs are then in tokens and requests.
-    pub block_size: u32,
+    /// Limits and units of the load table. Without a block size costs are in tokens and requests; prompt
+    /// tokens are not tracked by routers of decode-only workers. The policies say whether the queue is
+    /// estimated.
+    pub load: LoadConfig,
     /// Cost of a block to prefill, in held blocks; finite and at least 0.
     pub overlap_score_weight: f64,
     /// How `kv` weighs its other terms.
@@ -66,24 +68,14 @@ pub struct RouterConfig {
     /// Whether workers keep one copy of a block for all requests that share it; otherwise every
     /// request occupies all of its blocks, as when blocks are transferred and not looked up.
     pub assume_kv_reuse: bool,
-    /// Count prompt tokens of active requests until their first token; off for routers of
-    /// decode-only workers.
-    pub track_prefill_tokens: bool,
-    /// How fast workers prefill; see [`LoadConfig::prefill_speed`].
-    pub prefill_speed: PrefillSpeed,
-    /// A request idle for longer is considered leaked; at least 1.
-    pub expiry_ms: u64,
     /// Seed of the random generator.
     pub seed: u64,
-    /// Maximum active requests; at least 1.
-    pub max_requests: usize,
 }
 
 impl Default for RouterConfig {
     fn default() -> Self {
-        let load = LoadConfig::default();
         Self {
-            block_size: load.block_size,
+            load: LoadConfig::default(),
             overlap_score_weight: 1.0,
             scale: KvScale::default(),
             tiers: TierWeights::default(),
@@ -92,11 +84,7 @@ impl Default for RouterConfig {
             track_active_blocks: true,
             track_output_blocks: false,
             assume_kv_reuse: true,
-            track_prefill_tokens: load.track_prefill_tokens,
-            prefill_speed: load.prefill_speed,
-            expiry_ms: load.expiry_ms,
             seed: 0,
-            max_requests: load.max_requests,
         }
     }
 }
@@ -119,10 +107,11 @@ impl RouterConfig {
             return Err(Error::Config(fault));
         }
         // Places in the table are 32-bit numbers.
-        let (limit, max) = (u32::MAX as usize - 1, self.max_requests);
-        let speed = if let PrefillSpeed::Told(speed) = self.prefill_speed { speed } else { 1.0 };
+        let LoadConfig { expiry_ms, max_requests: max, prefill_speed, .. } = self.load;
+        let limit = u32::MAX as usize - 1;
+        let speed = if let PrefillSpeed::Told(speed) = prefill_speed { speed } else { 1.0 };
         let faults = [
-            (self.expiry_ms == 0, "expiry_ms must be at least 1, got 0".to_owned()),
+            (expiry_ms == 0, "expiry_ms must be at least 1, got 0".to_owned()),
             (
                 !(1..=limit).contains(&max),
                 format!("max_requests must be in 1..={limit}, got {max}"),
@@ -147,7 +136,7 @@ impl RouterConfig {
             stage: Stage::Prefill,
             track_active_blocks: false,
             track_output_blocks: false,
-            track_prefill_tokens: true,
+            load: LoadConfig { track_prefill_tokens: true, ..self.load },
             ..self
         }
     }
@@ -155,18 +144,6 @@ impl RouterConfig {
     /// Whether caches count at all.
     pub fn weighs_overlap(&self) -> bool {
         self.scale.weighs_overlap(self.overlap_score_weight)
-    }
-
-    /// `estimates_queue`: see [`LoadConfig::estimates_queue`].
-    pub(super) fn load(&self, estimates_queue: bool) -> LoadConfig {
-        LoadConfig {
-            block_size: self.block_size,
-            expiry_ms: self.expiry_ms,
-            max_requests: self.max_requests,
-            track_prefill_tokens: self.track_prefill_tokens,
-            prefill_speed: self.prefill_speed,
-            estimates_queue,
-        }
     }
 }
 

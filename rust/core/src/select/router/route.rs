@@ -76,13 +76,14 @@ impl Router {
     /// # Errors
     /// [`Error::Config`] with the name of the first field that is out of range.
     pub fn with_policies(
-        config: RouterConfig,
+        mut config: RouterConfig,
         policies: Policies,
         clock: Arc<dyn Clock>,
     ) -> Result<Self> {
         config.validate()?;
+        config.load.estimates_queue = policies.estimates_queue();
         let state = State {
-            load: ActiveSequences::new(config.load(policies.estimates_queue())),
+            load: ActiveSequences::new(config.load),
             seeds: SmallRng::seed_from_u64(config.seed),
             next_request: 1,
             scratch: Scratch::default(),
@@ -242,7 +243,7 @@ impl Router {
     }
 
     pub(crate) fn touch_interval_ms(&self) -> u64 {
-        self.config.expiry_ms / TOUCHES_PER_EXPIRY
+        self.config.load.expiry_ms / TOUCHES_PER_EXPIRY
     }
 
     pub(crate) fn touch(&self, request: RequestId, now_ms: u64) {

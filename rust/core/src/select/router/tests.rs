@@ -11,7 +11,7 @@ use super::*;
 use crate::clock::{ManualClock, SystemClock};
 use crate::error::Error;
 use crate::ids::Worker;
-use crate::load::{ActiveLoad, WorkerLoad};
+use crate::load::{ActiveLoad, LoadConfig, WorkerLoad};
 use crate::policy::{Policy, Reason};
 use crate::select::{Ask, Known, Prompt, Reservation};
 
@@ -40,7 +40,11 @@ fn decided_by(
 }
 
 fn sized(block_size: u32) -> RouterConfig {
-    RouterConfig { block_size, ..RouterConfig::default() }
+    of_load(LoadConfig { block_size, ..LoadConfig::default() })
+}
+
+fn of_load(load: LoadConfig) -> RouterConfig {
+    RouterConfig { load, ..RouterConfig::default() }
 }
 
 /// Never given back: a test asks few.
@@ -67,9 +71,9 @@ fn configuration_faults_name_the_field() {
         ("overlap_score_weight", RouterConfig { overlap_score_weight: f64::NAN, ..base() }),
         ("temperature", RouterConfig { temperature: f64::INFINITY, ..base() }),
         ("temperature", RouterConfig { temperature: -0.1, ..base() }),
-        ("expiry_ms", RouterConfig { expiry_ms: 0, ..base() }),
-        ("max_requests", RouterConfig { max_requests: 0, ..base() }),
-        ("max_requests", RouterConfig { max_requests: usize::MAX, ..base() }),
+        ("expiry_ms", of_load(LoadConfig { expiry_ms: 0, ..LoadConfig::default() })),
+        ("max_requests", of_load(LoadConfig { max_requests: 0, ..LoadConfig::default() })),
+        ("max_requests", of_load(LoadConfig { max_requests: usize::MAX, ..LoadConfig::default() })),
     ];
     for (field, config) in faulty {
         let fault =
@@ -87,7 +91,7 @@ fn configuration_faults_name_the_field() {
 
 #[test]
 fn calls_that_cannot_be_served_say_why_and_book_nothing() {
-    let config = RouterConfig { max_requests: 1, ..sized(4) };
+    let config = of_load(LoadConfig { block_size: 4, max_requests: 1, ..LoadConfig::default() });
     let router = router(config, []);
     let mut considered = Considered::default();
     let ask = request(8, &[1, 2]);
@@ -144,7 +148,7 @@ fn a_booking_holds_its_load_until_it_is_dropped() {
 #[test]
 fn a_booking_outlives_its_worker_and_its_expiry_in_peace() {
     let clock = Arc::new(ManualClock::default());
-    let config = RouterConfig { expiry_ms: 1_600, ..sized(4) };
+    let config = of_load(LoadConfig { block_size: 4, expiry_ms: 1_600, ..LoadConfig::default() });
     let router =
         Arc::new(Router::with_policies(config, Policies::default(), clock.clone()).unwrap());
     router.set_workers(&workers([1])).unwrap();
@@ -376,7 +380,8 @@ fn the_block_size_may_be_learnt_later() {
 fn many_threads_leave_nothing_behind() {
     const THREADS: u64 = 8;
     const TURNS: u64 = 2_000;
-    let config = RouterConfig { block_size: 4, expiry_ms: 3_600_000, ..RouterConfig::default() };
+    let config =
+        of_load(LoadConfig { block_size: 4, expiry_ms: 3_600_000, ..LoadConfig::default() });
     let router = Arc::new(
         Router::with_policies(config, Policies::default(), Arc::new(SystemClock::default()))
             .unwrap(),

@@ -94,7 +94,7 @@ fn is_refused(selector: &Selector, prompt: &Prompt) -> bool {
 #[test]
 fn looking_at_a_worker_makes_it_no_busier() {
     let thresholds = Thresholds { active_decode_blocks: Some(0.5), ..Thresholds::default() };
-    let router = RouterConfig { block_size: BLOCK_SIZE, ..RouterConfig::default() };
+    let router = sized();
     let config = SelectorConfig { router, thresholds, ..SelectorConfig::default() };
     let known = Report { kv_total_blocks: Some(10), ..Report::default() };
     let used = |blocks| Report { kv_used_blocks: Some(blocks), ..Report::default() };
@@ -155,7 +155,7 @@ fn check_limits(input: &Value) {
 #[test]
 fn busy_workers_get_nothing_whatever_the_policy() {
     for policy in Policy::ALL {
-        let router = RouterConfig { block_size: BLOCK_SIZE, ..RouterConfig::default() };
+        let router = sized();
         let thresholds = Thresholds { active_decode_blocks: Some(0.5), ..Thresholds::default() };
         let config = SelectorConfig { router, thresholds, ..SelectorConfig::default() };
         let policies = Policies { active: Arc::new(policy), ..Policies::default() };
@@ -199,7 +199,7 @@ fn busy_workers_get_nothing_whatever_the_policy() {
 #[test]
 fn what_routers_book_is_added_up_and_never_overwritten() {
     let thresholds = Thresholds { active_prefill_tokens: Some(20), ..Thresholds::default() };
-    let router = RouterConfig { block_size: BLOCK_SIZE, ..RouterConfig::default() };
+    let router = sized();
     let config = SelectorConfig { router, thresholds, ..SelectorConfig::default() };
     let bench = configured(config, CatalogOptions::default(), 1);
     let selector = &bench.selector;
@@ -229,7 +229,7 @@ fn what_routers_book_is_added_up_and_never_overwritten() {
 #[test]
 fn a_router_that_tells_nothing_more_is_gone_after_a_time() {
     let thresholds = Thresholds { active_prefill_tokens: Some(5), ..Thresholds::default() };
-    let router = RouterConfig { expiry_ms: 1_000, ..RouterConfig::default() };
+    let router = of_load(LoadConfig { expiry_ms: 1_000, ..LoadConfig::default() });
     let config = SelectorConfig { router, thresholds, ..SelectorConfig::default() };
     let Bench { selector, clock, .. } = configured(config, CatalogOptions::default(), 1);
     let is_busy = || !selector.busy.busy(selector.loads()).is_empty();

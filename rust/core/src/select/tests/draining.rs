@@ -39,7 +39,7 @@ fn a_draining_worker_gets_nothing_new_and_keeps_what_it_has() {
 fn a_worker_that_auto_passes_over_has_no_price() {
     let active = registry::build("auto", &Settings::default(), &mut SmallRng::seed_from_u64(1));
     let policies = Policies { active: active.unwrap(), ..Policies::default() };
-    let router = RouterConfig { block_size: BLOCK_SIZE, ..RouterConfig::default() };
+    let router = sized();
     let config = SelectorConfig { router, ..SelectorConfig::default() };
     let bench = with_policies(config, policies, CatalogOptions::default(), 2);
     bench.selector.set_draining(vec![1]);
@@ -57,7 +57,7 @@ fn a_worker_that_auto_passes_over_has_no_price() {
 fn pins_and_sessions_go_elsewhere_and_the_decision_says_so() {
     let affinity = Some(Arc::new(Affinity::new(60).unwrap()));
     let policies = Policies { affinity, ..Policies::default() };
-    let router = RouterConfig { block_size: BLOCK_SIZE, ..RouterConfig::default() };
+    let router = sized();
     let config = SelectorConfig { router, ..SelectorConfig::default() };
     let bench = with_policies(config, policies, CatalogOptions::default(), 2);
     let prompt = bench.prompt(&[1; 8]);

@@ -3,8 +3,7 @@
 use super::*;
 
 fn growing(track_output_blocks: bool) -> Bench {
-    let router =
-        RouterConfig { block_size: BLOCK_SIZE, track_output_blocks, ..RouterConfig::default() };
+    let router = RouterConfig { track_output_blocks, ..sized() };
     let config = SelectorConfig { router, overlap: Overlap::Events, ..SelectorConfig::default() };
     configured(config, CatalogOptions::default(), 1)
 }

@@ -35,8 +35,7 @@ fn bookings_of_another_router_count_in_every_decision() {
 
 #[test]
 fn bookings_of_others_take_none_of_this_routers_room() {
-    let router =
-        RouterConfig { block_size: BLOCK_SIZE, max_requests: 1, ..RouterConfig::default() };
+    let router = of_load(LoadConfig { max_requests: 1, ..sized().load });
     let config = SelectorConfig { router, ..SelectorConfig::default() };
     let bench = configured(config, CatalogOptions::default(), 1);
     for name in ["a", "b", "c"] {

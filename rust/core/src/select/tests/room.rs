@@ -7,7 +7,7 @@ use super::*;
 use crate::load::PrefillSpeed;
 
 fn queueing(batches: f64, workers: u64) -> Bench {
-    let router = RouterConfig { block_size: BLOCK_SIZE, ..RouterConfig::default() };
+    let router = sized();
     let queue = Some(QueueThreshold { batches, batched_tokens: 10 });
     let config =
         SelectorConfig { router, queue, overlap: Overlap::Events, ..SelectorConfig::default() };
@@ -120,11 +120,8 @@ fn a_threshold_that_is_none_is_refused() {
 
 #[test]
 fn prompts_that_are_worked_on_make_room_as_time_passes() {
-    let router = RouterConfig {
-        block_size: BLOCK_SIZE,
-        prefill_speed: PrefillSpeed::Told(10.0),
-        ..RouterConfig::default()
-    };
+    let prefill_speed = PrefillSpeed::Told(10.0);
+    let router = of_load(LoadConfig { prefill_speed, ..sized().load });
     let queue = Some(QueueThreshold { batches: 1.0, batched_tokens: 30 });
     let config = SelectorConfig { router, queue, ..SelectorConfig::default() };
     let bench = configured(config, CatalogOptions::default(), 1);
@@ -151,7 +148,7 @@ fn prompts_that_are_worked_on_make_room_as_time_passes() {
     assert!(bench.is_idle());
     for rate in [0.0, -1.0, f64::NAN] {
         let prefill_speed = PrefillSpeed::Told(rate);
-        let wrong = RouterConfig { prefill_speed, ..RouterConfig::default() };
+        let wrong = of_load(LoadConfig { prefill_speed, ..LoadConfig::default() });
         let error = wrong.validate().err().unwrap().to_string();
         assert!(error.contains("prefill_tokens_per_second"), "{error}");
     }

@@ -4,11 +4,7 @@ use super::*;
 use crate::select::TierWeights;
 
 fn weighed(host: f64, disk: f64) -> Bench {
-    let router = RouterConfig {
-        block_size: BLOCK_SIZE,
-        tiers: TierWeights { host, disk },
-        ..RouterConfig::default()
-    };
+    let router = RouterConfig { tiers: TierWeights { host, disk }, ..sized() };
     let config = SelectorConfig { router, overlap: Overlap::Events, ..SelectorConfig::default() };
     configured(config, CatalogOptions::default(), 2)
 }
@@ -86,7 +82,7 @@ fn blocks_in_host_memory_and_on_disks_save_their_share() {
 
 #[test]
 fn a_prediction_and_the_tiers_behind_it_do_not_count_twice() {
-    let router = RouterConfig { block_size: BLOCK_SIZE, ..RouterConfig::default() };
+    let router = sized();
     let overlap = Overlap::EventsAndPredictions;
     let config = SelectorConfig { router, overlap, ..SelectorConfig::default() };
     let options = CatalogOptions { predicted_ttl_ms: 60_000, ..CatalogOptions::default() };

@@ -46,7 +46,7 @@ struct Speed {
 
 /// `active` requests at a time; a turn frees the oldest one, routes a new one, marks it prefilled.
 fn measure(worker_count: u64, active: usize, traffic: Traffic, has_overlaps: bool) -> Speed {
-    let config = RouterConfig { block_size: BLOCK_SIZE, ..RouterConfig::default() };
+    let config = sized(BLOCK_SIZE);
     let router = Arc::new(
         Router::with_policies(config, Policies::default(), Arc::new(SystemClock::default()))
             .unwrap(),
