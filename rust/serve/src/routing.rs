@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::sync::Arc;
 
+use kvflash_core::clock::Clock;
 use kvflash_core::error::{Error, Result};
 use kvflash_core::policy::{Sample, Settings};
 use kvflash_core::select::{Overlap, Policies, QueueOptions, SelectorConfig};
@@ -71,12 +73,13 @@ impl RoutingOptions {
     pub(crate) fn register(
         &self,
         http: &Http,
+        clock: &Arc<dyn Clock>,
         registry: &mut Registry,
     ) -> Result<Option<RemoteIndexer>> {
         let (name, policies) = (self.policy_name().to_owned(), self.policies.clone());
-        let settings = self.settings.clone();
+        let (settings, clock) = (self.settings.clone(), Arc::clone(clock));
         registry.register_collector(Box::new(Pages(move |page: &mut Page<'_>| {
-            write_policies(page, &name, &policies, &settings)
+            write_policies(page, &name, &policies, &settings, clock.now_ms())
         })));
         let remote = self.remote_indexer.as_ref();
         remote.map(|remote| RemoteIndexer::new(remote, http, registry)).transpose()
@@ -89,6 +92,7 @@ fn write_policies(
     name: &str,
     policies: &Policies,
     settings: &Settings,
+    now_ms: u64,
 ) -> fmt::Result {
     let help = "Constant 1; the labels give the policy that chooses workers and the source of its defaults";
     let info = and(&label("policy", name), "profile", settings.profile.name());
@@ -102,7 +106,7 @@ fn write_policies(
     page.gauges("policy_setting_info", help, origins)?;
     // A policy that appears twice in a strategy has one family of metrics.
     let mut by_name = BTreeMap::<String, (&str, BTreeMap<Labels, f64>)>::new();
-    policies.samples(&mut |sample: Sample<'_>| {
+    policies.samples(now_ms, &mut |sample: Sample<'_>| {
         let labels = match sample.label {
             ("", _) => Labels::new(),
             (key, value) => vec![(key.to_owned().into(), value.to_owned())],

@@ -196,7 +196,7 @@ impl RouterCore {
             let entry = (sample.name.into(), label.into(), value.into(), sample.value);
             samples.push(entry);
         };
-        self.selector.policies().samples(&mut note);
+        self.selector.policies().samples(self.selector.now_ms(), &mut note);
         samples
     }
 

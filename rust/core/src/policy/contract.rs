@@ -154,9 +154,9 @@ pub trait RoutePolicy: fmt::Debug + Send + Sync {
         self.members().iter().for_each(|one| one.closed(pool));
     }
 
-    /// Reports every counter of this policy, for the metrics.
-    fn samples(&self, visit: &mut dyn FnMut(Sample<'_>)) {
-        self.members().iter().for_each(|one| one.samples(visit));
+    /// Reports every counter of this policy, for the metrics, and what it knows at `now_ms`.
+    fn samples(&self, now_ms: u64, visit: &mut dyn FnMut(Sample<'_>)) {
+        self.members().iter().for_each(|one| one.samples(now_ms, visit));
     }
 }
 

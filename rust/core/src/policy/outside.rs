@@ -137,7 +137,7 @@ impl RoutePolicy for Outside {
         self.desk.tell(|| News::Removed(worker), |wanted| wanted.removed);
     }
 
-    fn samples(&self, visit: &mut dyn FnMut(Sample<'_>)) {
+    fn samples(&self, _now_ms: u64, visit: &mut dyn FnMut(Sample<'_>)) {
         self.desk.samples(visit);
     }
 }

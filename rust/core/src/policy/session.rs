@@ -106,7 +106,7 @@ impl RoutePolicy for SessionAffinity {
         self.pins.lock().forget(worker);
     }
 
-    fn samples(&self, visit: &mut dyn FnMut(Sample<'_>)) {
+    fn samples(&self, _now_ms: u64, visit: &mut dyn FnMut(Sample<'_>)) {
         let pins = self.pins.lock();
         visit(Sample::plain("session_pins", "Sessions that have a worker", pins.0.len() as f64));
         let help = "Sessions that lost their worker at SESSION_MAX_SESSIONS";

@@ -126,7 +126,7 @@ impl App {
         let mut registry = new_registry();
         let metrics = FrontendMetrics::register(&mut registry);
         metrics.show_causes();
-        let remote = options.routing.register(&options.http, &mut registry)?;
+        let remote = options.routing.register(&options.http, &clock, &mut registry)?;
         let intake = options.http.intake(options.max_body_bytes, &mut registry).refusing_unread();
         let compute = Compute::new(options.tokenize_timeout, Arc::clone(&clock), &mut registry)?;
         let common = CommonMetrics::new(registry);

@@ -62,7 +62,7 @@ impl RouterApp {
         options.check()?;
         let mut registry = new_registry();
         let metrics = RouterMetrics::register(&mut registry);
-        let remote = options.routing.register(&options.http, &mut registry)?;
+        let remote = options.routing.register(&options.http, &clock, &mut registry)?;
         let intake = options.http.intake(options.max_body_bytes, &mut registry);
         let common = CommonMetrics::new(registry);
         let fleet =

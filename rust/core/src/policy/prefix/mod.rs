@@ -209,7 +209,7 @@ impl RoutePolicy for PrefixCache {
         self.state.lock().table.forget(worker);
     }
 
-    fn samples(&self, visit: &mut dyn FnMut(Sample<'_>)) {
+    fn samples(&self, _now_ms: u64, visit: &mut dyn FnMut(Sample<'_>)) {
         let state = self.state.lock();
         let State { table, counters, .. } = &*state;
         for (reason, &count) in SELECTIONS.iter().zip(&counters.selections) {

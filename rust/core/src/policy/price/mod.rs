@@ -313,7 +313,7 @@ impl RoutePolicy for PricePolicy {
         self.state.lock().traffic.remove(pool);
     }
 
-    fn samples(&self, visit: &mut dyn FnMut(Sample<'_>)) {
+    fn samples(&self, now_ms: u64, visit: &mut dyn FnMut(Sample<'_>)) {
         let state = self.state.lock();
         for (pool, traffic) in &state.traffic {
             let pool = pool_label(pool);
@@ -323,7 +323,7 @@ impl RoutePolicy for PricePolicy {
             tell(
                 "auto_answer_tokens",
                 "Mean length of an answer in the last minute",
-                traffic.answers.last_mean_tokens(),
+                traffic.answers.clone().mean_tokens(now_ms),
             );
             tell(
                 "auto_session_gap_seconds",
@@ -363,9 +363,9 @@ impl RoutePolicy for PricePolicy {
             tell(
                 "auto_worker_slowness_ratio",
                 "The worker's time to the first token relative to the others'",
-                known.learned.pace.last_slowness(),
+                known.learned.pace.slowness(now_ms),
             );
-            if let Some(ms) = known.learned.retention.last_age_ms() {
+            if let Some(ms) = known.learned.retention.age_ms(now_ms) {
                 tell(
                     "auto_worker_retention_seconds",
                     "Time since the last use of the blocks that the worker evicts now",

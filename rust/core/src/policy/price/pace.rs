@@ -27,7 +27,7 @@ const BOUNDS: (f64, f64) = (0.1, 20.0);
 const LEAST_LN: f64 = 0.05;
 
 /// Recent mean length of answers.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub(super) struct Answers {
     tokens: f64,
     count: f64,
@@ -55,11 +55,6 @@ impl Answers {
         if now_ms.saturating_sub(self.at_ms) > 1_000 {
             self.fade(now_ms);
         }
-        self.last_mean_tokens()
-    }
-
-    /// The value of the last call.
-    pub fn last_mean_tokens(&self) -> f64 {
         (self.tokens + GUESS * ANSWER_TOKENS) / (self.count + GUESS)
     }
 }
@@ -237,11 +232,6 @@ impl Pace {
     /// The share of knowledge that is left after silence.
     fn kept(&self, now_ms: u64) -> f64 {
         (-(now_ms.saturating_sub(self.seen_ms) as f64) / PACE_MS).exp()
-    }
-
-    /// The value at the last comparison.
-    pub fn last_slowness(&self) -> f64 {
-        self.ln.exp()
     }
 }
 

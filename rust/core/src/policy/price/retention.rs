@@ -63,11 +63,6 @@ impl Retention {
         self.is_full
     }
 
-    /// Mean age of its last evictions; `None` before the first.
-    pub fn last_age_ms(&self) -> Option<f64> {
-        (self.weight > 0.0).then_some(self.age_ms)
-    }
-
     /// Mean age of blocks that it would evict now, in milliseconds; `None` before the first
     /// eviction. While it evicts nothing, the next candidate ages.
     pub fn age_ms(&self, now_ms: u64) -> Option<f64> {

@@ -160,8 +160,12 @@ fn a_prefill_worker_has_no_steps_and_a_decode_worker_no_queue() {
 
 /// The values of the model's metric `name`.
 fn samples(policy: &PricePolicy, name: &str) -> Vec<f64> {
+    samples_at(policy, name, 0)
+}
+
+fn samples_at(policy: &PricePolicy, name: &str, now_ms: u64) -> Vec<f64> {
     let mut values = Vec::new();
-    policy.samples(&mut |one| values.extend((one.name == name).then_some(one.value)));
+    policy.samples(now_ms, &mut |one| values.extend((one.name == name).then_some(one.value)));
     values
 }
 
@@ -226,7 +230,7 @@ fn a_closed_model_leaves_nothing() {
         policy.routed(&context, &Candidates::new(&list), &choice);
     }
     let mut labels = Vec::new();
-    policy.samples(&mut |one| {
+    policy.samples(0, &mut |one| {
         labels.extend((one.label.0 == "model").then(|| one.label.1.to_owned()))
     });
     labels.sort();

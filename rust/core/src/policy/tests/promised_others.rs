@@ -44,7 +44,7 @@ fn every_policy_chooses_and_says_why() {
                 assert!(polarity.is_none() || scores.len() == count);
             }
             policy.removed(Worker::new(0, 0));
-            policy.samples(&mut |sample| {
+            policy.samples(0, &mut |sample| {
                 assert!(sample.value.is_finite() && !sample.name.is_empty())
             });
         }
@@ -232,7 +232,7 @@ fn pins_are_bounded() {
         policy.routed(&context, &Candidates::new(&list), &choice);
     }
     let mut found = Vec::new();
-    policy.samples(&mut |sample| found.push(sample.value));
+    policy.samples(0, &mut |sample| found.push(sample.value));
     assert_eq!(found, [3.0, 7.0]);
 }
 

@@ -182,7 +182,7 @@ fn engines_events_count_where_there_are_any() {
         assert_eq!(choice.score, wanted, "{value}");
         policy.routed(&indexed, &candidates, &choice);
         let mut blocks = f64::NAN;
-        policy.samples(&mut |sample| {
+        policy.samples(0, &mut |sample| {
             if sample.name == "prefix_cache_blocks" {
                 blocks = sample.value;
             }

@@ -156,7 +156,7 @@ impl RoutePolicy for VtcBasic {
         state.corrected += 1;
     }
 
-    fn samples(&self, visit: &mut dyn FnMut(Sample<'_>)) {
+    fn samples(&self, _now_ms: u64, visit: &mut dyn FnMut(Sample<'_>)) {
         let state = self.state.lock();
         visit(Sample::plain(
             "vtc_clients",

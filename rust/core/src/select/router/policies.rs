@@ -55,9 +55,10 @@ impl Policies {
         self.active.desk()
     }
 
-    /// Reports every counter of the deciding policy and of the shadows.
-    pub fn samples(&self, visit: &mut dyn FnMut(Sample<'_>)) {
-        self.active.samples(visit);
+    /// Reports every counter of the deciding policy and of the shadows, and what the former knows
+    /// at `now_ms` on the router's clock.
+    pub fn samples(&self, now_ms: u64, visit: &mut dyn FnMut(Sample<'_>)) {
+        self.active.samples(now_ms, visit);
         self.shadows.iter().for_each(|shadow| shadow.samples(visit));
         if let Some(affinity) = &self.affinity {
             affinity.samples(visit);

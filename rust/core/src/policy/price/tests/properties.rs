@@ -73,6 +73,30 @@ fn taught(past: &Past, ids: &[u64]) -> (PricePolicy, u64) {
     (policy, now_ms)
 }
 
+#[test]
+fn metrics_show_what_decisions_use_now() {
+    let past = Past {
+        slowness: vec![1.0, 3.0, 1.0],
+        is_full: vec![false, true, false],
+        gap_ms: 1_000,
+        wanted: vec![],
+    };
+    let (policy, now_ms) = taught(&past, &[1, 2, 3]);
+    let told = |name, now_ms| samples_at(&policy, name, now_ms);
+    let slow = told("auto_worker_slowness_ratio", now_ms);
+    assert!(slow[1] > 2.0 && slow[0] == 1.0 && slow[2] == 1.0, "{slow:?}");
+    assert!(told("auto_answer_tokens", now_ms)[0] < 190.0);
+    let kept_s = told("auto_worker_retention_seconds", now_ms)[0];
+    // Without traffic both fade, and what a full cache would evict next ages.
+    let later_ms = now_ms + 600_000;
+    assert!(told("auto_worker_slowness_ratio", later_ms)[1] < 1.01);
+    assert!(told("auto_answer_tokens", later_ms)[0] > 199.0);
+    let later_s = told("auto_worker_retention_seconds", later_ms)[0];
+    assert!((later_s - kept_s - 600.0).abs() < 1e-6, "{kept_s}, {later_s}");
+    // Nor does a look change anything.
+    assert_eq!(told("auto_worker_slowness_ratio", now_ms), slow);
+}
+
 pub(super) fn finished(
     id: u64,
     ticket: &Ticket,
@@ -202,7 +226,7 @@ proptest! {
         };
         let (policy, now_ms) = taught(&past, &ids);
         let mut state = policy.state.lock();
-        prop_assert!(state.workers.iter().all(|known| known.learned.pace.last_slowness() == 1.0));
+        prop_assert!(state.workers.iter().all(|known| known.learned.pace.slowness(now_ms) == 1.0));
         let traffic = state.traffic.get_mut("m").unwrap();
         let is_taught = traffic.prefills[0].seconds_per_token() > 0.0;
         prop_assert!(is_taught && traffic.gaps.density(1_000.0).is_some());
@@ -318,7 +342,7 @@ proptest! {
             let ticket = context.memo.into_ticket().unwrap();
             policy.finished(&finished(worker.instance_id, &ticket, ms, output_tokens, now_ms));
             let mut samples = Vec::new();
-            policy.samples(&mut |sample| samples.push((sample.name.to_owned(), sample.value)));
+            policy.samples(now_ms, &mut |sample| samples.push((sample.name.to_owned(), sample.value)));
             prop_assert!(samples.iter().all(|(_, value)| value.is_finite()), "{samples:?}");
         }
     }
