@@ -94,6 +94,8 @@ impl Shown {
 pub(super) struct Prefills {
     /// By number; the lowest is the oldest.
     waiting: BTreeMap<u64, Prefill>,
+    /// The oldest again: every decision asks about it at every worker.
+    oldest: Option<Prefill>,
     tokens: u64,
     /// Of these, prompts without a given duration.
     untold: usize,
@@ -109,11 +111,12 @@ impl Prefills {
         if tokens == 0 {
             return;
         }
+        let prefill = Prefill { tokens, takes };
         if self.waiting.is_empty() {
             self.since_ms = now_ms;
             self.shown.since_ms = now_ms;
+            self.oldest = Some(prefill);
         }
-        let prefill = Prefill { tokens, takes };
         self.tokens += tokens;
         self.untold += usize::from(!prefill.is_told());
         self.waiting.insert(number, prefill);
@@ -158,6 +161,7 @@ impl Prefills {
         self.untold -= usize::from(!gone.is_told());
         if is_oldest {
             self.since_ms = now_ms;
+            self.oldest = self.waiting.first_key_value().map(|(_, oldest)| *oldest);
         }
     }
 
@@ -168,14 +172,24 @@ impl Prefills {
 
     /// Estimated remaining tokens.
     pub fn left(&self, now_ms: u64) -> u64 {
-        let Some((_, oldest)) = self.waiting.first_key_value() else { return self.tokens };
+        let Some(oldest) = self.oldest else { return self.tokens };
         let Some(expected_ms) = oldest.takes.ms() else { return self.tokens };
         let elapsed_ms = now_ms.saturating_sub(self.since_ms);
-        let done =
-            u128::from(oldest.tokens) * u128::from(elapsed_ms) / u128::from(expected_ms.max(1));
         let most = if self.untold > 0 { oldest.tokens } else { self.tokens };
-        self.tokens - u64::try_from(done).map_or(most, |done| done.min(most))
+        self.tokens - done_of(oldest.tokens, elapsed_ms, expected_ms.max(1)).min(most)
     }
+}
+
+/// `tokens * elapsed_ms / expected_ms`, rounded down.
+fn done_of(tokens: u64, elapsed_ms: u64, expected_ms: u64) -> u64 {
+    // A division of 128 bits is a slow call, which hardly any numbers need.
+    tokens.checked_mul(elapsed_ms).map_or_else(
+        || {
+            let done = u128::from(tokens) * u128::from(elapsed_ms) / u128::from(expected_ms);
+            u64::try_from(done).unwrap_or(u64::MAX)
+        },
+        |product| product / expected_ms,
+    )
 }
 
 #[cfg(test)]
@@ -232,6 +246,34 @@ mod tests {
             let left: Vec<u64> = asked.iter().map(|at| prefills.left(ms(at))).collect();
             assert_eq!(Value::from(left), expected["active_tokens"], "{id}");
         }
+    }
+
+    #[test]
+    fn what_is_done_is_the_same_for_numbers_of_any_size() {
+        let large = [1, 7, 1_000, u64::from(u32::MAX), u64::MAX / 3, u64::MAX];
+        for (tokens, elapsed_ms) in large.into_iter().flat_map(|one| large.map(|two| (one, two))) {
+            for expected_ms in large {
+                let done = u128::from(tokens) * u128::from(elapsed_ms) / u128::from(expected_ms);
+                let most = u64::try_from(done).unwrap_or(u64::MAX);
+                assert_eq!(done_of(tokens, elapsed_ms, expected_ms), most);
+            }
+        }
+    }
+
+    #[test]
+    fn the_oldest_is_always_the_first_that_waits() {
+        let mut prefills = Prefills::default();
+        for step in 1..400_u64 {
+            let number = step * 37 % 23;
+            match step % 3 {
+                0 => prefills.complete(step.saturating_sub(number), step),
+                1 => prefills.remove(step.saturating_sub(2 * number), step),
+                _ => prefills.push(step, number, Takes::About(number), step),
+            }
+            let first = prefills.waiting.first_key_value().map(|(_, one)| (one.tokens, one.takes));
+            assert_eq!(prefills.oldest.map(|one| (one.tokens, one.takes)), first);
+        }
+        assert!(!prefills.waiting.is_empty());
     }
 
     #[test]
