@@ -22,8 +22,10 @@ pub struct EngineTable {
 impl EngineTable {
     /// Merges an engine's report into its last one; missing values stay.
     pub fn update(&self, worker: Worker, metrics: EngineMetrics) {
-        let earlier = self.all().get(&worker).copied().unwrap_or_default();
-        self.report(worker, metrics.or(earlier));
+        let mut held = self.by_worker.write();
+        // One lock for both steps: two reports at once must not lose each other's values.
+        let known = Arc::make_mut(&mut held).entry(worker).or_default();
+        *known = metrics.or(*known);
     }
 
     /// Replaces an engine's report.

@@ -139,7 +139,9 @@ impl Selector {
     pub(super) fn touch_remote(&self, now_ms: u64) {
         let interval_ms = self.router.touch_interval_ms();
         for peer in self.remote.lock().routers.values_mut() {
-            if peer.heard_ms > peer.touched_ms && now_ms - peer.touched_ms >= interval_ms {
+            // The router may have been heard after `now_ms` was read.
+            let age_ms = now_ms.saturating_sub(peer.touched_ms);
+            if peer.heard_ms > peer.touched_ms && age_ms >= interval_ms {
                 peer.touched_ms = now_ms;
                 for request in peer.requests.values() {
                     self.router.touch(*request, peer.heard_ms);

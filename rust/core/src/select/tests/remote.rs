@@ -67,6 +67,18 @@ fn bookings_of_others_expire_unless_their_router_says_that_they_live() {
 }
 
 #[test]
+fn a_word_that_comes_between_a_tick_and_its_work_is_no_time_gone_back() {
+    let bench = plain(1);
+    let tick_ms = bench.selector.now_ms();
+    bench.clock.advance(5);
+    assert!(bench.selector.remote_add(7, "a", worker(0), None, 16, 0));
+    bench.clock.advance(5);
+    bench.selector.remote_heard(7);
+    bench.selector.touch_remote(tick_ms);
+    assert!(bench.selector.remote_free(7, "a"));
+}
+
+#[test]
 fn a_prompt_that_is_only_decoded_is_no_prefill_at_the_others() {
     let elsewhere = RouteOverride {
         overlap_score_weight: Some(0.0),
