@@ -103,7 +103,10 @@ pub unsafe extern "C" fn kvflash_publisher_create(
             },
         };
         if options.tick_us > 1_000_000 {
-            return Err(invalid(format!("tick_us must be in 0..1000000, got {}", options.tick_us)));
+            return Err(invalid(format!(
+                "tick_us must be in 0..=1000000, got {}",
+                options.tick_us
+            )));
         }
         let handle = handle::add(Publisher::start(options.kv_block_size, settings, place)?)?;
         // SAFETY: checked above; the caller lets it be written.
@@ -369,7 +372,7 @@ fn limit(field: &str, value: u64, default: usize, least: u64, most: u64) -> Resu
         return Ok(default);
     }
     if !(least..=most).contains(&value) {
-        return Err(invalid(format!("{field} must be in {least}..{most}, got {value}")));
+        return Err(invalid(format!("{field} must be in {least}..={most}, got {value}")));
     }
     usize::try_from(value).map_err(|_| invalid(format!("{field} is too large: {value}")))
 }

@@ -83,7 +83,7 @@ pub unsafe extern "C" fn kvflash_llm_init(
 
 fn port_of(name: &str) -> Result<u16> {
     let Some(value) = value_of(name) else { return Ok(0) };
-    value.parse().map_err(|_| invalid(format!("{name} must be a port in 0..65535, got {value:?}")))
+    value.parse().map_err(|_| invalid(format!("{name} must be a port in 0..=65535, got {value:?}")))
 }
 
 /// A variable of the environment; an empty one counts as unset.

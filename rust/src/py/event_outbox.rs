@@ -34,7 +34,7 @@ fn name(field: &str, value: Option<&Bound<'_, PyAny>>) -> Raised<Option<String>>
 fn lora_number(value: Option<&Bound<'_, PyAny>>) -> Raised<u64> {
     let Some(value) = value else { return Ok(0) };
     let number = value.extract().ok().filter(|_| !value.is_instance_of::<PyBool>());
-    number.ok_or_else(|| refused("lora_id", "in 0..9223372036854775807", value))
+    number.ok_or_else(|| refused("lora_id", "an integer in 0..=9223372036854775807", value))
 }
 
 #[derive(FromPyObject)]
@@ -122,7 +122,11 @@ impl EventOutbox {
             "own" => Shape::Own,
             "tagged" => Shape::Tagged,
             "positional" => Shape::Positional,
-            _ => return Err(invalid(format!("unknown shape {shape:?}"))),
+            _ => {
+                return Err(invalid(format!(
+                    "shape must be own, tagged or positional, got {shape:?}"
+                )));
+            }
         };
         let settings = Settings {
             dp_rank,

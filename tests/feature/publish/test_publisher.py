@@ -373,7 +373,7 @@ def test_a_block_of_another_size_drops_the_rest_of_the_call(http, publisher, mod
         ({"block_hashes": [1 << 64]}, "block_hashes[0] must be an integer in 64 bits"),
         ({"block_hashes": [True]}, "block_hashes[0] must be an integer in 64 bits, got True"),
         ({"parent_hash": 1.5}, "parent_hash[0] must be an integer in 64 bits, got 1.5"),
-        ({"lora_id": -1}, "lora_id must be in 0.."),
+        ({"lora_id": -1}, "lora_id must be an integer in 0..=9223372036854775807, got -1"),
         ({"lora_name": 5}, "lora_name must be text, got 5"),
         ({"cache_salt": "x" * 70_000}, "cache_salt may have 65536 bytes, got 70000"),
         ({"block_mm_infos": []}, "block_mm_infos must have one entry for each of the 1 blocks"),

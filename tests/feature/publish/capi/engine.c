@@ -207,11 +207,11 @@ static void refused_options(void) {
     options.struct_size = sizeof options;
     options.tick_us = 1000001;
     FAILS(kvflash_publisher_create(&options, &publisher), KVFLASH_INVALID_ARGUMENT,
-          "tick_us must be in 0..1000000, got 1000001");
+          "tick_us must be in 0..=1000000, got 1000001");
     options.tick_us = 0;
     options.ring_bytes = 1;
     FAILS(kvflash_publisher_create(&options, &publisher), KVFLASH_INVALID_ARGUMENT,
-          "ring_bytes must be in 1048576..");
+          "ring_bytes must be in 1048576..=");
     options.ring_bytes = 0;
     options.host = "192.0.2.1";
     FAILS(kvflash_publisher_create(&options, &publisher), KVFLASH_IO,
