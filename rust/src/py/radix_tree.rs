@@ -44,7 +44,7 @@ impl RadixTree {
         sequence: &Bound<'_, PyAny>,
         early_exit: bool,
     ) -> Raised<OverlapScores> {
-        let locals = hashes("block_hashes", sequence)?;
+        let locals = hashes("sequence", sequence)?;
         Ok(overlaps(py, &self.index, locals.as_slice(), early_exit, facts))
     }
 

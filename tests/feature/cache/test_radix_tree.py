@@ -152,7 +152,7 @@ def test_every_form_of_hashes_is_asked_alike():
     ("sequence", "named"),
     [
         ([1, 2**64], str(2**64)),
-        ([1, -(2**63) - 1], "block_hashes[1]"),
+        ([1, -(2**63) - 1], "sequence[1]"),
         ([1, None], "None"),
         ([1, True], "True"),
     ],
@@ -160,7 +160,7 @@ def test_every_form_of_hashes_is_asked_alike():
 def test_a_hash_that_is_none_is_refused_by_index(sequence, named):
     with pytest.raises(InvalidArgumentError) as caught:
         RadixTree().find_matches(sequence)
-    assert "block_hashes[1]" in str(caught.value)
+    assert "sequence[1]" in str(caught.value)
     assert named in str(caught.value)
 
 
