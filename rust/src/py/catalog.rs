@@ -100,16 +100,15 @@ pub(super) struct CatalogDump {
 /// The rest of a dump: of the current part, and the parts after it.
 struct Left {
     encoded: bytes::Bytes,
-    parts: Box<dyn Iterator<Item = Result<bytes::Bytes, Error>> + Send>,
+    parts: Box<dyn Iterator<Item = bytes::Bytes> + Send>,
 }
 
 impl Left {
-    fn next(&mut self) -> Result<Option<bytes::Bytes>, Error> {
+    fn next(&mut self) -> Option<bytes::Bytes> {
         if self.encoded.is_empty() {
-            let Some(part) = self.parts.next() else { return Ok(None) };
-            self.encoded = part?;
+            self.encoded = self.parts.next()?;
         }
-        Ok(Some(self.encoded.split_to(CHUNK_BYTES.min(self.encoded.len()))))
+        Some(self.encoded.split_to(CHUNK_BYTES.min(self.encoded.len())))
     }
 }
 
@@ -119,9 +118,9 @@ impl CatalogDump {
         this
     }
 
-    fn __next__(&self, py: Python<'_>) -> Raised<Option<Py<PyBytes>>> {
+    fn __next__(&self, py: Python<'_>) -> Option<Py<PyBytes>> {
         let chunk = py.detach(|| self.left.lock().next())?;
-        Ok(chunk.map(|chunk| PyBytes::new(py, &chunk).unbind()))
+        Some(PyBytes::new(py, &chunk).unbind())
     }
 }
 
@@ -203,8 +202,8 @@ impl Catalog {
     fn dump(&self, py: Python<'_>, instance_id: Option<u64>) -> CatalogDump {
         let mut parts = py.detach(|| catalog::parts(&self.inner));
         parts.retain(|part| instance_id.is_none_or(|id| part.worker.instance_id == id));
-        let parts = parts.into_iter().map(|part| Ok(part.encode()?.into()));
-        let parts = Box::new(parts.chain(once(Ok(bytes::Bytes::from_static(&[0; 8])))));
+        let parts = parts.into_iter().map(|part| part.encode().into());
+        let parts = Box::new(parts.chain(once(bytes::Bytes::from_static(&[0; 8]))));
         let encoded = bytes::Bytes::from_static(&MAGIC);
         CatalogDump { left: Mutex::new(Left { encoded, parts }) }
     }

@@ -45,9 +45,7 @@ pub use registration::{ListenerStatus, Place, PublisherId, Registration, Source}
 pub use registry::{Catalog, CatalogOptions, DEFAULT_MAX_BLOCKS};
 pub use report::Report;
 pub use reuse::{Layouts, PromptNames, Question, Reuse};
-pub use transfer::{
-    Digest, MAGIC, Part, Progress, TransferError, Watermark, left_out, parts, restore,
-};
+pub use transfer::{Digest, MAGIC, Part, Progress, TransferError, Watermark, parts, restore};
 pub use transfer_json::restore_json;
 pub use trust::{Evidence, Reason, Trust, findings};
 pub use unheard::Unheard;

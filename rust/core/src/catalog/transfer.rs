@@ -108,14 +108,22 @@ impl Part {
         }
     }
 
-    /// Encodes it in the binary form, including the length.
-    ///
-    /// # Errors
-    /// `InvalidArgument` if it does not fit the format: a step of over 2^32 blocks.
+    /// Encodes it in the binary form, including the length. If it does not fit the format, such as
+    /// one with long names of many shared stores, the reason stands in its place: the peer counts it
+    /// as skipped, and the dump goes on.
     ///
     /// # Cost
     /// 16 bytes per block; the publisher's frames wait meanwhile.
-    pub fn encode(&self) -> Result<Vec<u8>, Error> {
+    pub fn encode(&self) -> Vec<u8> {
+        self.try_encode().unwrap_or_else(|error| {
+            tracing::error!(worker = %self.worker, %error, "left out of a dump");
+            let reason = format!("worker {}: {error}", self.worker);
+            let len = (LEFT_OUT.len() + reason.len()) as u64;
+            [&len.to_le_bytes(), &LEFT_OUT[..], reason.as_bytes()].concat()
+        })
+    }
+
+    fn try_encode(&self) -> io::Result<Vec<u8>> {
         self.read(|place, workers| {
             let Identity { lora_name, cache_salt } = self.model.agreement.held();
             // A key has a limit, which these would exceed.
@@ -138,8 +146,7 @@ impl Part {
                 key: serde_json::to_vec(&head).unwrap_or_default(),
             };
             let mut bytes = vec![0; 8];
-            save_workers(self.model.index.as_ref(), workers, &meta, |_| place.cursor, &mut bytes)
-                .map_err(|error| Error::invalid(format!("worker {}: {error}", self.worker)))?;
+            save_workers(self.model.index.as_ref(), workers, &meta, |_| place.cursor, &mut bytes)?;
             bytes.extend(tail(&doubts.unwrap_or_default(), DOUBTS_MARK));
             bytes.extend(tail(&names_of(&self.model, workers), NAMES_MARK));
             let len = bytes.len() as u64 - 8;
@@ -353,14 +360,6 @@ fn read_word(from: &mut dyn Read) -> Result<[u8; 8], TransferError> {
 
 /// Begins a part that has only the reason why another one is left out.
 const LEFT_OUT: [u8; 8] = *b"kvferror";
-
-/// What a dump has instead of a part that could not be encoded, including the length: the peer
-/// counts it as skipped.
-pub fn left_out(error: &Error) -> Vec<u8> {
-    let reason = error.to_string();
-    let len = (LEFT_OUT.len() + reason.len()) as u64;
-    [&len.to_le_bytes(), &LEFT_OUT[..], reason.as_bytes()].concat()
-}
 
 /// Unusable data of the part is skipped; the dump continues after it.
 fn restore_part(catalog: &Catalog, part: &[u8], progress: &mut Progress) {

@@ -67,7 +67,7 @@ fn a_replay_that_succeeds_ends_the_error_of_one_that_failed() {
 fn binary(catalog: &Catalog) -> Vec<u8> {
     let mut bytes = MAGIC.to_vec();
     for part in parts(catalog) {
-        bytes.extend(part.encode().unwrap());
+        bytes.extend(part.encode());
     }
     bytes.extend([0; 8]);
     bytes

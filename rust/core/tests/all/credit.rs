@@ -40,7 +40,7 @@ impl Engine {
     fn dump(&self) -> Vec<u8> {
         let mut dump = MAGIC.to_vec();
         for part in parts(&self.catalog) {
-            dump.extend(part.encode().unwrap());
+            dump.extend(part.encode());
         }
         dump.extend([0; 8]);
         dump
@@ -460,6 +460,23 @@ fn names_of_more_stores_than_are_kept_are_refused() {
     assert_eq!((model.groups.stats().names, engine.publisher.counts().refused_blocks), (16, 4));
     engine.catalog.unregister(1, "m", Some("t"), None).unwrap();
     assert_eq!(model.groups.stats().names, 0);
+}
+
+#[test]
+fn a_worker_that_does_not_fit_a_dump_is_skipped_and_the_dump_goes_on() {
+    let mut engine = Engine::start();
+    for at in 0..2_usize {
+        let remote = json!({
+            "medium": "EXTERNAL", "locality": "REMOTE", "ownership": at.to_string().repeat(40_000),
+            "group_idx": 0, "token_ids": [], "block_size": 0,
+        });
+        engine.publish(&[stored(at, at + 1, remote)]);
+    }
+    let replica = Catalog::default();
+    let progress = restore(&replica, &mut engine.dump().as_slice(), &mut |_| {}).unwrap();
+    assert_eq!((progress.publishers, progress.skipped_count), (0, 1));
+    let reason = &progress.skipped[0];
+    assert!(reason.contains("the peer says: ") && reason.contains("at most 65536"), "{reason}");
 }
 
 #[test]

@@ -188,12 +188,7 @@ fn part_events(
 /// The binary format, defined in `catalog/transfer.rs`.
 pub(super) fn binary_body(catalog: &Catalog, query: &DumpQuery, reading: Reading) -> Body {
     let parts = models(catalog, query).into_iter().flat_map(|(_, parts)| parts);
-    let chunks = parts.map(|part| {
-        tokio::task::block_in_place(|| part.encode()).unwrap_or_else(|error| {
-            tracing::error!(worker = %part.worker, %error, "left out of a dump");
-            catalog::left_out(&error)
-        })
-    });
+    let chunks = parts.map(|part| tokio::task::block_in_place(|| part.encode()));
     let head = once(catalog::MAGIC.to_vec());
     body(head.chain(chunks).chain(once(vec![0; 8])), reading)
 }
