@@ -14,7 +14,8 @@ use super::error::{Raised, invalid};
 pub(super) fn apply_event(index: &dyn BlockIndex, worker_id: u64, json: &[u8]) -> Result<()> {
     let event: KvEvent = serde_json::from_slice(json)
         .map_err(|error| Error::decode(error.column(), error.to_string()))?;
-    apply_router_event(index, &RouterEvent { worker_id, event, storage_tier: Tier::Device })
+    let event = RouterEvent { worker_id, event, storage_tier: Tier::Device };
+    apply_router_event(index, &event).map(drop)
 }
 
 /// Clears an instance, or one rank of it.

@@ -56,12 +56,12 @@ fn router_event(worker: Worker, event: DumpEvent) -> RouterEvent {
     }
 }
 
-/// Applies one router event.
+/// Applies one router event. Returns the outcome of a stored one.
 ///
 /// # Errors
 /// `InvalidArgument` for a stored event with an unknown parent, with a repeated block, or of a
 /// worker beyond the limit; nothing of it is stored.
-pub fn apply_router_event(index: &dyn BlockIndex, event: &RouterEvent) -> Result<()> {
+pub fn apply_router_event(index: &dyn BlockIndex, event: &RouterEvent) -> Result<StoreOutcome> {
     let worker: Worker = event.worker();
     match &event.event.data {
         EventData::Stored(stored) => {
@@ -78,16 +78,15 @@ pub fn apply_router_event(index: &dyn BlockIndex, event: &RouterEvent) -> Result
                 stored.seed,
                 &blocks,
             )
-            .map(|_| ())
             .map_err(|error| Error::invalid(format!("event {}: {error}", event.event.event_id)))
         }
         EventData::Removed(removed) => {
             index.remove(worker, event.storage_tier, &removed.block_hashes);
-            Ok(())
+            Ok(StoreOutcome::default())
         }
         EventData::Cleared => {
             index.clear(worker);
-            Ok(())
+            Ok(StoreOutcome::default())
         }
     }
 }

@@ -285,11 +285,11 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Records an omission.
+    /// Records an omission; the first ones are logged, because a peer decides how many there are.
     pub(super) fn skip(&mut self, reason: String) {
-        tracing::warn!(reason, "left out of the recovery");
         self.skipped_count += 1;
         if self.skipped.len() < REASONS_MAX {
+            tracing::warn!(reason, "left out of the recovery");
             self.skipped.push(reason);
         }
     }

@@ -15,6 +15,7 @@ use super::registry::Catalog;
 use super::transfer::{Progress, TransferError, Watermark, adopt, model_of};
 use crate::codec::router::RouterEvent;
 use crate::ids::Worker;
+use crate::index::StoreOutcome;
 
 /// Restores a dump in the JSON form, `{"model:tenant": {"block_size": N, "events": [...]}, ...}`.
 ///
@@ -107,9 +108,18 @@ struct Entry<'a, 'b> {
     key: ModelKey,
     block_size: Option<u32>,
     model: Option<Arc<ModelIndex>>,
-    /// Whether a worker's events are applied: not if it already holds blocks.
-    workers: HashMap<Worker, bool>,
+    workers: HashMap<Worker, Taken>,
     watermarks: Vec<Watermark>,
+}
+
+/// What is taken of a worker's events.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Taken {
+    All,
+    /// The index refused some.
+    Part,
+    /// It already holds blocks.
+    None,
 }
 
 impl<'a, 'b> Entry<'a, 'b> {
@@ -135,29 +145,43 @@ impl<'a, 'b> Entry<'a, 'b> {
         let worker = event.worker();
         let model = self.model();
         let progress = &mut *self.dump.progress;
-        let is_taken = *self.workers.entry(worker).or_insert_with(|| {
-            let Some(model) = &model else { return false };
+        let taken = self.workers.entry(worker).or_insert_with(|| {
+            let Some(model) = &model else { return Taken::None };
             let held = model.index.blocks(worker);
-            if held > 0 {
-                progress.skip(format!("worker {worker}: the worker holds {held} blocks already"));
+            if held == 0 {
+                return Taken::All;
             }
-            held == 0
+            progress.skip(format!("worker {worker}: the worker holds {held} blocks already"));
+            Taken::None
         });
-        let Some(model) = model.filter(|_| is_taken) else { return };
-        if let Err(error) = apply_router_event(model.index.as_ref(), event) {
-            progress.skip(format!("worker {worker}: {error}"));
-        }
+        let Some(model) = model.filter(|_| *taken != Taken::None) else { return };
+        let reason = match apply_router_event(model.index.as_ref(), event) {
+            Ok(StoreOutcome { refused: 0, .. }) => return,
+            Ok(StoreOutcome { refused, .. }) => format!("the index refused {refused} blocks"),
+            Err(error) => error.to_string(),
+        };
+        *taken = Taken::Part;
+        progress.skip(format!("worker {worker}: {reason}"));
+    }
+
+    fn taken(&self, worker: Worker) -> Taken {
+        self.workers.get(&worker).copied().unwrap_or(Taken::All)
+    }
+
+    /// The workers with events from the dump.
+    fn loaded(&self) -> impl Iterator<Item = Worker> {
+        let loaded = self.workers.iter().filter(|(_, taken)| **taken != Taken::None);
+        loaded.map(|(worker, _)| *worker)
     }
 
     /// Undoes the first part, because the rest will not arrive.
     fn undo(self) {
         let Some(model) = &self.model else { return };
-        let taken = self.workers.iter().filter(|(_, is_taken)| **is_taken);
-        for (worker, _) in taken {
-            if self.dump.catalog.publisher_of(*worker, &model.key).is_some() {
-                model.clear_worker(*worker);
+        for worker in self.loaded() {
+            if self.dump.catalog.publisher_of(worker, &model.key).is_some() {
+                model.clear_worker(worker);
             } else {
-                model.remove_worker(*worker);
+                model.remove_worker(worker);
             }
         }
         if !model.is_kept() {
@@ -168,10 +192,9 @@ impl<'a, 'b> Entry<'a, 'b> {
     /// Sets every worker's position, or keeps it without one.
     fn finish(mut self) {
         let Some(model) = self.model.take() else { return };
-        let taken = self.workers.iter().filter(|(_, is_taken)| **is_taken);
-        let mut loose: BTreeMap<Worker, Place> = taken
-            .map(|(worker, _)| (*worker, Place { ranks: vec![worker.dp_rank], ..Place::default() }))
-            .collect();
+        let place = |worker: Worker| Place { ranks: vec![worker.dp_rank], ..Place::default() };
+        let mut loose: BTreeMap<Worker, Place> =
+            self.loaded().map(|worker| (worker, place(worker))).collect();
         self.dump.progress.workers += loose.len();
         self.dump.progress.blocks +=
             loose.keys().map(|worker| model.index.blocks(*worker)).sum::<usize>();
@@ -180,13 +203,15 @@ impl<'a, 'b> Entry<'a, 'b> {
             let worker = Worker::new(mark.instance_id, mark.dp_rank);
             let ranks: Vec<Worker> =
                 mark.dp_ranks.iter().map(|rank| Worker::new(mark.instance_id, *rank)).collect();
-            // If anything of it was omitted, its position would promise too much.
-            if ranks.iter().all(|rank| self.workers.get(rank).copied().unwrap_or(true)) {
+            // Without all of its ranks, its position would promise too much.
+            if ranks.iter().all(|rank| self.taken(*rank) != Taken::None) {
                 ranks.iter().for_each(|rank| drop(loose.remove(rank)));
                 placed.push((worker, mark.place()));
             }
         }
-        for (worker, place) in placed.into_iter().chain(loose) {
+        for (worker, mut place) in placed.into_iter().chain(loose) {
+            let rank = |rank: &u32| Worker::new(worker.instance_id, *rank);
+            place.is_inexact |= place.ranks.iter().map(rank).any(|w| self.taken(w) == Taken::Part);
             match adopt(self.dump.catalog, &model, worker, || place) {
                 Ok(()) => self.dump.progress.publishers += 1,
                 Err(reason) => self.dump.progress.skip(format!("worker {worker}: {reason}")),

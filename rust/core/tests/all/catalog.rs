@@ -337,6 +337,35 @@ fn a_dump_s_blocks_stay_in_their_model() {
 }
 
 #[test]
+fn a_worker_with_refused_events_of_a_json_dump_is_inexact() {
+    let source = Catalog::default();
+    for id in [7, 8] {
+        hold(&register(&source, id, 0), Worker::new(id, 0), 1..4);
+    }
+    let (mut events, mut watermarks) = (Vec::new(), Vec::new());
+    for part in parts(&source) {
+        let (of_part, mark) = part.events();
+        events.extend(of_part.iter().map(|event| json!(event)));
+        watermarks.push(mark);
+    }
+    let block = json!({"block_hash": 5, "tokens_hash": 5, "mm_extra_info": null});
+    let data = json!({"stored": {"parent_hash": 99, "blocks": [block]}});
+    let orphan = json!({"worker_id": 7, "event": {"event_id": 9, "data": data}});
+    let restored = |events: &[serde_json::Value], max_blocks| {
+        let catalog = limited(max_blocks);
+        let model = json!({"block_size": 4, "events": events, "watermarks": watermarks});
+        let dump = json!({"m:t": model}).to_string();
+        let progress = restore_json(&catalog, &mut dump.as_bytes(), &mut |_| {}).unwrap();
+        let inexact = catalog.recovered().iter().map(|(.., place)| place.is_inexact).collect();
+        (progress.skipped_count, inexact)
+    };
+    assert_eq!(restored(&events, 0), (0, vec![false, false]));
+    assert_eq!(restored(&events, 5), (1, vec![false, true]), "no room for the last block");
+    events.push(orphan);
+    assert_eq!(restored(&events, 0), (1, vec![true, false]));
+}
+
+#[test]
 fn of_a_json_dump_that_breaks_off_whole_models_stay() {
     let source = Catalog::default();
     hold(&register(&source, 7, 0), Worker::new(7, 0), 1..40);
