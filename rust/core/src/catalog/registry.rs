@@ -447,6 +447,11 @@ impl Catalog {
         tables.of_instance(worker.instance_id).filter(|p| p.worker == worker).cloned().collect()
     }
 
+    /// Whether a peer's dump has restored `worker`, which is not registered yet.
+    pub(super) fn has_recovered(&self, worker: Worker, key: &ModelKey) -> bool {
+        self.tables.read().recovered.contains_key(&(worker, key.clone()))
+    }
+
     /// Keeps `recovered` until its worker registers; at the limit its blocks are dropped. False if
     /// it has registered meanwhile.
     pub(super) fn remember_recovered(&self, worker: Worker, recovered: Recovered) -> bool {

@@ -392,6 +392,9 @@ fn restore_part(catalog: &Catalog, part: &[u8], progress: &mut Progress) {
         return progress.skip(format!("worker {worker}: {error}"));
     }
     model.agreement.settle(identity);
+    if catalog.has_recovered(worker, &model.key) {
+        return progress.skip(format!("worker {worker}: an earlier dump has restored it"));
+    }
     let mut ranks: Vec<u32> = snapshot.workers().iter().map(|worker| worker.dp_rank).collect();
     if !ranks.contains(&worker.dp_rank) {
         ranks.push(worker.dp_rank);

@@ -366,6 +366,24 @@ fn a_worker_with_refused_events_of_a_json_dump_is_inexact() {
 }
 
 #[test]
+fn a_second_dump_does_not_replace_what_the_first_has_restored() {
+    let source = Catalog::default();
+    let publisher = register(&source, 7, 0);
+    publisher.live(0, &OF_RANK_1);
+    hold(&publisher, Worker::new(7, 0), 1..4);
+    let (catalog, dump) = (Catalog::default(), binary(&source));
+    // The first peer's dump broke off behind this worker.
+    let first = restore(&catalog, &mut &dump[..dump.len() - 8], &mut |_| {});
+    assert!(matches!(first, Err(TransferError::Cut)), "{first:?}");
+    let place = || catalog.recovered().pop().map(|(_, worker, place)| (worker, place));
+    let before = place();
+    assert_eq!(before.as_ref().unwrap().1.cursor.unwrap().sequence, 0);
+    let second = restore(&catalog, &mut dump.as_slice(), &mut |_| {}).unwrap();
+    assert_eq!((second.publishers, second.skipped_count), (0, 1), "{second:?}");
+    assert_eq!(place(), before);
+}
+
+#[test]
 fn of_a_json_dump_that_breaks_off_whole_models_stay() {
     let source = Catalog::default();
     hold(&register(&source, 7, 0), Worker::new(7, 0), 1..40);
