@@ -350,11 +350,8 @@ impl Publisher {
                         self.tell(state);
                         return FrameOutcome::Applied;
                     }
-                    state.ranks.push(dp_rank);
+                    self.add_rank(state, dp_rank);
                     state.groups.touch();
-                    let rank = Worker::new(self.worker.instance_id, dp_rank);
-                    self.model.roster.add(rank);
-                    self.model.unheard.set(rank, state.unheard);
                 }
                 add(&self.counters.batches, 1);
                 Ingest {
@@ -382,6 +379,14 @@ impl Publisher {
         }
         self.tell(state);
         FrameOutcome::Applied
+    }
+
+    /// A further rank that it publishes for.
+    fn add_rank(&self, state: &mut State, dp_rank: u32) {
+        let rank = Worker::new(self.worker.instance_id, dp_rank);
+        state.ranks.push(dp_rank);
+        self.model.roster.add(rank);
+        self.model.unheard.set(rank, state.unheard);
     }
 
     /// Shares the engine's cache groups with queries, as shown by its events. Another publisher of a

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use kvflash_core::catalog::{
     Catalog, CatalogOptions, EngineFacts, FrameOutcome, Identity, ListenerStatus, MAGIC, ModelKey,
-    Publisher, Registration, Source, TransferError, parts, restore, restore_json,
+    Publisher, Registration, Source, TransferError, Unheard, parts, restore, restore_json,
 };
 use kvflash_core::clock::ManualClock;
 use kvflash_core::error::Error;
@@ -381,6 +381,19 @@ fn a_second_dump_does_not_replace_what_the_first_has_restored() {
     let second = restore(&catalog, &mut dump.as_slice(), &mut |_| {}).unwrap();
     assert_eq!((second.publishers, second.skipped_count), (0, 1), "{second:?}");
     assert_eq!(place(), before);
+}
+
+#[test]
+fn every_rank_of_a_silent_publisher_is_unheard() {
+    let source = Catalog::default();
+    register(&source, 7, 0).live(0, &OF_RANK_1);
+    let catalog = Catalog::default();
+    let publisher = register(&catalog, 7, 0);
+    restore(&catalog, &mut binary(&source).as_slice(), &mut |_| {}).unwrap();
+    let model = &publisher.model;
+    assert_eq!(model.workers().len(), 2);
+    let unheard = |rank| model.unheard(Worker::new(7, rank));
+    assert_eq!([unheard(0), unheard(1)], [Some(Unheard::Silent); 2]);
 }
 
 #[test]

@@ -68,8 +68,7 @@ impl Publisher {
     fn go_on(&self, state: &mut State, place: &Place) {
         for dp_rank in &place.ranks {
             if !state.ranks.contains(dp_rank) && state.ranks.len() < MAX_RANKS {
-                state.ranks.push(*dp_rank);
-                self.model.roster.add(Worker::new(self.worker.instance_id, *dp_rank));
+                self.add_rank(state, *dp_rank);
             }
         }
         state.groups = match &place.cache {
