@@ -355,11 +355,13 @@ impl Prompt<'_> {
         let mut limit =
             (self.len - u32::from(windows > 0).min(self.len)).min(self.len / chunk * chunk);
         let start = local / chunk;
+        // The engine's events say how long a chunk is.
+        let least = local.saturating_add(chunk);
         loop {
             let before = limit;
             let all_first = main.iter().chain(others.iter().filter(|group| !is_window(group)));
             for group in all_first.chain(others.iter().filter(is_window)) {
-                if limit < local + chunk {
+                if limit < least {
                     return local;
                 }
                 let held = |chunk_at: u32| {
@@ -379,7 +381,7 @@ impl Prompt<'_> {
                 limit = limit.min((start + hits) * chunk);
             }
             if limit == before || windows < 2 {
-                return if limit >= local + chunk { limit } else { local };
+                return if limit >= least { limit } else { local };
             }
         }
     }

@@ -463,6 +463,15 @@ fn names_of_more_stores_than_are_kept_are_refused() {
 }
 
 #[test]
+fn a_chunk_longer_than_any_prompt_adds_nothing() {
+    let mut engine = Engine::start();
+    let chunk = u32::MAX / SIZE as u32 * SIZE as u32;
+    let lower = json!({"medium": "CPU", "group_idx": 0, "token_ids": [], "block_size": chunk});
+    engine.publish(&[stored(0, 2, json!({"group_idx": 0})), stored(1, 2, lower)]);
+    assert_eq!(engine.reuse(4, None, None), (2, 2));
+}
+
+#[test]
 fn a_worker_that_does_not_fit_a_dump_is_skipped_and_the_dump_goes_on() {
     let mut engine = Engine::start();
     for at in 0..2_usize {
