@@ -143,6 +143,9 @@ fn characters() -> Vec<String> {
 /// Entries of the vocabulary in random order.
 fn glued(reference: &Reference, random: &mut SmallRng) -> Vec<String> {
     let size = reference.get_vocab_size(true) as u32;
+    if size == 0 {
+        return Vec::new();
+    }
     let mut texts = Vec::with_capacity(GLUED_TEXTS);
     for _ in 0..GLUED_TEXTS {
         let ids: Vec<u32> = (0..GLUED_ENTRIES).map(|_| random.random_range(0..size)).collect();

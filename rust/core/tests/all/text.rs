@@ -521,6 +521,16 @@ fn truncation_of_the_file_is_ignored() {
 }
 
 #[test]
+fn a_model_without_a_vocabulary_loads() {
+    let json = json!({"version": "1.0", "added_tokens": [], "normalizer": null,
+                      "pre_tokenizer": null, "post_processor": null, "decoder": null,
+                      "model": {"type": "BPE", "vocab": {}, "merges": []}});
+    let folder = folder(&[("tokenizer.json", json)]);
+    let tokenizer = Tokenizer::from_folder(folder.path(), CacheOptions::default()).expect("loads");
+    assert_eq!(tokenizer.encode("abc", true), Ok(Vec::new()));
+}
+
+#[test]
 fn load_errors_name_the_file() {
     let load = |files: &[(&str, Value)]| {
         let folder = folder(files);
