@@ -1,9 +1,11 @@
 //! A map of recomputable values, bounded in bytes: [`SHARD_COUNT`] CLOCK caches.
 
+use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use hashbrown::HashMap;
 use parking_lot::RwLock;
+use xxhash_rust::xxh3::xxh3_128_with_seed;
 
 /// Locks are per shard: enough shards that cores seldom contend, few enough that each has a useful
 /// share of the budget.
@@ -19,9 +21,16 @@ pub(crate) trait Weighed {
     fn heap_bytes(&self) -> usize;
 }
 
+/// An entry's identity: 128 bits of hash, and the length of what was hashed as a second check.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Key {
+    pub hash: u128,
+    length_bytes: usize,
+}
+
 #[derive(Debug)]
 struct Slot<V> {
-    key: u128,
+    key: Key,
     value: V,
     /// Second chance: set by a hit, cleared by the hand as it passes.
     is_referenced: AtomicBool,
@@ -64,10 +73,10 @@ impl<V: Weighed> Shard<V> {
             self.hand = 0;
         }
         let gone = self.slots.swap_remove(self.hand);
-        self.positions.remove(&gone.key);
+        self.positions.remove(&gone.key.hash);
         self.held_bytes -= Slot::size_bytes(&gone.value);
         if let Some(moved) = self.slots.get(self.hand) {
-            self.positions.insert(moved.key, self.hand);
+            self.positions.insert(moved.key.hash, self.hand);
         }
         // The newest entry has just taken this place and is due a whole round.
         self.hand += 1;
@@ -103,6 +112,8 @@ pub struct CacheStats {
 pub(crate) struct ClockCache<V> {
     shards: Box<[RwLock<Shard<V>>]>,
     shard_capacity_bytes: usize,
+    /// Random, so that clients can't construct two inputs with equal keys.
+    seed: u64,
     // Relaxed: statistics.
     hits: AtomicU64,
     misses: AtomicU64,
@@ -115,6 +126,7 @@ impl<V: Weighed> ClockCache<V> {
         Self {
             shards: (0..SHARD_COUNT).map(|_| RwLock::default()).collect(),
             shard_capacity_bytes: capacity_bytes / SHARD_COUNT,
+            seed: RandomState::new().hash_one(0),
             hits: AtomicU64::new(0),
             misses: AtomicU64::new(0),
             evictions: AtomicU64::new(0),
@@ -126,26 +138,36 @@ impl<V: Weighed> ClockCache<V> {
         self.shard_capacity_bytes == 0
     }
 
-    fn shard(&self, key: u128) -> &RwLock<Shard<V>> {
-        // The map inside uses the low bits.
-        &self.shards[(key >> 64) as usize % SHARD_COUNT]
+    /// The key of `bytes`; other values of `kind` give other keys.
+    ///
+    /// # Cost
+    /// A hash over the bytes.
+    pub(crate) fn key(&self, bytes: &[u8], kind: u64) -> Key {
+        let hash = xxh3_128_with_seed(bytes, self.seed ^ kind);
+        Key { hash, length_bytes: bytes.len() }
     }
 
-    /// The result of `read` for the value of `key`; `None` without a value, or if `read` returns
-    /// it.
-    pub(crate) fn read<R>(&self, key: u128, read: impl FnOnce(&V) -> Option<R>) -> Option<R> {
+    fn shard(&self, key: Key) -> &RwLock<Shard<V>> {
+        // The map inside uses the low bits.
+        &self.shards[(key.hash >> 64) as usize % SHARD_COUNT]
+    }
+
+    /// The result of `read` for the value of `key`, if there is one.
+    pub(crate) fn read<R>(&self, key: Key, read: impl FnOnce(&V) -> R) -> Option<R> {
         let shard = self.shard(key).read();
-        let slot = &shard.slots[*shard.positions.get(&key)?];
-        let found = read(&slot.value)?;
+        let slot = &shard.slots[*shard.positions.get(&key.hash)?];
+        if slot.key != key {
+            return None;
+        }
         // Read before write: a popular entry's cache line stays shared between cores.
         if !slot.is_referenced.load(Ordering::Relaxed) {
             slot.is_referenced.store(true, Ordering::Relaxed);
         }
-        Some(found)
+        Some(read(&slot.value))
     }
 
     /// As [`read`](Self::read), and counts the look-up.
-    pub(crate) fn find<R>(&self, key: u128, read: impl FnOnce(&V) -> Option<R>) -> Option<R> {
+    pub(crate) fn find<R>(&self, key: Key, read: impl FnOnce(&V) -> R) -> Option<R> {
         let found = self.read(key, read);
         let counter = if found.is_some() { &self.hits } else { &self.misses };
         counter.fetch_add(1, Ordering::Relaxed);
@@ -159,14 +181,14 @@ impl<V: Weighed> ClockCache<V> {
     }
 
     /// Stores `value` under `key`, evicting others as needed, unless it is too large.
-    pub(crate) fn insert(&self, key: u128, value: V) {
+    pub(crate) fn insert(&self, key: Key, value: V) {
         let size_bytes = Slot::size_bytes(&value);
         if size_bytes > self.shard_capacity_bytes {
             return;
         }
         let slot = Slot { key, value, is_referenced: AtomicBool::new(false) };
         let mut shard = self.shard(key).write();
-        if shard.positions.contains_key(&key) {
+        if shard.positions.contains_key(&key.hash) {
             // Another thread has already stored the same value.
             return;
         }
@@ -177,7 +199,7 @@ impl<V: Weighed> ClockCache<V> {
         }
         let position = shard.slots.len();
         shard.slots.push(slot);
-        shard.positions.insert(key, position);
+        shard.positions.insert(key.hash, position);
         shard.held_bytes += size_bytes;
         drop(shard);
         self.evictions.fetch_add(evicted, Ordering::Relaxed);

@@ -1,10 +1,6 @@
 //! Token ids of pieces of text, bounded in bytes.
 
-use std::hash::{BuildHasher, RandomState};
-
-use xxhash_rust::xxh3::xxh3_128_with_seed;
-
-use crate::cache::{CacheStats, ClockCache, Weighed};
+use crate::cache::{CacheStats, ClockCache, Key, Weighed};
 
 /// Limits of the segment cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,24 +28,12 @@ pub(super) enum Context {
     Wrapped = 2,
 }
 
-/// A piece's identity: 128 bits of hash, and its length as a second check.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Key {
-    hash: u128,
-    length_bytes: usize,
-}
-
 /// The ids of a piece.
-#[derive(Debug)]
-pub(super) struct Piece {
-    /// Of the text, not of the ids.
-    length_bytes: usize,
-    ids: Box<[u32]>,
-}
+type Ids = Box<[u32]>;
 
-impl Weighed for Piece {
+impl Weighed for Ids {
     fn heap_bytes(&self) -> usize {
-        size_of_val(&*self.ids)
+        size_of_val(&**self)
     }
 }
 
@@ -59,16 +43,13 @@ impl Weighed for Piece {
 /// A piece's ids never change, so a reader sees either nothing or the truth.
 #[derive(Debug)]
 pub(super) struct PieceCache {
-    pieces: ClockCache<Piece>,
-    /// Random, so that clients can't construct two pieces with equal keys.
-    seed: u64,
+    pieces: ClockCache<Ids>,
 }
 
 impl PieceCache {
     /// An empty cache of at most `capacity_bytes`, bookkeeping included; 0 disables it.
     pub(super) fn new(capacity_bytes: usize) -> Self {
-        let seed = RandomState::new().hash_one(0);
-        Self { pieces: ClockCache::new(capacity_bytes), seed }
+        Self { pieces: ClockCache::new(capacity_bytes) }
     }
 
     /// Whether nothing is kept.
@@ -78,22 +59,17 @@ impl PieceCache {
 
     /// The key of `piece` in `context`; ids of another generation are not found.
     pub(super) fn key(&self, piece: &str, context: Context, generation: u64) -> Key {
-        let seed = self.seed ^ (context as u64 | generation << 8);
-        let hash = xxh3_128_with_seed(piece.as_bytes(), seed);
-        Key { hash, length_bytes: piece.len() }
+        self.pieces.key(piece.as_bytes(), context as u64 | generation << 8)
     }
 
     /// Append the ids of `key` to `out` if they are known; says whether they were.
     pub(super) fn append(&self, key: Key, out: &mut Vec<u32>) -> bool {
-        let found = self.pieces.find(key.hash, |piece| {
-            (piece.length_bytes == key.length_bytes).then(|| out.extend_from_slice(&piece.ids))
-        });
-        found.is_some()
+        self.pieces.find(key, |ids| out.extend_from_slice(ids)).is_some()
     }
 
     /// Keep `ids` under `key`, dropping others as needed.
     pub(super) fn keep(&self, key: Key, ids: &[u32]) {
-        self.pieces.insert(key.hash, Piece { length_bytes: key.length_bytes, ids: ids.into() });
+        self.pieces.insert(key, ids.into());
     }
 
     /// Counters and sizes.

@@ -1,13 +1,10 @@
 //! Messages that came before, as the template gets them: bounded in bytes.
 
-use std::hash::{BuildHasher, RandomState};
-
 use minijinja::Value;
 use serde_json::Value as Json;
-use xxhash_rust::xxh3::xxh3_128_with_seed;
 
 use super::content::ContentFormat;
-use crate::cache::{CacheStats, ClockCache, Weighed};
+use crate::cache::{self, CacheStats, ClockCache, Weighed};
 
 /// Shorter messages are read each time, which takes less than a microsecond.
 const SHORT_BYTES: usize = 64;
@@ -21,8 +18,6 @@ const VALUE_BYTES: usize = 96;
 /// A message, found by its JSON.
 #[derive(Debug)]
 struct Prepared {
-    /// Of the JSON: a second check.
-    length_bytes: usize,
     heap_bytes: usize,
     value: Value,
 }
@@ -35,7 +30,7 @@ impl Weighed for Prepared {
 
 /// Where a message is found; `None` for one that is not kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Key(Option<u128>);
+pub(super) struct Key(Option<cache::Key>);
 
 /// The cache. A message is found wherever it stands, for its value depends on no other.
 ///
@@ -44,14 +39,12 @@ pub(super) struct Key(Option<u128>);
 #[derive(Debug)]
 pub(super) struct MessageCache {
     values: ClockCache<Prepared>,
-    /// Drawn at random: nobody outside can make two messages meet in one key.
-    seed: u64,
 }
 
 impl MessageCache {
     /// An empty cache that holds at most `capacity_bytes`, bookkeeping included; 0 turns it off.
     pub(super) fn new(capacity_bytes: usize) -> Self {
-        Self { values: ClockCache::new(capacity_bytes), seed: RandomState::new().hash_one(0) }
+        Self { values: ClockCache::new(capacity_bytes) }
     }
 
     /// The key of the message that `json` is, for templates that want `format`. Messages of short chats are not worth
@@ -62,24 +55,20 @@ impl MessageCache {
     pub(super) fn key(&self, json: &str, format: ContentFormat, chat_bytes: usize) -> Key {
         let is_kept = json.len() >= SHORT_BYTES && chat_bytes >= SHORT_CHAT_BYTES;
         let is_kept = is_kept && !self.values.is_off();
-        let seed = self.seed ^ format as u64;
-        Key(is_kept.then(|| xxh3_128_with_seed(json.as_bytes(), seed)))
+        Key(is_kept.then(|| self.values.key(json.as_bytes(), format as u64)))
     }
 
-    /// The value of the message `json`, if it is known.
-    pub(super) fn find(&self, key: Key, json: &str) -> Option<Value> {
-        let read = |one: &Prepared| (one.length_bytes == json.len()).then(|| one.value.clone());
-        self.values.find(key.0?, read)
+    /// The value of a message, if it is known.
+    pub(super) fn find(&self, key: Key) -> Option<Value> {
+        self.values.find(key.0?, |one| one.value.clone())
     }
 
-    /// The value of the message `json`, which was prepared just now; others are dropped as needed.
-    pub(super) fn keep(&self, key: Key, json: &str, message: &Json) -> Value {
+    /// The value of a message that was prepared just now; others are dropped as needed.
+    pub(super) fn keep(&self, key: Key, message: &Json) -> Value {
         let value = Value::from_serialize(message);
         if let Key(Some(key)) = key {
-            let length_bytes = json.len();
             let heap_bytes = heap_bytes(message);
-            let prepared = Prepared { length_bytes, heap_bytes, value: value.clone() };
-            self.values.insert(key, prepared);
+            self.values.insert(key, Prepared { heap_bytes, value: value.clone() });
         }
         value
     }
@@ -124,17 +113,17 @@ mod tests {
         let cache = MessageCache::new(1 << 20);
         let (json, prepared) = message(&"a".repeat(2_000));
         let key = cache.key(&json, ContentFormat::String, LONG);
-        assert!(cache.find(key, &json).is_none());
-        let value = cache.keep(key, &json, &prepared);
-        assert_eq!(cache.find(key, &json), Some(value));
+        assert!(cache.find(key).is_none());
+        let value = cache.keep(key, &prepared);
+        assert_eq!(cache.find(key), Some(value));
         let other = cache.key(&json, ContentFormat::Parts, LONG);
-        assert!(cache.find(other, &json).is_none(), "forms of content stay apart");
+        assert!(cache.find(other).is_none(), "forms of content stay apart");
         let (short, prepared) = message("sh");
         let key = cache.key(&short, ContentFormat::String, LONG);
-        cache.keep(key, &short, &prepared);
-        assert!(cache.find(key, &short).is_none());
+        cache.keep(key, &prepared);
+        assert!(cache.find(key).is_none());
         let key = cache.key(&json, ContentFormat::String, LONG - 1);
-        assert!(cache.find(key, &json).is_none(), "a short chat");
+        assert!(cache.find(key).is_none(), "a short chat");
         let stats = cache.stats();
         assert_eq!((stats.hits_total, stats.misses_total, stats.held_entries), (1, 2, 1));
         assert!(stats.held_bytes > 2_000);
@@ -146,13 +135,13 @@ mod tests {
         for n in 0..2_000 {
             let (json, prepared) = message(&format!("{n} ").repeat(1_000));
             let key = cache.key(&json, ContentFormat::String, LONG);
-            cache.keep(key, &json, &prepared);
+            cache.keep(key, &prepared);
             assert!(cache.stats().held_bytes <= 1 << 20);
         }
         let (json, prepared) = message(&"x".repeat(1 << 20));
         let huge = cache.key(&json, ContentFormat::String, LONG);
-        cache.keep(huge, &json, &prepared);
-        assert!(cache.find(huge, &json).is_none(), "it is too large");
+        cache.keep(huge, &prepared);
+        assert!(cache.find(huge).is_none(), "it is too large");
         let stats = cache.stats();
         assert!(stats.evictions_total > 1_000, "{stats:?}");
         let zeros = json!({"role": "user", "content": [], "n": vec![0; 1_000]});

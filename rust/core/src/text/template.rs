@@ -244,7 +244,7 @@ impl ChatTemplate {
         let all = messages.iter().map(|json| json.len()).sum();
         let known = |json: &&str| {
             let key = self.known.key(json, format, all);
-            (key, self.known.find(key, json))
+            (key, self.known.find(key))
         };
         let found: Vec<(Key, Option<Value>)> = messages.iter().map(known).collect();
         let pairs = messages.iter().zip(&found);
@@ -256,7 +256,7 @@ impl ChatTemplate {
         for (at, (json, (key, found))) in messages.iter().zip(found).enumerate() {
             values.push(match found {
                 Some(value) => value,
-                None => self.known.keep(key, json, &self.prepare(at, json, format)?),
+                None => self.known.keep(key, &self.prepare(at, json, format)?),
             });
         }
         Ok(values)

@@ -1,11 +1,7 @@
 //! A cache of names: a returning conversation only pays for its new blocks.
 
-use std::hash::{BuildHasher, RandomState};
-
-use xxhash_rust::xxh3::xxh3_128_with_seed;
-
 use super::{Key, KeysOfBlocks, NameDigest, NameKeys, NameScheme, Namer, append, names_into};
-use crate::cache::{CacheStats, ClockCache, Weighed};
+use crate::cache::{self, CacheStats, ClockCache, Weighed};
 use crate::hash::little_endian;
 
 /// Tokens of a chunk, which is found and evicted as a whole. Finding 64 blocks of 16 costs a
@@ -35,8 +31,6 @@ impl Weighed for Chunk {
 #[derive(Debug)]
 pub struct NameCache {
     chunks: ClockCache<Chunk>,
-    /// Random, so that clients can't construct two prompts with equal keys.
-    seed: u64,
 }
 
 impl Default for NameCache {
@@ -49,8 +43,7 @@ impl Default for NameCache {
 impl NameCache {
     /// An empty cache of at most `capacity_bytes`, including bookkeeping; 0 disables it.
     pub fn new(capacity_bytes: usize) -> Self {
-        let seed = RandomState::new().hash_one(0);
-        Self { chunks: ClockCache::new(capacity_bytes), seed }
+        Self { chunks: ClockCache::new(capacity_bytes) }
     }
 
     /// Appends the names of the complete blocks of `unit` tokens, as [`names_into`] does.
@@ -93,7 +86,7 @@ impl NameCache {
             }
             let digest = self.chunks.read(key, |chunk| {
                 out.extend_from_slice(&chunk.names);
-                Some(chunk.digest)
+                chunk.digest
             });
             if let Some(digest) = digest {
                 namer.go_on_from(digest);
@@ -117,28 +110,28 @@ impl NameCache {
         scheme: &NameScheme,
         keys: &KeysOfBlocks<'_>,
         bytes: &mut Vec<u8>,
-    ) -> u128 {
+    ) -> cache::Key {
         bytes.clear();
         bytes.push(scheme.algorithm as u8);
         bytes.extend_from_slice(&keys.unit().to_le_bytes());
         put(scheme.seed.as_bytes(), bytes);
         keys.of_prompt().for_each(|key| put_key(&key, bytes));
-        xxh3_128_with_seed(bytes, self.seed)
+        self.chunks.key(bytes, 0)
     }
 
     /// Derives the key of a chunk from the previous one; false if names can't be computed.
     fn extend_key(
         &self,
-        key: &mut u128,
+        key: &mut cache::Key,
         tokens: &[u32],
         keys: &KeysOfBlocks<'_>,
         blocks: usize,
         bytes: &mut Vec<u8>,
     ) -> bool {
-        let of_tokens = xxh3_128_with_seed(&little_endian(tokens), self.seed);
+        let of_tokens = self.chunks.key(&little_endian(tokens), 0);
         bytes.clear();
-        bytes.extend_from_slice(&key.to_le_bytes());
-        bytes.extend_from_slice(&of_tokens.to_le_bytes());
+        bytes.extend_from_slice(&key.hash.to_le_bytes());
+        bytes.extend_from_slice(&of_tokens.hash.to_le_bytes());
         if keys.depend_on_place() {
             let mut keys = keys.clone();
             for block in 0..blocks {
@@ -152,7 +145,7 @@ impl NameCache {
                 }
             }
         }
-        *key = xxh3_128_with_seed(bytes, self.seed);
+        *key = self.chunks.key(bytes, 0);
         true
     }
 
