@@ -384,17 +384,9 @@ impl Catalog {
     /// Report the socket's state: pending, active, paused or failed.
     #[pyo3(signature = (publisher, status, error=None))]
     fn set_status(&self, publisher: u64, status: &str, error: Option<String>) -> Raised<()> {
-        let status = match status {
-            "pending" => ListenerStatus::Pending,
-            "active" => ListenerStatus::Active,
-            "paused" => ListenerStatus::Paused,
-            "failed" => ListenerStatus::Failed,
-            other => {
-                return Err(invalid(format!(
-                    "status must be pending, active, paused or failed, got {other:?}"
-                )));
-            }
-        };
+        let status = ListenerStatus::from_name(status).ok_or_else(|| {
+            invalid(format!("status must be pending, active, paused or failed, got {status:?}"))
+        })?;
         if let Some(publisher) = self.publisher(publisher) {
             publisher.set_status(status, error);
         }

@@ -99,15 +99,9 @@ impl KvIndexer {
         clock: Option<Py<PyAny>>,
     ) -> Raised<Self> {
         let block_size = hash::check_block_size(block_size)?;
-        let count_mode = match count_mode {
-            "copies" => CountMode::Copies,
-            "set" => CountMode::Set,
-            other => {
-                return Err(invalid(format!(
-                    "count_mode must be \"copies\" or \"set\", got {other:?}"
-                )));
-            }
-        };
+        let count_mode = CountMode::from_name(count_mode).ok_or_else(|| {
+            invalid(format!("count_mode must be \"copies\" or \"set\", got {count_mode:?}"))
+        })?;
         if clock.is_some() && ttl_s.is_none() {
             return Err(invalid("clock needs ttl_s, which is missing"));
         }

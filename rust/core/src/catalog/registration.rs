@@ -9,19 +9,21 @@ use crate::index::snapshot::Cursor;
 /// Number of a publisher within one process, never reused.
 pub type PublisherId = u64;
 
-/// State of a publisher's socket, as reported by the transport.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, serde::Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum ListenerStatus {
-    /// Not connected yet, or reconnected and without data since.
-    #[default]
-    Pending,
-    /// Connected.
-    Active,
-    /// Reading is paused.
-    Paused,
-    /// Can't work: see the error.
-    Failed,
+named! {
+    /// State of a publisher's socket, as reported by the transport.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, serde::Serialize)]
+    #[serde(rename_all = "lowercase")]
+    pub enum ListenerStatus {
+        /// Not connected yet, or reconnected and without data since.
+        #[default]
+        Pending = "pending",
+        /// Connected.
+        Active = "active",
+        /// Reading is paused.
+        Paused = "paused",
+        /// Can't work: see the error.
+        Failed = "failed",
+    }
 }
 
 /// How a publisher became known, as GET /workers names it.

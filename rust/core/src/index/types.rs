@@ -24,18 +24,21 @@ const TTL_TICKS: u64 = 128;
 /// often repeats itself and keeps no copies: a dump has an event for each.
 pub const MAX_COPIES: u32 = 64;
 
-/// Meaning of a repeated store of a name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub enum CountMode {
-    /// No effect: the first remove ends the membership.
-    #[default]
-    Set,
-    /// Another physical copy: the block is held until it was removed as often as it was stored, or
-    /// [`MAX_COPIES`] times.
-    ///
-    /// # Source
-    /// vLLM may keep two physical blocks of one hash, and publishes the store and the removal of both.
-    Copies,
+named! {
+    /// Meaning of a repeated store of a name.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+    pub enum CountMode {
+        /// No effect: the first remove ends the membership.
+        #[default]
+        Set = "set",
+        /// Another physical copy: the block is held until it was removed as often as it was stored,
+        /// or [`MAX_COPIES`] times.
+        ///
+        /// # Source
+        /// vLLM may keep two physical blocks of one hash, and publishes the store and the removal of
+        /// both.
+        Copies = "copies",
+    }
 }
 
 /// Limits of the index, and what happens at each.
