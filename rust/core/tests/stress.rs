@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use kvflash_core::ids::{Tier, Worker};
 use kvflash_core::index::{
     Block, BlockIndex, CountMode, Limits, ManyMatches, Match, Matches, Membership, Options,
-    RadixIndex,
+    RadixIndex, frequencies,
 };
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
@@ -553,7 +553,7 @@ fn warm_queries_allocate_nothing() {
     let mut ask = |index: &RadixIndex| {
         index.find_matches(&query, &mut out);
         out.sort();
-        out.frequencies(&mut counts);
+        frequencies(out.as_slice(), &mut counts);
         index.find_matches_early_exit(&query, &mut out);
     };
     ask(&index);

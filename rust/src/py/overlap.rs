@@ -1,7 +1,7 @@
 //! The result of a query as a Python class: stored unchanged, converted on access.
 
 use kvflash_core::ids::Worker;
-use kvflash_core::index::Match;
+use kvflash_core::index::{self, Match};
 use pyo3::exceptions::PyStopIteration;
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict};
@@ -70,16 +70,8 @@ impl OverlapScores {
     /// Per depth, the number of workers that hold at least that many leading blocks.
     #[getter]
     fn frequencies(&self) -> Vec<u32> {
-        let deepest = self.found.iter().map(|found| found.device).max().unwrap_or(0);
-        let mut out = vec![0; deepest as usize];
-        for found in self.on_device() {
-            out[found.device as usize - 1] += 1;
-        }
-        let mut workers = 0;
-        for count in out.iter_mut().rev() {
-            workers += *count;
-            *count = workers;
-        }
+        let mut out = Vec::new();
+        index::frequencies(&self.found, &mut out);
         out
     }
 

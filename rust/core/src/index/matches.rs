@@ -204,24 +204,24 @@ impl Matches {
         }
         self.found.sort_unstable_by_key(key);
     }
+}
 
-    /// Counts, per depth, the workers that hold at least that many leading blocks on the device.
-    ///
-    /// `out[d]` is the number of workers with `device > d`; its length is the deepest match.
-    ///
-    /// # Cost
-    /// O(matches + deepest match).
-    pub fn frequencies(&self, out: &mut Vec<u32>) {
-        out.clear();
-        let deepest = self.found.iter().map(|found| found.device).max().unwrap_or(0);
-        out.resize(deepest as usize, 0);
-        for found in self.found.iter().filter(|found| found.device > 0) {
-            out[found.device as usize - 1] += 1;
-        }
-        let mut workers = 0;
-        for count in out.iter_mut().rev() {
-            workers += *count;
-            *count = workers;
-        }
+/// Counts, per depth, the workers that hold at least that many leading blocks on the device.
+///
+/// `out[d]` is the number of workers with `device > d`; its length is the deepest match.
+///
+/// # Cost
+/// O(matches + deepest match).
+pub fn frequencies(matches: &[Match], out: &mut Vec<u32>) {
+    out.clear();
+    let deepest = matches.iter().map(|found| found.device).max().unwrap_or(0);
+    out.resize(deepest as usize, 0);
+    for found in matches.iter().filter(|found| found.device > 0) {
+        out[found.device as usize - 1] += 1;
+    }
+    let mut workers = 0;
+    for count in out.iter_mut().rev() {
+        workers += *count;
+        *count = workers;
     }
 }

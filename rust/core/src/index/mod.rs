@@ -21,7 +21,7 @@ pub mod snapshot;
 mod trie;
 mod types;
 
-pub use matches::{Depth, Depths, ManyMatches, Match, Matches};
+pub use matches::{Depth, Depths, ManyMatches, Match, Matches, frequencies};
 pub use trie::RadixIndex;
 pub use types::{
     Block, CopyOutcome, CountMode, DEFAULT_SEED, DumpEvent, IndexStats, Limits, MAX_COPIES,

@@ -260,10 +260,10 @@ fn frequencies_count_workers_per_depth() {
         index.store(Worker::new(5, 0), Tier::Host, None, 0, &blocks(&[1]));
         let (mut out, mut counts) = (Matches::new(), vec![9]);
         index.find_matches(&[1, 2, 3, 4], &mut out);
-        out.frequencies(&mut counts);
+        frequencies(out.as_slice(), &mut counts);
         assert_eq!(counts, [3, 2, 2]);
         index.find_matches(&[8], &mut out);
-        out.frequencies(&mut counts);
+        frequencies(out.as_slice(), &mut counts);
         assert!(counts.is_empty());
     }
 }

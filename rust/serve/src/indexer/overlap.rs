@@ -7,7 +7,7 @@ use kvflash_core::catalog::{Catalog, ModelIndex, PromptNames, Reuse};
 use kvflash_core::error::Result;
 use kvflash_core::hash::engine::NameKeys;
 use kvflash_core::ids::{InstanceId, Worker};
-use kvflash_core::index::Matches;
+use kvflash_core::index::{self, Matches};
 
 use super::form::Form;
 
@@ -82,7 +82,7 @@ fn find(
         frequencies.clear();
         if let Some(block_size) = model.block_size() {
             model.find(locals, names, tokens, matches, exact);
-            matches.frequencies(frequencies);
+            index::frequencies(matches.as_slice(), frequencies);
             matches.sort();
             merge(matches, exact, &model.workers(), block_size, rows);
         }
@@ -297,7 +297,7 @@ mod tests {
         let (mut rows, mut frequencies) = (Vec::new(), Vec::new());
         let registered = [Worker::new(0, 3), Worker::new(1, 0), Worker::new(2, 1)];
         merge(&matches, &[], &registered, 16, &mut rows);
-        matches.frequencies(&mut frequencies);
+        index::frequencies(matches.as_slice(), &mut frequencies);
         let wanted = serde_json::json!({
             "scores": {"0": {"3": 0}, "1": {"0": 32, "1": 16}, "2": {"1": 0}, "10": {"0": 16}},
             "frequencies": [3, 1],

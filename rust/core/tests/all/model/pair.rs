@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use kvflash_core::ids::{Tier, Worker};
 use kvflash_core::index::{
     Block, BlockIndex, DumpEvent, IndexStats, Limits, ManyMatches, Match, Matches, Options,
-    RadixIndex,
+    RadixIndex, frequencies,
 };
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
@@ -289,7 +289,7 @@ impl Pair {
         }
         index.find_matches(locals, out);
         let mut counts = Vec::new();
-        out.frequencies(&mut counts);
+        frequencies(out.as_slice(), &mut counts);
         let mut deeper = full.len();
         let mut ends = vec![0; counts.len() + 1];
         full.iter().for_each(|m| ends[(m.device as usize).min(counts.len())] += 1);
