@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use kvflash_core::index::BlockIndex;
-use kvflash_core::index::snapshot::{Expected, LoadError, Meta, load, save_to_path};
+use kvflash_core::index::snapshot::{LoadError, Meta, load, save_to_path};
 use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict};
@@ -36,8 +36,7 @@ pub(super) fn restore<'py>(
     block_size: u32,
     path: &Path,
 ) -> Raised<Bound<'py, PyDict>> {
-    let expected = Expected { block_size: Some(block_size), key: None };
-    let loaded = py.detach(|| load(index, &mut File::open(path)?, &expected));
+    let loaded = py.detach(|| load(index, &mut File::open(path)?, Some(block_size)));
     let loaded = loaded.map_err(|error| match error {
         LoadError::Io(error) => failed(&error, path),
         other => invalid(format!("path {}: {other}", path.display())),

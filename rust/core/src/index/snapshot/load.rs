@@ -6,19 +6,20 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::format::{HEAD_BYTES, SECTION_BYTES, STEP_BYTES, Section, Step, column, decode_head};
 use super::source::Source;
-use super::{Cause, Expected, LoadError, Loaded, Lost, Meta, Restored};
+use super::{Cause, LoadError, Loaded, Lost, Meta, Restored};
 use crate::ids::{Tier, Worker};
 use crate::index::BlockIndex;
 use crate::index::types::Block;
 
-/// Reads a snapshot into `index`, section by section, up to the end of its last one.
+/// Reads a snapshot of blocks of `block_size` tokens, or of any size, into `index`, section by
+/// section, up to the end of its last one.
 ///
 /// A section is applied if it is complete and valid, and undone if the index does not accept all of
 /// it. A damaged section loses only its own worker. Workers that already hold blocks are not
 /// changed, so load before events of the snapshot's workers arrive.
 ///
 /// # Errors
-/// If the header is not a snapshot's, is damaged, or is not as `expected`. Nothing was applied
+/// If the header is not a snapshot's, is damaged, or names another block size. Nothing was applied
 /// then.
 ///
 /// # Consistency
@@ -30,10 +31,14 @@ use crate::index::types::Block;
 pub fn load(
     index: &dyn BlockIndex,
     from: &mut impl Read,
-    expected: &Expected<'_>,
+    block_size: Option<u32>,
 ) -> Result<Loaded, LoadError> {
     let snapshot = Reader::open(from)?;
-    check(snapshot.meta(), expected)?;
+    let found = snapshot.meta().block_size;
+    if let Some(expected) = block_size.filter(|expected| *expected != found) {
+        let (expected, found) = (expected.to_string(), found.to_string());
+        return Err(LoadError::Field { field: "block size", expected, found });
+    }
     Ok(snapshot.load(index))
 }
 
@@ -115,22 +120,6 @@ fn head(source: &mut Source<impl Read>) -> Result<(Meta, Vec<Worker>), LoadError
     let decoded = head.decode_rest(bytes)?;
     source.advance(len);
     Ok(decoded)
-}
-
-fn check(meta: &Meta, expected: &Expected<'_>) -> Result<(), LoadError> {
-    if let Some(block_size) = expected.block_size
-        && block_size != meta.block_size
-    {
-        let (expected, found) = (block_size.to_string(), meta.block_size.to_string());
-        return Err(LoadError::Field { field: "block size", expected, found });
-    }
-    if let Some(key) = expected.key
-        && key != meta.key
-    {
-        let [expected, found] = [key, &meta.key].map(|key| key.escape_ascii().to_string());
-        return Err(LoadError::Field { field: "key", expected, found });
-    }
-    Ok(())
 }
 
 struct Found {

@@ -52,15 +52,6 @@ pub struct Saved {
     pub bytes: u64,
 }
 
-/// Properties that a snapshot must have; `None` means any.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Expected<'a> {
-    /// Tokens in a block.
-    pub block_size: Option<u32>,
-    /// The content of the index.
-    pub key: Option<&'a [u8]>,
-}
-
 /// Result of loading a snapshot with a valid header.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Loaded {
