@@ -63,6 +63,18 @@ async fn they_go_to_the_worker_that_keeps_it_and_count_no_tokens() {
 }
 
 #[tokio::test]
+async fn a_removal_may_be_answered_without_a_word() {
+    let stage = Stage::new(|_| ());
+    let (engines, keeper, path) = kept(&stage).await;
+    engines[keeper].says(204, "");
+    let answer = stage.beside(Method::DELETE, &path).await.unwrap();
+    assert_eq!((answer.status, answer.worker()), (204, engines[keeper].id));
+    let worker = stage.get(&format!("/workers/{}", engines[keeper].id)).await;
+    assert_eq!((&worker["healthy"], &worker["failures"]), (&json!(true), &json!(0)));
+    stage.until_idle().await;
+}
+
+#[tokio::test]
 async fn a_stream_of_a_response_is_passed_on_and_breaks_in_its_form() {
     let stage = Stage::new(|_| ());
     let mut keeper = stage.engine().await;

@@ -184,8 +184,9 @@ pub(super) async fn open(
             }
         }
         // Engines do not complete a prompt with an empty answer: it died after sending the
-        // head.
-        if first.is_none() && parts.status.is_success() {
+        // head. To the removal of a response, an empty answer is one.
+        let is_prompt = !plan.call.row.names_response();
+        if first.is_none() && parts.status.is_success() && is_prompt {
             let status = parts.status.as_u16();
             return Err(broken(format!("worker {id} answered {status} without a body")));
         }
