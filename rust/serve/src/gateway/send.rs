@@ -326,8 +326,12 @@ impl InFlight {
 impl Drop for InFlight {
     fn drop(&mut self) {
         let limit = self.app.options.max_concurrent_requests;
-        if self.app.in_flight.fetch_sub(1, Ordering::Relaxed) == limit {
-            *self.app.full_since.lock() = None;
+        if self.app.in_flight.fetch_sub(1, Ordering::Relaxed) >= limit {
+            let mut full_since = self.app.full_since.lock();
+            // Another request may have taken the slot, and begun to count anew, meanwhile.
+            if self.app.in_flight() < limit {
+                *full_since = None;
+            }
         }
     }
 }
