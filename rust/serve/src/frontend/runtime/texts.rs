@@ -100,6 +100,8 @@ fn eos_token_ids(folder: &Path, model: &TextModel) -> Vec<u32> {
 #[derive(Debug, Default)]
 pub(crate) struct Tokenizers {
     by_folder: Mutex<HashMap<PathBuf, Weak<ModelText>>>,
+    /// Held while a tokenizer is loaded: one at a time.
+    loading: Mutex<()>,
 }
 
 impl Tokenizers {
@@ -109,25 +111,33 @@ impl Tokenizers {
     /// `Config` naming the file; `Overloaded` at the limit of tokenizers.
     ///
     /// # Cost
-    /// A tokenizer takes up to seconds to load; others wait meanwhile.
+    /// A tokenizer takes up to seconds to load; others to be loaded wait meanwhile.
     pub fn open(&self, folder: &Path, cache_bytes: usize) -> Result<Arc<ModelText>> {
-        let mut known = self.by_folder.lock();
-        if let Some(text) = known.get(folder).and_then(Weak::upgrade) {
+        let known = || self.by_folder.lock().get(folder).and_then(Weak::upgrade);
+        if let Some(text) = known() {
             return Ok(text);
         }
-        known.retain(|_, text| text.strong_count() > 0);
-        if known.len() >= MAX_TOKENIZERS {
+        let _loading = self.loading.lock();
+        if let Some(text) = known() {
+            return Ok(text);
+        }
+        let others = {
+            let mut by_folder = self.by_folder.lock();
+            by_folder.retain(|_, text| text.strong_count() > 0);
+            by_folder.len()
+        };
+        if others >= MAX_TOKENIZERS {
             return Err(Error::Overloaded(format!(
                 "{MAX_TOKENIZERS} tokenizers are loaded, the limit; {} is one more",
                 folder.display()
             )));
         }
         let text = Arc::new(ModelText::load(folder, cache_bytes)?);
-        known.insert(folder.to_owned(), Arc::downgrade(&text));
+        self.by_folder.lock().insert(folder.to_owned(), Arc::downgrade(&text));
         Ok(text)
     }
 
-    /// Tokenizers in memory.
+    /// Tokenizers in memory; those that are being loaded are not waited for.
     pub fn loaded(&self) -> Vec<Arc<ModelText>> {
         self.by_folder.lock().values().filter_map(Weak::upgrade).collect()
     }
@@ -234,6 +244,34 @@ mod tests {
             assert!(error.contains(wanted), "{named:?}: {error}");
         }
         fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn whoever_asks_for_the_loaded_ones_waits_for_none() {
+        let folder = std::env::temp_dir().join(format!("kvflash-slow-{}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        // Reading it takes until the other end is closed.
+        let slow = folder.join("tokenizer.json");
+        let made = std::process::Command::new("mkfifo").arg(&slow).status().unwrap();
+        assert!(made.success());
+        let tokenizers = Arc::new(Tokenizers::default());
+        let tiny = tokenizers.open(Path::new(TINY), 1 << 20).unwrap();
+        let (loading, at) = (Arc::clone(&tokenizers), folder.clone());
+        let loading = std::thread::spawn(move || loading.open(&at, 1 << 20).map(drop));
+        let end = fs::File::options().write(true).open(&slow).unwrap();
+        let (sender, receiver) = std::sync::mpsc::channel();
+        let asking = std::thread::spawn(move || {
+            let again = tokenizers.open(Path::new(TINY), 1 << 20).unwrap();
+            let _gone = sender.send((tokenizers.loaded().len(), again));
+        });
+        let told = receiver.recv_timeout(std::time::Duration::from_secs(30));
+        drop(end);
+        assert!(loading.join().unwrap().is_err(), "it is empty");
+        asking.join().unwrap();
+        fs::remove_dir_all(&folder).unwrap();
+        let (count, again) = told.unwrap();
+        assert!(count == 1 && Arc::ptr_eq(&again, &tiny));
     }
 
     #[test]
