@@ -400,19 +400,16 @@ async fn tokens_of(app: &App, engine: &Engine, path: &str, body: Vec<u8>) -> Tok
         #[serde(alias = "token_ids")]
         tokens: Vec<u32>,
     }
-    let url = format!("{}{path}", engine.base);
-    let call = app.upstream.post_json(&engine.spec, &url, body, MAX_ANSWER_BYTES);
-    match tokio::time::timeout(app.options.tokenize_timeout, call).await {
-        Ok(Ok((status, _)))
-            if status.is_server_error() && status != StatusCode::NOT_IMPLEMENTED =>
-        {
+    let timeout = app.options.tokenize_timeout;
+    match app.upstream.post_json(&engine.spec, path, body, MAX_ANSWER_BYTES, timeout).await {
+        Ok((status, _)) if status.is_server_error() && status != StatusCode::NOT_IMPLEMENTED => {
             Tokenized::Failed
         }
-        Ok(Ok((status, answer))) => match serde_json::from_slice::<Answer>(&answer) {
+        Ok((status, answer)) => match serde_json::from_slice::<Answer>(&answer) {
             Ok(answer) => Tokenized::Tokens(answer.tokens),
             Err(_) => Tokenized::Refused(status),
         },
-        Ok(Err(_)) | Err(_) => Tokenized::Failed,
+        Err(_) => Tokenized::Failed,
     }
 }
 

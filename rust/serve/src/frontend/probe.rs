@@ -3,7 +3,6 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::Bytes;
 use kvflash_core::error::Result;
 use kvflash_core::ids::Worker;
 use kvflash_core::policy::EngineMetrics;
@@ -28,8 +27,6 @@ const CHECKS_PER_LEARNING: u32 = 15;
 /// but not forever, because many of thousands may be down.
 const FIRST_PAUSE: Duration = Duration::from_millis(250);
 
-/// An engine's responses to a check are small; larger ones are refused.
-const MAX_ANSWER_BYTES: usize = 8 * 1024 * 1024;
 /// Longer version strings are ignored.
 const MAX_VERSION_BYTES: usize = 128;
 
@@ -60,6 +57,7 @@ pub(super) fn add(app: &Arc<App>, spec: EngineSpec) -> Result<Arc<Engine>> {
 /// byte also after that, so that a frozen engine holds none of them.
 async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
     let interval = app.options.health_interval;
+    let timeout = interval.max(Duration::from_secs(1));
     // Adapters come and go while an engine runs, and it may restart between two checks.
     let learn_interval = interval * CHECKS_PER_LEARNING;
     let mut learned = None::<Instant>;
@@ -68,7 +66,7 @@ async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
         // Clients may cause 404 as often as they like.
         let stands = if engine.take_unknown() { FIRST_PAUSE } else { learn_interval };
         let is_known = engine.is_healthy() && learned.is_some_and(|at| at.elapsed() < stands);
-        match check(&app.upstream, &engine, interval.max(Duration::from_secs(1))).await {
+        match check(&app.upstream, &engine, timeout).await {
             // It closes its port before it ends, and still answers what it has.
             Err(failed) if failed.is_closed && engine.is_removed() => {}
             Err(failed) => engine.check_failed(&failed.message),
@@ -125,8 +123,7 @@ async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
         }
         if engine.is_healthy()
             && let Some(pool) = watched(&app, &engine)
-            && let Ok((200, body)) =
-                get(&app.upstream, &engine, "/metrics", interval.max(Duration::from_secs(1))).await
+            && let Ok((200, body)) = app.upstream.get(&engine.spec, "/metrics", timeout).await
         {
             let text = String::from_utf8_lossy(&body);
             read_load(&pool, &engine, &text);
@@ -213,34 +210,14 @@ async fn check(
     engine: &Engine,
     timeout: Duration,
 ) -> Result<(), AttemptError> {
-    let answer = get(upstream, engine, "/health", timeout).await?;
-    let why = match answer.0 {
+    let (status, _) = upstream.get(&engine.spec, "/health", timeout).await?;
+    let why = match status {
         200 => return Ok(()),
         508 => "GET /health answered 508: the worker is this frontend itself, or leads back to it"
             .to_owned(),
         status => format!("GET /health answered {status}"),
     };
     Err(AttemptError::new("status", why, true))
-}
-
-async fn get(
-    upstream: &Upstream,
-    engine: &Engine,
-    path: &str,
-    timeout: Duration,
-) -> Result<(u16, Bytes), AttemptError> {
-    let url = format!("{}{path}", engine.base);
-    match tokio::time::timeout(timeout, upstream.get(&engine.spec, &url, MAX_ANSWER_BYTES)).await {
-        Ok(Ok(answer)) => Ok(answer),
-        Ok(Err(error)) => {
-            let message = format!("GET {path}: {}", error.message);
-            Err(AttemptError { message, ..error })
-        }
-        Err(_) => {
-            let why = format!("GET {path}: no answer within {} ms", timeout.as_millis());
-            Err(AttemptError::new("timeout", why, true))
-        }
-    }
 }
 
 #[derive(Deserialize)]
@@ -263,7 +240,8 @@ struct ModelCard {
 async fn learn(app: &App, engine: &Engine) -> Result<EngineNotes, String> {
     let upstream = &app.upstream;
     let timeout = Duration::from_secs(5);
-    let (status, body) = get(upstream, engine, "/v1/models", timeout).await?;
+    let get = |path| upstream.get(&engine.spec, path, timeout);
+    let (status, body) = get("/v1/models").await?;
     if status != 200 {
         return Err(format!("GET /v1/models answered {status}"));
     }
@@ -275,7 +253,7 @@ async fn learn(app: &App, engine: &Engine) -> Result<EngineNotes, String> {
         ..EngineNotes::default()
     };
     // Not every engine has metrics; its events also contain the block size.
-    if let Ok((200, body)) = get(upstream, engine, "/metrics", timeout).await {
+    if let Ok((200, body)) = get("/metrics").await {
         let text = String::from_utf8_lossy(&body);
         let info = text.lines().find(|line| line.starts_with("vllm:cache_config_info{"));
         notes.block_size = info.and_then(|line| label(line, "block_size"));
@@ -286,7 +264,7 @@ async fn learn(app: &App, engine: &Engine) -> Result<EngineNotes, String> {
         notes.capacity_blocks = info.and_then(|line| label(line, "num_gpu_blocks"));
     }
     if !app.tokenizers.loaded().is_empty() || app.salts.is_some() {
-        notes.version = match get(upstream, engine, "/version", timeout).await {
+        notes.version = match get("/version").await {
             Ok((200, body)) => {
                 let answer = serde_json::from_slice::<Version>(&body).ok();
                 let version = answer.map(|answer| answer.version);

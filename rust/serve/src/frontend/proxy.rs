@@ -19,7 +19,7 @@ use kvflash_core::error::Error;
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
-use super::engine_spec::{EngineSpec, WorkerKey, bearer};
+use super::engine_spec::{EngineSpec, WorkerKey, base_of, bearer};
 use super::options::FrontendOptions;
 use crate::body::Forwarded;
 use crate::outbound::{Connector, in_full};
@@ -27,6 +27,9 @@ use crate::via::VIA;
 
 /// Maximum 1xx responses before the final one: an engine with more never answers.
 const MAX_INFORMATIONAL: usize = 16;
+
+/// An engine's responses to the frontend's own questions are small; larger ones are refused.
+const MAX_ANSWER_BYTES: usize = 8 * 1024 * 1024;
 
 /// The body of a request to an engine: held, or an upload forwarded as it comes.
 pub(crate) type Outgoing = Either<Full<Bytes>, Forwarded>;
@@ -113,49 +116,69 @@ impl Upstream {
         }
     }
 
-    /// GET from an engine, with the complete response, at most `limit` bytes.
+    /// GET `path` from an engine, with the complete response, at most [`MAX_ANSWER_BYTES`].
+    ///
+    /// # Errors
+    /// Names the path, too.
     pub async fn get(
         &self,
         spec: &EngineSpec,
-        url: &str,
-        limit: usize,
+        path: &str,
+        timeout: Duration,
     ) -> Result<(u16, Bytes), AttemptError> {
-        let request = Request::get(url).body(held(Bytes::new()));
-        let request = request.map_err(|error| AttemptError::new("bad_target", error, false))?;
-        self.whole(spec, request, limit).await.map(|(status, bytes)| (status.as_u16(), bytes))
+        let request = Request::get(url_of(spec, path)).body(held(Bytes::new()));
+        match self.whole(spec, request, MAX_ANSWER_BYTES, timeout).await {
+            Ok((status, bytes)) => Ok((status.as_u16(), bytes)),
+            Err(error) => {
+                let message = format!("GET {path}: {}", error.message);
+                Err(AttemptError { message, ..error })
+            }
+        }
     }
 
-    /// POST JSON, with the complete response, at most `limit` bytes.
+    /// POST JSON to `path` at an engine, with the complete response, at most `limit` bytes.
     pub async fn post_json(
         &self,
         spec: &EngineSpec,
-        url: &str,
+        path: &str,
         body: Vec<u8>,
         limit: usize,
-    ) -> Result<(StatusCode, Bytes), String> {
-        let request = Request::post(url)
+        timeout: Duration,
+    ) -> Result<(StatusCode, Bytes), AttemptError> {
+        let request = Request::post(url_of(spec, path))
             .header(header::CONTENT_TYPE, "application/json")
-            .body(held(body))
-            .map_err(|e| e.to_string())?;
-        Ok(self.whole(spec, request, limit).await?)
+            .body(held(body));
+        self.whole(spec, request, limit, timeout).await
     }
 
     async fn whole(
         &self,
         spec: &EngineSpec,
-        mut request: Request<Outgoing>,
+        request: axum::http::Result<Request<Outgoing>>,
         limit: usize,
+        timeout: Duration,
     ) -> Result<(StatusCode, Bytes), AttemptError> {
-        if let Some(authorization) = self.authorization(spec) {
-            request.headers_mut().insert(header::AUTHORIZATION, authorization.clone());
-        }
-        let response = self.send_to(spec, request).await?;
-        let status = response.status();
-        let body = Limited::new(response.into_body(), limit);
-        let whole = body.collect().await;
-        let bytes = whole.map_err(|error| AttemptError::new("no_answer", error, true))?.to_bytes();
-        Ok((status, bytes))
+        let whole = async {
+            let mut request =
+                request.map_err(|error| AttemptError::new("bad_target", error, false))?;
+            if let Some(authorization) = self.authorization(spec) {
+                request.headers_mut().insert(header::AUTHORIZATION, authorization.clone());
+            }
+            let response = self.send_to(spec, request).await?;
+            let status = response.status();
+            let whole = Limited::new(response.into_body(), limit).collect().await;
+            let whole = whole.map_err(|error| AttemptError::new("no_answer", error, true))?;
+            Ok((status, whole.to_bytes()))
+        };
+        tokio::time::timeout(timeout, whole).await.unwrap_or_else(|_| {
+            let why = format!("no answer within {} ms", timeout.as_millis());
+            Err(AttemptError::new("timeout", why, true))
+        })
     }
+}
+
+fn url_of(spec: &EngineSpec, path: &str) -> String {
+    format!("{}{path}", base_of(&spec.url))
 }
 
 fn client_with(connector: Connector) -> Client<Connector, Outgoing> {

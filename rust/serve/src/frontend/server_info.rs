@@ -14,8 +14,6 @@ use super::proxy::Upstream;
 
 /// Newer engines answer at the first path.
 const PATHS: [&str; 2] = ["/server_info", "/get_server_info"];
-/// The response lists all settings of the server, and the state of each rank.
-const MAX_ANSWER_BYTES: usize = 8 * 1024 * 1024;
 /// Maximum ranks that are accepted, as for `dp=`.
 const MAX_RANKS: u32 = 1_024;
 /// SGLang's default event endpoint.
@@ -48,10 +46,7 @@ pub(crate) async fn ask(
 ) -> Option<ServerNotes> {
     let host = engine.base.parse::<axum::http::Uri>().ok()?.host()?.to_owned();
     for path in PATHS {
-        let url = format!("{}{path}", engine.base);
-        let answer =
-            tokio::time::timeout(timeout, upstream.get(&engine.spec, &url, MAX_ANSWER_BYTES)).await;
-        if let Ok(Ok((200, body))) = answer
+        if let Ok((200, body)) = upstream.get(&engine.spec, path, timeout).await
             && let Some(mut notes) = read(&host, path, &body)
         {
             if engine.spec.is_added() {

@@ -254,10 +254,9 @@ async fn has_template(app: &App, engine: &Engine, model: &str) -> bool {
 /// The engine's token count of a test's prompt; `None` if it refused, or reported none.
 async fn prompt_tokens(app: &App, engine: &Engine, api: Api, body: &Value) -> Option<usize> {
     let row = Row::of_fields(api == Api::Chat);
-    let url = format!("{}{}", engine.base, row.path);
-    let call =
-        app.upstream.post_json(&engine.spec, &url, body.to_string().into_bytes(), MAX_ANSWER_BYTES);
-    let (status, answer) = tokio::time::timeout(TIMEOUT, call).await.ok()?.ok()?;
+    let body = body.to_string().into_bytes();
+    let call = app.upstream.post_json(&engine.spec, row.path, body, MAX_ANSWER_BYTES, TIMEOUT);
+    let (status, answer) = call.await.ok()?;
     let mut scanner = UsageScanner::of(row);
     scanner.feed(&answer);
     scanner.usage().input_tokens.filter(|_| status.is_success()).map(|tokens| tokens as usize)

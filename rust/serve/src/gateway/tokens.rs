@@ -388,12 +388,11 @@ pub(super) async fn ask(
     if engine.lacks.lock().contains(path) {
         return Err("not_text");
     }
-    let url = format!("{}{path}", engine.base);
-    let call = app.upstream.post_json(&engine.spec, &url, body, most_bytes);
-    match tokio::time::timeout(app.options.tokenize_timeout, call).await {
-        Err(_) => Err(timeout),
-        Ok(Err(_)) => Err(failed),
-        Ok(Ok((status, _))) if path != TOKENIZE && is_absent(status) => {
+    let limit = app.options.tokenize_timeout;
+    match app.upstream.post_json(&engine.spec, path, body, most_bytes, limit).await {
+        Err(error) if error.cause == "timeout" => Err(timeout),
+        Err(_) => Err(failed),
+        Ok((status, _)) if path != TOKENIZE && is_absent(status) => {
             if engine.lacks.lock().insert(path) {
                 tracing::info!(
                     worker = engine.id,
@@ -406,8 +405,8 @@ pub(super) async fn ask(
             }
             Err("not_text")
         }
-        Ok(Ok((status, _))) if !status.is_success() => Err(refused),
-        Ok(Ok((_, body))) => {
+        Ok((status, _)) if !status.is_success() => Err(refused),
+        Ok((_, body)) => {
             let known = match path {
                 TOKENIZE => serde_json::from_slice(&body).ok().map(|told: Told| told.tokens.into()),
                 _ => serde_json::from_slice(&body).ok().and_then(Rendered::known),
