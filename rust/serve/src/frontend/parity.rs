@@ -349,7 +349,7 @@ async fn compare_one(
         Err(error) => return Some(Outcome::NotCompared(error.to_string())),
     };
     let told = match form.api().and_then(Api::renderer) {
-        None => tokenize(app, engine, &Value::Object(ask_body(envelope, name, prompt).ok()?)).await,
+        None => tokens_of(app, engine, "/tokenize", ask_body(envelope, name, prompt, &[])).await,
         Some(path) => {
             let body = body.with(&[("model", Some(json!(name)))]);
             tokens_of(app, engine, path, body.into()).await

@@ -15,7 +15,7 @@ use serde::Deserialize;
 use serde::de::value::{MapAccessDeserializer, MapDeserializer};
 use serde::de::{Deserializer, IntoDeserializer, MapAccess, Visitor};
 use serde_json::value::RawValue;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use crate::Reject;
 use crate::body::Rest;
@@ -430,38 +430,33 @@ pub(super) fn is_off(json: Option<&str>, off: &str) -> bool {
     json.is_none_or(|json| json == "null" || json == off)
 }
 
-/// What an engine is asked about a prompt, as JSON.
+/// What an engine is asked about a prompt: the fields that determine its tokens as they came, and `more` of them.
 pub(crate) fn ask_body(
     envelope: &Envelope<'_>,
-    name: &str,
+    model: &str,
     prompt: Option<String>,
-) -> Result<Map<String, Value>, &'static str> {
-    let mut body = Map::new();
-    let mut put = |name: &str, value| body.insert(name.to_owned(), value);
-    put("model", json!(name));
-    if let Some(prompt) = prompt {
-        put("prompt", json!(prompt));
-    }
-    for (name, raw) in [
-        ("messages", envelope.messages),
-        ("tools", envelope.tools),
-        ("chat_template", envelope.chat_template),
-        ("chat_template_kwargs", envelope.chat_template_kwargs),
-    ] {
-        if let Some(raw) = raw {
-            put(name, serde_json::from_str(raw.get()).map_err(|_| "not_text")?);
+    more: &[(&str, Option<&str>)],
+) -> Vec<u8> {
+    let flag = |flag: Option<bool>| flag.map(|flag| if flag { "true" } else { "false" });
+    let prompt = prompt.map(|prompt| json!(prompt).to_string());
+    let fields = [
+        ("prompt", prompt.as_deref()),
+        ("messages", envelope.messages.map(Raw::get)),
+        ("tools", envelope.tools.map(Raw::get)),
+        ("chat_template", envelope.chat_template.map(Raw::get)),
+        ("chat_template_kwargs", envelope.chat_template_kwargs.map(Raw::get)),
+        ("add_generation_prompt", flag(envelope.add_generation_prompt)),
+        ("continue_final_message", flag(envelope.continue_final_message)),
+        ("add_special_tokens", flag(envelope.add_special_tokens)),
+    ];
+    let mut out = format!("{{\"model\":{}", json!(model));
+    for (name, json) in fields.iter().chain(more) {
+        if let Some(json) = json {
+            [",\"", name, "\":", json].iter().for_each(|part| out.push_str(part));
         }
     }
-    for (name, flag) in [
-        ("add_generation_prompt", envelope.add_generation_prompt),
-        ("continue_final_message", envelope.continue_final_message),
-        ("add_special_tokens", envelope.add_special_tokens),
-    ] {
-        if let Some(flag) = flag {
-            put(name, json!(flag));
-        }
-    }
-    Ok(body)
+    out.push('}');
+    out.into_bytes()
 }
 
 #[cfg(test)]

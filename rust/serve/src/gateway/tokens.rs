@@ -1,6 +1,7 @@
 //! A prompt's tokens: by the tokenizer here, or as an engine tells them, for a prompt that is not too
 //! long.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -9,7 +10,7 @@ use kvflash_core::error::Error;
 use kvflash_core::hash::engine::MediaItem;
 use kvflash_core::text::{self, Effort, Tokens};
 use serde::Deserialize;
-use serde_json::{Map, Value, json};
+use serde_json::value::RawValue;
 
 use super::api::Api;
 use super::body::{Envelope, Raw, ask_body};
@@ -75,6 +76,11 @@ pub(super) async fn tokens(
     if !is_strict && !pool.selector.needs_tokens() && !call.nvext.is_query() {
         return Ok(Known::default());
     }
+    // Workers that take tokens have no use for a prompt of which these are not known.
+    let unless = |why: &str, cause| match is_strict {
+        true => refused(why),
+        false => Untokenized::Unknown(cause),
+    };
     let text_bytes = check_length(app, call, pool).map_err(Untokenized::Refused)?;
     let is_long = call.body.bytes().len() > LONG_TEXT_BYTES;
     let bytes = call.body.bytes().len();
@@ -92,12 +98,8 @@ pub(super) async fn tokens(
         (Api::Chat, None, _) => return Err(refused("messages: a list of messages is required")),
         (_, _, None) => return Err(refused("prompt: is required")),
         (_, _, Some(_)) if envelope.truncate_prompt_tokens.is_some() => {
-            return Err(match is_strict {
-                true => {
-                    refused("truncate_prompt_tokens: the workers of this model take whole prompts")
-                }
-                false => Untokenized::Unknown("not_text"),
-            });
+            let why = "truncate_prompt_tokens: the workers of this model take whole prompts";
+            return Err(unless(why, "not_text"));
         }
         (_, _, Some(raw)) => {
             let parse = || Prompt::parse(raw.get());
@@ -107,11 +109,10 @@ pub(super) async fn tokens(
             };
             match parsed.map_err(Untokenized::Refused)? {
                 Prompt::Tokens(tokens) => return Ok(tokens.into()),
-                Prompt::Batch if is_strict => {
+                Prompt::Batch => {
                     let why = "prompt: the workers of this model accept one prompt per request";
-                    return Err(refused(why));
+                    return Err(unless(why, "batch"));
                 }
-                Prompt::Batch => return Err(Untokenized::Unknown("batch")),
                 Prompt::Text(text) => Some(text),
             }
         }
@@ -155,21 +156,22 @@ pub(super) async fn tokens(
             let replaceable = sends_ids.then(|| replaceable(&call.body, envelope)).flatten();
             Ok(Known { replaceable, ..tokens.into() })
         }
-        Ok(text::Prompt::Unsupported(why)) if is_strict => {
-            Err(refused(format!("the prompt cannot be tokenized by the frontend: {why}")))
-        }
-        Ok(text::Prompt::Unsupported(_)) if prompt.is_none() && has_media(envelope) => {
+        Ok(text::Prompt::Unsupported(_))
+            if !is_strict && prompt.is_none() && has_media(envelope) =>
+        {
             render(app, envelope, pool).await.map_err(Untokenized::Unknown)
         }
-        Ok(text::Prompt::TooLong) if is_strict => Err(refused(format!(
-            "the prompt has more than {text_bytes} bytes of text (--max-prompt-bytes)"
-        ))),
-        Ok(text::Prompt::TooLong) => Err(Untokenized::Unknown("too_long")),
-        Ok(text::Prompt::Costly) => Err(Untokenized::Unknown("refused")),
         Ok(text::Prompt::Unsupported(why)) => {
-            tracing::debug!(why, "routed without tokens");
-            Err(Untokenized::Unknown("not_text"))
+            tracing::debug!(why, "not tokenized");
+            let why = format!("the prompt cannot be tokenized by the frontend: {why}");
+            Err(unless(&why, "not_text"))
         }
+        Ok(text::Prompt::TooLong) => {
+            let why =
+                format!("the prompt has more than {text_bytes} bytes of text (--max-prompt-bytes)");
+            Err(unless(&why, "too_long"))
+        }
+        Ok(text::Prompt::Costly) => Err(Untokenized::Unknown("refused")),
         Err(error) if is_strict => Err(Untokenized::Refused(error)),
         // The engine has the last word on what it takes: it may know more than this template.
         // A client's mistake is no fault of the set-up: only a template that is missing is warned of.
@@ -212,8 +214,7 @@ async fn remote_tokens(
         return Err("not_text");
     }
     let name = envelope.model.as_deref().unwrap_or(&pool.name);
-    let body = Value::Object(ask_body(envelope, name, prompt)?).to_string();
-    ask(app, pool, name, TOKENIZE, body.into()).await
+    ask(app, pool, name, TOKENIZE, ask_body(envelope, name, prompt, &[])).await
 }
 
 /// Bodies up to this size are below every model's limit.
@@ -353,19 +354,14 @@ impl Rendered {
 /// The cause that is counted where it can't be known.
 async fn render(app: &App, envelope: &Envelope<'_>, pool: &Pool) -> Result<Known, &'static str> {
     let name = envelope.model.as_deref().unwrap_or(&pool.name);
-    let mut body: Map<String, Value> = ask_body(envelope, name, None)?;
-    for (field, raw) in [
-        ("documents", envelope.documents),
-        ("reasoning_effort", envelope.reasoning_effort),
-        ("tool_choice", envelope.tool_choice),
-        ("truncate_prompt_tokens", envelope.truncate_prompt_tokens),
-    ] {
-        if let Some(raw) = raw {
-            body.insert(field.to_owned(), serde_json::from_str(raw.get()).map_err(|_| "not_text")?);
-        }
-    }
-    body.insert("max_tokens".to_owned(), json!(1));
-    let body = Value::Object(body).to_string().into_bytes();
+    let more = [
+        ("documents", envelope.documents.map(Raw::get)),
+        ("reasoning_effort", envelope.reasoning_effort.map(Raw::get)),
+        ("tool_choice", envelope.tool_choice.map(Raw::get)),
+        ("truncate_prompt_tokens", envelope.truncate_prompt_tokens.map(Raw::get)),
+        ("max_tokens", Some("1")),
+    ];
+    let body = ask_body(envelope, name, None, &more);
     ask(app, pool, name, "/v1/chat/completions/render", body).await
 }
 
@@ -428,32 +424,60 @@ fn is_absent(status: StatusCode) -> bool {
 }
 
 /// Whether a message has parts that are no text.
+///
+/// # Cost
+/// A pass over the messages; images are not copied.
 fn has_media(envelope: &Envelope<'_>) -> bool {
     #[derive(Deserialize)]
-    struct Message {
-        #[serde(default)]
-        content: Value,
+    struct Message<'a> {
+        #[serde(borrow)]
+        content: Option<&'a RawValue>,
     }
-    let messages = envelope.messages.map(|raw| serde_json::from_str::<Vec<Message>>(raw.get()));
+    #[derive(Deserialize)]
+    struct Part<'a> {
+        #[serde(borrow, rename = "type")]
+        kind: Option<Cow<'a, str>>,
+    }
+    let messages = envelope.messages.map(|raw| serde_json::from_str::<Vec<Message<'_>>>(raw.get()));
     let Some(Ok(messages)) = messages else { return false };
-    let is_media = |part: &Value| {
-        let kind = part.get("type").and_then(Value::as_str);
-        part.is_object() && !matches!(kind, Some("text" | "input_text" | "output_text" | "refusal"))
+    let is_media = |part: &&RawValue| {
+        let kind = serde_json::from_str::<Part<'_>>(part.get()).ok().and_then(|part| part.kind);
+        let kind = kind.as_deref();
+        part.get().starts_with('{')
+            && !matches!(kind, Some("text" | "input_text" | "output_text" | "refusal"))
     };
-    messages
-        .iter()
-        .any(|one| one.content.as_array().is_some_and(|parts| parts.iter().any(is_media)))
+    messages.iter().filter_map(|message| message.content).any(|content| {
+        let parts = serde_json::from_str::<Vec<&RawValue>>(content.get());
+        parts.is_ok_and(|parts| parts.iter().any(is_media))
+    })
 }
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use serde_json::{Value, json};
+
     use super::*;
 
     fn known(features: &Value) -> Option<Known> {
         let answer =
             json!({"token_ids": [1, 2, 3, 4, 5, 6], "features": features, "request_id": "r"});
         serde_json::from_value::<Rendered>(answer).unwrap().known()
+    }
+
+    #[test]
+    fn parts_that_are_no_text_are_found_in_any_message() {
+        for (content, is_media) in [
+            (json!("image_url"), false),
+            (json!([{"type": "text", "text": "a"}, {"type": "refusal"}, "b"]), false),
+            (json!([{"type": "text", "text": "a"}, {"image_url": {"url": "u"}}]), true),
+            (json!([{"type": "input_audio", "input_audio": {}}]), true),
+        ] {
+            let messages = json!([{"role": "user"}, {"role": "user", "content": content}]);
+            let messages = messages.to_string();
+            let envelope = Envelope { messages: Some(Raw::of(&messages)), ..Envelope::default() };
+            assert_eq!(has_media(&envelope), is_media, "{messages}");
+        }
     }
 
     #[test]

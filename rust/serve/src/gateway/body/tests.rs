@@ -16,6 +16,20 @@ fn fields_are_replaced_and_the_others_stay_as_they_came() {
 }
 
 #[test]
+fn an_engine_is_asked_about_the_fields_as_they_came() {
+    let body =
+        body(r#"{"messages": [1,  "\ud800"], "tools": null, "x": 1, "add_special_tokens": false}"#);
+    let envelope: Envelope<'_> = body.read().unwrap();
+    let asked =
+        ask_body(&envelope, "a\"b", None, &[("documents", None), ("max_tokens", Some("1"))]);
+    let wanted =
+        r#"{"model":"a\"b","messages":[1,  "\ud800"],"add_special_tokens":false,"max_tokens":1}"#;
+    assert_eq!(std::str::from_utf8(&asked).unwrap(), wanted);
+    let asked = ask_body(&Envelope::default(), "m", Some("a\n".to_owned()), &[]);
+    assert_eq!(asked, br#"{"model":"m","prompt":"a\n"}"#);
+}
+
+#[test]
 fn only_text_is_text_of_a_prompt() {
     let image =
         format!(r#"{{"type": "image_url", "image_url": {{"url": "{}"}}}}"#, "A".repeat(9_000));
