@@ -168,14 +168,14 @@ impl Body {
         field.map(|field| self.text(&field.place))
     }
 
-    /// The value of a field, the last one of that name.
+    /// The value of a field, the last one of that name; `None` for null.
     ///
     /// # Errors
-    /// 400 for a value that is nested too deeply.
-    pub fn value(&self, name: &str) -> Result<Option<Value>, Reject> {
-        let value = self.text_of(name).map(serde_json::from_str);
+    /// 400 naming the field, for a value of another type or one that is nested too deeply.
+    pub fn value<'a, T: Deserialize<'a>>(&'a self, name: &str) -> Result<Option<T>, Reject> {
+        let value = self.text_of(name).map(serde_json::from_str::<Option<T>>);
         let wrong = |error| Reject::bad_request(format!("{name}: {}", without_place(&error)));
-        value.transpose().map_err(wrong)
+        Ok(value.transpose().map_err(wrong)?.flatten())
     }
 
     /// Bytes of text in these fields; see [`Field::weight`].

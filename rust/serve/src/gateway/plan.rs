@@ -12,7 +12,6 @@ use kvflash_core::ids::{InstanceId, Worker};
 use kvflash_core::policy::Advice;
 use kvflash_core::select::{self, Ask, Pin, Request, RouteOverride, Selection, TokenSource};
 use kvflash_core::text::Tokens;
-use serde::Deserialize;
 use serde_json::json;
 
 use super::api::{Api, Row, Weight};
@@ -440,15 +439,10 @@ fn resolve(
     body: &Body,
     kept: Option<&Kept>,
 ) -> Result<Option<(Arc<str>, Bytes)>, Reject> {
-    #[derive(Deserialize)]
-    struct Named<'a> {
-        #[serde(borrow)]
-        model: Option<Cow<'a, str>>,
-    }
     let Some(aliases) = &app.aliases else { return Ok(None) };
     let name = match is_upload {
         true => model_of_upload(&head.headers, body.bytes())?.map(Cow::Borrowed),
-        false => body.read::<Named<'_>>()?.model,
+        false => body.value("model")?.map(Cow::Owned),
     };
     let Some(name) = name else { return Ok(None) };
     let session = Session::read(&head.headers);

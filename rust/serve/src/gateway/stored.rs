@@ -9,7 +9,6 @@ use kvflash_core::error::Error;
 use kvflash_core::fleet::WorkerState;
 use kvflash_core::ids::{InstanceId, Worker};
 use kvflash_core::select::Pin;
-use serde::Deserialize;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use xxhash_rust::xxh3::xxh3_64;
@@ -47,11 +46,6 @@ const IN_PATH: &str = "response_id";
 const SHOWN_CHARS: usize = 100;
 const SHOWN_MODELS: usize = 20;
 
-#[derive(Deserialize)]
-struct Fields {
-    previous_response_id: Option<String>,
-}
-
 /// A response kept by a registered worker.
 pub(crate) struct Kept {
     id: String,
@@ -83,7 +77,7 @@ impl Kept {
             });
         }
         // Without a worker's name, the engine decides whether the response exists.
-        let Some(id) = id_before(body)? else { return Ok(None) };
+        let Some(id) = body.value::<String>(BEFORE)? else { return Ok(None) };
         check_tenant(&id, BEFORE, caller)?;
         Self::named(app, id, BEFORE)
     }
@@ -195,15 +189,6 @@ pub(super) fn is_continued(body: &Body) -> bool {
     body.text_of(BEFORE).is_some_and(|id| id != "null")
 }
 
-/// The id of the response that a request continues.
-///
-/// # Errors
-/// 400 for an id that is not a string.
-fn id_before(body: &Body) -> Result<Option<String>, Reject> {
-    let fields: Option<Fields> = body.has(BEFORE).then(|| body.read()).transpose()?;
-    Ok(fields.and_then(|fields| fields.previous_response_id))
-}
-
 fn shown(id: &str) -> &str {
     id.char_indices().nth(SHOWN_CHARS).map_or(id, |(end, _)| &id[..end])
 }
@@ -230,7 +215,7 @@ pub(super) fn changes(
 
 /// The meaning of an engine's 404, if the request continues a response.
 pub(super) fn gone_at(call: &Call, worker: InstanceId) -> Option<Reject> {
-    let id = id_before(&call.body).ok()??;
+    let id: String = call.body.value(BEFORE).ok()??;
     let why = format!(
         "worker {worker} does not keep it; vLLM keeps responses only with \
          VLLM_ENABLE_RESPONSES_API_STORE=1"

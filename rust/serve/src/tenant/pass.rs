@@ -5,11 +5,8 @@
 //! read caches from the client's address, take another client's blocks, or choose its worker. They
 //! are dropped from the requests of clients with a key, unless the key allows them.
 
-use std::borrow::Cow;
-
 use axum::http::{HeaderMap, HeaderName, HeaderValue};
 use bytes::Bytes;
-use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::SaltSecret;
@@ -154,7 +151,7 @@ pub(crate) fn clean_body(
 
 /// The value of a field without these names, if it contains any.
 fn without(body: &Body, field: &str, names: &[&str]) -> Result<Option<Value>, Reject> {
-    let Some(mut value) = body.value(field)? else { return Ok(None) };
+    let Some(mut value) = body.value::<Value>(field)? else { return Ok(None) };
     Ok(drop_names(&mut value, names).then_some(value))
 }
 
@@ -182,11 +179,6 @@ fn salt_of(
     body: &Body,
     salts: Option<&SaltSecret>,
 ) -> Result<Option<String>, Reject> {
-    #[derive(Deserialize)]
-    struct Own<'a> {
-        #[serde(borrow)]
-        cache_salt: Option<Cow<'a, str>>,
-    }
     let row = row.unwrap_or_else(|| Row::of_fields(body.has("messages")));
     if row.weight == Weight::Nothing {
         return Ok(None);
@@ -206,7 +198,7 @@ fn salt_of(
             key.id
         ));
     };
-    let own = body.read::<Own<'_>>()?.cache_salt;
+    let own: Option<String> = body.value("cache_salt")?;
     let own = own.as_deref().filter(|own| !own.is_empty());
     Ok(Some(salts.salt(&key.tenant, own)))
 }

@@ -176,7 +176,7 @@ pub(super) async fn open(
                 return Err(Failed { param: gone.param, is_final: true, ..failed });
             }
             // Its name is what an engine says of a model that it does not serve.
-            if let Ok(Some(Value::String(model))) = plan.call.body.value("model")
+            if let Ok(Some(model)) = plan.call.body.value::<String>("model")
                 && said.is_some_and(|said| has_word(&said, &model))
             {
                 let message = format!("worker {id} does not serve model {model:?} any more");
