@@ -160,7 +160,7 @@ pub(crate) struct Nvext {
     pub prefill_worker_id: Option<InstanceId>,
     decode_worker_id: Option<InstanceId>,
     #[serde(deserialize_with = "object_or_default")]
-    agent_hints: AgentHints,
+    pub agent_hints: AgentHints,
     /// The seed of routing's random draw; not the seed of the answer's tokens.
     pub seed: Option<u64>,
 }
@@ -168,7 +168,7 @@ pub(crate) struct Nvext {
 /// Hints of an agent framework about a request.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Deserialize)]
 #[serde(default)]
-struct AgentHints {
+pub(crate) struct AgentHints {
     /// Higher values go first in the queue.
     priority: Option<f64>,
     /// An older name for it.
@@ -176,7 +176,7 @@ struct AgentHints {
     /// Goes before all requests with a lower value.
     strict_priority: Option<u32>,
     /// Expected tokens of the answer.
-    osl: Option<u64>,
+    pub osl: Option<u64>,
 }
 
 impl Nvext {
@@ -219,16 +219,6 @@ impl Nvext {
     /// Its priority in the queue; higher values go first.
     pub fn priority(&self) -> Option<f64> {
         self.agent_hints.priority.or(self.agent_hints.latency_sensitivity)
-    }
-
-    /// It goes before all requests with a lower value.
-    pub fn strict_priority(&self) -> Option<u32> {
-        self.agent_hints.strict_priority
-    }
-
-    /// Expected tokens of the answer.
-    pub fn expected_output_tokens(&self) -> Option<u64> {
-        self.agent_hints.osl
     }
 }
 
@@ -281,7 +271,7 @@ impl Urgency {
             None => of_body()?.unwrap_or(0.0),
         };
         Ok(Self {
-            strict: strict.or(nvext.strict_priority()).unwrap_or(0),
+            strict: strict.or(nvext.agent_hints.strict_priority).unwrap_or(0),
             // JSON has no infinities, but a header may. The sum turns -0 into 0.
             earliness: if earliness.is_finite() { earliness + 0.0 } else { 0.0 },
         })

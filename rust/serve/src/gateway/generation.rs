@@ -1,5 +1,6 @@
 //! The generation options of an OpenAI body, for a token worker, constraints of the answer included.
 
+use bytes::Bytes;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
@@ -18,6 +19,33 @@ const MAX_STOP_TOKENS: usize = 1_024;
 /// Keys that constrain the answer; the others only configure how.
 const KINDS: [&str; 6] = ["json", "json_object", "regex", "choice", "grammar", "structural_tag"];
 
+/// Fields with which a request wants more than these workers do, the values with which it does not, and what they
+/// support.
+const UNSUPPORTED: [(&str, &[&str], &str); 12] = [
+    ("n", &["null", "1"], "only 1 answer per request"),
+    ("best_of", &["null", "1"], "only 1 answer per request"),
+    ("use_beam_search", &["null", "false"], "no beam search"),
+    ("echo", &["null", "false"], "no echo of the prompt"),
+    ("suffix", &["null", "\"\""], "no suffix"),
+    ("logprobs", &["null", "false"], "no log probabilities"),
+    ("top_logprobs", &["null", "false", "0"], "no log probabilities"),
+    ("prompt_logprobs", &["null", "false"], "no log probabilities"),
+    ("tool_choice", &["null"], "only auto or none"),
+    ("bad_words", &["null", "[]"], "no lists of banned words"),
+    ("allowed_token_ids", &["null", "[]"], "no lists of allowed tokens"),
+    ("logits_processors", &["null", "[]"], "no logits processors"),
+];
+
+/// The constraints of an answer beside those, by what vLLM calls them, with the key of each in the format of workers.
+const GUIDED: [(&str, &str); 6] = [
+    ("guided_json", "json"),
+    ("guided_regex", "regex"),
+    ("guided_choice", "choice"),
+    ("guided_grammar", "grammar"),
+    ("guided_whitespace_pattern", "whitespace_pattern"),
+    ("guided_decoding_backend", "backend"),
+];
+
 /// The fields that generation needs. Others do not affect a token worker.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
@@ -33,14 +61,6 @@ struct Fields {
     ignore_eos: Option<bool>,
     include_stop_str_in_output: Option<bool>,
     skip_special_tokens: Option<bool>,
-    n: Option<u64>,
-    best_of: Option<u64>,
-    use_beam_search: Option<bool>,
-    echo: Option<bool>,
-    suffix: Option<String>,
-    logprobs: Option<Value>,
-    top_logprobs: Option<Value>,
-    prompt_logprobs: Option<Value>,
     temperature: Option<f64>,
     top_p: Option<f64>,
     min_p: Option<f64>,
@@ -53,10 +73,6 @@ struct Fields {
     #[serde(deserialize_with = "object")]
     response_format: Option<ResponseFormat>,
     structured_outputs: Option<Map<String, Value>>,
-    tool_choice: Option<Value>,
-    bad_words: Option<Value>,
-    allowed_token_ids: Option<Value>,
-    logits_processors: Option<Value>,
     #[serde(deserialize_with = "object_or_default")]
     nvext: Extension,
 }
@@ -82,44 +98,6 @@ struct Extension {
     min_tokens: Option<u64>,
     top_k: Option<i64>,
     repetition_penalty: Option<f64>,
-}
-
-/// The constraints in `nvext`. They are read apart: a flattened struct would parse all fields that it does not know.
-#[derive(Debug, Default, Deserialize)]
-#[serde(default)]
-struct Nested {
-    #[serde(deserialize_with = "object_or_default")]
-    nvext: Guided,
-}
-
-/// The constraints of an answer, by what vLLM calls them.
-#[derive(Debug, Default, Deserialize)]
-#[serde(default)]
-struct Guided {
-    guided_json: Option<Value>,
-    guided_regex: Option<Value>,
-    guided_choice: Option<Value>,
-    guided_grammar: Option<Value>,
-    guided_whitespace_pattern: Option<Value>,
-    guided_decoding_backend: Option<Value>,
-}
-
-impl Guided {
-    /// With the key of each in the format of workers.
-    fn fields(&self) -> [(&'static str, &'static str, Option<&Value>); 6] {
-        [
-            ("guided_json", "json", self.guided_json.as_ref()),
-            ("guided_regex", "regex", self.guided_regex.as_ref()),
-            ("guided_choice", "choice", self.guided_choice.as_ref()),
-            ("guided_grammar", "grammar", self.guided_grammar.as_ref()),
-            (
-                "guided_whitespace_pattern",
-                "whitespace_pattern",
-                self.guided_whitespace_pattern.as_ref(),
-            ),
-            ("guided_decoding_backend", "backend", self.guided_decoding_backend.as_ref()),
-        ]
-    }
 }
 
 #[derive(Debug, Deserialize)]
@@ -170,28 +148,13 @@ impl Generation {
         Ok(Self { is_stream: stream.unwrap_or(false), includes_usage, ..Self::default() })
     }
 
-    /// The options for workers of which some take tokens, with the longest `context` in tokens.
-    ///
-    /// # Errors
-    /// The same; 400 for a prompt that leaves no room in the model's context.
-    pub fn of_tokens(
-        api: Api,
-        body: &Body,
-        prompt_tokens: u64,
-        context: Option<u64>,
-    ) -> Result<Self, Reject> {
-        let mut read = Self::parse(api, body)?;
-        read.fit(prompt_tokens, context)?;
-        Ok(read)
-    }
-
-    /// Parses a body.
+    /// The options for workers of which some take tokens.
     ///
     /// # Errors
     /// 400 naming the field, what is legal and what came.
     pub fn parse(api: Api, body: &Body) -> Result<Self, Reject> {
         let fields: Fields = body.read()?;
-        fields.refuse(api)?;
+        refuse(api, body)?;
         let nvext = &fields.nvext;
         let mut sampling = Map::new();
         let mut put = |name: &str, value: Option<Value>| {
@@ -209,10 +172,7 @@ impl Generation {
         put("top_k", fields.top_k.or(nvext.top_k).map(Value::from));
         put("seed", fields.seed.map(Value::from));
         put("logit_bias", fields.logit_bias.clone().map(Value::Object));
-        put(
-            "guided_decoding",
-            fields.guided_decoding(&body.read()?, &body.read::<Nested>()?.nvext)?,
-        );
+        put("guided_decoding", fields.guided_decoding(body)?);
         put("n", Some(json!(1)));
         Ok(Self {
             is_stream: fields.stream.unwrap_or(false),
@@ -242,78 +202,46 @@ impl Generation {
     }
 }
 
+/// Unsupported options of token workers are refused, because an answer that ignored them would be
+/// wrong.
+fn refuse(api: Api, body: &Body) -> Result<(), Reject> {
+    for (field, off, what) in UNSUPPORTED {
+        let Some(json) = body.text_of(field).filter(|json| !off.contains(json)) else { continue };
+        let items = json.strip_prefix('[').and_then(|rest| rest.strip_suffix(']'));
+        let is_wanted = match field {
+            _ if off.contains(&"[]") => items.is_none_or(|items| !items.trim_ascii().is_empty()),
+            // Completions have no such field.
+            "top_logprobs" => api == Api::Chat,
+            "tool_choice" => json.starts_with('{') || json == "\"required\"",
+            _ => true,
+        };
+        if is_wanted {
+            let came: String = json.chars().take(64).collect();
+            return Err(Reject::bad_request(format!(
+                "{field}: the workers of this model support {what}, got {came}"
+            )));
+        }
+    }
+    Ok(())
+}
+
 /// The names of the tools that a chat's answer may call; what is no tool has none.
 ///
 /// # Errors
 /// 400 for a field that is not JSON.
 pub(crate) fn tool_names(body: &Body) -> Result<Vec<String>, Reject> {
-    #[derive(Deserialize)]
-    struct Fields {
-        #[serde(default)]
-        tools: Value,
-        #[serde(default)]
-        tool_choice: Value,
-    }
-    let Fields { tools, tool_choice } = body.read()?;
-    if tool_choice == "none" {
+    if body.value::<Value>("tool_choice")?.is_some_and(|choice| choice == "none") {
         return Ok(Vec::new());
     }
+    let tools: Value = body.value("tools")?.unwrap_or_default();
     let name = |tool: &Value| tool.pointer("/function/name")?.as_str().map(str::to_owned);
     Ok(tools.as_array().into_iter().flatten().filter_map(name).collect())
 }
 
 impl Fields {
-    /// Unsupported options of token workers are refused, because an answer that ignored them would
-    /// be wrong.
-    fn refuse(&self, api: Api) -> Result<(), Reject> {
-        let is_wanted = |value: &Option<Value>| {
-            value.as_ref().is_some_and(|value| *value != Value::Bool(false) && !value.is_null())
-        };
-        let has_any = |value: &Option<Value>| match value {
-            None | Some(Value::Null) => false,
-            Some(Value::Array(items)) => !items.is_empty(),
-            Some(_) => true,
-        };
-        let must_call = |value: &Value| value == "required" || value.is_object();
-        let refusals = [
-            ("n", self.n.is_some_and(|n| n != 1), "only 1 answer per request"),
-            ("best_of", self.best_of.is_some_and(|n| n != 1), "only 1 answer per request"),
-            ("use_beam_search", self.use_beam_search == Some(true), "no beam search"),
-            ("echo", self.echo == Some(true), "no echo of the prompt"),
-            ("suffix", self.suffix.as_ref().is_some_and(|s| !s.is_empty()), "no suffix"),
-            ("logprobs", is_wanted(&self.logprobs), "no log probabilities"),
-            (
-                "top_logprobs",
-                // These values equal the default.
-                api == Api::Chat
-                    && self.top_logprobs != Some(json!(0))
-                    && is_wanted(&self.top_logprobs),
-                "no log probabilities",
-            ),
-            ("prompt_logprobs", is_wanted(&self.prompt_logprobs), "no log probabilities"),
-            ("tool_choice", self.tool_choice.as_ref().is_some_and(must_call), "only auto or none"),
-            ("bad_words", has_any(&self.bad_words), "no lists of banned words"),
-            ("allowed_token_ids", has_any(&self.allowed_token_ids), "no lists of allowed tokens"),
-            ("logits_processors", has_any(&self.logits_processors), "no logits processors"),
-        ];
-        match refusals.into_iter().find(|(_, is_refused, _)| *is_refused) {
-            Some((field, _, what)) => {
-                let came = match field {
-                    "n" => format!(", got {}", self.n.unwrap_or(0)),
-                    "best_of" => format!(", got {}", self.best_of.unwrap_or(0)),
-                    _ => String::new(),
-                };
-                Err(Reject::bad_request(format!(
-                    "{field}: the workers of this model support {what}{came}"
-                )))
-            }
-            None => Ok(()),
-        }
-    }
-
     /// The constraint of the answer, in the format of the engines' guided decoding; `None` without
     /// one.
-    fn guided_decoding(&self, own: &Guided, nvext: &Guided) -> Result<Option<Value>, Reject> {
+    fn guided_decoding(&self, body: &Body) -> Result<Option<Value>, Reject> {
         let mut guide = Map::new();
         let mut said: Vec<&'static str> = Vec::new();
         let mut put = |field: &'static str, key: &str, value: Value| {
@@ -332,9 +260,13 @@ impl Fields {
                 put("structured_outputs", key, checked("structured_outputs", key, value)?);
             }
         }
-        for ((field, key, own), (_, _, nvext)) in own.fields().into_iter().zip(nvext.fields()) {
-            if let Some(value) = own.or(nvext) {
-                put(field, key, checked(field, key, value)?);
+        // As a body: only these of its fields are parsed.
+        let nvext = Bytes::copy_from_slice(body.text_of("nvext").unwrap_or_default().as_bytes());
+        let nvext = Body::parse(nvext).unwrap_or_else(|_| Body::opaque(Bytes::new()));
+        for (field, key) in GUIDED {
+            let own: Option<Value> = body.value(field)?;
+            if let Some(value) = own.or(nvext.value(field)?) {
+                put(field, key, checked(field, key, &value)?);
             }
         }
         match said[..] {

@@ -147,7 +147,7 @@ impl Plan {
             alias,
             pin: pin(&pool, nvext.decode_pin())?.or(kept.as_ref().map(|kept| kept.pin())),
             wish: urgency.wish(),
-            expected_output_tokens: nvext.expected_output_tokens(),
+            expected_output_tokens: nvext.agent_hints.osl,
             ..client::read(&call, &envelope, &pool.members(), pool.selector.needs_text())
         };
         let mut plan = Self {
@@ -174,9 +174,9 @@ impl Plan {
             let generation = match takes_text {
                 true => Generation::of_text(&call.body)?,
                 false => {
-                    let prompt_tokens = plan.prompt_tokens().unwrap_or(1);
-                    let context = members.max_model_len();
-                    Generation::of_tokens(call.api(), &call.body, prompt_tokens, context)?
+                    let mut read = Generation::parse(call.api(), &call.body)?;
+                    read.fit(plan.prompt_tokens().unwrap_or(1), members.max_model_len())?;
+                    read
                 }
             };
             plan.generation = Some(generation);

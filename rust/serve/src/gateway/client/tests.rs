@@ -73,10 +73,10 @@ fn pins_and_annotations() {
     assert_eq!((both.decode_pin(), both.prefill_worker_id), (Some(2), None));
     let json = r#"{"agent_hints": {"priority": 10, "strict_priority": 2, "osl": 5}}"#;
     let hints = parse(json).unwrap();
-    assert_eq!((hints.priority(), hints.strict_priority()), (Some(10.0), Some(2)));
-    assert_eq!(hints.expected_output_tokens(), Some(5));
+    assert_eq!((hints.priority(), hints.agent_hints.strict_priority), (Some(10.0), Some(2)));
+    assert_eq!(hints.agent_hints.osl, Some(5));
     let older = parse(r#"{"agent_hints": {"latency_sensitivity": -1.5}}"#).unwrap();
-    assert_eq!((older.priority(), older.strict_priority()), (Some(-1.5), None));
+    assert_eq!((older.priority(), older.agent_hints.strict_priority), (Some(-1.5), None));
     let error = parse(r#"{"agent_hints": {"priority": "high"}}"#).unwrap_err();
     assert!(error.message.contains("nvext.agent_hints.priority"), "{}", error.message);
     for list in ["[]", r#"[["query_instance_id"]]"#, r#"{"agent_hints": [1.0]}"#] {

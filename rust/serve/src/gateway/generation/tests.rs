@@ -97,6 +97,8 @@ fn refusals_name_the_field_and_what_came() {
     let fine = json!({"logprobs": false, "top_logprobs": 0, "n": 1, "echo": false, "stop": null,
                       "tool_choice": "auto", "bad_words": [], "allowed_token_ids": null});
     parse(Api::Chat, fine).unwrap();
+    let spaced = Body::parse(r#"{"bad_words": [ ]}"#.into()).unwrap();
+    Generation::parse(Api::Chat, &spaced).unwrap();
 }
 
 fn guide(body: &Value) -> Result<Option<Value>, String> {
