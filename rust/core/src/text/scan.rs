@@ -30,6 +30,9 @@ const MEDIA: [&str; 13] = [
 /// Fields of tools and their calls: engines write all of them into the prompt, whatever names the tool's author chose.
 const OF_TOOLS: [&str; 4] = ["arguments", "input", "input_schema", "parameters"];
 
+/// Fields of a request that templates may write as they are, whatever names there are in them.
+const WRITTEN: [&str; 3] = ["chat_template_kwargs", "documents", "tools"];
+
 /// A field of an object.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Field {
@@ -71,7 +74,7 @@ impl Scan {
             loop {
                 let name = unescaped(scanner.name()?)?;
                 let messages = (name == "messages").then(Vec::new);
-                let (place, messages) = scanner.value(messages)?;
+                let (place, messages) = scanner.value(messages, WRITTEN.contains(&&*name))?;
                 scan.fields.push(Field { name: name.into(), place, weight: scanner.weight });
                 scan.messages = messages.or(scan.messages);
                 if scanner.skips(b'}') {
@@ -130,12 +133,13 @@ impl<'a> Scanner<'a> {
         Some(raw)
     }
 
-    /// A value of any depth, where it stands; its elements' places go into `elements` if it is a list.
-    fn value(&mut self, elements: Option<Vec<Range<usize>>>) -> Option<Found> {
+    /// A value of any depth, where it stands; its elements' places go into `elements` if it is a list. All of it counts
+    /// if it `is_written`, images and the like too.
+    fn value(&mut self, elements: Option<Vec<Range<usize>>>, is_written: bool) -> Option<Found> {
         self.skip_space();
         let start = self.at;
         let mut elements = elements.filter(|_| self.peek() == Some(b'['));
-        (self.weight, self.settled) = (0, None);
+        (self.weight, self.settled) = (0, is_written.then_some((0, None)));
         self.open.clear();
         let mut element = start;
         loop {
@@ -216,7 +220,10 @@ impl<'a> Scanner<'a> {
         match (&*name, self.settled) {
             // Documents of Anthropic's Messages may be text.
             ("type", Some((around, Some(_)))) if around + 1 == depth => {
-                let is_text = rest.starts_with("\"text\"") || rest.starts_with("\"content\"");
+                let kind = rest.strip_prefix('"').and_then(|rest| rest.split('"').next());
+                // A word with escapes may be either.
+                let is_text = kind
+                    .is_some_and(|kind| kind == "text" || kind == "content" || kind.contains('\\'));
                 self.settled = self.settled.filter(|_| !is_text);
             }
             (_, Some(_)) => {}
@@ -393,6 +400,14 @@ mod tests {
             json!({"type": "search_result", "source": text}),
         ] {
             assert!(weigh(&part.to_string()) > text.len(), "{part}");
+        }
+        let escaped = json!({"source": {"type": "text", "data": text}}).to_string();
+        let escaped = escaped.replace("\"text\"", "\"\\u0074ext\"");
+        assert!(weigh(&escaped) > text.len(), "{escaped}");
+        for name in WRITTEN {
+            let request = json!({name: [{"title": "a", "image": text}]}).to_string();
+            let weight = Scan::of(&request).unwrap().fields[0].weight;
+            assert!(weight > text.len(), "{request}");
         }
         for part in [
             json!({"source": {"type": "base64", "media_type": "image/png", "data": text}}),
