@@ -182,6 +182,8 @@ pub struct Context<'a> {
     pub is_indexed: bool,
     /// Whether the answer is not streamed, so that its first token is not observed.
     pub is_whole: bool,
+    /// Whether the same request was routed before, to a worker that failed.
+    pub is_retry: bool,
     /// The request's user; `None` and `""` without one.
     pub user: Option<&'a str>,
     /// The session of the request.

@@ -167,6 +167,8 @@ pub struct Ask<'a> {
     pub user: Option<&'a str>,
     /// Whether the answer is not streamed, so that its first token is not observed.
     pub is_whole: bool,
+    /// Whether the same request was routed before, to a worker that failed.
+    pub is_retry: bool,
     /// The session of the request.
     pub session: Session<'a>,
     /// Advice of a policy outside the core; see [`Selector::question`](super::Selector::question).
@@ -220,6 +222,7 @@ impl<'a> Ask<'a> {
             token_ids: &[],
             user: None,
             is_whole: false,
+            is_retry: false,
             session: Session::default(),
             advice: None,
             known: Known::default(),

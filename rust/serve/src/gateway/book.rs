@@ -115,18 +115,22 @@ pub(crate) struct Tries {
     is_over: Option<&'static str>,
     /// The prompt is prefilled elsewhere.
     pub is_decode_only: bool,
+    /// A worker was chosen before, even one that may be tried again.
+    is_retry: bool,
 }
 
 impl Tries {
     pub fn new(app: &Arc<App>, plan: Arc<Plan>) -> Self {
         let (app, tried) = (Arc::clone(app), Vec::new());
         let attempts = app.retries.of(plan.call.body.bytes());
-        Self { app, plan, tried, last: None, attempts, is_over: None, is_decode_only: false }
+        let (is_decode_only, is_retry) = (false, false);
+        Self { app, plan, tried, last: None, attempts, is_over: None, is_decode_only, is_retry }
     }
 
     /// The part of the request to choose a worker for.
     pub fn part(&self) -> Part<'_> {
-        Part { tried: &self.tried, is_decode_only: self.is_decode_only }
+        let Self { is_decode_only, is_retry, .. } = *self;
+        Part { tried: &self.tried, is_decode_only, is_retry }
     }
 
     /// Whether another worker may be tried.
@@ -169,6 +173,7 @@ impl Tries {
     pub async fn next(&mut self) -> Result<Choice> {
         let choice = self.book().await?;
         self.tried.push(choice.engine.id);
+        self.is_retry = true;
         Ok(choice)
     }
 

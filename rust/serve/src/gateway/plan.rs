@@ -65,6 +65,8 @@ pub(crate) struct Part<'a> {
     pub tried: &'a [InstanceId],
     /// Its prompt is prefilled elsewhere.
     pub is_decode_only: bool,
+    /// A worker was chosen for it before, and failed.
+    pub is_retry: bool,
 }
 
 impl Plan {
@@ -254,16 +256,13 @@ impl Plan {
         let is_eligible: Option<&dyn Fn(Worker) -> bool> =
             if is_open { None } else { Some(&is_eligible) };
         self.request.ask(is_eligible, advice, |ask| {
-            if !part.is_decode_only {
-                return act(ask);
+            let mut ask = Ask { is_retry: part.is_retry, ..*ask };
+            if part.is_decode_only {
+                // Its blocks come from the prefill worker, whatever it holds itself.
+                ask.overrides.overlap_score_weight = Some(0.0);
+                ask.overrides.assume_kv_reuse = Some(false);
             }
-            // Its blocks come from the prefill worker, whatever it holds itself.
-            let overrides = RouteOverride {
-                overlap_score_weight: Some(0.0),
-                assume_kv_reuse: Some(false),
-                ..ask.overrides
-            };
-            act(&Ask { overrides, ..*ask })
+            act(&ask)
         })
     }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use axum::http::Method;
 use kvflash_core::fair::LineOrder;
-use kvflash_core::policy::Policy;
+use kvflash_core::policy::{Policy, Profile, Settings, registry};
 use kvflash_core::select::{QueueOptions, QueueThreshold};
 use kvflash_serve::frontend::EnforceDisagg;
 use serde_json::{Value, json};
@@ -67,6 +67,32 @@ async fn a_prefill_that_fails_goes_to_another_and_then_the_decoder_does_all() {
         assert_eq!(refused.json()["error"][field], wrong["error"][field]);
     }
     stage.until_idle().await;
+}
+
+#[tokio::test]
+async fn a_second_prefill_of_a_request_is_no_turn_of_its_session() {
+    let stage = Stage::new(|options| {
+        let settings = Settings::new(Profile::Document);
+        let auto = registry::build("auto", &settings, &mut rand::rng());
+        options.routing.policies.active = auto.unwrap();
+    });
+    let decode = stage.engine().await;
+    decode.answers(200, json!({ "usage": { "prompt_tokens": 64, "completion_tokens": 3 } }));
+    // Both prefill the prompt, and its blocks cannot be fetched.
+    let prefills = [prefiller(&stage).await, prefiller(&stage).await];
+    prefills.iter().for_each(|prefill| prefill.answers(200, json!({ "choices": [] })));
+    let gaps = async || {
+        let page = stage.scrape().await;
+        let of_pools = page.lines().filter(|line| line.starts_with("kvflash_auto_session_gaps"));
+        of_pools.map(|line| line.rsplit(' ').next().unwrap().parse().unwrap()).collect::<Vec<f64>>()
+    };
+    let alone = stage.ask(&body()).await;
+    assert_eq!((alone.status, alone.header(PREFILLER)), (200, None));
+    assert_eq!(prefills.each_ref().map(Engine::count), [1, 1]);
+    // Of those that prefill, and of those that decode.
+    assert_eq!(gaps().await, [0.0, 0.0]);
+    assert_eq!(stage.ask(&body()).await.status, 200);
+    assert_eq!(gaps().await, [1.0, 1.0]);
 }
 
 #[tokio::test]

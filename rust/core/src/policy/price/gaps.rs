@@ -51,11 +51,11 @@ impl Default for Gaps {
 
 impl Gaps {
     /// Records a routed prompt with these sequence hashes; workers are known to hold `held` of its
-    /// blocks.
+    /// blocks. A retry is no turn of a session, however far the failed attempt came.
     ///
     /// # Cost
     /// O(1): a session that continues far beyond the end of its last turn is not recognized.
-    pub fn see(&mut self, sequence_hashes: &[u64], held: usize, now_ms: u64) {
+    pub fn see(&mut self, sequence_hashes: &[u64], held: usize, is_retry: bool, now_ms: u64) {
         let Some(last) = sequence_hashes.last() else { return };
         // After a silence much longer than the pauses of sessions the traffic may have changed, so
         // it is learned faster.
@@ -68,7 +68,7 @@ impl Gaps {
         let from_held = held.saturating_sub(LOOK_BACK)..held.min(from_end.start);
         let places = from_end.rev().chain(from_held.rev());
         let known = places.map(|at| sequence_hashes[at]).find_map(|hash| self.tail(hash));
-        if let Some(at_ms) = known {
+        if let Some(at_ms) = known.filter(|_| !is_retry) {
             self.add(now_ms.saturating_sub(at_ms));
         }
         self.remember(*last, now_ms);
@@ -151,7 +151,7 @@ mod tests {
         for number in 1..4 {
             for session in 0..8 {
                 let prompt = prompt(session, number);
-                gaps.see(&prompt, 0, number * 10_000 + session);
+                gaps.see(&prompt, 0, false, number * 10_000 + session);
             }
         }
         let (mean, spread, count) = gaps.ln_gap();
@@ -165,8 +165,8 @@ mod tests {
     fn a_long_turn_is_recognised_by_what_workers_hold() {
         let mut gaps = Gaps::default();
         let hashes: Vec<u64> = (1..2_000).collect();
-        gaps.see(&hashes[..500], 0, 1_000);
-        gaps.see(&hashes, 510, 3_000);
+        gaps.see(&hashes[..500], 0, false, 1_000);
+        gaps.see(&hashes, 510, false, 3_000);
         assert_eq!(gaps.ln_gap().2, 1);
     }
 
@@ -175,11 +175,11 @@ mod tests {
         let mut gaps = Gaps::default();
         for at_ms in [1_000, 1_003, 1_006] {
             gaps.failed(3, at_ms - 3);
-            gaps.see(&[1, 2, 3], 0, at_ms);
+            gaps.see(&[1, 2, 3], 0, false, at_ms);
         }
         assert_eq!(gaps.ln_gap().2, 0);
         // A session's next turn may end within the same block.
-        gaps.see(&[1, 2, 3], 0, 9_000);
+        gaps.see(&[1, 2, 3], 0, false, 9_000);
         let (mean, _, count) = gaps.ln_gap();
         assert_eq!((mean, count), (7_994_f64.ln(), 1));
     }
@@ -187,8 +187,8 @@ mod tests {
     #[test]
     fn a_silence_takes_no_gap_out_of_the_count() {
         let mut gaps = Gaps::default();
-        (0..40).for_each(|number| gaps.see(&[7], 0, 1_000 * number));
-        gaps.see(&[8], 0, 90_000_000);
+        (0..40).for_each(|number| gaps.see(&[7], 0, false, 1_000 * number));
+        gaps.see(&[8], 0, false, 90_000_000);
         assert_eq!((gaps.count, gaps.ln_gap().2), (FEWEST, 39));
     }
 
@@ -196,7 +196,7 @@ mod tests {
     fn memory_is_bounded() {
         let mut gaps = Gaps::default();
         for hash in 0..200_000_u64 {
-            gaps.see(&[hash.wrapping_mul(0x9e37_79b9_7f4a_7c15)], 0, hash);
+            gaps.see(&[hash.wrapping_mul(0x9e37_79b9_7f4a_7c15)], 0, false, hash);
         }
         assert!(gaps.tails.iter().all(|tails| tails.len() <= TAILS));
     }

@@ -234,7 +234,8 @@ impl RoutePolicy for PricePolicy {
         traffic.wanted.add(marks);
         // The request was seen before, when its prefill was routed.
         if context.request.stage != Stage::Decode {
-            traffic.gaps.see(context.sequence_hashes, best as usize, context.now_ms);
+            let Context { sequence_hashes, is_retry, now_ms, .. } = *context;
+            traffic.gaps.see(sequence_hashes, best as usize, is_retry, now_ms);
         }
         drop(state);
         context.memo.set_ticket(Ticket {

@@ -188,6 +188,26 @@ fn a_prompt_that_is_decoded_elsewhere_is_no_second_turn() {
 }
 
 #[test]
+fn a_retry_after_the_first_token_is_no_turn_and_begins_a_pause() {
+    let policy = PricePolicy::default();
+    let list = [candidate(1, 0, load(0, 0))];
+    let route = |is_retry, hashes: &[u64], now_ms| {
+        let context = Context::new(request(1_000), "m", now_ms);
+        let context = Context { sequence_hashes: hashes, is_retry, ..context };
+        let (choice, _) = choose(&policy, &context, &list);
+        policy.routed(&context, &Candidates::new(&list), &choice);
+        let ticket = context.memo.into_ticket().unwrap();
+        policy.finished(&properties::finished(1, &ticket, 5, 3, now_ms + 5));
+        samples(&policy, "auto_session_gaps_total")[0]
+    };
+    assert_eq!(route(false, &[1, 2], 0), 0.0);
+    assert_eq!(route(true, &[1, 2], 50), 0.0);
+    assert_eq!(route(false, &[1, 2, 3], 9_050), 1.0);
+    let seconds = samples(&policy, "auto_session_gap_seconds")[0];
+    assert!((seconds - 9.0).abs() < 1e-9, "{seconds}");
+}
+
+#[test]
 fn a_worker_whose_answers_are_not_streamed_is_not_slow() {
     let policy = PricePolicy::default();
     let list = [candidate(1, 0, load(0, 0)), candidate(2, 0, load(0, 0))];

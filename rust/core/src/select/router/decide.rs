@@ -193,6 +193,7 @@ impl Router {
             sequence_hashes: &ask.prompt.sequence_hashes,
             local_hashes: if is_hashed { &ask.prompt.locals } else { &[] },
             is_whole: ask.is_whole,
+            is_retry: ask.is_retry,
             is_indexed: ask.known.is_indexed,
             user: ask.user,
             session: ask.session,
