@@ -230,13 +230,12 @@ fn complaint(bytes: &[u8]) -> Reject {
 pub(crate) struct Raw<'a>(&'a str);
 
 impl<'a> Raw<'a> {
-    pub fn get(self) -> &'a str {
-        self.0
-    }
-
-    #[cfg(test)]
     pub fn of(json: &'a str) -> Self {
         Self(json)
+    }
+
+    pub fn get(self) -> &'a str {
+        self.0
     }
 }
 

@@ -14,7 +14,7 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 
 use super::api::{Api, Row, Weight};
-use super::body::{Body, Envelope, Raw, is_off};
+use super::body::{Body, Envelope, is_off};
 use super::client::Nvext;
 use super::turn::{Client, Identity};
 use crate::compute::Busy;
@@ -263,12 +263,6 @@ struct CacheUse {
 
 /// See [`CacheUse`]; a body that can't be read counts as one that does neither.
 fn cache_use(api: Api, body: &Body) -> CacheUse {
-    #[derive(Deserialize)]
-    struct Outer<'a> {
-        #[serde(borrow)]
-        sampling_params: Option<Raw<'a>>,
-        logprob_start_len: Option<Raw<'a>>,
-    }
     #[derive(Default, Deserialize)]
     struct Sampling<'a> {
         #[serde(borrow)]
@@ -280,13 +274,9 @@ fn cache_use(api: Api, body: &Body) -> CacheUse {
         return CacheUse { reads: true, reports: true };
     }
     let neither = CacheUse { reads: false, reports: false };
-    let Ok(outer) = body.read::<Outer<'_>>() else { return neither };
-    let sampling = outer.sampling_params.map_or("{}", |raw| raw.get());
-    let Ok(sampling) = serde_json::from_str::<Option<Sampling<'_>>>(sampling) else {
-        return neither;
-    };
+    let Ok(sampling) = body.value::<Sampling<'_>>("sampling_params") else { return neither };
     // -1: only for the answer's tokens.
-    let is_answer_only = is_off(outer.logprob_start_len.map(Raw::get), "-1");
+    let is_answer_only = is_off(body.text_of("logprob_start_len"), "-1");
     let Sampling { n, prompt_logprobs, skip_reading_prefix_cache } = sampling.unwrap_or_default();
     let is_off = |field: Option<&RawValue>, off: &str| is_off(field.map(RawValue::get), off);
     let reads = is_answer_only

@@ -6,7 +6,6 @@ use std::sync::Arc;
 
 use kvflash_core::error::Error;
 use kvflash_core::text::Tokens;
-use serde::Deserialize;
 use serde_json::json;
 
 use super::api::{Api, Row};
@@ -24,25 +23,9 @@ use crate::frontend::forms::Form;
 /// Size from which token ids are parsed on other threads than those that serve, in bytes.
 const LONG_BYTES: usize = 32 * 1024;
 
-/// The fields of these APIs that determine a prompt's tokens.
-#[derive(Debug, Default, Deserialize)]
-#[serde(expecting = "an object")]
-struct Fields<'a> {
-    /// Tokens API.
-    #[serde(borrow)]
-    content_parts: Option<Raw<'a>>,
-    /// SGLang's Generate.
-    input_ids: Option<Raw<'a>>,
-    text: Option<Raw<'a>>,
-    input_embeds: Option<Raw<'a>>,
-    image_data: Option<Raw<'a>>,
-    video_data: Option<Raw<'a>>,
-    audio_data: Option<Raw<'a>>,
-    lora_path: Option<Raw<'a>>,
-    extra_key: Option<Raw<'a>>,
-    /// Messages.
-    thinking: Option<Raw<'a>>,
-}
+/// Fields of SGLang's Generate beside its text and ids that change what a prompt's blocks are.
+const UNMATCHED: [&str; 6] =
+    ["input_embeds", "image_data", "video_data", "audio_data", "lora_path", "extra_key"];
 
 /// The prompt of a request that is neither chat nor completion.
 pub(super) async fn known(
@@ -55,10 +38,9 @@ pub(super) async fn known(
         return Ok(Known::default());
     }
     check_length(app, call, pool).map_err(Untokenized::Refused)?;
-    let fields: Fields<'_> = call.body.read().map_err(refused)?;
     match call.api() {
-        Api::Tokens => token_ids(app, call, &fields).await,
-        Api::Generate => generate(app, call, envelope, pool, &fields).await,
+        Api::Tokens => token_ids(app, call).await,
+        Api::Generate => generate(app, call, envelope, pool).await,
         Api::Responses => {
             if stored::is_continued(&call.body) {
                 // The engine has the preceding conversation.
@@ -67,7 +49,7 @@ pub(super) async fn known(
             conversation(app, call, envelope, pool, Form::Responses).await
         }
         _ => {
-            if fields.thinking.is_some_and(|thinking| thinking.get().contains("\"disabled\"")) {
+            if given(call, "thinking").is_some_and(|thinking| thinking.contains("\"disabled\"")) {
                 // Engines find out by trial how their template handles this; their renderer does
                 // not.
                 return Err(Untokenized::Unknown("not_text"));
@@ -78,8 +60,8 @@ pub(super) async fn known(
 }
 
 /// `token_ids`, and `features` for images and other media among them.
-async fn token_ids(app: &App, call: &Call, fields: &Fields<'_>) -> Result<Known, Untokenized> {
-    if is_given(fields.content_parts) {
+async fn token_ids(app: &App, call: &Call) -> Result<Known, Untokenized> {
+    if given(call, "content_parts").is_some() {
         return Err(Untokenized::Unknown("not_text"));
     }
     let answer = beside(app, call, || call.body.read::<Rendered>()).await?;
@@ -92,31 +74,23 @@ async fn generate(
     call: &Call,
     envelope: &Envelope<'_>,
     pool: &Pool,
-    fields: &Fields<'_>,
 ) -> Result<Known, Untokenized> {
-    let unmatched = [
-        fields.input_embeds,
-        fields.image_data,
-        fields.video_data,
-        fields.audio_data,
-        fields.lora_path,
-        fields.extra_key,
-    ];
-    if unmatched.into_iter().any(is_given) {
+    if UNMATCHED.into_iter().any(|name| given(call, name).is_some()) {
         return Err(Untokenized::Unknown("not_text"));
     }
-    if let Some(ids) = fields.input_ids.filter(|ids| is_given(Some(*ids))) {
-        let is_batch = ids.get()[1..].trim_ascii_start().starts_with('[');
+    if let Some(ids) = given(call, "input_ids") {
+        let is_batch = ids[1..].trim_ascii_start().starts_with('[');
         if is_batch {
             return Err(Untokenized::Unknown("batch"));
         }
-        let read = || serde_json::from_str::<Tokens>(ids.get());
+        let read = || serde_json::from_str::<Tokens>(ids);
         let ids = beside(app, call, read).await?;
         let wrong = |error| Untokenized::Refused(Error::invalid(format!("input_ids: {error}")));
         return ids.map(Known::from).map_err(wrong);
     }
-    let Some(text) = fields.text.filter(|text| text.get().starts_with('"')) else {
-        let is_batch = fields.text.is_some_and(|text| text.get().starts_with('['));
+    let text = given(call, "text");
+    let Some(text) = text.filter(|text| text.starts_with('"')) else {
+        let is_batch = text.is_some_and(|text| text.starts_with('['));
         return Err(match is_batch {
             true => Untokenized::Unknown("batch"),
             false => Untokenized::Refused(Error::invalid(
@@ -125,7 +99,7 @@ async fn generate(
         });
     };
     let model = envelope.model.clone();
-    let as_completion = Envelope { model, prompt: Some(text), ..Envelope::default() };
+    let as_completion = Envelope { model, prompt: Some(Raw::of(text)), ..Envelope::default() };
     tokens(app, call, Api::Completions, &as_completion, pool).await
 }
 
@@ -165,8 +139,9 @@ async fn conversation(
     answer.map_err(Untokenized::Unknown)
 }
 
-fn is_given(raw: Option<Raw<'_>>) -> bool {
-    raw.is_some_and(|raw| raw.get() != "null")
+/// The JSON of a field, unless that is null.
+fn given<'a>(call: &'a Call, name: &str) -> Option<&'a str> {
+    call.body.text_of(name).filter(|json| *json != "null")
 }
 
 fn refused(reject: Reject) -> Untokenized {
