@@ -10,6 +10,9 @@ use kvflash_core::error::{Error, Result};
 use kvflash_core::fleet::{EventSpec, broker_path, port_of, shifted};
 use kvflash_core::ids::InstanceId;
 
+/// Most data-parallel ranks of a worker.
+pub(crate) const MAX_RANKS: u32 = 1_024;
+
 /// An address for display, without its login.
 pub(crate) fn without_login(url: &str) -> String {
     match (url.find("//"), url.rfind('@')) {
@@ -126,7 +129,7 @@ impl FromStr for EngineSpec {
                 "events" => spec.events = Some(value.to_owned()),
                 "replay" => spec.replay = Some(value.to_owned()),
                 "id" => spec.instance_id = Some(number(u64::MAX)?),
-                "dp" => spec.dp_size = number(1_024)? as u32,
+                "dp" => spec.dp_size = number(u64::from(MAX_RANKS))? as u32,
                 "role" => spec.is_prefill = is_prefill(value)?,
                 "tokenizer" => spec.tokenizer = Some(value.to_owned()),
                 other => {

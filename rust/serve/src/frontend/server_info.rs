@@ -9,13 +9,11 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::engine::{Engine, ServerNotes, release_of};
-use super::engine_spec::dialled;
+use super::engine_spec::{MAX_RANKS, dialled};
 use super::proxy::Upstream;
 
 /// Newer engines answer at the first path.
 const PATHS: [&str; 2] = ["/server_info", "/get_server_info"];
-/// Maximum ranks that are accepted, as for `dp=`.
-const MAX_RANKS: u32 = 1_024;
 /// SGLang's default event endpoint.
 const DEFAULT_ENDPOINT: &str = "tcp://*:5557";
 

@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 
 use super::app::App;
 use super::engine::Engine;
-use super::engine_spec::{EngineSpec, WorkerKey, is_prefill};
+use super::engine_spec::{EngineSpec, MAX_RANKS, WorkerKey, is_prefill};
 use super::probe;
 use crate::indexer::form::parse_json;
 use crate::lock::Subject;
@@ -145,8 +145,8 @@ impl NewWorker {
         if self.id == Some(0) {
             return Err(Reject::bad_request("id must be 1 or greater, got 0"));
         }
-        if !(1..=1_024).contains(&spec.dp_size) {
-            let message = format!("dp_size must be in 1..=1024, got {}", spec.dp_size);
+        if !(1..=MAX_RANKS).contains(&spec.dp_size) {
+            let message = format!("dp_size must be in 1..={MAX_RANKS}, got {}", spec.dp_size);
             return Err(Reject::bad_request(message));
         }
         let engine = probe::add(app, spec).map_err(|error| match error {

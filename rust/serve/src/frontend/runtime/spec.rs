@@ -8,8 +8,8 @@ use kvflash_core::ids::InstanceId;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// Most data-parallel ranks of a worker.
-const MAX_RANKS: u32 = 1_024;
+use super::super::engine_spec::MAX_RANKS;
+
 /// Longest name, address or path.
 const MAX_NAME_BYTES: usize = 4_096;
 /// Most adapters of a worker.
