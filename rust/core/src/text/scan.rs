@@ -133,8 +133,8 @@ impl<'a> Scanner<'a> {
         Some(raw)
     }
 
-    /// A value of any depth, where it stands; its elements' places go into `elements` if it is a list. All of it counts
-    /// if it `is_written`, images and the like too.
+    /// A value of any depth, where it stands; its elements' places go into `elements` if it is a
+    /// list. All of it counts if it `is_written`, images and the like too.
     fn value(&mut self, elements: Option<Vec<Range<usize>>>, is_written: bool) -> Option<Found> {
         self.skip_space();
         let start = self.at;

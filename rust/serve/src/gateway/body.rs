@@ -429,7 +429,8 @@ pub(super) fn is_off(json: Option<&str>, off: &str) -> bool {
     json.is_none_or(|json| json == "null" || json == off)
 }
 
-/// What an engine is asked about a prompt: the fields that determine its tokens as they came, and `more` of them.
+/// What an engine is asked about a prompt: the fields that determine its tokens as they came, and
+/// `more` of them.
 pub(crate) fn ask_body(
     envelope: &Envelope<'_>,
     model: &str,

@@ -19,8 +19,8 @@ const MAX_STOP_TOKENS: usize = 1_024;
 /// Keys that constrain the answer; the others only configure how.
 const KINDS: [&str; 6] = ["json", "json_object", "regex", "choice", "grammar", "structural_tag"];
 
-/// Fields with which a request wants more than these workers do, the values with which it does not, and what they
-/// support.
+/// Fields with which a request wants more than these workers do, the values with which it does not,
+/// and what they support.
 const UNSUPPORTED: [(&str, &[&str], &str); 12] = [
     ("n", &["null", "1"], "only 1 answer per request"),
     ("best_of", &["null", "1"], "only 1 answer per request"),
@@ -36,7 +36,7 @@ const UNSUPPORTED: [(&str, &[&str], &str); 12] = [
     ("logits_processors", &["null", "[]"], "no logits processors"),
 ];
 
-/// The constraints of an answer beside those, by what vLLM calls them, with the key of each in the format of workers.
+/// Further constraints of an answer by vLLM's names, with the key of each in the workers' format.
 const GUIDED: [(&str, &str); 6] = [
     ("guided_json", "json"),
     ("guided_regex", "regex"),
