@@ -11,6 +11,8 @@ import aiohttp
 from kvflash.replay.trace import Call
 
 _ERROR_CHARS_MAX = 200
+# Longest line of an answer: an event may have the tokens of a whole prompt.
+_LINE_BYTES_MAX = 16 * 1024 * 1024
 _DATA = b"data:"
 
 
@@ -49,7 +51,11 @@ async def send(
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     headers = {"authorization": f"Bearer {api_key}"} if api_key else None
     async with aiohttp.ClientSession(
-        connector=connector, timeout=timeout, headers=headers
+        connector=connector,
+        timeout=timeout,
+        headers=headers,
+        # A line may have twice as many bytes.
+        read_bufsize=_LINE_BYTES_MAX // 2,
     ) as session:
         start_s = loop.time()
 
@@ -93,7 +99,7 @@ async def _ask(
     # All others than the first two: a malformed event.
     except (
         aiohttp.ClientError, asyncio.TimeoutError,
-        ValueError, AttributeError, TypeError, OverflowError,
+        ValueError, AttributeError, TypeError, OverflowError, RecursionError,
     ) as error:  # fmt: skip
         result.error = f"{type(error).__name__}: {error}"[:_ERROR_CHARS_MAX]
     finally:

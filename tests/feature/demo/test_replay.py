@@ -203,6 +203,20 @@ def test_an_odd_answer_is_one_failed_request(part: Any) -> None:
     assert good.error is None
 
 
+def test_an_event_may_be_long_and_not_deep() -> None:
+    long = json.dumps({"choices": [{"text": "a", "prompt_token_ids": [100_000] * 200_000}]})
+
+    async def answer(request: web.Request) -> web.Response:
+        is_long = (await request.json())["prompt"] == "0"
+        event = long if is_long else "[" * 100_000
+        return web.Response(body=f"data: {event}\n\ndata: [DONE]\n\n".encode())
+
+    good, deep = asyncio.run(replayed(answer, 2))
+    assert len(long) > 1 << 20
+    assert (good.error, good.first_s is not None) == (None, True)
+    assert deep.error is not None and deep.error.startswith("RecursionError")
+
+
 # A shell starts what runs in its background with the interrupt ignored, and so do the tests then.
 INTERRUPTIBLE = """
 import runpy, signal
