@@ -13,7 +13,7 @@ use std::time::Instant;
 
 use kvflash_core::error::{Error, Result};
 use kvflash_core::log_limit::LogLimit;
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -55,8 +55,9 @@ impl Registrations {
                 Err(wrong(path, &why))
             }
         };
+        let mut inner = state.inner.lock();
         let mut kept: Vec<(String, T)> =
-            state.kept().into_iter().map(parse).collect::<Result<_>>()?;
+            inner.kept.clone().into_iter().map(parse).collect::<Result<_>>()?;
         // Those that were put aside come last: another worker may have the id of one by now.
         kept.sort_by_key(|(key, ..)| key.starts_with(REFUSED));
         let mut count = 0;
@@ -65,7 +66,7 @@ impl Registrations {
             let name = name.map_or(&*key, |(_, name)| name);
             match register(new) {
                 Ok(()) => {
-                    state.rename(&key, name);
+                    state.rename(&mut inner, &key, name);
                     count += 1;
                 }
                 Err(why) => {
@@ -74,12 +75,13 @@ impl Registrations {
                         why,
                         "a registration of --state-file can't be restored; it stays in the file for the next start"
                     );
-                    let aside = if name == key { state.aside(name) } else { key.clone() };
-                    state.rename(&key, &aside);
-                    state.inner.lock().refused.insert(aside, why);
+                    let aside = if name == key { inner.aside(name) } else { key.clone() };
+                    state.rename(&mut inner, &key, &aside);
+                    inner.refused.insert(aside, why);
                 }
             }
         }
+        drop(inner);
         tracing::info!(count, path = %path.display(), "registrations are restored");
         // It is restored once.
         let _ = self.0.set(state);
@@ -104,41 +106,51 @@ impl Registrations {
         Some(format!("--state-file {}: {trouble}", state.path.display()))
     }
 
+    /// Begins a change of the workers and of the file. Others wait until it is dropped, so that the
+    /// file has the changes in the order in which they were made.
+    pub fn change(&self) -> Changing<'_> {
+        Changing(self.0.get().map(|state| (state, state.inner.lock())))
+    }
+}
+
+/// A change in progress; without a file nothing is kept.
+pub(crate) struct Changing<'a>(Option<(&'a StateFile, MutexGuard<'a, Inner>)>);
+
+impl Changing<'_> {
     /// Records that `body` is registered as `key`.
-    pub fn put(&self, key: &str, body: &impl Serialize) {
-        if let Some(state) = self.0.get() {
-            state.put(key, body);
+    pub fn put(&mut self, key: &str, body: &impl Serialize) {
+        if let Some((state, inner)) = &mut self.0 {
+            state.save(inner, key, Some(json!(body)));
         }
     }
 
     /// Changes one field of the registration `key`; ignored without a registration.
-    pub fn amend(&self, key: &str, field: &str, value: impl Serialize) {
-        let Some(state) = self.0.get() else { return };
-        let inner = &mut *state.inner.lock();
-        if let Some(body) = inner.kept.get_mut(key) {
+    pub fn amend(&mut self, key: &str, field: &str, value: impl Serialize) {
+        if let Some((state, inner)) = &mut self.0
+            && let Some(mut body) = inner.kept.get(key).cloned()
+        {
             body[field] = json!(value);
-            let line = line_of(key, body);
-            state.write(inner, &line);
+            state.save(inner, key, Some(body));
         }
     }
 
     /// Removes the registration `key`.
-    pub fn remove(&self, key: &str) {
-        if let Some(state) = self.0.get() {
-            state.remove(key);
+    pub fn remove(&mut self, key: &str) {
+        if let Some((state, inner)) = &mut self.0
+            && inner.kept.contains_key(key)
+        {
+            state.save(inner, key, None);
         }
     }
 
     /// Removes the registrations with this key prefix and a body that `is_meant` selects.
-    pub fn remove_where(&self, prefix: &str, is_meant: impl Fn(&Value) -> bool) {
-        if let Some(state) = self.0.get() {
-            let meant: Vec<String> = {
-                let inner = state.inner.lock();
-                let named = inner.kept.range(prefix.to_owned()..);
-                let named = named.take_while(|(key, _)| key.starts_with(prefix));
-                named.filter(|(_, body)| is_meant(body)).map(|(key, _)| key.clone()).collect()
-            };
-            meant.iter().for_each(|key| state.remove(key));
+    pub fn remove_where(&mut self, prefix: &str, is_meant: impl Fn(&Value) -> bool) {
+        let Some((state, inner)) = &mut self.0 else { return };
+        let named = inner.kept.range(prefix.to_owned()..);
+        let named = named.take_while(|(key, _)| key.starts_with(prefix));
+        let meant = named.filter(|(_, body)| is_meant(body)).map(|(key, _)| key.clone());
+        for key in meant.collect::<Vec<_>>() {
+            state.save(inner, &key, None);
         }
     }
 }
@@ -173,41 +185,7 @@ struct Line {
 impl StateFile {
     /// Reads the registrations, and rewrites the file.
     fn open(path: &Path) -> Result<Self> {
-        let text = match fs::metadata(path) {
-            Ok(found) if found.len() > BYTES_MAX => {
-                let len = found.len();
-                return Err(wrong(path, &format!("it has {len} bytes; the limit is {BYTES_MAX}")));
-            }
-            Err(error) if error.kind() == io::ErrorKind::NotFound => String::new(),
-            _ => fs::read_to_string(path)
-                .map_err(|error| wrong(path, &format!("can't read it: {error}")))?,
-        };
-        let mut kept = BTreeMap::new();
-        let mut lines = text.lines().enumerate().peekable();
-        while let Some((at, line)) = lines.next() {
-            match serde_json::from_str(line) {
-                Ok(Line { put: Some(key), body: Some(body), .. }) => drop(kept.insert(key, body)),
-                Ok(Line { remove: Some(key), .. }) => drop(kept.remove(&key)),
-                // The machine stopped during the last write.
-                _ if (at > 0 || is_begun(line))
-                    && lines.peek().is_none()
-                    && !text.ends_with('\n') =>
-                {
-                    tracing::warn!(
-                        path = %path.display(), line = at + 1,
-                        "the last line of --state-file is cut off: the change that it held is lost"
-                    );
-                }
-                _ => {
-                    let why = format!(
-                        "line {} is not a registration as kvflash writes it, such as \
-                         {{\"body\": {{...}}, \"put\": \"worker/1\"}}: remove the line, or name another file",
-                        at + 1
-                    );
-                    return Err(wrong(path, &why));
-                }
-            }
-        }
+        let kept = read(path).map_err(|why| wrong(path, &why))?;
         let file = write_anew(path, &kept)
             .map_err(|error| wrong(path, &format!("can't write it: {error}")))?;
         let (refused, log) = Default::default();
@@ -215,63 +193,22 @@ impl StateFile {
         Ok(Self { path: path.to_owned(), begun: Instant::now(), inner: Mutex::new(inner) })
     }
 
-    /// The registrations, in the order of their keys.
-    fn kept(&self) -> Vec<(String, Value)> {
-        self.inner.lock().kept.clone().into_iter().collect()
-    }
-
-    /// A free key for a registration that can't be restored, out of the way of workers with its id.
-    fn aside(&self, name: &str) -> String {
-        let inner = self.inner.lock();
-        let key = |number: usize| format!("{REFUSED}{number}/{name}");
-        let taken = (0..).take_while(|number| inner.kept.contains_key(&key(*number))).count();
-        key(taken)
-    }
-
     /// Moves a registration to another key; the file has it at each moment.
-    fn rename(&self, key: &str, to: &str) {
+    fn rename(&self, inner: &mut Inner, key: &str, to: &str) {
         if key != to {
-            let body = self.inner.lock().kept.get(key).cloned();
-            self.put(to, &body);
-            self.remove(key);
+            let body = inner.kept.get(key).cloned();
+            self.save(inner, to, body);
+            self.save(inner, key, None);
         }
     }
 
-    fn put(&self, key: &str, body: &impl Serialize) {
-        let body = json!(body);
-        let line = line_of(key, &body);
-        let inner = &mut *self.inner.lock();
-        inner.kept.insert(key.to_owned(), body);
-        self.write(inner, &line);
-    }
-
-    fn remove(&self, key: &str) {
-        let inner = &mut *self.inner.lock();
-        if inner.kept.remove(key).is_some() {
-            self.write(inner, &format!("{}\n", json!({ "remove": key })));
-        }
-    }
-
-    /// Registrations count even if they can't be kept: a full disk only affects the next restart.
-    fn write(&self, inner: &mut Inner, line: &str) {
-        let Inner { file, kept, lines, fault, log, .. } = inner;
-        let mut write = || {
-            // A process that takes over has rewritten the file.
-            let (ours, there) = (file.metadata()?, fs::metadata(&self.path));
-            if !there.is_ok_and(|there| there.ino() == ours.ino() && there.dev() == ours.dev()) {
-                *file = append(&self.path)?;
-            }
-            if fault.is_some() || *lines > 2 * kept.len() + OLD_LINES_MAX {
-                (*file, *lines) = (write_anew(&self.path, kept)?, kept.len());
-                return Ok(());
-            }
-            *lines += 1;
-            file.write_all(line.as_bytes())
-        };
-        let written: io::Result<()> = write();
-        *fault = written.as_ref().err().map(io::Error::to_string);
+    /// Sets a registration, or removes it without a `body`. It counts even if the file can't have
+    /// it: a full disk only affects the next restart.
+    fn save(&self, inner: &mut Inner, key: &str, body: Option<Value>) {
+        let written = self.write(inner, key, body.as_ref());
+        inner.fault = written.as_ref().err().map(io::Error::to_string);
         if let Err(error) = written
-            && let Some(held_back) = log.pass(self.begun.elapsed().as_millis() as u64)
+            && let Some(held_back) = inner.log.pass(self.begun.elapsed().as_millis() as u64)
         {
             tracing::error!(
                 path = %self.path.display(), %error, held_back,
@@ -279,6 +216,80 @@ impl StateFile {
             );
         }
     }
+
+    fn write(&self, inner: &mut Inner, key: &str, body: Option<&Value>) -> io::Result<()> {
+        set(&mut inner.kept, key, body);
+        let Inner { file, kept, lines, fault, .. } = inner;
+        let ours = file.metadata()?;
+        let is_rewritten = match fs::metadata(&self.path) {
+            Ok(there) if there.ino() == ours.ino() && there.dev() == ours.dev() => fault.is_some(),
+            // A process that takes over has written it: its registrations count, not the ones here.
+            Ok(_) => {
+                *kept = read(&self.path).map_err(io::Error::other)?;
+                set(kept, key, body);
+                (*file, *lines) = (append(&self.path)?, kept.len());
+                false
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => true,
+            Err(error) => return Err(error),
+        };
+        if is_rewritten || *lines > 2 * kept.len() + OLD_LINES_MAX {
+            (*file, *lines) = (write_anew(&self.path, kept)?, kept.len());
+            return Ok(());
+        }
+        *lines += 1;
+        file.write_all(line_of(key, body).as_bytes())
+    }
+}
+
+impl Inner {
+    /// A free key for a registration that can't be restored, out of the way of workers with its id.
+    fn aside(&self, name: &str) -> String {
+        let key = |number: usize| format!("{REFUSED}{number}/{name}");
+        let taken = (0..).take_while(|number| self.kept.contains_key(&key(*number))).count();
+        key(taken)
+    }
+}
+
+fn set(kept: &mut BTreeMap<String, Value>, key: &str, body: Option<&Value>) {
+    match body {
+        Some(body) => drop(kept.insert(key.to_owned(), body.clone())),
+        None => drop(kept.remove(key)),
+    }
+}
+
+/// The registrations in a file, by key. A missing file has none.
+fn read(path: &Path) -> Result<BTreeMap<String, Value>, String> {
+    let text = match fs::metadata(path) {
+        Ok(found) if found.len() > BYTES_MAX => {
+            return Err(format!("it has {} bytes; the limit is {BYTES_MAX}", found.len()));
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => String::new(),
+        _ => fs::read_to_string(path).map_err(|error| format!("can't read it: {error}"))?,
+    };
+    let mut kept = BTreeMap::new();
+    let mut lines = text.lines().enumerate().peekable();
+    while let Some((at, line)) = lines.next() {
+        match serde_json::from_str(line) {
+            Ok(Line { put: Some(key), body: Some(body), .. }) => drop(kept.insert(key, body)),
+            Ok(Line { remove: Some(key), .. }) => drop(kept.remove(&key)),
+            // The machine stopped during the last write.
+            _ if (at > 0 || is_begun(line)) && lines.peek().is_none() && !text.ends_with('\n') => {
+                tracing::warn!(
+                    path = %path.display(), line = at + 1,
+                    "the last line of --state-file is cut off: the change that it held is lost"
+                );
+            }
+            _ => {
+                return Err(format!(
+                    "line {} is not a registration as kvflash writes it, such as \
+                     {{\"body\": {{...}}, \"put\": \"worker/1\"}}: remove the line, or name another file",
+                    at + 1
+                ));
+            }
+        }
+    }
+    Ok(kept)
 }
 
 fn wrong(path: &Path, why: &str) -> Error {
@@ -290,18 +301,23 @@ fn is_begun(line: &str) -> bool {
     ["{\"body\":", "{\"put\":", "{\"remove\":"].iter().any(|begin| line.starts_with(begin))
 }
 
-fn line_of(key: &str, body: &Value) -> String {
-    format!("{}\n", json!({ "put": key, "body": body }))
+fn line_of(key: &str, body: Option<&Value>) -> String {
+    let line = match body {
+        Some(body) => json!({ "put": key, "body": body }),
+        None => json!({ "remove": key }),
+    };
+    format!("{line}\n")
 }
 
 /// Concurrent readers find either the old file or the new one.
 fn write_anew(path: &Path, kept: &BTreeMap<String, Value>) -> io::Result<File> {
-    // A name of its own: several services, or others, may keep files in the folder.
+    // A name of its own: others may keep files in the folder, and processes in two containers, which
+    // have the same id, may share it.
     let mut anew = path.as_os_str().to_owned();
-    anew.push(format!(".{}.tmp", std::process::id()));
+    anew.push(format!(".{:016x}.tmp", rand::random::<u64>()));
     let anew = PathBuf::from(anew);
-    let options = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).to_owned();
-    let lines: String = kept.iter().map(|(key, body)| line_of(key, body)).collect();
+    let options = OpenOptions::new().write(true).create_new(true).mode(0o600).to_owned();
+    let lines: String = kept.iter().map(|(key, body)| line_of(key, Some(body))).collect();
     let write = || {
         let mut file = options.open(&anew)?;
         file.write_all(lines.as_bytes())?;
@@ -329,23 +345,30 @@ mod tests {
     }
 
     fn kept(path: &Path) -> Vec<(String, Value)> {
-        StateFile::open(path).unwrap().kept()
+        read(path).unwrap().into_iter().collect()
+    }
+
+    /// The registrations in a file that can all be restored.
+    fn opened(path: &Path) -> Registrations {
+        let registrations = Registrations::default();
+        registrations.restore(Some(path), |_: Value| Ok(())).unwrap();
+        registrations
     }
 
     #[test]
     fn what_is_registered_comes_back() {
         let path = at("back.jsonl");
-        let state = StateFile::open(&path).unwrap();
-        assert_eq!(state.kept(), []);
-        state.put("worker/1", &json!({"url": "http://a:1"}));
-        state.put("worker/2", &json!({"url": "http://b:1"}));
-        state.put("worker/1", &json!({"url": "http://a:2"}));
-        state.remove("worker/2");
+        let state = opened(&path);
+        assert_eq!(kept(&path), []);
+        state.change().put("worker/1", &json!({"url": "http://a:1"}));
+        state.change().put("worker/2", &json!({"url": "http://b:1"}));
+        state.change().put("worker/1", &json!({"url": "http://a:2"}));
+        state.change().remove("worker/2");
         // A process takes over, then the old one writes once more.
-        let next = StateFile::open(&path).unwrap();
-        assert_eq!(next.kept(), [("worker/1".to_owned(), json!({"url": "http://a:2"}))]);
-        state.put("worker/3", &json!({}));
-        next.put("worker/4", &json!({}));
+        let next = opened(&path);
+        assert_eq!(kept(&path), [("worker/1".to_owned(), json!({"url": "http://a:2"}))]);
+        state.change().put("worker/3", &json!({}));
+        next.change().put("worker/4", &json!({}));
         let text = fs::read_to_string(&path).unwrap();
         // The machine stopped within a line.
         fs::write(&path, text + "{\"put\": \"worker/9\", \"bo").unwrap();
@@ -368,8 +391,8 @@ mod tests {
     #[test]
     fn a_first_line_that_was_cut_off_is_no_reason_to_stop() {
         let path = at("first.jsonl");
-        let state = StateFile::open(&path).unwrap();
-        state.put("worker/1", &json!({"url": "http://a:1"}));
+        let state = opened(&path);
+        state.change().put("worker/1", &json!({"url": "http://a:1"}));
         let line = fs::read_to_string(&path).unwrap();
         fs::write(&path, &line[..line.len() / 2]).unwrap();
         assert_eq!(kept(&path), []);
@@ -383,14 +406,55 @@ mod tests {
         let registrations = Registrations::default();
         registrations.restore(Some(&path), |_: Value| unreachable!("it is new")).unwrap();
         fs::remove_dir_all(&folder).unwrap();
-        registrations.put("worker/1", &json!({}));
+        registrations.change().put("worker/1", &json!({}));
         let trouble = registrations.trouble().unwrap();
         assert!(trouble.contains("state.jsonl: cannot be written"), "{trouble}");
         fs::create_dir_all(&folder).unwrap();
-        registrations.put("worker/2", &json!({}));
+        registrations.change().put("worker/2", &json!({}));
         assert_eq!(registrations.trouble(), None);
         let kept = kept(&path);
         assert_eq!(kept, [("worker/1".to_owned(), json!({})), ("worker/2".to_owned(), json!({}))]);
+    }
+
+    #[test]
+    fn what_a_process_that_takes_over_keeps_is_not_written_over() {
+        let path = at("taken.jsonl");
+        let old = opened(&path);
+        old.change().put("worker/1", &json!(1));
+        let next = opened(&path);
+        next.change().put("worker/2", &json!(2));
+        // The old one could not write before, and has many lines of its own.
+        let mut inner = old.0.get().unwrap().inner.lock();
+        (inner.fault, inner.lines) = (Some("no space".to_owned()), 2 * OLD_LINES_MAX);
+        drop(inner);
+        old.change().remove("worker/1");
+        assert_eq!(old.trouble(), None);
+        next.change().put("worker/3", &json!(3));
+        let wanted = [("worker/2".to_owned(), json!(2)), ("worker/3".to_owned(), json!(3))];
+        assert_eq!(kept(&path), wanted);
+    }
+
+    #[test]
+    fn a_file_that_is_gone_is_written_anew() {
+        let path = at("gone.jsonl");
+        let registrations = opened(&path);
+        registrations.change().put("worker/1", &json!(1));
+        fs::remove_file(&path).unwrap();
+        registrations.change().put("worker/2", &json!(2));
+        let wanted = [("worker/1".to_owned(), json!(1)), ("worker/2".to_owned(), json!(2))];
+        assert_eq!(kept(&path), wanted);
+    }
+
+    #[test]
+    fn a_process_with_the_same_id_keeps_its_unfinished_file() {
+        let folder = at("containers");
+        fs::create_dir_all(&folder).unwrap();
+        let path = folder.join("state.jsonl");
+        let theirs = folder.join(format!("state.jsonl.{}.tmp", std::process::id()));
+        fs::write(&theirs, "unfinished").unwrap();
+        opened(&path).change().put("worker/1", &json!(1));
+        assert_eq!(fs::read_to_string(&theirs).unwrap(), "unfinished");
+        assert_eq!(fs::read_dir(&folder).unwrap().count(), 2);
     }
 
     #[test]
@@ -406,11 +470,11 @@ mod tests {
     #[test]
     fn lines_that_count_no_more_go() {
         let path = at("many.jsonl");
-        let state = StateFile::open(&path).unwrap();
+        let state = opened(&path);
         for at in 0..3 * OLD_LINES_MAX {
-            state.put("worker/1", &json!({ "url": at }));
+            state.change().put("worker/1", &json!({ "url": at }));
         }
-        state.remove("worker/2");
+        state.change().remove("worker/2");
         let lines = fs::read_to_string(&path).unwrap().lines().count();
         assert!(lines <= OLD_LINES_MAX + 3, "{lines}");
         let kept = kept(&path);
@@ -422,17 +486,17 @@ mod tests {
         let path = at("refused.jsonl");
         let sibling = at("refused.new");
         fs::write(&sibling, "mine").unwrap();
-        let state = StateFile::open(&path).unwrap();
-        state.put("worker/1", &json!(1));
-        state.put("worker/2", &json!(2));
+        let state = opened(&path);
+        state.change().put("worker/1", &json!(1));
+        state.change().put("worker/2", &json!(2));
         let registrations = Registrations::default();
         let take = |body: u32| if body == 1 { Ok(()) } else { Err("--max-workers".to_owned()) };
         registrations.restore(Some(&path), take).unwrap();
         let trouble = registrations.trouble().unwrap();
         assert!(trouble.contains("1, such as refused/0/worker/2: --max-workers"), "{trouble}");
         // Another worker gets the id, and goes.
-        registrations.put("worker/2", &json!(3));
-        registrations.remove("worker/2");
+        registrations.change().put("worker/2", &json!(3));
+        registrations.change().remove("worker/2");
         for starts in 0..2 {
             let next = Registrations::default();
             let mut seen = Vec::new();
@@ -452,10 +516,10 @@ mod tests {
     #[test]
     fn what_was_put_aside_takes_nobody_s_place() {
         let path = at("aside.jsonl");
-        let state = StateFile::open(&path).unwrap();
-        state.put("refused/0/worker/2", &json!(1));
-        state.put("worker/1", &json!(2));
-        state.put("worker/2", &json!(3));
+        let state = opened(&path);
+        state.change().put("refused/0/worker/2", &json!(1));
+        state.change().put("worker/1", &json!(2));
+        state.change().put("worker/2", &json!(3));
         let text = fs::read_to_string(&path).unwrap();
         let registrations = Registrations::default();
         let mut seen = Vec::new();
@@ -472,8 +536,8 @@ mod tests {
     #[test]
     fn the_file_of_another_service_is_refused_and_left_alone() {
         let path = at("service.jsonl");
-        let state = StateFile::open(&path).unwrap();
-        state.put("worker/1", &json!({"url": "http://a:1"}));
+        let state = opened(&path);
+        state.change().put("worker/1", &json!({"url": "http://a:1"}));
         let text = fs::read_to_string(&path).unwrap();
         let take = |_: u32| unreachable!("it is no number");
         let error = Registrations::default().restore(Some(&path), take).unwrap_err().to_string();
@@ -485,16 +549,18 @@ mod tests {
     fn registrations_are_changed_one_by_one_and_by_prefix() {
         let path = at("changed.jsonl");
         let registrations = Registrations::default();
-        registrations.put("worker/1", &json!({}));
+        registrations.change().put("worker/1", &json!({}));
         registrations.restore(None, |_: Value| unreachable!("there is no file")).unwrap();
-        let state = StateFile::open(&path).unwrap();
-        state.put("worker/1", &json!(1));
+        let state = opened(&path);
+        state.change().put("worker/1", &json!(1));
         registrations.restore(Some(&path), |_: Value| Ok(())).unwrap();
-        registrations.put("worker/3", &json!({"url": "u"}));
-        registrations.amend("worker/3", "state", "draining");
-        registrations.amend("worker/4", "state", "draining");
-        registrations.put("worker/5", &json!({"url": "v"}));
-        registrations.remove_where("worker/", |body| *body == json!(1) || body["url"] == "v");
+        registrations.change().put("worker/3", &json!({"url": "u"}));
+        registrations.change().amend("worker/3", "state", "draining");
+        registrations.change().amend("worker/4", "state", "draining");
+        registrations.change().put("worker/5", &json!({"url": "v"}));
+        registrations
+            .change()
+            .remove_where("worker/", |body| *body == json!(1) || body["url"] == "v");
         let wanted = [("worker/3".to_owned(), json!({"url": "u", "state": "draining"}))];
         assert_eq!(kept(&path), wanted);
     }

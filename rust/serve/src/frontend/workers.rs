@@ -149,12 +149,13 @@ impl NewWorker {
             let message = format!("dp_size must be in 1..={MAX_RANKS}, got {}", spec.dp_size);
             return Err(Reject::bad_request(message));
         }
+        let mut change = app.registrations.change();
         let engine = probe::add(app, spec).map_err(|error| match error {
             Error::Config(message) => Reject::bad_request(message),
             other => other.into(),
         })?;
         app.fleet.set_state(engine.id, self.state)?;
-        app.registrations.put(&worker_key(engine.id), &Self { id: Some(engine.id), ..self });
+        change.put(&worker_key(engine.id), &Self { id: Some(engine.id), ..self });
         Ok(engine)
     }
 }
@@ -182,8 +183,9 @@ pub(super) async fn remove_worker(
     id: PathText,
 ) -> Result<Json<Value>, Reject> {
     let id = worker_id(id)?;
+    let mut change = app.registrations.change();
     app.fleet.remove(id)?;
-    app.registrations.remove(&worker_key(id));
+    change.remove(&worker_key(id));
     Ok(Json(json!({ "status": "ok", "id": id })))
 }
 
@@ -222,7 +224,9 @@ pub(super) async fn change_worker(
     // Read the body first: an unread body ends the connection.
     let Patch { state } = Patch::parse(&app.intake.control(body).await?)?;
     let id = worker_id(id)?;
+    let mut change = app.registrations.change();
     let engine = app.fleet.set_state(id, state)?;
-    app.registrations.amend(&worker_key(id), "state", state);
+    change.amend(&worker_key(id), "state", state);
+    drop(change);
     Ok(Json(entry_of(&app, &engine)))
 }

@@ -304,8 +304,10 @@ async fn register(State(app): State<Arc<App>>, body: Body) -> Answer {
     let worker = format!("{}/{}", request.instance_id, request.dp_rank);
     // Quoted, so that no name of a model can look like another with a tenant.
     let key = format!("{worker}/{:?}/{:?}", request.model_name, request.tenant_id);
+    let mut change = app.registrations.change();
     register_at(&app.catalog, request.clone())?;
-    app.registrations.put(&key, &request);
+    change.put(&key, &request);
+    drop(change);
     let response = Form::Json.respond(StatusCode::CREATED, &serde_json::json!({"status": "ok"}));
     Ok(Subject::mark(response, &worker, &request.endpoint))
 }
@@ -334,6 +336,7 @@ fn register_at(catalog: &Catalog, request: Register) -> KvResult<()> {
 
 async fn unregister(State(app): State<Arc<App>>, body: Body) -> Answer {
     let request: Unregister = app.parse(body).await?;
+    let mut change = app.registrations.change();
     app.catalog.unregister(
         request.instance_id,
         &request.model_name,
@@ -342,7 +345,7 @@ async fn unregister(State(app): State<Arc<App>>, body: Body) -> Answer {
     )?;
     let is_meant =
         |body: &_| Register::deserialize(body).is_ok_and(|registered| request.means(&registered));
-    app.registrations.remove_where(&format!("{}/", request.instance_id), is_meant);
+    change.remove_where(&format!("{}/", request.instance_id), is_meant);
     Ok(Form::Json.respond(StatusCode::OK, &serde_json::json!({"status": "ok"})))
 }
 

@@ -182,10 +182,12 @@ async fn add_worker(
     if kept.is_some() {
         new.check_places(&app.options.http.worker_allow).await?;
     }
+    let mut change = app.registrations.change();
     let (pool, member) = app.fleet.add(new)?;
     if let Some(kept) = kept {
-        app.registrations.put(&worker_key(member.id), &kept);
+        change.put(&worker_key(member.id), &kept);
     }
+    drop(change);
     let entry = worker_entry(&app, &pool, &member);
     let response = Form::of_answer(&headers).respond(StatusCode::CREATED, &entry);
     Ok(Subject::mark(response, member.id, member.url.as_deref().unwrap_or("no url")))
@@ -214,16 +216,19 @@ async fn change_worker(
     // Read the body first: an unread body ends the connection.
     let Patch { state } = app.parse(&headers, body).await?;
     let id = worker_id(id)?;
+    let mut change = app.registrations.change();
     app.fleet.set_state(id, state)?;
-    app.registrations.amend(&worker_key(id), "state", state);
+    change.amend(&worker_key(id), "state", state);
+    drop(change);
     let (pool, member) = app.fleet.known(id)?;
     Ok(reply_to(&headers, &worker_entry(&app, &pool, &member)))
 }
 
 async fn remove_worker(State(app): State<Arc<App>>, id: PathText) -> Answer {
     let id = worker_id(id)?;
+    let mut change = app.registrations.change();
     app.fleet.remove(id)?;
-    app.registrations.remove(&worker_key(id));
+    change.remove(&worker_key(id));
     Ok(reply(&json!({ "status": "ok", "worker_id": id })))
 }
 

@@ -2,8 +2,9 @@
 #![allow(clippy::unwrap_used)]
 
 use std::sync::{Arc, mpsc};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use axum::Extension;
 use axum::body::{Body, to_bytes};
 use axum::extract::State;
 use axum::http::{Request, StatusCode};
@@ -20,7 +21,7 @@ use super::answer::worker_entries;
 use super::app::App;
 use super::routes::metrics;
 use super::{RouterApp, RouterOptions};
-use crate::Reject;
+use crate::{Face, Http, HttpSettings, Peer, Reject};
 
 /// Whatever takes longer does not come.
 const DEADLINE: Duration = Duration::from_secs(30);
@@ -96,6 +97,39 @@ fn a_worker_whose_ranks_do_not_fit_is_refused() {
     add(66, 23).unwrap();
     app.fleet.remove(64).unwrap();
     add(65, 24).unwrap();
+}
+
+/// A DELETE, which may come at any moment of the POST, always has the last word.
+#[test]
+fn a_worker_that_was_removed_does_not_come_back_with_a_restart() {
+    const ROUNDS: usize = 100;
+    let name = format!("kvflash-removed-{}.jsonl", std::process::id());
+    let path = std::env::temp_dir().join(name);
+    let settings = HttpSettings { state_file: Some(path.clone()), ..HttpSettings::default() };
+    let http = Http::of(settings, Face::Control).unwrap();
+    let options = RouterOptions { http, ..RouterOptions::default() };
+    let (catalog, clock) = (Arc::new(Catalog::default()), Arc::new(ManualClock::default()));
+    let router = RouterApp::new(options, catalog, clock).unwrap();
+    router.restore().unwrap();
+    let runtime = Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    let ask = |method: &str, path: &str, body: &str| {
+        let peer = Extension(Peer("127.0.0.1:1".parse().unwrap()));
+        let service = TowerToHyperService::new(router.router().layer(peer));
+        let request = Request::builder().method(method).uri(path);
+        let request = request.body(Body::from(body.to_owned())).unwrap();
+        runtime.spawn(async move { service.call(request).await.unwrap().status() })
+    };
+    let deadline = Instant::now() + DEADLINE;
+    for _ in 0..ROUNDS {
+        let add = ask("POST", "/workers", r#"{"worker_id": 1, "model_name": "m"}"#);
+        while runtime.block_on(ask("DELETE", "/workers/1", "")).unwrap() != StatusCode::OK {
+            assert!(deadline > Instant::now(), "it was not added");
+        }
+        assert_eq!(runtime.block_on(add).unwrap(), StatusCode::CREATED);
+        let text = std::fs::read_to_string(&path).unwrap();
+        assert_eq!(text.lines().last(), Some(r#"{"remove":"worker/1"}"#));
+    }
+    let _ = std::fs::remove_file(path);
 }
 
 #[test]
