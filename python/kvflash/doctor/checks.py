@@ -29,7 +29,7 @@ _CHECKS = {
         "catching_up missed_first_batches lost_batches unverified_reconnect "
         "recovered_without_watermark recovered_inexact orphaned_stores"
     ),
-    "consistent": "self_parent identity_conflict hash_reused",
+    "consistent": "self_parent identity_conflict hash_reused shared_socket",
     "room": "refused_blocks evicted_by_limit",
     "capacity": "over_capacity",
 }

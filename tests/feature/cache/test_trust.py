@@ -230,6 +230,25 @@ def test_more_blocks_than_the_device_has(http, engine):
     assert trust(http) == ("exact",)
 
 
+def test_two_instances_at_one_event_socket(http, engine):
+    made = engine()
+    register(http, made)
+    wait(http, made, one(1))
+    fields = {"endpoint": made.endpoint, "block_size": SIZE}
+    # In another index, as of another name of the model, or as another rank.
+    for other in ({"model_name": "n"}, {"model_name": "m", "instance_id": 1, "dp_rank": 1}):
+        http.post("/register", {"instance_id": 2, **fields, **other}, expect=201)
+    assert trust(http) == ("exact",)
+    # As when an engine that restarted gets a new id, and the old one is still there.
+    http.post("/register", {"instance_id": 3, "model_name": "m", **fields}, expect=201)
+    for instance in (1, 3):
+        reasons = listener(http, instance)["trust"]["reasons"]
+        (shared,) = (one["message"] for one in reasons if one["code"] == "shared_socket")
+        assert shared.startswith(f"instance {4 - instance} has the same event socket")
+    http.post("/unregister", {"instance_id": 3, "model_name": "m"})
+    assert trust(http) == ("exact",)
+
+
 @pytest.mark.parametrize("value", [0, -1, "many", 1.5])
 def test_a_capacity_that_cannot_be(http, engine, value):
     body = {"instance_id": 1, "endpoint": "tcp://127.0.0.1:1", "model_name": "m"}

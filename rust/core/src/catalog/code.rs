@@ -72,6 +72,8 @@ named! {
         EvictedByLimit = "evicted_by_limit",
         /// More blocks on the device than it has room for.
         OverCapacity = "over_capacity",
+        /// Another instance in the index has the same event socket.
+        SharedSocket = "shared_socket",
     }
 }
 
@@ -89,7 +91,7 @@ impl Code {
 
     /// Codes that depend on the index, not only on the publisher's state.
     pub(super) const OF_INDEX: Codes =
-        Codes::EMPTY.with(Self::EvictedByLimit).with(Self::OverCapacity);
+        Codes::EMPTY.with(Self::EvictedByLimit).with(Self::OverCapacity).with(Self::SharedSocket);
 
     /// Part of every healthy start, or over in a moment: not worth a warning.
     pub(super) const fn is_passing(self) -> bool {

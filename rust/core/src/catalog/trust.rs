@@ -9,6 +9,7 @@ use serde::Serialize;
 use super::code::{Code, Codes, TrustState};
 use super::counters::EventCounts;
 use super::registration::ListenerStatus;
+use crate::ids::InstanceId;
 
 /// The inputs of a publisher's trust.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -47,6 +48,8 @@ pub struct Evidence {
     pub device_blocks: usize,
     /// Blocks of a rank's device, if known.
     pub capacity_blocks: Option<u64>,
+    /// Another instance in the index with the same event socket.
+    pub shares_socket_with: Option<InstanceId>,
 }
 
 /// The problems of this publisher.
@@ -89,6 +92,7 @@ pub fn findings(evidence: &Evidence) -> Codes {
         (Code::RefusedBlocks, since.refused_blocks > 0),
         (Code::EvictedByLimit, evidence.evicted_blocks > 0),
         (Code::OverCapacity, evidence.capacity_blocks.is_some_and(is_over)),
+        (Code::SharedSocket, evidence.shares_socket_with.is_some()),
     ]
     .into_iter()
     .filter(|(_, is_so)| *is_so)
@@ -283,6 +287,10 @@ fn message(code: Code, evidence: &Evidence, last_error: &str) -> String {
             evidence.device_blocks,
             evidence.capacity_blocks.unwrap_or(0)
         ),
+        Code::SharedSocket => format!(
+            "instance {} has the same event socket: both are credited with the blocks of one engine",
+            evidence.shares_socket_with.unwrap_or(0)
+        ),
     }
 }
 
@@ -357,6 +365,10 @@ const fn fix(code: Code, has_replay: bool) -> &'static str {
             "raise --index-memory, or run more indexers with fewer engines each"
         }
         Code::OverCapacity => FORGET,
+        Code::SharedSocket => {
+            "if the engine has got another id, remove the old one (indexer: POST /unregister; frontend or router: \
+             DELETE /workers/ID); else give each engine an event socket of its own"
+        }
     }
 }
 

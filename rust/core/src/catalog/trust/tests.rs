@@ -24,6 +24,7 @@ fn healthy() -> Evidence {
         evicted_blocks: 0,
         device_blocks: 40,
         capacity_blocks: Some(40),
+        shares_socket_with: None,
     }
 }
 
@@ -91,6 +92,7 @@ const TABLE: &[Row] = &[
     ("without room", |e| e.since.refused_blocks = 1, Degraded, &["refused_blocks"]),
     ("squeezed", |e| e.evicted_blocks = 1, Degraded, &["evicted_by_limit"]),
     ("too full", |e| e.device_blocks = 41, Degraded, &["over_capacity"]),
+    ("as two", |e| e.shares_socket_with = Some(2), Degraded, &["shared_socket"]),
     ("lost twice over", disconnected_with_losses, Stale, &["disconnected", "lost_batches"]),
 ];
 
