@@ -45,6 +45,7 @@ class Answer:
     """The result of a request; without a response the status is 0, and ``error`` says why.
 
     ``fix`` is the next step where something is there that can't be asked in this way.
+    ``refused`` is the cause for which a kvflash service let the request not in, such as ``no_key``.
     ``skew_s`` is how far the server's clock is ahead of ours, to a second, if it sent its time.
     """
 
@@ -52,6 +53,7 @@ class Answer:
     body: bytes = field(default=b"", repr=False)
     error: str = ""
     fix: str = ""
+    refused: str = ""
     seconds: float = 0.0
     skew_s: float | None = None
 
@@ -160,6 +162,7 @@ def ask(
         return Answer(
             status=response.status,
             body=answer,
+            refused=response.getheader("x-kvflash-refused", ""),
             seconds=time.monotonic() - started,
             skew_s=_skew_s(response.getheader("date"), now),
         )

@@ -127,14 +127,9 @@ def _events(listeners: Any) -> str:
 
 
 def warnings_of(health: Any) -> Iterator[str]:
-    """The warnings in an answer of ``GET /health``, and the reasons that are not among them."""
+    """The warnings in an answer of ``GET /health``; a frontend's reasons are among them."""
     found = health if isinstance(health, dict) else {}
-    warnings = [str(one) for one in found.get("warnings") or []]
-    yield from warnings
-    for reason in filter(lambda one: isinstance(one, dict), found.get("reasons") or []):
-        message = str(reason.get("message"))
-        if not any(text.startswith(message) for text in warnings):
-            yield f"worker {reason.get('worker')}: {message}; {reason.get('fix')}"
+    yield from map(str, found.get("warnings") or [])
 
 
 #: The state that each command sets.

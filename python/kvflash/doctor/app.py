@@ -47,8 +47,7 @@ class _Place:
             health = self.health.json if self.health else None
             decides = isinstance(health, dict) and "router_policy" in health
             return "frontend" if has_models else "router" if decides else "indexer"
-        # An engine that wants a key does not speak of its admin side.
-        if self.workers.status in (401, 403) and "admin" in self.workers.text:
+        if self.workers.refused:
             return "locked"
         if has_models or self.models.status in (401, 403):
             return "engine"
@@ -282,7 +281,7 @@ class _Doctor:
         elif place.kind == "locked":
             seen = f"GET /workers: {place.workers.said}"
             how = f"name a file with a key of the role admin by {KEY_FILE}"
-            if "--admin-port" in seen:
+            if place.workers.refused == "admin":
                 how = "give the doctor that address instead of this one"
             elif self._args.service_key is not None:
                 how = f"give {KEY_FILE} a key of the role admin"

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from kvflash.ask import Answer, samples
 from kvflash.console import counted
 from kvflash.doctor.events import Contents, Heard, Replayed
-from kvflash.doctor.finding import FAIL, OK, WARN, Finding, fail, ok, warn
+from kvflash.doctor.finding import OK, Finding, fail, ok, warn
 from kvflash.transport.zmq_socket import dialable
 
 #: Clocks further apart than this are reported; the Date header has whole seconds.
@@ -39,17 +39,18 @@ _STALE = {*_CHECKS["connected"].split(), "block_size_mismatch", "nothing_decodab
 #: The fix for a worker that is healthy for its service and does not answer this host.
 ELSEWHERE = "the worker is not reachable from this host: run the doctor on the service's host"
 _NTP = "let both hosts take their time from the same NTP servers"
-# By words of the reason that GET /ready gives.
+# By the code that GET /ready gives.
 _UNREADY = {
-    "starting:": "start the missing workers, or lower --min-initial-workers: every request is "
+    "starting": "start the missing workers, or lower --min-initial-workers: every request is "
     "refused until then",
-    "no decode worker": "see its workers below: every request is refused until one is healthy",
-    "draining": "kvflash workers resume URL ID brings one back: requests are refused until then",
-    "--enforce-disagg": "start or repair a prefill worker, or set --enforce-disagg off: requests "
+    "no_decode_worker": "see its workers below: every request is refused until one is healthy",
+    "all_draining": "kvflash workers resume URL ID brings one back: requests are refused until "
+    "then",
+    "no_prefill_worker": "start or repair a prefill worker, or set --enforce-disagg off: requests "
     "are refused until then",
-    "--max-concurrent-requests": "wait until requests end, raise the limit, or start another "
+    "full": "wait until requests end, raise the limit, or start another "
     "frontend: further requests are refused until then",
-    "shutting down": "start it again, or send requests to another one: new requests are refused "
+    "stopping": "start it again, or send requests to another one: new requests are refused "
     "after --lame-duck-timeout",
 }
 
@@ -169,20 +170,16 @@ def check_clock(subject: str, skew_s: float | None) -> Iterator[Finding]:
 
 
 def check_ready(url: str, ready: Answer, otherwise: str) -> Iterator[Finding]:
-    """Judge an answer of GET /ready; ``otherwise`` is the fix if its reason does not imply one.
-
-    Routers and indexers give no reason, but say whether they are stopping.
-    """
+    """Judge an answer of GET /ready; ``otherwise`` is the fix if its code does not imply one."""
     if ready.status in (200, 404):
         yield ok(url, "ready", "yes" if ready.status == 200 else "it has no GET /ready")
         return
     body = ready.json if isinstance(ready.json, dict) else {}
-    stopping = "shutting down" if body.get("stopping") is True else ""
-    reason = str(body.get("reason") or stopping or ready.said)
+    code, reason = str(body.get("code") or ""), body.get("reason") or ready.said
     if ready.status != 503:
         otherwise = ready.fix or "the message says why"
-    fix = next((fix for words, fix in _UNREADY.items() if words in reason), otherwise)
-    yield fail(url, "ready", f"GET /ready: {reason}", fix)
+    fix = _UNREADY.get(code, otherwise)
+    yield fail(url, "ready", f"GET /ready: {reason}", fix, code)
 
 
 def check_indexer(
@@ -273,15 +270,9 @@ def _check_trust(listener: Listener) -> Iterator[Finding]:
         return
     reasons = trust.get("reasons") or []
     for reason in reasons:
-        code = str(reason.get("code"))
-        yield Finding(
-            level=FAIL if code in _STALE else WARN,
-            subject=subject,
-            check=_CHECK_OF.get(code, "trust"),
-            seen=str(reason.get("message")),
-            fix=str(reason.get("fix")),
-            code=code,
-        )
+        code, seen, fix = (str(reason.get(name)) for name in ("code", "message", "fix"))
+        judge = fail if code in _STALE else warn
+        yield judge(subject, _CHECK_OF.get(code, "trust"), seen, fix, code)
     if not reasons:
         yield ok(subject, "trust", str(trust.get("state")))
     age_ms, count = entry.get("last_event_age_ms"), (entry.get("events") or {}).get("batches")

@@ -9,7 +9,7 @@ OK, WARN, FAIL = "ok", "warn", "FAIL"
 class Finding:
     """One line of the report: a level, a URL or a worker there, and the name of the check.
 
-    ``fix`` is empty for ``ok``; ``code`` is the indexer's for why it does not trust a worker.
+    ``fix`` is empty for ``ok``; ``code`` is the service's for the cause, if it gives one.
     """
 
     level: str
@@ -25,11 +25,11 @@ def ok(subject: str, check: str, seen: str) -> Finding:
     return Finding(level=OK, subject=subject, check=check, seen=seen)
 
 
-def warn(subject: str, check: str, seen: str, fix: str) -> Finding:
+def warn(subject: str, check: str, seen: str, fix: str, code: str = "") -> Finding:
     """It works, but not as well as it could, or that can't be determined."""
-    return Finding(level=WARN, subject=subject, check=check, seen=seen, fix=fix)
+    return Finding(level=WARN, subject=subject, check=check, seen=seen, fix=fix, code=code)
 
 
-def fail(subject: str, check: str, seen: str, fix: str) -> Finding:
+def fail(subject: str, check: str, seen: str, fix: str, code: str = "") -> Finding:
     """It does not work."""
-    return Finding(level=FAIL, subject=subject, check=check, seen=seen, fix=fix)
+    return Finding(level=FAIL, subject=subject, check=check, seen=seen, fix=fix, code=code)

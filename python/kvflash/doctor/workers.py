@@ -9,7 +9,7 @@ from kvflash.ask import Answer
 from kvflash.console import counted
 from kvflash.doctor.checks import ELSEWHERE, Listener, check_heard, check_replay
 from kvflash.doctor.events import Heard, Replayed
-from kvflash.doctor.finding import FAIL, Finding, fail, ok, warn
+from kvflash.doctor.finding import Finding, fail, ok, warn
 
 #: Text that both sides tokenize: words, code, other scripts and white space.
 SAMPLE_TEXT = (
@@ -22,6 +22,8 @@ _PUBLISH = (
     'with "enable_kv_cache_events": true and "publisher": "zmq" in its --kv-events-config, and '
     "with prefix caching enabled"
 )
+# Codes of warnings that the checks of a worker's event sockets report, too.
+_OF_SOCKETS = {"events_not_given", "event_socket", "nothing_published"}
 #: What /health shows for an engine that has not reported its reuse.
 _REPORT = (
     "vLLM: start it with --enable-prompt-tokens-details; SGLang: with --enable-cache-report; both "
@@ -83,35 +85,36 @@ def workers_of(url: str, workers: Any) -> list[Worker]:
     return found
 
 
+def causes_of(health: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The warnings of GET /health, with their codes where the service gives them."""
+    causes = health.get("causes")
+    if not isinstance(causes, list):
+        return [{"message": text} for text in health.get("warnings") or []]
+    return [cause for cause in causes if isinstance(cause, dict)]
+
+
 def check_reasons(
     url: str, health: Mapping[str, Any], known: Sequence[Worker] = ()
 ) -> Iterator[Finding]:
     """The frontend's own reasons for being degraded, and its other warnings.
 
-    What :func:`check_worker` finds of the ``known`` workers is left out.
+    What other checks report, such as :func:`check_worker` of the ``known`` workers, is left out.
     """
     reasons = [one for one in health.get("reasons") or [] if isinstance(one, dict)]
-    messages = [str(reason.get("message")) for reason in reasons]
-    # check_parity() says it.
-    messages += [f"model {model}: prompts of the forms" for model in health.get("parity") or {}]
-    for worker in known:
-        messages.append(f"worker {worker.id}: {worker.entry.get('last_error')}")
-        messages.append(f"worker {worker.id}: given without events=")
-        for listener in worker.listeners:
-            named = f"worker {worker.id}:{listener.rank}: "
-            messages += [f"{named}events at ", f"{named}took "]
     for reason in reasons:
-        yield Finding(
-            level=FAIL,
-            subject=f"{url} worker {reason.get('worker')}",
-            check="trust",
-            seen=str(reason.get("message")),
-            fix=str(reason.get("fix")),
-            code=str(reason.get("code")),
-        )
-    for text in health.get("warnings") or []:
-        if not str(text).startswith(tuple(messages)):
-            yield warn(url, "warnings", str(text), "see docs/troubleshooting.md")
+        code, seen, fix = (str(reason.get(name)) for name in ("code", "message", "fix"))
+        yield fail(f"{url} worker {reason.get('worker')}", "trust", seen, fix, code)
+    told = {(str(reason.get("code")), str(reason.get("worker"))) for reason in reasons}
+    healthy = {str(worker.id): bool(worker.entry.get("healthy")) for worker in known}
+    for cause in causes_of(health):
+        code, worker = str(cause.get("code") or ""), str(cause.get("worker"))
+        number = worker.partition(":")[0]
+        is_told = (code, worker) in told or code == "tokens_differ"
+        is_told |= number in healthy and code in _OF_SOCKETS
+        is_told |= healthy.get(number) is False and code == "worker_error"
+        if not is_told:
+            seen = str(cause.get("message"))
+            yield warn(url, "warnings", seen, "see docs/troubleshooting.md", code)
 
 
 def check_parity(url: str, health: Mapping[str, Any]) -> Iterator[Finding]:
@@ -176,15 +179,15 @@ def check_worker(
 
 
 def _check_no_events(worker: Worker, health: Mapping[str, Any]) -> Iterator[Finding]:
-    named = f"worker {worker.id}: "
-    told = [str(text) for text in health.get("warnings") or []]
-    seen = [text.removeprefix(named) for text in told if text.startswith(f"{named}given without")]
-    if seen:
-        how = (
-            "give the worker events=tcp://HOST:PORT, the endpoint of its --kv-events-config, or "
-            "start the frontend with --no-kv-events"
-        )
-        yield warn(worker.subject, "events", seen[0], how)
+    for cause in causes_of(health):
+        if (cause.get("code"), cause.get("worker")) == ("events_not_given", str(worker.id)):
+            seen = str(cause.get("message")).removeprefix(f"worker {worker.id}: ")
+            how = (
+                "give the worker events=tcp://HOST:PORT, the endpoint of its --kv-events-config, "
+                "or start the frontend with --no-kv-events"
+            )
+            yield warn(worker.subject, "events", seen, how)
+            return
 
 
 def _check_connected(listener: Listener) -> Iterator[Finding]:

@@ -4,6 +4,7 @@
 mod aside;
 mod body;
 mod busy;
+mod cause;
 mod compute;
 mod connection;
 mod fleet;

@@ -272,7 +272,8 @@ def test_an_engine_that_wants_a_key(canned, doctor, monkeypatch):
 
 
 def test_a_service_that_wants_a_key(canned, doctor, tmp_path):
-    refused = (401, {"error": {"message": "send a key of the role admin"}}, {})
+    error = {"error": {"message": "send a key of the role admin"}}
+    refused = (401, error, {"x-kvflash-refused": "no_key"})
     place = canned({"/workers": refused, "/v1/models": refused})
     (found,) = doctor(place)[1]
     assert (found["level"], found["check"]) == ("FAIL", "reachable")
@@ -353,7 +354,7 @@ def test_a_router_is_no_indexer(doctor):
         worker = {"worker_id": 1, "model_name": "m"}
         router.call("POST", "/workers", worker)
         status, findings = doctor(router.url)
-    assert (status, bad(findings)) == (0, [("warn", "warnings", "")])
+    assert (status, bad(findings)) == (0, [("warn", "warnings", "block_size_unknown")])
     assert "the block size is unknown" in seen(findings, "warnings")
 
 

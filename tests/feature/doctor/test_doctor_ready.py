@@ -44,16 +44,18 @@ def test_a_router_that_still_waits_for_workers(capsys: pytest.CaptureFixture[str
     with RouterService(host="127.0.0.1", port=0, min_initial_workers=2) as router:
         router.call("POST", "/workers", {"worker_id": 1, "model_name": "m"})
         ready = only(findings_of(router.url, capsys), "ready")
-        assert ready["level"] == "FAIL" and '"min_initial_workers": 2' in ready["seen"]
+        assert (ready["level"], ready["code"]) == ("FAIL", "starting")
+        assert ready["seen"].startswith("GET /ready: starting: 1 of the 2 workers")
+        assert "--min-initial-workers" in ready["fix"]
         router.call("POST", "/workers", {"worker_id": 2, "model_name": "m"})
         assert only(findings_of(router.url, capsys), "ready")["level"] == "ok"
 
 
 def test_a_router_that_stops_has_all_its_workers() -> None:
-    body = {"ready": False, "stopping": True, "workers": 2, "min_initial_workers": 1}
+    body = {"ready": False, "code": "stopping", "reason": "the router is shutting down"}
     answer = Answer(status=503, body=json.dumps(body).encode())
     (found,) = checks.check_ready("http://r", answer, "register the missing workers")
-    assert (found.level, found.seen) == ("FAIL", "GET /ready: shutting down")
+    assert (found.level, found.seen) == ("FAIL", "GET /ready: the router is shutting down")
     assert "start it again" in found.fix
 
 

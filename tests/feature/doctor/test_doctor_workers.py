@@ -210,9 +210,11 @@ def test_a_fix_names_flags_that_may_not_be_given() -> None:
 
 def test_reasons_fail_and_are_not_repeated_as_warnings() -> None:
     reason = {"code": "events_crossed", "worker": "1:0", "message": "worker 1:0 ...", "fix": "x"}
-    health = {"reasons": [reason], "warnings": ["worker 1:0 ... Fix: x", "something else"]}
-    findings = list(workers.check_reasons(URL, health))
-    assert [(one.level, one.code) for one in findings] == [(FAIL, "events_crossed"), (WARN, "")]
+    told = {"code": "events_crossed", "worker": "1:0", "message": "in other words"}
+    other = {"code": "policy", "message": "something else"}
+    health = {"reasons": [reason], "causes": [told, other]}
+    findings = [(one.level, one.code) for one in workers.check_reasons(URL, health)]
+    assert findings == [(FAIL, "events_crossed"), (WARN, "policy")]
 
 
 def test_a_worker_that_is_down_is_one_finding() -> None:
@@ -225,8 +227,19 @@ def test_a_worker_s_own_findings_are_not_warnings_too() -> None:
     down = entry(healthy=False, last_error="refused", listeners=[])
     known = workers.workers_of(URL, [down, entry(id=2, listeners=[])])
     without = "worker 2: given without events=, so its cache is unknown"
-    health = {"router_policy": "auto", "warnings": ["worker 1: refused", without, "other"]}
-    assert [one.seen for one in workers.check_reasons(URL, health, known)] == ["other"]
+    causes = [
+        {"code": "worker_error", "worker": "1", "message": "worker 1: refused"},
+        {"code": "events_not_given", "worker": "2", "message": without},
+        {"code": "nothing_published", "worker": "2:0", "message": "worker 2:0: in other words"},
+        {"code": "tokens_differ", "message": "what the check of parity says"},
+        # No other check says what is wrong with a worker that answers.
+        {"code": "worker_error", "worker": "2", "message": "worker 2: its card is wrong"},
+        {"code": "event_socket", "worker": "3:0", "message": "worker 3:0: has left"},
+        {"message": "other"},
+    ]
+    health = {"router_policy": "auto", "causes": causes}
+    found_by_code = [one.seen for one in workers.check_reasons(URL, health, known)]
+    assert found_by_code == ["worker 2: its card is wrong", "worker 3:0: has left", "other"]
     found = [
         (one.check, one.seen)
         for worker in known

@@ -1,6 +1,7 @@
 //! Operators' endpoints: health, models, busy thresholds, and explanations of routing.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::fmt::Display;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -21,6 +22,7 @@ use super::app::{App, Name};
 use super::engine::{Engine, Pool};
 use super::options::Aliases;
 use crate::body::{Received, discard};
+use crate::cause::{Topic, Unready, Warning};
 use crate::gateway::api::Row;
 use crate::gateway::backend::worker::Prefill;
 use crate::gateway::book;
@@ -28,7 +30,6 @@ use crate::gateway::call::Head;
 use crate::gateway::plan::{Part, Plan};
 use crate::metrics::CauseLabel;
 use crate::reject::PlainReject;
-use crate::remote::RemoteIndexer;
 use crate::worker_state::{PathText, text_of};
 use crate::{Caller, Reject};
 
@@ -56,6 +57,7 @@ fn tell_health(app: &App) -> Response {
         }
         _ => (StatusCode::OK, "healthy"),
     };
+    let warnings = warnings(app, &engines, reports, &reasons);
     let body = json!({
         "status": word,
         "workers": engines.len(),
@@ -64,7 +66,8 @@ fn tell_health(app: &App) -> Response {
         "requests_in_flight": app.in_flight(),
         "router_policy": app.options.routing.policy_name(),
         "tokenizers": app.tokenizers.loaded().iter().map(|text| text.health()).collect::<Vec<_>>(),
-        "warnings": warnings(app, &engines, reports, &reasons),
+        "warnings": Warning::texts(&warnings),
+        "causes": warnings,
         "reasons": reasons,
         "reuse": reuse(app, &engines),
         "index_incomplete": incomplete(app),
@@ -109,29 +112,39 @@ pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
     let status = why.as_ref().map_or(StatusCode::OK, |_| StatusCode::SERVICE_UNAVAILABLE);
     let incomplete: Vec<String> =
         book::unheard(&app).into_keys().map(|worker| worker.to_string()).collect();
-    let body = json!({ "ready": why.is_none(), "reason": why, "index_incomplete": incomplete });
+    let (code, reason) = why.unzip();
+    let body = json!({
+        "ready": reason.is_none(),
+        "code": code,
+        "reason": reason,
+        "index_incomplete": incomplete,
+    });
     (status, Json(body)).into_response()
 }
 
 /// Why requests are not accepted now.
-pub(super) fn not_ready(app: &App) -> Option<String> {
+pub(super) fn not_ready(app: &App) -> Option<(Unready, String)> {
     let decoding = app.fleet.decoding();
-    match app.started() {
-        _ if app.shutdown.is_announced() => Some("the frontend is shutting down".to_owned()),
-        Err(error) => Some(error.to_string()),
-        Ok(()) if decoding.0 == 0 => Some("no decode worker is healthy".to_owned()),
-        Ok(()) if decoding.1 == 0 => Some("all healthy decode workers are draining".to_owned()),
+    let (code, reason) = match app.started() {
+        _ if app.shutdown.is_announced() => (Unready::Stopping, "the frontend is shutting down"),
+        Err(error) => return Some((Unready::Starting, error.to_string())),
+        Ok(()) if decoding.0 == 0 => (Unready::NoDecodeWorker, "no decode worker is healthy"),
+        Ok(()) if decoding.1 == 0 => {
+            (Unready::AllDraining, "all healthy decode workers are draining")
+        }
         Ok(()) if app.without_prefill().is_err() => {
-            Some("--enforce-disagg is set, and no prefill worker is healthy".to_owned())
+            (Unready::NoPrefillWorker, "--enforce-disagg is set, and no prefill worker is healthy")
         }
         Ok(()) if app.options.ready_fails_when_full && app.is_full() => {
             let limit = app.options.max_concurrent_requests;
-            Some(format!(
+            let reason = format!(
                 "the limit of requests in flight is reached: {limit} (--max-concurrent-requests)"
-            ))
+            );
+            return Some((Unready::Full, reason));
         }
-        Ok(()) => None,
-    }
+        Ok(()) => return None,
+    };
+    Some((code, reason.to_owned()))
 }
 
 /// An engine that has stored nothing after this many requests is assumed to publish no events.
@@ -143,58 +156,67 @@ pub(super) fn warnings_count(app: &App) -> usize {
     warnings(app, &app.fleet.engines(), reports, &book::reasons(app)).len()
 }
 
-/// Causes of silently failing prefix matching, as text.
+/// Causes of silently failing prefix matching.
 fn warnings(
     app: &App,
     engines: &[Arc<Engine>],
     reports: Vec<Report>,
     reasons: &[WorkerReason],
-) -> Vec<String> {
-    let mut warnings = app.outside_warnings.read().clone();
-    warnings.extend(app.registrations.trouble());
-    warnings.extend(app.options.routing.policies.troubles());
-    warnings.extend(app.options.http.lock().troubles());
+) -> Vec<Warning> {
+    let mut warnings = Warning::common(
+        &app.outside_warnings,
+        &app.registrations,
+        &app.options.routing,
+        &app.options.http,
+        app.remote.as_ref(),
+    );
     let heard: HashSet<_> = reports.iter().map(|report| report.view.worker.instance_id).collect();
     let engines: BTreeMap<_, _> = engines.iter().map(|engine| (engine.id, engine)).collect();
-    warnings.extend(reasons.iter().map(|reason| {
-        let end = if reason.message.ends_with(['.', '?']) { "" } else { "." };
-        format!("{}{end} Fix: {}", reason.message, reason.fix)
+    warnings.extend(reasons.iter().map(|WorkerReason { code, worker, message, fix }| {
+        let end = if message.ends_with(['.', '?']) { "" } else { "." };
+        let message = format!("{message}{end} Fix: {fix}");
+        Warning { code: Topic::Reason(code), worker: Some(worker.clone()), message }
     }));
     warnings.extend(app.fleet.refused());
-    warnings.extend(app.compared().warnings());
+    let parity = app.compared().warnings().into_iter();
+    warnings.extend(parity.map(|message| Warning::new(Topic::TokensDiffer, message)));
     for model in app.fleet.without_decode() {
-        warnings.push(format!("model {model} has prefill workers, but no decode worker"));
+        let message = format!("model {model} has prefill workers, but no decode worker");
+        warnings.push(Warning::new(Topic::NoDecodeWorker, message));
     }
     for model in app.without_prefill().unwrap_or_else(|all| all) {
-        warnings.push(format!(
+        let message = format!(
             "model {model}: no prefill worker is healthy, and --enforce-disagg refuses requests without one; start \
              or repair a prefill worker, or allow decode workers to prefill (--enforce-disagg off)"
-        ));
+        );
+        warnings.push(Warning::new(Topic::NoPrefillWorker, message));
     }
     let served: HashSet<String> = app.fleet.served().into_iter().map(|(name, _)| name).collect();
     for (alias, models) in app.aliases.iter().flat_map(Aliases::all) {
         let missing: Vec<&str> = models.filter(|model| !served.contains(*model)).collect();
-        match missing.as_slice() {
-            [] => {}
-            [model] => warnings.push(format!("alias {alias}: no worker serves its model {model}")),
-            models => warnings
-                .push(format!("alias {alias}: no worker serves its models {}", models.join(", "))),
-        }
+        let what = match missing.len() {
+            0 => continue,
+            1 => "model",
+            _ => "models",
+        };
+        let message = format!("alias {alias}: no worker serves its {what} {}", missing.join(", "));
+        warnings.push(Warning::new(Topic::AliasNotServed, message));
     }
-    warnings.extend(app.remote.as_ref().and_then(RemoteIndexer::warning));
     let untold = app.metrics.untokenized.get(&CauseLabel { cause: "template" });
     if let Some(count) = untold.map(|count| count.get()).filter(|count| *count > 0) {
-        warnings.push(format!(
+        let message = format!(
             "the tokenizer's folder has no chat template, so chats are routed by load ({count} so far). Add \
              chat_template.jinja to it, or set --tokenizer to the model's own folder"
-        ));
+        );
+        warnings.push(Warning::new(Topic::ChatTemplate, message));
     }
     for engine in engines.values() {
         if let Some(why) = engine.notes.lock().error() {
-            warnings.push(format!("worker {}: {why}", engine.id));
+            warnings.push(Warning::of(engine.id, Topic::WorkerError, why));
         }
         if let Some(why) = &engine.ids.lock().why {
-            warnings.push(format!("worker {}: token ids are no longer sent: {why}", engine.id));
+            let what = format!("token ids are no longer sent: {why}");
+            warnings.push(Warning::of(engine.id, Topic::TokenIdsRefused, what));
         }
         if app.routes_by_events() && !heard.contains(&engine.id) {
             warnings.extend(unheard(app, engine));
@@ -202,22 +224,24 @@ fn warnings(
     }
     let mismatches = app.metrics.token_mismatches.get();
     if mismatches > 0 {
-        warnings.push(format!(
+        let message = format!(
             "in {mismatches} answers the engine counted a different number of prompt tokens than --tokenizer: \
              tokenizer or chat template differ from the engine's, and prompts that are rendered here never match"
-        ));
+        );
+        warnings.push(Warning::new(Topic::TokenCountsDiffer, message));
     }
     for text in app.tokenizers.loaded() {
-        warnings.extend(text.warning());
+        warnings.extend(text.warning().map(|why| Warning::new(Topic::ChatTemplate, why)));
         let report = text.model.tokenizer.encoder();
         if report.mismatches_total > 0 {
-            warnings.push(format!(
+            let message = format!(
                 "the tokenizer in {}: {} of {} prompts got different ids when they were encoded again; please \
                  report it",
                 text.folder.display(),
                 report.mismatches_total,
                 report.checks_total
-            ));
+            );
+            warnings.push(Warning::new(Topic::EncoderDiffers, message));
         }
     }
     for Report { view, trust, .. } in reports {
@@ -225,59 +249,68 @@ fn warnings(
         let engine = engines.get(&worker.instance_id);
         let requests = engine.map_or(0, |engine| engine.requests.load(Ordering::Relaxed));
         if view.counts.batches == 0 && requests >= SILENT_REQUESTS {
-            warnings.push(silent(&worker.to_string(), requests, &view.endpoint));
+            warnings.push(silent(worker, requests, &view.endpoint));
         }
-        for (count, what) in [
+        for (count, code, what) in [
             (
                 view.counts.block_size_mismatch,
+                Code::BlockSizeMismatch,
                 "stored events have a block size that differs from the index's",
             ),
-            (view.counts.undecodable, "event frames could not be decoded"),
-            (view.counts.refused_blocks, "blocks were refused: the index is full"),
+            (view.counts.undecodable, Code::Undecodable, "event frames could not be decoded"),
+            (
+                view.counts.refused_blocks,
+                Code::RefusedBlocks,
+                "blocks were refused: the index is full",
+            ),
         ] {
             if count > 0 {
-                warnings.push(format!("worker {worker}: {count} {what}"));
+                warnings.push(Warning::of(worker, code, format!("{count} {what}")));
             }
         }
         // Batches from before the first one received are lost, too, but no block is credited wrongly.
         let lost = trust.reasons.iter().filter(|reason| reason.code == Code::LostBatches.name());
-        warnings.extend(lost.map(|reason| format!("worker {worker}: {}", reason.message)));
+        warnings.extend(lost.map(|lost| Warning::of(worker, Code::LostBatches, &lost.message)));
         if let Some(error) = view.last_error {
-            warnings.push(format!("worker {worker}: events at {}: {error}", view.endpoint));
+            let what = format!("events at {}: {error}", view.endpoint);
+            warnings.push(Warning::of(worker, Topic::EventSocket, what));
         }
     }
     warnings
 }
 
 /// Why the cache of an engine without a registered publisher is unknown.
-fn unheard(app: &App, engine: &Engine) -> Option<String> {
+fn unheard(app: &App, engine: &Engine) -> Option<Warning> {
     let id = engine.id;
     let lost = "so its cache is unknown and earns no credit";
     let Some(events) = app.fleet.events_of(id).into_values().next() else {
         let server = engine.notes.lock().server.as_ref().map(|server| server.note.clone());
-        let how = match server {
-            _ if engine.member.is_some() => "announced no events".to_owned(),
-            Some(note) => format!("given without events=, and {note}"),
-            None => "given without events=".to_owned(),
+        let (code, how) = match server {
+            _ if engine.member.is_some() => {
+                (Topic::EventsNotAnnounced, "announced no events".to_owned())
+            }
+            Some(note) => (Topic::EventsNotGiven, format!("given without events=, and {note}")),
+            None => (Topic::EventsNotGiven, "given without events=".to_owned()),
         };
-        return Some(format!("worker {id}: {how}, {lost}"));
+        return Some(Warning::of(id, code, format!("{how}, {lost}")));
     };
     let endpoint = &events.endpoint;
     if events.is_brokered() && !app.options.has_broker_events {
-        return Some(format!(
-            "worker {id}: its events are at {endpoint}, which needs --event-plane nats on this frontend, {lost}"
-        ));
+        let what = format!(
+            "its events are at {endpoint}, which needs --event-plane nats on this frontend, {lost}"
+        );
+        return Some(Warning::of(id, Topic::EventsNeedBroker, what));
     }
     let requests = engine.requests.load(Ordering::Relaxed);
-    (events.is_in_stream() && requests >= SILENT_REQUESTS)
-        .then(|| silent(&id.to_string(), requests, endpoint))
+    (events.is_in_stream() && requests >= SILENT_REQUESTS).then(|| silent(id, requests, endpoint))
 }
 
-fn silent(worker: &str, requests: u64, endpoint: &str) -> String {
-    format!(
-        "worker {worker}: took {requests} requests but published nothing at {endpoint}; are KV events \
-         enabled in the engine (vLLM: --kv-events-config)?"
-    )
+fn silent(worker: impl Display, requests: u64, endpoint: &str) -> Warning {
+    let what = format!(
+        "took {requests} requests but published nothing at {endpoint}; are KV events enabled in the engine (vLLM: \
+         --kv-events-config)?"
+    );
+    Warning::of(worker, Topic::NothingPublished, what)
 }
 
 /// GET /v1/models, in OpenAI's format.

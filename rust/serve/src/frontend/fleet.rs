@@ -17,6 +17,7 @@ use parking_lot::Mutex;
 use super::engine::{Engine, EngineNotes, Member, Pool, Route};
 use super::engine_spec::{EngineSpec, base_of};
 use super::options::FrontendOptions;
+use crate::cause::{Topic, Warning};
 use crate::fleet::{self, Common, PREFILL_TENANT, Parts};
 use crate::gateway::turn::{FairnessOptions, WaitingRoom};
 
@@ -329,10 +330,13 @@ impl Fleet {
         Error::NoWorker(message)
     }
 
-    /// Why workers of discovery are not accepted, for people.
-    pub fn refused(&self) -> Vec<String> {
-        let refused = self.refused.lock();
-        refused.iter().map(|(id, why)| refusal(*id, why)).collect()
+    /// Why workers of discovery are not accepted.
+    pub fn refused(&self) -> Vec<Warning> {
+        let warning = |(id, why): (&InstanceId, &String)| {
+            let (worker, message) = (Some(id.to_string()), refusal(*id, why));
+            Warning { code: Topic::WorkerRefused, worker, message }
+        };
+        self.refused.lock().iter().map(warning).collect()
     }
 
     /// The first of these, as the end of a message.

@@ -10,6 +10,8 @@ use parking_lot::Mutex;
 use serde::Serialize;
 use serde_json::{Value, json};
 
+use crate::cause::Unready;
+
 /// Maximum known peers.
 const PEERS_MAX: usize = 64;
 
@@ -98,18 +100,19 @@ impl Startup {
         if recovery.phase.is_running() {
             recovery.seconds = self.began.elapsed().as_secs_f64();
         }
-        let status = match is_ready {
-            _ if is_stopping => "stopping",
-            true => "ready",
-            false if recovery.phase.is_running() => "recovering",
-            false => "waiting_for_workers",
+        let code = match is_ready {
+            _ if is_stopping => Some(Unready::Stopping),
+            true => None,
+            false if recovery.phase.is_running() => Some(Unready::Recovering),
+            false => Some(Unready::WaitingForWorkers),
         };
         let answer = json!({
-            "status": status,
+            "status": code.map_or(json!("ready"), |code| json!(code)),
+            "code": code,
             "workers": { "registered": catalog.instance_count(), "wanted": self.min_workers },
             "recovery": recovery,
         });
-        (is_ready && !is_stopping, answer)
+        (code.is_none(), answer)
     }
 
     /// Blocks recovered from the peer's dump so far.

@@ -137,6 +137,9 @@ impl Admitted {
     }
 }
 
+/// The cause of a refusal, for programs: a header, because each API has its own form of body.
+const REFUSED: HeaderName = HeaderName::from_static("x-kvflash-refused");
+
 /// Why a request is not let in.
 #[derive(Debug)]
 pub(crate) struct Refusal {
@@ -521,6 +524,7 @@ impl Lock {
             self.shared.rules.as_ref().is_some_and(|rules| rules.face == Face::Control);
         let mut response = if is_control { reject.plain() } else { form_of(path).refuse(reject) };
         self.show(request, &mut response);
+        response.headers_mut().insert(REFUSED, HeaderValue::from_static(cause));
         if status == StatusCode::UNAUTHORIZED {
             response.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use super::app::App;
 use super::fleet::{Member, Pool};
-use crate::remote::RemoteIndexer;
+use crate::cause::{Topic, Unready, Warning};
 
 /// What a rank reports of itself.
 #[derive(Serialize)]
@@ -103,15 +103,23 @@ fn entries<'a>(
     members.map(entry).collect()
 }
 
-/// Whether enough workers have registered, with the numbers.
+/// Whether enough workers have registered, with the numbers and what is missing.
 pub(super) fn readiness(app: &App) -> (bool, Value) {
     let (workers, registered_total) = app.fleet.counts();
     let wanted = app.options.routing.min_initial_workers;
     // Ready once is ready forever: departures are reported by /health.
     let is_stopping = app.options.http.shutdown().is_announced();
-    let is_ready = app.started().is_ok() && !is_stopping;
+    let why = match app.started() {
+        _ if is_stopping => Some((Unready::Stopping, "the router is shutting down".to_owned())),
+        Err(error) => Some((Unready::Starting, error.to_string())),
+        Ok(()) => None,
+    };
+    let is_ready = why.is_none();
+    let (code, reason) = why.unzip();
     let answer = json!({
         "ready": is_ready,
+        "code": code,
+        "reason": reason,
         "stopping": is_stopping,
         "workers": workers,
         "registered_total": registered_total,
@@ -125,6 +133,7 @@ pub(super) fn health(app: &App) -> Value {
     let (workers, _) = app.fleet.counts();
     let pools = app.fleet.pools();
     let reservations: usize = pools.iter().map(|pool| pool.selector.reserved()).sum();
+    let warnings = warnings(app);
     json!({
         "status": if workers == 0 { "no_workers" } else { "ok" },
         "workers": workers,
@@ -132,31 +141,32 @@ pub(super) fn health(app: &App) -> Value {
         "models": pools.len(),
         "reservations": reservations,
         "router_policy": app.options.routing.policy_name(),
-        "warnings": warnings(app),
+        "warnings": Warning::texts(&warnings),
+        "causes": warnings,
     })
 }
 
-/// Causes of silently failing prefix matching, as text.
-pub(super) fn warnings(app: &App) -> Vec<String> {
-    let mut warnings = app.outside_warnings.read().clone();
-    warnings.extend(app.registrations.trouble());
-    warnings.extend(app.options.routing.policies.troubles());
-    warnings.extend(app.options.http.lock().troubles());
-    warnings.extend(app.remote.as_ref().and_then(RemoteIndexer::warning));
+/// Causes of silently failing prefix matching.
+pub(super) fn warnings(app: &App) -> Vec<Warning> {
+    let App { options, catalog, registrations, outside_warnings, remote, .. } = app;
+    let (routing, http) = (&options.routing, &options.http);
+    let mut warnings =
+        Warning::common(outside_warnings, registrations, routing, http, remote.as_ref());
     for pool in app.fleet.pools() {
         if pool.selector.block_size() == 0 {
-            warnings.push(format!(
+            let message = format!(
                 "model={} tenant={}: the block size is unknown, so prompts are routed by load alone; register \
                  workers with block_size, or set --router-block-size",
                 pool.key.model_name, pool.key.tenant_id
-            ));
+            );
+            warnings.push(Warning::new(Topic::BlockSizeUnknown, message));
         }
     }
-    if app.options.routing.uses_events() {
-        for report in app.catalog.reports(|_| true) {
-            for reason in &report.trust.reasons {
-                warnings.push(format!("worker {}: {}", report.view.worker, reason.message));
-            }
+    if routing.uses_events() {
+        for Report { view, trust, .. } in catalog.reports(|_| true) {
+            warnings.extend(trust.reasons.iter().map(|reason| {
+                Warning::of(view.worker, Topic::Reason(reason.code), &reason.message)
+            }));
         }
     }
     warnings
