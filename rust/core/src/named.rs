@@ -1,6 +1,7 @@
 //! Enums with named variants, for configuration, responses, logs and metrics.
 
 /// An enum with `ALL`, `name`, `from_name` and `Display`, of `Variant = "name"` each.
+#[macro_export]
 macro_rules! named {
     (
         $(#[$meta:meta])*

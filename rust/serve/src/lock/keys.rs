@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use argon2::password_hash::PasswordHashString;
 use kvflash_core::error::{Error, Result};
+use kvflash_core::named;
 use parking_lot::Mutex;
 use rand::Rng;
 use subtle::ConstantTimeEq;
@@ -26,76 +27,38 @@ const MAX_SLOW_KEYS: usize = 16;
 pub(super) const MAX_KEY_BYTES: usize = 1_024;
 const MAX_NAME_BYTES: usize = 64;
 
-/// What the owner of a key may ask for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Role {
-    /// Everything: workers, settings, explanations, metrics, and the clients' API.
-    Admin,
-    /// The clients' API: `/v1/*` and the like.
-    Client,
-    /// `/metrics` and `/health`.
-    Metrics,
-}
-
-impl Role {
-    const ALL: [Self; 3] = [Self::Admin, Self::Client, Self::Metrics];
-
-    /// Of the word for it, in the file and in tokens.
-    pub(super) fn from_name(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|role| role.name() == name)
-    }
-
-    /// As it is written in the file.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Admin => "admin",
-            Self::Client => "client",
-            Self::Metrics => "metrics",
-        }
+named! {
+    /// What the owner of a key may ask for, by the word for it in the file and in tokens.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    pub enum Role {
+        /// Everything: workers, settings, explanations, metrics, and the clients' API.
+        Admin = "admin",
+        /// The clients' API: `/v1/*` and the like.
+        Client = "client",
+        /// `/metrics` and `/health`.
+        Metrics = "metrics",
     }
 }
 
-/// Fields and headers that control an engine; they pass to it only where a client's key allows them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Pass {
-    /// The field `kv_transfer_params`.
-    KvTransferParams,
-    /// The fields `bootstrap_host`, `bootstrap_port`, `bootstrap_room`.
-    Bootstrap,
-    /// The header `x-data-parallel-rank` and the fields of that meaning.
-    DataParallelRank,
-    /// Priorities, in fields and headers.
-    Priority,
-    /// The fields `chat_template` and `chat_template_kwargs`.
-    ChatTemplate,
-    /// The field `nvext`.
-    Nvext,
-    /// Headers in which a gateway names the engine.
-    GatewayHeaders,
-}
-
-impl Pass {
-    const ALL: [Self; 7] = [
-        Self::KvTransferParams,
-        Self::Bootstrap,
-        Self::DataParallelRank,
-        Self::Priority,
-        Self::ChatTemplate,
-        Self::Nvext,
-        Self::GatewayHeaders,
-    ];
-
-    /// As it is written in the file, and in metrics.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::KvTransferParams => "kv_transfer_params",
-            Self::Bootstrap => "bootstrap",
-            Self::DataParallelRank => "data_parallel_rank",
-            Self::Priority => "priority",
-            Self::ChatTemplate => "chat_template",
-            Self::Nvext => "nvext",
-            Self::GatewayHeaders => "gateway_headers",
-        }
+named! {
+    /// Fields and headers that control an engine, by their name in the file and in metrics; they pass to it only
+    /// where a client's key allows them.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    pub enum Pass {
+        /// The field `kv_transfer_params`.
+        KvTransferParams = "kv_transfer_params",
+        /// The fields `bootstrap_host`, `bootstrap_port`, `bootstrap_room`.
+        Bootstrap = "bootstrap",
+        /// The header `x-data-parallel-rank` and the fields of that meaning.
+        DataParallelRank = "data_parallel_rank",
+        /// Priorities, in fields and headers.
+        Priority = "priority",
+        /// The fields `chat_template` and `chat_template_kwargs`.
+        ChatTemplate = "chat_template",
+        /// The field `nvext`.
+        Nvext = "nvext",
+        /// Headers in which a gateway names the engine.
+        GatewayHeaders = "gateway_headers",
     }
 }
 
@@ -175,7 +138,7 @@ impl Keys {
             let mut keys = Self::read(&of)?;
             let mut closed = closed.lock();
             for role in closed.iter().filter(|role| !keys.roles.contains(*role)) {
-                let (role, file) = (Role::name(*role), of.display());
+                let (role, file) = (role.name(), of.display());
                 tracing::error!(
                     role, %file,
                     "the file has lost its last key of this role: its paths stay closed to everybody until it has \
@@ -407,7 +370,7 @@ pub(super) fn set_option(
         }
         "allow" => {
             for word in value.split('|') {
-                let Some(pass) = Pass::ALL.into_iter().find(|pass| pass.name() == word) else {
+                let Some(pass) = Pass::from_name(word) else {
                     let names = Pass::ALL.map(Pass::name).join("|");
                     let word = short(word);
                     return Err(format!("option allow takes {names}, got {word:?}"));
