@@ -4,8 +4,10 @@ use std::fmt;
 use std::path::Path;
 
 use hmac::{Hmac, KeyInit, Mac};
-use kvflash_core::error::{Error, Result};
+use kvflash_core::error::Result;
 use sha2::Sha256;
+
+use crate::reread::{bytes_of, fault};
 
 /// Shortest and longest secret, bytes.
 const SECRET_BYTES: std::ops::RangeInclusive<usize> = 16..=4_096;
@@ -26,17 +28,17 @@ impl Secret {
     /// # Errors
     /// `Config`, naming the flag, the file and the limit; never the secret.
     pub fn read(flag: &str, path: &Path) -> Result<Self> {
-        let wrong = |why: String| Error::Config(format!("{flag} {}: {why}", path.display()));
-        let bytes = std::fs::read(path).map_err(|error| wrong(error.to_string()))?;
+        let bytes = bytes_of(flag, path)?;
         let secret = bytes.trim_ascii();
         if SECRET_BYTES.contains(&secret.len()) {
             return Ok(Self::of(secret));
         }
         let (least, most) = (SECRET_BYTES.start(), SECRET_BYTES.end());
-        Err(wrong(format!(
+        let what = format!(
             "the secret must have {least} to {most} bytes, got {}; `openssl rand -hex 32` makes one",
             secret.len()
-        )))
+        );
+        Err(fault(flag, path, what))
     }
 
     pub fn of(secret: &[u8]) -> Self {
