@@ -197,9 +197,12 @@ class DistributedRuntime:
             return self._lease or await self._grant()
 
     async def _grant(self) -> Lease:
-        lease = self._lease = await self.discovery.lease(
-            self.limits.lease_ttl_s, lease_id=self.instance_id
-        )
+        lease = await self.discovery.lease(self.limits.lease_ttl_s, lease_id=self.instance_id)
+        if self._shutdown is not None:
+            # The shutdown began meanwhile and knows nothing of this lease.
+            await lease.revoke()
+            raise ClosedError("the runtime is shut down")
+        self._lease = lease
         self._keeper = asyncio.get_running_loop().create_task(self._keep(lease))
         return lease
 
@@ -303,12 +306,16 @@ class DistributedRuntime:
         """The server of the request plane, started by the first call.
 
         Raises ConfigError if the port can't be bound, TransportError if the broker can't be
-        reached; the next call tries again.
+        reached, where the next call tries again; ClosedError after a shutdown.
         """
         async with self._beginning:
             if self._server is None:
                 server = make_server(self._plane, self._serving, host=self.host, port=self._port)
                 await server.start()
+                if self._shutdown is not None:
+                    # The shutdown began meanwhile and knows nothing of this server.
+                    await server.close()
+                    raise ClosedError("the runtime is shut down")
                 self._server = server
             return self._server
 
@@ -347,20 +354,22 @@ class DistributedRuntime:
 
     async def _shut_down(self) -> None:
         try:
-            await self._leave()
-            await asyncio.gather(
-                *(
-                    served.drain(self.limits.drain_timeout_s, self.limits.cancel_grace_s)
-                    for served in self._serving.endpoints.values()
+            # The stack closes everything, the last entry first, even if something before it fails.
+            async with contextlib.AsyncExitStack() as closing:
+                if self._owns_discovery:
+                    closing.push_async_callback(self.discovery.close)
+                closing.push_async_callback(self.planes.close)
+                for instances in self._instances.values():
+                    closing.push_async_callback(instances.close)
+                if self._server is not None:
+                    closing.push_async_callback(self._server.close)
+                await self._leave()
+                await asyncio.gather(
+                    *(
+                        served.drain(self.limits.drain_timeout_s, self.limits.cancel_grace_s)
+                        for served in self._serving.endpoints.values()
+                    )
                 )
-            )
-            if self._server is not None:
-                await self._server.close()
-            for instances in self._instances.values():
-                await instances.close()
-            await self.planes.close()
-            if self._owns_discovery:
-                await self.discovery.close()
         except Exception:
             logger.exception("shutting down instance %d", self.instance_id)
         finally:

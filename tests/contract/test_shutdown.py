@@ -1,0 +1,115 @@
+"""What a runtime leaves behind when it is shut down."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from kvflash import ClosedError, DistributedRuntime
+from kvflash.discovery import Lease, MemoryDiscovery
+from kvflash.runtime import distributed
+from kvflash.runtime.plane import PlaneServer
+from support_runtime import run
+
+ENDPOINT = "t.workers.run"
+
+
+class Gated(MemoryDiscovery):
+    """Grants a lease when its gate is open."""
+
+    def __init__(self) -> None:
+        super().__init__(is_shared=False)
+        self.is_asked, self.gate = asyncio.Event(), asyncio.Event()
+
+    async def lease(self, *args: Any, **options: Any) -> Lease:
+        self.is_asked.set()
+        await self.gate.wait()
+        return await super().lease(*args, **options)
+
+
+class Server(PlaneServer):
+    """Starts when its gate is open, and fails to close if it is told to."""
+
+    def __init__(self, *, is_open: bool, fails: bool = False) -> None:
+        self.is_asked, self.gate = asyncio.Event(), asyncio.Event()
+        self.fails, self.is_closed = fails, False
+        if is_open:
+            self.gate.set()
+
+    async def start(self) -> None:
+        self.is_asked.set()
+        await self.gate.wait()
+
+    async def open(self, endpoint: str) -> dict[str, Any]:
+        return {"kind": "tcp", "address": "127.0.0.1:1"}
+
+    async def close(self) -> None:
+        self.is_closed = True
+        if self.fails:
+            raise RuntimeError("it does not close")
+
+
+async def handle(_request: Any) -> AsyncIterator[int]:
+    yield 1
+
+
+def test_what_fails_to_close_leaves_nothing_else_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+
+    async def scenario() -> None:
+        server = Server(is_open=True, fails=True)
+        monkeypatch.setattr(distributed, "make_server", lambda *_, **__: server)
+        runtime = DistributedRuntime("mem")
+        client = runtime.endpoint(ENDPOINT).client()
+        assert client.instance_ids() == []
+        await runtime.server()
+        for name, part in (("planes", runtime.planes), ("discovery", runtime.discovery)):
+
+            async def close(name: str = name, close: Any = part.close) -> None:
+                closed.append(name)
+                await close()
+
+            monkeypatch.setattr(part, "close", close)
+        await runtime.close()
+        assert server.is_closed
+        with pytest.raises(ClosedError):
+            client.instance_ids()
+
+    run(scenario())
+    assert closed == ["planes", "discovery"]
+
+
+def test_a_server_that_starts_during_the_shutdown_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> None:
+        server = Server(is_open=False)
+        monkeypatch.setattr(distributed, "make_server", lambda *_, **__: server)
+        runtime = DistributedRuntime("mem")
+        serving = asyncio.create_task(runtime.endpoint(ENDPOINT).serve_endpoint(handle))
+        await server.is_asked.wait()
+        await runtime.close()
+        server.gate.set()
+        with pytest.raises(ClosedError):
+            await serving
+        assert server.is_closed
+
+    run(scenario())
+
+
+def test_a_lease_that_is_granted_during_the_shutdown_is_revoked() -> None:
+    async def scenario() -> None:
+        discovery = Gated()
+        runtime = DistributedRuntime(discovery)
+        announcing = asyncio.create_task(runtime.announce("a", 1))
+        await discovery.is_asked.wait()
+        await runtime.close()
+        discovery.gate.set()
+        with pytest.raises(ClosedError):
+            await announcing
+        assert await discovery.get_prefix("") == {}
+
+    run(scenario())
