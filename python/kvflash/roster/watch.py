@@ -145,14 +145,9 @@ class DiscoveryWatch(Background):
         if card is None or instance is None:
             self._bridge.forget(path, instance_id)
             if told is not None:
-                del self._told[instance_id]
-                self._states.pop(instance_id, None)
                 logger.info("worker %d left: %s", instance_id, path)
-                # Shared state first: the core forgets the worker's blocks.
-                await asyncio.to_thread(self._cluster.worker_left, component, instance_id)
             if told is not None or instance_id in self._shown:
-                self._shown.discard(instance_id)
-                await asyncio.to_thread(self._remove, instance_id)
+                await self._remove(component, instance_id)
                 # There may be room for others now.
                 keys.resettle(self._refused)
             return
@@ -203,11 +198,9 @@ class DiscoveryWatch(Background):
         # In threads: the first worker of a model loads its tokenizer.
         if is_engine:
             if told is not None:
-                self._told[instance_id] = (name, "")
-                await asyncio.to_thread(self._remove, instance_id)
+                # For the core it is a different worker, which it may refuse.
+                await self._remove(component_of(path), instance_id)
             await asyncio.to_thread(self._fleet.add_worker, text)
-            # For the core it is a different worker.
-            self._states.pop(instance_id, None)
         else:
             self._shown.add(instance_id)
             await asyncio.to_thread(self._fleet.put_worker, text)
@@ -222,10 +215,17 @@ class DiscoveryWatch(Background):
             await asyncio.to_thread(self._fleet.set_worker_state, instance_id, state)
             self._states[instance_id] = state
 
-    def _remove(self, instance_id: int) -> None:
+    async def _remove(self, component: Component, instance_id: int) -> None:
+        """Remove a worker from the core, or a refused one that the core shows."""
+        if instance_id in self._told:
+            # Shared state first: the core forgets the worker's blocks.
+            await asyncio.to_thread(self._cluster.worker_left, component, instance_id)
         # DELETE /workers may have removed it first.
         with contextlib.suppress(NotFoundError):
-            self._fleet.remove_worker(instance_id)
+            await asyncio.to_thread(self._fleet.remove_worker, instance_id)
+        self._told.pop(instance_id, None)
+        self._states.pop(instance_id, None)
+        self._shown.discard(instance_id)
 
 
 def _spec(

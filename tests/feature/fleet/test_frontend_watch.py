@@ -51,6 +51,8 @@ class SlowFleet:
     def add_worker(self, spec: str) -> int:
         self.calls += 1
         assert 7 not in self.workers
+        if self.room == 0:
+            raise OverloadedError(f"no room at call {self.calls}")
         self.workers[7] = spec
         return 7
 
@@ -74,14 +76,18 @@ class Recorder:
 
     def __init__(self) -> None:
         self.joined: list[int] = []
+        self.left: list[int] = []
 
     def worker_joined(self, _component: Any, instance_id: int) -> None:
         self.joined.append(instance_id)
 
+    def worker_left(self, _component: Any, instance_id: int) -> None:
+        self.left.append(instance_id)
+
     def before_worker(self, *_told: Any) -> None:
         pass
 
-    worker_left = only = check_events = before_worker
+    only = check_events = before_worker
 
 
 @pytest.fixture
@@ -105,13 +111,14 @@ def test_an_outage_of_discovery_is_a_warning_until_its_end(
     fleet: SlowFleet, tmp_path: Path
 ) -> None:
     folder = tmp_path / "discovery"
-    folder.rename(tmp_path / "aside")
-    folder.write_text("")
+    # A folder can't be read as a key; one call makes it, however often the watch looks meanwhile.
+    unreadable = folder / "keys" / "unreadable"
+    unreadable.mkdir()
     until(lambda: fleet.warnings, "the outage")
     (warning,) = fleet.warnings[-1]
     assert str(folder) in warning
     assert warning.endswith("workers found before stay, and changes are not seen")
-    folder.unlink()
+    unreadable.rmdir()
     until(lambda: not fleet.warnings[-1], "its end")
 
 
@@ -220,6 +227,28 @@ def test_engines_are_added_by_their_url(fleet: SlowFleet) -> None:
         # Its sockets went first, and it was not added without them before it left.
         await asyncio.to_thread(until, lambda: not fleet.watch._told, "that to be noted")
         assert fleet.calls == calls
+
+    told(steps)
+
+
+def test_an_engine_that_is_replaced_and_then_refused_is_gone(
+    fleet: SlowFleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The shared state keeps its blocks for when it is back; no entry of it is left here."""
+
+    async def steps(discovery: Any) -> None:
+        url = "http://10.0.0.7:8000"
+        await discovery.put(f"v1/models/{KEY}", value(CARD))
+        await discovery.put(f"v1/instances/{KEY}", instance("openai", url=url))
+        await asyncio.to_thread(until, lambda: fleet.cluster.joined == [7], "the engine")
+        fleet.room = 0
+        await discovery.put(f"v1/models/{KEY}", value({**CARD, "dp_size": 4}))
+        said = "this service refused all 1 workers in discovery and has none to use"
+        await asyncio.to_thread(until, lambda: said in caplog.text, "the refusal")
+        assert (fleet.cluster.left, fleet.removed, fleet.workers) == ([7], [7], {})
+        fleet.room = 8
+        await discovery.put(f"v1/models/{KEY}", value({**CARD, "dp_size": 8}))
+        await asyncio.to_thread(until, lambda: fleet.cluster.joined == [7, 7], "its return")
 
     told(steps)
 
