@@ -24,7 +24,9 @@ from kvflash import (
     TransportError,
     WorkerError,
 )
+from kvflash.runtime.frame import Request, unpack
 from kvflash.runtime.instances import Instance
+from kvflash.runtime.plane import FailedError
 from support_pair import Pair, Probe, count
 from support_runtime import eventually, run
 
@@ -249,12 +251,16 @@ def test_the_worker_ends_what_is_over_its_deadline(plane: str, environment: Envi
     async def scenario() -> None:
         probe = Probe()
         async with Pair(probe.hang, limits=RuntimeLimits(cancel_grace_s=0.05)) as pair:
-            # The client sends its time limit; the worker enforces it on its own.
-            stream = await pair.client.generate(1, timeout_s=1.0)
-            assert await anext(stream) == 0
+            # The plane is asked without the client, which has the same limit and might end first.
+            server_id = pair.server.instance_id
+            transport = pair.asker.instances("t/pair/run").by_id[server_id].transport
+            request = Request("r", "t/pair/run", server_id, 1, deadline_ms=1_000)
+            reply = await pair.asker.planes.of(transport).ask(transport, request)
+            assert unpack(await reply.receive() or b"") == 0
+            with pytest.raises(FailedError) as failed:
+                await reply.receive()
+            assert isinstance(failed.value.failure.error(), DeadlineError)
             await asyncio.wait_for(probe.cancelled.wait(), 30)
-            with pytest.raises(DeadlineError):
-                await anext(stream)
 
     run(scenario())
 
