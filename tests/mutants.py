@@ -219,19 +219,13 @@ MUTANTS = [
     Mutant(
         "a_pinned_request_goes_elsewhere",
         PYTHON + "routing/stream.py",
-        '1 if options.get("worker_id") is not None else ATTEMPTS_MAX',
-        "ATTEMPTS_MAX",
-    ),
-    Mutant(
-        "a_failed_attempt_stays_booked",
-        PYTHON + "routing/stream.py",
-        "except RETRIED as error:\n                booking.free()",
-        "except RETRIED as error:",
+        'raise NoWorkerError("the request was pinned to a worker that failed")',
+        'self._is_pinned, self._options["worker_id"] = False, None',
     ),
     Mutant(
         "the_last_failure_is_forgotten",
-        PYTHON + "routing/stream.py",
-        "raise failed from None",
+        PYTHON + "runtime/client.py",
+        "raise self._failure from None",
         "raise",
     ),
 ]

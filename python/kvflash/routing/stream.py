@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from kvflash._core import RouterBooking
 from kvflash.errors import (
     DrainingError,
-    KvflashError,
     NotFoundError,
     NoWorkerError,
     OverloadedError,
@@ -18,24 +16,19 @@ from kvflash.errors import (
 )
 from kvflash.routing.line import WaitingLine
 from kvflash.runtime import Client, Stream
-from kvflash.runtime.plane import LOSSES_MAX
 
-logger = logging.getLogger(__name__)
-
-ATTEMPTS_MAX = 5
 # No prompt or answer has more.
 TOKENS_MAX = 2**32 - 1
 
-# Nothing has arrived yet, so another worker may succeed.
+# Errors of a handler before its first item, after which another worker may succeed.
 RETRIED = (TransportError, NotFoundError, OverloadedError, DrainingError)
 
 
 class Sender:
     """Chooses a worker for a request, books the request there and sends it.
 
-    A request that fails before its first item is sent to another worker, unless it was pinned; at
-    most ATTEMPTS_MAX workers are tried, and none after LOSSES_MAX have hung up on it: it may be
-    what ends them. After the first item it is never sent again.
+    A request that fails before its first item is sent to another worker, unless it was pinned; for
+    the limits see :class:`kvflash.runtime.Client`. After the first item it is never sent again.
     """
 
     def __init__(
@@ -52,65 +45,54 @@ class Sender:
         those of ``RouterCore``; ``name`` is for the worker and the journal. Raises the errors of
         :meth:`WaitingLine.book`, and TransportError if no worker that was tried can be reached.
         """
-        attempt = _Attempt(self, request, options, name)
-        booking, stream = await attempt.next()
-        return RoutedStream(attempt, booking, stream)
+        booker = _Booker(self, request, options, name)
+        try:
+            stream = await self.client.send(booker.next, request_id=name, retried=RETRIED)
+        except BaseException:
+            booker.free()
+            raise
+        return RoutedStream(booker, stream)
 
 
-class _Attempt:
-    """One request on its way from worker to worker."""
+class _Booker:
+    """Books one request at a worker, and at the next one if that fails."""
 
     def __init__(
         self, sender: Sender, request: Mapping[str, Any], options: dict[str, Any], name: str
     ) -> None:
         self._sender, self._request, self._options, self._name = sender, request, options, name
-        self._left = 1 if options.get("worker_id") is not None else ATTEMPTS_MAX
-        self._tried: set[int] = set()
-        self._losses = 0
+        self._is_pinned = options.get("worker_id") is not None
+        #: The latest one.
+        self.booking: RouterBooking | None = None
 
-    async def next(self, failed: KvflashError | None = None) -> tuple[RouterBooking, Stream]:
-        """Book and send the request at the next worker; raise ``failed`` if no worker is left."""
-        while True:
-            self._losses += isinstance(failed, TransportError) and failed.was_sent
-            if failed is not None and (self._left == 0 or self._losses >= LOSSES_MAX):
-                raise failed
-            try:
-                booking = await self._book()
-            except (NoWorkerError, NotFoundError):
-                if failed is None:
-                    raise
-                # No other worker is left, so report the original failure.
-                raise failed from None
-            self._tried.add(booking.worker_id)
-            self._left -= 1
-            request = {
-                **self._request,
-                "dp_rank": booking.dp_rank,
-                "estimated_prefix_hit_num_blocks": booking.overlap_blocks,
-            }
-            try:
-                return booking, await self._sender.client.direct(
-                    request, booking.worker_id, request_id=self._name
-                )
-            except RETRIED as error:
-                booking.free()
-                failed = error
-                logger.info("worker %d: %s", booking.worker_id, error)
-            except BaseException:
-                booking.free()
-                raise
+    async def next(self, tried: set[int]) -> tuple[int, Any]:
+        """Book at an untried worker; return its number and what to send there."""
+        self.free()
+        booking = self.booking = await self._book(tried)
+        return booking.worker_id, {
+            **self._request,
+            "dp_rank": booking.dp_rank,
+            "estimated_prefix_hit_num_blocks": booking.overlap_blocks,
+        }
 
-    async def _book(self) -> RouterBooking:
+    def free(self) -> None:
+        """Free the load, if anything is booked."""
+        if self.booking is not None:
+            self.booking.free()
+
+    async def _book(self, tried: set[int]) -> RouterBooking:
         """Book at an untried worker; at a suspect only if no other may take the request.
 
         A failed worker has freed its load and would otherwise look the cheapest.
         """
+        if self._is_pinned and tried:
+            raise NoWorkerError("the request was pinned to a worker that failed")
         suspects = self._sender.client.suspects()
-        if self._options.get("worker_id") is not None or not (self._tried or suspects):
+        if self._is_pinned or not (tried or suspects):
             return await self._book_with(self._options)
         allowed = self._options.get("allowed_worker_ids")
         ids = self._sender.worker_ids() if allowed is None else allowed
-        left = [i for i in ids if i not in self._tried]
+        left = [i for i in ids if i not in tried]
         best = [i for i in left if i not in suspects]
         if best and best != left:
             # The others may be draining.
@@ -132,12 +114,16 @@ class RoutedStream:
     item is sent to another worker, unless it was pinned.
     """
 
-    def __init__(self, attempt: _Attempt, booking: RouterBooking, stream: Stream) -> None:
-        self._attempt, self._booking, self._stream = attempt, booking, stream
-        self._is_started = False
+    def __init__(self, booker: _Booker, stream: Stream) -> None:
+        self._booker, self._stream = booker, stream
         self._is_ended = False
         self._is_prefilled = False
         self._generated = 0
+
+    @property
+    def _booking(self) -> RouterBooking:
+        assert self._booker.booking is not None
+        return self._booker.booking
 
     @property
     def worker_id(self) -> int:
@@ -161,8 +147,7 @@ class RoutedStream:
         if self._is_ended:
             raise StopAsyncIteration
         try:
-            item = await self._receive()
-            self._is_started = True
+            item = await anext(self._stream)
             self._note(item)
         except StopAsyncIteration:
             self._end(is_complete=True)
@@ -171,16 +156,6 @@ class RoutedStream:
             self._end(is_complete=False)
             raise
         return item
-
-    async def _receive(self) -> Any:
-        while True:
-            try:
-                return await self._stream.__anext__()
-            except RETRIED as failed:
-                if self._is_started:
-                    raise
-                self._booking.free()
-                self._booking, self._stream = await self._attempt.next(failed)
 
     def _note(self, item: Any) -> None:
         self._booking.touch()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import numbers
 import random
 import secrets
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 from kvflash.errors import (
@@ -22,16 +23,19 @@ from kvflash.errors import (
     TransportError,
 )
 from kvflash.runtime.frame import Request, unpack
-from kvflash.runtime.instances import Instance, Instances
+from kvflash.runtime.instances import Instances
 from kvflash.runtime.plane import LOSSES_MAX, FailedError, Reply
 
 if TYPE_CHECKING:
     from kvflash.runtime.component import Endpoint
 
+logger = logging.getLogger(__name__)
+
 SYNC_TIMEOUT_S = 10.0
 
-# Picks the next instance; those in the set have failed already.
-Pick = Callable[[set[int]], Instance]
+#: Picks the next instance, by its number, and the handler's argument; those in the set have failed
+#: already. A NoWorkerError or NotFoundError says that no other is left.
+Pick = Callable[[set[int]], Awaitable[tuple[int, Any]]]
 
 
 class Client:
@@ -102,10 +106,10 @@ class Client:
                 not a number.
         """
 
-        def pick(without: set[int]) -> Instance:
-            return random.choice(self._candidates(without))
+        async def pick(tried: set[int]) -> tuple[int, Any]:
+            return random.choice(self._candidates(tried)), request
 
-        return await self._send(pick, request, request_id, timeout_s)
+        return await self.send(pick, request_id=request_id, timeout_s=timeout_s)
 
     #: The same as :meth:`random`.
     generate = random
@@ -115,12 +119,12 @@ class Client:
     ) -> Stream:
         """Ask the next instance in the order of their numbers; see :meth:`random`."""
 
-        def pick(without: set[int]) -> Instance:
-            found = self._candidates(without)
+        async def pick(tried: set[int]) -> tuple[int, Any]:
+            found = self._candidates(tried)
             self._turn += 1
-            return found[self._turn % len(found)]
+            return found[self._turn % len(found)], request
 
-        return await self._send(pick, request, request_id, timeout_s)
+        return await self.send(pick, request_id=request_id, timeout_s=timeout_s)
 
     async def direct(
         self,
@@ -136,28 +140,37 @@ class Client:
             NotFoundError: The instance is not present.
         """
 
-        def pick(without: set[int]) -> Instance:
-            found = self._instances.by_id.get(instance_id)
-            if found is None or without:
-                raise NotFoundError(f"{self.endpoint.path} has no instance {instance_id}")
-            return found
+        async def pick(tried: set[int]) -> tuple[int, Any]:
+            if tried:
+                raise NoWorkerError(f"instance {instance_id} was asked already")
+            return instance_id, request
 
-        return await self._send(pick, request, request_id, timeout_s)
+        return await self.send(pick, request_id=request_id, timeout_s=timeout_s)
 
-    def _candidates(self, without: set[int]) -> list[Instance]:
-        found = self._instances.candidates(without=without)
-        if not found:
-            raise NoWorkerError(f"{self.endpoint.path} has no instance")
-        return found
-
-    async def _send(
-        self, pick: Pick, payload: Any, request_id: str | None, timeout_s: float | None
+    async def send(
+        self,
+        pick: Pick,
+        *,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+        retried: tuple[type[KvflashError], ...] = (),
     ) -> Stream:
+        """Ask the instances that ``pick`` chooses, one after the other; see :meth:`random`.
+
+        After one of the errors ``retried`` before the first item, another instance is asked even if
+        the handler itself raised it.
+        """
         _check_timeout(timeout_s)
         await self._instances.synced(SYNC_TIMEOUT_S)
-        stream = Stream(self, pick, payload, request_id or secrets.token_hex(16), timeout_s)
-        await stream._open(None)
+        stream = Stream(self, pick, request_id or secrets.token_hex(16), timeout_s, retried)
+        await stream._open()
         return stream
+
+    def _candidates(self, tried: set[int]) -> list[int]:
+        found = self._instances.candidates(without=tried)
+        if not found:
+            raise NoWorkerError(f"{self.endpoint.path} has no instance")
+        return [instance.id for instance in found]
 
 
 class Stream:
@@ -172,15 +185,23 @@ class Stream:
     """
 
     def __init__(
-        self, client: Client, pick: Pick, payload: Any, request_id: str, timeout_s: float | None
+        self,
+        client: Client,
+        pick: Pick,
+        request_id: str,
+        timeout_s: float | None,
+        retried: tuple[type[KvflashError], ...],
     ) -> None:
         self.request_id = request_id
         self.instance_id = 0
         self._endpoint, self._instances = client.endpoint, client._instances
-        self._pick, self._payload = pick, payload
+        # It has the request, so it is dropped once that can't be sent again.
+        self._pick: Pick | None = pick
+        self._retried = retried
         self._end = None if timeout_s is None else time.monotonic() + timeout_s
         self._tried: set[int] = set()
-        self._losses = 0
+        self._attempts = self._losses = 0
+        self._failure: KvflashError | None = None
         self._reply: Reply | None = None
         self._is_started = False
         self._is_ended = False
@@ -223,7 +244,7 @@ class Stream:
 
     def _close(self) -> None:
         self._is_ended = True
-        self._payload = None
+        self._pick = None
         self._close_reply()
 
     def _close_reply(self) -> None:
@@ -237,51 +258,40 @@ class Stream:
             assert self._reply is not None
             try:
                 packed = await self._in_time(self._reply.receive())
-            except FailedError as failed:
-                if not failed.failure.retry:
-                    raise failed.failure.error() from None
-                await self._open(failed.failure.error())
-            except TransportError as error:
-                await self._open(error)
+            except (FailedError, TransportError) as failed:
+                self._give_up(failed)
+                await self._open()
             else:
                 if packed is None:
                     return None
-                # The request is resent only before the first item, so drop it now.
-                self._is_started, self._payload = True, None
+                self._is_started, self._pick = True, None
                 return (unpack(packed),)
 
-    async def _open(self, error: KvflashError | None) -> None:
+    async def _open(self) -> None:
         """Send the request to an untried instance; raises if none is left."""
         runtime = self._endpoint.runtime
-        limits = runtime.limits
         while True:
-            if error is not None:
-                if not isinstance(error, OverloadedError):
-                    # A full instance may have room a moment later.
-                    self._instances.suspect(self.instance_id, limits.suspect_s)
-                self._close_reply()
-                if self._is_started:
-                    raise TransportError(
-                        f"instance {self.instance_id} closed the connection during its answer: "
-                        f"{error}"
-                    ) from error
-                self._losses += isinstance(error, TransportError) and error.was_sent
-                if len(self._tried) >= limits.attempts_max or self._losses >= LOSSES_MAX:
-                    raise error
+            assert self._pick is not None
             try:
-                instance = self._pick(self._tried)
+                self.instance_id, payload = await self._pick(self._tried)
             except (NoWorkerError, NotFoundError):
-                if error is None:
+                if self._failure is None:
                     raise
-                raise error from None
-            self._tried.add(instance.id)
-            self.instance_id = instance.id
+                # No other instance is left, so report the original failure.
+                raise self._failure from None
+            self._tried.add(self.instance_id)
+            self._attempts += 1
+            instance = self._instances.by_id.get(self.instance_id)
+            if instance is None:
+                path = self._endpoint.path
+                self._give_up(NotFoundError(f"{path} has no instance {self.instance_id}"))
+                continue
             left_s = self._left_s()
             request = Request(
                 self.request_id,
                 self._endpoint.path,
                 instance.id,
-                self._payload,
+                payload,
                 None if left_s is None else max(1, int(left_s * 1e3)),
             )
             try:
@@ -289,11 +299,32 @@ class Stream:
                 self._reply = await self._in_time(plane.ask(instance.transport, request))
                 return
             except FailedError as failed:
-                error = failed.failure.error()
-                if not failed.failure.retry:
-                    raise error from None
+                self._give_up(failed)
             except (TransportError, DecodeError, KeyError) as broken:
-                error = TransportError(f"instance {instance.id}: {broken}")
+                self._give_up(TransportError(f"instance {instance.id}: {broken}"))
+
+    def _give_up(self, failed: FailedError | KvflashError) -> None:
+        """Leave an instance that failed; raise the error if no other one may be asked."""
+        limits, is_own = self._endpoint.runtime.limits, False
+        if isinstance(failed, FailedError):
+            error, is_own = failed.failure.error(), not failed.failure.retry
+            if is_own and (self._is_started or not isinstance(error, self._retried)):
+                raise error from None
+        else:
+            error = failed
+        # Neither a handler's own error nor a full instance says anything about the next request.
+        if not (is_own or isinstance(error, OverloadedError)):
+            self._instances.suspect(self.instance_id, limits.suspect_s)
+        self._close_reply()
+        if self._is_started:
+            raise TransportError(
+                f"instance {self.instance_id} closed the connection during its answer: {error}"
+            ) from error
+        self._losses += isinstance(error, TransportError) and error.was_sent
+        if self._attempts >= limits.attempts_max or self._losses >= LOSSES_MAX:
+            raise error
+        logger.info("instance %d of %s: %s", self.instance_id, self._endpoint.path, error)
+        self._failure = error
 
     def _left_s(self) -> float | None:
         return None if self._end is None else max(0.0, self._end - time.monotonic())

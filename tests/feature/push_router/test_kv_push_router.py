@@ -248,6 +248,11 @@ def test_a_request_that_is_refused_before_its_first_item_goes_elsewhere() -> Non
             # Pinned, it goes nowhere else.
             with pytest.raises(OverloadedError, match="full"):
                 _ = [item async for item in await router.generate(TOKENS, worker_id=full.id)]
+            # What a handler raises says nothing about the next request.
+            full.failure = NotFoundError("no such adapter")
+            assert len([item async for item in await router.generate(TOKENS)]) == 4
+            assert len(full.requests) == 3
+            assert router._client.suspects() == set()
             assert is_idle(router)
 
     run(work())
