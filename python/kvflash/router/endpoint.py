@@ -13,8 +13,8 @@ from kvflash.background import Background
 from kvflash.errors import ClosedError, InvalidArgumentError, KvflashError, TransportError
 from kvflash.router.workers import DiscoveredWorkers
 from kvflash.routing.cluster import Cluster
-from kvflash.routing.config import override_options
 from kvflash.routing.line import WaitingLine
+from kvflash.routing.request import routing_options
 from kvflash.routing.stream import Sender
 from kvflash.runtime import Context, DistributedRuntime
 from kvflash.runtime.serving import Handler
@@ -27,11 +27,6 @@ logger = logging.getLogger(__name__)
 SYNC_TIMEOUT_S = 10.0
 # Pause between two attempts to serve.
 PAUSE_S = 2.0
-# Fields of a request that concern routing.
-_ROUTING = (
-    *("lora_name", "lora_path", "cache_salt", "mm", "embeds"),
-    *("user", "session_key", "priority", "strict_priority", "expected_output_tokens"),
-)
 
 
 class EndpointRouter(Background):
@@ -126,11 +121,7 @@ class EndpointRouter(Background):
 
     def _options(self, request: dict[str, Any]) -> dict[str, Any]:
         """Fields of a request that concern the router."""
-        options = override_options(request.get("router_config_override"))
-        options |= {field: request.get(field) for field in _ROUTING}
-        pinned = [request.get(name) for name in ("backend_instance_id", "worker_id")]
-        options["worker_id"] = next((one for one in pinned if one is not None), None)
-        options["dp_rank"] = request.get("dp_rank")
+        options = routing_options(request)
         # With a single model, requests may use any name for it.
         if len(self._workers.models) > 1:
             options["model_name"] = request.get("model")

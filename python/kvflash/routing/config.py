@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Literal
 
 from kvflash._core import RouterCore, check_policy, check_shadow_policies
 from kvflash.cluster_flags import ClusterFlags
@@ -24,11 +24,6 @@ _WIDER = {
     "router_event_threads": (1, 2**62),
     "max_requests": (1, 2**62),
 }
-# Settings that a request may override; the core has no prefix before the last one.
-_OVERRIDES = (
-    *("overlap_score_weight", "overlap_score_credit", "prefill_load_scale", "router_temperature"),
-    *("assume_kv_reuse", "router_assume_kv_reuse"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,17 +251,3 @@ def _settings() -> dict[str, Setting]:
         )
         for name, wider in _WIDER.items()
     }
-
-
-def override_options(override: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A request's overrides, under the core's names; InvalidArgumentError for an unknown one."""
-    options: dict[str, Any] = {}
-    for name, value in (override or {}).items():
-        if name not in _OVERRIDES:
-            raise InvalidArgumentError(
-                f"router_config_override: unknown setting {name!r}; known are "
-                f"{', '.join(_OVERRIDES)}"
-            )
-        if value is not None:
-            options[name.replace("router_assume", "assume")] = value
-    return options

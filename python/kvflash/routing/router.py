@@ -14,8 +14,9 @@ from kvflash._core import RouterCore
 from kvflash.errors import ClosedError, InvalidArgumentError, KvflashError
 from kvflash.policy import asked_of
 from kvflash.routing.cluster import Cluster
-from kvflash.routing.config import KvRouterConfig, override_options
+from kvflash.routing.config import KvRouterConfig
 from kvflash.routing.line import WaitingLine
+from kvflash.routing.request import ROUTING_ONLY, override_options, routing_options
 from kvflash.routing.stream import RoutedStream, Sender
 from kvflash.routing.workers import Workers
 from kvflash.runtime import Endpoint
@@ -25,13 +26,6 @@ from kvflash.transport.receiver import EventReceiver, Feed
 logger = logging.getLogger(__name__)
 
 SYNC_TIMEOUT_S = 10.0
-# Request fields that only the router uses.
-_ROUTING = (
-    *("allowed_worker_ids", "user", "session_key", "lora_path", "mm", "embeds"),
-    *("priority", "strict_priority", "expected_output_tokens"),
-)
-
-
 _U32_MAX, _U64_MAX = 2**32 - 1, 2**64 - 1
 
 
@@ -241,20 +235,14 @@ class KvPushRouter:
         Raises:
             InvalidArgumentError: token_ids are missing.
         """
-        body = dict(request)
-        if not isinstance(body.get("token_ids"), list | tuple):
-            raise InvalidArgumentError(f"token_ids must be a list, got {body.get('token_ids')!r}")
+        if not isinstance(request.get("token_ids"), list | tuple):
+            raise InvalidArgumentError(
+                f"token_ids must be a list, got {request.get('token_ids')!r}"
+            )
+        options = routing_options(request)
+        body = {name: value for name, value in request.items() if name not in ROUTING_ONLY}
         body.setdefault("model", "unknown")
-        options = override_options(body.pop("router_config_override", None))
-        options |= {name: body.pop(name, None) for name in _ROUTING}
-        options |= {name: body.get(name) for name in ("dp_rank", "lora_name", "cache_salt")}
-        pinned = [body.pop(name, None) for name in ("worker_id", "backend_instance_id")]
-        options["worker_id"] = next((one for one in pinned if one is not None), None)
-        if not options["expected_output_tokens"]:
-            limit = (body.get("stop_conditions") or {}).get("max_tokens")
-            is_limit = isinstance(limit, int) and limit > 0
-            options["expected_output_tokens"] = limit if is_limit else None
-        name = body.pop("request_id", None) or secrets.token_hex(16)
+        name = request.get("request_id") or secrets.token_hex(16)
         await self._opened()
         return await self._sender.send(body, options, name)
 

@@ -138,6 +138,8 @@ def test_requests_go_to_the_worker_that_holds_the_prompt_and_items_come_back(rou
             best = await runtime.endpoint("ns.router.best_worker_id").client()
             await best.wait_for_instances(30)
             assert [item async for item in await best.random(IDS)] == [second.id]
+            allowed = {"token_ids": IDS, "allowed_worker_ids": [first.id]}
+            assert [item async for item in await best.random(allowed)] == [first.id]
             assert load(Loads(router), second.id) == (0, 0, 0)
             wrong = (
                 ({"mm": [{"identifier": "", "offset": 0, "length": 1}]}, r"mm\[0\]"),

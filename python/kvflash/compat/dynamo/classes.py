@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from kvflash.errors import InvalidArgumentError
 from kvflash.routing.config import KvRouterConfig as _KvRouterConfig
-from kvflash.routing.config import override_options
+from kvflash.routing.request import override_options
 from kvflash.routing.router import KvPushRouter as _KvPushRouter
 from kvflash.runtime import Client as _Client
 from kvflash.runtime import Component, Stream, kvflash_worker
