@@ -134,6 +134,15 @@ class RouterService(FedService):
         """
         self.call("DELETE", f"/workers/{worker_id}")
 
+    def set_worker_state(self, worker_id: int, state: str) -> None:
+        """Set whether a worker takes new requests: ``active`` or ``draining``.
+
+        Raises:
+            InvalidArgumentError: An unknown state.
+            NotFoundError: It is not registered.
+        """
+        self.call("PATCH", f"/workers/{worker_id}", {"state": state})
+
     def set_warnings(self, warnings: list[str]) -> None:
         """Set warnings that ``/health`` shows besides its own; replaces those set before."""
         self._core.set_warnings(warnings)

@@ -23,6 +23,7 @@ AGAIN_S = 5.0
 # Discovery may show an instance before its card, although the card was written first, because a
 # folder is read while it changes. Longer than the pause between two reads.
 CARD_S = 2.0
+_ACTIVE = "active"
 # Refused workers that /health names; it counts the others.
 TOLD_MAX = 100
 
@@ -53,6 +54,8 @@ class DiscoveredWorkers:
         self._keys = WorkerKeys(discovery, path, self._settle)
         self._trying: asyncio.Task[None] | None = None
         self._registered: dict[int, dict[str, Any]] = {}
+        # Serving states given to the router; a worker without an entry is active.
+        self._states: dict[int, str] = {}
         # Current or last cards of the workers; workers without one, and since when.
         self._cards: dict[int, dict[str, Any]] = {}
         self._bare: dict[int, float] = {}
@@ -114,6 +117,7 @@ class DiscoveredWorkers:
             except KvflashError as error:
                 logger.error("%s", error)
             del self._registered[worker_id]
+            self._states.pop(worker_id, None)
             # A changed worker is replaced within one turn of the event loop.
             if (body := wanted.get(worker_id)) is not None:
                 self._register(worker_id, body)
@@ -126,7 +130,20 @@ class DiscoveredWorkers:
                 continue
             self._register(worker_id, body)
             await asyncio.sleep(0)
+        self._tell_states()
         self._warn()
+
+    def _tell_states(self) -> None:
+        """Pass on serving states; only changes are sent, so that an operator's setting stays."""
+        for worker_id, instance, _ in self._keys.served():
+            state = instance.get("state") or _ACTIVE
+            if worker_id not in self._registered or state == self._states.get(worker_id, _ACTIVE):
+                continue
+            self._states[worker_id] = state
+            try:
+                self._router.set_worker_state(worker_id, state)
+            except KvflashError as error:
+                logger.error("worker %d: %s", worker_id, error)
 
     def _warn(self) -> None:
         """Pass the refused workers to /health."""

@@ -761,9 +761,14 @@ def test_the_object_says_what_http_says(service):
     router.call("POST", "/busy_threshold", {"model": "m", "active_prefill_tokens_threshold": 0})
     with pytest.raises(AllBusyError, match="Thresholds in force"):
         router.call("POST", "/select", body)
+    router.set_worker_state(1, "draining")
+    assert router.call("GET", "/workers")[0]["state"] == "draining"
+    with pytest.raises(InvalidArgumentError, match="state"):
+        router.set_worker_state(1, "away")
     router.remove_worker(1)
-    with pytest.raises(NotFoundError):
-        router.remove_worker(1)
+    for gone in (router.remove_worker, lambda number: router.set_worker_state(number, "active")):
+        with pytest.raises(NotFoundError):
+            gone(1)
     router.stop()
     with pytest.raises(ClosedError):
         router.call("GET", "/workers")

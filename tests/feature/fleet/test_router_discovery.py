@@ -15,7 +15,7 @@ import pytest
 
 from kvflash import DistributedRuntime
 from kvflash.discovery import FileDiscovery, MemoryDiscovery
-from kvflash.errors import OverloadedError, TransportError
+from kvflash.errors import InvalidArgumentError, OverloadedError, TransportError
 from kvflash.router import RouterService, endpoint, workers
 from kvflash.router.workers import DiscoveredWorkers
 from service import DEADLINE_S, until
@@ -49,6 +49,7 @@ class Registry:
         self.workers: dict[int, dict[str, Any]] = {}
         self.refused_total = 0
         self.added_total = 0
+        self.states: list[tuple[int, str]] = []
         self.warnings: list[str] = []
         self.found: DiscoveredWorkers
         self.cluster = Alone()
@@ -62,6 +63,12 @@ class Registry:
 
     def remove_worker(self, worker_id: int) -> None:
         del self.workers[worker_id]
+
+    def set_worker_state(self, worker_id: int, state: str) -> None:
+        assert worker_id in self.workers
+        self.states.append((worker_id, state))
+        if state == "unknown":
+            raise InvalidArgumentError("no such state")
 
     def set_warnings(self, warnings: list[str]) -> None:
         self.warnings = warnings
@@ -118,6 +125,27 @@ def test_one_bad_key_hides_no_worker(caplog: pytest.LogCaptureFixture) -> None:
     asyncio.run(asyncio.wait_for(work(), 60))
     said = [one.getMessage() for one in caplog.records if one.levelno == logging.ERROR]
     assert all(any(f"v1/{key}: " in line for line in said) for key, _ in bad), said
+
+
+def test_a_state_in_discovery_is_told_when_it_changes() -> None:
+    async def work() -> None:
+        async with followed() as (registry, discovery):
+
+            async def told(state: str | None, *states: str) -> None:
+                await put(discovery, "instances/ns/backend/generate/1", INSTANCE | {"state": state})
+                wanted = [(1, state) for state in states]
+                await eventually(lambda: registry.states == wanted, f"the states {states}")
+
+            await told("unknown", "unknown")
+            await told("draining", "unknown", "draining")
+            # The card changes, so the worker is registered anew: as active.
+            await put(discovery, "models/ns/backend/generate/1", {"model_name": "m", "dp_size": 2})
+            again = [(1, "unknown"), (1, "draining"), (1, "draining")]
+            await eventually(lambda: registry.states == again, "the state, once more")
+            await told(None, "unknown", "draining", "draining", "active")
+            assert registry.added_total == 2
+
+    asyncio.run(asyncio.wait_for(work(), 60))
 
 
 def test_a_block_size_comes_from_the_workers_own_events() -> None:
