@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvflash import ClosedError, DistributedRuntime
+from kvflash import ClosedError, DistributedRuntime, TransportError
 from kvflash.discovery import Lease, MemoryDiscovery
-from kvflash.runtime import distributed
+from kvflash.runtime import distributed, nats
+from kvflash.runtime.frame import Request
+from kvflash.runtime.limits import RuntimeLimits
 from kvflash.runtime.plane import PlaneServer
 from support_runtime import run
 
@@ -111,5 +113,47 @@ def test_a_lease_that_is_granted_during_the_shutdown_is_revoked() -> None:
         with pytest.raises(ClosedError):
             await announcing
         assert await discovery.get_prefix("") == {}
+
+    run(scenario())
+
+
+class Connection:
+    """A connection to a broker; it can be told to break before it subscribes."""
+
+    def __init__(self, *, breaks: bool) -> None:
+        self.breaks, self.is_closed = breaks, False
+
+    async def subscribe(self, _subject: str, **_options: Any) -> None:
+        if self.breaks:
+            raise nats.NatsError("it broke")
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_connection_to_the_broker_that_can_not_be_used_is_closed(
+    breaks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        connection = Connection(breaks=breaks)
+        is_asked, gate = asyncio.Event(), asyncio.Event()
+
+        async def connect() -> Any:
+            is_asked.set()
+            await gate.wait()
+            return connection
+
+        monkeypatch.setattr(nats, "connect", connect)
+        client = nats.NatsClient(RuntimeLimits())
+        where = {"kind": "nats", "subject": "s"}
+        asking = asyncio.create_task(client.ask(where, Request("r", "t/w/run", 1, None)))
+        await is_asked.wait()
+        if not breaks:
+            await client.close()
+        gate.set()
+        with pytest.raises(TransportError if breaks else ClosedError):
+            await asking
+        assert connection.is_closed
 
     run(scenario())

@@ -321,13 +321,27 @@ class NatsClient(PlaneClient):
 
     async def _connected(self) -> None:
         async with self._connecting:
-            if self._is_closed:
-                raise ClosedError("the runtime is closed")
+            self._check_open()
             if self._connection is None:
-                connection = await connect()
-                await connection.subscribe(f"{self._inbox}.*", cb=self._receive)
-                self._connection = connection
+                self._connection = await self._connect()
                 self._ticking = asyncio.get_running_loop().create_task(self._tick())
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("the runtime is closed")
+
+    async def _connect(self) -> NatsConnection:
+        connection = await connect()
+        try:
+            await connection.subscribe(f"{self._inbox}.*", cb=self._receive)
+            # It may have been closed meanwhile, and would not close this connection any more.
+            self._check_open()
+        except BaseException as error:
+            await connection.close()
+            if isinstance(error, NatsError | OSError):
+                raise TransportError(f"NATS: {error or type(error).__name__}") from error
+            raise
+        return connection
 
     async def _receive(self, message: Any) -> None:
         reply = self._replies.get(message.subject.rpartition(".")[2])
