@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
@@ -55,6 +56,7 @@ def test_items_arrive_in_order_by_every_way_to_ask(plane: str, environment: Envi
                 with pytest.raises(StopAsyncIteration):
                     await anext(stream)
             assert await pair.ask(0) == []
+            assert await pair.ask(1, timeout_s=math.inf) == wanted[:1]
 
     run(scenario())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import numbers
 import random
 import secrets
@@ -198,7 +199,8 @@ class Stream:
         # It has the request, so it is dropped once that can't be sent again.
         self._pick: Pick | None = pick
         self._retried = retried
-        self._end = None if timeout_s is None else time.monotonic() + timeout_s
+        limit_s = math.inf if timeout_s is None else timeout_s
+        self._end = None if limit_s == math.inf else time.monotonic() + limit_s
         self._tried: set[int] = set()
         self._attempts = self._losses = 0
         self._failure: KvflashError | None = None
@@ -341,7 +343,8 @@ class Stream:
 
 
 def _check_timeout(timeout_s: Any) -> None:
-    if timeout_s is not None and not isinstance(timeout_s, numbers.Real):
+    is_number = isinstance(timeout_s, numbers.Real) and not math.isnan(timeout_s)
+    if timeout_s is not None and not is_number:
         raise InvalidArgumentError(
             f"timeout_s must be a number of seconds, or None for no limit, got {timeout_s!r}"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import math
 import socket
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,8 @@ def test_a_timeout_is_a_number() -> None:
             ):
                 with pytest.raises(InvalidArgumentError, match=r"timeout_s must be a .* got '1'"):
                     await asked
+            with pytest.raises(InvalidArgumentError, match=r"timeout_s must be a .* got nan"):
+                await client.generate({}, timeout_s=math.nan)
 
     asyncio.run(scenario())
 
