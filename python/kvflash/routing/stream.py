@@ -153,7 +153,7 @@ class RoutedStream:
             self._end(is_complete=True)
             raise
         except BaseException:
-            self._end(is_complete=False)
+            await self.aclose()
             raise
         return item
 

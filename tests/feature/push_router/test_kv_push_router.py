@@ -250,7 +250,9 @@ def test_a_request_that_is_refused_before_its_first_item_goes_elsewhere() -> Non
                 _ = [item async for item in await router.generate(TOKENS, worker_id=full.id)]
             # What a handler raises says nothing about the next request.
             full.failure = NotFoundError("no such adapter")
-            assert len([item async for item in await router.generate(TOKENS)]) == 4
+            with pytest.raises(NotFoundError, match="no such adapter"):
+                only = await router.generate(TOKENS, allowed_worker_ids=[full.id])
+                _ = [item async for item in only]
             assert len(full.requests) == 3
             assert router._client.suspects() == set()
             assert is_idle(router)

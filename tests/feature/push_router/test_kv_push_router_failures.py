@@ -54,18 +54,24 @@ def test_a_worker_that_drains_is_passed_over_for_the_others() -> None:
 def test_an_item_that_cannot_be_counted_frees_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
     async def handle(_worker: Worker, _request: object) -> AsyncIterator[dict[str, int]]:
         yield {"token_ids": 5}
+        await asyncio.Event().wait()
 
     monkeypatch.setattr(Worker, "handle", handle)
 
     async def work() -> None:
         async with Stage() as stage:
-            await stage.worker()
+            worker = await stage.worker()
             router = await stage.router(1)
             stream = await router.generate(TOKENS)
             with pytest.raises(TypeError):
                 await anext(stream)
             assert is_idle(router)
+
+            async def is_idle_too() -> bool:
+                return worker.runtime.stats()[PATH.replace(".", "/")]["running"] == 0
+
             # The stream is not garbage yet.
+            await eventually(is_idle_too, "the worker to end the request")
             with pytest.raises(StopAsyncIteration):
                 await anext(stream)
 
