@@ -41,6 +41,8 @@ class Replicas:
 
     #: Whether events come over NATS.
     is_nats = False
+    # What to do about events that are not received.
+    _remedy = "start the worker with --event-plane zmq, since only sockets are read here"
 
     def __init__(self) -> None:
         self._warned: set[int] = set()
@@ -57,14 +59,16 @@ class Replicas:
     def check_events(self, instance_id: int, events: dict[int, dict[str, Any]]) -> None:
         """Log once if a worker announces events that this process does not receive."""
         for where in events.values():
-            if is_brokered(where) and instance_id not in self._warned:
+            if not self._receives(where) and instance_id not in self._warned:
                 self._warned.add(instance_id)
                 logger.error(
-                    "worker %d publishes its events at %s, and only sockets are read here: start "
-                    "the worker with --event-plane zmq",
-                    instance_id,
-                    where["endpoint"],
-                )
+                    "worker %d publishes its events at %s: %s; until then its cache is not counted",
+                    instance_id, where["endpoint"], self._remedy,
+                )  # fmt: skip
+
+    def _receives(self, where: dict[str, Any]) -> bool:
+        """Whether events from there are received, if they are needed."""
+        return not is_brokered(where)
 
     def before_worker(
         self, component: Component, instance_id: int, events: dict[int, dict[str, Any]]

@@ -50,6 +50,7 @@ class Cluster(Replicas):
         super().__init__()
         self._catalog, self._flags, self._make_discovery = core.catalog, flags, open_discovery
         self._show_warnings, self._setting, self._is_strict = show_warnings, setting, is_strict
+        self._remedy = f"start the router with {setting}, or the worker with --event-plane zmq"
         self._uses_events = core.uses_events
         self.is_nats = self._uses_events and flags.event_plane == "nats"
         self._sharing: Sharing | None = None
@@ -109,18 +110,8 @@ class Cluster(Replicas):
 
     # -- called by those that find workers; only before_worker and follow wait for a server
 
-    def check_events(self, instance_id: int, events: dict[int, dict[str, Any]]) -> None:
-        """Log once if a worker announces events that this router does not receive."""
-        for where in events.values():
-            is_received = self.is_nats or not self._uses_events or not is_brokered(where)
-            if is_received or instance_id in self._warned:
-                continue
-            self._warned.add(instance_id)
-            logger.error(
-                "worker %d publishes its events at %s: start the router with %s, or the worker "
-                "with --event-plane zmq; until then its cache is not counted",
-                instance_id, where["endpoint"], self._setting,
-            )  # fmt: skip
+    def _receives(self, where: dict[str, Any]) -> bool:
+        return self.is_nats or not self._uses_events or not is_brokered(where)
 
     def events(self, instance_id: int, events: dict[int, dict[str, Any]]) -> dict[str, Any]:
         """Of the sockets that a worker announces, those to pass to the core."""
