@@ -176,7 +176,7 @@ async def register_llm(  # noqa: PLR0917 - the order that workers know
         "user_data": user_data,
     }
     try:
-        json.dumps(user_data)
+        json.dumps(user_data, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise InvalidArgumentError(f"user_data must be JSON: {error}") from None
     await endpoint.runtime.announce(model_key(endpoint), card)

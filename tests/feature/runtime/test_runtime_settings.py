@@ -313,6 +313,7 @@ def test_the_model_card(tmp_path: Any) -> None:
         ({"model_path": "./no-folder"}, "model_path must be a folder with tokenizer.json, or"),
         ({"runtime_config": {"max_num_seqs": 1}}, "runtime_config must be of type ModelRuntime"),
         ({"user_data": {1}}, "user_data must be JSON"),
+        ({"user_data": {"a": math.nan}}, "user_data must be JSON"),
     ],
 )
 def test_a_model_card_that_can_not_be_is_refused(changed: dict[str, Any], text: str) -> None:
