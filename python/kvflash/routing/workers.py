@@ -136,8 +136,9 @@ class Workers:
         """Serve this card's model with the state of its component's stream."""
         self._attached.clear()
         try:
-            self._model = _model_of(card)
-            self._core, self._cluster = self._serve(self._model)
+            model = _model_of(card)
+            self._core, self._cluster = self._serve(model)
+            self._model = model
             members = Membership(self._cluster, self._component)
             await members.follow()
             self._members = members

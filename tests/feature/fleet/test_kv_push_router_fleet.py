@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvflash.discovery import MemoryDiscovery
+from kvflash.errors import TransportError
 from kvflash.roster.keys import WorkerKeys
 from kvflash.routing.workers import Workers
 from service import DEADLINE_S
@@ -74,7 +75,7 @@ class Alone:
     def nothing(self, *_told: Any) -> None:
         pass
 
-    worker_joined = instance_joined = worker_gone = only = nothing
+    worker_joined = instance_joined = worker_gone = only = follow = nothing
 
 
 async def eventually(check: Callable[[], bool], what: str) -> None:
@@ -134,6 +135,41 @@ def test_each_core_call_is_made_once_for_all_that_came_or_went_at_once() -> None
         assert core.asked["set_workers"] == 3
         assert core.asked["report"] == 41 + 30
         assert core.asked["subscribe"] == 40 + 30
+        await workers.close()
+        await discovery.close()
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def test_a_core_that_could_not_be_made_is_made_with_the_next_worker() -> None:
+    async def work() -> None:
+        discovery, core = MemoryDiscovery(is_shared=False), Core()
+        cluster: Any = Alone(core)
+        cluster.is_nats = True
+        made: Any = core
+        asked: list[tuple[str, str] | None] = []
+
+        def serve(model: tuple[str, str] | None) -> tuple[Any, Any]:
+            asked.append(model)
+            if len(asked) == 1:
+                raise TransportError("no socket for the queue")
+            return made, cluster
+
+        async def announce(number: int) -> None:
+            path = f"ns/backend/generate/{number}"
+            await discovery.put(f"v1/models/{path}", b'{"model_name": "m"}')
+            await discovery.put(f"v1/instances/{path}", b'{"transport": {}}')
+
+        workers = Workers(
+            made, discovery, "ns/backend/generate", cluster, serve=serve, min_workers=0
+        )
+        await announce(1)
+        workers.start()
+        await workers.synced(DEADLINE_S)
+        assert workers.ids == []
+        await announce(2)
+        await eventually(lambda: workers.ids == [1, 2], "the workers")
+        assert asked == [("m", "default")] * 2
         await workers.close()
         await discovery.close()
 
