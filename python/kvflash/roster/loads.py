@@ -4,7 +4,8 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Any
 
 from kvflash.background import cancel
@@ -47,22 +48,26 @@ class LoadReader:
         pause_s = PAUSE_S
         while True:
             try:
-                await self._read(endpoint, instance_id, transport)
-                pause_s = PAUSE_S
+                async with aclosing(self._reports(endpoint, instance_id, transport)) as reports:
+                    async for report in reports:
+                        # Refused before the worker's card is known; then the stream is reopened.
+                        self._report(report)
+                        pause_s = PAUSE_S
             except (KvflashError, FailedError, OSError, LookupError, TypeError) as error:
                 # A TypeError is an item that JSON can't hold.
                 logger.debug("load of worker %d: %s", instance_id, error)
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, PAUSE_S_MAX)
 
-    async def _read(self, endpoint: str, instance_id: int, transport: dict[str, Any]) -> None:
+    async def _reports(
+        self, endpoint: str, instance_id: int, transport: dict[str, Any]
+    ) -> AsyncGenerator[str, None]:
         request = Request(secrets.token_hex(8), endpoint, instance_id, {})
         reply = await self._clients.of(transport).ask(transport, request)
         try:
             while (item := await reply.receive()) is not None:
                 fields = unpack(item)
                 if isinstance(fields, dict):
-                    # Refused before the worker's card is known; then the stream is opened again.
-                    self._report(json.dumps({**fields, "id": instance_id}))
+                    yield json.dumps({**fields, "id": instance_id})
         finally:
             reply.close()
