@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from kvflash._core import RouterBooking
@@ -45,9 +46,11 @@ class Sender:
         those of ``RouterCore``; ``name`` is for the worker and the journal. Raises the errors of
         :meth:`WaitingLine.book`, and TransportError if no worker that was tried can be reached.
         """
-        booker = _Booker(self, request, options, name)
+        booker = _Booker(self, options, name)
+        # Only the client has the request, and drops it with the first item.
+        pick = partial(booker.next, request)
         try:
-            stream = await self.client.send(booker.next, request_id=name, retried=RETRIED)
+            stream = await self.client.send(pick, request_id=name, retried=RETRIED)
         except BaseException:
             booker.free()
             raise
@@ -57,20 +60,18 @@ class Sender:
 class _Booker:
     """Books one request at a worker, and at the next one if that fails."""
 
-    def __init__(
-        self, sender: Sender, request: Mapping[str, Any], options: dict[str, Any], name: str
-    ) -> None:
-        self._sender, self._request, self._options, self._name = sender, request, options, name
+    def __init__(self, sender: Sender, options: dict[str, Any], name: str) -> None:
+        self._sender, self._options, self._name = sender, options, name
         self._is_pinned = options.get("worker_id") is not None
         #: The latest one.
         self.booking: RouterBooking | None = None
 
-    async def next(self, tried: set[int]) -> tuple[int, Any]:
+    async def next(self, request: Mapping[str, Any], tried: set[int]) -> tuple[int, Any]:
         """Book at an untried worker; return its number and what to send there."""
         self.free()
-        booking = self.booking = await self._book(tried)
+        booking = self.booking = await self._book(request["token_ids"], tried)
         return booking.worker_id, {
-            **self._request,
+            **request,
             "dp_rank": booking.dp_rank,
             "estimated_prefix_hit_num_blocks": booking.overlap_blocks,
         }
@@ -80,30 +81,28 @@ class _Booker:
         if self.booking is not None:
             self.booking.free()
 
-    async def _book(self, tried: set[int]) -> RouterBooking:
+    async def _book(self, token_ids: Sequence[int], tried: set[int]) -> RouterBooking:
         """Book at an untried worker; at a suspect only if no other may take the request.
 
         A failed worker has freed its load and would otherwise look the cheapest.
         """
         if self._is_pinned and tried:
             raise NoWorkerError("the request was pinned to a worker that failed")
-        suspects = self._sender.client.suspects()
+        options, suspects = self._options, self._sender.client.suspects()
         if self._is_pinned or not (tried or suspects):
-            return await self._book_with(self._options)
-        allowed = self._options.get("allowed_worker_ids")
+            return await self._book_with(token_ids, options)
+        allowed = options.get("allowed_worker_ids")
         ids = self._sender.worker_ids() if allowed is None else allowed
         left = [i for i in ids if i not in tried]
         best = [i for i in left if i not in suspects]
         if best and best != left:
             # The others may be draining.
             with contextlib.suppress(NoWorkerError):
-                return await self._book_with(self._options | {"allowed_worker_ids": best})
-        return await self._book_with(self._options | {"allowed_worker_ids": left})
+                return await self._book_with(token_ids, options | {"allowed_worker_ids": best})
+        return await self._book_with(token_ids, options | {"allowed_worker_ids": left})
 
-    async def _book_with(self, options: dict[str, Any]) -> RouterBooking:
-        return await self._sender.line.book(
-            self._request["token_ids"], options, request_id=self._name
-        )
+    async def _book_with(self, token_ids: Sequence[int], options: dict[str, Any]) -> RouterBooking:
+        return await self._sender.line.book(token_ids, options, request_id=self._name)
 
 
 class RoutedStream:

@@ -8,6 +8,7 @@ import inspect
 import json
 import pickle
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,28 @@ def test_load_is_freed_however_a_stream_ends() -> None:
                 with pytest.raises(WorkerError, match="broken"):
                     _ = [item async for item in await router.generate(TOKENS)]
                 assert is_idle(router)
+
+    run(work())
+
+
+def test_a_prompt_is_not_kept_for_its_answer() -> None:
+    class Tokens(list[int]):
+        """A list that can be watched."""
+
+    async def work() -> None:
+        async with Stage() as stage:
+            await stage.worker()
+            router = await stage.router(1)
+            tokens = Tokens(TOKENS)
+            watched = weakref.ref(tokens)
+            stream = await router.generate_from_request(
+                {"token_ids": tokens, "stop_conditions": {"max_tokens": 2}}
+            )
+            del tokens
+            await anext(stream)
+            gc.collect()
+            assert watched() is None
+            assert len([item async for item in stream]) == 2
 
     run(work())
 
