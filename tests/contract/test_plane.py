@@ -230,6 +230,45 @@ def test_a_client_that_goes_frees_the_handler(
     run(scenario())
 
 
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_stream_that_is_closed_while_it_is_read_says_so(
+    plane: str, is_kept: bool, environment: Environment
+) -> None:
+    environment("mem", plane)
+
+    async def scenario() -> None:
+        probe = Probe()
+
+        async def handle(request: int, context: Context) -> AsyncIterator[int]:
+            async for item in probe.hang(request - 1, context) if request else _nothing():
+                yield item
+
+        async with Pair(handle, limits=RuntimeLimits(cancel_grace_s=0.05)) as pair:
+            if is_kept:
+                # Its connection carries the next one.
+                assert await pair.ask(0) == []
+            for items in (0, 1):
+                stream = await pair.client.generate(items + 1)
+                assert [await anext(stream) for _ in range(items)] == list(range(items))
+                reading = asyncio.ensure_future(anext(stream))
+                # It waits, and the request has arrived.
+                await asyncio.sleep(0)
+                await probe.began.wait()
+                probe.began.clear()
+                await stream.aclose()
+                with pytest.raises(ClosedError, match=r"the stream (is|was) closed"):
+                    await reading
+            assert pair.client.suspects() == set()
+            await eventually(pair.is_idle, "the handlers to be gone")
+
+    run(scenario())
+
+
+async def _nothing() -> AsyncIterator[int]:
+    return
+    yield 0
+
+
 def test_a_handler_that_watches_its_context_ends_by_itself(
     plane: str, environment: Environment
 ) -> None:

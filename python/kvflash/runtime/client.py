@@ -261,6 +261,7 @@ class Stream:
             try:
                 packed = await self._in_time(self._reply.receive())
             except (FailedError, TransportError) as failed:
+                self._check_open()
                 self._give_up(failed)
                 await self._open()
             else:
@@ -276,6 +277,7 @@ class Stream:
             assert self._pick is not None
             try:
                 self.instance_id, payload = await self._pick(self._tried)
+                self._check_open()
             except (NoWorkerError, NotFoundError):
                 if self._failure is None:
                     raise
@@ -298,12 +300,21 @@ class Stream:
             )
             try:
                 plane = runtime.planes.of(instance.transport)
-                self._reply = await self._in_time(plane.ask(instance.transport, request))
-                return
+                reply = await self._in_time(plane.ask(instance.transport, request))
             except FailedError as failed:
                 self._give_up(failed)
             except (TransportError, DecodeError, KeyError) as broken:
                 self._give_up(TransportError(f"instance {instance.id}: {broken}"))
+            else:
+                self._reply = reply
+                self._check_open()
+                return
+
+    def _check_open(self) -> None:
+        """Raise ClosedError if another task has closed it while this one waited."""
+        if self._is_ended:
+            self._close_reply()
+            raise ClosedError("the stream was closed while it was read")
 
     def _give_up(self, failed: FailedError | KvflashError) -> None:
         """Leave an instance that failed; raise the error if no other one may be asked."""

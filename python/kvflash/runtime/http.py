@@ -314,8 +314,13 @@ class HttpReply:
     async def _begin(self) -> None:
         if self._sending is None:
             raise ClosedError("the stream is closed")
-        # Reading may be cancelled; it then handles the request itself.
-        response = await asyncio.shield(self._sending)
+        try:
+            # Reading may be cancelled; it then handles the request itself.
+            response = await asyncio.shield(self._sending)
+        except asyncio.CancelledError:
+            if self._sending is None:
+                raise ClosedError("the stream was closed meanwhile") from None
+            raise
         if not self._is_answer(response):
             text = await response.content.read(READ_BYTES)
             response.close()

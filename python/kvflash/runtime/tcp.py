@@ -227,32 +227,38 @@ class TcpReply:
         self._data = None
         if kind in (Kind.END, Kind.ERROR):
             connection, self._connection = self._connection, None
-            assert connection is not None
-            self._client.keep(self._address, connection)
+            # Without one it was closed meanwhile.
+            if connection is not None:
+                self._client.keep(self._address, connection)
         return item_in(kind, payload, self._address)
 
     def close(self) -> None:
-        connection, self._connection = self._connection, None
+        connection, self._connection, self._data = self._connection, None, None
         if connection is not None:
             connection.abort()
 
     async def _next(self) -> tuple[int, bytes]:
-        if self._connection is None:
+        connection = self._connection
+        if connection is None:
             raise ClosedError("the stream is closed")
         try:
-            return await self._connection.receive()
+            return await connection.receive()
         except TransportError:
-            if self._data is None or self._connection.is_amid:
+            if self._data is None or connection.is_amid:
                 raise
         data, self._data = self._data, None
-        self._connection.abort()
+        connection.abort()
         try:
-            self._connection = await self._client.connect(self._address)
+            fresh = await self._client.connect(self._address)
         except TransportError as error:
             # It may have read the request before it went.
             raise TransportError(f"the worker died with the request: {error}") from error
-        await _write(self._connection, data, self._address)
-        return await self._connection.receive()
+        if self._connection is None:
+            fresh.abort()
+            raise ClosedError("the stream was closed meanwhile")
+        self._connection = fresh
+        await _write(fresh, data, self._address)
+        return await fresh.receive()
 
 
 async def _write(connection: Connection, data: bytes, address: str) -> None:
