@@ -84,6 +84,8 @@ class _Subscription:
     has_greeted: bool = False
     #: Whether the peer closed a connection before that: it is left alone until ``reconnect_at``.
     is_refused: bool = False
+    #: Whether an order paused it; one that is held from the start is not paused.
+    is_paused: bool = False
     has_failed: bool = False
     breach_line_at: float = 0.0
 
@@ -252,17 +254,18 @@ class ZmqReceiver:
         if subscription.repair.is_held or subscription.has_failed:
             return
         subscription.repair.hold()
+        subscription.is_paused = True
         self._follow(subscription, [])
         # Without a socket the status tells why.
         if subscription.is_open:
-            self._catalog.set_status(subscription.publisher, "paused")
+            self._show(subscription, "paused")
 
     def _release(self, subscription: _Subscription) -> None:
         if not subscription.repair.is_held:
             return
+        subscription.is_paused = False
         if subscription.is_open and not subscription.has_failed:
-            status = "active" if subscription.is_connected else "pending"
-            self._catalog.set_status(subscription.publisher, status)
+            self._show(subscription, "active" if subscription.is_connected else "pending")
         self._follow(subscription, subscription.repair.release(subscription.is_connected))
 
     def _connect(self, subscription: _Subscription) -> None:
@@ -279,8 +282,7 @@ class ZmqReceiver:
 
     def _fail(self, subscription: _Subscription, why: str) -> None:
         subscription.has_failed = True
-        message = f"can't connect to {subscription.endpoint}: {why}"
-        self._catalog.set_status(subscription.publisher, "failed", message)
+        self._show(subscription, "failed", f"can't connect to {subscription.endpoint}: {why}")
 
     def _reopen(self, subscription: _Subscription) -> None:
         # This turn may have taken longer than the grace period: handle pending monitor events
@@ -306,6 +308,15 @@ class ZmqReceiver:
         if subscription.breach_line_at <= now:
             subscription.breach_line_at = now + _BREACH_LINE_S
             logger.warning("engine at %s: %s", subscription.endpoint, message)
+        self._show(subscription, status, message)
+
+    def _show(self, subscription: _Subscription, status: str, message: str | None = None) -> None:
+        """Set its status in the catalog; a paused one stays paused whatever its connection does.
+
+        The catalog resumes only what it shows as paused.
+        """
+        if subscription.is_paused and status != "failed":
+            status = "paused"
         self._catalog.set_status(subscription.publisher, status, message)
 
     def _refuse(self, subscription: _Subscription) -> None:
@@ -335,7 +346,6 @@ class ZmqReceiver:
         self._close(subscription.socket)
 
     def _on_monitor(self, subscription: _Subscription) -> None:
-        publisher = subscription.publisher
         while subscription.monitor.poll(0):
             # Its number, its value, then an address. Not read by pyzmq, which would load asyncio.
             # Source: zmq_socket_monitor(3).
@@ -351,17 +361,17 @@ class ZmqReceiver:
                 self._reconnect_in(subscription, _HANDSHAKE_S)
             elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 subscription.has_greeted = True
-                self._catalog.set_status(publisher, "active")
+                self._show(subscription, "active")
                 self._follow(subscription, subscription.repair.connected())
             elif kind == zmq.EVENT_DISCONNECTED and not subscription.has_greeted:
                 self._refuse(subscription)
             elif kind == zmq.EVENT_DISCONNECTED:
                 self._reconnect_in(subscription, _RECONNECT_GRACE_S)
-                self._catalog.set_status(publisher, "pending", "disconnected; connecting again")
+                self._show(subscription, "pending", "disconnected; connecting again")
             elif kind == zmq.EVENT_CONNECT_RETRIED:
                 has_dialled, subscription.has_dialled = subscription.has_dialled, False
                 why = "connecting fails" if has_dialled else _NO_ADDRESS
-                self._catalog.set_status(publisher, "pending", f"{why}; trying again")
+                self._show(subscription, "pending", f"{why}; trying again")
 
     def _on_stream(self, subscription: _Subscription) -> None:
         messages: list[list[_Part]]

@@ -912,6 +912,27 @@ def test_a_pause_hides_no_failure(http, embedded, engine, monkeypatch):
             assert "can't open a socket: Too many open files" in entry["last_error"]
 
 
+def test_a_paused_publisher_stays_paused_when_its_engine_restarts(http, embedded, engine):
+    """Otherwise nothing could resume it: the core resumes only what it shows as paused."""
+    made = engine(replay=False)
+    register(http, made)
+    subscription = subscription_of(embedded.receiver, made)
+    order = (subscription.publisher, "", None)
+    embedded.receiver.obey(("pause", *order))
+    until(lambda: listener(http, 1)["status"] == "paused", "the pause")
+    made.stop()
+    until(lambda: not subscription.is_connected, "the loss to be seen")
+    assert listener(http, 1)["status"] == "paused"
+    made.start()
+    until(lambda: subscription.is_connected, "the connection")
+    in_one_turn(embedded.receiver, lambda: None)
+    assert listener(http, 1)["status"] == "paused"
+    embedded.receiver.obey(("resume", *order))
+    until(lambda: listener(http, 1)["status"] == "active", "the release")
+    made.wait_for_subscriber()
+    wait_for_sequence(http, 1, made.publish(one(1)))
+
+
 def test_a_gap_without_a_socket_for_its_replay_is_given_up(http, engine):
     made = engine()
     register(http, made)
