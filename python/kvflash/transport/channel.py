@@ -31,7 +31,7 @@ class Channel(Protocol):
         """Send a message; raises TransportError if that fails."""
 
     def follow(self, endpoints: set[str]) -> None:
-        """Set the endpoints of the other members; those that failed before are tried again."""
+        """Set the endpoints of the other members."""
 
     async def close(self) -> None:
         """Stop receiving."""
@@ -82,14 +82,13 @@ class ZmqChannel:
         for endpoint in self._followed - wanted:
             with contextlib.suppress(zmq.ZMQError):
                 self._sub.disconnect(endpoint)
-        self._followed &= wanted
         for endpoint in wanted - self._followed:
             try:
                 dial(self._sub, endpoint)
             except zmq.ZMQError as error:
+                # libzmq checks the form only and connects later, so another attempt would fail too.
                 logger.warning("can't connect to the router at %s: %s", endpoint, error)
-            else:
-                self._followed.add(endpoint)
+        self._followed = wanted
 
     async def close(self) -> None:
         self._is_closed = True
