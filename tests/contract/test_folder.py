@@ -85,6 +85,30 @@ def test_a_lease_is_lost_when_somebody_empties_the_folder(tmp_path: Path) -> Non
     run(scenario())
 
 
+def test_a_number_that_is_taken_again_survives_the_sweep_of_its_last_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        mine, other = FileDiscovery(tmp_path), FileDiscovery(tmp_path)
+        mine._leases.pop(await mine.lease(lease_id=7)).release()
+        async with other._locked():
+            # Between a sweep's look at the file and its deletion.
+            assert not other._folder.is_alive(7)
+            taking = asyncio.create_task(mine.lease(lease_id=7))
+            await asyncio.sleep(0)
+            with monkeypatch.context() as patch:
+                patch.setattr(other._folder, "is_alive", lambda _: False)
+                other._folder.sweep()
+        lease = await taking
+        await mine.put("k", b"1", lease)
+        assert await other.get_prefix("") == {"k": b"1"}
+        assert not lease.lost.is_set()
+        await mine.close()
+        await other.close()
+
+    run(scenario())
+
+
 def test_a_lock_that_is_never_given_back_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,10 +53,10 @@ class FileDiscovery(Discovery):
 
     async def lease(self, ttl_s: float = LEASE_TTL_S, *, lease_id: int | None = None) -> Lease:
         """Its end is noticed at once, whatever ``ttl_s`` says."""
-        self._check_open()
         lease = Lease(lease_id or new_lease_id(), self._revoke)
-        with self._told():
-            self._folder.make()
+        # A sweep may be about to delete the file of an earlier lease with this number.
+        async with self._locked():
+            self._check_open()
             file = self._leases[lease] = LeaseFile(self._folder.path, lease.id)
         weakref.finalize(lease, file.release)
         self._poll()

@@ -32,7 +32,10 @@ _IS_LOCKED = (BlockingIOError, PermissionError)
 
 
 class LeaseFile:
-    """A locked file. A forked child closes it, so that the parent's death is noticed."""
+    """A locked file, made under the folder's lock.
+
+    A forked child closes it, so that the parent's death is noticed.
+    """
 
     _held: ClassVar[weakref.WeakSet[LeaseFile]] = weakref.WeakSet()
 
