@@ -258,10 +258,11 @@ class BrokerOutlet:
                 batch = await self._next()
                 if batch is None:
                     return
-                await send(*batch)
-            except InvalidArgumentError as error:
-                logger.error("a batch of events is lost: %s", error)
-                self._counts["dropped_batches"] += 1
+                try:
+                    await send(*batch)
+                except InvalidArgumentError as error:
+                    logger.error("a batch of events is lost: %s", error)
+                    self._counts["dropped_batches"] += 1
             except KvflashError as error:
                 if self._is_closed:
                     return

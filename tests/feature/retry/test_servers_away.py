@@ -12,7 +12,7 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from kvflash import ClosedError, TransportError
+from kvflash import ClosedError, InvalidArgumentError, TransportError
 from kvflash.publisher.brokered import Served
 from kvflash.runtime.nats import connect as runtime_connect
 from kvflash.servers import NatsSettings
@@ -91,6 +91,26 @@ def test_a_writer_that_has_failed_takes_no_more_events(
         assert writer.stats()["waiting_bytes"] == 0
         with pytest.raises(ClosedError):
             writer.put(b"b")
+
+
+def test_a_stream_that_is_refused_at_first_costs_no_batch(
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = [InvalidArgumentError("refused")]
+    ensure = JetStreamLog.ensure
+
+    async def refuse(log: JetStreamLog) -> None:
+        if refusals:
+            raise refusals.pop()
+        await ensure(log)
+
+    monkeypatch.setattr(JetStreamLog, "ensure", refuse)
+    with closing(outlet(settings=NatsSettings.from_env({"NATS_SERVER": server.url}))) as writer:
+        until(lambda: not refusals, "the refusal")
+        writer.put(b"a")
+        assert writer.flush(30)
+        counts = writer.stats()
+    assert (counts["stored_batches_total"], counts["dropped_batches_total"]) == (1, 0)
 
 
 def test_a_writer_whose_model_has_no_name_says_so(
