@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from kvflash._core import Catalog
 from kvflash.errors import DecodeError, KvflashError, TransportError
-from kvflash.transport.base import Message
+from kvflash.transport.base import Message, frame, take_batches
 from kvflash.transport.names import PUBLISHER, SEQUENCE
 
 logger = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ class CatalogSink:
                         if has_position or origin.worker in self._epochs:
                             publisher.catalog.restarted(publisher.number)
                         self._epochs[origin.worker] = origin.epoch
-                    run.append([sequence.to_bytes(8, "big"), message.payload])
+                    run.append(frame(sequence, message.payload))
             self._take(run_of, run)
 
     def clear(self) -> None:
@@ -348,16 +348,10 @@ class CatalogSink:
         return publisher, origin, sequence
 
     def _take(self, publisher: _Publisher | None, frames: list[list[bytes]]) -> None:
-        while publisher is not None and frames:
-            catalog, number, _ = publisher
-            # Passed as replayed: an earlier number is then a duplicate, never a restart.
-            consumed, outcome, first, last = catalog.take(number, frames, replayed=True)
-            if outcome != "gap":
-                return
-            # The log has lost it, or never had it.
-            self.counts["lost_batches"] += last - first + 1
-            catalog.give_up(number, last + 1)
-            frames = frames[consumed:]
+        if publisher is not None:
+            # The log has lost the missing ones, or never had them.
+            lost = take_batches(publisher.catalog, publisher.number, frames)
+            self.counts["lost_batches"] += lost
 
     def _drop(self, kind: str, message: Message, reason: KvflashError) -> None:
         self.counts[kind] += 1

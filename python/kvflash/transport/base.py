@@ -32,16 +32,23 @@ class Receiver(Protocol):
         """Close everything; blocks until done."""
 
 
-def take_batch(catalog: Catalog, publisher: int, sequence: int, payload: bytes) -> int:
-    """Pass a batch to a catalog. Batches missing before it are lost; returns how many."""
-    frame = [sequence.to_bytes(8, "big"), payload]
-    # Passed as replayed: an earlier number is then a duplicate, never a restart.
-    _, outcome, first, last = catalog.take(publisher, [frame], replayed=True)
-    if outcome != "gap":
-        return 0
-    catalog.give_up(publisher, last + 1)
-    catalog.take(publisher, [frame], replayed=True)
-    return last - first + 1
+def frame(sequence: int, payload: bytes) -> list[bytes]:
+    """A batch as a catalog takes it."""
+    return [sequence.to_bytes(8, "big"), payload]
+
+
+def take_batches(catalog: Catalog, publisher: int, frames: list[list[bytes]]) -> int:
+    """Pass batches to a catalog in order; those missing in between are lost. Returns how many."""
+    lost = 0
+    while frames:
+        # Passed as replayed: an earlier number is then a duplicate, never a restart.
+        consumed, outcome, first, last = catalog.take(publisher, frames, replayed=True)
+        if outcome != "gap":
+            break
+        lost += last - first + 1
+        catalog.give_up(publisher, last + 1)
+        frames = frames[consumed:]
+    return lost
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import msgpack  # type: ignore[import-untyped,unused-ignore]
 
 from kvflash._core import Catalog
 from kvflash.errors import DecodeError
-from kvflash.transport.base import take_batch
+from kvflash.transport.base import frame, take_batches
 
 _PART_BYTES = 256 * 1024
 RING_BATCHES = 1_024
@@ -100,7 +100,7 @@ class LocalIndex:
 
     def record(self, sequence: int, payload: bytes) -> None:
         """Record a numbered batch; call before it is sent."""
-        take_batch(self._catalog, self._publisher, sequence, payload)
+        take_batches(self._catalog, self._publisher, [frame(sequence, payload)])
         self._ring.append((sequence, payload))
         self._ring_bytes += len(payload)
         while len(self._ring) > self._limits[0] or (

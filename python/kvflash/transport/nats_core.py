@@ -23,7 +23,7 @@ from kvflash.nats_login import Client
 from kvflash.outage import Outage
 from kvflash.servers import NatsSettings
 from kvflash.transport import names
-from kvflash.transport.base import Order, take_batch
+from kvflash.transport.base import Order, frame, take_batches
 from kvflash.transport.jetstream import reaching
 from kvflash.transport.local_index import Answer, LocalIndex, join, question
 from kvflash.transport.nats_connection import connect, message_bytes
@@ -138,8 +138,8 @@ class CoreFollower:
         if worker.epoch is not None and epoch > worker.epoch:
             self._catalog.restarted(worker.publisher)
         worker.epoch = epoch
-        frame = [sequence.to_bytes(8, "big"), payload]
-        _, outcome, first, last = self._catalog.take(worker.publisher, [frame], replayed=True)
+        batch = frame(sequence, payload)
+        _, outcome, first, last = self._catalog.take(worker.publisher, [batch], replayed=True)
         if outcome != "gap":
             return
         # Asked once: batches missing from the answer will not come.
@@ -147,11 +147,10 @@ class CoreFollower:
             # The query may have been lost. A dump contains everything.
             worker.is_known = False
             return
-        self._apply(worker, sequence, payload)
+        self._apply(worker, [batch])
 
-    def _apply(self, worker: _Worker, sequence: int, payload: bytes) -> None:
-        lost = take_batch(self._catalog, worker.publisher, sequence, payload)
-        self.stats["lost_batches"] += lost
+    def _apply(self, worker: _Worker, frames: list[list[bytes]]) -> None:
+        self.stats["lost_batches"] += take_batches(self._catalog, worker.publisher, frames)
 
     async def _repair(self, worker: _Worker, first: int, last: int) -> bool:
         """Request missing batches; False without an answer."""
@@ -163,9 +162,8 @@ class CoreFollower:
             return True
         if answer.kind == "events":
             self.stats["ranges"] += 1
-            # One at a time: the worker may have lost some in between as well.
-            for number, data in answer.batches:
-                self._apply(worker, number, data)
+            # The worker may have lost some in between as well.
+            self._apply(worker, [frame(number, data) for number, data in answer.batches])
         elif answer.kind == "dump":
             self._restore(worker, answer)
         else:
