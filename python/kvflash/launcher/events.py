@@ -7,9 +7,8 @@ from kvflash.cluster_flags import unused_server
 from kvflash.errors import ConfigError
 from kvflash.launcher.command import EventPorts
 from kvflash.launcher.options import LauncherOptions
-from kvflash.publisher.announce import events_key, events_value
-from kvflash.publisher.brokered import UNUSED_LOCAL_INDEXER, BrokerOutlet, Served
-from kvflash.publisher.relay import Relay
+from kvflash.publisher.brokered import UNUSED_LOCAL_INDEXER
+from kvflash.publisher.kv_events import KvEventPublisher
 from kvflash.runtime import Component
 from kvflash.servers import NatsSettings, needing_nats
 
@@ -27,7 +26,8 @@ class EngineEvents:
     ) -> None:
         self._options, self._ports, self._ranks = options, ports, ranks
         self._component = component
-        self._relays: dict[int, Relay] = {}
+        # One for each rank, in order.
+        self._publishers: list[KvEventPublisher] = []
 
     async def check(self) -> None:
         """Check the server that is needed before an engine spends minutes loading."""
@@ -44,7 +44,7 @@ class EngineEvents:
             from kvflash.transport.nats_connection import check_server  # noqa: PLC0415
         await asyncio.to_thread(check_server, NatsSettings.from_env())
 
-    async def announce(self, served: Served, block_size: int | None) -> list[str]:
+    async def announce(self, block_size: int | None) -> list[str]:
         """Announce the events of every rank; with NATS start their relays. May be called again.
 
         Returns one location per rank. Raises ConfigError if the block size is unknown, and
@@ -56,36 +56,25 @@ class EngineEvents:
             raise ConfigError(
                 "the engine does not report its block size: set it with the engine's own flag"
             )
-        runtime, places = self._component.runtime, []
-        for rank, (events, replay) in enumerate(self._ports.endpoints(runtime.host, self._ranks)):
-            where = events_value("zmq", events, replay, block_size)
-            if self._options.event_plane == "nats":
-                relay = await asyncio.to_thread(self._relay, rank, served, block_size)
-                where = events_value(relay.kind, relay.endpoint, None, block_size)
-            await runtime.announce(events_key(self._component, runtime.instance_id, rank), where)
-            places.append(where["endpoint"])
-        return places
+        options, runtime = self._options, self._component.runtime
+        # A relay runs on the engine's machine.
+        host = _ENGINE_HOST if options.event_plane == "nats" else runtime.host
+        ranks = list(enumerate(self._ports.endpoints(host, self._ranks)))
+        for rank, (events, replay) in ranks[len(self._publishers) :]:
+            publisher = await asyncio.to_thread(
+                KvEventPublisher,
+                self._component,
+                kv_block_size=block_size,
+                dp_rank=rank,
+                enable_local_indexer=options.enable_local_indexer,
+                zmq_endpoint=events,
+                zmq_replay_endpoint=replay,
+                loop=asyncio.get_running_loop(),
+                event_plane=options.event_plane,
+            )
+            self._publishers.append(publisher)
+        return [publisher.endpoint for publisher in self._publishers]
 
     async def close(self) -> None:
         """Relay the remaining events, and stop."""
-        await asyncio.gather(*(asyncio.to_thread(relay.close) for relay in self._relays.values()))
-
-    def _relay(self, rank: int, served: Served, block_size: int) -> Relay:
-        if rank not in self._relays:
-            assert self._ports is not None
-            events, replay = self._ports.endpoints(_ENGINE_HOST, self._ranks)[rank]
-            self._relays[rank] = Relay(
-                BrokerOutlet(
-                    self._component,
-                    instance_id=self._component.runtime.instance_id,
-                    dp_rank=rank,
-                    block_size=block_size,
-                    served=lambda: served,
-                    has_local_index=self._options.enable_local_indexer,
-                ),
-                events,
-                replay,
-                # With a custom prefix the engine's topic is unknown.
-                topic="",
-            )
-        return self._relays[rank]
+        await asyncio.gather(*(asyncio.to_thread(one.shutdown) for one in self._publishers))

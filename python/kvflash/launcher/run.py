@@ -17,7 +17,6 @@ from kvflash.launcher.command import Arguments, EngineCommand
 from kvflash.launcher.events import EngineEvents
 from kvflash.launcher.options import LauncherOptions, parse_options
 from kvflash.llm import ModelInput, ModelRuntimeConfig, ModelType, register_llm
-from kvflash.publisher.brokered import Served
 from kvflash.runtime import DistributedRuntime, Endpoint
 from kvflash.settings import warn_of_misspelt
 
@@ -140,7 +139,7 @@ async def _register(
     has_room = is_prefill and command.bootstrap_port is not None
     while True:
         try:
-            places = await events.announce(Served(found.model_name, is_prefill), block_size)
+            places = await events.announce(block_size)
             await register_llm(
                 ModelInput.Text,
                 ModelType.Prefill if is_prefill else ModelType.Chat | ModelType.Completions,

@@ -9,7 +9,13 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from kvflash.errors import ConflictError, InvalidArgumentError, KvflashError, TransportError
+from kvflash.errors import (
+    ClosedError,
+    ConflictError,
+    InvalidArgumentError,
+    KvflashError,
+    TransportError,
+)
 from kvflash.runtime import Component, DistributedRuntime
 
 logger = logging.getLogger(__name__)
@@ -92,7 +98,9 @@ def announce_events(
     async def take_back() -> None:
         with contextlib.suppress(Exception):
             await asyncio.wrap_future(announced)
-        await runtime.withdraw(key)
+        # A runtime that has ended has withdrawn everything.
+        with contextlib.suppress(ClosedError):
+            await runtime.withdraw(key)
 
     def withdraw() -> None:
         held.discard(key)

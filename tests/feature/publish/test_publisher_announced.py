@@ -203,6 +203,21 @@ def test_a_withdrawal_without_an_answer_is_logged_with_its_reason(publisher, mon
     assert "can't withdraw the announcement of events: no answer within 0.1 s" in caplog.text
 
 
+def test_a_publisher_may_end_after_its_runtime(publisher, caplog):
+    async def engine():
+        loop = asyncio.get_running_loop()
+        async with DistributedRuntime(discovery="mem") as runtime:
+            component = runtime.namespace("test").component("backend")
+            made = [
+                await asyncio.to_thread(publisher, component, dp_rank=r, loop=loop) for r in (0, 1)
+            ]
+        await asyncio.to_thread(made[0].shutdown)
+        made[1].shutdown()
+
+    asyncio.run(engine())
+    assert caplog.text == ""
+
+
 def test_a_relay_announces_the_engine_and_binds_nothing(publisher):
     async def engine():
         async with DistributedRuntime(discovery="mem") as runtime:
