@@ -37,8 +37,8 @@ from kvflash._core import Catalog, Frontend, RouterCore  # noqa: E402
 from kvflash.discovery import open_discovery  # noqa: E402
 from kvflash.publisher import brokered  # noqa: E402
 from kvflash.state.attach import StateOptions, StateService, attach  # noqa: E402
-from kvflash.state.frames import Origin, event_headers  # noqa: E402
 from kvflash.transport.base import Message  # noqa: E402
+from kvflash.transport.origin import Origin  # noqa: E402
 from servers import EtcdServer, NatsServer, outlet  # noqa: E402
 from service import Process, until  # noqa: E402
 
@@ -203,7 +203,7 @@ def fill(state: StateService, blocks: int) -> None:
                 instance_id=worker, dp_rank=0, epoch=1, model_name="m", block_size=BLOCK
             )
             payload = batch(next(chains) * CHAIN, 1, CHAIN)
-            state.sink.apply([Message(next(sequence), event_headers(origin, number), payload)])
+            state.sink.apply([Message(next(sequence), origin.headers(number), payload)])
 
 
 class Samples:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from kvflash._core import EventOutbox
@@ -209,7 +209,7 @@ class BrokerOutlet:
 
     def _destination(self, client: Any, served: Served) -> tuple[_Open, _Send]:
         """Functions that open the destination and send a batch there."""
-        from kvflash.state.frames import Origin, event_headers, event_key  # noqa: PLC0415
+        from kvflash.transport.origin import Origin  # noqa: PLC0415
 
         def origin_of(epoch: int) -> Origin:
             return Origin(
@@ -225,15 +225,12 @@ class BrokerOutlet:
             from kvflash.transport.local_index import LocalIndex  # noqa: PLC0415
             from kvflash.transport.nats_core import NatsCorePublisher  # noqa: PLC0415
 
-            index = LocalIndex(**asdict(origin_of(self._epoch)))
+            index = LocalIndex(origin_of(self._epoch))
             query = names.query_subject(self._place, self._instance_id, self._dp_rank)
             core = NatsCorePublisher(client, self._place, query, index)
 
             async def publish(epoch: int, sequence: int, payload: bytes) -> None:
-                origin = origin_of(epoch)
-                if core.index.epoch != epoch:
-                    core.index = LocalIndex(**asdict(origin))
-                await core.send(event_headers(origin, sequence), sequence, payload)
+                await core.send(origin_of(epoch), sequence, payload)
 
             return core.open, publish
         from kvflash.transport.jetstream import JetStreamLog  # noqa: PLC0415
@@ -242,8 +239,7 @@ class BrokerOutlet:
 
         async def store(epoch: int, sequence: int, payload: bytes) -> None:
             origin = origin_of(epoch)
-            headers, key = event_headers(origin, sequence), event_key(origin, sequence)
-            await log.append(headers, payload, key=key)
+            await log.append(origin.headers(sequence), payload, key=origin.key(sequence))
             self._counts["stored_batches"] += 1
 
         return log.ensure, store

@@ -1,4 +1,4 @@
-"""Converts a publisher's batches to a log's messages, and applies these to a catalog."""
+"""Applies a log's messages to a catalog, and makes snapshots of it."""
 
 from __future__ import annotations
 
@@ -8,22 +8,19 @@ import struct
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
 from kvflash._core import Catalog
 from kvflash.errors import DecodeError, KvflashError, TransportError
 from kvflash.transport.base import Message, frame, take_batches
-from kvflash.transport.names import PUBLISHER, SEQUENCE
+from kvflash.transport.origin import Origin, parse_headers
 
 logger = logging.getLogger(__name__)
 
-_INDEX = "Kvflash-Index"
 _KIND = "Kvflash-Kind"
 _RESET = "reset"
-_U64_MAX = (1 << 64) - 1
 _MAGIC = b"kvfstate"
 # Departed workers are remembered, so that late messages do not bring them back.
 _GONE_MAX = 65_536
@@ -35,87 +32,9 @@ _COUNTS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Origin:
-    """The publisher of a message, from its headers."""
-
-    instance_id: int
-    dp_rank: int
-    # Start time of the publisher in nanoseconds since the epoch; grows with every start.
-    epoch: int
-    # The index that the events are for.
-    model_name: str
-    block_size: int
-    tenant_id: str = "default"
-
-    @property
-    def worker(self) -> tuple[int, int]:
-        """Instance id and dp rank."""
-        return self.instance_id, self.dp_rank
-
-
-def event_headers(origin: Origin, sequence: int) -> dict[str, str]:
-    """The headers of one batch."""
-    index = [origin.model_name, origin.tenant_id, origin.block_size]
-    return {
-        PUBLISHER: f"{origin.instance_id}/{origin.dp_rank}/{origin.epoch}",
-        SEQUENCE: str(sequence),
-        # ASCII only, whatever the model's name.
-        _INDEX: json.dumps(index),
-    }
-
-
-def event_key(origin: Origin, sequence: int) -> str:
-    """Identifies a batch, so that it is stored once however often it is sent."""
-    return f"{origin.instance_id}-{origin.dp_rank}-{origin.epoch}-{sequence}"
-
-
 def reset_headers() -> dict[str, str]:
     """Headers of a message that makes every replica discard everything before it."""
     return {_KIND: _RESET}
-
-
-def _number(text: str, name: str) -> int:
-    if text.isascii() and text.isdigit() and len(text) <= 20 and int(text) <= _U64_MAX:
-        return int(text)
-    raise DecodeError(f"{name} must be a 64-bit number, got {text!r:.80}")
-
-
-def _parse(headers: Mapping[str, str]) -> tuple[Origin, int]:
-    """A message's publisher and sequence number; DecodeError names an invalid header."""
-    for name in (PUBLISHER, SEQUENCE, _INDEX):
-        if name not in headers:
-            raise DecodeError(f"header {name} is missing")
-    who = headers[PUBLISHER].split("/")
-    if len(who) != 3:
-        raise DecodeError(
-            f"{PUBLISHER} must be instance/rank/epoch, got {headers[PUBLISHER]!r:.80}"
-        )
-    instance_id, dp_rank, epoch = (_number(part, PUBLISHER) for part in who)
-    try:
-        model_name, tenant_id, block_size = json.loads(headers[_INDEX])
-        # JSON can hold half a character ("\ud800"), which the catalog can't.
-        f"{model_name}{tenant_id}".encode()
-    except (ValueError, TypeError, RecursionError):
-        raise DecodeError(
-            f"{_INDEX} must be a valid JSON array of three, got {headers[_INDEX]!r:.80}"
-        ) from None
-    is_fit = isinstance(model_name, str) and isinstance(tenant_id, str)
-    if not is_fit or not isinstance(block_size, int) or not 0 < block_size < 1 << 32:
-        raise DecodeError(
-            f"{_INDEX} must be model, tenant, block size, got {headers[_INDEX]!r:.80}"
-        )
-    if dp_rank >= 1 << 32:
-        raise DecodeError(f"{PUBLISHER}: rank {dp_rank} is above 4294967295")
-    origin = Origin(
-        instance_id=instance_id,
-        dp_rank=dp_rank,
-        epoch=epoch,
-        model_name=model_name,
-        tenant_id=tenant_id,
-        block_size=block_size,
-    )
-    return origin, _number(headers[SEQUENCE], SEQUENCE)
 
 
 def _joined(one: Iterable[bytes], other: Iterable[bytes]) -> Iterator[bytes]:
@@ -309,7 +228,7 @@ class CatalogSink:
     def _place(self, message: Message) -> tuple[_Publisher, Origin, int] | None:
         """A message's publisher, registered if needed; None if the message is dropped."""
         try:
-            origin, sequence = _parse(message.headers)
+            origin, sequence = parse_headers(message.headers)
         except DecodeError as error:
             self._drop("undecodable", message, error)
             return None
@@ -331,15 +250,9 @@ class CatalogSink:
                 # It may hold blocks in another index, where no event would remove them.
                 catalog.expel(*worker)
             try:
-                number = catalog.register(
-                    origin.instance_id,
-                    # The same from every process.
-                    f"{self._scheme}/{origin.instance_id}/{origin.dp_rank}",
-                    model_name=origin.model_name,
-                    tenant_id=origin.tenant_id,
-                    block_size=origin.block_size,
-                    dp_rank=origin.dp_rank,
-                )
+                # The same from every process.
+                endpoint = f"{self._scheme}/{origin.instance_id}/{origin.dp_rank}"
+                number = origin.register(catalog, endpoint)
             except KvflashError as error:
                 self._drop("refused", message, error)
                 return None

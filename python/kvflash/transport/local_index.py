@@ -23,6 +23,7 @@ import msgpack  # type: ignore[import-untyped,unused-ignore]
 from kvflash._core import Catalog
 from kvflash.errors import DecodeError
 from kvflash.transport.base import frame, take_batches
+from kvflash.transport.origin import Origin
 
 _PART_BYTES = 256 * 1024
 RING_BATCHES = 1_024
@@ -74,26 +75,14 @@ class LocalIndex:
 
     def __init__(
         self,
-        instance_id: int,
-        dp_rank: int = 0,
+        origin: Origin,
         *,
-        epoch: int,
-        model_name: str,
-        block_size: int,
-        tenant_id: str = "default",
         ring_batches: int = RING_BATCHES,
         ring_bytes: int = RING_BYTES,
     ) -> None:
-        self.epoch = epoch
+        self.epoch = origin.epoch
         self._catalog = Catalog(max_blocks=0)
-        self._publisher = self._catalog.register(
-            instance_id,
-            "inproc://own",
-            model_name=model_name,
-            tenant_id=tenant_id,
-            block_size=block_size,
-            dp_rank=dp_rank,
-        )
+        self._publisher = origin.register(self._catalog, "inproc://own")
         self._ring: deque[tuple[int, bytes]] = deque()
         self._ring_bytes = 0
         self._limits = (ring_batches, ring_bytes)

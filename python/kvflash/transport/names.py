@@ -2,9 +2,6 @@
 
 import re
 
-#: Headers of a batch: its publisher, as instance/rank/epoch, and its number.
-PUBLISHER, SEQUENCE = "Kvflash-Publisher", "Kvflash-Sequence"
-
 _ENDPOINT = re.compile(r"nats://(namespace\.[^./]+\.component\.[^./]+\.kv-events)/(\d+)/(\d+)")
 
 

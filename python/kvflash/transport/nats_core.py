@@ -18,7 +18,7 @@ import nats.errors
 
 from kvflash._core import Catalog
 from kvflash.background import Background, cancel
-from kvflash.errors import KvflashError, TransportError
+from kvflash.errors import DecodeError, KvflashError, TransportError
 from kvflash.nats_login import Client
 from kvflash.outage import Outage
 from kvflash.servers import NatsSettings
@@ -27,6 +27,7 @@ from kvflash.transport.base import Order, frame, take_batches
 from kvflash.transport.jetstream import reaching
 from kvflash.transport.local_index import Answer, LocalIndex, join, question
 from kvflash.transport.nats_connection import connect, message_bytes
+from kvflash.transport.origin import Origin, parse_headers
 
 logger = logging.getLogger(__name__)
 
@@ -93,25 +94,22 @@ class CoreFollower:
         """Handle a message. From an unregistered worker it is dropped: its dump will include it."""
         self.stats["messages"] += 1
         try:
-            instance_id, dp_rank, epoch = map(int, (headers or {})[names.PUBLISHER].split("/"))
-            sequence = int((headers or {})[names.SEQUENCE])
-            if not 0 <= sequence < 1 << 64:
-                raise ValueError
-        except (KeyError, ValueError):
+            origin, sequence = parse_headers(headers or {})
+        except DecodeError:
             self.stats["undecodable"] += 1
             return
-        worker = self._workers.get((instance_id, dp_rank))
+        worker = self._workers.get(origin.worker)
         if worker is None:
             return
         try:
-            worker.waiting.put_nowait((epoch, sequence, payload))
+            worker.waiting.put_nowait((origin.epoch, sequence, payload))
         except asyncio.QueueFull:
             # The dump that is taken instead contains all of them.
             self.stats["overflows"] += 1
             worker.has_overflowed = True
             while not worker.waiting.empty():
                 worker.waiting.get_nowait()
-            worker.waiting.put_nowait((epoch, sequence, payload))
+            worker.waiting.put_nowait((origin.epoch, sequence, payload))
 
     async def _follow(self, worker: _Worker) -> None:
         while True:
@@ -227,23 +225,26 @@ class NatsCorePublisher:
 
     def __init__(self, client: Client, subject: str, query_subject: str, index: LocalIndex) -> None:
         self._client, self._subject, self._query_subject = client, subject, query_subject
-        #: Replaced when the engine has restarted.
-        self.index = index
+        self._index = index
 
     async def open(self) -> None:
         """Answer queries from now on."""
 
         async def respond(message: Any) -> None:
-            for part in self.index.respond(message.data):
+            for part in self._index.respond(message.data):
                 await message.respond(part)
 
         async with reaching(f"subject {self._query_subject}"):
             await self._client.subscribe(self._query_subject, cb=respond)
 
-    async def send(self, headers: dict[str, str], sequence: int, payload: bytes) -> None:
+    async def send(self, origin: Origin, sequence: int, payload: bytes) -> None:
         """Publish a batch. Call in the order of the numbers."""
+        if self._index.epoch != origin.epoch:
+            # The engine has restarted.
+            self._index = LocalIndex(origin)
         # Into the index first: a reader that misses the message can query it.
-        self.index.record(sequence, payload)
+        self._index.record(sequence, payload)
+        headers = origin.headers(sequence)
         # A message above the limit would end the connection. Routers see the gap, as they do for
         # messages lost while the server is down, and take a dump.
         if message_bytes(headers, payload) <= self._client.max_payload:

@@ -13,8 +13,9 @@ import pytest
 
 from kvflash._core import Catalog
 from kvflash.errors import InvalidArgumentError, TransportError
-from kvflash.state.frames import CatalogSink, Origin, event_headers
+from kvflash.state.frames import CatalogSink
 from kvflash.transport.base import Message
+from kvflash.transport.origin import Origin
 
 NEXT = iter(range(1, 1_000_000))
 
@@ -40,7 +41,7 @@ def message(
     tokens = [number * 10 + at for at in range(block_size)]
     event = ["BlockStored", [number + 1], None, tokens, block_size, None]
     payload = msgpack.packb([0.0, [event], 0])
-    return Message(next(NEXT), event_headers(origin, number), payload)
+    return Message(next(NEXT), origin.headers(number), payload)
 
 
 def blocks(catalog: Catalog) -> dict[int, int]:

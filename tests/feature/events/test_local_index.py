@@ -13,11 +13,11 @@ import pytest
 from kvflash._core import Catalog
 from kvflash.background import Background
 from kvflash.servers import NatsSettings
-from kvflash.state.frames import Origin, event_headers
 from kvflash.transport import names
 from kvflash.transport.local_index import LocalIndex, join, question
 from kvflash.transport.nats_connection import connect
 from kvflash.transport.nats_core import NatsCorePublisher, NatsCoreReceiver
+from kvflash.transport.origin import Origin
 from servers import NatsServer, outlet
 from service import VECTORS, until
 
@@ -31,10 +31,12 @@ def batch(number: int) -> bytes:
     return msgpack.packb([0.0, [["BlockStored", [number], None, tokens, BLOCK, None]], 0])
 
 
+def origin(epoch: int = 1) -> Origin:
+    return Origin(instance_id=1, dp_rank=0, epoch=epoch, model_name="m", block_size=BLOCK)
+
+
 def local_index(ring: int = 1024, epoch: int = 1) -> LocalIndex:
-    return LocalIndex(
-        1, epoch=epoch, model_name="m", block_size=BLOCK, ring_batches=ring, ring_bytes=1 << 20
-    )
+    return LocalIndex(origin(epoch), ring_batches=ring, ring_bytes=1 << 20)
 
 
 CASES = json.loads((VECTORS / "local_indexer_cases.json").read_text())
@@ -126,9 +128,7 @@ def test_a_dump_of_one_worker_is_handed_over_in_small_chunks_and_joins_with_othe
 class Worker(Background):
     def __init__(self, settings: NatsSettings, *, ring: int = 1024, epoch: int = 1) -> None:
         super().__init__("worker", lambda: self._serve(settings), is_cancelled=False)
-        self._origin = Origin(
-            instance_id=1, dp_rank=0, epoch=epoch, model_name="m", block_size=BLOCK
-        )
+        self._origin = origin(epoch)
         self._index = local_index(ring, epoch)
         self.sequence = 0
         self.start_and_wait()
@@ -148,8 +148,7 @@ class Worker(Background):
         await client.close()
 
     def put(self, number: int, payload: bytes) -> None:
-        headers = event_headers(self._origin, number)
-        self.call(self._publisher.send(headers, number, payload))
+        self.call(self._publisher.send(self._origin, number, payload))
 
     async def _record(self, number: int) -> None:
         self._index.record(number, batch(number))

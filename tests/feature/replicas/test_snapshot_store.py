@@ -19,12 +19,13 @@ from kvflash.discovery import MemoryDiscovery
 from kvflash.errors import NotFoundError, TransportError
 from kvflash.servers import NatsSettings
 from kvflash.state.discovered import DiscoveredLock, DiscoveredRoster
-from kvflash.state.frames import CatalogSink, Origin, event_headers, event_key
+from kvflash.state.frames import CatalogSink
 from kvflash.state.replica import Replica
 from kvflash.state.snapshot import Outcome, Snapshots
 from kvflash.transport.jetstream import JetStreamLog
 from kvflash.transport.jetstream_blobs import JetStreamBlobs
 from kvflash.transport.nats_connection import connect
+from kvflash.transport.origin import Origin
 from servers import NatsServer
 
 ORIGIN = Origin(instance_id=7, dp_rank=0, epoch=1, model_name="m", block_size=4)
@@ -60,7 +61,7 @@ class Store:
         """One batch more, and a snapshot that covers it."""
         number, self.sequence = self.sequence, self.sequence + 1
         payload = msgpack.packb([0.0, [], 0])
-        await self.log.append(event_headers(ORIGIN, number), payload, key=event_key(ORIGIN, number))
+        await self.log.append(ORIGIN.headers(number), payload, key=ORIGIN.key(number))
         return await self.snapshots.take()
 
     async def messages(self) -> int:

@@ -21,8 +21,8 @@ from kvflash._core import Catalog
 from kvflash.discovery import open_discovery
 from kvflash.servers import NatsSettings
 from kvflash.state.attach import StateOptions, StateService, attach
-from kvflash.state.frames import Origin, event_headers
 from kvflash.transport import names
+from kvflash.transport.origin import Origin
 from servers import EtcdServer, NatsServer, outlet
 from service import SUPPORT, until
 from wallclock import WallClock
@@ -400,7 +400,7 @@ def test_what_cannot_be_understood_is_counted_and_dropped(env, worker, service, 
 
     async def publish(js: Any) -> None:
         await js.publish(f"{STREAM}.queue", b"no headers")
-        headers = event_headers(origin, 0)
+        headers = origin.headers(0)
         await js.publish(f"{STREAM}.queue", b"\xc1", headers=headers)
         headers["Kvflash-Publisher"] = "1/2"
         await js.publish(f"{STREAM}.queue", b"", headers=headers)

@@ -10,7 +10,7 @@ import msgpack
 from world import SimLog
 
 from kvflash.errors import TransportError
-from kvflash.state.frames import Origin, event_headers, event_key
+from kvflash.transport.origin import Origin
 
 BLOCK = 4
 
@@ -66,9 +66,7 @@ class Engine:
         origin = self.origin()
         while True:
             try:
-                await log.append(
-                    event_headers(origin, sequence), payload, key=event_key(origin, sequence)
-                )
+                await log.append(origin.headers(sequence), payload, key=origin.key(sequence))
             except TransportError:
                 await log.node.pause(0.1)
             else:

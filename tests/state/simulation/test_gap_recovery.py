@@ -18,7 +18,6 @@ from world import run_world
 
 from kvflash._core import Catalog
 from kvflash.errors import TransportError
-from kvflash.state.frames import event_headers
 from kvflash.transport import nats_core
 from kvflash.transport.local_index import Answer, LocalIndex, join, question
 from kvflash.transport.nats_core import CoreFollower
@@ -56,20 +55,14 @@ class Worker:
         self.index = self._new_index()
 
     def _new_index(self) -> LocalIndex:
-        return LocalIndex(
-            self.engine.instance_id,
-            epoch=self.engine.epoch,
-            model_name="m",
-            block_size=BLOCK,
-            ring_batches=self.ring,
-        )
+        return LocalIndex(self.engine.origin(), ring_batches=self.ring)
 
     def next_batch(self, dice: random.Random) -> tuple[dict[str, str], bytes]:
         engine = self.engine
         payload, sequence = engine.batch(dice), engine.sequence
         engine.sequence += 1
         self.index.record(sequence, payload)
-        return event_headers(engine.origin(), sequence), payload
+        return engine.origin().headers(sequence), payload
 
 
 class Router:
