@@ -10,7 +10,7 @@ import zmq.asyncio
 from kvflash._core import compute_block_hash_for_seq
 from kvflash.errors import InvalidArgumentError
 from kvflash.runtime.arguments import check_range
-from kvflash.transport.zmq_socket import MESSAGE_BYTES_MAX, dial
+from kvflash.transport.zmq_socket import dial, subscribe
 
 _EVENTS_MAX = 4_096
 _U64 = (1 << 64) - 1
@@ -40,9 +40,7 @@ class ZmqKvEventListener:
         self._block_size = check_range("kv_block_size", kv_block_size, 1, (1 << 32) - 1)
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.SUB)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
-        self._socket.setsockopt(zmq.SUBSCRIBE, zmq_topic.encode())
+        subscribe(self._socket, topic=zmq_topic.encode())
         try:
             dial(self._socket, zmq_endpoint)
         except zmq.ZMQError as error:
