@@ -19,7 +19,7 @@ from kvflash.errors import InvalidArgumentError, TransportError
 from kvflash.nats_login import Client
 from kvflash.servers import NatsSettings
 from kvflash.transport.base import LogState, Message
-from kvflash.transport.nats_connection import message_bytes
+from kvflash.transport.nats_connection import message_bytes, reaching
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +46,6 @@ _NOT_FOUND = nats.js.errors.NotFoundError
 _TOO_LARGE = 10054
 # Error code for a stream of that name with another configuration.
 _NAME_IN_USE = 10058
-
-
-@contextlib.asynccontextmanager
-async def reaching(what: str) -> Any:
-    """Convert the client's errors to a TransportError that says what failed."""
-    try:
-        yield
-    except (nats.errors.Error, OSError, asyncio.TimeoutError) as error:
-        raise TransportError(f"{what}: {str(error) or type(error).__name__}") from error
 
 
 class JetStreamLog:

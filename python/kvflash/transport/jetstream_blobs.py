@@ -18,7 +18,7 @@ from kvflash.errors import NotFoundError, TransportError
 from kvflash.nats_login import Client
 from kvflash.servers import NatsSettings
 from kvflash.transport.base import Pointer
-from kvflash.transport.jetstream import reaching
+from kvflash.transport.nats_connection import reaching
 
 logger = logging.getLogger(__name__)
 

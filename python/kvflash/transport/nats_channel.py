@@ -7,7 +7,7 @@ from typing import Any
 import nats.errors
 
 from kvflash.nats_login import Client
-from kvflash.transport.jetstream import reaching
+from kvflash.transport.nats_connection import reaching
 
 
 class NatsChannel:

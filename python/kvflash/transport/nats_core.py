@@ -24,9 +24,8 @@ from kvflash.outage import Outage
 from kvflash.servers import NatsSettings
 from kvflash.transport import names
 from kvflash.transport.base import Order, frame, take_batches
-from kvflash.transport.jetstream import reaching
 from kvflash.transport.local_index import Answer, LocalIndex, join, question
-from kvflash.transport.nats_connection import connect, message_bytes
+from kvflash.transport.nats_connection import connect, message_bytes, reaching
 from kvflash.transport.origin import Origin, parse_headers
 
 logger = logging.getLogger(__name__)
