@@ -209,6 +209,8 @@ def test_the_file_of_routing_goes_before_that_of_all(file: Write) -> None:
         ("!!python/object/apply:os.system [ls]", "is not YAML: line 1, column 1: could not"),
         ("port: " + "[" * 20_000, "is not YAML: "),
         ("port: \x00", "is not YAML: "),
+        ("port: !!bool maybe", "is not YAML: a value does not fit its tag (!!...): leave the tag"),
+        ("port: !!timestamp x", "is not YAML: a value does not fit its tag (!!...): leave the tag"),
     ],
 )
 def test_what_is_wrong_is_named_in_one_line(
