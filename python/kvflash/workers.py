@@ -129,7 +129,8 @@ def _events(listeners: Any) -> str:
 def warnings_of(health: Any) -> Iterator[str]:
     """The warnings in an answer of ``GET /health``; a frontend's reasons are among them."""
     found = health if isinstance(health, dict) else {}
-    yield from map(str, found.get("warnings") or [])
+    warnings = found.get("warnings")
+    yield from map(str, warnings if isinstance(warnings, list) else [])
 
 
 #: The state that each command sets.

@@ -156,6 +156,14 @@ def test_the_base_url_of_clients_is_taken(given: str, asked: str) -> None:
     assert parse_url(given) == asked
 
 
+def test_a_strange_health_hides_no_workers(
+    service: Service, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.answers = {"/workers": (200, OF_FRONTEND), "/health": (200, {"warnings": 1})}
+    assert workers([service.url]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
 def test_json_is_the_answer_itself(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
     service.answers = {"/workers": (200, b'[ {"x":1} ]')}
     assert workers([service.url, "--json"]) == 0
