@@ -59,11 +59,12 @@ def join(parts: list[dict[str, Any]]) -> Answer:
         return Answer(
             str(head["kind"]),
             int(head["epoch"]),
-            [(int(n), bytes(p)) for part in parts for n, p in part.get("batches", [])],
+            # A view, as bytes(n) of a number would be n zeros.
+            [(int(n), bytes(memoryview(p))) for part in parts for n, p in part.get("batches", [])],
             b"".join(part.get("data", b"") for part in parts),
             **{name: head.get(name) for name in ("last", "newest", "start", "end", "message")},
         )
-    except (IndexError, KeyError, ValueError, TypeError) as error:
+    except (IndexError, KeyError, ValueError, TypeError, OverflowError) as error:
         raise DecodeError(f"an answer of a worker's index is invalid: {error!r}") from None
 
 

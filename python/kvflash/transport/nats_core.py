@@ -212,7 +212,7 @@ async def ask_worker(client: Client, subject: str, start: int | None, end: int |
                 parts[int(part["part"])] = part
                 if len(parts) == int(part["parts"]):
                     return join(list(parts.values()))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise TransportError(f"the answer at {subject} is invalid: {error!r}") from None
         finally:
             with contextlib.suppress(nats.errors.Error, OSError):

@@ -12,6 +12,7 @@ import pytest
 
 from kvflash._core import Catalog
 from kvflash.background import Background
+from kvflash.errors import DecodeError
 from kvflash.servers import NatsSettings
 from kvflash.transport import names
 from kvflash.transport.local_index import LocalIndex, join, question
@@ -84,6 +85,23 @@ def test_nonsense_is_answered_with_an_error() -> None:
         answer = join([msgpack.unpackb(part) for part in local_index().respond(nonsense)])
         assert answer.kind == "error"
         assert answer.message
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"batches": [[0, 1 << 30]]},
+        {"batches": [[0, "text"]]},
+        {"part": float("inf")},
+        {"epoch": None},
+        {"data": 1},
+    ],
+)
+def test_an_invalid_answer_is_refused(change: dict[str, Any]) -> None:
+    part = {"kind": "events", "part": 0, "parts": 1, "epoch": 1}
+    assert join([part]).kind == "events"
+    with pytest.raises(DecodeError, match="an answer of a worker's index is invalid"):
+        join([part | change])
 
 
 def test_a_large_dump_comes_in_parts() -> None:
