@@ -15,6 +15,9 @@ from urllib.parse import urlsplit
 from kvflash.errors import ConfigError
 
 EVENT_PLANES = ("zmq", "nats")
+_STREAM_MAX_AGE = ("KVFLASH_NATS_STREAM_MAX_AGE", "DYN_NATS_STREAM_MAX_AGE")
+_STREAM_MAX_BYTES = ("KVFLASH_NATS_STREAM_MAX_BYTES",)
+_REPLICAS = ("NATS_JETSTREAM_REPLICAS",)
 
 Environment = Mapping[str, str]
 
@@ -75,8 +78,8 @@ class NatsSettings:
 
     @property
     def where(self) -> str:
-        """The addresses, without login data."""
-        return ", ".join(_masked(server, "") for server in self.servers)
+        """The addresses, with asterisks for logins."""
+        return ", ".join(map(_masked, self.servers))
 
     @property
     def must_encrypt(self) -> bool:
@@ -92,25 +95,18 @@ class NatsSettings:
         file = env.get("NATS_AUTH_CREDENTIALS_FILE")
         if not (user or token or nkey):
             _check_file("NATS_AUTH_CREDENTIALS_FILE", file)
-        servers = env.get("NATS_SERVER", "nats://localhost:4222")
+        given = env.get("NATS_SERVER")
         return cls(
-            servers=_addresses("NATS_SERVER", servers, "nats", "tls"),
+            servers=_addresses("NATS_SERVER", given, "nats", "tls") if given else cls.servers,
             user=user,
             password=password,
             token=token,
             nkey=nkey,
             credentials_file=file,
             tls=_tls(env, "NATS_TLS_CA", "NATS_TLS_CERT", "NATS_TLS_KEY"),
-            stream_max_age_s=_number(
-                env,
-                ("KVFLASH_NATS_STREAM_MAX_AGE", "DYN_NATS_STREAM_MAX_AGE"),
-                default=3_600.0,
-                least=1.0,
-            ),
-            stream_max_bytes=int(
-                _number(env, ("KVFLASH_NATS_STREAM_MAX_BYTES",), default=-1, least=-1)
-            ),
-            replicas=int(_number(env, ("NATS_JETSTREAM_REPLICAS",), default=1, least=1)),
+            stream_max_age_s=_number(env, _STREAM_MAX_AGE, cls.stream_max_age_s, least=1),
+            stream_max_bytes=int(_number(env, _STREAM_MAX_BYTES, cls.stream_max_bytes, least=-1)),
+            replicas=int(_number(env, _REPLICAS, cls.replicas, least=1)),
         )
 
 
@@ -129,7 +125,7 @@ class EtcdSettings:
         env = _filled(env)
         user, password = _user(env, "ETCD")
         return cls(
-            endpoints=env.get("ETCD_ENDPOINTS", "http://127.0.0.1:2379"),
+            endpoints=env.get("ETCD_ENDPOINTS", cls.endpoints),
             user=user,
             password=password,
             tls=_tls(env, "ETCD_AUTH_CA", "ETCD_AUTH_CLIENT_CERT", "ETCD_AUTH_CLIENT_KEY"),
@@ -227,10 +223,10 @@ def _addresses(name: str, value: str, *schemes: str) -> tuple[str, ...]:
     return found
 
 
-def _masked(address: str, by: str = "***@") -> str:
-    """An address with ``by`` in place of its login, which may be without a scheme in front."""
+def _masked(address: str) -> str:
+    """An address with asterisks for its login, which may be without a scheme in front."""
     # Up to the last @: a password may contain / or @.
-    return re.sub(r"^(\w+://)?.*@", rf"\1{by}", address)
+    return re.sub(r"^(\w+://)?.*@", r"\1***@", address)
 
 
 def is_address(url: str, *schemes: str) -> bool:
@@ -256,20 +252,19 @@ def _check_file(name: str, path: str | None) -> None:
         raise ConfigError(f"{name} names {path!r}, which is not a file")
 
 
-def _number(env: Environment, names: tuple[str, ...], *, default: float, least: float) -> float:
-    for name in names:
-        text = env.get(name)
-        if not text:
-            continue
-        try:
-            value = float(text)
-        except ValueError:
-            raise ConfigError(f"{name} must be a number, got {text!r}") from None
-        # Also refuses values that are not numbers.
-        if not least <= value < 1e15:
-            raise ConfigError(f"{name} must be at least {least:g}, got {text!r}")
-        return value
-    return default
+def _number(env: Environment, names: tuple[str, ...], default: float, *, least: float) -> float:
+    """The value of the first of these variables that is set."""
+    name = next(filter(env.get, names), None)
+    if name is None:
+        return default
+    try:
+        value = float(env[name])
+    except ValueError:
+        raise ConfigError(f"{name} must be a number, got {env[name]!r}") from None
+    # Also refuses values that are not numbers.
+    if not least <= value < 1e15:
+        raise ConfigError(f"{name} must be at least {least:g}, got {env[name]!r}")
+    return value
 
 
 @contextlib.contextmanager

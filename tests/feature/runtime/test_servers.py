@@ -129,7 +129,7 @@ def test_what_must_be_encrypted() -> None:
 
 def test_a_login_in_an_address_is_not_told() -> None:
     settings = NatsSettings(servers=("nats://user:se/cr@et@a:1", "nats://b:2", "user:secret@c:3"))
-    assert settings.where == "nats://a:1, nats://b:2, c:3"
+    assert settings.where == "nats://***@a:1, nats://b:2, ***@c:3"
     assert "secret" not in repr(settings)
     with pytest.raises(ConfigError, match="ETCD_AUTH_PASSWORD") as raised:
         EtcdSettings().urls("http://user:se/cr@et@a:1")
