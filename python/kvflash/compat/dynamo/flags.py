@@ -43,10 +43,8 @@ def translate(command: str, words: Sequence[str]) -> list[str]:
 
 
 def _frontend(words: Sequence[str]) -> list[str]:
-    parser = _Parser()
-    for flag in ("--static-endpoint", "--router-mode", "--model-name", "--model-path"):
-        parser.add_argument(flag)
-    given, rest = parser.parse_known_args(words)
+    flags = ("--static-endpoint", "--router-mode", "--model-name", "--model-path")
+    given, rest = _split(words, *flags)
     if given.static_endpoint is None:
         return list(words)
     parts = given.static_endpoint.split(".")
@@ -65,18 +63,11 @@ def _frontend(words: Sequence[str]) -> list[str]:
 
 
 def _router(words: Sequence[str]) -> list[str]:
-    parser = _Parser()
-    _add_planes(parser)
     # The endpoint names the namespace, and prefill workers have a router of their own.
-    parser.add_argument("--namespace")
-    parser.add_argument("--enforce-disagg", action="store_true")
-    given, rest = parser.parse_known_args(words)
-    _set_planes(given)
-    for flag, value in (
-        ("--namespace", given.namespace),
-        ("--enforce-disagg", given.enforce_disagg),
-    ):
+    given, rest = _split(_without_planes(words), "--namespace", switch="--enforce-disagg")
+    for name, value in vars(given).items():
         if value:
+            flag = f"--{name.replace('_', '-')}"
             _note(f"{flag} has no effect on a router of one endpoint")
     return rest
 
@@ -87,26 +78,19 @@ def _indexer(words: Sequence[str]) -> list[str]:
 
 
 def _mocker(words: Sequence[str]) -> list[str]:
-    parser = _Parser()
-    _add_planes(parser)
-    for flag in ("--zmq-kv-events-ports", "--zmq-replay-ports", "--planner-profile-data"):
-        parser.add_argument(flag)
-    parser.add_argument("--extra-engine-args")
-    parser.add_argument("--durable-kv-events", action="store_true")
-    given, rest = parser.parse_known_args(words)
-    _set_planes(given)
+    flags = ("--zmq-kv-events-ports", "--zmq-replay-ports", "--planner-profile-data")
+    given, rest = _split(
+        _without_planes(words), *flags, "--extra-engine-args", switch="--durable-kv-events"
+    )
     if given.extra_engine_args is not None:
         rest += _engine_flags(given.extra_engine_args)
-    counting = _Parser()
-    for flag in ("--num-workers", "--data-parallel-size"):
-        counting.add_argument(flag, type=int, default=1)
-    counted = counting.parse_known_args(rest)[0]
+    counts = _split(rest, "--num-workers", "--data-parallel-size", type=int, default=1)[0]
     for flag, ours, text in (
         ("--zmq-kv-events-ports", "--zmq-events-port", given.zmq_kv_events_ports),
         ("--zmq-replay-ports", "--zmq-replay-port", given.zmq_replay_ports),
     ):
         if text is not None:
-            first = _first_port(flag, text, counted.num_workers, counted.data_parallel_size)
+            first = _first_port(flag, text, counts.num_workers, counts.data_parallel_size)
             rest += [ours, str(first)]
     if given.durable_kv_events:
         rest += ["--event-plane", "nats"]
@@ -115,18 +99,30 @@ def _mocker(words: Sequence[str]) -> list[str]:
     return rest
 
 
-def _add_planes(parser: _Parser) -> None:
-    parser.add_argument("--store-kv", choices=("etcd", "file", "mem"))
-    parser.add_argument("--request-plane", choices=("nats", "http", "tcp"))
+def _split(
+    words: Sequence[str], *flags: str, switch: str | None = None, **kind: Any
+) -> tuple[argparse.Namespace, list[str]]:
+    """The values of these flags, of this kind, and of a switch; and the other words."""
+    parser = _Parser()
+    for flag in flags:
+        parser.add_argument(flag, **kind)
+    if switch is not None:
+        parser.add_argument(switch, action="store_true")
+    return parser.parse_known_args(words)
 
 
-def _set_planes(given: argparse.Namespace) -> None:
-    """Set the variables of these flags; the others of the same setting are outranked."""
-    for names, value in ((DISCOVERY, given.store_kv), (_REQUEST_PLANE, given.request_plane)):
-        if value is not None:
+def _without_planes(words: Sequence[str]) -> list[str]:
+    """Set the variables of these flags, which outrank others of the same setting; the rest."""
+    for flag, names, choices in (
+        ("--store-kv", DISCOVERY, ("etcd", "file", "mem")),
+        ("--request-plane", _REQUEST_PLANE, ("nats", "http", "tcp")),
+    ):
+        given, words = _split(words, flag, choices=choices, dest="value")
+        if given.value is not None:
             for name in names:
                 os.environ.pop(name, None)
-            os.environ[names[0]] = value
+            os.environ[names[0]] = given.value
+    return list(words)
 
 
 def _first_port(flag: str, text: str, workers: int, ranks: int) -> int:
