@@ -15,6 +15,7 @@ import aiohttp
 import pytest
 
 from kvflash import (
+    ClosedError,
     ConfigError,
     DistributedRuntime,
     InvalidArgumentError,
@@ -282,6 +283,54 @@ async def in_place_of_etcd(reply: Callable[[str], tuple[int, bytes]]) -> AsyncIt
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@pytest.mark.parametrize("addresses", [1, 2])
+def test_a_call_that_is_under_way_at_the_close_says_so(addresses: int) -> None:
+    async def scenario() -> None:
+        is_asked, is_over = asyncio.Event(), asyncio.Event()
+
+        async def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            is_asked.set()
+            await is_over.wait()
+            writer.close()
+
+        async with await asyncio.start_server(hold, "127.0.0.1", 0) as silent:
+            url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+            mine = open_discovery("etcd", endpoints=",".join([url] * addresses))
+            call = asyncio.create_task(mine.get_prefix("k"))
+            await is_asked.wait()
+            await mine.close()
+            with pytest.raises(ClosedError, match="the discovery is closed"):
+                await asyncio.wait_for(call, 30)
+            is_over.set()
+
+    run(scenario())
+
+
+def test_a_lease_that_is_granted_at_the_close_is_revoked() -> None:
+    async def scenario() -> None:
+        revoked = 0
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal revoked
+            path = (await reader.readuntil(b"\r\n\r\n")).split()[1]
+            if path.endswith(b"/lease/revoke"):
+                revoked += 1
+                if revoked == 1:
+                    await mine.lease(2.0)
+            writer.write(b"HTTP/1.1 200 .\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
+            writer.close()
+
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as there:
+            url = f"http://127.0.0.1:{there.sockets[0].getsockname()[1]}"
+            mine = open_discovery("etcd", endpoints=url)
+            await mine.lease(2.0)
+            await mine.close()
+            assert revoked == 2
+
+    run(scenario())
 
 
 @pytest.mark.parametrize(

@@ -105,16 +105,19 @@ class EtcdDiscovery(Discovery):
         return watch
 
     async def close(self) -> None:
-        watches, leases = dict(self._watches), dict(self._leases)
-        for watch in watches:
+        tasks = list(self._watches.values())
+        for watch in list(self._watches):
             await watch.aclose()
-        for lease in leases:
+        # Another one may be granted meanwhile.
+        while self._leases:
+            lease, keeping = next(iter(self._leases.items()))
+            tasks.append(keeping)
             try:
                 await asyncio.wait_for(lease.revoke(), REVOKE_TIMEOUT_S)
             except (KvflashError, asyncio.TimeoutError) as error:
                 logger.warning("lease %d could not be revoked and will expire: %s", lease.id, error)
         self._is_closed = True
-        await asyncio.gather(*watches.values(), *leases.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
 
@@ -225,10 +228,10 @@ class EtcdDiscovery(Discovery):
         return {} if self._token is None else {"Authorization": self._token}
 
     async def _post(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
-        self._check_open()
         timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
         data, failure = json.dumps(body).encode(), KvflashError()
         for _ in self._endpoints:
+            self._check_open()
             turn = self._turn
             url = self._endpoints[turn % len(self._endpoints)]
             try:
@@ -254,6 +257,7 @@ class EtcdDiscovery(Discovery):
             if self._turn == turn:
                 # Otherwise another call has counted the failure; twice would skip an address.
                 self._turn += 1
+        self._check_open()
         raise failure
 
     async def _read(self, prefix: str) -> tuple[dict[str, bytes], int]:
