@@ -130,11 +130,11 @@ class Setting:
         return optional(parse) if self.is_optional else parse
 
     def check(self, name: str, value: Any) -> None:
-        """Refuse a caller's value of ``name`` that is not legal; None means unset."""
+        """Refuse a caller's value of ``name`` that is not legal; None unsets an optional one."""
         wanted = None
         if self.kind == "bool":
             wanted = None if isinstance(value, bool) else "True or False"
-        elif value is None or (self.kind == "speed" and value == "auto"):
+        elif (value is None and self.is_optional) or (self.kind == "speed" and value == "auto"):
             return
         elif self.choices is not None:
             wanted = None if value in self.choices else f"one of {', '.join(self.choices)}"

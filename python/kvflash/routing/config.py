@@ -245,6 +245,8 @@ def _settings() -> dict[str, Setting]:
     """Entry of each field in the table of settings."""
     by_name = {name: setting for setting in table("router") for name in setting.names}
     found = {field.name: by_name[field.name] for field in fields(KvRouterConfig)}
+    # Without it the environment decides.
+    found["min_initial_workers"] = replace(found["min_initial_workers"], is_optional=True)
     return found | {
         name: replace(
             found[name], legal={"number" if found[name].kind == "float" else "whole": wider}
