@@ -61,8 +61,7 @@ def announce_events(
     worker_id of 0 means the runtime's own instance.
     """
     runtime = component.runtime
-    own = _running()
-    home = loop or own
+    home = loop or _running()
     if home is None:
         raise InvalidArgumentError(
             "loop must be the runtime's event loop when a publisher with a component is created "
@@ -77,23 +76,15 @@ def announce_events(
         )
     held.add(key)
     announced = asyncio.run_coroutine_threadsafe(runtime.announce(key, where), home)
-    if own is home:
-        announced.add_done_callback(_log_failure)
-    else:
-        try:
-            announced.result(_WAIT_S_MAX)
-        except BaseException as error:
-            announced.cancel()
-            if home.is_running():
-                # It may have been announced at the last moment.
-                asyncio.run_coroutine_threadsafe(runtime.withdraw(key), home)
-            held.discard(key)
-            is_late = isinstance(error, (TimeoutError, FutureTimeoutError))
-            if is_late and not isinstance(error, KvflashError):
-                raise TransportError(
-                    f"discovery did not take the address of events within {_WAIT_S_MAX:g} s"
-                ) from None
-            raise
+    try:
+        _settle(announced, home)
+    except BaseException:
+        announced.cancel()
+        if home.is_running():
+            # It may have been announced at the last moment.
+            asyncio.run_coroutine_threadsafe(runtime.withdraw(key), home)
+        held.discard(key)
+        raise
 
     async def take_back() -> None:
         with contextlib.suppress(Exception):
@@ -107,17 +98,25 @@ def announce_events(
         if not home.is_running():
             # A runtime ends with its loop, and its keys with it.
             return
-        withdrawn = asyncio.run_coroutine_threadsafe(take_back(), home)
-        if _running() is home:
-            withdrawn.add_done_callback(_log_failure)
-            return
         try:
-            withdrawn.result(_WAIT_S_MAX)
-        except (KvflashError, TimeoutError, FutureTimeoutError) as error:
-            reason = str(error) or f"no answer within {_WAIT_S_MAX:g} s"
-            logger.warning("can't withdraw the announcement of events: %s", reason)
+            _settle(asyncio.run_coroutine_threadsafe(take_back(), home), home)
+        except KvflashError as error:
+            logger.warning("can't withdraw the announcement of events: %s", error)
 
     return withdraw
+
+
+def _settle(done: Future[None], home: asyncio.AbstractEventLoop) -> None:
+    """Wait for it; in the thread of its loop, log a failure when it comes."""
+    if _running() is home:
+        done.add_done_callback(_log_failure)
+        return
+    try:
+        done.result(_WAIT_S_MAX)
+    except (TimeoutError, FutureTimeoutError) as error:
+        if isinstance(error, KvflashError):
+            raise
+        raise TransportError(f"discovery did not answer within {_WAIT_S_MAX:g} s") from None
 
 
 def _log_failure(done: Future[None]) -> None:

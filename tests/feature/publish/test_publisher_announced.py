@@ -147,7 +147,7 @@ def test_an_announcement_that_takes_too_long_leaves_no_key(publisher, monkeypatc
             component = runtime.namespace("test").component("backend")
             with monkeypatch.context() as patched:
                 patched.setattr("kvflash.publisher.announce._WAIT_S_MAX", 0.1)
-                with pytest.raises(TransportError, match="did not take the address of events"):
+                with pytest.raises(TransportError, match="discovery did not answer within"):
                     await asyncio.to_thread(publisher, component, loop=loop)
             slow.goes_on.set()
             # The runtime puts one key after the other, so the first is done with by then.
@@ -200,7 +200,10 @@ def test_a_withdrawal_without_an_answer_is_logged_with_its_reason(publisher, mon
             stuck.goes_on.set()
 
     asyncio.run(engine())
-    assert "can't withdraw the announcement of events: no answer within 0.1 s" in caplog.text
+    assert (
+        "can't withdraw the announcement of events: discovery did not answer within 0.1 s"
+        in caplog.text
+    )
 
 
 def test_a_publisher_may_end_after_its_runtime(publisher, caplog):
