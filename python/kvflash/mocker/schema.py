@@ -2,7 +2,7 @@
 
 It supports type, enum, const, $ref into the schema itself, allOf, anyOf, oneOf, and the limits of
 objects, arrays, numbers and strings. It writes required properties only. It ignores not, if,
-contains, patternProperties and propertyNames: a value may violate them.
+contains, patternProperties, propertyNames, and limits beside an enum: a value may violate them.
 """
 
 import math
@@ -29,6 +29,16 @@ _TYPES = {
     "array": ("items", "prefixItems", "minItems", "maxItems"),
     "string": ("minLength", "maxLength", "pattern", "format"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+}
+# The JSON types of Python's values; a float without a fraction is an integer, too.
+_NAMES: dict[type, tuple[str, ...]] = {
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number",),
+    str: ("string",),
+    list: ("array",),
+    dict: ("object",),
+    type(None): ("null",),
 }
 
 
@@ -85,13 +95,19 @@ class _Maker:
 
     def _flat(self, schema: dict[str, Any], seen: set[str]) -> Iterator[dict[str, Any]]:
         """Each variant of the schema without references and alternatives."""
-        key = next((key for key in ("anyOf", "oneOf", "$ref", "allOf") if key in schema), None)
+        keys = ("const", "anyOf", "oneOf", "$ref", "allOf")
+        key = next((key for key in keys if key in schema), None)
         if key is None:
+            if schema.get("enum") and "type" in schema:
+                legal = [one for one in _list(schema, "enum") if _is_of(one, schema["type"])]
+                schema = {**schema, "enum": legal}
             if schema.get("enum", True) != []:
                 yield schema
             return
         rest = {name: value for name, value in schema.items() if name != key}
-        if key == "$ref":
+        if key == "const":
+            yield from self._flat(_merged(rest, {"enum": [schema[key]]}), seen)
+        elif key == "$ref":
             ref = str(schema[key])
             if ref not in seen:
                 yield from self._flat(_merged(self._resolve(ref), rest), seen | {ref})
@@ -128,8 +144,6 @@ class _Maker:
         return found[:1] or ["string"]
 
     def _of_type(self, kind: object, schema: dict[str, Any], depth: int) -> Any:
-        if "const" in schema:
-            return schema["const"]
         if "enum" in schema:
             return self._rng.choice(_list(schema, "enum"))
         makers: dict[object, Callable[[], Any]] = {
@@ -155,13 +169,18 @@ class _Maker:
         least = integer(schema, "minProperties", 0, VALUES_MAX, 0)
         names += [name for name in properties if name not in names][: max(0, least - len(names))]
         names += [f"key_{number}" for number in range(least - len(names))]
+        if len(names) > schema.get("maxProperties", VALUES_MAX):
+            raise _DeadEndError(f"{len(names)} properties are required, above maxProperties")
         return {name: self.make(properties.get(name, more), depth - 1) for name in names}
 
     def _array(self, schema: dict[str, Any], depth: int) -> list[Any]:
         first = _list(schema, "prefixItems") if "prefixItems" in schema else []
         rest = schema.get("items", True)
         items: list[Any] = []
-        for at in range(integer(schema, "minItems", 0, VALUES_MAX, 0)):
+        count = integer(schema, "minItems", 0, VALUES_MAX, 0)
+        if count > schema.get("maxItems", VALUES_MAX):
+            raise _DeadEndError(f"minItems {count} is above maxItems")
+        for at in range(count):
             one = first[at] if at < len(first) else rest
             for _ in range(TRIES):
                 item = self.make(one, depth - 1)
@@ -217,7 +236,7 @@ def _merged(one: object, other: object) -> dict[str, Any]:
             merged[key] = [*merged[key], *value]
         elif key in ("items", "additionalProperties"):
             merged[key] = {"allOf": [merged[key], value]}
-        elif key in ("anyOf", "oneOf", "$ref"):
+        elif key in ("const", "anyOf", "oneOf", "$ref"):
             merged["allOf"] = [*merged.get("allOf", []), {key: value}]
         elif key == "enum":
             merged[key] = [one for one in merged[key] if one in value]
@@ -236,6 +255,14 @@ def _merged(one: object, other: object) -> dict[str, Any]:
         else:
             merged[key] = value
     return merged
+
+
+def _is_of(value: object, told: object) -> bool:
+    """Whether a value is of the type, or of one of the types."""
+    names = _NAMES[type(value)]
+    if isinstance(value, float) and value.is_integer():
+        names = ("integer", "number")
+    return any(name in names for name in (told if isinstance(told, list) else [told]))
 
 
 def _list(schema: dict[str, Any], key: str) -> list[Any]:

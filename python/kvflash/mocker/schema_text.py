@@ -52,7 +52,10 @@ def text(schema: dict[str, Any], rng: random.Random) -> str:
     if form == "uuid":
         return str(uuid.UUID(int=rng.getrandbits(128), version=4))
     if form in _FORMATS:
-        return _FORMATS[form].format(word)
+        found = _FORMATS[form].format(word)
+        if not least <= len(found) <= most:
+            raise InvalidArgumentError(f"found no {form} of {least}..={most} characters")
+        return found
     word += "".join(rng.choices(string.ascii_lowercase, k=max(0, least - len(word))))
     return word[:most]
 
