@@ -60,15 +60,17 @@ class MockerConfig:
         for least, names in _AT_LEAST.items():
             for name in names.split():
                 value = getattr(self, name)
-                if value < least:
+                # `not >=` also refuses NaN.
+                if not value >= least:
                     raise ConfigError(f"{_flag(name)} must be at least {least}, got {value}")
         for name in ("port", "zmq_events_port", "zmq_replay_port"):
             self._check_port(name)
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"--watermark must be in [0, 1), got {self.watermark}")
-        # `not >` also refuses NaN.
         if not 0.0 < self.speedup_ratio < float("inf"):
-            raise ConfigError(f"--speedup-ratio must be above 0, got {self.speedup_ratio}")
+            raise ConfigError(
+                f"--speedup-ratio must be above 0 and finite, got {self.speedup_ratio}"
+            )
         if self.zmq_replay_port != 0 and self.zmq_events_port == 0:
             raise ConfigError("--zmq-replay-port needs --zmq-events-port")
         if self.event_plane == "nats" and self.endpoint is None:
