@@ -191,11 +191,13 @@ def test_what_is_sent_and_what_comes_back_is_noted() -> None:
         {"usage": {"prompt_tokens_details": {"cached_tokens": {}}}},
         5,
         [],
+        "[" * 50_000,
     ],
 )
 def test_an_odd_answer_is_one_failed_request(part: Any) -> None:
     async def answer(request: web.Request) -> web.Response:
-        odd = json.dumps(part) if (await request.json())["prompt"] == "0" else "{}"
+        told = part if isinstance(part, str) else json.dumps(part)
+        odd = told if (await request.json())["prompt"] == "0" else "{}"
         return web.Response(body=f"data: {odd}\n\ndata: [DONE]\n\n".encode())
 
     odd, good = asyncio.run(replayed(answer, 2))
