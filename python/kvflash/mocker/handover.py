@@ -158,7 +158,8 @@ class Handover:
             writer.write(_DONE if await self._is_computed(number) else _FAILED)
             await writer.drain()
         except (
-            ValueError, KeyError, TypeError, OverflowError, ConnectionError, asyncio.TimeoutError
+            ValueError, KeyError, TypeError, OverflowError, RecursionError, ConnectionError,
+            asyncio.TimeoutError,
         ) as error:  # fmt: skip
             logger.warning("a decode worker was refused: %r", error)
         except asyncio.CancelledError:

@@ -392,7 +392,7 @@ def test_a_computed_prompt_that_nobody_fetches_holds_nothing_up(free_port):
     asyncio.run(check())
 
 
-@pytest.mark.parametrize("line", [b"no JSON", b"[]", b"{}", b'{"room": 1e999}'])
+@pytest.mark.parametrize("line", [b"no JSON", b"[]", b"{}", b'{"room": 1e999}', b"[" * 1_000])
 def test_a_decode_worker_that_names_no_room_is_refused(free_port, caplog, line):
     async def check():
         port = free_port()
