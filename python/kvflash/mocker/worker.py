@@ -1,6 +1,7 @@
 """A worker of the runtime: tokens in and out, found through discovery instead of by URL."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -49,7 +50,12 @@ class RuntimeWorker:
             raise ConfigError(f"--endpoint: {error}") from error
         self._streams: list[Sender] = []
         if config.kv_events and config.enable_prefix_caching:
-            self._streams += map(self._stream, config.ranks)
+            with contextlib.ExitStack() as opened:
+                for rank in config.ranks:
+                    self._streams.append(self._stream(rank))
+                    opened.callback(self._streams[-1].close)
+                # All are open: none is closed here.
+                opened.pop_all()
         outboxes: list[EventOutbox | None] = [stream.outbox for stream in self._streams]
         outboxes = outboxes or [None] * config.data_parallel_size
         self.engines = [Engine(config, outbox) for outbox in outboxes]

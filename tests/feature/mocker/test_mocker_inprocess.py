@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import socket
 from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any
@@ -149,6 +151,27 @@ def test_a_taken_port_leaves_nothing_running() -> None:
             assert asyncio.all_tasks() <= before
 
     run(scenario())
+
+
+def test_a_taken_port_of_a_rank_frees_those_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFLASH_DISCOVERY", "mem")
+
+    async def scenario(taken: int) -> None:
+        config = replace(CONFIG, endpoint="a.b.c", data_parallel_size=2, zmq_events_port=taken - 1)
+        with pytest.raises(ConfigError, match=f"can't bind {taken}"):
+            await serve(config)
+        with socket.create_server(("127.0.0.1", taken - 1)):
+            pass
+
+    with taken_after_a_free_one() as second:
+        run(scenario(second.getsockname()[1]))
+
+
+def taken_after_a_free_one() -> socket.socket:
+    """A socket on a port; the port before it is free."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first, contextlib.suppress(OSError):
+            return socket.create_server(("127.0.0.1", first.getsockname()[1] + 1))
 
 
 def test_an_unusable_tokenizer_is_refused() -> None:
