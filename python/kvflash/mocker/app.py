@@ -47,7 +47,7 @@ class Worker:
         self.events_url = self._stream.endpoint if self._stream else None
         self.replay_url = self._stream.replay_endpoint if self._stream else None
         self.engine = Engine(config, self._stream.outbox if self._stream else None)
-        self._handover = Handover(config.role, reachable(config.host), config.block_size)
+        self._handover = Handover(config.role, config.host, config.block_size)
         self._runner = web.AppRunner(
             build_app(self.engine, config, tokenizer, self._handover),
             handler_cancellation=True,

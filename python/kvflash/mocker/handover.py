@@ -13,6 +13,7 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
+from kvflash.address import reachable
 from kvflash.errors import TransportError
 from kvflash.mocker.config import Role
 from kvflash.mocker.fields import Fields, integer, is_text, mapping, refuse, text
@@ -69,7 +70,7 @@ class Handover:
 
     def __init__(self, role: Role, host: str, block_size: int) -> None:
         self._role = role
-        self._host = host  # Under which others reach the worker.
+        self._host = host  # The interface at which decode workers wait.
         self._block_size = block_size
         self._engine_id = str(uuid.uuid4())
         # True: done, False: failed, an event: a worker is waiting; the oldest first, up to a limit.
@@ -123,7 +124,7 @@ class Handover:
             "do_remote_decode": False,
             "remote_engine_id": self._engine_id,
             "remote_block_ids": list(range(-(-prompt_tokens // self._block_size))),
-            "remote_host": self._host,
+            "remote_host": reachable(self._host).strip("[]"),
             "remote_port": self.bootstrap_port or 0,
         }
 

@@ -16,6 +16,8 @@ import pytest
 from kvflash.errors import ConfigError
 from kvflash.mocker.app import serve
 from kvflash.mocker.config import MockerConfig
+from kvflash.mocker.handover import Room, meet
+from service import needs_ipv6
 
 DEADLINE_S = 30.0
 CONFIG = MockerConfig(port=0, block_size=16, num_gpu_blocks=512, speedup_ratio=1000.0)
@@ -172,6 +174,25 @@ def taken_after_a_free_one() -> socket.socket:
     while True:
         with socket.create_server(("127.0.0.1", 0)) as first, contextlib.suppress(OSError):
             return socket.create_server(("127.0.0.1", first.getsockname()[1] + 1))
+
+
+@pytest.mark.parametrize(
+    ("host", "reached"),
+    [("0.0.0.0", "127.0.0.2"), pytest.param("::1", "::1", marks=needs_ipv6)],
+)
+def test_decode_workers_wait_where_requests_come_in(host: str, reached: str) -> None:
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        config = replace(CONFIG, host=host, role="prefill", bootstrap_ports=(port,))
+        async with aiohttp.ClientSession() as session, await serve(config) as mocker:
+            room = {"bootstrap_host": reached, "bootstrap_port": port, "bootstrap_room": 1}
+            waiting = asyncio.create_task(meet(Room(host=reached, port=port, number=1)))
+            status, answer = await complete(session, mocker.workers[0].url, "x", **room)
+            assert (status, answer["usage"]["completion_tokens"]) == (200, 1)
+            await waiting
+
+    run(scenario())
 
 
 def test_an_unusable_tokenizer_is_refused() -> None:
