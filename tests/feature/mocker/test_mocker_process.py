@@ -3,171 +3,97 @@
 from __future__ import annotations
 
 import errno
-import http.client
-import json
 import random
-import select
 import signal
-import subprocess
-import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped,unused-ignore]
 import pytest
 import zmq
 
-DEADLINE_S = 30.0
-END = b"\xff" * 8
+from service import DEADLINE_S, END_OF_REPLAY, Http, Process, until
+from support_blocks import HeldBlocks
+from support_frontend import COMPLETIONS, Call, Mocker, ask
+
+FAST = ("--speedup-ratio", "1000")
 
 
-@dataclass
-class Running:
-    """A started process and where its workers are."""
-
-    process: subprocess.Popen[bytes]
-    workers: list[dict[str, Any]]
-
-    @property
-    def url(self) -> str:
-        return str(self.workers[0]["url"])
-
-    def get(self, path: str) -> tuple[int, bytes]:
-        return fetch(self.url + path, None)
-
-    def post(self, path: str, body: object) -> tuple[int, Any]:
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        status, answer = fetch(self.url + path, data)
-        return status, json.loads(answer or b"null")
-
-    def complete(self, prompt: object, **options: Any) -> dict[str, Any]:
-        status, answer = self.post("/v1/completions", {"prompt": prompt, **options})
-        assert status == 200, answer
-        assert isinstance(answer, dict)
-        return answer
-
-    def metric(self, name: str) -> float:
-        status, text = self.get("/metrics")
-        assert status == 200
-        (line,) = [one for one in text.decode().splitlines() if one.startswith(name + "{")]
-        return float(line.rpartition(" ")[2])
-
-    def wait_for_metric(self, name: str, value: float) -> None:
-        """Ask until the metric has the value."""
-        end = time.monotonic() + DEADLINE_S
-        while self.metric(name) != value:
-            assert time.monotonic() < end, f"{name} is {self.metric(name)}, not {value}"
+def complete(mocker: Mocker, prompt: object, **options: Any) -> Any:
+    return mocker.http[0].post(COMPLETIONS, {"prompt": prompt, **options})
 
 
-def fetch(url: str, data: bytes | None) -> tuple[int, bytes]:
-    try:
-        with urllib.request.urlopen(url, data, timeout=DEADLINE_S) as response:
-            return response.status, response.read()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read()
+def cached_tokens(answer: Any) -> int:
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-@contextmanager
-def mocker(*flags: str, workers: int = 1) -> Iterator[Running]:
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "kvflash.mocker", "--port", "0"),
-            *("--num-workers", str(workers)),
-            *("--speedup-ratio", "1000", "--log-level", "warning", *flags),
-        ],
-        stdout=subprocess.PIPE,
-        bufsize=0,
-    )
-    assert process.stdout is not None
-    try:
-        ready = []
-        for _ in range(workers):
-            assert select.select([process.stdout], [], [], DEADLINE_S)[0], "not ready in time"
-            ready.append(json.loads(process.stdout.readline()))
-        yield Running(process, ready)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(DEADLINE_S) == 0
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+def reset(mocker: Mocker) -> int:
+    return mocker.http[0].call("POST", "/reset_prefix_cache")[0]
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Running]:
+def shared() -> Iterator[Mocker]:
     """One worker for the tests that do not care what others did before."""
-    with mocker(
-        *("--model-name", "m", "--lora-adapters", "sql", "--block-size", "16"),
-        *("--max-model-len", "500", "--zmq-events-port", "0"),
-    ) as running:
-        yield running
+    flags = ("--lora-adapters", "sql", "--max-model-len", "500")
+    with Mocker(*FAST, *flags) as mocker:
+        yield mocker
+
+
+@pytest.fixture
+def http(shared: Mocker) -> Http:
+    return shared.http[0]
 
 
 def test_ready_lines_of_several_workers() -> None:
-    flags = ("--zmq-events-port", "auto", "--zmq-replay-port", "auto")
-    with mocker(*flags, workers=2) as running:
-        assert [(one["event"], one["worker"]) for one in running.workers] == [
+    with Mocker(*FAST, workers=2) as mocker:
+        assert [(one["event"], one["worker"]) for one in mocker.workers] == [
             ("ready", 0),
             ("ready", 1),
         ]
-        endpoints = [one[key] for one in running.workers for key in ("url", "events", "replay")]
+        endpoints = [one[key] for one in mocker.workers for key in ("url", "events", "replay")]
         assert len(set(endpoints)) == 6
-        for one in running.workers:
-            assert fetch(one["url"] + "/health", None) == (200, b"")
+        for http in mocker.http:
+            assert http.get("/health") == b""
 
 
-def test_models_version_and_tokens(shared: Running) -> None:
-    cards = json.loads(shared.get("/v1/models")[1])["data"]
+def test_models_version_and_tokens(http: Http) -> None:
+    cards = http.get("/v1/models")["data"]
     assert [(card["id"], card["parent"], card["max_model_len"]) for card in cards] == [
         ("m", None, 500),
         ("sql", "m", 500),
     ]
-    assert "version" in json.loads(shared.get("/version")[1])
-    assert shared.post("/tokenize", {"model": "m", "prompt": "hé"}) == (
-        200,
-        {"count": 3, "max_model_len": 500, "tokens": [0x68, 0xC3, 0xA9]},
-    )
+    assert "version" in http.get("/version")
+    told = {"count": 3, "max_model_len": 500, "tokens": [0x68, 0xC3, 0xA9]}
+    assert http.post("/tokenize", {"model": "m", "prompt": "hé"}) == told
     chat = {"messages": [{"role": "user", "content": "x"}], "add_generation_prompt": False}
-    tokens = shared.post("/tokenize", chat)[1]["tokens"]
-    assert shared.post("/detokenize", {"tokens": tokens}) == (200, {"prompt": "<|user|>\nx\n"})
-    assert shared.post("/detokenize", {"tokens": [256]})[0] == 400
+    tokens = http.post("/tokenize", chat)["tokens"]
+    assert http.post("/detokenize", {"tokens": tokens}) == {"prompt": "<|user|>\nx\n"}
+    http.post("/detokenize", {"tokens": [256]}, expect=400)
 
 
-def test_conversation_grows_on_its_own_answers(shared: Running) -> None:
+def test_conversation_grows_on_its_own_answers(http: Http) -> None:
     messages = [{"role": "user", "content": "Tell me about the growth of conversations."}]
     before = 0
     for turn in range(3):
-        body = {"messages": messages, "max_tokens": 40}
-        count = shared.post("/tokenize", {"messages": messages})[1]["count"]
-        status, answer = shared.post("/v1/chat/completions", body)
-        assert status == 200
+        count = http.post("/tokenize", {"messages": messages})["count"]
+        answer = http.post("/v1/chat/completions", {"messages": messages, "max_tokens": 40})
         usage = answer["usage"]
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (count, 40)
         assert usage["total_tokens"] == count + 40
         if turn:
             # Prompt and answer of the turn before, but for the last token of the answer.
-            cached = usage["prompt_tokens_details"]["cached_tokens"]
-            assert cached == (before + 39) // 16 * 16
+            assert cached_tokens(answer) == (before + 39) // 16 * 16
         before = count
         messages.append(answer["choices"][0]["message"])
         messages.append({"role": "user", "content": "Go on."})
 
 
-def test_stream_equals_the_whole_answer(shared: Running) -> None:
+def test_stream_equals_the_whole_answer(shared: Mocker) -> None:
     body: dict[str, Any] = {"prompt": "stream this", "max_tokens": 12, "model": "sql"}
-    whole = shared.post("/v1/completions", body)[1]
+    whole = ask(shared.url, COMPLETIONS, body).json
     body |= {"stream": True, "stream_options": {"include_usage": True}}
-    status, data = fetch(shared.url + "/v1/completions", json.dumps(body).encode())
-    assert status == 200
-    lines = data.decode().removesuffix("\n\n").split("\n\n")
-    assert lines.pop() == "data: [DONE]"
-    *chunks, last = [json.loads(line.removeprefix("data: ")) for line in lines]
+    *chunks, last = ask(shared.url, COMPLETIONS, body).events
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["choices"][0]["text"]
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[-2:]] == [None, "length"]
     assert all("usage" not in chunk for chunk in chunks)
@@ -175,16 +101,13 @@ def test_stream_equals_the_whole_answer(shared: Running) -> None:
     assert last["usage"]["completion_tokens"] == 12
     assert {chunk["model"] for chunk in (*chunks, whole)} == {"sql"}
     del body["stream_options"]
-    data = fetch(shared.url + "/v1/completions", json.dumps(body).encode())[1]
-    assert b'"usage"' not in data
+    assert all("usage" not in chunk for chunk in ask(shared.url, COMPLETIONS, body).events)
 
 
-def test_salts_and_adapters_share_nothing(shared: Running) -> None:
+def test_salts_and_adapters_share_nothing(shared: Mocker) -> None:
     prompt = list(range(200, 250))
-    seen = []
-    for kind in ({}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"model": "sql"}) * 2:
-        usage = shared.complete(prompt, **kind)["usage"]
-        seen.append(usage["prompt_tokens_details"]["cached_tokens"])
+    kinds: list[dict[str, Any]] = [{}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"model": "sql"}]
+    seen = [cached_tokens(complete(shared, prompt, **kind)) for kind in kinds * 2]
     assert seen == [0] * 4 + [48] * 4
 
 
@@ -199,101 +122,75 @@ def test_salts_and_adapters_share_nothing(shared: Running) -> None:
         ("/health", {}, 405),
     ],
 )
-def test_errors_have_openai_bodies(shared: Running, path: str, body: object, status: int) -> None:
-    got, answer = shared.post(path, body)
-    assert got == status
-    assert answer["error"]["code"] == status
-    assert answer["error"]["message"]
-
-
-def opened_stream(running: Running, max_tokens: int) -> tuple[Any, http.client.HTTPResponse]:
-    """Start a streamed request and wait for its first byte."""
-    connection = http.client.HTTPConnection(running.url.removeprefix("http://"), timeout=DEADLINE_S)
-    body = {"prompt": "a" * 64, "max_tokens": max_tokens, "stream": True}
-    connection.request("POST", "/v1/completions", json.dumps(body))
-    response = connection.getresponse()
-    assert response.read(1) == b"d"
-    return connection, response
+def test_errors_have_openai_bodies(http: Http, path: str, body: object, status: int) -> None:
+    error = http.post(path, body, expect=status)["error"]
+    assert error["code"] == status
+    assert error["message"]
 
 
 @pytest.mark.parametrize("is_streaming", [True, False])
 def test_client_that_leaves_frees_its_blocks(is_streaming: bool) -> None:
-    with mocker("--speedup-ratio", "1") as running:
-        connection = http.client.HTTPConnection(running.url.removeprefix("http://"))
+    with Mocker("--speedup-ratio", "1") as mocker:
         body = {"prompt": "a" * 64, "max_tokens": 10_000, "stream": is_streaming}
-        connection.request("POST", "/v1/completions", json.dumps(body))
-        running.wait_for_metric("vllm:num_requests_running", 1)
-        assert running.metric("vllm:kv_cache_usage_perc") > 0
-        assert running.post("/reset_prefix_cache", b"")[0] == 409
-        connection.close()
-        running.wait_for_metric("vllm:num_requests_running", 0)
-        assert running.metric("vllm:kv_cache_usage_perc") == 0
-        assert running.metric("mocker:requests_aborted_total") == 1
-        assert running.post("/reset_prefix_cache", b"") == (200, None)
+        call = Call(mocker.url, COMPLETIONS, body)
+        mocker.wait_metric("vllm:num_requests_running", 1)
+        assert mocker.metric("vllm:kv_cache_usage_perc") > 0
+        assert reset(mocker) == 409
+        call.hang_up()
+        mocker.wait_metric("vllm:num_requests_running", 0)
+        assert mocker.metric("vllm:kv_cache_usage_perc") == 0
+        assert mocker.metric("mocker:requests_aborted_total") == 1
+        assert reset(mocker) == 200
 
 
 def test_full_queue_is_429_and_sigterm_drains() -> None:
     flags = ("--speedup-ratio", "5", "--max-num-seqs", "1", "--max-waiting", "1")
-    with mocker(*flags) as running:
-        first, response = opened_stream(running, 2_000)
-        waiting = http.client.HTTPConnection(first.host, first.port, timeout=DEADLINE_S)
-        waiting.request("POST", "/v1/completions", json.dumps({"prompt": "b", "max_tokens": 2}))
-        running.wait_for_metric("vllm:num_requests_waiting", 1)
-        refused = http.client.HTTPConnection(first.host, first.port, timeout=DEADLINE_S)
-        refused.request("POST", "/v1/completions", json.dumps({"prompt": "c"}))
-        answer = refused.getresponse()
-        assert (answer.status, answer.headers["Retry-After"]) == (429, "1")
-        assert json.loads(answer.read())["error"]["code"] == 429
-        refused.close()
-        assert running.metric("mocker:requests_rejected_total") == 1
-        running.process.send_signal(signal.SIGTERM)
+    with Mocker(*flags) as mocker:
+        body = {"prompt": "a" * 64, "max_tokens": 2_000, "stream": True}
+        first = Call(mocker.url, COMPLETIONS, body)
+        assert first.read_event().startswith(b"data: ")
+        waiting = Call(mocker.url, COMPLETIONS, {"prompt": "b", "max_tokens": 2})
+        mocker.wait_metric("vllm:num_requests_waiting", 1)
+        refused = ask(mocker.url, COMPLETIONS, {"prompt": "c"})
+        assert (refused.status, refused.headers["retry-after"]) == (429, "1")
+        assert refused.json["error"]["code"] == 429
+        assert mocker.metric("mocker:requests_rejected_total") == 1
+        mocker.process.popen.send_signal(signal.SIGTERM)
         # Both that were accepted get their whole answer.
-        assert response.read().endswith(b"data: [DONE]\n\n")
-        assert json.loads(waiting.getresponse().read())["usage"]["completion_tokens"] == 2
-        assert running.process.wait(DEADLINE_S) == 0
-        first.close()
-        waiting.close()
+        assert first.finish().body.endswith(b"data: [DONE]\n\n")
+        assert waiting.finish().usage["completion_tokens"] == 2
+        assert mocker.process.popen.wait(DEADLINE_S) == 0
 
 
-def test_signal_before_ready_ends_the_process() -> None:
-    command = [sys.executable, "-m", "kvflash.mocker", "--port", "0", "--startup-time", "600"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        try:
-            assert process.stderr is not None
-            assert select.select([process.stderr], [], [], DEADLINE_S)[0], "no log line in time"
-            assert b"starting 1 worker\n" in process.stderr.readline()
-            process.send_signal(signal.SIGTERM)
-            out, _ = process.communicate(timeout=DEADLINE_S)
-            assert (process.returncode, out) == (0, b"")
-        finally:
-            process.kill()
+def test_signal_before_ready_ends_the_process(run: Callable[..., Process]) -> None:
+    process = run("kvflash.mocker", "--port", "0", "--startup-time", "600")
+    until(lambda: "starting 1 worker" in "".join(process.errors), "the first log line")
+    assert process.terminate() == 0
+    assert process.rest() == []
 
 
-def test_taken_ports_are_named() -> None:
-    with mocker("--zmq-events-port", "auto") as running:
-        port = running.url.rpartition(":")[2]
-        events = running.workers[0]["events"].rpartition(":")[2]
-        for flags in (["--port", port], ["--port", "0", "--zmq-events-port", events]):
-            result = subprocess.run(
-                [sys.executable, "-m", "kvflash.mocker", *flags],
-                capture_output=True,
-                text=True,
-                timeout=DEADLINE_S,
-                check=False,
-            )
-            assert result.returncode == 2
-            told = {
-                "--port": f"[Errno {errno.EADDRINUSE}] --port {port} on 127.0.0.1",
-                "--zmq-events-port": f"--zmq-events-port: can't bind {events} on 127.0.0.1",
-            }[flags[-2]]
-            assert f"kvflash.mocker: error: {told}" in result.stderr
-            assert result.stdout == ""
+def test_taken_ports_are_named(run: Callable[..., Process]) -> None:
+    with Mocker() as mocker:
+        port = mocker.url.rpartition(":")[2]
+        events = mocker.workers[0]["events"].rpartition(":")[2]
+        for flags, told in (
+            (["--port", port], f"[Errno {errno.EADDRINUSE}] --port {port} on 127.0.0.1"),
+            (
+                ["--port", "0", "--zmq-events-port", events],
+                f"--zmq-events-port: can't bind {events} on 127.0.0.1",
+            ),
+        ):
+            process = run("kvflash.mocker", *flags)
+            assert process.popen.wait(DEADLINE_S) == 2
+            assert process.rest() == []
+            assert f"mocker: error: {told}" in "".join(process.errors)
 
 
-class EventReader:
+class EventReader(HeldBlocks):
     """Subscribes to a worker, requests replays, and trusts the answers."""
 
     def __init__(self, worker: dict[str, Any], era: str) -> None:
+        super().__init__()
         self.era = era
         self.context = zmq.Context()
         self.sub = self.context.socket(zmq.SUB)
@@ -302,7 +199,6 @@ class EventReader:
             socket.setsockopt(zmq.RCVTIMEO, int(DEADLINE_S * 1000))
             socket.connect(endpoint)
         self.sub.setsockopt(zmq.SUBSCRIBE, b"kv-events")
-        self.held: dict[int, tuple[object, ...]] = {}
         self.next_sequence = 0
         self.kinds: set[str] = set()
 
@@ -317,7 +213,7 @@ class EventReader:
             empty, *topic, sequence, payload = self.dealer.recv_multipart()
             assert empty == b""
             assert topic == ([b"kv-events"] if self.era == "tagged" else [])
-            if sequence == END:
+            if sequence == END_OF_REPLAY:
                 assert payload == b""
                 return batches
             batches.append((int.from_bytes(sequence, "big"), payload))
@@ -355,44 +251,28 @@ class EventReader:
             self.held.clear()
         elif event["type"] == "BlockRemoved":
             assert event["medium"] == "GPU"
-            for block in event["block_hashes"]:
-                del self.held[block]
+            self.remove(event["block_hashes"])
         else:
-            self.store(event)
-
-    def store(self, event: dict[str, Any]) -> None:
-        size = event["block_size"]
-        extra_keys = event.get("extra_keys") or [None]
-        parent: tuple[object, ...] = (event["lora_name"], (extra_keys[0] or [None])[0])
-        if event["parent_block_hash"] is not None:
-            assert not any(extra_keys), "a salt belongs to a first block"
-            parent = self.held[event["parent_block_hash"]]
-        for index, block in enumerate(event["block_hashes"]):
-            parent = (parent, tuple(event["token_ids"][index * size : (index + 1) * size]))
-            self.held[block] = parent
-
-    def cached_tokens(self, tokens: list[int], size: int, lora: str | None, salt: object) -> int:
-        known = set(self.held.values())
-        parent: tuple[object, ...] = (lora, salt)
-        for start in range(0, (len(tokens) - 1) // size * size, size):
-            parent = (parent, tuple(tokens[start : start + size]))
-            if parent not in known:
-                return start
-        return (len(tokens) - 1) // size * size
+            assert len(event["token_ids"]) == len(event["block_hashes"]) * event["block_size"]
+            salt, *rest = [keys and keys[0] for keys in event.get("extra_keys") or [None]]
+            assert not any(rest), "a salt belongs to a first block"
+            parent = event["parent_block_hash"]
+            assert parent is None or salt is None
+            lora = event["lora_name"]
+            self.store(event["block_hashes"], event["token_ids"], parent, lora, salt)
 
 
 @pytest.mark.parametrize("era", ["positional", "tagged"])
 def test_events_predict_cached_tokens(era: str) -> None:
     rng = random.Random(11)
     histories: list[list[int]] = [[] for _ in range(6)]
-    flags = ("--zmq-events-port", "auto", "--zmq-replay-port", "auto", "--event-era", era)
     cache = ("--block-size", "8", "--num-gpu-blocks", "60", "--lora-adapters", "sql")
-    with mocker(*flags, *cache) as running:
-        reader = EventReader(running.workers[0], era)
+    with Mocker(*FAST, "--event-era", era, *cache) as mocker:
+        reader = EventReader(mocker.workers[0], era)
         predicted, reported = [], []
         for number in range(120):
             if number in (40, 80):
-                assert running.post("/reset_prefix_cache", b"")[0] == 200
+                assert reset(mocker) == 200
             # A conversation keeps its adapter and salt.
             which = rng.randrange(len(histories))
             lora, salt = (None, None, None, "sql")[which % 4], (None, "s", "t")[which % 3]
@@ -403,31 +283,31 @@ def test_events_predict_cached_tokens(era: str) -> None:
             reader.catch_up()
             predicted.append(reader.cached_tokens(prompt, 8, lora, salt))
             options = {"model": lora, "cache_salt": salt, "max_tokens": rng.randrange(1, 30)}
-            answer = running.complete(prompt, **options)
-            reported.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+            answer = complete(mocker, prompt, **options)
+            reported.append(cached_tokens(answer))
             histories[which] = prompt + list(answer["choices"][0]["text"].encode())
         reader.catch_up()
         assert predicted == reported
         assert sum(count > 0 for count in reported) > 30, "a prediction of nothing proves little"
         assert reader.kinds == {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
-        assert running.metric("vllm:prefix_cache_hits_total") == sum(reported)
+        assert mocker.metric("vllm:prefix_cache_hits_total") == sum(reported)
         reader.close()
 
 
 @pytest.mark.parametrize("era", ["positional", "tagged"])
 def test_live_events_are_those_of_the_replay(era: str) -> None:
-    flags = ("--zmq-events-port", "auto", "--zmq-replay-port", "auto", "--event-era", era)
-    with mocker(*flags, "--block-size", "4", "--replay-buffer", "5") as running:
-        reader = EventReader(running.workers[0], era)
+    flags = ("--event-era", era, "--block-size", "4", "--replay-buffer", "5")
+    with Mocker(*FAST, *flags) as mocker:
+        reader = EventReader(mocker.workers[0], era)
         # Every request stores a block; one of them is the first after the subscription took hold.
         end = time.monotonic() + DEADLINE_S
         sent = 0
         while not reader.sub.poll(0):
             assert time.monotonic() < end
-            running.complete(list(sent.to_bytes(4, "big")), max_tokens=1)
+            complete(mocker, list(sent.to_bytes(4, "big")), max_tokens=1)
             sent += 1
         for _ in range(10):
-            running.complete(list(sent.to_bytes(4, "big")), max_tokens=1)
+            complete(mocker, list(sent.to_bytes(4, "big")), max_tokens=1)
             sent += 1
         live = [reader.live()]
         while live[-1][0] < sent - 1:
@@ -438,11 +318,11 @@ def test_live_events_are_those_of_the_replay(era: str) -> None:
         assert reader.replay(sent) == []
         assert reader.replay(2**64 - 1) == []
         # Malformed requests are dropped without an effect on others.
-        for frames in ([b"x"], [b"", b"short"], [b"", END, b"more"]):
+        for frames in ([b"x"], [b"", b"short"], [b"", END_OF_REPLAY, b"more"]):
             reader.dealer.send_multipart(frames)
         assert reader.replay(sent - 1) == live[-1:]
         # The answer comes after its events: no later request is needed to see the reset.
-        assert running.post("/reset_prefix_cache", b"")[0] == 200
+        assert reset(mocker) == 200
         sequence, payload = reader.live()
         cleared = ["AllBlocksCleared"] if era == "positional" else {"type": "AllBlocksCleared"}
         assert (sequence, msgpack.unpackb(payload)[1]) == (sent, [cleared])
@@ -450,12 +330,10 @@ def test_live_events_are_those_of_the_replay(era: str) -> None:
 
 
 def test_without_prefix_caching_there_are_no_events() -> None:
-    flags = ("--zmq-events-port", "auto", "--zmq-replay-port", "auto")
-    with mocker(*flags, "--no-enable-prefix-caching", "--block-size", "4") as running:
+    with Mocker(*FAST, "--no-enable-prefix-caching", "--block-size", "4") as mocker:
         for _ in range(2):
-            details = running.complete("abcdefghijkl")["usage"]["prompt_tokens_details"]
-            assert details == {"cached_tokens": 0}
-        assert running.post("/reset_prefix_cache", b"")[0] == 200
-        reader = EventReader(running.workers[0], "tagged")
+            assert cached_tokens(complete(mocker, "abcdefghijkl")) == 0
+        assert reset(mocker) == 200
+        reader = EventReader(mocker.workers[0], "tagged")
         assert reader.replay(0) == []
         reader.close()

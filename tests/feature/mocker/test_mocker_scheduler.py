@@ -18,6 +18,7 @@ from kvflash.errors import InvalidArgumentError, OverloadedError
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.request import Pass, Request
 from kvflash.mocker.scheduler import Scheduler
+from support_blocks import HeldBlocks
 
 CASES = json.loads((Path(__file__).parents[2] / "vectors" / "mocker_cases.json").read_text())
 
@@ -111,44 +112,18 @@ class PassResult(NamedTuple):
     events: list[Event]
 
 
-class BruteIndex:
-    """Believes the events: every block it knows is a whole prefix of tokens."""
-
-    def __init__(self) -> None:
-        self.held: dict[int, tuple[object, ...]] = {}
+class BruteIndex(HeldBlocks):
+    """Believes the events."""
 
     def apply(self, events: Iterable[Event]) -> None:
         for event in events:
             if isinstance(event, AllBlocksCleared):
                 self.held.clear()
             elif isinstance(event, BlockRemoved):
-                for block in event.block_hashes:
-                    # The tail goes first, so a parent never goes before its child.
-                    removed = self.held.pop(block)
-                    assert not any(other[0] == removed for other in self.held.values())
+                self.remove(event.block_hashes)
             else:
-                self._store(event)
-
-    def _store(self, event: BlockStored) -> None:
-        size = len(event.token_ids) // len(event.block_hashes)
-        parent: tuple[object, ...] = (event.lora_name, event.cache_salt)
-        if event.parent_block_hash is not None:
-            parent = self.held[event.parent_block_hash]
-        for index, block in enumerate(event.block_hashes):
-            assert block not in self.held, "stored twice"
-            parent = (parent, tuple(event.token_ids[index * size : (index + 1) * size]))
-            self.held[block] = parent
-
-    def overlap(self, tokens: Sequence[int], size: int, salt: str | None, lora: str | None) -> int:
-        known = set(self.held.values())
-        parent: tuple[object, ...] = (lora, salt)
-        blocks = 0
-        for start in range(0, (len(tokens) - 1) // size * size, size):
-            parent = (parent, tuple(tokens[start : start + size]))
-            if parent not in known:
-                break
-            blocks += 1
-        return blocks
+                parent, lora = event.parent_block_hash, event.lora_name
+                self.store(event.block_hashes, event.token_ids, parent, lora, event.cache_salt)
 
 
 def answered(one: Request) -> list[int]:
@@ -497,10 +472,10 @@ def test_one_at_a_time_the_index_predicts_cached_tokens(
     scheduler = small(num_gpu_blocks=8, max_num_batched_tokens=32, enable_chunked_prefill=chunked)
     index = BruteIndex()
     for prompt, salt in prompts:
-        expected = index.overlap(prompt, 4, salt, None)
+        expected = index.cached_tokens(prompt, 4, None, salt)
         new = request(prompt, output=3, cache_salt=salt)
         index.apply(finish(scheduler, new))
-        assert new.cached_tokens == expected * 4
+        assert new.cached_tokens == expected
         assert set(index.held) == set(scheduler.blocks._inactive)
 
 
