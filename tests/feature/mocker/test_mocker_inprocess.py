@@ -17,6 +17,7 @@ from kvflash.errors import ConfigError
 from kvflash.mocker.app import serve
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.handover import Room, meet
+from servers import free_port
 from service import needs_ipv6
 
 DEADLINE_S = 30.0
@@ -182,8 +183,7 @@ def taken_after_a_free_one() -> socket.socket:
 )
 def test_decode_workers_wait_where_requests_come_in(host: str, reached: str) -> None:
     async def scenario() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        port = free_port()
         config = replace(CONFIG, host=host, role="prefill", bootstrap_ports=(port,))
         async with aiohttp.ClientSession() as session, await serve(config) as mocker:
             room = {"bootstrap_host": reached, "bootstrap_port": port, "bootstrap_room": 1}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import threading
 from types import SimpleNamespace
 
@@ -16,6 +15,7 @@ from kvflash.mocker import tokenizer
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.handover import Handover, Room, meet
 from kvflash.mocker.worker import RuntimeWorker
+from servers import free_port
 from service import EmbeddedIndexer, until, wait_for_sequence
 
 FAST = ("--speedup-ratio", "1000", "--block-size", "4", "--num-gpu-blocks", "512")
@@ -36,16 +36,6 @@ def start(run, folder):
         return process, [process.ready() for _ in range(workers)]
 
     return started
-
-
-@pytest.fixture
-def free_port():
-    def pick():
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return probe.getsockname()[1]
-
-    return pick
 
 
 def with_runtime(folder, check):
@@ -233,7 +223,7 @@ def test_prefill_hands_over_to_decode_through_the_runtime(start, folder):
     with_runtime(folder, check)
 
 
-def test_decode_waits_in_a_room_until_prefill_is_done_or_failed(start, folder, free_port):
+def test_decode_waits_in_a_room_until_prefill_is_done_or_failed(start, folder):
     port = free_port()
     start(
         "--endpoint",
@@ -317,7 +307,7 @@ def test_responses_and_messages_are_handed_over_too(run, client):
         assert "kv_transfer_params" not in second
 
 
-def test_the_openai_api_hands_over_as_sglang_does(run, client, free_port):
+def test_the_openai_api_hands_over_as_sglang_does(run, client):
     port = free_port()
     prefill = client(run("kvflash.mocker", *FAST, "--port", "0", "--is-prefill-worker",
                          "--bootstrap-ports", str(port)).ready()["url"])  # fmt: skip
@@ -356,7 +346,7 @@ def test_the_openai_api_hands_over_as_sglang_does(run, client, free_port):
         assert decode.call("POST", path, asked)[0] == 200, path
 
 
-def test_computed_prompts_are_fetched_before_a_prefill_worker_ends(free_port):
+def test_computed_prompts_are_fetched_before_a_prefill_worker_ends():
     async def check():
         port = free_port()
         handover = Handover("prefill", "127.0.0.1", 16)
@@ -378,7 +368,7 @@ def test_computed_prompts_are_fetched_before_a_prefill_worker_ends(free_port):
     asyncio.run(check())
 
 
-def test_a_computed_prompt_that_nobody_fetches_holds_nothing_up(free_port):
+def test_a_computed_prompt_that_nobody_fetches_holds_nothing_up():
     async def check():
         port = free_port()
         handover = Handover("prefill", "127.0.0.1", 16)
@@ -393,7 +383,7 @@ def test_a_computed_prompt_that_nobody_fetches_holds_nothing_up(free_port):
 
 
 @pytest.mark.parametrize("line", [b"no JSON", b"[]", b"{}", b'{"room": 1e999}', b"[" * 1_000])
-def test_a_decode_worker_that_names_no_room_is_refused(free_port, caplog, line):
+def test_a_decode_worker_that_names_no_room_is_refused(caplog, line):
     async def check():
         port = free_port()
         handover = Handover("prefill", "127.0.0.1", 16)
@@ -409,7 +399,7 @@ def test_a_decode_worker_that_names_no_room_is_refused(free_port, caplog, line):
     assert "a decode worker was refused" in caplog.text
 
 
-def test_a_room_that_is_never_done_is_forgotten(free_port, monkeypatch):
+def test_a_room_that_is_never_done_is_forgotten(monkeypatch):
     async def check():
         port = free_port()
         handover = Handover("prefill", "127.0.0.1", 16)
