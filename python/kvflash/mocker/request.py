@@ -20,8 +20,8 @@ class Request:
     cached_tokens: int | None = field(init=False, default=None)  # At admission; None before.
     root: int = field(init=False)  # Root of its chain of block hashes.
     block_hashes: list[int] = field(init=False, default_factory=list)  # As far as needed.
-    stored_blocks: int = field(init=False, default=0)  # Leading blocks held by hash.
-    partial_blocks: int = field(init=False, default=0)  # Blocks held beyond these.
+    held_blocks: int = field(init=False, default=0)
+    stored_blocks: int = field(init=False, default=0)  # The leading ones that are held by hash.
     computed_tokens: int = field(init=False, default=0)  # Leading tokens in those blocks.
     is_aborted: bool = field(init=False, default=False)
 

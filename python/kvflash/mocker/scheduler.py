@@ -158,11 +158,7 @@ class Scheduler:
 
     def _reserve(self, request: Request, count: int) -> bool:
         """Reserve blocks, preempting younger requests; False if it was the youngest itself."""
-        missing = (
-            self._block_count(request.computed_tokens + count)
-            - request.stored_blocks
-            - request.partial_blocks
-        )
+        missing = self._block_count(request.computed_tokens + count) - request.held_blocks
         if missing <= 0:
             return True
         while not self.blocks.use((), missing):
@@ -170,7 +166,7 @@ class Scheduler:
             self._preempt(victim)
             if victim is request:
                 return False
-        request.partial_blocks += missing
+        request.held_blocks += missing
         return True
 
     def _preempt(self, request: Request) -> None:
@@ -194,13 +190,13 @@ class Scheduler:
             if not self._config.enable_chunked_prefill:
                 return None
             count = budget
-        partial = self._block_count(len(request.tokens)) - len(hits)
-        if not self.blocks.use(hits, partial, most=self._config.admissible_blocks):
+        needed = self._block_count(len(request.tokens))
+        if not self.blocks.use(hits, needed - len(hits), most=self._config.admissible_blocks):
             return None
         self._waiting.popleft()
         self._running.append(request)
+        request.held_blocks = needed
         request.stored_blocks = len(hits)
-        request.partial_blocks = partial
         request.computed_tokens = computed
         # A preempted request is admitted again; only its first hit counts.
         if request.cached_tokens is None:
@@ -228,7 +224,6 @@ class Scheduler:
         extend_hashes(request.block_hashes, request.root, request.tokens, block_size)
         new = [self.blocks.promote(block_hash) for block_hash in request.block_hashes[first:full]]
         request.stored_blocks = full
-        request.partial_blocks -= full - first
         # Another request may have stored the first ones meanwhile.
         first += new.count(False)
         assert all(new[first - full :]) or first == full, "a cached block's parent is cached"
@@ -257,9 +252,9 @@ class Scheduler:
             self.counters.finished_requests += request.is_finished
 
     def _free(self, request: Request) -> None:
-        self.blocks.release(request.partial_blocks)
+        self.blocks.release(request.held_blocks - request.stored_blocks)
         self.blocks.deref(request.block_hashes[: request.stored_blocks])
-        request.stored_blocks = request.partial_blocks = 0
+        request.held_blocks = request.stored_blocks = 0
 
     def _block_count(self, tokens: int) -> int:
         return -(-tokens // self._config.block_size)
