@@ -27,10 +27,8 @@ from kvflash.runtime import Context, DistributedRuntime, RuntimeLimits
 
 logger = logging.getLogger(__name__)
 
-# Pauses between two attempts to announce the worker, and to find it announced: the latter double.
+# Pause between two attempts to announce the worker.
 RETRY_S = 1.0
-POLL_S = 0.05
-POLL_S_MAX = 1.0
 
 
 class RuntimeWorker:
@@ -99,15 +97,7 @@ class RuntimeWorker:
         await self._patiently(self._announce_events)
         await self._patiently(lambda: self._metrics.create_endpoint(self._endpoint.component))
         await self._patiently(self._register)
-        serving = asyncio.create_task(
-            self._patiently(
-                lambda: self._endpoint.serve_endpoint(
-                    self.generate, max_concurrent_requests=config.max_waiting
-                )
-            )
-        )
-        self._tasks.append(serving)
-        await self._patiently(lambda: self._is_found(serving))
+        await self._patiently(self._serve)
 
     async def close(self) -> None:
         """Leave discovery, wait for running requests up to the drain timeout, then close all."""
@@ -174,17 +164,9 @@ class RuntimeWorker:
             lora_names=list(config.lora_adapters),
         )
 
-    async def _is_found(self, serving: asyncio.Task[None]) -> None:
-        """Wait until others can find the worker, or serving it fails."""
-        key, pause_s = f"v1/instances/{self._endpoint.path}/{self.instance_id}", POLL_S
-        while key not in await self._runtime.discovery.get_prefix(key):
-            await asyncio.wait({serving}, timeout=pause_s)
-            if serving.done():
-                serving.result()
-                break
-            if pause_s < POLL_S_MAX <= 2 * pause_s:
-                logger.warning("worker %s: waiting until discovery has %s", self.instance_id, key)
-            pause_s = min(2 * pause_s, POLL_S_MAX)
+    async def _serve(self) -> None:
+        limit = self._config.max_waiting
+        await self._runtime.start_serving(self._endpoint, self.generate, requests_max=limit)
 
     async def generate(self, request: Any, context: Context) -> AsyncIterator[dict[str, Any]]:
         if isinstance(request, list):

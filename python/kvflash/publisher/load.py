@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +10,10 @@ from kvflash.errors import OverloadedError
 from kvflash.runtime import Component
 from kvflash.runtime.arguments import check_range
 
-logger = logging.getLogger(__name__)
-
 # Name of the endpoint that reports the load.
 ENDPOINT = "load_metrics"
 _COUNT_MAX = (1 << 63) - 1
 _RANKS_MAX = 1_024
-_POLL_S = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +85,6 @@ class WorkerMetricsPublisher:
         self._waiting: set[asyncio.Event] = set()
         # That of the readers.
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._serving: asyncio.Task[None] | None = None
 
     async def create_endpoint(self, component: Component) -> None:
         """Serve `load_metrics` until the runtime is shut down; returns once it is announced.
@@ -98,24 +93,8 @@ class WorkerMetricsPublisher:
             ConflictError: The endpoint is already served.
             TransportError: Discovery or the broker can't be reached.
         """
-        runtime, endpoint = component.runtime, component.endpoint(ENDPOINT)
-        key = f"v1/instances/{endpoint.path}/{runtime.instance_id}"
-        serving = self._serving = asyncio.ensure_future(
-            endpoint.serve_endpoint(self.watch, graceful_shutdown=False)
-        )
-        try:
-            while True:
-                await asyncio.wait({serving}, timeout=_POLL_S)
-                if serving.done() or key in await runtime.discovery.get_prefix(key):
-                    break
-        except BaseException:
-            serving.cancel()
-            await asyncio.wait({serving})
-            raise
-        if serving.done():
-            serving.result()
-        else:
-            serving.add_done_callback(_log_failure)
+        endpoint = component.endpoint(ENDPOINT)
+        await component.runtime.start_serving(endpoint, self.watch, is_graceful=False)
 
     def publish(
         self,
@@ -193,9 +172,3 @@ class WorkerMetricsPublisher:
     def _wake(self) -> None:
         for news in self._waiting:
             news.set()
-
-
-def _log_failure(serving: asyncio.Task[None]) -> None:
-    error = None if serving.cancelled() else serving.exception()
-    if error is not None:
-        logger.error("the load is no longer published: %s", error)

@@ -275,6 +275,25 @@ class DistributedRuntime:
     async def serve(
         self, endpoint: Endpoint, handler: Handler, *, requests_max: int | None, is_graceful: bool
     ) -> None:
+        """Serve an endpoint until the shutdown; a task that is cancelled withdraws it."""
+        served = await self.start_serving(
+            endpoint, handler, requests_max=requests_max, is_graceful=is_graceful
+        )
+        try:
+            await self._stopped.wait()
+        finally:
+            if self._shutdown is None:
+                await self._stop_serving(served)
+
+    async def start_serving(
+        self,
+        endpoint: Endpoint,
+        handler: Handler,
+        *,
+        requests_max: int | None = None,
+        is_graceful: bool = True,
+    ) -> Served:
+        """Serve an endpoint until the shutdown; returns once it is announced."""
         path = endpoint.path
         served = self._serving.add(
             path, handler, requests_max=requests_max, is_graceful=is_graceful
@@ -285,11 +304,11 @@ class DistributedRuntime:
             transport = await server.open(path)
             self._signals.take(self.shutdown)
             await self.announce_instance(path, transport)
-            await self._stopped.wait()
-        finally:
+        except BaseException:
             if self._shutdown is None:
-                # The task that served was cancelled, or never started serving.
                 await self._stop_serving(served)
+            raise
+        return served
 
     async def _stop_serving(self, served: Served) -> None:
         served.is_graceful = False

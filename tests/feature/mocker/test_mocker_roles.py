@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from types import SimpleNamespace
 
 import pytest
 
@@ -451,32 +450,3 @@ def test_a_worker_waits_while_discovery_is_down(monkeypatch, caplog):
     kinds = [key.split("/")[1] for key in refused]
     assert kinds == ["events", "instances", "models", "instances"]
     assert caplog.text.count("can't be announced: etcd can't be reached; trying again") == 4
-
-
-def test_a_worker_that_is_not_found_says_so_once(monkeypatch, caplog):
-    monkeypatch.setenv("KVFLASH_DISCOVERY", "mem")
-    pauses = []
-
-    async def work():
-        config = MockerConfig(endpoint=ENDPOINT, zmq_events_port="auto")
-        worker = RuntimeWorker(0, config, tokenizer.load(None))
-        get_prefix = worker._runtime.discovery.get_prefix
-
-        async def hide(prefix):
-            found = await get_prefix(prefix)
-            is_hidden = "/generate/" in prefix and len(pauses) < 8
-            return {} if is_hidden else found
-
-        async def at_once(tasks, timeout):
-            pauses.append(timeout)
-            return await asyncio.wait(tasks, timeout=0.001)
-
-        monkeypatch.setattr(worker._runtime.discovery, "get_prefix", hide)
-        hasty = SimpleNamespace(**{**vars(asyncio), "wait": at_once})
-        monkeypatch.setattr("kvflash.mocker.worker.asyncio", hasty)
-        await worker.start()
-        await worker.close()
-
-    asyncio.run(asyncio.wait_for(work(), 60))
-    assert pauses == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0]
-    assert caplog.text.count("waiting until discovery has v1/instances/tests/backend/") == 1
