@@ -54,13 +54,15 @@ class GenerationParams:
 def parse_json(data: bytes) -> Body:
     """Parse a request body; refuses anything but a JSON object."""
     try:
-        body = json.loads(data)
+        # Strictly, other than json.loads() decodes bytes: it lets surrogates pass.
+        decoded = data.decode(json.detect_encoding(data))
+        body = json.loads(decoded)
     # RecursionError: a few kilobytes of brackets suffice.
     except (ValueError, RecursionError) as error:
         refuse(f"the request body is not JSON: {error}")
     if not isinstance(body, dict):
         refuse("the request body must be a JSON object")
-    if b"\\ud" in data or b"\\uD" in data:
+    if "\\ud" in decoded or "\\uD" in decoded:
         try:
             json.dumps(body, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:

@@ -251,7 +251,16 @@ def test_a_prompt_that_is_neither_text_nor_tokens_is_shown() -> None:
             parse({"prompt": prompt})
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[1]", b"\xff", b"[" * 100_000, b'{"a": "\\ud800"}'])
+SURROGATE = '{"a": "\\ud800"}'
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(b"", b"{", b"[1]", b"\xff", b"[" * 100_000),
+        *(SURROGATE.encode(), SURROGATE.encode("utf-16"), b'{"a": "\xed\xa0\x80"}'),
+    ],
+)
 def test_what_is_not_a_json_object_is_refused(data: bytes) -> None:
     with pytest.raises(ApiError) as error:
         parse_json(data)
