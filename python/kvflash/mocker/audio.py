@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from kvflash.mocker.answer import DONE, Answer, event, usage_of
 from kvflash.mocker.fields import Body, one_of, refuse
@@ -63,8 +64,9 @@ async def read_upload(request: web.Request, *, is_translated: bool) -> Upload:
         refuse(f"content-type must be multipart/form-data, got {request.content_type!r:.80}")
     try:
         parts = await request.post()
-    except (ValueError, KeyError) as error:
-        refuse(f"the upload is malformed: {error}")
+    # LookupError: a part has an unknown charset; RuntimeError: an unknown transfer encoding.
+    except (ValueError, LookupError, RuntimeError, HttpProcessingError) as error:
+        refuse(f"the upload is malformed: {' '.join(str(error).split())}")
     sound = parts.get("file")
     if not isinstance(sound, web.FileField):
         refuse("file must be an upload with a file name", "file")

@@ -395,6 +395,9 @@ def test_sound_to_text(mocker: Mocker) -> None:
     for kind in ("application/json", "multipart/form-data; boundary=x", "multipart/form-data"):
         wrong = ask(mocker.url, path, b"nonsense", {"Content-Type": kind})
         assert (wrong.status, wrong.json["error"]["code"]) == (400, 400)
+    for header in ("Content-Type: text/a; charset=x", "Content-Transfer-Encoding: x", "no header"):
+        wrong = upload(mocker, path, **{f'prompt"\r\n{header}; more="': "hi"})
+        assert (wrong.status, wrong.json["error"]["code"]) == (400, 400), header
 
 
 def test_text_to_sound(http: Http) -> None:
