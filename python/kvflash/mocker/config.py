@@ -115,7 +115,7 @@ class MockerConfig:
         last = PORT_MAX - self.num_workers * self.data_parallel_size + 1
         if not isinstance(port, int) or not 0 <= port <= last:
             raise ConfigError(
-                f"{_flag(name)} must be in 0..{last} for {self.num_workers} workers, got {port!r}"
+                f"{_flag(name)} must be in 0..={last} for {self.num_workers} workers, got {port!r}"
             )
 
     def _check_overlap(self) -> None:
@@ -131,7 +131,7 @@ class MockerConfig:
         for (low, one, size), (high, other, other_size) in pairwise(sorted(taken)):
             if low + size > high:
                 raise ConfigError(
-                    f"{one} {low}..{low + size - 1} and {other} {high}..{high + other_size - 1} "
+                    f"{one} {low}..={low + size - 1} and {other} {high}..={high + other_size - 1} "
                     "overlap: HTTP takes a port per worker, events and replay one per worker and "
                     f"rank, so {other} must be {low + size} or more"
                 )
@@ -153,7 +153,7 @@ class MockerConfig:
             )
         for port in ports:
             if not 1 <= port <= PORT_MAX:
-                raise ConfigError(f"--bootstrap-ports must be in 1..{PORT_MAX}, got {port}")
+                raise ConfigError(f"--bootstrap-ports must be in 1..={PORT_MAX}, got {port}")
 
     def _check_lengths(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -173,7 +173,7 @@ class MockerConfig:
             if not self.enable_chunked_prefill:
                 limits += ", and --max-num-batched-tokens with --no-enable-chunked-prefill"
             raise ConfigError(
-                f"--max-model-len must be in 1..{longest} (limited by {limits}), "
+                f"--max-model-len must be in 1..={longest} (limited by {limits}), "
                 f"got {self.max_model_len}"
             )
 
