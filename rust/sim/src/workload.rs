@@ -176,13 +176,8 @@ impl Workload {
             .map(|n| Client { name: format!("conversation {n}"), is_light: true })
             .collect();
         sessions.sort_by_key(|session| session.at_us);
-        Ok(Self {
-            name: "conversations".into(),
-            block_size: BLOCK,
-            sessions,
-            clients,
-            at_once: None,
-        })
+        let name = "conversations".into();
+        Self { name, block_size: BLOCK, sessions, clients, at_once: None }.of_some(path)
     }
 
     /// Recorded sessions of a coding agent (one a line: `requests` of `[t, input, output, api_s, think_s, [[first_id,
@@ -234,7 +229,14 @@ impl Workload {
                 sessions.push(Session { client: 0, at_us, turns });
             }
         }
-        Ok(Self::of_sessions("coding agents", block_size, sessions))
+        Self::of_sessions("coding agents", block_size, sessions).of_some(path)
+    }
+
+    fn of_some(self, path: &Path) -> Result<Self, String> {
+        match self.sessions.is_empty() {
+            true => Err(format!("{}: has no request that can be played", path.display())),
+            false => Ok(self),
+        }
     }
 }
 

@@ -2,4 +2,5 @@
 
 mod auto;
 mod engine_truth;
+mod traces;
 mod turns;
