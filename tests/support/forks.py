@@ -23,6 +23,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 # What the processes of tests import; nothing of it may start a thread.
 PACKAGES = (
@@ -39,6 +40,8 @@ PACKAGES = (
 OPTIONAL = ("nats.aio.client",)
 # Read by the interpreter, the loader or an import, so before a forked process has its own.
 READ_AT_START = ("LD_", "PYTHON", "SSL_", "FAKETIME", "DONT_FAKE", "NO_FAKE")
+# But this one takes effect later, too.
+SEARCHED = "PYTHONPATH"
 MESSAGE_BYTES_MAX = 1 << 20
 FILES_MAX = 1 << 16
 
@@ -144,7 +147,11 @@ class Forks:
 
 def read_at_start(env: Mapping[str, str]) -> dict[str, str]:
     """What of an environment a process has to be started with."""
-    return {key: value for key, value in env.items() if key.startswith(READ_AT_START)}
+    return {
+        key: value
+        for key, value in env.items()
+        if key.startswith(READ_AT_START) and key != SEARCHED
+    }
 
 
 def _fork(control: socket.socket) -> list[str] | None:
@@ -188,12 +195,25 @@ def _fork(control: socket.socket) -> list[str] | None:
 def _run(words: list[str]) -> None:
     """As the interpreter does it with these words."""
     program, *_ = sys.argv = words
+    sys.path[1:1] = filter(None, os.environ.get(SEARCHED, "").split(os.pathsep))
     if program.endswith(".py"):
         sys.path[0] = str(Path(program).parent)
         runpy.run_path(program, run_name="__main__")
     else:
         sys.path[0] = str(Path.cwd())
         runpy.run_module(program, run_name="__main__", alter_sys=True)
+
+
+def _end(status: int) -> NoReturn:
+    """As the interpreter ends, but without taking its modules apart; so multiprocessing does it.
+
+    That would copy most of what was imported before the fork: more work than a service's start.
+    """
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":
@@ -208,4 +228,11 @@ if __name__ == "__main__":
     found = _fork(socket.socket(fileno=int(sys.argv[1])))
     if found is not None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        _run(found)
+        try:
+            _run(found)
+        except SystemExit as end:
+            # The interpreter prints any other.
+            if not isinstance(end.code, int | None):
+                raise
+            _end(end.code or 0)
+        _end(0)
