@@ -201,6 +201,19 @@ class Process:
                 stream.close()
 
 
+def run_to_end(
+    module: str, *args: str, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """``python -m MODULE ARGS``, or a script by its path: its status, and what it wrote."""
+    process = Process(module, *args, env=env)
+    try:
+        status = process.popen.wait(DEADLINE_S)
+        output = "".join(process.rest())
+    finally:
+        process.close()
+    return subprocess.CompletedProcess([module, *args], status, output, "".join(process.errors))
+
+
 # -- engines as the event transport sees them
 
 STORED_FIELDS = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id")

@@ -6,8 +6,6 @@ import contextlib
 import json
 import re
 import socket
-import subprocess
-import sys
 import threading
 import time
 from email.utils import formatdate
@@ -24,6 +22,7 @@ from service import (
     EmbeddedIndexer,
     batch,
     listener,
+    run_to_end,
     stored,
     until,
     wait_for_sequence,
@@ -677,13 +676,7 @@ def test_the_report_in_words(run, canned):
     """A real process; one line a finding, whatever the other side says."""
     ready = (503, {"error": "first\nsecond \x1b[31mred"}, {})
     url = canned({"/workers": (200, [], {}), "/health": (200, b"", {}), "/ready": ready})
-    done = subprocess.run(
-        [sys.executable, "-m", "kvflash.doctor", url, "--timeout", "5"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    done = run_to_end("kvflash.doctor", url, "--timeout", "5")
     assert (done.returncode, done.stderr) == (1, "")
     *lines, last = done.stdout.splitlines()
     assert all(line.startswith(("ok    ", "warn  ", "FAIL  ")) for line in lines), done.stdout

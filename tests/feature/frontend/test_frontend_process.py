@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
-from service import Process, until
+from service import Process, run_to_end, until
 from support_frontend import (
     COMPLETIONS,
     Call,
@@ -31,16 +29,8 @@ from support_frontend import (
 )
 
 
-def start(*flags: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run to the end."""
-    return subprocess.run(
-        [sys.executable, "-m", "kvflash.frontend", *flags],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        env={**os.environ, **env},
-        check=False,
-    )
+def start(*flags: str, **env: str) -> CompletedProcess[str]:
+    return run_to_end("kvflash.frontend", *flags, env=env)
 
 
 # -- flags and environment
