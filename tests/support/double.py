@@ -25,7 +25,6 @@ import contextlib
 import os
 import sys
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 from double_gate import MODEL, Gate, ready, words_of
@@ -35,12 +34,11 @@ from kvflash import (
     ModelInput,
     ModelType,
     RuntimeLimits,
-    Tokenizer,
     register_llm,
 )
 from kvflash.errors import ClosedError
+from tiny_llama import TINY_LLAMA, TOKENIZER
 
-TINY_LLAMA = Path(__file__).parents[1] / "vectors" / "tiny-llama"
 # A flapping worker stays no longer than this; no router has to find it that soon.
 STAY_S_MAX = 5.0
 
@@ -55,7 +53,7 @@ class Worker:
         self.endpoint = component.endpoint("generate")
         self.asked = asyncio.Event()
         self._name, self._role, self._gate = name, role, Gate(name, role)
-        self._ids = Tokenizer(TINY_LLAMA).encode(words_of(name), add_special_tokens=False)
+        self._ids = TOKENIZER.encode(words_of(name), add_special_tokens=False)
 
     async def register(self) -> None:
         kinds = ModelType.Chat | ModelType.Completions

@@ -35,6 +35,7 @@ PACKAGES = (
     "kvflash.mocker.worker",
     "kvflash.router.service",
     "kvflash.runtime.distributed",
+    "tiny_llama",
 )
 # Not in every environment that runs tests: the clients' own has no NATS.
 OPTIONAL = ("nats.aio.client",)

@@ -9,17 +9,15 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import msgpack
 
-from kvflash import Tokenizer
 from service import DEADLINE_S, until
 from support_frontend import Frontend
+from tiny_llama import TINY_LLAMA, TOKENIZER
 
-TINY_LLAMA = Path(__file__).parents[1] / "vectors" / "tiny-llama"
 REQUEST, DATA, END, ERROR, PING, PONG = 1, 2, 3, 4, 5, 6
 
 
@@ -81,7 +79,6 @@ class Ask:
 
 
 Answer = Callable[[Ask], bool | None]
-TOKENIZER = Tokenizer(TINY_LLAMA)
 
 
 def say(text: str, at_once: int = 1, finish: str | None = "stop", **last: Any) -> Answer:
