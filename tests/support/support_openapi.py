@@ -14,7 +14,7 @@ from typing import Any
 from service import ROOT, SUPPORT, Http
 
 SOURCES = ROOT / "rust" / "serve" / "src"
-EXAMPLES = int(os.environ.get("KVFLASH_SCHEMA_EXAMPLES", "12"))
+EXAMPLES = int(os.environ.get("KVFLASH_SCHEMA_EXAMPLES", "6"))
 METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH")
 
 
