@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +14,9 @@ from service import Http, Process
 
 # A process that is ended by a test has no balancer in front; tests of the lame duck give the flag.
 os.environ.setdefault("KVFLASH_LAME_DUCK_TIMEOUT", "0")
+
+# What is imported and collected stays to the end: to look through it for garbage takes a second.
+gc.disable()
 
 # Those that take longest go first, so that none of them runs alone at the end.
 LONGEST = [
@@ -60,6 +64,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order files; tests of one file stay in theirs."""
     ranks = {name: rank for rank, name in enumerate(LONGEST)}
     items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage in what tests leave, and in nothing older."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture
