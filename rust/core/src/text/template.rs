@@ -408,3 +408,36 @@ fn cut_at_tag(text: &mut String, said: &str) -> Result<(), Stop> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    /// A loop over all messages within a loop over all messages, as gpt-oss has one.
+    const SQUARE: &str = "{% for a in messages %}{% for b in messages %}{% if b.content == 'z' %}\
+                          {{ b.content }}{% endif %}{% endfor %}{% endfor %}done";
+
+    #[test]
+    fn a_template_has_an_end() {
+        let mut template = ChatTemplate::from_source(SQUARE, &[], WallClock::default()).unwrap();
+        assert_eq!(template.environment.fuel(), Some(MAX_STEPS));
+        // So many take seconds where nothing is optimised.
+        template.environment.set_fuel(Some(50 * QUICK_STEPS));
+        let render = |count: usize, is_quick, text_bytes| {
+            let messages = vec![json!({"role": "user", "content": "a"}); count];
+            let messages = json!(messages).to_string();
+            let request = ChatRequest { messages: Some(&messages), ..ChatRequest::default() };
+            template.render_within(&request, Effort { text_bytes, is_quick }).unwrap()
+        };
+        let done = || Rendered::Text("done".to_owned());
+        assert_eq!(render(10, true, 100), done());
+        assert_eq!(render(10, true, 3), Rendered::TooLong);
+        assert_eq!(render(200, true, 100), Rendered::Costly);
+        assert_eq!(render(200, false, 100), done());
+        let Rendered::Unsupported(why) = render(800, false, 100) else { panic!("it has no end") };
+        assert!(why.contains("50000000 steps"), "{why}");
+    }
+}

@@ -443,31 +443,6 @@ fn a_growing_conversation_is_tokenized_once() {
     assert!(misses[1..].iter().all(|&count| count <= 2), "{misses:?}");
 }
 
-/// A loop over all messages within a loop over all messages, as gpt-oss has one.
-const SQUARE: &str = "{% for a in messages %}{% for b in messages %}{% if b.content == 'z' %}{{ b.content }}{% endif %}\
-                      {% endfor %}{% endfor %}done";
-
-#[test]
-fn a_template_has_an_end() {
-    let body = |count: usize| {
-        let messages = vec![json!({"role": "user", "content": "a"}); count];
-        json!({ "messages": messages }).to_string()
-    };
-    let template = template(SQUARE, WallClock::default());
-    let render = |body: &str, is_quick, text_bytes| {
-        template
-            .render_within(&request(body.as_bytes()), Effort { text_bytes, is_quick })
-            .expect("no error")
-    };
-    let (few, some, many) = (body(10), body(200), body(5_000));
-    assert_eq!(render(&few, true, 100), Rendered::Text("done".to_owned()));
-    assert_eq!(render(&few, true, 3), Rendered::TooLong);
-    assert_eq!(render(&some, true, 100), Rendered::Costly);
-    assert_eq!(render(&some, false, 100), Rendered::Text("done".to_owned()));
-    let Rendered::Unsupported(why) = render(&many, false, 100) else { panic!("it has no end") };
-    assert!(why.contains("50000000 steps"), "{why}");
-}
-
 #[test]
 fn a_quick_try_makes_few_new_tokens_and_keeps_them() {
     let model = TextModel::from_folder(tiny(), CacheOptions::default()).expect("tiny-llama");
