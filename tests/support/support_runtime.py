@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvflash import Client, DistributedRuntime
-from service import DEADLINE_S, Process
+from service import DEADLINE_S, Process, pause_s
 
 T = TypeVar("T")
 
@@ -31,13 +31,14 @@ async def eventually(
     check: Callable[[], Awaitable[T]], what: str, deadline_s: float = DEADLINE_S
 ) -> T:
     """Ask until the answer is true."""
-    end = time.monotonic() + deadline_s
+    begin = time.monotonic()
     while True:
         answer = await check()
         if answer:
             return answer
-        assert time.monotonic() < end, f"waited {deadline_s:g} s for {what}; last: {answer!r}"
-        await asyncio.sleep(0.01)
+        waited_s = time.monotonic() - begin
+        assert waited_s < deadline_s, f"waited {deadline_s:g} s for {what}; last: {answer!r}"
+        await asyncio.sleep(pause_s(waited_s))
 
 
 class WorkerProcess(Process):
