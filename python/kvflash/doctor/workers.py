@@ -23,7 +23,7 @@ _PUBLISH = (
     "with prefix caching enabled"
 )
 # Codes of warnings that the checks of a worker's event sockets report, too.
-_OF_SOCKETS = {"events_not_given", "event_socket", "nothing_published"}
+_OF_SOCKETS = {"event_socket", "nothing_published"}
 #: What /health shows for an engine that has not reported its reuse.
 _REPORT = (
     "vLLM: start it with --enable-prompt-tokens-details; SGLang: with --enable-cache-report; both "
@@ -106,12 +106,13 @@ def check_reasons(
         yield fail(f"{url} worker {reason.get('worker')}", "trust", seen, fix, code)
     told = {(str(reason.get("code")), str(reason.get("worker"))) for reason in reasons}
     healthy = {str(worker.id): bool(worker.entry.get("healthy")) for worker in known}
+    sockets = {f"{worker.id}:{one.rank}" for worker in known for one in worker.listeners}
     for cause in causes_of(health):
         code, worker = str(cause.get("code") or ""), str(cause.get("worker"))
-        number = worker.partition(":")[0]
         is_told = (code, worker) in told or code == "tokens_differ"
-        is_told |= number in healthy and code in _OF_SOCKETS
-        is_told |= healthy.get(number) is False and code == "worker_error"
+        is_told |= worker in sockets and code in _OF_SOCKETS
+        is_told |= worker in healthy and code == "events_not_given"
+        is_told |= healthy.get(worker) is False and code == "worker_error"
         if not is_told:
             seen = str(cause.get("message"))
             yield warn(url, "warnings", seen, "see docs/troubleshooting.md", code)

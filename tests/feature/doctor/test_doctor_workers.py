@@ -225,21 +225,25 @@ def test_a_worker_that_is_down_is_one_finding() -> None:
 
 def test_a_worker_s_own_findings_are_not_warnings_too() -> None:
     down = entry(healthy=False, last_error="refused", listeners=[])
-    known = workers.workers_of(URL, [down, entry(id=2, listeners=[])])
+    known = workers.workers_of(URL, [down, entry(id=2, listeners=[]), entry(id=3)])
     without = "worker 2: given without events=, so its cache is unknown"
     causes = [
         {"code": "worker_error", "worker": "1", "message": "worker 1: refused"},
         {"code": "events_not_given", "worker": "2", "message": without},
-        {"code": "nothing_published", "worker": "2:0", "message": "worker 2:0: in other words"},
+        {"code": "nothing_published", "worker": "3:0", "message": "worker 3:0: in other words"},
         {"code": "tokens_differ", "message": "what the check of parity says"},
         # No other check says what is wrong with a worker that answers.
         {"code": "worker_error", "worker": "2", "message": "worker 2: its card is wrong"},
-        {"code": "event_socket", "worker": "3:0", "message": "worker 3:0: has left"},
+        # Nor of one whose events would be in a stream, and that has no socket.
+        {"code": "nothing_published", "worker": "2", "message": "worker 2: is silent"},
+        {"code": "event_socket", "worker": "4:0", "message": "worker 4:0: has left"},
         {"message": "other"},
     ]
     health = {"router_policy": "auto", "causes": causes}
     found_by_code = [one.seen for one in workers.check_reasons(URL, health, known)]
-    assert found_by_code == ["worker 2: its card is wrong", "worker 3:0: has left", "other"]
+    assert found_by_code == [
+        "worker 2: its card is wrong", "worker 2: is silent", "worker 4:0: has left", "other"
+    ]  # fmt: skip
     found = [
         (one.check, one.seen)
         for worker in known
