@@ -47,11 +47,16 @@ class _Place:
             health = self.health.json if self.health else None
             decides = isinstance(health, dict) and "router_policy" in health
             return "frontend" if has_models else "router" if decides else "indexer"
-        if self.workers.refused:
+        if self.workers.refused or self._is_refused_in_words:
             return "locked"
         if has_models or self.models.status in (401, 403):
             return "engine"
         return "other" if self.workers.status or self.models.status else "unreachable"
+
+    @property
+    def _is_refused_in_words(self) -> bool:
+        # Services from before the header; an engine that wants a key does not speak of its admin.
+        return self.workers.status in (401, 403) and "admin" in self.workers.text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -283,6 +288,8 @@ class _Doctor:
             how = f"name a file with a key of the role admin by {KEY_FILE}"
             if place.workers.refused == "admin":
                 how = "give the doctor that address instead of this one"
+            elif place.workers.refused == "host":
+                how = "add the name there, or give the doctor the service's IP address"
             elif self._args.service_key is not None:
                 how = f"give {KEY_FILE} a key of the role admin"
             yield fail(url, "reachable", seen, how)

@@ -175,7 +175,9 @@ def check_ready(url: str, ready: Answer, otherwise: str) -> Iterator[Finding]:
         yield ok(url, "ready", "yes" if ready.status == 200 else "it has no GET /ready")
         return
     body = ready.json if isinstance(ready.json, dict) else {}
-    code, reason = str(body.get("code") or ""), body.get("reason") or ready.said
+    # Routers from before the code say that they are stopping.
+    code = str(body.get("code") or ("stopping" if body.get("stopping") is True else ""))
+    reason = body.get("reason") or ready.said
     if ready.status != 503:
         otherwise = ready.fix or "the message says why"
     fix = _UNREADY.get(code, otherwise)

@@ -270,9 +270,11 @@ def test_an_engine_that_wants_a_key(canned, doctor, monkeypatch):
     assert "KVFLASH_WORKER_API_KEY" in findings[0]["fix"]
 
 
-def test_a_service_that_wants_a_key(canned, doctor, tmp_path):
+# Services from before the header do not send it.
+@pytest.mark.parametrize("headers", [{"x-kvflash-refused": "no_key"}, {}])
+def test_a_service_that_wants_a_key(canned, doctor, tmp_path, headers):
     error = {"error": {"message": "send a key of the role admin"}}
-    refused = (401, error, {"x-kvflash-refused": "no_key"})
+    refused = (401, error, headers)
     place = canned({"/workers": refused, "/v1/models": refused})
     (found,) = doctor(place)[1]
     assert (found["level"], found["check"]) == ("FAIL", "reachable")
@@ -281,6 +283,13 @@ def test_a_service_that_wants_a_key(canned, doctor, tmp_path):
     key.write_text("wrong")
     (found,) = doctor(place, "--service-key-file", str(key))[1]
     assert "give --service-key-file a key" in found["fix"]
+
+
+def test_a_service_that_is_not_known_by_this_name(canned, doctor):
+    error = {"error": 'Host "a" is not a name of this service: add it to --allowed-hosts'}
+    refused = (403, error, {"x-kvflash-refused": "host"})
+    (found,) = doctor(canned({"/workers": refused, "/v1/models": refused}))[1]
+    assert "--allowed-hosts" in found["seen"] and "key" not in found["fix"]
 
 
 def test_a_frontend_tells_its_warnings(canned, doctor):
