@@ -677,7 +677,7 @@ def test_bad_usage_is_status_2(capsys, args):
 @pytest.mark.parametrize("url", ["localhost:99999", "http://host:0"])
 def test_the_limit_of_a_port_is_named(capsys, url):
     assert main([url]) == 2
-    told = f"URL must be http://HOST[:PORT][/PATH] with PORT in 1..65535, got {url!r}"
+    told = f"URL must be http://HOST[:PORT][/PATH] with PORT in 1..=65535, got {url!r}"
     assert told in capsys.readouterr().err
 
 
