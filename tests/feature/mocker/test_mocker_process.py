@@ -29,7 +29,9 @@ def cached_tokens(answer: Any) -> int:
 
 
 def reset(mocker: Mocker) -> int:
-    return mocker.http[0].call("POST", "/reset_prefix_cache")[0]
+    status, body, _ = mocker.http[0].call("POST", "/reset_prefix_cache")
+    assert bool(body) == (status != 200)
+    return status
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +57,7 @@ def test_ready_lines_of_several_workers() -> None:
         assert len(set(endpoints)) == 6
         for http in mocker.http:
             assert http.get("/health") == b""
+        assert mocker.process.terminate() == 0
 
 
 def test_models_version_and_tokens(http: Http) -> None:
@@ -183,7 +186,7 @@ def test_taken_ports_are_named(run: Callable[..., Process]) -> None:
             process = run("kvflash.mocker", *flags)
             assert process.popen.wait(DEADLINE_S) == 2
             assert process.rest() == []
-            assert f"mocker: error: {told}" in "".join(process.errors)
+            assert f"kvflash.mocker: error: {told}" in "".join(process.errors)
 
 
 class EventReader(HeldBlocks):
