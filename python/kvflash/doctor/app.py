@@ -290,6 +290,8 @@ class _Doctor:
                 how = "give the doctor that address instead of this one"
             elif place.workers.refused == "host":
                 how = "add the name there, or give the doctor the service's IP address"
+            elif place.workers.refused == "busy":
+                how = "ask again: it compares the keys of other requests"
             elif self._args.service_key is not None:
                 how = f"give {KEY_FILE} a key of the role admin"
             yield fail(url, "reachable", seen, how)

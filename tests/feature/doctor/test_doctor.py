@@ -285,11 +285,14 @@ def test_a_service_that_wants_a_key(canned, doctor, tmp_path, headers):
     assert "give --service-key-file a key" in found["fix"]
 
 
-def test_a_service_that_is_not_known_by_this_name(canned, doctor):
-    error = {"error": 'Host "a" is not a name of this service: add it to --allowed-hosts'}
-    refused = (403, error, {"x-kvflash-refused": "host"})
+@pytest.mark.parametrize(
+    ("status", "cause", "fix"), [(403, "host", "IP address"), (429, "busy", "ask again")]
+)
+def test_a_service_that_refuses_whatever_the_key(canned, doctor, status, cause, fix):
+    refused = (status, {"error": "the service says why"}, {"x-kvflash-refused": cause})
     (found,) = doctor(canned({"/workers": refused, "/v1/models": refused}))[1]
-    assert "--allowed-hosts" in found["seen"] and "key" not in found["fix"]
+    assert "the service says why" in found["seen"]
+    assert fix in found["fix"] and "--service-key-file" not in found["fix"]
 
 
 def test_a_frontend_tells_its_warnings(canned, doctor):
