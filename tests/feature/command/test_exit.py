@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -132,3 +133,18 @@ def test_a_second_ctrl_c_ends_a_mocker_at_once() -> None:
     finally:
         mocker.close()
     assert "Traceback" not in "".join(mocker.errors)
+
+
+@pytest.mark.parametrize("service", ["frontend", "indexer", "mocker", "router"])
+def test_the_interpreter_of_a_service_ends(service: str, tmp_path: Path) -> None:
+    # A variable that Python reads at its start: a forked process ends without its interpreter.
+    env = {"PYTHONFAULTHANDLER": "1", "KVFLASH_DISCOVERY_DIR": str(tmp_path / "discovery")}
+    process = Process(f"kvflash.{service}", "--port", "0", env=env)
+    try:
+        assert isinstance(process.popen, subprocess.Popen)
+        process.ready()
+        assert process.terminate() == 0
+        process.rest()
+    finally:
+        process.close()
+    assert not re.search("Traceback|Fatal|Error|panicked", "".join(process.errors))
