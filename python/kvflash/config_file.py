@@ -268,6 +268,6 @@ def _yaml(text: str) -> Any:
         raise ValueError(f"{where}{error.problem}") from None
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
-    except (AttributeError, KeyError):
+    except (AttributeError, LookupError):
         # Of PyYAML itself, at values such as `!!bool maybe`.
         raise ValueError("a value does not fit its tag (!!...): leave the tag out") from None

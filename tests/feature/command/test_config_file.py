@@ -210,6 +210,7 @@ def test_the_file_of_routing_goes_before_that_of_all(file: Write) -> None:
         ("port: " + "[" * 20_000, "is not YAML: "),
         ("port: \x00", "is not YAML: "),
         ("port: !!bool maybe", "is not YAML: a value does not fit its tag (!!...): leave the tag"),
+        ('port: !!int ""', "is not YAML: a value does not fit its tag (!!...): leave the tag"),
         ("port: !!timestamp x", "is not YAML: a value does not fit its tag (!!...): leave the tag"),
     ],
 )
