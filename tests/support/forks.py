@@ -229,6 +229,8 @@ if __name__ == "__main__":
     found = _fork(socket.socket(fileno=int(sys.argv[1])))
     if found is not None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        # The tests may run under nohup; their processes do not.
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         try:
             _run(found)
         except SystemExit as end:
