@@ -366,7 +366,7 @@ const fn fix(code: Code, has_replay: bool) -> &'static str {
         }
         Code::OverCapacity => FORGET,
         Code::SharedSocket => {
-            "if the engine has got another id, remove the old one (indexer: POST /unregister; frontend or router: \
+            "if the engine came back under another id, remove the old one (indexer: POST /unregister; frontend or router: \
              DELETE /workers/ID); else give each engine an event socket of its own"
         }
     }
