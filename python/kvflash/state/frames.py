@@ -200,13 +200,15 @@ class CatalogSink:
     def _move(self, instance_id: int, source: Catalog, target: Catalog) -> bool:
         """Move a worker's blocks. On an error they are lost, and it returns False."""
         try:
-            target.restore(b"".join(source.dump(instance_id)))
+            restored, _, reasons = target.restore(b"".join(source.dump(instance_id)))
+            reason: object = reasons[0] if reasons and not restored else None
         except KvflashError as error:
-            logger.warning("dropped the blocks of worker %d: %s", instance_id, error)
-            return False
+            reason = error
         finally:
             source.expel(instance_id)
-        return True
+        if reason is not None:
+            logger.warning("dropped the blocks of worker %d: %s", instance_id, reason)
+        return reason is None
 
     def _drop_publishers(self, instance_id: int) -> None:
         """Drop its publishers; its next message registers it again."""

@@ -128,6 +128,33 @@ def test_blocks_that_can_not_be_set_aside_do_not_count() -> None:
     assert blocks(catalog) == {1: 1, 2: 1}
 
 
+def test_blocks_that_do_not_fit_a_dump_do_not_count() -> None:
+    catalog = Catalog()
+    sink = CatalogSink(catalog)
+    sink.apply([message(1, 0), message(2, 0)])
+    # Its shared stores have longer names than a dump takes.
+    for number, name in enumerate("ab", start=1):
+        stored = {
+            "type": "BlockStored",
+            "block_hashes": [100 + number],
+            "parent_block_hash": None,
+            "token_ids": [],
+            "block_size": 0,
+            "medium": "EXTERNAL",
+            "locality": "REMOTE",
+            "ownership": name * 40_000,
+            "group_idx": 0,
+        }
+        origin = message(1, number)
+        payload = msgpack.packb([0.0, [stored], 0])
+        sink.apply([Message(origin.sequence, origin.headers, payload)])
+    sink.leave(1)
+    assert (blocks(catalog), sink.away()) == ({2: 1}, 0)
+    sink.join(1)
+    sink.apply([message(1, 3)])
+    assert blocks(catalog) == {1: 1, 2: 1}
+
+
 def test_a_worker_returns_without_blocks_that_can_not_be_read(
     monkeypatch: pytest.MonkeyPatch, catalog: Catalog
 ) -> None:
