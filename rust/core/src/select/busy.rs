@@ -13,7 +13,7 @@ use serde::Serialize;
 use super::config::{QueueThreshold, Thresholds};
 use crate::error::Result;
 use crate::ids::{InstanceId, Worker};
-use crate::load::{ActiveLoad, WorkerLoad};
+use crate::load::WorkerLoad;
 
 /// Batch size of a worker that never reported one, in tokens.
 pub const DEFAULT_BATCHED_TOKENS: u64 = 10_000_000;
@@ -65,14 +65,12 @@ struct Rank {
 }
 
 impl Rank {
-    fn is_busy(&self, thresholds: &Thresholds, own: &ActiveLoad) -> bool {
-        let is_decoding = self.is_decoding_too_much(thresholds, own.blocks);
-        let tracked = self.tracked_prefill(own.prefill_tokens);
+    fn is_prefilling_too_much(&self, thresholds: &Thresholds, own_tokens: u64) -> bool {
+        let tracked = self.tracked_prefill(own_tokens);
         let tokens = self.reported.active_prefill_tokens.unwrap_or(0).max(tracked);
         let batch = self.reported.max_num_batched_tokens.unwrap_or(DEFAULT_BATCHED_TOKENS);
         let of_batch = |factor: f64| (factor * batch as f64).floor() as u64;
-        is_decoding
-            || thresholds.active_prefill_tokens.is_some_and(|limit| tokens > limit)
+        thresholds.active_prefill_tokens.is_some_and(|limit| tokens > limit)
             || thresholds.active_prefill_tokens_frac.is_some_and(|f| tokens > of_batch(f))
     }
 
@@ -100,10 +98,10 @@ impl Rank {
         is_above(used) || self.is_latched && is_above(expected)
     }
 
-    /// Keeps the state of its blocks. Of news, `own_blocks` may be 0: blocks that are above the
-    /// threshold only with the bookings here latch again at the next decision.
-    fn latch(&mut self, thresholds: &Thresholds, own_blocks: u64) {
-        self.is_latched = self.is_decoding_too_much(thresholds, own_blocks);
+    /// Keeps the state of its blocks after news. The bookings here are unknown: if the blocks are
+    /// above the threshold only with them, they latch at the next decision.
+    fn latch(&mut self, thresholds: &Thresholds) {
+        self.is_latched = self.is_decoding_too_much(thresholds, 0);
     }
 }
 
@@ -150,7 +148,7 @@ impl BusyTable {
         thresholds.validate()?;
         let mut state = self.state.lock();
         state.thresholds = thresholds;
-        state.ranks.values_mut().for_each(|rank| rank.latch(&thresholds, 0));
+        state.ranks.values_mut().for_each(|rank| rank.latch(&thresholds));
         // Relaxed: it only saves decisions the lock; the caller's next decision comes after it.
         self.is_any_set.store(thresholds.is_any(), Ordering::Relaxed);
         Ok(())
@@ -176,7 +174,7 @@ impl BusyTable {
         let State { thresholds, ranks } = &mut *state;
         let Some(rank) = ranks.get_mut(&worker) else { return false };
         rank.reported.update(report);
-        rank.latch(thresholds, 0);
+        rank.latch(thresholds);
         true
     }
 
@@ -231,11 +229,13 @@ impl BusyTable {
         let mut last = None;
         for load in loads {
             // A worker without any report is assumed to have room.
-            let mut rank = ranks.get_mut(&load.worker);
-            if let Some(rank) = rank.as_mut().filter(|_| keeps) {
-                rank.latch(thresholds, load.active.blocks);
-            }
-            let is_busy = rank.is_some_and(|rank| rank.is_busy(thresholds, &load.active));
+            let is_busy = ranks.get_mut(&load.worker).is_some_and(|rank| {
+                let is_decoding = rank.is_decoding_too_much(thresholds, load.active.blocks);
+                if keeps {
+                    rank.is_latched = is_decoding;
+                }
+                is_decoding || rank.is_prefilling_too_much(thresholds, load.active.prefill_tokens)
+            });
             let id = load.worker.instance_id;
             if last.replace(id) != Some(id) {
                 busy.extend(is_busy.then_some(id));
