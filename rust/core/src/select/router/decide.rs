@@ -1,6 +1,7 @@
 //! Decisions: queried, previewed and booked.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use rand::rngs::SmallRng;
 use rand::{RngCore, SeedableRng};
@@ -39,9 +40,10 @@ impl Router {
         let now_ms = self.clock.now_ms();
         let mut context = Self::context(ask, now_ms);
         self.policies.prepare(&context)?;
-        let (id, choice, seed) = {
+        let (id, choice, seed, departures) = {
             let mut state = self.state.lock();
             let state = &mut *state;
+            let departures = self.departures.load(Ordering::Relaxed);
             state.load.advance(now_ms);
             state.load.check_room()?;
             let mut seeds = state.seeds.clone();
@@ -63,10 +65,16 @@ impl Router {
             state.load.book(&work, now_ms)?;
             state.next_request += 1;
             self.keep(ask, chosen.worker, now_ms);
-            (id, choice, seed)
+            (id, choice, seed, departures)
         };
         self.policies.routed(&context, &considered.found(), &choice);
         let decision = self.decision(&ask.overrides, &context, considered, choice, seed);
+        if self.departures.load(Ordering::Relaxed) != departures
+            && !self.has_worker(decision.worker)
+        {
+            // It left after it was chosen, and the policies may know it again.
+            self.forget(decision.worker);
+        }
         let told = self.policies.need_facts();
         let tail = told.then(|| Box::new(Tail::new(ask, now_ms, context.memo.into_ticket())));
         Ok((Reservation::new(Arc::clone(self), id, decision.worker, now_ms, tail), decision))

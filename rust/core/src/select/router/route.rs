@@ -1,5 +1,6 @@
 //! The load of the workers, and the cost of a request on each of them.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
@@ -41,6 +42,8 @@ pub struct Router {
     pub(super) affinity: Option<Seat>,
     pub(super) clock: Arc<dyn Clock>,
     pub(super) state: Mutex<State>,
+    /// How often workers have left.
+    pub(super) departures: AtomicU64,
     pub(super) watch: OnceLock<RoomWatch>,
     pub(in crate::select) removals: Removals,
     /// Draws the seeds of queries, so that these do not affect the seeds of bookings.
@@ -89,10 +92,21 @@ impl Router {
             scratch: Scratch::default(),
         };
         let (state, watch) = (Mutex::new(state), OnceLock::new());
+        let departures = AtomicU64::new(0);
         let affinity = policies.affinity.as_ref().map(Affinity::seat);
         let questions = Mutex::new(SmallRng::seed_from_u64(!config.seed));
         let removals = Removals::default();
-        Ok(Self { config, policies, affinity, clock, state, watch, removals, questions })
+        Ok(Self {
+            config,
+            policies,
+            affinity,
+            clock,
+            state,
+            departures,
+            watch,
+            removals,
+            questions,
+        })
     }
 
     /// The cost of `ask` on every allowed worker now, including busy ones; changes nothing. Empty
@@ -169,6 +183,11 @@ impl Router {
         is_booked
     }
 
+    /// Has the policies forget a worker.
+    pub(super) fn forget(&self, worker: Worker) {
+        self.policies.each().for_each(|one| one.removed(worker));
+    }
+
     /// Sets the registered workers; returns those that are no longer. See
     /// [`ActiveSequences::set_workers`].
     ///
@@ -176,9 +195,11 @@ impl Router {
     /// [`Error::Overloaded`] for more than [`crate::load::MAX_WORKERS`]; nothing changes then.
     pub fn set_workers(&self, workers: &[Worker]) -> Result<Vec<Worker>> {
         let gone = self.state.lock().load.set_workers(workers)?;
-        for worker in &gone {
-            self.policies.each().for_each(|one| one.removed(*worker));
+        if !gone.is_empty() {
+            // Relaxed: a policy that keeps state of workers orders this by its own lock.
+            self.departures.fetch_add(1, Ordering::Relaxed);
         }
+        gone.iter().for_each(|worker| self.forget(*worker));
         self.made_room();
         Ok(gone)
     }

@@ -82,6 +82,65 @@ impl RoutePolicy for Witness {
     }
 }
 
+/// `auto`, with workers that leave between a choice and the news of it.
+#[derive(Debug)]
+struct Leaving {
+    router: OnceLock<Weak<Router>>,
+    auto: [Arc<dyn RoutePolicy>; 1],
+}
+
+impl RoutePolicy for Leaving {
+    fn name(&self) -> &str {
+        "leaving"
+    }
+
+    fn members(&self) -> &[Arc<dyn RoutePolicy>] {
+        &self.auto
+    }
+
+    fn choose(
+        &self,
+        context: &Context<'_>,
+        candidates: &Candidates<'_>,
+        costs: &mut Vec<CandidateCost>,
+        rng: &mut dyn RngCore,
+    ) -> Option<Choice> {
+        self.auto[0].choose(context, candidates, costs, rng)
+    }
+
+    fn routed(&self, context: &Context<'_>, candidates: &Candidates<'_>, choice: &Choice) {
+        let router = self.router.get().and_then(Weak::upgrade).unwrap();
+        router.set_workers(&workers([2])).unwrap();
+        self.auto[0].routed(context, candidates, choice);
+    }
+}
+
+#[test]
+fn a_worker_that_leaves_while_it_is_chosen_stays_forgotten() {
+    let auto = registry::build("auto", &Settings::default(), &mut SmallRng::seed_from_u64(1));
+    let leaving = Arc::new(Leaving { router: OnceLock::new(), auto: [auto.unwrap()] });
+    let active: Arc<dyn RoutePolicy> = Arc::<Leaving>::clone(&leaving);
+    let policies = Policies { active, ..Policies::default() };
+    let clock = Arc::new(ManualClock::default());
+    let router = Arc::new(Router::with_policies(sized(4), policies, clock).unwrap());
+    leaving.router.set(Arc::downgrade(&router)).unwrap();
+    let known = || {
+        let mut known = Vec::new();
+        router.policies.samples(0, &mut |one| {
+            known.extend((one.label.0 == "worker").then(|| one.label.1.to_owned()));
+        });
+        known
+    };
+    router.set_workers(&workers([1])).unwrap();
+    let mut considered = Considered::default();
+    let (booking, _) = router.route(&request(8, &[1, 2]), &mut considered).unwrap();
+    assert_eq!(known(), [""; 0]);
+    drop(booking);
+    assert_eq!(known(), [""; 0]);
+    let (_booking, decision) = router.route(&request(8, &[1, 2]), &mut considered).unwrap();
+    assert_eq!((decision.worker, known().is_empty()), (Worker::new(2, 0), false));
+}
+
 fn with_witness(shadows: Vec<Arc<Shadow>>) -> (Arc<Router>, Arc<Witness>) {
     let witness = Arc::new(Witness::default());
     let active: Arc<dyn RoutePolicy> = Arc::<Witness>::clone(&witness);
