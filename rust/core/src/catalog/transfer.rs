@@ -109,13 +109,17 @@ impl Part {
     }
 
     /// Encodes it in the binary form, including the length. If it does not fit the format, such as
-    /// one with long names of many shared stores, the reason stands in its place: the peer counts it
-    /// as skipped, and the dump goes on.
+    /// one with long names of many shared stores or over 1 GiB, the reason stands in its place: the
+    /// peer counts it as skipped, and the dump goes on.
     ///
     /// # Cost
     /// 16 bytes per block; the publisher's frames wait meanwhile.
     pub fn encode(&self) -> Vec<u8> {
-        self.try_encode().unwrap_or_else(|error| {
+        self.encode_within(PART_BYTES_MAX)
+    }
+
+    fn encode_within(&self, bytes_max: u64) -> Vec<u8> {
+        self.try_encode(bytes_max).unwrap_or_else(|error| {
             tracing::error!(worker = %self.worker, %error, "left out of a dump");
             let reason = format!("worker {}: {error}", self.worker);
             let len = (LEFT_OUT.len() + reason.len()) as u64;
@@ -123,7 +127,7 @@ impl Part {
         })
     }
 
-    fn try_encode(&self) -> io::Result<Vec<u8>> {
+    fn try_encode(&self, bytes_max: u64) -> io::Result<Vec<u8>> {
         self.read(|place, workers| {
             let Identity { lora_name, cache_salt } = self.model.agreement.held();
             // A key has a limit, which these would exceed.
@@ -150,6 +154,11 @@ impl Part {
             bytes.extend(tail(&doubts.unwrap_or_default(), DOUBTS_MARK));
             bytes.extend(tail(&names_of(&self.model, workers), NAMES_MARK));
             let len = bytes.len() as u64 - 8;
+            if len > bytes_max {
+                // The peer would drop this and all later parts.
+                let why = format!("its part has {len} bytes; the limit is {bytes_max}");
+                return Err(io::Error::other(why));
+            }
             bytes[..8].copy_from_slice(&len.to_le_bytes());
             Ok(bytes)
         })
@@ -541,4 +550,33 @@ pub(super) fn adopt(
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::index::{Block, DEFAULT_SEED};
+
+    #[test]
+    fn a_part_beyond_the_limit_is_skipped_and_the_dump_goes_on() {
+        let catalog = Catalog::default();
+        let key = ModelKey { model_name: "m".into(), tenant_id: "t".into() };
+        let model = catalog.model_or_create(&key, Some(4)).unwrap();
+        for (id, count) in [(1, 100), (2, 1)] {
+            let worker = Worker::new(id, 0);
+            let block = |name| Block { engine_hash: name, local_hash: name };
+            let blocks: Vec<Block> = (0..count).map(block).collect();
+            model.index.store(worker, Tier::Device, None, DEFAULT_SEED, &blocks);
+            let place = || Place { ranks: vec![0], ..Place::default() };
+            assert_eq!(adopt(&catalog, &model, worker, place), Ok(()));
+        }
+        let mut dump = MAGIC.to_vec();
+        parts(&catalog).iter().for_each(|part| dump.extend(part.encode_within(1_000)));
+        dump.extend([0; 8]);
+        let replica = Catalog::default();
+        let progress = restore(&replica, &mut dump.as_slice(), &mut |_| {}).unwrap();
+        assert_eq!((progress.publishers, progress.blocks, progress.skipped_count), (1, 1, 1));
+        assert!(progress.skipped[0].ends_with("the limit is 1000"), "{:?}", progress.skipped);
+    }
 }
