@@ -34,6 +34,9 @@ pub const MAGIC: [u8; 8] = *b"kvfdump\x01";
 /// million blocks.
 const PART_BYTES_MAX: u64 = 1 << 30;
 
+/// Why a worker is left out that a dump has restored and that is not registered yet.
+pub(super) const RESTORED: &str = "an earlier dump has restored it";
+
 /// Maximum reasons kept as text by a recovery; further ones are only counted.
 const REASONS_MAX: usize = 16;
 
@@ -401,9 +404,6 @@ fn restore_part(catalog: &Catalog, part: &[u8], progress: &mut Progress) {
         return progress.skip(format!("worker {worker}: {error}"));
     }
     model.agreement.settle(identity);
-    if catalog.has_recovered(worker, &model.key) {
-        return progress.skip(format!("worker {worker}: an earlier dump has restored it"));
-    }
     let mut ranks: Vec<u32> = snapshot.workers().iter().map(|worker| worker.dp_rank).collect();
     if !ranks.contains(&worker.dp_rank) {
         ranks.push(worker.dp_rank);
@@ -524,6 +524,9 @@ pub(super) fn model_of(
 
 /// Passes the blocks that `load` loads, and the position it returns, to the worker's publisher, or
 /// keeps them until it is registered.
+///
+/// # Errors
+/// The reason; then `load` was not called.
 pub(super) fn adopt(
     catalog: &Catalog,
     model: &Arc<ModelIndex>,
@@ -532,6 +535,9 @@ pub(super) fn adopt(
 ) -> Result<(), &'static str> {
     if let Some(publisher) = catalog.publisher_of(worker, &model.key) {
         return publisher.take_over(load);
+    }
+    if catalog.has_recovered(worker, &model.key) {
+        return Err(RESTORED);
     }
     let place = load();
     let past = Recovered { model: Arc::clone(model), place: place.clone() };

@@ -12,7 +12,7 @@ use super::dump::apply_router_event;
 use super::model::{ModelIndex, ModelKey};
 use super::registration::Place;
 use super::registry::Catalog;
-use super::transfer::{Progress, TransferError, Watermark, adopt, model_of};
+use super::transfer::{Progress, RESTORED, TransferError, Watermark, adopt, model_of};
 use crate::codec::router::RouterEvent;
 use crate::ids::Worker;
 use crate::index::StoreOutcome;
@@ -118,7 +118,7 @@ enum Taken {
     All,
     /// The index refused some.
     Part,
-    /// It already holds blocks.
+    /// It already holds blocks, or an earlier dump has restored it.
     None,
 }
 
@@ -145,8 +145,13 @@ impl<'a, 'b> Entry<'a, 'b> {
         let worker = event.worker();
         let model = self.model();
         let progress = &mut *self.dump.progress;
+        let catalog = self.dump.catalog;
         let taken = self.workers.entry(worker).or_insert_with(|| {
             let Some(model) = &model else { return Taken::None };
+            if catalog.has_recovered(worker, &model.key) {
+                progress.skip(format!("worker {worker}: {RESTORED}"));
+                return Taken::None;
+            }
             let held = model.index.blocks(worker);
             if held == 0 {
                 return Taken::All;

@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use kvflash_core::catalog::{
     Catalog, CatalogOptions, EngineFacts, FrameOutcome, Identity, ListenerStatus, MAGIC, ModelKey,
-    Publisher, Registration, Source, TransferError, Unheard, parts, restore, restore_json,
+    Publisher, Registration, Source, TransferError, Unheard, Watermark, parts, restore,
+    restore_json,
 };
 use kvflash_core::clock::ManualClock;
 use kvflash_core::error::Error;
@@ -336,18 +337,24 @@ fn a_dump_s_blocks_stay_in_their_model() {
     assert_eq!(publisher.view().last_sequence, Some(5));
 }
 
+/// Events and watermarks of a dump in the JSON form.
+fn events(catalog: &Catalog) -> (Vec<serde_json::Value>, Vec<Watermark>) {
+    let (mut events, mut watermarks) = (Vec::new(), Vec::new());
+    for part in parts(catalog) {
+        let (of_part, mark) = part.events();
+        events.extend(of_part.iter().map(|event| json!(event)));
+        watermarks.push(mark);
+    }
+    (events, watermarks)
+}
+
 #[test]
 fn a_worker_with_refused_events_of_a_json_dump_is_inexact() {
     let source = Catalog::default();
     for id in [7, 8] {
         hold(&register(&source, id, 0), Worker::new(id, 0), 1..4);
     }
-    let (mut events, mut watermarks) = (Vec::new(), Vec::new());
-    for part in parts(&source) {
-        let (of_part, mark) = part.events();
-        events.extend(of_part.iter().map(|event| json!(event)));
-        watermarks.push(mark);
-    }
+    let (mut events, watermarks) = events(&source);
     let block = json!({"block_hash": 5, "tokens_hash": 5, "mm_extra_info": null});
     let data = json!({"stored": {"parent_hash": 99, "blocks": [block]}});
     let orphan = json!({"worker_id": 7, "event": {"event_id": 9, "data": data}});
@@ -381,6 +388,32 @@ fn a_second_dump_does_not_replace_what_the_first_has_restored() {
     let second = restore(&catalog, &mut dump.as_slice(), &mut |_| {}).unwrap();
     assert_eq!((second.publishers, second.skipped_count), (0, 1), "{second:?}");
     assert_eq!(place(), before);
+}
+
+#[test]
+fn a_json_dump_does_not_replace_what_an_earlier_dump_has_restored() {
+    let source = Catalog::default();
+    let publisher = register(&source, 7, 0);
+    publisher.live(0, &OF_RANK_1);
+    hold(&publisher, Worker::new(7, 0), 1..4);
+    let catalog = Catalog::default();
+    restore(&catalog, &mut binary(&source).as_slice(), &mut |_| {}).unwrap();
+    let places = || -> Vec<_> {
+        let recovered = catalog.recovered().into_iter();
+        recovered.map(|(_, worker, place)| (worker.instance_id, place)).collect()
+    };
+    let before = places();
+    // Later this worker holds nothing.
+    publisher.model.index.clear(Worker::new(7, 0));
+    publisher.live(1, &OF_RANK_1);
+    hold(&register(&source, 8, 0), Worker::new(8, 0), 1..4);
+    let (events, watermarks) = events(&source);
+    let model = json!({"block_size": 4, "events": events, "watermarks": watermarks});
+    let dump = json!({"m:t": model}).to_string();
+    let progress = restore_json(&catalog, &mut dump.as_bytes(), &mut |_| {}).unwrap();
+    assert_eq!((progress.publishers, progress.skipped_count), (1, 1), "{progress:?}");
+    let after = places();
+    assert_eq!((&after[..1], after.len()), (&before[..], 2));
 }
 
 #[test]
