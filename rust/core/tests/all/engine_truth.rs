@@ -81,7 +81,7 @@ impl Replay {
                     worker,
                     key: ModelKey { model_name: "m".into(), tenant_id: "default".into() },
                     block_size: Some(block_size),
-                    endpoint: "tcp://127.0.0.1:1".into(),
+                    endpoint: format!("tcp://127.0.0.1:{}", 5_000 + worker.instance_id),
                     replay_endpoint: None,
                     capacity_blocks: None,
                     identity: Identity::default(),
