@@ -185,7 +185,7 @@ struct Line {
 impl StateFile {
     /// Reads the registrations, and rewrites the file.
     fn open(path: &Path) -> Result<Self> {
-        let kept = read(path).map_err(|why| wrong(path, &why))?;
+        let (kept, _) = read(path).map_err(|why| wrong(path, &why))?;
         let file = write_anew(path, &kept)
             .map_err(|error| wrong(path, &format!("can't write it: {error}")))?;
         let (refused, log) = Default::default();
@@ -225,10 +225,12 @@ impl StateFile {
             Ok(there) if there.ino() == ours.ino() && there.dev() == ours.dev() => fault.is_some(),
             // A process that takes over has written it: its registrations count, not the ones here.
             Ok(_) => {
-                *kept = read(&self.path).map_err(io::Error::other)?;
+                let is_whole;
+                (*kept, is_whole) = read(&self.path).map_err(io::Error::other)?;
                 set(kept, key, body);
                 (*file, *lines) = (append(&self.path)?, kept.len());
-                false
+                // The next line would be joined to one that was cut off.
+                !is_whole
             }
             Err(error) if error.kind() == io::ErrorKind::NotFound => true,
             Err(error) => return Err(error),
@@ -258,8 +260,9 @@ fn set(kept: &mut BTreeMap<String, Value>, key: &str, body: Option<&Value>) {
     }
 }
 
-/// The registrations in a file, by key. A missing file has none.
-fn read(path: &Path) -> Result<BTreeMap<String, Value>, String> {
+/// The registrations in a file, by key, and whether its last line is complete. A missing file has
+/// none.
+fn read(path: &Path) -> Result<(BTreeMap<String, Value>, bool), String> {
     let text = match fs::metadata(path) {
         Ok(found) if found.len() > BYTES_MAX => {
             return Err(format!("it has {} bytes; the limit is {BYTES_MAX}", found.len()));
@@ -267,6 +270,7 @@ fn read(path: &Path) -> Result<BTreeMap<String, Value>, String> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => String::new(),
         _ => fs::read_to_string(path).map_err(|error| format!("can't read it: {error}"))?,
     };
+    let is_whole = text.is_empty() || text.ends_with('\n');
     let mut kept = BTreeMap::new();
     let mut lines = text.lines().enumerate().peekable();
     while let Some((at, line)) = lines.next() {
@@ -274,7 +278,7 @@ fn read(path: &Path) -> Result<BTreeMap<String, Value>, String> {
             Ok(Line { put: Some(key), body: Some(body), .. }) => drop(kept.insert(key, body)),
             Ok(Line { remove: Some(key), .. }) => drop(kept.remove(&key)),
             // The machine stopped during the last write.
-            _ if (at > 0 || is_begun(line)) && lines.peek().is_none() && !text.ends_with('\n') => {
+            _ if (at > 0 || is_begun(line)) && lines.peek().is_none() && !is_whole => {
                 tracing::warn!(
                     path = %path.display(), line = at + 1,
                     "the last line of --state-file is cut off: the change that it held is lost"
@@ -289,7 +293,7 @@ fn read(path: &Path) -> Result<BTreeMap<String, Value>, String> {
             }
         }
     }
-    Ok(kept)
+    Ok((kept, is_whole))
 }
 
 fn wrong(path: &Path, why: &str) -> Error {
@@ -345,7 +349,7 @@ mod tests {
     }
 
     fn kept(path: &Path) -> Vec<(String, Value)> {
-        read(path).unwrap().into_iter().collect()
+        read(path).unwrap().0.into_iter().collect()
     }
 
     /// The registrations in a file that can all be restored.
@@ -432,6 +436,23 @@ mod tests {
         next.change().put("worker/3", &json!(3));
         let wanted = [("worker/2".to_owned(), json!(2)), ("worker/3".to_owned(), json!(3))];
         assert_eq!(kept(&path), wanted);
+    }
+
+    #[test]
+    fn no_line_is_joined_to_one_that_was_cut_off() {
+        let path = at("joined.jsonl");
+        // The process that took over stopped within a line, or before its end.
+        for (begun, is_kept) in [("{\"body\":2,\"pu", false), ("{\"body\":2,\"put\":\"b\"}", true)]
+        {
+            let old = opened(&path);
+            let text = "{\"body\":1,\"put\":\"a\"}\n";
+            fs::remove_file(&path).unwrap();
+            fs::write(&path, format!("{text}{begun}")).unwrap();
+            old.change().put("c", &json!(3));
+            old.change().put("d", &json!(4));
+            let keys: String = kept(&path).into_iter().map(|(key, _)| key).collect();
+            assert_eq!(keys, if is_kept { "abcd" } else { "acd" });
+        }
     }
 
     #[test]
