@@ -168,12 +168,24 @@ impl Body {
         field.map(|field| self.text(&field.place))
     }
 
-    /// The value of a field, the last one of that name; `None` for null.
+    /// The JSON of a field that may come once: an engine may read another one of that name.
     ///
     /// # Errors
-    /// 400 naming the field, for a value of another type or one that is nested too deeply.
+    /// 400 naming the field, if it comes twice.
+    pub fn text_of_one(&self, name: &str) -> Result<Option<&str>, Reject> {
+        match self.fields.iter().filter(|field| *field.name == *name).nth(1) {
+            Some(_) => Err(Reject::bad_request(format!("duplicate field `{name}`"))),
+            None => Ok(self.text_of(name)),
+        }
+    }
+
+    /// The value of a field; `None` for null.
+    ///
+    /// # Errors
+    /// 400 naming the field, if it comes twice, or has a value of another type or one that is
+    /// nested too deeply.
     pub fn value<'a, T: Deserialize<'a>>(&'a self, name: &str) -> Result<Option<T>, Reject> {
-        let value = self.text_of(name).map(serde_json::from_str::<Option<T>>);
+        let value = self.text_of_one(name)?.map(serde_json::from_str::<Option<T>>);
         let wrong = |error| Reject::bad_request(format!("{name}: {}", without_place(&error)));
         Ok(value.transpose().map_err(wrong)?.flatten())
     }

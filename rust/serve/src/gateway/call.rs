@@ -275,8 +275,9 @@ fn cache_use(api: Api, body: &Body) -> CacheUse {
     }
     let neither = CacheUse { reads: false, reports: false };
     let Ok(sampling) = body.value::<Sampling<'_>>("sampling_params") else { return neither };
+    let Ok(start) = body.text_of_one("logprob_start_len") else { return neither };
     // -1: only for the answer's tokens.
-    let is_answer_only = is_off(body.text_of("logprob_start_len"), "-1");
+    let is_answer_only = is_off(start, "-1");
     let Sampling { n, prompt_logprobs, skip_reading_prefix_cache } = sampling.unwrap_or_default();
     let is_off = |field: Option<&RawValue>, off: &str| is_off(field.map(RawValue::get), off);
     let reads = is_answer_only

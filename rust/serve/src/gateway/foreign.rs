@@ -49,7 +49,7 @@ pub(super) async fn known(
             conversation(app, call, envelope, pool, Form::Responses).await
         }
         _ => {
-            if given(call, "thinking").is_some_and(|thinking| thinking.contains("\"disabled\"")) {
+            if given(call, "thinking")?.is_some_and(|thinking| thinking.contains("\"disabled\"")) {
                 // Engines find out by trial how their template handles this; their renderer does
                 // not.
                 return Err(Untokenized::Unknown("not_text"));
@@ -61,7 +61,7 @@ pub(super) async fn known(
 
 /// `token_ids`, and `features` for images and other media among them.
 async fn token_ids(app: &App, call: &Call) -> Result<Known, Untokenized> {
-    if given(call, "content_parts").is_some() {
+    if given(call, "content_parts")?.is_some() {
         return Err(Untokenized::Unknown("not_text"));
     }
     let answer = beside(app, call, || call.body.read::<Rendered>()).await?;
@@ -75,10 +75,12 @@ async fn generate(
     envelope: &Envelope<'_>,
     pool: &Pool,
 ) -> Result<Known, Untokenized> {
-    if UNMATCHED.into_iter().any(|name| given(call, name).is_some()) {
-        return Err(Untokenized::Unknown("not_text"));
+    for name in UNMATCHED {
+        if given(call, name)?.is_some() {
+            return Err(Untokenized::Unknown("not_text"));
+        }
     }
-    if let Some(ids) = given(call, "input_ids") {
+    if let Some(ids) = given(call, "input_ids")? {
         let is_batch = ids[1..].trim_ascii_start().starts_with('[');
         if is_batch {
             return Err(Untokenized::Unknown("batch"));
@@ -88,7 +90,7 @@ async fn generate(
         let wrong = |error| Untokenized::Refused(Error::invalid(format!("input_ids: {error}")));
         return ids.map(Known::from).map_err(wrong);
     }
-    let text = given(call, "text");
+    let text = given(call, "text")?;
     let Some(text) = text.filter(|text| text.starts_with('"')) else {
         let is_batch = text.is_some_and(|text| text.starts_with('['));
         return Err(match is_batch {
@@ -140,8 +142,9 @@ async fn conversation(
 }
 
 /// The JSON of a field, unless that is null.
-fn given<'a>(call: &'a Call, name: &str) -> Option<&'a str> {
-    call.body.text_of(name).filter(|json| *json != "null")
+fn given<'a>(call: &'a Call, name: &str) -> Result<Option<&'a str>, Untokenized> {
+    let json = call.body.text_of_one(name).map_err(refused)?;
+    Ok(json.filter(|json| *json != "null"))
 }
 
 fn refused(reject: Reject) -> Untokenized {

@@ -206,7 +206,8 @@ impl Generation {
 /// wrong.
 fn refuse(api: Api, body: &Body) -> Result<(), Reject> {
     for (field, off, what) in UNSUPPORTED {
-        let Some(json) = body.text_of(field).filter(|json| !off.contains(json)) else { continue };
+        let json = body.text_of_one(field)?.filter(|json| !off.contains(json));
+        let Some(json) = json else { continue };
         let items = json.strip_prefix('[').and_then(|rest| rest.strip_suffix(']'));
         let is_wanted = match field {
             _ if off.contains(&"[]") => items.is_none_or(|items| !items.trim_ascii().is_empty()),

@@ -114,7 +114,8 @@ pub(crate) fn clean_headers(
 /// of a tenant with an isolated cache; `count` is called with the kinds of dropped fields.
 ///
 /// # Errors
-/// 403 for an API without a salt at engines; 400 for a salt that is not a string.
+/// 403 for an API without a salt at engines; 400 for a salt that is not a string, or a field that comes
+/// twice.
 pub(crate) fn clean_body(
     key: &Key,
     row: Option<&Row>,
@@ -368,8 +369,15 @@ mod tests {
         let parsed = Body::parse(body.to_string().into()).unwrap();
         let reject = clean_body(&isolated("a"), None, &parsed, None, |_| ()).unwrap_err();
         assert!(reject.message.contains("--salt-secret-file"), "{}", reject.message);
-        let list = Body::parse(r#"{"cache_salt": ["a"]}"#.into()).unwrap();
-        let reject = clean_body(&isolated("a"), None, &list, Some(&secret), |_| ()).unwrap_err();
-        assert_eq!(reject.status.as_u16(), 400);
+        for bad in [
+            r#"{"cache_salt": ["a"]}"#,
+            r#"{"cache_salt": "a", "cache_salt": "b"}"#,
+            // An engine may read the first one.
+            r#"{"vllm_xargs": {"kv_transfer_params": {}}, "vllm_xargs": {}}"#,
+        ] {
+            let bad = Body::parse(bad.into()).unwrap();
+            let reject = clean_body(&isolated("a"), None, &bad, Some(&secret), |_| ()).unwrap_err();
+            assert_eq!(reject.status.as_u16(), 400);
+        }
     }
 }

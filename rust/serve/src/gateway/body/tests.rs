@@ -16,6 +16,16 @@ fn fields_are_replaced_and_the_others_stay_as_they_came() {
 }
 
 #[test]
+fn a_field_that_comes_twice_is_read_by_nobody() {
+    let body = body(r#"{"model": "a", "b": 1, "mod\u0065l": "c"}"#);
+    let error = body.value::<String>("model").unwrap_err();
+    assert_eq!((error.status.as_u16(), &*error.message), (400, "duplicate field `model`"));
+    assert!(body.text_of_one("model").is_err());
+    assert_eq!(body.text_of_one("b").unwrap(), Some("1"));
+    assert_eq!(body.value::<String>("d").unwrap(), None);
+}
+
+#[test]
 fn an_engine_is_asked_about_the_fields_as_they_came() {
     let body =
         body(r#"{"messages": [1,  "\ud800"], "tools": null, "x": 1, "add_special_tokens": false}"#);
