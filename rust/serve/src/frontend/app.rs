@@ -39,6 +39,42 @@ use crate::{Lock, Role, Shutdown};
 /// Being full for this long is not a burst.
 const FULL_TIME: Duration = Duration::from_secs(10);
 
+/// A slot that is free for less than this is one that the next request waited for.
+const FREE_TIME: Duration = Duration::from_secs(1);
+
+/// How long the limit of requests in flight has been reached.
+#[derive(Debug, Default)]
+pub(crate) struct Full {
+    since: Option<Instant>,
+    /// Since when a slot is free again.
+    until: Option<Instant>,
+}
+
+impl Full {
+    /// The last slot was taken.
+    pub fn begin(&mut self) {
+        self.forget();
+        self.since.get_or_insert_with(Instant::now);
+        self.until = None;
+    }
+
+    /// A slot is free.
+    pub fn end(&mut self) {
+        self.until.get_or_insert_with(Instant::now);
+    }
+
+    fn forget(&mut self) {
+        if self.until.is_some_and(|until| until.elapsed() >= FREE_TIME) {
+            *self = Self::default();
+        }
+    }
+
+    fn is_long(&mut self) -> bool {
+        self.forget();
+        self.since.is_some_and(|since| since.elapsed() >= FULL_TIME)
+    }
+}
+
 /// Maximum names in a refusal.
 const SHOWN_NAMES: usize = 20;
 
@@ -99,8 +135,8 @@ pub(crate) struct App {
     pub questions: Option<Router>,
     /// Requests in flight.
     pub in_flight: AtomicUsize,
-    /// Since when the limit of requests in flight is reached.
-    pub full_since: Mutex<Option<Instant>>,
+    /// How long their limit has been reached.
+    pub full: Mutex<Full>,
     /// Whether enough workers have been present at the same time.
     start: StartGate,
 }
@@ -172,7 +208,7 @@ impl App {
             remote,
             questions,
             in_flight: AtomicUsize::new(0),
-            full_since: Mutex::default(),
+            full: Mutex::default(),
         })
     }
 
@@ -272,13 +308,14 @@ impl App {
         self.metrics.dropped.get_or_create(&KindLabel { kind }).inc();
     }
 
-    /// Whether the limit of requests in flight has been reached for a while.
+    /// Whether the limit of requests in flight has been reached for a while, gaps of less than a
+    /// second included.
     pub fn is_full(&self) -> bool {
-        let mut full_since = self.full_since.lock();
+        let mut full = self.full.lock();
         if self.in_flight() < self.options.max_concurrent_requests {
-            *full_since = None;
+            full.end();
         }
-        full_since.is_some_and(|since| since.elapsed() >= FULL_TIME)
+        full.is_long()
     }
 
     /// The comparisons of tokens with engines of the models that are served.

@@ -327,10 +327,10 @@ impl Drop for InFlight {
     fn drop(&mut self) {
         let limit = self.app.options.max_concurrent_requests;
         if self.app.in_flight.fetch_sub(1, Ordering::Relaxed) >= limit {
-            let mut full_since = self.app.full_since.lock();
-            // Another request may have taken the slot, and begun to count anew, meanwhile.
+            let mut full = self.app.full.lock();
+            // Another request may have taken the slot meanwhile.
             if self.app.in_flight() < limit {
-                *full_since = None;
+                full.end();
             }
         }
     }
@@ -371,7 +371,7 @@ async fn admit(
     let before = app.in_flight.fetch_add(1, Ordering::Relaxed);
     if before < limit {
         if before + 1 == limit {
-            *app.full_since.lock() = Some(tokio::time::Instant::now());
+            app.full.lock().begin();
         }
         return Ok((InFlight { app: Arc::clone(app), turn: None, running: None }, received));
     }

@@ -234,6 +234,11 @@ async fn readiness_fails_while_it_is_full_where_that_is_wanted() {
         let asked = engine.next().await;
         stage.skip(Duration::from_secs(9)).await;
         assert_eq!(stage.get("/ready").await["ready"], true, "it may be a burst");
+        asked.done().await;
+        assert_eq!(asking.await.unwrap().status, 200);
+        // Under overload the next request takes its slot at once.
+        let asking = stage.send("a", prompt(0..40));
+        let asked = engine.next().await;
         stage.skip(Duration::from_secs(1)).await;
         let full = stage.get("/ready").await;
         assert_eq!(full["ready"], !is_wanted);
@@ -243,7 +248,14 @@ async fn readiness_fails_while_it_is_full_where_that_is_wanted() {
         asked.done().await;
         assert_eq!(asking.await.unwrap().status, 200);
         stage.until_idle().await;
+        stage.skip(Duration::from_secs(1)).await;
         assert_eq!(stage.get("/ready").await["ready"], true);
+        let asking = stage.send("a", prompt(0..40));
+        let asked = engine.next().await;
+        assert_eq!(stage.get("/ready").await["ready"], true, "it was not full in between");
+        asked.done().await;
+        assert_eq!(asking.await.unwrap().status, 200);
+        stage.until_idle().await;
     }
 }
 
