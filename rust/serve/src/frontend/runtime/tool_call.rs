@@ -225,8 +225,9 @@ impl ToolCalls {
     }
 
     fn look_for_close(&mut self) -> bool {
-        let rest = self.held.trim_start();
+        let rest = self.held[self.at..].trim_start();
         let len = self.held.len() - rest.len();
+        self.at = len;
         if let Some(close) = self.format.close()
             && len < MAX_CALL_BYTES
         {
