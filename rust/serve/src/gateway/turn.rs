@@ -55,7 +55,6 @@ impl FairnessOptions {
             max_queued: max_requests,
             max_queued_per_client: settings.fairness_queue_limit,
             max_wait_ms: settings.fairness_queue_timeout.as_millis() as u64,
-            ..FairConfig::default()
         };
         let weights = settings.fairness_weight;
         let identity = settings.fairness_identity.parse()?;
