@@ -225,7 +225,7 @@ MUTANTS = [
     Mutant(
         "the_last_failure_is_forgotten",
         PYTHON + "runtime/client.py",
-        "raise self._failure from None",
+        "raise failure from None",
         "raise",
     ),
 ]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 import struct
+import weakref
 from collections.abc import AsyncIterator, Callable
 
 import msgpack
@@ -227,5 +229,29 @@ def test_instances_that_refuse_the_connection_cost_no_such_attempt(kind: str) ->
                     silent.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                     silent.bind(("127.0.0.1", worker.port))
                 assert [item async for item in await client.round_robin(1)] == [1]
+
+    run(scenario())
+
+
+async def first_then_second(tried: set[int]) -> tuple[int, int]:
+    return (2 if tried else 1), 1
+
+
+@PLANES
+def test_a_stream_that_was_sent_elsewhere_ends_with_its_last_user(kind: str) -> None:
+    """What the first instance did to it is forgotten by then: no cycle waits for a collection."""
+
+    async def scenario() -> None:
+        async with client_of(Fragile(kind), Fragile(kind, lives=1)) as client:
+            gc.disable()
+            try:
+                stream = await client.send(first_then_second)
+                ended = weakref.ref(stream)
+                assert await anext(stream) == 1
+                assert stream.instance_id == 2
+                del stream
+                assert ended() is None
+            finally:
+                gc.enable()
 
     run(scenario())

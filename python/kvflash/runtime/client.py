@@ -203,7 +203,6 @@ class Stream:
         self._end = None if limit_s == math.inf else time.monotonic() + limit_s
         self._tried: set[int] = set()
         self._attempts = self._losses = 0
-        self._failure: KvflashError | None = None
         self._reply: Reply | None = None
         self._is_started = False
         self._is_ended = False
@@ -262,16 +261,18 @@ class Stream:
                 packed = await self._in_time(self._reply.receive())
             except (FailedError, TransportError) as failed:
                 self._check_open()
-                self._give_up(failed)
-                await self._open()
+                await self._open(self._give_up(failed))
             else:
                 if packed is None:
                     return None
                 self._is_started, self._pick = True, None
                 return (unpack(packed),)
 
-    async def _open(self) -> None:
-        """Send the request to an untried instance; raises if none is left."""
+    async def _open(self, failure: KvflashError | None = None) -> None:
+        """Send the request to an untried instance; raises if none is left, ``failure`` if given.
+
+        The failure is not kept: its traceback leads back to this stream, and to the request.
+        """
         runtime = self._endpoint.runtime
         while True:
             assert self._pick is not None
@@ -279,16 +280,17 @@ class Stream:
                 self.instance_id, payload = await self._pick(self._tried)
                 self._check_open()
             except (NoWorkerError, NotFoundError):
-                if self._failure is None:
+                if failure is None:
                     raise
-                # No other instance is left, so report the original failure.
-                raise self._failure from None
+                # No other instance is left, so report the last failure.
+                raise failure from None
             self._tried.add(self.instance_id)
             self._attempts += 1
             instance = self._instances.by_id.get(self.instance_id)
             if instance is None:
                 path = self._endpoint.path
-                self._give_up(NotFoundError(f"{path} has no instance {self.instance_id}"))
+                missing = NotFoundError(f"{path} has no instance {self.instance_id}")
+                failure = self._give_up(missing)
                 continue
             left_s = self._left_s()
             request = Request(
@@ -302,9 +304,9 @@ class Stream:
                 plane = runtime.planes.of(instance.transport)
                 reply = await self._in_time(plane.ask(instance.transport, request))
             except FailedError as failed:
-                self._give_up(failed)
+                failure = self._give_up(failed)
             except (TransportError, DecodeError, KeyError) as broken:
-                self._give_up(TransportError(f"instance {instance.id}: {broken}"))
+                failure = self._give_up(TransportError(f"instance {instance.id}: {broken}"))
             else:
                 self._reply = reply
                 self._check_open()
@@ -316,8 +318,8 @@ class Stream:
             self._close_reply()
             raise ClosedError("the stream was closed while it was read")
 
-    def _give_up(self, failed: FailedError | KvflashError) -> None:
-        """Leave an instance that failed; raise the error if no other one may be asked."""
+    def _give_up(self, failed: FailedError | KvflashError) -> KvflashError:
+        """Leave an instance that failed; return the error, or raise it if this was the last try."""
         limits, is_own = self._endpoint.runtime.limits, False
         if isinstance(failed, FailedError):
             error, is_own = failed.failure.error(), not failed.failure.retry
@@ -337,7 +339,7 @@ class Stream:
         if self._attempts >= limits.attempts_max or self._losses >= LOSSES_MAX:
             raise error
         logger.info("instance %d of %s: %s", self.instance_id, self._endpoint.path, error)
-        self._failure = error
+        return error
 
     def _left_s(self) -> float | None:
         return None if self._end is None else max(0.0, self._end - time.monotonic())
