@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 import msgpack
 import pytest
 
-from kvflash import Client, DistributedRuntime, TransportError
+from kvflash import Client, ClosedError, DistributedRuntime, TransportError
 from support_push_router import PATH, TOKENS, Stage, is_idle
 from support_runtime import eventually, run
 
@@ -253,5 +253,26 @@ def test_a_stream_that_was_sent_elsewhere_ends_with_its_last_user(kind: str) -> 
                 assert ended() is None
             finally:
                 gc.enable()
+
+    run(scenario())
+
+
+@PLANES
+def test_a_stream_that_is_closed_while_it_is_sent_elsewhere_says_so(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with client_of(Fragile(kind), Fragile(kind, lives=1)) as client:
+            stream = await client.send(first_then_second)
+
+            async def close_and_fail(*_: object) -> None:
+                await stream.aclose()
+                raise TransportError("away")
+
+            plane = client.endpoint.runtime.planes.of({"kind": kind})
+            monkeypatch.setattr(plane, "ask", close_and_fail)
+            with pytest.raises(ClosedError, match="the stream was closed while it was read"):
+                await anext(stream)
+            assert client.suspects() == {1}
 
     run(scenario())

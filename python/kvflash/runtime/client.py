@@ -260,7 +260,6 @@ class Stream:
             try:
                 packed = await self._in_time(self._reply.receive())
             except (FailedError, TransportError) as failed:
-                self._check_open()
                 await self._open(self._give_up(failed))
             else:
                 if packed is None:
@@ -320,6 +319,7 @@ class Stream:
 
     def _give_up(self, failed: FailedError | KvflashError) -> KvflashError:
         """Leave an instance that failed; return the error, or raise it if this was the last try."""
+        self._check_open()
         limits, is_own = self._endpoint.runtime.limits, False
         if isinstance(failed, FailedError):
             error, is_own = failed.failure.error(), not failed.failure.retry
