@@ -93,7 +93,11 @@ class _Booker:
             return await self._book_with(token_ids, options)
         allowed = options.get("allowed_worker_ids")
         ids = self._sender.worker_ids() if allowed is None else allowed
-        left = [i for i in ids if i not in tried]
+        try:
+            left = [i for i in ids if i not in tried]
+        except TypeError:
+            # Not a list of numbers: the core refuses it, and says so.
+            return await self._book_with(token_ids, options)
         best = [i for i in left if i not in suspects]
         if best and best != left:
             # The others may be draining.

@@ -13,6 +13,7 @@ import pytest
 from kvflash import (
     ClosedError,
     DrainingError,
+    InvalidArgumentError,
     KvPushRouter,
     KvRouterConfig,
     NoWorkerError,
@@ -115,6 +116,10 @@ def test_what_went_wrong_is_raised_when_nobody_else_is_allowed() -> None:
                     await router.generate(TOKENS, allowed_worker_ids=[7])
                 with pytest.raises(NoWorkerError):
                     await router.generate(TOKENS, allowed_worker_ids=[8])
+                assert router._client.suspects() == {7}
+                for wrong in (5, [[5]]):
+                    with pytest.raises(InvalidArgumentError, match="allowed_worker_ids must be"):
+                        await router.generate(TOKENS, allowed_worker_ids=wrong)
                 assert is_idle(router)
 
     run(work())
