@@ -92,7 +92,7 @@ def load(text: str) -> Policy:
 
 
 class AskedPolicy:
-    """A policy, and the thread that runs it.
+    """A policy, and the thread that runs it, from the start to the end of the core that asks it.
 
     ``name`` stands in metrics, logs and decisions; default: the class's name. A ConfigError names
     a ``deadline_s`` outside its limits, and a ``choose`` that is a coroutine function.
@@ -113,6 +113,9 @@ class AskedPolicy:
             **{event: _overrides(policy, event) for event in ("routed", "finished", "removed")},
         )
         self._thread = threading.Thread(target=self._run, name="kvflash-policy", daemon=True)
+
+    def start(self) -> None:
+        """Answer from now on. Call it once the core exists: without one the thread would stay."""
         self._thread.start()
         # If a thread woke up in the core while the interpreter ends, it would abort the process.
         atexit.register(self.close)
@@ -121,7 +124,7 @@ class AskedPolicy:
         """Stop asking the policy, and wait up to a second for the call in progress."""
         atexit.unregister(self.close)
         self.desk.close()
-        if threading.current_thread() is not self._thread:
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_S_MAX)
 
     def _run(self) -> None:
@@ -164,7 +167,7 @@ class AskedPolicy:
 
 
 def asked_of(mode: str | Policy | None, setting: str = "--router-mode") -> AskedPolicy | None:
-    """The policy in Python that a routing mode selects, if any.
+    """The policy in Python that a routing mode selects, if any; it is not started yet.
 
     A ConfigError names the ``setting`` that has the mode, and says what is wrong with the policy.
     """

@@ -39,6 +39,8 @@ def make_frontend(args: FrontendArgs) -> tuple[Frontend, dict[int, str]]:
         has_broker_events=args.event_plane == "nats",
         waits_for=args.waits_for(),
     )
+    if policy is not None:
+        policy.start()
     return frontend, add_named(frontend, args)
 
 

@@ -43,6 +43,8 @@ class RouterService(FedService):
         self._core = Router(
             **args.core_settings(), policy_desk=None if self._policy is None else self._policy.desk
         )
+        if self._policy is not None:
+            self._policy.start()
         taken = {worker.worker_id for worker in args.workers}
         unused = (number for number in range(1, 2**16) if number not in taken)
         for worker in args.workers:

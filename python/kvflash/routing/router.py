@@ -87,6 +87,8 @@ class KvPushRouter:
         self._client = endpoint.client()
         self._flags = self.config.cluster_flags()
         self._use(self.config.make_core(block_size, policy=self._policy))
+        if self._policy is not None:
+            self._policy.start()
         self._workers = Workers(
             self._core,
             endpoint.runtime.discovery,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -126,6 +127,7 @@ def asked() -> Iterator[Callable[..., AskedPolicy]]:
 
     def make(policy: Policy) -> AskedPolicy:
         made.append(AskedPolicy(policy))
+        made[-1].start()
         return made[-1]
 
     yield make
@@ -362,6 +364,22 @@ def test_a_push_router_names_the_field_of_its_config() -> None:
                     await stage.router(0, router_mode=wrong)
 
     run(work())
+
+
+def test_no_thread_is_left_where_no_core_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(threading.enumerate())
+
+    async def work() -> None:
+        async with Stage() as stage:
+            with pytest.raises(ConfigError, match="MIN_INITIAL_WORKERS must be a whole number"):
+                await stage.router(0, router_mode=Last())
+
+    monkeypatch.setenv("KVFLASH_ROUTER_MIN_INITIAL_WORKERS", "some")
+    run(work())
+    with pytest.raises(InvalidArgumentError, match="max_blocks"):
+        RouterService(policy=Last(), max_blocks=-1)
+    left = set(threading.enumerate()) - before
+    assert [thread.name for thread in left if thread.name == "kvflash-policy"] == []
 
 
 def test_a_push_router_sends_where_its_policy_says() -> None:
