@@ -115,7 +115,8 @@ class KvPushRouter:
         self._is_closed = True
         self._line.close()
         if self._policy is not None:
-            self._policy.close()
+            # It may wait for a call to the policy.
+            await asyncio.to_thread(self._policy.close)
         if self._starting is not None:
             self._starting.cancel()
             await asyncio.gather(self._starting, return_exceptions=True)

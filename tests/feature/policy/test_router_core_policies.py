@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import threading
 import time
@@ -22,6 +23,7 @@ from kvflash import (
     PolicyEnded,
     PolicyRequest,
 )
+from kvflash import policy as policies
 from kvflash._core import PolicyDesk, RouterCore
 from kvflash.policy import AskedPolicy, asked_of, load
 from kvflash.router import RouterService
@@ -380,6 +382,32 @@ def test_no_thread_is_left_where_no_core_was_made(monkeypatch: pytest.MonkeyPatc
         RouterService(policy=Last(), max_blocks=-1)
     left = set(threading.enumerate()) - before
     assert [thread.name for thread in left if thread.name == "kvflash-policy"] == []
+
+
+def test_a_push_router_closes_beside_a_call_to_its_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_called, may_end = threading.Event(), threading.Event()
+    ended: list[bool] = []
+
+    class Slow(Last):
+        def finished(self, ended_request: PolicyEnded) -> None:
+            is_called.set()
+            ended.append(may_end.wait(5))
+
+    async def work() -> None:
+        async with Stage() as stage:
+            await stage.worker()
+            router = await stage.router(1, router_mode=Slow())
+            _ = [item async for item in await router.generate(TOKENS)]
+            await asyncio.to_thread(is_called.wait)
+            closing = asyncio.create_task(router.aclose())
+            await asyncio.sleep(0)
+            may_end.set()
+            await closing
+            assert ended == [True]
+
+    # Longer than the call.
+    monkeypatch.setattr(policies, "CLOSE_S_MAX", 60.0)
+    run(work())
 
 
 def test_a_push_router_sends_where_its_policy_says() -> None:
