@@ -16,6 +16,7 @@ from kvflash.doctor.app import parse_args as doctor
 from kvflash.errors import ConfigError
 from kvflash.frontend.args import parse_args as frontend
 from kvflash.indexer.args import parse_args as indexer
+from kvflash.router import RouterService
 from kvflash.router import parse_args as router
 
 ROOT = Path(__file__).parents[3]
@@ -135,6 +136,11 @@ def test_a_caller_s_numbers_may_go_beyond_those_of_flags(
     assert KvRouterConfig(active_request_expiry_secs=0.5, router_ttl_secs=1e9)
     with pytest.raises(ConfigError, match="router_ttl_secs must be a number of at least 0, got -1"):
         KvRouterConfig(router_ttl_secs=-1)
+    # More than 64 bits, and more than a float takes.
+    assert KvRouterConfig(router_temperature=2**64).make_core(16)
+    assert RouterService(router_temperature=2**64)
+    with pytest.raises(ConfigError, match="temperature must be finite"):
+        KvRouterConfig(router_temperature=10**400).make_core(16)
     for argv in (["--active-request-expiry", "0.5"], ["--router-ttl", "1e9"]):
         with pytest.raises(SystemExit):
             frontend(argv)
