@@ -105,8 +105,8 @@ class NatsSettings:
             credentials_file=file,
             tls=_tls(env, "NATS_TLS_CA", "NATS_TLS_CERT", "NATS_TLS_KEY"),
             stream_max_age_s=_number(env, _STREAM_MAX_AGE, cls.stream_max_age_s, least=1),
-            stream_max_bytes=int(_number(env, _STREAM_MAX_BYTES, cls.stream_max_bytes, least=-1)),
-            replicas=int(_number(env, _REPLICAS, cls.replicas, least=1)),
+            stream_max_bytes=_whole(env, _STREAM_MAX_BYTES, cls.stream_max_bytes, least=-1),
+            replicas=_whole(env, _REPLICAS, cls.replicas, least=1),
         )
 
 
@@ -265,6 +265,14 @@ def _number(env: Environment, names: tuple[str, ...], default: float, *, least: 
     if not least <= value < 1e15:
         raise ConfigError(f"{name} must be at least {least:g}, got {env[name]!r}")
     return value
+
+
+def _whole(env: Environment, names: tuple[str, ...], default: int, *, least: int) -> int:
+    """The same for a whole number, which may be written as 1e9."""
+    value = _number(env, names, default, least=least)
+    if value != int(value):
+        raise ConfigError(f"{next(filter(env.get, names))} must be a whole number, got {value:g}")
+    return int(value)
 
 
 @contextlib.contextmanager

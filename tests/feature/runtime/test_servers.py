@@ -49,6 +49,8 @@ def test_the_first_way_to_log_in_counts() -> None:
         ({"KVFLASH_NATS_STREAM_MAX_AGE": "0"}, "KVFLASH_NATS_STREAM_MAX_AGE"),
         ({"NATS_JETSTREAM_REPLICAS": "nan"}, "NATS_JETSTREAM_REPLICAS"),
         ({"DYN_NATS_STREAM_MAX_AGE": "x"}, "DYN_NATS_STREAM_MAX_AGE"),
+        ({"NATS_JETSTREAM_REPLICAS": "1.5"}, "NATS_JETSTREAM_REPLICAS must be a whole number"),
+        ({"KVFLASH_NATS_STREAM_MAX_BYTES": "0.5"}, "STREAM_MAX_BYTES must be a whole number"),
     ],
 )
 def test_what_cannot_work_is_named(env: dict[str, str], named: str) -> None:
