@@ -130,20 +130,21 @@ class DiscoveredWorkers:
                 continue
             self._register(worker_id, body)
             await asyncio.sleep(0)
-        self._tell_states()
+        for worker_id in self._registered:
+            self._tell_state(worker_id)
         self._warn()
 
-    def _tell_states(self) -> None:
-        """Pass on serving states; only changes are sent, so that an operator's setting stays."""
-        for worker_id, instance, _ in self._keys.served():
-            state = instance.get("state") or _ACTIVE
-            if worker_id not in self._registered or state == self._states.get(worker_id, _ACTIVE):
-                continue
-            self._states[worker_id] = state
-            try:
-                self._router.set_worker_state(worker_id, state)
-            except KvflashError as error:
-                logger.error("worker %d: %s", worker_id, error)
+    def _tell_state(self, worker_id: int) -> None:
+        """Pass on its serving state; only changes are sent, so that an operator's setting stays."""
+        instance = self._keys.instances.get((self._path, worker_id))
+        state = (instance or {}).get("state") or _ACTIVE
+        if instance is None or state == self._states.get(worker_id, _ACTIVE):
+            return
+        self._states[worker_id] = state
+        try:
+            self._router.set_worker_state(worker_id, state)
+        except KvflashError as error:
+            logger.error("worker %d: %s", worker_id, error)
 
     def _warn(self) -> None:
         """Pass the refused workers to /health."""
@@ -168,6 +169,8 @@ class DiscoveredWorkers:
             return
         self._refused.pop(worker_id, None)
         self._registered[worker_id] = body
+        # In the same turn of the event loop: a draining worker gets no request in between.
+        self._tell_state(worker_id)
         self._members.tell(self._cluster.worker_joined, self._component, worker_id)
 
     def _wanted(self) -> dict[int, dict[str, Any]]:

@@ -148,6 +148,26 @@ def test_a_state_in_discovery_is_told_when_it_changes() -> None:
     asyncio.run(asyncio.wait_for(work(), 60))
 
 
+def test_a_draining_worker_is_registered_as_that() -> None:
+    async def work() -> None:
+        async with followed() as (registry, discovery):
+            add, told = registry.add_worker, []
+
+            def note(worker: dict[str, Any]) -> None:
+                told.append(len(registry.states))
+                add(worker)
+
+            registry.add_worker = note  # type: ignore[method-assign]
+            for number in (1, 2, 3):
+                key = f"instances/ns/backend/generate/{number}"
+                await put(discovery, key, INSTANCE | {"state": "draining"})
+            await eventually(lambda: len(registry.states) == 3, "the states")
+            # Each worker's state before the next worker.
+            assert told == [0, 1, 2]
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
 def test_a_block_size_comes_from_the_workers_own_events() -> None:
     async def work() -> None:
         async with followed() as (registry, discovery):
