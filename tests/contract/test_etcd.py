@@ -333,6 +333,27 @@ def test_a_lease_that_is_granted_at_the_close_is_revoked() -> None:
     run(scenario())
 
 
+def test_a_lease_that_is_granted_after_the_close_is_not_renewed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> None:
+        async with in_place_of_etcd(lambda _path: (200, b"{}")) as url:
+            mine = open_discovery("etcd", endpoints=url)
+            call = mine._call
+
+            async def close_after(method: str, body: dict[str, object]) -> object:
+                answer = await call(method, body)
+                await mine.close()
+                return answer
+
+            monkeypatch.setattr(mine, "_call", close_after)
+            with pytest.raises(ClosedError):
+                await mine.lease(2.0)
+            assert not mine._leases
+
+    run(scenario())
+
+
 @pytest.mark.parametrize(
     "bad",
     [b'{"result": null}', b'{"error": {"grpc_code": null}}', b'{"error": {"grpc_code": "x"}}'],

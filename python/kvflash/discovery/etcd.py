@@ -87,6 +87,8 @@ class EtcdDiscovery(Discovery):
             # The lease has outlived its reported end: it is ours.
             if error.code != ALREADY_THERE and "already exists" not in str(error):
                 raise
+        # If it was closed meanwhile, nothing would end the renewal; the lease expires.
+        self._check_open()
         self._leases[lease] = asyncio.get_running_loop().create_task(self._keep(lease, ttl_s))
         return lease
 
