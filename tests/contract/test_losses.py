@@ -233,6 +233,25 @@ def test_instances_that_refuse_the_connection_cost_no_such_attempt(kind: str) ->
     run(scenario())
 
 
+def test_an_instance_that_leaves_is_no_suspect_any_more() -> None:
+    """A client that asks by number never looks for suspects, and so drops none itself."""
+
+    async def scenario() -> None:
+        async with client_of(Fragile("tcp")) as client:
+            with pytest.raises(TransportError):
+                await ask(client)
+            assert client._instances._suspects.keys() == {1}
+            await client.endpoint.runtime.withdraw(f"v1/instances/{ENDPOINT.replace('.', '/')}/1")
+
+            async def is_gone() -> bool:
+                return client.instance_ids() == []
+
+            await eventually(is_gone, "its end")
+            assert client._instances._suspects == {}
+
+    run(scenario())
+
+
 async def first_then_second(tried: set[int]) -> tuple[int, int]:
     return (2 if tried else 1), 1
 

@@ -97,7 +97,9 @@ class Instances:
         elif isinstance(event, Delete):
             with contextlib.suppress(DecodeError):
                 key_kind(event.key)
-                self.by_id.pop(_number(event.key), None)
+                number = _number(event.key)
+                self.by_id.pop(number, None)
+                self._suspects.pop(number, None)
         else:
             self._synced.set()
         self._changed.set()
