@@ -184,7 +184,7 @@ MUTANTS = [
     Mutant(
         "service_is_free",
         CORE + "fair/queue.rs",
-        "self.config.price.total(waiting.input, predicted)",
+        "price(waiting.input, predicted)",
         "0.0",
     ),
     Mutant("turns_are_kept", GATEWAY + "turn.rs", "state.running -= 1;", "let _ = state.running;"),
