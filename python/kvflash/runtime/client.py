@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SYNC_TIMEOUT_S = 10.0
+# Thirty years: a longer time limit is none, and a request has 64 bits for it in milliseconds.
+ENDLESS_S = 1e9
 
 #: Picks the next instance, by its number, and the handler's argument; those in the set have failed
 #: already. A NoWorkerError or NotFoundError says that no other is left.
@@ -200,7 +202,7 @@ class Stream:
         self._pick: Pick | None = pick
         self._retried = retried
         limit_s = math.inf if timeout_s is None else timeout_s
-        self._end = None if limit_s == math.inf else time.monotonic() + limit_s
+        self._end = None if limit_s > ENDLESS_S else time.monotonic() + limit_s
         self._tried: set[int] = set()
         self._attempts = self._losses = 0
         self._reply: Reply | None = None
