@@ -13,7 +13,7 @@ from kvflash.discovery import Lease, MemoryDiscovery
 from kvflash.runtime import distributed, nats
 from kvflash.runtime.frame import Request
 from kvflash.runtime.limits import RuntimeLimits
-from kvflash.runtime.plane import PlaneServer
+from kvflash.runtime.plane import PlaneClients, PlaneServer
 from support_runtime import run
 
 ENDPOINT = "t.workers.run"
@@ -82,6 +82,17 @@ def test_what_fails_to_close_leaves_nothing_else_open(monkeypatch: pytest.Monkey
 
     run(scenario())
     assert closed == ["planes", "discovery"]
+
+
+def test_a_plane_that_fails_to_close_leaves_no_other_open() -> None:
+    async def scenario() -> None:
+        planes = PlaneClients(RuntimeLimits())
+        planes._by_kind = {"a": Server(is_open=True, fails=True), "b": Server(is_open=True)}
+        with pytest.raises(RuntimeError, match="it does not close"):
+            await planes.close()
+        assert all(plane.is_closed for plane in planes._by_kind.values())
+
+    run(scenario())
 
 
 def test_a_server_that_starts_during_the_shutdown_is_closed(

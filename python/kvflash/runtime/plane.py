@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AsyncExitStack
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -140,6 +141,7 @@ class PlaneClients:
         return self._by_kind[kind]
 
     async def close(self) -> None:
-        """Close all of them."""
-        for client in self._by_kind.values():
-            await client.close()
+        """Close all of them, even if one fails to."""
+        async with AsyncExitStack() as closing:
+            for client in self._by_kind.values():
+                closing.push_async_callback(client.close)
