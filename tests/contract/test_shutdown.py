@@ -79,6 +79,8 @@ def test_what_fails_to_close_leaves_nothing_else_open(monkeypatch: pytest.Monkey
         assert server.is_closed
         with pytest.raises(ClosedError):
             client.instance_ids()
+        with pytest.raises(ClosedError):
+            await runtime.server()
 
     run(scenario())
     assert closed == ["planes", "discovery"]

@@ -192,8 +192,7 @@ class DistributedRuntime:
 
     async def _leased(self) -> Lease:
         async with self._beginning:
-            if self._shutdown is not None:
-                raise ClosedError("the runtime is shut down")
+            self._check_running()
             return self._lease or await self._grant()
 
     async def _grant(self) -> Lease:
@@ -328,6 +327,7 @@ class DistributedRuntime:
         reached, where the next call tries again; ClosedError after a shutdown.
         """
         async with self._beginning:
+            self._check_running()
             if self._server is None:
                 server = make_server(self._plane, self._serving, host=self.host, port=self._port)
                 await server.start()
@@ -338,12 +338,15 @@ class DistributedRuntime:
                 self._server = server
             return self._server
 
+    def _check_running(self) -> None:
+        if self._shutdown is not None:
+            raise ClosedError("the runtime is shut down")
+
     # -- calling others
 
     def instances(self, path: str) -> Instances:
         """The instances of an endpoint, shared by all of its clients."""
-        if self._shutdown is not None:
-            raise ClosedError("the runtime is shut down")
+        self._check_running()
         fresh = Instances(self.discovery, f"{INSTANCES}{path}/")
         return self._instances.setdefault(path, fresh)
 
