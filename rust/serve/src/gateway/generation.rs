@@ -213,7 +213,10 @@ fn refuse(api: Api, body: &Body) -> Result<(), Reject> {
             _ if off.contains(&"[]") => items.is_none_or(|items| !items.trim_ascii().is_empty()),
             // Completions have no such field.
             "top_logprobs" => api == Api::Chat,
-            "tool_choice" => json.starts_with('{') || json == "\"required\"",
+            "tool_choice" => {
+                let is_required = |choice: String| choice == "required";
+                json.starts_with('{') || serde_json::from_str(json).is_ok_and(is_required)
+            }
             _ => true,
         };
         if is_wanted {

@@ -99,6 +99,8 @@ fn refusals_name_the_field_and_what_came() {
     parse(Api::Chat, fine).unwrap();
     let spaced = Body::parse(r#"{"bad_words": [ ]}"#.into()).unwrap();
     Generation::parse(Api::Chat, &spaced).unwrap();
+    let escaped = Body::parse(r#"{"tool_choice": "\u0072equired"}"#.into()).unwrap();
+    assert!(Generation::parse(Api::Chat, &escaped).is_err());
 }
 
 fn guide(body: &Value) -> Result<Option<Value>, String> {
