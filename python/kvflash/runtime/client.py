@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SYNC_TIMEOUT_S = 10.0
-# Thirty years: a longer time limit is none, and a request has 64 bits for it in milliseconds.
+# Thirty years. A longer time limit counts as no limit: a request has 64 bits for its milliseconds.
 ENDLESS_S = 1e9
 
 #: Picks the next instance, by its number, and the handler's argument; those in the set have failed
