@@ -145,16 +145,6 @@ class Setting:
         if wanted is not None:
             raise ConfigError(f"{name} must be {wanted}, got {value!r}")
 
-    def for_core(self, value: Any) -> Any:
-        """The value for the core, which takes no int of more than 64 bits as a number."""
-        if self.kind not in ("float", "speed") or type(value) is not int:
-            return value
-        try:
-            return float(value)
-        except OverflowError:
-            # The core refuses infinity, and names the setting.
-            return float("inf")
-
     def _range(self, value: Any) -> str | None:
         """The legal range, if ``value`` is outside of it."""
         if "bytes" in self.legal:
@@ -271,7 +261,7 @@ class Args:
     def core_settings(self) -> dict[str, Any]:
         """The values for the core, under its keys."""
         return {
-            one.key: one.for_core(getattr(self, one.dest))
+            one.key: getattr(self, one.dest)
             for one in table(self.service)
             if one.flags and one.section not in _OUR_SECTIONS and one.key not in _OUR_KEYS
         }

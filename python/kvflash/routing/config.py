@@ -224,7 +224,7 @@ class KvRouterConfig:
         if not 1 <= block_size < 2**32:
             raise InvalidArgumentError(f"block_size must be in 1..={2**32 - 1}, got {block_size}")
         settings = {
-            setting.key: setting.for_core(getattr(self, name))
+            setting.key: getattr(self, name)
             for name, setting in _settings().items()
             if setting.section != "Replicas"
         }

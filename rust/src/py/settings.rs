@@ -78,16 +78,16 @@ fn plain(name: &str, value: &Bound<'_, PyAny>) -> Raised<Value> {
     } else if value.is_instance_of::<PyBool>() {
         value.extract::<bool>()?.into()
     } else if value.is_instance_of::<PyInt>() {
-        match value.extract::<u64>() {
-            Ok(number) => number.into(),
-            Err(_) => value.extract::<i64>()?.into(),
+        if let Ok(number) = value.extract::<u64>() {
+            number.into()
+        } else if let Ok(number) = value.extract::<i64>() {
+            number.into()
+        } else {
+            // Only settings that are floats take more than 64 bits.
+            finite(name, value)?
         }
     } else if value.is_instance_of::<PyFloat>() {
-        let number: f64 = value.extract()?;
-        if !number.is_finite() {
-            return Err(Error::Config(format!("{name} must be finite, got {number}")).into());
-        }
-        number.into()
+        finite(name, value)?
     } else if value.is_instance_of::<PyString>() {
         value.extract::<String>()?.into()
     } else if value.is_instance_of::<PyList>() || value.is_instance_of::<PyTuple>() {
@@ -98,4 +98,13 @@ fn plain(name: &str, value: &Bound<'_, PyAny>) -> Raised<Value> {
         let kind = value.get_type().name()?;
         return Err(PyTypeError::new_err(format!("argument '{name}' can't be a {kind}")).into());
     })
+}
+
+/// A number as a float; one that no float can hold counts as infinite.
+fn finite(name: &str, value: &Bound<'_, PyAny>) -> Raised<Value> {
+    let number = value.extract().unwrap_or(f64::INFINITY);
+    if number.is_finite() {
+        return Ok(number.into());
+    }
+    Err(Error::Config(format!("{name} must be finite, got {number}")).into())
 }
