@@ -90,7 +90,18 @@ struct Traffic {
     /// the other.
     prefills: [pace::Prefills; 2],
     wholes: pace::Wholes,
+    steps: pace::Steps,
     most_pressure: MostPressure,
+}
+
+impl Traffic {
+    /// Milliseconds that a prompt token takes.
+    fn token_ms(&self) -> f64 {
+        match self.prefills[0].seconds_per_token() {
+            0.0 => self.wholes.ms_per_token(),
+            seconds => seconds * 1_000.0,
+        }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -149,14 +160,16 @@ impl PricePolicy {
         let input = request.isl_tokens as f64;
         let mut guard = self.state.lock();
         let State { workers, traffic } = &mut *guard;
-        let Traffic { gaps, wanted, answers, most_pressure, .. } =
-            traffic.entry_ref(context.pool).or_default();
+        let traffic = traffic.entry_ref(context.pool).or_default();
+        let step_tokens = traffic.steps.tokens(traffic.token_ms());
+        let Traffic { gaps, wanted, answers, most_pressure, .. } = traffic;
         let marks = context.memo.marks(context.sequence_hashes);
         let overlaps = candidates.list.iter().map(|one| one.overlap_blocks);
         let weights = wanted.weights(marks, overlaps);
         let miss = MissCost::new(input, size, &weights);
         let answer_tokens = answers.mean_tokens(context.now_ms);
-        let tariff = Tariff::new(answer_tokens, request.stage, miss, most_pressure.value());
+        let most_pressure = most_pressure.value();
+        let tariff = Tariff::new(answer_tokens, request.stage, miss, most_pressure, step_tokens);
         let mut lowest = Lowest::new();
         let mut next = 0;
         costs.clear();
@@ -274,6 +287,14 @@ impl RoutePolicy for PricePolicy {
             let (last, answer) = (&mut known.learned.wholes, finished.output_tokens as f64);
             traffic.wholes.see(last, ticket.own_tokens, answer, ms as f64);
         }
+        if ticket.stage != Stage::Prefill {
+            let (steps, prefill_ms) = match ticket.is_whole {
+                true => (finished.output_tokens, traffic.token_ms() * ticket.work_tokens),
+                false => (finished.output_tokens.saturating_sub(1), ms as f64),
+            };
+            let took_ms = finished.now_ms.saturating_sub(finished.routed_at_ms) as f64;
+            traffic.steps.see(steps, took_ms - prefill_ms);
+        }
         let prefills = &mut traffic.prefills[usize::from(ticket.is_whole)];
         let residual = prefills.see(ticket.work_tokens, ms as f64);
         if let (Some(known), Some(residual)) = (known, residual) {
@@ -350,6 +371,11 @@ impl RoutePolicy for PricePolicy {
                 "auto_prefill_seconds_per_token",
                 "Time that a streamed prompt takes per uncached token",
                 traffic.prefills[0].seconds_per_token(),
+            );
+            tell(
+                "auto_step_seconds",
+                "Time between two tokens of an answer",
+                traffic.steps.ms() / 1_000.0,
             );
             tell(
                 "auto_whole_seconds_per_token",

@@ -20,6 +20,9 @@ const OWN: f64 = 32.0;
 const TOKEN_MS: f64 = 0.2;
 const GUESS_PROMPTS: f64 = 100_000.0;
 const TOKEN_MS_BOUNDS: (f64, f64) = (0.005, 5.0);
+/// Assumed time of a decode step until one is known, in tokens of prefill, and its upper bound.
+const STEP_TOKENS: f64 = 150.0;
+const STEP_TOKENS_MOST: f64 = 1_000.0;
 /// Share of its last whole answers that a worker's means keep with each one: about the last three.
 const KEEP_LAST: f64 = 0.7;
 /// Bounds of slowness; values with a logarithm near 0 count as normal.
@@ -170,6 +173,34 @@ impl Wholes {
     }
 }
 
+/// Time of a decode step: between two tokens of an answer, over all workers.
+#[derive(Debug, Default)]
+pub(super) struct Steps {
+    /// Sums of steps and of milliseconds.
+    sums: [f64; 2],
+}
+
+impl Steps {
+    /// Records an answer that took `steps` steps in the `ms` after its prefill.
+    pub fn see(&mut self, steps: u64, ms: f64) {
+        if steps > 0 {
+            observe(&mut self.sums, [steps as f64, ms.max(0.0)]);
+        }
+    }
+
+    /// Milliseconds of a step; 0 before any answer.
+    pub fn ms(&self) -> f64 {
+        let [steps, ms] = self.sums;
+        if steps > 0.0 { ms / steps } else { 0.0 }
+    }
+
+    /// A step's time in tokens of prefill, each of which takes `token_ms`.
+    pub fn tokens(&self, token_ms: f64) -> f64 {
+        let ms = self.ms();
+        if ms > 0.0 { (ms / token_ms).min(STEP_TOKENS_MOST) } else { STEP_TOKENS }
+    }
+}
+
 /// One worker's times relative to expectations.
 #[derive(Debug, Default)]
 pub(super) struct Pace {
@@ -293,6 +324,20 @@ mod tests {
             wholes.see(&mut last[worker], prompt, 8.0, 50.0 + load + 0.05 * prompt);
         }
         assert!((wholes.ms_per_token() - 0.05).abs() < 0.005, "{}", wholes.ms_per_token());
+    }
+
+    #[test]
+    fn a_step_is_a_guess_until_answers_come_and_bounded_then() {
+        let mut steps = Steps::default();
+        steps.see(0, 500.0);
+        assert_eq!((steps.ms(), steps.tokens(0.04)), (0.0, STEP_TOKENS));
+        (0..2_000).for_each(|_| steps.see(8, 96.0));
+        assert!((steps.ms() - 12.0).abs() < 1e-6 && (steps.tokens(0.02) - 600.0).abs() < 1e-6);
+        assert_eq!(steps.tokens(1e-9), STEP_TOKENS_MOST);
+        // Clocks of others may run backwards.
+        let mut steps = Steps::default();
+        steps.see(8, -5.0);
+        assert_eq!(steps.tokens(0.02), STEP_TOKENS);
     }
 
     #[test]

@@ -16,9 +16,11 @@ const QUEUE_WEIGHT: f64 = 0.5;
 /// Additional weight of a token in a long queue for each token by which this worker's evictions are
 /// cheaper than those of the costliest worker. Otherwise all requests without cached blocks would
 /// queue up there.
-const QUEUE_PER_PRESSURE: f64 = 3.0;
-/// Queue, in prompts like this one, at which half of the additional weight applies: behind less,
-/// waiting costs little beside blocks that another worker would lose.
+const QUEUE_PER_PRESSURE: f64 = 4.0;
+/// Queue without additional weight, in decode steps: it delays the first token about as little as
+/// the steps themselves, and blocks that another worker would lose cost more.
+const FREE_STEPS: f64 = 6.0;
+/// Queue beyond that, in prompts like this one, at which half of the additional weight applies.
 const HALF_CROWDED: f64 = 0.7;
 /// Prefill cost that attention adds per token and preceding token, in tokens.
 const ATTENTION: f64 = 3e-5;
@@ -70,7 +72,9 @@ pub(super) struct Tariff {
     queued: f64,
     /// Cost of a token pushed into the costliest cache.
     most_pressure: f64,
-    /// Queued tokens at which half of [`QUEUE_PER_PRESSURE`] applies.
+    /// Queued tokens without additional weight, and more tokens at which half of
+    /// [`QUEUE_PER_PRESSURE`] applies.
+    free: f64,
     half_crowded: f64,
     /// Weight of its prefill, including the answers that it stalls.
     computed: f64,
@@ -87,8 +91,14 @@ pub(super) struct Tariff {
 impl Tariff {
     /// For a prompt with uncached tokens that cost `miss`, and an expected answer of
     /// `answer_tokens`; `stage` is the part done on the worker, `most_pressure` the highest recent
-    /// [`Rates::pressure`].
-    pub fn new(answer_tokens: f64, stage: Stage, miss: MissCost, most_pressure: f64) -> Self {
+    /// [`Rates::pressure`], `step_tokens` the time of a decode step in tokens of prefill.
+    pub fn new(
+        answer_tokens: f64,
+        stage: Stage,
+        miss: MissCost,
+        most_pressure: f64,
+        step_tokens: f64,
+    ) -> Self {
         let weight = if stage == Stage::Prefill { 0.0 } else { STEP_WEIGHT * answer_tokens };
         let added = STEP_PER_REQUEST + STEP_PER_CONTEXT * miss.input;
         let is_fetched = stage == Stage::Decode;
@@ -97,6 +107,7 @@ impl Tariff {
             miss,
             queued: if is_fetched { 0.0 } else { QUEUE_WEIGHT },
             most_pressure,
+            free: FREE_STEPS * step_tokens,
             half_crowded,
             computed: if is_fetched { 0.0 } else { 1.0 },
             stalled: if stage == Stage::Both { STALLED_MOST } else { 0.0 },
@@ -124,7 +135,8 @@ impl Tariff {
         };
         let stalls = 1.0 + self.stalled * share;
         let queued = float(load.queued_tokens);
-        let crowd = QUEUE_PER_PRESSURE * queued / (queued + self.half_crowded);
+        let long = (queued - self.free).max(0.0);
+        let crowd = QUEUE_PER_PRESSURE * long / (long + self.half_crowded);
         let crowd = 1.0 + crowd * (self.most_pressure - pressure).max(0.0);
         let queue = self.queued * slowness * crowd * queued;
         let prefill = self.computed * slowness * miss * stalls + self.fetched * uncached;

@@ -208,10 +208,10 @@ fn a_retry_after_the_first_token_is_no_turn_and_begins_a_pause() {
 }
 
 #[test]
-fn a_worker_whose_answers_are_not_streamed_is_not_slow() {
+fn a_worker_whose_answers_are_not_streamed_is_not_slow_but_teaches_steps() {
     let policy = PricePolicy::default();
     let list = [candidate(1, 0, load(0, 0)), candidate(2, 0, load(0, 0))];
-    let mut now_ms = 0;
+    let mut now_ms = 10_000;
     for turn in 0..400_u64 {
         let is_whole = turn % 2 == 0;
         let context =
@@ -224,9 +224,14 @@ fn a_worker_whose_answers_are_not_streamed_is_not_slow() {
         let ms = 5 + ticket.own_tokens as u64 / 10 + if is_whole { 2_000 } else { 0 };
         now_ms += 10;
         let id = list[index].worker.instance_id;
-        policy.finished(&properties::finished(id, &ticket, ms, 100, now_ms));
+        let finished = properties::finished(id, &ticket, ms, 100, now_ms);
+        // 99 steps of 10 ms follow a first token; a whole answer has 100 of 20 ms.
+        let now_ms = now_ms + if is_whole { 0 } else { 990 };
+        policy.finished(&Finished { now_ms, ..finished });
     }
     assert_eq!(samples(&policy, "auto_worker_slowness_ratio"), [1.0, 1.0]);
+    let step_s = samples(&policy, "auto_step_seconds")[0];
+    assert!((step_s - 0.015).abs() < 0.000_2, "{step_s}");
     let per_token = samples(&policy, "auto_prefill_seconds_per_token")[0];
     assert!((per_token - 0.000_1).abs() < 0.000_01, "{per_token}");
 }
@@ -288,15 +293,18 @@ fn a_closed_model_leaves_nothing() {
 fn a_long_queue_counts_more_where_evicting_is_cheap() {
     let queue = |most_pressure, pressure, queued_tokens| {
         let miss = MissCost::new(1_000.0, f64::from(BLOCK), &[]);
-        let tariff = Tariff::new(0.0, Stage::Both, miss, most_pressure);
+        let tariff = Tariff::new(0.0, Stage::Both, miss, most_pressure, 100.0);
         let load = ActiveLoad { queued_tokens, ..ActiveLoad::default() };
         tariff.price(0, 0, &load, Rates { slowness: 1.0, pressure }).1.queue
     };
-    assert_eq!([queue(0.0, 0.0, 700), queue(3.0, 3.0, 700), queue(0.0, 3.0, 700)], [350.0; 3]);
-    assert_eq!([queue(3.0, 2.0, 700), queue(3.0, 0.0, 700)], [875.0, 1_925.0]);
-    // A tenth of the prompt hardly counts more; ten prompts count almost the whole addition.
-    assert_eq!([queue(3.0, 2.0, 100), queue(3.0, 2.0, 9_300)], [68.75, 17_623.5]);
-    assert_eq!(queue(3.0, 2.0, 0), 0.0);
+    assert_eq!(
+        [queue(0.0, 0.0, 1_300), queue(3.0, 3.0, 1_300), queue(0.0, 3.0, 1_300)],
+        [650.0; 3]
+    );
+    assert_eq!([queue(3.0, 2.0, 1_300), queue(3.0, 0.0, 1_300)], [1_950.0, 4_550.0]);
+    // Six steps count no more than elsewhere; ten prompts count almost the whole addition.
+    assert_eq!([queue(3.0, 0.0, 0), queue(3.0, 0.0, 600)], [0.0, 300.0]);
+    assert!((queue(3.0, 2.0, 9_900) - 4_950.0 * 4.72).abs() < 0.01);
 
     let mut most = MostPressure::default();
     most.see(5.0, 4);
