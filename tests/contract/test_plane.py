@@ -56,8 +56,9 @@ def test_items_arrive_in_order_by_every_way_to_ask(plane: str, environment: Envi
                 with pytest.raises(StopAsyncIteration):
                     await anext(stream)
             assert await pair.ask(0) == []
-            for endless in (math.inf, 1e18):
+            for endless in (math.inf, 1e18, 10**400):
                 assert await pair.ask(1, timeout_s=endless) == wanted[:1]
+                assert await client.wait_for_instances(endless) == [server_id]
 
     run(scenario())
 

@@ -20,7 +20,7 @@ from kvflash.routing.request import ROUTING_ONLY, override_options, routing_opti
 from kvflash.routing.stream import RoutedStream, Sender
 from kvflash.routing.workers import Workers
 from kvflash.runtime import Endpoint
-from kvflash.runtime.arguments import check_range
+from kvflash.runtime.arguments import check_float, check_range
 from kvflash.transport.receiver import EventReceiver, Feed
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,11 @@ _U32_MAX, _U64_MAX = 2**32 - 1, 2**64 - 1
 def _tokens(field: str, value: int | None) -> int | None:
     """A number of tokens that the core can take, or None."""
     return None if value is None else check_range(field, value, 0, _U64_MAX)
+
+
+def _number(field: str, value: float | None) -> float | None:
+    """A number whose range the core checks, or None."""
+    return None if value is None else check_float(field, value)
 
 
 def _tick(core: RouterCore) -> None:
@@ -436,7 +441,8 @@ class KvPushRouter:
         """
         check_range("worker_id", worker_id, 0, _U64_MAX)
         check_range("dp_rank", dp_rank, 0, _U32_MAX)
-        return self._core.report_metrics(worker_id, dp_rank, figures)
+        metrics = {field: check_float(field, value) for field, value in figures.items()}
+        return self._core.report_metrics(worker_id, dp_rank, metrics)
 
     async def dump_events(self) -> str:
         """Everything that the workers' caches are known to hold, as a JSON list of events."""
@@ -477,11 +483,15 @@ class KvPushRouter:
             InvalidArgumentError: A threshold is out of range.
         """
         thresholds: dict[str, Any] = {
-            "active_decode_blocks_threshold": active_decode_blocks_threshold,
+            "active_decode_blocks_threshold": _number(
+                "active_decode_blocks_threshold", active_decode_blocks_threshold
+            ),
             "active_prefill_tokens_threshold": _tokens(
                 "active_prefill_tokens_threshold", active_prefill_tokens_threshold
             ),
-            "active_prefill_tokens_threshold_frac": active_prefill_tokens_threshold_frac,
+            "active_prefill_tokens_threshold_frac": _number(
+                "active_prefill_tokens_threshold_frac", active_prefill_tokens_threshold_frac
+            ),
         }
         self._core.set_busy_thresholds(**thresholds)
         self._thresholds = thresholds

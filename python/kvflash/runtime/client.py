@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import numbers
 import random
 import secrets
@@ -77,7 +76,7 @@ class Client:
         Raises:
             DeadlineError: No instance appeared within ``timeout_s``.
         """
-        _check_timeout(timeout_s)
+        limit_s = _limit_s(timeout_s)
         self._instances.start()
 
         async def any_instance() -> None:
@@ -85,10 +84,10 @@ class Client:
                 await self._instances.changed()
 
         try:
-            await asyncio.wait_for(any_instance(), timeout_s)
+            await asyncio.wait_for(any_instance(), limit_s)
         except asyncio.TimeoutError as error:
             raise DeadlineError(
-                f"no instance of {self.endpoint.path} within {timeout_s:g} s"
+                f"no instance of {self.endpoint.path} within {limit_s:g} s"
             ) from error
         return self.instance_ids()
 
@@ -163,9 +162,9 @@ class Client:
         After one of the errors ``retried`` before the first item, another instance is asked even if
         the handler itself raised it.
         """
-        _check_timeout(timeout_s)
+        limit_s = _limit_s(timeout_s)
         await self._instances.synced(SYNC_TIMEOUT_S)
-        stream = Stream(self, pick, request_id or secrets.token_hex(16), timeout_s, retried)
+        stream = Stream(self, pick, request_id or secrets.token_hex(16), limit_s, retried)
         await stream._open()
         return stream
 
@@ -192,7 +191,7 @@ class Stream:
         client: Client,
         pick: Pick,
         request_id: str,
-        timeout_s: float | None,
+        limit_s: float | None,
         retried: tuple[type[KvflashError], ...],
     ) -> None:
         self.request_id = request_id
@@ -201,8 +200,7 @@ class Stream:
         # It has the request, so it is dropped once that can't be sent again.
         self._pick: Pick | None = pick
         self._retried = retried
-        limit_s = math.inf if timeout_s is None else timeout_s
-        self._end = None if limit_s > ENDLESS_S else time.monotonic() + limit_s
+        self._end = None if limit_s is None else time.monotonic() + limit_s
         self._tried: set[int] = set()
         self._attempts = self._losses = 0
         self._reply: Reply | None = None
@@ -357,9 +355,16 @@ class Stream:
             raise DeadlineError(f"request {self.request_id}: its timeout expired") from error
 
 
-def _check_timeout(timeout_s: Any) -> None:
-    is_number = isinstance(timeout_s, numbers.Real) and not math.isnan(timeout_s)
-    if timeout_s is not None and not is_number:
-        raise InvalidArgumentError(
-            f"timeout_s must be a number of seconds, or None for no limit, got {timeout_s!r}"
-        )
+def _limit_s(timeout_s: Any) -> float | None:
+    """A caller's time limit, None if it is endless; InvalidArgumentError if it is no number."""
+    if timeout_s is None:
+        return None
+    is_number = isinstance(timeout_s, numbers.Real)
+    # No float holds the largest integers, and NaN is on neither side.
+    if is_number and timeout_s > ENDLESS_S:
+        return None
+    if is_number and timeout_s <= ENDLESS_S:
+        return float(max(timeout_s, 0))
+    raise InvalidArgumentError(
+        f"timeout_s must be a number of seconds, or None for no limit, got {timeout_s!r}"
+    )

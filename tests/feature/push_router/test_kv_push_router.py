@@ -346,6 +346,25 @@ def test_numbers_out_of_range_are_named(wrong: Any) -> None:
     run(work())
 
 
+@pytest.mark.parametrize("wrong", [10**400, "4"], ids=["long", "text"])
+def test_numbers_that_no_float_holds_are_named(wrong: Any) -> None:
+    async def work() -> None:
+        async with Stage() as stage:
+            router = await stage.router(0)
+
+            def refused(field: str) -> Any:
+                told = re.escape(f"{field} must be a number within +-1.8e+308, got ")
+                return pytest.raises(InvalidArgumentError, match=f"^{told}")
+
+            for field in ("active_decode_blocks_threshold", "active_prefill_tokens_threshold_frac"):
+                with refused(field):
+                    router.set_busy_thresholds(**{field: wrong})
+            with refused("queue_s"):
+                router.report_metrics(1, queue_s=wrong)
+
+    run(work())
+
+
 def test_without_events_routing_is_the_knowledge() -> None:
     async def work() -> None:
         async with Stage() as stage:
