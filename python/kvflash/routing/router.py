@@ -521,9 +521,14 @@ class KvPushRouter:
                 self._core.set_busy_thresholds(**self._thresholds)
         catalog = self._core.catalog
         receiver = EventReceiver(catalog, has_broker=self._cluster.is_nats)
-        self._feed = Feed(catalog, receiver, partial(_tick, self._core))
-        self._feed.start()
-        self._cluster.start()
+        feed = self._feed = Feed(catalog, receiver, partial(_tick, self._core))
+        try:
+            feed.start()
+            self._cluster.start()
+        except BaseException:
+            # The next attempt makes another one, and only the last is stopped at the end.
+            feed.stop()
+            raise
         return self._core, self._cluster
 
     async def _started(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvflash import (
     NoWorkerError,
     TransportError,
 )
+from kvflash.routing.cluster import Cluster
 from support_push_router import PATH, TOKENS, Stage, Worker, eventually, is_idle, known, run
 
 
@@ -171,6 +173,27 @@ def test_a_router_that_is_closed_while_it_starts_leaves_nothing_behind(
             assert router._workers._keys._tasks == []
             with pytest.raises(ClosedError):
                 await router.best_worker(TOKENS)
+
+    run(work())
+
+
+def test_a_router_that_fails_to_start_stops_what_it_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(_: Cluster) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Cluster, "start", fail)
+
+    async def work() -> None:
+        before = set(threading.enumerate())
+        async with Stage() as stage:
+            router = KvPushRouter(stage.runtime().endpoint(PATH), 4)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                await router.best_worker(TOKENS)
+            names = {thread.name for thread in set(threading.enumerate()) - before}
+            assert "kvflash-orders" not in names
+            await router.aclose()
 
     run(work())
 
