@@ -43,10 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags.add_toggle("is_json", on=["--json"], summary="Print the answer of GET /workers unchanged")
     add_timeout(flags)
     add_key_file(flags)
-    # A host of such a name can be given as http://HOST.
-    hint = did_you_mean(word, (*STATES, "list")) if word.isalpha() and word != "list" else ""
-    if hint:
-        flags.error(f"unknown command {word!r}{hint}")
+    commands = ("list", *STATES)
+    if word.isalpha() and word not in commands:
+        # A host of such a name can be given as http://HOST.
+        hint = did_you_mean(word, commands)
+        if not hint and any(not one.startswith("-") for one in argv[1:2]):
+            hint = f"; the commands are {', '.join(commands)}"
+        if hint:
+            flags.error(f"unknown command {word!r}{hint}")
     args = flags.parse(argv)
     try:
         service = Service(args)
