@@ -105,16 +105,19 @@ def check_reasons(
         code, seen, fix = (str(reason.get(name)) for name in ("code", "message", "fix"))
         yield fail(f"{url} worker {reason.get('worker')}", "trust", seen, fix, code)
     told = {(str(reason.get("code")), str(reason.get("worker"))) for reason in reasons}
+    # Warnings without codes, of an older frontend, begin with the reason's message.
+    messages = tuple(str(reason["message"]) for reason in reasons if reason.get("message"))
     healthy = {str(worker.id): bool(worker.entry.get("healthy")) for worker in known}
     sockets = {f"{worker.id}:{one.rank}" for worker in known for one in worker.listeners}
     for cause in causes_of(health):
         code, worker = str(cause.get("code") or ""), str(cause.get("worker"))
+        seen = str(cause.get("message"))
         is_told = (code, worker) in told or code == "tokens_differ"
+        is_told |= not code and seen.startswith(messages)
         is_told |= worker in sockets and code in _OF_SOCKETS
         is_told |= worker in healthy and code == "events_not_given"
         is_told |= healthy.get(worker) is False and code == "worker_error"
         if not is_told:
-            seen = str(cause.get("message"))
             yield warn(url, "warnings", seen, "see docs/troubleshooting.md", code)
 
 

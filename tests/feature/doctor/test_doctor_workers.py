@@ -215,6 +215,10 @@ def test_reasons_fail_and_are_not_repeated_as_warnings() -> None:
     health = {"reasons": [reason], "causes": [told, other]}
     findings = [(one.level, one.code) for one in workers.check_reasons(URL, health)]
     assert findings == [(FAIL, "events_crossed"), (WARN, "policy")]
+    # An older frontend gives its warnings as text only.
+    health = {"reasons": [reason], "warnings": ["worker 1:0 .... Fix: x", "something else"]}
+    findings = [(one.level, one.seen) for one in workers.check_reasons(URL, health)]
+    assert findings == [(FAIL, "worker 1:0 ..."), (WARN, "something else")]
 
 
 def test_a_worker_that_is_down_is_one_finding() -> None:
