@@ -24,6 +24,15 @@ def _set(table: dict[Any, dict[str, Any]], key: Any, value: dict[str, Any] | Non
         table[key] = value
 
 
+def _set_in(
+    tables: dict[Any, dict[Any, dict[str, Any]]], name: Any, key: Any, value: dict[str, Any] | None
+) -> None:
+    table = tables.setdefault(name, {})
+    _set(table, key, value)
+    if not table:
+        del tables[name]
+
+
 #: namespace/component/endpoint (events have no endpoint), and the instance's number.
 Name = tuple[str, int]
 
@@ -47,6 +56,8 @@ class WorkerKeys:
         self.cards: dict[Name, dict[str, Any]] = {}
         #: Event endpoints by rank, of the whole component.
         self.events: dict[Name, dict[int, dict[str, Any]]] = {}
+        # Instances by their component and number, as for events.
+        self._instances_of: dict[Name, dict[Name, dict[str, Any]]] = {}
         self._changed_names: dict[Name, None] = {}
         names = [f"{name}/" for name in scope.split("/") if name]
         wide, narrow = "".join(names[:2]), "".join(names)
@@ -126,20 +137,17 @@ class WorkerKeys:
             logger.error("discovery key %s: %s", key, error)
             return
         path, _, last = key.split("/", 2)[2].rpartition("/")
-        if kind != "events":
-            name = path, int(last)
-            _set(self.cards if kind == "models" else self.instances, name, fields)
-            self._changed_names[name] = None
-            return
         component, _, number = path.rpartition("/")
-        name = component, int(number)
-        ranks = self.events.setdefault(name, {})
-        _set(ranks, int(last), fields)
-        if not ranks:
-            del self.events[name]
-        for other in self.instances:
-            if other[1] == name[1] and other[0].startswith(f"{component}/"):
-                self._changed_names[other] = None
+        if kind == "events":
+            of_component = component, int(number)
+            _set_in(self.events, of_component, int(last), fields)
+            self._changed_names |= dict.fromkeys(self._instances_of.get(of_component, ()))
+            return
+        name = path, int(last)
+        _set(self.cards if kind == "models" else self.instances, name, fields)
+        if kind == "instances":
+            _set_in(self._instances_of, (component, name[1]), name, fields)
+        self._changed_names[name] = None
 
     async def _settle_for_ever(self) -> None:
         await self._synced.wait()

@@ -202,6 +202,27 @@ def test_what_fails_once_is_settled_with_the_next_change(caplog: pytest.LogCaptu
     assert said.getMessage() == "workers of ns/backend/generate"
 
 
+def test_events_change_the_instances_of_their_worker_and_pass_over_no_other() -> None:
+    class Unsearchable(dict[Any, Any]):
+        def __iter__(self) -> Any:
+            raise AssertionError("all instances were searched for those of one worker")
+
+    keys = WorkerKeys(MemoryDiscovery(is_shared=False), "", settle=asyncio.sleep)  # type: ignore[arg-type]
+    keys.instances = Unsearchable()
+    for path in ("ns/backend/generate", "ns/backend/load", "ns/other/generate"):
+        for number in (1, 2):
+            keys._take(f"v1/instances/{path}/{number}", b'{"transport": {}}')
+    keys._take("v1/instances/ns/backend/load/2", None)
+    keys.take_changed()
+    events = b'{"endpoint": "tcp://a:1"}'
+    backend, load = "ns/backend/generate", "ns/backend/load"
+    for number, changed in ((2, [(backend, 2)]), (1, [(backend, 1), (load, 1)])):
+        for value, count in ((events, 1), (None, 0)):
+            keys._take(f"v1/events/ns/backend/{number}/0", value)
+            assert keys.take_changed() == changed
+            assert len(keys.events) == count
+
+
 def test_who_waits_for_the_first_workers_ends_when_they_are_followed_no_more() -> None:
     async def work() -> None:
         discovery, has_begun = MemoryDiscovery(is_shared=False), asyncio.Event()
