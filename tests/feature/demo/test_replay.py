@@ -147,7 +147,7 @@ async def replayed(answer: Any, count: int, **options: Any) -> list[Result]:
     calls = [
         Call(at_s=n / 50, path="/v1/completions", given={"prompt": f"{n}"}) for n in range(count)
     ]
-    settings = {"model": "m", "speed": 2.0, "timeout_s": 5.0, "in_flight_max": 10, **options}
+    settings = {"model": "m", "speed": 2.0, "timeout_s": 60.0, "in_flight_max": 10, **options}
     async with service(answer) as url:
         return await send(url, calls, **settings)
 
@@ -232,12 +232,12 @@ def test_an_interrupted_replay_reports_what_was_answered(tmp_path: Path) -> None
     path = trace(tmp_path, *({"at": n / 50, "prompt": f"{n}", "model": "m"} for n in range(3)))
 
     async def check() -> None:
-        is_asked = asyncio.Event()
+        is_asked, is_over = asyncio.Event(), asyncio.Event()
 
         async def answer(request: web.Request) -> web.Response:
             if (await request.json())["prompt"] != "0":
                 is_asked.set()
-                await asyncio.sleep(30)
+                await is_over.wait()
             return web.Response(text="data: [DONE]\n")
 
         async with service(answer) as url:
@@ -249,6 +249,7 @@ def test_an_interrupted_replay_reports_what_was_answered(tmp_path: Path) -> None
             await is_asked.wait()
             replaying.send_signal(SIGINT)
             out, errors = await replaying.communicate()
+            is_over.set()
         assert replaying.returncode == 130
         assert json.loads(out)["requests"] == 1
         assert errors.decode() == ("replay: interrupted; the report leaves out 2 of 3 requests\n")
@@ -271,17 +272,17 @@ def test_without_room_requests_are_late_and_are_not_lost() -> None:
     assert results[0].late_s < results[2].late_s and results[2].late_s > 0.05
 
 
-def test_requests_are_sent_at_their_times_over_the_speed() -> None:
-    arrivals: list[tuple[str, float]] = []
+def test_requests_are_sent_at_their_times_over_the_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[str, float]] = []
 
-    async def answer(request: web.Request) -> web.Response:
-        body = await request.json()
-        arrivals.append((body["prompt"], asyncio.get_running_loop().time()))
-        return web.Response(text="data: [DONE]\n")
+    async def ask(_session: Any, _url: str, call: Call, *_: Any) -> None:
+        # Here and not in a server, because connections made at once may overtake each other.
+        sent.append((call.given["prompt"], time.monotonic()))
 
+    monkeypatch.setattr("kvflash.replay.send._ask", ask)
     began_s = time.monotonic()
-    results = asyncio.run(replayed(answer, 6))
-    assert [prompt for prompt, _ in arrivals] == list("012345")
-    # The last is due after 5 / 50 / 2 seconds, and is never early.
-    assert arrivals[-1][1] - began_s >= 0.05
+    results = asyncio.run(replayed(ask, 6))
+    assert [prompt for prompt, _ in sent] == list("012345")
+    # The last is due after 5 / 50 / 2 seconds, and none is ever early.
+    assert all(at_s - began_s >= n / 50 / 2 for n, (_, at_s) in enumerate(sent))
     assert all(one.late_s >= 0 for one in results)
