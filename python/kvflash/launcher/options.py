@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from kvflash import console
+from kvflash.config import bounded_float
 from kvflash.errors import ConfigError
 from kvflash.launcher.command import Arguments, EventPorts
 from kvflash.servers import EVENT_PLANES, plane_of_events
@@ -75,14 +76,14 @@ def parse_options(
         "instead of a stream",
     )
     drain = "seconds for its requests to finish after a signal, before it gets the signal"
-    for flag, default_s, text in (
-        ("--ready-timeout", 3600.0, "seconds for the engine to load"),
-        ("--drain-timeout", 30.0, f"{drain}; 0: it gets the signal at once"),
-        ("--stop-timeout", 60.0, "seconds to wait for it to exit after it got the signal"),
+    for flag, least_s, default_s, text in (
+        ("--ready-timeout", 0.001, 3600.0, "seconds for the engine to load"),
+        ("--drain-timeout", 0.0, 30.0, f"{drain}; 0: it gets the signal at once"),
+        ("--stop-timeout", 0.001, 60.0, "seconds to wait for it to exit after it got the signal"),
     ):
-        name = flag[2:].replace("-", "_")
+        dest, parse = f"{flag[2:].replace('-', '_')}_s", bounded_float(least_s)
         parser.add_argument(
-            flag, dest=f"{name}_s", metavar=name.upper(), type=float, default=default_s, help=text
+            flag, dest=dest, metavar="SECONDS", type=parse, default=default_s, help=text
         )
     roles = parser.add_mutually_exclusive_group()
     for role in ("prefill", "decode"):
@@ -95,11 +96,6 @@ def parse_options(
     known.role = known.role or "agg"
     component = "prefill" if known.role == "prefill" else "backend"
     known.endpoint = known.endpoint or f"dynamo.{component}.generate"
-    for name in ("ready", "stop"):
-        if not 0 < getattr(known, f"{name}_timeout_s") < float("inf"):
-            parser.error(f"--{name}-timeout must be above 0")
-    if not 0 <= known.drain_timeout_s < float("inf"):
-        parser.error("--drain-timeout must be at least 0")
     try:
         known.event_plane = plane_of_events(known.event_plane)
     except ConfigError as error:
