@@ -9,6 +9,7 @@ from typing import Any
 
 from kvflash._core import model_folder
 from kvflash.errors import ConfigError, InvalidArgumentError
+from kvflash.runtime.arguments import check_range
 from kvflash.runtime.component import Endpoint
 from kvflash.runtime.distributed import MODELS
 
@@ -68,10 +69,15 @@ class ModelRuntimeConfig:
 
     def check(self) -> None:
         """Refuse numbers out of range, half of the bootstrap, and names that are no strings."""
-        for name in ("total_kv_blocks", "max_num_seqs", "max_num_batched_tokens"):
-            _in_range(name, getattr(self, name), 1, TOKENS_MAX)
-        _in_range("data_parallel_size", self.data_parallel_size, 1, 1_024)
-        _in_range("bootstrap_port", self.bootstrap_port, 1, 65_535)
+        for name, most in (
+            ("total_kv_blocks", TOKENS_MAX),
+            ("max_num_seqs", TOKENS_MAX),
+            ("max_num_batched_tokens", TOKENS_MAX),
+            ("data_parallel_size", 1_024),
+            ("bootstrap_port", 65_535),
+        ):
+            if (value := getattr(self, name)) is not None:
+                setattr(self, name, check_range(name, value, 1, most))
         if (self.bootstrap_host is None) != (self.bootstrap_port is None):
             raise InvalidArgumentError(
                 "bootstrap_host and bootstrap_port go together, got "
@@ -142,8 +148,9 @@ async def register_llm(  # noqa: PLR0917 - the order that workers know
     if not name:
         raise InvalidArgumentError("model_name or model_path must be given")
     block_size = BLOCK_SIZE if kv_cache_block_size is None else kv_cache_block_size
-    _in_range("kv_cache_block_size", block_size, 1, BLOCK_SIZE_MAX)
-    _in_range("context_length", context_length, 1, TOKENS_MAX)
+    block_size = check_range("kv_cache_block_size", block_size, 1, BLOCK_SIZE_MAX)
+    if context_length is not None:
+        context_length = check_range("context_length", context_length, 1, TOKENS_MAX)
     if lora_names is not None and len(lora_names) > LORAS_MAX:
         raise InvalidArgumentError(
             f"lora_names may have at most {LORAS_MAX} entries, got {len(lora_names)}"
@@ -206,10 +213,3 @@ def _folder(path: str | os.PathLike[str] | None) -> str | None:
         return str(Path(model_folder(text)).resolve())
     except ConfigError:
         return None  # Only a name.
-
-
-def _in_range(name: str, value: int | None, low: int, high: int) -> None:
-    if value is None:
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise InvalidArgumentError(f"{name} must be in {low}..={high}, got {value!r}")
