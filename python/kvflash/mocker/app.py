@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from kvflash.address import reachable
+from kvflash.address import reachable, unbindable
 from kvflash.console import counted
 from kvflash.mocker.api import build_app
 from kvflash.mocker.config import MockerConfig
@@ -58,7 +58,7 @@ class Worker:
         self._running: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Wait for the startup time, then serve; raises OSError if a port is taken."""
+        """Wait for the startup time, then serve; raises ConfigError if a port is taken."""
         if self._config.bootstrap_ports:
             await self._handover.open(self._config.bootstrap_ports[self.index])
         await asyncio.sleep(self._config.startup_time_s)
@@ -69,7 +69,7 @@ class Worker:
         try:
             await web.TCPSite(self._runner, host, port, backlog=BACKLOG).start()
         except OSError as error:
-            raise OSError(error.errno, f"--port {port} on {host}: {error.strerror}") from error
+            raise unbindable(("--host", "--port"), host, port, error) from error
         self.url = f"http://{reachable(host)}:{self._runner.addresses[0][1]}"
 
     async def close(self) -> None:
@@ -115,7 +115,7 @@ def _make_worker(index: int, config: MockerConfig, tokenizer: Tokenizer) -> Work
 
 
 async def serve(config: MockerConfig) -> Mocker:
-    """Start the workers; raises ConfigError for an unusable tokenizer, OSError for a taken port."""
+    """Start the workers; raises ConfigError for an unusable tokenizer or a taken port."""
     if config.enable_local_indexer and config.event_plane != "nats":
         from kvflash.publisher.brokered import UNUSED_LOCAL_INDEXER  # noqa: PLC0415
 

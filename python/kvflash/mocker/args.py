@@ -139,11 +139,28 @@ def _role(text: str) -> str:
     return roles[text]
 
 
+# MockerConfig has the limits, and names the flag where one is broken.
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+
+
 def _ports(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(port) for port in text.split(",") if port)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"must be ports with commas, got {text!r}") from None
+        raise argparse.ArgumentTypeError(
+            f"must be ports, separated by commas, got {text!r}"
+        ) from None
 
 
 def _port_choice(text: str) -> PortChoice:
@@ -200,9 +217,9 @@ _TABLE = {
 _KINDS = get_type_hints(MockerConfig)
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(MockerConfig)}
 _PARSERS: dict[Any, Callable[[str], Any]] = {
-    int: int,
-    int | None: int,
-    float: float,
+    int: _whole,
+    int | None: _whole,
+    float: _number,
     PortChoice: _port_choice,
     tuple[int, ...]: _ports,
 }

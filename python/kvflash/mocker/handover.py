@@ -13,7 +13,7 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from kvflash.address import reachable
+from kvflash.address import reachable, unbindable
 from kvflash.errors import TransportError
 from kvflash.mocker.config import Role
 from kvflash.mocker.fields import Fields, integer, is_text, mapping, refuse, text
@@ -85,14 +85,13 @@ class Handover:
         return self._role == "prefill"
 
     async def open(self, port: int) -> None:
-        """Let decode workers wait at a port; raises OSError if it is taken."""
+        """Let decode workers wait at a port; raises ConfigError if it is taken."""
         try:
             self._server = await asyncio.start_server(
                 self._answer, self._host, port, limit=_LINE_BYTES_MAX
             )
         except OSError as error:
-            text = f"--bootstrap-ports {port} on {self._host}: {error.strerror}"
-            raise OSError(error.errno, text) from error
+            raise unbindable(("--host", "--bootstrap-ports"), self._host, port, error) from error
         self.bootstrap_port = port
 
     async def close(self, timeout_s: float) -> None:

@@ -1,7 +1,6 @@
 """One stream of event batches: numbered from 0, published, and kept for replay."""
 
 import contextlib
-import errno
 import logging
 import threading
 from abc import ABC, abstractmethod
@@ -11,7 +10,7 @@ from typing import Any
 import zmq
 
 from kvflash._core import EventOutbox
-from kvflash.address import reachable
+from kvflash.address import reachable, unbindable
 from kvflash.errors import ClosedError, ConfigError
 from kvflash.transport.zmq_socket import bindable
 
@@ -26,7 +25,6 @@ _REPLAY_BURST_BATCHES = 256
 # How long closed sockets may still send what they hold.
 _LINGER_MS = 500
 _CLOSE_S_MAX = 10.0
-_FOREIGN = (errno.ENODEV, errno.EADDRNOTAVAIL, errno.EINVAL)
 
 
 class Sender(ABC):
@@ -183,6 +181,6 @@ def _bind(socket: zmq.Socket[Any], host: str, port: int, fields: tuple[str, str]
     try:
         socket.bind(f"tcp://{bindable(socket, host)}:{port}")
     except zmq.ZMQError as error:
-        name, value = (fields[0], host) if error.errno in _FOREIGN else (fields[1], port)
-        raise ConfigError(f"{name}: can't bind {value} on {host}: {error.strerror}") from error
+        fault = OSError(error.errno, error.strerror)
+        raise unbindable(fields, host, port, fault) from error
     return socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]

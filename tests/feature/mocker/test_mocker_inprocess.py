@@ -149,9 +149,18 @@ def test_a_taken_port_leaves_nothing_running() -> None:
         async with await serve(CONFIG) as mocker:
             port = int(mocker.workers[0].url.rpartition(":")[2])
             before = asyncio.all_tasks()
-            with pytest.raises(OSError, match=f"--port {port} on 127.0.0.1"):
+            with pytest.raises(ConfigError, match=f"--port: can't bind {port} on 127.0.0.1"):
                 await serve(replace(CONFIG, port=port, zmq_events_port="auto"))
             assert asyncio.all_tasks() <= before
+
+    run(scenario())
+
+
+def test_a_foreign_host_is_named() -> None:
+    async def scenario() -> None:
+        # An address for documentation, which no machine has.
+        with pytest.raises(ConfigError, match=r"^--host: can't bind 192\.0\.2\.1: Cannot assign"):
+            await serve(replace(CONFIG, host="192.0.2.1", zmq_events_port=0, zmq_replay_port=0))
 
     run(scenario())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
 import signal
 import time
@@ -176,13 +177,13 @@ def test_taken_ports_are_named(run: Callable[..., Process]) -> None:
     with Mocker() as mocker:
         port = mocker.url.rpartition(":")[2]
         events = mocker.workers[0]["events"].rpartition(":")[2]
-        for flags, told in (
-            (["--port", port], f"[Errno {errno.EADDRINUSE}] --port {port} on 127.0.0.1"),
-            (
-                ["--port", "0", "--zmq-events-port", events],
-                f"--zmq-events-port: can't bind {events} on 127.0.0.1",
-            ),
+        step = "choose another port, or stop the process on it"
+        for flags, taken in (
+            (["--port", port], port),
+            (["--port", "0", "--zmq-events-port", events], events),
         ):
+            why = os.strerror(errno.EADDRINUSE)
+            told = f"{flags[-2]}: can't bind {taken} on 127.0.0.1: {why}; {step}\n"
             process = run("kvflash.mocker", *flags)
             assert process.popen.wait(DEADLINE_S) == 2
             assert process.rest() == []
