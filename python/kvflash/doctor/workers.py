@@ -10,6 +10,7 @@ from kvflash.console import counted
 from kvflash.doctor.checks import ELSEWHERE, Listener, check_heard, check_replay
 from kvflash.doctor.events import Heard, Replayed
 from kvflash.doctor.finding import Finding, fail, ok, warn
+from kvflash.doctor.fixes import fix_of
 
 #: Text that both sides tokenize: words, code, other scripts and white space.
 SAMPLE_TEXT = (
@@ -118,7 +119,7 @@ def check_reasons(
         is_told |= worker in healthy and code == "events_not_given"
         is_told |= healthy.get(worker) is False and code == "worker_error"
         if not is_told:
-            yield warn(url, "warnings", seen, "see docs/troubleshooting.md", code)
+            yield warn(url, "warnings", seen, fix_of(code), code)
 
 
 def check_parity(url: str, health: Mapping[str, Any]) -> Iterator[Finding]:

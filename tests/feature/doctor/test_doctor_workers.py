@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from kvflash.doctor.events import Contents, Heard, Replayed
 from kvflash.doctor.finding import FAIL, OK, WARN
 
 URL = "http://f:8000"
+ROOT = Path(__file__).parents[3]
 TOLD = Answer(status=200, body=b'data: {"nvext": {"token_ids": [1, 2]}}\n\ndata: [DONE]\n\n')
 SILENT: dict[str, Any] = {"events": {"batches": 0}}
 UNREPORTED = {"reported": None, "reported_tokens": 0}
@@ -219,6 +221,21 @@ def test_reasons_fail_and_are_not_repeated_as_warnings() -> None:
     health = {"reasons": [reason], "warnings": ["worker 1:0 .... Fix: x", "something else"]}
     findings = [(one.level, one.seen) for one in workers.check_reasons(URL, health)]
     assert findings == [(FAIL, "worker 1:0 ..."), (WARN, "something else")]
+
+
+def test_every_warning_has_a_next_step() -> None:
+    manual = (ROOT / "docs" / "frontend.md").read_text(encoding="utf-8")
+    table = manual.partition("### What `/health` warns of")[2].partition("\n### ")[0]
+    cells = [line.split(" | ")[-1] for line in table.splitlines() if line.startswith("| ")]
+    codes = {code for cell in cells[1:] for code in re.findall(r"`([a-z_]+)`", cell)}
+    # The check of parity reports it.
+    codes -= {"tokens_differ"}
+    assert len(codes) >= 18
+    for code in sorted(codes):
+        (finding,) = workers.check_reasons(URL, {"causes": [{"code": code, "message": "x"}]})
+        assert finding.fix and "docs/" not in finding.fix, code
+    (finding,) = workers.check_reasons(URL, {"causes": [{"code": "newer", "message": "x"}]})
+    assert finding.fix == 'see "What /health warns of" in docs/frontend.md'
 
 
 def test_a_worker_that_is_down_is_one_finding() -> None:
