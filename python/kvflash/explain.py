@@ -140,7 +140,7 @@ def _file(name: str) -> dict[str, Any]:
 
 
 def _only_model(service: Service) -> str | None:
-    """The model that is served, if there is one only; None for a caller who may not ask."""
+    """The model, if one only is served; None if there is none, or the caller may not ask."""
     answer = service.demand("/v1/models", but=(401, 403))
     if answer.status != 200:
         # The refusal names the role of clients. That of /explain names the role that it needs.
@@ -151,10 +151,10 @@ def _only_model(service: Service) -> str | None:
         raise TransportError(
             f"{service.url}/v1/models: the answer is not a list of models"
         ) from None
-    if len(names) != 1:
-        served = ", ".join(names) or "no model"
-        raise ConfigError(f"--model is needed: {service.url} serves {served}")
-    return names[0]
+    if len(names) > 1:
+        raise ConfigError(f"--model is needed: {service.url} serves {', '.join(names)}")
+    # Without a model the refusal of /explain says what is wrong with the workers.
+    return names[0] if names else None
 
 
 #: Candidates that are printed, the cheapest ones; ``--json`` has all.

@@ -473,7 +473,16 @@ def test_a_file_of_broken_json_is_no_text(
             2,
             "--model is needed: http://127.0.0.1:",
         ),
-        ({**FRONTEND, "/v1/models": (200, {"data": []})}, ["--prompt", "x"], 2, "serves no model"),
+        (
+            {
+                **FRONTEND,
+                "/v1/models": (200, {"data": []}),
+                "/explain": (503, {"error": {"message": "no worker is registered"}}),
+            },
+            ["--prompt", "x"],
+            1,
+            "/explain: 503 no worker is registered",
+        ),
         (
             {**FRONTEND, "/v1/models": (200, {"data": ["a"]})},
             ["--prompt", "x"],
