@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvflash.config import bounded_float
+from kvflash.console import reason_of
 from kvflash.errors import ConfigError, NotFoundError, TransportError
 from kvflash.flags import Flags, variable_of
 from kvflash.servers import is_address
@@ -128,7 +129,7 @@ def read_key(path: str | None, flag: str = KEY_FILE) -> str | None:
     try:
         return Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{flag} {path}: {error}") from None
+        raise ConfigError(f"{flag} {path}: can't be read: {reason_of(error)}") from None
 
 
 def ask(

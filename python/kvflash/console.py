@@ -43,6 +43,11 @@ def refuse(command: str, error: KvflashError, *, failure: int = 1) -> int:
     return 2 if is_usage else failure
 
 
+def reason_of(error: Exception) -> str:
+    """Why a file can't be used: of the system's errors neither the number nor the path again."""
+    return str(getattr(error, "strerror", None) or error)
+
+
 def manual(
     usage: str, about: str, sections: Mapping[str, Sequence[tuple[str, str]]], end: str
 ) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 from kvflash.ask import Service, add_key_file, add_timeout
-from kvflash.console import counted, refuse
+from kvflash.console import counted, reason_of, refuse
 from kvflash.errors import ConfigError, KvflashError, NotFoundError, TransportError
 from kvflash.flags import Flags
 from kvflash.table import printable, table
@@ -125,8 +125,7 @@ def _file(name: str) -> dict[str, Any]:
     try:
         text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"--file {name}: can't be read: {reason}") from None
+        raise ConfigError(f"--file {name}: can't be read: {reason_of(error)}") from None
     try:
         found = json.loads(text)
     except ValueError as error:

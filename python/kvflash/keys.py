@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvflash._core import check_keys
 from kvflash.config import bounded_int
-from kvflash.console import refuse
+from kvflash.console import reason_of, refuse
 from kvflash.errors import ConfigError, ConflictError, KvflashError, NotFoundError
 from kvflash.flags import Flags
 from kvflash.table import table
@@ -100,7 +100,9 @@ def _list(path: Path) -> None:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise KvflashError(f"--keys-file {path}: {error}") from None
+        step = "; kvflash keys add makes it" if isinstance(error, FileNotFoundError) else ""
+        why = f"can't be read: {reason_of(error)}{step}"
+        raise KvflashError(f"--keys-file {path}: {why}") from None
     check_keys(text)
     rows: list[tuple[object, ...]] = [("ID", "ROLE", "OPTIONS")]
     for key_id, line in entries(text):
@@ -215,7 +217,7 @@ def _change(path: Path, change: Callable[[str], str], *, is_made: bool) -> None:
                 Path(anew).unlink(missing_ok=True)
                 raise
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--keys-file {path}: {error}") from None
+        raise ConfigError(f"--keys-file {path}: can't be changed: {reason_of(error)}") from None
 
 
 def _give(made: int, status: os.stat_result) -> None:

@@ -18,6 +18,7 @@ import nats.errors
 import nkeys
 from nats.aio.transport import TcpTransport
 
+from kvflash.console import reason_of
 from kvflash.errors import ConfigError, TransportError
 from kvflash.outage import Outage
 from kvflash.servers import NatsSettings
@@ -218,7 +219,8 @@ def _read(variable: str, path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{variable} names {path}, which can't be read: {error}") from None
+        why = reason_of(error)
+        raise ConfigError(f"{variable} names {path}, which can't be read: {why}") from None
 
 
 def failure(

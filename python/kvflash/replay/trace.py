@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from kvflash.console import reason_of
 from kvflash.errors import ConfigError
 
 #: Tokens that one of Mooncake's hash ids stands for.
@@ -56,8 +57,7 @@ def read_trace(path: str, *, limit: int | None = None) -> list[Call]:
                 if line.strip():
                     calls.append(_call(line, f"{path}:{number}"))
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{path}: can't be read: {reason}") from None
+        raise ConfigError(f"{path}: can't be read: {reason_of(error)}") from None
     if not calls:
         raise ConfigError(f"{path}: has no requests; each line must be a JSON object with a prompt")
     calls.sort(key=lambda call: call.at_s)

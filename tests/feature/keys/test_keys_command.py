@@ -54,6 +54,16 @@ def test_a_key_is_printed_once_and_kept_as_a_hash(
     assert "sha256" not in listed
 
 
+def test_a_missing_file_is_named_once(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gone = os.strerror(errno.ENOENT)
+    assert main(["keys", "list"]) == 1
+    told = f"--keys-file {path}: can't be read: {gone}; kvflash keys add makes it\n"
+    assert capsys.readouterr().err == f"kvflash keys: error: {told}"
+    assert main(["keys", "remove", "x"]) == 2
+    told = f"--keys-file {path}: can't be changed: {gone}\n"
+    assert capsys.readouterr().err == f"kvflash keys: error: {told}"
+
+
 def test_a_removed_key_leaves_comments_and_others(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
