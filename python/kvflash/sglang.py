@@ -21,7 +21,7 @@ def build(options: LauncherOptions, given: Arguments, host: str) -> EngineComman
     arguments = Arguments(given.words)
     model = arguments.value("--model-path", "--model")
     if model is None:
-        raise ConfigError("SGLang needs a model: python -m kvflash.sglang --model-path MODEL")
+        raise ConfigError("SGLang needs a model: kvflash sglang --model-path MODEL")
     ranks = arguments.number("--dp-size", "--data-parallel-size", "--dp") or 1
     port = http_port(arguments)
     arguments.add("--host", host)

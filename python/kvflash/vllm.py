@@ -25,7 +25,7 @@ def build(options: LauncherOptions, given: Arguments, host: str) -> EngineComman
     if model is not None:
         arguments.words.insert(0, model)
     if not arguments.words or arguments.words[0].startswith("-"):
-        raise ConfigError("vLLM needs a model: python -m kvflash.vllm MODEL, or --model MODEL")
+        raise ConfigError("vLLM needs a model: kvflash vllm MODEL, or --model MODEL")
     ranks = arguments.number("--data-parallel-size", "-dp") or 1
     decode_ranks = arguments.number("--decode-context-parallel-size", "-dcp") or 1
     prefill_ranks = arguments.number("--prefill-context-parallel-size", "-pcp") or 1
