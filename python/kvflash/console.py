@@ -1,7 +1,9 @@
 """Terminal output of all commands: refusals, help, log lines."""
 
 import argparse
+import json
 import logging
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +13,8 @@ from typing import Any, NoReturn
 
 from kvflash.errors import ConfigError, ConflictError, InvalidArgumentError, KvflashError
 from kvflash.spelling import did_you_mean
+
+logger = logging.getLogger(__name__)
 
 # Column at which a flag's description begins; longer names get their own line.
 _COLUMN = 38
@@ -41,6 +45,20 @@ def refuse(command: str, error: KvflashError, *, failure: int = 1) -> int:
     sys.stderr.write(f"{program(command)}: error: {error}\n")
     is_usage = isinstance(error, ConfigError | ConflictError | InvalidArgumentError)
     return 2 if is_usage else failure
+
+
+def announce(fields: Mapping[str, Any]) -> None:
+    """Print a line of JSON that says where a service is; without a reader only the line is lost."""
+    try:
+        print(json.dumps(fields), flush=True)
+    except OSError as error:
+        # What is left in the buffer would fail once more when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        logger.warning(
+            "standard output can't be written, so the %s line is lost: %s",
+            fields.get("event"),
+            reason_of(error),
+        )
 
 
 def reason_of(error: Exception) -> str:

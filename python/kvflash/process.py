@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvflash._core import Frontend, Indexer, Router, init_logging
 from kvflash.address import reachable
-from kvflash.console import LogLine, level_name, refuse, utc
+from kvflash.console import LogLine, announce, level_name, refuse, utc
 from kvflash.errors import ClosedError, KvflashError
 from kvflash.roster.core import Replicas
 from kvflash.settings import warn_of_misspelt
@@ -240,7 +240,7 @@ def run_until_stopped(service: FedService, args: Any, *, name: str) -> None:
     service.start()
 
     def tell(event: str) -> None:
-        print(json.dumps({"event": event, "service": name, "url": service.url}), flush=True)
+        announce({"event": event, "service": name, "url": service.url})
 
     def is_ready() -> bool:
         return service.is_listening and service.is_ready()

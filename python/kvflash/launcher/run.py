@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvflash.address import reachable
-from kvflash.console import LogLine, refuse
+from kvflash.console import LogLine, announce, refuse
 from kvflash.errors import ConfigError, KvflashError, OverloadedError, TransportError
 from kvflash.launcher.child import Child
 from kvflash.launcher.command import Arguments, EngineCommand
@@ -108,7 +107,7 @@ async def _attend(
             "model": found.model_name,
             "events": places,
         }
-        print(json.dumps(ready), flush=True)
+        announce(ready)
         await asyncio.wait({ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
     for task in (registering, stopping):
         task.cancel()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import signal
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from kvflash.address import reachable, unbindable
-from kvflash.console import counted
+from kvflash.console import announce, counted
 from kvflash.mocker.api import build_app
 from kvflash.mocker.config import MockerConfig
 from kvflash.mocker.engine import Engine
@@ -156,8 +155,7 @@ async def run(config: MockerConfig) -> None:
         return
     async with await starting as mocker:
         for worker in mocker.workers:
-            ready = {"event": "ready", "worker": worker.index, **worker.where()}
-            print(json.dumps(ready), flush=True)
+            announce({"event": "ready", "worker": worker.index, **worker.where()})
         await stopping
         for number in ours:
             loop.remove_signal_handler(number)

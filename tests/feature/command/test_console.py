@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any
@@ -47,3 +51,23 @@ def test_a_log_line_is_in_utc_as_the_core_writes_it() -> None:
     record = logging.LogRecord("n", logging.INFO, "", 0, "said", (), None)
     record.created = 86_400.25
     assert LogLine().format(record) == "1970-01-02T00:00:00.250000Z  INFO said"
+
+
+def test_a_ready_line_without_a_reader_ends_no_service() -> None:
+    script = """import logging
+from kvflash.console import announce
+logging.basicConfig(format='%(message)s')
+announce({'event': 'ready'})
+announce({'event': 'ready'})"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", script], check=False, stdout=writer, stderr=subprocess.PIPE
+        )
+    finally:
+        os.close(writer)
+    assert done.returncode == 0
+    why = os.strerror(errno.EPIPE)
+    told = f"standard output can't be written, so the ready line is lost: {why}\n"
+    assert done.stderr.decode() == told
