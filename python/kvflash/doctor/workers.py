@@ -1,6 +1,7 @@
 """Checks of a frontend's workers, as pure functions from answers to findings."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -146,6 +147,19 @@ def check_parity(url: str, health: Mapping[str, Any]) -> Iterator[Finding]:
                 yield ok(subject, "parity", "; ".join(told))
 
 
+def _repair(seen: str) -> str:
+    """The fix for an unhealthy worker: one that gave an answer needs another than a silent one."""
+    answered = re.search(r"answered (\d{3})", seen)
+    if answered is None:
+        return "check that the engine runs, and that the frontend's host reaches it"
+    if answered[1] in ("401", "403"):
+        return (
+            "give the frontend the engine's API key: --worker-api-key-file, or "
+            "KVFLASH_WORKER_API_KEY"
+        )
+    return "check that the worker's URL is the engine's, and see the engine's log"
+
+
 def check_worker(
     worker: Worker,
     health: Mapping[str, Any],
@@ -162,8 +176,8 @@ def check_worker(
     if worker.entry.get("healthy"):
         yield ok(worker.subject, "healthy", f"{worker.url} serves {worker.model}")
     else:
-        how = "check that the engine runs, and that the frontend's host reaches it"
-        yield fail(worker.subject, "healthy", f"{worker.entry.get('last_error')}", how)
+        seen = str(worker.entry.get("last_error") or "it has not been checked yet")
+        yield fail(worker.subject, "healthy", seen, _repair(seen))
         # Its sockets have the same cause.
         return
     if worker.entry.get("state") == "draining":

@@ -244,6 +244,22 @@ def test_a_worker_that_is_down_is_one_finding() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("last_error", "fix"),
+    [
+        ("GET /health: client error (Connect): refused", "check that the engine runs"),
+        ("GET /v1/models answered 401", "give the frontend the engine's API key: --worker-api-key"),
+        ("GET /health answered 508: the worker is this frontend", "check that the worker's URL is"),
+        (None, "check that the engine runs"),
+    ],
+)
+def test_an_unhealthy_worker_gets_the_fix_for_its_error(last_error: str | None, fix: str) -> None:
+    (worker,) = workers.workers_of(URL, [entry(healthy=False, last_error=last_error, listeners=[])])
+    (finding,) = workers.check_worker(worker, {}, {}, {}, 5.0)
+    assert finding.seen == (last_error or "it has not been checked yet")
+    assert finding.fix.startswith(fix)
+
+
 def test_a_worker_s_own_findings_are_not_warnings_too() -> None:
     down = entry(healthy=False, last_error="refused", listeners=[])
     known = workers.workers_of(URL, [down, entry(id=2, listeners=[]), entry(id=3)])
