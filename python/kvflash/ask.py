@@ -95,7 +95,8 @@ def parse_url(text: str) -> str:
     is_legal = is_legal and not (urlsplit(url).query or urlsplit(url).fragment)
     if not is_legal or any(mark <= " " or mark == "\x7f" for mark in text) or not text.isascii():
         raise ConfigError(
-            f"URL must be http://HOST[:PORT][/PATH] with PORT in 1..=65535, got {text!r}"
+            "URL must be http://HOST[:PORT][/PATH], or https://..., with PORT in 1..=65535, got "
+            f"{text!r}"
         )
     url = url.rstrip("/")
     return url.removesuffix("/v1") if urlsplit(url).path.endswith("/v1") else url

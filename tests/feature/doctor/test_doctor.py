@@ -680,8 +680,8 @@ def test_bad_usage_is_status_2(capsys, args):
 @pytest.mark.parametrize("url", ["localhost:99999", "http://host:0"])
 def test_the_limit_of_a_port_is_named(capsys, url):
     assert main([url]) == 2
-    told = f"URL must be http://HOST[:PORT][/PATH] with PORT in 1..=65535, got {url!r}"
-    assert told in capsys.readouterr().err
+    told = "URL must be http://HOST[:PORT][/PATH], or https://..., with PORT in 1..=65535, got "
+    assert f"{told}{url!r}" in capsys.readouterr().err
 
 
 def test_the_report_in_words(run, canned):
