@@ -91,6 +91,9 @@ def manual(
     return "\n".join([*lines, "", *textwrap.wrap(end, width), ""])
 
 
+_NO_VALUE = "is a switch and takes no value"
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that refuses in two lines instead of listing all flags; adds ``--version``.
 
@@ -126,12 +129,17 @@ class Parser(argparse.ArgumentParser):
             metavars = {n: str(one.metavar) for one in self._actions for n in one.option_strings}
             hint = did_you_mean(flag.partition("=")[0], metavars)
             words = list(sys.argv[1:] if args is None else args)
-            flags = [word for word in words[: words.index(flag)] if word.startswith("-")]
+            before = words[: words.index(flag)]
+            flags = [word for word in before if word.startswith("-")]
             if not flag.startswith("-") and metavars.get("".join(flags[-1:]), "").endswith(",..."):
                 hint = f"; separate the values of {flags[-1]} with commas"
             elif "://" in flag and "--worker" in metavars:
                 hint = "; name an engine by --worker URL"
-            elif not flag.startswith("-"):
+            elif flag.startswith("-"):
+                pass
+            elif before and self._is_switch(before[-1]):
+                hint = f"; {before[-1]} {_NO_VALUE}"
+            else:
                 hint = (
                     "; put a value right after its flag, as in --port 8000, and words without a"
                     " flag together before the flags (see --help)"
@@ -139,8 +147,14 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
         return known
 
+    def _is_switch(self, flag: str) -> bool:
+        """Whether it takes no value, and no other words may follow it."""
+        takes_words = any(not one.option_strings for one in self._actions)
+        return not takes_words and getattr(self._option_string_actions.get(flag), "nargs", 1) == 0
+
     def error(self, message: str) -> NoReturn:
         """End with status 2 and the reason."""
+        message = message.replace("ignored explicit argument", f"{_NO_VALUE}, got")
         self.exit(2, f"usage: {self.prog} ... (see --help)\n{self.prog}: error: {message}\n")
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from kvflash import command, console
 from kvflash.command import COMMANDS, main, main_of
+from kvflash.doctor.app import parse_args as doctor
 from kvflash.frontend.args import parse_args as frontend
 from kvflash.indexer.args import parse_args as indexer
 from kvflash.mocker.args import parse_args as mocker
@@ -169,6 +170,34 @@ def test_a_word_without_a_flag_is_refused_with_a_hint(
     with pytest.raises(SystemExit) as ended:
         SERVICES["frontend"]([word])
     assert ended.value.code == 2 and told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("parse", [frontend, indexer, router])
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--reuse-port", "true"], "arguments: true; --reuse-port is a switch and takes no value"),
+        (["--reuse-port=true"], "--reuse-port: is a switch and takes no value, got 'true'"),
+        (["true", "--reuse-port"], "put a value right after its flag"),
+    ],
+)
+def test_a_switch_with_a_value_is_refused_as_a_switch(
+    parse: Callable[[list[str]], Any],
+    words: list[str],
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(words)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert told in error and "ignored" not in error
+
+
+def test_words_of_a_command_may_not_follow_a_switch(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        doctor(["http://a", "--json", "http://b"])
+    assert "words without a flag together before the flags" in capsys.readouterr().err
 
 
 def test_values_without_commas_are_refused_with_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
