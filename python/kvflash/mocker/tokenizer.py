@@ -87,7 +87,8 @@ class FolderTokenizer:
 
     def __init__(self, folder: str) -> None:
         if not Path(folder, "tokenizer.json").is_file():
-            raise ConfigError(f"--tokenizer must be a folder with a tokenizer.json, got {folder!r}")
+            wanted = "a folder with a tokenizer.json"
+            raise ConfigError(f"--tokenizer (or --model-path) must be {wanted}, got {folder!r}")
         # Imported on demand: bytes need no extension module.
         self._core: Any = importlib.import_module("kvflash._core").Tokenizer(folder)
         words = _PROSE.split()

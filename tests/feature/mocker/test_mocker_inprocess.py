@@ -205,7 +205,7 @@ def test_decode_workers_wait_where_requests_come_in(host: str, reached: str) -> 
 
 
 def test_an_unusable_tokenizer_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--tokenizer must be a folder"):
+    with pytest.raises(ConfigError, match=r"--tokenizer \(or --model-path\) must be a folder"):
         run(_refused())
 
 

@@ -129,7 +129,9 @@ def test_folder_whose_answers_do_not_round_trip_warns(
 
 
 def test_unusable_folders_are_refused(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"--tokenizer must be a folder with a tokenizer\.json"):
+    with pytest.raises(
+        ConfigError, match=r"or --model-path\) must be a folder with a tokenizer\.json"
+    ):
         load(folder + "/missing")
     monkeypatch.setattr(WordCore, "words", ("x",))
     with pytest.raises(ConfigError, match="no common English word"):
