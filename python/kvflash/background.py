@@ -17,6 +17,20 @@ STOP_TIMEOUT_S = 5.0
 THREADS_MAX = 32
 
 
+class _Executor(ThreadPoolExecutor):
+    """Threads for work that blocks; cancels what asks for one while the interpreter exits."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        try:
+            return super().submit(fn, *args, **kwargs)
+        except RuntimeError as error:
+            # Python closes executors first, while the background thread is still running. The
+            # texts differ between its versions; all of them name the shutdown.
+            if "shutdown" in str(error):
+                raise asyncio.CancelledError from None
+            raise
+
+
 class _Thread:
     """The background thread of a process: starts with the first work and ends with the last."""
 
@@ -32,7 +46,7 @@ class _Thread:
             if not self._users:
                 self._loop = asyncio.new_event_loop()
                 # Enough threads for work that blocks on servers.
-                self._loop.set_default_executor(ThreadPoolExecutor(THREADS_MAX))
+                self._loop.set_default_executor(_Executor(THREADS_MAX))
                 self._end = asyncio.Event()
                 self._running = threading.Thread(
                     target=self._run, name="kvflash-background", daemon=True

@@ -6,6 +6,8 @@ import asyncio
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -59,6 +61,39 @@ def test_work_that_ends_by_itself_is_waited_for() -> None:
     assert background.call(answer()) == 7
     background.stop()
     assert not threads()
+
+
+# Python runs what atexit registers after it has closed the executors.
+PROGRAM = """\
+import asyncio, atexit, threading
+from kvflash.background import Background
+
+ended = threading.Event()
+
+async def work():
+    try:
+        background.ready()
+        while True:
+            try:
+                await asyncio.get_running_loop().run_in_executor(None, int)
+            except Exception as error:
+                print("failed:", error)
+                return
+    finally:
+        print("cleaned up")
+        ended.set()
+
+background = Background("it", work)
+background.start_and_wait()
+atexit.register(ended.wait, 30)
+"""
+
+
+def test_work_is_cancelled_when_its_program_ends_without_a_stop() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert (ran.stdout, ran.stderr) == ("cleaned up\n", "")
 
 
 def test_a_forked_child_has_a_thread_of_its_own() -> None:
