@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -40,6 +41,20 @@ def server(tmp_path: Path) -> Iterator[EtcdServer]:
     """An etcd of the test's own, that it may kill."""
     with closing(EtcdServer(tmp_path)) as server:
         yield server
+
+
+def test_a_program_that_closes_nothing_ends_without_a_message(
+    server: EtcdServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def program() -> None:
+        keys = open_discovery("etcd", endpoints=server.url)
+        await keys.put("k/1", b"1")
+        assert await anext(keys.watch("k/")) == Put("k/1", b"1")
+
+    asyncio.run(program())
+    # aiohttp reports a session that is still open when it is collected.
+    gc.collect()
+    assert [record.getMessage() for record in caplog.records] == []
 
 
 def test_a_watch_and_a_lease_go_on_when_etcd_comes_back(

@@ -10,7 +10,7 @@ import random
 import socket
 import ssl
 from base64 import b64decode, b64encode
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -61,6 +61,7 @@ class EtcdDiscovery(Discovery):
         self._token: str | None = None
         self._turn = 0
         self._session: aiohttp.ClientSession | None = None
+        self._holder: AsyncGenerator[None, None] | None = None
         # Each with the task that keeps it up.
         self._leases: dict[Lease, asyncio.Task[None]] = {}
         self._watches: dict[Watch, asyncio.Task[None]] = {}
@@ -120,8 +121,8 @@ class EtcdDiscovery(Discovery):
                 logger.warning("lease %d could not be revoked and will expire: %s", lease.id, error)
         self._is_closed = True
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._session is not None:
-            await self._session.close()
+        if self._holder is not None:
+            await self._holder.aclose()
 
     async def _set(self, key: str, value: bytes, lease_id: int, *, is_new: bool) -> bool:
         # A key without a lease has lease 0 in etcd, too.
@@ -237,7 +238,7 @@ class EtcdDiscovery(Discovery):
             turn = self._turn
             url = self._endpoints[turn % len(self._endpoints)]
             try:
-                async with self._opened().post(
+                async with (await self._opened()).post(
                     f"{url}/v3/{method}",
                     data=io.BytesIO(data),
                     headers=self._headers(),
@@ -297,7 +298,7 @@ class EtcdDiscovery(Discovery):
             total=None, sock_connect=REQUEST_TIMEOUT_S, sock_read=SILENCE_S_MAX
         )
         await self._log_in()
-        async with self._opened().post(
+        async with (await self._opened()).post(
             f"{url}/v3/watch", json=body, headers=self._headers(), timeout=timeout
         ) as response:
             rest = bytearray()
@@ -320,14 +321,22 @@ class EtcdDiscovery(Discovery):
         self._watches.pop(watch).cancel()
         self._away.discard(watch)
 
-    def _opened(self) -> aiohttp.ClientSession:
+    async def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
             tls = self._settings.tls
             connector = aiohttp.TCPConnector(
                 limit=0, socket_factory=_socket, ssl=tls.context("ETCD_AUTH_") if tls else True
             )
             self._session = aiohttp.ClientSession(connector=connector)
+            self._holder = _hold(self._session)
+            await anext(self._holder)
         return self._session
+
+
+async def _hold(session: aiohttp.ClientSession) -> AsyncGenerator[None, None]:
+    """Hold a session until :meth:`EtcdDiscovery.close`, or else until asyncio ends its loop."""
+    async with session:
+        yield
 
 
 def _failure(url: str, error: BaseException) -> KvflashError:
