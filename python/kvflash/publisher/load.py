@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ _COUNT_MAX = (1 << 63) - 1
 _RANKS_MAX = 1_024
 
 
-@dataclass(frozen=True, kw_only=True)
+# The order of the fields is that of Dynamo, where engines pass them by position, too.
+@dataclass(frozen=True)
 class WorkerStats:
     """Requests of one rank.
 
@@ -33,7 +34,7 @@ class WorkerStats:
     data_parallel_rank: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class KvStats:
     """The KV cache of one rank.
 
@@ -50,7 +51,7 @@ class KvStats:
     gpu_prefix_cache_hit_rate: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SpecDecodeStats:
     """Speculative decoding; forwarded, and ignored by routers."""
 
@@ -58,10 +59,10 @@ class SpecDecodeStats:
     num_drafts: int | None = None
     num_draft_tokens: int | None = None
     num_accepted_tokens: int | None = None
-    num_accepted_tokens_per_pos: tuple[int, ...] | None = None
+    num_accepted_tokens_per_pos: Sequence[int] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ForwardPassMetrics:
     """Metrics that older engines publish after each pass."""
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from kvflash import DistributedRuntime, ForwardPassMetrics, KvStats, WorkerStats
+from kvflash import DistributedRuntime, ForwardPassMetrics, KvStats, SpecDecodeStats, WorkerStats
 from kvflash.errors import ConflictError, InvalidArgumentError, OverloadedError, TransportError
 from kvflash.publisher import WorkerMetricsPublisher
 
@@ -77,6 +77,18 @@ def test_older_engines_hand_over_all_they_know():
                 worker_stats=WorkerStats(data_parallel_rank=2, request_active_slots=3),
                 kv_stats=KvStats(kv_active_blocks=7, kv_total_blocks=50),
             )
+        )
+        (item,) = [item async for item in await client.random({"once": True})]
+        assert item == {"dp_rank": 2, "kv_used_blocks": 7, "kv_total_blocks": 50}
+
+    watched(check)
+
+
+def test_older_engines_may_pass_their_metrics_by_position():
+    async def check(metrics, client):
+        stats = SpecDecodeStats(4, 10, 40, 20, [10, 6, 3, 1])
+        metrics.publish(
+            ForwardPassMetrics(WorkerStats(3, 256, 1, 2), KvStats(7, 50, 0.14, 0.5), stats)
         )
         (item,) = [item async for item in await client.random({"once": True})]
         assert item == {"dp_rank": 2, "kv_used_blocks": 7, "kv_total_blocks": 50}
