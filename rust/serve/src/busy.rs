@@ -12,11 +12,10 @@ const PREFILL_FRAC: &str = "active_prefill_tokens_threshold_frac";
 
 /// The answer to GET: the models with a threshold, by name.
 pub(super) fn list<'a>(tables: impl IntoIterator<Item = (&'a str, &'a BusyTable)>) -> Value {
-    let mut entries: Vec<Value> = tables
-        .into_iter()
-        .filter(|(_, table)| table.is_any_set())
-        .map(|(model, table)| answer(model, &table.thresholds()))
-        .collect();
+    let mut set: Vec<_> = tables.into_iter().filter(|(_, table)| table.is_any_set()).collect();
+    set.sort_by_key(|(model, _)| *model);
+    let mut entries: Vec<Value> =
+        set.into_iter().map(|(model, table)| answer(model, &table.thresholds())).collect();
     // A model's tenants have equal entries, unless they joined at different times.
     entries.dedup();
     json!({ "thresholds": entries })
@@ -178,12 +177,15 @@ mod tests {
     #[test]
     fn answers_have_what_is_set_and_lists_the_models_that_have_any() {
         let [one, other] = [BusyTable::default(), BusyTable::default()];
-        let listed = || list([("m", &one), ("m", &one), ("n", &other)])["thresholds"].clone();
+        let listed = || list([("m", &one), ("n", &other), ("m", &one)])["thresholds"].clone();
         assert_eq!(listed(), json!([]));
         let share = json!({ "model": "m", DECODE: null, PREFILL: null, PREFILL_FRAC: 0.5 });
         let body = format!(r#"{{"model": "m", "{PREFILL_FRAC}": 0.5}}"#);
         assert_eq!(post(&body, Some(&one)).unwrap(), share);
         assert_eq!(listed(), json!([share]));
+        post(&body, Some(&other)).unwrap();
+        assert_eq!(listed().as_array().map(Vec::len), Some(2), "each model once");
+        post(&format!(r#"{{"model": "n", "{PREFILL_FRAC}": null}}"#), Some(&other)).unwrap();
         let body = format!(r#"{{"model": "m", "{PREFILL_FRAC}": null, "{DECODE}": 0.85}}"#);
         let decode = json!({ "model": "m", DECODE: 0.85, PREFILL: null });
         assert_eq!(post(&body, Some(&one)).unwrap(), decode);

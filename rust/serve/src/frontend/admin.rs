@@ -374,8 +374,10 @@ pub(super) async fn set_thresholds(
     let body = app.intake.control(body).await?;
     Change::check_type(&headers)?;
     let change = Change::parse(&body)?;
-    let route = app.fleet.route(&change.model).ok().flatten();
-    Ok(Json(change.apply(route.iter().map(|route| &route.pool.selector.busy))?))
+    let pool = app.fleet.route(&change.model).ok().flatten().map(|route| route.pool);
+    let prefills = pool.as_ref().and_then(|pool| app.fleet.prefill_pool(&pool.name));
+    let pools = pool.iter().chain(&prefills);
+    Ok(Json(change.apply(pools.map(|pool| &pool.selector.busy))?))
 }
 
 /// GET /why/{request id}: the decisions made for a request, and its outcome.

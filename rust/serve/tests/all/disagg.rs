@@ -42,6 +42,28 @@ async fn the_decode_request_carries_what_the_prefill_left() {
 }
 
 #[tokio::test]
+async fn thresholds_of_a_model_are_those_of_its_prefill_workers_too() {
+    let stage = Stage::new(|options| {
+        options.routing.selector.thresholds.active_prefill_tokens = Some(40);
+    });
+    let (_decode, mut slow) = (stage.engine().await, prefiller(&stage).await.by_hand());
+    let asking = stage.send("a", body());
+    let held = slow.next().await;
+    let change = json!({ "model": "m", "active_prefill_tokens_threshold": null });
+    assert!(stage.ask(&body()).await.header(PREFILLER).is_none(), "it is busy");
+    assert_eq!(stage.post("/busy_threshold", &change).await.status, 200);
+    assert_eq!(stage.get("/busy_threshold").await["thresholds"], json!([]));
+    let second = stage.send("b", body());
+    for held in [held, slow.next().await] {
+        held.done().await;
+    }
+    for asking in [asking, second] {
+        asking.await.unwrap();
+    }
+    stage.until_idle().await;
+}
+
+#[tokio::test]
 async fn a_prefill_that_fails_goes_to_another_and_then_the_decoder_does_all() {
     let stage = Stage::new(|_| ());
     let decode = stage.engine().await;
