@@ -36,6 +36,8 @@ pub(super) fn init_logging(level: &str, json: bool) -> Raised<bool> {
     let builder = tracing_subscriber::fmt()
         .with_env_filter(EnvFilter::new(directives))
         .with_target(false)
+        // A line that can't be written is lost. To report that, tracing would panic.
+        .log_internal_errors(false)
         .with_writer(std::io::stderr);
     // A process has one log; the first one is kept.
     let outcome = if json {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import subprocess
@@ -71,3 +72,15 @@ announce({'event': 'ready'})"""
     why = os.strerror(errno.EPIPE)
     told = f"standard output can't be written, so the ready line is lost: {why}\n"
     assert done.stderr.decode() == told
+
+
+def test_a_log_without_a_reader_ends_no_service() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "kvflash.indexer", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=writer) as service:
+        os.close(writer)
+        assert service.stdout is not None
+        assert json.loads(service.stdout.readline())["event"] == "ready"
+        service.terminate()
+        assert service.wait(30) == 0
