@@ -109,7 +109,12 @@ impl Registrations {
     /// Begins a change of the workers and of the file. Others wait until it is dropped, so that the
     /// file has the changes in the order in which they were made.
     pub fn change(&self) -> Changing<'_> {
-        Changing(self.0.get().map(|state| (state, state.inner.lock())))
+        Changing(self.0.get().map(|state| {
+            let mut inner = state.inner.lock();
+            // A fault comes again with the next write, which reports it.
+            let _ = state.follow(&mut inner);
+            (state, inner)
+        }))
     }
 }
 
@@ -171,6 +176,8 @@ struct Inner {
     lines: usize,
     /// Why the last write failed. It may have left a part of a line.
     fault: Option<String>,
+    /// The file is missing, or its last line is cut off: the next write begins a new one.
+    is_broken: bool,
     /// Limits log lines about a file that is not writable.
     log: LogLimit,
 }
@@ -189,7 +196,8 @@ impl StateFile {
         let file = write_anew(path, &kept)
             .map_err(|error| wrong(path, &format!("can't write it: {error}")))?;
         let (refused, log) = Default::default();
-        let inner = Inner { file, lines: kept.len(), kept, refused, fault: None, log };
+        let (lines, is_broken) = (kept.len(), false);
+        let inner = Inner { file, lines, kept, refused, fault: None, is_broken, log };
         Ok(Self { path: path.to_owned(), begun: Instant::now(), inner: Mutex::new(inner) })
     }
 
@@ -217,26 +225,32 @@ impl StateFile {
         }
     }
 
-    fn write(&self, inner: &mut Inner, key: &str, body: Option<&Value>) -> io::Result<()> {
-        set(&mut inner.kept, key, body);
-        let Inner { file, kept, lines, fault, .. } = inner;
-        let ours = file.metadata()?;
-        let is_rewritten = match fs::metadata(&self.path) {
-            Ok(there) if there.ino() == ours.ino() && there.dev() == ours.dev() => fault.is_some(),
-            // A process that takes over has written it: its registrations count, not the ones here.
+    /// Goes on with the file of a process that has taken over: its registrations count, not the
+    /// ones here.
+    fn follow(&self, inner: &mut Inner) -> io::Result<()> {
+        let ours = inner.file.metadata()?;
+        match fs::metadata(&self.path) {
+            Ok(there) if there.ino() == ours.ino() && there.dev() == ours.dev() => {}
             Ok(_) => {
-                let is_whole;
-                (*kept, is_whole) = read(&self.path).map_err(io::Error::other)?;
-                set(kept, key, body);
-                (*file, *lines) = (append(&self.path)?, kept.len());
+                let (kept, is_whole) = read(&self.path).map_err(io::Error::other)?;
+                (inner.file, inner.lines) = (append(&self.path)?, kept.len());
                 // The next line would be joined to one that was cut off.
-                !is_whole
+                (inner.kept, inner.is_broken, inner.fault) = (kept, !is_whole, None);
             }
-            Err(error) if error.kind() == io::ErrorKind::NotFound => true,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => inner.is_broken = true,
             Err(error) => return Err(error),
-        };
-        if is_rewritten || *lines > 2 * kept.len() + OLD_LINES_MAX {
+        }
+        Ok(())
+    }
+
+    fn write(&self, inner: &mut Inner, key: &str, body: Option<&Value>) -> io::Result<()> {
+        let followed = self.follow(inner);
+        set(&mut inner.kept, key, body);
+        followed?;
+        let Inner { file, kept, lines, fault, is_broken, .. } = inner;
+        if fault.is_some() || *is_broken || *lines > 2 * kept.len() + OLD_LINES_MAX {
             (*file, *lines) = (write_anew(&self.path, kept)?, kept.len());
+            *is_broken = false;
             return Ok(());
         }
         *lines += 1;
@@ -436,6 +450,23 @@ mod tests {
         next.change().put("worker/3", &json!(3));
         let wanted = [("worker/2".to_owned(), json!(2)), ("worker/3".to_owned(), json!(3))];
         assert_eq!(kept(&path), wanted);
+    }
+
+    #[test]
+    fn a_change_is_made_to_what_a_process_that_takes_over_keeps() {
+        let path = at("amended.jsonl");
+        let old = opened(&path);
+        old.change().put("worker/1", &json!({"url": "http://a:1", "draining": false}));
+        old.change().put("worker/2", &json!({"url": "http://b:1"}));
+        let next = opened(&path);
+        next.change().put("worker/1", &json!({"url": "http://a:2", "draining": false}));
+        next.change().put("worker/3", &json!({"url": "http://b:1"}));
+        next.change().remove("worker/2");
+        old.change().amend("worker/1", "draining", true);
+        old.change().amend("worker/2", "draining", true);
+        old.change().remove_where("worker/", |body| body["url"] == "http://b:1");
+        let wanted = json!({"url": "http://a:2", "draining": true});
+        assert_eq!(kept(&path), [("worker/1".to_owned(), wanted)]);
     }
 
     #[test]
