@@ -62,6 +62,8 @@ async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
     let learn_interval = interval * CHECKS_PER_LEARNING;
     let mut learned = None::<Instant>;
     let mut missed = 0_u32;
+    // Why its models could not be read the last time, so that a lasting fault is logged once.
+    let mut unread = None::<String>;
     while engine.is_waited_for() || !(engine.is_removed() || shutdown.is_stopped()) {
         // Clients may cause 404 as often as they like.
         let stands = if engine.take_unknown() { FIRST_PAUSE } else { learn_interval };
@@ -74,15 +76,19 @@ async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
             Ok(()) => match learn(&app, &engine).await {
                 // It serves and has reported its models before: an update can wait.
                 Err(why) if engine.is_healthy() => {
-                    tracing::warn!(
-                        worker = engine.id,
-                        url = engine.base,
-                        why,
-                        "could not read the worker's models again"
-                    );
+                    if unread.as_ref() != Some(&why) {
+                        tracing::warn!(
+                            worker = engine.id,
+                            url = engine.base,
+                            why,
+                            "could not read the worker's models again"
+                        );
+                    }
+                    unread = Some(why);
                 }
                 Err(why) => engine.check_failed(&why),
                 Ok(notes) => {
+                    unread = None;
                     if learned.is_none() {
                         warn_without_events(&app, &engine, &notes);
                     }
