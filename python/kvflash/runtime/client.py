@@ -85,10 +85,10 @@ class Client:
 
         try:
             await asyncio.wait_for(any_instance(), limit_s)
-        except asyncio.TimeoutError as error:
+        except asyncio.TimeoutError:
             raise DeadlineError(
                 f"no instance of {self.endpoint.path} within {limit_s:g} s"
-            ) from error
+            ) from None
         return self.instance_ids()
 
     async def random(

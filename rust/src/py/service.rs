@@ -161,6 +161,9 @@ impl Service {
                     ": the process there was started without --reuse-port: stop it, or choose another port"
                 }
                 ErrorKind::AddrInUse => ": choose another port, or --reuse-port to share it",
+                ErrorKind::AddrNotAvailable => {
+                    ": name an address of this machine, or 0.0.0.0 for all of them"
+                }
                 _ => "",
             };
             Error::Config(format!("can't listen on {host}:{port} ({flags}): {error}{hint}"))

@@ -300,8 +300,8 @@ const fn fix(code: Code, has_replay: bool) -> &'static str {
     match code {
         Code::Failed => "correct the fault that the message names, and register the worker again",
         Code::NeverConnected => {
-            "unless the message names the cause: check that the engine runs with KV events on and that this \
-             host reaches the endpoint (nc -vz HOST PORT); for other hosts the engine must bind tcp://*:PORT, \
+            "check that the engine runs with KV events on and that this host reaches the endpoint (nc -vz HOST \
+             PORT), unless the message names another cause; for other hosts the engine must bind tcp://*:PORT, \
              not 127.0.0.1"
         }
         Code::Disconnected => {
@@ -330,15 +330,16 @@ const fn fix(code: Code, has_replay: bool) -> &'static str {
              lets it replay more"
         }
         Code::MissedFirstBatches | Code::OrphanedStores => {
-            "register it with its replay_endpoint; else it recovers as prompts are stored again"
+            "if its events come over ZMQ, register it with its replay_endpoint; otherwise it recovers as prompts are \
+             stored again"
         }
         Code::LostBatches if has_replay => {
             "check that the replay endpoint answers (last_error), and give the engine a larger buffer_steps; to \
              correct this at once, clear the engine's cache or restart it"
         }
         Code::LostBatches => {
-            "register it with its replay_endpoint; to correct this at once, clear the engine's cache or restart \
-             it"
+            "if its events come over ZMQ, register it with its replay_endpoint; to correct this at once, clear the \
+             engine's cache or restart it"
         }
         Code::UnverifiedReconnect if has_replay => {
             "the replay endpoint did not answer: check that it is reachable; the next batch resolves this"

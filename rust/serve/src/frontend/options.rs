@@ -77,7 +77,8 @@ impl FrontendOptions {
         if self.worker_api_key.is_some() {
             return Err(wrong("--worker-api-key is given as well; use one of them".to_owned()));
         }
-        let text = std::fs::read_to_string(path).map_err(|error| wrong(error.to_string()))?;
+        let text = std::fs::read_to_string(path)
+            .map_err(|error| wrong(format!("can't be read: {error}")))?;
         match text.trim() {
             "" => Err(wrong("the file is empty".to_owned())),
             key => Ok(Some(key.to_owned())),

@@ -14,6 +14,8 @@ use crate::spelling::nearest;
 const TEXT_BYTES_PER_TOKEN: usize = 4;
 /// The same for audio: about 16 KiB per second, of which an encoder makes some tens of tokens.
 const SOUND_BYTES_PER_TOKEN: usize = 1_024;
+/// Characters of an unknown path that its refusal repeats.
+const MAX_SHOWN: usize = 200;
 
 /// How the prompt of a request is found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -260,7 +262,8 @@ impl Row {
                 format!("the APIs served are {}, /v1/models", paths.join(", "))
             }
         };
-        (form, format!("no such path: {path}; {hint}"))
+        let shown: String = path.chars().take(MAX_SHOWN).collect();
+        (form, format!("no such path: {shown}; {hint}"))
     }
 }
 

@@ -239,9 +239,12 @@ impl Tries {
                         (None, _) if tried.len() >= limit => format!(
                             "; it may try {limit} at most (--max-attempts, x-kvflash-max-attempts)"
                         ),
-                        (None, others) => {
-                            format!("; its {others} other workers are unhealthy, draining or busy")
+                        (None, 1) => {
+                            "; the model's other worker is unhealthy, draining or busy".to_owned()
                         }
+                        (None, others) => format!(
+                            "; the model's {others} other workers are unhealthy, draining or busy"
+                        ),
                     };
                     format!(
                         "no worker answered; tried {tried:?}, the last one failed with: {why}{end}"
