@@ -3,7 +3,6 @@
 use proptest::sample::select;
 
 use super::*;
-use crate::policy::Reason;
 
 /// Blocks of the prompt that all requests here begin with.
 const BLOCKS: u64 = 64;
@@ -19,6 +18,8 @@ struct Past {
     slowness: Vec<f64>,
     /// By worker: whether it evicts.
     is_full: Vec<bool>,
+    /// Time between two tokens of an answer.
+    step_ms: u64,
     /// Time between two turns of a session.
     gap_ms: u64,
     /// Depths of the prompts that run now.
@@ -29,8 +30,16 @@ fn past(workers: usize) -> impl Strategy<Value = Past> {
     let slowness = prop::collection::vec(select(vec![1.0, 0.3, 1.02, 2.0, 8.0]), workers);
     let is_full = prop::collection::vec(any::<bool>(), workers);
     let wanted = prop::collection::vec(1..BLOCKS as usize, 0..8);
-    (slowness, is_full, 100..20_000_u64, wanted)
-        .prop_map(|(slowness, is_full, gap_ms, wanted)| Past { slowness, is_full, gap_ms, wanted })
+    let step_ms = select(vec![0, 1, 12, 5_000]);
+    (slowness, is_full, step_ms, 100..20_000_u64, wanted).prop_map(
+        |(slowness, is_full, step_ms, gap_ms, wanted)| Past {
+            slowness,
+            is_full,
+            step_ms,
+            gap_ms,
+            wanted,
+        },
+    )
 }
 
 /// A policy with that past among workers of these ids, and the time.
@@ -38,7 +47,7 @@ fn taught(past: &Past, ids: &[u64]) -> (PricePolicy, u64) {
     let policy = PricePolicy::default();
     let mut list: Vec<Candidate> = ids.iter().map(|id| candidate(*id, 0, load(0, 0))).collect();
     list.sort_by_key(|one| one.worker);
-    let mut now_ms = 1_000;
+    let mut now_ms = 2_000_000;
     let route = |at: usize, hashes: &[u64], now_ms| {
         let context = Context {
             sequence_hashes: hashes,
@@ -47,9 +56,8 @@ fn taught(past: &Past, ids: &[u64]) -> (PricePolicy, u64) {
             ..Context::new(request(BLOCKS * u64::from(BLOCK)), "m", now_ms)
         };
         let index = list.iter().position(|one| one.worker.instance_id == ids[at]).unwrap();
-        let choice =
-            Choice { index, ties: 1, margin: None, reason: Reason::LowestCost, score: None };
-        policy.routed(&context, &Candidates::new(&list), &choice);
+        let (choice, _) = choose(&policy, &context, &list);
+        policy.routed(&context, &Candidates::new(&list), &Choice { index, ..choice });
         context.memo.into_ticket().unwrap()
     };
     for turn in 0..40 {
@@ -63,13 +71,20 @@ fn taught(past: &Past, ids: &[u64]) -> (PricePolicy, u64) {
             }
             let ticket = Ticket { work_tokens: 100.0 + (37 * turn % 64) as f64, ..ticket };
             let first_token_ms = (past.slowness[at] * (20.0 + ticket.work_tokens)) as u64;
-            policy.finished(&finished(*id, &ticket, first_token_ms, 150 + turn, now_ms));
+            let finished = finished(*id, &ticket, first_token_ms, 150 + turn, now_ms);
+            let routed_at_ms = finished.routed_at_ms - past.step_ms * (149 + turn);
+            policy.finished(&Finished { routed_at_ms, ..finished });
         }
     }
     let hashes: Vec<u64> = (0..BLOCKS).map(hash).collect();
     for (at, depth) in past.wanted.iter().enumerate() {
         route(at % ids.len(), &hashes[..*depth], now_ms);
     }
+    let state = policy.state.lock();
+    let traffic = &state.traffic["m"];
+    assert_eq!(traffic.most_pressure.value() > 0.0, past.is_full.contains(&true));
+    assert_eq!(traffic.steps.ms() > 0.0, past.step_ms > 0);
+    drop(state);
     (policy, now_ms)
 }
 
@@ -78,6 +93,7 @@ fn metrics_show_what_decisions_use_now() {
     let past = Past {
         slowness: vec![1.0, 3.0, 1.0],
         is_full: vec![false, true, false],
+        step_ms: 12,
         gap_ms: 1_000,
         wanted: vec![],
     };
@@ -221,6 +237,7 @@ proptest! {
         let past = Past {
             slowness: vec![1.0; ids.len()],
             is_full: vec![false; ids.len()],
+            step_ms: 12,
             gap_ms: 1_000,
             wanted: vec![],
         };
