@@ -288,12 +288,13 @@ impl RoutePolicy for PricePolicy {
             traffic.wholes.see(last, ticket.own_tokens, answer, ms as f64);
         }
         if ticket.stage != Stage::Prefill {
+            let token_ms = traffic.token_ms();
             let (steps, prefill_ms) = match ticket.is_whole {
-                true => (finished.output_tokens, traffic.token_ms() * ticket.work_tokens),
+                true => (finished.output_tokens, token_ms * ticket.work_tokens),
                 false => (finished.output_tokens.saturating_sub(1), ms as f64),
             };
             let took_ms = finished.now_ms.saturating_sub(finished.routed_at_ms) as f64;
-            traffic.steps.see(steps, took_ms - prefill_ms);
+            traffic.steps.see(steps, took_ms - prefill_ms, token_ms);
         }
         let prefills = &mut traffic.prefills[usize::from(ticket.is_whole)];
         let residual = prefills.see(ticket.work_tokens, ms as f64);

@@ -23,6 +23,10 @@ const TOKEN_MS_BOUNDS: (f64, f64) = (0.005, 5.0);
 /// Assumed time of a decode step until one is known, in tokens of prefill, and its upper bound.
 const STEP_TOKENS: f64 = 150.0;
 const STEP_TOKENS_MOST: f64 = 1_000.0;
+/// Maximum time of a step that one answer shows, in tokens of prefill: more is an engine that hangs
+/// or a client that hardly reads. Maximum steps that one answer counts.
+const SHOWN_TOKENS_MOST: f64 = 10.0 * STEP_TOKENS_MOST;
+const SHOWN_STEPS_MOST: u64 = 16_384;
 /// Share of its last whole answers that a worker's means keep with each one: about the last three.
 const KEEP_LAST: f64 = 0.7;
 /// Bounds of slowness; values with a logarithm near 0 count as normal.
@@ -181,10 +185,14 @@ pub(super) struct Steps {
 }
 
 impl Steps {
-    /// Records an answer that took `steps` steps in the `ms` after its prefill.
-    pub fn see(&mut self, steps: u64, ms: f64) {
-        if steps > 0 {
-            observe(&mut self.sums, [steps as f64, ms.max(0.0)]);
+    /// Records an answer that took `steps` steps in the `ms` after its prefill, of which each token
+    /// takes `token_ms`. Steps without time show nothing: the answer was buffered, or its prefill
+    /// took less than expected.
+    pub fn see(&mut self, steps: u64, ms: f64, token_ms: f64) {
+        if steps > 0 && ms > 0.0 {
+            let each_ms = (ms / steps as f64).min(SHOWN_TOKENS_MOST * token_ms);
+            let count = steps.min(SHOWN_STEPS_MOST) as f64;
+            observe(&mut self.sums, [count, count * each_ms]);
         }
     }
 
@@ -329,15 +337,33 @@ mod tests {
     #[test]
     fn a_step_is_a_guess_until_answers_come_and_bounded_then() {
         let mut steps = Steps::default();
-        steps.see(0, 500.0);
+        // No step, a buffered answer, and a prefill that was expected to take longer.
+        for (count, ms) in [(0, 500.0), (8, 0.0), (8, -5.0)] {
+            steps.see(count, ms, 0.02);
+        }
         assert_eq!((steps.ms(), steps.tokens(0.04)), (0.0, STEP_TOKENS));
-        (0..2_000).for_each(|_| steps.see(8, 96.0));
+        (0..2_000).for_each(|_| steps.see(8, 96.0, 0.02));
         assert!((steps.ms() - 12.0).abs() < 1e-6 && (steps.tokens(0.02) - 600.0).abs() < 1e-6);
         assert_eq!(steps.tokens(1e-9), STEP_TOKENS_MOST);
-        // Clocks of others may run backwards.
-        let mut steps = Steps::default();
-        steps.see(8, -5.0);
-        assert_eq!(steps.tokens(0.02), STEP_TOKENS);
+        // Answers that an engine sends at once leave the time of a step as it is.
+        (0..200).for_each(|_| steps.see(400, 0.0, 0.02));
+        assert!((steps.ms() - 12.0).abs() < 1e-6, "{}", steps.ms());
+    }
+
+    #[test]
+    fn an_engine_that_hangs_or_counts_wrongly_hardly_changes_the_time_of_a_step() {
+        let after = |count: u64, ms: f64| {
+            let mut steps = Steps::default();
+            (0..1_000).for_each(|_| steps.see(200, 2_400.0, 0.1));
+            (0..64).for_each(|_| steps.see(10, 300_000.0, 0.1));
+            let hung_ms = steps.ms();
+            (0..1_000).for_each(|_| steps.see(200, 2_400.0, 0.1));
+            steps.see(count, ms, 0.1);
+            (hung_ms, steps.ms())
+        };
+        let (hung_ms, wrong_ms) = after(u64::from(u32::MAX), 1_000.0);
+        assert!(hung_ms < 40.0, "{hung_ms}");
+        assert!(wrong_ms > 8.0, "{wrong_ms}");
     }
 
     #[test]
