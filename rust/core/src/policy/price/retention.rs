@@ -6,6 +6,11 @@ use hashbrown::HashMap;
 const SAMPLE: usize = 256;
 /// Share of older evictions that is forgotten when that share of the sample is evicted.
 const MEMORY: f64 = 0.3;
+/// Age at which a block of the sample counts as gone, as a multiple of the mean age at eviction:
+/// not every block is reported as removed, or was ever stored.
+const LOST_AGES: f64 = 8.0;
+/// Blocks of a full sample without lost ones above which it is halved.
+const THINNED: usize = SAMPLE * 3 / 4;
 
 /// Evictions of one worker.
 #[derive(Debug, Default)]
@@ -33,11 +38,22 @@ impl Retention {
             if Self::is_sampled(self.zeros, *hash) {
                 self.used_ms.insert(*hash, now_ms);
                 if self.used_ms.len() > SAMPLE {
-                    self.zeros += 1;
-                    let zeros = self.zeros;
-                    self.used_ms.retain(|hash, _| Self::is_sampled(zeros, *hash));
+                    self.shrink(now_ms);
                 }
             }
+        }
+    }
+
+    /// Makes room in the sample: drops what must have gone unreported, and then half if needed.
+    fn shrink(&mut self, now_ms: u64) {
+        if let Some(age_ms) = self.age_ms(now_ms) {
+            let kept = |used_ms: u64| now_ms.saturating_sub(used_ms) as f64 <= LOST_AGES * age_ms;
+            self.used_ms.retain(|_, used_ms| kept(*used_ms));
+        }
+        if self.used_ms.len() > THINNED {
+            self.zeros += 1;
+            let zeros = self.zeros;
+            self.used_ms.retain(|hash, _| Self::is_sampled(zeros, *hash));
         }
     }
 
@@ -97,5 +113,25 @@ mod tests {
             assert_eq!(retention.age_ms(now_ms + 5), Some(age_ms + 5.0));
             assert!(retention.is_full() && retention.used_ms.len() <= SAMPLE);
         }
+    }
+
+    #[test]
+    fn blocks_that_never_go_do_not_crowd_out_the_others() {
+        let (blocks, mut retention) = (10_000_u64, Retention::default());
+        // First in, first out; every tenth block is never reported as removed.
+        // Blocks come every millisecond at first, and every third one in the end.
+        let slow = 100 * blocks;
+        let at_ms = |at: u64| at + 2 * at.saturating_sub(slow);
+        let last = slow + 3 * blocks;
+        for at in 0..=last {
+            retention.used(&[hash(at)], at_ms(at));
+            if at >= blocks && at % 10 != 0 {
+                retention.evicted(&[hash(at - blocks)], at_ms(at));
+            }
+        }
+        let age_ms = retention.age_ms(at_ms(last)).expect("blocks went");
+        assert!((age_ms / (3 * blocks) as f64 - 1.0).abs() < 0.1, "{age_ms}");
+        let live = retention.used_ms.values().filter(|ms| **ms >= at_ms(last - blocks)).count();
+        assert!(live > SAMPLE / 8, "{live}");
     }
 }
