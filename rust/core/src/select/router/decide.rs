@@ -130,6 +130,7 @@ impl Router {
         let mut context = Self::context(ask, self.clock.now_ms());
         let mut considered = Considered::default();
         let mut state = self.state.lock();
+        state.load.advance(context.now_ms);
         Self::shut(&mut state, ask, false);
         self.gather(&mut state, ask, &mut context, &mut considered)?;
         drop(state);

@@ -6,6 +6,7 @@ use parking_lot::Mutex;
 use rand::RngCore;
 
 use super::*;
+use crate::load::PrefillSpeed;
 use crate::policy::desk::Interests;
 use crate::policy::{
     Advice, CandidateCost, Candidates, Choice, Context, Desk, EngineMetrics, Finished, KvScale,
@@ -271,6 +272,25 @@ fn a_policy_outside_is_asked_about_those_that_may_take_it_and_its_scores_choose(
     assert!(router.question(&Ask { allowed: Some(&allowed), ..ask }).unwrap().is_none());
     assert!(router.question(&request(0, &[])).is_err());
     assert!(super::router(sized(4), [1, 2]).question(&request(8, &[])).unwrap().is_none());
+}
+
+#[test]
+fn a_policy_outside_sees_what_workers_have_left_to_prefill_now() {
+    let desk = Arc::new(Desk::new("outside", 5, Interests::default()));
+    let policies = Policies { active: Arc::new(Outside::new(desk)), ..Policies::default() };
+    let prefill_speed = PrefillSpeed::Told(1_000.0);
+    let config = of_load(LoadConfig { prefill_speed, ..LoadConfig::default() });
+    let clock = Arc::new(ManualClock::default());
+    let router = Router::with_policies(config, policies, Arc::clone(&clock) as _).unwrap();
+    let router = Arc::new(router);
+    router.set_workers(&workers([1, 2])).unwrap();
+    let mut considered = Considered::default();
+    let (held, _) = router.route(&request(800, &[]), &mut considered).unwrap();
+    clock.advance(300);
+    let question = router.question(&request(8, &[])).unwrap().unwrap();
+    let mut candidates = question.candidates.iter().map(|one| one.candidate);
+    let busy = candidates.find(|one| one.worker == held.worker()).unwrap();
+    assert_eq!(busy.load.prefill_tokens, 500);
 }
 
 #[test]
