@@ -22,6 +22,10 @@ use crate::select::reuse::Removals;
 /// Maximum sequence hashes of a request: a prompt of 16 million tokens in blocks of 16.
 const MAX_REQUEST_BLOCKS: usize = 1 << 20;
 
+/// Maximum prompt tokens that another router's booking counts: it says any number, and the loads
+/// add them up. No prompt has as many.
+const MAX_REMOTE_TOKENS: u64 = u32::MAX as u64;
+
 /// Activity of a request is recorded once in this fraction of its expiry.
 const TOUCHES_PER_EXPIRY: u64 = 16;
 
@@ -143,7 +147,7 @@ impl Router {
     }
 
     /// Books another router's request at `worker` like this router's own, except for the request
-    /// limit. [`free`](Self::free) ends it.
+    /// limit; at most 2^32 - 1 tokens count. [`free`](Self::free) ends it.
     ///
     /// # Errors
     /// [`Error::NotFound`] for a worker that is not registered, [`Error::InvalidArgument`] for too many
@@ -156,6 +160,7 @@ impl Router {
         overlap_blocks: u32,
     ) -> Result<RequestId> {
         check_blocks(hashes.map_or(0, <[u64]>::len))?;
+        let isl_tokens = isl_tokens.min(MAX_REMOTE_TOKENS);
         let now_ms = self.clock.now_ms();
         let mut state = self.state.lock();
         let overrides = RouteOverride::default();

@@ -34,6 +34,20 @@ fn bookings_of_another_router_count_in_every_decision() {
 }
 
 #[test]
+fn a_booking_of_another_router_counts_no_more_tokens_than_a_prompt_can_have() {
+    let bench = plain(2);
+    for name in ["a", "b"] {
+        assert!(bench.selector.remote_add(7, name, worker(0), None, u64::MAX, 0));
+    }
+    let most = 2 * u64::from(u32::MAX);
+    let active = bench.selector.loads()[0].active;
+    assert_eq!((active.prefill_tokens, active.context_tokens), (most, most));
+    assert_eq!(bench.selector.totals().prefill_tokens, most);
+    assert_eq!(bench.selector.remote_drop_router(7), 2);
+    assert!(bench.is_idle());
+}
+
+#[test]
 fn bookings_of_others_take_none_of_this_routers_room() {
     let router = of_load(LoadConfig { max_requests: 1, ..sized().load });
     let config = SelectorConfig { router, ..SelectorConfig::default() };
