@@ -14,8 +14,8 @@ use crate::spelling::nearest;
 const TEXT_BYTES_PER_TOKEN: usize = 4;
 /// The same for audio: about 16 KiB per second, of which an encoder makes some tens of tokens.
 const SOUND_BYTES_PER_TOKEN: usize = 1_024;
-/// Characters of an unknown path that its refusal repeats.
-const MAX_SHOWN: usize = 200;
+/// Characters of a client's path that refusals and log lines repeat.
+pub(crate) const MAX_PATH_CHARS: usize = 200;
 
 /// How the prompt of a request is found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -262,7 +262,7 @@ impl Row {
                 format!("the APIs served are {}, /v1/models", paths.join(", "))
             }
         };
-        let shown: String = path.chars().take(MAX_SHOWN).collect();
+        let shown: String = path.chars().take(MAX_PATH_CHARS).collect();
         (form, format!("no such path: {shown}; {hint}"))
     }
 }

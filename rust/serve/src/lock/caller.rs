@@ -11,7 +11,7 @@ use axum::http::request::Parts;
 use axum::http::{Method, Request, Response};
 
 use super::keys::{Key, Role};
-use crate::gateway::api::{Form, Row};
+use crate::gateway::api::{Form, MAX_PATH_CHARS, Row};
 
 /// Who sent a request: every request that came over a listener has one among its extensions.
 ///
@@ -95,9 +95,6 @@ pub(super) fn form_of(path: &str) -> Form {
         None => Form::OpenAi,
     }
 }
-
-/// Longest path in a line.
-const MAX_PATH_CHARS: usize = 200;
 
 /// Questions and bookings of gateways, which change no worker and no setting, and come by the thousand.
 const TRAFFIC: [&str; 11] = [
