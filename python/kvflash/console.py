@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 _COLUMN = 38
 _WIDTH_MIN = 60
 
+_NO_VALUE = "is a switch and takes no value"
+
 # Formatter of parsers with a manual: without a width argparse would measure the terminal for every
 # flag.
 _NARROW = partial(argparse.HelpFormatter, width=_WIDTH_MIN)
@@ -91,9 +93,6 @@ def manual(
     return "\n".join([*lines, "", *textwrap.wrap(end, width), ""])
 
 
-_NO_VALUE = "is a switch and takes no value"
-
-
 class Parser(argparse.ArgumentParser):
     """A parser that refuses in two lines instead of listing all flags; adds ``--version``.
 
@@ -131,15 +130,14 @@ class Parser(argparse.ArgumentParser):
             words = list(sys.argv[1:] if args is None else args)
             before = words[: words.index(flag)]
             flags = [word for word in before if word.startswith("-")]
-            if not flag.startswith("-") and metavars.get("".join(flags[-1:]), "").endswith(",..."):
+            is_word = not flag.startswith("-")
+            if is_word and metavars.get("".join(flags[-1:]), "").endswith(",..."):
                 hint = f"; separate the values of {flags[-1]} with commas"
             elif "://" in flag and "--worker" in metavars:
                 hint = "; name an engine by --worker URL"
-            elif flag.startswith("-"):
-                pass
-            elif before and self._is_switch(before[-1]):
+            elif is_word and before and self._is_switch(before[-1]):
                 hint = f"; {before[-1]} {_NO_VALUE}"
-            else:
+            elif is_word:
                 hint = (
                     "; put a value right after its flag, as in --port 8000, and words without a"
                     " flag together before the flags (see --help)"

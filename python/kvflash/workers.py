@@ -45,9 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_key_file(flags)
     commands = ("list", *STATES)
     if word.isalpha() and word not in commands:
-        # A host of such a name can be given as http://HOST.
+        # A host of such a name can be given as http://HOST, or alone if it is like no command.
         hint = did_you_mean(word, commands)
-        if not hint and any(not one.startswith("-") for one in argv[1:2]):
+        has_next = len(argv) > 1 and not argv[1].startswith("-")
+        if not hint and has_next:
             hint = f"; the commands are {', '.join(commands)}"
         if hint:
             flags.error(f"unknown command {word!r}{hint}")

@@ -3,13 +3,15 @@
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from kvflash.config import add_config
 from kvflash.config_file import joined
 from kvflash.errors import ConfigError
 from kvflash.flags import Flags
 from kvflash.mocker.config import EventEra, MockerConfig, PortChoice
+
+T = TypeVar("T")
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -139,28 +141,22 @@ def _role(text: str) -> str:
     return roles[text]
 
 
-# MockerConfig has the limits, and names the flag where one is broken.
-def _whole(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
+def _parser(read: Callable[[str], T], wanted: str) -> Callable[[str], T]:
+    """A parser without limits: MockerConfig has them, and names the flag where one is broken."""
+
+    def parse(text: str) -> T:
+        try:
+            return read(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be {wanted}, got {text!r}") from None
+
+    return parse
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
-
-
-def _ports(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(port) for port in text.split(",") if port)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"must be ports, separated by commas, got {text!r}"
-        ) from None
+_whole = _parser(int, "a whole number")
+_ports = _parser(
+    lambda text: tuple(int(port) for port in text.split(",") if port), "ports, separated by commas"
+)
 
 
 def _port_choice(text: str) -> PortChoice:
@@ -219,7 +215,7 @@ _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Mocke
 _PARSERS: dict[Any, Callable[[str], Any]] = {
     int: _whole,
     int | None: _whole,
-    float: _number,
+    float: _parser(float, "a number"),
     PortChoice: _port_choice,
     tuple[int, ...]: _ports,
 }
