@@ -9,7 +9,7 @@ use std::io::{self, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kvflash_core::error::{Error, Result};
 use kvflash_core::log_limit::LogLimit;
@@ -23,6 +23,9 @@ const BYTES_MAX: u64 = 256 << 20;
 
 /// Maximum obsolete lines before the file is rewritten.
 const OLD_LINES_MAX: usize = 4_096;
+
+/// Pause between two attempts to write what could not be written: anybody may ask for `/health`.
+const RETRY_PAUSE: Duration = Duration::from_secs(1);
 
 /// Keys of registrations that could not be restored begin with this, and a number.
 const REFUSED: &str = "refused/";
@@ -89,12 +92,16 @@ impl Registrations {
     }
 
     /// A warning while the last write to the file has failed, or registrations in it are not
-    /// restored.
+    /// restored. Tries a failed write again, at most once in [`RETRY_PAUSE`]: a disk that has room
+    /// again must not wait for the next change.
     pub fn trouble(&self) -> Option<String> {
         let state = self.0.get()?;
-        let inner = state.inner.lock();
+        let mut inner = state.inner.lock();
+        state.try_again(&mut inner);
         let trouble = if let Some(error) = &inner.fault {
-            format!("cannot be written, so changes of the workers are lost at a restart: {error}")
+            format!(
+                "cannot be written, so changes of the workers are lost at a restart: {error}; each GET /health tries again"
+            )
         } else {
             let (key, why) = inner.refused.first_key_value()?;
             let count = inner.refused.len();
@@ -176,6 +183,8 @@ struct Inner {
     lines: usize,
     /// Why the last write failed. It may have left a part of a line.
     fault: Option<String>,
+    /// The time of that write.
+    failed_at: Instant,
     /// The file is missing, or its last line is cut off: the next write begins a new one.
     is_broken: bool,
     /// Limits log lines about a file that is not writable.
@@ -196,9 +205,10 @@ impl StateFile {
         let file = write_anew(path, &kept)
             .map_err(|error| wrong(path, &format!("can't write it: {error}")))?;
         let (refused, log) = Default::default();
-        let (lines, is_broken) = (kept.len(), false);
-        let inner = Inner { file, lines, kept, refused, fault: None, is_broken, log };
-        Ok(Self { path: path.to_owned(), begun: Instant::now(), inner: Mutex::new(inner) })
+        let (lines, is_broken, begun) = (kept.len(), false, Instant::now());
+        let failed_at = begun;
+        let inner = Inner { file, lines, kept, refused, fault: None, failed_at, is_broken, log };
+        Ok(Self { path: path.to_owned(), begun, inner: Mutex::new(inner) })
     }
 
     /// Moves a registration to another key; the file has it at each moment.
@@ -215,14 +225,39 @@ impl StateFile {
     fn save(&self, inner: &mut Inner, key: &str, body: Option<Value>) {
         let written = self.write(inner, key, body.as_ref());
         inner.fault = written.as_ref().err().map(io::Error::to_string);
+        inner.failed_at = Instant::now();
         if let Err(error) = written
             && let Some(held_back) = inner.log.pass(self.begun.elapsed().as_millis() as u64)
         {
             tracing::error!(
                 path = %self.path.display(), %error, held_back,
-                "a registration cannot be saved (--state-file): it is lost at a restart, unless a later change can be saved"
+                "a registration cannot be saved (--state-file): it is lost at a restart, unless it is saved by then: the next change tries again, in a frontend or router also GET /health"
             );
         }
+    }
+
+    /// Writes the registrations again after a failed write.
+    fn try_again(&self, inner: &mut Inner) {
+        if inner.fault.is_none() || inner.failed_at.elapsed() < RETRY_PAUSE {
+            return;
+        }
+        inner.failed_at = Instant::now();
+        let written = self.follow(inner);
+        // A process that has taken over has a file that can be written.
+        if inner.fault.is_none() {
+            return;
+        }
+        inner.fault =
+            written.and_then(|()| self.rewrite(inner)).err().map(|error| error.to_string());
+        if inner.fault.is_none() {
+            tracing::info!(path = %self.path.display(), "the registrations are saved again (--state-file)");
+        }
+    }
+
+    fn rewrite(&self, inner: &mut Inner) -> io::Result<()> {
+        (inner.file, inner.lines) = (write_anew(&self.path, &inner.kept)?, inner.kept.len());
+        inner.is_broken = false;
+        Ok(())
     }
 
     /// Goes on with the file of a process that has taken over: its registrations count, not the
@@ -247,14 +282,12 @@ impl StateFile {
         let followed = self.follow(inner);
         set(&mut inner.kept, key, body);
         followed?;
-        let Inner { file, kept, lines, fault, is_broken, .. } = inner;
-        if fault.is_some() || *is_broken || *lines > 2 * kept.len() + OLD_LINES_MAX {
-            (*file, *lines) = (write_anew(&self.path, kept)?, kept.len());
-            *is_broken = false;
-            return Ok(());
+        let is_long = inner.lines > 2 * inner.kept.len() + OLD_LINES_MAX;
+        if inner.fault.is_some() || inner.is_broken || is_long {
+            return self.rewrite(inner);
         }
-        *lines += 1;
-        file.write_all(line_of(key, body).as_bytes())
+        inner.lines += 1;
+        inner.file.write_all(line_of(key, body).as_bytes())
     }
 }
 
@@ -432,6 +465,35 @@ mod tests {
         assert_eq!(registrations.trouble(), None);
         let kept = kept(&path);
         assert_eq!(kept, [("worker/1".to_owned(), json!({})), ("worker/2".to_owned(), json!({}))]);
+    }
+
+    #[test]
+    fn a_failed_write_is_tried_again_while_somebody_asks() {
+        let folder = at("room");
+        fs::create_dir_all(&folder).unwrap();
+        let path = folder.join("state.jsonl");
+        let registrations = opened(&path);
+        fs::remove_dir_all(&folder).unwrap();
+        registrations.change().put("worker/1", &json!({}));
+        fs::create_dir_all(&folder).unwrap();
+        let later = || {
+            let mut inner = registrations.0.get().unwrap().inner.lock();
+            inner.failed_at = inner.failed_at.checked_sub(RETRY_PAUSE).unwrap();
+        };
+        later();
+        assert_eq!(registrations.trouble(), None);
+        assert_eq!(kept(&path), [("worker/1".to_owned(), json!({}))]);
+        registrations.change().put("worker/2", &json!({}));
+        assert_eq!(fs::read_to_string(&path).unwrap().lines().count(), 2);
+
+        // Another process has taken over: its file stays.
+        fs::remove_dir_all(&folder).unwrap();
+        registrations.change().put("worker/3", &json!({}));
+        fs::create_dir_all(&folder).unwrap();
+        fs::write(&path, "{\"body\":1,\"put\":\"worker/9\"}\n").unwrap();
+        later();
+        assert_eq!(registrations.trouble(), None);
+        assert_eq!(kept(&path), [("worker/9".to_owned(), json!(1))]);
     }
 
     #[test]
