@@ -364,6 +364,10 @@ pub(crate) fn in_full(error: &(dyn std::error::Error + 'static)) -> String {
         text = format!("{text}: {inner}");
         source = inner.source();
     }
+    // What rustls says of an answer in plain HTTP.
+    if text.ends_with("InvalidContentType") {
+        text.push_str(": the port does not speak TLS; its URL begins with http://");
+    }
     text
 }
 
@@ -371,6 +375,7 @@ pub(crate) fn in_full(error: &(dyn std::error::Error + 'static)) -> String {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use parking_lot::Mutex;
+    use tokio::io::AsyncWriteExt;
     use tokio::net::TcpListener;
 
     use super::*;
@@ -425,6 +430,24 @@ mod tests {
         let mut any = connector("");
         let refused = connect(&mut any, &named).await.unwrap_err();
         assert!(refused.contains("169.254.169.254 is link-local"), "{refused}");
+    }
+
+    #[tokio::test]
+    async fn a_port_without_tls_is_named_as_such() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("https://{}", listener.local_addr().unwrap());
+        let ca = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/support/no_authorities.pem");
+        let files = Files { ca: ca.into(), is_named: false, own: None };
+        let trust = Trust { files, read: OnceLock::new() };
+        let mut connector = Outbound { config: Some(Arc::new(trust)) }.connector(TIMEOUT, None);
+        let answer = async {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            stream.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n").await.unwrap();
+            stream
+        };
+        let (refused, _open) = tokio::join!(connect(&mut connector, &url), answer);
+        let refused = refused.unwrap_err();
+        assert!(refused.ends_with("does not speak TLS; its URL begins with http://"), "{refused}");
     }
 
     #[tokio::test]
