@@ -66,13 +66,10 @@ def _add(path: Path, args: argparse.Namespace) -> None:
     parts = {"ID": f"{args.id}:certificate:client"}
     parts |= {f"--{name}": f"id:certificate:{args.role}:{one}" for name, one in options.items()}
     for argument, part in parts.items():
-        unchanged = f"{argument} is not valid, and {path} is unchanged; a service would"
-        try:
-            check_keys(part)
-        except ConfigError as error:
-            raise ConfigError(f"{unchanged} say: {error}") from None
+        unchanged = f"{argument} is not valid, and {path} is unchanged: "
+        _check(part, unchanged, "line 1: ")
         if not any(entries(part)):
-            raise ConfigError(f"{unchanged} take {args.id!r}, which begins with #, for a comment")
+            raise ConfigError(f"{unchanged}{args.id!r} begins with #, as a comment does")
 
     def line(secret: str) -> str:
         return ":".join((args.id, secret, args.role, *filter(None, [",".join(options.values())])))
@@ -98,12 +95,14 @@ def _add(path: Path, args: argparse.Namespace) -> None:
 
 def _list(path: Path) -> None:
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            _check_mode(file.fileno(), path)
+            text = file.read()
     except (OSError, UnicodeDecodeError) as error:
         step = "; kvflash keys add makes it" if isinstance(error, FileNotFoundError) else ""
         why = f"can't be read: {reason_of(error)}{step}"
         raise KvflashError(f"--keys-file {path}: {why}") from None
-    check_keys(text)
+    _check(text, f"--keys-file {path}: ")
     rows: list[tuple[object, ...]] = [("ID", "ROLE", "OPTIONS")]
     for key_id, line in entries(text):
         _, _, role, options = (*line.split(":", 3), "", "", "")[:4]
@@ -197,9 +196,10 @@ def remove_line(path: Path, key_id: str) -> None:
 def _change(path: Path, change: Callable[[str], str], *, is_made: bool) -> None:
     try:
         with _locked(path, is_made=is_made) as descriptor:
+            _check_mode(descriptor, path)
             with open(descriptor, encoding="utf-8", closefd=False) as file:
                 text = change(file.read())
-            check_keys(text)
+            _check(text, f"--keys-file {path}: ")
             status = os.fstat(descriptor)
             # A symbolic link stays.
             target = path.resolve()
@@ -218,6 +218,23 @@ def _change(path: Path, change: Callable[[str], str], *, is_made: bool) -> None:
                 raise
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--keys-file {path}: can't be changed: {reason_of(error)}") from None
+
+
+def _check(text: str, blamed: str, place: str = "") -> None:
+    """Refuse lines that a service would refuse, and say what is to blame."""
+    try:
+        check_keys(text)
+    except ConfigError as error:
+        why = str(error).removeprefix("--keys-file: ").removeprefix(place)
+        raise ConfigError(f"{blamed}{why}") from None
+
+
+def _check_mode(descriptor: int, path: Path) -> None:
+    """Refuse a file that services refuse: they would not notice what is changed in it."""
+    mode = os.fstat(descriptor).st_mode & 0o777
+    if mode & 0o002:
+        why = f"every user may write to it (mode {mode:o}), so services refuse it: run chmod 600"
+        raise ConfigError(f"--keys-file {path}: {why}")
 
 
 def _give(made: int, status: os.stat_result) -> None:

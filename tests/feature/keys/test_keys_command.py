@@ -156,7 +156,7 @@ def test_a_file_of_something_else_is_not_listed(
     ("argv", "blamed", "told"),
     [
         (["a b", "--role", "admin"], "ID", "id must be 1 to 64 letters"),
-        (["#ann", "--role", "admin"], "ID", "take '#ann', which begins with #, for a comment"),
+        (["#ann", "--role", "admin"], "ID", "'#ann' begins with #, as a comment does"),
         (
             ["ann", "--role", "client", "--allow", "all"],
             "--allow",
@@ -177,8 +177,8 @@ def test_what_a_service_would_refuse_is_not_written(
     before = path.read_text()
     assert main(["keys", "add", *argv]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"kvflash keys: error: {blamed} is not valid, and {path} is unchanged; ")
-    assert told in said
+    begun = f"kvflash keys: error: {blamed} is not valid, and {path} is unchanged: "
+    assert said.startswith(begun + told)
     assert path.read_text() == before
 
 
@@ -187,7 +187,27 @@ def test_a_file_that_is_wrong_already_is_blamed(
 ) -> None:
     path.write_text("# keys\nport = 8000\n")
     assert main(["keys", "add", "ann", "--role", "admin"]) == 2
-    assert "error: --keys-file: line 2: must be id:HASH:ROLE" in capsys.readouterr().err
+    told = f"error: --keys-file {path}: line 2: must be id:HASH:ROLE"
+    assert told in capsys.readouterr().err
+    assert main(["keys", "list"]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["add", "bob", "--role", "client"], ["remove", "ann"], ["list"]],
+    ids=lambda one: one[0],
+)
+def test_a_file_that_services_refuse_is_not_changed(
+    path: Path, argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _add(capsys, "ann", "--role", "admin")
+    path.chmod(0o666)
+    before = path.read_text()
+    assert main(["keys", *argv]) == 2
+    told = f"error: --keys-file {path}: every user may write to it (mode 666), so services refuse"
+    assert told in capsys.readouterr().err
+    assert path.read_text() == before
 
 
 @pytest.mark.parametrize(
