@@ -103,8 +103,8 @@ class DiscoveryWatch(Background):
         is_useless = bool(self._refused) and not self._told
         if is_useless and not self._is_useless:
             logger.warning(
-                "this service refused all %d workers in discovery and has none to use; the errors "
-                "above give the reasons", len(self._refused),
+                "this service refused all workers in discovery (%d) and has none to use; the "
+                "errors above give the reasons", len(self._refused),
             )  # fmt: skip
         self._is_useless = is_useless
 

@@ -243,7 +243,7 @@ def test_an_engine_that_is_replaced_and_then_refused_is_gone(
         await asyncio.to_thread(until, lambda: fleet.cluster.joined == [7], "the engine")
         fleet.room = 0
         await discovery.put(f"v1/models/{KEY}", value({**CARD, "dp_size": 4}))
-        said = "this service refused all 1 workers in discovery and has none to use"
+        said = "this service refused all workers in discovery (1) and has none to use"
         await asyncio.to_thread(until, lambda: said in caplog.text, "the refusal")
         assert (fleet.cluster.left, fleet.removed, fleet.workers) == ([7], [7], {})
         fleet.room = 8
