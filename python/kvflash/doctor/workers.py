@@ -1,7 +1,6 @@
 """Checks of a frontend's workers, as pure functions from answers to findings."""
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,6 @@ from kvflash.console import counted
 from kvflash.doctor.checks import ELSEWHERE, Listener, check_heard, check_replay
 from kvflash.doctor.events import Heard, Replayed
 from kvflash.doctor.finding import Finding, fail, ok, warn
-from kvflash.doctor.fixes import fix_of
 
 #: Text that both sides tokenize: words, code, other scripts and white space.
 SAMPLE_TEXT = (
@@ -120,7 +118,8 @@ def check_reasons(
         is_told |= worker in healthy and code == "events_not_given"
         is_told |= healthy.get(worker) is False and code == "worker_error"
         if not is_told:
-            yield warn(url, "warnings", seen, fix_of(code), code)
+            fix = str(cause.get("fix") or 'see "What /health warns of" in docs/frontend.md')
+            yield warn(url, "warnings", seen, fix, code)
 
 
 def check_parity(url: str, health: Mapping[str, Any]) -> Iterator[Finding]:
@@ -147,12 +146,11 @@ def check_parity(url: str, health: Mapping[str, Any]) -> Iterator[Finding]:
                 yield ok(subject, "parity", "; ".join(told))
 
 
-def _repair(seen: str) -> str:
+def _repair(status: int | None) -> str:
     """The fix for an unhealthy worker: one that gave an answer needs another than a silent one."""
-    answered = re.search(r"answered (\d{3})", seen)
-    if answered is None:
+    if status is None:
         return "check that the engine runs, and that the frontend's host reaches it"
-    if answered[1] in ("401", "403"):
+    if status in (401, 403):
         return (
             "give the frontend the engine's API key: --worker-api-key-file, or "
             "KVFLASH_WORKER_API_KEY"
@@ -177,7 +175,7 @@ def check_worker(
         yield ok(worker.subject, "healthy", f"{worker.url} serves {worker.model}")
     else:
         seen = str(worker.entry.get("last_error") or "it has not been checked yet")
-        yield fail(worker.subject, "healthy", seen, _repair(seen))
+        yield fail(worker.subject, "healthy", seen, _repair(worker.entry.get("last_status")))
         # Its sockets have the same cause.
         return
     if worker.entry.get("state") == "draining":

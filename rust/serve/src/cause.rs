@@ -83,6 +83,59 @@ pub(crate) enum Topic {
     Reason(&'static str),
 }
 
+impl Topic {
+    /// The next step for whoever reads the warning.
+    pub fn fix(self) -> &'static str {
+        const SILENT: &str = "check that events= is the endpoint of the engine's --kv-events-config, and that \
+                              events are enabled there";
+        match self {
+            Self::Cluster => {
+                "start what the message names, or open the way to it from the service's host"
+            }
+            Self::StateFile => {
+                "let the service's user write the file and its folder, free space there, and register again what \
+                 the message names"
+            }
+            Self::Policy => "correct what the message names; the log has its errors",
+            Self::Keys => {
+                "kvflash keys list --keys-file FILE names the line that is wrong; correct it"
+            }
+            Self::RemoteIndexer => {
+                "run kvflash doctor on the indexer, too, and correct --use-remote-indexer"
+            }
+            Self::WorkerRefused => {
+                "correct what the message names where the worker is announced; it is tried again by itself"
+            }
+            Self::WorkerError => {
+                "correct what the message names; the worker is checked again by itself"
+            }
+            Self::NoDecodeWorker => "start a decode worker of that model, or one that does both",
+            Self::NoPrefillWorker => {
+                "start or repair a prefill worker, or set --enforce-disagg off"
+            }
+            Self::AliasNotServed => "start an engine of that model, or correct --model-alias",
+            Self::BlockSizeUnknown => {
+                "register workers with block_size, or set --router-block-size"
+            }
+            Self::TokensDiffer | Self::TokenCountsDiffer => {
+                "set --tokenizer to the model's own folder, with the chat template that the engine uses"
+            }
+            Self::TokenIdsRefused => {
+                "none is needed, as the engine tokenizes by itself; restart it to try ids again"
+            }
+            Self::ChatTemplate => {
+                "set --tokenizer to the model's own folder, or add a chat_template.jinja that works"
+            }
+            Self::EncoderDiffers => "report it, with the model's name",
+            Self::EventsNotGiven => "give the worker events=tcp://HOST:PORT",
+            Self::EventsNotAnnounced => "enable KV events in that worker, or set --no-kv-events",
+            Self::EventsNeedBroker => "start the frontend with --event-plane nats",
+            Self::NothingPublished | Self::EventSocket => SILENT,
+            Self::Reason(name) => Code::from_name(name).map_or("", |code| code.fix(true)),
+        }
+    }
+}
+
 impl From<Code> for Topic {
     fn from(code: Code) -> Self {
         Self::Reason(code.name())
@@ -97,17 +150,19 @@ pub(crate) struct Warning {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub worker: Option<String>,
     pub message: String,
+    /// The next step.
+    pub fix: &'static str,
 }
 
 impl Warning {
     pub fn new(code: Topic, message: impl Into<String>) -> Self {
-        Self { code, worker: None, message: message.into() }
+        Self { code, worker: None, message: message.into(), fix: code.fix() }
     }
 
     /// Of a worker, or of a rank of it, which the message begins with.
     pub fn of(worker: impl Display, code: impl Into<Topic>, what: impl Display) -> Self {
         let (code, message) = (code.into(), format!("worker {worker}: {what}"));
-        Self { code, worker: Some(worker.to_string()), message }
+        Self { code, worker: Some(worker.to_string()), message, fix: code.fix() }
     }
 
     /// Those that a frontend and a router have in common.
@@ -148,10 +203,12 @@ mod tests {
             "code": "events_not_given",
             "worker": "3",
             "message": "worker 3: given without events=",
+            "fix": "give the worker events=tcp://HOST:PORT",
         });
         assert_eq!(serde_json::to_value(warning).unwrap(), wanted);
         let of_index = Warning::new(Code::LostBatches.into(), "x");
-        assert_eq!(json!(of_index), json!({ "code": "lost_batches", "message": "x" }));
+        let fix = Code::LostBatches.fix(true);
+        assert_eq!(json!(of_index), json!({ "code": "lost_batches", "message": "x", "fix": fix }));
         assert_eq!(json!(Unready::NoDecodeWorker), json!("no_decode_worker"));
     }
 }

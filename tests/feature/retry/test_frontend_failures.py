@@ -168,8 +168,10 @@ def test_health_of_the_engine_decides(frontend: Frontend) -> None:
         got = ask(frontend.url, COMPLETIONS, prompt_of("ill"))
         assert got.status == 503
         assert "GET /health answered 500" in got.json["error"]["message"]
+        assert frontend.workers()[worker]["last_status"] == 500
         fake.health = 200
         frontend.wait_healthy(worker)
+        assert frontend.workers()[worker]["last_status"] is None
         assert frontend.metrics()[label] == 1
         assert ask(frontend.url, COMPLETIONS, prompt_of("ill")).status == 200
 

@@ -89,6 +89,89 @@ impl Code {
         }
     }
 
+    /// The next step, of a publisher with a replay endpoint or without one.
+    pub const fn fix(self, has_replay: bool) -> &'static str {
+        const FORGET: &str = "to correct this at once, clear the engine's cache (vLLM in dev mode: POST \
+                              /reset_prefix_cache) or restart it";
+        match self {
+            Self::Failed => {
+                "correct the fault that the message names, and register the worker again"
+            }
+            Self::NeverConnected => {
+                "check that the engine runs with KV events on and that this host reaches the endpoint (nc -vz HOST \
+                 PORT), unless the message names another cause; for other hosts the engine must bind tcp://*:PORT, \
+                 not 127.0.0.1"
+            }
+            Self::Disconnected => {
+                "kvflash reconnects by itself; if the engine is gone for good, remove it (indexer: POST /unregister; \
+                 frontend or router: DELETE /workers/ID)"
+            }
+            Self::Paused => "resume the listener",
+            Self::BlockSizeMismatch | Self::MixedBlockSizes => {
+                "start the engine with the index's block size, or register it under a model_name or \
+                 tenant_id of its own with its own block_size"
+            }
+            Self::NothingDecodable | Self::Undecodable => {
+                "check that the endpoint is the KV event socket of a vLLM or SGLang engine; if it is, report \
+                 engine and version"
+            }
+            Self::MalformedEvents
+            | Self::UnknownEvents
+            | Self::UnknownMedium
+            | Self::SelfParent => "upgrade kvflash, or report engine and version",
+            Self::NoEventsYet => {
+                "send the engine a prompt longer than one block; if no event arrives, enable its KV events and \
+                 prefix caching"
+            }
+            Self::CatchingUp => "wait; if this lasts, the engine's replay socket does not answer",
+            Self::MissedFirstBatches | Self::OrphanedStores if has_replay => {
+                "it recovers as prompts are stored again; a larger buffer_steps in the engine's --kv-events-config \
+                 lets it replay more"
+            }
+            Self::MissedFirstBatches | Self::OrphanedStores => {
+                "if its events come over ZMQ, register it with its replay_endpoint; otherwise it recovers as prompts are \
+                 stored again"
+            }
+            Self::LostBatches if has_replay => {
+                "check that the replay endpoint answers (last_error), and give the engine a larger buffer_steps; to \
+                 correct this at once, clear the engine's cache or restart it"
+            }
+            Self::LostBatches => {
+                "if its events come over ZMQ, register it with its replay_endpoint; to correct this at once, clear the \
+                 engine's cache or restart it"
+            }
+            Self::UnverifiedReconnect if has_replay => {
+                "the replay endpoint did not answer: check that it is reachable; the next batch resolves this"
+            }
+            Self::UnverifiedReconnect => {
+                "the next batch resolves this; with a replay_endpoint it is resolved at once"
+            }
+            Self::RecoveredWithoutWatermark => {
+                "run the peers in the same version, or add a replay_endpoint; this ends when the engine clears its \
+                 cache or restarts"
+            }
+            Self::RecoveredInexact => {
+                "see GET /workers of that peer for the cause; this ends when the engine clears its cache or restarts"
+            }
+            Self::IdentityConflict => {
+                "two cache salts share block hashes: check the engine's version and its hash settings"
+            }
+            Self::HashReused => {
+                "use a collision-free hash in the engine (vLLM: --prefix-caching-hash-algo sha256) and a \
+                 replay_endpoint"
+            }
+            Self::RefusedBlocks => "raise --max-blocks or --index-memory, or run more indexers",
+            Self::EvictedByLimit => {
+                "raise --index-memory, or run more indexers with fewer engines each"
+            }
+            Self::OverCapacity => FORGET,
+            Self::SharedSocket => {
+                "if the engine came back under another id, remove the old one (indexer: POST /unregister; frontend or router: \
+                 DELETE /workers/ID); else give each engine an event socket of its own"
+            }
+        }
+    }
+
     /// Codes that depend on the index, not only on the publisher's state.
     pub(super) const OF_INDEX: Codes =
         Codes::EMPTY.with(Self::EvictedByLimit).with(Self::OverCapacity).with(Self::SharedSocket);

@@ -147,7 +147,7 @@ pub(super) fn explain(code: Code, evidence: &Evidence, last_error: Option<&str>)
         }
         error => message(code, evidence, error.unwrap_or("no error was reported")),
     };
-    Reason { code: code.name(), message, fix: fix(code, evidence.has_replay) }
+    Reason { code: code.name(), message, fix: code.fix(evidence.has_replay) }
 }
 
 /// A count with what is said of one, or of several.
@@ -291,85 +291,6 @@ fn message(code: Code, evidence: &Evidence, last_error: &str) -> String {
             "instance {} has the same event socket: both are credited with the blocks of one engine",
             evidence.shares_socket_with.unwrap_or(0)
         ),
-    }
-}
-
-const fn fix(code: Code, has_replay: bool) -> &'static str {
-    const FORGET: &str = "to correct this at once, clear the engine's cache (vLLM in dev mode: POST \
-                          /reset_prefix_cache) or restart it";
-    match code {
-        Code::Failed => "correct the fault that the message names, and register the worker again",
-        Code::NeverConnected => {
-            "check that the engine runs with KV events on and that this host reaches the endpoint (nc -vz HOST \
-             PORT), unless the message names another cause; for other hosts the engine must bind tcp://*:PORT, \
-             not 127.0.0.1"
-        }
-        Code::Disconnected => {
-            "kvflash reconnects by itself; if the engine is gone for good, remove it (indexer: POST /unregister; \
-             frontend or router: DELETE /workers/ID)"
-        }
-        Code::Paused => "resume the listener",
-        Code::BlockSizeMismatch | Code::MixedBlockSizes => {
-            "start the engine with the index's block size, or register it under a model_name or \
-             tenant_id of its own with its own block_size"
-        }
-        Code::NothingDecodable | Code::Undecodable => {
-            "check that the endpoint is the KV event socket of a vLLM or SGLang engine; if it is, report \
-             engine and version"
-        }
-        Code::MalformedEvents | Code::UnknownEvents | Code::UnknownMedium | Code::SelfParent => {
-            "upgrade kvflash, or report engine and version"
-        }
-        Code::NoEventsYet => {
-            "send the engine a prompt longer than one block; if no event arrives, enable its KV events and \
-             prefix caching"
-        }
-        Code::CatchingUp => "wait; if this lasts, the engine's replay socket does not answer",
-        Code::MissedFirstBatches | Code::OrphanedStores if has_replay => {
-            "it recovers as prompts are stored again; a larger buffer_steps in the engine's --kv-events-config \
-             lets it replay more"
-        }
-        Code::MissedFirstBatches | Code::OrphanedStores => {
-            "if its events come over ZMQ, register it with its replay_endpoint; otherwise it recovers as prompts are \
-             stored again"
-        }
-        Code::LostBatches if has_replay => {
-            "check that the replay endpoint answers (last_error), and give the engine a larger buffer_steps; to \
-             correct this at once, clear the engine's cache or restart it"
-        }
-        Code::LostBatches => {
-            "if its events come over ZMQ, register it with its replay_endpoint; to correct this at once, clear the \
-             engine's cache or restart it"
-        }
-        Code::UnverifiedReconnect if has_replay => {
-            "the replay endpoint did not answer: check that it is reachable; the next batch resolves this"
-        }
-        Code::UnverifiedReconnect => {
-            "the next batch resolves this; with a replay_endpoint it is resolved at once"
-        }
-        Code::RecoveredWithoutWatermark => {
-            "run the peers in the same version, or add a replay_endpoint; this ends when the engine clears its \
-             cache or restarts"
-        }
-        Code::RecoveredInexact => {
-            "see GET /workers of that peer for the cause; this ends when the engine clears its cache or restarts"
-        }
-        Code::IdentityConflict => {
-            "two cache salts share block hashes: check the engine's version and its hash settings"
-        }
-        Code::HashReused => {
-            "use a collision-free hash in the engine (vLLM: --prefix-caching-hash-algo sha256) and a \
-             replay_endpoint"
-        }
-        Code::RefusedBlocks => "raise --max-blocks or --index-memory, or run more indexers",
-        Code::EvictedByLimit => {
-            "raise --index-memory, or run more indexers with fewer engines each"
-        }
-        Code::OverCapacity => FORGET,
-        Code::SharedSocket => {
-            "if the engine came back under another id, remove the old one (indexer: POST /unregister; frontend or router: \
-             DELETE /workers/ID); else give each engine an event socket of its own"
-        }
     }
 }
 

@@ -175,7 +175,7 @@ fn warnings(
     warnings.extend(reasons.iter().map(|WorkerReason { code, worker, message, fix }| {
         let end = if message.ends_with(['.', '?']) { "" } else { "." };
         let message = format!("{message}{end} Fix: {fix}");
-        Warning { code: Topic::Reason(code), worker: Some(worker.clone()), message }
+        Warning { code: Topic::Reason(code), worker: Some(worker.clone()), message, fix }
     }));
     warnings.extend(app.fleet.refused());
     let parity = app.compared().warnings().into_iter();
@@ -270,7 +270,10 @@ fn warnings(
         }
         // Batches from before the first one received are lost, too, but no block is credited wrongly.
         let lost = trust.reasons.iter().filter(|reason| reason.code == Code::LostBatches.name());
-        warnings.extend(lost.map(|lost| Warning::of(worker, Code::LostBatches, &lost.message)));
+        warnings.extend(lost.map(|lost| {
+            let warning = Warning::of(worker, Code::LostBatches, &lost.message);
+            Warning { fix: lost.fix, ..warning }
+        }));
         if let Some(error) = view.last_error {
             let what = format!("events at {}: {error}", view.endpoint);
             warnings.push(Warning::of(worker, Topic::EventSocket, what));

@@ -140,15 +140,19 @@ impl Engine {
 
     /// Records a passed health check. Returns whether the engine was unhealthy before.
     pub fn recovered(&self) -> bool {
-        self.notes.lock().last_error = None;
+        let mut notes = self.notes.lock();
+        (notes.last_error, notes.last_status) = (None, None);
+        drop(notes);
         self.in_doubt.store(false, Ordering::Relaxed);
         !self.healthy.swap(true, Ordering::Relaxed)
     }
 
-    /// Records a failed check: requests that wait for its first byte also go to other workers.
-    pub fn check_failed(&self, why: &str) {
+    /// Records a failed check, and the status if that was wrong: requests that wait for its first
+    /// byte also go to other workers.
+    pub fn check_failed(&self, why: &str, status: Option<u16>) {
         let was_healthy = self.is_healthy();
         self.failed(why);
+        self.notes.lock().last_status = status;
         if was_healthy || self.in_doubt.swap(false, Ordering::Relaxed) {
             self.unwell.notify_waiters();
         }
@@ -179,7 +183,10 @@ impl Engine {
     /// Records that the engine was unreachable or misbehaved; it gets no requests until a check
     /// passes.
     pub fn failed(&self, why: &str) {
-        let before = self.notes.lock().last_error.replace(why.to_owned());
+        let mut notes = self.notes.lock();
+        let before = notes.last_error.replace(why.to_owned());
+        notes.last_status = None;
+        drop(notes);
         self.failures.fetch_add(1, Ordering::Relaxed);
         if self.healthy.swap(false, Ordering::Relaxed) {
             self.in_doubt.store(true, Ordering::Relaxed);
@@ -220,6 +227,8 @@ pub(crate) struct EngineNotes {
     pub server: Option<ServerNotes>,
     /// The last error, as text.
     pub last_error: Option<String>,
+    /// The status that it answered with, if that is the error, and a check found it.
+    pub last_status: Option<u16>,
     /// What is wrong with a runtime worker's card and events, by part: it serves nevertheless, and checks of its health
     /// change nothing about it.
     pub faults: BTreeMap<&'static str, String>,

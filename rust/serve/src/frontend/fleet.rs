@@ -333,8 +333,8 @@ impl Fleet {
     /// Why workers of discovery are not accepted.
     pub fn refused(&self) -> Vec<Warning> {
         let warning = |(id, why): (&InstanceId, &String)| {
-            let (worker, message) = (Some(id.to_string()), refusal(*id, why));
-            Warning { code: Topic::WorkerRefused, worker, message }
+            let warning = Warning::new(Topic::WorkerRefused, refusal(*id, why));
+            Warning { worker: Some(id.to_string()), ..warning }
         };
         self.refused.lock().iter().map(warning).collect()
     }

@@ -71,11 +71,11 @@ async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
         match check(&app.upstream, &engine, timeout).await {
             // It closes its port before it ends, and still answers what it has.
             Err(failed) if failed.is_closed && engine.is_removed() => {}
-            Err(failed) => engine.check_failed(&failed.message),
+            Err(failed) => engine.check_failed(&failed.message, failed.status),
             Ok(()) if is_known || engine.is_removed() => {}
             Ok(()) => match learn(&app, &engine).await {
                 // It serves and has reported its models before: an update can wait.
-                Err(why) if engine.is_healthy() => {
+                Err(AttemptError { message: why, .. }) if engine.is_healthy() => {
                     if unread.as_ref() != Some(&why) {
                         tracing::warn!(
                             worker = engine.id,
@@ -86,7 +86,7 @@ async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
                     }
                     unread = Some(why);
                 }
-                Err(why) => engine.check_failed(&why),
+                Err(failed) => engine.check_failed(&failed.message, failed.status),
                 Ok(notes) => {
                     unread = None;
                     if learned.is_none() {
@@ -217,13 +217,12 @@ async fn check(
     timeout: Duration,
 ) -> Result<(), AttemptError> {
     let (status, _) = upstream.get(&engine.spec, "/health", timeout).await?;
-    let why = match status {
+    let hint = match status {
         200 => return Ok(()),
-        508 => "GET /health answered 508: the worker is this frontend itself, or leads back to it"
-            .to_owned(),
-        status => format!("GET /health answered {status}"),
+        508 => ": the worker is this frontend itself, or leads back to it",
+        _ => "",
     };
-    Err(AttemptError::new("status", why, true))
+    Err(AttemptError::answered(status, format!("GET /health answered {status}{hint}")))
 }
 
 #[derive(Deserialize)]
@@ -243,16 +242,17 @@ struct ModelCard {
     max_model_len: Option<u64>,
 }
 
-async fn learn(app: &App, engine: &Engine) -> Result<EngineNotes, String> {
+async fn learn(app: &App, engine: &Engine) -> Result<EngineNotes, AttemptError> {
     let upstream = &app.upstream;
     let timeout = Duration::from_secs(5);
     let get = |path| upstream.get(&engine.spec, path, timeout);
     let (status, body) = get("/v1/models").await?;
     if status != 200 {
-        return Err(format!("GET /v1/models answered {status}"));
+        return Err(AttemptError::answered(status, format!("GET /v1/models answered {status}")));
     }
-    let list: ModelList = serde_json::from_slice(&body)
-        .map_err(|error| format!("GET /v1/models: not a model list: {error}"))?;
+    let list: ModelList = serde_json::from_slice(&body).map_err(|error| {
+        AttemptError::new("status", format!("GET /v1/models: not a model list: {error}"), true)
+    })?;
     let mut notes = EngineNotes {
         max_model_len: list.data.first().and_then(|card| card.max_model_len),
         models: list.data.into_iter().map(|card| (card.id, card.parent)).collect(),

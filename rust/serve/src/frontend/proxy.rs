@@ -59,17 +59,18 @@ pub(crate) struct AttemptError {
     pub is_sent: bool,
     /// Whether its system refused or closed the connection, rather than nothing having answered.
     pub is_closed: bool,
+    /// The answer's status, where that is the error.
+    pub status: Option<u16>,
 }
 
 impl AttemptError {
     pub fn new(cause: &'static str, message: impl ToString, is_sent: bool) -> Self {
-        Self { cause, message: message.to_string(), is_sent, is_closed: false }
+        Self { cause, message: message.to_string(), is_sent, is_closed: false, status: None }
     }
-}
 
-impl From<AttemptError> for String {
-    fn from(error: AttemptError) -> Self {
-        error.message
+    /// A call with another answer than 200, as the message says.
+    pub fn answered(status: u16, message: impl ToString) -> Self {
+        Self { status: Some(status), ..Self::new("status", message, true) }
     }
 }
 
@@ -218,7 +219,7 @@ async fn send_with(
         let cause = if is_sent { "no_answer" } else { "connect" };
         let sources = iter::successors(error.source(), |&inner| inner.source());
         let is_closed = sources.fold(false, |is_closed, inner| is_closed | is_close(inner));
-        AttemptError { cause, message: in_full(&error), is_sent, is_closed }
+        AttemptError { cause, message: in_full(&error), is_sent, is_closed, status: None }
     })
 }
 

@@ -56,6 +56,7 @@ fn entry(app: &App, engine: &Engine, publishers: &[Arc<Publisher>], in_flight: u
         "state": app.fleet.state_of(engine.id),
         "in_flight": in_flight,
         "last_error": notes.error(),
+        "last_status": notes.last_status,
         "model": pool.as_ref().map(|pool| &pool.name),
         "serves": notes.models.iter().map(|(name, _)| name).collect::<Vec<_>>(),
         "role": if engine.spec.is_prefill { "prefill" } else { "decode" },

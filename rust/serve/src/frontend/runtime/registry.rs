@@ -181,7 +181,7 @@ async fn watch(engine: Arc<Engine>, member: Arc<Member>, interval: Duration, shu
             Err(error) if is_looking && error.cause != Cause::Silent => {}
             Err(error) => {
                 pause = (pause * 2).min(LONGEST_PAUSE);
-                engine.check_failed(&error.message);
+                engine.check_failed(&error.message, None);
             }
         }
     }
