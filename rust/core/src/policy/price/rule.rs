@@ -16,12 +16,12 @@ const QUEUE_WEIGHT: f64 = 0.5;
 /// Additional weight of a token in a long queue for each token by which this worker's evictions are
 /// cheaper than those of the costliest worker. Otherwise all requests without cached blocks would
 /// queue up there.
-const QUEUE_PER_PRESSURE: f64 = 4.0;
+const QUEUE_PER_PRESSURE: f64 = 6.0;
 /// Queue without additional weight, in decode steps: it delays the first token about as little as
 /// the steps themselves, and blocks that another worker would lose cost more.
-const FREE_STEPS: f64 = 6.0;
+const FREE_STEPS: f64 = 10.0;
 /// Queue beyond that, in prompts like this one, at which half of the additional weight applies.
-const HALF_CROWDED: f64 = 0.7;
+const HALF_CROWDED: f64 = 0.5;
 /// Prefill cost that attention adds per token and preceding token, in tokens.
 const ATTENTION: f64 = 3e-5;
 /// Maximum running answers that a prefill stalls.
@@ -44,7 +44,7 @@ const STEP_PER_CONTEXT: f64 = 0.002;
 /// Weight of a decode step relative to the time to the first token.
 const STEP_WEIGHT: f64 = 0.07;
 /// Cost of a lost block relative to a computed one.
-const EVICTION: f64 = 6.0;
+const EVICTION: f64 = 5.0;
 /// Cost of a token pushed into a full cache, whatever the gaps between turns are.
 const EVICTION_FLAT: f64 = 0.25;
 /// Cost of fetching a token's keys and values from another worker, in prefill tokens.

@@ -298,13 +298,13 @@ fn a_long_queue_counts_more_where_evicting_is_cheap() {
         tariff.price(0, 0, &load, Rates { slowness: 1.0, pressure }).1.queue
     };
     assert_eq!(
-        [queue(0.0, 0.0, 1_300), queue(3.0, 3.0, 1_300), queue(0.0, 3.0, 1_300)],
-        [650.0; 3]
+        [queue(0.0, 0.0, 1_500), queue(3.0, 3.0, 1_500), queue(0.0, 3.0, 1_500)],
+        [750.0; 3]
     );
-    assert_eq!([queue(3.0, 2.0, 1_300), queue(3.0, 0.0, 1_300)], [1_950.0, 4_550.0]);
-    // Six steps count no more than elsewhere; ten prompts count almost the whole addition.
-    assert_eq!([queue(3.0, 0.0, 0), queue(3.0, 0.0, 600)], [0.0, 300.0]);
-    assert_eq!(queue(3.0, 2.0, 9_900), 23_364.0);
+    assert_eq!([queue(3.0, 2.0, 1_500), queue(3.0, 0.0, 1_500)], [3_000.0, 7_500.0]);
+    // Ten steps count no more than elsewhere; several prompts count almost the whole addition.
+    assert_eq!([queue(3.0, 0.0, 0), queue(3.0, 0.0, 1_000)], [0.0, 500.0]);
+    assert_eq!(queue(3.0, 2.0, 5_500), 17_600.0);
 
     let mut most = MostPressure::default();
     most.see(5.0, 4);
