@@ -33,8 +33,8 @@ kvflash is not on PyPI yet. Build it in a clone; the build takes a few minutes t
     make dev
     . .venv/bin/activate
 
-To install it into another environment, activate that environment and run `pip install .` in the clone
-(`pip install '.[nats]'` for events and requests over NATS).
+To install it into another environment, activate that environment and run `pip install .` in the
+clone (`pip install '.[nats]'` for events and requests over NATS).
 """,
 }
 _PLACE = re.compile(r"(<!-- settings (\w+): ([^>]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
