@@ -14,7 +14,7 @@ settings! {
     LogSettings { "Server and log": {
         /// error, warn, info, debug or trace
         ///
-        /// debug has a line for each decision
+        /// debug logs a line for each decision
         log_level: String = "info".to_owned(), &["error", "warn", "info", "debug", "trace"],
             "--log-level LEVEL";
         /// Format of log lines
@@ -25,20 +25,20 @@ settings! {
 settings! {
     /// Where a frontend or an indexer finds its workers. The core uses none of these.
     FleetSettings { "Workers": {
-        /// Engine URLs; dns+http://NAME stands for every address of the name
+        /// Engine URLs; dns+http://NAME stands for every address that NAME resolves to
         ///
-        /// One or several, may be repeated. Of an indexer: [engines without
+        /// Takes one or several values, and may be repeated. For an indexer, see [engines without
         /// registration](indexer.md#engines-without-registration)
         workers: Vec<String> = Vec::new(), (),
             "--worker URL[,events=ADDRESS][,replay=ADDRESS][,id=N][,role=ROLE][,dp=N]";
-        /// Pause between two DNS lookups of dns+http:// workers
+        /// Time between DNS lookups of dns+http:// workers
         ///
         /// See [engines found by DNS](frontend.md#engines-found-by-dns)
         worker_dns_interval_secs: Duration = Duration::from_secs(5), 0.1..=3_600.0,
             "--worker-dns-interval-secs SECONDS";
-        /// Name server for them instead of those in /etc/resolv.conf
+        /// Name server for these lookups, instead of those in /etc/resolv.conf
         worker_dns_server: Option<String> = None, (), "--worker-dns-server ADDRESS[:PORT]";
-        /// Where to find workers; file unless --worker is given
+        /// Where to find workers; file unless you set --worker
         discovery: Option<String> = None, &["mem", "file", "etcd", "none"],
             "--discovery --store-kv DYN_STORE_KV";
         /// Use only the workers of this discovery namespace
@@ -51,8 +51,8 @@ settings! {
     FrontendSettings { "Server and log": {
         /// Address to listen on
         ///
-        /// `KVFLASH_HTTP_HOST` takes precedence over `KVFLASH_HOST`, which is also the address that others
-        /// reach this process at
+        /// `KVFLASH_HTTP_HOST` takes precedence over `KVFLASH_HOST`, which is also the address at which
+        /// others reach this process
         host: String = "0.0.0.0".to_owned(), (), "--host --http-host ADDRESS DYN_HTTP_HOST";
         /// Port to listen on; 0 picks a free one
         port: u16 = 8000, 0..=65_535, "--port --http-port DYN_HTTP_PORT";
@@ -69,12 +69,12 @@ settings! {
             "--model-alias NAME=MODEL[:WEIGHT][,MODEL:WEIGHT]";
     }
     "Disaggregation": {
-        /// Engines that only prefill; a decode engine of the model continues
+        /// Engines that only prefill; a decode engine of the same model generates the answer
         ///
         /// See [disaggregated serving](disaggregation.md)
         prefill_workers: Vec<String> = Vec::new(), (),
             "--prefill-worker URL[,events=ADDRESS][,replay=ADDRESS][,id=N][,dp=N]";
-        /// Engines that continue from prefill engines, or do all without one
+        /// Engines that decode what prefill engines hand over; without a prefill engine they do both
         ///
         /// See [disaggregated serving](disaggregation.md)
         decode_workers: Vec<String> = Vec::new(), (),
@@ -85,84 +85,85 @@ settings! {
             "--enforce-disagg DYN_ENFORCE_DISAGG";
     }
     "Tokens": {
-        /// Folder with tokenizer.json, or a model in the local Hub cache, of all models or of one
+        /// Folder with tokenizer.json, or a model in the local Hub cache; for one model or for all
         ///
-        /// The chat template is read there, too. `MODEL=FOLDER` is for that model alone; may be repeated.
-        /// Without one, a model's tokenizer is that of its workers' cards; without these engines are asked to
-        /// tokenize. See [tokenizers](frontend.md#a-tokenizer-for-each-model)
+        /// The folder also provides the chat template. `MODEL=FOLDER` applies to that model only; may be
+        /// repeated. Without this flag a model uses the tokenizer in its workers' cards; if they have none, the
+        /// engines tokenize. See [tokenizers](frontend.md#a-tokenizer-for-each-model)
         tokenizer: Vec<String> = Vec::new(), (), "--tokenizer [MODEL=]FOLDER";
-        /// Memory for text seen before: its tokens, and messages of chats
+        /// Memory to cache the tokens of text seen before, and chat messages
         ///
-        /// Three quarters are for tokens. The least recently used entries are dropped
+        /// Three quarters are for tokens. The cache drops the least recently used entries
         tokenizer_cache: usize = 256 * 1024 * 1024, Legal::Bytes(1, false), "--tokenizer-cache --text-cache-bytes SIZE";
-        /// Format of the reasoning in chats of runtime workers that return tokens; none: it is content
+        /// Format of reasoning in the output of runtime workers that return tokens; unset: left in content
         ///
-        /// The parser takes it out of the content and into `reasoning_content`. A name that a worker's card gives
-        /// comes before this one. An unknown name is refused with the list of known ones. See
+        /// The parser moves reasoning from the content to `reasoning_content`. A parser named in a worker's card
+        /// takes precedence. The frontend refuses an unknown name and lists the known ones. See
         /// [reasoning and tool calls](runtime.md#reasoning-and-tool-calls)
         reasoning_parser: Option<String> = None, (), "--reasoning-parser NAME";
-        /// Format of tool calls in their chats: hermes, llama3_json or mistral; none: they are content
+        /// Format of tool calls in their output: hermes, llama3_json or mistral; unset: left in content
         ///
-        /// For requests with `tools`. A name that a worker's card gives comes before this one. See
+        /// Applies to requests with `tools`. A parser named in a worker's card takes precedence. See
         /// [reasoning and tool calls](runtime.md#reasoning-and-tool-calls)
         tool_call_parser: Option<String> = None, (), "--tool-call-parser NAME";
-        /// Time between comparisons of the tokens made here with the engines' own; 0: never
+        /// Time between comparisons of kvflash's tokens with the engines'; 0: never compare
         ///
         /// See [the same tokens as the engine's](frontend.md#the-same-tokens-as-the-engines)
         parity_interval: Duration = Duration::from_secs(3_600), 0.0..=31_536_000.0,
             "--parity-interval SECONDS";
-        /// Send prompts as token ids to engines that take them, so that they need not tokenize again
+        /// Send prompts as token ids to engines that accept them, so that they need not tokenize again
         ///
-        /// Each engine is asked when it starts; only prompts that are known to give the engine's own tokens
-        /// are sent this way. See [tokenized once](frontend.md#tokenized-once)
+        /// kvflash checks this with each engine when the engine starts, and sends only prompts this way for
+        /// which its tokens are known to equal the engine's. See [tokenized once](frontend.md#tokenized-once)
         send_token_ids: bool = true, (), "--send-token-ids --no-send-token-ids";
-        /// Memory for token ids that engines return for chats without a tokenizer; 0: never ask
+        /// Memory for token ids that engines return for chats without a tokenizer; 0: request none
         ///
-        /// Without a tokenizer and without an engine's own `/tokenize`, chats are sent with `return_token_ids`, and
-        /// the next turn is matched by the ids of the last one. The least recently used conversations are dropped. See
+        /// Without a tokenizer and without an engine's own `/tokenize`, kvflash sends chats with
+        /// `return_token_ids` and matches each turn by the ids of the previous one. It drops the least recently
+        /// used conversations. See
         /// [taught by answers](frontend.md#taught-by-answers)
         taught_cache: usize = 64 * 1024 * 1024, Legal::Bytes(1, true), "--taught-cache SIZE";
-        /// Key for the frontend's own calls to workers; better in a file or in the environment
+        /// API key for calls to workers; better kept in a file or in the environment
         ///
-        /// For health, models and `/tokenize`, and for requests of clients that have a key of --keys-file; other
-        /// clients' requests carry their own. Workers that are added over HTTP do not get it: see
+        /// Used for health, models and `/tokenize`, and for requests of clients that have a key of --keys-file;
+        /// other clients' requests carry their own key. kvflash does not send it to workers added over HTTP: see
         /// [workers that somebody adds](security.md#workers-that-somebody-adds)
         worker_api_key: Option<String> = None, (), "--worker-api-key KEY";
-        /// File with that key, so that no process list shows it
+        /// File with the key of --worker-api-key, so that no process list shows it
         worker_api_key_file: Option<PathBuf> = None, (), "--worker-api-key-file FILE";
     }
     "Access": {
-        /// File with the secret that the cache salts of isolated tenants are made with
+        /// File with the secret from which kvflash derives the cache salts of isolated tenants
         ///
-        /// The same in every replica; see [tenants](tenants.md#isolation)
+        /// Must be the same on every replica; see [tenants](tenants.md#isolation)
         salt_secret_file: Option<PathBuf> = None, (), "--salt-secret-file FILE";
-        /// Show clients with keys which worker answered and how much of the prompt it held
+        /// Send clients with keys the headers that name the worker and its overlap
         ///
-        /// Clients without keys see these headers anyway
+        /// Clients without keys get these headers anyway
         expose_overlap: bool = false, (), "--expose-overlap";
     }
     "Limits and timeouts": {
-        /// Longest prompt; longer ones are refused with 400. 0: 16 bytes a token of the model's limit
+        /// Longest prompt; longer ones are refused with 400. 0: 16 bytes per token of the model's limit
         ///
-        /// Counts bytes of text, not of images; a number or token id counts 8. The limit of tokens is the
-        /// smallest `max_model_len` of the model's workers; 4MiB while it is unknown
+        /// Counts bytes of text, not of images; a number or token id counts as 8 bytes. The model's limit is the
+        /// smallest `max_model_len` of its workers. While that is unknown, prompts are limited to 4MiB
         max_prompt_bytes: usize = 0, Legal::Bytes(1, true), "--max-prompt-bytes SIZE";
         /// Largest request body; larger ones are refused with 413
         max_body_bytes: usize = 32 * 1024 * 1024, Legal::Bytes(1, false), "--max-body-bytes SIZE";
-        /// Largest upload of sound; larger ones are refused with 413
+        /// Largest audio upload; larger ones are refused with 413
         ///
-        /// `/v1/audio/transcriptions` and `/v1/audio/translations`
+        /// Applies to `/v1/audio/transcriptions` and `/v1/audio/translations`
         max_upload_bytes: usize = 32 * 1024 * 1024, Legal::Bytes(1, false), "--max-upload-bytes SIZE";
         /// Maximum requests in flight; more are refused with 429
         max_concurrent_requests: usize = 4_096, 1..=10_000_000, "--max-concurrent-requests";
-        /// Answer /ready with 503 once requests in flight were at their maximum for 10 s
+        /// Answer /ready with 503 after requests in flight have been at their maximum for 10 s
         ///
-        /// For balancers that have other replicas with room. Off, because under overload all replicas
-        /// would leave at once
+        /// For load balancers that have other replicas with room. Off by default, because under overload all
+        /// replicas would leave at once
         ready_fails_when_full: bool = false, (), "--ready-fails-when-full";
         /// Maximum number of workers
         max_workers: usize = 4_096, 1..=65_535, "--max-workers";
-        /// Workers that a request may try before its first byte
+        /// Maximum workers to try for a request before the first byte of its answer
         max_attempts: usize = 5, 1..=1_000, "--max-attempts";
         /// Longest time to connect to a worker
         connect_timeout: Duration = Duration::from_secs(2), 0.001..=86_400.0,
@@ -174,20 +175,20 @@ settings! {
             "--first-byte-timeout SECONDS";
         /// Longest pause within a worker's answer
         ///
-        /// After it the answer is cut off
+        /// After a longer pause the frontend cuts the answer off
         stream_idle_timeout: Duration = Duration::from_secs(300), 0.001..=86_400.0,
             "--stream-idle-timeout SECONDS";
         /// Longest time for an engine's /tokenize
         tokenize_timeout: Duration = Duration::from_secs(2), 0.001..=86_400.0,
             "--tokenize-timeout SECONDS";
-        /// Pause between two health checks of a worker
+        /// Time between health checks of a worker
         ///
-        /// For an unhealthy worker 0.25 s at first, then twice as long each time, up to this
+        /// For an unhealthy worker 0.25 s at first, then twice as long each time, up to this value
         health_interval: Duration = Duration::from_secs(2), 0.001..=86_400.0,
             "--health-interval SECONDS";
         /// Time for running requests to finish after --lame-duck-timeout
         ///
-        /// A second SIGTERM ends it at once
+        /// A second SIGTERM stops the process at once
         drain_timeout: Duration = Duration::from_secs(30), 0.0..=86_400.0, "--drain-timeout SECONDS";
     }
     "Compatibility": {
@@ -200,27 +201,27 @@ settings! {
 settings! {
     /// How clients of a frontend take turns.
     FairnessSettings { "Fairness between clients": {
-        /// Queue requests and let clients take turns by the tokens they were served
+        /// Queue requests; the next turn goes to the client that was served the fewest tokens
         ///
         /// See [the fair queue](policies.md#the-fair-queue)
         fairness: String = "none".to_owned(), &["none", "vtc-fair", "vtc-max-fair", "vtc-pred"],
             "--fairness";
         /// The identity of a client: authorization, user or header:NAME
         ///
-        /// By default its `Authorization`, without one the header or field `user`, else its address. `user` goes by
-        /// what clients call themselves, `header:NAME` by a header that a gateway sets. A client with a
-        /// [key](tenants.md#fair-turns) is known by that
+        /// `authorization` uses the client's `Authorization`, then the header or field `user`, then its address.
+        /// `user` uses the name that clients give themselves, `header:NAME` a header that a gateway sets. A client
+        /// with a [key](tenants.md#fair-turns) is identified by its key
         fairness_identity: String = "authorization".to_owned(), (), "--fairness-identity IDENTITY";
-        /// Clients with a larger (above 1) or smaller share
+        /// Clients with a larger (above 1) or smaller (below 1) share
         fairness_weight: Vec<(String, f64)> = Vec::new(), (), "--fairness-weight CLIENT=WEIGHT,...";
         /// Maximum queued requests per client; more are refused with 429
         fairness_queue_limit: usize = 1_024, 1..=10_000_000, "--fairness-queue-limit";
         /// Longest wait for a turn before a request is refused with 503
         fairness_queue_timeout: Duration = Duration::from_secs(60), 0.001..=86_400.0,
             "--fairness-queue-timeout SECONDS";
-        /// Running requests per healthy worker; the others wait
+        /// Maximum running requests per healthy worker; further requests wait
         fairness_max_running: usize = 256, 1..=10_000_000, "--fairness-max-running";
-        /// Share of the price that cached prompt tokens cost
+        /// Price of a cached prompt token, as a share of an uncached one's
         fairness_cached_share: f64 = 0.0, 0.0..=1.0, "--fairness-cached-share";
     } }
 }
@@ -230,8 +231,8 @@ settings! {
     RouterSettings { "Server and log": {
         /// Address to listen on
         ///
-        /// `KVFLASH_HTTP_HOST` takes precedence over `KVFLASH_HOST`, which is also the address that others
-        /// reach this process at
+        /// `KVFLASH_HTTP_HOST` takes precedence over `KVFLASH_HOST`, which is also the address at which
+        /// others reach this process
         host: String = "0.0.0.0".to_owned(), (), "--host --http-host ADDRESS";
         /// Port to listen on; 0 picks a free one
         port: u16 = 8091, 0..=65_535, "--port --http-port";
@@ -248,7 +249,7 @@ settings! {
             "--endpoint NAMESPACE.COMPONENT.ENDPOINT KVFLASH_ROUTER_ENDPOINT DYN_ROUTER_ENDPOINT";
         /// Workers of --model-name; POST /workers adds more
         ///
-        /// One or several, may be repeated; numbered from 1 where no id is given
+        /// Takes one or several values, and may be repeated. Workers without an id are numbered from 1
         workers: Vec<String> = Vec::new(), (),
             "--worker URL[,events=ADDRESS][,replay=ADDRESS][,id=N][,dp=N]";
         /// Model of --worker
@@ -263,9 +264,9 @@ settings! {
         max_requests: usize = 65_536, 1..=10_000_000, "--max-concurrent-requests";
         /// Maximum number of workers
         max_workers: usize = 4_096, 1..=65_535, "--max-workers";
-        /// Time for running calls after SIGTERM
+        /// Time for running calls to finish after SIGTERM
         ///
-        /// A second one ends it at once
+        /// A second SIGTERM stops the process at once
         drain_timeout: Duration = Duration::from_secs(5), 0.0..=86_400.0, "--drain-timeout SECONDS";
     } }
 }
@@ -275,102 +276,103 @@ settings! {
     HttpSettings { "Connections": {
         /// Longest time for a request's body to arrive
         ///
-        /// After 5 seconds at least 8 KiB for each second must have arrived, too
+        /// After 5 seconds, the body must also have arrived at 8 KiB per second or more
         body_timeout: Duration = Duration::from_secs(60), 0.001..=86_400.0, "--body-timeout SECONDS";
-        /// Memory for request bodies above 16 KiB; 0: a quarter of the memory, at least 256MiB
+        /// Memory for request bodies above 16 KiB; 0: a quarter of the available memory, at least 256MiB
         ///
-        /// Counts bodies that are being received, wait or are answered; more are refused with 429. The memory
-        /// is that of the control group
+        /// Counts the bodies of requests that are arriving, waiting or being answered. Beyond the limit, requests
+        /// are refused with 429. The available memory is the control group's limit, else the machine's memory
         max_buffered_bytes: usize = 0, Legal::Bytes(1 << 20, true), "--max-buffered-bytes SIZE";
         /// Time that a connection may be idle between two requests
         ///
-        /// Set it longer than the timeout of balancers in front: they do not repeat a request after its
-        /// connection closed
+        /// Set it longer than the idle timeout of a load balancer in front: balancers do not repeat a request after
+        /// its connection closed
         keep_alive_timeout: Duration = Duration::from_secs(75), 0.001..=86_400.0,
             "--keep-alive-timeout SECONDS";
-        /// Time after SIGTERM in which /ready is 503 and requests are still taken
+        /// Time after SIGTERM during which /ready answers 503 but requests are still served
         ///
-        /// Balancers that ask for readiness send no new ones meanwhile. None after SIGINT
+        /// Load balancers that check readiness stop sending new requests in this time. Skipped after SIGINT
         lame_duck_timeout: Duration = Duration::from_secs(5), 0.0..=86_400.0,
             "--lame-duck-timeout SECONDS";
         /// Share the port with another process that has this flag
         ///
-        /// A new process can take over before the old one ends. Without the flag a taken port is an error
+        /// A new process can then take over before the old one ends. Without the flag, a port in use is an error
         reuse_port: bool = false, (), "--reuse-port";
         /// Maximum open connections; at the limit only probes are answered
         ///
-        /// `/live`, `/ready`, `/health` and `/metrics`; all else gets 503 and a closed connection
+        /// Probes are `/live`, `/ready`, `/health` and `/metrics`. All other requests get 503 and a closed connection
         max_connections: usize = 16_384, 1..=1_000_000, "--max-connections";
-        /// Maximum open connections of one address; further ones are closed
+        /// Maximum open connections per client address; further ones are closed
         ///
         /// 0: no limit
         max_connections_per_address: usize = 2_048, 0..=1_000_000, "--max-connections-per-address";
-        /// Addresses with any number of connections, such as 10.0.0.0/8 of the balancers
+        /// Addresses of load balancers, such as 10.0.0.0/8; no limit per address applies to them
         ///
-        /// Their `X-Forwarded-For` names the client that --fairness counts
+        /// The `X-Forwarded-For` that they send names the client for --fairness
         trusted_proxies: String = String::new(), (), "--trusted-proxies ADDRESS[/BITS],...";
-        /// Keep what is registered over HTTP in this file, for the next start
+        /// Save workers registered over HTTP in this file, and load them at the next start
         ///
-        /// `POST /workers` and `POST /register`, until their DELETE or `/unregister`. Workers from flags or
-        /// discovery are not kept in it
+        /// Saves workers from `POST /workers` and `POST /register` until their DELETE or `/unregister`, but not
+        /// workers from flags or discovery
         state_file: Option<PathBuf> = None, (), "--state-file FILE";
     }
     "Access": {
-        /// File of the keys that callers need, made by `kvflash keys add`; read again when it changes
+        /// File of callers' keys, written by `kvflash keys add`; reread when it changes
         ///
-        /// A key of a client closes the public API, one of an admin closes everything else, and one of the role
-        /// metrics closes `/metrics` and `/health`, each to callers without such a key. See [keys](security.md#keys)
+        /// Once the file has a client key, the public API requires one. Likewise an admin key closes everything
+        /// else, and a metrics key closes `/metrics` and `/health`, to callers without such a key. See
+        /// [keys](security.md#keys)
         keys_file: Option<PathBuf> = None, (), "--keys-file FILE";
-        /// File of public keys (JWKS) that check tokens (JWT) of callers; read again when it changes
+        /// File of public keys (JWKS) that verify callers' tokens (JWT); reread when it changes
         ///
-        /// Needs --jwt-issuer and --jwt-audience. Closes everything but `/live` and `/ready` to callers without a token
-        /// or a key. See [tokens](security.md#tokens)
+        /// Requires --jwt-issuer and --jwt-audience. Closes everything but `/live` and `/ready` to callers without a
+        /// token or a key. See [tokens](security.md#tokens)
         jwt_jwks_file: Option<PathBuf> = None, (), "--jwt-jwks-file FILE";
         /// Issuer that tokens must name (iss)
         jwt_issuer: Option<String> = None, (), "--jwt-issuer NAME";
         /// Audience that tokens must name (aud)
         jwt_audience: Option<String> = None, (), "--jwt-audience NAME";
-        /// Claim of tokens that has the role: admin, client or metrics
+        /// Claim of tokens that holds the role: admin, client or metrics
         jwt_role_claim: String = "kvflash_role".to_owned(), (), "--jwt-role-claim NAME";
         /// File with a secret that hides block hashes in `/dump` and `/digest`
         ///
         /// See [hashes that tell nothing](tenants.md#hashes-that-tell-nothing)
         hash_secret_file: Option<PathBuf> = None, (), "--hash-secret-file FILE";
-        /// File with the key that this service shows at others of ours: the remote indexer, peers
+        /// File with the key that this service sends to its remote indexer and peers
         ///
-        /// An admin key of theirs. Read again when it changes
+        /// Must be an admin key of those services. Reread when it changes
         service_key_file: Option<PathBuf> = None, (), "--service-key-file FILE";
-        /// Serve the admin side at a port of its own, and not on --port
+        /// Serve the admin side on a port of its own instead of on --port
         ///
-        /// Everything but the clients' API, `/live`, `/ready`, `/health` and `/metrics`. See
+        /// The admin side is everything but the clients' API, `/live`, `/ready`, `/health` and `/metrics`. See
         /// [two sides](security.md#two-sides)
         admin_port: Option<u16> = None, 0..=65_535, "--admin-port";
-        /// Address of that port [127.0.0.1]
+        /// Address for --admin-port to listen on [127.0.0.1]
         admin_host: Option<String> = None, (), "--admin-host ADDRESS";
-        /// Serve the admin side to everybody who reaches --port, without a key
+        /// Serve the admin side without a key to every client that reaches --port
         ///
-        /// Without an admin key and without --admin-port only clients on the same machine may use it
+        /// Without an admin key and without --admin-port, only clients on the same machine may use it by default
         open_admin: bool = false, (), "--open-admin";
-        /// Further names of this service that requests on the same machine may have in Host
+        /// Further names that requests from the same machine may have in Host
         ///
-        /// Beside localhost and this machine's name: for reverse proxies that pass on Host
+        /// In addition to localhost and this machine's name; needed for reverse proxies that pass on Host
         allowed_hosts: String = String::new(), (), "--allowed-hosts NAME,...";
-        /// Web pages that may use the clients' API: their origins, or *
+        /// Origins of web pages that may use the clients' API, or * for all
         ///
-        /// Writes of other pages are refused unless they carry a key
+        /// Writes from other pages are refused unless they carry a key
         cors_origin: String = String::new(), (), "--cors-origin ORIGIN,...";
-        /// Addresses that workers may have which are added over HTTP, such as 10.0.0.0/8; any without it
+        /// Addresses allowed for workers added over HTTP, such as 10.0.0.0/8; unset: any
         ///
-        /// `POST /workers` and `POST /register`. Never link-local ones, and no `ipc://` or `inproc://`. Flags,
-        /// DNS and discovery are not bound by it
+        /// Applies to `POST /workers` and `POST /register`, which never accept link-local addresses, `ipc://` or
+        /// `inproc://`. Does not apply to workers from flags, DNS or discovery
         worker_allow: String = String::new(), (), "--worker-allow ADDRESS[/BITS],...";
-        /// Authorities (PEM) to check https:// engines, indexers and peers against; the system's without it
+        /// CA certificates (PEM) to verify https:// engines, indexers and peers; unset: the system's
         ///
         /// See [TLS everywhere](security.md#tls-everywhere)
         tls_ca_path: Option<PathBuf> = None, (), "--tls-ca-path FILE";
-        /// Certificate chain (PEM) to show to them; needs --tls-client-key-path
+        /// Client certificate chain (PEM) for engines, indexers and peers; requires --tls-client-key-path
         tls_client_cert_path: Option<PathBuf> = None, (), "--tls-client-cert-path FILE";
-        /// Private key of that certificate (PEM)
+        /// Private key (PEM) of the client certificate
         tls_client_key_path: Option<PathBuf> = None, (), "--tls-client-key-path FILE";
     } }
 }
@@ -378,13 +380,13 @@ settings! {
 settings! {
     /// The paths of a service's certificate, its key, and the authorities of its clients.
     TlsSettings { "TLS": {
-        /// Serve HTTPS with this certificate chain (PEM); needs --tls-key-path
+        /// Serve HTTPS with this certificate chain (PEM); requires --tls-key-path
         ///
         /// See [HTTPS](frontend.md#https)
         tls_cert_path: Option<PathBuf> = None, (), "--tls-cert-path FILE DYN_TLS_CERT_PATH";
-        /// Private key of the certificate (PEM)
+        /// Private key (PEM) of the certificate
         tls_key_path: Option<PathBuf> = None, (), "--tls-key-path FILE DYN_TLS_KEY_PATH";
-        /// Authorities (PEM) that sign clients' certificates, for the `certificate` lines of --keys-file
+        /// CA certificates (PEM) that sign clients' certificates, for the `certificate` lines of --keys-file
         ///
         /// See [Certificates instead of keys](security.md#certificates-instead-of-keys)
         tls_client_ca_path: Option<PathBuf> = None, (), "--tls-client-ca-path FILE";
@@ -400,19 +402,19 @@ settings! {
         port: u16 = 8090, 0..=65_535, "--port";
         /// Threads that serve HTTP
         ///
-        /// On a machine shared with clients or engines, more threads than spare cores only raise the p99
+        /// On a machine shared with clients or engines, more threads than spare cores only increase the p99
         threads: usize = 4, 1..=1_024, "--threads";
         /// Prefix of the names in /metrics, without the underscore
         metrics_prefix: String = PREFIX.to_owned(), (), "--metrics-prefix PREFIX DYN_METRICS_PREFIX";
     }
     "Workers": {
-        /// Tokens per KV block of --workers and --worker
+        /// Tokens per KV block of the workers in --workers and --worker
         ///
         /// Required with --workers
         block_size: Option<u32> = None, 1..=u64::from(u32::MAX), "--block-size TOKENS";
         /// Engines to subscribe to at the start
         ///
-        /// They have no replay endpoint
+        /// Engines given this way have no replay endpoint
         workers: String = String::new(), (), "--workers ID[:DP_RANK]=ENDPOINT,...";
         /// Indexers to recover from at the start; the first healthy one is used
         ///
@@ -424,17 +426,17 @@ settings! {
         tenant_id: String = "default".to_owned(), (), "--tenant-id NAME";
     }
     "Limits": {
-        /// Maximum number of workers of --worker and --discovery
+        /// Maximum number of workers from --worker and --discovery
         max_workers: usize = 4_096, 1..=65_535, "--max-workers";
         /// Largest request body; larger ones are refused with 413
         max_body_bytes: usize = 8 * 1024 * 1024, Legal::Bytes(1, false), "--max-body-bytes SIZE";
-        /// Workers to wait for before /ready says so
+        /// Number of workers to wait for before /ready answers 200
         ///
         /// Counts instances, not ranks
         min_initial_workers: usize = 0, 0..=65_535,
             "--min-initial-workers COUNT KVFLASH_ROUTER_MIN_INITIAL_WORKERS \
              DYN_ROUTER_MIN_INITIAL_WORKERS";
-        /// Time for running calls after a stop
+        /// Time for running calls to finish after a stop
         drain_timeout_s: Duration = Duration::from_secs(5), 0.0..=86_400.0, "";
         /// Serve POST /test/pause_listener and /test/resume_listener
         test_endpoints: bool = false, (), "";
@@ -458,7 +460,7 @@ pub fn tables() -> [(&'static str, Vec<Setting>, Vec<Setting>); 3] {
         match setting.key {
             // In Python these are its --workers.
             "workers" => setting.key = "engines",
-            "discovery" => setting.help[0] = "Where to find workers; nowhere unless it is given",
+            "discovery" => setting.help[0] = "Where to find workers; unset: nowhere",
             _ => {}
         }
     }

@@ -47,19 +47,19 @@ settings! {
         ///
         /// See [the two profiles](policies.md#the-two-profiles)
         policy_profile: Option<String> = None, &["document", "aibrix-compat"], "--policy-profile";
-        /// Run up to 4 policies beside the real one, to compare them in /metrics
+        /// Run up to 4 policies beside the deciding one, to compare them in /metrics
         ///
-        /// Also with settings of its own (`kv:overlap_score_weight=8`); see
+        /// A policy may have settings of its own (`kv:overlap_score_weight=8`); see
         /// [shadow](policies.md#shadow)
         shadow_policies: Vec<String> = Vec::new(), (), "--shadow-policy POLICY";
-        /// Keep a session on its worker until it is idle for so long; None: off
+        /// Keep a session on its worker until it has been idle for this long; None: off
         ///
-        /// Under any mode; see [sessions](routing.md#sessions)
+        /// Applies in every mode; see [sessions](routing.md#sessions)
         session_affinity_ttl_s: Option<u64> = None, 1..=31_536_000,
             "--router-session-affinity-ttl-secs SECONDS DYN_ROUTER_SESSION_AFFINITY_TTL_SECS";
         /// Balance by load alone and ignore caches
         ///
-        /// A preset: kv mode with credit 0, no events, no assumed reuse; refused with another mode
+        /// A preset: kv mode with credit 0, no events, no assumed reuse. Cannot be combined with another mode
         load_aware: bool = false, (), "--load-aware";
     } }
 }
@@ -69,18 +69,18 @@ settings! {
     CostSettings { "Cost of a worker (kv mode)": {
         /// Cost of a block to prefill, relative to a running block; 0 ignores caches
         ///
-        /// At 0 no events are listened to
+        /// At 0, kvflash does not listen to events
         overlap_score_weight: f64 = 1.0, 0.0..,
             "--kv-overlap-score-weight --router-kv-overlap-score-weight \
              DYN_KV_OVERLAP_SCORE_WEIGHT DYN_ROUTER_KV_OVERLAP_SCORE_WEIGHT";
         /// Saving of a cached block, in blocks to prefill; above 1 favors caches
         ///
-        /// At 0 nothing is saved, and no events are listened to
+        /// At 0, cached blocks save nothing, and kvflash does not listen to events
         overlap_score_credit: f64 = 1.0, 0.0..,
             "--router-kv-overlap-score-credit DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT";
-        /// How fast that credit fades on workers with more queued prefill
+        /// How fast that credit decays on workers with more queued prefill
         ///
-        /// Relative to the idlest worker
+        /// Compared with the worker that has the least queued prefill
         overlap_score_credit_decay: f64 = 0.0, 0.0..,
             "--router-kv-overlap-score-credit-decay DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT_DECAY";
         /// Saving of a block held in host memory only, in blocks to prefill
@@ -88,7 +88,7 @@ settings! {
             "--router-host-cache-hit-weight DYN_ROUTER_HOST_CACHE_HIT_WEIGHT";
         /// Saving of a block held on disk only, in blocks to prefill
         ///
-        /// Includes shared storage; 0: such blocks do not count
+        /// Includes shared storage. 0: blocks on disk do not count
         disk_cache_hit_weight: f64 = 0.25, 0.0..,
             "--router-disk-cache-hit-weight DYN_ROUTER_DISK_CACHE_HIT_WEIGHT";
         /// Weight of the uncached prefill cost
@@ -96,7 +96,7 @@ settings! {
             "--router-prefill-load-scale DYN_ROUTER_PREFILL_LOAD_SCALE";
         /// Prefill speed, to discount prompts in progress; auto learns it
         ///
-        /// With `auto`, each worker's first tokens show it
+        /// With `auto`, kvflash learns it from each worker's times to the first token
         prefill_tokens_per_s: PrefillSpeed = PrefillSpeed::Unknown, 0.001..,
             "--router-prefill-tokens-per-second N|auto";
         /// Cost of each running request, in blocks
@@ -105,7 +105,7 @@ settings! {
              DYN_ROUTER_DECODE_ACTIVE_REQUEST_WEIGHT";
         /// Randomness of the choice; 0 takes the cheapest worker
         ///
-        /// A worker is drawn with `exp(-(cost / range) / temperature)`
+        /// Above 0, the probability of a worker is proportional to `exp(-(cost / range) / temperature)`
         temperature: f64 = 0.0, 0.0.., "--router-temperature DYN_ROUTER_TEMPERATURE";
         /// Tokens per KV block; learned from the engines if not given
         ///
@@ -122,7 +122,7 @@ settings! {
         track_active_blocks: bool = true, (),
             "--track-active-blocks --router-track-active-blocks --no-track-active-blocks \
              --no-router-track-active-blocks DYN_ROUTER_TRACK_ACTIVE_BLOCKS";
-        /// Count generated blocks, too
+        /// Count generated blocks as well as prompt blocks
         ///
         /// Generated blocks then count in `decode_blocks`
         track_output_blocks: bool = false, (),
@@ -130,15 +130,15 @@ settings! {
              DYN_ROUTER_TRACK_OUTPUT_BLOCKS";
         /// Count prompt tokens until the first token; off for decode-only workers
         ///
-        /// Pools of prefill workers count them always
+        /// Pools of prefill workers always count them
         track_prefill_tokens: bool = true, (),
             "--track-prefill-tokens --router-track-prefill-tokens --no-track-prefill-tokens \
              --no-router-track-prefill-tokens DYN_ROUTER_TRACK_PREFILL_TOKENS";
-        /// Count a block that running requests share once
+        /// Count a block that several running requests share only once
         assume_kv_reuse: bool = true, (),
             "--assume-kv-reuse --router-assume-kv-reuse --no-assume-kv-reuse \
              --no-router-assume-kv-reuse DYN_ROUTER_ASSUME_KV_REUSE";
-        /// Free a request's load after so long without activity
+        /// Free a request's load after this long without activity
         active_request_expiry_secs: Duration = Duration::from_secs(300), 1.0..,
             "--active-request-expiry SECONDS DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS";
     } }
@@ -147,7 +147,7 @@ settings! {
 settings! {
     /// Where knowledge of caches comes from, and how long it is valid.
     CacheSettings { "Knowledge of caches": {
-        /// Listen to the engines' events; off: assume that prompts sent stay cached
+        /// Listen to the engines' KV events; off: assume that prompts stay cached where they were sent
         ///
         /// See [without events](routing.md#without-events)
         use_kv_events: bool = true, (),
@@ -155,23 +155,23 @@ settings! {
              DYN_ROUTER_KV_EVENTS";
         /// Without events: how long a prompt counts as cached
         ///
-        /// From the last time it was sent; looking does not count. `auto` uses the [size of the
-        /// cache](routing.md#without-events) instead where it is known, unless this is given
+        /// Counted from the last time the prompt was sent; queries do not renew it. If the [size of the
+        /// cache](routing.md#without-events) is known, `auto` uses that instead, unless you set this flag
         router_ttl_s: Duration = Duration::from_secs(120), 0.0..=31_536_000.0,
             "--router-ttl --router-ttl-secs SECONDS DYN_ROUTER_TTL DYN_ROUTER_TTL_SECS";
-        /// Maximum blocks that count as cached this way, over all workers
+        /// Maximum blocks that count as cached without events, over all workers
         ///
         /// With events, the limit of predictions
         router_max_tree_size: usize = 1_048_576, 1..=1 << 40,
             "--router-max-tree-size BLOCKS DYN_ROUTER_MAX_TREE_SIZE";
-        /// Share of --router-max-tree-size left after the oldest are dropped
+        /// Share of --router-max-tree-size that remains after the oldest blocks are dropped
         ///
-        /// The least recently sent are dropped, the deepest of them first
+        /// kvflash drops the least recently sent blocks, the deepest of them first
         router_prune_target_ratio: f64 = 0.8, 0.0..=1.0,
             "--router-prune-target-ratio DYN_ROUTER_PRUNE_TARGET_RATIO";
-        /// With events: count a prompt as cached for so long before its events arrive
+        /// With events: how long a prompt counts as cached before its events arrive
         ///
-        /// `0` or `None`: not at all; see [predictions](routing.md#predictions)
+        /// `0` or `None`: no predictions; see [predictions](routing.md#predictions)
         predicted_ttl_s: Option<Duration> = Some(Duration::from_secs(5)), 0.0..=86_400.0,
             "--router-predicted-ttl-secs SECONDS DYN_ROUTER_PREDICTED_TTL_SECS";
     } }
@@ -180,21 +180,21 @@ settings! {
 settings! {
     /// When a worker counts as busy, and how requests wait.
     BusySettings { "Busy workers": {
-        /// Send no requests to workers with more than this share of blocks in use
+        /// Send no requests to workers with more than this share of their blocks in use
         active_decode_blocks_threshold: Option<f64> = None, 0.0..=1.0,
             "--active-decode-blocks-threshold --busy-threshold \
              DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD DYN_BUSY_THRESHOLD";
-        /// Send no requests to workers with more tokens left to prefill
+        /// Send no requests to workers with more than this many tokens left to prefill
         active_prefill_tokens_threshold: Option<u64> = None, 0..=u64::MAX,
             "--active-prefill-tokens-threshold TOKENS DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD";
-        /// The same limit, as a multiple of the worker's largest batch
+        /// The same limit as a multiple of the worker's largest batch
         ///
-        /// 10,000,000 tokens for a worker with an unknown batch
+        /// If a worker's largest batch is unknown, kvflash assumes 10,000,000 tokens
         active_prefill_tokens_threshold_frac: Option<f64> = None, 0.0..,
             "--active-prefill-tokens-threshold-frac DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC";
     }
     "Queue": {
-        /// Queue while every worker has more to prefill than so many batches; None: never
+        /// Queue requests while every worker has more than this many batches to prefill; None: never
         router_queue_threshold: Option<f64> = None, 0.0..,
             "--router-queue-threshold DYN_ROUTER_QUEUE_THRESHOLD";
         /// Order of the queue: first come, last come, or shortest prefill
@@ -202,16 +202,16 @@ settings! {
             "--router-queue-policy DYN_ROUTER_QUEUE_POLICY";
         /// Maximum queued requests per model; more are refused with 429
         ///
-        /// With `Retry-After: 1`
+        /// The answer carries `Retry-After: 1`
         router_queue_limit: usize = 1_024, 1..=10_000_000, "--router-queue-limit";
         /// Longest wait in the queue before a request is refused with 503
         ///
-        /// With `Retry-After: 1`
+        /// The answer carries `Retry-After: 1`
         router_queue_timeout_s: Duration = Duration::from_secs(60), 0.001..=86_400.0,
             "--router-queue-timeout SECONDS";
-        /// Largest batch of workers that do not report theirs
+        /// Largest batch (in tokens) of workers that do not report it
         ///
-        /// Workers of the runtime report it in their card; give it for OpenAI engines
+        /// Runtime workers report it in their card; set it for OpenAI engines
         router_queue_batched_tokens: u64 = 10_000_000, 1..=1 << 62,
             "--router-queue-batched-tokens TOKENS";
     } }
@@ -227,13 +227,13 @@ settings! {
         ///
         /// See [cost of kv](routing.md#cost-of-kv)
         log_decisions: bool = false, (), "--log-decisions";
-        /// Refuse requests until so many workers have been healthy
+        /// Refuse requests until this many workers have been healthy at once
         ///
-        /// Until then they are refused with 503
+        /// Until then the service refuses requests with 503
         min_initial_workers: usize = 0, 0..=65_535,
             "--min-initial-workers --router-min-initial-workers COUNT \
              DYN_ROUTER_MIN_INITIAL_WORKERS";
-        /// Seed of random choices, for repeatable runs
+        /// Seed for random choices, to make runs repeatable
         seed: Option<u64> = None, 0..=u64::MAX, "--seed";
     } }
 }
@@ -243,12 +243,12 @@ settings! {
     IndexSettings { "Index": {
         /// Maximum blocks in the index of one model; 0: no limit
         ///
-        /// A block counts once for every worker and tier that holds it; at the limit stores are refused;
-        /// see [how many are needed](indexer.md#memory)
+        /// A block counts once for every worker and tier that holds it. At the limit the index refuses new
+        /// blocks; see [how many you need](indexer.md#memory)
         max_blocks: usize = DEFAULT_MAX_BLOCKS, 0..=1 << 48, "--max-blocks BLOCKS";
         /// Maximum memory of one model's index, such as 8GiB; 0: no limit
         ///
-        /// Near it the least recently stored blocks are dropped
+        /// Near the limit the index drops the least recently stored blocks
         index_memory_bytes: usize = 0, Legal::Bytes(1 << 20, true), "--index-memory SIZE";
     } }
 }
@@ -260,10 +260,10 @@ settings! {
         serve_indexer: bool = false, (), "--serve-indexer";
         /// Ask this kvflash indexer, or the one in discovery, instead of listening to events
         ///
-        /// Without a URL the [one in discovery](indexer.md#engines-without-registration). Its
+        /// Without a URL: the [one in discovery](indexer.md#engines-without-registration). Its
         /// instance ids are the workers' ids; see [with an indexer](router.md#with-an-indexer)
         remote_indexer: Option<String> = None, Legal::Bare("discovery"), "--use-remote-indexer URL";
-        /// Longest wait for its answer; after it only the load and the prompts sent lately decide
+        /// Longest wait for the remote indexer; after it, route by load and recently sent prompts alone
         remote_indexer_deadline: Duration = Duration::from_millis(50),
             0.001..=60.0, "--remote-indexer-deadline SECONDS";
     }
@@ -278,21 +278,21 @@ settings! {
     ClusterSettings { "Replicas": {
         /// How events arrive: zmq needs no server; nats uses the one in NATS_SERVER
         ///
-        /// With nats, workers on sockets are taken as well, and a server must be there at the start
+        /// With nats, workers that publish on sockets work as well; the NATS server must be reachable at the start
         event_plane: String = "zmq".to_owned(), &["zmq", "nats"], "--event-plane DYN_EVENT_PLANE";
         /// Deprecated; use --event-plane nats
         durable_kv_events: bool = false, (),
             "--router-durable-kv-events --durable-kv-events DYN_ROUTER_DURABLE_KV_EVENTS \
              DYN_DURABLE_KV_EVENTS";
-        /// Share load with other routers of the same workers; needs discovery
+        /// Share load with other routers of the same workers; requires discovery
         ///
         /// Over NATS with `--event-plane nats`, else over ZMQ
         router_replica_sync: bool = false, (),
             "--router-replica-sync --no-router-replica-sync DYN_ROUTER_REPLICA_SYNC";
-        /// With nats: take a snapshot when a stream has more messages; None: never
+        /// With nats: take a snapshot when a stream has more than this many messages; None: never
         router_snapshot_threshold: Option<u64> = Some(1_000_000), 1..=1 << 62,
             "--router-snapshot-threshold MESSAGES DYN_ROUTER_SNAPSHOT_THRESHOLD";
-        /// With nats: erase the stream and its snapshot at all replicas, and start over
+        /// With nats: erase the stream and its snapshot for all replicas, and start over
         router_reset_states: bool = false, (),
             "--router-reset-states --no-router-reset-states DYN_ROUTER_RESET_STATES";
     } }
