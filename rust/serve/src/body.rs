@@ -381,8 +381,8 @@ impl Intake {
             Unreadable::NoTurn => {
                 let seconds = self.timeout.as_secs_f64();
                 let what = format!(
-                    "other large request bodies were read for {seconds} s (--body-timeout); the limit of those read \
-                     at once is {} MiB; try again",
+                    "the body waited {seconds} s (--body-timeout) for other large bodies, of which at most {} MiB \
+                     are read at once; try again",
                     LARGE_AT_ONCE >> 20
                 );
                 ("memory", Error::Overloaded(what).into())

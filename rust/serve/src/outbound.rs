@@ -201,7 +201,7 @@ fn allowed(
         None => Ok(addresses.into_iter()),
         Some(why) => {
             let what =
-                format!("{:?} now has no address that may be connected to: {why}", name.as_str());
+                format!("{:?} no longer resolves to an allowed address: {why}", name.as_str());
             Err(io::Error::new(io::ErrorKind::PermissionDenied, what))
         }
     }
@@ -419,7 +419,7 @@ mod tests {
         let refused = connect(&mut added, &named).await.unwrap_err();
         assert!(
             refused.contains(
-                "\"worker.test\" now has no address that may be connected to: 10.0.0.7 is not among"
+                "\"worker.test\" no longer resolves to an allowed address: 10.0.0.7 is not among"
             ) && refused.contains("--worker-allow"),
             "{refused}"
         );

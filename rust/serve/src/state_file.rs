@@ -52,8 +52,8 @@ impl Registrations {
             Ok(new) => Ok((key, new)),
             Err(error) => {
                 let why = format!(
-                    "{key:?} is no registration of this service ({error}): name this service's own file; if this is \
-                     it, remove the line"
+                    "{key:?} is not a registration of this service ({error}): name this service's own file; if this \
+                     is that file, remove the line"
                 );
                 Err(wrong(path, &why))
             }
@@ -655,7 +655,7 @@ mod tests {
         let text = fs::read_to_string(&path).unwrap();
         let take = |_: u32| unreachable!("it is no number");
         let error = Registrations::default().restore(Some(&path), take).unwrap_err().to_string();
-        assert!(error.contains("\"worker/1\" is no registration of this service"), "{error}");
+        assert!(error.contains("\"worker/1\" is not a registration of this service"), "{error}");
         assert_eq!(fs::read_to_string(&path).unwrap(), text);
     }
 

@@ -92,7 +92,10 @@ impl WorkerAllow {
             // It may appear later, and is resolved again for every connection.
             _ if self.nets.is_empty() => Ok(()),
             _ => {
-                let what = format!("{field}: {bare:?} cannot be resolved, which {FLAG} needs");
+                let what = format!(
+                    "{field}: {bare:?} cannot be resolved, so it can't be checked against {FLAG}; \
+                     give an IP address, or a name that this host resolves"
+                );
                 Err(Reject::new(StatusCode::FORBIDDEN, what))
             }
         }

@@ -75,7 +75,7 @@ def test_a_damaged_part_costs_its_worker_only(tmp_path):
     fresh = KvIndexer(SIZE, max_blocks=3)
     fresh.store(1, [19], LOCALS[:1])
     lost = {(worker, rank): cause for worker, rank, cause in fresh.load_snapshot(path)["lost"]}
-    assert lost[1, 0] == "the worker holds 1 blocks already"
+    assert lost[1, 0] == "the worker already holds 1 blocks"
     assert lost[7, 0] == "the index refused: no more blocks"
     assert fresh.stats()["memberships"] <= 3
 

@@ -507,8 +507,8 @@ def test_settings_of_fairness_alone_are_no_mistake(line):
         ("http://127.0.0.1:1/", "http://127.0.0.1:1/ is already registered as worker 1"),
         (
             "http://127.0.0.1:2,events=tcp://127.0.0.1:3",
-            "events: tcp://127.0.0.1:3 is worker 1's event socket already; each engine has its own "
-            "endpoint in --kv-events-config",
+            "events: tcp://127.0.0.1:3 is already the event socket of worker 1; give each "
+            "engine an endpoint of its own in --kv-events-config",
         ),
     ],
 )

@@ -147,7 +147,7 @@ impl Code {
                 "the next batch resolves this; with a replay_endpoint it is resolved at once"
             }
             Self::RecoveredWithoutWatermark => {
-                "run the peers in the same version, or add a replay_endpoint; this ends when the engine clears its \
+                "run the same version on all peers, or add a replay_endpoint; this ends when the engine clears its \
                  cache or restarts"
             }
             Self::RecoveredInexact => {

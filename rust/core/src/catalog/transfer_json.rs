@@ -156,7 +156,7 @@ impl<'a, 'b> Entry<'a, 'b> {
             if held == 0 {
                 return Taken::All;
             }
-            progress.skip(format!("worker {worker}: the worker holds {held} blocks already"));
+            progress.skip(format!("worker {worker}: the worker already holds {held} blocks"));
             Taken::None
         });
         let Some(model) = model.filter(|_| *taken != Taken::None) else { return };

@@ -288,7 +288,7 @@ impl<T> FairQueue<T> {
                         name.client
                     ),
                     Some(group) => format!(
-                        "{} requests of {group} wait, whatever names they have; the limit is three quarters of \
+                        "{} requests of {group} wait, over all its client names; the limit is three quarters of \
                          --max-concurrent-requests",
                         self.clients.queued_of(group)
                     ),

@@ -49,8 +49,8 @@ impl RoutePolicy for ByMetric {
     fn trouble(&self) -> Option<String> {
         self.is_blind.load(Ordering::Relaxed).then(|| {
             format!(
-                "policy {} prefers no worker: none that could take the latest request reported its metric; see \
-                 what the engines' GET /metrics lacks, or set another --router-mode",
+                "policy {} prefers no worker: no worker that could take the latest request reported the policy's \
+                 metric; check that the engines' GET /metrics has it, or set another --router-mode",
                 self.name
             )
         })

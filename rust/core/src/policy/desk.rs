@@ -295,7 +295,8 @@ impl Desk {
         let why = if state.is_stuck {
             let deadline_ms = self.deadline_ms;
             format!(
-                "a call has not returned within {deadline_ms} ms and still runs; it is asked again once it returns"
+                "a call has not returned within {deadline_ms} ms and still runs; the policy gets no calls until it \
+                 returns"
             )
         } else {
             format!("see the log, and kvflash_outside_policy_answers_total{{outcome=\"{cause}\"}}")

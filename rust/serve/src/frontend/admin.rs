@@ -225,8 +225,9 @@ fn warnings(
     let mismatches = app.metrics.token_mismatches.get();
     if mismatches > 0 {
         let message = format!(
-            "in {mismatches} answers the engine counted a different number of prompt tokens than --tokenizer: \
-             tokenizer or chat template differ from the engine's, and prompts that are rendered here never match"
+            "in {mismatches} answers the engine counted a different number of prompt tokens than the frontend: its \
+             --tokenizer or chat template differs from the engine's, so prompts that the frontend renders never \
+             match; set --tokenizer to the folder of the model that the engine serves"
         );
         warnings.push(Warning::new(Topic::TokenCountsDiffer, message));
     }
@@ -394,8 +395,8 @@ pub(super) fn tell_why(app: &App, id: &str) -> Result<Response, Reject> {
     if records.is_empty() {
         let message = if id.len() > MAX_REQUEST_ID_BYTES {
             format!(
-                "no decision has an id of more than {MAX_REQUEST_ID_BYTES} bytes: kvflash gave the request another \
-                 one, which is x-request-id in its answer"
+                "a request id has at most {MAX_REQUEST_ID_BYTES} bytes, and kvflash replaced this longer one: use \
+                 the x-request-id of the request's answer"
             )
         } else {
             format!(

@@ -111,8 +111,8 @@ impl Fleet {
         let shared = |one: &Arc<Engine>| Some((spec.shared_socket(&one.spec)?, one.id));
         if let Some((socket, other)) = rivals.filter_map(shared).next() {
             return Err(Error::Conflict(format!(
-                "events: {socket} is worker {other}'s event socket already; each engine has its own endpoint in \
-                 --kv-events-config"
+                "events: {socket} is already the event socket of worker {other}; give each engine an endpoint of its \
+                 own in --kv-events-config"
             )));
         }
         let id = match spec.instance_id {
@@ -258,12 +258,12 @@ impl Fleet {
         }
         if self.block_size > 0 {
             return Err(Error::Conflict(format!(
-                "its block size is {size}, --kv-cache-block-size is {known}: its blocks never match; remove the \
+                "its block size is {size}, but --kv-cache-block-size is {known}: its blocks never match; remove the \
                  flag, or set it to the workers' block size"
             )));
         }
         Err(Error::Conflict(format!(
-            "its block size is {size}, that of model {name} is {known}: its blocks never match; start it with \
+            "its block size is {size}, but that of model {name} is {known}: its blocks never match; start it with \
              --block-size {known}, or serve it under another name"
         )))
     }

@@ -201,8 +201,9 @@ async fn inspect_tokenizer(app: &App, engine: &Engine, faults: &mut Vec<WorkerRe
         };
         if own != theirs {
             let seen = format!(
-                "--tokenizer makes {} tokens of {sample:?}, the engine {}{}: it belongs to another model, and \
-                 no prompt that is tokenized here matches the engine's cache; those that the engine tokenizes do",
+                "--tokenizer gives {} tokens for {sample:?}, the engine {}{}: it is the tokenizer of another model, \
+                 so prompts that the frontend tokenizes never match the engine's cache; prompts that the engine \
+                 tokenizes do",
                 own.len(),
                 theirs.len(),
                 if own.len() == theirs.len() { " different ones" } else { "" },

@@ -43,8 +43,8 @@ metrics! {
         pub ids_given_up: Family<CauseLabel, Counter> = "token_ids_given_up",
             "Engines that no longer get token ids, by cause";
         pub taught: Family<OutcomeLabel, Counter> = "taught_prompts",
-            "Chats routed without a tokenizer, by what engines told of them: learned = the ids of the prompt; matched = \
-             those of an earlier turn; corrected = others than an earlier turn promised";
+            "Chats routed without a tokenizer, by outcome: learned = the engine returned the prompt's ids; matched = \
+             matched by an earlier turn; corrected = the engine returned other ids than in an earlier turn";
         pub taught_given_up: Family<CauseLabel, Counter> = "taught_given_up",
             "Engines that are no longer asked for the token ids of prompts, by cause";
         pub attempts_failed: Family<CauseLabel, Counter> = "attempts_failed",

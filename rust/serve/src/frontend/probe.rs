@@ -219,7 +219,7 @@ async fn check(
     let (status, _) = upstream.get(&engine.spec, "/health", timeout).await?;
     let hint = match status {
         200 => return Ok(()),
-        508 => ": the worker is this frontend itself, or leads back to it",
+        508 => ": the worker is this frontend itself, or forwards requests to it",
         _ => "",
     };
     Err(AttemptError::answered(status, format!("GET /health answered {status}{hint}")))

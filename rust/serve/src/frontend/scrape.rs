@@ -27,8 +27,12 @@ pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
         write_turns(&of, page)?;
         write_tokenizers(&of, page)?;
         let (bytes, evictions_total) = of.taught.held();
-        page.gauge("taught_cache_bytes", "Memory of what engines told of conversations", bytes)?;
-        let help = "Conversations evicted from the memory of what engines told";
+        page.gauge(
+            "taught_cache_bytes",
+            "Memory of the token ids that engines returned for conversations",
+            bytes,
+        )?;
+        let help = "Conversations evicted from the memory of returned token ids";
         page.counter("taught_cache_evictions", help, evictions_total)
     };
     app.common.expose(&app.catalog, &app.fleet.common.journal, prefix, read).await

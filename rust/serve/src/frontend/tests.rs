@@ -199,7 +199,7 @@ fn two_workers_do_not_share_an_event_socket() {
     assert_eq!(add("http://127.0.0.1:1,events=tcp://127.0.0.1:5557,dp=2").unwrap(), 1);
     let error = add("http://127.0.0.1:2,events=tcp://127.0.0.1:5558").unwrap_err();
     assert!(matches!(error, Error::Conflict(_)), "{error:?}");
-    let wanted = "events: tcp://127.0.0.1:5558 is worker 1's event socket already";
+    let wanted = "events: tcp://127.0.0.1:5558 is already the event socket of worker 1";
     assert!(error.to_string().starts_with(wanted), "{error}");
     // An engine may have a part of each kind, and a new process takes over the socket.
     add("http://127.0.0.1:2,events=tcp://127.0.0.1:5557,role=prefill").unwrap();
@@ -220,7 +220,7 @@ fn a_body_of_another_api_needs_its_path_to_be_explained() {
     assert!(explain(None).unwrap_err().contains("add their path, as in ?path=/v1/responses"));
     explain(Some("/v1/responses")).unwrap();
     let refused = explain(Some("/v1/models")).unwrap_err();
-    assert!(refused.starts_with("path: /explain takes no requests to /v1/models; "), "{refused}");
+    assert!(refused.starts_with("path: /explain does not support /v1/models; "), "{refused}");
 }
 
 #[test]

@@ -232,9 +232,9 @@ impl Row {
         let meant = Self::meant_by(path).filter(|path| Self::of(path).is_some());
         let hint = match meant.as_deref().or_else(|| near(path)) {
             Some(meant) => format!("did you mean {meant}?"),
-            None => format!("it takes those to {}", ROWS.each_ref().map(|row| row.path).join(", ")),
+            None => format!("it supports {}", ROWS.each_ref().map(|row| row.path).join(", ")),
         };
-        format!("/explain takes no requests to {path}; {hint}")
+        format!("/explain does not support {path}; {hint}")
     }
 
     /// The response for a path that is not served, and its format.
@@ -323,7 +323,7 @@ mod tests {
             ("/v1/embedding", "; did you mean /v1/embeddings?"),
         ] {
             let message = Row::unexplained(path);
-            let wanted = format!("/explain takes no requests to {path}{wanted}");
+            let wanted = format!("/explain does not support {path}{wanted}");
             assert!(message.starts_with(&wanted), "{message}");
             assert!(!message.contains("{id}"), "{message}");
         }

@@ -237,7 +237,7 @@ impl Tries {
                         (Some(why), _) => format!("; {why}"),
                         (None, 0) => String::new(),
                         (None, _) if tried.len() >= limit => format!(
-                            "; it may try {limit} at most (--max-attempts, x-kvflash-max-attempts)"
+                            "; the limit of attempts is {limit} (--max-attempts, x-kvflash-max-attempts)"
                         ),
                         (None, 1) => {
                             "; the model's other worker is unhealthy, draining or busy".to_owned()

@@ -76,7 +76,7 @@ impl Delivery {
         }
         if headers.contains_key(header::CONTENT_ENCODING) {
             if is_asked_here {
-                let why = "its answer is compressed without having been asked";
+                let why = "its answer is compressed, although the request accepts no compression";
                 self.engine.teaches_no_more(&self.app, "encoded", why);
             }
             return None;
@@ -311,7 +311,7 @@ impl Relay {
     }
 
     fn cut_off(&mut self) -> Option<Result<Frame<Bytes>, BoxError>> {
-        let why = "the server stops, and the answer did not end within --drain-timeout: send the request again";
+        let why = "the server is stopping, and the answer did not end within --drain-timeout: send the request again";
         self.delivery.broken(why, false);
         self.end_with(why, why.into())
     }

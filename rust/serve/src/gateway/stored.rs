@@ -73,7 +73,11 @@ impl Kept {
             let id = row.response_of(path).unwrap_or_default();
             check_tenant(id, IN_PATH, caller)?;
             return Self::named(app, id.to_owned(), IN_PATH)?.map(Some).ok_or_else(|| {
-                gone(id, IN_PATH, "it has no worker's name, so nothing tells who keeps it")
+                gone(
+                    id,
+                    IN_PATH,
+                    "it names no worker, so kvflash can't find the engine that keeps it",
+                )
             });
         }
         // Without a worker's name, the engine decides whether the response exists.

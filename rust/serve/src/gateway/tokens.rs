@@ -259,8 +259,8 @@ pub(super) fn check_length(app: &App, call: &Call, pool: &Pool) -> Result<usize,
     let bytes = call.body.weight(fields);
     if bytes > limit {
         return Err(Error::invalid(format!(
-            "{what} {bytes} bytes of text, which is more than {limit} bytes, the limit ({why}); a number \
-             or token id counts 8"
+            "{what} {bytes} bytes of text, which is more than {limit} bytes, the limit ({why}); a number or token id \
+             counts as 8 bytes"
         )));
     }
     Ok(limit)
@@ -395,7 +395,7 @@ pub(super) async fn ask(
                     url = engine.base,
                     status = status.as_u16(),
                     path,
-                    "the engine does not render such requests: they are balanced by load (of chats only those \
+                    "the engine does not render such requests, so they are balanced by load (for chats, only those \
                      with images); to match them, start vLLM 0.32 or newer with --enable-scale-out"
                 );
             }

@@ -63,15 +63,16 @@ impl FoundWorkers {
             None => tracing::warn!(
                 worker = id,
                 url,
-                "this worker is not followed, because an indexer hears only event sockets: add \
-                 events=tcp://HOST:PORT to its --worker (of an SGLang engine, too: only a frontend asks it)"
+                "this worker is not followed, because an indexer reads only event sockets: add \
+                 events=tcp://HOST:PORT to its --worker (also for an SGLang engine, which only a frontend asks for \
+                 its socket)"
             ),
             Some(events) if broker_path(events).is_some() => tracing::warn!(
                 worker = id,
                 url,
                 events,
-                "this worker is not followed, because an indexer reads no events over a broker: start it with \
-                 --event-plane zmq and give events=tcp://HOST:PORT"
+                "this worker is not followed, because an indexer does not read events over a broker: start it with \
+                 --event-plane zmq and set events=tcp://HOST:PORT"
             ),
             Some(_) => {}
         }

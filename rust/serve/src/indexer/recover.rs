@@ -232,7 +232,7 @@ async fn load(
     if response.status() != StatusCode::OK {
         let hint = match response.status() {
             StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
-                ": name a file with an admin key of it by --service-key-file"
+                ": set --service-key-file to a file with one of its admin keys"
             }
             _ => "",
         };

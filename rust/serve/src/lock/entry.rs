@@ -209,8 +209,8 @@ impl Lock {
             return Ok(());
         }
         Err(Error::Config(format!(
-            "{KEYS_FLAG} has a line for a client's certificate, and {CLIENT_CA_FLAG} is not given: give it the file \
-             of the authority that signs them, or give the line a key (`kvflash keys add`)"
+            "{KEYS_FLAG} has a line for a client's certificate, but {CLIENT_CA_FLAG} is not set: set it to the file \
+             of the CA that signs clients' certificates, or give the line a key (`kvflash keys add`)"
         )))
     }
 
@@ -233,7 +233,7 @@ impl Lock {
             tracing::warn!(
                 %address,
                 "workers and settings are closed to all clients: --trusted-proxies names this machine, so a client \
-                 here can't be told from one behind the proxy. Add an admin key to --keys-file, or set --admin-port"
+                 on it looks like one behind the proxy. Add an admin key to --keys-file, or set --admin-port"
             );
         }
         if lock.reach.is_loopback {
@@ -396,8 +396,8 @@ impl Lock {
         presented: Presented,
     ) -> std::result::Result<Admitted, Refusal> {
         if is_from_here(request.headers()) {
-            let what = "this service has sent the request itself: one of its workers is its own address, or leads \
-                        back to it";
+            let what = "this service received a request that it sent itself: correct the URL of the worker that is \
+                        this service, or that forwards to it";
             return Err(Refusal::new("loop", StatusCode::LOOP_DETECTED, what));
         }
         let side = Side::of(request.uri().path());
@@ -420,8 +420,7 @@ impl Lock {
         let mut is_local = self.reach.is_loopback;
         if side == Side::Admin {
             if rules.admin_address.is_some() && !self.reach.is_admin {
-                let what =
-                    "this port serves no paths for operators: ask at the service's --admin-port";
+                let what = "this port does not serve the admin side: send the request to the service's --admin-port";
                 return Err(Refusal::new("admin", StatusCode::FORBIDDEN, what));
             }
             if !is_operator && !self.reach.is_admin && !rules.is_admin_open {
@@ -554,14 +553,16 @@ fn check_is_local(
             format!("; this request came through a proxy ({name})")
         }
         None if is_proxy => {
-            format!("; --trusted-proxies names {address}, so this may be anybody's request")
+            format!(
+                "; --trusted-proxies names {address}, so the request may come from any client behind that proxy"
+            )
         }
         _ => String::new(),
     };
     let what = format!(
-        "this path needs an admin key, or a client on the same machine{came}. Give --keys-file a key of the role \
-         admin (kvflash keys add ID --role admin), serve these paths at an address of their own (--admin-port), \
-         or open them to everybody (--open-admin)"
+        "this path needs an admin key, or a client on the same machine{came}. Add a key of the role admin to \
+         --keys-file (kvflash keys add ID --role admin), serve these paths on a port of their own (--admin-port), or \
+         open them to everybody (--open-admin)"
     );
     Err(Refusal::new("elsewhere", StatusCode::FORBIDDEN, what))
 }
@@ -575,7 +576,7 @@ fn key_of(headers: &HeaderMap) -> std::result::Result<Option<&[u8]>, Refusal> {
         let mut values = headers.get_all(name).iter();
         let Some(value) = values.next() else { continue };
         if values.next().is_some() {
-            let what = format!("header {name} came twice; send it once");
+            let what = format!("header {name} appears more than once; send it once");
             return Err(Refusal::new("twice", StatusCode::BAD_REQUEST, what));
         }
         let bytes = value.as_bytes();

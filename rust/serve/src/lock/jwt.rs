@@ -126,7 +126,7 @@ impl Tokens {
                 }
                 tracing::error!(
                     file = %of.display(), why,
-                    "the file has lost its last key that can check a token: no token is accepted until it has one"
+                    "the file no longer has a key that can verify a token: no token is accepted until you add one"
                 );
             } else if !unused.is_empty() {
                 tracing::info!("{JWKS_FLAG}: keys that check no token: {unused}");

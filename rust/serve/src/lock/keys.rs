@@ -141,8 +141,8 @@ impl Keys {
                 let (role, file) = (role.name(), of.display());
                 tracing::error!(
                     role, %file,
-                    "the file has lost its last key of this role: its paths stay closed to everybody until it has \
-                     one, or the service is restarted"
+                    "the file no longer has a key of this role: the role's paths stay closed to everybody until you \
+                     add a key or restart the service"
                 );
             }
             keys.roles.extend(closed.iter());
@@ -191,7 +191,9 @@ impl Keys {
                 // Ids differ; two that differ in case name one certificate.
                 return match self.certified.insert(key.id.to_ascii_lowercase(), key) {
                     None => Ok(()),
-                    Some(other) => Err(format!("the certificate is that of {:?}, too", other.id)),
+                    Some(other) => {
+                        Err(format!("the certificate already belongs to {:?}", other.id))
+                    }
                 };
             }
             Secret::Argon2(hash) => {

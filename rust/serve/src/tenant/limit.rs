@@ -101,8 +101,7 @@ impl Meters {
     pub fn begin(&self, key: &Key) -> Result<Running, Reject> {
         let now_ms = self.clock.now_ms();
         let meter = self.meter(&key.id).ok_or_else(|| {
-            let what =
-                format!("{MAX_METERS} other clients use their limits, the most that are counted");
+            let what = format!("{MAX_METERS} other clients have limits in use, the maximum");
             refusal(&key.id, &what, 1_000)
         })?;
         {

@@ -206,7 +206,7 @@ async fn a_request_is_explained_by_its_path() {
     let answer = stage.post("/explain?path=/nothing", &body).await;
     assert_eq!(answer.status, 400);
     assert!(
-        answer.text().contains("path: /explain takes no requests to /nothing"),
+        answer.text().contains("path: /explain does not support /nothing"),
         "{}",
         answer.text()
     );

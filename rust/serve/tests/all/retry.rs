@@ -47,8 +47,11 @@ async fn a_client_may_allow_fewer_attempts_and_never_more() {
         let answer = stage.ask_with(&[("x-kvflash-max-attempts", value)], &prompt(0..40)).await;
         assert_eq!((answer.status, sent()), (503, expected), "{value}");
         // Two workers refused the request, whatever the limit.
-        let end =
-            if value == "1" { "; it may try 1 at most (--max-attempts" } else { "; two workers" };
+        let end = if value == "1" {
+            "; the limit of attempts is 1 (--max-attempts"
+        } else {
+            "; two workers"
+        };
         assert!(answer.text().contains(end), "{}", answer.text());
     }
     for value in ["0", "-1", "two", "1.5"] {

@@ -40,7 +40,7 @@ impl Publisher {
             return Err("it was unregistered meanwhile");
         }
         if state.stream.last().is_some() && !state.is_bare {
-            return Err("its own events are here already");
+            return Err("its own events have already arrived");
         }
         let place = load();
         self.go_on(&mut state, &place);

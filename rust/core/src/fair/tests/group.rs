@@ -119,7 +119,7 @@ fn a_group_leaves_room_in_the_queue() {
     let refused = queue.push(of_group("e"), 1, cost(1), Standing::default(), 0).unwrap_err();
     assert_eq!(refused.refusal, Refusal::ClientQueueFull);
     let text = refused.error.to_string();
-    assert!(text.contains("6 requests of 10.0.0.9 wait, whatever names they have"), "{text}");
+    assert!(text.contains("6 requests of 10.0.0.9 wait, over all its client names"), "{text}");
     queue.push("other", 2, cost(1), Standing::default(), 0).unwrap();
     assert_eq!(queue.stats().clients, 5);
     while let Some((grant, _)) = pop(&mut queue) {

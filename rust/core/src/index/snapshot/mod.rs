@@ -114,7 +114,7 @@ pub enum Cause {
     #[error("the index refused: {0}")]
     Refused(&'static str),
     /// The worker already holds blocks: its own events are newer.
-    #[error("the worker holds {0} blocks already")]
+    #[error("the worker already holds {0} blocks")]
     Held(usize),
 }
 

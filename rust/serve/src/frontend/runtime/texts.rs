@@ -128,7 +128,7 @@ impl Tokenizers {
         };
         if others >= MAX_TOKENIZERS {
             return Err(Error::Overloaded(format!(
-                "{MAX_TOKENIZERS} tokenizers are loaded, the limit; {} is one more",
+                "{MAX_TOKENIZERS} tokenizers are loaded, the limit; {} is not loaded",
                 folder.display()
             )));
         }

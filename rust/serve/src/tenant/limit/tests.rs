@@ -115,7 +115,11 @@ fn one_more_client_than_are_counted_is_refused() {
     }
     let reject = meters.begin(&limited(MAX_METERS)).err().unwrap();
     assert_eq!((reject.status.as_u16(), reject.retry_after_s), (429, Some(1)));
-    assert!(reject.message.contains("10000 other clients use their limits"), "{}", reject.message);
+    assert!(
+        reject.message.contains("10000 other clients have limits in use"),
+        "{}",
+        reject.message
+    );
     let mut headers = HeaderMap::new();
     meters.tell(&limited(MAX_METERS), &mut headers);
     assert!(headers.is_empty() && meters.all().len() == MAX_METERS);
