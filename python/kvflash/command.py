@@ -9,16 +9,16 @@ from typing import Any
 #: Every command with a one-line summary; ``kvflash X`` is ``python -m kvflash.X``.
 COMMANDS = {
     "frontend": "Route and forward requests: an OpenAI-compatible HTTP server",
-    "router": "Decide which worker gets a request, for gateways that forward themselves",
-    "indexer": "Answer which worker holds how much of a prompt",
-    "mocker": "Run engines without a model or a GPU",
-    "vllm": "Start vLLM with its events on, and register it",
-    "sglang": "Start SGLang with its events on, and register it",
-    "workers": "List the workers of a running service, drain and resume them",
-    "explain": "Show where a prompt would go, and why; or why a request went where it did",
-    "replay": "Send a recorded trace of prompts, and measure cache hits and latencies",
+    "router": "Choose a worker for each request, for gateways that forward requests themselves",
+    "indexer": "Answer queries about how much of a prompt each worker has cached",
+    "mocker": "Run mock engines without a model or a GPU",
+    "vllm": "Start vLLM with KV events on, and register it",
+    "sglang": "Start SGLang with KV events on, and register it",
+    "workers": "List, drain and resume the workers of a running service",
+    "explain": "Show which worker would get a prompt, or got a past request, and why",
+    "replay": "Send a recorded trace of prompts, and measure cache reuse and latency",
     "keys": "Add, list or remove the keys of a service",
-    "doctor": "Check running services and engines: what is wrong, and how to fix it",
+    "doctor": "Check running services and engines, and show how to fix problems",
 }
 
 _HELP = ("-h", "--help", "help")
@@ -70,7 +70,8 @@ def _overview() -> str:
         "usage: kvflash COMMAND [--flag VALUE ...]\n\n"
         "A KV-cache-aware router for LLM engines.\n\n"
         f"Commands:\n{lines}\n"
-        "kvflash COMMAND --help lists the flags of a command, kvflash --version the version.\n"
+        "kvflash COMMAND --help lists the flags of a command; kvflash --version prints the "
+        "version.\n"
     )
 
 

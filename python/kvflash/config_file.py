@@ -164,7 +164,7 @@ def _worker(fields: Sequence[tuple[str, Any]]) -> str:
     parts = [url, *(f"{name}={_text(value)}" for name, value in given.items())]
     for part in parts:
         if "," in part or part.split() != [part]:
-            raise argparse.ArgumentTypeError(f"no comma and no space may be in {part!r}")
+            raise argparse.ArgumentTypeError(f"{part!r} must not contain a comma or a space")
     return ",".join(parts)
 
 

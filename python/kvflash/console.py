@@ -113,7 +113,7 @@ class Parser(argparse.ArgumentParser):
             nargs=0,
             dest=argparse.SUPPRESS,
             default=argparse.SUPPRESS,
-            help="print the version and end",
+            help="print the version and exit",
         )
 
     def format_help(self) -> str:

@@ -55,8 +55,9 @@ def _lines(answer: Any) -> list[str]:
 def _flags() -> Flags:
     flags = Flags(
         "explain",
-        "Show where a prompt would go and what every worker would cost (POST /explain; nothing is "
-        "sent to an engine or booked), or why a request went where it did (GET /why).",
+        "Show which worker would get a prompt and what it would cost on every worker (POST "
+        "/explain, which sends and books nothing), or why a past request went to its worker "
+        "(GET /why).",
         has_variables=False,
     )
     flags.add_positionals("url", metavar="URL", summary="A frontend or a router", nargs=None)
@@ -73,14 +74,12 @@ def _flags() -> Flags:
         metavar="FILE",
         summary="A request body in JSON, or a prompt as plain text; - reads standard input",
     )
-    flags.add(
-        "--model", metavar="NAME", summary="The model; may be left out where only one is served"
-    )
+    flags.add("--model", metavar="NAME", summary="The model; optional if only one is served")
     flags.add(
         "--path",
         metavar="PATH",
-        summary="The API of the body, as /v1/messages, if it is neither a chat nor a completion; "
-        "frontend only",
+        summary="The API path of the body, such as /v1/messages, unless it is a chat or a "
+        "completion; frontend only",
     )
     flags.add_toggle("is_json", on=["--json"], summary="Print the answer unchanged")
     add_timeout(flags)
@@ -107,7 +106,7 @@ def _body(service: Service, args: Any) -> dict[str, Any]:
         )
     if health.status and "reservations" in health.json:
         if args.path is not None:
-            raise ConfigError(f"--path is for frontends: at {service.url} is a router")
+            raise ConfigError(f"--path works only with a frontend: {service.url} is a router")
         if args.tokens is not None:
             body = {"token_ids": args.tokens}
         elif "prompt" in body and not {"token_ids", "tokens"} & body.keys():
@@ -131,8 +130,8 @@ def _file(name: str) -> dict[str, Any]:
     except ValueError as error:
         if text.lstrip().startswith("{"):
             raise ConfigError(
-                f"--file {name}: begins like JSON but is invalid: {error}; correct it, or give a "
-                "text that begins with { by --prompt"
+                f"--file {name}: starts like JSON but is invalid: {error}; correct it, or "
+                "pass text that starts with { in --prompt"
             ) from None
         found = None
     return found if isinstance(found, dict) else {"prompt": text}
@@ -151,7 +150,7 @@ def _only_model(service: Service) -> str | None:
             f"{service.url}/v1/models: the answer is not a list of models"
         ) from None
     if len(names) > 1:
-        raise ConfigError(f"--model is needed: {service.url} serves {', '.join(names)}")
+        raise ConfigError(f"set --model: {service.url} serves {', '.join(names)}")
     # Without a model the refusal of /explain says what is wrong with the workers.
     return names[0] if names else None
 

@@ -243,15 +243,15 @@ class Flags:
         sections: dict[str, list[tuple[str, str]]] = {}
         for title, shown, summary in lines:
             sections.setdefault(title, []).append((shown, summary))
-        ends = [("--help", "Print this and end"), ("--version", "Print the version and end")]
+        ends = [("--help", "Print this help and exit"), ("--version", "Print the version and exit")]
         sections.setdefault(_LAST[-1], []).extend(ends)
         last = {title: sections.pop(title) for title in _LAST if title in sections}
         ways = ["environment (KVFLASH_<FLAG>)"] if self._has_variables else []
         ways += [f"file of {file.name}" for file in reversed(self._files)]
-        end = "Defaults are in brackets; a switch without one is off."
+        end = "Defaults are in brackets; a switch without a default is off."
         if ways:
-            order = ", then the ".join(["command line", *ways])
-            end = f"A flag is read from the {order}. {end}"
+            order = ", else from the ".join(["command line", *ways])
+            end = f"The value of a flag comes from the {order}. {end}"
         usage = " ".join([self._parser.prog, *self._positionals, "[--flag VALUE ...]"])
         return manual(usage, self._about, {**sections, **last}, end)
 

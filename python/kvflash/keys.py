@@ -34,12 +34,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.action not in _ACTIONS:
         flags.error(f"the action must be one of {', '.join(_ACTIONS)}, got {args.action!r}")
     if (args.id is None) != (args.action == "list"):
-        flags.error("add and remove need the id of a key, list takes none")
+        flags.error("add and remove need the id of a key; list takes none")
     given = [
         one for one in ("role", "certificate", *_OPTIONS) if getattr(args, one) not in (None, False)
     ]
     if args.action != "add" and given:
-        flags.error(f"--{given[0]} goes with add only")
+        flags.error(f"--{given[0]} works only with add")
     if args.action == "add" and args.role is None:
         flags.error("add needs --role admin, client or metrics")
     path = Path(args.keys_file)
@@ -114,8 +114,8 @@ def _list(path: Path) -> None:
 def _flags() -> Flags:
     flags = Flags(
         "keys",
-        "Make the keys of a frontend, a router or an indexer, list or remove them. A service reads "
-        "its --keys-file again within a second of a change.",
+        "Add, list or remove the keys of a frontend, a router or an indexer. A service "
+        "rereads its --keys-file within a second of a change.",
         has_variables=False,
     )
     flags.add_positionals("action", metavar="add|list|remove", summary="The action", nargs=None)
@@ -124,22 +124,23 @@ def _flags() -> Flags:
         "--keys-file",
         metavar="FILE",
         variables=("KVFLASH_KEYS_FILE",),
-        summary="The file; else that of KVFLASH_KEYS_FILE. Made with mode 600 if it is not there",
+        summary="The file, else that of KVFLASH_KEYS_FILE; created with mode 600 if it does "
+        "not exist",
     )
     flags.add("--role", choices=("admin", "client", "metrics"), summary="Role of the key")
     flags.add_toggle(
         "certificate",
         on=["--certificate"],
-        summary="Make no key: the client shows a certificate with ID among its DNS names",
+        summary="Create no key: the client presents a certificate with ID among its DNS names",
     )
     flags.add("--tenant", metavar="NAME", summary="Tenant of the client")
     positive = bounded_int(1, 2**63 - 1)
-    flags.add("--rpm", parse=positive, metavar="COUNT", summary="Requests a minute")
+    flags.add("--rpm", parse=positive, metavar="COUNT", summary="Requests per minute")
     flags.add(
         "--tpm",
         parse=positive,
         metavar="TOKENS",
-        summary="Prompt tokens a minute that no cache held",
+        summary="Uncached prompt tokens per minute",
     )
     flags.add(
         "--concurrency", parse=positive, metavar="COUNT", summary="Requests in flight at once"
@@ -172,7 +173,7 @@ def append_line(path: Path, make: Callable[[str], str]) -> None:
         key_id = line.partition(":")[0]
         if key_id in (known for known, _ in entries(text)):
             raise ConflictError(
-                f"{path} has a key {key_id!r} already; remove it, or add another id"
+                f"{path} already has a key {key_id!r}; remove it, or choose another id"
             )
         return f"{begun}{line}\n"
 

@@ -80,7 +80,7 @@ class ModelRuntimeConfig:
                 setattr(self, name, check_range(name, value, 1, most))
         if (self.bootstrap_host is None) != (self.bootstrap_port is None):
             raise InvalidArgumentError(
-                "bootstrap_host and bootstrap_port go together, got "
+                "set both bootstrap_host and bootstrap_port, or neither, got "
                 f"{self.bootstrap_host!r} and {self.bootstrap_port!r}"
             )
         for name in ("bootstrap_host", "reasoning_parser", "tool_call_parser"):

@@ -106,7 +106,10 @@ def _settle(values: dict[str, Any]) -> dict[str, Any]:
     if values["load_aware"]:
         mode = values["router_mode"]
         if mode not in (None, "kv"):
-            raise ConfigError(f"--load-aware is --router-mode kv, which contradicts {mode}")
+            raise ConfigError(
+                f"--load-aware sets --router-mode kv, which contradicts {mode}: "
+                "leave one of them out"
+            )
         values = values | _LOAD_AWARE
     if values["use_remote_indexer"] == "":
         raise ConfigError("--use-remote-indexer must be http://host:port of an indexer, got ''")

@@ -151,8 +151,8 @@ class EtcdSettings:
         for url in found:
             if self.tls and not url.startswith("https://"):
                 raise ConfigError(
-                    f"ETCD_ENDPOINTS names {url}, which is not https:// though ETCD_AUTH_CA or "
-                    "ETCD_AUTH_CLIENT_CERT is set: nothing is sent in the clear then"
+                    f"ETCD_ENDPOINTS names {url}, but ETCD_AUTH_CA or ETCD_AUTH_CLIENT_CERT "
+                    "requires TLS: name an https:// address, or unset these variables"
                 )
         return found
 
@@ -166,7 +166,7 @@ def _user(env: Environment, service: str) -> tuple[str | None, str | None]:
     names = (f"{service}_AUTH_USERNAME", f"{service}_AUTH_PASSWORD")
     user, password = map(env.get, names)
     if (user is None) != (password is None):
-        raise ConfigError(f"{' and '.join(names)} go together; one is set")
+        raise ConfigError(f"set both {' and '.join(names)}, or neither; only one is set")
     return user, password
 
 

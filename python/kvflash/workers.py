@@ -34,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = Flags(
         "workers",
         "List the workers of a running service, and its warnings. "
-        "'workers drain URL WORKER...' takes some out of service, 'workers resume' back into it.",
+        "'workers drain URL WORKER...' takes workers out of service, 'workers resume URL "
+        "WORKER...' brings them back.",
         has_variables=False,
     )
     flags.add_positionals(
@@ -154,14 +155,14 @@ def change(word: str, argv: Sequence[str]) -> int:
     """
     flags = Flags(f"workers {word}", _ABOUT[word], has_variables=False)
     flags.add_positionals("url", metavar="URL", summary="A frontend or a router", nargs=None)
-    flags.add_positionals("ids", metavar="WORKER", summary="Numbers as GET /workers has them")
+    flags.add_positionals("ids", metavar="WORKER", summary="Worker ids as in GET /workers")
     if word == "drain":
         flags.add(
             "--wait",
             parse=bounded_float(0, 86_400),
             default=0.0,
             metavar="SECONDS",
-            summary="Wait so long until no request is in flight there",
+            summary="Wait up to this long until no request is in flight there",
         )
     add_timeout(flags)
     add_key_file(flags)

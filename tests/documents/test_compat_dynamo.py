@@ -66,8 +66,8 @@ def test_a_script_runs_with_names_of_arguments_and_results(stage: Stage) -> None
     *refused, last = map(json.loads, ran.output.splitlines())
     assert last == {"words": [], "found": 4, "others": 0}
     assert [one["refused"] for one in refused] == [
-        "direct() takes instance_id or component_id, and one is missing",
-        "direct() takes request or input, and one is given twice",
+        "direct() takes one argument instance_id (or its alias component_id), which is missing",
+        "direct() takes one argument request (or its alias input), which is given twice",
     ]
 
 
@@ -156,7 +156,7 @@ def test_flags_for_discovery_and_requests_are_variables_here(
     [
         ("frontend", "--static-endpoint a.b", "--static-endpoint must be namespace.component"),
         ("frontend", "--static-endpoint a.b.c --router-mode kv", "excludes --router-mode kv"),
-        ("mocker", "--zmq-kv-events-ports x", "must be ports with commas, got 'x'"),
+        ("mocker", "--zmq-kv-events-ports x", "must be ports, separated by commas, got 'x'"),
         ("mocker", "--zmq-kv-events-ports 1,2", "one port for each of 1 workers"),
         ("mocker", "--num-workers 2 --zmq-replay-ports 5,7", "must be ports 1 apart"),
         ("mocker", "--extra-engine-args /none", "must be a JSON file; /none: "),

@@ -104,7 +104,8 @@ class _Watched(FedService):
         if args.finds_indexer:
             if kind is None:
                 raise ConfigError(
-                    "--use-remote-indexer without a URL needs --discovery: it is found there"
+                    "--use-remote-indexer without a URL finds the indexer in discovery: set "
+                    "--discovery, or give the URL"
                 )
             # Without it asyncio need not be loaded.
             from kvflash.roster.indexers import IndexerFinder  # noqa: PLC0415
@@ -149,8 +150,8 @@ class _Watched(FedService):
     def _share_fleet(self) -> None:
         group = _component(self._fleet)
         logger.info(
-            "shares its requests with frontends that have the same %d workers of --worker under "
-            "the same numbers: group %s, the same in their logs",
+            "sharing load with frontends that have the same %d --worker workers under the same "
+            "ids: group %s, which their logs show too",
             len(self._fleet),
             group[1],
         )

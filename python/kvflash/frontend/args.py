@@ -60,7 +60,7 @@ def parse_args(argv: Sequence[str] | None = None) -> FrontendArgs:
     flags = Flags(
         "frontend",
         "OpenAI-compatible HTTP frontend. Sends each request to the worker with the lowest cost: "
-        "most of the prompt cached, least other work.",
+        "prompt tokens to compute, plus the other work there.",
         first=_FIRST.split(),
     )
     parsers = {**PARSERS, "fairness_weight": _weights}

@@ -111,7 +111,7 @@ def parse_args(argv: Sequence[str] | None = None) -> IndexerArgs:
     """Parse the command line and the environment; ConfigError if flags contradict each other."""
     flags = Flags(
         "indexer",
-        "Index of the KV cache blocks that engines hold, fed by their ZMQ events, asked over HTTP.",
+        "Index of the KV cache blocks that engines hold: built from KV events, queried over HTTP.",
         first=_FIRST.split(),
     )
     add_config(flags)

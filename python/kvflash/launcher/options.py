@@ -43,13 +43,14 @@ def parse_options(
     """Split a command line into the launcher's flags and the engine's."""
     parser = console.Parser(
         prog=console.program(engine),
-        description=f"Start {engine} with KV events and register it; other flags are passed on.",
+        description=f"Start {engine} with KV events on and register it. All other flags are "
+        "passed on to the engine.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
         "--endpoint",
         metavar="NAMESPACE.COMPONENT.ENDPOINT",
-        help="endpoint to register it at; default: dynamo.backend.generate, or "
+        help="endpoint under which to register the engine; default: dynamo.backend.generate, or "
         "dynamo.prefill.generate for prefill",
     )
     parser.add_argument(
@@ -61,25 +62,25 @@ def parse_options(
         help="command that starts the engine",
     )
     parser.add_argument(
-        "--kv-events", action=argparse.BooleanOptionalAction, default=True, help="switch them on"
+        "--kv-events", action=argparse.BooleanOptionalAction, default=True, help="publish KV events"
     )
     parser.add_argument(
         "--event-plane",
         choices=EVENT_PLANES,
-        help="how routers hear of them: zmq from the engine's sockets; nats: they are relayed to "
-        "the server that NATS_SERVER names; default: KVFLASH_EVENT_PLANE, else zmq",
+        help="how routers receive events: zmq: from the engine's sockets; nats: relayed to "
+        "the server in NATS_SERVER; default: KVFLASH_EVENT_PLANE, else zmq",
     )
     parser.add_argument(
         "--enable-local-indexer",
         action="store_true",
-        help="with --event-plane nats: routers ask an index in this process for what they missed, "
-        "instead of a stream",
+        help="with --event-plane nats: routers request missed events from an index in this "
+        "process, not from a stream",
     )
-    drain = "seconds for its requests to finish after a signal, before it gets the signal"
+    drain = "seconds for running requests to finish before the engine gets a termination signal"
     for flag, least_s, default_s, text in (
-        ("--ready-timeout", 0.001, 3600.0, "seconds for the engine to load"),
-        ("--drain-timeout", 0.0, 30.0, f"{drain}; 0: it gets the signal at once"),
-        ("--stop-timeout", 0.001, 60.0, "seconds to wait for it to exit after it got the signal"),
+        ("--ready-timeout", 0.001, 3600.0, "seconds for the engine to become ready"),
+        ("--drain-timeout", 0.0, 30.0, f"{drain}; 0: pass it on at once"),
+        ("--stop-timeout", 0.001, 60.0, "seconds to exit after the signal; then it is killed"),
     ):
         dest, parse = f"{flag[2:].replace('-', '_')}_s", bounded_float(least_s)
         parser.add_argument(
@@ -88,7 +89,9 @@ def parse_options(
     roles = parser.add_mutually_exclusive_group()
     for role in ("prefill", "decode"):
         flag = f"--is-{role}-worker"
-        roles.add_argument(flag, dest="role", action="store_const", const=role, help="its role")
+        roles.add_argument(
+            flag, dest="role", action="store_const", const=role, help=f"run as a {role} worker"
+        )
     roles.add_argument(
         "--disaggregation-mode", dest="role", choices=ROLES, help="the role, as one flag"
     )

@@ -158,13 +158,17 @@ async def wait_until_idle(
             except _FAILURES as error:
                 cause = getattr(error, "os_error", None)
                 if isinstance(cause, ConnectionRefusedError):
-                    logger.info("the engine's HTTP server has ended: not waiting")
+                    logger.info(
+                        "the engine's HTTP server has stopped; not waiting for its requests"
+                    )
                     return
                 # A busy engine may answer late, and it is the one to wait for.
                 logger.debug("the engine does not answer /metrics: %r; asking again", error)
                 count = math.inf
             if count is None:
-                logger.info("the engine does not tell how many requests it has: not waiting")
+                logger.info(
+                    "the engine does not report how many requests it has; not waiting for them"
+                )
                 return
             has_counted = has_counted or count < math.inf
             if count:

@@ -172,13 +172,13 @@ def _port_choice(text: str) -> PortChoice:
 _TABLE = {
     "Server and log": """
         --host ADDRESS: Address of the HTTP and ZMQ sockets
-        --port: First HTTP port, worker i: +i; 0: free ports
-        --num-workers: Engines in this process
+        --port: HTTP port of the first worker, +1 for each further one; 0: free ports
+        --num-workers: Number of mock engines in this process
         --max-waiting: Maximum waiting requests; more are refused with 429
         --model-name NAME: Name of the model
         --lora-adapters NAME: LoRA adapters, served as models
         --tokenizer --model-path FOLDER: Hugging Face tokenizer folder; without it a token is a byte
-        --drain-timeout SECONDS: Time for running requests after SIGTERM
+        --drain-timeout SECONDS: Time for running requests to finish after SIGTERM
     """,
     "KV cache": """
         --block-size TOKENS: Tokens per KV block
@@ -187,16 +187,16 @@ _TABLE = {
         --watermark: Share of the cache that admission keeps free
     """,
     "Batching and time": """
-        --max-num-seqs: Requests that run at a time
-        --max-num-batched-tokens TOKENS: Tokens of one pass
-        --max-model-len TOKENS: Longest prompt plus output; without it what the cache holds
+        --max-num-seqs: Maximum running requests
+        --max-num-batched-tokens TOKENS: Maximum tokens of one pass
+        --max-model-len TOKENS: Longest prompt plus output; unset: what the cache holds
         --enable-chunked-prefill: Split prompts that do not fit into a pass
-        --speedup-ratio: Modelled time divided by real time
+        --speedup-ratio: Modelled time divided by real time; 2 runs twice as fast
         --startup-time SECONDS: Time before a worker is ready
     """,
     "Events": """
-        --zmq-events-port N|auto: First port of events, worker i: +i; 0: none; auto: free ports
-        --zmq-replay-port N|auto: First port of replay, worker i: +i; 0: none; auto: free ports
+        --zmq-events-port N|auto: Event port of the first worker; 0: no events; auto: free ports
+        --zmq-replay-port N|auto: Replay port of the first worker; 0: no replay; auto: free ports
         --event-era: Encoding of events
         --event-topic TOPIC: ZMQ topic
         --replay-buffer: Event batches kept for replay
@@ -205,9 +205,9 @@ _TABLE = {
     "Runtime and roles": """
         --endpoint NAMESPACE.COMPONENT.ENDPOINT: Serve this endpoint of the runtime instead of HTTP
         --kv-events: With --endpoint: publish block events
-        --enable-local-indexer: With nats: routers ask this worker for missed events
-        --data-parallel-size: Ranks of one worker; needs --endpoint
-        --bootstrap-ports PORT,...: One per prefill worker, where decode workers wait
+        --enable-local-indexer: With nats: routers request missed events from this worker
+        --data-parallel-size: Ranks of each worker; needs --endpoint
+        --bootstrap-ports PORT,...: One per prefill worker; decode workers connect there
     """,
 }
 _KINDS = get_type_hints(MockerConfig)

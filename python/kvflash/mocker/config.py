@@ -74,7 +74,7 @@ class MockerConfig:
         if self.zmq_replay_port != 0 and self.zmq_events_port == 0:
             raise ConfigError("--zmq-replay-port needs --zmq-events-port")
         if self.event_plane == "nats" and self.endpoint is None:
-            raise ConfigError("--event-plane nats needs --endpoint: streams are named by it")
+            raise ConfigError("--event-plane nats needs --endpoint, which names the streams")
         models = (self.model_name, *self.lora_adapters)
         if "" in models or len(set(models)) != len(models):
             raise ConfigError(

@@ -77,7 +77,7 @@ class Scheduler:
             )
         if len(self._waiting) >= self._config.max_waiting:
             self.counters.rejected_requests += 1
-            raise OverloadedError(f"{self._config.max_waiting} requests are waiting already")
+            raise OverloadedError(f"{self._config.max_waiting} requests are already waiting")
         self._waiting.append(request)
 
     def abort(self, request: Request) -> None:

@@ -141,7 +141,7 @@ class WorkerMetricsPublisher:
         }
         before = self._loads.get(rank)
         if before is None and len(self._loads) >= _RANKS_MAX:
-            raise OverloadedError(f"loads of {_RANKS_MAX} ranks are published already")
+            raise OverloadedError(f"loads of {_RANKS_MAX} ranks are already published, the limit")
         now = {"dp_rank": rank, **(before or {}), **known}
         if now == before:
             return

@@ -63,15 +63,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _flags() -> Flags:
     flags = Flags(
         "replay",
-        "Send a trace of prompts to a frontend or an engine at the recorded times, and print how "
-        "much of the prompts was cached and how long answers took.",
+        "Send a trace of prompts to a frontend or an engine at the recorded times, and report "
+        "cache reuse and latency.",
         has_variables=False,
     )
     flags.add_positionals("url", metavar="URL", summary="A frontend or an engine", nargs=None)
     flags.add_positionals(
         "trace",
         metavar="TRACE",
-        summary="A file of JSON lines, see docs/command.md; Mooncake's traces are such files",
+        summary="A file of JSON lines, such as Mooncake's traces; see docs/command.md",
         nargs=None,
     )
     flags.add("--model", metavar="NAME", summary="The model of all requests")
@@ -97,7 +97,7 @@ def _flags() -> Flags:
         parse=bounded_float(0.05, 86_400),
         default=600.0,
         metavar="SECONDS",
-        summary="Longest time of one request",
+        summary="Longest time for one request",
     )
     flags.add_toggle("is_json", on=["--json"], summary="Print one JSON object")
     add_key_file(flags)

@@ -90,7 +90,7 @@ class DnsFleet:
         try:
             tell(*what)
         except Exception:
-            logger.exception("replicas could not be told about the engines found by DNS")
+            logger.exception("could not inform replicas of the engines found by DNS")
 
     def _tell_refused(self, before: dict[str, KvflashError]) -> None:
         """Log one line for all that were not refused in the same way at the last lookup."""

@@ -42,8 +42,8 @@ class FleetFlags:
         """Check that a name server is only set together with a name."""
         if self.worker_dns_server is not None and not any(self.named_workers(in_dns=True)):
             raise ConfigError(
-                f"--worker-dns-server needs a --worker that begins with {DNS_PREFIX}: nothing else "
-                "is looked up there"
+                f"--worker-dns-server needs a --worker that begins with {DNS_PREFIX}: kvflash "
+                "looks up only such names there"
             )
 
     def waits_for(self) -> str:

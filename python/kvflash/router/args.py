@@ -107,7 +107,7 @@ def parse_args(argv: Sequence[str] | None = None) -> RouterArgs:
     """
     flags = Flags(
         "router",
-        "The routing decision as a service, for gateways that forward requests themselves: "
+        "Routing decisions as a service, for gateways that forward requests themselves: "
         "select, reserve, prefill_complete, free.",
         first=_FIRST.split(),
     )

@@ -144,7 +144,7 @@ class Client:
 
         async def pick(tried: set[int]) -> tuple[int, Any]:
             if tried:
-                raise NoWorkerError(f"instance {instance_id} was asked already")
+                raise NoWorkerError(f"instance {instance_id} was already tried")
             return instance_id, request
 
         return await self.send(pick, request_id=request_id, timeout_s=timeout_s)

@@ -344,7 +344,7 @@ class HttpReply:
         while not self._frames:
             data = await self._read()
             if not data:
-                raise TransportError("the answer ended without its end", was_sent=True)
+                raise TransportError("the answer broke off before its end", was_sent=True)
             self._frames.extend(self._reader.feed(data))
         return self._frames.popleft()
 

@@ -223,7 +223,7 @@ class OpenAiReply(HttpReply):
             self._check_size(searched)
             data = await self._read()
             if not data and not self._buffer:
-                raise TransportError("the engine's answer ended without its end", was_sent=True)
+                raise TransportError("the engine's answer broke off before its end", was_sent=True)
             # Some engines do not terminate their last line.
             self._buffer += data or b"\n"
         self._check_size(end)

@@ -84,7 +84,7 @@ class Serving:
         take a request or the limit is below 1.
         """
         if name in self.endpoints:
-            raise ConflictError(f"endpoint {name} is served already")
+            raise ConflictError(f"endpoint {name} is already served")
         limit = self.limits.requests_max if requests_max is None else requests_max
         if limit < 1:
             raise InvalidArgumentError(f"max_concurrent_requests must be at least 1, got {limit}")

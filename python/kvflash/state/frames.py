@@ -156,7 +156,7 @@ class CatalogSink:
         yield _MAGIC + struct.pack("<Q", len(head)) + head
         yield from _joined(*dumps)
         if self._moves != moves:
-            raise TransportError("a worker came or went while the snapshot was taken")
+            raise TransportError("a worker joined or left while the snapshot was taken")
 
     def restore(self, snapshot: bytes) -> list[str]:
         """Replace the state by a snapshot; returns why parts were left out, if any were."""

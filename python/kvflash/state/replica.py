@@ -252,7 +252,7 @@ class Replica:
             return False
         snapshot = b"".join(chunks)
         if hashlib.sha256(snapshot).hexdigest() != pointer.digest:
-            raise TransportError(f"snapshot {pointer.blob} is damaged: its digest is another one")
+            raise TransportError(f"snapshot {pointer.blob} is damaged: its digest differs")
         try:
             reasons = await asyncio.get_running_loop().run_in_executor(
                 None, self.sink.restore, snapshot

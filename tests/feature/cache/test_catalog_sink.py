@@ -281,7 +281,7 @@ def test_a_snapshot_during_which_a_worker_left_is_none(sink: CatalogSink) -> Non
     chunks = sink.snapshot()
     assert len(list(islice(chunks, 2))) == 2
     sink.leave(1)
-    with pytest.raises(TransportError, match="a worker came or went"):
+    with pytest.raises(TransportError, match="a worker joined or left"):
         list(chunks)
     # The next one has it, wherever it is.
     other = Catalog()

@@ -230,7 +230,7 @@ def test_what_is_wrong_is_named_in_one_line(
         ("worker: [[a]]", 'worker: must be a list of strings, got [["a"]]'),
         ("worker: [{events: tcp://a:1}]", 'a worker needs a url, got {"events": "tcp://a:1"}'),
         ("worker: [{url: http://a, id: 1, id: 2}]", "duplicate field in"),
-        ("worker: [{url: 'http://a,id=1'}]", "no comma and no space may be in 'http://a,id=1'"),
+        ("worker: [{url: 'http://a,id=1'}]", "'http://a,id=1' must not contain a comma or a space"),
         ("worker: a\n\nworkers: b", "'worker' (line 1) and 'workers' (line 3) set the same thing"),
     ],
 )

@@ -444,7 +444,7 @@ def test_the_path_of_another_api_is_named(
     assert capsys.readouterr().out.startswith("m: 96 prompt tokens")
     service.answers = ROUTER
     assert explain([service.url, "--tokens", "1", "--path", "/v1/messages"]) == 2
-    assert "--path is for frontends" in capsys.readouterr().err
+    assert "--path works only with a frontend" in capsys.readouterr().err
 
 
 def test_a_file_of_broken_json_is_no_text(
@@ -454,7 +454,7 @@ def test_a_file_of_broken_json_is_no_text(
     body.write_text('{"model": "x", "messages": [}')
     service.answers = FRONTEND
     assert explain([service.url, "--file", str(body)]) == 2
-    assert f"--file {body}: begins like JSON but is invalid" in capsys.readouterr().err
+    assert f"--file {body}: starts like JSON but is invalid" in capsys.readouterr().err
     assert service.bodies == []
 
 
@@ -472,7 +472,7 @@ def test_a_file_of_broken_json_is_no_text(
             {**FRONTEND, "/v1/models": (200, {"data": [{"id": "a"}, {"id": "b"}]})},
             ["--prompt", "x"],
             2,
-            "--model is needed: http://127.0.0.1:",
+            "set --model: http://127.0.0.1:",
         ),
         (
             {

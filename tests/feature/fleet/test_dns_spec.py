@@ -92,7 +92,7 @@ def test_refusals_name_the_field_and_what_came(text: str, wanted: str):
         ),
         (
             ["--worker", "http://e:8000", "--worker-dns-server", "10.0.0.10"],
-            "--worker-dns-server needs a --worker that begins with dns+: nothing else is looked up",
+            "--worker-dns-server needs a --worker that begins with dns+: kvflash looks up only",
         ),
     ],
 )

@@ -79,7 +79,7 @@ def test_a_removed_key_leaves_comments_and_others(
     assert "has no key 'ann'; its keys are: ann2" in capsys.readouterr().err
     before = path.read_text()
     assert main(["keys", "add", "ann2", "--role", "admin"]) == 2
-    assert f"{path} has a key 'ann2' already" in capsys.readouterr().err
+    assert f"{path} already has a key 'ann2'" in capsys.readouterr().err
     assert path.read_text() == before
 
 
@@ -216,7 +216,7 @@ def test_a_file_that_services_refuse_is_not_changed(
         (["add", "ann"], "add needs --role"),
         (["add"], "need the id of a key"),
         (["list", "ann"], "need the id of a key"),
-        (["remove", "ann", "--rpm", "5"], "--rpm goes with add only"),
+        (["remove", "ann", "--rpm", "5"], "--rpm works only with add"),
         (["make", "ann"], "the action must be one of add, list, remove"),
     ],
 )

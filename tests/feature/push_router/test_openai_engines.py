@@ -219,7 +219,7 @@ def test_another_engine_is_asked_before_the_first_item_and_never_after() -> None
 @pytest.mark.parametrize(
     ("said", "kind", "message"),
     [
-        (b"", TransportError, "closed the connection during its answer.*ended without its end"),
+        (b"", TransportError, "closed the connection during its answer.*broke off before its end"),
         (b"data: {]\n\n", DecodeError, "an event is not JSON"),
         (b"data: 3\n\n", DecodeError, "an event must be an object"),
         (b'data: {"choices": [3]}\n\n', DecodeError, "a choice must be an object"),

@@ -218,7 +218,7 @@ def test_an_interrupted_upload_leaves_with_a_later_snapshot(in_store, is_cancell
             yield b"x" * 1_000_000
             has_stored.set()
             goes_on.wait(30)
-            raise TransportError("a worker came or went")
+            raise TransportError("a worker joined or left")
 
         name = "radix-state-00000000000000000000-1-a"
         upload = asyncio.create_task(store.blobs.put(name, chunks()))

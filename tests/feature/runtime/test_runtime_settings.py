@@ -338,7 +338,7 @@ def test_a_model_card_that_can_not_be_is_refused(changed: dict[str, Any], text: 
         ({"max_num_seqs": 0}, "max_num_seqs must be in"),
         ({"data_parallel_size": 1025}, r"data_parallel_size must be in 1\.\.=1024, got 1025"),
         ({"data_parallel_size": "2"}, "data_parallel_size must be in"),
-        ({"bootstrap_port": 1}, "go together, got None and 1"),
+        ({"bootstrap_port": 1}, "or neither, got None and 1"),
         ({"bootstrap_port": 1, "bootstrap_host": 2}, "bootstrap_host must be a string, got 2"),
         ({"tool_call_parser": 1}, "tool_call_parser must be a string, got 1"),
     ],

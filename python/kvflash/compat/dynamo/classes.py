@@ -51,7 +51,9 @@ class Client(_Client):
 def _one(name: str, value: Any, alias: str, other: Any) -> Any:
     if (value is None) == (other is None):
         problem = "missing" if value is None else "given twice"
-        raise InvalidArgumentError(f"direct() takes {name} or {alias}, and one is {problem}")
+        raise InvalidArgumentError(
+            f"direct() takes one argument {name} (or its alias {alias}), which is {problem}"
+        )
     return other if value is None else value
 
 

@@ -130,7 +130,7 @@ def _first_port(flag: str, text: str, workers: int, ranks: int) -> int:
     try:
         ports = [int(port) for port in text.split(",")]
     except ValueError:
-        raise ConfigError(f"{flag} must be ports with commas, got {text!r}") from None
+        raise ConfigError(f"{flag} must be ports, separated by commas, got {text!r}") from None
     if len(ports) != workers:
         raise ConfigError(
             f"{flag} must have one port for each of {workers} workers (--num-workers), got {text!r}"
