@@ -392,7 +392,7 @@ def test_mixed_block_sizes_are_loud() -> None:
         assert add(frontend, odd) == 2
         health = frontend.http.get("/health")
         (warning,) = health["warnings"]
-        assert warning.startswith("worker 2: its block size is 32, that of model m is 16")
+        assert warning.startswith("worker 2: its block size is 32, but that of model m is 16")
         entry = frontend.workers()[2]
         assert (entry["block_size"], entry["engine_block_size"]) == (16, 32)
         # It serves all the same, and its events are counted, not indexed.
