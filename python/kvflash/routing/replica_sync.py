@@ -40,6 +40,8 @@ STATE_PART_BYTES = 256 * 1024
 HASHES_MAX = 40_000
 _GONE_MAX = 4_096
 _U64_MAX = (1 << 64) - 1
+# What reading a message raises where it is not one of the protocol.
+_MALFORMED = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 _COUNTS = (
     *("sent_events", "dropped_events", "received_events", "malformed", "gaps"),
     *("digests_differed", "resyncs", "refused_requests", "dropped_routers", "ignored_messages"),
@@ -79,8 +81,8 @@ class _Table:
     digest: int = 0
 
     def add(self, request_id: str, request: _Request) -> None:
-        self.requests[request_id] = request
         self.digest ^= request.mark(request_id)
+        self.requests[request_id] = request
 
     def mark(self, request_id: str) -> _Request | None:
         """The request, if this changes it."""
@@ -219,10 +221,12 @@ class ReplicaSync:
             try:
                 message = json.loads(data)
                 router_id = int(message["router_id"])
+                if not 0 <= router_id <= _U64_MAX:
+                    raise ValueError(f"router_id must be in 0..={_U64_MAX}, got {router_id}")
                 if router_id == self.router_id:
                     return
                 self._receive(router_id, message, now_s)
-            except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+            except _MALFORMED:
                 self.counts["malformed"] += 1
 
     def listed(self, router_ids: set[int], now_s: float) -> None:
@@ -382,14 +386,21 @@ class ReplicaSync:
         self._count(router_id, request_id, request)
 
     def _count(self, router_id: int, request_id: str, request: _Request) -> None:
-        """Count another router's request; at a worker that is unknown here it does not count."""
+        """Count another router's request; at a worker that is unknown here it does not count.
+
+        Neither does one with a value that the core cannot hold. The table keeps it, so that the
+        digests agree.
+        """
         instance_id, dp_rank = request.worker
         worker = (self._local_of.get(instance_id, instance_id), dp_rank)
-        self._bookings.remote_add(
-            router_id, request_id, worker, request.hashes, request.isl, request.overlap
-        )
-        if request.is_prefilled:
-            self._bookings.remote_prefilled(router_id, request_id)
+        try:
+            self._bookings.remote_add(
+                router_id, request_id, worker, request.hashes, request.isl, request.overlap
+            )
+            if request.is_prefilled:
+                self._bookings.remote_prefilled(router_id, request_id)
+        except (TypeError, ValueError, OverflowError):
+            self.counts["malformed"] += 1
 
     def _is_equal(self, peer: _Peer, sequence: int, told: dict[str, Any]) -> bool:
         if peer.last != sequence:
