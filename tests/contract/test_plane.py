@@ -16,6 +16,7 @@ from kvflash import (
     ClosedError,
     Context,
     DeadlineError,
+    DecodeError,
     DistributedRuntime,
     InvalidArgumentError,
     NotFoundError,
@@ -92,6 +93,28 @@ def test_values_survive(plane: str, environment: Environment) -> None:
                 await pair.ask(object())
             with pytest.raises(InvalidArgumentError, match="request can't be written as msgpack"):
                 await pair.ask(2**64)
+
+    run(scenario())
+
+
+def test_a_map_with_a_key_that_python_cannot_read_is_refused(
+    plane: str, environment: Environment
+) -> None:
+    """A tuple may be a key here and is a list there; the worker is not at fault."""
+    environment("mem", plane)
+    odd = {(1, 2): 3}
+
+    async def answer(request: Any) -> AsyncIterator[Any]:
+        yield odd if request == "odd" else request
+
+    async def scenario() -> None:
+        async with Pair(answer) as pair:
+            with pytest.raises(InvalidArgumentError, match="key of a map"):
+                await pair.ask(odd)
+            assert pair.client.suspects() == set()
+            with pytest.raises(DecodeError, match="key of a map"):
+                await pair.ask("odd")
+            assert await pair.ask("plain") == ["plain"]
 
     run(scenario())
 

@@ -164,6 +164,9 @@ def unpack(payload: bytes | memoryview) -> Any:
         return msgpack.unpackb(payload, strict_map_key=False)
     except (ValueError, msgpack.UnpackException) as error:
         raise DecodeError(f"payload is not msgpack: {error}") from error
+    except TypeError as error:
+        # Python reads a tuple that was a key as a list, which can't be one.
+        raise DecodeError(f"payload has a key of a map that can't be one: {error}") from error
 
 
 def _plain(value: Any) -> Any:
