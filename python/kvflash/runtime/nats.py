@@ -142,8 +142,13 @@ class NatsServer(PlaneServer):
 
     def _read_signs(self, data: bytes) -> None:
         try:
-            signs = [(bytes(name), int(count)) for name, count in msgpack.unpackb(data)]
-        except (ValueError, TypeError, msgpack.UnpackException):
+            # Only names that are bytes: bytes(n) of a number n would allocate n bytes.
+            signs = [
+                (name, int(count))
+                for name, count in msgpack.unpackb(data)
+                if isinstance(name, bytes)
+            ]
+        except (ValueError, TypeError, OverflowError, msgpack.UnpackException):
             logger.warning("nats: a heartbeat can't be read")
             return
         for name, count in signs:
