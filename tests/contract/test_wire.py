@@ -154,7 +154,8 @@ def test_connections_have_a_limit_and_idle_ones_end() -> None:
     run(serve("tcp", use, connections_max=2, server_idle_s_max=1.0))
 
 
-def test_who_sends_amid_an_answer_is_heard_out_but_not_without_limit() -> None:
+@pytest.mark.parametrize("is_empty", [False, True], ids=["one request", "pings without a payload"])
+def test_who_sends_amid_an_answer_is_heard_out_but_not_without_limit(is_empty: bool) -> None:
     async def use(runtime: DistributedRuntime, transport: dict[str, Any]) -> None:
         request = {"id": "a", "endpoint": PATH, "instance_id": runtime.instance_id, "payload": 1}
         raw = await Raw.to(transport)
@@ -162,7 +163,8 @@ def test_who_sends_amid_an_answer_is_heard_out_but_not_without_limit() -> None:
         assert [await raw.frame() for _ in range(6)] == [(2, 0), (3, None)] * 3
         raw.send(framed(1, {**request, "payload": 10**9}))
         assert await raw.frame() == (2, 0)
-        raw.send(framed(1, {**request, "pad": b"x" * 300_000}))
+        more = framed(1, {**request, "pad": b"x" * 300_000})
+        raw.send(framed(5) * 60_000 if is_empty else more)
 
         async def is_freed() -> bool:
             return runtime.stats()[PATH]["running"] == 0

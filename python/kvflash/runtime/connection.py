@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvflash.errors import DecodeError, InvalidArgumentError, TransportError
-from kvflash.runtime.frame import FrameReader
+from kvflash.runtime.frame import HEAD_BYTES, FrameReader
 from kvflash.runtime.limits import RuntimeLimits
 from kvflash.runtime.plane import GoneError
 from kvflash.servers import keep_alive
@@ -55,7 +55,8 @@ class Connection(asyncio.Protocol):
             self._fault = error
             frames = []
         self._frames.extend(frames)
-        self._bytes += sum(len(payload) for _, payload in frames)
+        # With their heads: frames without a payload take memory, too.
+        self._bytes += sum(HEAD_BYTES + len(payload) for _, payload in frames)
         if self._bytes > self._limits.receive_buffer_bytes:
             if self.on_lost is None:
                 self._transport.pause_reading()
@@ -91,7 +92,7 @@ class Connection(asyncio.Protocol):
             self._news.clear()
             await self._news.wait()
         item = self._frames.popleft()
-        self._bytes -= len(item[1])
+        self._bytes -= HEAD_BYTES + len(item[1])
         if self._bytes <= self._limits.receive_buffer_bytes // 2:
             self._transport.resume_reading()
         return item
