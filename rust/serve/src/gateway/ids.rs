@@ -47,7 +47,7 @@ impl Replaceable {
     pub fn field(self, engine: &Engine, api: Api, ids: &[u32]) -> Option<Field> {
         // An engine holds a chat's text, but not its ids, to the room that is left beside the answer: where that is not
         // known to suffice, it is to say so itself.
-        let needed = ids.len() as u64 + self.output_tokens.max(1);
+        let needed = (ids.len() as u64).saturating_add(self.output_tokens.max(1));
         let fits = || engine.notes.lock().max_model_len.is_some_and(|room| needed <= room);
         let is_sent = !ids.is_empty() && (api == Api::Completions || fits());
         engine.ids.lock().next(api).filter(|_| is_sent)

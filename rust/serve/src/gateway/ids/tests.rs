@@ -73,3 +73,13 @@ fn requests_that_mean_more_than_their_ids_go_as_they_came() {
         assert_eq!(found.map(|found| found.output_tokens), output_tokens, "{text}");
     }
 }
+
+#[test]
+fn ids_go_where_prompt_and_answer_are_known_to_fit() {
+    let engine = Engine::default();
+    engine.notes.lock().max_model_len = Some(100);
+    engine.ids.lock().chats = Some(Field::InputIds);
+    let field = |output_tokens| Replaceable { output_tokens }.field(&engine, Api::Chat, &[7, 7, 7]);
+    assert_eq!([0, 97].map(field), [Some(Field::InputIds); 2]);
+    assert_eq!([98, u64::MAX].map(field), [None; 2]);
+}
