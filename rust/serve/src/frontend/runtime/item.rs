@@ -19,7 +19,8 @@ impl Usage {
         json!({
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            // A worker may say any number.
+            "total_tokens": self.prompt_tokens.saturating_add(self.completion_tokens),
             "prompt_tokens_details":
                 self.cached_tokens.map(|tokens| json!({ "cached_tokens": tokens })),
         })

@@ -20,6 +20,12 @@ fn an_item_is_read_whatever_else_it_has() {
 }
 
 #[test]
+fn usage_adds_up_whatever_a_worker_says() {
+    let usage = Usage { prompt_tokens: u64::MAX, completion_tokens: 2, cached_tokens: None };
+    assert_eq!(usage.json()["total_tokens"], u64::MAX);
+}
+
+#[test]
 fn a_failure_within_an_item_never_vanishes() {
     for (item, wanted) in [
         (json!({"finish_reason": "error", "text": "out of memory"}), "out of memory"),
