@@ -135,10 +135,11 @@ impl Body {
         out.into()
     }
 
-    /// The object with this JSON as the value of one field: in its place, or appended. `name` must
-    /// not need escapes.
+    /// The object with this JSON as the value of one field: in its place, or appended. Of several
+    /// fields of that name the last one is replaced, which is the one that engines read. `name`
+    /// must not need escapes.
     pub fn with_json(&self, name: &str, json: &[u8]) -> Bytes {
-        let known = self.fields.iter().find(|field| *field.name == *name);
+        let known = self.fields.iter().rfind(|field| *field.name == *name);
         let end = self.bytes.iter().rposition(|byte| *byte == b'}').unwrap_or(self.bytes.len());
         let place = known.map_or(end..end, |field| field.place.clone());
         let mut out = Vec::with_capacity(self.bytes.len() + json.len() + name.len() + 4);

@@ -26,6 +26,13 @@ fn a_field_that_comes_twice_is_read_by_nobody() {
 }
 
 #[test]
+fn of_a_field_that_comes_twice_the_one_that_engines_read_is_replaced() {
+    let body = body(r#"{"a": 1, "b": 2, "\u0061": 3}"#);
+    assert_eq!(body.with_json("a", b"4"), r#"{"a": 1, "b": 2, "\u0061": 4}"#);
+    assert_eq!(body.text_of("a"), Some("3"));
+}
+
+#[test]
 fn an_engine_is_asked_about_the_fields_as_they_came() {
     let body =
         body(r#"{"messages": [1,  "\ud800"], "tools": null, "x": 1, "add_special_tokens": false}"#);
