@@ -7,13 +7,18 @@ use axum::response::{IntoResponse, Response};
 use kvflash_core::error::Error;
 use serde_json::json;
 
+/// Longest message of a refusal, in bytes: a part of the request may be in it, of any length.
+const MAX_MESSAGE_BYTES: usize = 4_096;
+/// So much of the end of a longer one stays: the limit and the next step.
+const END_BYTES: usize = 1_024;
+
 /// A refused request. The indexer's API responds with `{"error": "..."}`, the OpenAI API with an
 /// error object.
 #[derive(Debug, Clone)]
 pub struct Reject {
     /// HTTP status.
     pub status: StatusCode,
-    /// The error: names the field, the limit and what came.
+    /// The error: names the field, the limit and what came. At most 4 KiB.
     pub message: String,
     /// OpenAI's `param`: the invalid field.
     pub param: Option<Cow<'static, str>>,
@@ -26,7 +31,8 @@ pub struct Reject {
 impl Reject {
     /// A refusal with this status.
     pub fn new(status: StatusCode, message: impl Into<String>) -> Self {
-        Self { status, message: message.into(), param: None, retry_after_s: None, cause: None }
+        let message = bounded(message.into());
+        Self { status, message, param: None, retry_after_s: None, cause: None }
     }
 
     /// 400: the request is invalid; a message that begins with `field: ` names the invalid field.
@@ -130,6 +136,19 @@ impl Reject {
     }
 }
 
+/// Beginning and end of a message that is longer than [`MAX_MESSAGE_BYTES`].
+fn bounded(message: String) -> String {
+    if message.len() <= MAX_MESSAGE_BYTES {
+        return message;
+    }
+    const CUT: &str = " ... ";
+    let is_boundary = |at: &usize| message.is_char_boundary(*at);
+    let head = (0..=MAX_MESSAGE_BYTES - END_BYTES - CUT.len()).rev().find(is_boundary);
+    let tail = (message.len() - END_BYTES..=message.len()).find(is_boundary);
+    let (head, tail) = (&message[..head.unwrap_or(0)], &message[tail.unwrap_or(message.len())..]);
+    format!("{head}{CUT}{tail}")
+}
+
 impl From<Error> for Reject {
     fn from(error: Error) -> Self {
         let (status, _) = error.kind();
@@ -164,5 +183,34 @@ impl<E: Into<Reject>> From<E> for PlainReject {
 impl IntoResponse for PlainReject {
     fn into_response(self) -> Response {
         self.0.plain()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_has_a_limit_whatever_came() {
+        for (letter, count) in [("\"", 1 << 20), ("é", 1 << 19), ("x", MAX_MESSAGE_BYTES - 10)] {
+            let came = letter.repeat(count);
+            let reject = Reject::bad_request(format!("model: must be short, got {came}; name one"));
+            let message = &reject.message;
+            assert!(
+                (MAX_MESSAGE_BYTES - 4..=MAX_MESSAGE_BYTES).contains(&message.len()),
+                "{letter}"
+            );
+            assert!(
+                message.starts_with("model: must be short, got ")
+                    && message.ends_with("; name one")
+            );
+            assert!(message.contains(&format!("{letter} ... {letter}")), "{letter}");
+            assert_eq!(reject.param.as_deref(), Some("model"));
+        }
+        // A field's name is the client's, too.
+        let reject = Reject::bad_request(format!("{}: unknown", "x".repeat(1 << 20)));
+        assert!(reject.message.len() <= MAX_MESSAGE_BYTES && reject.param.is_none());
+        let whole = "x".repeat(MAX_MESSAGE_BYTES);
+        assert_eq!(Reject::new(StatusCode::NOT_FOUND, whole.clone()).message, whole);
     }
 }
