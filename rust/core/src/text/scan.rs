@@ -43,6 +43,8 @@ pub struct Field {
     /// Bytes of text in its value, images and the like left out; 8 for each number, 32 for each name and list, as
     /// much as they take when they are read.
     pub weight: usize,
+    /// Values in it, at any depth, itself among them: reading it into memory takes some tens of bytes for each.
+    pub values: usize,
 }
 
 impl Field {
@@ -67,7 +69,8 @@ impl Scan {
     /// # Cost
     /// One pass, some nanoseconds for 8 bytes; nothing is copied but the fields' names.
     pub fn of(json: &str) -> Option<Self> {
-        let mut scanner = Scanner { json, at: 0, weight: 0, settled: None, open: Vec::new() };
+        let mut scanner =
+            Scanner { json, at: 0, weight: 0, values: 0, settled: None, open: Vec::new() };
         let mut scan = Self::default();
         scanner.expect(b'{')?;
         if !scanner.skips(b'}') {
@@ -75,7 +78,8 @@ impl Scan {
                 let name = unescaped(scanner.name()?)?;
                 let messages = (name == "messages").then(Vec::new);
                 let (place, messages) = scanner.value(messages, WRITTEN.contains(&&*name))?;
-                scan.fields.push(Field { name: name.into(), place, weight: scanner.weight });
+                let (weight, values) = (scanner.weight, scanner.values);
+                scan.fields.push(Field { name: name.into(), place, weight, values });
                 scan.messages = messages.or(scan.messages);
                 if scanner.skips(b'}') {
                     break;
@@ -93,6 +97,7 @@ struct Scanner<'a> {
     at: usize,
     /// Of the value that is being read.
     weight: usize,
+    values: usize,
     /// How many lists and objects are open around a value in which further names change nothing, and the weight
     /// before it if it weighs nothing.
     settled: Option<(usize, Option<usize>)>,
@@ -139,7 +144,8 @@ impl<'a> Scanner<'a> {
         self.skip_space();
         let start = self.at;
         let mut elements = elements.filter(|_| self.peek() == Some(b'['));
-        (self.weight, self.settled) = (0, is_written.then_some((0, None)));
+        (self.weight, self.values) = (0, 0);
+        self.settled = is_written.then_some((0, None));
         self.open.clear();
         let mut element = start;
         loop {
@@ -180,6 +186,7 @@ impl<'a> Scanner<'a> {
     /// Pass a value that has no parts, or the beginning of one that has: true if a part comes next.
     fn opens(&mut self) -> Option<bool> {
         let first = self.peek()?;
+        self.values += 1;
         match first {
             b'"' => {
                 self.at += 1;
@@ -387,6 +394,13 @@ mod tests {
     }
 
     #[test]
+    fn values_are_counted_whatever_they_weigh() {
+        let json = r#"{"a": 1, "b": [[], {}, {"image": [1, "x", null]}], "c": {"d": {"e": [2]}}}"#;
+        let scan = Scan::of(json).unwrap();
+        assert_eq!(scan.fields.iter().map(|field| field.values).collect::<Vec<_>>(), [1, 8, 4]);
+    }
+
+    #[test]
     fn text_weighs_whatever_tools_and_documents_call_it() {
         let text = "word ".repeat(200);
         for part in [
@@ -509,7 +523,7 @@ mod tests {
             let found = Scan::of(&text);
             prop_assert_eq!(found.is_some(), wanted.is_ok(), "{}", text);
             let (Some(found), Ok(wanted)) = (found, wanted) else { return Ok(()) };
-            for Field { name, place, weight: found } in &found.fields {
+            for Field { name, place, weight: found, .. } in &found.fields {
                 prop_assert_eq!(wanted[&**name].get(), &text[place.clone()]);
                 if !is_damaged {
                     let value: Value = serde_json::from_str(&text[place.clone()]).unwrap();

@@ -20,6 +20,9 @@ use serde_json::{Value, json};
 use crate::Reject;
 use crate::body::Rest;
 
+/// Most values of a field that is read into memory, where each takes some tens of bytes.
+pub(crate) const MAX_VALUES: usize = 1 << 20;
+
 /// A JSON object as received, with the position of each field's value.
 #[derive(Debug, Clone)]
 pub(crate) struct Body {
@@ -195,6 +198,23 @@ impl Body {
     pub fn weight(&self, names: &[&str]) -> usize {
         let fields = self.fields.iter().filter(|field| names.contains(&&*field.name));
         fields.map(|field| field.weight).sum()
+    }
+
+    /// Checks that the fields `is_read` selects can be read into memory.
+    ///
+    /// # Errors
+    /// 400 naming a field with too many values, their number and the limit.
+    ///
+    /// # Cost
+    /// None: values were counted when the fields were located.
+    pub fn check_values(&self, is_read: impl Fn(&str) -> bool) -> Result<(), Reject> {
+        let is_large = |field: &&Field| field.values > MAX_VALUES && is_read(&field.name);
+        let Some(Field { name, values, .. }) = self.fields.iter().find(is_large) else {
+            return Ok(());
+        };
+        Err(Reject::bad_request(format!(
+            "{name}: it has {values} values, more than {MAX_VALUES}, the limit: send fewer"
+        )))
     }
 
     /// Position of each message in the field `messages`, if that is a list.

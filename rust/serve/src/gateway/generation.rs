@@ -19,6 +19,9 @@ const MAX_STOP_TOKENS: usize = 1_024;
 /// Keys that constrain the answer; the others only configure how.
 const KINDS: [&str; 6] = ["json", "json_object", "regex", "choice", "grammar", "structural_tag"];
 
+/// Fields that are read as a prompt, which has a limit of its own.
+const OF_PROMPT: [&str; 2] = ["messages", "prompt"];
+
 /// Fields with which a request wants more than these workers do, the values with which it does not,
 /// and what they support.
 const UNSUPPORTED: [(&str, &[&str], &str); 12] = [
@@ -143,6 +146,8 @@ impl Generation {
     /// # Errors
     /// 400 naming the field, what is legal and what came.
     pub fn of_text(body: &Body) -> Result<Self, Reject> {
+        // All of it is rewritten for them.
+        body.check_values(|_| true)?;
         let Form { stream, stream_options } = body.read()?;
         let includes_usage = stream_options.include_usage.unwrap_or(false);
         Ok(Self { is_stream: stream.unwrap_or(false), includes_usage, ..Self::default() })
@@ -153,6 +158,7 @@ impl Generation {
     /// # Errors
     /// 400 naming the field, what is legal and what came.
     pub fn parse(api: Api, body: &Body) -> Result<Self, Reject> {
+        body.check_values(|name| !OF_PROMPT.contains(&name))?;
         let fields: Fields = body.read()?;
         refuse(api, body)?;
         let nvext = &fields.nvext;

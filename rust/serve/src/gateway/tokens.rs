@@ -246,7 +246,8 @@ fn length_limit(app: &App, pool: &Pool) -> (usize, String) {
 /// The longest text to which this request's prompt may be rendered, in bytes.
 ///
 /// # Errors
-/// `InvalidArgument` for a prompt that is already too long, with its length and the limit.
+/// `InvalidArgument` for a prompt that is already too long, with its length and the limit; or for a
+/// conversation with too many values, whose images weigh nothing.
 ///
 /// # Cost
 /// None: the weights were computed when the fields were located.
@@ -256,6 +257,10 @@ pub(super) fn check_length(app: &App, call: &Call, pool: &Pool) -> Result<usize,
     }
     let (limit, why) = length_limit(app, pool);
     let (what, fields) = prompt_fields(call.api());
+    if matches!(call.api(), Api::Chat | Api::Responses | Api::Messages) {
+        let checked = call.body.check_values(|name| fields.contains(&name));
+        checked.map_err(|reject| Error::invalid(reject.message))?;
+    }
     let bytes = call.body.weight(fields);
     if bytes > limit {
         return Err(Error::invalid(format!(
@@ -455,9 +460,17 @@ fn has_media(envelope: &Envelope<'_>) -> bool {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
+    use axum::http::{HeaderMap, Uri};
+    use kvflash_core::clock::ManualClock;
     use serde_json::{Value, json};
 
     use super::*;
+    use crate::frontend::FrontendOptions;
+    use crate::frontend::engine::EngineNotes;
+    use crate::gateway::api::Row;
+    use crate::gateway::body::{Body, MAX_VALUES};
+    use crate::gateway::call::Head;
+    use crate::{Caller, Shutdown};
 
     fn known(features: &Value) -> Option<Known> {
         let answer =
@@ -477,6 +490,37 @@ mod tests {
             let messages = messages.to_string();
             let envelope = Envelope { messages: Some(Raw::of(&messages)), ..Envelope::default() };
             assert_eq!(has_media(&envelope), is_media, "{messages}");
+        }
+    }
+
+    #[test]
+    fn a_conversation_of_millions_of_values_is_refused_whatever_they_weigh() {
+        let (catalog, clock) = (Arc::default(), Arc::new(ManualClock::default()));
+        let app =
+            App::new(FrontendOptions::default(), catalog, clock, Shutdown::default()).unwrap();
+        let engine = app.fleet.add("http://127.0.0.1:9".parse().unwrap()).unwrap();
+        let models = vec![("m".to_owned(), None)];
+        app.fleet.learned(&engine, EngineNotes { models, ..EngineNotes::default() }).unwrap();
+        let pool = &app.fleet.pools()[0];
+        let numbers = "0,".repeat(MAX_VALUES);
+        // Engines put no text of a picture into the prompt.
+        let part = format!(r#"{{"type": "text", "text": "a", "image": [{numbers}0]}}"#);
+        let turn = format!(r#"[{{"role": "user", "content": [{part}]}}]"#);
+        for (path, field) in [
+            ("/v1/chat/completions", "messages"),
+            ("/v1/messages", "messages"),
+            ("/v1/responses", "input"),
+        ] {
+            let row = Row::of(path).unwrap();
+            let body = Body::parse(format!(r#"{{"model": "m", "{field}": {turn}}}"#).into());
+            let body = Arc::new(body.unwrap());
+            let (uri, headers) = (Uri::from_static(row.path), HeaderMap::new());
+            let head = Head { uri, headers, address: None, caller: Caller::default() };
+            let envelope = body.read().unwrap();
+            let call = Call::new(Some(row), head, "r".into(), &body, &envelope).unwrap();
+            assert!(body.weight(&[field]) < 1_000, "{path}");
+            let error = check_length(&app, &call, pool).unwrap_err().to_string();
+            assert!(error.contains(&format!("{field}: it has ")), "{path}: {error}");
         }
     }
 

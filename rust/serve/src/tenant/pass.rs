@@ -114,8 +114,8 @@ pub(crate) fn clean_headers(
 /// of a tenant with an isolated cache; `count` is called with the kinds of dropped fields.
 ///
 /// # Errors
-/// 403 for an API without a salt at engines; 400 for a salt that is not a string, or a field that comes
-/// twice.
+/// 403 for an API without a salt at engines; 400 for a salt that is not a string, a field that comes
+/// twice, or one with too many values to be searched.
 pub(crate) fn clean_body(
     key: &Key,
     row: Option<&Row>,
@@ -152,6 +152,7 @@ pub(crate) fn clean_body(
 
 /// The value of a field without these names, if it contains any.
 fn without(body: &Body, field: &str, names: &[&str]) -> Result<Option<Value>, Reject> {
+    body.check_values(|name| name == field)?;
     let Some(mut value) = body.value::<Value>(field)? else { return Ok(None) };
     Ok(drop_names(&mut value, names).then_some(value))
 }
@@ -243,6 +244,7 @@ mod tests {
     use super::super::tests::key;
     use super::*;
     use crate::gateway::api::ROWS;
+    use crate::gateway::body::MAX_VALUES;
     use crate::{Caller, Role};
 
     fn cleaned(key: &Key, path: &str, body: &Value) -> (Value, Vec<&'static str>) {
@@ -293,6 +295,25 @@ mod tests {
         assert_eq!(value["sampling_params"], json!([{ "n": 1, "extra_args": { "y": 2 } }]));
         assert_eq!(value["vllm_xargs"], json!({ "x": 1 }));
         assert_eq!(kinds, ["kv_transfer_params"]);
+    }
+
+    #[test]
+    fn a_field_with_millions_of_values_is_not_searched() {
+        for (field, ..) in NESTED {
+            let list = |values: usize| format!("[{}0]", "0,".repeat(values));
+            let cleaned = |values: usize| {
+                // Whatever it is called: a picture weighs nothing in a prompt.
+                let text = format!(r#"{{"{field}": {{"image": {}}}}}"#, list(values));
+                let parsed = Body::parse(text.into()).unwrap();
+                clean_body(&key("a"), None, &parsed, None, |_| ())
+            };
+            assert!(cleaned(MAX_VALUES - 3).unwrap().is_none());
+            let reject = cleaned(MAX_VALUES - 2).unwrap_err();
+            let wanted =
+                format!("{field}: it has {} values, more than {MAX_VALUES}", MAX_VALUES + 1);
+            assert!(reject.message.starts_with(&wanted), "{}", reject.message);
+            assert_eq!((reject.status.as_u16(), reject.param.as_deref()), (400, Some(field)));
+        }
     }
 
     #[test]

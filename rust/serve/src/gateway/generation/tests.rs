@@ -1,6 +1,7 @@
 //! Tests of what a body says of its answer.
 
 use super::*;
+use crate::gateway::body::MAX_VALUES;
 
 fn parse(api: Api, body: Value) -> Result<Generation, String> {
     Generation::parse(api, &Body::parse(body.to_string().into()).unwrap()).map_err(|reject| {
@@ -21,6 +22,24 @@ fn limits_come_from_either_name_and_fit_the_context() {
     open.fit(6, None).unwrap();
     assert_eq!(open.limits.max_tokens, None);
     assert_eq!(parse(Api::Completions, json!({})).unwrap().limits.max_tokens, Some(16));
+}
+
+#[test]
+fn options_of_millions_of_values_are_refused_before_they_are_read() {
+    let numbers = "0,".repeat(MAX_VALUES);
+    for field in ["guided_json", "logit_bias", "nvext", "prompt"] {
+        let text = format!(r#"{{"prompt": "a", "{field}": [{numbers}0]}}"#);
+        let body = Body::parse(text.replace(r#""prompt": "a", "prompt""#, r#""prompt""#).into());
+        let body = body.unwrap();
+        let wanted = format!("{field}: it has {} values, more than", MAX_VALUES + 2);
+        let whole = Generation::of_text(&body).unwrap_err();
+        assert!(whole.message.starts_with(&wanted), "{}", whole.message);
+        match Generation::parse(Api::Completions, &body) {
+            Err(reject) => assert!(reject.message.starts_with(&wanted), "{}", reject.message),
+            // A prompt of token ids has a limit of its own.
+            Ok(_) => assert_eq!(field, "prompt"),
+        }
+    }
 }
 
 #[test]
