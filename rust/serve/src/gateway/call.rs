@@ -33,6 +33,10 @@ const LONG_BODY_BYTES: usize = 512 * 1024;
 /// Size limit of a part's head, in bytes.
 const MAX_PART_HEAD_BYTES: usize = 4_096;
 
+/// Parts of an upload that are searched for the model: a body may hold its boundary millions of
+/// times.
+const MAX_PARTS: usize = 1_024;
+
 /// The client and its headers: everything known before the body is read.
 #[derive(Debug, Clone)]
 pub(crate) struct Head {
@@ -314,7 +318,7 @@ fn find_model<'a>(headers: &HeaderMap, body: &'a [u8]) -> Result<Option<(&'a str
     let boundary = format!("--{boundary}");
     // Data before the first boundary, and the line that ends it, belong to no part.
     let starts = memmem::find_iter(body, boundary.as_bytes()).map(|at| at + boundary.len());
-    for start in starts {
+    for start in starts.take(MAX_PARTS) {
         let part = &body[start..];
         let head = &part[..part.len().min(MAX_PART_HEAD_BYTES)];
         let Some(end) = memmem::find(head, b"\r\n\r\n") else { continue };

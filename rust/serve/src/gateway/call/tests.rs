@@ -100,6 +100,17 @@ fn the_model_is_found_whatever_stands_before_it() {
 }
 
 #[test]
+fn the_model_is_not_looked_for_behind_a_thousand_parts() {
+    let model = "--b\r\ncontent-disposition: form-data; name=\"model\"\r\n\r\nm\r\n--b--";
+    let found = |parts: usize| {
+        let body = format!("{}{model}", "--b\r\n\r\n\r\n".repeat(parts));
+        named("multipart/form-data; boundary=b", &body).unwrap()
+    };
+    assert_eq!(found(MAX_PARTS - 1).as_deref(), Some("m"));
+    assert_eq!(found(MAX_PARTS), None);
+}
+
+#[test]
 fn what_has_no_parts_is_refused() {
     for kind in ["application/json", "multipart/form-data", "multipart/form-data; boundary="] {
         assert!(named(kind, UPLOAD).unwrap_err().contains("content-type: must be"), "{kind}");
