@@ -59,7 +59,7 @@ const HEAVY: f64 = 0.75;
 
 impl Cell {
     fn new(group: &'static str, traffic: Traffic, load: f64, fleet: Fleet) -> Self {
-        let name = traffic.name().to_string();
+        let name = traffic.to_string();
         Self { group, name, traffic, load, is_prefill_only: false, fleet }
     }
 
@@ -77,7 +77,8 @@ impl Cell {
         let mut cells = Vec::new();
         for (group, load) in [("light load", LIGHT), ("medium load", MEDIUM), ("heavy load", HEAVY)]
         {
-            cells.extend(Traffic::ALL.map(|traffic| Self::new(group, traffic, load, eight())));
+            let with_load = Traffic::ALL.into_iter().filter(|one| *one != Traffic::InLine);
+            cells.extend(with_load.map(|traffic| Self::new(group, traffic, load, eight())));
         }
         for workers in [4, 32, 128] {
             for traffic in [Conversations, Agents, Chat, Documents, Mixed] {

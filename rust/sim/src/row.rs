@@ -85,7 +85,7 @@ impl Row {
         rows.extend(
             ["prefix-cache", "session-affinity", "least-request", "round_robin"].map(Self::new),
         );
-        rows.extend([Rule::LMetric, Rule::SgLang, Rule::LlmD, Rule::Preble].map(Self::peer));
+        rows.extend(Rule::ALL.map(Self::peer));
         rows
     }
 
@@ -114,9 +114,7 @@ impl Row {
             ]
             .map(Self::new),
         );
-        let disciplines =
-            [Discipline::Fcfs, Discipline::VtcFair, Discipline::VtcMaxFair, Discipline::VtcPred];
-        rows.extend(disciplines.map(|discipline| Self::fair(discipline, max_running)));
+        rows.extend(Discipline::ALL.map(|discipline| Self::fair(discipline, max_running)));
         rows
     }
 

@@ -10,32 +10,24 @@ use rand::{Rng, RngCore};
 
 use crate::lru::Lru;
 
-/// A router that somebody else has built.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Rule {
-    /// New prefill tokens times requests: "Simple is better: multiplication may be all you need for LLM request
-    /// scheduling".
-    LMetric,
-    /// The cache-aware policy of SGLang's router: an own tree of what was sent where, a threshold, and the fewest
-    /// requests where loads differ too much. Defaults of sglang-router 0.3.
-    SgLang,
-    /// The default profile of the endpoint picker of llm-d and the Gateway API: prefix 3, queue 2, KV usage 2.
-    LlmD,
-    /// E2 of "Preble: efficient distributed prompt scheduling for LLM serving".
-    Preble,
+kvflash_core::named! {
+    /// A router that somebody else has built.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub enum Rule {
+        /// New prefill tokens times requests: "Simple is better: multiplication may be all you need for LLM request
+        /// scheduling".
+        LMetric = "LMetric",
+        /// The cache-aware policy of SGLang's router: an own tree of what was sent where, a threshold, and the fewest
+        /// requests where loads differ too much. Defaults of sglang-router 0.3.
+        SgLang = "SGLang, cache-aware",
+        /// The default profile of the endpoint picker of llm-d and the Gateway API: prefix 3, queue 2, KV usage 2.
+        LlmD = "llm-d, weighted scorers",
+        /// E2 of "Preble: efficient distributed prompt scheduling for LLM serving".
+        Preble = "Preble, E2",
+    }
 }
 
 impl Rule {
-    /// How tables call it.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::LMetric => "LMetric",
-            Self::SgLang => "SGLang, cache-aware",
-            Self::LlmD => "llm-d, weighted scorers",
-            Self::Preble => "Preble, E2",
-        }
-    }
-
     /// A policy that follows it, for engines of `capacity_tokens`.
     pub fn policy(self, capacity_tokens: u64) -> Arc<dyn RoutePolicy> {
         Arc::new(Peer { rule: self, capacity_tokens, state: Mutex::default() })

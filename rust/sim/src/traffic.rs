@@ -103,61 +103,34 @@ impl Maker {
     }
 }
 
-/// Kinds of traffic.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Traffic {
-    /// Chats behind eight system prompts.
-    Chat,
-    /// Questions about two hundred documents, some much more often than others.
-    Documents,
-    /// Chats, most of which start together every now and then.
-    Bursts,
-    /// Chats; in the middle an unseen prompt of 30,000 tokens is suddenly wanted by many.
-    Hot,
-    /// Short prompts, answers of thousands of tokens.
-    LongAnswers,
-    /// No two prompts have anything in common.
-    Unshared,
-    /// Chats, documents, agents and batches side by side.
-    Mixed,
-    /// Conversations of the shape of the Mooncake trace, each request when it comes.
-    Conversations,
-    /// Agents whose prompts grow to 100,000 tokens, a request a few seconds after each answer.
-    Agents,
-    /// Conversations behind three system prompts that take turns, eight requests at once, as a load test has it.
-    InLine,
+kvflash_core::named! {
+    /// Kinds of traffic, the one without a load last.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub enum Traffic {
+        /// Conversations of the shape of the Mooncake trace, each request when it comes.
+        Conversations = "conversations",
+        /// Agents whose prompts grow to 100,000 tokens, a request a few seconds after each answer.
+        Agents = "coding agents",
+        /// Chats behind eight system prompts.
+        Chat = "chat",
+        /// Questions about two hundred documents, some much more often than others.
+        Documents = "documents",
+        /// Chats, most of which start together every now and then.
+        Bursts = "bursts",
+        /// Chats; in the middle an unseen prompt of 30,000 tokens is suddenly wanted by many.
+        Hot = "hot prefix",
+        /// Short prompts, answers of thousands of tokens.
+        LongAnswers = "long answers",
+        /// No two prompts have anything in common.
+        Unshared = "nothing shared",
+        /// Chats, documents, agents and batches side by side.
+        Mixed = "mixed",
+        /// Conversations behind three system prompts that take turns, eight requests at once, as a load test has it.
+        InLine = "in line",
+    }
 }
 
 impl Traffic {
-    /// All that come at some load.
-    pub const ALL: [Self; 9] = [
-        Self::Conversations,
-        Self::Agents,
-        Self::Chat,
-        Self::Documents,
-        Self::Bursts,
-        Self::Hot,
-        Self::LongAnswers,
-        Self::Unshared,
-        Self::Mixed,
-    ];
-
-    /// How tables call it.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Chat => "chat",
-            Self::Documents => "documents",
-            Self::Bursts => "bursts",
-            Self::Hot => "hot prefix",
-            Self::LongAnswers => "long answers",
-            Self::Unshared => "nothing shared",
-            Self::Mixed => "mixed",
-            Self::Conversations => "conversations",
-            Self::Agents => "coding agents",
-            Self::InLine => "in line",
-        }
-    }
-
     /// About `requests` requests. When sessions start matters only in relation to each other; see
     /// [`Workload::at_load`].
     pub fn make(self, seed: u64, requests: usize) -> Workload {
