@@ -9,7 +9,7 @@ use std::hint::black_box;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use kvflash_core::text::{CacheOptions, Tokenizer};
+use kvflash_core::text::Tokenizer;
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
@@ -45,8 +45,7 @@ fn main() {
 fn measure(folder: &Path, kinds: &[(&str, String)]) {
     let memory = resident_mib();
     let start = Instant::now();
-    let options = CacheOptions { capacity_bytes: 256 << 20 };
-    let tokenizer = match Tokenizer::from_folder(folder, options) {
+    let tokenizer = match Tokenizer::from_folder(folder, 256 << 20) {
         Ok(tokenizer) => tokenizer,
         Err(error) => return println!("{}: {error}", folder.display()),
     };

@@ -21,6 +21,13 @@ pub(crate) trait Weighed {
     fn heap_bytes(&self) -> usize;
 }
 
+/// Token ids of a piece of text.
+impl Weighed for Box<[u32]> {
+    fn heap_bytes(&self) -> usize {
+        size_of_val(&**self)
+    }
+}
+
 /// An entry's identity: 128 bits of hash, and the length of what was hashed as a second check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Key {
@@ -220,5 +227,40 @@ impl<V: Weighed> ClockCache<V> {
             stats.held_entries += shard.slots.len() as u64;
         }
         stats
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    type Ids = Box<[u32]>;
+
+    #[test]
+    fn it_stays_under_its_limit_and_keeps_what_is_used() {
+        let cache: ClockCache<Ids> = ClockCache::new(64 * 1024);
+        let hot = cache.key(b"hot", 0);
+        cache.insert(hot, [7; 16].into());
+        for n in 0..5_000_u32 {
+            cache.insert(cache.key(&n.to_le_bytes(), 0), [n; 16].into());
+            let found = cache.find(hot, Ids::clone);
+            assert_eq!(found.as_deref(), Some(&[7; 16][..]), "the entry in use went at {n}");
+            assert!(cache.stats().held_bytes <= 64 * 1024);
+        }
+        let stats = cache.stats();
+        assert!(stats.evictions_total > 4_000, "{stats:?}");
+        assert_eq!(stats.held_entries + stats.evictions_total, 5_001);
+        let huge = cache.key(b"huge", 0);
+        cache.insert(huge, [0; 10_000].into());
+        assert!(cache.find(huge, Ids::clone).is_none(), "it is too large");
+    }
+
+    #[test]
+    fn kinds_and_caches_stay_apart() {
+        let [cache, other] = [0; 2].map(|_| ClockCache::<Ids>::new(1 << 20));
+        cache.insert(cache.key(b"a", 0), [1].into());
+        assert!(cache.find(cache.key(b"a", 1), Ids::clone).is_none());
+        let keys = [&cache, &other].map(|cache| cache.key(b"a", 0));
+        assert_ne!(keys[0], keys[1], "whoever knows the keys can find two entries with one");
     }
 }

@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use kvflash_core::error::Error;
-use kvflash_core::text::{self, CacheOptions, ChatRequest, Prompt, Rendered, TextModel};
+use kvflash_core::text::{self, ChatRequest, Prompt, Rendered, TextModel};
 use pyo3::prelude::*;
 
 use super::buffer::tokens;
@@ -33,8 +33,7 @@ impl Tokenizer {
     #[new]
     #[pyo3(signature = (folder, *, cache_bytes=268_435_456))]
     fn new(py: Python<'_>, folder: PathBuf, cache_bytes: usize) -> Raised<Self> {
-        let cache = CacheOptions { capacity_bytes: cache_bytes };
-        let model = py.detach(|| TextModel::from_folder(&folder, cache))?;
+        let model = py.detach(|| TextModel::from_folder(&folder, cache_bytes))?;
         Ok(Self { model })
     }
 

@@ -4,7 +4,7 @@ use minijinja::Value;
 use serde_json::Value as Json;
 
 use super::content::ContentFormat;
-use crate::cache::{self, CacheStats, ClockCache, Weighed};
+use crate::cache::{CacheStats, ClockCache, Key, Weighed};
 
 /// Shorter messages are read each time, which takes less than a microsecond.
 const SHORT_BYTES: usize = 64;
@@ -28,10 +28,6 @@ impl Weighed for Prepared {
     }
 }
 
-/// Where a message is found; `None` for one that is not kept.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Key(Option<cache::Key>);
-
 /// The cache. A message is found wherever it stands, for its value depends on no other.
 ///
 /// # Consistency
@@ -47,26 +43,26 @@ impl MessageCache {
         Self { values: ClockCache::new(capacity_bytes) }
     }
 
-    /// The key of the message that `json` is, for templates that want `format`. Messages of short chats are not worth
-    /// keeping.
+    /// The key of the message that `json` is, for templates that want `format`; `None` for one that is not kept, as
+    /// those of short chats.
     ///
     /// # Cost
     /// A hash over its bytes.
-    pub(super) fn key(&self, json: &str, format: ContentFormat, chat_bytes: usize) -> Key {
+    pub(super) fn key(&self, json: &str, format: ContentFormat, chat_bytes: usize) -> Option<Key> {
         let is_kept = json.len() >= SHORT_BYTES && chat_bytes >= SHORT_CHAT_BYTES;
         let is_kept = is_kept && !self.values.is_off();
-        Key(is_kept.then(|| self.values.key(json.as_bytes(), format as u64)))
+        is_kept.then(|| self.values.key(json.as_bytes(), format as u64))
     }
 
     /// The value of a message, if it is known.
-    pub(super) fn find(&self, key: Key) -> Option<Value> {
-        self.values.find(key.0?, |one| one.value.clone())
+    pub(super) fn find(&self, key: Option<Key>) -> Option<Value> {
+        self.values.find(key?, |one| one.value.clone())
     }
 
     /// The value of a message that was prepared just now; others are dropped as needed.
-    pub(super) fn keep(&self, key: Key, message: &Json) -> Value {
+    pub(super) fn keep(&self, key: Option<Key>, message: &Json) -> Value {
         let value = Value::from_serialize(message);
-        if let Key(Some(key)) = key {
+        if let Some(key) = key {
             let heap_bytes = heap_bytes(message);
             self.values.insert(key, Prepared { heap_bytes, value: value.clone() });
         }

@@ -11,7 +11,6 @@
 //!   does
 //! - [`Detokenizer`]: token ids to text as they arrive, complete characters only
 
-mod cache;
 mod config;
 mod content;
 mod cut;
@@ -31,7 +30,6 @@ mod source;
 mod template;
 mod tokenizer;
 
-pub use cache::CacheOptions;
 pub use content::ContentFormat;
 pub use cut::CutMode;
 pub use detokenize::Detokenizer;

@@ -2,7 +2,6 @@
 
 use std::path::Path;
 
-use super::cache::CacheOptions;
 use super::config::FolderConfig;
 use super::request::{ChatRequest, Effort};
 use super::template::{ChatTemplate, Rendered};
@@ -52,20 +51,17 @@ impl TextModel {
     ///
     /// # Errors
     /// `Error::Config` naming the file that is missing or invalid.
-    pub fn from_folder(folder: impl AsRef<Path>, cache: CacheOptions) -> Result<Self> {
+    pub fn from_folder(folder: impl AsRef<Path>, cache_bytes: usize) -> Result<Self> {
         let folder = folder.as_ref();
         let config = FolderConfig::read(folder)?;
-        let CacheOptions { capacity_bytes } = cache;
-        let share = if config.templates.is_empty() { 0 } else { capacity_bytes / MESSAGES_SHARE };
-        let of_tokens = CacheOptions { capacity_bytes: capacity_bytes - share };
-        let of_messages = CacheOptions { capacity_bytes: share };
+        let share = if config.templates.is_empty() { 0 } else { cache_bytes / MESSAGES_SHARE };
         let coded = config.model_type.as_deref().filter(|kind| CODED_CHATS.contains(kind));
         let chat_unsupported =
             coded.map(|kind| format!("{kind} chats are not rendered by a template"));
         Ok(Self {
             chat_unsupported,
-            tokenizer: Tokenizer::load(folder, &config, of_tokens)?,
-            template: ChatTemplate::load(&config, of_messages)?,
+            tokenizer: Tokenizer::load(folder, &config, cache_bytes - share)?,
+            template: ChatTemplate::load(&config, share)?,
         })
     }
 

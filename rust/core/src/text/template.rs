@@ -9,15 +9,14 @@ use minijinja::{Environment, ErrorKind, Value};
 use serde_json::Value as Json;
 use serde_json::value::RawValue;
 
-use super::cache::CacheOptions;
 use super::config::{FolderConfig, NamedTemplate};
 use super::content::{ContentFormat, detect};
 use super::jinja::environment;
-use super::known::{Key, MessageCache};
+use super::known::MessageCache;
 use super::message::{Stop, prepare_message, prepare_tools};
 use super::request::{ChatRequest, Effort};
 use super::source::{rewrite, unix_lines};
-use crate::cache::CacheStats;
+use crate::cache::{CacheStats, Key};
 use crate::error::{Error, Result};
 
 /// Put behind a message that is to be continued, and looked for in the rendered text.
@@ -92,8 +91,7 @@ impl ChatTemplate {
     /// # Errors
     /// `Error::Config` naming the file that is invalid or the template that does not compile.
     pub fn from_folder(folder: impl AsRef<Path>) -> Result<Option<Self>> {
-        let off = CacheOptions { capacity_bytes: 0 };
-        Self::load(&FolderConfig::read(folder.as_ref())?, off)
+        Self::load(&FolderConfig::read(folder.as_ref())?, 0)
     }
 
     /// One template, the special tokens it may name, and where `strftime_now` gets the date.
@@ -112,19 +110,19 @@ impl ChatTemplate {
             templates: vec![NamedTemplate { name, source, file: None }],
             ..FolderConfig::default()
         };
-        Self::build(&config, clock, CacheOptions { capacity_bytes: 0 })
+        Self::build(&config, clock, 0)
     }
 
-    /// Load with the folder's configuration already read; `cache` is for messages that come again.
-    pub(super) fn load(config: &FolderConfig, cache: CacheOptions) -> Result<Option<Self>> {
+    /// Load with the folder's configuration already read; `cache_bytes` are for messages that come again.
+    pub(super) fn load(config: &FolderConfig, cache_bytes: usize) -> Result<Option<Self>> {
         if config.templates.is_empty() {
             return Ok(None);
         }
-        Self::build(config, WallClock::default(), cache).map(Some)
+        Self::build(config, WallClock::default(), cache_bytes).map(Some)
     }
 
-    fn build(config: &FolderConfig, clock: WallClock, cache: CacheOptions) -> Result<Self> {
-        let known = MessageCache::new(cache.capacity_bytes);
+    fn build(config: &FolderConfig, clock: WallClock, cache_bytes: usize) -> Result<Self> {
+        let known = MessageCache::new(cache_bytes);
         let mut environment = environment(clock);
         let mut formats = Vec::with_capacity(config.templates.len());
         for NamedTemplate { name, source, file } in &config.templates {
@@ -246,7 +244,7 @@ impl ChatTemplate {
             let key = self.known.key(json, format, all);
             (key, self.known.find(key))
         };
-        let found: Vec<(Key, Option<Value>)> = messages.iter().map(known).collect();
+        let found: Vec<(Option<Key>, Option<Value>)> = messages.iter().map(known).collect();
         let pairs = messages.iter().zip(&found);
         let new = pairs.filter(|(_, (_, found))| found.is_none()).map(|(json, _)| json.len());
         if !effort.allows(all, new.sum()) {

@@ -8,12 +8,11 @@ use serde::Deserialize;
 use serde_json::Value;
 use tokenizers::{AddedToken, Tokenizer as Inner};
 
-use super::cache::{CacheOptions, Context, PieceCache};
 use super::config::FolderConfig;
 use super::cut::{CutMode, Cutter, Layout, Segment, words};
 use super::encoder::{EncoderReport, Encoders};
 use super::hard::hard_texts;
-use crate::cache::CacheStats;
+use crate::cache::{CacheStats, ClockCache};
 use crate::error::{Error, Result};
 
 /// Token ids of one prompt.
@@ -29,6 +28,18 @@ enum Wrapping {
     Fixed { prefix: Vec<u32>, suffix: Vec<u32> },
     /// Something else: such texts are tokenized and cached whole.
     Opaque,
+}
+
+/// In which surroundings a piece was tokenized: the same text may have other ids elsewhere.
+#[derive(Debug, Clone, Copy)]
+#[repr(u64)]
+enum Context {
+    /// At the start of the text, or anywhere if the tokenizer does not care.
+    First = 0,
+    /// After something else, for tokenizers that treat the start of the text specially.
+    Later = 1,
+    /// The whole text with the special tokens around it.
+    Wrapped = 2,
 }
 
 /// Text to token ids and back, as the engine's own tokenizer does it.
@@ -47,7 +58,8 @@ pub struct Tokenizer {
     encoders: Arc<Encoders>,
     cutter: Cutter,
     wrapping: Wrapping,
-    cache: PieceCache,
+    /// Ids of pieces.
+    cache: ClockCache<Box<[u32]>>,
 }
 
 impl AsRef<Tokenizer> for Tokenizer {
@@ -61,17 +73,13 @@ impl Tokenizer {
     ///
     /// # Errors
     /// `Error::Config` naming the file that is missing or invalid.
-    pub fn from_folder(folder: impl AsRef<Path>, options: CacheOptions) -> Result<Self> {
+    pub fn from_folder(folder: impl AsRef<Path>, cache_bytes: usize) -> Result<Self> {
         let folder = folder.as_ref();
-        Self::load(folder, &FolderConfig::read(folder)?, options)
+        Self::load(folder, &FolderConfig::read(folder)?, cache_bytes)
     }
 
     /// Load with the folder's configuration already read.
-    pub(super) fn load(
-        folder: &Path,
-        config: &FolderConfig,
-        options: CacheOptions,
-    ) -> Result<Self> {
+    pub(super) fn load(folder: &Path, config: &FolderConfig, cache_bytes: usize) -> Result<Self> {
         let path = folder.join("tokenizer.json");
         let invalid =
             |error: &dyn std::fmt::Display| Error::Config(format!("{}: {error}", path.display()));
@@ -81,7 +89,7 @@ impl Tokenizer {
         let json = serde_json::from_str(&text).map_err(|error| invalid(&error))?;
         drop(text);
         let tokenizer =
-            Self::build(inner, json, config, options).map_err(|error| invalid(&error))?;
+            Self::build(inner, json, config, cache_bytes).map_err(|error| invalid(&error))?;
         let report = tokenizer.encoder();
         let (encoder, reason, cuts) = (report.name(), report.reason, tokenizer.cut_mode());
         tracing::info!(folder = %folder.display(), encoder, reason, ?cuts, "tokenizer loaded");
@@ -92,7 +100,7 @@ impl Tokenizer {
         mut inner: Inner,
         json: Value,
         config: &FolderConfig,
-        options: CacheOptions,
+        cache_bytes: usize,
     ) -> Result<Self> {
         inner.with_padding(None);
         inner.with_truncation(None).map_err(|error| failed(&error))?;
@@ -117,7 +125,7 @@ impl Tokenizer {
             encoders: Arc::new(encoders),
             cutter,
             wrapping: Wrapping::Opaque,
-            cache: PieceCache::new(options.capacity_bytes),
+            cache: ClockCache::new(cache_bytes),
         };
         tokenizer.wrapping = tokenizer.probe_wrapping(config)?;
         while tokenizer.cutter.mode() > CutMode::Whole && !tokenizer.agrees_on(&wanted)? {
@@ -251,16 +259,17 @@ impl Tokenizer {
     }
 
     fn append_cached(&self, piece: &str, context: Context, work: &mut Work) -> Result<(), Stop> {
-        let key = self.cache.key(piece, context, self.generation());
-        if !self.cache.is_off() && self.cache.append(key, &mut work.ids) {
+        // Ids of another encoder are not found.
+        let kind = context as u64 | self.generation() << 8;
+        let key = self.cache.key(piece.as_bytes(), kind);
+        let mut found = || self.cache.find(key, |ids| work.ids.extend_from_slice(ids));
+        if !self.cache.is_off() && found().is_some() {
             return Ok(());
         }
         work.spend(piece)?;
         let ids = self.encode_piece(piece, context)?;
         work.ids.extend_from_slice(&ids);
-        if !self.cache.is_off() {
-            self.cache.keep(key, &ids);
-        }
+        self.cache.insert(key, ids.into());
         Ok(())
     }
 

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use kvflash_core::text::{
-    CacheOptions, ChatRequest, ChatTemplate, Effort, Prompt, Rendered, Scan, TextModel, Tokenizer,
+    ChatRequest, ChatTemplate, Effort, Prompt, Rendered, Scan, TextModel, Tokenizer,
 };
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -82,14 +82,11 @@ fn with_request<T>(
 #[test]
 fn known_conversations_have_the_tokens_of_new_ones() {
     let folder = Path::new("../../tests/vectors/tiny-llama");
-    let load = |capacity_bytes| {
-        TextModel::from_folder(folder, CacheOptions { capacity_bytes }).expect("tiny-llama")
-    };
+    let load = |cache_bytes| TextModel::from_folder(folder, cache_bytes).expect("tiny-llama");
     let (roomy, cramped) = (load(64 << 20), load(512 << 10));
     let template = ChatTemplate::from_folder(folder);
     let template = template.expect("it loads").expect("a template");
-    let off = CacheOptions { capacity_bytes: 0 };
-    let tokenizer = Tokenizer::from_folder(folder, off).expect("tiny-llama");
+    let tokenizer = Tokenizer::from_folder(folder, 0).expect("tiny-llama");
     let mut runner = proptest::test_runner::TestRunner::new(ProptestConfig::with_cases(96));
     let result = runner.run(&prop::collection::vec(turn(), 1..16), |turns| {
         let mut messages = Vec::new();
@@ -139,7 +136,7 @@ fn known_conversations_have_the_tokens_of_new_ones() {
 #[test]
 fn a_long_conversation_is_tried_quickly_only_where_it_is_known() {
     let folder = Path::new("../../tests/vectors/tiny-llama");
-    let model = TextModel::from_folder(folder, CacheOptions::default()).expect("tiny-llama");
+    let model = TextModel::from_folder(folder, 64 << 20).expect("tiny-llama");
     let quick = Effort { is_quick: true, ..Effort::FULL };
     let mut messages: Vec<_> =
         (0..20).map(|at| message(at, &format!("{at} is new. ").repeat(500))).collect();

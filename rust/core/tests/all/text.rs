@@ -8,12 +8,14 @@ use std::time::Instant;
 
 use kvflash_core::error::Error;
 use kvflash_core::text::{
-    CacheOptions, ChatRequest, ChatTemplate, ContentFormat, CutMode, Detokenizer, Effort, Prompt,
-    Rendered, TextModel, Tokenizer, WallClock,
+    ChatRequest, ChatTemplate, ContentFormat, CutMode, Detokenizer, Effort, Prompt, Rendered,
+    TextModel, Tokenizer, WallClock,
 };
 use proptest::prelude::*;
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
+
+const CACHE_BYTES: usize = 64 << 20;
 
 fn vectors(name: &str) -> PathBuf {
     Path::new("../../tests/vectors").join(name)
@@ -119,7 +121,7 @@ fn golden() -> Golden {
 #[test]
 fn renders_and_tokenizes_as_python_does() {
     let golden = golden();
-    let tokenizer = Tokenizer::from_folder(tiny(), CacheOptions::default()).expect("tiny-llama");
+    let tokenizer = Tokenizer::from_folder(tiny(), CACHE_BYTES).expect("tiny-llama");
     let special: Vec<_> =
         golden.special_tokens.iter().map(|(name, text)| (name.as_str(), text.as_str())).collect();
     let mut compiled = BTreeMap::new();
@@ -336,7 +338,7 @@ fn twins() -> Vec<Twins> {
     let twin = |(name, json, mode)| {
         let folder = folder(&[("tokenizer.json", json)]);
         let load = |capacity_bytes| {
-            Tokenizer::from_folder(folder.path(), CacheOptions { capacity_bytes })
+            Tokenizer::from_folder(folder.path(), capacity_bytes)
                 .unwrap_or_else(|error| panic!("{name}: {error}"))
         };
         let (roomy, cramped) = (load(256 << 20), load(48 << 10));
@@ -426,7 +428,7 @@ fn cached_ids_are_the_ids() {
 
 #[test]
 fn a_growing_conversation_is_tokenized_once() {
-    let model = TextModel::from_folder(tiny(), CacheOptions::default()).expect("tiny-llama");
+    let model = TextModel::from_folder(tiny(), CACHE_BYTES).expect("tiny-llama");
     let template = model.template.as_ref().expect("a template");
     let (mut messages, mut misses) = (Vec::new(), Vec::new());
     for turn in 0..8 {
@@ -445,7 +447,7 @@ fn a_growing_conversation_is_tokenized_once() {
 
 #[test]
 fn a_quick_try_makes_few_new_tokens_and_keeps_them() {
-    let model = TextModel::from_folder(tiny(), CacheOptions::default()).expect("tiny-llama");
+    let model = TextModel::from_folder(tiny(), CACHE_BYTES).expect("tiny-llama");
     let quick = Effort { text_bytes: 100_000, is_quick: true };
     let tokens = |text: &str| model.text_tokens(text, false, quick).expect("no error");
     assert!(matches!(tokens("a short text"), Prompt::Tokens(_)));
@@ -468,7 +470,7 @@ fn special_tokens_follow_post_processor_and_config() {
     let json = sentence_piece(Value::Null, Value::Null);
     let load = |files: &[(&str, Value)]| {
         let folder = folder(files);
-        TextModel::from_folder(folder.path(), CacheOptions::default()).expect("a model")
+        TextModel::from_folder(folder.path(), CACHE_BYTES).expect("a model")
     };
     let ids = |model: &TextModel, adds| model.completion_tokens("a", adds).expect("ids");
     let plain = load(&[("tokenizer.json", json.clone())]);
@@ -491,7 +493,7 @@ fn truncation_of_the_file_is_ignored() {
     json["truncation"] = json!({"direction": "Right", "max_length": 2,
                                 "strategy": "LongestFirst", "stride": 0});
     let folder = folder(&[("tokenizer.json", json)]);
-    let tokenizer = Tokenizer::from_folder(folder.path(), CacheOptions::default()).expect("loads");
+    let tokenizer = Tokenizer::from_folder(folder.path(), CACHE_BYTES).expect("loads");
     assert!(tokenizer.encode("a b c d e f", false).expect("ids").len() > 2);
 }
 
@@ -501,7 +503,7 @@ fn a_model_without_a_vocabulary_loads() {
                       "pre_tokenizer": null, "post_processor": null, "decoder": null,
                       "model": {"type": "BPE", "vocab": {}, "merges": []}});
     let folder = folder(&[("tokenizer.json", json)]);
-    let tokenizer = Tokenizer::from_folder(folder.path(), CacheOptions::default()).expect("loads");
+    let tokenizer = Tokenizer::from_folder(folder.path(), CACHE_BYTES).expect("loads");
     assert_eq!(tokenizer.encode("abc", true), Ok(Vec::new()));
 }
 
@@ -509,7 +511,7 @@ fn a_model_without_a_vocabulary_loads() {
 fn load_errors_name_the_file() {
     let load = |files: &[(&str, Value)]| {
         let folder = folder(files);
-        TextModel::from_folder(folder.path(), CacheOptions::default()).err()
+        TextModel::from_folder(folder.path(), CACHE_BYTES).err()
     };
     let cases = [
         (load(&[]), "tokenizer.json"),
@@ -609,10 +611,10 @@ fn what_cannot_be_reproduced_is_said_and_not_guessed() {
         ("config.json", json!({"model_type": "gpt_oss"})),
         ("chat_template.jinja", json!("x")),
     ]);
-    let model = TextModel::from_folder(coded.path(), CacheOptions::default()).expect("a model");
+    let model = TextModel::from_folder(coded.path(), CACHE_BYTES).expect("a model");
     let prompt = model.chat_tokens(&request(b"{}"));
     assert!(matches!(prompt, Ok(Prompt::Unsupported(_))), "{prompt:?}");
-    let model = TextModel::from_folder(tiny(), CacheOptions::default()).expect("tiny-llama");
+    let model = TextModel::from_folder(tiny(), CACHE_BYTES).expect("tiny-llama");
     let body = br#"{"messages": [], "truncate_prompt_tokens": 5}"#;
     let prompt = model.chat_tokens(&request(body));
     assert!(matches!(prompt, Ok(Prompt::Unsupported(_))), "{prompt:?}");
@@ -677,10 +679,10 @@ fn kwargs_and_the_date_reach_the_template() {
 
 #[test]
 fn increments_make_up_the_text() {
-    let tiny = Tokenizer::from_folder(tiny(), CacheOptions::default()).expect("tiny-llama");
+    let tiny = Tokenizer::from_folder(tiny(), CACHE_BYTES).expect("tiny-llama");
     let size = tiny.vocabulary_size() as u32;
     let folder = folder(&[("tokenizer.json", sentence_piece(Value::Null, Value::Null))]);
-    let fallback = Tokenizer::from_folder(folder.path(), CacheOptions::default()).expect("loads");
+    let fallback = Tokenizer::from_folder(folder.path(), CACHE_BYTES).expect("loads");
     let check = |tokenizer: &Tokenizer, ids: &[u32], skip| {
         let mut stream = Detokenizer::new(tokenizer, skip);
         let mut text = String::new();
@@ -704,7 +706,7 @@ fn increments_make_up_the_text() {
 
 #[test]
 fn no_increment_ends_inside_a_character() {
-    let tokenizer = Tokenizer::from_folder(tiny(), CacheOptions::default()).expect("tiny-llama");
+    let tokenizer = Tokenizer::from_folder(tiny(), CACHE_BYTES).expect("tiny-llama");
     let ids = tokenizer.encode("a\u{1f600}b", false).expect("ids");
     let mut stream = Detokenizer::new(&tokenizer, true);
     let parts: Vec<_> = ids.iter().map(|&id| stream.push(id).expect("text")).collect();
@@ -715,7 +717,7 @@ fn no_increment_ends_inside_a_character() {
 #[test]
 fn bytes_without_an_end_spoil_nothing_before_them() {
     let folder = folder(&[("tokenizer.json", sentence_piece(Value::Null, Value::Null))]);
-    let tokenizer = Tokenizer::from_folder(folder.path(), CacheOptions::default()).expect("loads");
+    let tokenizer = Tokenizer::from_folder(folder.path(), CACHE_BYTES).expect("loads");
     let ids = tokenizer.encode("a\u{65e5}\u{672c}", false).expect("ids");
     for cut in 1..=2 {
         let mut stream = Detokenizer::new(&tokenizer, true);
@@ -802,7 +804,7 @@ fn chat(model: &TextModel, body: &str) {
 #[test]
 #[ignore = "a measurement, not a check"]
 fn measure() {
-    let model = TextModel::from_folder(tiny(), CacheOptions::default()).expect("tiny-llama");
+    let model = TextModel::from_folder(tiny(), CACHE_BYTES).expect("tiny-llama");
     let tokenizer = &model.tokenizer;
     let mut prompts = Prompts(1);
     let texts: Vec<_> = (0..200).map(|_| prompts.next(4_500)).collect();
@@ -855,7 +857,7 @@ fn measure() {
     let golden = golden();
     for name in ["tiny", "qwen_like"] {
         let model = TextModel {
-            tokenizer: Tokenizer::from_folder(tiny(), CacheOptions::default()).expect("tiny"),
+            tokenizer: Tokenizer::from_folder(tiny(), CACHE_BYTES).expect("tiny"),
             template: Some(template(&golden.templates[name].source, WallClock::default())),
             chat_unsupported: None,
         };

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 
 use kvflash_core::error::{Error, Result};
-use kvflash_core::text::{CacheOptions, ChatRequest, Effort, TextModel, model_folder};
+use kvflash_core::text::{ChatRequest, Effort, TextModel, model_folder};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 
@@ -28,8 +28,7 @@ impl ModelText {
     /// # Errors
     /// `Config` naming the file.
     pub fn load(folder: &Path, cache_bytes: usize) -> Result<Self> {
-        let cache = CacheOptions { capacity_bytes: cache_bytes };
-        let model = TextModel::from_folder(folder, cache)?;
+        let model = TextModel::from_folder(folder, cache_bytes)?;
         let eos_token_ids = eos_token_ids(folder, &model);
         let template_fault = template_fault(&model);
         Ok(Self { folder: folder.to_owned(), eos_token_ids, template_fault, model })
