@@ -22,10 +22,8 @@ use crate::stream::END_OF_REPLAY;
 /// Outcome of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FrameOutcome {
-    /// Applied (even if some of its events were skipped and counted).
+    /// Applied, even if some of its events were skipped and counted; or seen before.
     Applied,
-    /// Seen before; nothing to do.
-    Duplicate,
     /// Batches `from..=to` are missing. Repair or give up, then pass this frame again.
     Gap {
         /// First missing sequence number.
@@ -327,7 +325,7 @@ impl Repair {
             let outcome = next.as_ref().map(|frame| feed.live(frame.sequence, &frame.payload));
             match outcome {
                 None => feed.malformed(),
-                Some(FrameOutcome::Applied | FrameOutcome::Duplicate) => {}
+                Some(FrameOutcome::Applied) => {}
                 Some(FrameOutcome::Closed) => return,
                 Some(FrameOutcome::Gap { from, to }) => {
                     if self.has_endpoint && asked.is_none_or(|asked| from > asked) {
@@ -356,7 +354,7 @@ impl Repair {
             let outcome = next.as_ref().map(|frame| feed.replayed(frame.sequence, &frame.payload));
             match outcome {
                 None => feed.malformed(),
-                Some(FrameOutcome::Applied | FrameOutcome::Duplicate) => {}
+                Some(FrameOutcome::Applied) => {}
                 Some(FrameOutcome::Closed) => break,
                 Some(FrameOutcome::Gap { from, to }) => {
                     if self.has_progressed(feed) {

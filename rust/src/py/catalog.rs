@@ -327,7 +327,7 @@ impl Catalog {
                     publisher.live(sequence, payload)
                 };
                 match outcome {
-                    FrameOutcome::Applied | FrameOutcome::Duplicate => {}
+                    FrameOutcome::Applied => {}
                     FrameOutcome::Gap { from, to } => {
                         count(at);
                         return (at, "gap", from, to);

@@ -292,7 +292,7 @@ impl ZmqDrain {
                     }
                 };
                 match outcome {
-                    FrameOutcome::Applied | FrameOutcome::Duplicate => {}
+                    FrameOutcome::Applied => {}
                     FrameOutcome::Gap { .. } => return Ok((taken, true)),
                     FrameOutcome::Closed => publisher = None,
                 }

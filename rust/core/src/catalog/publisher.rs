@@ -315,7 +315,7 @@ impl Publisher {
             Step::Apply => {}
             Step::Duplicate => {
                 add(&self.counters.duplicate_batches, 1);
-                return FrameOutcome::Duplicate;
+                return FrameOutcome::Applied;
             }
             Step::Gap { from, to } => {
                 state.standing.seen.missing_batches = to - from + 1;
@@ -325,7 +325,7 @@ impl Publisher {
             // right after a reset.
             Step::Invalid | Step::Restarted => {
                 add(&self.counters.undecodable, 1);
-                return FrameOutcome::Duplicate;
+                return FrameOutcome::Applied;
             }
         }
         state.is_bare = false;

@@ -39,7 +39,7 @@ impl Log {
                 FrameOutcome::Applied
             }
             Step::Gap { from, to } => FrameOutcome::Gap { from, to },
-            Step::Duplicate | Step::Restarted | Step::Invalid => FrameOutcome::Duplicate,
+            Step::Duplicate | Step::Restarted | Step::Invalid => FrameOutcome::Applied,
         }
     }
 }
