@@ -71,7 +71,6 @@ pub struct Publisher {
     /// How it became known.
     pub source: Source,
     counters: EventCounters,
-    limits: Limits,
     clock: Arc<dyn Clock>,
     state: Mutex<State>,
 }
@@ -111,7 +110,6 @@ impl Publisher {
         id: PublisherId,
         registration: Registration,
         model: Arc<ModelIndex>,
-        limits: Limits,
         clock: Arc<dyn Clock>,
     ) -> Self {
         let Registration {
@@ -131,7 +129,6 @@ impl Publisher {
             facts,
             source,
             counters: EventCounters::default(),
-            limits,
             clock,
             state: Mutex::new(State {
                 stream: Stream::default(),
@@ -335,7 +332,7 @@ impl Publisher {
         if is_replay {
             add(&self.counters.repaired_batches, 1);
         }
-        match decode_batch(payload, &self.limits) {
+        match decode_batch(payload, &Limits::default()) {
             Ok(batch) => {
                 if let Some(reason) = batch.malformed_reason {
                     tracing::debug!(

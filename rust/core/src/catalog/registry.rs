@@ -16,7 +16,6 @@ use super::publisher::Publisher;
 use super::registration::{ListenerStatus, Place, PublisherId, Registration};
 use crate::cache::CacheStats;
 use crate::clock::{Clock, SystemClock};
-use crate::codec;
 use crate::error::{Error, Result};
 use crate::hash::engine::NameCache;
 use crate::ids::{InstanceId, Worker};
@@ -47,8 +46,6 @@ pub struct CatalogOptions {
     /// Predictions about a worker of known size last until they exceed its capacity, see
     /// [`ModelIndex::predict`], instead of for `predicted_ttl_ms`.
     pub has_histories: bool,
-    /// Limits of one event frame.
-    pub frame: codec::Limits,
 }
 
 impl Default for CatalogOptions {
@@ -61,7 +58,6 @@ impl Default for CatalogOptions {
             predicted_ttl_ms: 0,
             max_predicted: (0, 0),
             has_histories: false,
-            frame: codec::Limits::default(),
         }
     }
 }
@@ -255,8 +251,7 @@ impl Catalog {
         model.agreement.settle(identity.clone());
         // Relaxed: the table's lock orders everything else.
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let frame = self.options.frame;
-        let publisher = Publisher::new(id, registration, model, frame, Arc::clone(&self.clock));
+        let publisher = Publisher::new(id, registration, model, Arc::clone(&self.clock));
         let publisher = Arc::new(publisher);
         if let Some(recovered) = recovered {
             publisher.go_on_from(&recovered.place);

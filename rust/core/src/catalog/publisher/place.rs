@@ -7,7 +7,7 @@ use super::super::code::{Code, TrustState};
 use super::super::registration::Place;
 use super::super::trust;
 use super::{MAX_RANKS, Publisher, State};
-use crate::codec::decode_batch;
+use crate::codec::{Limits, decode_batch};
 use crate::event::Event;
 use crate::ids::{Tier, Worker};
 use crate::index::snapshot::Cursor;
@@ -110,7 +110,7 @@ impl Publisher {
     /// Whether the batch stores blocks on the device behind one that the worker holds there and
     /// that the batch itself did not store.
     fn continues_blocks(&self, payload: &[u8]) -> bool {
-        let Ok(batch) = decode_batch(payload, &self.limits) else { return false };
+        let Ok(batch) = decode_batch(payload, &Limits::default()) else { return false };
         let dp_rank = batch.dp_rank.unwrap_or(self.worker.dp_rank);
         let worker = Worker::new(self.worker.instance_id, dp_rank);
         let stored = batch.events.iter().filter_map(|event| match event {
