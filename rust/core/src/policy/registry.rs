@@ -44,9 +44,7 @@ pub(super) const POLICIES: [(&str, Build); 16] = [
         lowest(name, |found, out| each(found, out, |metrics| metrics.utilization))
     }),
     ("throughput", |name, _, _| lowest(name, by_metric::throughput)),
-    ("session-affinity", |_, settings, _| {
-        Arc::new(SessionAffinity::new(settings.session.max_sessions))
-    }),
+    ("session-affinity", |_, settings, _| Arc::new(SessionAffinity::new(settings.max_sessions))),
 ];
 
 pub(super) fn build_one(

@@ -129,13 +129,6 @@ pub struct VtcSettings {
     pub max_clients: usize,
 }
 
-/// Settings of `session-affinity`.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct SessionSettings {
-    /// Maximum remembered conversations; the least recently used are dropped.
-    pub max_sessions: usize,
-}
-
 /// Settings of all policies.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Settings {
@@ -147,8 +140,8 @@ pub struct Settings {
     pub prefix: PrefixSettings,
     /// `vtc-basic`.
     pub vtc: VtcSettings,
-    /// `session-affinity`.
-    pub session: SessionSettings,
+    /// `session-affinity`: maximum remembered conversations; the least recently used are dropped.
+    pub max_sessions: usize,
     /// Value and origin of every variable, in the order of [`VARIABLES`].
     pub origins: Vec<Origin>,
     /// Invalid values that were replaced by a default (`aibrix-compat`).

@@ -2,8 +2,7 @@
 
 use super::table::{Kind, VARIABLES, Variable};
 use super::{
-    PrefixSettings, PrefixSource, Profile, SessionSettings, Settings, TimeUnit, TokenizerKind,
-    VtcSettings,
+    PrefixSettings, PrefixSource, Profile, Settings, TimeUnit, TokenizerKind, VtcSettings,
 };
 use crate::error::{Error, Result};
 
@@ -95,9 +94,7 @@ impl Settings {
                 utilization_weight: reader.number("ROUTER_VTC_BASIC_UTILIZATION_WEIGHT"),
                 max_clients: reader.integer("ROUTER_VTC_MAX_CLIENTS") as usize,
             },
-            session: SessionSettings {
-                max_sessions: reader.integer("SESSION_MAX_SESSIONS") as usize,
-            },
+            max_sessions: reader.integer("SESSION_MAX_SESSIONS") as usize,
             origins: reader.origins,
             warnings: reader.warnings,
         })
