@@ -65,7 +65,9 @@ pub fn local_hashes(tokens: &[u32], block_size: u32, seed: u64) -> Vec<u64> {
 /// # Cost
 /// One growth of `hashes` at most, nothing allocated per block.
 pub fn local_hashes_into(tokens: &[u32], block_size: u32, seed: u64, hashes: &mut Vec<u64>) {
-    append(tokens, block_size, false, seed, hashes);
+    let held = hashes.len();
+    hashes.resize(held + block_count(tokens.len(), block_size, false), 0);
+    write_local_hashes(tokens, block_size, false, seed, &mut hashes[held..]);
 }
 
 /// Number of blocks of a prompt with a hash: complete ones, and under EAGLE those with a token
@@ -76,8 +78,7 @@ pub fn block_count(tokens: usize, block_size: u32, is_eagle: bool) -> usize {
     tokens.saturating_sub(lookahead).checked_div(block_size as usize).unwrap_or(0)
 }
 
-/// Writes the result of [`local_hashes`] or [`local_hashes_eagle`] to the beginning of `out`;
-/// returns the number of hashes.
+/// Writes the result of [`local_hashes`] or [`local_hashes_eagle`] to the beginning of `out`.
 ///
 /// # Panics
 /// If `out` is shorter than [`block_count`].
@@ -90,7 +91,7 @@ pub fn write_local_hashes(
     is_eagle: bool,
     seed: u64,
     out: &mut [u64],
-) -> usize {
+) {
     let blocks = block_count(tokens.len(), block_size, is_eagle);
     let stride = block_size as usize * 4;
     let window = stride + usize::from(is_eagle) * 4;
@@ -109,7 +110,6 @@ pub fn write_local_hashes(
             *hash = xxh3_64_with_seed(&bytes[start..start + window], seed);
         });
     }
-    blocks
 }
 
 /// Local hashes of a prompt under EAGLE speculation, where a block's hash also covers the token
@@ -117,15 +117,9 @@ pub fn write_local_hashes(
 ///
 /// `block_size` must not be 0 (see [`check_block_size`]); in release builds 0 gives no hashes.
 pub fn local_hashes_eagle(tokens: &[u32], block_size: u32, seed: u64) -> Vec<u64> {
-    let mut hashes = Vec::new();
-    append(tokens, block_size, true, seed, &mut hashes);
+    let mut hashes = vec![0; block_count(tokens.len(), block_size, true)];
+    write_local_hashes(tokens, block_size, true, seed, &mut hashes);
     hashes
-}
-
-fn append(tokens: &[u32], block_size: u32, is_eagle: bool, seed: u64, hashes: &mut Vec<u64>) {
-    let held = hashes.len();
-    hashes.resize(held + block_count(tokens.len(), block_size, is_eagle), 0);
-    write_local_hashes(tokens, block_size, is_eagle, seed, &mut hashes[held..]);
 }
 
 /// Local hash of one block that contains placeholders of multimodal items.

@@ -117,9 +117,7 @@ pub(super) fn compute_block_hash_array<'py>(
     };
     let fill = |slice: &mut [u64]| match &of_content {
         Some(hashes) => slice[..blocks].copy_from_slice(hashes),
-        None => {
-            hash::write_local_hashes(ids, block_size, is_eagle, seed, slice);
-        }
+        None => hash::write_local_hashes(ids, block_size, is_eagle, seed, slice),
     };
     if let Some(object) = out {
         let mut room = Room::<u64>::of("out", object)?;
