@@ -5,7 +5,7 @@
 #![no_main]
 
 use kvflash_core::index::snapshot::{load, save};
-use kvflash_core::index::{BlockIndex, CountMode, Limits, Options, RadixIndex};
+use kvflash_core::index::{CountMode, Limits, Options, RadixIndex};
 use libfuzzer_sys::fuzz_target;
 use xxhash_rust::xxh3::xxh3_64;
 

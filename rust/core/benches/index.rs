@@ -11,7 +11,7 @@ use std::thread;
 use std::time::Instant;
 
 use kvflash_core::ids::{Tier, Worker};
-use kvflash_core::index::{Block, BlockIndex, DEFAULT_SEED, Matches, Options, RadixIndex};
+use kvflash_core::index::{Block, DEFAULT_SEED, Matches, Options, RadixIndex};
 use rand::rngs::SmallRng;
 use rand::{Rng, RngCore, SeedableRng};
 

@@ -12,14 +12,14 @@ use std::time::{Duration, Instant};
 
 use kvflash_core::ids::{Tier, Worker};
 use kvflash_core::index::{
-    Block, BlockIndex, CountMode, Limits, ManyMatches, Match, Matches, Membership, Options,
-    RadixIndex, frequencies,
+    Block, CountMode, Limits, ManyMatches, Match, Matches, Membership, Options, RadixIndex,
+    frequencies,
 };
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
 mod oracle;
-use oracle::{OracleIndex, replay};
+use oracle::{BlockIndex, OracleIndex, replay};
 
 /// Counts each thread's allocations.
 struct Counting;

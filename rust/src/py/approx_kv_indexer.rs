@@ -3,7 +3,7 @@
 
 use kvflash_core::hash;
 use kvflash_core::ids::Worker;
-use kvflash_core::index::{BlockIndex, Limits, Options, RadixIndex};
+use kvflash_core::index::{Limits, Options, RadixIndex};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 

@@ -4,14 +4,14 @@ use kvflash_core::catalog::apply_router_event;
 use kvflash_core::codec::router::{KvEvent, RouterEvent};
 use kvflash_core::error::{Error, Result};
 use kvflash_core::ids::{InstanceId, Tier, Worker};
-use kvflash_core::index::{BlockIndex, IndexStats};
+use kvflash_core::index::{IndexStats, RadixIndex};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use super::error::{Raised, invalid};
 
 /// Applies an engine's event as JSON, on the device.
-pub(super) fn apply_event(index: &dyn BlockIndex, worker_id: u64, json: &[u8]) -> Result<()> {
+pub(super) fn apply_event(index: &RadixIndex, worker_id: u64, json: &[u8]) -> Result<()> {
     let event: KvEvent = serde_json::from_slice(json)
         .map_err(|error| Error::decode(error.column(), error.to_string()))?;
     let event = RouterEvent { worker_id, event, storage_tier: Tier::Device };
@@ -19,7 +19,7 @@ pub(super) fn apply_event(index: &dyn BlockIndex, worker_id: u64, json: &[u8]) -
 }
 
 /// Clears an instance, or one rank of it.
-pub(super) fn clear(index: &dyn BlockIndex, id: InstanceId, dp_rank: Option<u32>) -> usize {
+pub(super) fn clear(index: &RadixIndex, id: InstanceId, dp_rank: Option<u32>) -> usize {
     match dp_rank {
         Some(rank) => index.clear(Worker::new(id, rank)),
         None => index
@@ -31,11 +31,11 @@ pub(super) fn clear(index: &dyn BlockIndex, id: InstanceId, dp_rank: Option<u32>
     }
 }
 
-pub(super) fn workers(index: &dyn BlockIndex) -> Vec<(u64, u32)> {
+pub(super) fn workers(index: &RadixIndex) -> Vec<(u64, u32)> {
     index.workers().into_iter().map(|worker| (worker.instance_id, worker.dp_rank)).collect()
 }
 
-pub(super) fn stats<'py>(py: Python<'py>, index: &dyn BlockIndex) -> Raised<Bound<'py, PyDict>> {
+pub(super) fn stats<'py>(py: Python<'py>, index: &RadixIndex) -> Raised<Bound<'py, PyDict>> {
     // All fields by name, so that a new field of the index does not compile until it is added here.
     macro_rules! dict {
         ($stats:expr; $($field:ident),* $(,)?) => {{

@@ -7,7 +7,7 @@ use kvflash_core::codec::router::RouterEvent;
 use kvflash_core::error::Error;
 use kvflash_core::hash;
 use kvflash_core::ids::{InstanceId, Worker};
-use kvflash_core::index::{Block, BlockIndex, CountMode, Limits, Match, Options, RadixIndex};
+use kvflash_core::index::{Block, CountMode, Limits, Match, Options, RadixIndex};
 use pyo3::prelude::*;
 use pyo3::pybacked::{PyBackedBytes, PyBackedStr};
 use pyo3::types::{PyDict, PyList};

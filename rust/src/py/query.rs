@@ -4,7 +4,7 @@ use std::cell::RefCell;
 
 use kvflash_core::hash;
 use kvflash_core::hash::engine::MediaItem;
-use kvflash_core::index::{BlockIndex, ManyMatches, Match, Matches};
+use kvflash_core::index::{ManyMatches, Match, Matches, RadixIndex};
 use pyo3::prelude::*;
 
 use super::overlap::OverlapScores;
@@ -37,7 +37,7 @@ pub(super) fn detached<T: Send>(
 /// The result of `read` for the matches of `locals`.
 pub(super) fn matches<T: Send>(
     py: Python<'_>,
-    index: &dyn BlockIndex,
+    index: &RadixIndex,
     locals: &[u64],
     early_exit: bool,
     read: impl FnOnce(&mut Matches) -> T + Send,
@@ -57,7 +57,7 @@ pub(super) fn matches<T: Send>(
 /// The overlaps of `locals`; `counted` selects what counts.
 pub(super) fn overlaps(
     py: Python<'_>,
-    index: &dyn BlockIndex,
+    index: &RadixIndex,
     locals: &[u64],
     early_exit: bool,
     counted: fn(&Match) -> Match,
@@ -89,7 +89,7 @@ impl Shape {
     /// The overlaps of a prompt, with its multimodal items and embeddings; runs without Python.
     pub fn overlaps(
         self,
-        index: &dyn BlockIndex,
+        index: &RadixIndex,
         tokens: &[u32],
         (media, embeds): (&[MediaItem], &[Vec<u8>]),
         counted: fn(&Match) -> Match,
@@ -109,7 +109,7 @@ impl Shape {
     /// The overlaps of many prompts; runs without Python.
     pub fn overlaps_of_many(
         self,
-        index: &dyn BlockIndex,
+        index: &RadixIndex,
         prompts: &[impl AsRef<[u32]>],
         counted: fn(&Match) -> Match,
     ) -> Vec<OverlapScores> {

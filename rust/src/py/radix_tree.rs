@@ -1,7 +1,7 @@
 //! The bare index as a Python class: events in as JSON, overlaps out.
 
 use kvflash_core::ids::Worker;
-use kvflash_core::index::{BlockIndex, Options, RadixIndex};
+use kvflash_core::index::{Options, RadixIndex};
 use pyo3::prelude::*;
 
 use super::buffer::hashes;

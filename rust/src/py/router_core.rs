@@ -459,7 +459,7 @@ impl RouterCore {
     fn dump_events(&self, py: Python<'_>) -> String {
         py.detach(|| {
             let events: Vec<String> =
-                dump_events(&*self.selector.model().index).map(|event| event.to_json()).collect();
+                dump_events(&self.selector.model().index).map(|event| event.to_json()).collect();
             format!("[{}]", events.join(","))
         })
     }

@@ -5,7 +5,7 @@ use std::io;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use kvflash_core::index::BlockIndex;
+use kvflash_core::index::RadixIndex;
 use kvflash_core::index::snapshot::{LoadError, Meta, load, save_to_path};
 use pyo3::exceptions::PyOSError;
 use pyo3::prelude::*;
@@ -15,7 +15,7 @@ use super::error::{Fault, Raised, invalid};
 
 pub(super) fn save<'py>(
     py: Python<'py>,
-    index: &dyn BlockIndex,
+    index: &RadixIndex,
     block_size: u32,
     path: &Path,
 ) -> Raised<Bound<'py, PyDict>> {
@@ -32,7 +32,7 @@ pub(super) fn save<'py>(
 
 pub(super) fn restore<'py>(
     py: Python<'py>,
-    index: &dyn BlockIndex,
+    index: &RadixIndex,
     block_size: u32,
     path: &Path,
 ) -> Raised<Bound<'py, PyDict>> {

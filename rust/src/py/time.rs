@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use kvflash_core::clock::{Clock, SystemClock};
 use kvflash_core::error::{Error, Result};
-use kvflash_core::index::BlockIndex;
+use kvflash_core::index::RadixIndex;
 use pyo3::prelude::*;
 
 use super::error::{Raised, invalid};
@@ -23,7 +23,7 @@ impl Time {
         Self { system: SystemClock::default(), given, told_ms: AtomicU64::new(0) }
     }
 
-    pub fn tell(&self, py: Python<'_>, index: &dyn BlockIndex) -> Raised<()> {
+    pub fn tell(&self, py: Python<'_>, index: &RadixIndex) -> Raised<()> {
         let now_ms = match &self.given {
             None => self.system.now_ms(),
             Some(clock) => {

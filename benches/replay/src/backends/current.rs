@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use kvflash_core::ids::{Tier, Worker};
 use kvflash_core::index::{
-    Block, BlockIndex, CountMode, DEFAULT_SEED, Depth, Depths, Limits, Matches, Options, RadixIndex,
+    Block, CountMode, DEFAULT_SEED, Depth, Depths, Limits, Matches, Options, RadixIndex,
 };
 use rustc_hash::FxHashMap;
 

@@ -5,7 +5,7 @@ use crate::codec::router::{
 };
 use crate::error::{Error, Result};
 use crate::ids::{Tier, Worker};
-use crate::index::{Block, BlockIndex, DumpEvent, StoreOutcome};
+use crate::index::{Block, DumpEvent, RadixIndex, StoreOutcome};
 
 /// The whole content of `index` as events, which recreate it in an empty index when applied in
 /// order. Event ids count from 0.
@@ -15,7 +15,7 @@ use crate::index::{Block, BlockIndex, DumpEvent, StoreOutcome};
 ///
 /// # Cost
 /// Holds one worker's blocks in memory at a time.
-pub fn dump_events(index: &dyn BlockIndex) -> impl Iterator<Item = RouterEvent> + '_ {
+pub fn dump_events(index: &RadixIndex) -> impl Iterator<Item = RouterEvent> + '_ {
     index
         .workers()
         .into_iter()
@@ -26,7 +26,7 @@ pub fn dump_events(index: &dyn BlockIndex) -> impl Iterator<Item = RouterEvent> 
 
 /// The content of `worker`, as in [`dump_events`]; every event has the id 0.
 pub fn dump_worker(
-    index: &dyn BlockIndex,
+    index: &RadixIndex,
     worker: Worker,
 ) -> impl ExactSizeIterator<Item = RouterEvent> + use<> {
     index.dump_worker(worker).into_iter().map(move |event| router_event(worker, event))
@@ -61,7 +61,7 @@ fn router_event(worker: Worker, event: DumpEvent) -> RouterEvent {
 /// # Errors
 /// `InvalidArgument` for a stored event with an unknown parent, with a repeated block, or of a
 /// worker beyond the limit; nothing of it is stored.
-pub fn apply_router_event(index: &dyn BlockIndex, event: &RouterEvent) -> Result<StoreOutcome> {
+pub fn apply_router_event(index: &RadixIndex, event: &RouterEvent) -> Result<StoreOutcome> {
     let worker: Worker = event.worker();
     match &event.event.data {
         EventData::Stored(stored) => {
@@ -96,7 +96,7 @@ pub fn apply_router_event(index: &dyn BlockIndex, event: &RouterEvent) -> Result
 /// # Errors
 /// As [`apply_router_event`].
 pub fn store_blocks(
-    index: &dyn BlockIndex,
+    index: &RadixIndex,
     worker: Worker,
     tier: Tier,
     parent: Option<u64>,

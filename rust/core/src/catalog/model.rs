@@ -18,7 +18,7 @@ use crate::hash::content_hashes;
 use crate::hash::engine::{NameCache, NameKeys};
 use crate::ids::{Tier, Worker};
 use crate::index::groups::{GroupIndex, Holder};
-use crate::index::{BlockIndex, Matches, RemoveOutcome};
+use crate::index::{Matches, RadixIndex, RemoveOutcome};
 
 /// Share of a worker's cache that is assumed to hold recent prompts: answers take room, too.
 ///
@@ -65,7 +65,7 @@ pub struct ModelIndex {
     /// The model and tenant.
     pub key: ModelKey,
     /// The blocks.
-    pub index: Box<dyn BlockIndex>,
+    pub index: RadixIndex,
     /// Blocks by name, of workers with several cache groups.
     pub groups: GroupIndex,
     watches: CacheWatches,
@@ -97,7 +97,7 @@ impl ModelIndex {
     pub(super) fn new(
         key: ModelKey,
         given_block_size: u32,
-        index: Box<dyn BlockIndex>,
+        index: RadixIndex,
         groups: GroupIndex,
         name_cache: Arc<NameCache>,
     ) -> Self {
@@ -128,7 +128,7 @@ impl ModelIndex {
     /// until they exceed 0.9 of it; otherwise for the catalog's time.
     ///
     /// # Cost
-    /// As [`BlockIndex::predict_within`].
+    /// As [`RadixIndex::predict_within`].
     pub fn predict(
         &self,
         worker: Worker,
@@ -221,12 +221,12 @@ impl ModelIndex {
         layouts.names(&self.name_cache, tokens, &NameKeys { lora, cache_salt, ..*keys })
     }
 
-    /// Finds, per worker, the reusable part of a prompt: as [`BlockIndex::find_matches`], but for
+    /// Finds, per worker, the reusable part of a prompt: as [`RadixIndex::find_matches`], but for
     /// workers with several cache groups only as far as all groups can continue. `exact` has the
     /// same for these workers in tokens.
     ///
     /// # Consistency
-    /// As [`BlockIndex::find_matches`]; each name of a group is read at its own moment.
+    /// As [`RadixIndex::find_matches`]; each name of a group is read at its own moment.
     ///
     /// # Cost
     /// That of the walk; with workers with several groups, plus O(names of the prompt and their
@@ -252,7 +252,7 @@ impl ModelIndex {
             block_size: self.block_size().unwrap_or(0),
         };
         if !layouts.is_empty() && question.block_size > 0 {
-            reuse::evaluate(&layouts, self.index.as_ref(), &self.groups, question, matches, exact);
+            reuse::evaluate(&layouts, &self.index, &self.groups, question, matches, exact);
         }
     }
 

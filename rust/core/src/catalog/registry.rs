@@ -187,8 +187,7 @@ impl Catalog {
         });
         let groups = GroupIndex::new(self.options.max_blocks, rand::random());
         let names = Arc::clone(&self.names);
-        let mut model =
-            ModelIndex::new(key.clone(), given.unwrap_or(0), Box::new(index), groups, names);
+        let mut model = ModelIndex::new(key.clone(), given.unwrap_or(0), index, groups, names);
         model.has_histories = self.options.has_histories;
         let model = Arc::new(model);
         if let Some(size) = block_size {

@@ -14,7 +14,7 @@ use super::naming::Naming;
 use crate::hash::engine::{NameCache, NameKeys};
 use crate::ids::{Tier, Worker};
 use crate::index::groups::{GroupBits, GroupIndex, Holder};
-use crate::index::{BlockIndex, Match, Matches};
+use crate::index::{Match, Matches, RadixIndex};
 
 /// The workers with a cache that the tree of contents does not describe completely.
 #[derive(Debug, Clone, Default)]
@@ -141,7 +141,7 @@ impl Stand {
 /// Appends the same in tokens to `out`, ascending by worker.
 pub(super) fn evaluate(
     layouts: &Layouts,
-    index: &dyn BlockIndex,
+    index: &RadixIndex,
     groups: &GroupIndex,
     question: Question<'_>,
     matches: &mut Matches,

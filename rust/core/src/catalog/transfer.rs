@@ -153,7 +153,7 @@ impl Part {
                 key: serde_json::to_vec(&head).unwrap_or_default(),
             };
             let mut bytes = vec![0; 8];
-            save_workers(self.model.index.as_ref(), workers, &meta, |_| place.cursor, &mut bytes)?;
+            save_workers(&self.model.index, workers, &meta, |_| place.cursor, &mut bytes)?;
             bytes.extend(tail(&doubts.unwrap_or_default(), DOUBTS_MARK));
             bytes.extend(tail(&names_of(&self.model, workers), NAMES_MARK));
             let len = bytes.len() as u64 - 8;
@@ -170,7 +170,7 @@ impl Part {
     /// Its events, and the related watermark.
     pub fn events(&self) -> (Vec<RouterEvent>, Watermark) {
         self.read(|place, workers| {
-            let index = self.model.index.as_ref();
+            let index = &self.model.index;
             let events = workers.iter().flat_map(|worker| dump_worker(index, *worker)).collect();
             (events, Watermark::new(self.worker, place, workers))
         })
@@ -409,7 +409,7 @@ fn restore_part(catalog: &Catalog, part: &[u8], progress: &mut Progress) {
         ranks.push(worker.dp_rank);
     }
     let adopted = adopt(catalog, &model, worker, || {
-        let loaded = snapshot.load(model.index.as_ref());
+        let loaded = snapshot.load(&model.index);
         let Head { group, cache, is_inexact, .. } = head;
         let mut place = Place { cursor: None, ranks, group, cache, is_inexact };
         if !doubts.is_empty() {

@@ -160,7 +160,7 @@ impl<'a, 'b> Entry<'a, 'b> {
             Taken::None
         });
         let Some(model) = model.filter(|_| *taken != Taken::None) else { return };
-        let reason = match apply_router_event(model.index.as_ref(), event) {
+        let reason = match apply_router_event(&model.index, event) {
             Ok(StoreOutcome { refused: 0, .. }) => return,
             Ok(StoreOutcome { refused, .. }) => format!("the index refused {refused} blocks"),
             Err(error) => error.to_string(),

@@ -6,7 +6,7 @@ use kvflash_core::ids::{Tier, Worker};
 use kvflash_core::index::*;
 use serde_json::Value;
 
-use crate::oracle::{OracleIndex, replay};
+use crate::oracle::{BlockIndex, OracleIndex, replay};
 
 const W: Worker = Worker::new(1, 0);
 

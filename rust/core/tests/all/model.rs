@@ -6,7 +6,7 @@
 //! With `--nocapture` each stream says what was compared.
 
 use kvflash_core::ids::{Tier, Worker};
-use kvflash_core::index::{Block, BlockIndex, CountMode, Limits, Options, RadixIndex};
+use kvflash_core::index::{Block, CountMode, Limits, Options, RadixIndex};
 use proptest::prelude::*;
 use rand::rngs::SmallRng;
 use rand::seq::{IndexedRandom, SliceRandom};
@@ -17,6 +17,8 @@ mod streams;
 
 use pair::{Op, Pair, Plan, Seen, are_many, events, run, seeds};
 use streams::{Calls, Engine, Eviction, Naming, Prompts, Space};
+
+use crate::oracle::BlockIndex;
 
 /// A stream with too little variety proves nothing. Some of many seeds always lack it: they are
 /// reported, and do not fail.

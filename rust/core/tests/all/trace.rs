@@ -14,7 +14,7 @@ use std::sync::Arc;
 use kvflash_core::clock::{Clock, ManualClock};
 use kvflash_core::hash;
 use kvflash_core::ids::{Tier, Worker};
-use kvflash_core::index::{Block, BlockIndex, DEFAULT_SEED, Matches, Options, RadixIndex};
+use kvflash_core::index::{Block, DEFAULT_SEED, Matches, Options, RadixIndex};
 use kvflash_core::load::{LoadConfig, PrefillSpeed};
 use kvflash_core::policy::{KvScale, Policy};
 use kvflash_core::select::{

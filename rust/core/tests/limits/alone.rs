@@ -5,9 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use kvflash_core::ids::{Tier, Worker};
-use kvflash_core::index::{
-    Block, BlockIndex, CountMode, Limits, Matches, Options, RadixIndex, StoreOutcome,
-};
+use kvflash_core::index::{Block, CountMode, Limits, Matches, Options, RadixIndex, StoreOutcome};
 use rand::rngs::SmallRng;
 use rand::seq::{IndexedRandom, SliceRandom};
 use rand::{Rng, SeedableRng};
@@ -19,7 +17,7 @@ mod counted;
 mod oracle;
 
 use counted::{Counting, Owned};
-use oracle::OracleIndex;
+use oracle::{BlockIndex, OracleIndex};
 
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;

@@ -10,10 +10,58 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use kvflash_core::ids::{InstanceId, Tier, Worker};
 use kvflash_core::index::{
-    Block, BlockIndex, CopyOutcome, CountMode, DumpEvent, IndexStats, MAX_COPIES, MAX_WORKERS,
-    Match, Matches, Membership, Options, Rejection, RemoveOutcome, StoreOutcome,
+    Block, CopyOutcome, CountMode, DumpEvent, IndexStats, MAX_COPIES, MAX_WORKERS, Match, Matches,
+    Membership, Options, RadixIndex, Rejection, RemoveOutcome, StoreOutcome,
 };
 use parking_lot::Mutex;
+
+/// What the index and its twin both do, as [`RadixIndex`] says.
+macro_rules! block_index {
+    ($(fn $name:ident(&self $(, $arg:ident: $type:ty)*) $(-> $out:ty)?;)*) => {
+        #[allow(dead_code)] // Not every program calls all.
+        pub trait BlockIndex: Send + Sync {
+            $(fn $name(&self $(, $arg: $type)*) $(-> $out)?;)*
+
+            fn remove(&self, worker: Worker, tier: Tier, names: &[u64]) -> RemoveOutcome {
+                self.evict(worker, tier, names, None)
+            }
+        }
+
+        impl BlockIndex for RadixIndex {
+            $(fn $name(&self $(, $arg: $type)*) $(-> $out)? {
+                RadixIndex::$name(self $(, $arg)*)
+            })*
+        }
+    };
+}
+
+type Gone<'a> = Option<&'a mut Vec<u64>>;
+
+block_index! {
+    fn store(&self, worker: Worker, tier: Tier, parent: Option<u64>, seed: u64, blocks: &[Block])
+        -> StoreOutcome;
+    fn copy(&self, worker: Worker, tier: Tier, names: &[u64]) -> CopyOutcome;
+    fn evict(&self, worker: Worker, tier: Tier, names: &[u64], gone: Gone<'_>) -> RemoveOutcome;
+    fn clear(&self, worker: Worker) -> usize;
+    fn clear_tier(&self, worker: Worker, tier: Tier) -> usize;
+    fn remove_worker(&self, worker: Worker) -> bool;
+    fn remove_instance(&self, instance_id: InstanceId) -> usize;
+    fn predict(&self, worker: Worker, seed: u64, locals: &[u64]) -> usize;
+    fn predict_within(&self, worker: Worker, seed: u64, locals: &[u64], most: usize) -> usize;
+    fn advance_to(&self, now_ms: u64) -> usize;
+    fn predictions_due_ms(&self) -> u64;
+    fn find_matches(&self, locals: &[u64], out: &mut Matches);
+    fn find_matches_early_exit(&self, locals: &[u64], out: &mut Matches);
+    fn parent_seed(&self, worker: Worker, name: u64) -> Option<u64>;
+    fn holds_all(&self, worker: Worker, tier: Tier, names: &[u64]) -> bool;
+    fn names_along(&self, worker: Worker, locals: &[u64], out: &mut Vec<Option<u64>>);
+    fn workers(&self) -> Vec<Worker>;
+    fn blocks(&self, worker: Worker) -> usize;
+    fn blocks_in(&self, worker: Worker, tier: Tier) -> usize;
+    fn memberships(&self, worker: Worker) -> Vec<Membership>;
+    fn dump_worker(&self, worker: Worker) -> Vec<DumpEvent>;
+    fn stats(&self) -> IndexStats;
+}
 
 /// A path of local hashes from the root, by the number it got when it was first named.
 type Content = usize;

@@ -277,7 +277,7 @@ impl Pen for MsgpackPen {
 mod tests {
     use super::*;
     use kvflash_core::ids::Tier;
-    use kvflash_core::index::{Block, BlockIndex, DEFAULT_SEED, RadixIndex};
+    use kvflash_core::index::{Block, DEFAULT_SEED, RadixIndex};
 
     #[test]
     fn answer_is_in_tokens_with_zeros_for_the_registered_rest() {

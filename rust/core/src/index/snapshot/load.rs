@@ -8,7 +8,7 @@ use super::format::{HEAD_BYTES, SECTION_BYTES, STEP_BYTES, Section, Step, column
 use super::source::Source;
 use super::{Cause, LoadError, Loaded, Lost, Meta, Restored};
 use crate::ids::{Tier, Worker};
-use crate::index::BlockIndex;
+use crate::index::RadixIndex;
 use crate::index::types::Block;
 
 /// Reads a snapshot of blocks of `block_size` tokens, or of any size, into `index`, section by
@@ -29,7 +29,7 @@ use crate::index::types::Block;
 /// O(blocks), and memory for the largest section. Memory never exceeds a small multiple of the
 /// bytes received.
 pub fn load(
-    index: &dyn BlockIndex,
+    index: &RadixIndex,
     from: &mut impl Read,
     block_size: Option<u32>,
 ) -> Result<Loaded, LoadError> {
@@ -71,7 +71,7 @@ impl<R: Read> Reader<R> {
     }
 
     /// Reads the sections into `index`, as [`load`] does.
-    pub fn load(self, index: &dyn BlockIndex) -> Loaded {
+    pub fn load(self, index: &RadixIndex) -> Loaded {
         let Self { mut source, meta, workers } = self;
         let mut loaded = Loaded { meta, workers: Vec::new(), lost: Vec::new(), cut: false };
         let mut blocks = Vec::new();
@@ -155,7 +155,7 @@ fn section(
 
 /// Checks the body of a section and applies it.
 fn body(
-    index: &dyn BlockIndex,
+    index: &RadixIndex,
     source: &mut Source<impl Read>,
     section: &Section,
     blocks: &mut Vec<Block>,
@@ -204,7 +204,7 @@ impl<'a> Body<'a> {
 
     fn apply(
         &self,
-        index: &dyn BlockIndex,
+        index: &RadixIndex,
         section: &Section,
         blocks: &mut Vec<Block>,
     ) -> Result<Restored, Cause> {
@@ -222,7 +222,7 @@ impl<'a> Body<'a> {
 
     fn play(
         &self,
-        index: &dyn BlockIndex,
+        index: &RadixIndex,
         worker: Worker,
         blocks: &mut Vec<Block>,
     ) -> Result<(), Cause> {
@@ -246,7 +246,7 @@ impl<'a> Body<'a> {
 }
 
 fn store(
-    index: &dyn BlockIndex,
+    index: &RadixIndex,
     worker: Worker,
     tier: Tier,
     step: &Step,

@@ -10,7 +10,7 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::format::{MAX_KEY_BYTES, STEP_BYTES, Section, Step, encode_head};
 use super::{Cursor, Meta, Saved};
 use crate::ids::Worker;
-use crate::index::BlockIndex;
+use crate::index::RadixIndex;
 use crate::index::types::{Block, DumpEvent};
 
 /// Writes the confirmed content of `index`: predictions are not saved.
@@ -28,12 +28,12 @@ use crate::index::types::{Block, DumpEvent};
 ///
 /// # Consistency
 /// Each worker is saved as of one moment, workers as of different ones. Queries go on; events wait
-/// while the names of one worker are copied ([`BlockIndex::dump_worker`]).
+/// while the names of one worker are copied ([`RadixIndex::dump_worker`]).
 ///
 /// # Cost
 /// 16 bytes per block, and memory for two copies of the largest worker.
 pub fn save(
-    index: &dyn BlockIndex,
+    index: &RadixIndex,
     meta: &Meta,
     cursor: impl Fn(Worker) -> Option<Cursor>,
     out: &mut impl Write,
@@ -46,7 +46,7 @@ pub fn save(
 /// # Errors
 /// As [`save`].
 pub fn save_workers(
-    index: &dyn BlockIndex,
+    index: &RadixIndex,
     workers: &[Worker],
     meta: &Meta,
     cursor: impl Fn(Worker) -> Option<Cursor>,
@@ -132,7 +132,7 @@ fn encode_body(events: &[DumpEvent], body: &mut Vec<u8>) -> io::Result<(u64, u64
 /// # Errors
 /// As [`save`], or the file system's error. `path` is unchanged then.
 pub fn save_to_path(
-    index: &dyn BlockIndex,
+    index: &RadixIndex,
     meta: &Meta,
     cursor: impl Fn(Worker) -> Option<Cursor>,
     path: &Path,

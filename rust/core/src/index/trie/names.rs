@@ -476,7 +476,7 @@ mod tests {
     use super::LEFT_BYTES_KEPT;
     use crate::ids::{Tier, Worker};
     use crate::index::types::DEFAULT_SEED;
-    use crate::index::{Block, BlockIndex, RadixIndex};
+    use crate::index::{Block, RadixIndex};
 
     fn store(index: &RadixIndex, worker: Worker, name: u64) {
         let block = Block { engine_hash: name, local_hash: name };

@@ -4,13 +4,13 @@ use std::collections::BTreeMap;
 
 use kvflash_core::ids::{Tier, Worker};
 use kvflash_core::index::{
-    Block, BlockIndex, DumpEvent, IndexStats, Limits, ManyMatches, Match, Matches, Options,
-    RadixIndex, frequencies,
+    Block, DumpEvent, IndexStats, Limits, ManyMatches, Match, Matches, Options, RadixIndex,
+    frequencies,
 };
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 
-use crate::oracle::{OracleIndex, replay};
+use crate::oracle::{BlockIndex, OracleIndex, replay};
 
 /// One event of a stream.
 #[derive(Debug, Clone)]
@@ -252,9 +252,12 @@ impl Pair {
             found
         };
         self.index.find_many(&prompts, &mut self.many);
-        let mut expected = ManyMatches::new();
-        self.twin.find_many(&some, &mut expected);
-        let expected: Vec<Vec<Match>> = expected.iter().map(sorted).collect();
+        let mut out = Matches::new();
+        let mut ask_twin = |prompt: &&[u64]| {
+            self.twin.find_matches(prompt, &mut out);
+            sorted(out.as_slice())
+        };
+        let expected: Vec<Vec<Match>> = some.iter().map(&mut ask_twin).collect();
         assert_eq!(self.many.len(), prompts.len());
         assert_eq!(self.many.of(prompts.len()), None);
         for (at, found) in self.many.iter().enumerate() {
