@@ -81,42 +81,16 @@ pub struct ManyMatches {
 }
 
 impl ManyMatches {
-    /// An empty result.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
-    /// Number of prompts in the query.
-    pub fn len(&self) -> usize {
-        self.ends.len()
-    }
-
-    /// Whether the query had no prompts.
-    pub fn is_empty(&self) -> bool {
-        self.ends.is_empty()
-    }
-
-    /// Workers with at least one block of the prompt at `at`, in no particular order; `None` after
-    /// the last prompt.
-    pub fn of(&self, at: usize) -> Option<&[Match]> {
-        let end = *self.ends.get(at)?;
-        let start = at.checked_sub(1).map_or(0, |before| self.ends[before]);
-        self.found.get(start..end)
-    }
-
-    /// The matches of each prompt, in the order of the query.
-    pub fn iter(&self) -> impl Iterator<Item = &[Match]> {
-        (0..self.len()).filter_map(|at| self.of(at))
+    /// Workers with at least one block of each prompt, in no particular order; the prompts in the
+    /// order of the query.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = &[Match]> {
+        let mut start = 0;
+        self.ends.iter().map(move |end| &self.found[std::mem::replace(&mut start, *end)..*end])
     }
 
     pub(super) fn clear(&mut self) {
         self.found.clear();
         self.ends.clear();
-    }
-
-    pub(super) fn push(&mut self, found: &[Match]) {
-        self.found.extend_from_slice(found);
-        self.ends.push(self.found.len());
     }
 }
 
