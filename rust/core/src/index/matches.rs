@@ -133,23 +133,16 @@ impl Matches {
     pub fn set_device(&mut self, depths: &[(Worker, u32)]) {
         self.found.retain(|found| found.predicted > 0);
         self.sort();
-        let predicted = std::mem::take(&mut self.found);
-        let mut rest = predicted.into_iter().peekable();
+        let of = |worker, depth, predicted| Match { predicted, ..Match::on_device(worker, depth) };
+        let mut rest = std::mem::take(&mut self.found).into_iter().peekable();
         for (worker, depth) in depths {
             while let Some(found) = rest.next_if(|found| found.worker < *worker) {
-                self.found.push(Match {
-                    predicted: found.predicted,
-                    ..Match::on_device(found.worker, 0)
-                });
+                self.found.push(of(found.worker, 0, found.predicted));
             }
             let same = rest.next_if(|found| found.worker == *worker);
-            let predicted = same.map_or(0, |found| found.predicted);
-            self.found.push(Match { predicted, ..Match::on_device(*worker, *depth) });
+            self.found.push(of(*worker, *depth, same.map_or(0, |found| found.predicted)));
         }
-        self.found.extend(rest.map(|found| Match {
-            predicted: found.predicted,
-            ..Match::on_device(found.worker, 0)
-        }));
+        self.found.extend(rest.map(|found| of(found.worker, 0, found.predicted)));
     }
 
     /// Replaces the matches.
