@@ -7,9 +7,9 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::format::{HEAD_BYTES, SECTION_BYTES, STEP_BYTES, Section, Step, column, decode_head};
 use super::source::Source;
 use super::{Cause, LoadError, Loaded, Lost, Meta, Restored};
-use crate::ids::{Tier, Worker};
+use crate::ids::Worker;
 use crate::index::RadixIndex;
-use crate::index::types::Block;
+use crate::index::types::{Block, Rejection};
 
 /// Reads a snapshot of blocks of `block_size` tokens, or of any size, into `index`, section by
 /// section, up to the end of its last one.
@@ -77,33 +77,29 @@ impl<R: Read> Reader<R> {
         let mut blocks = Vec::new();
         let mut next = 0;
         while next < workers.len() {
-            match section(&mut source, &workers, next) {
-                Ok(Found { section, skipped }) => {
-                    let lost = workers[next..next + skipped].iter();
-                    let lost = lost.map(|worker| Lost { worker: *worker, cause: Cause::Header });
-                    loaded.lost.extend(lost);
-                    next += skipped;
-                    match body(index, &mut source, &section, &mut blocks) {
-                        Ok(restored) => loaded.workers.push(restored),
-                        Err(cause @ (Cause::Cut | Cause::Unreadable(_))) => {
-                            lose_rest(&mut loaded, &workers[next..], cause);
-                            break;
-                        }
-                        Err(cause) => loaded.lost.push(Lost { worker: section.worker, cause }),
-                    }
-                    next += 1;
-                }
+            let section = match section(&mut source, &workers, next) {
+                Ok(section) => section,
                 Err(cause) => {
-                    lose_rest(&mut loaded, &workers[next..], cause);
+                    lose(&mut loaded, &workers[next..], cause);
                     break;
                 }
+            };
+            lose(&mut loaded, &workers[next..section.number], Cause::Header);
+            next = section.number + 1;
+            match body(index, &mut source, &section, &mut blocks) {
+                Ok(restored) => loaded.workers.push(restored),
+                Err(cause @ (Cause::Cut | Cause::Unreadable(_))) => {
+                    lose(&mut loaded, &workers[section.number..], cause);
+                    break;
+                }
+                Err(cause) => lose(&mut loaded, &[section.worker], cause),
             }
         }
         loaded
     }
 }
 
-fn lose_rest(loaded: &mut Loaded, workers: &[Worker], cause: Cause) {
+fn lose(loaded: &mut Loaded, workers: &[Worker], cause: Cause) {
     loaded.cut |= cause == Cause::Cut;
     let lost = workers.iter().map(|worker| Lost { worker: *worker, cause: cause.clone() });
     loaded.lost.extend(lost);
@@ -122,18 +118,12 @@ fn head(source: &mut Source<impl Read>) -> Result<(Meta, Vec<Worker>), LoadError
     Ok(decoded)
 }
 
-struct Found {
-    section: Section,
-    /// Workers before it without a section.
-    skipped: usize,
-}
-
 /// Skips to after the header of the next existing section.
 fn section(
     source: &mut Source<impl Read>,
     workers: &[Worker],
     next: usize,
-) -> Result<Found, Cause> {
+) -> Result<Section, Cause> {
     let is_next = |section: &Section| {
         section.number >= next && workers.get(section.number) == Some(&section.worker)
     };
@@ -149,8 +139,7 @@ fn section(
         found = bytes.first_chunk().and_then(Section::decode);
     }
     source.advance(SECTION_BYTES);
-    let section = found.ok_or(Cause::Header)?;
-    Ok(Found { section, skipped: section.number - next })
+    found.ok_or(Cause::Header)
 }
 
 /// Checks the body of a section and applies it.
@@ -239,21 +228,14 @@ impl<'a> Body<'a> {
             let pairs = column(own).zip(column(own_labels));
             blocks.clear();
             blocks.extend(pairs.map(|(engine_hash, local_hash)| Block { engine_hash, local_hash }));
-            store(index, worker, step.tier, &step, blocks)?;
+            store(index, worker, &step, blocks)?;
         }
         Ok(())
     }
 }
 
-fn store(
-    index: &RadixIndex,
-    worker: Worker,
-    tier: Tier,
-    step: &Step,
-    blocks: &[Block],
-) -> Result<(), Cause> {
-    use crate::index::types::Rejection;
-    let outcome = index.store(worker, tier, step.parent, step.seed, blocks);
+fn store(index: &RadixIndex, worker: Worker, step: &Step, blocks: &[Block]) -> Result<(), Cause> {
+    let outcome = index.store(worker, step.tier, step.parent, step.seed, blocks);
     match outcome.rejected {
         Some(Rejection::Orphan) => return Err(Cause::Refused("the parent of a step is not held")),
         Some(Rejection::SelfReference) => {
