@@ -37,7 +37,7 @@ pub fn restore_json(
     let mut json =
         serde_json::Deserializer::from_reader(Measured { from, since_event: &since_event });
     let dump = Dump { catalog, progress: &mut progress, tell, since_event: &since_event };
-    dump.deserialize(&mut json).map_err(|error| match error.classify() {
+    json.deserialize_map(dump).map_err(|error| match error.classify() {
         serde_json::error::Category::Io => TransferError::Io(error.into()),
         serde_json::error::Category::Eof => TransferError::Cut,
         _ => TransferError::NotADump(error.to_string()),
@@ -72,14 +72,6 @@ struct Dump<'a> {
     progress: &'a mut Progress,
     tell: &'a mut dyn FnMut(&Progress),
     since_event: &'a Cell<usize>,
-}
-
-impl<'de> DeserializeSeed<'de> for Dump<'_> {
-    type Value = ();
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
-        deserializer.deserialize_map(self)
-    }
 }
 
 impl<'de> Visitor<'de> for Dump<'_> {
