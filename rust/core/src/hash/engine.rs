@@ -111,6 +111,7 @@ impl NameDigest {
 #[derive(Debug, Clone)]
 pub struct Namer {
     algorithm: NameAlgorithm,
+    /// Digest of the last block, or before the first one that of the seed.
     parent: NameDigest,
     buffer: Vec<u8>,
 }
@@ -127,11 +128,6 @@ impl Namer {
         Self { algorithm: scheme.algorithm, parent, buffer }
     }
 
-    /// Continues after the block with this digest.
-    fn go_on_from(&mut self, digest: NameDigest) {
-        self.parent = digest;
-    }
-
     /// Name of the next block, which has `tokens` and, in the engine's order, `keys`.
     ///
     /// # Cost
@@ -146,11 +142,6 @@ impl Namer {
         }
         self.parent = self.algorithm.digest(&self.buffer);
         self.parent.name()
-    }
-
-    /// Digest of the last block, or before the first one that of the seed.
-    pub fn digest(&self) -> NameDigest {
-        self.parent
     }
 }
 

@@ -89,7 +89,7 @@ impl NameCache {
                 chunk.digest
             });
             if let Some(digest) = digest {
-                namer.go_on_from(digest);
+                namer.parent = digest;
                 keys.skip(blocks);
                 *found += blocks;
                 continue;
@@ -98,7 +98,7 @@ impl NameCache {
             if !append(&mut namer, tokens, &mut keys, out) {
                 return false;
             }
-            let chunk = Chunk { digest: namer.digest(), names: out[start..].into() };
+            let chunk = Chunk { digest: namer.parent, names: out[start..].into() };
             self.chunks.insert(key, chunk);
         }
         append(&mut namer, rest, &mut keys, out)

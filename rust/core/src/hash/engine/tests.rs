@@ -71,7 +71,7 @@ proptest! {
         let mut found = Vec::new();
         for (i, block) in tokens.chunks_exact(unit as usize).enumerate() {
             found.push(namer.next(block, [].into_iter()));
-            prop_assert_eq!(namer.digest().name(), found[i]);
+            prop_assert_eq!(namer.parent.name(), found[i]);
         }
         prop_assert_eq!((true, found), names(&scheme, &tokens, unit, &NameKeys::default()));
     }
