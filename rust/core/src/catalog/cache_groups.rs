@@ -345,16 +345,20 @@ impl CacheGroups {
         if !did_count || self.counts_copies() {
             return Vec::new();
         }
-        self.judge_again(|doubt| {
-            let count = std::mem::take(&mut doubt.counted);
-            doubt.not_counted += count;
-            count
-        })
+        self.judge_again(|Doubt { counted, not_counted }| (counted, not_counted))
     }
 
-    /// Applies `judge` to every doubt. Returns the blocks whose copies it changed, with their number.
-    fn judge_again(&mut self, judge: impl Fn(&mut Doubt) -> u32) -> Vec<(Doubted, u32)> {
-        let judged = self.doubts.iter_mut().map(|(block, doubt)| (*block, judge(doubt)));
+    /// Moves the copies of every doubt from one of its counts to the other. Returns the blocks with
+    /// any, with their number.
+    fn judge_again(
+        &mut self,
+        counts: fn(&mut Doubt) -> (&mut u32, &mut u32),
+    ) -> Vec<(Doubted, u32)> {
+        let judged = self.doubts.iter_mut().map(|(block, doubt)| {
+            let (from, to) = counts(doubt);
+            *to += *from;
+            (*block, std::mem::take(from))
+        });
         judged.filter(|(_, count)| *count > 0).collect()
     }
 
@@ -417,11 +421,7 @@ impl CacheGroups {
         if !self.counts_copies() {
             return Vec::new();
         }
-        self.judge_again(|doubt| {
-            let count = std::mem::take(&mut doubt.not_counted);
-            doubt.counted += count;
-            count
-        })
+        self.judge_again(|Doubt { counted, not_counted }| (not_counted, counted))
     }
 
     /// Whether the group is known to differ from the main group.
