@@ -77,7 +77,7 @@ pub unsafe extern "C" fn kvflash_publisher_create(
     publisher: *mut u64,
 ) -> c_int {
     guard(|| {
-        let publisher = writable("publisher", publisher)?;
+        check_pointer("publisher", publisher.cast_const())?;
         // SAFETY: as the caller promises; null and size are checked.
         let options = unsafe { sized("options", options) }?;
         // SAFETY: strings of the caller's, NULL or terminated, for each of the four.
@@ -282,11 +282,6 @@ fn check_pointer<T>(field: &str, pointer: *const T) -> Result<()> {
         return Err(invalid(format!("{field} is not aligned to {} bytes", align_of::<T>())));
     }
     Ok(())
-}
-
-fn writable<T>(field: &str, pointer: *mut T) -> Result<*mut T> {
-    check_pointer(field, pointer.cast_const())?;
-    Ok(pointer)
 }
 
 /// Where a publisher is announced; nowhere without a namespace. A worker number of 0 means random.

@@ -105,13 +105,8 @@ impl ItemPlaces {
     }
 
     /// Number of blocks whose items continue after them.
-    pub fn len(&self) -> usize {
+    pub fn open_blocks(&self) -> usize {
         self.open.len()
-    }
-
-    /// Whether it is empty.
-    pub fn is_empty(&self) -> bool {
-        self.open.is_empty()
     }
 
     /// A block's items, and those of them that reach its end.
@@ -176,9 +171,9 @@ mod tests {
         assert_eq!(begins(&mut places, &[part(7, -1, 2)], &[4], Some(1)), [-1], "as it is given");
         assert_eq!(begins(&mut places, &[part(8, 0, 4)], &[5], Some(2)), [0], "another item");
         assert_eq!(begins(&mut places, &[part(7, 0, 4)], &[6], Some(3)), [0], "3 was not filled");
-        assert_eq!(places.len(), 4);
+        assert_eq!(places.open_blocks(), 4);
         places.clear();
-        assert!(places.is_empty());
+        assert_eq!(places.open_blocks(), 0);
     }
 
     #[test]
@@ -187,11 +182,11 @@ mod tests {
         for name in 1..=3 {
             begins(&mut places, &[part(7, 2, 4)], &[name], None);
         }
-        assert_eq!(places.len(), 2);
+        assert_eq!(places.open_blocks(), 2);
         assert_eq!(begins(&mut places, &[part(7, 0, 1)], &[9], Some(3)), [-2]);
         assert_eq!(begins(&mut places, &[part(7, 0, 1)], &[9], Some(1)), [0], "forgotten");
         places.remember(&[3], Vec::new());
-        assert_eq!(places.len(), 1, "3 is another block's name now, without the item");
+        assert_eq!(places.open_blocks(), 1, "3 is another block's name now, without the item");
     }
 
     #[test]

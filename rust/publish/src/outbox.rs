@@ -145,7 +145,9 @@ impl Outbox {
         while state.pending.is_full() && !state.is_closing {
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
-        state.check_open()?;
+        if state.is_closing {
+            return Err(Error::Closed("the publisher is shut down"));
+        }
         state.taken += events.len() as u64;
         state.pending.put(events);
         let due = Instant::now() + self.settings.tick;
@@ -333,12 +335,6 @@ impl Outbox {
             // Both ends live as long as this object.
             let _ = (&self.bell).write_all(&[0]);
         }
-    }
-}
-
-impl State {
-    fn check_open(&self) -> Result<()> {
-        if self.is_closing { Err(Error::Closed("the publisher is shut down")) } else { Ok(()) }
     }
 }
 

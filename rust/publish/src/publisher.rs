@@ -138,7 +138,7 @@ impl Publisher {
             stored_blocks: read(&self.stored_blocks),
             removed_blocks: read(&self.removed_blocks),
             dropped_blocks: read(&self.dropped_blocks),
-            open_item_blocks: self.items().len() as u64,
+            open_item_blocks: self.items().open_blocks() as u64,
             outbox: self.outbox.counts(),
         }
     }
