@@ -147,12 +147,6 @@ pub struct StoreOutcome {
     pub rejected: Option<Rejection>,
 }
 
-impl StoreOutcome {
-    pub(super) fn because_of(cause: Rejection) -> Self {
-        Self { rejected: Some(cause), ..Self::default() }
-    }
-}
-
 /// Outcome of a removed event: one of the three for every name in it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct RemoveOutcome {

@@ -76,7 +76,8 @@ impl Writer {
             unique += self.audit_run(*run, members);
         }
         assert_eq!(self.counters.unique_blocks, unique);
-        let hanging: u32 = (0..self.runs_end()).map(|run| self.tree.metas.get(run).kids).sum();
+        let hanging: u32 =
+            (0..self.tree.metas.end()).map(|run| self.tree.metas.get(run).kids).sum();
         assert_eq!(
             self.shared.edges.len(&self.tree.edges),
             hanging as usize,

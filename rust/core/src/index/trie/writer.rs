@@ -130,11 +130,6 @@ impl Writer {
         }
     }
 
-    /// One more than the highest run number so far.
-    pub(super) fn runs_end(&self) -> RunId {
-        self.tree.metas.end()
-    }
-
     // ---- workers and slots
 
     pub(super) fn worker(&self, number: u32) -> &WorkerState {

@@ -19,7 +19,7 @@ impl Writer {
             Rejection::SlotsExhausted => &mut self.counters.slots_exhausted_total,
         };
         *counter += 1;
-        StoreOutcome::because_of(cause)
+        StoreOutcome { rejected: Some(cause), ..StoreOutcome::default() }
     }
 
     pub(in crate::index::trie) fn store(
