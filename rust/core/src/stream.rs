@@ -55,23 +55,14 @@ pub struct Stream {
     pub gaps: u64,
     /// Batches given up by [`Stream::skip_to`].
     pub lost: u64,
-    /// Restarts, detected by a repeated live number or by [`Stream::verify`].
-    pub restarts: u64,
-    /// Frames dropped because they were already applied or given up.
-    pub duplicates: u64,
 }
 
 impl Stream {
-    /// A machine without history.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
     /// Processes a live frame.
     pub fn live(&mut self, seq: u64) -> Step {
         // Subscriptions keep the order, so a number at or below the last live one means a restart.
         if seq != END_OF_REPLAY && self.last_live.is_some_and(|last| seq <= last) {
-            self.restart();
+            self.reset();
             return Step::Restarted;
         }
         let step = self.take(seq);
@@ -133,7 +124,7 @@ impl Stream {
             last == seq && hash.is_some_and(|hash| hash != payload_hash)
         });
         if is_other {
-            self.restart();
+            self.reset();
         }
         is_other
     }
@@ -159,7 +150,7 @@ impl Stream {
             Some(last) => last == (seq, Some(payload_hash)),
         };
         if !is_same {
-            self.restart();
+            self.reset();
         }
         is_same
     }
@@ -184,7 +175,6 @@ impl Stream {
             return Step::Invalid;
         }
         if seq < self.next {
-            self.duplicates += 1;
             return Step::Duplicate;
         }
         if seq > self.next {
@@ -198,11 +188,6 @@ impl Stream {
         self.next = seq + 1;
         self.last = Some((seq, None));
         Step::Apply
-    }
-
-    fn restart(&mut self) {
-        self.restarts += 1;
-        self.reset();
     }
 }
 
