@@ -7,7 +7,6 @@ import io
 import json
 import math
 import socket
-import weakref
 from collections import deque
 from contextlib import suppress
 from dataclasses import asdict
@@ -189,7 +188,6 @@ class HttpClient(PlaneClient):
     def __init__(self, limits: RuntimeLimits) -> None:
         super().__init__(limits)
         self._session: aiohttp.ClientSession | None = None
-        self._replies: weakref.WeakSet[HttpReply] = weakref.WeakSet()
 
     async def ask(self, transport: dict[str, Any], request: Request) -> HttpReply:
         """Also refuses an id that is not valid in a header."""
@@ -205,12 +203,9 @@ class HttpClient(PlaneClient):
         if request.deadline_ms is not None:
             headers[DEADLINE] = str(request.deadline_ms)
         url = f"{transport['url']}/{request.endpoint}"
-        sending = asyncio.get_running_loop().create_task(self._post(url, headers, body))
-        reply = HttpReply(sending, self.limits)
-        self._replies.add(reply)
-        return reply
+        return HttpReply(self, url, headers, body)
 
-    async def _post(self, url: str, headers: dict[str, str], body: bytes) -> aiohttp.ClientResponse:
+    async def post(self, url: str, headers: dict[str, str], body: bytes) -> aiohttp.ClientResponse:
         if self._session is None:
             connector = aiohttp.TCPConnector(
                 limit=0,
@@ -249,8 +244,7 @@ class HttpClient(PlaneClient):
             ) from error
 
     async def close(self) -> None:
-        for reply in list(self._replies):
-            reply.close()
+        await super().close()
         if self._session is not None:
             await self._session.close()
 
@@ -274,14 +268,14 @@ def _reuse_trace() -> aiohttp.TraceConfig:
 class HttpReply:
     """An answer on its way."""
 
-    def __init__(
-        self, sending: asyncio.Task[aiohttp.ClientResponse], limits: RuntimeLimits
-    ) -> None:
+    def __init__(self, client: HttpClient, url: str, headers: dict[str, str], body: bytes) -> None:
+        sending = asyncio.get_running_loop().create_task(client.post(url, headers, body))
+        client.replies.add(self)
         # An answer may stay unread and open; asyncio would then log its failure.
         sending.add_done_callback(lambda task: task.cancelled() or task.exception())
         self._sending: asyncio.Task[aiohttp.ClientResponse] | None = sending
         self._response: aiohttp.ClientResponse | None = None
-        self._reader = FrameReader(limits.frame_bytes_max)
+        self._reader = FrameReader(client.limits.frame_bytes_max)
         self._frames: deque[tuple[int, bytes]] = deque()
 
     async def receive(self) -> bytes | None:
@@ -324,21 +318,21 @@ class HttpReply:
         if not self._is_answer(response):
             text = await response.content.read(READ_BYTES)
             response.close()
-            raise FailedError(self._refusal(response, text))
+            try:
+                fields = json.loads(text)
+            except (ValueError, RecursionError):
+                fields = None
+            said = f"HTTP status {response.status}: {text[:200].decode(errors='replace')}"
+            fields = fields if isinstance(fields, dict) else {}
+            raise FailedError(self._refusal(response.status, fields, said))
         self._response = response
 
     def _is_answer(self, response: aiohttp.ClientResponse) -> bool:
         return response.status == 200 and response.content_type == FRAMES
 
-    def _refusal(self, response: aiohttp.ClientResponse, text: bytes) -> Failure:
-        try:
-            fields = json.loads(text)
-        except (ValueError, RecursionError):
-            fields = None
-        if isinstance(fields, dict) and "code" in fields:
-            return Failure.parse(fields)
-        said = text[:200].decode(errors="replace")
-        return Failure("internal", f"HTTP status {response.status}: {said}")
+    def _refusal(self, status: int, fields: dict[str, Any], said: str) -> Failure:
+        """The failure in a refusal's JSON object, else one with the words of the response."""
+        return Failure.parse(fields) if "code" in fields else Failure("internal", said)
 
     async def _next(self) -> tuple[int, bytes]:
         while not self._frames:

@@ -276,7 +276,6 @@ class NatsClient(PlaneClient):
         self._replies: weakref.WeakValueDictionary[str, NatsReply] = weakref.WeakValueDictionary()
         self._ticking: asyncio.Task[None] | None = None
         self._sending: set[asyncio.Task[None]] = set()
-        self._is_closed = False
 
     async def ask(self, transport: dict[str, Any], request: Request) -> NatsReply:
         data = request.pack(self.limits.frame_bytes_max)
@@ -284,6 +283,7 @@ class NatsClient(PlaneClient):
         name, subject = secrets.token_bytes(_NAME_BYTES), str(transport["subject"])
         reply = NatsReply(self, subject, name)
         self._replies[name.hex()] = reply
+        self.replies.add(reply)
         inbox = f"{self._inbox}.{name.hex()}"
         try:
             for start in range(0, len(data), PART_BYTES):
@@ -296,9 +296,7 @@ class NatsClient(PlaneClient):
         return reply
 
     async def close(self) -> None:
-        self._is_closed = True
-        for reply in list(self._replies.values()):
-            reply.close()
+        await super().close()
         if self._ticking is not None:
             self._ticking.cancel()
             await asyncio.gather(self._ticking, *self._sending, return_exceptions=True)

@@ -4,7 +4,6 @@ The events of POST {url}/v1/completions become a worker's items, with text only 
 no token ids. A reader that stops closes the connection, which ends the request at the engine.
 """
 
-import asyncio
 import json
 import operator
 from collections.abc import Mapping
@@ -15,7 +14,6 @@ import aiohttp
 from kvflash.errors import DecodeError, InvalidArgumentError, TransportError
 from kvflash.runtime.frame import Failure, Request, pack
 from kvflash.runtime.http import HttpClient, HttpReply, id_in_header
-from kvflash.runtime.limits import RuntimeLimits
 from kvflash.runtime.plane import FailedError
 
 EVENTS = "text/event-stream"
@@ -120,10 +118,7 @@ class OpenAiClient(HttpClient):
         if rank is not None:
             headers[RANK] = str(rank)
         url = f"{transport['url']}/v1/completions"
-        sending = asyncio.get_running_loop().create_task(self._post(url, headers, body))
-        reply = OpenAiReply(sending, self.limits, is_whole=not wanted["stream"])
-        self._replies.add(reply)
-        return reply
+        return OpenAiReply(self, url, headers, body, is_whole=not wanted["stream"])
 
 
 class OpenAiReply(HttpReply):
@@ -131,14 +126,16 @@ class OpenAiReply(HttpReply):
 
     def __init__(
         self,
-        sending: asyncio.Task[aiohttp.ClientResponse],
-        limits: RuntimeLimits,
+        client: HttpClient,
+        url: str,
+        headers: dict[str, str],
+        body: bytes,
         *,
         is_whole: bool,
     ) -> None:
-        super().__init__(sending, limits)
+        super().__init__(client, url, headers, body)
         self._is_whole = is_whole
-        self._event_bytes_max = limits.frame_bytes_max
+        self._event_bytes_max = client.limits.frame_bytes_max
         #: Lines that were received and not read; the last one may be incomplete.
         self._buffer = bytearray()
         #: The item with the answer's end; its usage arrives after it.
@@ -235,14 +232,8 @@ class OpenAiReply(HttpReply):
         if size > self._event_bytes_max:
             raise DecodeError(f"{what} may have at most {self._event_bytes_max} bytes")
 
-    def _refusal(self, response: aiohttp.ClientResponse, text: bytes) -> Failure:
-        try:
-            fields = json.loads(text)
-        except (ValueError, RecursionError):
-            fields = None
-        failure = _failure_in(fields, response.status) if isinstance(fields, dict) else None
-        said = text[:200].decode(errors="replace")
-        return failure or _failure(response.status, f"HTTP status {response.status}: {said}")
+    def _refusal(self, status: int, fields: dict[str, Any], said: str) -> Failure:
+        return _failure_in(fields, status) or _failure(status, said)
 
     def _is_answer(self, response: aiohttp.ClientResponse) -> bool:
         wanted = "application/json" if self._is_whole else EVENTS

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from contextlib import AsyncExitStack
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakSet
 
 from kvflash.address import netloc
 from kvflash.errors import ConfigError, DecodeError, TransportError
@@ -94,6 +95,9 @@ class PlaneClient(ABC):
 
     def __init__(self, limits: RuntimeLimits) -> None:
         self.limits = limits
+        #: Answers that are not closed; a client adds each that it returns.
+        self.replies: WeakSet[Reply] = WeakSet()
+        self._is_closed = False
 
     @abstractmethod
     async def ask(self, transport: dict[str, Any], request: Request) -> Reply:
@@ -103,9 +107,11 @@ class PlaneClient(ABC):
         request is too large or can't be encoded.
         """
 
-    @abstractmethod
     async def close(self) -> None:
         """Close all connections; unfinished answers end with an error."""
+        self._is_closed = True
+        for reply in list(self.replies):
+            reply.close()
 
 
 def make_server(plane: str, serving: Serving, *, host: str, port: int) -> PlaneServer:

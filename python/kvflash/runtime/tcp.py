@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-import weakref
 from typing import Any
 
 from kvflash.errors import (
@@ -124,8 +123,6 @@ class TcpClient(PlaneClient):
         super().__init__(limits)
         # By address, with the time of their last use, in its order.
         self._idle: dict[str, dict[Connection, float]] = {}
-        self._is_closed = False
-        self._replies: weakref.WeakSet[TcpReply] = weakref.WeakSet()
 
     async def ask(self, transport: dict[str, Any], request: Request) -> TcpReply:
         data = request.pack(self.limits.frame_bytes_max)
@@ -138,13 +135,11 @@ class TcpClient(PlaneClient):
             connection = await self.connect(address)
             await _write(connection, data, address)
             reply = TcpReply(self, address, connection, resend=None)
-        self._replies.add(reply)
+        self.replies.add(reply)
         return reply
 
     async def close(self) -> None:
-        self._is_closed = True
-        for reply in list(self._replies):
-            reply.close()
+        await super().close()
         for kept in self._idle.values():
             for connection in kept:
                 connection.close()
