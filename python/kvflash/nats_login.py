@@ -9,7 +9,7 @@ import logging
 import ssl
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +187,15 @@ async def connect(
     is_connected = True
     client.options["max_reconnect_attempts"] = -1
     return client
+
+
+@contextlib.asynccontextmanager
+async def reaching(what: str) -> AsyncIterator[None]:
+    """Convert the client's errors to a TransportError that says what failed."""
+    try:
+        yield
+    except (nats.errors.Error, OSError, asyncio.TimeoutError) as error:
+        raise TransportError(f"{what}: {str(error) or type(error).__name__}") from error
 
 
 def login_options(settings: NatsSettings) -> dict[str, Any]:

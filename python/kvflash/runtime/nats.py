@@ -120,11 +120,9 @@ class NatsServer(PlaneServer):
     async def open(self, endpoint: str) -> dict[str, Any]:
         assert self._connection is not None
         subject = f"kvflash.{endpoint.replace('/', '.')}.{self._serving.instance_id}"
-        try:
+        async with nats_login.reaching("NATS"):
             await self._connection.subscribe(subject, cb=self._receive)
             await self._connection.flush()
-        except (NatsError, OSError, asyncio.TimeoutError) as error:
-            raise TransportError(f"NATS: {error}") from error
         return {"kind": "nats", "subject": subject}
 
     async def close(self) -> None:
@@ -305,10 +303,8 @@ class NatsClient(PlaneClient):
     async def publish(self, subject: str, data: bytes, reply: str = "") -> None:
         """Send a message; TransportError if the broker is gone."""
         assert self._connection is not None
-        try:
+        async with nats_login.reaching("NATS"):
             await self._connection.publish(subject, data, reply)
-        except (NatsError, OSError) as error:
-            raise TransportError(f"NATS: {error or type(error).__name__}") from error
 
     def sign(self, subject: str, name: bytes, count: int) -> None:
         """Acknowledge soon how much of an answer was read."""
@@ -336,13 +332,12 @@ class NatsClient(PlaneClient):
     async def _connect(self) -> NatsConnection:
         connection = await connect()
         try:
-            await connection.subscribe(f"{self._inbox}.*", cb=self._receive)
+            async with nats_login.reaching("NATS"):
+                await connection.subscribe(f"{self._inbox}.*", cb=self._receive)
             # It may have been closed meanwhile, and would not close this connection any more.
             self._check_open()
-        except BaseException as error:
+        except BaseException:
             await connection.close()
-            if isinstance(error, NatsError | OSError):
-                raise TransportError(f"NATS: {error or type(error).__name__}") from error
             raise
         return connection
 

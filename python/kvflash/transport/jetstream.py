@@ -16,10 +16,10 @@ from nats.aio.msg import Msg
 from nats.js import JetStreamContext, api
 
 from kvflash.errors import InvalidArgumentError, TransportError
-from kvflash.nats_login import Client
+from kvflash.nats_login import Client, reaching
 from kvflash.servers import NatsSettings
 from kvflash.transport.base import LogState, Message
-from kvflash.transport.nats_connection import message_bytes, reaching
+from kvflash.transport.nats_connection import message_bytes
 
 logger = logging.getLogger(__name__)
 

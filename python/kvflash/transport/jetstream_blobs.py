@@ -15,10 +15,9 @@ import nats.js.errors
 from nats.js import JetStreamContext, api
 
 from kvflash.errors import NotFoundError, TransportError
-from kvflash.nats_login import Client
+from kvflash.nats_login import Client, reaching
 from kvflash.servers import NatsSettings
 from kvflash.transport.base import Pointer
-from kvflash.transport.nats_connection import reaching
 
 logger = logging.getLogger(__name__)
 

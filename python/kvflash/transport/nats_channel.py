@@ -6,8 +6,7 @@ from typing import Any
 
 import nats.errors
 
-from kvflash.nats_login import Client
-from kvflash.transport.nats_connection import reaching
+from kvflash.nats_login import Client, reaching
 
 
 class NatsChannel:

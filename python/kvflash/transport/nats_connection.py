@@ -1,14 +1,10 @@
 """Connections to NATS for events, and what its server accepts."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-import nats.errors
-
 from kvflash import nats_login
-from kvflash.errors import TransportError
 from kvflash.nats_login import Client
 from kvflash.servers import NatsSettings
 
@@ -34,15 +30,6 @@ async def connect(settings: NatsSettings, *, name: str) -> Client:
         reconnect_time_wait=_RECONNECT_WAIT_S,
         pending_size=_PENDING_BYTES_MAX,
     )
-
-
-@contextlib.asynccontextmanager
-async def reaching(what: str) -> AsyncIterator[None]:
-    """Convert the client's errors to a TransportError that says what failed."""
-    try:
-        yield
-    except (nats.errors.Error, OSError, asyncio.TimeoutError) as error:
-        raise TransportError(f"{what}: {str(error) or type(error).__name__}") from error
 
 
 def message_bytes(headers: Mapping[str, str], payload: bytes) -> int:

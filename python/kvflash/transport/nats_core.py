@@ -19,13 +19,13 @@ import nats.errors
 from kvflash._core import Catalog
 from kvflash.background import Background, cancel
 from kvflash.errors import DecodeError, KvflashError, TransportError
-from kvflash.nats_login import Client
+from kvflash.nats_login import Client, reaching
 from kvflash.outage import Outage
 from kvflash.servers import NatsSettings
 from kvflash.transport import names
 from kvflash.transport.base import Order, frame, take_batches
 from kvflash.transport.local_index import Answer, LocalIndex, join, question
-from kvflash.transport.nats_connection import connect, message_bytes, reaching
+from kvflash.transport.nats_connection import connect, message_bytes
 from kvflash.transport.origin import Origin, parse_headers
 
 logger = logging.getLogger(__name__)
