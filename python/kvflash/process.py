@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kvflash._core import Frontend, Indexer, Router, init_logging
 from kvflash.address import reachable
@@ -27,20 +27,12 @@ from kvflash.transport.receiver import EventReceiver, Feed
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from kvflash.background import Background
+
 logger = logging.getLogger(__name__)
 
 #: How often an incomplete start is looked at again, seconds.
 _GATE_PERIOD_S = 0.05
-
-
-class Part(Protocol):
-    """What runs beside a service, in the background."""
-
-    def start(self) -> None:
-        """Start; returns at once."""
-
-    def stop(self) -> None:
-        """Stop; blocks until done. Without effect before the start."""
 
 
 class FedService:
@@ -59,7 +51,7 @@ class FedService:
         port: int,
         is_encrypted: bool = False,
         replicas: Replicas | None = None,
-        parts: Iterable[Part] = (),
+        parts: Iterable[Background] = (),
     ) -> None:
         self._core = core
         self._host = host

@@ -15,12 +15,14 @@ from kvflash.errors import ConfigError
 from kvflash.flags import source_of
 from kvflash.frontend.args import FrontendArgs, parse_args
 from kvflash.policy import asked_of
-from kvflash.process import FedService, Part, run_service
+from kvflash.process import FedService, run_service
 from kvflash.roster.finder import add_named, find_workers
 from kvflash.routing.cluster import Cluster
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from kvflash.background import Background
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +102,7 @@ class _Watched(FedService):
         reports = Reports(frontend)
         kind = args.discovery_kind
         args.check_cluster(has_discovery=kind is not None, needs="--discovery")
-        parts: list[Part] = []
+        parts: list[Background] = []
         if args.finds_indexer:
             if kind is None:
                 raise ConfigError(

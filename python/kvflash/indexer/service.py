@@ -11,7 +11,7 @@ from typing import Any, ParamSpec
 from kvflash._core import FoundWorkers, Indexer
 from kvflash.errors import ConfigError, ConflictError, InvalidArgumentError
 from kvflash.indexer.args import IndexerArgs
-from kvflash.process import FedService, Part
+from kvflash.process import FedService
 from kvflash.roster.core import Replicas
 from kvflash.roster.finder import add_named, find_workers
 
@@ -81,17 +81,15 @@ class IndexerService(FedService):
         )
         add_named(found, args)
         replicas = Replicas()
-        parts: list[Part] = [
-            *find_workers(
-                found,
-                args,
-                replicas=replicas,
-                show_metrics=lambda _text: None,
-                # They are logged.
-                warnings_of=lambda _part: lambda _warnings: None,
-                has_shared_ids=True,
-            )
-        ]
+        parts = find_workers(
+            found,
+            args,
+            replicas=replicas,
+            show_metrics=lambda _text: None,
+            # They are logged.
+            warnings_of=lambda _part: lambda _warnings: None,
+            has_shared_ids=True,
+        )
         if args.discovery_kind is not None:
             # Without discovery asyncio need not be loaded.
             from kvflash.roster.indexers import AnnouncedIndexer  # noqa: PLC0415

@@ -1,9 +1,10 @@
 """Announces workers registered by gateways to replicas of the router."""
 
+import asyncio
 import json
-import threading
 
 from kvflash._core import Router
+from kvflash.background import Background
 from kvflash.roster.shared import shared_id
 from kvflash.routing.cluster import Cluster
 
@@ -13,7 +14,7 @@ COMPONENT = ("routers", "registered")
 INTERVAL_S = 0.2
 
 
-class RegisteredWorkers:
+class RegisteredWorkers(Background):
     """Polls the registered workers, five times a second.
 
     Two routers mean the same worker if its number, model, tenant and url are equal at both.
@@ -23,18 +24,7 @@ class RegisteredWorkers:
         self._registry, self._cluster = registry, cluster
         self._seen = 0
         self._known: dict[int, tuple[int, int]] = {}
-        self._is_stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvflash-registered", daemon=True)
-
-    def start(self) -> None:
-        """Start polling in the background."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stop polling. Blocks until done."""
-        self._is_stopped.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        super().__init__("kvflash-registered", self._poll)
 
     def _look(self) -> None:
         changes = self._registry.worker_changes()
@@ -53,7 +43,7 @@ class RegisteredWorkers:
             if before.get(worker_id) != registration:
                 self._cluster.worker_joined(COMPONENT, worker_id, registration[0])
 
-    def _run(self) -> None:
-        self._look()
-        while not self._is_stopped.wait(INTERVAL_S):
+    async def _poll(self) -> None:
+        while True:
             self._look()
+            await asyncio.sleep(INTERVAL_S)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvflash._core import Decider, Router
 from kvflash.discovery import open_discovery
 from kvflash.discovery.opening import discovery_kind
 from kvflash.errors import ConfigError, KvflashError
 from kvflash.policy import Policy, asked_of
-from kvflash.process import FedService, Part
+from kvflash.process import FedService
 from kvflash.router.args import RouterArgs, parse_endpoint
 from kvflash.routing.cluster import Cluster
+
+if TYPE_CHECKING:
+    from kvflash.background import Background
 
 
 class RouterService(FedService):
@@ -69,7 +72,7 @@ class RouterService(FedService):
             show_metrics=self._core.set_more_metrics,
             is_strict=True,
         )
-        parts: list[Part] = []
+        parts: list[Background] = []
         if args.router_replica_sync and args.endpoint is None:
             from kvflash.router.registered import RegisteredWorkers  # noqa: PLC0415
 
