@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 
+from kvflash.ask import samples
 from kvflash.errors import ConfigError, DeadlineError
 from kvflash.launcher.child import Child
 from kvflash.launcher.command import EngineCommand
@@ -20,13 +21,10 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.25
 _ANSWER_S_MAX = 5.0
-_CACHE_INFO = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
-# Requests that run and that wait, in vLLM's words and in SGLang's; a line for each rank.
-_REQUESTS = re.compile(
-    r"^(?:vllm:num_requests_(?:running|waiting)|sglang:num_(?:running|queue)_reqs)"
-    r"(?:\{.*\})? (\S+)",
-    re.MULTILINE,
+# Requests that run and that wait, in vLLM's words and in SGLang's; a sample for each rank.
+_REQUESTS = (
+    *("vllm:num_requests_running", "vllm:num_requests_waiting"),
+    *("sglang:num_running_reqs", "sglang:num_queue_reqs"),
 )
 _FAILURES = (aiohttp.ClientError, OSError, asyncio.TimeoutError)
 _IDLE_POLL_S = 0.1
@@ -44,7 +42,6 @@ class Found:
     block_size: int | None = None  # Tokens in a block.
     total_kv_blocks: int | None = None
     max_num_seqs: int | None = None  # Requests in a batch.
-    max_num_batched_tokens: int | None = None  # Tokens in a batch.
 
 
 async def wait_until_ready(
@@ -119,8 +116,7 @@ async def _text(session: aiohttp.ClientSession, path: str) -> str:
 
 def _add_details(found: Found, path: str, text: str) -> None:
     if path == "/metrics":
-        info = _CACHE_INFO.search(text)
-        labels = dict(_LABEL.findall(info.group(1))) if info else {}
+        labels, _ = next(iter(samples(text, "vllm:cache_config_info")), ({}, 0))
         found.block_size = _count(labels.get("block_size"))
         found.total_kv_blocks = _count(labels.get("num_gpu_blocks"))
         return
@@ -194,5 +190,5 @@ async def _requests(session: aiohttp.ClientSession, timeout_s: float) -> float |
 
 def requests_in(text: str) -> float | None:
     """How many requests an engine's metrics count, or None if they do not tell."""
-    counts = [float(count) for count in _REQUESTS.findall(text)]
+    counts = [count for name in _REQUESTS for _, count in samples(text, name)]
     return sum(counts) if counts else None

@@ -150,7 +150,6 @@ async def _register(
                 runtime_config=ModelRuntimeConfig(
                     total_kv_blocks=found.total_kv_blocks,
                     max_num_seqs=found.max_num_seqs,
-                    max_num_batched_tokens=found.max_num_batched_tokens,
                     data_parallel_size=command.ranks,
                     bootstrap_host=runtime.host if has_room else None,
                     bootstrap_port=command.bootstrap_port if has_room else None,
