@@ -21,6 +21,22 @@ def announced(events: dict[int, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def exposed(prefix: str, groups: dict[str, dict[str, int]]) -> str:
+    """Lines in the OpenMetrics text format; a group's name becomes its label."""
+    values: dict[str, list[tuple[str, int]]] = {}
+    for label, counts in groups.items():
+        for name, count in counts.items():
+            values.setdefault(name, []).append((label, count))
+    lines = []
+    for name, found in values.items():
+        kind = "counter" if name.endswith("_total") else "gauge"
+        lines.append(f"# TYPE {prefix}{name.removesuffix('_total')} {kind}\n")
+        for label, count in found:
+            labels = f"{{{label}}}" if label else ""
+            lines.append(f"{prefix}{name}{labels} {count}\n")
+    return "".join(lines)
+
+
 def component_of(path: str) -> Component:
     """The component of an endpoint, ``namespace/component/endpoint``."""
     namespace, component, _ = path.split("/", 2)

@@ -11,7 +11,7 @@ import dns.resolver
 
 from kvflash.background import Background
 from kvflash.outage import Outage
-from kvflash.roster.core import Fleet, Replicas
+from kvflash.roster.core import Fleet, Replicas, exposed
 from kvflash.roster.dns_answers import KnownName
 from kvflash.roster.dns_fleet import DnsFleet
 from kvflash.roster.dns_spec import Address, DnsWorkers
@@ -138,20 +138,11 @@ class DnsWatch(Background):
         for known in self._names:
             warnings += [*known.failures(), *known.notes().values()]
         self._show_warnings(warnings + self._fleet.warnings())
-        self._show_metrics("".join(self._exposed()))
-
-    def _exposed(self) -> list[str]:
-        lines = ["# TYPE kvflash_dns_lookups counter\n"]
-        for known in self._names:
-            for record, answers in known.answers.items():
-                lines += [
-                    f'kvflash_dns_lookups_total{{name="{known.label}",record="{record}",'
-                    f'outcome="{outcome}"}} {count}\n'
-                    for outcome, count in answers.counts.items()
-                ]
-        lines.append("# TYPE kvflash_dns_addresses gauge\n")
-        lines += [
-            f'kvflash_dns_addresses{{name="{known.label}"}} {len(known.addresses())}\n'
+        lookups = {
+            f'name="{known.label}",record="{record}",outcome="{outcome}"': {"lookups_total": count}
             for known in self._names
-        ]
-        return lines
+            for record, answers in known.answers.items()
+            for outcome, count in answers.counts.items()
+        }
+        found = {f'name="{one.label}"': {"addresses": len(one.addresses())} for one in self._names}
+        self._show_metrics(exposed("kvflash_dns_", lookups | found))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvflash._core import Frontend, Router, RouterCore
 from kvflash.cluster_flags import ClusterFlags
 from kvflash.errors import KvflashError
-from kvflash.roster.core import Component, Replicas, announced, is_brokered
+from kvflash.roster.core import Component, Replicas, announced, exposed, is_brokered
 
 if TYPE_CHECKING:
     from kvflash.discovery import Discovery
@@ -240,12 +240,11 @@ class Cluster(Replicas):
 
     def _report(self, show: Callable[[str], None]) -> None:
         while not self._is_stopped.wait(METRICS_S):
-            lines: list[str] = []
-            if self._sharing is not None:
-                lines += _exposed("kvflash_sync_", {"": self._sharing.stats()})
             states = {f'component="{name}"': counts for name, counts in self.stats().items()}
-            lines += _exposed("kvflash_state_", states)
-            show("".join(lines))
+            lines = exposed("kvflash_state_", states)
+            if self._sharing is not None:
+                lines = exposed("kvflash_sync_", {"": self._sharing.stats()}) + lines
+            show(lines)
             if self._show_warnings is not None:
                 self._show_warnings(self.warnings())
 
@@ -265,19 +264,3 @@ class Cluster(Replicas):
                     f"{failure}; see the log of the NATS server"
                 )
         return found
-
-
-def _exposed(prefix: str, groups: dict[str, dict[str, int]]) -> list[str]:
-    """Lines in the OpenMetrics text format; a group's name becomes its label."""
-    values: dict[str, list[tuple[str, int]]] = {}
-    for label, counts in groups.items():
-        for name, count in counts.items():
-            values.setdefault(name, []).append((label, count))
-    lines = []
-    for name, found in values.items():
-        kind = "counter" if name.endswith("_total") else "gauge"
-        family = f"{prefix}{name.removesuffix('_total')}"
-        lines.append(f"# TYPE {family} {kind}\n")
-        lines += [f"{prefix}{name}{{{label}}} {count}\n" if label else f"{prefix}{name} {count}\n"
-                  for label, count in found]  # fmt: skip
-    return lines
