@@ -1,7 +1,5 @@
 """The core's settings, one table for all services: flags, variables, files, classes."""
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

@@ -1,7 +1,5 @@
 """Which signals end a process."""
 
-from __future__ import annotations
-
 import signal
 
 

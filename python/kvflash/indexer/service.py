@@ -1,7 +1,5 @@
 """The indexer in the caller's process: HTTP service, index and event transport."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

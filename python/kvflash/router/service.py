@@ -1,7 +1,5 @@
 """The router in the caller's process: HTTP service, index and event transport."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from typing import TYPE_CHECKING, Any

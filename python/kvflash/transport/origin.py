@@ -1,7 +1,5 @@
 """The publisher of a batch, and the headers in which a message names it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
