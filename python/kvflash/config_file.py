@@ -5,7 +5,6 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from kvflash.errors import ConfigError
@@ -27,16 +26,9 @@ _YAML_WORDS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """A flag that a file may set.
-
-    ``read`` converts the file's value, or raises ``ValueError`` or ``argparse.ArgumentTypeError``
-    with what is legal.
-    """
-
-    dest: str
-    read: Callable[[Any], Any]
+#: Converts a file's value, or raises ``ValueError`` or ``argparse.ArgumentTypeError`` with what is
+#: legal.
+Read = Callable[[Any], Any]
 
 
 class Pairs(list[tuple[str, Any]]):
@@ -50,17 +42,17 @@ Translate = Callable[[Pairs], Pairs]
 
 def read_settings(
     path: str,
-    known: Mapping[str, Setting],
+    known: Mapping[str, tuple[str, Read]],
     translate: Translate | None,
     elsewhere: Mapping[str, str],
 ) -> dict[str, Any]:
     """Read the file at ``path``: values by attribute.
 
-    ``known`` are the settings by their keys, see :func:`key_of`. A file that ends in neither
-    ``.toml`` nor ``.json`` is YAML, or JSON if it begins with a brace. ``translate`` converts the
-    keys of another file format to ours; ``elsewhere`` has the flag of the file that the key of any
-    other setting belongs in. Any fault is a ConfigError that names file and key, and says what is
-    legal.
+    ``known`` are the settings by their keys, see :func:`key_of`: the attribute and the reader of
+    each. A file that ends in neither ``.toml`` nor ``.json`` is YAML, or JSON if it begins with a
+    brace. ``translate`` converts the keys of another file format to ours; ``elsewhere`` has the
+    flag of the file that the key of any other setting belongs in. Any fault is a ConfigError that
+    names file and key, and says what is legal.
     """
     values: dict[str, Any] = {}
     keys: dict[str, str] = {}
@@ -82,20 +74,20 @@ def read_settings(
             hint = did_you_mean(key_of(key), known)
             hint = hint or "; a key is a flag of --help without the dashes in front"
             raise ConfigError(f"{path}: unknown key {key!r}{hint}")
-        dest = setting.dest
+        dest, read = setting
         if dest in keys:
             raise ConfigError(
                 f"{path}: {keys[dest]} and {key!r}{line} set the same thing; keep one of them"
             )
         keys[dest] = f"{key!r}{line}"
         try:
-            values[dest] = setting.read(raw)
+            values[dest] = read(raw)
         except (argparse.ArgumentTypeError, ValueError) as error:
             raise ConfigError(f"{path}: {key}: {error}") from None
     return values
 
 
-def one_value(parse: Callable[[str], Any], choices: Sequence[Any] | None) -> Callable[[Any], Any]:
+def one_value(parse: Callable[[str], Any], choices: Sequence[Any] | None) -> Read:
     """Create a reader for a flag with one value, parsed as on the command line."""
 
     def read(raw: Any) -> Any:
@@ -108,7 +100,7 @@ def one_value(parse: Callable[[str], Any], choices: Sequence[Any] | None) -> Cal
     return read
 
 
-def joined(parse: Callable[[str], Any]) -> Callable[[Any], Any]:
+def joined(parse: Callable[[str], Any]) -> Read:
     """Create a reader for comma-separated values: also accepts a list, or a mapping with ``=``."""
 
     def read(raw: Any) -> Any:

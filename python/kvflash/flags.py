@@ -6,15 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvflash.config_file import (
-    Setting,
-    Translate,
-    key_of,
-    one_value,
-    read_settings,
-    texts,
-    truth,
-)
+from kvflash.config_file import Read, Translate, key_of, one_value, read_settings, texts, truth
 from kvflash.console import Parser, manual, program
 from kvflash.errors import ConfigError
 
@@ -54,7 +46,7 @@ class _File:
     name: str
     dest: str
     translate: Translate | None
-    settings: dict[str, Setting] = field(default_factory=dict)
+    settings: dict[str, tuple[str, Read]] = field(default_factory=dict)
 
 
 class Flags:
@@ -98,7 +90,7 @@ class Flags:
         choices: Sequence[Any] | None = None,
         variables: Sequence[str] = (),
         dest: str | None = None,
-        in_file: Callable[[Any], Any] | None = None,
+        in_file: Read | None = None,
         bare: Any = None,
     ) -> None:
         """Add a flag with one value; ``variables`` are further ones than those of its names.
@@ -255,13 +247,11 @@ class Flags:
         usage = " ".join([self._parser.prog, *self._positionals, "[--flag VALUE ...]"])
         return manual(usage, self._about, {**sections, **last}, end)
 
-    def _declare(
-        self, names: Sequence[str], dest: str, default: Any, read: Callable[[Any], Any]
-    ) -> None:
+    def _declare(self, names: Sequence[str], dest: str, default: Any, read: Read) -> None:
         """Note a flag's default, and that files may set it."""
         self._defaults[dest] = default
         for file in self._files:
-            file.settings |= {key_of(name): Setting(dest=dest, read=read) for name in names}
+            file.settings |= {key_of(name): (dest, read) for name in names}
 
     def _read_file(self, file: _File, path: str, said: Mapping[str, Any]) -> dict[str, Any]:
         """One file's values, with presets expanded unless ``said`` has them."""
