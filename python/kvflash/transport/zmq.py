@@ -202,27 +202,22 @@ class ZmqReceiver:
     ) -> None:
         subscription = self._subscriptions.get(publisher)
         if kind in ("subscribe", "hold"):
-            self._subscribe(publisher, endpoint, replay_endpoint, is_held=kind == "hold")
+            repair = Repair(
+                self._catalog,
+                publisher,
+                has_endpoint=replay_endpoint is not None,
+                timeout_s=_REPLAY_TIMEOUT_S,
+                is_held=kind == "hold",
+            )
+            subscription = _Subscription(publisher, endpoint, replay_endpoint, repair)
+            self._subscriptions[publisher] = subscription
+            self._open(subscription)
         elif kind == "unsubscribe":
             self._unsubscribe(publisher)
         elif subscription is not None and kind == "pause":
             self._hold(subscription)
         elif subscription is not None:
             self._release(subscription)
-
-    def _subscribe(
-        self, publisher: int, endpoint: str, replay_endpoint: str | None, *, is_held: bool
-    ) -> None:
-        repair = Repair(
-            self._catalog,
-            publisher,
-            has_endpoint=replay_endpoint is not None,
-            timeout_s=_REPLAY_TIMEOUT_S,
-            is_held=is_held,
-        )
-        subscription = _Subscription(publisher, endpoint, replay_endpoint, repair)
-        self._subscriptions[publisher] = subscription
-        self._open(subscription)
 
     def _open(self, subscription: _Subscription) -> None:
         """Open its sockets, in place of broken ones, and connect; or try again later."""
