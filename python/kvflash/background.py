@@ -114,7 +114,7 @@ class Background:
         self.ending = asyncio.Event()
         self._is_ready: Future[None] = Future()
         self._is_awaited = False
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: asyncio.AbstractEventLoop
         self._done: Future[None] | None = None
 
     def start(self) -> None:
@@ -147,21 +147,18 @@ class Background:
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run another coroutine in its loop, from another thread; returns the result."""
-        assert self._loop is not None, "it has been started"
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def call_soon(self, call: Callable[[], object]) -> None:
         """Schedule a call in its loop, from any thread."""
-        assert self._loop is not None, "it has been started"
         self._loop.call_soon_threadsafe(call)
 
     def stop(self) -> None:
         """Stop it; blocks until done. Without effect before the start and after the end."""
-        loop, done = self._loop, self._done
-        if loop is None or done is None:
+        if (done := self._done) is None:
             return
         self._done = None
-        loop.call_soon_threadsafe(self.ending.set)
+        self._loop.call_soon_threadsafe(self.ending.set)
         wait([done], STOP_TIMEOUT_S if self._is_cancelled else None)
         _THREAD.leave()
 

@@ -54,7 +54,7 @@ class HttpServer(PlaneServer):
     """Serves a runtime's endpoints over HTTP/1.1 on one port."""
 
     url = ""
-    _runner: web.AppRunner | None = None
+    _runner: web.AppRunner
 
     async def start(self) -> None:
         app = web.Application(client_max_size=self._limits.frame_bytes_max)
@@ -79,8 +79,7 @@ class HttpServer(PlaneServer):
         return {"kind": "http", "url": self.url}
 
     async def close(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self._runner.cleanup()
 
     async def _answer(self, http: web.Request) -> web.StreamResponse:
         if http.transport is None:

@@ -91,10 +91,8 @@ async def connect() -> NatsConnection:
     )
 
 
-async def _leave(connection: NatsConnection | None) -> None:
+async def _leave(connection: NatsConnection) -> None:
     """Leave the broker once it has received everything sent."""
-    if connection is None:
-        return
     try:
         await connection.flush()
     except (NatsError, OSError, asyncio.TimeoutError) as error:
@@ -107,18 +105,17 @@ class NatsServer(PlaneServer):
 
     def __init__(self, serving: Serving, *, host: str, port: int) -> None:
         super().__init__(serving, host=host, port=port)
-        self._connection: NatsConnection | None = None
+        self._connection: NatsConnection
         # Requests of which some parts have arrived, and when the last one did.
         self._partial: dict[bytes, tuple[FrameReader, float]] = {}
         self._answers: dict[bytes, _Answer] = {}
-        self._ticking: asyncio.Task[None] | None = None
+        self._ticking: asyncio.Task[None]
 
     async def start(self) -> None:
         self._connection = await connect()
         self._ticking = asyncio.get_running_loop().create_task(self._tick())
 
     async def open(self, endpoint: str) -> dict[str, Any]:
-        assert self._connection is not None
         subject = f"kvflash.{endpoint.replace('/', '.')}.{self._serving.instance_id}"
         async with nats_login.reaching("NATS"):
             await self._connection.subscribe(subject, cb=self._receive)
@@ -126,9 +123,8 @@ class NatsServer(PlaneServer):
         return {"kind": "nats", "subject": subject}
 
     async def close(self) -> None:
-        if self._ticking is not None:
-            self._ticking.cancel()
-            await asyncio.gather(self._ticking, return_exceptions=True)
+        self._ticking.cancel()
+        await asyncio.gather(self._ticking, return_exceptions=True)
         await _leave(self._connection)
 
     async def _receive(self, message: Any) -> None:
@@ -192,7 +188,6 @@ class NatsServer(PlaneServer):
 
     async def publish(self, subject: str, data: bytes) -> None:
         """Send a message; GoneError if the broker is gone."""
-        assert self._connection is not None
         try:
             await self._connection.publish(subject, data)
         except (NatsError, OSError) as error:
@@ -298,7 +293,8 @@ class NatsClient(PlaneClient):
         if self._ticking is not None:
             self._ticking.cancel()
             await asyncio.gather(self._ticking, *self._sending, return_exceptions=True)
-        await _leave(self._connection)
+        if self._connection is not None:
+            await _leave(self._connection)
 
     async def publish(self, subject: str, data: bytes, reply: str = "") -> None:
         """Send a message; TransportError if the broker is gone."""

@@ -29,7 +29,7 @@ class TcpServer(PlaneServer):
 
     def __init__(self, serving: Serving, *, host: str, port: int) -> None:
         super().__init__(serving, host=host, port=port)
-        self._server: asyncio.Server | None = None
+        self._server: asyncio.Server
         self._tasks: dict[Connection, asyncio.Task[None]] = {}
         self.address = ""
 
@@ -51,8 +51,6 @@ class TcpServer(PlaneServer):
         return {"kind": "tcp", "address": self.address}
 
     async def close(self) -> None:
-        if self._server is None:
-            return
         self._server.close()
         tasks = list(self._tasks.values())
         for connection, task in list(self._tasks.items()):

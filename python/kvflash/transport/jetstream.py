@@ -215,7 +215,7 @@ class JetStreamReader:
         self._inbox = client.new_inbox()
         self._name = name
         self._waiting: asyncio.Queue[Msg] = asyncio.Queue(_WAITING_MESSAGES_MAX)
-        self._subscription: Any = None
+        self._subscription: Any
         self._wanted = 0
         # When the last request was sent, or anything was received.
         self._heard_s = 0.0
@@ -276,10 +276,8 @@ class JetStreamReader:
 
     async def close(self) -> None:
         """Stop reading. The floor stays."""
-        if self._subscription is not None:
-            with contextlib.suppress(nats.errors.Error, OSError):
-                await self._subscription.unsubscribe()
-            self._subscription = None
+        with contextlib.suppress(nats.errors.Error, OSError):
+            await self._subscription.unsubscribe()
 
     async def _pull(self) -> None:
         request = {

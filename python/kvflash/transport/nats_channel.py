@@ -16,7 +16,6 @@ class NatsChannel:
 
     def __init__(self, client: Client, subject: str) -> None:
         self._client, self._subject = client, subject
-        self._subscription: Any = None
 
     async def open(self, on_message: Callable[[bytes], None]) -> None:
 
@@ -24,7 +23,7 @@ class NatsChannel:
             on_message(message.data)
 
         async with reaching(f"subject {self._subject}"):
-            self._subscription = await self._client.subscribe(self._subject, cb=hear)
+            await self._client.subscribe(self._subject, cb=hear)
             await self._client.flush()
 
     async def send(self, data: bytes) -> None:
@@ -35,8 +34,5 @@ class NatsChannel:
         """No effect, since the server knows the members."""
 
     async def close(self) -> None:
-        if self._subscription is not None:
-            with contextlib.suppress(nats.errors.Error, OSError):
-                await self._subscription.unsubscribe()
         with contextlib.suppress(nats.errors.Error, OSError):
             await self._client.close()
