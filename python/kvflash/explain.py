@@ -234,8 +234,8 @@ def _decision(decision: Mapping[str, Any]) -> Iterator[str]:
 def _candidates(
     candidates: Sequence[Mapping[str, Any]], chosen: Any, *, is_by_cost: bool
 ) -> Iterator[str]:
-    """A table of them, cheapest first, and last those that were passed over."""
-    ordered = sorted(candidates, key=lambda one: (_is_passed_over(one), _cost(one)))
+    """A table of them."""
+    ordered = sorted(candidates, key=_order)
     # The one that was chosen is shown, wherever it stands.
     ordered.sort(key=lambda one: one.get("worker") != chosen)
     shown = ordered[:CANDIDATES_MAX]
@@ -274,14 +274,10 @@ def _candidates(
     yield f"{unit}{blocks} in blocks, TO PREFILL in tokens"
 
 
-def _cost(candidate: Mapping[str, Any]) -> float:
-    cost = candidate.get("cost")
-    return float(cost) if isinstance(cost, int | float) else float("inf")
-
-
-def _is_passed_over(candidate: Mapping[str, Any]) -> bool:
-    """Whether the policy could not choose it."""
-    return bool(candidate.get("is_busy") or candidate.get("is_draining"))
+def _order(candidate: Mapping[str, Any]) -> tuple[bool, float]:
+    """Cheapest first, and last those that the policy could not choose."""
+    cost, is_out = candidate.get("cost"), candidate.get("is_busy") or candidate.get("is_draining")
+    return bool(is_out), float(cost) if isinstance(cost, int | float) else float("inf")
 
 
 def _predicted(candidate: Mapping[str, Any]) -> int:

@@ -13,12 +13,11 @@ PROGRAM = (sys.executable, "-m", "sglang.launch_server")
 BOOTSTRAP_PORT = 8998
 
 
-def build(options: LauncherOptions, given: Arguments, host: str) -> EngineCommand:
+def build(options: LauncherOptions, arguments: Arguments, host: str) -> EngineCommand:
     """Add the arguments that routing needs to those of SGLang's server; given arguments stay.
 
     By default SGLang listens at ``host``, under which others reach this machine.
     """
-    arguments = Arguments(given.words)
     model = arguments.value("--model-path", "--model")
     if model is None:
         raise ConfigError("SGLang needs a model: kvflash sglang --model-path MODEL")

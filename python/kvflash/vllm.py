@@ -14,13 +14,12 @@ PROGRAM = ("vllm", "serve")
 TRANSFER = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 
 
-def build(options: LauncherOptions, given: Arguments, host: str) -> EngineCommand:
+def build(options: LauncherOptions, arguments: Arguments, host: str) -> EngineCommand:
     """Add the arguments that routing needs to those of ``vllm serve``; given arguments stay.
 
     The model comes first, or by ``--model``. vLLM listens on all interfaces by default.
     """
     del host
-    arguments = Arguments(given.words)
     model = arguments.drop("--model")
     if model is not None:
         arguments.words.insert(0, model)

@@ -65,8 +65,9 @@ class WaitingLine:
         finally:
             entered.leave()
             self._waiting.pop(entered.number, None)
-            if not self._waiting:
-                self._unwatch()
+            if not self._waiting and self._watched is not None:
+                self._watched.remove_reader(self._decider.wake_fd)
+                self._watched = None
 
     def close(self) -> None:
         """Remove all waiting requests, each with a ClosedError."""
@@ -79,11 +80,6 @@ class WaitingLine:
         if self._watched is None:
             loop.add_reader(self._decider.wake_fd, self._call)
             self._watched = loop
-
-    def _unwatch(self) -> None:
-        if self._watched is not None:
-            self._watched.remove_reader(self._decider.wake_fd)
-            self._watched = None
 
     def _call(self) -> None:
         for number in self._decider.called():

@@ -272,7 +272,11 @@ class NatsClient(PlaneClient):
 
     async def ask(self, transport: dict[str, Any], request: Request) -> NatsReply:
         data = request.pack(self.limits.frame_bytes_max)
-        await self._connected()
+        async with self._connecting:
+            self._check_open()
+            if self._connection is None:
+                self._connection = await self._connect()
+                self._ticking = asyncio.get_running_loop().create_task(self._tick())
         name, subject = secrets.token_bytes(_NAME_BYTES), str(transport["subject"])
         reply = NatsReply(self, subject, name)
         self._replies[name.hex()] = reply
@@ -313,13 +317,6 @@ class NatsClient(PlaneClient):
             await self.publish(subject, _SIGNS + msgpack.packb(signs))
         except TransportError as error:
             logger.warning("%s", error)
-
-    async def _connected(self) -> None:
-        async with self._connecting:
-            self._check_open()
-            if self._connection is None:
-                self._connection = await self._connect()
-                self._ticking = asyncio.get_running_loop().create_task(self._tick())
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -137,9 +137,6 @@ class StateService:
         """Why no snapshot can be taken now; empty if none failed."""
         return self._snapshots.failure
 
-    def _is_complete(self) -> bool:
-        return not (self._options.is_strict and self.sink.counts["refused"])
-
     async def _serve(self) -> None:
         options, settings = self._options, self._options.settings
         client = await connect(settings, name=self.name)
@@ -163,7 +160,7 @@ class StateService:
                 threshold_messages=options.snapshot_threshold,
                 # Messages are never deleted before a snapshot has them.
                 age_s_max=settings.stream_max_age_s / 4,
-                is_complete=self._is_complete,
+                is_complete=lambda: not (options.is_strict and self.sink.counts["refused"]),
             )
             self._replica, self._snapshots = replica, snapshots
             if options.is_resetting:
