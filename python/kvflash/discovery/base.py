@@ -6,7 +6,8 @@ import asyncio
 import secrets
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -60,7 +61,7 @@ class Lease:
         await self._on_revoke(self)
 
 
-class Watch:
+class Watch(AsyncIterator[Event], AbstractAsyncContextManager["Watch"]):
     """Changes to the keys of a prefix, as an async iterator.
 
     It yields a :class:`Put` for every existing key, then one :class:`Synced`, then changes. After a
@@ -80,9 +81,6 @@ class Watch:
         self._is_closed = False
         self._news = asyncio.Event()
 
-    def __aiter__(self) -> Watch:
-        return self
-
     async def __anext__(self) -> Event:
         while True:
             if self._is_closed:
@@ -95,9 +93,6 @@ class Watch:
                 return Synced()
             self._news.clear()
             await self._news.wait()
-
-    async def __aenter__(self) -> Watch:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -87,7 +88,7 @@ class Worker:
         return {"url": self.url, "events": self.events_url, "replay": self.replay_url}
 
 
-class Mocker:
+class Mocker(AbstractAsyncContextManager["Mocker"]):
     """The running workers of one `serve`; an async context manager that closes them."""
 
     def __init__(self, workers: list[Worker | RuntimeWorker]) -> None:
@@ -96,9 +97,6 @@ class Mocker:
     async def close(self) -> None:
         """Stop all workers; running requests may use the drain timeout."""
         await asyncio.gather(*(worker.close() for worker in self.workers))
-
-    async def __aenter__(self) -> Mocker:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()

@@ -8,6 +8,7 @@ import operator
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -53,7 +54,7 @@ class ZmqKvEventPublisherConfig:
     dp_rank: int = 0
 
 
-class KvEventPublisher:
+class KvEventPublisher(AbstractContextManager["KvEventPublisher"]):
     """Publishes the KV cache events of one data parallel rank of an engine.
 
     Call it where the engine allocates and evicts blocks, from any thread, with or without an event
@@ -342,9 +343,6 @@ class KvEventPublisher:
         """Withdraw the announcement, send queued events, close. Further calls do nothing."""
         self._is_closed = True
         self._end()
-
-    def __enter__(self) -> KvEventPublisher:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.shutdown()

@@ -7,6 +7,7 @@ import logging
 import secrets
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -61,7 +62,7 @@ class BestWorker(_Best):
     seed: int
 
 
-class KvPushRouter:
+class KvPushRouter(AbstractAsyncContextManager["KvPushRouter"]):
     """Sends each request to the worker that can serve it at the lowest cost.
 
     Workers, ranks and event sockets come from the runtime's discovery, from the first call on; that
@@ -108,9 +109,6 @@ class KvPushRouter:
         self._arrival: asyncio.Future[None] | None = None
         self._thresholds: dict[str, Any] | None = None
         self._is_closed = False
-
-    async def __aenter__(self) -> KvPushRouter:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -109,7 +109,7 @@ class _Booker:
         return await self._sender.line.book(token_ids, options, request_id=self._name)
 
 
-class RoutedStream:
+class RoutedStream(AsyncIterator[Any], contextlib.AbstractAsyncContextManager["RoutedStream"]):
     """The items of one answer, as an async iterator that raises the answer's errors.
 
     Its load is freed at the end of the answer: after the last item, an error, :meth:`aclose`, a
@@ -142,9 +142,6 @@ class RoutedStream:
     def overlap_blocks(self) -> int:
         """Leading blocks of the prompt that the worker held."""
         return self._booking.overlap_blocks
-
-    def __aiter__(self) -> RoutedStream:
-        return self
 
     async def __anext__(self) -> Any:
         if self._is_ended:
@@ -192,9 +189,6 @@ class RoutedStream:
         """Close it: the worker is notified, the load is freed."""
         self._end(is_complete=False)
         await self._stream.aclose()
-
-    async def __aenter__(self) -> RoutedStream:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()

@@ -8,7 +8,8 @@ import numbers
 import random
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 
 from kvflash.errors import (
@@ -175,7 +176,7 @@ class Client:
         return [instance.id for instance in found]
 
 
-class Stream:
+class Stream(AsyncIterator[Any], AbstractAsyncContextManager["Stream"]):
     """The items of one answer, as an async iterator that raises the answer's errors.
 
     It closes at its end, on :meth:`aclose`, when its reader is cancelled, and when it is
@@ -209,9 +210,6 @@ class Stream:
         self._is_cancelled = False
         self._loop = asyncio.get_running_loop()
 
-    def __aiter__(self) -> Stream:
-        return self
-
     async def __anext__(self) -> Any:
         if self._is_ended:
             if self._is_cancelled:
@@ -227,9 +225,6 @@ class Stream:
             self._close()
             raise StopAsyncIteration
         return item[0]
-
-    async def __aenter__(self) -> Stream:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()

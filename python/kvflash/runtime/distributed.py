@@ -38,7 +38,7 @@ LEAVE_TIMEOUT_S = 5.0
 ANNOUNCE_PAUSE_S = (0.1, 5.0)
 
 
-class DistributedRuntime:
+class DistributedRuntime(contextlib.AbstractAsyncContextManager["DistributedRuntime"]):
     """Serves endpoints and calls those of other processes.
 
     It belongs to the event loop that first uses it. A process may have several runtimes.
@@ -107,9 +107,6 @@ class DistributedRuntime:
     def detached(cls) -> DistributedRuntime:
         """Create a runtime with the settings of the environment."""
         return cls()
-
-    async def __aenter__(self) -> DistributedRuntime:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
