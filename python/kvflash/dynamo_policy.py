@@ -48,7 +48,6 @@ def translate(pairs: Pairs) -> Pairs:
 
 
 def _class(fields: list[tuple[str, Any]] | None) -> list[tuple[str, Any]]:
-    """The settings of the one class."""
     if fields is None:
         raise ValueError("policy_classes: a class must be a mapping")
     found = []

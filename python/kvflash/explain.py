@@ -95,7 +95,6 @@ def _tokens(text: str) -> list[int]:
 
 
 def _body(service: Service, args: Any) -> dict[str, Any]:
-    """The request body in the form of the service."""
     body = _file(args.file) if args.file is not None else {}
     if args.prompt is not None:
         body = {"prompt": args.prompt}
@@ -308,7 +307,6 @@ def _note(candidate: Mapping[str, Any]) -> str:
 
 
 def _outcome(decision: Mapping[str, Any]) -> str:
-    """The outcome of a request."""
     parts = [f"outcome: {str(decision.get('outcome')).replace('_', ' ')}"]
     for name, words in (("first_token_ms", "first token after"), ("ended_ms", "ended after")):
         if decision.get(name) is not None:

@@ -281,7 +281,6 @@ class Flags:
         return next(iter(found.items()), ("", None))
 
     def _refuse_contradiction(self, found: Mapping[str, object]) -> None:
-        """Refuse variables whose meanings differ."""
         if len(set(found.values())) > 1:
             said = " and ".join(f"{name}={os.environ[name]}" for name in found)
             self._parser.error(f"environment variables contradict each other: {said}")

@@ -45,7 +45,6 @@ class _Transport(TcpTransport):
         return True
 
     async def connect(self, *args: Any, **options: Any) -> None:
-        """Open the connection, not encrypted yet."""
         self._is_encrypted = False
         if self._bare_io_writer is not None:
             # After a refusal the client leaves the previous connection open.
@@ -53,7 +52,6 @@ class _Transport(TcpTransport):
         await super().connect(*args, **options)
 
     async def connect_tls(self, *args: Any, **options: Any) -> None:
-        """Encrypt the connection."""
         try:
             await super().connect_tls(*args, **options)
         except BaseException:
@@ -67,7 +65,6 @@ class _Transport(TcpTransport):
         self._checked().write(payload)
 
     def writelines(self, payload: Iterable[bytes]) -> None:
-        """As :meth:`write`."""
         self._checked().writelines(payload)
 
     async def wait_closed(self) -> None:

@@ -197,7 +197,6 @@ def _deadline_s(policy: Policy) -> float:
 
 
 def _overrides(policy: Policy, event: str) -> bool:
-    """Whether the policy defines the method of an event."""
     found = getattr(type(policy), event, None)
     return found is not None and found is not getattr(Policy, event)
 

@@ -76,7 +76,6 @@ def parse(
 
 
 def _policy(text: str) -> str:
-    """Check the name of a policy."""
     try:
         if text.startswith(POLICY_PREFIX):
             policy_parts(text)

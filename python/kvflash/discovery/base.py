@@ -213,7 +213,6 @@ class Discovery(ABC):
         return await self._set(key, value, 0 if lease is None else lease.id, is_new=is_new)
 
     def _check_open(self) -> None:
-        """Refuse work after close()."""
         if self._is_closed:
             raise ClosedError("the discovery is closed")
 

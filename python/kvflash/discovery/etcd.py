@@ -198,7 +198,6 @@ class EtcdDiscovery(Discovery):
         return await self._post(method, body)
 
     def _succeeded(self, one: Watch | Lease) -> None:
-        """An attempt has succeeded: the outage ends if there is no other failure."""
         self._away.discard(one)
         if not self._away:
             self._outage.ends()
@@ -269,7 +268,6 @@ class EtcdDiscovery(Discovery):
         return dict(pairs), int(answer["header"]["revision"])
 
     async def _follow(self, watch: Watch) -> None:
-        """Report the current keys and all changes to the watch, across interruptions."""
         prefix, pause_s = watch.prefix, PAUSE_S[0]
         while True:
             try:

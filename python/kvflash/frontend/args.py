@@ -27,7 +27,6 @@ class FrontendArgs(RoutingArgs, FleetFlags):
     )
 
     def __post_init__(self) -> None:
-        """Check the settings that must hold for every caller."""
         self.check_dns()
 
     @property

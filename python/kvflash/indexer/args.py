@@ -52,7 +52,6 @@ class IndexerArgs(Args, FleetFlags):
     test_endpoints: bool = False
 
     def __post_init__(self) -> None:
-        """Check the settings that must hold for every caller."""
         for one in table("indexer"):
             if one.kind == "int":
                 one.check(one.flags[0], getattr(self, one.dest))

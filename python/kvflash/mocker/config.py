@@ -56,7 +56,6 @@ class MockerConfig:
     bootstrap_ports: tuple[int, ...] = ()  # One per prefill worker, where decode workers wait.
 
     def __post_init__(self) -> None:
-        """Check every option; a ConfigError names the flag and its legal values."""
         for least, names in _AT_LEAST.items():
             for name in names.split():
                 value = getattr(self, name)

@@ -79,7 +79,6 @@ class Generator:
             self._handover.finish(room, is_done=is_done)
 
     def _plan(self, params: GenerationParams, index: int, *, is_transferred: bool) -> Choice:
-        """Plan answer ``index`` to a request."""
         plan = plan_answer(
             params.options,
             self._tokenizer,

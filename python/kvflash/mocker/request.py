@@ -26,7 +26,6 @@ class Request:
     is_aborted: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        """Start with the prompt, not computed."""
         self.tokens = list(self.prompt_ids)
         self.root = root_hash(self.lora_name, self.cache_salt)
 

@@ -242,7 +242,6 @@ class Scheduler:
         )
 
     def _sweep(self) -> None:
-        """Free requests that finished or were aborted during the pass."""
         ended = [r for r in self._running if r.is_aborted or r.is_finished]
         if not ended:
             return

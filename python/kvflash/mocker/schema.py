@@ -72,7 +72,6 @@ class _Maker:
         self._left = VALUES_MAX
 
     def make(self, schema: object, depth: int) -> Any:
-        """Make a value of at most this depth."""
         if self._left == 0:
             raise InvalidArgumentError(f"the schema needs more than {VALUES_MAX} values")
         self._left -= 1

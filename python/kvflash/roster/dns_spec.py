@@ -82,7 +82,6 @@ class DnsWorkers:
 
 
 def _check_name(url: str, authority: str, name: str) -> None:
-    """Check that there is a name that can be looked up."""
     if authority.startswith("[") or _is_address(name):
         raise ConfigError(
             f"{authority} is an address and needs no lookup: give it without {DNS_PREFIX}, "

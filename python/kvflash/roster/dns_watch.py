@@ -120,7 +120,6 @@ class DnsWatch(Background):
         return resolver
 
     def _settle(self, known: KnownName) -> None:
-        """Update workers, log, metrics and warnings from the known state."""
         failures, notes = known.failures(), known.notes()
         outage, noted = self._outages[known.label], self._noted[known.label]
         if failures:

@@ -37,7 +37,6 @@ class RouterArgs(RoutingArgs):
     workers: tuple[WorkerSpec, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the settings that must hold for every caller."""
         if self.endpoint is not None:
             parse_endpoint(self.endpoint)
         if not self.model_name:

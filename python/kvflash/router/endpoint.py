@@ -87,7 +87,6 @@ class EndpointRouter(Background):
 
     @staticmethod
     async def _patiently(work: Callable[[], Awaitable[None]], what: str) -> None:
-        """Retry until it works."""
         while True:
             try:
                 return await work()
@@ -120,7 +119,6 @@ class EndpointRouter(Background):
                 yield item
 
     def _options(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Fields of a request that concern the router."""
         options = routing_options(request)
         # With a single model, requests may use any name for it.
         if len(self._workers.models) > 1:

@@ -97,7 +97,6 @@ class DiscoveredWorkers:
         self._members.close()
 
     async def _try_again(self) -> None:
-        """Retry refused workers periodically."""
         while True:
             await asyncio.sleep(AGAIN_S)
             if self._refused:
@@ -147,7 +146,6 @@ class DiscoveredWorkers:
             logger.error("worker %d: %s", worker_id, error)
 
     def _warn(self) -> None:
-        """Pass the refused workers to /health."""
         told = [
             f"worker {worker_id} found in discovery is refused: {reason}"
             for worker_id, (_, reason) in list(self._refused.items())[:TOLD_MAX]
@@ -174,7 +172,6 @@ class DiscoveredWorkers:
         self._members.tell(self._cluster.worker_joined, self._component, worker_id)
 
     def _wanted(self) -> dict[int, dict[str, Any]]:
-        """Registrations of the workers in discovery."""
         before, self._cards = self._cards, {}
         bare, self._bare = self._bare, {}
         now_s = asyncio.get_running_loop().time()

@@ -77,7 +77,6 @@ class _Booker:
         }
 
     def free(self) -> None:
-        """Free the load, if anything is booked."""
         if self.booking is not None:
             self.booking.free()
 

@@ -115,7 +115,6 @@ class Workers:
             self._members.close()
 
     async def _settle(self) -> None:
-        """Pass changes on to the core."""
         cards = self._cards()
         if self.is_brokered and self._model is None and cards:
             await self._attach(next(iter(cards.values())))
@@ -146,7 +145,6 @@ class Workers:
             self._attached.set()
 
     def _cards(self) -> dict[int, dict[str, Any]]:
-        """Workers in discovery, with their model cards."""
         found = {}
         for worker, _, card in self._keys.served():
             if self.is_brokered and (card is None or card.get("model_name") is None):

@@ -108,7 +108,6 @@ class _Answer:
         self._response: web.StreamResponse | None = None
 
     async def send(self, data: bytes) -> None:
-        """Send a frame; waits while the reader is slow."""
         if self._response is None and data[4] == Kind.ERROR:
             self._response = _refusal(Failure.parse(unpack(data[5:])))
         if isinstance(self._response, web.Response):

@@ -230,7 +230,6 @@ class _Answer:
                 await self._publish(data[start : start + PART_BYTES])
 
     async def tick(self, oldest: float) -> None:
-        """Send a sign of life; drop a client that has been silent for too long."""
         if self._heard < oldest:
             self.sign(_NEVER_MIND)
             return
@@ -398,7 +397,6 @@ class NatsReply:
             self._end()
 
     def take(self, data: bytes) -> None:
-        """Process a message."""
         self.heard = time.monotonic()
         if self._failure is not None or not self._is_open:
             return
