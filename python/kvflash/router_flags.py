@@ -38,12 +38,9 @@ class RoutingArgs(Args, ClusterFlags):
 
     def core_settings(self) -> dict[str, Any]:
         """The values under the core's keys."""
-        given = super().core_settings()
-        for name in ("is_kv_meant", "is_router_ttl_meant"):
-            given[name] = getattr(self, name)
-        if self.finds_indexer:
-            given["remote_indexer"] = ""
-        return given
+        given = {"is_kv_meant": self.is_kv_meant, "is_router_ttl_meant": self.is_router_ttl_meant}
+        found = {"remote_indexer": ""} if self.finds_indexer else {}
+        return super().core_settings() | given | found
 
 
 def parse(

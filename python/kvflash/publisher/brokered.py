@@ -17,6 +17,7 @@ from kvflash.publisher.stream import Sender
 from kvflash.runtime import Component
 from kvflash.servers import NatsSettings, needing_nats
 from kvflash.transport import names
+from kvflash.transport.origin import Origin
 
 logger = logging.getLogger(__name__)
 
@@ -209,7 +210,6 @@ class BrokerOutlet:
 
     def _destination(self, client: Any, served: Served) -> tuple[_Open, _Send]:
         """Functions that open the destination and send a batch there."""
-        from kvflash.transport.origin import Origin  # noqa: PLC0415
 
         def origin_of(epoch: int) -> Origin:
             return Origin(
