@@ -76,7 +76,7 @@ def attach(
     return StateService(catalog, (namespace, component), open_keys, options or StateOptions())
 
 
-class StateService:
+class StateService(Background):
     """A replica in the background; created by :func:`attach`."""
 
     def __init__(
@@ -98,24 +98,22 @@ class StateService:
         self._snapshots: Snapshots
         #: Whether NATS is connected; otherwise no new events arrive.
         self.is_connected: Callable[[], bool]
-        self._background = Background(
+        super().__init__(
             "the state service, which keeps the index up to date,", self._serve, is_cancelled=False
         )
-        #: Leave the stream and discovery; blocks until done.
-        self.stop = self._background.stop
-        self._background.start_and_wait()
+        self.start_and_wait()
 
     def wait_ready(self, timeout_s: float = 60.0) -> bool:
         """Wait until the stream's initial content is applied; False if that took longer."""
         try:
-            self._background.call(asyncio.wait_for(self._replica.wait_caught_up(), timeout_s))
+            self.call(asyncio.wait_for(self._replica.wait_caught_up(), timeout_s))
         except (asyncio.TimeoutError, TimeoutError):
             return False
         return True
 
     def snapshot(self) -> str:
         """Take a snapshot now; returns the outcome."""
-        return str(self._background.call(self._snapshots.take()).value)
+        return str(self.call(self._snapshots.take()).value)
 
     def keep_only(self, instance_ids: set[int]) -> None:
         """Discovery has listed all workers: drop all others."""
@@ -166,7 +164,7 @@ class StateService:
             if options.is_resetting:
                 await snapshots.reset()
             try:
-                await self._background.run_until_ending((replica.run(), snapshots.run()))
+                await self.run_until_ending((replica.run(), snapshots.run()))
             finally:
                 await replica.stop()
         finally:

@@ -251,7 +251,7 @@ class NatsCorePublisher:
                 await self._client.publish(self._subject, payload, headers=headers)
 
 
-class NatsCoreReceiver:
+class NatsCoreReceiver(Background):
     """The router's side: a :class:`Receiver` of endpoints ``nats://SUBJECT/INSTANCE/RANK``.
 
     ``subject`` is that of the component's events. It keeps trying to connect; until then queries to
@@ -268,13 +268,7 @@ class NatsCoreReceiver:
         self.stats = self._follower.stats
         self._client: Client
         self._is_connected = asyncio.Event()
-        self._background = Background("kvflash-core-receiver", self._serve, is_cancelled=False)
-
-    def start(self) -> None:
-        self._background.start()
-
-    def stop(self) -> None:
-        self._background.stop()
+        super().__init__("kvflash-core-receiver", self._serve, is_cancelled=False)
 
     def obey(self, order: Order) -> None:
         """Orders to hold or pause are for sockets and have no effect."""
@@ -282,9 +276,9 @@ class NatsCoreReceiver:
         if kind in ("subscribe", "hold"):
             place = names.parse_endpoint(endpoint)
             assert place is not None, "its subject has been read from it"
-            self._background.call_soon(partial(self._follower.join, publisher, *place[1:]))
+            self.call_soon(partial(self._follower.join, publisher, *place[1:]))
         elif kind == "unsubscribe":
-            self._background.call_soon(partial(self._follower.leave, publisher))
+            self.call_soon(partial(self._follower.leave, publisher))
 
     async def _ask(
         self, instance_id: int, dp_rank: int, start: int | None, end: int | None
@@ -297,23 +291,22 @@ class NatsCoreReceiver:
         async def hear(message: Any) -> None:
             self._follower.heard(message.headers, message.data)
 
-        self._background.ready()
-        ending, client = self._background.ending, None
+        client = None
         outage = Outage(logger, f"events of {self._subject}: NATS answers")
-        while client is None and not ending.is_set():
+        while client is None and not self.ending.is_set():
             try:
                 client = self._client = await connect(self._settings, name="kvflash-core-receiver")
             except KvflashError as error:
                 outage.lasts(f"events of {self._subject}: {error}; trying again")
                 self._follower.report(str(error))
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(ending.wait(), _RECONNECT_S)
+                    await asyncio.wait_for(self.ending.wait(), _RECONNECT_S)
         if client is not None:
             outage.ends()
             # Before the first query on this connection, so that nothing is missed after a dump.
             await client.subscribe(self._subject, cb=hear)
             self._is_connected.set()
-            await ending.wait()
+            await self.ending.wait()
         await self._follower.close()
         if client is not None:
             await client.close()
