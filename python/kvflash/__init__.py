@@ -31,13 +31,7 @@ from kvflash.errors import (
 from kvflash.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from kvflash.llm import (
-        ModelInput,
-        ModelRuntimeConfig,
-        ModelType,
-        register_llm,
-        unregister_llm,
-    )
+    from kvflash.llm import ModelInput, ModelRuntimeConfig, ModelType, register_llm, unregister_llm
     from kvflash.policy import Policy, PolicyCandidate, PolicyEnded, PolicyRequest
     from kvflash.publisher import (
         ForwardPassMetrics,

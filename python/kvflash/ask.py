@@ -208,21 +208,11 @@ class Service:
     def ask(self, path: str, body: Any = None, method: str | None = None) -> Answer:
         """As :func:`ask`, with the timeout and the key of the command."""
         return ask(
-            self.url,
-            path,
-            timeout_s=self._timeout_s,
-            api_key=self._key,
-            body=body,
-            method=method,
+            self.url, path, timeout_s=self._timeout_s, api_key=self._key, body=body, method=method
         )
 
     def demand(
-        self,
-        path: str,
-        body: Any = None,
-        method: str | None = None,
-        *,
-        but: Collection[int] = (),
+        self, path: str, body: Any = None, method: str | None = None, *, but: Collection[int] = ()
     ) -> Answer:
         """As :meth:`ask`, for an answer that must be JSON with status 200, or have one of ``but``.
 

@@ -104,11 +104,7 @@ class Background:
     """
 
     def __init__(
-        self,
-        name: str,
-        work: Callable[[], Coroutine[Any, Any, None]],
-        *,
-        is_cancelled: bool = True,
+        self, name: str, work: Callable[[], Coroutine[Any, Any, None]], *, is_cancelled: bool = True
     ) -> None:
         self._name, self._work, self._is_cancelled = name, work, is_cancelled
         self.ending = asyncio.Event()

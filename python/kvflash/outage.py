@@ -15,10 +15,7 @@ class Outage:
     """
 
     def __init__(
-        self,
-        logger: logging.Logger,
-        back: str,
-        show: Callable[[str], None] = lambda _message: None,
+        self, logger: logging.Logger, back: str, show: Callable[[str], None] = lambda _message: None
     ) -> None:
         self._logger, self._back, self._show = logger, back, show
         self._began_s: float | None = None

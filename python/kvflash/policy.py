@@ -11,13 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from kvflash._core import (
-    PolicyCandidate,
-    PolicyDesk,
-    PolicyEnded,
-    PolicyQuestion,
-    PolicyRequest,
-)
+from kvflash._core import PolicyCandidate, PolicyDesk, PolicyEnded, PolicyQuestion, PolicyRequest
 from kvflash.config import POLICY_PREFIX, policy_parts
 from kvflash.errors import ConfigError
 

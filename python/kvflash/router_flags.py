@@ -44,10 +44,7 @@ class RoutingArgs(Args, ClusterFlags):
 
 
 def parse(
-    flags: Flags,
-    service: str,
-    argv: Any,
-    parsers: Mapping[str, Callable[[str], Any]],
+    flags: Flags, service: str, argv: Any, parsers: Mapping[str, Callable[[str], Any]]
 ) -> dict[str, Any]:
     """Add a service's flags, as in the table of settings, and the files that may set them; parse.
 

@@ -10,13 +10,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from kvflash._core import settings_table
-from kvflash.config import (
-    bounded_float,
-    bounded_int,
-    bounded_size,
-    number_or_auto,
-    optional,
-)
+from kvflash.config import bounded_float, bounded_int, bounded_size, number_or_auto, optional
 from kvflash.config_file import joined
 from kvflash.errors import ConfigError
 from kvflash.flags import Flags, mode, variable_of

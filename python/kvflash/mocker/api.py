@@ -20,13 +20,7 @@ from kvflash.mocker.handover import Handover
 from kvflash.mocker.messages import MessageAnswer
 from kvflash.mocker.middleware import at_once, errors
 from kvflash.mocker.plan import Plan
-from kvflash.mocker.protocol import (
-    parse_json,
-    parse_model,
-    parse_prompt,
-    parse_token_ids,
-    shared,
-)
+from kvflash.mocker.protocol import parse_json, parse_model, parse_prompt, parse_token_ids, shared
 from kvflash.mocker.responses import ResponseAnswer, ResponseStore
 from kvflash.mocker.tokenizer import Tokenizer
 

@@ -123,10 +123,7 @@ class ReplicaSync:
     """
 
     def __init__(
-        self,
-        router_id: int,
-        bookings: Bookings,
-        local_of: Mapping[int, int] | None = None,
+        self, router_id: int, bookings: Bookings, local_of: Mapping[int, int] | None = None
     ) -> None:
         self.router_id = router_id
         self._bookings, self._local_of = bookings, {} if local_of is None else local_of

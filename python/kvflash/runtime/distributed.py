@@ -12,11 +12,7 @@ from typing import Any, TypeVar
 
 from kvflash.discovery import Discovery, Lease, open_discovery
 from kvflash.discovery.base import new_lease_id
-from kvflash.errors import (
-    ClosedError,
-    InvalidArgumentError,
-    KvflashError,
-)
+from kvflash.errors import ClosedError, InvalidArgumentError, KvflashError
 from kvflash.runtime.arguments import check_range
 from kvflash.runtime.client import Client
 from kvflash.runtime.component import Endpoint, Namespace

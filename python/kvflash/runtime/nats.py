@@ -29,15 +29,7 @@ from kvflash.errors import (
     OverloadedError,
     TransportError,
 )
-from kvflash.runtime.frame import (
-    HEAD_BYTES,
-    REFUSALS,
-    Failure,
-    FrameReader,
-    Kind,
-    Request,
-    unpack,
-)
+from kvflash.runtime.frame import HEAD_BYTES, REFUSALS, Failure, FrameReader, Kind, Request, unpack
 from kvflash.runtime.limits import RuntimeLimits
 from kvflash.runtime.plane import FailedError, GoneError, PlaneClient, PlaneServer, item_in
 from kvflash.runtime.serving import Running, Serving

@@ -125,13 +125,7 @@ class OpenAiReply(HttpReply):
     """An engine's answer on its way."""
 
     def __init__(
-        self,
-        client: HttpClient,
-        url: str,
-        headers: dict[str, str],
-        body: bytes,
-        *,
-        is_whole: bool,
+        self, client: HttpClient, url: str, headers: dict[str, str], body: bytes, *, is_whole: bool
     ) -> None:
         super().__init__(client, url, headers, body)
         self._is_whole = is_whole

@@ -75,11 +75,7 @@ class LocalIndex:
     """
 
     def __init__(
-        self,
-        origin: Origin,
-        *,
-        ring_batches: int = RING_BATCHES,
-        ring_bytes: int = RING_BYTES,
+        self, origin: Origin, *, ring_batches: int = RING_BATCHES, ring_bytes: int = RING_BYTES
     ) -> None:
         self.epoch = origin.epoch
         self._catalog = Catalog(max_blocks=0)
