@@ -127,15 +127,13 @@ def texts(raw: Any) -> list[str]:
     ``{url: http://a, events: tcp://a:1}`` is ``http://a,events=tcp://a:1``, and so is
     ``{http://a: {events: tcp://a:1}}``. ``{a: b}`` is ``a=b``.
     """
-    if isinstance(raw, str):
-        return [raw]
     pairs = pairs_of(raw)
     if pairs and all(isinstance(value, str) for _, value in pairs) and "url" not in dict(pairs):
         return [f"{name}={value}" for name, value in pairs]
     if pairs is not None and "url" not in dict(pairs):
         return [_worker([("url", url), *(pairs_of(fields) or [])]) for url, fields in pairs]
     found = []
-    for item in [raw] if pairs is not None else raw if isinstance(raw, list) else [None]:
+    for item in raw if isinstance(raw, list) and pairs is None else [raw]:
         fields = pairs_of(item)
         if fields is not None:
             found.append(_worker(fields))

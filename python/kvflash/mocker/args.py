@@ -90,7 +90,6 @@ def _flags() -> Flags:
 
 
 def _add(flags: Flags, section: str) -> None:
-    """Add the flags of a section, with the type and default of each option."""
     flags.section(section)
     for line in _TABLE[section].strip().splitlines():
         spelled, _, summary = line.strip().partition(": ")

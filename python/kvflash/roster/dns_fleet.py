@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from kvflash.errors import ConflictError, KvflashError, NotFoundError
-from kvflash.roster.core import Component, Fleet, Replicas
+from kvflash.roster.core import Fleet, Replicas
 from kvflash.roster.dns_answers import KnownName
 from kvflash.roster.dns_spec import Address, DnsWorkers
 from kvflash.roster.shared import shared_id, shared_name
@@ -75,7 +75,9 @@ class DnsFleet:
             self._refused[url] = error
             return
         self._told[url] = (spec, number)
-        self._tell_replicas(self._replicas.worker_joined, _component(name), number, shared_id(url))
+        # Where replicas with the same name find each other.
+        component = ("workers", f"dns-{shared_name(name.label)}")
+        self._tell_replicas(self._replicas.worker_joined, component, number, shared_id(url))
         logger.info("worker %d: %s has %s", number, name.label, url)
 
     def _remove(self, url: str, number: int) -> None:
@@ -104,8 +106,3 @@ class DnsFleet:
                 "lookup",
                 len(fresh), first, self._refused[first],
             )  # fmt: skip
-
-
-def _component(name: DnsWorkers) -> Component:
-    """The component under which replicas with the same name find each other."""
-    return "workers", f"dns-{shared_name(name.label)}"

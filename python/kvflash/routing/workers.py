@@ -179,7 +179,6 @@ class Workers:
                 self._core.report(worker, rank, **report)
 
     def _set_draining(self) -> None:
-        """Give no new requests to workers that discovery marks as draining."""
         draining = sorted(
             worker for worker, instance, _ in self._keys.served()
             if instance.get("state") == "draining"
