@@ -13,11 +13,11 @@ use std::time::Duration;
 
 use axum::http::Uri;
 use futures_util::future::BoxFuture;
-use hyper::rt::{Read, ReadBufCursor, Write};
 use hyper_util::client::legacy::connect::dns::{GaiResolver, Name};
 use hyper_util::client::legacy::connect::{Connected, Connection, HttpConnector};
 use hyper_util::rt::TokioIo;
 use kvflash_core::error::{Error, Result};
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
@@ -242,8 +242,9 @@ impl Service<Uri> for Connector {
             return Box::pin(async { Err(why.into()) });
         }
         let connecting = self.http.call(uri.clone());
+        let opened = |io: Box<dyn Io>| Ok(TokioIo::new(io));
         if uri.scheme_str() != Some("https") {
-            return Box::pin(async { Ok(Stream::Plain(connecting.await?)) });
+            return Box::pin(async move { opened(Box::new(connecting.await?.into_inner())) });
         }
         let (config, limit) = (self.outbound.config.clone(), self.connect_timeout);
         Box::pin(async move {
@@ -259,7 +260,7 @@ impl Service<Uri> for Connector {
                 true => CA_ITSELF.into(),
                 false => AnyError::from(error),
             })?;
-            Ok(Stream::Encrypted(Box::new(TokioIo::new(stream))))
+            opened(Box::new(stream))
         })
     }
 }
@@ -283,76 +284,28 @@ fn bare_host(uri: &Uri) -> &str {
     uri.host().unwrap_or_default().trim_start_matches('[').trim_end_matches(']')
 }
 
-/// A connection.
-pub(crate) enum Stream {
-    Plain(TokioIo<TcpStream>),
-    Encrypted(Box<TokioIo<TlsStream<TcpStream>>>),
+/// A connection, plain or over TLS.
+pub(crate) type Stream = TokioIo<Box<dyn Io>>;
+
+pub(crate) trait Io: AsyncRead + AsyncWrite + Send + Unpin {
+    fn tcp(&self) -> &TcpStream;
 }
 
-impl Connection for Stream {
+impl Io for TcpStream {
+    fn tcp(&self) -> &TcpStream {
+        self
+    }
+}
+
+impl Io for TlsStream<TcpStream> {
+    fn tcp(&self) -> &TcpStream {
+        self.get_ref().0
+    }
+}
+
+impl Connection for Box<dyn Io> {
     fn connected(&self) -> Connected {
-        match self {
-            Self::Plain(stream) => stream.connected(),
-            Self::Encrypted(stream) => stream.inner().get_ref().0.connected(),
-        }
-    }
-}
-
-impl Read for Stream {
-    fn poll_read(
-        self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        into: ReadBufCursor<'_>,
-    ) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Plain(stream) => Pin::new(stream).poll_read(context, into),
-            Self::Encrypted(stream) => Pin::new(stream).poll_read(context, into),
-        }
-    }
-}
-
-impl Write for Stream {
-    fn poll_write(
-        self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        bytes: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        match self.get_mut() {
-            Self::Plain(stream) => Pin::new(stream).poll_write(context, bytes),
-            Self::Encrypted(stream) => Pin::new(stream).poll_write(context, bytes),
-        }
-    }
-
-    fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Plain(stream) => Pin::new(stream).poll_flush(context),
-            Self::Encrypted(stream) => Pin::new(stream).poll_flush(context),
-        }
-    }
-
-    fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Plain(stream) => Pin::new(stream).poll_shutdown(context),
-            Self::Encrypted(stream) => Pin::new(stream).poll_shutdown(context),
-        }
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        match self {
-            Self::Plain(stream) => stream.is_write_vectored(),
-            Self::Encrypted(stream) => stream.is_write_vectored(),
-        }
-    }
-
-    fn poll_write_vectored(
-        self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        pieces: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        match self.get_mut() {
-            Self::Plain(stream) => Pin::new(stream).poll_write_vectored(context, pieces),
-            Self::Encrypted(stream) => Pin::new(stream).poll_write_vectored(context, pieces),
-        }
+        self.tcp().connected()
     }
 }
 
@@ -385,10 +338,7 @@ mod tests {
     /// Connect, and tell what became of it: the address, or every reason.
     async fn connect(connector: &mut Connector, url: &str) -> std::result::Result<IpAddr, String> {
         match connector.call(url.parse().unwrap()).await {
-            Ok(Stream::Plain(stream)) => {
-                Ok(stream.inner().peer_addr().unwrap().ip().to_canonical())
-            }
-            Ok(Stream::Encrypted(_)) => Err("encrypted".to_owned()),
+            Ok(stream) => Ok(stream.inner().tcp().peer_addr().unwrap().ip().to_canonical()),
             Err(error) => Err(in_full(&*error)),
         }
     }
