@@ -7,6 +7,7 @@ use std::sync::{Arc, OnceLock};
 
 use kvflash_core::fleet::EventSpec;
 use kvflash_core::ids::{InstanceId, Worker};
+use kvflash_core::named;
 use kvflash_core::select::WorkerReason;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
@@ -366,31 +367,23 @@ pub(crate) struct Route {
     pub lora_name: Option<String>,
 }
 
-/// The field of a request with its prompt's ids.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Field {
-    /// A completion's own field.
-    Prompt,
-    /// `kv_transfer_params.prompt_token_ids` of a chat.
-    ///
-    /// # Source
-    /// vLLM 0.32 `_reused_prompt_token_ids`: needs no KV connector; tool choice and stops still
-    /// come from the messages.
-    KvTransferParams,
-    /// `input_ids` of a chat.
-    ///
-    /// # Source
-    /// SGLang 0.5.23 `OpenAIServingChat._process_messages`.
-    InputIds,
-}
-
-impl Field {
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Prompt => "prompt",
-            Self::KvTransferParams => "kv_transfer_params.prompt_token_ids",
-            Self::InputIds => "input_ids",
-        }
+named! {
+    /// The field of a request with its prompt's ids.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub enum Field {
+        /// A completion's own field.
+        Prompt = "prompt",
+        /// A chat's.
+        ///
+        /// # Source
+        /// vLLM 0.32 `_reused_prompt_token_ids`: needs no KV connector; tool choice and stops still
+        /// come from the messages.
+        KvTransferParams = "kv_transfer_params.prompt_token_ids",
+        /// A chat's.
+        ///
+        /// # Source
+        /// SGLang 0.5.23 `OpenAIServingChat._process_messages`.
+        InputIds = "input_ids",
     }
 }
 

@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 
 use bytes::Bytes;
+use kvflash_core::named;
 use parking_lot::RwLock;
-use serde::Deserialize;
 use serde_json::Value;
 
 use crate::gateway::api::Api;
@@ -13,48 +13,35 @@ use crate::gateway::body::{Body, Envelope};
 /// The examples: a list of requests, each with its form.
 const CORPUS: &str = include_str!("corpus.json");
 
-/// A trait of prompts that local templates or tokenizers may treat differently than an engine's. A
-/// prompt may have several.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub(crate) enum Form {
-    /// A text prompt, without a template.
-    Text,
-    /// A chat of any kind.
-    Chat,
-    /// A chat that contains answers.
-    Turns,
-    /// A chat with tools, or tool calls.
-    Tools,
-    /// A chat with reasoning content.
-    Reasoning,
-    /// A chat with characters beyond ASCII.
-    Unicode,
-    /// A chat with variables for its template.
-    TemplateKwargs,
-    /// A chat with an adapter.
-    Adapter,
-    /// A Messages request.
-    Messages,
-    /// A Responses request.
-    Responses,
+named! {
+    /// A trait of prompts that local templates or tokenizers may treat differently than an engine's. A
+    /// prompt may have several.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+    pub enum Form {
+        /// A text prompt, without a template.
+        Text = "text",
+        /// A chat of any kind.
+        Chat = "chat",
+        /// A chat that contains answers.
+        Turns = "turns",
+        /// A chat with tools, or tool calls.
+        Tools = "tools",
+        /// A chat with reasoning content.
+        Reasoning = "reasoning",
+        /// A chat with characters beyond ASCII.
+        Unicode = "unicode",
+        /// A chat with variables for its template.
+        TemplateKwargs = "template_kwargs",
+        /// A chat with an adapter.
+        Adapter = "adapter",
+        /// A Messages request.
+        Messages = "messages",
+        /// A Responses request.
+        Responses = "responses",
+    }
 }
 
 impl Form {
-    /// In their order, with their names.
-    pub const ALL: [(Self, &'static str); 10] = [
-        (Self::Text, "text"),
-        (Self::Chat, "chat"),
-        (Self::Turns, "turns"),
-        (Self::Tools, "tools"),
-        (Self::Reasoning, "reasoning"),
-        (Self::Unicode, "unicode"),
-        (Self::TemplateKwargs, "template_kwargs"),
-        (Self::Adapter, "adapter"),
-        (Self::Messages, "messages"),
-        (Self::Responses, "responses"),
-    ];
-
     /// The API of this form, if it has its own.
     pub fn api(self) -> Option<Api> {
         match self {
@@ -62,10 +49,6 @@ impl Form {
             Self::Responses => Some(Api::Responses),
             _ => None,
         }
-    }
-
-    pub fn name(self) -> &'static str {
-        Self::ALL[self as usize].1
     }
 }
 
@@ -129,8 +112,7 @@ impl Forms {
             }
             Form::Adapter => is_adapter,
         };
-        let all = Form::ALL.into_iter().map(|(form, _)| form);
-        let found = all.filter(|form| asked.has(*form) && has(*form));
+        let found = Form::ALL.into_iter().filter(|form| asked.has(*form) && has(*form));
         found.fold(Self::NONE, Self::with)
     }
 }
@@ -169,7 +151,7 @@ pub(crate) struct Example {
 pub(crate) fn examples() -> Vec<Example> {
     let entries: Vec<Value> = serde_json::from_str(CORPUS).expect("a test reads it");
     let read = |mut entry: Value| {
-        let form = Form::deserialize(entry["form"].take()).expect("a test reads it");
+        let form = entry["form"].as_str().and_then(Form::from_name).expect("a test reads it");
         if let Some(fields) = entry.as_object_mut() {
             fields.remove("form");
         }
@@ -198,8 +180,7 @@ mod tests {
     #[test]
     fn every_form_has_an_example_that_is_of_it() {
         let examples = examples();
-        for (at, (form, name)) in Form::ALL.into_iter().enumerate() {
-            assert_eq!((form as usize, form.name()), (at, name));
+        for form in Form::ALL {
             let of_form: Vec<_> = examples.iter().filter(|one| one.form == form).collect();
             assert!(!of_form.is_empty(), "{form:?}");
             for one in of_form {

@@ -5,36 +5,36 @@ use std::ops::Deref;
 use std::str::FromStr;
 
 use kvflash_core::error::{Error, Result};
+use kvflash_core::named;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::gateway::turn::FairnessOptions;
 use crate::metrics::check_prefix;
 use crate::{FrontendSettings, Http, RoutingOptions};
 
-/// Whether a request may be answered without a prefill worker.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum EnforceDisagg {
-    /// Yes: if no prefill worker is available, the decode worker does everything.
-    #[default]
-    Off,
-    /// Yes, until its model has had a prefill worker; then no.
-    UntilFirstPrefill,
-    /// No.
-    Always,
+named! {
+    /// Whether a request may be answered without a prefill worker.
+    #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+    pub enum EnforceDisagg {
+        /// Yes: if no prefill worker is available, the decode worker does everything.
+        #[default]
+        Off = "off",
+        /// Yes, until its model has had a prefill worker; then no.
+        UntilFirstPrefill = "until-first-prefill",
+        /// No.
+        Always = "always",
+    }
 }
 
 impl FromStr for EnforceDisagg {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        match text {
-            "off" => Ok(Self::Off),
-            "until-first-prefill" => Ok(Self::UntilFirstPrefill),
-            "always" => Ok(Self::Always),
-            other => Err(Error::Config(format!(
-                "--enforce-disagg must be off, until-first-prefill or always, got {other:?}"
-            ))),
-        }
+        Self::from_name(text).ok_or_else(|| {
+            Error::Config(format!(
+                "--enforce-disagg must be off, until-first-prefill or always, got {text:?}"
+            ))
+        })
     }
 }
 

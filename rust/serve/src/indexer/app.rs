@@ -171,8 +171,7 @@ impl hyper::service::Service<Request<Incoming>> for IndexerApp {
     >;
 
     fn call(&self, request: Request<Incoming>) -> Self::Future {
-        let is_asked = |endpoint: &Endpoint| endpoint.path() == request.uri().path();
-        match Endpoint::ALL.into_iter().find(is_asked) {
+        match Endpoint::from_name(request.uri().path()) {
             Some(endpoint) if request.method() == Method::POST => {
                 let app = Arc::clone(&self.app);
                 Either::Left(Box::pin(async move {

@@ -10,6 +10,7 @@ use axum::extract::{MatchedPath, Request, State};
 use axum::middleware::Next;
 use axum::response::Response;
 use kvflash_core::catalog::{Catalog, Code, ListenerStatus, ModelKey, Report, TrustState};
+use kvflash_core::named;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::histogram::Histogram;
@@ -32,21 +33,12 @@ pub(super) struct IndexerMetrics {
     questions: [OnceLock<(Counter, Histogram)>; Endpoint::ALL.len()],
 }
 
-/// Endpoints called for each prompt.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Endpoint {
-    Query,
-    QueryByHash,
-}
-
-impl Endpoint {
-    pub const ALL: [Self; 2] = [Self::Query, Self::QueryByHash];
-
-    pub const fn path(self) -> &'static str {
-        match self {
-            Self::Query => "/query",
-            Self::QueryByHash => "/query_by_hash",
-        }
+named! {
+    /// Endpoints called for each prompt, named by their paths.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub enum Endpoint {
+        Query = "/query",
+        QueryByHash = "/query_by_hash",
     }
 }
 
@@ -86,10 +78,10 @@ impl IndexerMetrics {
     /// Counts a POST to one of these endpoints.
     pub fn count_question(&self, endpoint: Endpoint, status: u16, started: Instant) {
         if status >= 400 {
-            return self.count(endpoint.path(), "POST", status, started);
+            return self.count(endpoint.name(), "POST", status, started);
         }
         let (requests, seconds) = self.questions[endpoint as usize].get_or_init(|| {
-            let path = [("endpoint", endpoint.path().into())];
+            let path = [("endpoint", endpoint.name().into())];
             let seconds = self.seconds.get_or_create_owned(&path);
             let [path] = path;
             (self.requests.get_or_create_owned(&[path, ("method", "POST".into())]), seconds)
@@ -150,15 +142,9 @@ fn write_services(
     page.gauge("recovered_blocks", help, startup.recovered_blocks())?;
     page.gauge("models", "Models and tenants that have a registered worker", models.len())?;
     page.gauge("workers", "Registered instances", instances.len())?;
-    let statuses = [
-        (ListenerStatus::Pending, "pending"),
-        (ListenerStatus::Active, "active"),
-        (ListenerStatus::Paused, "paused"),
-        (ListenerStatus::Failed, "failed"),
-    ];
-    let listeners = statuses.into_iter().map(|(status, name)| {
+    let listeners = ListenerStatus::ALL.map(|status| {
         let count = reports.iter().filter(|report| report.view.status == status).count();
-        (label("status", name), count)
+        (label("status", status.name()), count)
     });
     page.gauges("listeners", "Event sockets by status", listeners)?;
     let counts = catalog.event_counts();

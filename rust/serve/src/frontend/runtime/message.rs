@@ -65,8 +65,8 @@ fn of_reasoning(place: &str, name: &str) -> Result<ReasoningFormat> {
 }
 
 fn of_tools(place: &str, name: &str) -> Result<ToolFormat> {
-    let names = || ToolFormat::names().collect::<Vec<_>>();
-    ToolFormat::named(name).ok_or_else(|| unknown(place, name, &names()))
+    let names = || ToolFormat::ALL.map(ToolFormat::name);
+    ToolFormat::from_name(name).ok_or_else(|| unknown(place, name, &names()))
 }
 
 fn unknown(place: &str, name: &str, known: &[&str]) -> Error {

@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 
+use kvflash_core::named;
 use serde::Deserialize;
 use serde_json::value::RawValue;
 use serde_json::{Map, Value};
@@ -271,30 +272,21 @@ impl ToolCalls {
     }
 }
 
-/// How a model writes its calls.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum ToolFormat {
-    /// `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
-    Hermes,
-    /// `{"name": ..., "parameters": {...}}` as the whole answer, several with `;` between them, or behind
-    /// `<|python_tag|>`.
-    Llama3Json,
-    /// `[TOOL_CALLS]` and a list of objects, or a name and its arguments: `name[ARGS]{...}`.
-    Mistral,
+named! {
+    /// How a model writes its calls.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub enum ToolFormat {
+        /// `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+        Hermes = "hermes",
+        /// `{"name": ..., "parameters": {...}}` as the whole answer, several with `;` between them, or behind
+        /// `<|python_tag|>`.
+        Llama3Json = "llama3_json",
+        /// `[TOOL_CALLS]` and a list of objects, or a name and its arguments: `name[ARGS]{...}`.
+        Mistral = "mistral",
+    }
 }
 
 impl ToolFormat {
-    const ALL: [(&'static str, Self); 3] =
-        [("hermes", Self::Hermes), ("llama3_json", Self::Llama3Json), ("mistral", Self::Mistral)];
-
-    pub fn names() -> impl Iterator<Item = &'static str> {
-        Self::ALL.into_iter().map(|(name, _)| name)
-    }
-
-    pub fn named(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|(known, _)| *known == name).map(|(_, format)| format)
-    }
-
     /// Its tags; some tokenizers have them as special tokens, which texts are without otherwise.
     pub fn tags(self) -> &'static [&'static str] {
         match self {

@@ -164,8 +164,7 @@ fn texts() -> impl Strategy<Value = String> {
 }
 
 fn formats() -> impl Strategy<Value = ToolFormat> {
-    let all: Vec<_> = ToolFormat::names().filter_map(ToolFormat::named).collect();
-    prop::sample::select(all)
+    prop::sample::select(ToolFormat::ALL.to_vec())
 }
 
 fn cut(text: &str, sizes: &[usize]) -> Vec<String> {
