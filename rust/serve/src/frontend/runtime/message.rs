@@ -210,11 +210,11 @@ impl Parsing {
 }
 
 /// The content of what was told apart; its reasoning is a part of its own.
-fn told(split: Split, parts: &mut Vec<Part>) -> String {
-    if !split.reasoning.is_empty() {
-        parts.push(Part::Reasoning(split.reasoning));
+fn told(parsed: ParserResult, parts: &mut Vec<Part>) -> String {
+    if !parsed.reasoning_text.is_empty() {
+        parts.push(Part::Reasoning(parsed.reasoning_text));
     }
-    split.content
+    parsed.normal_text
 }
 
 /// The name of a call, by which the client's next request tells its result.
@@ -267,18 +267,9 @@ impl ReasoningFormat {
     }
 }
 
-/// Text of which it is known what it is.
-#[derive(Debug, Default, PartialEq, Eq)]
-struct Split {
-    pub reasoning: String,
-    pub content: String,
-}
-
-impl Split {
-    fn add(&mut self, parsed: ParserResult) {
-        self.reasoning.push_str(&parsed.reasoning_text);
-        self.content.push_str(&parsed.normal_text);
-    }
+fn add(to: &mut ParserResult, more: &ParserResult) {
+    to.reasoning_text.push_str(&more.reasoning_text);
+    to.normal_text.push_str(&more.normal_text);
 }
 
 /// Tells the reasoning of one answer from the rest.
@@ -299,36 +290,36 @@ impl Reasoning {
     }
 
     /// Take a piece of the text.
-    pub fn push(&mut self, piece: &str) -> Split {
-        let mut split = Split::default();
+    pub fn push(&mut self, piece: &str) -> ParserResult {
+        let mut all = ParserResult::default();
         self.held.push_str(piece);
         let held = std::mem::take(&mut self.held);
         let mut rest = held.as_str();
         while let Some(len) = unit(rest) {
-            self.feed(&rest[..len], &mut split);
+            self.feed(&rest[..len], &mut all);
             rest = &rest[len..];
         }
         rest.clone_into(&mut self.held);
-        split
+        all
     }
 
     /// The text is over: what was held back.
-    pub fn finish(&mut self) -> Split {
-        let mut split = Split::default();
+    pub fn finish(&mut self) -> ParserResult {
+        let mut all = ParserResult::default();
         let held = std::mem::take(&mut self.held);
-        self.feed(&held, &mut split);
-        split.add(self.parser.flush().unwrap_or_default());
-        split
+        self.feed(&held, &mut all);
+        add(&mut all, &self.parser.flush().unwrap_or_default());
+        all
     }
 
-    fn feed(&mut self, text: &str, split: &mut Split) {
+    fn feed(&mut self, text: &str, all: &mut ParserResult) {
         if let Ok(parsed) = self.parser.parse_reasoning_streaming_incremental(text) {
-            return split.add(parsed);
+            return add(all, &parsed);
         }
         // It holds back too much and has not taken this piece: both go out as what they seem to be.
-        split.add(self.parser.flush().unwrap_or_default());
+        add(all, &self.parser.flush().unwrap_or_default());
         let is_reasoning = self.parser.is_in_reasoning();
-        let part = if is_reasoning { &mut split.reasoning } else { &mut split.content };
+        let part = if is_reasoning { &mut all.reasoning_text } else { &mut all.normal_text };
         part.push_str(text);
     }
 }

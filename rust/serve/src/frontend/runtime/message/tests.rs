@@ -55,20 +55,16 @@ fn an_unknown_name_is_refused_with_those_that_are_known() {
     );
 }
 
-fn split(name: &str, prompt_end: &str, pieces: &[&str]) -> Split {
+fn split(name: &str, prompt_end: &str, pieces: &[&str]) -> ParserResult {
     let mut reasoning = Reasoning::new(&ReasoningFormat::named(name).unwrap(), prompt_end);
-    let mut all = Split::default();
-    let mut add = |split: Split| {
-        all.reasoning.push_str(&split.reasoning);
-        all.content.push_str(&split.content);
-    };
-    pieces.iter().for_each(|piece| add(reasoning.push(piece)));
-    add(reasoning.finish());
+    let mut all = ParserResult::default();
+    pieces.iter().for_each(|piece| add(&mut all, &reasoning.push(piece)));
+    add(&mut all, &reasoning.finish());
     all
 }
 
-fn of(reasoning: &str, content: &str) -> Split {
-    Split { reasoning: reasoning.to_owned(), content: content.to_owned() }
+fn of(reasoning: &str, content: &str) -> ParserResult {
+    ParserResult::new(content.to_owned(), reasoning.to_owned())
 }
 
 #[test]
