@@ -1,10 +1,7 @@
 //! Forms of prompts, with an example or two of each, and which of them are tokenized here.
 
-use std::collections::HashMap;
-
 use bytes::Bytes;
 use kvflash_core::named;
-use parking_lot::RwLock;
 use serde_json::Value;
 
 use crate::gateway::api::Api;
@@ -126,37 +123,15 @@ pub(crate) struct Standing {
     pub remote: Forms,
 }
 
-/// The standing of each model that was compared.
-#[derive(Debug, Default)]
-pub(crate) struct Standings(RwLock<HashMap<String, Standing>>);
-
-impl Standings {
-    /// Of the model of this name; nothing is proven before a comparison.
-    pub fn of(&self, model: &str) -> Standing {
-        self.0.read().get(model).copied().unwrap_or_default()
-    }
-
-    pub fn set(&self, model: &str, standing: Standing) {
-        self.0.write().insert(model.to_owned(), standing);
-    }
-}
-
-/// An example of a form.
-pub(crate) struct Example {
-    pub form: Form,
-    pub body: Body,
-}
-
 /// All examples, grouped by form.
-pub(crate) fn examples() -> Vec<Example> {
+pub(crate) fn examples() -> Vec<(Form, Body)> {
     let entries: Vec<Value> = serde_json::from_str(CORPUS).expect("a test reads it");
     let read = |mut entry: Value| {
         let form = entry["form"].as_str().and_then(Form::from_name).expect("a test reads it");
         if let Some(fields) = entry.as_object_mut() {
             fields.remove("form");
         }
-        let body = Body::parse(Bytes::from(entry.to_string())).expect("a test reads it");
-        Example { form, body }
+        (form, Body::parse(Bytes::from(entry.to_string())).expect("a test reads it"))
     };
     entries.into_iter().map(read).collect()
 }
@@ -164,8 +139,8 @@ pub(crate) fn examples() -> Vec<Example> {
 /// The text prompts: words, code, numbers, other scripts and white space, for which tokenizers of
 /// different models differ.
 pub(crate) fn texts() -> impl Iterator<Item = String> {
-    let of = |one: Example| {
-        let envelope: Envelope<'_> = one.body.read().ok()?;
+    let of = |(_, body): (Form, Body)| {
+        let envelope: Envelope<'_> = body.read().ok()?;
         serde_json::from_str(envelope.prompt?.get()).ok()
     };
     examples().into_iter().filter_map(of)
@@ -181,14 +156,14 @@ mod tests {
     fn every_form_has_an_example_that_is_of_it() {
         let examples = examples();
         for form in Form::ALL {
-            let of_form: Vec<_> = examples.iter().filter(|one| one.form == form).collect();
+            let of_form: Vec<_> = examples.iter().filter(|(other, _)| *other == form).collect();
             assert!(!of_form.is_empty(), "{form:?}");
-            for one in of_form {
+            for (_, body) in of_form {
                 if let Some(api) = form.api() {
-                    assert!(chat_of(api, &one.body).is_some(), "{form:?}");
+                    assert!(chat_of(api, body).is_some(), "{form:?}");
                     continue;
                 }
-                let envelope: Envelope<'_> = one.body.read().unwrap();
+                let envelope: Envelope<'_> = body.read().unwrap();
                 let found = Forms::of(&envelope, form == Form::Adapter, Forms::ALL);
                 assert!(found.has(form), "{form:?}: {found:?}");
                 assert_eq!(found.has(Form::Text), form == Form::Text);

@@ -2,23 +2,23 @@
 //! model and engine version, and then periodically. Forms that differ are left to the engines' own
 //! renderer.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::http::StatusCode;
 use kvflash_core::text::{self, TextModel};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio::time::Instant;
 
 use super::app::App;
 use super::engine::{Engine, Pool};
-use super::forms::{Example, Form, Forms, Standing, Standings, examples};
+use super::forms::{Form, Forms, Standing, examples};
 use crate::gateway::api::Api;
 use crate::gateway::as_chat::chat_of;
-use crate::gateway::body::{Envelope, ask_body};
+use crate::gateway::body::{Body, Envelope, ask_body};
 use crate::metrics::OutcomeLabel;
 use crate::page::{Labels, and, label};
 
@@ -68,10 +68,16 @@ struct Record {
 pub(crate) struct Parity {
     /// By model and version.
     records: Mutex<BTreeMap<(String, String), Record>>,
-    pub standings: Standings,
+    /// Of each model that was compared.
+    standings: RwLock<HashMap<String, Standing>>,
 }
 
 impl Parity {
+    /// Of the model of this name; nothing is proven before a comparison.
+    pub fn standing(&self, model: &str) -> Standing {
+        self.standings.read().get(model).copied().unwrap_or_default()
+    }
+
     /// The state for `/health`: by model and version.
     pub fn view(&self) -> Value {
         let mut view = json!({});
@@ -195,7 +201,7 @@ impl Parity {
             standing.proven = standing.proven.and(proven);
             standing.remote = standing.remote.or(of(|record| record.is_remote));
         }
-        self.standings.set(model, standing);
+        self.standings.write().insert(model.to_owned(), standing);
     }
 }
 
@@ -305,7 +311,7 @@ async fn compare(
         let notes = engine.notes.lock();
         notes.models.iter().find(|(_, parent)| parent.is_some()).map(|(name, _)| name.clone())
     };
-    for Example { form, body } in examples() {
+    for (form, body) in examples() {
         if !matches!(outcomes.get(&form), None | Some(Outcome::Agrees)) {
             continue;
         }
@@ -315,7 +321,7 @@ async fn compare(
         };
         let outcome = match name {
             None => Outcome::NotCompared("no adapter is served".to_owned()),
-            Some(name) => compare_one(app, text, engine, name, &Example { form, body }).await?,
+            Some(name) => compare_one(app, text, engine, name, form, &body).await?,
         };
         outcomes.insert(form, outcome);
     }
@@ -327,7 +333,8 @@ async fn compare_one(
     text: &TextModel,
     engine: &Engine,
     name: &str,
-    Example { form, body }: &Example,
+    form: Form,
+    body: &Body,
 ) -> Option<Outcome> {
     let chat = match form.api() {
         Some(api) => Some(chat_of(api, body)?),

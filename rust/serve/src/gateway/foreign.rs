@@ -114,7 +114,7 @@ async fn conversation(
     pool: &Pool,
     form: Form,
 ) -> Result<Known, Untokenized> {
-    let is_local = !app.parity.standings.of(&pool.name).remote.has(form);
+    let is_local = !app.parity.standing(&pool.name).remote.has(form);
     if is_local && app.text_of(pool).is_some() {
         let chat = beside(app, call, || as_chat::chat_of(call.api(), &call.body)).await?;
         if let Some(chat) = chat {

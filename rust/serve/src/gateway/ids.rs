@@ -71,7 +71,7 @@ pub(super) fn replaceable(body: &Body, envelope: &Envelope<'_>) -> Option<Replac
 
 /// Whether the engines of `pool` are known to make the same tokens of such a prompt as the tokenizer here.
 pub(super) fn are_proven(app: &App, envelope: &Envelope<'_>, pool: &Pool) -> bool {
-    let proven = app.parity.standings.of(&pool.name).proven;
+    let proven = app.parity.standing(&pool.name).proven;
     let least = if envelope.messages.is_some() { Form::Chat } else { Form::Text };
     if !proven.has(least) {
         return false;

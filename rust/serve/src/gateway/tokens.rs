@@ -193,7 +193,7 @@ fn text_of_takers(pool: &Pool) -> Option<Arc<ModelText>> {
 
 /// Whether the engines of `pool` make other tokens of such a request than the tokenizer here.
 fn is_remote(app: &App, envelope: &Envelope<'_>, pool: &Pool) -> bool {
-    let remote = app.parity.standings.of(&pool.name).remote;
+    let remote = app.parity.standing(&pool.name).remote;
     let is_adapter = envelope.model.as_deref().is_some_and(|name| name != pool.name);
     !remote.is_empty() && !Forms::of(envelope, is_adapter, remote).is_empty()
 }
