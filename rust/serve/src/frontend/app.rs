@@ -222,6 +222,15 @@ impl App {
         self.texts.of(&pool.name).or_else(of_card).or_else(|| self.texts.of_all())
     }
 
+    /// The pool and the text of an engine that is asked about tokens: a healthy one over HTTP that decodes, and
+    /// for which prompts are tokenized here.
+    pub fn tokenized(&self, engine: &Engine) -> Option<(Arc<Pool>, Arc<ModelText>)> {
+        let is_asked = engine.member.is_none() && !engine.spec.is_prefill && engine.is_healthy();
+        let pool = self.fleet.pool_of(engine.id).filter(|_| is_asked)?;
+        let text = self.text_of(&pool).filter(|_| pool.selector.needs_tokens())?;
+        Some((pool, text))
+    }
+
     /// The route of requests for `model`, which an `alias` may stand for.
     ///
     /// # Errors

@@ -262,18 +262,8 @@ fn names(forms: impl Iterator<Item = Form>) -> String {
 /// `--parity-interval`.
 pub(super) fn compare_if_due(app: &Arc<App>, engine: &Arc<Engine>) {
     let interval = app.options.parity_interval;
-    if interval.is_zero()
-        || engine.member.is_some()
-        || engine.spec.is_prefill
-        || !engine.is_healthy()
-    {
-        return;
-    }
-    let Some(pool) = app.fleet.pool_of(engine.id).filter(|pool| pool.selector.needs_tokens())
-    else {
-        return;
-    };
-    let Some(text) = app.text_of(&pool) else { return };
+    let found = app.tokenized(engine).filter(|_| !interval.is_zero());
+    let Some((pool, text)) = found else { return };
     let version = version_of(engine);
     let live: Vec<String> = pool.members().all().map(|engine| version_of(engine)).collect();
     if !app.parity.claim(&pool.name, &version, &live) {

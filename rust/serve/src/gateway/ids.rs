@@ -173,16 +173,8 @@ impl Engine {
 /// Tests whether `engine` accepts ids, once per start: one request per API, with a few tokens and
 /// one to generate. Nothing waits for the responses.
 pub(crate) fn ask_once(app: &Arc<App>, engine: &Arc<Engine>) {
-    if !app.options.send_token_ids
-        || engine.member.is_some()
-        || engine.spec.is_prefill
-        || !engine.is_healthy()
-    {
-        return;
-    }
-    let pool = app.fleet.pool_of(engine.id);
-    let Some(pool) = pool.filter(|pool| pool.selector.needs_tokens()) else { return };
-    let Some(text) = app.text_of(&pool) else { return };
+    let found = app.tokenized(engine).filter(|_| app.options.send_token_ids);
+    let Some((pool, text)) = found else { return };
     let start = engine.start();
     {
         let mut ids = engine.ids.lock();
