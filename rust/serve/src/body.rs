@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use axum::http::StatusCode;
+use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use bytes::{Bytes, BytesMut};
 use http_body::Body;
 use http_body_util::BodyExt;
@@ -391,6 +391,23 @@ impl Intake {
         self.refused.get_or_create(&CauseLabel { cause }).inc();
         reject
     }
+}
+
+/// Refuses a compressed body.
+///
+/// # Errors
+/// 415, naming the encoding.
+pub(super) fn check_encoding(headers: &HeaderMap) -> Result<(), Reject> {
+    let encoding =
+        headers.get(header::CONTENT_ENCODING).map_or(&b"identity"[..], HeaderValue::as_bytes);
+    if encoding.eq_ignore_ascii_case(b"identity") {
+        return Ok(());
+    }
+    let what = format!(
+        "content-encoding {:?} is not supported: send the body without compression",
+        String::from_utf8_lossy(encoding)
+    );
+    Err(Reject::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, what))
 }
 
 /// Reads on briefly and discards the data: many clients read the response only after they have sent

@@ -4,8 +4,8 @@
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use axum::http::header::{CONTENT_ENCODING, CONTENT_TYPE};
-use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, Uri};
+use axum::http::header::CONTENT_TYPE;
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Uri};
 use bytes::Bytes;
 use kvflash_core::error::Error;
 use kvflash_core::select::MAX_REQUEST_ID_BYTES;
@@ -17,6 +17,7 @@ use super::api::{Api, Row, Weight};
 use super::body::{Body, Envelope, is_off};
 use super::client::Nvext;
 use super::turn::{Client, Identity};
+use crate::body::check_encoding;
 use crate::compute::Busy;
 use crate::frontend::app::App;
 use crate::frontend::engine::Engine;
@@ -164,15 +165,7 @@ impl Call {
         if row.is_some_and(Row::names_response) {
             return Ok(Arc::new(Body::opaque(Bytes::new())));
         }
-        let encoding =
-            head.headers.get(CONTENT_ENCODING).map_or(&b"identity"[..], HeaderValue::as_bytes);
-        if !encoding.eq_ignore_ascii_case(b"identity") {
-            let what = format!(
-                "content-encoding {:?} is not supported: send the body without compression",
-                String::from_utf8_lossy(encoding)
-            );
-            return Err(Reject::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, what));
-        }
+        check_encoding(&head.headers)?;
         let len = bytes.len();
         let parse = || Body::parse(bytes).map(Arc::new);
         if len <= LONG_BODY_BYTES {

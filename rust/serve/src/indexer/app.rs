@@ -25,11 +25,11 @@ use prometheus_client::registry::Registry;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
-use super::super::body::{Intake, Received, discard};
+use super::super::body::{Intake, Received, check_encoding, discard};
 use super::super::metrics::check_prefix;
 use super::answer::worker_entries;
 use super::dump::{DUMP_TYPE, DumpQuery, Dumps, binary_body, digests, json_body};
-use super::form::{Form, Params, check_encoding, refuse_encoded};
+use super::form::{Form, Params, refuse_encoded};
 use super::mask::{FLAG as HASH_SECRET, HashMask};
 use super::metrics::{self, Endpoint, IndexerMetrics};
 use super::overlap::{find_hashes, find_tokens};

@@ -10,7 +10,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::super::Reject;
-use super::super::body::discard;
+use super::super::body::{check_encoding, discard};
 use super::fault::{worded, worded_parameter};
 use super::request;
 
@@ -114,23 +114,6 @@ impl Form {
             Err(error) => Reject::new(StatusCode::INTERNAL_SERVER_ERROR, error).plain(),
         }
     }
-}
-
-/// Refuses a compressed body.
-///
-/// # Errors
-/// 415, naming the encoding.
-pub(crate) fn check_encoding(headers: &HeaderMap) -> Result<(), Reject> {
-    let encoding =
-        headers.get(header::CONTENT_ENCODING).map_or(&b"identity"[..], HeaderValue::as_bytes);
-    if encoding.eq_ignore_ascii_case(b"identity") {
-        return Ok(());
-    }
-    let what = format!(
-        "content-encoding {:?} is not supported: send the body without compression",
-        String::from_utf8_lossy(encoding)
-    );
-    Err(Reject::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, what))
 }
 
 /// A layer that refuses compressed bodies.
