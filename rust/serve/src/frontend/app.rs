@@ -167,9 +167,7 @@ impl App {
         let compute = Compute::new(options.tokenize_timeout, Arc::clone(&clock), &mut registry)?;
         let common = CommonMetrics::new(registry);
         let questions = match options.routing.serve_indexer {
-            true => {
-                Some(query_routes(Arc::clone(&catalog), intake.clone(), options.http.mask.clone())?)
-            }
+            true => Some(query_routes(&catalog, &intake, &options.http)?),
             false => None,
         };
         let salts = options.salt_secret_file.as_deref().map(SaltSecret::open).transpose()?;

@@ -87,21 +87,12 @@ impl IndexerApp {
                  them; use only one of the two"
             )));
         }
-        let startup = Arc::new(Startup::new(&options.peers, options.min_initial_workers)?);
-        let bounds = |registry: &mut Registry| http.intake(options.max_body_bytes, registry);
-        let (figures, intake) =
-            IndexerMetrics::new(Arc::clone(&catalog), Arc::clone(&startup), bounds);
-        let metrics = Arc::new(figures);
-        let counted = from_fn_with_state(Arc::clone(&metrics), metrics::count);
-        let has_peers = !options.peers.is_empty();
+        let (has_peers, limit) = (!options.peers.is_empty(), options.max_body_bytes);
+        let app = App::new(catalog, options, http, |registry| http.intake(limit, registry))?;
+        let counted = from_fn_with_state(Arc::clone(&app.metrics), metrics::count);
         if has_peers {
-            catalog.hold();
+            app.catalog.hold();
         }
-        let app = App {
-            shutdown: http.shutdown().clone(),
-            worker_allow: http.worker_allow.clone(),
-            ..App::new(catalog, options, intake, metrics, startup, http.mask.clone())
-        };
         app.registrations.restore(http.state_file.as_deref(), |request: Register| {
             register_at(&app.catalog, request).map_err(|error| error.to_string())
         })?;
@@ -192,14 +183,12 @@ impl hyper::service::Service<Request<Incoming>> for IndexerApp {
 /// # Errors
 /// None without peers.
 pub(crate) fn query_routes(
-    catalog: Arc<Catalog>,
-    intake: Intake,
-    mask: Option<HashMask>,
+    catalog: &Arc<Catalog>,
+    intake: &Intake,
+    http: &Http,
 ) -> KvResult<Router> {
     let options = IndexerOptions::default();
-    let startup = Arc::new(Startup::new(&[], 0)?);
-    let (figures, ()) = IndexerMetrics::new(Arc::clone(&catalog), Arc::clone(&startup), |_| ());
-    let app = App::new(catalog, options, intake, Arc::new(figures), startup, mask);
+    let app = App::new(Arc::clone(catalog), options, http, |_| intake.clone())?;
     let routes = Router::new()
         .route("/query", post(query))
         .route("/query_by_hash", post(query_by_hash))
@@ -209,27 +198,27 @@ pub(crate) fn query_routes(
 }
 
 impl App {
-    /// Of a service that takes no registrations, and does not end before its process.
     fn new(
         catalog: Arc<Catalog>,
         options: IndexerOptions,
-        intake: Intake,
-        metrics: Arc<IndexerMetrics>,
-        startup: Arc<Startup>,
-        mask: Option<HashMask>,
-    ) -> Self {
-        Self {
+        http: &Http,
+        intake: impl FnOnce(&mut Registry) -> Intake,
+    ) -> KvResult<Self> {
+        let startup = Arc::new(Startup::new(&options.peers, options.min_initial_workers)?);
+        let (metrics, intake) =
+            IndexerMetrics::new(Arc::clone(&catalog), Arc::clone(&startup), intake);
+        Ok(Self {
             catalog,
             options,
             intake,
-            metrics,
+            metrics: Arc::new(metrics),
             startup,
             dumps: Dumps::default(),
-            mask,
-            shutdown: Shutdown::default(),
+            mask: http.mask.clone(),
+            shutdown: http.shutdown().clone(),
             registrations: Registrations::default(),
-            worker_allow: WorkerAllow::default(),
-        }
+            worker_allow: http.worker_allow.clone(),
+        })
     }
 
     /// Reads a bounded body, and parses it.

@@ -17,6 +17,7 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 
 use super::startup::Startup;
+use crate::body::Intake;
 use crate::metrics::{add, exposition, seconds_histogram};
 use crate::page::{Labels, Page, Pages, and, column, label, of_model};
 
@@ -43,12 +44,12 @@ named! {
 }
 
 impl IndexerMetrics {
-    /// Creates the metrics; `more` registers further ones.
-    pub fn new<T>(
+    /// Creates the metrics; `intake` registers its own.
+    pub fn new(
         catalog: Arc<Catalog>,
         startup: Arc<Startup>,
-        more: impl FnOnce(&mut Registry) -> T,
-    ) -> (Self, T) {
+        intake: impl FnOnce(&mut Registry) -> Intake,
+    ) -> (Self, Intake) {
         let mut registry = Registry::with_prefix("kvflash_kvindexer");
         let registered = &mut registry;
         let help = "HTTP requests answered";
@@ -65,8 +66,8 @@ impl IndexerMetrics {
             write_workers(page, &reports)?;
             write_trust(&catalog, page, &reports)
         })));
-        let more = more(registered);
-        (Self { registry, requests, errors, seconds, questions: Default::default() }, more)
+        let intake = intake(registered);
+        (Self { registry, requests, errors, seconds, questions: Default::default() }, intake)
     }
 
     /// The exposition text, with the catalog's current values; names begin with `prefix`.

@@ -135,9 +135,7 @@ fn routes(app: &Arc<App>) -> KvResult<Router> {
         .route("/metrics", get(metrics));
     let mut router = openapi::complete(routes, openapi::ROUTER).with_state(Arc::clone(app));
     if app.options.routing.serve_indexer {
-        let catalog = Arc::clone(&app.catalog);
-        router =
-            router.merge(query_routes(catalog, app.intake.clone(), app.options.http.mask.clone())?);
+        router = router.merge(query_routes(&app.catalog, &app.intake, &app.options.http)?);
     }
     let router = router.layer(from_fn(refuse_encoded));
     Ok(router.layer(from_fn_with_state(Arc::clone(app), count)))
