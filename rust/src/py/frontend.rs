@@ -72,8 +72,7 @@ impl Frontend {
         let clock = Arc::new(SystemClock::default());
         let catalog = Arc::new(catalog::Catalog::new(limits, clock.clone()));
         released(py, || {
-            let shutdown = http.shutdown().clone();
-            let app = FrontendApp::new(options, Arc::clone(&catalog), clock, shutdown)?;
+            let app = FrontendApp::new(options, Arc::clone(&catalog), clock)?;
             let service = Service::new(threads, &http, drain)?;
             Ok(Self { catalog, app, uses_events, service })
         })

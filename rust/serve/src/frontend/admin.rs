@@ -126,7 +126,9 @@ pub(super) async fn ready(State(app): State<Arc<App>>) -> Response {
 pub(super) fn not_ready(app: &App) -> Option<(Unready, String)> {
     let decoding = app.fleet.decoding();
     let (code, reason) = match app.started() {
-        _ if app.shutdown.is_announced() => (Unready::Stopping, "the frontend is shutting down"),
+        _ if app.options.http.shutdown().is_announced() => {
+            (Unready::Stopping, "the frontend is shutting down")
+        }
         Err(error) => return Some((Unready::Starting, error.to_string())),
         Ok(()) if decoding.0 == 0 => (Unready::NoDecodeWorker, "no decode worker is healthy"),
         Ok(()) if decoding.1 == 0 => {

@@ -34,7 +34,7 @@ use crate::remote::RemoteIndexer;
 use crate::state_file::Registrations;
 use crate::tenant::SaltSecret;
 use crate::tenant::limit::Meters;
-use crate::{Lock, Role, Shutdown};
+use crate::{Lock, Role};
 
 /// Being full for this long is not a burst.
 const FULL_TIME: Duration = Duration::from_secs(10);
@@ -128,7 +128,6 @@ pub(crate) struct App {
     pub salts: Option<SaltSecret>,
     /// Workers that were registered over HTTP.
     pub registrations: Registrations,
-    pub shutdown: Shutdown,
     /// The remote indexer, if it replaces the catalog.
     pub remote: Option<RemoteIndexer>,
     /// The indexer's routes, if they are served.
@@ -150,7 +149,6 @@ impl App {
         options: FrontendOptions,
         catalog: Arc<Catalog>,
         clock: Arc<dyn Clock>,
-        shutdown: Shutdown,
     ) -> Result<Self> {
         options.check()?;
         let tokenizers = Tokenizers::default();
@@ -202,7 +200,6 @@ impl App {
             meters,
             salts,
             registrations: Registrations::default(),
-            shutdown,
             remote,
             questions,
             in_flight: AtomicUsize::new(0),

@@ -276,7 +276,7 @@ pub(super) fn compare_if_due(app: &Arc<App>, engine: &Arc<Engine>) {
     tokio::spawn(async move {
         let outcomes = tokio::select! {
             outcomes = compare(&app, &text.model, &engine, &pool) => outcomes,
-            () = app.shutdown.wait() => None,
+            () = app.options.http.shutdown().wait() => None,
         };
         let outcome = if outcomes.is_some() { "compared" } else { "failed" };
         app.metrics.parity_probes.get_or_create(&OutcomeLabel { outcome }).inc();

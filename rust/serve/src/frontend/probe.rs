@@ -17,7 +17,6 @@ use super::engine_spec::EngineSpec;
 use super::inspect::inspect;
 use super::proxy::{AttemptError, Upstream};
 use super::{parity, server_info};
-use crate::Shutdown;
 use crate::gateway::ids::ask_once;
 
 /// The served models are queried again once in this many checks.
@@ -49,13 +48,14 @@ pub(super) fn add(app: &Arc<App>, spec: EngineSpec) -> Result<Arc<Engine>> {
         // It is new, so the cell is empty.
         let _ = engine.text.set(text);
     }
-    tokio::spawn(watch(Arc::clone(app), Arc::clone(&engine), app.shutdown.clone()));
+    tokio::spawn(watch(Arc::clone(app), Arc::clone(&engine)));
     Ok(engine)
 }
 
 /// Checks `engine` until it is removed or the service stops, and while requests wait for its first
 /// byte also after that, so that a frozen engine holds none of them.
-async fn watch(app: Arc<App>, engine: Arc<Engine>, shutdown: Shutdown) {
+async fn watch(app: Arc<App>, engine: Arc<Engine>) {
+    let shutdown = app.options.http.shutdown();
     let interval = app.options.health_interval;
     let timeout = interval.max(Duration::from_secs(1));
     // Adapters come and go while an engine runs, and it may restart between two checks.

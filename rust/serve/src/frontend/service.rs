@@ -23,7 +23,7 @@ use super::{admin, probe, scrape, workers};
 use crate::gateway::api::{Form, RESPONSES, ROWS, Row};
 use crate::gateway::call::Head;
 use crate::gateway::send::forward;
-use crate::{Caller, Peer, Reject, Shutdown, body, openapi};
+use crate::{Caller, Peer, Reject, body, openapi};
 
 /// The frontend's service: add engines, serve [`FrontendApp::router`], stop with the given
 /// shutdown.
@@ -41,9 +41,8 @@ impl FrontendApp {
         options: FrontendOptions,
         catalog: Arc<Catalog>,
         clock: Arc<dyn Clock>,
-        shutdown: Shutdown,
     ) -> Result<Self> {
-        Ok(Self { app: Arc::new(App::new(options, catalog, clock, shutdown)?) })
+        Ok(Self { app: Arc::new(App::new(options, catalog, clock)?) })
     }
 
     /// Adds an engine and monitors it. Must be called within a tokio runtime.

@@ -25,8 +25,8 @@ use super::app::App;
 use super::engine::Engine;
 use super::engine::EngineNotes;
 use super::{FrontendApp, FrontendOptions, admin, scrape, workers};
+use crate::Caller;
 use crate::gateway::book::Expectation;
-use crate::{Caller, Shutdown};
 
 /// Whatever takes longer does not come.
 const DEADLINE: Duration = Duration::from_secs(30);
@@ -41,7 +41,7 @@ fn frontend(engines: usize) -> (Arc<App>, Vec<Arc<Engine>>) {
     options.routing.queue = Some(queue);
     let clock = Arc::new(ManualClock::default());
     let catalog = Arc::new(Catalog::default());
-    let made = FrontendApp::new(options, catalog, clock, Shutdown::default()).unwrap();
+    let made = FrontendApp::new(options, catalog, clock).unwrap();
     let add = |at: usize| {
         let spec = format!("http://127.0.0.1:{}", 10_000 + at).parse().unwrap();
         let engine = made.app.fleet.add(spec).unwrap();
@@ -236,7 +236,7 @@ fn by_events() -> Arc<App> {
     let clock = Arc::new(ManualClock::default());
     let options = FrontendOptions::default();
     let catalog = Arc::new(Catalog::default());
-    let made = FrontendApp::new(options, catalog, clock, Shutdown::default()).unwrap();
+    let made = FrontendApp::new(options, catalog, clock).unwrap();
     for port in [10_000, 10_001] {
         let spec = format!("http://127.0.0.1:{port}").parse().unwrap();
         let engine = made.app.fleet.add(spec).unwrap();

@@ -190,7 +190,7 @@ pub(crate) fn ask_once(app: &Arc<App>, engine: &Arc<Engine>) {
     tokio::spawn(async move {
         tokio::select! {
             () = ask(&app, &engine, &name, id, start) => {}
-            () = app.shutdown.wait() => {}
+            () = app.options.http.shutdown().wait() => {}
         }
     });
 }

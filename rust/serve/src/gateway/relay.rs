@@ -296,7 +296,7 @@ impl Relay {
     /// Ready when the answer must end because the process does. An answer that sends nothing from
     /// the announcement of the stop on does not notice, and ends with its connection.
     fn poll_cut(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        let shutdown = &self.delivery.app.shutdown;
+        let shutdown = self.delivery.app.options.http.shutdown();
         if !shutdown.is_announced() {
             return Poll::Pending;
         }

@@ -103,14 +103,8 @@ impl Stage {
         options.routing.selector.overlap = Overlap::Predictions;
         options.routing.policies.active = Arc::new(Policy::RoundRobin);
         change(&mut options);
-        let (clock, shutdown) = (Arc::new(ManualClock::default()), Shutdown::default());
-        let app = FrontendApp::new(
-            options,
-            Arc::new(Catalog::default()),
-            clock.clone(),
-            shutdown.clone(),
-        );
-        let app = app.unwrap();
+        let (clock, shutdown) = (Arc::new(ManualClock::default()), options.http.shutdown().clone());
+        let app = FrontendApp::new(options, Arc::new(Catalog::default()), clock.clone()).unwrap();
         app.restore().unwrap();
         Self { router: app.router(), app, clock, shutdown }
     }

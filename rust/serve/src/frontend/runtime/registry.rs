@@ -65,9 +65,9 @@ fn take(app: &Arc<App>, spec: WorkerSpec) -> Result<InstanceId> {
             }
             // Another card does not bring it back into service.
             app.fleet.set_state(id, state)?;
-            let interval = app.options.health_interval;
-            let watch = watch(Arc::clone(&engine), member, interval, app.shutdown.clone());
-            tokio::spawn(watch);
+            let (interval, shutdown) =
+                (app.options.health_interval, app.options.http.shutdown().clone());
+            tokio::spawn(watch(Arc::clone(&engine), member, interval, shutdown));
             engine
         }
     };

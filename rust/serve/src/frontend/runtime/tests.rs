@@ -27,7 +27,7 @@ use crate::gateway::api::Row;
 use crate::gateway::call::Head;
 use crate::gateway::send::forward;
 use crate::metrics::{CauseLabel, OutcomeLabel};
-use crate::{Caller, FrontendSettings, RemoteIndexerOptions, Shutdown};
+use crate::{Caller, FrontendSettings, RemoteIndexerOptions};
 
 /// A frontend, the catalog that it subscribes with, and the runtime that its tasks need.
 struct Frontend {
@@ -43,7 +43,7 @@ impl Frontend {
         let clock = Arc::new(ManualClock::default());
         let app = {
             let _guard = runtime.enter();
-            FrontendApp::new(options, Arc::clone(&catalog), clock, Shutdown::default()).unwrap()
+            FrontendApp::new(options, Arc::clone(&catalog), clock).unwrap()
         };
         Self { app, catalog, runtime }
     }
