@@ -24,9 +24,9 @@ use prometheus_client::metrics::counter::Counter;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::task::AbortHandle;
 
-use super::Reject;
 use super::body::discard;
 use super::lock::{Lock, Side, Verdict};
+use super::{Peer, Reject};
 
 /// Admits or refuses requests, and answers 500 if the service panics, which ends only that request.
 /// A connection beyond the limit only gets answers to probes.
@@ -74,6 +74,7 @@ where
                 }
             };
             admitted.enter(&mut request);
+            request.extensions_mut().insert(Peer(peer));
             // State that a panic may have left incomplete is not reused: state that outlives a
             // request is protected by parking_lot locks, which do not poison, and changes in calls
             // that do not panic midway.

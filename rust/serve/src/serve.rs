@@ -15,7 +15,7 @@ use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::Service;
 use hyper_util::rt::TokioIo;
-use hyper_util::service::{TowerToHyperService, TowerToHyperServiceFuture};
+use hyper_util::service::TowerToHyperService;
 use kvflash_core::log_limit::LogLimit;
 use parking_lot::Mutex;
 use prometheus_client::metrics::counter::Counter;
@@ -148,33 +148,15 @@ pub trait App: Send + 'static {
         + Sync
         + 'static;
 
-    /// The service for a connection from `peer`.
-    fn serve_peer(&self, peer: Peer) -> Self::Service;
+    /// The service for a connection; it finds the [`Peer`] in a request's extensions.
+    fn service(&self) -> Self::Service;
 }
 
 impl App for axum::Router {
-    type Service = PeerRouter;
+    type Service = TowerToHyperService<Self>;
 
-    fn serve_peer(&self, peer: Peer) -> PeerRouter {
-        PeerRouter { router: TowerToHyperService::new(self.clone()), peer }
-    }
-}
-
-/// Routes with the remote address: handlers find the [`Peer`] in a request's extensions.
-#[derive(Debug)]
-pub struct PeerRouter {
-    router: TowerToHyperService<axum::Router>,
-    peer: Peer,
-}
-
-impl Service<Request<Incoming>> for PeerRouter {
-    type Response = Response<Body>;
-    type Error = Infallible;
-    type Future = TowerToHyperServiceFuture<axum::Router, Request<Incoming>>;
-
-    fn call(&self, mut request: Request<Incoming>) -> Self::Future {
-        request.extensions_mut().insert(self.peer);
-        self.router.call(request)
+    fn service(&self) -> Self::Service {
+        TowerToHyperService::new(self.clone())
     }
 }
 
@@ -277,7 +259,7 @@ impl<A: App> Door<A> {
         let _ = socket.set_tcp_user_timeout(Some(UNACKED_TIME));
         let is_beyond = place.permit.is_none();
         let mut service = Guarded {
-            service: Arc::new(self.app.serve_peer(Peer(peer))),
+            service: Arc::new(self.app.service()),
             lock: self.limits.lock.clone(),
             peer,
             certified: Vec::new(),

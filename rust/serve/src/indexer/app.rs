@@ -148,7 +148,7 @@ impl IndexerApp {
 impl crate::App for IndexerApp {
     type Service = Self;
 
-    fn serve_peer(&self, _peer: crate::Peer) -> Self {
+    fn service(&self) -> Self {
         self.clone()
     }
 }
